@@ -1,0 +1,281 @@
+"""The activation table: each activation's value and derivative, written once, in plain torch.
+
+This text is the CPU kernel, the float64 oracle of the tests, the function that double backward and ``torch.func``
+transforms differentiate, and (traced) the Inductor lowering. Only the eager Triton kernels repeat it; tests tie them to it.
+
+The formulas are chosen for two things that PyTorch's own do not have:
+
+* **They keep the negative tail.** ``1 + tanh(u)`` and ``1 + erf(x)`` cancel for negative ``x``: of all bf16 inputs in
+  [-10, -3] more than 60 % of PyTorch's GELU results are off by more than one ulp, and from x = -6 on nothing is left. The
+  sigmoid form ``x / (1 + exp(-2u))`` and the complementary error function do not cancel.
+* **They cost less.** Exponentials are base two (one instruction on a GPU), there are no branches, and no ``tanh``.
+
+They are evaluated in float32 (float64 for float64 input); the caller widens and rounds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Activation", "get", "names", "register_activation", "table_hash"]
+
+Elementwise = Callable[[Tensor], Tensor]
+
+LOG2E = 1 / math.log(2)
+GELU_TANH_SLOPE = 2 * math.sqrt(2 / math.pi)  # gelu_tanh(x) = x·sigmoid(SLOPE·(x + CUBIC·x³))
+GELU_TANH_CUBIC = 0.044715
+QUICK_GELU_SLOPE = 1.702
+SQRT1_2 = math.sqrt(0.5)
+INV_SQRT_2PI = 1 / math.sqrt(2 * math.pi)
+
+# ½·erfc(a/√2)·exp(a²/2) = t·P(t) with t = 1/(1 + NORMAL_TAIL_P·a), a in [0, 13.5]: a minimax fit of the relative error
+# (9.4e-8, below float32's rounding), made as Abramowitz & Stegun 7.1.26 is, with more terms and for the relative error,
+# which is what keeps the tail. Coefficients from the lowest power.
+NORMAL_TAIL_P = 0.305
+NORMAL_TAIL = (
+    0.12163973187139278,
+    0.12246683118857601,
+    0.10342076847957368,
+    0.12102202023542959,
+    -0.03797749533101353,
+    0.1857176397437275,
+    -0.15298874309279162,
+    0.03669929389992738,
+)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An elementwise function without parameters.
+
+    Attributes:
+        name: what the operators' ``activation`` argument calls it.
+        value: f(x), in x's dtype (float32 or float64), accurate relative to the result.
+        derivative: f'(x), likewise; itself differentiable, for double backward.
+        definition: the textbook spelling of f, for the recogniser to read symbolically; it may lose accuracy.
+        builtin: whether the hand-written Triton kernels know it.
+    """
+
+    name: str
+    value: Elementwise
+    derivative: Elementwise
+    definition: Elementwise
+    builtin: bool = True
+
+
+def _differentiated(x: Tensor) -> bool:
+    """Whether a derivative will be taken *through* this evaluation (torch.func, forward mode, double backward)."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    level: int = forward_ad._current_level
+    return level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def _exact_normal(x: Tensor) -> bool:
+    # The fit's derivative is not the derivative's fit, and |x| has none at 0; float64 wants more digits than the fit has.
+    return x.dtype == torch.float64 or _differentiated(x)
+
+
+def _normal_tail(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(a, q, e) with a = |x| and Φ(-a) = q·e, e = exp(-a²/2), accurate relative to the result."""
+    a = torch.abs(x)
+    a = torch.where(a < 38.0, a, 38.0)  # e is 0 past 38 in float32, and ∞·0 would be NaN; where: half of clamp's instructions
+    t = 1.0 / (1.0 + NORMAL_TAIL_P * a)
+    q = t * NORMAL_TAIL[-1] + NORMAL_TAIL[-2]
+    for c in reversed(NORMAL_TAIL[:-2]):
+        q = t * q + c
+    return a, t * q, torch.exp2(x * x * (-0.5 * LOG2E))
+
+
+def _gelu(x: Tensor) -> Tensor:
+    if _exact_normal(x):
+        return x * (0.5 * torch.erfc(-SQRT1_2 * x))
+    a, q, e = _normal_tail(x)
+    return torch.relu(x) - (a * q) * e  # x·Φ(x) for either sign: x - x·Φ(-x) above 0, -a·Φ(-a) below
+
+
+def _gelu_derivative(x: Tensor) -> Tensor:
+    if _exact_normal(x):
+        return 0.5 * torch.erfc(-SQRT1_2 * x) + x * (INV_SQRT_2PI * torch.exp(-0.5 * x * x))
+    a, q, e = _normal_tail(x)
+    below = (q - INV_SQRT_2PI * a) * e
+    return torch.where(x < 0, below, 1.0 - below)
+
+
+def _sigmoid_of(slope: float, x: Tensor) -> Tensor:
+    return 1.0 / (1.0 + torch.exp2(x * (-slope * LOG2E)))
+
+
+def _swish(slope: float) -> Elementwise:
+    return lambda x: x / (1.0 + torch.exp2(x * (-slope * LOG2E)))
+
+
+def _swish_derivative(slope: float) -> Elementwise:
+    def derivative(x: Tensor) -> Tensor:
+        s = _sigmoid_of(slope, x)
+        return s + slope * (x * (s * (1.0 - s)))  # in this order nothing overflows before s makes it 0
+
+    return derivative
+
+
+def _gelu_tanh_exp(x: Tensor) -> Tensor:
+    scale = -GELU_TANH_SLOPE * LOG2E
+    return torch.exp2(x * (scale + (scale * GELU_TANH_CUBIC) * (x * x)))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return x / (1.0 + _gelu_tanh_exp(x))
+
+
+def _gelu_tanh_derivative(x: Tensor) -> Tensor:
+    s = 1.0 / (1.0 + _gelu_tanh_exp(x))
+    x2 = x * x
+    x2 = torch.where(x2 < 900.0, x2, 900.0)  # past 30, s·(1 - s) is 0 even in float64, and 0·∞ would be NaN
+    return s + ((x * s) * (1.0 - s)) * (GELU_TANH_SLOPE + (3 * GELU_TANH_SLOPE * GELU_TANH_CUBIC) * x2)
+
+
+def _sigmoid_derivative(x: Tensor) -> Tensor:
+    # s·(1 - s) loses the right tail and exp(-x)/(1 + exp(-x))² overflows on the left. Even in x: both tails as the left one.
+    if _differentiated(x):
+        return torch.sigmoid(x) * torch.sigmoid(-x)  # |x| has no derivative at 0
+    e = torch.exp2(torch.abs(x) * -LOG2E)
+    d = 1.0 + e
+    return e / (d * d)
+
+
+def _tanh_derivative(x: Tensor) -> Tensor:
+    # 1 - tanh² loses both tails: sech² = 4·sigmoid'(2x)
+    return 4.0 * _sigmoid_derivative(2.0 * x)
+
+
+def _relu_derivative(x: Tensor) -> Tensor:
+    return torch.where(x <= 0, 0.0, 1.0).to(x.dtype)  # NaN passes the gradient on, as PyTorch's threshold_backward does
+
+
+def _relu2(x: Tensor) -> Tensor:
+    r = torch.relu(x)
+    return r * r
+
+
+_TABLE: dict[str, Activation] = {
+    a.name: a
+    for a in (
+        Activation("relu", torch.relu, _relu_derivative, torch.relu),
+        Activation("relu2", _relu2, lambda x: 2.0 * torch.relu(x), lambda x: torch.square(torch.relu(x))),
+        Activation("silu", _swish(1.0), _swish_derivative(1.0), F.silu),
+        Activation("gelu", _gelu, _gelu_derivative, F.gelu),
+        Activation("gelu_tanh", _gelu_tanh, _gelu_tanh_derivative, lambda x: F.gelu(x, approximate="tanh")),
+        Activation(
+            "quick_gelu",
+            _swish(QUICK_GELU_SLOPE),
+            _swish_derivative(QUICK_GELU_SLOPE),
+            lambda x: x * torch.sigmoid(QUICK_GELU_SLOPE * x),
+        ),
+        Activation("sigmoid", lambda x: _sigmoid_of(1.0, x), _sigmoid_derivative, torch.sigmoid),
+        Activation("tanh", torch.tanh, _tanh_derivative, torch.tanh),
+    )
+}
+
+_on_change: list[Callable[[], None]] = []  # the lowerings' cache key follows the table
+
+
+def names() -> tuple[str, ...]:
+    """The activations that exist now: the built-in eight and those registered since."""
+    return tuple(_TABLE)
+
+
+def get(name: str) -> Activation:
+    """The table's row for ``name``; ValueError, naming the rows there are, if there is none."""
+    try:
+        return _TABLE[name]
+    except (KeyError, TypeError):
+        raise ValueError(f"activation={name!r} is not known; accepted: {', '.join(_TABLE)}") from None
+
+
+def register_activation(name: str, fn: Elementwise, derivative: Elementwise | None = None) -> None:
+    """Add an activation to the table, for every operator, for the lowerings and for the recogniser.
+
+    Args:
+        name: a new name (an identifier). Registering the same functions under the same name again does nothing.
+        fn: f(x), elementwise, without parameters, in plain torch: same shape and dtype out as in, for float32 and float64,
+            no data-dependent control flow. Compiled code inlines it; in eager mode it runs as it is on every device.
+        derivative: f'(x), likewise. By default it is derived from ``fn`` by autograd.
+
+    Raises:
+        ValueError: name is not an identifier, or taken by other functions; fn changes shape or dtype or is not elementwise.
+        TypeError: fn or derivative is not callable.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"name={name!r} is not accepted: an activation's name is a Python identifier")
+    for argument, value in (("fn", fn), ("derivative", derivative)):
+        if not callable(value) and not (argument == "derivative" and value is None):
+            raise TypeError(f"{argument}={value!r} is not callable: it must be a function of one tensor")
+    _check_elementwise("fn", fn)
+    if derivative is None:
+        derivative = _Derived(fn)
+    _check_elementwise("derivative", derivative)
+    if name in _TABLE:
+        old = _TABLE[name]
+        if old.builtin or (_traced(old.value), _traced(old.derivative)) != (_traced(fn), _traced(derivative)):
+            raise ValueError(f"name={name!r} is taken by another activation; choose another name")
+        return
+    _TABLE[name] = Activation(name, fn, derivative, fn, builtin=False)
+    for notify in _on_change:
+        notify()
+
+
+def table_hash() -> str:
+    """Identifies what the registered activations compute (the built-in ones are identified by this package's sources)."""
+    parts = [f"{a.name}:{_traced(a.value)}:{_traced(a.derivative)}" for a in _TABLE.values() if not a.builtin]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16] if parts else ""
+
+
+def _check_elementwise(argument: str, fn: Elementwise) -> None:
+    for dtype in (torch.float32, torch.float64):
+        x = torch.linspace(-3.0, 3.0, 12, dtype=dtype)
+        y = fn(x)
+        if not isinstance(y, Tensor) or y.dtype != dtype or y.shape != x.shape:
+            got = f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else repr(y)
+            raise ValueError(f"{argument} is not accepted: for {dtype} (12,) it gave {got}; it must keep shape and dtype")
+        apart = fn(x.flip(0).reshape(3, 4)).reshape(12).flip(0)
+        if not torch.allclose(y, apart, rtol=1e-5, atol=1e-6, equal_nan=True):
+            raise ValueError(f"{argument} is not accepted: it is not elementwise (its result depends on the tensor's shape)")
+
+
+def _trace(fn: Elementwise, dtype: torch.dtype) -> torch.fx.GraphModule:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(lambda x: fn(x))(torch.linspace(-1.0, 1.0, 3, dtype=dtype))
+
+
+@cache
+def _traced(fn: Elementwise) -> str:
+    gm = _trace(fn, torch.float32)
+    constants = {k: v.tolist() for k, v in vars(gm).items() if isinstance(v, Tensor)}
+    return f"{gm.code}{constants}"
+
+
+class _Derived:
+    """The derivative of an elementwise function by autograd, traced once for each dtype into plain torch."""
+
+    def __init__(self, fn: Elementwise) -> None:
+        self.fn = fn
+        self.graphs = {dtype: _trace(self._vjp, dtype) for dtype in (torch.float32, torch.float64)}
+
+    def _vjp(self, x: Tensor) -> Tensor:
+        _, pull = torch.func.vjp(self.fn, x)
+        return pull(torch.ones_like(x))[0]  # type: ignore[no-any-return]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.graphs[x.dtype](x)  # type: ignore[no-any-return]

@@ -1,0 +1,249 @@
+"""Every operator in plain torch: the oracle, the CPU kernel's arithmetic, what transforms differentiate, what lowerings trace.
+
+Two layers. The *element functions* (``bias_act_element`` …) say what happens to one element: they take tensors that broadcast
+together, already widened, and return unrounded results; Inductor lowerings trace them on scalars. The *operators*
+(``bias_act`` …) add widening, layout, the sums behind bias and scale gradients, and one rounding at the end.
+
+Widening: float16 and bfloat16 are computed in float32, float32 in float32, anything together with float64 in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from torch_fused_ops import activations
+
+__all__ = [
+    "bias_act",
+    "bias_act_backward",
+    "bias_glu",
+    "bias_glu_backward",
+    "compute_dtype",
+    "glu",
+    "glu_backward",
+    "pack",
+    "unpack",
+]
+
+Grads3: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+LAYOUTS = ("halves", "interleaved")
+
+
+# ---- element functions ---------------------------------------------------------------------------------------------
+
+
+def bias_act_element(x: Tensor, bias: Tensor | None, scale: Tensor | None, activation: str) -> Tensor:
+    """act(x + bias) · scale."""
+    y = activations.get(activation).value(x if bias is None else x + bias)
+    return y if scale is None else y * scale
+
+
+def bias_act_input_grad(grad: Tensor, x: Tensor, bias: Tensor | None, scale: Tensor | None, activation: str) -> Tensor:
+    """grad · scale · act'(x + bias): the gradient of the input, and, summed over rows, of the bias."""
+    dx = grad * activations.get(activation).derivative(x if bias is None else x + bias)
+    return dx if scale is None else dx * scale
+
+
+def bias_act_scale_grad(grad: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """grad · act(x + bias): summed over a row, the gradient of that row's scale."""
+    return grad * bias_act_element(x, bias, None, activation)
+
+
+def _clamped(gate: Tensor, up: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
+    if clamp is None:
+        return gate, up
+    return torch.clamp(gate, max=clamp), torch.clamp(up, -clamp, clamp)
+
+
+def glu_element(
+    gate: Tensor, up: Tensor, scale: Tensor | None, activation: str, up_offset: float, clamp: float | None
+) -> Tensor:
+    """act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset) · scale."""
+    gate, up = _clamped(gate, up, clamp)
+    y = activations.get(activation).value(gate) * (up + up_offset if up_offset else up)
+    return y if scale is None else y * scale
+
+
+def glu_input_grads(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    scale: Tensor | None,
+    activation: str,
+    up_offset: float,
+    clamp: float | None,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up. At the clamp's bounds the gradient passes, as torch.clamp's does."""
+    act = activations.get(activation)
+    g, u = _clamped(gate, up, clamp)
+    if scale is not None:
+        grad = grad * scale
+    d_gate = grad * (u + up_offset if up_offset else u) * act.derivative(g)
+    d_up = grad * act.value(g)
+    if clamp is not None:
+        d_gate = torch.where(gate > clamp, 0.0, d_gate)
+        d_up = torch.where(torch.abs(up) > clamp, 0.0, d_up)
+    return d_gate, d_up
+
+
+def glu_scale_grad(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: str, up_offset: float, clamp: float | None
+) -> Tensor:
+    """grad · glu(gate, up): summed over a row, the gradient of that row's scale."""
+    return grad * glu_element(gate, up, None, activation, up_offset, clamp)
+
+
+# ---- shared pieces -------------------------------------------------------------------------------------------------
+
+
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """float64 if any tensor is float64, else float32."""
+    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def unpack(packed: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """(gate, up) of a packed last axis, as views: "halves" is [gate | up], "interleaved" is g0 u0 g1 u1 …"""
+    if layout == "halves":
+        n = packed.shape[-1] // 2
+        return packed[..., :n], packed[..., n:]
+    return packed[..., ::2], packed[..., 1::2]
+
+
+def pack(gate: Tensor, up: Tensor, layout: str) -> Tensor:
+    """The inverse of unpack."""
+    if layout == "halves":
+        return torch.cat((gate, up), -1)
+    return torch.stack((gate, up), -1).reshape(*gate.shape[:-1], 2 * gate.shape[-1])
+
+
+def _to(dtype: torch.dtype, t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.to(dtype)
+
+
+def _column(dtype: torch.dtype, scale: Tensor | None) -> Tensor | None:
+    return None if scale is None else scale.to(dtype).unsqueeze(-1)
+
+
+def _over_rows(t: Tensor) -> Tensor:
+    """The sum over all axes but the last."""
+    return t.sum(tuple(range(t.ndim - 1))) if t.ndim > 1 else t
+
+
+# ---- operators -----------------------------------------------------------------------------------------------------
+
+
+def bias_act(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> Tensor:
+    """act(input + bias) · token_scale[..., None]; input (..., n), bias (n,), token_scale (...)."""
+    dtype = compute_dtype(input, bias, token_scale)
+    return bias_act_element(input.to(dtype), _to(dtype, bias), _column(dtype, token_scale), activation).to(input.dtype)
+
+
+def bias_act_backward(
+    grad: Tensor,
+    input: Tensor,
+    bias: Tensor | None,
+    token_scale: Tensor | None,
+    activation: str,
+    output_mask: Sequence[bool],
+) -> Grads3:
+    """The gradients of bias_act for (input, bias, token_scale); None where output_mask says no."""
+    dtype = compute_dtype(grad, input, bias, token_scale)
+    g, x, b, s = grad.to(dtype), input.to(dtype), _to(dtype, bias), _column(dtype, token_scale)
+    d_input = d_bias = d_scale = None
+    if output_mask[0] or output_mask[1]:
+        dx = bias_act_input_grad(g, x, b, s, activation)
+        d_input = dx.to(input.dtype) if output_mask[0] else None
+        if output_mask[1]:
+            assert bias is not None
+            d_bias = _over_rows(dx).to(bias.dtype)
+    if output_mask[2]:
+        assert token_scale is not None
+        d_scale = bias_act_scale_grad(g, x, b, activation).sum(-1).to(token_scale.dtype)
+    return d_input, d_bias, d_scale
+
+
+def glu(
+    gate: Tensor,
+    up: Tensor,
+    token_scale: Tensor | None,
+    activation: str,
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+) -> Tensor:
+    """act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset) · token_scale[..., None]; gate, up (..., n)."""
+    dtype = compute_dtype(gate, up, token_scale)
+    y = glu_element(gate.to(dtype), up.to(dtype), _column(dtype, token_scale), activation, up_offset, clamp)
+    return y.to(gate.dtype)
+
+
+def glu_backward(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    token_scale: Tensor | None,
+    activation: str,
+    up_offset: float,
+    clamp: float | None,
+    output_mask: Sequence[bool],
+) -> Grads3:
+    """The gradients of glu for (gate, up, token_scale); None where output_mask says no."""
+    dtype = compute_dtype(grad, gate, up, token_scale)
+    g, x, u, s = grad.to(dtype), gate.to(dtype), up.to(dtype), _column(dtype, token_scale)
+    d_gate = d_up = d_scale = None
+    if output_mask[0] or output_mask[1]:
+        dg, du = glu_input_grads(g, x, u, s, activation, up_offset, clamp)
+        d_gate = dg.to(gate.dtype) if output_mask[0] else None
+        d_up = du.to(up.dtype) if output_mask[1] else None
+    if output_mask[2]:
+        assert token_scale is not None
+        d_scale = glu_scale_grad(g, x, u, activation, up_offset, clamp).sum(-1).to(token_scale.dtype)
+    return d_gate, d_up, d_scale
+
+
+def bias_glu(
+    input: Tensor,
+    bias: Tensor | None,
+    token_scale: Tensor | None,
+    activation: str,
+    layout: str = "halves",
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+) -> Tensor:
+    """glu of the packed input (..., 2n) + bias (2n,)."""
+    dtype = compute_dtype(input, bias, token_scale)
+    x = input.to(dtype) if bias is None else input.to(dtype) + bias.to(dtype)
+    y = glu_element(*unpack(x, layout), _column(dtype, token_scale), activation, up_offset, clamp)
+    return y.to(input.dtype)
+
+
+def bias_glu_backward(
+    grad: Tensor,
+    input: Tensor,
+    bias: Tensor | None,
+    token_scale: Tensor | None,
+    activation: str,
+    layout: str,
+    up_offset: float,
+    clamp: float | None,
+    output_mask: Sequence[bool],
+) -> Grads3:
+    """The gradients of bias_glu for (input, bias, token_scale); None where output_mask says no."""
+    dtype = compute_dtype(grad, input, bias, token_scale)
+    g, s = grad.to(dtype), _column(dtype, token_scale)
+    gate, up = unpack(input.to(dtype) if bias is None else input.to(dtype) + bias.to(dtype), layout)
+    d_input = d_bias = d_scale = None
+    if output_mask[0] or output_mask[1]:
+        dx = pack(*glu_input_grads(g, gate, up, s, activation, up_offset, clamp), layout)
+        d_input = dx.to(input.dtype) if output_mask[0] else None
+        if output_mask[1]:
+            assert bias is not None
+            d_bias = _over_rows(dx).to(bias.dtype)
+    if output_mask[2]:
+        assert token_scale is not None
+        d_scale = glu_scale_grad(g, gate, up, activation, up_offset, clamp).sum(-1).to(token_scale.dtype)
+    return d_input, d_bias, d_scale
