@@ -1,0 +1,29 @@
+"""The Inductor plug-in: pick-up, memory policy and lowerings of the fused operators.
+
+Lives at the top of the repository, is installed and imported as ``torch_fused_ops.lowerings`` and under no other name: a
+second copy would register every lowering and pass twice.
+"""
+
+if __name__ != "torch_fused_ops.lowerings":
+    raise ImportError(
+        f"this package is imported as torch_fused_ops.lowerings, not as {__name__!r}: install the project "
+        "(`pip install -e .`) and import it by that name"
+    )
+
+_registered = False
+
+
+def register() -> None:
+    """Put the fused operators' lowerings into Inductor and our identity into its cache keys. Idempotent.
+
+    Runs by itself when ``torch._inductor.lowering`` is first imported (see ``torch_fused_ops/__init__.py``).
+    """
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    from torch_fused_ops.lowerings.operators import register_lowerings
+    from torch_fused_ops.lowerings.passes import tag_caches
+
+    register_lowerings()
+    tag_caches()

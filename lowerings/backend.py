@@ -1,0 +1,34 @@
+"""``torch.compile(model, backend="fused")``: Inductor with pick-up. Found through the entry point; no import needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torch_fused_ops.lowerings import compat, register
+from torch_fused_ops.lowerings.passes import active_policy, compile_options
+from torch_fused_ops.policy import FusionPolicy
+
+
+def fused(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a captured graph with Inductor, MLPs picked up.
+
+    Args:
+        gm: the graph that Dynamo captured.
+        example_inputs: its inputs, fake or real.
+        mode: as for ``torch.compile``: "default", "reduce-overhead", "max-autotune", …
+        options: Inductor options, as for ``torch.compile``, and ``"policy"``: a FusionPolicy. Without it the policy of
+            ``enabled`` or ``enable`` holds where one is in force, else ``FusionPolicy()``.
+    """
+    register()
+    settings = dict(options or {})
+    policy = settings.pop("policy", None) or active_policy() or FusionPolicy()
+    return compat.inductor_backend(mode, compile_options(policy, settings))(gm, example_inputs)  # type: ignore[no-any-return]

@@ -1,0 +1,134 @@
+"""Every difference between torch versions that this plug-in meets, as a probe for the feature, in one place.
+
+============================  =========================================================================================
+feature                       where
+============================  =========================================================================================
+lists of passes in a slot     torch ≥ 2.13; before, a slot holds one pass
+context-variable config       torch ≥ 2.13: an override is seen in its own context only; before, by the whole process
+ConcatKernel and its node     torch 2.11 asserts that the current FX node's first argument is a list, as aten.cat's is
+============================  =========================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch._inductor import custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+LISTS_OF_PASSES: bool = hasattr(custom_graph_pass, "get_custom_graph_passes")
+
+
+def features() -> dict[str, bool]:
+    """What was probed on this torch, for reports."""
+    import torch._inductor.config as config
+
+    return {
+        "lists of passes in a slot": LISTS_OF_PASSES,
+        "context-variable config": isinstance(config._config["joint_custom_pre_pass"].user_override, ContextVar),
+    }
+
+
+# ---- pass slots --------------------------------------------------------------------------------------------------------
+
+
+class PassChain(CustomGraphPass):  # type: ignore[misc]
+    """Several passes in a slot that holds one."""
+
+    def __init__(self, passes: Sequence[Callable[[torch.fx.Graph], None]]) -> None:
+        self.passes = tuple(passes)
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for one in self.passes:
+            one(graph)
+
+    def uuid(self) -> Any:
+        ids = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.passes]
+        # A pass without an identity turns the cache off, as it does alone.
+        return None if any(i is None for i in ids) else hashlib.sha256(repr(ids).encode()).hexdigest()
+
+    def __deepcopy__(self, memo: Any) -> PassChain:
+        return self  # config copies must keep the passes' identity
+
+
+def passes_in(slot: Any) -> tuple[Any, ...]:
+    """The passes that a slot's value holds."""
+    if slot is None:
+        return ()
+    if isinstance(slot, PassChain):
+        return slot.passes
+    return tuple(slot) if isinstance(slot, (list, tuple)) else (slot,)
+
+
+def slot_of(passes: Sequence[Any]) -> Any:
+    """A slot's value that holds ``passes``. A tuple: the config module deep-copies lists and single objects."""
+    if not passes:
+        return None
+    if LISTS_OF_PASSES:
+        return tuple(passes)
+    return passes[0] if len(passes) == 1 else PassChain(passes)
+
+
+# ---- config values, process-wide -----------------------------------------------------------------------------------------
+
+
+def update_everywhere(module: Any, name: str, update: Callable[[Any], Any]) -> None:
+    """Replace a config value by ``update(value)``, for compilations in every thread.
+
+    Where overrides are context variables, an override made in this thread is invisible in others: the entry's default is
+    what all of them see, so both are updated. An override in *another* context stays as it is: it is that thread's own.
+    """
+    entry = module._config[name]
+    override = entry.user_override
+    if isinstance(override, ContextVar):
+        _update_default(entry, update)
+        if not _is_unset(override.get()):
+            override.set(update(override.get()))
+    elif _is_unset(override):
+        _update_default(entry, update)
+    else:
+        entry.user_override = update(override)
+    for flag in ("_hash_dirty_var", "_is_dirty"):  # the module caches a hash of its values
+        if isinstance(dirty := vars(module).get(flag), ContextVar):
+            dirty.set(True)
+        elif isinstance(dirty, bool):
+            object.__setattr__(module, flag, True)
+
+
+def _update_default(entry: Any, update: Callable[[Any], Any]) -> None:
+    name = "default" if _is_unset(entry.env_value_default) else "env_value_default"
+    setattr(entry, name, update(getattr(entry, name)))
+
+
+def _is_unset(value: Any) -> bool:
+    from torch.utils import _config_module
+
+    return value is _config_module._UNSET_SENTINEL
+
+
+# ---- Inductor's IR ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def concat_node() -> Iterator[None]:
+    """Let ``ir.ConcatKernel.create`` run inside the lowering of an operator that is not aten.cat."""
+    from torch._inductor.virtualized import V
+
+    node = torch.fx.Graph().call_function(torch.ops.aten.cat.default, ([],))
+    with V.graph.set_current_node(node):
+        yield
+
+
+# ---- compiling as torch.compile's own backend does ---------------------------------------------------------------------------
+
+
+def inductor_backend(mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
+    """What ``torch.compile(backend="inductor", mode=mode, options=options)`` compiles with: options checked, mode applied."""
+    from torch import _TorchCompileInductorWrapper
+
+    return _TorchCompileInductorWrapper(mode, options, None)  # type: ignore[no-any-return,no-untyped-call]

@@ -1,0 +1,360 @@
+"""Fused operators → Inductor IR: the reference's element functions, traced once, replayed inside ``Pointwise`` nodes.
+
+An operator never reaches generated code as a call. Its arithmetic is the text of ``reference.py``: the element function is
+traced to aten on scalars, each aten node goes through Inductor's own lowering, and the ``ops`` calls that come out are kept
+as a flat :class:`Program`. A lowering is then a loader for each argument around that program, so it fuses with its
+neighbours as any pointwise node does, and the formula costs each of its steps once however often a value is used.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import ir
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.lowering import lowerings, register_lowering, to_dtype
+from torch._inductor.ops_handler import DefaultHandler
+from torch._inductor.virtualized import OpsValue, V, ops
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy.functions import FloorDiv
+
+from torch_fused_ops import reference
+from torch_fused_ops.lowerings import compat
+
+Box = Any  # ir.TensorBox
+Index = Sequence[Any]
+Value = Any  # what V.ops returns
+Load = Callable[[Index], Value]
+
+aten = torch.ops.aten
+
+# ---- programs: element functions as Inductor ops -------------------------------------------------------------------
+
+
+class _Slot(int):
+    """The number of a value of a Program."""
+
+
+class Program:
+    """A traced element function: ``program(values) -> values``, one ``ops`` call for each step."""
+
+    def __init__(self, arguments: int) -> None:
+        self.arguments = arguments
+        self.steps: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.results: tuple[_Slot, ...] = ()
+
+    def __call__(self, *values: Value) -> tuple[Value, ...]:
+        env = list(values)
+
+        def read(a: Any) -> Any:
+            return env[a] if isinstance(a, _Slot) else a
+
+        for name, args, kwargs in self.steps:
+            env.append(getattr(ops, name)(*map(read, args), **{k: read(v) for k, v in kwargs.items()}))
+        return tuple(env[r] for r in self.results)
+
+
+class _Recorder(DefaultHandler):  # type: ignore[misc]
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    def _default(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Slot:
+        self.program.steps.append((name, args, kwargs))
+        return _Slot(self.program.arguments + len(self.program.steps) - 1)
+
+
+class _Lower(torch.fx.Interpreter):
+    """Runs a traced element function through Inductor's lowerings, every value a scalar evaluated at once."""
+
+    def __init__(self, gm: torch.fx.GraphModule, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.device, self.dtype = device, dtype
+
+    def scalar(self, value: _Slot, dtype: torch.dtype) -> Box:
+        return ir.TensorBox.create(
+            ir.Pointwise(device=self.device, dtype=dtype, inner_fn=lambda _: OpsValue(value), ranges=[])  # type: ignore[call-arg]
+        )
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Box:
+        box = lowerings[target](*args, **kwargs) if target in lowerings else None
+        if not isinstance(box, ir.TensorBox) or not isinstance(_data(box), ir.Pointwise):
+            raise NotImplementedError(f"{target} has no pointwise Inductor lowering: it cannot be part of an activation")
+        return self.scalar(_evaluate(box), box.get_dtype())
+
+
+def _data(box: Box) -> Any:
+    data = box
+    while isinstance(data, (ir.TensorBox, ir.StorageBox)):
+        data = data.data
+    return data
+
+
+def _evaluate(box: Box) -> _Slot:
+    slot: _Slot = box.make_loader()([]).value
+    return slot
+
+
+@functools.cache
+def _program(
+    element: Callable[..., Any], given: tuple[bool, ...], scalars: tuple[Any, ...], dtype: torch.dtype, device_type: str
+) -> Program:
+    """``element`` called with a scalar where ``given`` says so, None elsewhere, and then ``scalars``."""
+    device, count = torch.device(device_type), sum(given)
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(tensors)
+        result = element(*(next(rest) if g else None for g in given), *scalars)
+        return result if isinstance(result, tuple) else (result,)
+
+    # Nothing of the compilation around us may see or shape this trace: not its modes, not its autocast.
+    with _disable_current_modes(), disable_proxy_modes_tracing(), torch.no_grad(), FakeTensorMode() as mode:
+        examples = [mode.from_tensor(torch.empty((), dtype=dtype, device="meta")) for _ in range(count)]
+        examples = [torch.empty((), dtype=dtype, device=device) for _ in examples]
+        gm = make_fx(call, decomposition_table=select_decomp_table())(*examples)
+    gm.graph.eliminate_dead_code()
+    program = Program(count)
+    with V.set_ops_handler(_Recorder(program)):
+        lower = _Lower(gm, device, dtype)
+        boxes = lower.run(*(lower.scalar(_Slot(i), dtype) for i in range(count)))
+        program.results = tuple(_evaluate(b) for b in boxes)
+    return program
+
+
+# ---- boxes -----------------------------------------------------------------------------------------------------------
+
+
+def _compute_dtype(*boxes: Box | None) -> torch.dtype:
+    return torch.float64 if any(b is not None and b.get_dtype() == torch.float64 for b in boxes) else torch.float32
+
+
+class _Elementwise:
+    """One element function over given arguments, ready to become nodes: the loaders, the ranges and the program."""
+
+    def __init__(self, ranges: Sequence[Any], *loads: tuple[Box | None, Callable[[Index], Index]]) -> None:
+        self.ranges = list(ranges)
+        boxes = [b for b, _ in loads]
+        self.dtype = _compute_dtype(*boxes)
+        self.device = next(b for b in boxes if b is not None).get_device()
+        self.given = tuple(b is not None for b in boxes)
+        self.loads: list[Load] = [_widening_load(b, at, self.dtype) for b, at in loads if b is not None]
+
+    def node(self, element: Callable[..., Any], *scalars: Any, dtype: torch.dtype | None = None, result: int = 0) -> Box:
+        """A Pointwise of result number ``result``, rounded to ``dtype`` (by default left in the computing dtype)."""
+        return self._node(self.given, element, scalars, dtype, result)
+
+    def node_without(self, argument: int, element: Callable[..., Any], *scalars: Any) -> Box:
+        """The same for an element function that does not take argument number ``argument``."""
+        given = tuple(g for i, g in enumerate(self.given) if i != argument)
+        drop = sum(self.given[:argument]) if self.given[argument] else None
+        return self._node(given, element, scalars, None, 0, drop)
+
+    def _node(
+        self,
+        given: tuple[bool, ...],
+        element: Callable[..., Any],
+        scalars: tuple[Any, ...],
+        dtype: torch.dtype | None,
+        result: int,
+        drop: int | None = None,
+    ) -> Box:
+        program = _program(element, given, scalars, self.dtype, self.device.type)
+        loads = [load for i, load in enumerate(self.loads) if i != drop]
+        target = dtype or self.dtype
+
+        def inner(index: Index) -> Value:
+            value = program(*(load(index) for load in loads))[result]
+            return value if target == self.dtype else ops.to_dtype(value, target)
+
+        return ir.Pointwise.create(device=self.device, dtype=target, inner_fn=inner, ranges=self.ranges)
+
+
+def _widening_load(box: Box, at: Callable[[Index], Index], dtype: torch.dtype) -> Load:
+    load, own = box.make_loader(), box.get_dtype()
+    if own == dtype:
+        return lambda index: load(at(index))
+    return lambda index: ops.to_dtype(load(at(index)), dtype)
+
+
+def _here(index: Index) -> Index:
+    return index
+
+
+def _column(index: Index) -> Index:
+    return index[-1:]
+
+
+def _row(index: Index) -> Index:
+    return index[:-1]
+
+
+def _packed(layout: str, n: Any, up: int) -> Callable[[Index], Index]:
+    if layout == "halves":
+        return lambda index: [*index[:-1], index[-1] + up * n]
+    return lambda index: [*index[:-1], 2 * index[-1] + up]
+
+
+def _pack(gate: Box, up: Box, layout: str) -> Box:
+    """(…, n) twice → (…, 2n). Concatenated storage, not a masked pointwise: that would compute each half twice."""
+    size = list(gate.get_size())
+    with compat.concat_node():
+        if layout == "halves":
+            return ir.TensorBox(ir.ConcatKernel.create([gate, up], len(size) - 1))
+        pair = [lowerings[aten.unsqueeze.default](b, -1) for b in (gate, up)]
+        both = ir.TensorBox(ir.ConcatKernel.create(pair, len(size)))
+    return lowerings[aten.view.default](both, [*size[:-1], 2 * size[-1]])
+
+
+def _sum_rows(box: Box, dtype: torch.dtype) -> Box:
+    axes = list(range(len(box.get_size()) - 1))
+    return to_dtype(lowerings[aten.sum.dim_IntList](box, axes) if axes else box, dtype)
+
+
+def _sum_columns(box: Box, dtype: torch.dtype) -> Box:
+    return to_dtype(lowerings[aten.sum.dim_IntList](box, [-1]), dtype)
+
+
+# ---- the activation family -------------------------------------------------------------------------------------------
+
+
+def _bias_act(input: Box, bias: Box | None, token_scale: Box | None, activation: str) -> Box:
+    e = _Elementwise(input.get_size(), (input, _here), (bias, _column), (token_scale, _row))
+    return e.node(reference.bias_act_element, activation, dtype=input.get_dtype())
+
+
+def _bias_act_backward(
+    grad: Box, input: Box, bias: Box | None, token_scale: Box | None, activation: str, output_mask: Sequence[bool]
+) -> tuple[Box | None, ...]:
+    e = _Elementwise(input.get_size(), (grad, _here), (input, _here), (bias, _column), (token_scale, _row))
+    d_input = d_bias = d_scale = None
+    if output_mask[0]:
+        d_input = e.node(reference.bias_act_input_grad, activation, dtype=input.get_dtype())
+    if output_mask[1] and bias is not None:
+        d_bias = _sum_rows(e.node(reference.bias_act_input_grad, activation), bias.get_dtype())
+    if output_mask[2] and token_scale is not None:
+        d_scale = _sum_columns(e.node_without(3, reference.bias_act_scale_grad, activation), token_scale.get_dtype())
+    return d_input, d_bias, d_scale
+
+
+def _glu(
+    gate: Box, up: Box, token_scale: Box | None, activation: str, up_offset: float = 0.0, clamp: float | None = None
+) -> Box:
+    e = _Elementwise(gate.get_size(), (gate, _here), (up, _here), (token_scale, _row))
+    return e.node(reference.glu_element, activation, up_offset, clamp, dtype=gate.get_dtype())
+
+
+def _glu_backward(
+    grad: Box,
+    gate: Box,
+    up: Box,
+    token_scale: Box | None,
+    activation: str,
+    up_offset: float,
+    clamp: float | None,
+    output_mask: Sequence[bool],
+) -> tuple[Box | None, ...]:
+    e = _Elementwise(gate.get_size(), (grad, _here), (gate, _here), (up, _here), (token_scale, _row))
+    scalars = (activation, up_offset, clamp)
+    d_gate, d_up = (
+        e.node(reference.glu_input_grads, *scalars, dtype=box.get_dtype(), result=i) if output_mask[i] else None
+        for i, box in enumerate((gate, up))
+    )
+    d_scale = None
+    if output_mask[2] and token_scale is not None:
+        d_scale = _sum_columns(e.node_without(3, reference.glu_scale_grad, *scalars), token_scale.get_dtype())
+    return d_gate, d_up, d_scale
+
+
+def _bias_glu_element(
+    g: Tensor, u: Tensor, gb: Tensor | None, ub: Tensor | None, scale: Tensor | None, *scalars: Any
+) -> Tensor:
+    return reference.glu_element(g if gb is None else g + gb, u if ub is None else u + ub, scale, *scalars)
+
+
+def _bias_glu_input_grads(
+    grad: Tensor, g: Tensor, u: Tensor, gb: Tensor | None, ub: Tensor | None, scale: Tensor | None, *scalars: Any
+) -> tuple[Tensor, Tensor]:
+    g, u = (g if gb is None else g + gb), (u if ub is None else u + ub)
+    return reference.glu_input_grads(grad, g, u, scale, *scalars)
+
+
+def _bias_glu_scale_grad(
+    grad: Tensor, g: Tensor, u: Tensor, gb: Tensor | None, ub: Tensor | None, *scalars: Any
+) -> Tensor:
+    return grad * _bias_glu_element(g, u, gb, ub, None, *scalars)
+
+
+def _packed_arguments(input: Box, bias: Box | None, layout: str) -> tuple[list[Any], list[tuple[Box | None, Any]]]:
+    """The ranges (…, n) and the loads of gate, up and their biases from packed (…, 2n)."""
+    *rows, width = input.get_size()
+    n = V.graph.sizevars.simplify(FloorDiv(width, 2))
+    at = [_packed(layout, n, up) for up in (0, 1)]
+    return [*rows, n], [(input, at[0]), (input, at[1]), *((bias, _compose(_column, a)) for a in at)]
+
+
+def _compose(outer: Callable[[Index], Index], inner: Callable[[Index], Index]) -> Callable[[Index], Index]:
+    return lambda index: outer(inner(index))
+
+
+def _bias_glu(
+    input: Box,
+    bias: Box | None,
+    token_scale: Box | None,
+    activation: str,
+    layout: str = "halves",
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+) -> Box:
+    ranges, loads = _packed_arguments(input, bias, layout)
+    e = _Elementwise(ranges, *loads, (token_scale, _row))
+    return e.node(_bias_glu_element, activation, up_offset, clamp, dtype=input.get_dtype())
+
+
+def _bias_glu_backward(
+    grad: Box,
+    input: Box,
+    bias: Box | None,
+    token_scale: Box | None,
+    activation: str,
+    layout: str,
+    up_offset: float,
+    clamp: float | None,
+    output_mask: Sequence[bool],
+) -> tuple[Box | None, ...]:
+    ranges, loads = _packed_arguments(input, bias, layout)
+    e = _Elementwise(ranges, (grad, _here), *loads, (token_scale, _row))
+    scalars = (activation, up_offset, clamp)
+
+    def halves(dtype: torch.dtype | None) -> list[Box]:
+        return [e.node(_bias_glu_input_grads, *scalars, dtype=dtype, result=i) for i in (0, 1)]
+
+    d_input = d_bias = d_scale = None
+    if output_mask[0]:
+        d_input = _pack(*halves(input.get_dtype()), layout)
+    if output_mask[1] and bias is not None:
+        d_bias = _pack(*(_sum_rows(half, bias.get_dtype()) for half in halves(None)), layout)
+    if output_mask[2] and token_scale is not None:
+        d_scale = _sum_columns(e.node_without(5, _bias_glu_scale_grad, *scalars), token_scale.get_dtype())
+    return d_input, d_bias, d_scale
+
+
+LOWERINGS: dict[str, Callable[..., Any]] = {
+    "bias_act": _bias_act,
+    "bias_act_backward": _bias_act_backward,
+    "glu": _glu,
+    "glu_backward": _glu_backward,
+    "bias_glu": _bias_glu,
+    "bias_glu_backward": _bias_glu_backward,
+}
+
+
+def register_lowerings() -> None:
+    """Put every operator's lowering into Inductor's table. Safe to call again."""
+    for name, lowering in LOWERINGS.items():
+        # type_promotion_kind=None: the arguments' dtypes differ by design; promotion would widen what is loaded.
+        register_lowering(getattr(torch.ops.fused, name).default, type_promotion_kind=None)(lowering)
