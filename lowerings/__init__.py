@@ -22,8 +22,7 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    from torch_fused_ops.lowerings.operators import register_lowerings
-    from torch_fused_ops.lowerings.passes import tag_caches
+    # operators registers as it is imported: when *it* is what imports Inductor first, it is still half way through here.
+    from torch_fused_ops.lowerings import operators, passes  # noqa: F401
 
-    register_lowerings()
-    tag_caches()
+    passes.tag_caches()

@@ -353,8 +353,6 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
 }
 
 
-def register_lowerings() -> None:
-    """Put every operator's lowering into Inductor's table. Safe to call again."""
-    for name, lowering in LOWERINGS.items():
-        # type_promotion_kind=None: the arguments' dtypes differ by design; promotion would widen what is loaded.
-        register_lowering(getattr(torch.ops.fused, name).default, type_promotion_kind=None)(lowering)
+for _name, _lowering in LOWERINGS.items():
+    # type_promotion_kind=None: the arguments' dtypes differ by design; promotion would widen what is loaded.
+    register_lowering(getattr(torch.ops.fused, _name).default, type_promotion_kind=None)(_lowering)

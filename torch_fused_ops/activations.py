@@ -91,7 +91,7 @@ def _normal_tail(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(a, q, e) with a = |x| and Φ(-a) = q·e, e = exp(-a²/2), accurate relative to the result."""
     a = torch.abs(x)
     a = torch.where(a < 38.0, a, 38.0)  # e is 0 past 38 in float32, and ∞·0 would be NaN; where: half of clamp's instructions
-    t = 1.0 / (1.0 + NORMAL_TAIL_P * a)
+    t = torch.reciprocal(1.0 + NORMAL_TAIL_P * a)
     q = t * NORMAL_TAIL[-1] + NORMAL_TAIL[-2]
     for c in reversed(NORMAL_TAIL[:-2]):
         q = t * q + c
@@ -114,7 +114,7 @@ def _gelu_derivative(x: Tensor) -> Tensor:
 
 
 def _sigmoid_of(slope: float, x: Tensor) -> Tensor:
-    return 1.0 / (1.0 + torch.exp2(x * (-slope * LOG2E)))
+    return torch.reciprocal(1.0 + torch.exp2(x * (-slope * LOG2E)))
 
 
 def _swish(slope: float) -> Elementwise:
@@ -124,7 +124,8 @@ def _swish(slope: float) -> Elementwise:
 def _swish_derivative(slope: float) -> Elementwise:
     def derivative(x: Tensor) -> Tensor:
         s = _sigmoid_of(slope, x)
-        return s + slope * (x * (s * (1.0 - s)))  # in this order nothing overflows before s makes it 0
+        slope_x = x * (s * (1.0 - s))  # in this order nothing overflows before s makes it 0
+        return s + (slope_x if slope == 1.0 else slope * slope_x)
 
     return derivative
 
@@ -139,7 +140,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _gelu_tanh_derivative(x: Tensor) -> Tensor:
-    s = 1.0 / (1.0 + _gelu_tanh_exp(x))
+    s = torch.reciprocal(1.0 + _gelu_tanh_exp(x))
     x2 = x * x
     x2 = torch.where(x2 < 900.0, x2, 900.0)  # past 30, s·(1 - s) is 0 even in float64, and 0·∞ would be NaN
     return s + ((x * s) * (1.0 - s)) * (GELU_TANH_SLOPE + (3 * GELU_TANH_SLOPE * GELU_TANH_CUBIC) * x2)

@@ -1,0 +1,179 @@
+"""The lowerings: compiled equals eager, forward and backward, static and dynamic, and no operator is left as a call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+import torch_fused_ops as tfo
+from torch_fused_ops import activations
+from torch_fused_ops.lowerings import operators
+
+fused = torch.ops.fused
+Make = Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
+    return torch.randn(shape).to(dtype).requires_grad_(grad)
+
+
+def compiled_and_eager(fn: Callable[..., Tensor], args: list[Tensor], dynamic: bool | None) -> tuple[Any, Any, list[str]]:
+    """Outputs and gradients of both, and the generated code."""
+    torch._dynamo.reset()
+    wrt = [a for a in args if a.requires_grad]
+
+    def step(f: Callable[..., Tensor]) -> list[Tensor]:
+        y = f(*args)
+        seed = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).to(y.dtype).view(y.shape)
+        return [y.detach(), *(torch.autograd.grad(y, wrt, seed) if wrt else ())]
+
+    with inductor_config.patch(force_disable_caches=True):
+        result, code = run_and_get_code(lambda: step(torch.compile(fn, fullgraph=True, dynamic=dynamic)))
+    return result, step(fn), code
+
+
+def kernels(code: str) -> int:
+    return len(re.findall(r"= async_compile\.\w+\(", code))
+
+
+def check(fn: Callable[..., Tensor], args: list[Tensor], dynamic: bool | None = False) -> list[str]:
+    torch.manual_seed(0)
+    result, expected, code = compiled_and_eager(fn, args, dynamic)
+    for r, e in zip(result, expected, strict=True):
+        assert r.dtype == e.dtype and r.shape == e.shape
+        # Two orders of summation, and in half precision at most one rounding apart.
+        tolerance = {torch.float64: 1e-12, torch.float32: 2e-5}.get(e.dtype, 1.6e-2)
+        torch.testing.assert_close(r, e, rtol=tolerance, atol=tolerance * max(1.0, e.abs().max().item() if e.numel() else 1))
+    assert not any("ops.fused" in re.sub(r"#.*", "", c) for c in code), "an operator is called from generated code"
+    return code
+
+
+CASES: dict[str, Make] = {
+    "bias_act, every argument": lambda: (
+        lambda x, b, s: fused.bias_act(x * 2, b, s, "gelu") + 1,
+        [leaf(6, 33, 24), leaf(24), leaf(6, 33)],
+    ),
+    "bias_act, frozen input, bf16, fp32 bias": lambda: (
+        lambda x, b: fused.bias_act(x, b, None, "gelu_tanh") * 2,
+        [leaf(33, 24, dtype=torch.bfloat16, grad=False), leaf(24)],
+    ),
+    "bias_act, transposed and sliced": lambda: (
+        lambda x, b: fused.bias_act(x.mT[..., 1:], b, None, "silu"),
+        [leaf(3, 17, 9), leaf(16)],
+    ),
+    "bias_act, one axis, float64": lambda: (
+        lambda x, b, s: fused.bias_act(x, b, s, "tanh"),
+        [leaf(40, dtype=torch.float64), leaf(40), leaf(dtype=torch.float64)],
+    ),
+    "bias_act, empty": lambda: (lambda x, b: fused.bias_act(x, b, None, "relu") + 1, [leaf(0, 8), leaf(8)]),
+    "glu, every argument": lambda: (
+        lambda g, u, s: fused.glu(g + 1, u, s, "quick_gelu", 1.0, 0.7),
+        [leaf(5, 33, 24), leaf(5, 33, 24), leaf(5, 33)],
+    ),
+    "glu, frozen up, mixed dtypes": lambda: (
+        lambda g, u: fused.glu(g, u, None, "silu"),
+        [leaf(33, 24, dtype=torch.bfloat16), leaf(33, 24, grad=False)],
+    ),
+    "bias_glu, halves": lambda: (
+        lambda x, b, s: fused.bias_glu(x * 2, b, s, "gelu_tanh") * 3,
+        [leaf(6, 33, 48), leaf(48), leaf(6, 33)],
+    ),
+    "bias_glu, interleaved": lambda: (
+        lambda x, b: fused.bias_glu(x, b, None, "quick_gelu", "interleaved", 1.0, 7.0) + 1,
+        [leaf(6, 33, 48, dtype=torch.bfloat16), leaf(48, dtype=torch.bfloat16)],
+    ),
+    "bias_glu, only the scale": lambda: (
+        lambda x, s: fused.bias_glu(x, None, s, "relu2", "interleaved"),
+        [leaf(33, 48, grad=False), leaf(33)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_equals_eager(name: str) -> None:
+    fn, args = CASES[name]()
+    check(fn, args)
+
+
+@pytest.mark.parametrize("name", ["bias_act, every argument", "glu, every argument", "bias_glu, halves", "bias_glu, interleaved"])
+def test_dynamic_shapes(name: str) -> None:
+    fn, args = CASES[name]()
+    check(fn, args, dynamic=True)
+
+
+def test_two_compilations_for_ten_batch_sizes() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("fused")
+    w, v = leaf(32, 16), leaf(16, 16)
+
+    def mlp(x: Tensor) -> Tensor:
+        g, u = F.linear(x, w).chunk(2, -1)
+        return F.linear(F.silu(g) * u, v)
+
+    compiled = torch.compile(mlp, backend=counter, fullgraph=True)
+    for batch in range(2, 12):
+        x = leaf(batch, 16)
+        torch.testing.assert_close(compiled(x), mlp(x))
+    assert counter.frame_count <= 2
+
+
+def test_every_activation_in_one_kernel() -> None:
+    names = [a for a in activations.names() if activations.get(a).builtin]
+
+    def fn(x: Tensor) -> Tensor:
+        return torch.stack([fused.bias_act(x, None, None, a) for a in names]).sum(0)
+
+    (code, backward) = check(fn, [leaf(33, 24)])
+    assert kernels(code) == kernels(backward) == 1
+
+
+def test_fuses_with_neighbours_on_both_sides() -> None:
+    code = check(lambda x, b: (fused.bias_act(x.sin() * 2, b, None, "gelu") + 1).cos(), [leaf(33, 24), leaf(24)])
+    assert [kernels(c) for c in code] == [1, 1]
+
+
+def test_registered_activation_is_inlined() -> None:
+    tfo.register_activation("mish_for_lowering", lambda x: x * torch.tanh(F.softplus(x)))
+    code = check(lambda x, b: fused.bias_act(x, b, None, "mish_for_lowering") + 1, [leaf(33, 24), leaf(24)])
+    assert [kernels(c) for c in code] == [1, 1]
+
+
+def test_activation_that_cannot_be_inlined_says_so() -> None:
+    tfo.register_activation("sorted_for_lowering", lambda x: x.unsqueeze(-1).cumsum(-1).squeeze(-1), torch.ones_like)
+    with pytest.raises(Exception, match="cannot be part of an activation"):
+        torch.compile(lambda x: fused.bias_act(x, None, None, "sorted_for_lowering"))(leaf(4, 4))
+
+
+def test_errors_have_the_same_text_under_compile() -> None:
+    for fn, text in (
+        (lambda x: fused.bias_act(x, None, None, "gelux"), "activation='gelux' is not known; accepted: relu"),
+        (lambda x: fused.bias_act(x, x[0, :3], None, "gelu"), r"bias has shape \(3,\); accepted: \(4,\)"),
+        (lambda x: fused.bias_glu(x[:, :3], None, None, "silu"), "input has last axis 3; accepted: an even size"),
+        (lambda x: fused.glu(x, x, None, "silu", 0.0, -1.0), r"clamp=-1.0 is not accepted"),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises((ValueError, TypeError), match=text):
+            fn(leaf(4, 4))
+        with pytest.raises(Exception, match=text):
+            torch.compile(fn, fullgraph=True)(leaf(4, 4))
+
+
+def test_programs_evaluate_each_step_once() -> None:
+    """A formula of n steps is n Inductor ops, however often a value is used: nested loaders would repeat them."""
+    from torch._inductor.virtualized import V  # noqa: F401 - the program cache is filled by compiling
+
+    check(lambda x: fused.bias_act(x, None, None, "gelu"), [leaf(8, 8)])
+    from torch_fused_ops import reference
+
+    program = operators._program(
+        reference.bias_act_element, (True, False, False), ("gelu",), torch.float32, "cpu"
+    )
+    assert len([s for s in program.steps if s[0] != "constant"]) <= 30

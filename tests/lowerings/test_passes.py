@@ -1,0 +1,261 @@
+"""Slots, policies, threads and cache keys: who sees our passes, for how long, and that nobody else's are touched."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import torch_fused_ops as tfo
+from torch_fused_ops.lowerings import compat, passes
+
+SLOTS = tuple(passes.SLOTS)
+
+
+class Other(CustomGraphPass):
+    """Somebody else's pass."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.seen += 1
+
+    def uuid(self) -> str:
+        return "other"
+
+    def __deepcopy__(self, memo: Any) -> Other:
+        return self
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    tfo.disable()
+    torch._dynamo.reset()
+    for slot in SLOTS:
+        assert not any(map(passes._ours, compat.passes_in(getattr(inductor_config, slot)))), "our pass was left behind"
+        setattr(inductor_config, slot, None)
+
+
+def in_a_thread(fn: Callable[[], Any]) -> Any:
+    result: list[Any] = []
+    thread = threading.Thread(target=lambda: result.append(fn()))
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+def mlp(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, w)), v)
+
+
+def arguments() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(s, requires_grad=True) for s in ((8, 16), (32, 16), (16, 32))]
+
+
+def picked_up(**compile_arguments: Any) -> bool:
+    """Whether a compilation now, here, goes through our operators."""
+    torch._dynamo.reset()
+    found: list[bool] = []
+
+    class Spy(Other):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            found.append(any("fused" in str(n.target) for n in graph.nodes))
+
+    with inductor_config.patch(
+        joint_custom_pre_pass=compat.slot_of((*compat.passes_in(inductor_config.joint_custom_pre_pass), Spy())),
+        force_disable_caches=True,
+    ):
+        torch.compile(mlp, fullgraph=True, **compile_arguments)(*arguments())
+    return any(found)
+
+
+def test_plain_compile_is_left_alone_until_enabled() -> None:
+    assert not picked_up()
+    tfo.enable()
+    assert picked_up()
+    tfo.disable()
+    assert not picked_up()
+
+
+def test_enable_holds_in_every_thread() -> None:
+    tfo.enable()
+    assert in_a_thread(picked_up)
+    tfo.disable()
+    assert not in_a_thread(picked_up)
+
+
+def test_enabled_holds_in_its_own_context_only() -> None:
+    with tfo.enabled():
+        assert picked_up()
+        assert not in_a_thread(picked_up)
+    assert not picked_up()
+
+
+def test_two_threads_with_two_policies_do_not_mix() -> None:
+    barrier = threading.Barrier(2)
+    seen: dict[str, tfo.FusionPolicy | None] = {}
+
+    def one(memory: str) -> None:
+        with tfo.enabled(tfo.FusionPolicy(memory=memory)):
+            barrier.wait()
+            seen[memory] = passes.active_policy()
+            barrier.wait()
+
+    threads = [threading.Thread(target=one, args=(m,)) for m in ("free", "off")]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert {m: p.memory for m, p in seen.items() if p} == {"free": "free", "off": "off"}
+
+
+def test_enabled_inside_enable_and_nested() -> None:
+    tfo.enable(tfo.FusionPolicy(memory="off"))
+    with tfo.enabled():
+        with tfo.enabled(tfo.FusionPolicy(exclude=("a",))):
+            assert passes.active_policy() == tfo.FusionPolicy(exclude=("a",))
+        assert passes.active_policy() == tfo.FusionPolicy()
+    assert passes.active_policy() == tfo.FusionPolicy(memory="off")
+    tfo.enable()  # a second call changes the policy, and needs one disable
+    assert passes.active_policy() == tfo.FusionPolicy()
+    tfo.disable()
+    tfo.disable()
+    assert passes.active_policy() is None
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_other_passes_stay_and_are_restored(several: bool) -> None:
+    other = Other()
+    before = [other] if several and compat.LISTS_OF_PASSES else other
+    inductor_config.joint_custom_pre_pass = before
+    tfo.enable()
+    here = compat.passes_in(inductor_config.joint_custom_pre_pass)
+    assert here[0] is other and len(here) == 2
+    assert picked_up() and other.seen > 0
+    tfo.disable()
+    assert inductor_config.joint_custom_pre_pass is before
+
+
+def test_a_pass_added_after_enable_survives_disable() -> None:
+    tfo.enable()
+    other = Other()
+    mine = compat.passes_in(inductor_config.joint_custom_pre_pass)
+    inductor_config.joint_custom_pre_pass = compat.slot_of((*mine, other))
+    tfo.disable()
+    assert compat.passes_in(inductor_config.joint_custom_pre_pass) == (other,)
+
+
+def test_compile_options_keep_what_was_set() -> None:
+    other, second = Other(), Other()
+    inductor_config.pre_grad_custom_pass = other
+    options = tfo.compile_options(options={"joint_custom_pre_pass": second, "max_autotune": False})
+    assert compat.passes_in(options["pre_grad_custom_pass"])[0] is other
+    assert compat.passes_in(options["joint_custom_pre_pass"])[0] is second
+    assert options["max_autotune"] is False
+    torch.compile(mlp, fullgraph=True, options=tfo.compile_options())(*arguments())
+    assert other.seen == 1
+
+
+def test_compile_options_pick_up() -> None:
+    x, w, v = arguments()
+    compiled = torch.compile(mlp, fullgraph=True, options=tfo.compile_options(tfo.FusionPolicy(strict=True)))
+    torch.testing.assert_close(compiled(x, w, v), mlp(x, w, v))
+
+
+@pytest.mark.parametrize("arguments_", [{}, {"mode": "max-autotune-no-cudagraphs"}, {"options": {"epilogue_fusion": False}}])
+def test_backend_takes_mode_and_options(arguments_: dict[str, Any]) -> None:
+    x, w, v = arguments()
+    compiled = torch.compile(mlp, fullgraph=True, backend="fused", **arguments_)
+    torch.testing.assert_close(compiled(x, w, v), mlp(x, w, v))
+
+
+def test_backend_rejects_what_inductor_rejects() -> None:
+    with pytest.raises(Exception, match="no_such_option"):
+        torch.compile(mlp, backend="fused", options={"no_such_option": 1})(*arguments())
+
+
+def test_policy_reaches_the_backend() -> None:
+    policy = tfo.FusionPolicy(exclude=("*",), strict=True)
+    with pytest.raises(Exception, match="exclude"):
+        torch.compile(mlp, backend="fused", options={"policy": policy})(*arguments())
+
+
+def test_budget_of_the_user_wins() -> None:
+    import torch._functorch.config as functorch_config
+
+    graph = torch.fx.Graph()
+    node = graph.call_function(torch.relu, (graph.placeholder("x"),))
+    with functorch_config.patch(activation_memory_budget=0.5):
+        passes.MemoryPass(tfo.FusionPolicy())(graph)
+    assert "memory_budget" not in node.meta
+    passes.MemoryPass(tfo.FusionPolicy(memory="off"))(graph)
+    assert "memory_budget" not in node.meta
+    passes.MemoryPass(tfo.FusionPolicy())(graph)
+    assert node.meta["memory_budget"] == pytest.approx(0.99)
+    node.meta["memory_budget"] = 0.5
+    passes.MemoryPass(tfo.FusionPolicy())(graph)
+    assert node.meta["memory_budget"] == 0.5
+
+
+def test_a_failing_pass_leaves_the_graph_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(passes.RecognisePass, "run", broken)
+    monkeypatch.setattr(passes, "_logged", set())
+    x, w, v = arguments()
+    for _ in range(2):
+        torch._dynamo.reset()
+        with inductor_config.patch(force_disable_caches=True):
+            torch.testing.assert_close(torch.compile(mlp, fullgraph=True, backend="fused")(x, w, v), mlp(x, w, v))
+    assert [r.getMessage() for r in caplog.records].count(
+        "a pass failed and left the graph as it was (recognise: RuntimeError: broken on purpose). Please report it."
+    ) == 1
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="broken on purpose"):
+        torch.compile(mlp, backend="fused", options={"policy": tfo.FusionPolicy(strict=True)})(x, w, v)
+
+
+def test_uuid_follows_policy_and_table() -> None:
+    one, two = passes.RecognisePass(tfo.FusionPolicy()), passes.RecognisePass(tfo.FusionPolicy(memory="off"))
+    assert one.uuid() != two.uuid() and one.uuid() == passes.RecognisePass(tfo.FusionPolicy()).uuid()
+    ambient = passes.RecognisePass()
+    outside = ambient.uuid()
+    with tfo.enabled():
+        assert ambient.uuid() == one.uuid() != outside
+
+
+def test_passes_and_policies_copy_and_pickle() -> None:
+    one = passes.RecognisePass(tfo.FusionPolicy(exclude=("a.*",)))
+    assert copy.deepcopy(one) is one
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert pickle.loads(pickle.dumps(tfo.FusionPolicy())) == tfo.FusionPolicy()
+
+
+def test_bad_policies_are_named() -> None:
+    for fn in (tfo.enable, tfo.compile_options):
+        with pytest.raises(TypeError, match="policy='free'"):
+            fn("free")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="policy='free'"), tfo.enabled("free"):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(ValueError, match="memory='fast'.*free, off"):
+        tfo.FusionPolicy(memory="fast")
+    with pytest.raises(TypeError, match="exclude='a'"):
+        tfo.FusionPolicy(exclude="a")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="strict=1"):
+        tfo.FusionPolicy(strict=1)  # type: ignore[arg-type]

@@ -1,0 +1,189 @@
+"""Real architectures, random weights: compiled with pick-up they match eager, and every MLP is found wherever it stands."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import torch_fused_ops as tfo
+
+transformers = pytest.importorskip("transformers")
+STRICT = tfo.FusionPolicy(strict=True)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def ids() -> Tensor:
+    return torch.randint(0, 128, (2, 16))
+
+
+def gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=64, n_head=4, vocab_size=128, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    return transformers.GPT2LMHeadModel(config), {"input_ids": ids()}
+
+
+def bert() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.BertConfig(
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=128,
+        hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config), {"input_ids": ids()}
+
+
+def llama() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=128
+    )
+    return transformers.LlamaForCausalLM(config), {"input_ids": ids(), "use_cache": False}
+
+
+def t5() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.T5Config(
+        num_layers=2, d_model=64, num_heads=4, d_kv=16, d_ff=128, vocab_size=128, dropout_rate=0,
+        feed_forward_proj="gated-gelu",
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config), {
+        "input_ids": ids(), "decoder_input_ids": ids(), "use_cache": False
+    }  # fmt: skip
+
+
+MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], int, str]] = {
+    "GPT-2": (gpt2, 2, "gelu_tanh"),
+    "BERT": (bert, 2, "gelu"),
+    "Llama": (llama, 2, "silu"),
+    "T5": (t5, 4, "gelu_tanh"),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_explain_shows_every_mlp_fused(name: str, training: bool) -> None:
+    make, count, activation = MODELS[name]
+    model, inputs = make()
+    report = tfo.explain(model.train(training), **inputs)
+    mlps = [s for s in report.sites if not s.reason.startswith("not an MLP")]
+    assert len(mlps) == count
+    assert {s.activation for s in mlps if s.op} == {activation} and all(s.op for s in mlps), str(report)
+
+
+def step(model: Callable[..., Any], parameters: list[Tensor], inputs: dict[str, Any]) -> list[Tensor]:
+    logits = model(**inputs).logits
+    loss = F.cross_entropy(logits.float().flatten(0, 1), torch.arange(logits[..., 0].numel()) % 128)
+    return [logits.detach(), *torch.autograd.grad(loss, parameters, allow_unused=True)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_model_matches_eager(name: str) -> None:
+    """Forward and gradients, against the same model in float64: as near to it as eager float32 is."""
+    make, _, _ = MODELS[name]
+    model, inputs = make()
+    exact = copy.deepcopy(model).double()
+    compiled = torch.compile(model, backend="fused", fullgraph=True, options={"policy": STRICT})
+    ours = step(compiled, list(model.parameters()), inputs)
+    eager = step(model, list(model.parameters()), inputs)
+    truth = step(exact, list(exact.parameters()), inputs)
+    for o, e, t in zip(ours, eager, truth, strict=True):
+        if t is None:
+            assert o is None
+            continue
+        scale = t.abs().max().clamp(min=1e-6)
+        assert (o - t).abs().max() / scale <= 2 * (e - t).abs().max() / scale + 2e-6
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(*s, bias=False) for s in ((16, 32), (16, 32), (32, 16)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def operators_in(compile_and_run: Callable[[dict[str, Any]], Any]) -> list[str]:
+    """The fused operators in the joint graphs of what is compiled, by a pass of the test's own."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    from torch_fused_ops.lowerings import compat
+
+    seen: list[str] = []
+
+    class Spy(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            seen.extend(str(n.target) for n in graph.nodes if "fused." in str(n.target))
+
+        def uuid(self) -> None:
+            return None
+
+        def __deepcopy__(self, memo: Any) -> Spy:
+            return self
+
+    options = tfo.compile_options(STRICT)
+    options["post_grad_custom_pre_pass"] = compat.slot_of([Spy()])
+    compile_and_run(options)
+    return seen
+
+
+def test_inside_a_checkpointed_block() -> None:
+    mlp = MLP()
+    x = torch.randn(4, 16, requires_grad=True)
+
+    def model(x: Tensor) -> Tensor:
+        return checkpoint(mlp, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def run(options: dict[str, Any]) -> None:
+        y = torch.compile(model, fullgraph=True, options=options)(x)
+        (ours,) = torch.autograd.grad(y.square().sum(), x)
+        (theirs,) = torch.autograd.grad(mlp(x).square().sum(), x)
+        torch.testing.assert_close(ours, theirs)
+
+    assert {"fused.glu.default", "fused.glu_backward.default"} <= set(operators_in(run))
+    (site,) = tfo.explain(model, x).sites
+    assert site.op and site.activation == "silu"
+
+
+def test_inside_an_autocast_region() -> None:
+    mlp = MLP()
+    x = torch.randn(4, 16)
+
+    def model(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return mlp(x)  # type: ignore[no-any-return]
+
+    def run(options: dict[str, Any]) -> None:
+        y = torch.compile(model, fullgraph=True, options=options)(x)
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(y, model(x), rtol=2e-2, atol=2e-2)
+
+    assert operators_in(run) == ["fused.glu.default"]
+
+
+def test_under_aot_inductor(tmp_path: Any) -> None:
+    mlp, x = MLP().eval(), torch.randn(4, 16)
+    exported = torch.export.export(mlp, (x,))
+
+    def run(options: dict[str, Any]) -> None:
+        with torch.no_grad():
+            package = torch._inductor.aoti_compile_and_package(
+                exported, package_path=str(tmp_path / "mlp.pt2"), inductor_configs=options
+            )
+            torch.testing.assert_close(torch._inductor.aoti_load_package(package)(x), mlp(x))
+
+    assert operators_in(run) == ["fused.glu.default"]
