@@ -14,7 +14,7 @@ _registered = False
 
 
 def register() -> None:
-    """Put the fused operators' lowerings into Inductor and our identity into its cache keys. Idempotent.
+    """Put the fused operators into Inductor's and the partitioner's tables, and our identity into cache keys. Idempotent.
 
     Runs by itself when ``torch._inductor.lowering`` is first imported (see ``torch_fused_ops/__init__.py``).
     """
@@ -23,6 +23,7 @@ def register() -> None:
         return
     _registered = True
     # operators registers as it is imported: when *it* is what imports Inductor first, it is still half way through here.
-    from torch_fused_ops.lowerings import operators, passes  # noqa: F401
+    from torch_fused_ops.lowerings import memory, operators, passes  # noqa: F401
 
+    memory.allow_recomputation()
     passes.tag_caches()

@@ -1,17 +1,18 @@
-"""The pass objects in Inductor's slots: how they get there, whose policy they follow, and what they add to cache keys.
+"""What stands in Inductor's slots: how it gets there, whose policy it follows, and what it adds to cache keys.
 
-There are two slots: ``pre_grad_custom_pass`` (stage 1, recognise) and ``joint_custom_pre_pass`` (stage 2, remember). Two
-kinds of pass stand in them. A *fixed* pass carries its policy: ``compile_options`` and ``backend="fused"`` put it into one
-compilation's options. The *ambient* pass asks which policy is in force in its context: ``enable`` and ``enabled`` put it
-into the process-wide slots; where no policy is in force it does nothing.
+There are two slots: ``pre_grad_custom_pass`` (stage 1, recognise) and ``custom_partitioner_fn`` (stage 2, remember). Two kinds
+of object stand in them. A *fixed* one carries its policy: ``compile_options`` and ``backend="fused"`` put it into one
+compilation's options. The *ambient* one asks which policy is in force in its context: ``enable`` and ``enabled`` put it into
+the process-wide slots; where no policy is in force it does what upstream does.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 import torch_fused_ops
 from torch_fused_ops import activations
@@ -83,27 +84,22 @@ def active_policy() -> FusionPolicy | None:
     return _here.get() or _everywhere
 
 
-# ---- the passes ------------------------------------------------------------------------------------------------------------
+# ---- the stages ------------------------------------------------------------------------------------------------------------
 
 
-class _Pass(CustomGraphPass):  # type: ignore[misc]
-    """A stage as Inductor sees it. ``policy`` None: follow the context's."""
+class _Stage:
+    """What stands in a slot. ``policy`` None: follow the context's."""
 
-    stage = ""
+    name = ""
 
     def __init__(self, policy: FusionPolicy | None = None) -> None:
         self.policy = policy
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        policy = self.policy or active_policy()
-        if policy is not None:
-            _guarded(self.stage, self.run, graph, policy)
-
-    def run(self, graph: torch.fx.Graph, policy: FusionPolicy) -> None:
-        raise NotImplementedError
+    def policy_now(self) -> FusionPolicy | None:
+        return self.policy or active_policy()
 
     def uuid(self) -> str:
-        return f"{self.stage}|{identity()}|{self.policy or active_policy()!r}"
+        return f"{self.name}|{identity()}|{self.policy_now()!r}"
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.policy == other.policy  # type: ignore[attr-defined]
@@ -111,17 +107,22 @@ class _Pass(CustomGraphPass):  # type: ignore[misc]
     def __hash__(self) -> int:
         return hash((type(self), self.policy))
 
-    def __deepcopy__(self, memo: Any) -> _Pass:
-        return self
+    def __deepcopy__(self, memo: Any) -> _Stage:
+        return self  # config copies must keep the identity
 
     def __repr__(self) -> str:
-        return f"<torch_fused_ops {self.stage} pass, {self.policy or 'the policy in force'}>"
+        return f"<torch_fused_ops: {self.name}, {self.policy or 'the policy in force'}>"
 
 
-class RecognisePass(_Pass):
-    """Stage 1, in ``pre_grad_custom_pass``."""
+class Recognise(_Stage, CustomGraphPass):  # type: ignore[misc]
+    """Stage 1, one of the passes in ``pre_grad_custom_pass``."""
 
-    stage = "recognise"
+    name = "recognise"
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        policy = self.policy_now()
+        if policy is not None:
+            _guarded(self, graph, policy)
 
     def run(self, graph: torch.fx.Graph, policy: FusionPolicy) -> None:
         from torch_fused_ops.lowerings.recognise import rewrite
@@ -136,18 +137,45 @@ class RecognisePass(_Pass):
                 + "\n".join(f"  {s.source}: {s.reason}" for s in missed)
             )
 
+    @staticmethod
+    def join(slot: Any, stage: _Stage) -> Any:
+        """The slot with ``stage`` after whatever passes stand there."""
+        passes = compat.passes_in(slot)
+        return slot if stage in passes else compat.slot_of((*passes, stage))
 
-class MemoryPass(_Pass):
-    """Stage 2, in ``joint_custom_pre_pass``."""
-
-    stage = "remember"
-
-    def run(self, graph: torch.fx.Graph, policy: FusionPolicy) -> None:
-        if policy.memory == "free":
-            memory.set_budget(graph)
+    @staticmethod
+    def leave(slot: Any, stage: _Stage) -> Any:
+        """The slot without ``stage``."""
+        passes = compat.passes_in(slot)
+        return slot if stage not in passes else compat.slot_of([one for one in passes if one != stage])
 
 
-SLOTS: dict[str, type[_Pass]] = {"pre_grad_custom_pass": RecognisePass, "joint_custom_pre_pass": MemoryPass}
+class Remember(_Stage, CustomPartitionerFn):  # type: ignore[misc]
+    """Stage 2, in ``custom_partitioner_fn``, which holds one: somebody else's partitioner decides alone."""
+
+    name = "remember"
+
+    def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        policy = self.policy_now()
+        if policy is not None and policy.memory == "free":
+            return memory.partition(gm, joint_inputs, **kwargs)
+        return memory.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    @staticmethod
+    def join(slot: Any, stage: _Stage) -> Any:
+        """``stage``, unless somebody else's partitioner stands there."""
+        return stage if slot is None else slot
+
+    @staticmethod
+    def leave(slot: Any, stage: _Stage) -> Any:
+        """None, unless somebody else's partitioner stands there."""
+        return None if slot == stage else slot
+
+
+SLOTS: dict[str, type[Recognise] | type[Remember]] = {
+    "pre_grad_custom_pass": Recognise,
+    "custom_partitioner_fn": Remember,
+}
 
 
 class UnfusedError(RuntimeError):
@@ -157,13 +185,13 @@ class UnfusedError(RuntimeError):
 _logged: set[str] = set()
 
 
-def _guarded(stage: str, run: Callable[..., None], graph: torch.fx.Graph, policy: FusionPolicy) -> None:
+def _guarded(stage: Recognise, graph: torch.fx.Graph, policy: FusionPolicy) -> None:
     try:
-        run(graph, policy)
+        stage.run(graph, policy)
     except Exception as error:
         if policy.strict:
             raise
-        reason = f"{stage}: {type(error).__name__}: {error}"
+        reason = f"{stage.name}: {type(error).__name__}: {error}"
         if reason not in _logged:
             _logged.add(reason)
             log.warning("a pass failed and left the graph as it was (%s). Please report it.", reason, exc_info=True)
@@ -171,53 +199,30 @@ def _guarded(stage: str, run: Callable[..., None], graph: torch.fx.Graph, policy
 
 # ---- into and out of the slots -----------------------------------------------------------------------------------------------
 
-
-def _ours(one: Any) -> bool:
-    return isinstance(one, _Pass)
-
-
 _users = 0  # enable() and open enabled() blocks
+_joined: list[tuple[Any, Any]] = []  # (what stood in a slot, what we put there): leaving restores the very object
 
 
 def _hold(delta: int) -> None:
-    """Count who needs the ambient passes; install them with the first, take them out with the last."""
+    """Count who needs the ambient stages; put them into the slots with the first, take them out with the last."""
     global _users
     with _lock:
         before, _users = _users, _users + delta
-        if (before == 0) == (_users == 0):
-            return
-        for name, kind in SLOTS.items():
-            ambient = kind()
-
-            def update(slot: Any, ambient: _Pass = ambient, add: bool = _users > 0) -> Any:
-                if add:
-                    return _combined(slot, ambient)
-                return _without(slot, ambient)
-
-            compat.update_everywhere(inductor_config, name, update)
+        if (before == 0) != (_users == 0):
+            for name, kind in SLOTS.items():
+                compat.update_everywhere(inductor_config, name, functools.partial(_update, kind, before == 0))
 
 
-_combinations: list[tuple[Any, Any]] = []  # (what stood there, what we put there): to restore the very object
-
-
-def _combined(slot: Any, ambient: _Pass) -> Any:
-    passes = compat.passes_in(slot)
-    if ambient in passes:
-        return slot
-    combined = compat.slot_of((*passes, ambient))
-    _combinations.append((slot, combined))
-    return combined
-
-
-def _without(slot: Any, ambient: _Pass) -> Any:
-    for before, combined in reversed(_combinations):
-        if combined is slot:
-            _combinations.remove((before, combined))
+def _update(kind: type[Recognise] | type[Remember], join: bool, slot: Any) -> Any:
+    if join:
+        joined = kind.join(slot, kind())
+        _joined.append((slot, joined))
+        return joined
+    for before, joined in reversed(_joined):
+        if joined is slot:
+            _joined.remove((before, joined))
             return before
-    passes = compat.passes_in(slot)
-    if ambient not in passes:
-        return slot
-    return compat.slot_of([one for one in passes if one != ambient])
+    return kind.leave(slot, kind())
 
 
 # ---- public ------------------------------------------------------------------------------------------------------------------
@@ -274,7 +279,6 @@ def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] 
     """
     policy, result = _checked(policy), dict(options or {})
     for name, kind in SLOTS.items():
-        before = result.get(name, getattr(inductor_config, name))
-        kept = [one for one in compat.passes_in(before) if not _ours(one)]
-        result[name] = compat.slot_of([*kept, kind(policy)])
+        without_ambient = kind.leave(result.get(name, getattr(inductor_config, name)), kind())
+        result[name] = kind.join(without_ambient, kind(policy))
     return result

@@ -54,6 +54,17 @@ def bias_act_scale_grad(grad: Tensor, x: Tensor, bias: Tensor | None, activation
     return grad * bias_act_element(x, bias, None, activation)
 
 
+def _clamp_keeps_its_bounds() -> bool:
+    """Whether torch.clamp's gradient at a bound is 1 (until 2.13) or 0 (2.15). Ours follows: fusing changes nothing."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones(1, device="cpu", requires_grad=True)
+        return bool(torch.autograd.grad(torch.clamp(x, max=1.0), x)[0])
+
+
+CLAMP_KEEPS_BOUNDS = _clamp_keeps_its_bounds()
+_cut = torch.gt if CLAMP_KEEPS_BOUNDS else torch.ge
+
+
 def _clamped(gate: Tensor, up: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
     if clamp is None:
         return gate, up
@@ -78,7 +89,7 @@ def glu_input_grads(
     up_offset: float,
     clamp: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up. At the clamp's bounds the gradient passes, as torch.clamp's does."""
+    """The gradients of gate and up. At the clamp's bounds as torch.clamp's own: see CLAMP_KEEPS_BOUNDS."""
     act = activations.get(activation)
     g, u = _clamped(gate, up, clamp)
     if scale is not None:
@@ -86,8 +97,8 @@ def glu_input_grads(
     d_gate = grad * (u + up_offset if up_offset else u) * act.derivative(g)
     d_up = grad * act.value(g)
     if clamp is not None:
-        d_gate = torch.where(gate > clamp, 0.0, d_gate)
-        d_up = torch.where(torch.abs(up) > clamp, 0.0, d_up)
+        d_gate = torch.where(_cut(gate, clamp), 0.0, d_gate)
+        d_up = torch.where(_cut(torch.abs(up), clamp), 0.0, d_up)
     return d_gate, d_up
 
 

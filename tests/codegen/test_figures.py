@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops import FusionPolicy
-from torch_fused_ops.lowerings.passes import MemoryPass, RecognisePass
+from torch_fused_ops.lowerings.passes import compile_options
 
 virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
 
@@ -91,7 +91,7 @@ POLICY = FusionPolicy(strict=True)
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "budget": {"memory_budget": 0.99},
-    "ours": {"pre_grad_passes": (RecognisePass(POLICY),), "joint_passes": (MemoryPass(POLICY),)},
+    "ours": {"config": compile_options(POLICY)},
 }
 
 

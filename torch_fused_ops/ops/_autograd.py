@@ -71,6 +71,7 @@ class _Differentiable(torch.autograd.Function):
 
 def differentiate(
     op: torch._ops.OpOverload,
+    check: Callable[..., None],
     reference: Callable[..., Any],
     backward_op: torch._ops.OpOverload,
     backward_reference: Callable[..., Any],
@@ -79,6 +80,7 @@ def differentiate(
 
     Args:
         op: an operator whose schema is (tensors…, scalars…) -> Tensor.
+        check: raises for arguments that op does not accept; the reference broadcasts and would accept more.
         reference: the same function in plain torch; differentiable.
         backward_op: (grad, tensors…, scalars…, bool[] output_mask) -> a gradient or None for each tensor.
         backward_reference: the same function as backward_op in plain torch; differentiable.
@@ -88,6 +90,7 @@ def differentiate(
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if _transformed(args):
+            check(*args)
             return reference(*args)
         if _requires_grad(args):
             return _Differentiable.apply(keyset, op, backwards, count, *_with_defaults(op, args))

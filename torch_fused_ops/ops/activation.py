@@ -312,34 +312,47 @@ def _gpu_kernel(name: str, check: Callable[..., None] | None, on_cpu: Callable[.
     return kernel
 
 
-def _batched(op: torch._ops.OpOverload, plain: Callable[..., Any], has_bias: bool, backward: bool) -> Callable[..., Any]:
-    """The vmap rule: the operator itself where the batch axis is one more leading axis, else torch.vmap of its reference."""
+def _batched(
+    op: torch._ops.OpOverload, plain: Callable[..., Any], check: Callable[..., None], has_bias: bool, backward: bool
+) -> Callable[..., Any]:
+    """The vmap rule: the operator where the batch axis is one more leading axis, else its reference by broadcasting."""
     bias_at = (2 if backward else 1) if has_bias else None
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        def lead(i: int) -> Any:
+            a, d = args[i], in_dims[i]
+            if not isinstance(a, Tensor) or (i == bias_at and d is None):
+                return a
+            return a.expand(info.batch_size, *a.shape) if d is None else a.movedim(d, 0)
+
+        if not backward and info.batch_size:  # on what one example sees: with a batch axis in front more would be accepted
+            check(*(a if d is None else a.select(d, 0) for a, d in zip(args, in_dims, strict=True)))
+        leading = [lead(i) for i in range(len(args))]
         # A bias of its own for each example is no (n,) vector, and its gradient must not be summed over the examples.
         if bias_at is not None and (in_dims[bias_at] is not None or (backward and args[-1][1])):
-            outputs = _vmap_backward(plain, in_dims, args) if backward else torch.vmap(plain, in_dims)(*args)
+            if in_dims[bias_at] is not None:
+                x, bias = leading[bias_at - 1], leading[bias_at]
+                leading[bias_at] = bias.reshape(bias.shape[0], *(1,) * (x.ndim - 2), bias.shape[-1])
+            outputs = _per_example_backward(plain, *leading) if backward else plain(*leading)
         else:
-            outputs = op(
-                *(
-                    a
-                    if not isinstance(a, Tensor) or i == bias_at
-                    else (a.expand(info.batch_size, *a.shape) if d is None else a.movedim(d, 0))
-                    for i, (a, d) in enumerate(zip(args, in_dims, strict=True))
-                )
-            )
+            outputs = op(*leading)
         return outputs, (tuple(None if o is None else 0 for o in outputs) if backward else 0)
 
     return rule
 
 
-def _vmap_backward(plain: Callable[..., Any], in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """torch.vmap of a backward reference; torch.vmap itself takes no None among the results."""
-    mask = args[-1]
-    wanted = torch.vmap(lambda *a: tuple(o for o in plain(*a, mask) if o is not None), in_dims[:-1])(*args[:-1])
-    results = iter(wanted)
-    return tuple(next(results) if m else None for m in mask)
+def _per_example_backward(
+    plain: Callable[..., Grads3], grad: Tensor, x: Tensor, bias: Tensor, scale: Tensor | None, *scalars: Any
+) -> Grads3:
+    """A backward reference on a leading batch axis, with a bias gradient for each example."""
+    *rest, mask = scalars
+    wide = x.to(reference.compute_dtype(grad, x, bias, scale))  # so that the summands are not rounded
+    dx, _, d_scale = plain(grad, wide, bias, scale, *rest, (mask[0] or mask[1], False, mask[2]))
+    d_bias = None
+    if mask[1]:
+        assert dx is not None
+        d_bias = (dx.sum(tuple(range(1, dx.ndim - 1))) if dx.ndim > 2 else dx).to(bias.dtype)
+    return dx.to(x.dtype) if dx is not None and mask[0] else None, d_bias, d_scale
 
 
 def _register(
@@ -358,10 +371,10 @@ def _register(
         definition = torch.library.custom_op(f"fused::{op_name}", cpu[backward], mutates_args=(), schema=SCHEMAS[op_name])
         definition.register_kernel(("cuda", "xpu"), _gpu_kernel(op_name, check_args, cpu[backward]))
         definition.register_fake(fake_kernel)
-        definition.register_vmap(_batched(definition._opoverload, plain[backward], has_bias, backward))
+        definition.register_vmap(_batched(definition._opoverload, plain[backward], check, has_bias, backward))
     ops = torch.ops.fused
     differentiate_by_reference(getattr(ops, backward_name).default, plain[True])
-    differentiate(getattr(ops, name).default, plain[False], getattr(ops, backward_name).default, plain[True])
+    differentiate(getattr(ops, name).default, check, plain[False], getattr(ops, backward_name).default, plain[True])
 
 
 _register("bias_act", (_bias_act_cpu, _bias_act_backward_cpu), _bias_act_fake, check_bias_act, has_bias=True)

@@ -1,0 +1,177 @@
+"""The activation table against mpmath, autograd and its own definitions; and the way in for new rows."""
+
+import functools
+import math
+
+import mpmath
+import pytest
+import torch
+import torch.nn.functional as F
+from mpmath import mpf
+
+import torch_fused_ops as tfo
+from torch_fused_ops import activations
+from torch_fused_ops.testing import precision
+
+BUILTIN = ("relu", "relu2", "silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid", "tanh")
+
+
+def sigmoid(x):
+    return 1 / (1 + mpmath.exp(-x))
+
+
+def cubic(x):
+    return mpmath.sqrt(8 / mpmath.pi) * (x + mpf("0.044715") * x**3)
+
+
+EXACT = {
+    "relu": lambda x: max(x, mpf(0)),
+    "relu2": lambda x: max(x, mpf(0)) ** 2,
+    "silu": lambda x: x * sigmoid(x),
+    "gelu": lambda x: x * mpmath.ncdf(x),
+    "gelu_tanh": lambda x: x * sigmoid(cubic(x)),
+    "quick_gelu": lambda x: x * sigmoid(mpf("1.702") * x),
+    "sigmoid": sigmoid,
+    "tanh": mpmath.tanh,
+}
+POINTS = sorted({s * p for s in (-1, 1) for p in (*(2.0**k for k in range(-20, 5)), 0.75, 1.28, 3.0, 6.0, 11.0, 20.0)})
+
+
+def exact(fn, order):
+    """fn or its derivative at POINTS, in float64 from 60 digits."""
+    with mpmath.workdps(60):
+        return torch.tensor([float(mpmath.diff(fn, mpf(x), order)) for x in POINTS], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", BUILTIN)
+def test_value_and_derivative_against_mpmath(name, dtype):
+    x = torch.tensor(POINTS, dtype=torch.float64)
+    act = activations.get(name)
+    value = precision.error(act.value(x.to(dtype)), exact(EXACT[name], 0))
+    derivative = precision.error(act.derivative(x.to(dtype)), exact(EXACT[name], 1), precision.near_zero(name, x))
+    assert value.max() <= precision.LIMITS["forward", dtype]
+    assert derivative.max() <= precision.LIMITS["gradient", dtype]
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_derivative_is_the_derivative_of_the_value(name):
+    x = torch.cat((torch.linspace(-8, 8, 81, dtype=torch.float64) + 1e-3, torch.zeros(1, dtype=torch.float64)))
+    act, leaf = activations.get(name), x.clone().requires_grad_()
+    (by_autograd,) = torch.autograd.grad(act.value(leaf).sum(), leaf)
+    torch.testing.assert_close(act.derivative(x), by_autograd, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", BUILTIN)
+def test_formulas_can_be_differentiated_where_they_have_kinks_inside(name, dtype):
+    """|x| in a tail's formula has no derivative at 0; the activation has, and so has its derivative."""
+    act, at = activations.get(name), (0.0, -0.5, 0.5)
+    for fn, order in ((act.value, 1), (act.derivative, 2)):
+        for x in at if "relu" not in name else at[1:]:
+            got = torch.func.grad(fn)(torch.tensor(x, dtype=dtype))
+            with mpmath.workdps(60):
+                truth = float(mpmath.diff(EXACT[name], mpf(x), order))
+            assert got.item() == pytest.approx(truth, rel=2e-6, abs=1e-7), (fn, x)
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_definition_is_the_same_function(name):
+    act, x = activations.get(name), torch.linspace(-2.0, 8.0, 101, dtype=torch.float64)  # it cancels further left
+    torch.testing.assert_close(act.value(x), act.definition(x), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", BUILTIN)
+def test_finite_everywhere(name, dtype):
+    big = torch.finfo(dtype).max
+    x = torch.tensor([-big, -1e30, -1e4, -88.8, -0.0, 0.0, 88.8, 1e4, 1e30, big], dtype=dtype)
+    act = activations.get(name)
+    assert not act.derivative(x).isnan().any()
+    assert not act.value(x).isnan().any()
+    assert act.value(torch.full((1,), math.nan, dtype=dtype)).isnan().all()
+
+
+def test_names_and_get():
+    assert activations.names()[:8] == BUILTIN
+    with pytest.raises(ValueError, match=r"activation='swish' is not known; accepted: relu, relu2, silu"):
+        activations.get("swish")
+
+
+# ---- register_activation ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """The table, restored afterwards."""
+    monkeypatch.setattr(activations, "_TABLE", dict(activations._TABLE))
+    return activations._TABLE
+
+
+def mish(x):
+    return x * torch.tanh(F.softplus(x))
+
+
+def softsign_slope(x):
+    return 1 / (1 + x.abs()) ** 2
+
+
+def test_register_derives_the_derivative(table):
+    before = activations.table_hash()
+    tfo.register_activation("mish", mish)
+    assert "mish" in activations.names() and activations.table_hash() != before
+    x = torch.linspace(-4, 4, 17, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(mish(x).sum(), x)
+    torch.testing.assert_close(activations.get("mish").derivative(x.detach()), expected)
+    assert not activations.get("mish").builtin
+
+
+def test_registered_works_in_the_operators(table):
+    tfo.register_activation("mish", mish)
+    tfo.register_activation("softsign", F.softsign, softsign_slope)
+    x, b = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 5), (5,)))
+    for name, fn in (("mish", mish), ("softsign", F.softsign)):
+        op = functools.partial(torch.ops.fused.bias_act, token_scale=None, activation=name)
+        torch.testing.assert_close(op(x, b), fn(x + b))
+        assert torch.autograd.gradcheck(op, (x, b), check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(op, (x, b))
+        torch.library.opcheck(torch.ops.fused.bias_act.default, (x.float().detach().requires_grad_(), None, None, name))
+
+
+def test_register_again(table):
+    tfo.register_activation("mish", mish)
+    row = activations.get("mish")
+    tfo.register_activation("mish", lambda x: x * torch.tanh(F.softplus(x)))  # the same computation
+    assert activations.get("mish") is row
+    for name, fn in (("mish", F.softsign), ("gelu", F.gelu), ("relu", torch.relu)):
+        with pytest.raises(ValueError, match=f"name='{name}' is taken"):
+            tfo.register_activation(name, fn)
+
+
+def test_register_notifies(table, monkeypatch):
+    calls = []
+    monkeypatch.setattr(activations, "_on_change", [lambda: calls.append(activations.names()[-1])])
+    tfo.register_activation("mish", mish)
+    tfo.register_activation("mish", mish)
+    assert calls == ["mish"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fn", "derivative", "error", "message"),
+    [
+        ("not a name", mish, None, ValueError, "name='not a name' is not accepted"),
+        (7, mish, None, ValueError, "name=7 is not accepted"),
+        ("new", 7, None, TypeError, "fn=7 is not callable"),
+        ("new", mish, "no", TypeError, "derivative='no' is not callable"),
+        ("new", lambda x: x.sum(), None, ValueError, r"fn is not accepted: for torch.float32 \(12,\) it gave .*\(\)"),
+        ("new", lambda x: x.double(), None, ValueError, "fn is not accepted: .* keep shape and dtype"),
+        ("new", lambda x: None, None, ValueError, "fn is not accepted: .* it gave None"),
+        ("new", lambda x: x.softmax(-1), None, ValueError, "fn is not accepted: it is not elementwise"),
+        ("new", mish, lambda x: x.mean(), ValueError, "derivative is not accepted"),
+    ],
+)
+def test_register_refuses(table, name, fn, derivative, error, message):
+    before = dict(table)
+    with pytest.raises(error, match=message):
+        tfo.register_activation(name, fn, derivative)
+    assert table == before

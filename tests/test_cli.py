@@ -1,0 +1,136 @@
+"""``python -m torch_fused_ops``, as a user runs it."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import torch_fused_ops as tfo
+from torch_fused_ops.cli import main
+from torch_fused_ops.testing import check as runner
+
+MODEL = """
+import torch
+from torch import nn
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x, scale=1.0):
+        assert self.training == torch.is_grad_enabled()
+        return self.down(nn.functional.gelu(self.up(x))) * scale
+
+def example():
+    return MLP(), (torch.randn(4, 8),)
+
+def with_keywords():
+    return MLP(), [torch.randn(4, 8)], {"scale": 2.0}
+
+class Zoo:
+    @staticmethod
+    def tiny():
+        return example()
+
+def one_tensor():
+    return MLP(), torch.randn(4, 8)
+
+def nothing():
+    pass
+
+number = 7
+"""
+
+
+def run(*arguments, cwd=None):
+    command = [sys.executable, "-m", "torch_fused_ops", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    (tmp_path / "some_models.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("some_models", None)
+
+
+def test_info():
+    done = run("info")
+    assert done.returncode == 0, done.stderr
+    for fact in (tfo.__version__, torch.__version__, sys.version.split()[0], "fused::bias_act", "gelu_tanh", "6 of 6"):
+        assert fact in done.stdout
+    assert re.search(r"^torch features +\S.*: (yes|no)$", done.stdout, re.M)
+    assert re.search(r"^policy +none in force", done.stdout, re.M)
+
+
+def test_check_quick():
+    done = run("check", "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert sum(line.endswith("ok") for line in lines) == 8 + 3 * 4  # the activations; the operators in each dtype
+    assert lines[-1].endswith("all passed")
+
+
+def test_check_reports_failures(monkeypatch, capsys):
+    row = runner.Row(
+        "glu", torch.bfloat16, samples=3, failures=["glu[some sample]: forward error 7 ulp, allowed 1 ulp"]
+    )
+    monkeypatch.setattr(runner, "check", lambda device, quick, progress: progress(row) or [row])
+    assert main(["check"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL" in out and "1 failures" in out and "glu[some sample]: forward error 7 ulp, allowed 1 ulp" in out
+
+
+def test_check_on_a_device_that_is_not_there(capsys):
+    for device in ("cuda:77", "toaster"):
+        assert main(["check", "--device", device]) == 2
+        assert f"error: --device {device} cannot be used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spec", ["some_models:example", "some_models.py:with_keywords", "some_models:Zoo.tiny"])
+@pytest.mark.parametrize("train", [False, True])
+def test_explain(models, capsys, spec, train):
+    assert main(["explain", spec, *(["--train"] if train else [])]) == 0
+    out = capsys.readouterr().out
+    assert "gelu" in out and "some_models.py" in out
+
+
+def test_explain_writes_files(models):
+    done = run("explain", "some_models:example", "--json", "report.json", "--html", "report.html", cwd=models)
+    assert done.returncode == 0, done.stderr
+    assert "bias_act" in json.dumps(json.loads((models / "report.json").read_text()))
+    assert "<html" in (models / "report.html").read_text().lower()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("some_models", "'some_models' is not of the form module:callable"),
+        (":example", "':example' is not of the form module:callable"),
+        ("no_such_module:example", "module 'no_such_module' cannot be imported: No module named 'no_such_module'"),
+        ("no_such_file.py:example", "no_such_file.py is no file"),
+        ("some_models:no_such_name", "some_models has no 'no_such_name'"),
+        ("some_models:number", "some_models:number is a int, not callable; it must return (model, args)"),
+        ("some_models:nothing", "some_models:nothing returned a NoneType; it must return (model, args)"),
+        ("some_models:one_tensor", "some_models:one_tensor: args is a Tensor, kwargs a dict; it must return"),
+    ],
+)
+def test_explain_refuses(models, capsys, spec, message):
+    assert main(["explain", spec]) == 2
+    assert f"error: {message}" in capsys.readouterr().err
+
+
+def test_help_and_no_command(capsys):
+    for arguments, code in ((["--help"], 0), ([], 2)):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == code
+    help_text = capsys.readouterr().out
+    for command in ("info", "check", "explain"):
+        assert command in help_text

@@ -1,0 +1,126 @@
+"""The typed functions: each is its formula, compiles whole, and is documented."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torch_fused_ops import functional as tf
+from torch_fused_ops.testing.samples import samples
+
+B, S = torch.linspace(-1, 1, 8), torch.tensor([0.5, -1.0, 2.0])
+X, Y = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), torch.linspace(-3, 3, 24).reshape(3, 8)
+GATE, UP = X.chunk(2, -1)
+
+
+def gelu_tanh(x):
+    return F.gelu(x, approximate="tanh")
+
+
+def quick(x):
+    return x * torch.sigmoid(1.702 * x)
+
+
+FORMULAS = [  # ours, PyTorch's
+    ("bias_gelu", (X, B), {}, lambda: F.gelu(X + B)),
+    ("bias_gelu", (X, B, "tanh"), {}, lambda: gelu_tanh(X + B)),
+    ("bias_gelu", (X,), {"approximate": "none", "token_scale": S}, lambda: F.gelu(X) * S[:, None]),
+    ("bias_silu", (X, B), {"token_scale": S}, lambda: F.silu(X + B) * S[:, None]),
+    ("bias_relu", (X, B), {}, lambda: F.relu(X + B)),
+    ("bias_relu2", (X, B), {}, lambda: F.relu(X + B).square()),
+    ("bias_quick_gelu", (X, B), {}, lambda: quick(X + B)),
+    ("gelu", (X,), {}, lambda: F.gelu(X)),
+    ("gelu", (X, "tanh"), {}, lambda: gelu_tanh(X)),
+    ("silu", (X,), {}, lambda: F.silu(X)),
+    ("quick_gelu", (X,), {}, lambda: quick(X)),
+    ("squared_relu", (X,), {}, lambda: F.relu(X) ** 2),
+    ("swiglu", (X, Y, S), {}, lambda: F.silu(X) * Y * S[:, None]),
+    ("geglu", (X, Y), {}, lambda: F.gelu(X) * Y),
+    ("geglu", (X, Y), {"approximate": "tanh"}, lambda: gelu_tanh(X) * Y),
+    ("reglu", (X, Y), {}, lambda: F.relu(X) * Y),
+    ("quick_geglu", (X, Y), {"up_offset": 1, "clamp": 2}, lambda: quick(X.clamp(max=2)) * (Y.clamp(-2, 2) + 1)),
+    ("bias_swiglu", (X,), {}, lambda: F.silu(GATE) * UP),
+    ("bias_swiglu", (X, B, S), {}, lambda: F.silu((X + B)[:, :4]) * (X + B)[:, 4:] * S[:, None]),
+    ("bias_swiglu", (X,), {"layout": "interleaved"}, lambda: F.silu(X[:, ::2]) * X[:, 1::2]),
+    ("bias_geglu", (X,), {}, lambda: F.gelu(GATE) * UP),
+    ("bias_geglu", (X,), {"approximate": "tanh"}, lambda: gelu_tanh(GATE) * UP),
+    ("bias_reglu", (X,), {}, lambda: F.relu(GATE) * UP),
+    (
+        "bias_quick_geglu",
+        (X,),
+        {"up_offset": 1.0, "clamp": 0.5},
+        lambda: quick(GATE.clamp(max=0.5)) * (UP.clamp(-0.5, 0.5) + 1),
+    ),
+    ("bias_act", (X, B), {"activation": "tanh"}, lambda: torch.tanh(X + B)),
+    ("glu", (X, Y), {"activation": "sigmoid"}, lambda: torch.sigmoid(X) * Y),
+    ("bias_glu", (X,), {"activation": "sigmoid", "layout": "halves"}, lambda: torch.sigmoid(GATE) * UP),
+]
+
+
+def test_every_function_has_a_formula_here():
+    assert {name for name, *_ in FORMULAS} == set(tf.__all__)
+
+
+@pytest.mark.parametrize(("name", "args", "kwargs", "formula"), FORMULAS)
+def test_formula(name, args, kwargs, formula):
+    out = getattr(tf, name)(*args, **kwargs)
+    torch.testing.assert_close(out, formula(), rtol=1e-5, atol=1e-6)
+    assert out.dtype == torch.float32 and out.is_contiguous()
+
+
+@pytest.mark.parametrize(("name", "args", "kwargs", "formula"), FORMULAS)
+def test_compiles_whole_with_gradients(name, args, kwargs, formula):
+    fn = getattr(tf, name)
+    leaves = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+    torch.compiler.reset()
+    out = torch.compile(lambda *a: fn(*a, **kwargs), backend="aot_eager", fullgraph=True)(*leaves)
+    assert torch.equal(out.detach(), fn(*args, **kwargs))
+    tensors = [a for a in leaves if isinstance(a, torch.Tensor)]
+    expected = torch.autograd.grad(fn(*leaves, **kwargs).sum(), tensors)
+    for got, truth in zip(torch.autograd.grad(out.sum(), tensors), expected, strict=True):
+        assert torch.equal(got, truth)
+
+
+@pytest.mark.parametrize("name", tf.__all__)
+def test_documented_and_annotated(name):
+    fn = getattr(tf, name)
+    signature = inspect.signature(fn)
+    assert fn.__doc__ and "``" in fn.__doc__.splitlines()[0]
+    assert signature.return_annotation == "Tensor"
+    assert all(p.annotation is not inspect.Parameter.empty for p in signature.parameters.values())
+
+
+def test_generic_functions_are_the_operators():
+    for op in ("bias_act", "glu", "bias_glu"):
+        for sample in samples(op, core=True):
+            names = [a.name for a in sample.overload._schema.arguments[3:]]
+            out = getattr(tf, op)(*sample.tensors, **dict(zip(names, sample.scalars, strict=True)))
+            assert torch.equal(out, sample()), sample
+
+
+def test_ten_batch_sizes_compile_twice():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x, b: tf.bias_swiglu(x, b, clamp=7.0), backend=counter, fullgraph=True)
+    for rows in range(2, 12):
+        x = torch.randn(rows, 8)
+        assert torch.equal(compiled(x, B), tf.bias_swiglu(x, B, clamp=7.0))
+    assert counter.frame_count <= 2  # the first size, then all
+
+
+def test_torch_fx_traces_through():
+    graph = torch.fx.symbolic_trace(lambda x, b: tf.bias_geglu(x, b, approximate="tanh")).graph
+    assert [n.target for n in graph.nodes if n.op == "call_function"] == [torch.ops.fused.bias_glu]
+
+
+def test_exports():
+    class MLP(torch.nn.Module):
+        def forward(self, x, b):
+            return tf.bias_gelu(x, b)
+
+    program = torch.export.export(MLP(), (X, B))
+    assert torch.equal(program.module()(X, B), tf.bias_gelu(X, B))
+    assert any(n.target is torch.ops.fused.bias_act.default for n in program.graph.nodes)

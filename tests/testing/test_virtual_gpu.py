@@ -1,0 +1,594 @@
+"""The virtual GPU: exact bytes and kernels, instruction counts, real numerics, and no trace left behind."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+from triton.language.extra.libdevice import tanh as device_tanh
+
+from torch_fused_ops.testing import virtual_gpu
+from torch_fused_ops.testing.virtual_gpu import compile_on_paper
+
+MIB = 2**20
+BF16 = torch.bfloat16
+
+
+class GeluMLP(nn.Module):
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden, ffn)
+        self.down = nn.Linear(ffn, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class SwigluMLP(nn.Module):
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, ffn, bias=False)
+        self.up = nn.Linear(hidden, ffn, bias=False)
+        self.down = nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def meta(*shape: int, dtype: torch.dtype = BF16, requires_grad: bool = False) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+def on_meta(module: type[nn.Module], *args: int) -> nn.Module:
+    with torch.device("meta"):
+        return module(*args).to(BF16)
+
+
+# Bytes, kernels and saved tensors
+
+
+@pytest.mark.parametrize(
+    ("module", "budget", "saved", "backward"),
+    [
+        (GeluMLP, None, 576, 2625),
+        (GeluMLP, 0.99, 320, 2881),
+        (SwigluMLP, None, 832, 4032),
+        (SwigluMLP, 0.99, 576, 4288),
+    ],
+)
+def test_saved_and_moved_bytes(module, budget, saved, backward):
+    x = meta(8192, 4096, requires_grad=True)
+    paper = compile_on_paper(on_meta(module, 4096, 16384), x, memory_budget=budget)
+    assert paper.saved_bytes() == saved * MIB
+    assert paper.saved_bytes(include_inputs=False) == (saved - 64) * MIB
+    weights = sum(parameter.nbytes for parameter in on_meta(module, 4096, 16384).parameters() if parameter.dim() == 2)
+    counted = paper.saved_bytes(include_parameters=True) - paper.saved_bytes()
+    # the first linear layers' weights serve the input's gradient, the last one's the activation's
+    assert counted == weights
+    # to the nearest MiB: biases come to some KiB
+    assert round(paper.backward.bytes_moved / MIB) == backward
+    assert paper.inference is None
+
+
+def test_gelu_mlp_graphs():
+    paper = compile_on_paper(on_meta(GeluMLP, 4096, 16384), meta(8192, 4096, requires_grad=True))
+    assert [kernel.name for kernel in paper.forward.kernels] == ["triton_poi_fused_gelu_0"]
+    assert paper.forward.kernels[0].bytes_moved == 512 * MIB
+    assert paper.forward.extern == ("addmm", "addmm")
+    assert paper.backward.extern == ("mm",) * 4
+    assert paper.forward.bytes_moved == 1408 * MIB + 2 * (16384 + 4096)
+    kernels = sum(kernel.bytes_moved for kernel in paper.backward.kernels)
+    # four GEMMs between two 4096 x 16384 weights (128), 8192 x 4096 (64) and 8192 x 16384 (256)
+    assert paper.backward.bytes_moved - kernels == 4 * (128 + 64 + 256) * MIB
+    by_name = {(tensor.shape, tensor.is_parameter, tensor.is_graph_input) for tensor in paper.saved}
+    assert ((8192, 4096), False, True) in by_name
+    assert ((16384, 4096), True, False) in by_name
+    assert ((8192, 16384), False, False) in by_name
+    assert "async_compile.triton('triton_poi_fused_gelu_0'" in paper.forward.code
+
+
+def test_inference():
+    paper = compile_on_paper(on_meta(GeluMLP, 4096, 16384), meta(8192, 4096), training=False)
+    assert paper.forward is None and paper.backward is None and paper.saved == ()
+    assert len(paper.inference.kernels) == 1
+    assert paper.bytes_moved == 1408 * MIB + 2 * (16384 + 4096)
+
+
+def test_launches_of_one_kernel_are_counted():
+    first, second = on_meta(SwigluMLP, 256, 1024), on_meta(SwigluMLP, 256, 1024)
+    paper = compile_on_paper(lambda x: second(first(x)), meta(512, 256, requires_grad=True))
+    (kernel,) = paper.forward.kernels
+    assert kernel.launches == 2
+    assert kernel.bytes_moved == 2 * 3 * 512 * 1024 * 2
+
+
+def test_checkpoint():
+    first, second = on_meta(SwigluMLP, 256, 1024), on_meta(SwigluMLP, 256, 1024)
+
+    def checkpointed(x: Tensor) -> Tensor:
+        return checkpoint(second, checkpoint(first, x, use_reentrant=False), use_reentrant=False)
+
+    paper = compile_on_paper(checkpointed, meta(512, 256, requires_grad=True))
+    assert paper.saved_bytes() == 2 * 512 * 256 * 2  # the two checkpoints' inputs
+    assert len(paper.backward.extern) > len(paper.forward.extern)
+
+
+def test_plain_functions_and_real_tensors():
+    x, w = torch.randn(8, 16, requires_grad=True), nn.Parameter(torch.randn(32, 16))
+    before = x.clone(), w.clone()
+    paper = compile_on_paper(lambda x, w: F.silu(F.linear(x, w)), x, w)
+    assert paper.saved_bytes() == (8 * 16 + 8 * 32) * 4
+    assert all(torch.equal(a, b) for a, b in zip((x, w), before, strict=True))
+    assert x.grad is None and w.grad is None
+
+
+def test_fake_inputs_and_keyword_arguments():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(64, 128)
+    paper = compile_on_paper(lambda x, *, scale: x * scale, x, scale=2.0)
+    assert paper.inference.bytes_moved == 2 * 64 * 128 * 4
+
+
+def test_dynamic_sizes():
+    paper = compile_on_paper(on_meta(SwigluMLP, 256, 1024), meta(512, 256, requires_grad=True), dynamic=True)
+    static = compile_on_paper(on_meta(SwigluMLP, 256, 1024), meta(512, 256, requires_grad=True))
+    assert re.search(r"\bs\d+\b", paper.forward.code) and not re.search(r"\bs\d+\b", static.forward.code)
+    assert paper.saved_bytes() == static.saved_bytes()
+
+
+def test_str_is_aligned():
+    text = str(compile_on_paper(on_meta(GeluMLP, 256, 1024), meta(512, 256, requires_grad=True)))
+    lines = text.splitlines()
+    assert lines[0] == "on paper: NVIDIA H200 (sm_90)"
+    rows = [line for line in lines if " MiB" in line]
+    assert len({line.index(" MiB") for line in rows}) == 1
+    assert any("saved for backward" in line for line in rows)
+
+
+# Where the CPU stands in for the GPU
+
+
+def test_cuda_autocast_lists():
+    """pow, softmax and layer_norm give float32 under CUDA's autocast; gelu keeps bfloat16."""
+    weight = nn.Parameter(meta(256, 256, dtype=torch.float32))
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cuda", dtype=BF16):
+            y = F.linear(x, weight)
+            return y, F.gelu(y), y.pow(2.0), torch.softmax(y, -1), F.layer_norm(y, (256,)), y.sum(-1)
+
+    graph = compile_on_paper(fn, meta(512, 256, dtype=torch.float32), training=False).inference.graph
+    outputs = graph.graph.output_node().args[0]
+    assert [node.meta["val"].dtype for node in outputs] == [BF16, BF16] + [torch.float32] * 4
+    assert all(node.meta["val"].device == torch.device("cuda", 0) for node in outputs)
+    assert not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
+
+
+def test_autocast_around_the_call_and_of_the_cpu():
+    weight = nn.Parameter(meta(256, 256, dtype=torch.float32))
+
+    def dtype(context: torch.autocast) -> torch.dtype:
+        with context:
+            graph = compile_on_paper(
+                lambda x: F.linear(x, weight), meta(512, 256, dtype=torch.float32), training=False
+            ).inference.graph
+        return graph.graph.output_node().args[0][0].meta["val"].dtype
+
+    with virtual_gpu.described(virtual_gpu.H200):
+        cuda = torch.autocast("cuda", dtype=BF16)
+    assert dtype(cuda) == BF16
+    assert dtype(torch.autocast("cpu", dtype=BF16)) == torch.float32
+    with torch.autocast("cpu", dtype=BF16):
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == BF16
+        assert torch.ones(2, dtype=BF16).pow(2.0).dtype == BF16  # the CPU's own lists are back
+
+
+def test_layer_norm_keeps_statistics_in_float32():
+    weight, bias = nn.Parameter(meta(256)), nn.Parameter(meta(256))
+    graph = compile_on_paper(
+        lambda x: torch.native_layer_norm(x, (256,), weight, bias, 1e-5), meta(512, 256), training=False
+    ).inference.graph
+    outputs = graph.graph.output_node().args[0]
+    assert [node.meta["val"].dtype for node in outputs] == [BF16, torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), [(BF16, "flash"), (torch.float32, "efficient")])
+def test_attention_is_the_gpus(dtype, kernel):
+    q, k, v = (meta(2, 4, 128, 64, dtype=dtype, requires_grad=True) for _ in range(3))
+    paper = compile_on_paper(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), q, k, v)
+    (forward,) = paper.forward.extern
+    assert forward == f"aten._scaled_dot_product_{kernel}_attention"
+    assert f"aten._scaled_dot_product_{kernel}_attention_backward" in paper.backward.extern
+
+
+def test_constants_indexing_embedding_and_dropout():
+    table = nn.Embedding(1000, 256, device="meta")
+
+    def fn(index: Tensor) -> Tensor:
+        x = table(index) + torch.tensor([1.0, 2.0], device=index.device).repeat(128)
+        x = x[:, None, 1:][..., 0] + torch.arange(1, device=index.device)
+        return F.cross_entropy(F.dropout(x @ torch.ones(1, 1000, device=index.device), 0.1), index)
+
+    paper = compile_on_paper(fn, meta(512, dtype=torch.int64))
+    assert paper.forward is not None and paper.backward is not None
+
+
+# Passes, custom operators, settings
+
+
+def test_passes_run_at_their_slots():
+    from torch._inductor import config
+
+    seen: list[str] = []
+
+    def pre_grad(name):
+        return lambda graph: seen.append(name + str(any(node.target is F.silu for node in graph.nodes)))
+
+    def joint(graph):
+        devices = {node.meta["val"].device.type for node in graph.nodes if isinstance(node.meta.get("val"), Tensor)}
+        seen.append(f"joint {devices}")
+
+    mlp, x = on_meta(SwigluMLP, 256, 1024), meta(512, 256, requires_grad=True)
+    with config.patch(pre_grad_custom_pass=pre_grad("configured "), joint_custom_pre_pass=joint):
+        compile_on_paper(mlp, x, pre_grad_passes=[pre_grad("given ")], joint_passes=[joint])
+    assert seen == ["configured True", "given True", "joint {'cuda'}", "joint {'cuda'}"]
+
+
+def test_pre_grad_pass_sees_checkpoint_bodies_and_changes_the_program():
+    def relu_for_silu(graph):
+        for node in graph.find_nodes(op="call_function", target=F.silu):
+            node.target, node.kwargs = F.relu, {}
+
+    mlp = on_meta(SwigluMLP, 256, 1024)
+    paper = compile_on_paper(
+        lambda x: checkpoint(mlp, x, use_reentrant=False),
+        meta(512, 256, requires_grad=True),
+        pre_grad_passes=[relu_for_silu],
+    )
+    assert [kernel.name for kernel in paper.forward.kernels] == ["triton_poi_fused_mul_relu_0"]
+
+
+def test_joint_pass_sets_the_memory_budget():
+    def budget(graph):
+        for node in graph.nodes:
+            if node.op == "call_function":
+                node.meta["memory_budget"] = 0.99
+
+    mlp, x = on_meta(SwigluMLP, 256, 1024), meta(512, 256, requires_grad=True)
+    plain, budgeted = compile_on_paper(mlp, x), compile_on_paper(mlp, x, joint_passes=[budget])
+    assert plain.saved_bytes() - budgeted.saved_bytes() == 512 * 1024 * 2
+    assert budgeted.saved_bytes() == compile_on_paper(mlp, x, memory_budget=0.99).saved_bytes()
+
+
+def test_custom_operator_opaque_and_lowered():
+    from torch._inductor import lowering
+
+    @torch.library.custom_op("virtual_gpu_test::double", mutates_args=())
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    double.register_fake(lambda x: torch.empty_like(x))
+    double.register_autograd(lambda ctx, grad: double(grad))
+    x = meta(512, 256, requires_grad=True)
+    opaque = compile_on_paper(lambda x: double(x) + 1, x)
+    assert opaque.forward.extern == opaque.backward.extern == ("virtual_gpu_test.double",)
+    target = torch.ops.virtual_gpu_test.double.default
+    lowering.register_lowering(target, type_promotion_kind=None)(lambda x: lowering.mul(x, 2.0))
+    try:
+        lowered = compile_on_paper(lambda x: double(x) + 1, x)
+    finally:
+        del lowering.lowerings[target]
+    assert lowered.forward.extern == lowered.backward.extern == ()
+    assert lowered.forward.bytes_moved == 2 * 512 * 256 * 2
+
+
+def test_config_reaches_inductor():
+    plain = compile_on_paper(lambda x: (x + 1).sum(-1), meta(64, 512))
+    named = compile_on_paper(lambda x: (x + 1).sum(-1), meta(64, 512), config={"triton.descriptive_names": False})
+    assert "sum" in plain.inference.kernels[0].name
+    assert "sum" not in named.inference.kernels[0].name
+
+
+# Machine code
+
+
+def elementwise(fn, tensors: int):
+    paper = compile_on_paper(fn, *(meta(8192, 16384) for _ in range(tensors)), training=False)
+    (kernel,) = paper.inference.kernels
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("fn", "tensors", "low", "high"),
+    [  # Triton 3.6 to 3.9, in whose versions exp and tanh differ
+        (lambda x: x + 1, 1, 2.3, 2.5),
+        (lambda x: F.gelu(x, approximate="tanh"), 1, 26, 35),
+        (F.gelu, 1, 34, 38),
+        (lambda gate, up: F.silu(gate) * up, 2, 22, 27),
+        (lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh"), 2, 33, 43),
+    ],
+    ids=["copy", "gelu_tanh", "gelu", "swiglu", "gelu_tanh_backward"],
+)
+def test_instructions_per_element(fn, tensors, low, high):
+    code = virtual_gpu.assemble(elementwise(fn, tensors), block=1024, num_warps=4)
+    assert code.elements / code.threads == 8
+    assert low < code.instructions_per_element() < high
+    assert code.instructions_per_element(8) == code.instructions_per_element()
+    assert code.spills == 0 and 0 < code.registers <= 64
+    assert ".target sm_90" in code.ptx
+
+
+@pytest.mark.parametrize("gpu", [virtual_gpu.A100, virtual_gpu.H100, virtual_gpu.B200, virtual_gpu.MI300X])
+def test_machine_code_of_every_gpu(gpu):
+    code = virtual_gpu.assemble(elementwise(lambda x: x + 1, 1), gpu, block=1024, num_warps=4)
+    assert code.threads == 4 * gpu.warp_size
+    if gpu.is_amd:
+        assert code.instructions[-1] == "s_endpgm" and "global_store_dwordx2" in code.instructions
+        assert code.ptx == "" and "gfx942" in code.asm
+    else:
+        assert "STG.E.128" in code.instructions and "EXIT" in code.instructions
+        assert f".target {gpu.arch}" in code.ptx
+    assert code.registers > 0 and code.spills == 0
+
+
+def test_reductions_assemble_with_inductors_blocks():
+    paper = compile_on_paper(lambda x: torch.softmax(x, -1), meta(4096, 1024), training=False)
+    (kernel,) = paper.inference.kernels
+    code = virtual_gpu.assemble(kernel)
+    assert code.elements % 1024 == 0
+    looped = compile_on_paper(lambda x: x.sum(-1), meta(64, 65536), training=False).inference.kernels[0]
+    assert virtual_gpu.assemble(looped).shared > 0
+
+
+@triton.jit
+def gate_kernel(x, out, n, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + offsets, offsets < n, other=0.0).to(tl.float32)
+    tl.store(out + offsets, half_of(tl.sigmoid(value)) * device_tanh(value), offsets < n)
+
+
+@triton.jit
+def half_of(x):
+    return x * 0.5
+
+
+@triton.jit
+def many_registers_kernel(x, out, BLOCK: tl.constexpr):
+    values = tl.load(x + tl.arange(0, BLOCK))
+    tl.store(out + tl.arange(0, BLOCK), values / tl.sum(values))
+
+
+SIGNATURE = {"x": "*fp32", "out": "*fp32", "n": "i32"}
+
+
+def test_hand_written_kernel_assembles():
+    code = virtual_gpu.assemble(gate_kernel, signature=SIGNATURE, block={"BLOCK": 1024})
+    assert code.elements == 1024 and code.threads == 128
+    vector = sum(name.startswith("LDG.E.128") for name in code.instructions)
+    assert vector == 2
+    unaligned = virtual_gpu.assemble(gate_kernel, signature=SIGNATURE, block={"BLOCK": 1024}, divisible_by_16=False)
+    assert not any(name.startswith("LDG.E.128") for name in unaligned.instructions)
+
+
+def test_spills_are_seen():
+    signature = {"x": "*fp32", "out": "*fp32"}
+
+    def spills(block: int) -> int:
+        code = virtual_gpu.assemble(many_registers_kernel, signature=signature, block={"BLOCK": block}, num_warps=1)
+        return code.spills
+
+    assert spills(256) == 0 < spills(8192)  # 256 values a thread, and at most 255 registers
+
+
+def test_amd_spills_are_read_from_the_metadata():
+    signature = {"x": "*fp32", "out": "*fp32"}
+    code = virtual_gpu.assemble(
+        many_registers_kernel, virtual_gpu.MI300X, signature=signature, block={"BLOCK": 256}, num_warps=1
+    )
+    asm, spilled = re.subn(r"\.vgpr_spill_count: +0", ".vgpr_spill_count: 7", code.asm)
+    assert spilled == 1 and code.spills == 0
+    compiled = types.SimpleNamespace(asm={"amdgcn": asm})
+    assert virtual_gpu.machine_code._amd_machine_code(virtual_gpu.MI300X, compiled, 256, 64).spills == 28
+
+
+# The interpreter
+
+
+def ulps(result: Tensor, exact: Tensor) -> int:
+    """Largest distance from the correctly rounded bfloat16 result, in units of the last place."""
+    as_int = [t.view(torch.int16).int() for t in (result, exact.to(BF16))]
+    ordered = [torch.where(i < 0, -(i & 0x7FFF), i) for i in as_int]
+    return int((ordered[0] - ordered[1]).abs().max())
+
+
+@pytest.mark.parametrize("size", [(64, 1000), (64, 1024)], ids=["masked", "even"])
+def test_pointwise_numerics(size):
+    def fn(x: Tensor, b: Tensor) -> Tensor:
+        return torch.tanh(x + b) * torch.erfc(x)
+
+    x, b = torch.randn(size).to(BF16), torch.randn(size[1]).to(BF16)
+    kernel = compile_on_paper(fn, x, b, training=False).inference.kernels[0]
+    out = torch.full_like(x, float("nan"))
+    virtual_gpu.interpret(kernel, x, b, out)
+    assert ulps(out, fn(x.double(), b.double())) <= 1
+    explicit = torch.full_like(x, float("nan"))
+    virtual_gpu.interpret(kernel, x, b, explicit, x.numel(), grid=(-(-x.numel() // 512),), XBLOCK=512)
+    assert torch.equal(out, explicit)
+
+
+def test_float32_rounds_to_the_nearest_bfloat16():
+    x = torch.cat([torch.randn(4096), torch.tensor([0.0, -0.0, float("inf"), float("-inf"), 1e-40, 3.4e38])])
+    ties = (torch.randint(-(2**15), 2**15, (4096,), dtype=torch.int32) << 16 | 0x8000).view(torch.float32)
+    x = torch.cat([x, ties[ties.isfinite()]])
+    kernel = compile_on_paper(lambda x: x.to(BF16), x, training=False).inference.kernels[0]
+    out = torch.zeros_like(x, dtype=BF16)
+    virtual_gpu.interpret(kernel, x, out)
+    assert torch.equal(out.view(torch.int16), x.to(BF16).view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("fn", "shape"),
+    [
+        (lambda x: torch.softmax(x, -1), (32, 500)),
+        (lambda x: torch.softmax(x, -1), (4, 8000)),
+        (lambda x: F.layer_norm(x, (500,)), (32, 500)),
+        (lambda x: F.layer_norm(x, (8000,)), (4, 8000)),
+        (lambda x: x.sum(-1), (32, 5000)),
+        (lambda x: x.permute(2, 0, 1).contiguous() + 1, (10, 20, 30)),
+    ],
+    ids=["softmax", "softmax_looped", "layer_norm", "layer_norm_looped", "sum", "transpose"],
+)
+def test_reduction_and_tiled_numerics(fn, shape):
+    x = torch.randn(shape)
+    (kernel,) = compile_on_paper(fn, x, training=False).inference.kernels
+    expected = fn(x.double())
+    out = torch.full(expected.shape, float("nan"))
+    virtual_gpu.interpret(kernel, x, out)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_dynamic_size_arguments():
+    x = torch.randn(300)
+    kernel = compile_on_paper(lambda x: x.exp(), x, dynamic=True).inference.kernels[0]
+    out = torch.zeros_like(x)
+    virtual_gpu.interpret(kernel, x, out, x.numel())
+    torch.testing.assert_close(out, x.exp())
+
+
+def test_hand_written_kernel_runs():
+    x, out = torch.randn(1000), torch.zeros(1000)
+    virtual_gpu.interpret(gate_kernel, x, out, 1000, grid=(4,), BLOCK=256)
+    expected = torch.sigmoid(x.double()) * 0.5 * torch.tanh(x.double())
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-7)
+    virtual_gpu.interpret(gate_kernel, x, out.zero_(), 1000, grid=lambda meta: (4,), BLOCK=256)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+# Errors
+
+
+def test_errors_name_argument_value_and_choice():
+    kernel = elementwise(lambda x: x + 1, 1)
+    x = torch.ones(4)
+    with pytest.raises(ValueError, match=r"name: got 'H300', expected one of A100, H100"):
+        virtual_gpu.by_name("H300")
+    with pytest.raises(TypeError, match=r"fn: got int"):
+        compile_on_paper(3)
+    with pytest.raises(ValueError, match=r"memory_budget: got 2, expected"):
+        compile_on_paper(lambda x: x, x, memory_budget=2)
+    with pytest.raises(ValueError, match=r"computes nothing"):
+        compile_on_paper(lambda x: 3, x)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compile_on_paper(lambda x: torch._dynamo.graph_break() or x + 1, x)
+    with pytest.raises(TypeError, match=r"kernel: got function"):
+        virtual_gpu.assemble(elementwise)
+    with pytest.raises(ValueError, match=r"block: got 'YBLOCK', expected one of \['XBLOCK'\]"):
+        virtual_gpu.assemble(kernel, block={"YBLOCK": 4})
+    with pytest.raises(ValueError, match=r"signature: no type for n"):
+        virtual_gpu.assemble(gate_kernel, signature={"x": "*fp32", "out": "*fp32"}, block={"BLOCK": 64})
+    with pytest.raises(ValueError, match=r"signature: got 'y'"):
+        virtual_gpu.assemble(gate_kernel, signature={**SIGNATURE, "y": "i32"}, block={"BLOCK": 64})
+    with pytest.raises(ValueError, match=r"signature, constants: a generated kernel has its own"):
+        virtual_gpu.assemble(kernel, signature=SIGNATURE)
+    with pytest.raises(ValueError, match=r"elements_per_thread: got 0"):
+        virtual_gpu.assemble(kernel).instructions_per_element(0)
+    with pytest.raises(ValueError, match=r"x: got a tensor on meta, expected one on the CPU"):
+        virtual_gpu.interpret(gate_kernel, meta(4), x, 4, grid=(1,), BLOCK=4)
+    with pytest.raises(ValueError, match=r"grid: none given, and gate_kernel is hand-written"):
+        virtual_gpu.interpret(gate_kernel, x, x, 4, BLOCK=4)
+    with pytest.raises(ValueError, match=r"XBLOCK: got 8192, expected a power of 2 up to 4096"):
+        virtual_gpu.interpret(kernel, x, x, XBLOCK=8192)
+    with pytest.raises(TypeError, match=r"args: no value for n"):
+        virtual_gpu.interpret(gate_kernel, x, x, grid=(1,), BLOCK=4)
+
+
+def test_missing_triton_is_said_clearly(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install \"torch-fused-ops\[triton\]\""):
+        compile_on_paper(lambda x: x + 1, torch.ones(4))
+
+
+# No trace
+
+
+def state():
+    from torch._dynamo import device_interface
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+    from torch._inductor.fx_passes import joint_graph
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from triton.language.extra import libdevice
+
+    return {
+        "available": torch.cuda.is_available(),
+        "count": torch.cuda.device_count(),
+        "properties": torch.cuda.get_device_properties,
+        "versions": (torch.version.cuda, torch.version.hip),
+        "driver": triton.runtime.driver._active,
+        "interface": device_interface.device_interfaces.get("cuda"),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "lazy_init": joint_graph.lazy_init,
+        "from_tensor": FakeTensorMode.from_tensor,
+        "getitem": FakeTensor.__getitem__,
+        "passes": inductor_config.joint_custom_pre_pass,
+        "padding": inductor_config.shape_padding,
+        "budget": functorch_config.activation_memory_budget,
+        "language": (tl.load, tl.core.load, tl.reduce, tl.core.tensor.__add__, libdevice.tanh),
+        "jit": triton.runtime.jit.JITFunction.__call__,
+    }
+
+
+def test_leaves_no_trace():
+    from torch._inductor.runtime.hints import DeviceProperties
+    from torch._inductor.utils import get_gpu_type
+    from torch.utils._triton import has_triton
+
+    mlp = SwigluMLP(16, 32)
+    x = torch.randn(4, 16, requires_grad=True)
+    eager = mlp(x)
+    torch._dynamo.device_interface.get_interface_for_device("cpu")
+    before, had_triton, gpu_type = state(), has_triton(), get_gpu_type()
+    compiled = torch.compile(mlp, fullgraph=True)
+    torch.testing.assert_close(compiled(x), eager)
+
+    h200 = compile_on_paper(mlp, x, gpu=virtual_gpu.H200).forward
+    a100 = compile_on_paper(mlp, x, gpu=virtual_gpu.A100).forward
+    assert "cc=90" in h200.code and "multi_processor_count=132" in h200.code
+    assert "cc=80" in a100.code and "multi_processor_count=108" in a100.code
+    for kernel in h200.kernels:
+        virtual_gpu.assemble(kernel)
+        out = torch.zeros(4, 32)
+        virtual_gpu.interpret(kernel, torch.ones(4, 32), torch.ones(4, 32), out)
+    with pytest.raises(RuntimeError, match="stop"):
+        compile_on_paper(mlp, x, joint_passes=[lambda graph: (_ for _ in ()).throw(RuntimeError("stop"))])
+
+    assert state() == before
+    assert (has_triton(), get_gpu_type()) == (had_triton, gpu_type)
+    assert DeviceProperties.create(torch.device("cpu")).type == "cpu"
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        torch.testing.assert_close(compiled(x), eager)
+    torch._dynamo.reset()
+    recompiled = torch.compile(mlp, fullgraph=True)(x)
+    recompiled.sum().backward()
+    torch.testing.assert_close(recompiled, eager)
+    assert mlp.up.weight.grad is not None
+
+
+def test_automatic_dynamic_sizes_do_not_leak():
+    """Two sizes on paper must not make the second, or the user's own compilation, dynamic."""
+    for rows in (64, 128):
+        paper = compile_on_paper(F.silu, meta(rows, 64))
+        assert "ks0" not in paper.inference.code
+        assert paper.inference.bytes_moved == 2 * rows * 64 * 2

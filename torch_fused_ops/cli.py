@@ -1,0 +1,190 @@
+"""The command line: ``python -m torch_fused_ops {info, check, explain}``.
+
+    info                            versions, devices and what is active
+    check [--device D] [--quick]    opcheck and precision of every operator on a device; exit code 1 if anything fails
+    explain MODULE:CALLABLE         which MLP sites of a model are fused, and why the others are not
+
+``explain`` calls CALLABLE without arguments; it returns ``(model, args)`` or ``(model, args, kwargs)``. MODULE is a
+module's name or a ``.py`` file. Exit code 2 for arguments that make no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.util
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import torch_fused_ops as tfo
+
+__all__ = ["main"]
+
+
+class _UsageError(Exception):
+    """What the user gave cannot be used; the message says why."""
+
+
+# ---- info ------------------------------------------------------------------------------------------------------------
+
+
+def _devices() -> list[str]:
+    cpu = f"cpu: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    cuda = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [
+        cpu,
+        *(f"cuda:{i}: {p.name}, {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB" for i, p in enumerate(cuda)),
+    ]
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    import torch._dynamo
+    import torch._inductor.lowering as inductor
+
+    from torch_fused_ops import activations
+    from torch_fused_ops.lowerings import compat, passes
+
+    forward = [n for n in dir(torch.ops.fused) if isinstance(getattr(torch.ops.fused, n), torch._ops.OpOverloadPacket)]
+    lowered = [n for n in forward if getattr(torch.ops.fused, n).default in inductor.lowerings]
+    backend = "found" if "fused" in torch._dynamo.list_backends() else "not found: install with `pip install -e .`"
+    policy = passes.active_policy()
+    triton = importlib.util.find_spec("triton")
+    sections: list[tuple[str, list[str]]] = [
+        ("torch_fused_ops", [f"{tfo.__version__} in {Path(tfo.__file__).parent}"]),
+        ("python", [f"{platform.python_version()} on {platform.platform()}"]),
+        ("torch", [f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, HIP {torch.version.hip or 'none'}"]),
+        ("triton", [importlib.import_module("triton").__version__ if triton else "not installed"]),
+        ("devices", _devices()),
+        ("operators", [", ".join(f"fused::{n}" for n in forward if not n.endswith("_backward"))]),
+        ("activations", [", ".join(activations.names())]),
+        ("lowerings", [f"{len(lowered)} of {len(forward)} operators, backward ones included"]),
+        ("backend 'fused'", [backend]),
+        ("policy", [repr(policy) if policy else "none in force: plain torch.compile picks nothing up before enable()"]),
+        ("torch features", [f"{name}: {'yes' if there else 'no'}" for name, there in compat.features().items()]),
+        ("identity", [passes.identity()]),
+    ]
+    for title, lines in sections:
+        for i, text in enumerate(lines):
+            print(f"{title if i == 0 else '':<18}{text}")
+    return 0
+
+
+# ---- check -----------------------------------------------------------------------------------------------------------
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from torch_fused_ops.testing import check as runner
+
+    try:
+        torch.zeros(1, device=arguments.device)
+    except (RuntimeError, AssertionError) as e:
+        raise _UsageError(f"--device {arguments.device} cannot be used: {str(e).splitlines()[0]}") from None
+    start = time.perf_counter()
+    print(f"opcheck and precision on {arguments.device}, largest errors against float64\n\n{runner.line()}", flush=True)
+    rows = runner.check(
+        arguments.device, quick=arguments.quick, progress=lambda row: print(runner.row_line(row), flush=True)
+    )
+    failures = [f for row in rows for f in row.failures]
+    calls, opchecks = sum(row.samples for row in rows), sum(row.opchecks for row in rows)
+    verdict = f"{len(failures)} failures" if failures else "all passed"
+    print(f"\n{calls} samples, {opchecks} opchecks, {time.perf_counter() - start:.0f} s: {verdict}")
+    for failure in failures:
+        print(f"  {failure}")
+    return 1 if failures else 0
+
+
+# ---- explain ---------------------------------------------------------------------------------------------------------
+
+
+def _module(name: str) -> ModuleType:
+    if not name.endswith(".py"):
+        sys.path.insert(0, os.getcwd())
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as e:
+            raise _UsageError(f"module {name!r} cannot be imported: {e}") from None
+    path = Path(name)
+    if not path.is_file():
+        raise _UsageError(f"{name} is no file")
+    sys.path.insert(0, str(path.parent.resolve()))  # as `python file.py` does: its neighbours can be imported
+    return importlib.import_module(path.stem)
+
+
+def _load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    name, colon, attribute = spec.rpartition(":")
+    if not (name and colon and attribute):
+        raise _UsageError(f"{spec!r} is not of the form module:callable, e.g. mypackage.models:example")
+    module = _module(name)
+    try:
+        make = functools.reduce(getattr, attribute.split("."), module)
+    except AttributeError:
+        raise _UsageError(f"{name} has no {attribute!r}") from None
+    accepted = "it must return (model, args) or (model, args, kwargs)"
+    if not callable(make):
+        raise _UsageError(f"{spec} is a {type(make).__name__}, not callable; {accepted}")
+    made = make()
+    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3) or not callable(made[0]):
+        raise _UsageError(f"{spec} returned a {type(made).__name__}; {accepted}")
+    model, args, kwargs = (*made, {})[:3]
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
+        raise _UsageError(f"{spec}: args is a {type(args).__name__}, kwargs a {type(kwargs).__name__}; {accepted}")
+    return model, tuple(args), kwargs
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    model, args, kwargs = _load(arguments.spec)
+    if isinstance(model, torch.nn.Module):
+        model.train(arguments.train)
+    with torch.set_grad_enabled(arguments.train):
+        report = tfo.explain(model, *args, **kwargs)
+    print(report)
+    if arguments.json:
+        Path(arguments.json).write_text(report.to_json(), encoding="utf-8")
+    if arguments.html:
+        report.to_html(arguments.html)
+    return 0
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m torch_fused_ops", description="Fused MLP operators for PyTorch.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    info = commands.add_parser("info", help="versions, devices and what is active")
+    info.set_defaults(run=_info)
+    check = commands.add_parser("check", help="opcheck and precision of every operator on a device")
+    check.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, …")
+    check.add_argument("--quick", action="store_true", help="fewer samples")
+    check.set_defaults(run=_check)
+    explain = commands.add_parser("explain", help="which MLPs of a model are fused, and why the others are not")
+    explain.add_argument(
+        "spec",
+        metavar="MODULE:CALLABLE",
+        help="CALLABLE() returns (model, args) or (model, args, kwargs); MODULE is a module's name or a .py file",
+    )
+    explain.add_argument("--train", action="store_true", help="in training mode, with gradients; by default neither")
+    explain.add_argument("--json", metavar="FILE", help="write the report as JSON too")
+    explain.add_argument("--html", metavar="FILE", help="write the report as a page too")
+    explain.set_defaults(run=_explain)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except _UsageError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    return code

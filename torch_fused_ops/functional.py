@@ -1,0 +1,333 @@
+"""The operators as typed Python functions.
+
+Thin calls of ``torch.ops.fused.*``: no computation here, so they trace without graph breaks, and ``torch.compile`` sees
+the operators themselves. What they add is names, annotations, documentation and errors naming the argument.
+
+Conventions shared by all of them:
+
+* Shapes. ``n`` is the last axis; any number of axes stand in front of it. ``bias`` is a vector over the last axis,
+  ``token_scale`` a factor for each row (an expert's routing weight), shaped as the input without its last axis.
+* Dtypes. float16, bfloat16, float32, float64, mixed as you like; the result has the dtype of the first tensor.
+  Arithmetic is float32 (float64 if any tensor is float64), rounded once at the end. Autocast changes nothing, as for
+  PyTorch's own activations.
+* Gradients for every tensor argument, to any order, and under every ``torch.func`` transform.
+* Errors. TypeError for what is no tensor, string or number, or has a dtype that is not accepted; ValueError for shapes,
+  devices, names and ranges. Each names the argument, its value and what is accepted.
+* ``activation`` is one of ``torch_fused_ops.activations.names()``: relu, relu2, silu, gelu, gelu_tanh, quick_gelu,
+  sigmoid, tanh, and those added with ``register_activation``.
+* GLU layouts of a packed last axis ``2n``: ``"halves"`` is ``[gate | up]``, ``"interleaved"`` is ``g0 u0 g1 u1 …``. The
+  activation acts on the *gate*; where yours acts on the second half, swap the weight's halves or use ``glu``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+import torch_fused_ops.ops.activation  # noqa: F401  (registers torch.ops.fused.*)
+from torch_fused_ops import activations
+
+__all__ = [
+    "bias_act",
+    "bias_geglu",
+    "bias_gelu",
+    "bias_glu",
+    "bias_quick_geglu",
+    "bias_quick_gelu",
+    "bias_reglu",
+    "bias_relu",
+    "bias_relu2",
+    "bias_silu",
+    "bias_swiglu",
+    "geglu",
+    "gelu",
+    "glu",
+    "quick_geglu",
+    "quick_gelu",
+    "reglu",
+    "silu",
+    "squared_relu",
+    "swiglu",
+]
+
+_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def _refuse(name: str, value: object, accepted: str) -> NoReturn:
+    raise TypeError(f"{name}={value!r} is not accepted: it must be {accepted}, not {type(value).__name__}")
+
+
+def _check_tensors(optional: tuple[tuple[str, Any], ...], **required: Any) -> None:
+    # Anything with __torch_function__ passes: torch.fx proxies and tensor-likes dispatch for themselves.
+    for name, t in required.items():
+        if not isinstance(t, Tensor) and not hasattr(t, "__torch_function__"):
+            _refuse(name, t, "a tensor")
+    for name, t in optional:
+        if t is not None and not isinstance(t, Tensor) and not hasattr(t, "__torch_function__"):
+            _refuse(name, t, "a tensor or None")
+
+
+def _check_activation(activation: object) -> None:
+    if not isinstance(activation, str):
+        _refuse("activation", activation, f"a string, one of {', '.join(activations.names())}")
+
+
+def _check_glu_scalars(up_offset: object, clamp: object) -> None:
+    if isinstance(up_offset, bool) or not isinstance(up_offset, (int, float)):
+        _refuse("up_offset", up_offset, "a number")
+    if clamp is not None and (isinstance(clamp, bool) or not isinstance(clamp, (int, float))):
+        _refuse("clamp", clamp, "a number or None")
+
+
+def _gelu_name(approximate: object) -> str:
+    if not isinstance(approximate, str):
+        _refuse("approximate", approximate, "a string, 'none' or 'tanh'")
+    if approximate not in _GELU:
+        raise ValueError(f"approximate={approximate!r} is not known; accepted: 'none', 'tanh'")
+    return _GELU[approximate]
+
+
+# ---- the three operators ---------------------------------------------------------------------------------------------
+
+
+def bias_act(
+    input: Tensor, bias: Tensor | None = None, token_scale: Tensor | None = None, *, activation: str
+) -> Tensor:
+    """``act(input + bias) · token_scale[..., None]``, in one pass.
+
+    Args:
+        input: (..., n).
+        bias: (n,), added before the activation.
+        token_scale: (...), one factor for each row.
+        activation: a name in the activation table.
+
+    Returns:
+        (..., n), contiguous, in input's dtype.
+
+    Raises:
+        TypeError, ValueError: see the module's conventions.
+    """
+    _check_tensors((("bias", bias), ("token_scale", token_scale)), input=input)
+    _check_activation(activation)
+    out: Tensor = torch.ops.fused.bias_act(input, bias, token_scale, activation)
+    return out
+
+
+def glu(
+    gate: Tensor,
+    up: Tensor,
+    token_scale: Tensor | None = None,
+    *,
+    activation: str,
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+) -> Tensor:
+    """``act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset) · token_scale[..., None]``, in one pass.
+
+    A gated linear unit (Shazeer 2020, arXiv:2002.05202) with gate and up in two tensors. gpt-oss's is
+    ``activation="quick_gelu", up_offset=1.0, clamp=7.0``.
+
+    Args:
+        gate: (..., n), what the activation acts on.
+        up: (..., n).
+        token_scale: (...), one factor for each row.
+        activation: a name in the activation table.
+        up_offset: added to up after clamping; finite.
+        clamp: above 0: gate is cut above it, up on both sides. None does not clamp.
+
+    Returns:
+        (..., n), contiguous, in gate's dtype.
+
+    Raises:
+        TypeError, ValueError: see the module's conventions.
+    """
+    _check_tensors((("token_scale", token_scale),), gate=gate, up=up)
+    _check_activation(activation)
+    _check_glu_scalars(up_offset, clamp)
+    out: Tensor = torch.ops.fused.glu(gate, up, token_scale, activation, up_offset, clamp)
+    return out
+
+
+def bias_glu(
+    input: Tensor,
+    bias: Tensor | None = None,
+    token_scale: Tensor | None = None,
+    *,
+    activation: str,
+    layout: str = "halves",
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+) -> Tensor:
+    """``glu`` of the packed ``input + bias``, in one pass and without copies of the halves.
+
+    Args:
+        input: (..., 2n), gate and up packed as ``layout`` says.
+        bias: (2n,), packed likewise, added before clamping.
+        token_scale: (...), one factor for each row.
+        activation: a name in the activation table.
+        layout: "halves" or "interleaved".
+        up_offset: added to up after clamping; finite.
+        clamp: above 0: gate is cut above it, up on both sides. None does not clamp.
+
+    Returns:
+        (..., n), contiguous, in input's dtype.
+
+    Raises:
+        TypeError, ValueError: see the module's conventions; ValueError where the last axis is odd.
+    """
+    _check_tensors((("bias", bias), ("token_scale", token_scale)), input=input)
+    _check_activation(activation)
+    if not isinstance(layout, str):
+        _refuse("layout", layout, "a string, 'halves' or 'interleaved'")
+    _check_glu_scalars(up_offset, clamp)
+    out: Tensor = torch.ops.fused.bias_glu(input, bias, token_scale, activation, layout, up_offset, clamp)
+    return out
+
+
+# ---- activations, with a bias or without -----------------------------------------------------------------------------
+
+
+def bias_gelu(
+    input: Tensor, bias: Tensor | None = None, approximate: str = "none", *, token_scale: Tensor | None = None
+) -> Tensor:
+    """``gelu(input + bias)`` (arXiv:1606.08415); ``approximate`` as in ``torch.nn.functional.gelu``.
+
+    Keeps the negative tail, which PyTorch's own loses from x = -3 on. Shapes, dtypes and errors as ``bias_act``.
+    """
+    return bias_act(input, bias, token_scale, activation=_gelu_name(approximate))
+
+
+def bias_silu(input: Tensor, bias: Tensor | None = None, *, token_scale: Tensor | None = None) -> Tensor:
+    """``z · sigmoid(z)``, z = input + bias (SiLU or swish; arXiv:1702.03118). Otherwise as ``bias_act``."""
+    return bias_act(input, bias, token_scale, activation="silu")
+
+
+def bias_relu(input: Tensor, bias: Tensor | None = None, *, token_scale: Tensor | None = None) -> Tensor:
+    """``max(input + bias, 0)``. Otherwise as ``bias_act``."""
+    return bias_act(input, bias, token_scale, activation="relu")
+
+
+def bias_relu2(input: Tensor, bias: Tensor | None = None, *, token_scale: Tensor | None = None) -> Tensor:
+    """``max(input + bias, 0)²`` (squared ReLU: Primer, arXiv:2109.08668). Otherwise as ``bias_act``."""
+    return bias_act(input, bias, token_scale, activation="relu2")
+
+
+def bias_quick_gelu(input: Tensor, bias: Tensor | None = None, *, token_scale: Tensor | None = None) -> Tensor:
+    """``z · sigmoid(1.702 z)``, z = input + bias (CLIP's GELU; arXiv:1606.08415). Otherwise as ``bias_act``."""
+    return bias_act(input, bias, token_scale, activation="quick_gelu")
+
+
+def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+    """``input · Φ(input)``, or its tanh form. As ``torch.nn.functional.gelu``, with the negative tail kept."""
+    return bias_act(input, activation=_gelu_name(approximate))
+
+
+def silu(input: Tensor) -> Tensor:
+    """``input · sigmoid(input)``. As ``torch.nn.functional.silu``."""
+    return bias_act(input, activation="silu")
+
+
+def quick_gelu(input: Tensor) -> Tensor:
+    """``input · sigmoid(1.702 input)`` (CLIP's GELU)."""
+    return bias_act(input, activation="quick_gelu")
+
+
+def squared_relu(input: Tensor) -> Tensor:
+    """``max(input, 0)²`` (Primer, arXiv:2109.08668)."""
+    return bias_act(input, activation="relu2")
+
+
+# ---- gated linear units: gate and up in two tensors ------------------------------------------------------------------
+
+
+def swiglu(
+    gate: Tensor, up: Tensor, token_scale: Tensor | None = None, *, up_offset: float = 0.0, clamp: float | None = None
+) -> Tensor:
+    """``silu(gate) · up``: Llama's GLU (arXiv:2002.05202). Arguments as ``glu``."""
+    return glu(gate, up, token_scale, activation="silu", up_offset=up_offset, clamp=clamp)
+
+
+def geglu(
+    gate: Tensor,
+    up: Tensor,
+    token_scale: Tensor | None = None,
+    *,
+    approximate: str = "none",
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+) -> Tensor:
+    """``gelu(gate) · up`` (arXiv:2002.05202); T5's and Gemma's is ``approximate="tanh"``. Arguments as ``glu``."""
+    return glu(gate, up, token_scale, activation=_gelu_name(approximate), up_offset=up_offset, clamp=clamp)
+
+
+def reglu(
+    gate: Tensor, up: Tensor, token_scale: Tensor | None = None, *, up_offset: float = 0.0, clamp: float | None = None
+) -> Tensor:
+    """``relu(gate) · up`` (arXiv:2002.05202). Arguments as ``glu``."""
+    return glu(gate, up, token_scale, activation="relu", up_offset=up_offset, clamp=clamp)
+
+
+def quick_geglu(
+    gate: Tensor, up: Tensor, token_scale: Tensor | None = None, *, up_offset: float = 0.0, clamp: float | None = None
+) -> Tensor:
+    """``quick_gelu(gate) · up``; gpt-oss's GLU is ``clamp=7.0, up_offset=1.0``. Arguments as ``glu``."""
+    return glu(gate, up, token_scale, activation="quick_gelu", up_offset=up_offset, clamp=clamp)
+
+
+# ---- gated linear units: gate and up packed in one tensor ------------------------------------------------------------
+
+
+def bias_swiglu(
+    input: Tensor,
+    bias: Tensor | None = None,
+    token_scale: Tensor | None = None,
+    *,
+    layout: str = "halves",
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+) -> Tensor:
+    """``swiglu`` of the packed ``input + bias``. Arguments as ``bias_glu``."""
+    return bias_glu(input, bias, token_scale, activation="silu", layout=layout, up_offset=up_offset, clamp=clamp)
+
+
+def bias_geglu(
+    input: Tensor,
+    bias: Tensor | None = None,
+    token_scale: Tensor | None = None,
+    *,
+    approximate: str = "none",
+    layout: str = "halves",
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+) -> Tensor:
+    """``geglu`` of the packed ``input + bias``. Arguments as ``bias_glu``, ``approximate`` as ``bias_gelu``."""
+    activation = _gelu_name(approximate)
+    return bias_glu(input, bias, token_scale, activation=activation, layout=layout, up_offset=up_offset, clamp=clamp)
+
+
+def bias_reglu(
+    input: Tensor,
+    bias: Tensor | None = None,
+    token_scale: Tensor | None = None,
+    *,
+    layout: str = "halves",
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+) -> Tensor:
+    """``reglu`` of the packed ``input + bias``. Arguments as ``bias_glu``."""
+    return bias_glu(input, bias, token_scale, activation="relu", layout=layout, up_offset=up_offset, clamp=clamp)
+
+
+def bias_quick_geglu(
+    input: Tensor,
+    bias: Tensor | None = None,
+    token_scale: Tensor | None = None,
+    *,
+    layout: str = "halves",
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+) -> Tensor:
+    """``quick_geglu`` of the packed ``input + bias``. Arguments as ``bias_glu``."""
+    return bias_glu(input, bias, token_scale, activation="quick_gelu", layout=layout, up_offset=up_offset, clamp=clamp)

@@ -1,0 +1,1 @@
+"""Tools for tests: sample inputs, the opcheck runner and the virtual GPU."""

@@ -1,0 +1,140 @@
+"""Check every operator on a device: ``torch.library.opcheck`` and the precision contract, over the sample inputs.
+
+    rows = check("cuda")
+    print(table(rows))
+    assert all(row.passed for row in rows)
+
+What ``python -m torch_fused_ops check`` runs. ``precision.py`` says what is measured and what is allowed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from torch_fused_ops import activations
+from torch_fused_ops.testing import precision
+from torch_fused_ops.testing.samples import DTYPES, OPERATORS, Sample, backward_samples, samples
+
+__all__ = ["Row", "check", "run_opcheck", "table"]
+
+
+@dataclass
+class Row:
+    """What was found for one operator (or one activation through ``bias_act``) and one dtype.
+
+    Attributes:
+        operator: e.g. ``bias_glu``, or ``bias_act gelu`` for the sweep over an activation's whole range.
+        dtype: of the results that the errors are about.
+        samples: how many calls, or values for a sweep.
+        opchecks: how many calls of the operator and of its backward operator opcheck has seen.
+        errors: the largest errors, by kind ("forward", "gradient", "sum"), in the units of ``precision.LIMITS``.
+        failures: a line for each thing that went wrong.
+    """
+
+    operator: str
+    dtype: torch.dtype
+    samples: int = 0
+    opchecks: int = 0
+    errors: dict[str, float] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing went wrong."""
+        return not self.failures
+
+    def note(self, where: str, errors: precision.Errors) -> None:
+        """Take in the errors that are about this row's dtype."""
+        for (kind, dtype), error in errors.items():
+            if dtype == self.dtype:
+                self.errors[kind] = max(self.errors.get(kind, 0.0), error)
+                if not error <= precision.LIMITS[kind, dtype]:
+                    got, limit = (precision.show(kind, dtype, e) for e in (error, precision.LIMITS[kind, dtype]))
+                    self.failures.append(f"{where}: {kind} error {got}, allowed {limit}")
+
+
+def run_opcheck(sample: Sample) -> str | None:
+    """What ``torch.library.opcheck`` has against this call, in a line; None if nothing."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            torch.library.opcheck(sample.overload, sample.args)
+        except Exception as e:
+            return f"{sample}: opcheck: {type(e).__name__}: {' '.join(str(e).split())[:300]}"
+    return None
+
+
+def _sweeps(device: torch.device, quick: bool) -> Iterator[Row]:
+    for name in activations.names():
+        for dtype in (torch.bfloat16,) if quick else (torch.bfloat16, torch.float16, torch.float32):
+            row = Row(f"bias_act {name}", dtype, precision.every_value(dtype).numel())
+            try:
+                row.note(f"bias_act {name} {dtype}", precision.sweep(name, dtype, device))
+            except Exception as e:
+                row.failures.append(f"bias_act {name} {dtype}: {type(e).__name__}: {e}")
+            yield row
+
+
+def _operator(op: str, device: torch.device, quick: bool) -> Iterator[Row]:
+    rows = {dtype: Row(op, dtype) for dtype in DTYPES.values()}
+    for sample in samples(op, device, core=quick):
+        rows[sample.dtype].samples += 1
+        try:
+            errors = precision.measure(sample)
+        except Exception as e:
+            rows[sample.dtype].failures.append(f"{sample}: {type(e).__name__}: {e}")
+            continue
+        for row in rows.values():  # a gradient may have another dtype than the result
+            row.note(str(sample), errors)
+    for sample in (*samples(op, device, core=True), *backward_samples(op, device, core=True)):
+        rows[sample.dtype].opchecks += 1
+        if failure := run_opcheck(sample):
+            rows[sample.dtype].failures.append(failure)
+    yield from rows.values()
+
+
+def check(
+    device: str | torch.device = "cpu", *, quick: bool = False, progress: Callable[[Row], None] | None = None
+) -> list[Row]:
+    """Run opcheck and measure precision for every operator.
+
+    Args:
+        device: where to run. The truth is always computed on the CPU, in float64.
+        quick: the core samples alone, and sweeps in bfloat16 alone.
+        progress: called with each row as it is done.
+    """
+    device = torch.device(device)
+    rows = []
+    for source in (_sweeps(device, quick), *(_operator(op, device, quick) for op in OPERATORS)):
+        for row in source:
+            rows.append(row)
+            if progress is not None:
+                progress(row)
+    return rows
+
+
+_COLUMNS = ("operator", "dtype", "samples", "opcheck", "forward", "gradient", "sum", "")
+
+
+def line(cells: tuple[str, ...] = _COLUMNS) -> str:
+    """One line of the table; the heading by default."""
+    widths = (22, 9, 8, 8, 10, 10, 10, 4)
+    return "".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
+
+
+def row_line(row: Row) -> str:
+    """A row as one line of the table."""
+    shown = (precision.show(k, row.dtype, row.errors[k]) if k in row.errors else "-" for k in precision.KINDS)
+    dtype = str(row.dtype).removeprefix("torch.")
+    opchecks = str(row.opchecks) if row.opchecks else "-"
+    return line((row.operator, dtype, str(row.samples), opchecks, *shown, "ok" if row.passed else "FAIL"))
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as text: largest errors with their units, then what failed."""
+    failures = [f for row in rows for f in row.failures]
+    return "\n".join([line(), *(row_line(row) for row in rows), *failures])

@@ -1,0 +1,191 @@
+"""The precision contract, and the one way to measure against it.
+
+The truth is ``reference.py`` in float64 on the same arguments (widened exactly). Three kinds of numbers:
+
+``forward``
+    float16, bfloat16: at most 1 ulp: the correctly rounded truth or a neighbour of it. float32: at most 1e-5 of the
+    truth. float64: at most 1e-12 of it.
+``gradient`` of a pointwise argument (input, gate, up)
+    float16, bfloat16: at most 2 ulp. float32, float64: as forward. Where an activation's derivative f' goes through
+    zero it is a difference of nearly equal numbers, and *no* formula has float32's relative accuracy there: x itself is
+    only known to half an ulp. Near such a zero (f' changes its sign between 3/4·x and 5/4·x) errors count relative to
+    max(|f'|, 1/8) instead of |f'|, for every dtype. Tails are never near a zero: they are held to the relative bound.
+``sum``, the gradients of bias and token_scale
+    at most 4 ulp of the summands' absolute sum (ulp of the dtype that is computed in: float32, or float64), and one
+    rounding to the argument's dtype. This is about the *adding*: the truth is the float64 sum of the summands as the
+    operator itself gives them unrounded, and those are held to the bounds above.
+
+Absolute floors, below which an error counts as none: 2**-120 for bfloat16, the spacing of subnormals for float16, 1e-30
+for float32, 1e-290 for float64. Truth beyond the dtype's range is that dtype's infinity. NaN must meet NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fused_ops import activations, reference
+from torch_fused_ops.testing.samples import Sample
+
+__all__ = ["LIMITS", "Errors", "error", "every_value", "measure", "show", "sum_error", "sweep"]
+
+HALF = (torch.bfloat16, torch.float16)
+FLOORS = {torch.bfloat16: 2.0**-120, torch.float16: 2.0**-24, torch.float32: 1e-30, torch.float64: 1e-290}
+_RELATIVE = {torch.bfloat16: 1e-5, torch.float16: 1e-5, torch.float32: 1e-5, torch.float64: 1e-12}
+KINDS = ("forward", "gradient", "sum")
+LIMITS: dict[tuple[str, torch.dtype], float] = {
+    **{("forward", d): 1.0 if d in HALF else _RELATIVE[d] for d in FLOORS},
+    **{("gradient", d): 2.0 if d in HALF else _RELATIVE[d] for d in FLOORS},
+    **{("sum", d): 4.0 for d in FLOORS},
+}
+
+Errors = dict[tuple[str, torch.dtype], float]  # the largest error of each kind and dtype, in the units of LIMITS
+
+
+def show(kind: str, dtype: torch.dtype, error: float) -> str:
+    """An error with its unit, for a table."""
+    return f"{error:.2g} ulp" if kind == "sum" or dtype in HALF else f"{error:.1e}"
+
+
+def _steps(got: Tensor, truth: Tensor) -> Tensor:
+    """How many representable numbers lie between two tensors of the same half-precision dtype; -0 is 0."""
+
+    def rank(t: Tensor) -> Tensor:
+        bits = t.contiguous().view(torch.int16).to(torch.int64)
+        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+    return (rank(got) - rank(truth)).abs().double()
+
+
+def error(got: Tensor, truth: Tensor, near: Tensor | None = None) -> Tensor:
+    """The error of each element in the contract's unit: ulp for float16 and bfloat16, else relative to the truth.
+
+    Args:
+        got: the result, in its own dtype.
+        truth: the same in float64.
+        near: a magnitude that the error may count relative to instead, where it is larger than the truth (or None).
+
+    Returns:
+        float64; infinite where got is not finite and the truth is, or the other way round.
+    """
+    dtype = got.dtype
+    rounded = truth.to(dtype)
+    difference = (got.double() - truth).abs()
+    scale = truth.abs() if near is None else torch.maximum(truth.abs(), near)
+    if dtype in HALF:
+        e = _steps(got, rounded)
+        if near is not None:
+            e = torch.where(difference <= _RELATIVE[dtype] * near, 0.0, e)
+    else:
+        e = difference / scale.clamp_min(FLOORS[dtype])
+    e = torch.where((difference <= FLOORS[dtype]) | (got == rounded) | (got.isnan() & truth.isnan()), 0.0, e)
+    return torch.where(e.isnan(), torch.inf, e)
+
+
+def sum_error(got: Tensor, truth: Tensor, absolute: Tensor, computed_in: torch.dtype) -> Tensor:
+    """The error of a sum, less one rounding to got's dtype, in ulp (of computed_in) of the summands' absolute sum."""
+    finfo = torch.finfo(got.dtype)
+    rounding = (0.5 * finfo.eps * truth.abs()).clamp_min(0.5 * finfo.smallest_normal * finfo.eps)
+    unit = (torch.finfo(computed_in).eps * absolute).clamp_min(FLOORS[computed_in])
+    e = ((got.double() - truth).abs() - rounding).clamp_min(0.0) / unit
+    e = torch.where((got == truth.to(got.dtype)) | (got.isnan() & truth.isnan()), 0.0, e)
+    return torch.where(e.isnan(), torch.inf, e)
+
+
+def near_zero(activation: str, x: Tensor) -> Tensor:
+    """1/8 where the activation's derivative goes through zero nearby, else 0; x in float64."""
+    derivative = activations.get(activation).derivative
+    return torch.where(derivative(0.75 * x) * derivative(1.25 * x) < 0, 0.125, 0.0)
+
+
+def _worst(errors: Errors, kind: str, e: Tensor, dtype: torch.dtype) -> None:
+    errors[kind, dtype] = max(errors.get((kind, dtype), 0.0), float(e.max()) if e.numel() else 0.0)
+
+
+def _cast(args: Iterable[Any], dtype: torch.dtype, device: str | torch.device) -> tuple[Any, ...]:
+    return tuple(a.detach().to(device, dtype) if isinstance(a, Tensor) else a for a in args)
+
+
+def _near(sample: Sample, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The ``near`` of ``error`` for the gradients of the first two tensors; float64."""
+    a, b, scale = _cast(sample.tensors, torch.float64, "cpu")
+    name, layout = sample.scalars[0], sample.scalars[1] if sample.op == "bias_glu" else None
+    factor = grad.abs() if scale is None else (grad * scale.unsqueeze(-1)).abs()
+    if sample.op == "bias_act":
+        return factor * near_zero(name, a if b is None else a + b), None
+    gate, up = reference.unpack(a if b is None else a + b, layout) if layout else (a, b)
+    up_offset, clamp = sample.scalars[-2:]
+    gate, up = reference._clamped(gate, up, clamp)
+    near = factor * (up + up_offset).abs() * near_zero(name, gate)
+    return (reference.pack(near, torch.zeros_like(near), layout), None) if layout else (near, None)
+
+
+def _summands(sample: Sample, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """What the gradients of bias and token_scale add up, as the operator gives it unrounded: over rows, over a row."""
+    (grad,), args = (_cast(a, reference.compute_dtype(*sample.tensors), grad.device) for a in ((grad,), sample.args))
+    value = sample.overload(*args[:2], None, *sample.scalars)
+    backward = getattr(torch.ops.fused, f"{sample.op}_backward")
+    d_input = backward(grad, *args, [True, False, False])[0]
+    return d_input.double().cpu(), grad.double().cpu() * value.double().cpu()
+
+
+def measure(sample: Sample) -> Errors:
+    """The largest errors of an operator on a sample: of its result, and of every gradient that the sample asks for."""
+    out = sample()
+    wide = _cast(sample.args, torch.float64, "cpu")
+    errors: Errors = {}
+    _worst(errors, "forward", error(out.detach().cpu(), getattr(reference, sample.op)(*wide)), out.dtype)
+    wanted = [t is not None and t.requires_grad for t in sample.tensors]
+    if not any(wanted):
+        return errors
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out)
+    grads = iter(torch.autograd.grad(out, [t for t in sample.tensors if t is not None and t.requires_grad], grad))
+    got = [next(grads).cpu() if w else None for w in wanted]
+    wide_grad = grad.double().cpu()
+    truths = getattr(reference, f"{sample.op}_backward")(wide_grad, *wide, wanted)
+    rows, row = _summands(sample, grad)
+    added: dict[int, tuple[Tensor, Callable[[Tensor], Tensor]]] = {2: (row, lambda t: t.sum(-1))}
+    if sample.op != "glu":
+        added[1] = (rows, reference._over_rows)
+    for i, (g, truth) in enumerate(zip(got, truths, strict=True)):
+        if g is None:
+            continue
+        if i in added:
+            summands, total = added[i]
+            e = sum_error(g, total(summands), total(summands.abs()), reference.compute_dtype(*sample.tensors))
+            _worst(errors, "sum", e, g.dtype)
+        else:
+            _worst(errors, "gradient", error(g, truth, _near(sample, wide_grad)[i]), g.dtype)
+    return errors
+
+
+def every_value(dtype: torch.dtype) -> Tensor:
+    """All values of float16 or bfloat16 but ±∞; for float32 as many, one at random after each bfloat16."""
+    bits = torch.arange(1 << 16, dtype=torch.int32)
+    if dtype in HALF:
+        x = bits.to(torch.int16).view(dtype)
+    elif dtype == torch.float32:
+        low = torch.randint(1 << 16, bits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+        x = ((bits << 16) | low).view(torch.float32)
+    else:
+        raise ValueError(f"dtype={dtype} is not accepted: it must be bfloat16, float16 or float32")
+    return x[~x.isinf()]
+
+
+def sweep(activation: str, dtype: torch.dtype, device: str | torch.device = "cpu") -> Errors:
+    """The largest errors of an activation's value and derivative, through ``bias_act``, over ``every_value(dtype)``."""
+    x = every_value(dtype)
+    act, wide = activations.get(activation), x.double()
+    on_device = x.to(device)
+    value = torch.ops.fused.bias_act(on_device, None, None, activation)
+    mask = [True, False, False]
+    derivative, _, _ = torch.ops.fused.bias_act_backward(
+        torch.ones_like(on_device), on_device, None, None, activation, mask
+    )
+    errors: Errors = {}
+    _worst(errors, "forward", error(value.cpu(), act.value(wide)), dtype)
+    _worst(errors, "gradient", error(derivative.cpu(), act.derivative(wide), near_zero(activation, wide)), dtype)
+    return errors

@@ -1,0 +1,266 @@
+"""Sample inputs for every operator: named, small, the same on every run and machine, each there for a reason.
+
+    for sample in samples("bias_glu", device="cpu"):
+        out = sample()                                  # torch.ops.fused.bias_glu(*sample.args)
+    for sample in backward_samples("bias_glu"):         # the same for torch.ops.fused.bias_glu_backward
+
+A sample's name says what is special about it; its values depend on its name alone, so picking some leaves the rest as
+they are. Use them to check another implementation (a kernel, a lowering, a sharding rule) against ``reference``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torch_fused_ops.ops.activation  # noqa: F401  (registers torch.ops.fused.*)
+from torch_fused_ops import activations
+
+__all__ = ["OPERATORS", "Sample", "backward_samples", "samples"]
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# The tensor arguments of each operator, in the schema's order; the ones after the data are optional.
+TENSORS = {
+    "bias_act": ("input", "bias", "token_scale"),
+    "glu": ("gate", "up", "token_scale"),
+    "bias_glu": ("input", "bias", "token_scale"),
+}
+OPERATORS = tuple(TENSORS)
+_BIASED, _GATED = ("bias_act", "bias_glu"), ("glu", "bias_glu")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an operator.
+
+    Attributes:
+        op: the operator's name after ``fused::``.
+        name: what is special about this call; unique for the operator.
+        args: all arguments of the schema, positionally, the tensors first.
+        core: part of the short list that touches every feature once (opcheck takes about a second a sample).
+    """
+
+    op: str
+    name: str
+    args: tuple[Any, ...]
+    core: bool = False
+
+    @property
+    def overload(self) -> torch._ops.OpOverload:
+        """torch.ops.fused.<op>.default."""
+        overload: torch._ops.OpOverload = getattr(torch.ops.fused, self.op).default
+        return overload
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The leading tensor arguments, None where an optional one is absent."""
+        return tuple(a for a in self.args if a is None or isinstance(a, Tensor))[: 3 + self.op.endswith("_backward")]
+
+    @property
+    def scalars(self) -> tuple[Any, ...]:
+        """The arguments after the tensors."""
+        return self.args[len(self.tensors) :]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The result's dtype: the first data tensor's."""
+        dtype: torch.dtype = self.args[1 if self.op.endswith("_backward") else 0].dtype
+        return dtype
+
+    def __call__(self) -> Any:
+        """The operator on these arguments."""
+        return self.overload(*self.args)
+
+    def __str__(self) -> str:
+        return f"{self.op}[{self.name}]"
+
+
+@dataclass(frozen=True)
+class _Case:
+    """How to build a sample. ``shape`` is the result's: packed operators double the last axis."""
+
+    name: str
+    shape: tuple[int, ...] = (3, 8)
+    dtype: str = "fp32"
+    activation: str = "gelu_tanh"
+    view: str = "contiguous"
+    with_bias: bool = True
+    with_scale: bool = True
+    other_dtype: str = ""  # of bias, scale and up; "" is the same
+    values: str = "normal"
+    requires_grad: tuple[bool, bool, bool] = (True, True, True)
+    layout: str = "halves"
+    up_offset: float = 0.0
+    clamp: float | None = None
+    core: bool = False
+    only: tuple[str, ...] = field(default=OPERATORS)
+
+
+def _cases() -> Iterator[_Case]:
+    for name in activations.names():
+        yield _Case(f"activation {name}", activation=name, core=name in ("relu", "gelu"))
+        yield _Case(f"tails of {name}", (2, 64), activation=name, values="tails", with_bias=False, with_scale=False)
+    for dtype, activation in itertools.product(DTYPES, ("silu", "gelu")):
+        yield _Case(f"{dtype} {activation}", (4, 33), dtype, activation, core=activation == "silu")
+    for shape in (
+        (1,),
+        (7,),
+        (0,),
+        (0, 8),
+        (3, 0),
+        (1, 1),
+        (3, 7),
+        (2, 3, 4),
+        (2, 3, 4, 5),
+        (2, 1, 3, 2, 4),
+        (3, 2051),
+    ):
+        yield _Case(f"shape {'x'.join(map(str, shape))}", shape, core=shape in ((7,), (0, 8), (3, 0), (2, 3, 4)))
+    for view in ("transposed", "sliced", "expanded", "expanded last", "offset"):
+        yield _Case(f"{view}", (4, 6), view=view, core=True)
+        yield _Case(f"{view} 3-D bf16", (2, 3, 10), "bf16", "silu", view=view)
+    yield _Case("tensors alone", with_bias=False, with_scale=False, core=True)
+    yield _Case("bias alone", with_scale=False, core=True, only=_BIASED)
+    yield _Case("scale alone", with_bias=False, core=True, only=_BIASED)
+    for dtype, other in (("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16"), ("bf16", "fp64"), ("fp64", "fp32")):
+        yield _Case(f"mixed {dtype} with {other}", (3, 10), dtype, other_dtype=other, core=dtype == "bf16")
+    for mask in itertools.product((True, False), repeat=3):
+        if not all(mask):
+            yield _Case(f"frozen {_flags(mask)}", requires_grad=mask, core=sum(mask) < 2)  # type: ignore[arg-type]
+    for up_offset, clamp in ((1.0, None), (0.0, 0.75), (1.0, 0.75)):
+        yield _Case(
+            f"up_offset {up_offset} clamp {clamp}",
+            (4, 16),
+            activation="quick_gelu",
+            up_offset=up_offset,
+            clamp=clamp,
+            core=True,
+            only=_GATED,
+        )
+    yield _Case("gpt-oss", (4, 64), "bf16", "quick_gelu", up_offset=1.0, clamp=7.0, values="wide", only=_GATED)
+    for shape, dtype, view, clamp in (
+        ((3, 7), "fp32", "contiguous", None),
+        ((2, 3, 4), "bf16", "sliced", 1.5),
+        ((0, 4), "fp32", "contiguous", None),
+        ((5,), "fp64", "contiguous", 0.5),
+    ):
+        yield _Case(
+            f"interleaved {'x'.join(map(str, shape))} {dtype}",
+            shape,
+            dtype,
+            "silu",
+            view,
+            layout="interleaved",
+            clamp=clamp,
+            core=shape == (3, 7),
+            only=("bias_glu",),
+        )
+
+
+def _flags(mask: tuple[bool, ...]) -> str:
+    return "".join("-" if m else "x" for m in mask)
+
+
+def _tensor(
+    shape: tuple[int, ...], dtype: torch.dtype, view: str, values: str, device: torch.device, g: torch.Generator
+) -> Tensor:
+    """A tensor of these values on that device, with the strides that ``view`` names."""
+    if not shape:
+        view = "contiguous"  # one number has no strides
+    elif len(shape) == 1 and view == "transposed":
+        view = "sliced"
+    last = shape[-1] if shape else 0
+    allocated = {
+        "contiguous": shape,
+        "transposed": (*shape[:-2], *shape[:-3:-1]),
+        "sliced": (*shape[:-1], 2 * last + 1),
+        "expanded": (1, *shape[1:]),
+        "expanded last": (*shape[:-1], 1),
+        "offset": (*shape[:-1], last + 1),
+    }[view]
+    if values == "tails":  # from where float32 ends to where it ends, zeros of either sign among them
+        t = torch.linspace(-100.0, 100.0, int(torch.Size(allocated).numel()), dtype=torch.float64)
+        t = (t.abs() * t / 100.0 * (t.abs() > 4.0)).reshape(allocated)
+    else:
+        t = torch.randn(allocated, generator=g, dtype=torch.float64) * (5.0 if values == "wide" else 1.5)
+    t = t.to(device, dtype)
+    if view == "transposed":
+        return t.transpose(-1, -2)
+    if view == "sliced":
+        return t[..., 1::2]
+    if view == "offset":
+        return t[..., 1:]
+    return t.expand(shape)
+
+
+def _build(op: str, case: _Case, device: torch.device) -> Sample:
+    g = torch.Generator().manual_seed(zlib.crc32(f"{op} {case.name}".encode()))
+    dtype, other = DTYPES[case.dtype], DTYPES[case.other_dtype or case.dtype]
+    rows, n = case.shape[:-1], case.shape[-1] * (2 if op == "bias_glu" else 1)
+    # Bias and scale have strides as unusual as the data's.
+    small = "sliced" if case.view == "transposed" else case.view
+
+    def data(d: torch.dtype) -> Tensor:
+        return _tensor((*rows, n), d, case.view, case.values, device, g)
+
+    first = data(dtype)
+    if op == "glu":
+        second: Tensor | None = data(other)
+    else:
+        second = _tensor((n,), other, small, "normal", device, g) if case.with_bias else None
+    scale = _tensor(rows, other, small, "normal", device, g) if case.with_scale else None
+    tensors = tuple(
+        # detach() keeps the strides, so that the view itself is the leaf.
+        None if t is None else t.detach().requires_grad_(r)
+        for t, r in zip((first, second, scale), case.requires_grad, strict=True)
+    )
+    scalars: tuple[Any, ...] = (case.activation,)
+    if op == "bias_glu":
+        scalars += (case.layout,)
+    if op != "bias_act":
+        scalars += (case.up_offset, case.clamp)
+    return Sample(op, case.name, (*tensors, *scalars), case.core)
+
+
+def samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) -> Iterator[Sample]:
+    """The samples of a forward operator; only the core ones if asked.
+
+    Args:
+        op: a name in ``OPERATORS``.
+        device: where the tensors are. The values are made on the CPU, so they are the same everywhere.
+        core: about 20 instead of about 70, with every feature in one of them.
+
+    Raises:
+        ValueError: op is not known.
+    """
+    if op not in OPERATORS:
+        raise ValueError(f"op={op!r} is not known; accepted: {', '.join(OPERATORS)}")
+    for case in _cases():
+        if op in case.only and (case.core or not core):
+            yield _build(op, case, torch.device(device))
+
+
+def backward_samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) -> Iterator[Sample]:
+    """The samples of ``op``'s backward operator: those of ``op`` that require a gradient, with output_mask so.
+
+    The incoming gradient is contiguous in most, expanded with zero strides (as ``sum().backward()`` gives it) in some.
+    """
+    for sample in samples(op, device, core=core):
+        mask = [t is not None and t.requires_grad for t in sample.tensors]
+        if not any(mask):
+            continue
+        first = sample.tensors[0]
+        assert first is not None
+        width = first.shape[-1] // 2 if op == "bias_glu" else first.shape[-1]
+        g = torch.Generator().manual_seed(zlib.crc32(f"gradient of {sample}".encode()))
+        view = "expanded" if sample.name.startswith("expanded") else "contiguous"
+        grad = _tensor((*first.shape[:-1], width), first.dtype, view, "normal", first.device, g)
+        tensors = tuple(None if t is None else t.detach() for t in sample.tensors)
+        yield Sample(f"{op}_backward", sample.name, (grad, *tensors, *sample.scalars, mask), sample.core)

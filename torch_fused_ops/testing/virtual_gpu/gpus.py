@@ -1,0 +1,236 @@
+"""GPUs described on paper, and the context in which torch and Triton believe that one of them is present."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import threading
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+# What `described` patches belongs to the process.
+_LOCK = threading.RLock()
+
+TRITON_MISSING = 'the virtual GPU needs Triton: pip install "torch-fused-ops[triton]"'
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What Inductor and Triton ask about a GPU; the names follow `torch.cuda.get_device_properties`.
+
+    Attributes:
+        name: as the driver reports it.
+        arch: the machine code's target, "sm_90" or "gfx942".
+        capability: compute capability; (9, 4) for gfx942, as ROCm reports it.
+        multi_processor_count: streaming multiprocessors, or compute units.
+        total_memory: bytes of device memory.
+        shared_memory_per_block: bytes a block gets without asking.
+        shared_memory_per_block_optin: bytes a block can get; the limit Triton compiles against.
+        warp_size: threads that execute together.
+        max_threads_per_block: threads in a block.
+        max_threads_per_multi_processor: resident threads.
+        regs_per_multiprocessor: 32-bit registers.
+        L2_cache_size: bytes.
+    """
+
+    name: str
+    arch: str
+    capability: tuple[int, int]
+    multi_processor_count: int
+    total_memory: int
+    shared_memory_per_block: int
+    shared_memory_per_block_optin: int
+    L2_cache_size: int
+    warp_size: int = 32
+    max_threads_per_block: int = 1024
+    max_threads_per_multi_processor: int = 2048
+    regs_per_multiprocessor: int = 65536
+
+    @property
+    def is_amd(self) -> bool:
+        """Whether machine code for this GPU comes from Triton's AMD backend."""
+        return self.arch.startswith("gfx")
+
+    def target(self) -> Any:
+        """The `triton.backends.compiler.GPUTarget` of this GPU."""
+        GPUTarget = import_triton("triton.backends.compiler").GPUTarget
+        if self.is_amd:
+            return GPUTarget("hip", self.arch, self.warp_size)
+        return GPUTarget("cuda", self.capability[0] * 10 + self.capability[1], self.warp_size)
+
+    def properties(self) -> Any:
+        """A stand-in for the object that `torch.cuda.get_device_properties` returns."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        major, minor = self.capability
+        gcn = f"{self.arch}:sramecc+:xnack-" if self.is_amd else ""
+        return types.SimpleNamespace(**fields, major=major, minor=minor, gcnArchName=gcn, is_integrated=0)
+
+
+MiB, GiB = 1 << 20, 1 << 30
+A100 = GPU("NVIDIA A100-SXM4-80GB", "sm_80", (8, 0), 108, 80 * GiB, 49152, 166912, 40 * MiB)
+H100 = GPU("NVIDIA H100 80GB HBM3", "sm_90", (9, 0), 132, 80 * GiB, 49152, 232448, 50 * MiB)
+H200 = GPU("NVIDIA H200", "sm_90", (9, 0), 132, 141 * GiB, 49152, 232448, 60 * MiB)
+B200 = GPU("NVIDIA B200", "sm_100", (10, 0), 148, 180 * GiB, 49152, 232448, 126 * MiB)
+MI300X = GPU(
+    "AMD Instinct MI300X", "gfx942", (9, 4), 304, 192 * GiB, 65536, 65536, 4 * MiB, 64, regs_per_multiprocessor=131072
+)
+GPUS = {"A100": A100, "H100": H100, "H200": H200, "B200": B200, "MI300X": MI300X}
+
+
+def by_name(name: str) -> GPU:
+    """The described GPU called `name`.
+
+    Args:
+        name: "A100", "H100", "H200", "B200" or "MI300X", in any case.
+
+    Raises:
+        ValueError: for any other name.
+    """
+    gpu = GPUS.get(str(name).upper())
+    if gpu is None:
+        raise ValueError(f"name: got {name!r}, expected one of {', '.join(GPUS)}")
+    return gpu
+
+
+def import_triton(module: str = "triton") -> Any:
+    """Import a module of Triton, with an error that says how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "triton":
+            raise ModuleNotFoundError(TRITON_MISSING, name="triton") from error
+        raise
+
+
+def _device_caches() -> Iterator[Any]:
+    """Every memoised answer in torch that depends on the device: asked on paper, it must not be given in earnest.
+
+    Only modules whose cached functions are free of side effects are listed, so that emptying them is always safe.
+    """
+    import torch._inductor.runtime.hints as hints
+
+    for name in ("torch._inductor.utils", "torch.utils._triton", "torch._inductor.codegen.cuda.cuda_env"):
+        with contextlib.suppress(ImportError):
+            yield from (f for f in vars(importlib.import_module(name)).values() if hasattr(f, "cache_clear"))
+    yield hints.DeviceProperties.create
+    from torch._inductor.fx_passes import pad_mm
+
+    yield from (f for f in vars(pad_mm).values() if hasattr(f, "cache_clear"))
+
+
+def _clear_device_caches() -> None:
+    for cache in _device_caches():
+        cache.cache_clear()
+
+
+def _patches(gpu: GPU) -> dict[str, Any]:
+    """What torch answers, by dotted name, while `gpu` is described."""
+    properties = gpu.properties()
+
+    def answer(value: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: value
+
+    patches = {
+        "torch.cuda.is_available": answer(True),
+        "torch.cuda.is_initialized": answer(False),
+        "torch.cuda.device_count": answer(1),
+        "torch.cuda.current_device": answer(0),
+        "torch.cuda.get_device_properties": answer(properties),
+        "torch.cuda.get_device_capability": answer(gpu.capability),
+        "torch.cuda.get_device_name": answer(gpu.name),
+        "torch.cuda.is_bf16_supported": answer(True),
+        "torch.cuda.is_current_stream_capturing": answer(False),
+        "torch.cuda.synchronize": answer(None),
+        "torch.cuda._lazy_init": answer(None),
+        # the compiler saves and restores the generator's state around its work
+        "torch.cuda.get_rng_state": lambda *args: torch.zeros(16, dtype=torch.uint8),
+        "torch.cuda.set_rng_state": answer(None),
+        "torch._inductor.runtime.triton_helpers.set_driver_to_gpu": answer(None),
+        "torch._subclasses.fake_tensor.init_gpu_context": answer(None),
+        # fake tensors on a device that must not be initialised: torch's own mode for machines without one
+        "torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init": True,
+    }
+    if gpu.is_amd:
+        patches |= {"torch.version.hip": "6.4.0", "torch.version.cuda": None}
+    return patches
+
+
+def _device_interface(gpu: GPU) -> type:
+    """Dynamo's and Inductor's view of a device: `torch._dynamo.device_interface.CudaInterface` for `gpu`."""
+    from torch._dynamo.device_interface import CudaInterface
+
+    properties = gpu.properties()
+    capability = gpu.arch if gpu.is_amd else gpu.capability[0] * 10 + gpu.capability[1]
+
+    class Worker(CudaInterface.Worker):
+        get_device_properties = staticmethod(lambda device=None: properties)
+        current_device = staticmethod(lambda: 0)
+
+    functions: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "get_device_properties": lambda device=None: properties,
+        "get_compute_capability": lambda device=None: capability,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "synchronize": lambda device=None: None,
+        "get_raw_stream": lambda index=0: 0,
+        "set_device": lambda device: None,
+        "exchange_device": lambda device: 0,
+        "maybe_exchange_device": lambda device: 0,
+        "memory_allocated": lambda device=None: 0,
+        "is_bf16_supported": lambda including_emulation=False: True,
+        "is_triton_capable": lambda device=None: True,
+        "raise_if_triton_unavailable": lambda device=None: None,
+    }
+    members = {name: staticmethod(function) for name, function in functions.items()}
+    return type("PaperInterface", (CudaInterface,), {"Worker": Worker, **members})
+
+
+def _driver(gpu: GPU) -> Any:
+    """An active Triton driver that knows the target and nothing else."""
+    return types.SimpleNamespace(
+        get_current_target=gpu.target,
+        get_active_torch_device=functools.partial(torch.device, "cuda", 0),
+        get_current_device=lambda: 0,
+    )
+
+
+@contextlib.contextmanager
+def described(gpu: GPU) -> Iterator[None]:
+    """Make torch and Triton believe that `gpu` is device 0, and nothing else is; take it all back on leaving.
+
+    One thread at a time: another waits. Code generation works inside; launching a kernel or allocating on the device
+    does not. A real device, where there is one, is neither initialised nor used.
+
+    Args:
+        gpu: the GPU to describe.
+
+    Raises:
+        ModuleNotFoundError: when Triton is not installed.
+    """
+    triton = import_triton()
+    import torch._dynamo.device_interface as device_interface
+    import torch._inductor.runtime.triton_helpers
+    import torch._subclasses.fake_tensor  # noqa: F401
+
+    device_interface.get_interface_for_device("cpu")  # the registry fills itself lazily, over any patch made before
+    driver = triton.runtime.driver
+    active = driver._active
+    with _LOCK, contextlib.ExitStack() as stack:
+        stack.callback(_clear_device_caches)
+        _clear_device_caches()
+        interface = _device_interface(gpu)
+        registered = {"cuda": interface, "cuda:0": interface}
+        stack.enter_context(mock.patch.dict(device_interface.device_interfaces, registered))
+        stack.enter_context(mock.patch.dict(device_interface.caching_worker_device_properties))
+        for name, value in _patches(gpu).items():
+            stack.enter_context(mock.patch(name, value))
+        stack.callback(setattr, driver, "_active", active)
+        driver.set_active(_driver(gpu))
+        yield

@@ -1,0 +1,263 @@
+"""Kernels run on CPU tensors by Triton's interpreter: the arithmetic of the GPU code, without the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from .gpus import import_triton
+from .kernels import Kernel, load
+
+# Elements that one program of an automatic grid handles: NumPy is fast on large arrays, and Triton's limit is 2**20.
+PROGRAM_ELEMENTS = 1 << 16
+
+# Inductor's launch grids that follow from sizes and block sizes alone.
+SIMPLE_GRIDS = ("Grid1D", "Grid2D", "Grid2DWithYZOverflow", "Grid3D")
+
+
+def interpret(
+    kernel: Any, *args: Any, grid: Sequence[int] | Callable[..., Sequence[int]] | None = None, **constexprs: Any
+) -> None:
+    """Run a kernel on CPU tensors, in place, in Triton's interpreter.
+
+    The interpreter is Triton's own, with four things added: device functions (`libdevice.tanh`) computed in float64
+    and rounded, float32 to bfloat16 rounded to nearest even where Triton truncates, `TRITON_INTERPRET` not needed, and
+    everything that it patches in Triton taken back. It is not safe to use from several threads at once.
+
+    Args:
+        kernel: a `GeneratedKernel`, or a hand-written `triton.jit` function.
+        *args: its arguments in order, tensors on the CPU. Sizes (xnumel, r0_numel) at the end of a generated kernel's
+            arguments may be left out where they are constants in its source.
+        grid: programs to launch, as for Triton; needed for hand-written kernels. By default a generated kernel's block
+            sizes are chosen, and the grid that covers its sizes.
+        **constexprs: block sizes and other `tl.constexpr` arguments by name.
+
+    Raises:
+        ModuleNotFoundError: when Triton or NumPy is not installed.
+        TypeError: when `kernel` is no kernel, or the arguments do not fit.
+        ValueError: when a tensor is not on the CPU, or no grid is given and none follows from the sizes.
+    """
+    loaded = load(kernel)
+    for name, value in zip(loaded.jit.arg_names, args, strict=False):
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            raise ValueError(f"{name}: got a tensor on {value.device}, expected one on the CPU")
+    named = {**dict(zip(loaded.jit.arg_names, args, strict=False)), **constexprs}
+    if len(args) > len(loaded.jit.arg_names):
+        raise TypeError(f"args: got {len(args)}, expected at most {len(loaded.jit.arg_names)}: {loaded.jit.arg_names}")
+    if loaded.signature:
+        named = {**_sizes_in_source(loaded), **loaded.constants, **named}
+    if grid is None:
+        named, grid = _automatic_grid(loaded, named)
+    parameters = loaded.jit.signature.parameters.items()
+    missing = [name for name, parameter in parameters if name not in named and parameter.default is parameter.empty]
+    if missing:
+        raise TypeError(f"args: no value for {', '.join(missing)} of {loaded.jit.__name__}")
+    interpreter = import_triton("triton.runtime.interpreter")
+    with _interpreting():
+        function = _rewritten(loaded.jit)
+        launch = grid if callable(grid) else tuple(grid)
+        interpreter.GridExecutor(function, loaded.jit.arg_names, launch)(**named)
+
+
+def _sizes_in_source(kernel: Kernel) -> dict[str, int]:
+    """Sizes that Inductor wrote into the kernel, `xnumel = 512`, as the launch would pass them."""
+    found = re.findall(r"^    (\w+numel) = (\d+)$", kernel.jit.src, re.M)
+    return {name: int(size) for name, size in found if name in kernel.jit.arg_names}
+
+
+def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Block sizes and the grid that covers the sizes of a generated kernel."""
+    if kernel.grid_type not in SIMPLE_GRIDS:
+        what = f"launched as {kernel.grid_type}" if kernel.grid_type else "hand-written"
+        raise ValueError(f"grid: none given, and {kernel.jit.__name__} is {what}")
+    named, grid, room = dict(named), [], PROGRAM_ELEMENTS
+    axes = [axis for axis in ("r0_", "r1_", "x", "y", "z") if f"{axis}numel" in kernel.jit.arg_names]
+    for axis in axes:
+        size, block = named.get(f"{axis}numel"), f"{axis.upper()}BLOCK"
+        if size is None:
+            raise TypeError(f"args: no value for {axis}numel of {kernel.jit.__name__}")
+        if block in kernel.jit.arg_names:
+            largest = _largest_blocks()[axis.upper()]
+            named.setdefault(block, min(_next_power_of_2(size), max(1, room), largest))
+            if named[block] > largest or named[block] & (named[block] - 1):
+                raise ValueError(f"{block}: got {named[block]}, expected a power of 2 up to {largest}")
+        room //= named.get(block, _next_power_of_2(size))
+        if not axis.startswith("r"):
+            grid.append(-(-size // named.get(block, 1)))
+    return named, tuple(grid)
+
+
+def _largest_blocks() -> dict[str, int]:
+    """Inductor's largest blocks by axis. It leaves out masks that no block up to these needs: beyond, memory is hit."""
+    from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
+
+    return dict(TRITON_MAX_BLOCK)
+
+
+def _next_power_of_2(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _rewritten(jit: Any) -> Any:
+    """The function of a kernel or of a device function in the form that the interpreter runs.
+
+    It works on copies of the function and of its globals, since Triton's rewriter adds names to them.
+    """
+    rewriter = import_triton("triton.runtime.interpreter").FunctionRewriter
+    namespace = dict(jit.fn.__globals__)
+    libdevice = {id(original): replacement for original, replacement in _libdevice_functions()}
+    namespace.update({name: libdevice[id(value)] for name, value in namespace.items() if id(value) in libdevice})
+    function = types.FunctionType(jit.fn.__code__, namespace, jit.fn.__name__, jit.fn.__defaults__, jit.fn.__closure__)
+    function.__kwdefaults__, function.__annotations__ = jit.fn.__kwdefaults__, jit.fn.__annotations__
+    return rewriter(function).rewrite_ast()
+
+
+@contextlib.contextmanager
+def _interpreting() -> Iterator[None]:
+    """Triton's language with the interpreter's meaning; its own again on leaving."""
+    import_triton("numpy")
+    tl = import_triton("triton.language")
+    interpreter = import_triton("triton.runtime.interpreter")
+    jit = import_triton("triton.runtime.jit")
+    rewritten: dict[int, Any] = {}
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """A device function, called from an interpreted one."""
+        if id(self) not in rewritten:
+            rewritten[id(self)] = _rewritten(self)
+        return rewritten[id(self)](*args, **kwargs)
+
+    def sees_language() -> None:
+        """What Triton patches depends on the modules that a function's globals hold."""
+
+    everything = types.FunctionType(sees_language.__code__, {"tl": tl, "core": tl.core, "__builtins__": {}})
+    with contextlib.ExitStack() as stack:
+        stack.callback(_delete_new_attributes, tl.core.tensor, frozenset(vars(tl.core.tensor)))
+        scope = interpreter._patch_lang(everything)
+        stack.callback(scope.restore)
+        # done once and undone once: Triton would do it again for each function, and undo only some
+        patched = types.SimpleNamespace(restore=lambda: None)
+        stack.enter_context(mock.patch.object(interpreter, "_patch_lang", lambda function: patched))
+        # Triton 3.6 takes int() of an array with one element, which NumPy 2 refuses
+        stack.enter_context(
+            mock.patch.object(tl.core.tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+        )
+        stack.enter_context(mock.patch.object(interpreter.ReduceOps, "generic_reduce", _reduce))
+        stack.enter_context(mock.patch.object(jit.JITFunction, "__call__", call))
+        stack.enter_context(mock.patch.object(interpreter.InterpreterBuilder, "cast_impl", _cast))
+        for original, replacement in _libdevice_functions():
+            module = import_triton(original.__module__)
+            stack.enter_context(mock.patch.object(module, original.__name__, replacement))
+        yield
+
+
+def _delete_new_attributes(owner: type, names: frozenset[str]) -> None:
+    """Triton puts inherited attributes back as the class's own."""
+    for name in set(vars(owner)) - names:
+        delattr(owner, name)
+
+
+def _reduce(reduction: Any, inputs: Any) -> Any:
+    """A reduction with a function of the kernel's own, by halves as on a GPU; Triton's takes one element at a time."""
+    import numpy as np
+
+    values, dtypes = [value.handle.data for value in inputs], [value.dtype for value in inputs]
+    dims, axis = values[0].ndim, reduction.axis
+    if axis is None:
+        values, axis = [value.reshape(-1) for value in values], 0
+    axis %= values[0].ndim
+    while values[0].shape[axis] > 1:
+        halves = [np.split(value, 2, axis) for value in values]
+        tensors = [
+            reduction.to_tensor(half[side], dtype)
+            for side in (0, 1)
+            for half, dtype in zip(halves, dtypes, strict=True)
+        ]
+        combined = reduction.combine_fn(*tensors)
+        combined = combined if isinstance(combined, tuple) else (combined,)
+        values = [value.handle.data for value in combined]
+    if not reduction.keep_dims:
+        values = [value.squeeze(axis) for value in values]
+    elif reduction.axis is None:
+        values = [value.reshape((1,) * dims) for value in values]
+    return [reduction.to_tensor(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
+
+
+def _cast(builder: Any, source: Any, target_type: Any) -> Any:
+    """Conversion between element types, with bfloat16 as the hardware does it: rounded to nearest, ties to even.
+
+    Triton 3.6 to 3.9 truncate float32 to bfloat16, which leaves half of all values one unit low, and take the bits of
+    a bfloat16, an integer to NumPy, for its value where the other type is not float32.
+    """
+    import numpy as np
+
+    tl = import_triton("triton.language")
+    interpreter = import_triton("triton.runtime.interpreter")
+    target = target_type.scalar
+    data = source.data
+    if source.dtype.scalar == tl.bfloat16:
+        data = (data.astype(np.uint32) << 16).view(np.float32)
+    if target == tl.bfloat16:
+        rounded = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32)).bfloat16()
+        return interpreter.TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), target)
+    return interpreter.TensorHandle(data.astype(interpreter._get_np_dtype(target_type)), target)
+
+
+# Device functions by name, over float64: those that torch calls the same, and the others.
+_OF_TORCH = (
+    "acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf erfc erfinv exp exp2 expm1 floor fmax fmin "
+    "fmod hypot isinf isnan lgamma log log10 log1p log2 nextafter pow rsqrt signbit sin sinh sqrt tan tanh trunc"
+)
+_DEVICE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {name: getattr(torch, name) for name in _OF_TORCH.split()} | {
+    "abs": torch.abs,
+    "cbrt": lambda x: torch.copysign(x.abs().pow(1 / 3), x),
+    "fabs": torch.abs,
+    "fma": lambda x, y, z: x * y + z,
+    "fdim": lambda x, y: (x - y).clamp(min=0),
+    "finitef": torch.isfinite,
+    "isfinited": torch.isfinite,
+    "div_rn": torch.div,
+    "j0": torch.special.bessel_j0,
+    "j1": torch.special.bessel_j1,
+    "nearbyint": torch.round,
+    "normcdf": torch.special.ndtr,
+    "normcdfinv": torch.special.ndtri,
+    "rint": torch.round,
+    "y0": torch.special.bessel_y0,
+    "y1": torch.special.bessel_y1,
+}
+
+
+@functools.cache
+def _libdevice_functions() -> list[tuple[Any, Any]]:
+    """Triton's device functions, which only a compiler can resolve, with functions that the interpreter can call."""
+    found = []
+    for module in ("triton.language.extra.libdevice", "triton.language.extra.cuda.libdevice"):
+        library = import_triton(module)
+        for name, function in _DEVICE_FUNCTIONS.items():
+            if hasattr(library, name):
+                found.append((getattr(library, name), functools.partial(_device_function, function)))
+    return found
+
+
+def _device_function(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+    """`function` on interpreted values: in float64, rounded to their type."""
+    tl = import_triton("triton.language")
+    interpreter = import_triton("triton.runtime.interpreter")
+    values = [interpreter.interpreter_semantic.to_tensor(arg) for arg in args]
+    result = function(*(torch.from_numpy(value.handle.data).double() for value in values))
+    first = max(values, key=lambda value: value.handle.data.size)
+    element = first.type.scalar
+    if result.dtype == torch.bool:
+        element = tl.int32
+    data = result.numpy().astype(interpreter._get_np_dtype(element))
+    kind = tl.block_type(element, list(data.shape)) if first.type.is_block() else element
+    return tl.tensor(interpreter.TensorHandle(data, element), kind)

@@ -1,0 +1,121 @@
+"""Kernels as Python objects: generated ones from their source, hand-written ones from their decorators."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import pathlib
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .gpus import GPU, H200, described, import_triton
+from .paper import GeneratedKernel
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A Triton kernel with what a compiler has to know about it.
+
+    Attributes:
+        jit: the `triton.JITFunction`.
+        signature: argument to type, "*bf16", "i32" or "constexpr".
+        constants: arguments whose value is fixed.
+        attrs: divisibility of arguments, by position.
+        options: compiler options that go with the kernel.
+        block: block sizes: those Inductor would try first; empty for a hand-written kernel.
+        num_warps: warps in a block that go with `block`.
+        grid_type: how Inductor computes the launch grid; empty for a hand-written kernel.
+    """
+
+    jit: Any
+    signature: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    attrs: Mapping[Any, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    block: Mapping[str, int] = field(default_factory=dict)
+    num_warps: int = 4
+    grid_type: str = ""
+
+
+@functools.cache
+def _source_folder() -> pathlib.Path:
+    """Where generated kernels lie as files, for as long as the process lives: Triton and tracebacks read them again."""
+    folder = tempfile.mkdtemp(prefix="virtual_gpu_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return pathlib.Path(folder)
+
+
+@functools.cache
+def _load(source: str, gpu: GPU) -> Kernel:
+    path = _source_folder() / f"kernel_{_load.cache_info().misses}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with described(gpu):
+        spec.loader.exec_module(module)
+    autotuner = next((v for v in vars(module).values() if hasattr(v, "fn") and hasattr(v, "triton_meta")), None)
+    if autotuner is None:
+        raise ValueError(f"kernel: its source defines no kernel of Inductor:\n{source[:400]}")
+    meta, first = autotuner.triton_meta, autotuner.configs[0]
+    options = {"enable_fp_fusion": meta.get("enable_fp_fusion", True), "num_stages": first.num_stages}
+    grid_type = autotuner.inductor_meta.get("grid_type", "")
+    return Kernel(
+        autotuner.fn,
+        dict(meta["signature"]),
+        dict(meta.get("constants", {})),
+        meta["configs"][0],
+        options,
+        dict(first.kwargs),
+        first.num_warps,
+        grid_type,
+    )
+
+
+def load(kernel: Any, gpu: GPU = H200) -> Kernel:
+    """The kernel behind a `GeneratedKernel`, its source, or a hand-written `triton.jit` function.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    import_triton()
+    if isinstance(kernel, GeneratedKernel):
+        kernel = kernel.source
+    if isinstance(kernel, str):
+        return _load(_for_gpu(kernel, gpu), gpu)
+    jit = kernel
+    while not hasattr(jit, "arg_names") and hasattr(jit, "fn"):  # autotune and heuristics wrap the function
+        jit = jit.fn
+    JITFunction = import_triton("triton.runtime.jit").JITFunction
+    if not isinstance(jit, JITFunction):
+        if type(jit).__name__ == "InterpretedFunction":  # TRITON_INTERPRET=1
+            return Kernel(JITFunction(jit.fn))
+        raise TypeError(f"kernel: got {type(kernel).__name__}, expected a GeneratedKernel or a triton.jit function")
+    return Kernel(jit)
+
+
+def _for_gpu(source: str, gpu: GPU) -> str:
+    """Generated source with the device it was generated for replaced by `gpu`, for Inductor's choice of blocks."""
+    major, minor = gpu.capability
+    fields = {
+        "type": "hip" if gpu.is_amd else "cuda",
+        "index": 0,
+        "multi_processor_count": gpu.multi_processor_count,
+        "cc": gpu.arch if gpu.is_amd else major * 10 + minor,
+        "major": major,
+        "regs_per_multiprocessor": gpu.regs_per_multiprocessor,
+        "max_threads_per_multi_processor": gpu.max_threads_per_multi_processor,
+        "max_threads_per_block": gpu.max_threads_per_block,
+        "warp_size": gpu.warp_size,
+    }
+
+    def device(match: re.Match[str]) -> str:
+        named = re.findall(r"(\w+)=", match[1])
+        return f"DeviceProperties({', '.join(f'{name}={fields[name]!r}' for name in named if name in fields)})"
+
+    return re.sub(r"DeviceProperties\(([^)]*)\)", device, source)

@@ -1,0 +1,205 @@
+"""Machine code of a kernel for a described GPU: instructions, registers, spills, with no device."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .gpus import GPU, H200, described, import_triton
+from .kernels import Kernel, load
+
+# An instruction in cuobjdump's listing: "/*0070*/  @!P0 FMUL R0, R1, R2 ;", by its mnemonic.
+SASS_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", re.M)
+AMD_INSTRUCTION = re.compile(r"^\t([a-z]\w*)", re.M)
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """A kernel as the GPU runs it.
+
+    Attributes:
+        gpu: what it was compiled for.
+        instructions: the mnemonics of the whole kernel in order, padding left out: "FFMA", "v_fma_f32".
+        registers: 32-bit vector registers a thread.
+        spills: bytes a thread of registers spilled to memory.
+        shared: bytes of shared memory a block.
+        elements: elements of a block, the product of its sizes.
+        threads: threads of a block.
+        ptx: PTX; empty on AMD.
+        asm: the machine code's listing.
+    """
+
+    gpu: GPU
+    instructions: tuple[str, ...]
+    registers: int
+    spills: int
+    shared: int
+    elements: int
+    threads: int
+    ptx: str = field(repr=False)
+    asm: str = field(repr=False)
+
+    def instructions_per_element(self, elements_per_thread: float | None = None) -> float:
+        """Instructions in the kernel's text for each element that a thread handles.
+
+        The text is counted, not its execution: exact for pointwise kernels without loops; in a loop every
+        instruction counts once.
+
+        Args:
+            elements_per_thread: by default the block's elements divided by its threads.
+        """
+        if elements_per_thread is None:
+            elements_per_thread = self.elements / self.threads
+        if elements_per_thread <= 0:
+            raise ValueError(f"elements_per_thread: got {elements_per_thread}, expected a number above 0")
+        return len(self.instructions) / elements_per_thread
+
+
+def assemble(
+    kernel: Any,
+    gpu: GPU = H200,
+    *,
+    signature: Mapping[str, str] | None = None,
+    constants: Mapping[str, Any] | None = None,
+    num_warps: int | None = None,
+    block: int | Mapping[str, int] | None = None,
+    divisible_by_16: bool = True,
+) -> MachineCode:
+    """Compile a kernel for `gpu` with Triton, and take the machine code apart.
+
+    Args:
+        kernel: a `GeneratedKernel`, or a hand-written `triton.jit` function.
+        gpu: the GPU to compile for, which need not be the one that the kernel was generated for.
+        signature: types of a hand-written kernel's arguments by name: {"x": "*bf16", "n": "i32"}. Those in `constants`
+            may be left out.
+        constants: values of its `tl.constexpr` arguments.
+        num_warps: warps in a block; by default Inductor's first choice, 4 for a hand-written kernel.
+        block: sizes of a block by name, {"BLOCK": 1024}, or XBLOCK alone; their product is its number of elements. By
+            default Inductor's first choice; a hand-written kernel without any counts as one element a block.
+        divisible_by_16: compile a hand-written kernel for pointers and integers divisible by 16, as Triton does for
+            such arguments; generated kernels carry their own.
+
+    Returns:
+        The machine code.
+
+    Raises:
+        TypeError: when `kernel` is no kernel.
+        ValueError: when `signature`, `constants` or `block` do not fit the kernel's arguments.
+    """
+    loaded = load(kernel, gpu)
+    blocks = {"XBLOCK": block} if isinstance(block, int) else dict(block or {})
+    if not loaded.signature:
+        loaded = _with_signature(loaded, signature or {}, {**(constants or {}), **blocks}, divisible_by_16)
+    elif signature is not None or constants is not None:
+        raise ValueError("signature, constants: a generated kernel has its own; give block alone")
+    for name in blocks:
+        if loaded.signature.get(name) != "constexpr":
+            raise ValueError(f"block: got {name!r}, expected one of {_constexprs(loaded.signature)}")
+    values = {**loaded.constants, **loaded.block, **blocks}
+    values = {name: value for name, value in values.items() if name in loaded.signature}
+    num_warps = num_warps or loaded.num_warps
+    missing = [name for name in _constexprs(loaded.signature) if name not in values]
+    if missing:
+        raise ValueError(f"constants: {', '.join(missing)} of {loaded.jit.__name__} have no value")
+
+    triton = import_triton()
+    ASTSource = import_triton("triton.compiler").ASTSource
+    source = ASTSource(fn=loaded.jit, signature=dict(loaded.signature), constexprs=values, attrs=dict(loaded.attrs))
+    with described(gpu):
+        compiled = triton.compile(source, target=gpu.target(), options={**loaded.options, "num_warps": num_warps})
+    sizes = {**_inner_blocks(loaded.jit), **loaded.block, **blocks}
+    take_apart = _amd_machine_code if gpu.is_amd else _nvidia_machine_code
+    return take_apart(gpu, compiled, math.prod(sizes.values()), num_warps * gpu.warp_size)
+
+
+def _inner_blocks(jit: Any) -> dict[str, int]:
+    """Block sizes that a persistent reduction fixes in its body: `R0_BLOCK: tl.constexpr = 1024`."""
+    found = re.findall(r"^\s+(R\d_BLOCK)\s*:\s*tl\.constexpr\s*=\s*(\d+)", jit.src, re.M)
+    return {name: int(size) for name, size in found}
+
+
+def _constexprs(signature: Mapping[str, str]) -> list[str]:
+    return [name for name, kind in signature.items() if kind == "constexpr"]
+
+
+def _with_signature(
+    kernel: Kernel, types: Mapping[str, str], constants: Mapping[str, Any], divisible_by_16: bool
+) -> Kernel:
+    """A hand-written kernel with types for all its arguments."""
+    names = kernel.jit.arg_names
+    for label, given in (("signature", types), ("constants", constants)):
+        for name in given:
+            if name not in names:
+                raise ValueError(f"{label}: got {name!r}, expected an argument of {kernel.jit.__name__}: {names}")
+    untyped = [name for name in names if name not in types and name not in constants]
+    if untyped:
+        raise ValueError(f"signature: no type for {', '.join(untyped)} of {kernel.jit.__name__}")
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    divisible = [i for i, name in enumerate(names) if signature[name].startswith(("*", "i", "u"))]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in divisible} if divisible_by_16 else {}
+    return Kernel(kernel.jit, signature, dict(constants), attrs, {"enable_fp_fusion": True})
+
+
+@functools.cache
+def _nvidia_tools() -> pathlib.Path:
+    """The folder with cuobjdump and nvdisasm: inside the Triton wheel."""
+    folder = pathlib.Path(import_triton().__file__).parent / "backends" / "nvidia" / "bin"
+    if not (folder / "cuobjdump").exists():
+        raise FileNotFoundError(f"cuobjdump is not in {folder}: this build of Triton has no NVIDIA tools")
+    return folder
+
+
+def _nvidia_machine_code(gpu: GPU, compiled: Any, elements: int, threads: int) -> MachineCode:
+    tools = _nvidia_tools()
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = pathlib.Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        # cuobjdump calls nvdisasm
+        environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}
+
+        def cuobjdump(option: str) -> str:
+            command = [str(tools / "cuobjdump"), option, str(cubin)]
+            return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+        sass, usage = cuobjdump("-sass"), cuobjdump("-res-usage")
+    instructions = tuple(name for name in SASS_INSTRUCTION.findall(sass) if name != "NOP")
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return MachineCode(
+        gpu,
+        instructions,
+        registers=used["REG"],
+        spills=used["STACK"] + used["LOCAL"],
+        shared=compiled.metadata.shared,
+        elements=elements,
+        threads=threads,
+        ptx=compiled.asm["ptx"],
+        asm=sass,
+    )
+
+
+def _amd_machine_code(gpu: GPU, compiled: Any, elements: int, threads: int) -> MachineCode:
+    asm = compiled.asm["amdgcn"]
+    body = asm[asm.index("; %bb.0:") :] if "; %bb.0:" in asm else asm
+    body = body[: body.index(".Lfunc_end0") if ".Lfunc_end0" in body else len(body)]
+    padding = ("s_nop", "s_code_end")
+    instructions = tuple(name for name in AMD_INSTRUCTION.findall(body) if name not in padding)
+    used = {name: int(value) for name, value in re.findall(r"^\s*-?\s*\.(\w+):\s+(\d+)\s*$", asm, re.M)}
+    return MachineCode(
+        gpu,
+        instructions,
+        registers=used["vgpr_count"],
+        spills=4 * used["vgpr_spill_count"],
+        shared=used["group_segment_fixed_size"],
+        elements=elements,
+        threads=threads,
+        ptx="",
+        asm=asm,
+    )

@@ -1,0 +1,289 @@
+"""What the CPU, standing in for the GPU while a program is captured, has to do as the GPU would.
+
+Capture runs on fake CPU tensors, because a CPU build of torch has no CUDA device guard and aborts in autograd on fake
+CUDA tensors. Where torch gives the two devices different programs, the differences are made good here: autocast's
+lists, decompositions that ask for the device, and attention kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+aten = torch.ops.aten
+
+# CUDA autocast's lists, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of ATen/autocast_mode.h. The CPU has lists of
+# its own (pow and softmax, for one, stay in bfloat16 there); its list of matrix products is CUDA's.
+FLOAT32 = (
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
+    "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim "
+    "nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d "
+    "hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss "
+    "soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm "
+    "logsumexp"
+)
+FLOAT32_RESULT = (
+    "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm "
+    "linalg_matrix_norm.str_ord sum sum.dim_IntList"
+)
+
+
+@contextlib.contextmanager
+def cuda_autocast() -> Iterator[None]:
+    """CPU tensors see CUDA's autocast: its state, in place of their own, and its lists."""
+    state = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    def mirror() -> None:
+        torch.set_autocast_enabled("cpu", torch.is_autocast_enabled("cuda"))
+        torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
+
+    def restore() -> None:
+        torch.set_autocast_enabled("cpu", state[0])
+        torch.set_autocast_dtype("cpu", state[1])
+
+    def mirrored(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def method(self: Any, *args: Any) -> Any:
+            result = original(self, *args)
+            mirror()
+            return result
+
+        return method
+
+    torch_library: Any = torch.library
+    library = torch_library.Library("aten", "IMPL")
+    overloads = []
+    for names, kernel in ((FLOAT32, _float32_kernel), (FLOAT32_RESULT, _float32_result_kernel)):
+        for name in names.split():
+            packet, _, overload = name.partition(".")
+            if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
+                continue  # the CPU's own list has it
+            op = getattr(getattr(aten, packet), overload or "default")
+            library.impl(name, functools.partial(kernel, op), "AutocastCPU")
+            overloads.append(op)
+    autocast = torch.amp.autocast_mode.autocast
+    with contextlib.ExitStack() as stack:
+        stack.callback(restore)
+        stack.callback(_forget_dispatch, overloads)
+        stack.callback(library._destroy)
+        _forget_dispatch(overloads)
+        for name in ("__enter__", "__exit__"):
+            stack.enter_context(mock.patch.object(autocast, name, mirrored(getattr(autocast, name))))
+        mirror()
+        yield
+
+
+def _forget_dispatch(overloads: list[Any]) -> None:
+    """Python's dispatcher remembers which keys an operator has kernels for."""
+    for overload in overloads:
+        overload._dispatch_cache.clear()
+
+
+def _without_autocast() -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
+def _is_low_precision(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def _float32_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Autocast's policy fp32: arguments in float32."""
+    cast = functools.partial(tree_map, lambda value: value.float() if _is_low_precision(value) else value)
+    with _without_autocast():
+        return op(*cast(args), **cast(kwargs))
+
+
+def _float32_result_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Autocast's policy fp32_set_opt_dtype: `dtype=float32` where the caller gives none."""
+    position = [argument.name for argument in op._schema.arguments].index("dtype")
+    given = kwargs.get("dtype") if len(args) <= position else args[position]
+    if given is None and (_is_low_precision(args[0]) or args[0].dtype == torch.float32):
+        args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
+    with _without_autocast():
+        return op(*args, **kwargs)
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's decompositions, with the GPU's side of those that treat the CPU as a case of its own."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = dict(select_decomp_table())
+    for product in (aten.mm.default, aten.addmm.default, aten.bmm.default):
+        table.pop(product, None)  # the CPU multiplies very small matrices without a GEMM
+    layer_norm = table.get(aten.native_layer_norm.default)
+    if layer_norm is not None:
+        table[aten.native_layer_norm.default] = functools.partial(_native_layer_norm, layer_norm)
+    return table
+
+
+def _native_layer_norm(
+    original: Callable[..., Any], input: Tensor, normalized_shape: Any, weight: Any, bias: Any, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Layer norm with mean and reciprocal deviation in float32; on the CPU they have the input's dtype."""
+    from torch._refs import _normalize
+
+    dims = list(range(input.dim() - len(normalized_shape), input.dim()))
+    _, mean, rstd = _normalize(input, dims, eps)
+    return original(input, normalized_shape, weight, bias, eps)[0], mean, rstd
+
+
+@contextlib.contextmanager
+def guardless_tensors() -> Iterator[None]:
+    """Fake CUDA tensors whose Python methods do without a device guard.
+
+    Those few that torch binds by hand enter one before they dispatch, which fails on a CPU build and would initialise
+    a real device on another.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    methods = {
+        "__getitem__": _getitem,
+        "__invert__": lambda self: aten.bitwise_not.default(self),
+        "copy_": lambda self, source, non_blocking=False: aten.copy_.default(self, source, non_blocking),
+    }
+    with contextlib.ExitStack() as stack:
+        for name, method in methods.items():
+            stack.enter_context(mock.patch.object(FakeTensor, name, method))
+        yield
+
+
+class _ConstantsOnCPU(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Real tensors asked for on the GPU are made on the CPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cpu = torch.device("cpu")
+        on_cpu = functools.partial(tree_map, lambda value: cpu if isinstance(value, torch.device) else value)
+        return func(*on_cpu(args), **on_cpu(kwargs or {}))
+
+
+@contextlib.contextmanager
+def constants_folded_on_cpu() -> Iterator[None]:
+    """Inductor folds uniform constants with real tensors of one element, on the device: here on the CPU."""
+    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+
+    def on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with _ConstantsOnCPU():  # type: ignore[no-untyped-call]
+                return original(*args, **kwargs)
+
+        return method
+
+    with contextlib.ExitStack() as stack:
+        for name in ("__init__", "run"):
+            method = getattr(UniformValueConstantFolder, name)
+            stack.enter_context(mock.patch.object(UniformValueConstantFolder, name, on_cpu(method)))
+        yield
+
+
+def _getitem(tensor: Tensor, index: Any) -> Tensor:
+    """`tensor[index]`, in the operators that torch makes of it."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    consumed = sum(_dims_consumed(entry) for entry in entries)
+    tensors: dict[int, Tensor] = {}
+    dim = 0
+    for entry in entries:
+        if entry is None:
+            tensor, dim = aten.unsqueeze.default(tensor, dim), dim + 1
+        elif entry is Ellipsis:
+            added = sum(entry is None for entry in entries[: entries.index(Ellipsis)])
+            dim = dim + tensor.dim() - added - consumed
+        elif isinstance(entry, slice):
+            tensor, dim = aten.slice.Tensor(tensor, dim, entry.start, entry.stop, entry.step or 1), dim + 1
+        elif isinstance(entry, Tensor):
+            tensors[dim], dim = entry, dim + _dims_consumed(entry)
+        else:
+            tensor, consumed = aten.select.int(tensor, dim, entry), consumed - 1
+    if tensors:
+        tensor = aten.index.Tensor(tensor, [tensors.get(dim) for dim in range(max(tensors) + 1)])
+    return tensor
+
+
+def _dims_consumed(entry: Any) -> int:
+    if entry is None or entry is Ellipsis:
+        return 0
+    return entry.dim() if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
+
+
+def replace_cpu_nodes(graph: fx.Graph) -> None:
+    """Put the GPU's operators in place of those that only the CPU has, in a graph captured on the CPU."""
+    for node in list(graph.nodes):
+        if node.target is aten._scaled_dot_product_flash_attention_for_cpu.default:
+            _replace_attention(graph, node)
+        elif node.target is aten.lift_fresh_copy.default:
+            _move_constant(graph, node)
+
+
+def _move_constant(graph: fx.Graph, node: fx.Node) -> None:
+    """A constant, `torch.tensor([1.0], device=…)`, is lifted on the CPU and copied to the GPU."""
+    with graph.inserting_after(node):
+        copy = graph.call_function(torch.ops.prims.device_put.default, (node, torch.device("cuda", 0)))
+    copy.meta.update(node.meta)
+    node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+
+
+def _replace_attention(graph: fx.Graph, node: fx.Node) -> None:
+    """Flash attention where it can be, else the memory-efficient kernel: what CUDA chooses for training."""
+    query, key, value, dropout, causal, mask, scale = _arguments(node)
+    results = {user.args[1]: user for user in list(node.users)}
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    backwards = [other for other in graph.nodes if other.target is backward and _origin(other.args[5]) is node]
+    half = query.meta["val"].dtype in (torch.bfloat16, torch.float16)
+    is_flash = mask is None and half
+    with graph.inserting_before(node):
+        if is_flash:
+            attention = aten._scaled_dot_product_flash_attention.default
+            forward = graph.call_function(attention, (query, key, value, dropout, causal, False), {"scale": scale})
+        else:
+            attention = aten._scaled_dot_product_efficient_attention.default
+            forward = graph.call_function(attention, (query, key, value, mask, True, dropout, causal), {"scale": scale})
+        forward.meta.update({name: entry for name, entry in node.meta.items() if name != "val"})
+        random_state = (6, 7) if is_flash else (2, 3)
+        extra = [graph.call_function(operator.getitem, (forward, i)) for i in random_state] if backwards else []
+    for result in results.values():
+        result.replace_input_with(node, forward)
+    for old in backwards:
+        grad, out, logsumexp = old.args[0], old.args[4], old.args[5]
+        with graph.inserting_before(old):
+            if is_flash:
+                # no cumulative lengths, and the longest ones: that of a batch without padding
+                lengths = None, None, query.meta["val"].size(2), key.meta["val"].size(2)
+                new = graph.call_function(
+                    aten._scaled_dot_product_flash_attention_backward.default,
+                    (grad, query, key, value, out, logsumexp, *lengths, dropout, causal, *extra),
+                    {"scale": scale},
+                )
+            else:
+                wanted = [True, True, True, False]
+                new = graph.call_function(
+                    aten._scaled_dot_product_efficient_attention_backward.default,
+                    (grad, query, key, value, mask, out, logsumexp, *extra, dropout, wanted, causal),
+                    {"scale": scale},
+                )
+        new.meta.update({name: entry for name, entry in old.meta.items() if name != "val"})
+        old.replace_all_uses_with(new)
+        graph.erase_node(old)
+    graph.erase_node(node)
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The CPU attention's arguments in full: query, key, value, dropout_p, is_causal, attn_mask, scale."""
+    positional = [*node.args, *(0.0, False)[len(node.args) - 3 :]]
+    return (*positional, node.kwargs.get("attn_mask"), node.kwargs.get("scale"))
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """The operator a result comes from, through `detach`, `alias` and getitem."""
+    while node.target in (operator.getitem, aten.detach.default, aten.alias.default):
+        node = node.all_input_nodes[0]
+    return node
