@@ -1,7 +1,7 @@
 """The Inductor plug-in: pick-up, memory policy and lowerings of the fused operators.
 
-Lives at the top of the repository, is installed and imported as ``torch_fused_ops.lowerings`` and under no other name: a
-second copy would register every lowering and pass twice.
+Lives at the top of the repository, is installed and imported as ``torch_fused_ops.lowerings`` and under no other
+name: a second copy would register every lowering and pass twice.
 """
 
 if __name__ != "torch_fused_ops.lowerings":
@@ -14,7 +14,7 @@ _registered = False
 
 
 def register() -> None:
-    """Put the fused operators into Inductor's and the partitioner's tables, and our identity into cache keys. Idempotent.
+    """Put our operators into Inductor's and the partitioner's tables, and our identity into cache keys. Idempotent.
 
     Runs by itself when ``torch._inductor.lowering`` is first imported (see ``torch_fused_ops/__init__.py``).
     """
@@ -22,7 +22,8 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    # operators registers as it is imported: when *it* is what imports Inductor first, it is still half way through here.
+    # operators registers as it is imported: when *it* is what imports Inductor first, it is still half way through
+    # here.
     from torch_fused_ops.lowerings import memory, operators, passes  # noqa: F401
 
     memory.allow_recomputation()

@@ -32,14 +32,16 @@ def features() -> dict[str, bool]:
 
     return {
         "lists of passes in a slot": LISTS_OF_PASSES,
-        "context-variable config": isinstance(config._config["joint_custom_pre_pass"].user_override, ContextVar),
+        "context-variable config": isinstance(
+            vars(config)["_config"]["pre_grad_custom_pass"].user_override, ContextVar
+        ),
     }
 
 
-# ---- pass slots --------------------------------------------------------------------------------------------------------
+# ---- pass slots ----------------------------------------------------------------------------------
 
 
-class PassChain(CustomGraphPass):  # type: ignore[misc]
+class PassChain(CustomGraphPass):
     """Several passes in a slot that holds one."""
 
     def __init__(self, passes: Sequence[Callable[[torch.fx.Graph], None]]) -> None:
@@ -76,14 +78,15 @@ def slot_of(passes: Sequence[Any]) -> Any:
     return passes[0] if len(passes) == 1 else PassChain(passes)
 
 
-# ---- config values, process-wide -----------------------------------------------------------------------------------------
+# ---- config values, process-wide -----------------------------------------------------------------
 
 
 def update_everywhere(module: Any, name: str, update: Callable[[Any], Any]) -> None:
     """Replace a config value by ``update(value)``, for compilations in every thread.
 
-    Where overrides are context variables, an override made in this thread is invisible in others: the entry's default is
-    what all of them see, so both are updated. An override in *another* context stays as it is: it is that thread's own.
+    Where overrides are context variables, an override made in this thread is invisible in others: the entry's default
+    is what all of them see, so both are updated. An override in *another* context stays as it is: it is that thread's
+    own.
     """
     entry = module._config[name]
     override = entry.user_override
@@ -113,7 +116,7 @@ def _is_unset(value: Any) -> bool:
     return value is _config_module._UNSET_SENTINEL
 
 
-# ---- the partitioner ---------------------------------------------------------------------------------------------------------
+# ---- the partitioner -----------------------------------------------------------------------------
 
 
 _recomputable: set[torch._ops.OpOverloadPacket] = set()
@@ -122,9 +125,10 @@ _recomputable: set[torch._ops.OpOverloadPacket] = set()
 def allow_recomputation(operators: Iterable[torch._ops.OpOverloadPacket]) -> None:
     """Put operators on the partitioner's list of pointwise ones, which it may rebuild in backward. Idempotent.
 
-    The list is every aten operator with the pointwise tag; other namespaces have no way in, and an operator that is not on it
-    is kept wherever backward reads it (a Llama-7B block, bf16, 4×2048 tokens: 901 MiB with ours off the list, 729 with them
-    on it). So the one function that makes the list is wrapped; its answer for aten stays as it is.
+    The list is every aten operator with the pointwise tag; other namespaces have no way in, and an operator that is
+    not on it is kept wherever backward reads it (a Llama-7B block, bf16, 4×2048 tokens: 901 MiB with ours off the
+    list, 729 with them on it). So the one function that makes the list is wrapped; its answer for aten stays as it
+    is.
     """
     from torch._functorch import partitioners
 
@@ -138,10 +142,10 @@ def allow_recomputation(operators: Iterable[torch._ops.OpOverloadPacket]) -> Non
         return [*original(), *_recomputable]
 
     with_fused._with_fused = True  # type: ignore[attr-defined]
-    partitioners.pointwise_ops = with_fused
+    partitioners.pointwise_ops = with_fused  # type: ignore[assignment]
 
 
-# ---- Inductor's IR ---------------------------------------------------------------------------------------------------------
+# ---- Inductor's IR -------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -154,11 +158,11 @@ def concat_node() -> Iterator[None]:
         yield
 
 
-# ---- compiling as torch.compile's own backend does ---------------------------------------------------------------------------
+# ---- compiling as torch.compile's own backend does -----------------------------------------------
 
 
 def inductor_backend(mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
-    """What ``torch.compile(backend="inductor", mode=mode, options=options)`` compiles with: options checked, mode applied."""
+    """What ``torch.compile(mode=mode, options=options)`` compiles with: options checked, mode applied."""
     from torch import _TorchCompileInductorWrapper
 
-    return _TorchCompileInductorWrapper(mode, options, None)  # type: ignore[no-any-return,no-untyped-call]
+    return _TorchCompileInductorWrapper(mode, options, None)  # type: ignore[no-untyped-call]

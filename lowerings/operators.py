@@ -1,9 +1,10 @@
 """Fused operators → Inductor IR: the reference's element functions, traced once, replayed inside ``Pointwise`` nodes.
 
-An operator never reaches generated code as a call. Its arithmetic is the text of ``reference.py``: the element function is
-traced to aten on scalars, each aten node goes through Inductor's own lowering, and the ``ops`` calls that come out are kept
-as a flat :class:`Program`. A lowering is then a loader for each argument around that program, so it fuses with its
-neighbours as any pointwise node does, and the formula costs each of its steps once however often a value is used.
+An operator never reaches generated code as a call. Its arithmetic is the text of ``reference.py``: the element
+function is traced to aten on scalars, each aten node goes through Inductor's own lowering, and the ``ops`` calls that
+come out are kept as a flat :class:`Program`. A lowering is then a loader for each argument around that program, so it
+fuses with its neighbours as any pointwise node does, and the formula costs each of its steps once however often a
+value is used.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Program:
         return tuple(env[r] for r in self.results)
 
 
-class _Recorder(DefaultHandler):  # type: ignore[misc]
+class _Recorder(DefaultHandler):
     def __init__(self, program: Program) -> None:
         self.program = program
 
@@ -78,13 +79,15 @@ class _Lower(torch.fx.Interpreter):
 
     def scalar(self, value: _Slot, dtype: torch.dtype) -> Box:
         return ir.TensorBox.create(
-            ir.Pointwise(device=self.device, dtype=dtype, inner_fn=lambda _: OpsValue(value), ranges=[])  # type: ignore[call-arg]
+            ir.Pointwise(device=self.device, dtype=dtype, inner_fn=lambda _: OpsValue(value), ranges=[])
         )
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Box:
         box = lowerings[target](*args, **kwargs) if target in lowerings else None
         if not isinstance(box, ir.TensorBox) or not isinstance(_data(box), ir.Pointwise):
-            raise NotImplementedError(f"{target} has no pointwise Inductor lowering: it cannot be part of an activation")
+            raise NotImplementedError(
+                f"{target} has no pointwise Inductor lowering: it cannot be part of an activation"
+            )
         return self.scalar(_evaluate(box), box.get_dtype())
 
 
@@ -113,9 +116,8 @@ def _program(
         return result if isinstance(result, tuple) else (result,)
 
     # Nothing of the compilation around us may see or shape this trace: not its modes, not its autocast.
-    with _disable_current_modes(), disable_proxy_modes_tracing(), torch.no_grad(), FakeTensorMode() as mode:
-        examples = [mode.from_tensor(torch.empty((), dtype=dtype, device="meta")) for _ in range(count)]
-        examples = [torch.empty((), dtype=dtype, device=device) for _ in examples]
+    with _disable_current_modes(), disable_proxy_modes_tracing(), torch.no_grad(), FakeTensorMode():
+        examples = [torch.empty((), dtype=dtype, device=device) for _ in range(count)]
         gm = make_fx(call, decomposition_table=select_decomp_table())(*examples)
     gm.graph.eliminate_dead_code()
     program = Program(count)
@@ -144,7 +146,9 @@ class _Elementwise:
         self.given = tuple(b is not None for b in boxes)
         self.loads: list[Load] = [_widening_load(b, at, self.dtype) for b, at in loads if b is not None]
 
-    def node(self, element: Callable[..., Any], *scalars: Any, dtype: torch.dtype | None = None, result: int = 0) -> Box:
+    def node(
+        self, element: Callable[..., Any], *scalars: Any, dtype: torch.dtype | None = None, result: int = 0
+    ) -> Box:
         """A Pointwise of result number ``result``, rounded to ``dtype`` (by default left in the computing dtype)."""
         return self._node(self.given, element, scalars, dtype, result)
 
@@ -330,14 +334,14 @@ def _bias_glu_backward(
     e = _Elementwise(ranges, (grad, _here), *loads, (token_scale, _row))
     scalars = (activation, up_offset, clamp)
 
-    def halves(dtype: torch.dtype | None) -> list[Box]:
-        return [e.node(_bias_glu_input_grads, *scalars, dtype=dtype, result=i) for i in (0, 1)]
+    def half(i: int, dtype: torch.dtype | None = None) -> Box:
+        return e.node(_bias_glu_input_grads, *scalars, dtype=dtype, result=i)
 
     d_input = d_bias = d_scale = None
     if output_mask[0]:
-        d_input = _pack(*halves(input.get_dtype()), layout)
+        d_input = _pack(half(0, input.get_dtype()), half(1, input.get_dtype()), layout)
     if output_mask[1] and bias is not None:
-        d_bias = _pack(*(_sum_rows(half, bias.get_dtype()) for half in halves(None)), layout)
+        d_bias = _pack(_sum_rows(half(0), bias.get_dtype()), _sum_rows(half(1), bias.get_dtype()), layout)
     if output_mask[2] and token_scale is not None:
         d_scale = _sum_columns(e.node_without(5, _bias_glu_scale_grad, *scalars), token_scale.get_dtype())
     return d_input, d_bias, d_scale

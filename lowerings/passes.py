@@ -1,9 +1,9 @@
 """What stands in Inductor's slots: how it gets there, whose policy it follows, and what it adds to cache keys.
 
-There are two slots: ``pre_grad_custom_pass`` (stage 1, recognise) and ``custom_partitioner_fn`` (stage 2, remember). Two kinds
-of object stand in them. A *fixed* one carries its policy: ``compile_options`` and ``backend="fused"`` put it into one
-compilation's options. The *ambient* one asks which policy is in force in its context: ``enable`` and ``enabled`` put it into
-the process-wide slots; where no policy is in force it does what upstream does.
+There are two slots: ``pre_grad_custom_pass`` (stage 1, recognise) and ``custom_partitioner_fn`` (stage 2, remember).
+Two kinds of object stand in them. A *fixed* one carries its policy: ``compile_options`` and ``backend="fused"`` put
+it into one compilation's options. The *ambient* one asks which policy is in force in its context: ``enable`` and
+``enabled`` put it into the process-wide slots; where no policy is in force it does what upstream does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch_fused_ops.policy import FusionPolicy
 
 log = logging.getLogger("torch_fused_ops")
 
-# ---- identity ------------------------------------------------------------------------------------------------------------
+# ---- identity ------------------------------------------------------------------------------------
 
 
 @cache
@@ -55,8 +55,8 @@ _tag = ""
 def tag_caches() -> None:
     """Append our identity to ``torch.compiler.config.cache_key_tag``.
 
-    Inductor's and AOTAutograd's cache keys hold neither lowerings nor autograd formulas of custom operators: without the
-    tag a process started after an upgrade is served the *old* code, forward and backward.
+    Inductor's and AOTAutograd's cache keys hold neither lowerings nor autograd formulas of custom operators: without
+    the tag a process started after an upgrade is served the *old* code, forward and backward.
     """
     import torch.compiler.config as compiler_config
 
@@ -72,7 +72,7 @@ def tag_caches() -> None:
         activations._on_change.append(tag_caches)
 
 
-# ---- whose policy ----------------------------------------------------------------------------------------------------------
+# ---- whose policy --------------------------------------------------------------------------------
 
 _everywhere: FusionPolicy | None = None
 _here: ContextVar[FusionPolicy | None] = ContextVar("torch_fused_ops_policy", default=None)
@@ -84,7 +84,7 @@ def active_policy() -> FusionPolicy | None:
     return _here.get() or _everywhere
 
 
-# ---- the stages ------------------------------------------------------------------------------------------------------------
+# ---- the stages ----------------------------------------------------------------------------------
 
 
 class _Stage:
@@ -102,7 +102,7 @@ class _Stage:
         return f"{self.name}|{identity()}|{self.policy_now()!r}"
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.policy == other.policy  # type: ignore[attr-defined]
+        return isinstance(other, _Stage) and type(self) is type(other) and self.policy == other.policy
 
     def __hash__(self) -> int:
         return hash((type(self), self.policy))
@@ -114,7 +114,7 @@ class _Stage:
         return f"<torch_fused_ops: {self.name}, {self.policy or 'the policy in force'}>"
 
 
-class Recognise(_Stage, CustomGraphPass):  # type: ignore[misc]
+class Recognise(_Stage, CustomGraphPass):
     """Stage 1, one of the passes in ``pre_grad_custom_pass``."""
 
     name = "recognise"
@@ -150,16 +150,15 @@ class Recognise(_Stage, CustomGraphPass):  # type: ignore[misc]
         return slot if stage not in passes else compat.slot_of([one for one in passes if one != stage])
 
 
-class Remember(_Stage, CustomPartitionerFn):  # type: ignore[misc]
+class Remember(_Stage, CustomPartitionerFn):
     """Stage 2, in ``custom_partitioner_fn``, which holds one: somebody else's partitioner decides alone."""
 
     name = "remember"
 
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         policy = self.policy_now()
-        if policy is not None and policy.memory == "free":
-            return memory.partition(gm, joint_inputs, **kwargs)
-        return memory.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        free = policy is not None and policy.memory == "free"
+        return memory.partition(gm, joint_inputs, free=free, **kwargs)
 
     @staticmethod
     def join(slot: Any, stage: _Stage) -> Any:
@@ -197,7 +196,7 @@ def _guarded(stage: Recognise, graph: torch.fx.Graph, policy: FusionPolicy) -> N
             log.warning("a pass failed and left the graph as it was (%s). Please report it.", reason, exc_info=True)
 
 
-# ---- into and out of the slots -----------------------------------------------------------------------------------------------
+# ---- into and out of the slots -------------------------------------------------------------------
 
 _users = 0  # enable() and open enabled() blocks
 _joined: list[tuple[Any, Any]] = []  # (what stood in a slot, what we put there): leaving restores the very object
@@ -225,7 +224,7 @@ def _update(kind: type[Recognise] | type[Remember], join: bool, slot: Any) -> An
     return kind.leave(slot, kind())
 
 
-# ---- public ------------------------------------------------------------------------------------------------------------------
+# ---- public --------------------------------------------------------------------------------------
 
 
 def _checked(policy: FusionPolicy | None) -> FusionPolicy:
@@ -274,8 +273,8 @@ def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] 
     """Options for ``torch.compile(model, options=…)`` (or AOTInductor's ``inductor_configs``) that add our passes.
 
     Args:
-        policy: by default ``FusionPolicy()``.
-        options: your own Inductor options, kept; passes in them, or else those in Inductor's config now, run before ours.
+        policy: by default ``FusionPolicy()``. options: your own Inductor options, kept; passes in them, or else those
+        in Inductor's config now, run before ours.
     """
     policy, result = _checked(policy), dict(options or {})
     for name, kind in SLOTS.items():

@@ -1,4 +1,4 @@
-"""Real architectures, random weights: compiled with pick-up they match eager, and every MLP is found wherever it stands."""
+"""Real architectures, random weights: picked up they match eager, and every MLP is found wherever it stands."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
 """The activation table: each activation's value and derivative, written once, in plain torch.
 
 This text is the CPU kernel, the float64 oracle of the tests, the function that double backward and ``torch.func``
-transforms differentiate, and (traced) the Inductor lowering. Only the eager Triton kernels repeat it; tests tie them to it.
+transforms differentiate, and (traced) the Inductor lowering. Only the eager Triton kernels repeat it; tests tie them
+to it.
 
 The formulas are chosen for two things that PyTorch's own do not have:
 
 * **They keep the negative tail.** ``1 + tanh(u)`` and ``1 + erf(x)`` cancel for negative ``x``: of all bf16 inputs in
-  [-10, -3] more than 60 % of PyTorch's GELU results are off by more than one ulp, and from x = -6 on nothing is left. The
-  sigmoid form ``x / (1 + exp(-2u))`` and the complementary error function do not cancel.
+  [-10, -3] more than 60 % of PyTorch's GELU results are off by more than one ulp, and from x = -6 on nothing is left.
+  The sigmoid form ``x / (1 + exp(-2u))`` and the complementary error function do not cancel.
 * **They cost less.** Exponentials are base two (one instruction on a GPU), there are no branches, and no ``tanh``.
 
 They are evaluated in float32 (float64 for float64 input); the caller widens and rounds.
@@ -83,14 +84,17 @@ def _differentiated(x: Tensor) -> bool:
 
 
 def _exact_normal(x: Tensor) -> bool:
-    # The fit's derivative is not the derivative's fit, and |x| has none at 0; float64 wants more digits than the fit has.
+    # The fit's derivative is not the derivative's fit, and |x| has none at 0; float64 wants more digits than the fit
+    # has.
     return x.dtype == torch.float64 or _differentiated(x)
 
 
 def _normal_tail(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(a, q, e) with a = |x| and Φ(-a) = q·e, e = exp(-a²/2), accurate relative to the result."""
     a = torch.abs(x)
-    a = torch.where(a < 38.0, a, 38.0)  # e is 0 past 38 in float32, and ∞·0 would be NaN; where: half of clamp's instructions
+    a = torch.where(
+        a < 38.0, a, 38.0
+    )  # e is 0 past 38 in float32, and ∞·0 would be NaN; where: half of clamp's instructions
     t = torch.reciprocal(1.0 + NORMAL_TAIL_P * a)
     q = t * NORMAL_TAIL[-1] + NORMAL_TAIL[-2]
     for c in reversed(NORMAL_TAIL[:-2]):
@@ -147,7 +151,8 @@ def _gelu_tanh_derivative(x: Tensor) -> Tensor:
 
 
 def _sigmoid_derivative(x: Tensor) -> Tensor:
-    # s·(1 - s) loses the right tail and exp(-x)/(1 + exp(-x))² overflows on the left. Even in x: both tails as the left one.
+    # s·(1 - s) loses the right tail and exp(-x)/(1 + exp(-x))² overflows on the left. Even in x: both tails as the
+    # left one.
     if _differentiated(x):
         return torch.sigmoid(x) * torch.sigmoid(-x)  # |x| has no derivative at 0
     e = torch.exp2(torch.abs(x) * -LOG2E)
@@ -208,14 +213,15 @@ def register_activation(name: str, fn: Elementwise, derivative: Elementwise | No
     """Add an activation to the table, for every operator, for the lowerings and for the recogniser.
 
     Args:
-        name: a new name (an identifier). Registering the same functions under the same name again does nothing.
-        fn: f(x), elementwise, without parameters, in plain torch: same shape and dtype out as in, for float32 and float64,
+        name: a new name (an identifier). Registering the same functions under the same name again does nothing. fn:
+        f(x), elementwise, without parameters, in plain torch: same shape and dtype out as in, for float32 and
+        float64,
             no data-dependent control flow. Compiled code inlines it; in eager mode it runs as it is on every device.
         derivative: f'(x), likewise. By default it is derived from ``fn`` by autograd.
 
     Raises:
-        ValueError: name is not an identifier, or taken by other functions; fn changes shape or dtype or is not elementwise.
-        TypeError: fn or derivative is not callable.
+        ValueError: name is not an identifier, or taken by other functions; fn changes shape or dtype or is not
+        elementwise. TypeError: fn or derivative is not callable.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"name={name!r} is not accepted: an activation's name is a Python identifier")
@@ -237,7 +243,7 @@ def register_activation(name: str, fn: Elementwise, derivative: Elementwise | No
 
 
 def table_hash() -> str:
-    """Identifies what the registered activations compute (the built-in ones are identified by this package's sources)."""
+    """Identifies what the registered activations compute; this package's sources identify the built-in ones."""
     parts = [f"{a.name}:{_traced(a.value)}:{_traced(a.derivative)}" for a in _TABLE.values() if not a.builtin]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16] if parts else ""
 
@@ -248,10 +254,14 @@ def _check_elementwise(argument: str, fn: Elementwise) -> None:
         y = fn(x)
         if not isinstance(y, Tensor) or y.dtype != dtype or y.shape != x.shape:
             got = f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else repr(y)
-            raise ValueError(f"{argument} is not accepted: for {dtype} (12,) it gave {got}; it must keep shape and dtype")
+            raise ValueError(
+                f"{argument} is not accepted: for {dtype} (12,) it gave {got}; it must keep shape and dtype"
+            )
         apart = fn(x.flip(0).reshape(3, 4)).reshape(12).flip(0)
         if not torch.allclose(y, apart, rtol=1e-5, atol=1e-6, equal_nan=True):
-            raise ValueError(f"{argument} is not accepted: it is not elementwise (its result depends on the tensor's shape)")
+            raise ValueError(
+                f"{argument} is not accepted: it is not elementwise (its result depends on the tensor's shape)"
+            )
 
 
 def _trace(fn: Elementwise, dtype: torch.dtype) -> torch.fx.GraphModule:
@@ -275,8 +285,9 @@ class _Derived:
         self.graphs = {dtype: _trace(self._vjp, dtype) for dtype in (torch.float32, torch.float64)}
 
     def _vjp(self, x: Tensor) -> Tensor:
-        _, pull = torch.func.vjp(self.fn, x)
-        return pull(torch.ones_like(x))[0]  # type: ignore[no-any-return]
+        pull = torch.func.vjp(self.fn, x)[1]
+        gradient: Tensor = pull(torch.ones_like(x))[0]
+        return gradient
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.graphs[x.dtype](x)  # type: ignore[no-any-return]

@@ -36,7 +36,9 @@ class FusionPolicy:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} is not accepted: it must be True or False")
         if isinstance(self.exclude, str):
-            raise TypeError(f"exclude={self.exclude!r} is not accepted: it must be a sequence of patterns, e.g. ('encoder.*',)")
+            raise TypeError(
+                f"exclude={self.exclude!r} is not accepted: it must be a sequence of patterns, e.g. ('encoder.*',)"
+            )
         object.__setattr__(self, "exclude", tuple(self.exclude))
         for pattern in self.exclude:
             if not isinstance(pattern, str):

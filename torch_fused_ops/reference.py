@@ -1,8 +1,9 @@
-"""Every operator in plain torch: the oracle, the CPU kernel's arithmetic, what transforms differentiate, what lowerings trace.
+"""Every operator in plain torch: the oracle, the CPU kernels, what transforms differentiate and what lowerings trace.
 
-Two layers. The *element functions* (``bias_act_element`` …) say what happens to one element: they take tensors that broadcast
-together, already widened, and return unrounded results; Inductor lowerings trace them on scalars. The *operators*
-(``bias_act`` …) add widening, layout, the sums behind bias and scale gradients, and one rounding at the end.
+Two layers. The *element functions* (``bias_act_element`` …) say what happens to one element: they take tensors that
+broadcast together, already widened, and return unrounded results; Inductor lowerings trace them on scalars. The
+*operators* (``bias_act`` …) add widening, layout, the sums behind bias and scale gradients, and one rounding at the
+end.
 
 Widening: float16 and bfloat16 are computed in float32, float32 in float32, anything together with float64 in float64.
 """

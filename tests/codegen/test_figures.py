@@ -1,7 +1,7 @@
-"""The exact figures this library promises, counted on paper for an H200: saved bytes, kernels, bytes moved, instructions.
+"""The exact figures this library promises, counted on paper for an H200: saved bytes, kernels, instructions.
 
-Plain Inductor and Inductor with ``activation_memory_budget=0.99`` are counted beside ours, in the same way, so that a figure
-of ours is always read against upstream's of the same torch version.
+Plain Inductor and Inductor with ``activation_memory_budget=0.99`` are counted beside ours, in the same way, so that a
+figure of ours is always read against upstream's of the same torch version.
 """
 
 from __future__ import annotations
@@ -114,7 +114,10 @@ def test_bytes_saved_for_backward(case: str, plain: int, budget: int) -> None:
 
 
 def test_checkpointed_models_save_no_more() -> None:
-    assert on_paper("two checkpointed MLPs", "ours").saved_bytes() <= on_paper("two checkpointed MLPs", "plain").saved_bytes()
+    assert (
+        on_paper("two checkpointed MLPs", "ours").saved_bytes()
+        <= on_paper("two checkpointed MLPs", "plain").saved_bytes()
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -128,7 +131,7 @@ def test_no_more_kernels_and_every_mlp_is_fused(case: str) -> None:
 
 
 def instructions(fn: Callable[..., Any], inputs: int) -> tuple[float, Any]:
-    """Instructions per element of the one kernel that ``fn`` becomes, 8 bf16 elements a thread, and its machine code."""
+    """Instructions per element of the one kernel that ``fn`` becomes, 8 elements a thread, and its machine code."""
     graph = virtual_gpu.compile_on_paper(
         fn, *(tensor(TOKENS, FFN, grad=False) for _ in range(inputs)), training=False
     ).inference

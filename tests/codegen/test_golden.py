@@ -1,4 +1,7 @@
-"""Golden code: what Inductor generates for an H200 from our lowerings. Renew with ``EXPECTTEST_ACCEPT=1 pytest tests/codegen``."""
+"""Golden code: what Inductor generates for an H200 from our lowerings.
+
+Renew it with ``EXPECTTEST_ACCEPT=1 pytest tests/codegen/test_golden.py``.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ def body(fn: Callable[..., Any], *shapes: tuple[int, ...]) -> str:
     (kernel,) = virtual_gpu.compile_on_paper(fn, *inputs, training=False).inference.kernels
     statements = kernel.source.split("):\n")[-1].split("''', device_str")[0]
     lines = [re.sub(r"\s+#.*", "", line).strip() for line in statements.splitlines()]
-    return "\n".join(line for line in lines if line and not re.match(r"(xnumel|xoffset|xindex|xmask|[xr]\d+) =", line)) + "\n"
+    return (
+        "\n".join(line for line in lines if line and not re.match(r"(xnumel|xoffset|xindex|xmask|[xr]\d+) =", line))
+        + "\n"
+    )
 
 
 @pytest.mark.skipif(not torch.__version__.startswith(GOLDEN_TORCH), reason=f"golden text is torch {GOLDEN_TORCH}'s")
@@ -30,7 +36,9 @@ class TestGolden(TestCase):
     maxDiff = None
 
     def test_gelu_tanh(self) -> None:
-        self.assertExpectedInline(body(lambda x: fused.bias_act(x, None, None, "gelu_tanh"), (512, 1024)), """\
+        self.assertExpectedInline(
+            body(lambda x: fused.bias_act(x, None, None, "gelu_tanh"), (512, 1024)),
+            """\
 tmp0 = tl.load(in_ptr0 + (x0), None).to(tl.float32)
 tmp1 = tmp0.to(tl.float32)
 tmp2 = tmp1 * tmp1
@@ -45,10 +53,13 @@ tmp10 = tmp8 + tmp9
 tmp11 = (tmp1 / tmp10)
 tmp12 = tmp11.to(tl.float32)
 tl.store(out_ptr0 + (x0), tmp12, None)
-""")
+""",
+        )
 
     def test_bias_gelu(self) -> None:
-        self.assertExpectedInline(body(lambda x, b: fused.bias_act(x, b, None, "gelu"), (512, 1024), (1024,)), """\
+        self.assertExpectedInline(
+            body(lambda x, b: fused.bias_act(x, b, None, "gelu"), (512, 1024), (1024,)),
+            """\
 tmp0 = tl.load(in_ptr0 + (x2), None).to(tl.float32)
 tmp2 = tl.load(in_ptr1 + (x0), None, eviction_policy='evict_last').to(tl.float32)
 tmp1 = tmp0.to(tl.float32)
@@ -97,10 +108,13 @@ tmp44 = tmp43 * tmp40
 tmp45 = tmp42 - tmp44
 tmp46 = tmp45.to(tl.float32)
 tl.store(out_ptr0 + (x2), tmp46, None)
-""")
+""",
+        )
 
     def test_swiglu_with_a_neighbour(self) -> None:
-        self.assertExpectedInline(body(lambda g, u: fused.glu(g, u, None, "silu") * 2, (512, 1024), (512, 1024)), """\
+        self.assertExpectedInline(
+            body(lambda g, u: fused.glu(g, u, None, "silu") * 2, (512, 1024), (512, 1024)),
+            """\
 tmp0 = tl.load(in_ptr0 + (x0), None).to(tl.float32)
 tmp2 = tl.load(in_ptr1 + (x0), None).to(tl.float32)
 tmp1 = tmp0.to(tl.float32)
@@ -116,11 +130,13 @@ tmp11 = tmp10.to(tl.float32)
 tmp12 = tl.full([1], 2.0, tl.float32)
 tmp13 = tmp11 * tmp12
 tl.store(out_ptr0 + (x0), tmp13, None)
-""")
+""",
+        )
 
     def test_clamped_interleaved_glu(self) -> None:
         self.assertExpectedInline(
-            body(lambda x: fused.bias_glu(x, None, None, "quick_gelu", "interleaved", 1.0, 7.0), (512, 2048)), """\
+            body(lambda x: fused.bias_glu(x, None, None, "quick_gelu", "interleaved", 1.0, 7.0), (512, 2048)),
+            """\
 tmp0 = tl.load(in_ptr0 + (2*x0), None, eviction_policy='evict_last').to(tl.float32)
 tmp2 = tl.load(in_ptr0 + (1 + 2*x0), None, eviction_policy='evict_last').to(tl.float32)
 tmp1 = tmp0.to(tl.float32)
@@ -140,13 +156,15 @@ tmp15 = tmp8 + tmp12
 tmp16 = tmp14 * tmp15
 tmp17 = tmp16.to(tl.float32)
 tl.store(out_ptr0 + (x0), tmp17, None)
-"""
+""",
         )
 
     def test_packed_backward_writes_both_halves_from_one_kernel(self) -> None:
         self.assertExpectedInline(
             body(
-                lambda g, x: fused.bias_glu_backward(g, x, None, None, "silu", "halves", 0.0, None, [True, False, False])[0],
+                lambda g, x: fused.bias_glu_backward(
+                    g, x, None, None, "silu", "halves", 0.0, None, [True, False, False]
+                )[0],
                 (512, 1024),
                 (512, 2048),
             ),

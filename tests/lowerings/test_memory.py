@@ -103,6 +103,9 @@ def test_operators_called_directly_are_rebuilt_too() -> None:
     def mlp(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         return torch.nn.functional.linear(torch.ops.fused.bias_act(x @ w, None, None, "silu"), v)
 
-    x, w, v = (torch.empty(s, dtype=torch.bfloat16, device="meta", requires_grad=True) for s in ((64, 32), (32, 128), (32, 128)))
+    x, w, v = (
+        torch.empty(s, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for s in ((64, 32), (32, 128), (32, 128))
+    )
     paper = virtual_gpu.compile_on_paper(mlp, x, w, v, memory_budget=0.99)
     assert not any("bias_act" in s.name for s in paper.saved)

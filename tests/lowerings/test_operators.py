@@ -25,7 +25,9 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> 
     return torch.randn(shape).to(dtype).requires_grad_(grad)
 
 
-def compiled_and_eager(fn: Callable[..., Tensor], args: list[Tensor], dynamic: bool | None) -> tuple[Any, Any, list[str]]:
+def compiled_and_eager(
+    fn: Callable[..., Tensor], args: list[Tensor], dynamic: bool | None
+) -> tuple[Any, Any, list[str]]:
     """Outputs and gradients of both, and the generated code."""
     torch._dynamo.reset()
     wrt = [a for a in args if a.requires_grad]
@@ -51,7 +53,9 @@ def check(fn: Callable[..., Tensor], args: list[Tensor], dynamic: bool | None = 
         assert r.dtype == e.dtype and r.shape == e.shape
         # Two orders of summation, and in half precision at most one rounding apart.
         tolerance = {torch.float64: 1e-12, torch.float32: 2e-5}.get(e.dtype, 1.6e-2)
-        torch.testing.assert_close(r, e, rtol=tolerance, atol=tolerance * max(1.0, e.abs().max().item() if e.numel() else 1))
+        torch.testing.assert_close(
+            r, e, rtol=tolerance, atol=tolerance * max(1.0, e.abs().max().item() if e.numel() else 1)
+        )
     assert not any("ops.fused" in re.sub(r"#.*", "", c) for c in code), "an operator is called from generated code"
     return code
 
@@ -103,7 +107,9 @@ def test_compiled_equals_eager(name: str) -> None:
     check(fn, args)
 
 
-@pytest.mark.parametrize("name", ["bias_act, every argument", "glu, every argument", "bias_glu, halves", "bias_glu, interleaved"])
+@pytest.mark.parametrize(
+    "name", ["bias_act, every argument", "glu, every argument", "bias_glu, halves", "bias_glu, interleaved"]
+)
 def test_dynamic_shapes(name: str) -> None:
     fn, args = CASES[name]()
     check(fn, args, dynamic=True)
@@ -173,7 +179,5 @@ def test_programs_evaluate_each_step_once() -> None:
     check(lambda x: fused.bias_act(x, None, None, "gelu"), [leaf(8, 8)])
     from torch_fused_ops import reference
 
-    program = operators._program(
-        reference.bias_act_element, (True, False, False), ("gelu",), torch.float32, "cpu"
-    )
+    program = operators._program(reference.bias_act_element, (True, False, False), ("gelu",), torch.float32, "cpu")
     assert len([s for s in program.steps if s[0] != "constant"]) <= 30

@@ -198,7 +198,9 @@ def test_compile_options_pick_up() -> None:
     torch.testing.assert_close(compiled(x, w, v), mlp(x, w, v))
 
 
-@pytest.mark.parametrize("arguments_", [{}, {"mode": "max-autotune-no-cudagraphs"}, {"options": {"epilogue_fusion": False}}])
+@pytest.mark.parametrize(
+    "arguments_", [{}, {"mode": "max-autotune-no-cudagraphs"}, {"options": {"epilogue_fusion": False}}]
+)
 def test_backend_takes_mode_and_options(arguments_: dict[str, Any]) -> None:
     x, w, v = arguments()
     compiled = torch.compile(mlp, fullgraph=True, backend="fused", **arguments_)
@@ -259,7 +261,7 @@ def test_bad_policies_are_named() -> None:
             fn("free")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="policy='free'"), tfo.enabled("free"):  # type: ignore[arg-type]
         pass
-    with pytest.raises(ValueError, match="memory='fast'.*free, off"):
+    with pytest.raises(ValueError, match=r"memory='fast'.*free, off"):
         tfo.FusionPolicy(memory="fast")
     with pytest.raises(TypeError, match="exclude='a'"):
         tfo.FusionPolicy(exclude="a")  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
 """What every operator of this package puts on the Autograd dispatch keys.
 
-``torch.library.register_autograd`` alone is not enough: an operator registered so gives *zero* tangents in forward mode
-without a word, and raises under ``torch.func.grad`` and ``vmap(grad)``. So each operator has a kernel on the Autograd keys
-that evaluates its plain-torch reference wherever a functorch layer or a tangent is present (PyTorch then differentiates
-that, to any order), and otherwise does what ``register_autograd`` would do.
+``torch.library.register_autograd`` alone is not enough: an operator registered so gives *zero* tangents in forward
+mode without a word, and raises under ``torch.func.grad`` and ``vmap(grad)``. So each operator has a kernel on the
+Autograd keys that evaluates its plain-torch reference wherever a functorch layer or a tangent is present (PyTorch
+then differentiates that, to any order), and otherwise does what ``register_autograd`` would do.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def differentiate(
             check(*args)
             return reference(*args)
         if _requires_grad(args):
-            return _Differentiable.apply(keyset, op, backwards, count, *_with_defaults(op, args))
+            return _Differentiable.apply(keyset, op, backwards, count, *_with_defaults(op, args))  # type: ignore[no-untyped-call]
         return _below(op, keyset, args)
 
     _install(op, kernel)

@@ -159,9 +159,9 @@ def _backward_in_blocks(
     for i in _blocks(data[0].shape):
         *ds, db, dss = fn(grad[i], [t[i] for t in data], wide_bias, _at(token_scale, i))
         for out, d in zip((*outs, d_scale), (*ds, dss), strict=True):
-            if out is not None:
+            if out is not None and d is not None:
                 out[i].copy_(d)
-        if d_bias is not None:
+        if d_bias is not None and db is not None:
             d_bias += db
     return [*outs, None if d_bias is None or bias is None else d_bias.to(bias.dtype), d_scale]
 
@@ -174,7 +174,12 @@ def _bias_act_cpu(input: Tensor, bias: Tensor | None, token_scale: Tensor | None
 
 
 def _bias_act_backward_cpu(
-    grad: Tensor, input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str, output_mask: list[bool]
+    grad: Tensor,
+    input: Tensor,
+    bias: Tensor | None,
+    token_scale: Tensor | None,
+    activation: str,
+    output_mask: list[bool],
 ) -> Grads3:
     d_input, d_bias, d_scale = _backward_in_blocks(
         lambda g, d, b, s: reference.bias_act_backward(g, d[0], b, s, activation, output_mask),
@@ -255,7 +260,9 @@ def _bias_glu_backward_cpu(
     output_mask: list[bool],
 ) -> Grads3:
     d_input, d_bias, d_scale = _backward_in_blocks(
-        lambda g, d, b, s: reference.bias_glu_backward(g, d[0], b, s, activation, layout, up_offset, clamp, output_mask),
+        lambda g, d, b, s: reference.bias_glu_backward(
+            g, d[0], b, s, activation, layout, up_offset, clamp, output_mask
+        ),
         grad,
         (input,),
         bias,
@@ -294,11 +301,11 @@ def _backward_fake(grad: Tensor, a: Tensor, b: Tensor | None, c: Tensor | None, 
     return _like(a, mask[0]), _like(b, mask[1]), _like(c, mask[2])
 
 
-# ---- registration: CPU, GPU, fake, autograd, vmap ----------------------------------------------------------------------
+# ---- registration: CPU, GPU, fake, autograd, vmap ------------------------------------------------
 
 
 def _gpu_kernel(name: str, check: Callable[..., None] | None, on_cpu: Callable[..., Any]) -> Callable[..., Any]:
-    """The Triton kernel of kernels/activation.py, imported at the first call; plain torch for registered activations."""
+    """The kernel of kernels/activation.py, imported at the first call; plain torch for registered activations."""
 
     def kernel(*args: Any) -> Any:
         if check is not None:
@@ -325,7 +332,9 @@ def _batched(
                 return a
             return a.expand(info.batch_size, *a.shape) if d is None else a.movedim(d, 0)
 
-        if not backward and info.batch_size:  # on what one example sees: with a batch axis in front more would be accepted
+        if (
+            not backward and info.batch_size
+        ):  # on what one example sees: with a batch axis in front more would be accepted
             check(*(a if d is None else a.select(d, 0) for a, d in zip(args, in_dims, strict=True)))
         leading = [lead(i) for i in range(len(args))]
         # A bias of its own for each example is no (n,) vector, and its gradient must not be summed over the examples.
@@ -368,7 +377,9 @@ def _register(
         (True, backward_name, _backward_fake, None),
         (False, name, fake, check),
     ):
-        definition = torch.library.custom_op(f"fused::{op_name}", cpu[backward], mutates_args=(), schema=SCHEMAS[op_name])
+        definition = torch.library.custom_op(
+            f"fused::{op_name}", cpu[backward], mutates_args=(), schema=SCHEMAS[op_name]
+        )
         definition.register_kernel(("cuda", "xpu"), _gpu_kernel(op_name, check_args, cpu[backward]))
         definition.register_fake(fake_kernel)
         definition.register_vmap(_batched(definition._opoverload, plain[backward], check, has_bias, backward))

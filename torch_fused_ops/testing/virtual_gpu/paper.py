@@ -395,7 +395,7 @@ class _Paper:
         kernel_nodes: dict[str, list[str]] = {}
         with contextlib.ExitStack() as stack:
             stack.enter_context(V.set_debug_handler(DebugContext()))
-            view_to_reshape(gm)  # type: ignore[no-untyped-call]
+            view_to_reshape(gm)
             with torch.no_grad():
                 compile_fx.fake_tensor_prop(gm, inputs)
             compile_fx._recursive_record_original_output_strides(gm)

@@ -157,7 +157,7 @@ def guardless_tensors() -> Iterator[None]:
         yield
 
 
-class _ConstantsOnCPU(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ConstantsOnCPU(TorchDispatchMode):
     """Real tensors asked for on the GPU are made on the CPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
