@@ -165,4 +165,4 @@ def inductor_backend(mode: str | None, options: dict[str, Any]) -> Callable[...,
     """What ``torch.compile(mode=mode, options=options)`` compiles with: options checked, mode applied."""
     from torch import _TorchCompileInductorWrapper
 
-    return _TorchCompileInductorWrapper(mode, options, None)  # type: ignore[no-untyped-call]
+    return _TorchCompileInductorWrapper(mode, options, None)
