@@ -32,7 +32,7 @@ def allow_recomputation() -> None:
 
 
 def partition(gm: torch.fx.GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) -> Any:
-    """Upstream's min-cut partition of a joint graph; where ``free``, pointwise work is rebuilt in backward, never a GEMM.
+    """Upstream's min-cut partition of a joint graph; where ``free``, pointwise work is rebuilt in backward, no GEMM.
 
     Where the user has set a memory budget, process-wide or on the graph's nodes, it is upstream's unchanged.
     """
