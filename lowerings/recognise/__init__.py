@@ -1,0 +1,147 @@
+"""Stage 1, recognise: find MLP activations in a captured graph by what they compute, and fuse each one.
+
+``symbolic`` says what an expression means (the canonical form), ``prove`` which activation it is, ``graph`` reads an FX
+graph in one vocabulary, ``custom`` reads autograd functions, ``cone`` finds the calls that make an activation and
+checks that replacing them is sound, and ``rewrite`` edits the graph.
+"""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+
+import torch
+from torch.fx import Graph, Node
+
+from torch_fused_ops.explain import NOT_AN_MLP, Site
+from torch_fused_ops.policy import FusionPolicy
+
+from .cone import Cone, Refusal, examine, find, readers
+from .graph import Facts, shown, tensor
+from .rewrite import operator_of, replace
+
+__all__ = ["rewrite"]
+
+
+def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[Site, ...]:
+    """Find the graph's MLP activations, and replace those that are proved by fused operators, in place.
+
+    Only this graph is read: Inductor calls its pre-grad passes for the subgraphs of higher-order operators itself
+    (``torch._inductor.compile_fx._recursive_pre_grad_passes``, 2.11 to 2.15).
+
+    Args:
+        graph: a pre-grad graph from Dynamo or export, with recorded fake values.
+        policy: what may be done.
+        apply: False only says what would be done.
+
+    Returns:
+        Every site, fused or not, in graph order.
+
+    Raises:
+        Whatever goes wrong; the graph then is as it was.
+    """
+    facts = Facts(graph)
+    cones: dict[Node, Cone] = {}
+    refused: dict[Node, tuple[str, str | None]] = {}
+    sites = list(find(facts))
+    for top, gemms in sites:
+        activation = None
+        try:
+            cone = examine(facts, top)
+            activation = cone.verdict.activation
+            _allowed(facts, cone, gemms, policy)
+            cones[top] = cone
+        except Refusal as e:
+            refused[top] = (str(e), activation)
+    _drop_shared(facts, cones, refused)
+    report = tuple(_site(facts, top, gemms, cones.get(top), refused.get(top)) for top, gemms in sites)
+    if apply and cones:
+        replace(graph, list(cones.values()))
+    return report
+
+
+def _allowed(facts: Facts, cone: Cone, gemms: list[Node], policy: FusionPolicy) -> None:
+    import torch._inductor.config as inductor
+
+    if not any(facts.weight_gemm(gemm) for gemm in gemms):
+        raise Refusal(f"{NOT_AN_MLP}read by a product of two computed tensors, as in attention")
+    path = _module(cone.root, gemms[0])
+    parents = [path[: m.start()] for m in re.finditer(r"\.", path)]
+    for pattern in policy.exclude:
+        if any(fnmatchcase(p, pattern) for p in (path, *parents)):
+            raise Refusal(f"the policy excludes {pattern!r}")
+    value = tensor(cone.root)
+    if inductor.freezing and not torch.is_grad_enabled() and value is not None and value.device.type == "cpu":
+        raise Refusal("CPU inference under freezing: oneDNN's fused linear and activation is kept")
+
+
+def _drop_shared(facts: Facts, cones: dict[Node, Cone], refused: dict[Node, tuple[str, str | None]]) -> None:
+    """Take out the cones whose inner values stay alive for others: the operator would come on top of what is there.
+
+    An inner value may be another fused cone's too (two products of one activation), or its root.
+    """
+    while True:
+        fused = {node for cone in cones.values() for node in cone.calls}
+        roots = {cone.root for cone in cones.values()}
+        for top, cone in list(cones.items()):
+            outside = [
+                (node, user) for node in cone.calls if node not in roots for user in node.users if user not in fused
+            ]
+            if outside:
+                node, user = outside[0]
+                reason = f"{shown(user)} also reads the result of {shown(node)} inside the activation"
+                refused[top] = (reason, cone.verdict.activation)
+                del cones[top]
+                break
+        else:
+            return
+
+
+def _site(
+    facts: Facts, top: Node, gemms: list[Node], cone: Cone | None, refusal: tuple[str, str | None] | None
+) -> Site:
+    source = _source(top, gemms[0])
+    if cone is None:
+        reason, activation = refusal or ("", None)
+        return Site(None, activation, source, reason, tuple(shown(user) for user in readers(facts, top)))
+    users = list(readers(facts, cone.root))
+    spelling = ("autograd.Function" if facts.custom(node) else shown(node) for node in cone.calls)
+    reason = f"proved from {', '.join(spelling)}"
+    others = [shown(user) for user in users if facts.calls[user].gemm is None]
+    if others:
+        reason += f"; {', '.join(dict.fromkeys(others))} keeps the value too"
+    return Site(f"fused::{operator_of(cone)}", cone.verdict.activation, source, reason, tuple(map(shown, users)))
+
+
+def _module(root: Node, gemm: Node) -> str:
+    """The path of the innermost module that holds both the activation and the GEMM that reads it: the MLP."""
+    paths = [_stack(node) for node in (root, gemm)]
+    common = []
+    for a, b in zip(*paths, strict=False):
+        if a != b:
+            break
+        common.append(a)
+    return common[-1] if common else ""
+
+
+def _stack(node: Node) -> list[str]:
+    """The node's modules as paths in the model, outermost first: ``L['self'].h[0].mlp`` is ``h.0.mlp``."""
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    paths = []
+    for path, _ in stack:
+        path = re.sub(r"^L\[['\"]\w+['\"]\]", "", path)
+        path = re.sub(r"\._modules(?=\[)|\.?_orig_mod", "", path)
+        path = re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", path)
+        paths.append(path.strip("."))
+    return paths
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_TORCH = torch.__path__[0]
+
+
+def _source(root: Node, gemm: Node) -> str:
+    frames = [f for f in _FRAME.findall(root.meta.get("stack_trace") or "") if not f[0].startswith(_TORCH)]
+    path = _module(root, gemm)
+    where = f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}" if frames else "unknown"
+    return f"{where} in {path}" if path else where

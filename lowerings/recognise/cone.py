@@ -1,0 +1,465 @@
+"""From a GEMM's input back to what it is computed of: the cone of an activation, and whether replacing it is sound.
+
+A *site* is a value that a GEMM reads, through views, casts and dropout, and that is a nonlinear pointwise function of
+what GEMMs produced. Its *cone* is the calls between: from the *root*, whose value is replaced, down to the *operands*,
+which the fused operator will read. ``find`` lists a graph's sites; ``examine`` walks one and returns its cone, or
+raises ``Refusal``. A cone is replaced only where the graph's meaning stays; each check's message says what it is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from torch_fused_ops.explain import NOT_AN_MLP
+
+from .custom import forward_of
+from .graph import AFFINE, CASTS, COPIES, DROPOUTS, FREE, NONLINEAR, PIECES, Facts, shown, statically, tensor
+from .prove import Verdict, prove
+from .symbolic import RULES, Ref, Step, Unprovable
+
+__all__ = ["Cone", "Refusal", "examine", "find", "readers"]
+
+MAX_CALLS = 64  # the longest spelling of an activation met in 260 models has 14
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Refusal(Exception):
+    """Why a site is left alone."""
+
+
+@dataclass
+class Cone:
+    """An activation in the graph. ``calls`` is in graph order and ends with ``root``."""
+
+    root: Node
+    calls: list[Node] = field(default_factory=list)
+    operands: list[Node] = field(default_factory=list)
+    bypassed: list[Node] = field(default_factory=list)  # other nodes that the operator does not read any more
+    dtype: torch.dtype = torch.float32  # what the operator computes in; root's own dtype may be narrower
+    verdict: Verdict = field(default_factory=lambda: Verdict(None))
+    packed: tuple[Node, str] | None = None  # gate and up as one tensor, and their layout
+
+
+def find(facts: Facts) -> Iterator[tuple[Node, list[Node]]]:
+    """Each site's top call and the GEMMs that read it, in graph order."""
+    sites: dict[Node, list[Node]] = {}
+    for node, call in facts.calls.items():
+        if call.gemm is None:
+            continue
+        for i, arg in enumerate(call.args):
+            if i in call.gemm and isinstance(arg, Node) and facts.state[arg] == NONLINEAR:
+                users = sites.setdefault(facts.origin(arg), [])
+                if node not in users:
+                    users.append(node)
+    yield from sorted(sites.items(), key=lambda site: facts.index[site[0]])
+
+
+def readers(facts: Facts, node: Node) -> Iterator[Node]:
+    """Who reads the node's value in the end: its users, and the users of its views, casts and dropout."""
+    for user in node.users:
+        if facts.passes(user) and not facts.calls[user].inplace:
+            yield from readers(facts, user)
+        else:
+            yield user
+
+
+def examine(facts: Facts, top: Node) -> Cone:
+    """The proved cone under a site's top call.
+
+    Raises:
+        Refusal: it is no activation of the table, or replacing it could change what the graph computes.
+    """
+    cone = Cone(_root(facts, top))
+    _walk(facts, cone)
+    cone.verdict = prove(_steps(facts, cone), len(cone.operands))
+    if cone.verdict.activation is None:
+        for operand in cone.operands:  # x·w: maybe the weight belongs to the activation, as in xIELU
+            if facts.calls[operand].name in ("mul", "div"):
+                scales = [_foreign(facts, a) for a in operand.all_input_nodes if facts.state[a] == FREE]
+                raise Refusal(min(scales)[1])
+        raise Refusal(cone.verdict.reason)
+    _check_values(facts, cone)
+    _check_writes(facts, cone)
+    _find_packed(facts, cone)
+    return cone
+
+
+def _root(facts: Facts, top: Node) -> Node:
+    """A single cast right after the top call belongs to the cone: the operator rounds to that dtype itself."""
+    users = list(top.users)
+    if len(users) == 1 and facts.calls[users[0]].name in CASTS and facts.region[users[0]] == facts.region[top]:
+        value = tensor(users[0])
+        if value is not None and value.dtype in FLOATING and value.device == _value(top).device:
+            return users[0]
+    return top
+
+
+def _value(node: Node) -> torch.Tensor:
+    value = tensor(node)
+    if value is None:
+        raise Refusal(f"the graph does not record the shape and dtype of {shown(node)}")
+    return value
+
+
+def _loses(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a cast from source to target rounds."""
+    return torch.promote_types(source, target) != target
+
+
+# The walk
+
+
+def _is_call(facts: Facts, node: Node) -> bool:
+    """Whether the walk goes through the node (else it is an operand)."""
+    call, state = facts.calls[node], facts.state[node]
+    if state == FREE:
+        return False
+    moves = call.name in CASTS or call.name in COPIES or (call.name in DROPOUTS and not call.dropout_is_active())
+    if state == AFFINE:
+        if call.name in CASTS and _loses(_value(node.all_input_nodes[0]).dtype, _value(node).dtype):
+            return False  # the activation is applied to the rounded tensor
+        return not facts.sum_of_gemms(node) and (moves or call.name in RULES)
+    if call.name in DROPOUTS and not moves:
+        raise Refusal("an active dropout stands inside the activation")
+    if not moves and call.name not in RULES and facts.custom(node) is None:
+        raise Refusal(f"{shown(node)} stands between the activation's parts")
+    return True
+
+
+def _walk(facts: Facts, cone: Cone) -> None:
+    seen = {cone.root}
+    pending = [cone.root]
+    while pending:
+        node = pending.pop()
+        cone.calls.append(node)
+        if len(cone.calls) > MAX_CALLS:
+            raise Refusal(f"more than {MAX_CALLS} pointwise calls lie between the GEMMs")
+        for source in facts.sources(node):
+            if source not in seen:
+                seen.add(source)
+                if _is_call(facts, source):
+                    pending.append(source)
+                else:
+                    cone.operands.append(source)
+    cone.calls.sort(key=facts.index.__getitem__)
+    cone.operands.sort(key=facts.index.__getitem__)
+    foreign = [operand for operand in cone.operands if facts.state[operand] == FREE]
+    if foreign:
+        raise Refusal(min(_foreign(facts, operand) for operand in foreign)[1])
+
+
+def _foreign(facts: Facts, operand: Node) -> tuple[int, str]:
+    """What takes part though no GEMM produced it, and its rank: the most telling reason comes first."""
+    source = facts.origin(operand)
+    if facts.fed[source] and not _is_mask(source):
+        return 3, f"{NOT_AN_MLP}combined with the result of {shown(source)}, which is no GEMM's with weights"
+    pending, seen = [operand], {operand}
+    while pending and not facts.fed[operand]:
+        node = pending.pop()
+        if isinstance(tensor(node), torch.nn.Parameter):
+            return 0, f"a learnable parameter takes part: {shown(node)}"
+        new = [a for a in node.all_input_nodes if a not in seen]
+        seen.update(new)
+        pending.extend(new)
+    if _is_mask(source):
+        return 2, f"a mask takes part: {shown(source)}"
+    return 1, f"another tensor takes part: {shown(source)}"
+
+
+def _is_mask(node: Node) -> bool:
+    value = tensor(node)
+    return value is not None and value.dtype == torch.bool
+
+
+def _merge(facts: Facts, cone: Cone) -> dict[Node, Node]:
+    """Operands that are the same view taken twice (``h[:, :n] * sigmoid(h[:, :n])``) are one: each one's first."""
+    first: dict[Any, Node] = {}
+
+    def unwritten(*nodes: Node) -> bool:
+        return not any(facts.writes.get(facts.storage(node)) for node in nodes)
+
+    def key(argument: Any) -> Any:
+        if isinstance(argument, Node):
+            call = facts.calls[argument]
+            fixed = facts.passes(argument) and call.name not in DROPOUTS
+            if fixed and unwritten(argument, *argument.all_input_nodes):
+                return (call.name, key(call.args), key(tuple(sorted(call.kwargs.items()))), facts.region[argument])
+            return argument
+        if isinstance(argument, (tuple, list)):
+            return tuple(map(key, argument))
+        return repr(argument)
+
+    merged = {operand: first.setdefault(key(operand), operand) for operand in cone.operands}
+    cone.operands = list(first.values())
+    cone.bypassed += [node for node in merged if node not in cone.operands]
+    return merged
+
+
+def _steps(facts: Facts, cone: Cone) -> tuple[Step, ...]:
+    merged = _merge(facts, cone)
+    known = {node: Ref("operand", cone.operands.index(first)) for node, first in merged.items()}
+    steps: list[Step] = []
+
+    def given(argument: Any) -> Any:
+        if isinstance(argument, Node):
+            return known[argument]
+        if argument is None or isinstance(argument, (bool, int, float, str)):
+            return argument
+        raise Refusal(f"an argument of type {type(argument).__name__} takes part")
+
+    for node in cone.calls:
+        call, function = facts.calls[node], facts.custom(node)
+        if function is not None:
+            known[node] = _inline(function, list(map(given, function.args[2:])), steps)
+            cone.bypassed += [function, *(a for a in function.args[:2] if isinstance(a, Node))]
+        elif call.name in RULES:
+            kwargs = tuple((k, given(v)) for k, v in sorted(call.kwargs.items()))
+            steps.append((call.name, tuple(map(given, call.args)), kwargs))
+            known[node] = Ref("value", len(steps) - 1)
+        else:
+            known[node] = known[node.all_input_nodes[0]]
+    return tuple(steps)
+
+
+def _inline(function: Node, arguments: list[Any], steps: list[Step]) -> Ref:
+    """Append what a custom autograd.Function computes."""
+    if any(user.args[1] != 0 for user in function.users):
+        raise Refusal("a custom autograd.Function has other results that are read")
+    try:
+        forward, result = forward_of(function)
+    except Unprovable as e:
+        raise Refusal(f"cannot be proved: {e}") from e
+    start = len(steps)
+
+    def moved(argument: Any) -> Any:
+        if not isinstance(argument, Ref):
+            return argument
+        return arguments[argument.i] if argument.kind == "operand" else Ref("value", start + argument.i)
+
+    for name, args, kwargs in forward:
+        steps.append((name, tuple(map(moved, args)), tuple((k, moved(v)) for k, v in kwargs)))
+    return moved(result)  # type: ignore[no-any-return]
+
+
+# What must hold besides the formula
+
+
+def _check_values(facts: Facts, cone: Cone) -> None:
+    root = _value(cone.root)
+    top = _value(cone.root.all_input_nodes[0]) if facts.calls[cone.root].name in CASTS else root
+    for node in cone.operands + cone.calls:
+        value = _value(node)
+        if type(value) not in _PLAIN:
+            raise Refusal(f"{shown(node)} gives a {type(value).__name__}: tensor subclasses are left alone")
+        if value.dtype not in FLOATING:
+            raise Refusal(f"{shown(node)} gives {value.dtype}: only real floating tensors are fused")
+        if value.device != root.device:
+            raise Refusal(f"it is computed on {value.device} and on {root.device}")
+    for node in cone.operands:
+        value = _value(node)
+        if not (value.ndim and value.ndim == root.ndim and all(map(_equal, value.shape, root.shape))):
+            raise Refusal(f"a broadcast changes the shape: {tuple(value.shape)} to {tuple(root.shape)}")
+        if facts.calls[node].name in CASTS and (_loses(top.dtype, value.dtype) or _loses(root.dtype, value.dtype)):
+            raise Refusal(f"it works in {value.dtype} on {_value(node.all_input_nodes[0]).dtype} values")
+    widest: dict[Node, torch.dtype] = {}  # of the operands that a call's value is made of
+    for node in cone.calls:
+        if facts.region[node] != facts.region[cone.root]:
+            raise Refusal("autocast or grad mode is switched between its parts")
+        sources = [widest.get(source, _value(source).dtype) for source in facts.sources(node)]
+        widest[node] = max(sources, key=lambda dtype: dtype.itemsize)
+        dtype = _value(node).dtype
+        if node is not cone.root and any(_loses(source, dtype) for source in sources):
+            raise Refusal(f"it works in {dtype} on {widest[node]} values")
+    # The operator computes in float32 whatever it reads, and rounds once: a last cast to less is its own rounding.
+    cone.dtype = root.dtype if _loses(top.dtype, root.dtype) else top.dtype
+    for node in cone.operands:
+        cone.dtype = torch.promote_types(cone.dtype, _value(node).dtype)
+    if not _contiguous(root):
+        raise Refusal("its result is laid out in memory in another order than the operator's")
+
+
+_PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return statically(a == b)
+
+
+def _contiguous(value: torch.Tensor) -> bool:
+    expected: Any = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not statically(size == 1):
+            if not statically(stride == expected):
+                return False
+            expected = expected * size
+    return True
+
+
+def _check_writes(facts: Facts, cone: Cone) -> None:
+    """Pre-grad graphs write in place: each value must be what the formula says where it is read, and at the root."""
+    calls, at = set(cone.calls), facts.index
+
+    def writers_after(node: Node) -> Iterator[Node]:
+        return (w for w in facts.writes.get(facts.storage(node), ()) if at[w] > at[node])
+
+    for node in cone.calls:
+        for source in facts.sources(node):
+            for writer in writers_after(source):
+                if at[writer] < at[node]:
+                    raise Refusal(f"{shown(writer)} writes into it in place before it is read")
+    # After the root too: the operator keeps its input for backward, where relu and others keep their result.
+    for operand in cone.operands:
+        for writer in writers_after(operand):
+            if writer not in calls:
+                raise Refusal(f"{shown(writer)} writes into its input in place")
+    for writer in writers_after(cone.root):
+        if facts.calls[writer].name not in DROPOUTS:  # a dropout on top stays
+            raise Refusal(f"{shown(writer)} writes into its result in place")
+    for node in cone.calls:
+        if facts.calls[node].inplace:
+            _check_in_place_call(facts, cone, node)
+
+
+def _check_in_place_call(facts: Facts, cone: Cone, node: Node) -> None:
+    """Made functional, the call no longer changes its argument: nothing may read that later, but through the root."""
+    for alias in facts.aliases[facts.storage(node)]:
+        if alias.op in ("placeholder", "get_attr"):
+            raise Refusal(f"{shown(node)} writes in place into {shown(alias)}")
+        source = alias
+        while source is not cone.root and facts.passes(source):
+            source = source.all_input_nodes[0]
+        if source is cone.root:  # a view of the result
+            continue
+        for user in alias.users:
+            if facts.index[user] > facts.index[node] and user not in cone.calls:
+                raise Refusal(f"{shown(node)} works in place, and {shown(user)} reads the tensor afterwards")
+
+
+# Gate and up in one tensor
+
+
+@dataclass(frozen=True)
+class _Cut:
+    base: Node
+    axis: int
+    start: Any
+    step: int
+    length: Any  # None: the axis is dropped
+
+
+def _find_packed(facts: Facts, cone: Cone) -> None:
+    if cone.verdict.up is None:
+        return
+    gate = _cut(facts, cone.operands[cone.verdict.gate])
+    up = _cut(facts, cone.operands[cone.verdict.up])
+    if gate is None or up is None or gate.base is not up.base or gate.axis != up.axis:
+        return
+    base, last = gate.base, _value(gate.base).ndim - 1
+    size = _value(base).shape[gate.axis]
+    layout = None
+    if gate.length is None or up.length is None:  # one row of a pair each, [..., 0] and [..., 1]
+        if statically(size == 2) and (gate.start, up.start) == (0, 1) and facts.calls[base].name in _SPLITS_LAST:
+            whole = base.all_input_nodes[0]
+            shape, packed = _value(base).shape, _value(whole).shape
+            if len(packed) + 1 == len(shape) and statically(packed[-1] == shape[-1] * shape[-2]):
+                base, layout = whole, {last: "interleaved", last - 1: "halves"}.get(gate.axis)
+    elif gate.axis != last:
+        raise Refusal(f"gate and up are cut on axis {gate.axis} of {last + 1}, not on the last")
+    elif statically(size == 2 * gate.length) and statically(size == 2 * up.length) and statically(gate.start == 0):
+        layouts = {"halves": (1, gate.length), "interleaved": (2, 1)}
+        for name, (step, start) in layouts.items():
+            if gate.step == up.step == step and statically(up.start == start):
+                layout = name
+    if layout is None:
+        return  # the operator then reads the two views
+    bypassed = set(cone.operands)
+    for node in cone.operands:
+        while (node := node.all_input_nodes[0]) is not base:
+            bypassed.add(node)
+    if all(facts.region[node] == facts.region[cone.root] for node in bypassed) and not any(
+        facts.index[base] < facts.index[writer] < facts.index[cone.root] and writer not in cone.calls
+        for writer in facts.writes.get(facts.storage(base), ())
+    ):
+        cone.packed = (base, layout)
+
+
+_SPLITS_LAST = frozenset({"view", "reshape", "unflatten", "_unsafe_view"})
+
+
+def _cut(facts: Facts, node: Node) -> _Cut | None:
+    """The part of another tensor that the node is, where it is one by slicing along one axis."""
+    call = facts.calls[node]
+    source = node.all_input_nodes[0] if node.all_input_nodes else None
+    if source is None:
+        return None
+    if call.name == "getitem" and facts.calls[source].name in PIECES:
+        return _piece(facts, source, call.args[1])
+    value = tensor(source)
+    if value is None:
+        return None
+    args = dict(zip(("input", "dim", "start", "end", "step"), call.args, strict=False)) | call.kwargs
+    axis = args.get("dim", 0)
+    if call.name == "getitem":
+        return _indexed(source, value, call.args[1])
+    if not isinstance(axis, int):
+        return None
+    axis %= value.ndim
+    if call.name == "narrow":
+        return _Cut(source, axis, args.get("start"), 1, args.get("end", args.get("length")))
+    if call.name == "select":
+        return _Cut(source, axis, args.get("start", args.get("index")), 1, None)
+    if call.name == "slice":
+        return _sliced(source, value, axis, slice(args.get("start"), args.get("end"), args.get("step")))
+    return None
+
+
+def _piece(facts: Facts, source: Node, i: Any) -> _Cut | None:
+    call = facts.calls[source]
+    base = source.all_input_nodes[0]
+    pieces = source.meta.get("example_value", source.meta.get("val"))
+    position = 1 if call.name == "unbind" else 2
+    axis = call.kwargs.get("dim", call.args[position] if len(call.args) > position else 0)
+    if not isinstance(i, int) or not isinstance(axis, int) or not isinstance(pieces, (tuple, list)):
+        return None
+    axis, i = axis % _value(base).ndim, i % len(pieces)
+    if call.name == "unbind":
+        return _Cut(base, axis, i, 1, None)
+    start: Any = 0
+    for piece in pieces[:i]:
+        start = start + piece.shape[axis]
+    return _Cut(base, axis, start, 1, pieces[i].shape[axis])
+
+
+def _indexed(source: Node, value: torch.Tensor, index: Any) -> _Cut | None:
+    index = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(i, Node) or i is None or isinstance(i, (list, bool)) for i in index):
+        return None
+    if index.count(Ellipsis):
+        at = index.index(Ellipsis)
+        index = (*index[:at], *[slice(None)] * (value.ndim - len(index) + 1), *index[at + 1 :])
+    cuts = [(axis, i) for axis, i in enumerate(index) if i != slice(None)]
+    if len(cuts) != 1:
+        return None
+    ((axis, i),) = cuts
+    if isinstance(i, int):
+        return _Cut(source, axis, i % 2 if statically(value.shape[axis] == 2) else i, 1, None)
+    return _sliced(source, value, axis, i) if isinstance(i, slice) else None
+
+
+def _sliced(source: Node, value: torch.Tensor, axis: int, cut: slice) -> _Cut | None:
+    size = value.shape[axis]
+    if any(isinstance(bound, Node) for bound in (cut.start, cut.stop, cut.step)):
+        return None
+    start, stop, step = cut.start or 0, size if cut.stop is None else cut.stop, cut.step or 1
+    if statically(start < 0):
+        start = size + start
+    if statically(stop < 0):
+        stop = size + stop
+    elif not statically(stop < size):
+        stop = size
+    return _Cut(source, axis, start, step, (stop - start + step - 1) // step)

@@ -1,0 +1,72 @@
+"""Activations written as a ``torch.autograd.Function``: read only where the backward is proved to be the derivative.
+
+Bloom's GELU is one, and many "memory-efficient" activations are: a backward of their own saves less than autograd's.
+Dynamo keeps them as the higher-order operator ``autograd_function_apply(forward, backward, *args)``, two graphs. A
+backward that is anything else than the derivative (straight-through estimators, clipped gradients) is a meaning of its
+own, and stays.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from torch.fx import GraphModule, Node
+
+from .graph import read
+from .symbolic import Algebra, Ref, Step, Unprovable, evaluate
+
+__all__ = ["forward_of"]
+
+
+def forward_of(function: Node) -> tuple[tuple[Step, ...], Ref]:
+    """What the function's first result is, as an expression of the function's arguments.
+
+    Raises:
+        Unprovable: forward or backward is beyond the rules, or the backward is not the forward's derivative.
+    """
+    bodies = [_body(function, i) for i in (0, 1)]
+    (forward, outputs), (backward, gradients) = map(read, (body.graph for body in bodies))
+    results, saved = outputs
+    if not isinstance(gradients, (tuple, list)):
+        gradients = (gradients,)
+    arguments = len(function.args) - 2
+    _check_backward(forward, backward, results[0], len(results), tuple(saved), tuple(gradients), arguments)
+    return forward, results[0]
+
+
+def _body(function: Node, i: int) -> GraphModule:
+    attribute = function.args[i]
+    body = getattr(function.graph.owning_module, str(attribute.target), None) if isinstance(attribute, Node) else None
+    if not isinstance(body, GraphModule):
+        raise Unprovable("a custom autograd.Function without its graphs")
+    return body
+
+
+@lru_cache(maxsize=256)
+def _check_backward(
+    forward: tuple[Step, ...],
+    backward: tuple[Step, ...],
+    result: Ref,
+    results: int,
+    saved: tuple[Ref, ...],
+    gradients: tuple[Ref | None, ...],
+    arguments: int,
+) -> None:
+    """The backward's operands are one gradient for each result, then what the forward saved."""
+    algebra = Algebra()
+    variables = [algebra.variable(f"x{i}") for i in range(arguments)]
+    grad = algebra.variable("grad")
+    values = evaluate(algebra, forward, variables)
+
+    def value(ref: Ref) -> dict[tuple[tuple[int, int], ...], float]:
+        return (variables if ref.kind == "operand" else values)[ref.i]
+
+    unused = [algebra.variable(f"grad{i}") for i in range(1, results)]
+    given = [grad, *unused, *map(value, saved)]
+    computed = evaluate(algebra, backward, given)
+    for variable, gradient in zip(variables, gradients, strict=True):
+        wanted = algebra.mul(grad, algebra.derivative(value(result), variable))
+        if gradient is None:
+            raise Unprovable("a custom autograd.Function gives no gradient for an argument")
+        if not algebra.same((given if gradient.kind == "operand" else computed)[gradient.i], wanted):
+            raise Unprovable("the backward of a custom autograd.Function is not its derivative")

@@ -1,0 +1,335 @@
+"""An FX graph in one vocabulary: each call's plain name, and the facts of one pass over the graph.
+
+Pre-grad graphs spell one function in many ways (``torch.relu``, ``F.relu``, ``Tensor.relu_``, ``aten.relu.default``,
+``operator.iadd``, …), are not functional, and hold autocast and grad-mode switches as nodes. Here that is put in order
+once; `cone.py` then reads calls by torch's plain name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, Node
+
+from .symbolic import LINEAR, RULES, Ref, Step, Unprovable
+
+__all__ = ["AFFINE", "FREE", "NONLINEAR", "Call", "Facts", "read", "shown", "statically", "tensor"]
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+CASTS = _words("to type type_as float double half bfloat16 _to_copy")
+COPIES = _words("contiguous clone alias")
+DROPOUTS = _words("dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d")
+PIECES = _words("chunk split split_with_sizes tensor_split unbind unsafe_chunk unsafe_split")
+VIEWS = PIECES | _words(
+    """view reshape view_as reshape_as flatten unflatten squeeze unsqueeze ravel _unsafe_view transpose permute t
+    movedim moveaxis swapaxes swapdims expand expand_as getitem narrow select slice detach detach_ lift_fresh_copy"""
+)
+# Tensor-parallel plumbing: what stands between a sharded linear and the local tensor that the activation reads.
+# Dynamo wraps the DTensor methods into functions that are called "prim_to_local", "prim from_local", …
+PLUMBING = _words(
+    """to_local from_local redistribute wait_tensor all_reduce all_gather_tensor all_gather_tensor_autograd
+    all_gather_into_tensor reduce_scatter_tensor reduce_scatter_tensor_autograd"""
+)
+# A GEMM's data arguments: what an MLP's activation may feed, and be fed by. A linear's second is its weight.
+GEMMS: dict[str, tuple[int, ...]] = {
+    "linear": (0,),
+    **dict.fromkeys(("matmul", "mm", "bmm"), (0, 1)),
+    **dict.fromkeys(("addmm", "addbmm", "baddbmm", "einsum"), (1, 2)),
+}
+# Products under other names, custom operators' included (`transformers::grouped_mm_fallback`, `aten::_scaled_mm`, …).
+# What counts as a GEMM decides which sites are listed, never what is sound.
+_OTHER_GEMM = re.compile(r"(?:^|_)(?:mv|mm|bmm|gemm|matmul|linear)(?:_fallback|_v\d+)?$")
+REGIONS = _words(
+    """_enter_autocast _exit_autocast _set_grad_enabled set_grad_enabled _enter_inference_mode _exit_inference_mode
+    _saved_tensors_hooks_enable _saved_tensors_hooks_disable"""
+)
+_PLAIN_NAMES = {
+    **dict.fromkeys(("truediv", "itruediv", "true_divide", "divide"), "div"),
+    **{"iadd": "add", "isub": "sub", "imul": "mul", "ipow": "pow", "__rsub__": "rsub", "pos": "positive"},
+    **{"multiply": "mul", "subtract": "sub", "negative": "neg", "absolute": "abs", "clip": "clamp"},
+    **{"special_expit": "sigmoid", "expit": "sigmoid", "log_sigmoid": "logsigmoid", "special_exp2": "exp2"},
+    **{"special_erf": "erf", "special_erfc": "erfc", "special_expm1": "expm1", "special_log1p": "log1p"},
+}
+_INPLACE_BUILTINS = _words("iadd isub imul itruediv ipow imatmul iand ior setitem __setitem__")
+
+# How a node depends on GEMMs' outputs: not by pointwise functions and views alone, affinely, or in any other such way.
+FREE, AFFINE, NONLINEAR = range(3)
+
+_CUSTOM = torch.ops.higher_order.autograd_function_apply
+
+
+@cache
+def _torch_functions() -> dict[object, str]:
+    """Each of torch's own functions that has a name here: a function that only borrows the name is not it."""
+    plain = {*RULES, *CASTS, *COPIES, *DROPOUTS, *VIEWS, *GEMMS, *_PLAIN_NAMES, *_INPLACE_BUILTINS}
+    found: dict[object, str] = {}
+    for space in (torch, F, torch._C._nn, torch.special, operator, torch.Tensor):
+        for name in plain | {f"{n}_" for n in plain}:
+            function = getattr(space, name, None)
+            if callable(function):
+                found[function] = name
+    return found
+
+
+@cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _target_name(node: Node) -> str:
+    target = node.target
+    if node.op == "call_method":
+        return str(target) if hasattr(torch.Tensor, str(target)) or target in PLUMBING else ""
+    if node.op != "call_function":
+        return ""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._opname) if target.namespace in ("aten", "_c10d_functional", "c10d_functional") else ""
+    own = re.sub(r"^prim[ _]", "", getattr(target, "__name__", ""))
+    return _torch_functions().get(target) or (own if own in PLUMBING or own in REGIONS else "")
+
+
+def _is_other_gemm(target: object) -> bool:
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name
+    elif isinstance(target, torch._ops.OpOverloadPacket):
+        name = target._qualified_op_name
+    else:
+        ours = str(getattr(target, "__module__", None)).startswith("torch")
+        name = getattr(target, "__name__", "") if ours else ""
+    return _OTHER_GEMM.search(name.rsplit("::", 1)[-1]) is not None
+
+
+class Call:
+    """One node's call.
+
+    Attributes:
+        name: torch's plain name for it; "" if it has none here.
+        args, kwargs: what it is called with, ``inplace`` taken out.
+        inplace: whether it writes its first argument.
+        gemm: the positions of a GEMM's data arguments; None for what is no GEMM.
+    """
+
+    def __init__(self, node: Node) -> None:
+        name = _target_name(node)
+        self.inplace = name in _INPLACE_BUILTINS or (name.endswith("_") and not name.endswith("__"))
+        if self.inplace and name not in _PLAIN_NAMES:
+            name = name.removesuffix("_")
+        self.name = _PLAIN_NAMES.get(name, name)
+        self.args, self.kwargs = node.args, dict(node.kwargs)
+        if self.name in RULES or self.name in DROPOUTS:
+            self._take_inplace(node)
+        self.gemm = GEMMS.get(self.name) or ((0, 1) if not self.name and _is_other_gemm(node.target) else None)
+
+    def _take_inplace(self, node: Node) -> None:
+        signature = None if isinstance(node.target, (str, torch._ops.OpOverload)) else _signature(node.target)
+        if signature is not None and "inplace" in signature.parameters:
+            position = list(signature.parameters).index("inplace")
+            if len(self.args) > position:
+                self.inplace |= bool(self.args[position])
+                self.args = self.args[:position]
+        self.inplace |= bool(self.kwargs.pop("inplace", False))
+        self.inplace &= self.name not in DROPOUTS or self.dropout_is_active()
+
+    def dropout_is_active(self) -> bool:
+        given = dict(zip(("input", "p", "training"), self.args, strict=False)) | self.kwargs
+        return not (given.get("p", 0.5) == 0 or given.get("training", given.get("train", True)) is False)
+
+
+def tensor(node: Node) -> torch.Tensor | None:
+    """The node's recorded value if it is a tensor: Dynamo's ``example_value``, or export's ``val``."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def statically(condition: Any) -> bool:
+    """Whether a condition on sizes holds for all sizes that the graph is for; asking adds no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
+def shown(node: Node) -> str:
+    """What a person would call the node."""
+    if node.op in ("placeholder", "get_attr"):  # Dynamo calls a parameter L_self_modules_mlp_parameters_alpha_
+        return re.sub(r"^.*_(?:parameters|buffers)_(.*?)_?$", r"\1", str(node.target))
+    target = node.target
+    return target if isinstance(target, str) else str(getattr(target, "__name__", target)).removesuffix(".default")
+
+
+def _writes(node: Node, call: Call) -> Iterator[Node]:
+    """The nodes whose memory this one writes. Errs towards too many."""
+    out = node.kwargs.get("out")
+    if isinstance(out, Node):
+        yield out
+    if isinstance(node.target, torch._ops.OpOverload):
+        for schema_arg, arg in zip(node.target._schema.arguments, node.args, strict=False):
+            if schema_arg.alias_info is not None and schema_arg.alias_info.is_write and isinstance(arg, Node):
+                yield arg
+    elif isinstance(node.target, torch._ops.HigherOrderOperator):
+        if "mutation" in str(node.target):
+            yield from node.all_input_nodes
+    elif node.args and isinstance(node.args[0], Node):
+        name = shown(node)
+        marked = name in _INPLACE_BUILTINS or (name.endswith("_") and not name.endswith("__"))
+        if call.inplace or ((marked or node.kwargs.get("inplace")) and call.name not in DROPOUTS):
+            yield node.args[0]
+
+
+class Facts:
+    """One forward pass over a graph; linear in its size."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.index: dict[Node, int] = {}
+        self.calls: dict[Node, Call] = {}
+        self.region: dict[Node, int] = {}  # nodes of one region have no autocast or grad-mode switch between them
+        self.state: dict[Node, int] = {}
+        self.fed: dict[Node, bool] = {}  # whether a GEMM lies anywhere before
+        self.writes: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that write it, in order
+        self.aliases: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that are views of it
+        region = 0
+        for i, node in enumerate(graph.nodes):
+            call = self.calls[node] = Call(node)
+            region += call.name in REGIONS
+            self.index[node], self.region[node] = i, region
+            self.fed[node] = call.gemm is not None or any(self.fed[a] for a in node.all_input_nodes)
+            self.state[node] = self._state(node, call)
+            self.aliases[self.storage(node)].append(node)
+            for written in _writes(node, call):
+                self.writes[self.storage(written)].append(node)
+
+    def storage(self, node: Node) -> int:
+        """Identifies the memory that the node's value lives in: fake tensors share storages as the real ones will."""
+        value = tensor(node)
+        try:
+            return -self.index[node] if value is None else int(value.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # some subclasses have none
+            return -self.index[node]
+
+    def weight_gemm(self, node: Node) -> bool:
+        """Whether the node is a product with weights or inputs, not one of two computed tensors as attention's are."""
+        call = self.calls[node]
+        if call.gemm is None:
+            return False
+        sides = [a for i, a in enumerate(call.args) if i in call.gemm and isinstance(a, Node)]
+        return call.name == "linear" or not all(self.fed[a] for a in sides) or len(sides) < 2
+
+    def custom(self, node: Node) -> Node | None:
+        """The call of a ``torch.autograd.Function`` whose first result the node is."""
+        if self.calls[node].name != "getitem" or node.args[1] != 0 or not isinstance(node.args[0], Node):
+            return None
+        return node.args[0] if node.args[0].target is _CUSTOM else None
+
+    def sources(self, node: Node) -> list[Node]:
+        """The nodes whose values the node's value is computed of."""
+        function = self.custom(node)
+        if function is None:
+            return node.all_input_nodes[: 1 if self.passes(node) else None]
+        return [a for a in dict.fromkeys(function.args[2:]) if isinstance(a, Node)]
+
+    def passes(self, node: Node) -> bool:
+        """Whether the node only moves its first argument: views, casts, copies, dropout, tensor-parallel plumbing."""
+        name = self.calls[node].name
+        moves = name in VIEWS or name in CASTS or name in COPIES or name in DROPOUTS or name in PLUMBING
+        return moves and self.custom(node) is None
+
+    def origin(self, node: Node) -> Node:
+        """The node whose value this one only moves."""
+        while self.passes(node) and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+        return node
+
+    def sum_of_gemms(self, node: Node) -> bool:
+        """Whether the node adds tensors to what GEMMs produced, or scales it: bias, LoRA's adapter, a residual."""
+        return self.state[node] == AFFINE and self.calls[node].name in LINEAR and len(node.all_input_nodes) > 1
+
+    def _state(self, node: Node, call: Call) -> int:
+        inputs = self.sources(node)
+        if call.gemm is not None:
+            return AFFINE if self.weight_gemm(node) else FREE
+        if not inputs:
+            return FREE
+        if self.passes(node):
+            return self.state[inputs[0]]
+        states = [self.state[a] for a in inputs]
+        if call.name not in RULES and self.custom(node) is None:
+            return FREE
+        if call.name not in LINEAR:
+            return NONLINEAR if any(states) else FREE
+        streams = [a for a in inputs if not self.state[a] and self.fed[a]]  # computed, not pointwise from a GEMM
+        if call.name in ("add", "sub", "rsub"):
+            return FREE if NONLINEAR in states and streams else max(states)  # joining a residual stream ends a cone
+        if any(states) and len(inputs) > 1:  # a product or quotient of two tensors
+            if all(states) or (call.name == "div" and states[1]):
+                return NONLINEAR
+            if not streams:
+                return max(states)
+            (stream,), (other,) = streams, (a for a in inputs if self.state[a])
+            return FREE if self.state[other] == AFFINE or self._normalises(stream, other) else NONLINEAR
+        if any(states) and (call.args.count(inputs[0]) > 1 or (call.name == "div" and call.args[0] is not inputs[0])):
+            return NONLINEAR  # x·x, 1/x
+        return states[0]
+
+    def _normalises(self, scale: Node, node: Node) -> bool:
+        """Whether ``scale`` is made of ``node`` itself, as 1/sqrt(mean(node²)) is: a norm, not a gate."""
+        node = self.origin(node)
+        for _ in range(8):
+            if scale is node or not scale.all_input_nodes:
+                break
+            scale = scale.all_input_nodes[0]
+        return scale is node
+
+
+def read(graph: Graph) -> tuple[tuple[Step, ...], Any]:
+    """A whole graph as an expression of its placeholders.
+
+    Returns:
+        The steps, and the graph's output with a ``Ref`` for each node in it.
+
+    Raises:
+        Unprovable: the graph does more than compute, pointwise and without rounding on the way.
+    """
+    steps: list[Step] = []
+    refs: dict[Node, Ref] = {}
+    operands: list[Node] = []
+    output: Any = None
+    for node in graph.nodes:
+        call = Call(node)
+        if node.op == "placeholder":
+            refs[node] = Ref("operand", len(operands))
+            operands.append(node)
+        elif node.op == "output":
+            output = torch.fx.map_arg(node.args[0], refs.__getitem__)
+        elif call.inplace or not (call.name in RULES or call.name in CASTS or call.name in COPIES | REGIONS):
+            raise Unprovable(f"{shown(node)} is not read")
+        elif call.name in RULES:
+            args, kwargs = torch.fx.map_arg((call.args, tuple(call.kwargs.items())), refs.__getitem__)
+            refs[node] = Ref("value", len(steps))
+            steps.append((call.name, tuple(args), tuple(kwargs)))
+        elif call.name not in REGIONS:
+            refs[node] = refs[node.all_input_nodes[0]]
+        if node in refs and node not in operands:
+            _check_rounding(node, [operand for operand in operands if operand.users])
+    return tuple(steps), output
+
+
+def _check_rounding(node: Node, operands: Sequence[Node]) -> None:
+    value = tensor(node)
+    for operand in operands:
+        source = tensor(operand)
+        if value is None or source is None or torch.promote_types(source.dtype, value.dtype) != value.dtype:
+            raise Unprovable(f"{shown(node)} may round")

@@ -1,0 +1,144 @@
+"""Which activation an expression is: comparison with the activation table, each structure once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from torch_fused_ops import activations
+
+from .graph import read
+from .symbolic import TOLERANCE, Algebra, Poly, Ref, Step, Unprovable, evaluate
+
+__all__ = ["Verdict", "prove"]
+
+NAMES = ("x", "y")  # an activation reads one tensor, a gated one two
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was proved: ``activation`` of operand ``gate``, times operand ``up`` if there is one; or why nothing was."""
+
+    activation: str | None
+    gate: int = 0
+    up: int | None = None
+    up_offset: float = 0.0
+    clamp: float | None = None
+    reason: str = ""
+
+
+def prove(steps: tuple[Step, ...], operands: int) -> Verdict:
+    """Compare an expression, the last step's value, with every activation and with every gated form of it.
+
+    Args:
+        steps: the expression.
+        operands: how many tensors it reads.
+    """
+    return _prove(steps, operands, activations.names())
+
+
+@lru_cache(maxsize=1024)
+def _prove(steps: tuple[Step, ...], operands: int, table: tuple[str, ...]) -> Verdict:
+    if operands > len(NAMES):
+        return Verdict(None, reason=f"{operands} different tensors take part; an MLP's activation reads one or two")
+    algebra = _table(table)[0].fork()
+    variables = [algebra.variable(NAMES[i]) for i in range(operands)]
+    try:
+        expression = evaluate(algebra, steps, variables)[-1]
+        found = _unary(algebra, expression, table) if operands == 1 else _gated(algebra, expression, steps, table)
+    except Unprovable as e:
+        return Verdict(None, reason=f"cannot be proved: {e}")
+    return found or Verdict(None, reason=_explained(algebra, expression, operands, table))
+
+
+@lru_cache(maxsize=4)
+def _table(names: tuple[str, ...]) -> tuple[Algebra, dict[tuple[str, int], Poly]]:
+    """Each activation of one variable, as x and as y, and the algebra in which they are written."""
+    algebra = Algebra()
+    variables = [algebra.variable(name) for name in NAMES]
+    table: dict[tuple[str, int], Poly] = {}
+    for name in names:
+        try:
+            for i, x in enumerate(variables):
+                table[name, i] = _applied(algebra, name, x)
+        except Unprovable:  # a registered activation beyond the rules: the operators know it, the recogniser does not
+            continue
+    return algebra, table
+
+
+@lru_cache(maxsize=256)
+def _definition(name: str) -> tuple[tuple[Step, ...], Ref]:
+    """The activation's textbook spelling, read by the same rules as the graph's."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+
+    definition = activations.get(name).definition
+    with unset_fake_temporarily(), disable_proxy_modes_tracing(), torch.no_grad():
+        return read(make_fx(lambda x: definition(x))(torch.zeros(2, dtype=torch.float64)).graph)
+
+
+def _applied(algebra: Algebra, name: str, x: Poly) -> Poly:
+    steps, result = _definition(name)
+    return evaluate(algebra, steps, [x])[result.i] if result.kind == "value" else x
+
+
+def _unary(algebra: Algebra, expression: Poly, table: tuple[str, ...]) -> Verdict | None:
+    forms = _table(table)[1]
+    for name in table:
+        if (name, 0) in forms and algebra.same(expression, forms[name, 0]):
+            return Verdict(name)
+    return None
+
+
+def _bounds(steps: tuple[Step, ...]) -> list[float | None]:
+    """No clamp, and the positive constants that something is clamped to: all candidates for the operator's clamp."""
+    found: list[float | None] = [None]
+    for name, args, kwargs in steps:
+        if name in ("clamp", "clamp_max", "minimum", "hardtanh"):
+            for value in (*args, *(v for _, v in kwargs)):
+                if isinstance(value, (int, float)) and value > 0 and float(value) not in found:
+                    found.append(float(value))
+    return found
+
+
+def _gated(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], table: tuple[str, ...]) -> Verdict | None:
+    """act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset), for either operand as the gate."""
+    forms = _table(table)[1]
+    variables = [algebra.variable(name) for name in NAMES]
+    for clamp in _bounds(steps):
+        for name, gate in forms:
+            act, up = forms[name, gate], variables[1 - gate]
+            if clamp is not None:
+                act = _applied(algebra, name, algebra.minimum(variables[gate], clamp))
+                up = algebra.clamp(up, -clamp, clamp)
+            # expression = act·(up + offset): what act·up leaves is a multiple of act
+            offset = algebra.ratio(algebra.sub(expression, algebra.mul(act, up)), act)
+            if offset is not None:
+                return Verdict(name, gate, 1 - gate, round(offset, 12), clamp)
+    return None
+
+
+def _explained(algebra: Algebra, expression: Poly, operands: int, table: tuple[str, ...]) -> str:
+    """Why the expression is none of the table's, and what it is near to if anything."""
+    text = algebra.text(expression)
+    if operands > 1:
+        return f"{text[:160]} is no activation of the table with a gate"
+    shape, constants = algebra.constants(expression)
+    near: list[tuple[float, str]] = []
+    for (name, i), form in _table(table)[1].items():
+        if i:
+            continue
+        factor = algebra.ratio(expression, form)
+        if factor is not None:
+            return f"it is {factor:.7g}·{name}(x): a scaled activation is another function"
+        its_shape, its_constants = algebra.constants(form)
+        if shape == its_shape:
+            pairs = zip(constants, its_constants, strict=True)
+            apart = [(c, t) for c, t in pairs if abs(c - t) > TOLERANCE * abs(t)]
+            values = ", ".join(f"{c:.7g} for {t:.7g}" for c, t in apart)
+            near.append((max(abs(c / t - 1) for c, t in apart), f"{text} is like {name}, but has {values}"))
+    if near and min(near)[0] < 0.5:
+        return min(near)[1]
+    return f"{text[:160]} is no activation of the table"

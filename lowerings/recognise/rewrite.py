@@ -1,0 +1,96 @@
+"""The edit: a proved cone becomes one fused operator. Nothing is changed until everything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .cone import Cone
+from .graph import tensor
+
+__all__ = ["operator_of", "replace"]
+
+
+def operator_of(cone: Cone) -> str:
+    """The operator that the cone becomes."""
+    if cone.verdict.up is None:
+        return "bias_act"
+    return "bias_glu" if cone.packed else "glu"
+
+
+def replace(graph: Graph, cones: Sequence[Cone]) -> None:
+    """Replace every cone, or none: where an edit fails, the graph is as it was before.
+
+    All new nodes are made first, each right before its root. Then uses are redirected, and what is dead is erased; only
+    what these cones read: pre-grad graphs have side effects, so ``eliminate_dead_code`` is not for them.
+    """
+    new: list[Node] = []
+    pairs: list[tuple[Node, Node]] = []
+    try:
+        for cone in cones:
+            pairs.append((cone.root, _insert(graph, cone, new)))
+        for root, result in pairs:
+            root.replace_all_uses_with(result)
+    except BaseException:
+        for root, result in pairs:
+            result.replace_all_uses_with(root)
+        for node in reversed(new):
+            graph.erase_node(node)
+        raise
+    dead = {node for cone in cones for node in (*cone.calls, *cone.bypassed)}
+    for cone in cones:
+        if cone.packed:  # the cuts of the packed tensor
+            for node in cone.operands:
+                while node is not cone.packed[0]:
+                    dead.add(node)
+                    node = node.all_input_nodes[0]
+    for node in reversed(graph.nodes):
+        if node in dead and not node.users:
+            graph.erase_node(node)
+
+
+def _insert(graph: Graph, cone: Cone, new: list[Node]) -> Node:
+    root, verdict = cone.root, cone.verdict
+
+    def call(target: Callable[..., Any], *args: Any) -> Node:
+        node = graph.call_function(target, args)
+        new.append(node)
+        node.meta = {k: v for k, v in root.meta.items() if k not in ("example_value", "val", "tensor_meta")}
+        _record(node, root)
+        return node
+
+    def cast(node: Node, dtype: torch.dtype) -> Node:
+        value = tensor(node)
+        return node if value is None or value.dtype == dtype else call(torch.ops.aten.to.dtype, node, dtype)
+
+    ops = torch.ops.fused
+    scalars = (verdict.up_offset, verdict.clamp)
+    with graph.inserting_before(root):
+        if cone.packed:
+            base, layout = cone.packed
+            base = cast(base, cone.dtype)
+            result = call(ops.bias_glu.default, base, None, None, verdict.activation, layout, *scalars)
+        elif verdict.up is not None:
+            gate, up = (cast(cone.operands[i], cone.dtype) for i in (verdict.gate, verdict.up))
+            result = call(ops.glu.default, gate, up, None, verdict.activation, *scalars)
+        else:
+            only = cast(cone.operands[verdict.gate], cone.dtype)
+            result = call(ops.bias_act.default, only, None, None, verdict.activation)
+        value = tensor(root)
+        return result if value is None else cast(result, value.dtype)
+
+
+def _record(node: Node, like: Node) -> None:
+    """Give the node the fake value that tracing it would have recorded, under the key that this graph uses."""
+    key = "example_value" if "example_value" in like.meta else "val"
+    args = [a.meta[key] if isinstance(a, Node) else a for a in node.args]
+    # The values' own mode: the tracing context may hold a newer one by now, and modes do not mix.
+    modes = [a.fake_mode for a in args if isinstance(a, torch._subclasses.FakeTensor)]
+    shapes = modes[0].shape_env if modes else None
+    # What is asked about sizes here must not become a guard of the user's program.
+    with shapes.suppress_guards() if shapes is not None else nullcontext():
+        node.meta[key] = node.target(*args)  # type: ignore[operator]

@@ -1,0 +1,440 @@
+"""What a pointwise expression *means*: a canonical form in which two spellings of one function become equal.
+
+An expression is a polynomial with float coefficients over *atoms*; an atom is a variable or a function applied to such
+polynomials. That alone settles operand order, association and distribution. What else spellings differ in is settled
+by rewriting every function into few: ``tanh``, ``silu``, ``x / (1 + exp(-x))``, ``exp(x) / (1 + exp(x))`` all become
+``sigmoid``; ``abs``, ``clamp``, ``leaky_relu``, ``hardswish``, … become ``relu``; ``exp(a)·exp(b)`` becomes
+``exp(a + b)``.
+
+Equal forms prove equal functions, constants to a relative 1e-6. Unequal forms prove nothing, and then nothing is done:
+a missing identity costs a fusion, never a wrong result.
+
+Why not sympy: it keeps ``sqrt(2/pi)`` and ``1.0*x`` apart from their floats inside a function's argument, compares
+constants exactly, and takes 3 to 30 ms for an expression where this takes 0.1 to 0.3 (2.13, one core).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
+
+__all__ = ["LINEAR", "RULES", "TOLERANCE", "Algebra", "Poly", "Ref", "Step", "Unprovable", "evaluate"]
+
+# ((atom, power), …) sorted by atom; () is 1. Atoms are numbers of an Algebra's list.
+Monomial: TypeAlias = tuple[tuple[int, int], ...]
+Poly: TypeAlias = dict[Monomial, float]
+Operand: TypeAlias = "Poly | float"
+
+TOLERANCE = 1e-6  # relative, of each constant in the canonical form
+CANCELLED = 1e-12  # a sum this much smaller than its terms is rounding, not a term
+MAX_TERMS = 128
+MAX_POWER = 8
+
+
+class Unprovable(Exception):
+    """The expression is outside of what can be proved; the message says what stopped it."""
+
+
+class Algebra:
+    """Arithmetic on canonical forms. Atoms that agree to the tolerance are one atom: the first that was seen."""
+
+    def __init__(self, atoms: tuple[tuple[str, tuple[Poly, ...]], ...] = ()) -> None:
+        self.atoms: list[tuple[str, tuple[Poly, ...]]] = list(atoms)
+
+    def fork(self) -> Algebra:
+        """An algebra that knows the same atoms: what is proved in it does not depend on what was proved before."""
+        return Algebra(tuple(self.atoms))
+
+    # Atoms and comparison
+
+    def variable(self, name: str) -> Poly:
+        return self._atom(name)
+
+    def _atom(self, function: str, *args: Poly) -> Poly:
+        for i, (known, known_args) in enumerate(self.atoms):
+            if known == function and all(map(self.same, args, known_args)):
+                return {((i, 1),): 1.0}
+        self.atoms.append((function, args))
+        return {((len(self.atoms) - 1, 1),): 1.0}
+
+    @staticmethod
+    def same(p: Poly, q: Poly) -> bool:
+        return p.keys() == q.keys() and all(math.isclose(c, q[m], rel_tol=TOLERANCE) for m, c in p.items())
+
+    @staticmethod
+    def constant(p: Poly) -> float | None:
+        """p's value if it does not depend on any atom."""
+        return 0.0 if not p else p[()] if p.keys() == {()} else None
+
+    def ratio(self, p: Poly, q: Poly) -> float | None:
+        """c with p = c·q, or None."""
+        if not p:
+            return 0.0
+        if p.keys() != q.keys():
+            return None
+        m = min(q)
+        return p[m] / q[m] if self.same(p, self.mul(q, p[m] / q[m])) else None
+
+    # Ring operations
+
+    @staticmethod
+    def lift(value: Operand) -> Poly:
+        if isinstance(value, dict):
+            return value
+        if isinstance(value, (int, float)):
+            if not math.isfinite(value):
+                raise Unprovable(f"the constant {value} in it")
+            return {(): float(value)} if value else {}
+        raise Unprovable(f"an argument of type {type(value).__name__}")
+
+    def add(self, p: Operand, q: Operand, factor: float = 1.0) -> Poly:
+        """p + factor·q"""
+        total = dict(self.lift(p))
+        for m, c in self.lift(q).items():
+            c *= factor
+            old = total.get(m, 0.0)
+            if abs(old + c) <= CANCELLED * abs(c):
+                total.pop(m, None)
+            else:
+                total[m] = old + c
+        if len(total) > MAX_TERMS:
+            raise Unprovable(f"more than {MAX_TERMS} terms")
+        return total
+
+    def mul(self, p: Operand, q: Operand) -> Poly:
+        if isinstance(q, (int, float)):
+            q = self.lift(q)
+        total: Poly = {}
+        for m, c in self.lift(p).items():
+            for n, d in self.lift(q).items():
+                total = self.add(total, self._product(m, n), c * d)
+        return total
+
+    def _product(self, m: Monomial, n: Monomial) -> Poly:
+        if not m or not n:
+            return {m or n: 1.0}
+        powers = dict(m)
+        for atom, k in n:
+            powers[atom] = powers.get(atom, 0) + k
+        if max(powers.values()) > MAX_POWER:
+            raise Unprovable(f"a power above {MAX_POWER}")
+        exponentials = [atom for atom in powers if self.atoms[atom][0] == "exp"]
+        if not exponentials:
+            return {tuple(sorted(powers.items())): 1.0}
+        # exp(a)·exp(b) = exp(a + b)
+        exponent: Poly = {}
+        for atom in exponentials:
+            exponent = self.add(exponent, self.atoms[atom][1][0], powers.pop(atom))
+        rest: Poly = {tuple(sorted(powers.items())): 1.0}
+        if not exponent:
+            return rest
+        # exp(w)·sigmoid(w) = exp(w) - sigmoid(w) and exp(-w)·sigmoid(w) = 1 - sigmoid(w)
+        for atom, k in powers.items():
+            function, args = self.atoms[atom]
+            for sign in (1.0, -1.0):
+                if function == "sigmoid" and self.same(args[0], self.mul(exponent, sign)):
+                    lower = {a: p for a, p in {**powers, atom: k - 1}.items() if p}
+                    first = self.exp(exponent) if sign > 0 else self.lift(1.0)
+                    second = self._atom(function, *args)
+                    return self.mul({tuple(sorted(lower.items())): 1.0}, self.add(first, second, -1.0))
+        ((e, _),) = next(iter(self._atom("exp", exponent)))
+        return {tuple(sorted([*powers.items(), (e, 1)])): 1.0}
+
+    def sub(self, p: Operand, q: Operand) -> Poly:
+        return self.add(p, q, -1.0)
+
+    def div(self, p: Operand, q: Operand) -> Poly:
+        return self.mul(p, self.reciprocal(q))
+
+    def power(self, p: Operand, exponent: Operand) -> Poly:
+        p, exponent = self.lift(p), self.lift(exponent)
+        n, base = self.constant(exponent), self.constant(p)
+        if n is None:
+            if base is None or base <= 0:
+                raise Unprovable("a power with a variable exponent")
+            return self.exp(self.mul(exponent, math.log(base)))
+        if n == int(n) and abs(n) <= MAX_POWER:
+            result = self.lift(1.0)
+            for _ in range(abs(int(n))):
+                result = self.mul(result, p)
+            return result if n >= 0 else self.reciprocal(result)
+        return self._function("pow", p, lambda v: v**n, exponent)
+
+    # Functions, each in its canonical form
+
+    def _function(self, name: str, p: Operand, on_constant: Callable[[float], Any], *more: Poly) -> Poly:
+        p = self.lift(p)
+        value = self.constant(p)
+        if value is None:
+            return self._atom(name, p, *more)
+        try:
+            return self.lift(on_constant(value))
+        except (ValueError, ZeroDivisionError, OverflowError) as e:
+            raise Unprovable(f"{name}({value})") from e
+
+    @staticmethod
+    def _lead(p: Poly) -> float:
+        """The coefficient that fixes p's sign and scale: that of the first term which is not the constant one."""
+        return p[min((m for m in p if m), default=())]
+
+    def reciprocal(self, p: Operand) -> Poly:
+        p = self.lift(p)
+        if all(len(m) == 0 or (len(m) == 1 and self.atoms[m[0][0]][0] == "exp") for m in p) and 1 <= len(p) <= 2:
+            exponents = [self.atoms[m[0][0]][1][0] if m else {} for m in p]
+            coefficients = list(p.values())
+            b, d = exponents[-1], coefficients[-1]
+            if len(p) == 1:
+                return self.mul(self.exp(self.mul(b, -1.0)), 1 / d)
+            a, c = exponents[0], coefficients[0]
+            if c * d > 0:  # 1/(c·exp(a) + d·exp(b)) = exp(-b)/d · sigmoid(b - a - log(c/d))
+                inner = self.add(self.sub(b, a), -math.log(c / d))
+                return self.mul(self.exp(self.mul(b, -1.0)), self.mul(self.sigmoid(inner), 1 / d))
+        if not p:
+            raise Unprovable("a division by zero")
+        scale = self._lead(p)
+        return self.mul(self._function("reciprocal", self.mul(p, 1 / scale), lambda v: 1 / v), 1 / scale)
+
+    def exp(self, p: Operand) -> Poly:
+        p = self.lift(p)
+        offset = p.get((), 0.0)
+        if abs(offset) > 700:
+            raise Unprovable(f"exp({offset})")
+        rest = {m: c for m, c in p.items() if m}
+        return self.mul(self._atom("exp", rest) if rest else 1.0, math.exp(offset))
+
+    def log(self, p: Operand) -> Poly:
+        return self._function("log", p, math.log)
+
+    def sigmoid(self, p: Operand) -> Poly:
+        p = self.lift(p)
+        if p and self._lead(p) < 0:  # one sign only: sigmoid(-p) = 1 - sigmoid(p)
+            return self.sub(1.0, self.sigmoid(self.mul(p, -1.0)))
+        return self._function("sigmoid", p, lambda v: 1 / (1 + math.exp(-v)))
+
+    def tanh(self, p: Operand) -> Poly:
+        return self.sub(self.mul(self.sigmoid(self.mul(p, 2.0)), 2.0), 1.0)
+
+    def erf(self, p: Operand) -> Poly:
+        p = self.lift(p)
+        if p and self._lead(p) < 0:  # odd
+            return self.mul(self.erf(self.mul(p, -1.0)), -1.0)
+        return self._function("erf", p, math.erf)
+
+    def relu(self, p: Operand) -> Poly:
+        p = self.lift(p)
+        if self.constant(p) is not None:
+            return self.lift(max(p.get((), 0.0), 0.0))
+        lead = self._lead(p)
+        if lead < 0:  # relu(p) = p + relu(-p)
+            return self.add(p, self.relu(self.mul(p, -1.0)))
+        if len(p) == 1 and all(self.atoms[a][0] in ("relu", "sigmoid", "exp") for a, _ in next(iter(p))):
+            return p  # never negative
+        return self.mul(self._atom("relu", self.mul(p, 1 / lead)), lead)  # relu(c·p) = c·relu(p) for c > 0
+
+    def maximum(self, p: Operand, q: Operand) -> Poly:
+        return self.add(q, self.relu(self.sub(p, q)))
+
+    def minimum(self, p: Operand, q: Operand) -> Poly:
+        return self.sub(p, self.relu(self.sub(p, q)))
+
+    def clamp(self, p: Operand, low: Operand | None = None, high: Operand | None = None) -> Poly:
+        p = self.lift(p)
+        if low is not None:
+            p = self.maximum(p, low)
+        return p if high is None else self.minimum(p, high)
+
+    # Calculus
+
+    def derivative(self, p: Poly, variable: Poly) -> Poly:
+        """dp/dvariable, for functions that have one everywhere."""
+        total: Poly = {}
+        for m, c in p.items():
+            for atom, k in m:
+                others = tuple((a, n - (a == atom)) for a, n in m if n > (a == atom))
+                total = self.add(total, self.mul({others: c * k}, self._atom_derivative(atom, variable)))
+        return total
+
+    def _atom_derivative(self, atom: int, variable: Poly) -> Poly:
+        function, args = self.atoms[atom]
+        value: Poly = {((atom, 1),): 1.0}
+        if not args:
+            return self.lift(1.0 if value == variable else 0.0)
+        outer: dict[str, Callable[[], Poly]] = {
+            "exp": lambda: value,
+            "sigmoid": lambda: self.mul(value, self.sub(1.0, value)),
+            "erf": lambda: self.mul(self.exp(self.mul(self.power(args[0], 2.0), -1.0)), 2 / math.sqrt(math.pi)),
+            "log": lambda: self.reciprocal(args[0]),
+            "reciprocal": lambda: self.mul(self.mul(value, value), -1.0),
+        }
+        if function not in outer:
+            raise Unprovable(f"the derivative of {function}")
+        return self.mul(outer[function](), self.derivative(args[0], variable))
+
+    # For people
+
+    def text(self, p: Poly) -> str:
+        """p, readable: ``x·sigmoid(1.7·x)``."""
+        return " ".join(chain.from_iterable(self._terms(p))).removeprefix("+ ") or "0"
+
+    def _terms(self, p: Poly) -> list[tuple[str, str]]:
+        terms = []
+        for m, c in p.items():
+            factors = [self._factor(a) + (f"^{k}" if k != 1 else "") for a, k in m]
+            # coefficient and variables first, as one writes it by hand
+            factors.sort(key=lambda f: ("(" in f, f))
+            size = f"{abs(c):.7g}"
+            terms.append(("-" if c < 0 else "+", "·".join(factors if factors and size == "1" else [size, *factors])))
+        return sorted(terms, key=lambda t: t[1])
+
+    def _factor(self, atom: int) -> str:
+        function, args = self.atoms[atom]
+        return f"{function}({', '.join(map(self.text, args))})" if args else function
+
+    def constants(self, p: Poly) -> tuple[str, list[float]]:
+        """p's shape with its constants left out, and these constants: what near misses have in common, and what not."""
+        parts = []
+        for m, c in p.items():
+            shapes, inner = [], [c]
+            for a, k in m:
+                function, args = self.atoms[a]
+                below = [self.constants(q) for q in args]
+                shapes.append(f"{function}({','.join(s for s, _ in below)})^{k}")
+                inner += chain.from_iterable(v for _, v in below)
+            parts.append(("·".join(sorted(shapes)), inner))
+        parts.sort(key=lambda part: part[0])
+        return "+".join(s for s, _ in parts), list(chain.from_iterable(v for _, v in parts))
+
+
+Rule: TypeAlias = Callable[..., Poly]
+
+
+def _refuse(what: str) -> Rule:
+    def rule(a: Algebra, *args: object, **kwargs: object) -> Poly:
+        raise Unprovable(what)
+
+    return rule
+
+
+def _gelu(a: Algebra, input: Operand, approximate: str = "none") -> Poly:
+    if approximate == "none":
+        inner = a.erf(a.mul(input, math.sqrt(0.5)))
+    else:
+        inner = a.tanh(a.mul(a.add(input, a.power(input, 3.0), 0.044715), math.sqrt(2 / math.pi)))
+    return a.mul(a.mul(input, 0.5), a.add(inner, 1.0))
+
+
+def _div(a: Algebra, input: Operand, other: Operand, rounding_mode: str | None = None) -> Poly:
+    if rounding_mode is not None:
+        raise Unprovable("a rounded division")
+    return a.div(input, other)
+
+
+def _elu(a: Algebra, input: Operand, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Poly:
+    below = a.sub(a.exp(a.mul(a.minimum(input, 0.0), input_scale)), 1.0)
+    return a.mul(a.add(a.relu(input), below, alpha), scale)
+
+
+def _softplus(a: Algebra, input: Operand, beta: float = 1.0, threshold: float = 20.0) -> Poly:
+    return a.mul(a.log(a.add(a.exp(a.mul(input, beta)), 1.0)), 1 / beta)
+
+
+def _relu6(a: Algebra, input: Operand) -> Poly:
+    return a.clamp(input, 0.0, 6.0)
+
+
+# Every function that is read, under torch's name for it: its definition, with torch's parameter names. `inplace` is
+# taken out before (what is written in place is settled in cone.py); what a rule does not take is not provable.
+RULES: dict[str, Rule] = {
+    "add": lambda a, input, other, alpha=1.0: a.add(input, a.mul(other, alpha)),
+    "sub": lambda a, input, other, alpha=1.0: a.sub(input, a.mul(other, alpha)),
+    "rsub": lambda a, input, other, alpha=1.0: a.sub(other, a.mul(input, alpha)),
+    "mul": lambda a, input, other: a.mul(input, other),
+    "div": _div,
+    "neg": lambda a, input: a.mul(input, -1.0),
+    "positive": lambda a, input: a.lift(input),
+    "pow": lambda a, input, exponent: a.power(input, exponent),
+    "square": lambda a, input: a.power(input, 2.0),
+    "sqrt": lambda a, input: a.power(input, 0.5),
+    "rsqrt": lambda a, input: a.power(input, -0.5),
+    "reciprocal": lambda a, input: a.reciprocal(input),
+    "addcmul": lambda a, input, tensor1, tensor2, value=1.0: a.add(input, a.mul(a.mul(tensor1, tensor2), value)),
+    "exp": lambda a, input: a.exp(input),
+    "exp2": lambda a, input: a.exp(a.mul(input, math.log(2))),
+    "expm1": lambda a, input: a.sub(a.exp(input), 1.0),
+    "log": lambda a, input: a.log(input),
+    "log1p": lambda a, input: a.log(a.add(input, 1.0)),
+    "sigmoid": lambda a, input: a.sigmoid(input),
+    "tanh": lambda a, input: a.tanh(input),
+    "erf": lambda a, input: a.erf(input),
+    "erfc": lambda a, input: a.sub(1.0, a.erf(input)),
+    "relu": lambda a, input: a.relu(input),
+    "abs": lambda a, input: a.add(a.relu(input), a.relu(a.mul(input, -1.0))),
+    "maximum": lambda a, input, other: a.maximum(input, other),
+    "minimum": lambda a, input, other: a.minimum(input, other),
+    "clamp": lambda a, input, min=None, max=None: a.clamp(input, min, max),
+    "clamp_min": lambda a, input, min: a.clamp(input, min),
+    "clamp_max": lambda a, input, max: a.clamp(input, None, max),
+    "gelu": _gelu,
+    "silu": lambda a, input: a.mul(input, a.sigmoid(input)),
+    "mish": lambda a, input: a.mul(input, a.tanh(_softplus(a, input))),
+    "softplus": _softplus,
+    "logsigmoid": lambda a, input: a.mul(_softplus(a, a.mul(input, -1.0)), -1.0),
+    "softsign": lambda a, input: a.div(input, a.add(RULES["abs"](a, input), 1.0)),
+    "tanhshrink": lambda a, input: a.sub(input, a.tanh(input)),
+    "relu6": _relu6,
+    "hardtanh": lambda a, input, min_val=-1.0, max_val=1.0: a.clamp(input, min_val, max_val),
+    "hardsigmoid": lambda a, input: a.mul(_relu6(a, a.add(input, 3.0)), 1 / 6),
+    "hardswish": lambda a, input: a.mul(a.mul(input, _relu6(a, a.add(input, 3.0))), 1 / 6),
+    "leaky_relu": lambda a, input, negative_slope=0.01: a.sub(
+        a.relu(input), a.mul(a.relu(a.mul(input, -1.0)), negative_slope)
+    ),
+    "elu": _elu,
+    "celu": lambda a, input, alpha=1.0: _elu(a, input, alpha, input_scale=1 / alpha),
+    "selu": lambda a, input: _elu(a, input, 1.6732632423543772, 1.0507009873554805),
+    # Pointwise, so that the walk sees through them to say what is there; nothing that is in the table holds them.
+    **dict.fromkeys(("gt", "ge", "lt", "le", "eq", "ne"), _refuse("a comparison in it")),
+    "glu": _refuse("a gate and its activation in one call (glu)"),
+    "where": _refuse("a mask or a comparison (where) in it"),
+    "masked_fill": _refuse("a mask (masked_fill) in it"),
+    "prelu": _refuse("learnable parameters (prelu) in it"),
+    "rrelu": _refuse("random slopes (rrelu) in it"),
+    "threshold": _refuse("a threshold in it"),
+    "nan_to_num": _refuse("nan_to_num in it"),
+}
+# The rules that may keep affine what is affine in their arguments.
+LINEAR = frozenset({"add", "sub", "rsub", "mul", "div", "neg", "positive"})
+
+# An expression as calls, each after those that it reads: torch's name, arguments, keyword arguments. A Ref among the
+# arguments stands for a value; anything else is a constant.
+Step: TypeAlias = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]
+
+
+class Ref(NamedTuple):
+    """A value that a step reads: the i-th operand of the expression, or the result of its i-th step."""
+
+    kind: str
+    i: int
+
+
+def evaluate(algebra: Algebra, steps: Sequence[Step], operands: Sequence[Poly]) -> list[Poly]:
+    """Every step's value.
+
+    Raises:
+        Unprovable: a function has no rule, or is called in a way that its rule does not read.
+    """
+    values: list[Poly] = []
+
+    def given(argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            return (operands if argument.kind == "operand" else values)[argument.i]
+        return argument
+
+    for name, args, kwargs in steps:
+        try:
+            value = RULES[name](algebra, *map(given, args), **{k: given(v) for k, v in kwargs})
+        except TypeError as e:
+            raise Unprovable(f"{name} is called in a way that is not read") from e
+        values.append(value)
+    return values

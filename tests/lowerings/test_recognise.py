@@ -1,0 +1,1099 @@
+"""The recogniser: what it must find, what it must not, and that a rewritten graph computes what the original did."""
+
+import math
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import torch_fused_ops
+from torch_fused_ops import activations
+from torch_fused_ops.explain import Site
+from torch_fused_ops.lowerings import recognise
+from torch_fused_ops.lowerings.recognise import prove, rewrite, symbolic
+from torch_fused_ops.policy import FusionPolicy
+
+POLICY = FusionPolicy()
+Elementwise = Callable[[Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """x → body(self, x), with four linears to use; the last one is body's to call."""
+
+    def __init__(self, body, packed=False, bias=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(8, 32 if packed else 16, bias=bias)
+        self.u = nn.Linear(8, 16, bias=bias)
+        self.b = nn.Linear(16, 8)
+        self.c = nn.Linear(16, 8)
+        self.body = body
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+def capture(fn, *args, policy=POLICY):
+    """(result, sites, rewritten graphs): fn's graphs by Dynamo, subgraphs included, rewritten and then run eagerly."""
+    sites: list[Site] = []
+    graphs: list[torch.fx.Graph] = []
+
+    def backend(gm, example_inputs):
+        for module in gm.modules():
+            if isinstance(module, torch.fx.GraphModule):
+                sites.extend(rewrite(module.graph, policy))
+                module.graph.lint()
+                module.recompile()
+                graphs.append(module.graph)
+        return gm.forward
+
+    torch._dynamo.reset()
+    result = torch.compile(fn, backend=backend)(*args)
+    return result, sites, graphs
+
+
+def targets(graphs) -> list[str]:
+    return [str(n.target) for g in graphs for n in g.nodes if n.op == "call_function" and "fused" in str(n.target)]
+
+
+def check(model: nn.Module, x: Tensor, tolerance: float = 1e-8):
+    """Outputs and gradients of the rewritten graphs in float64 are the original's; returns (sites, graphs)."""
+    model, x = model.double(), x.double().requires_grad_()
+    wanted = torch.autograd.grad(model(x).square().sum(), (x, *(p for p in model.parameters())), allow_unused=True)
+    y, sites, graphs = capture(model, x)
+    got = torch.autograd.grad(y.square().sum(), (x, *(p for p in model.parameters())), allow_unused=True)
+    torch.testing.assert_close(y, model(x), rtol=tolerance, atol=tolerance)
+    for g, w in zip(got, wanted, strict=True):
+        torch.testing.assert_close(g, w, rtol=tolerance, atol=tolerance)
+    return sites, graphs
+
+
+def the(sites) -> Site:
+    (site,) = sites
+    return site
+
+
+def refused(body, *, packed=False, x=None, policy=POLICY, model=None) -> str:
+    """The reason why body's one site is left alone; the graph must be as it was."""
+    model = Net(body, packed) if model is None else model
+    _, sites, graphs = capture(model, torch.randn(4, 8) if x is None else x, policy=policy)
+    assert targets(graphs) == []
+    site = the(sites)
+    assert site.op is None
+    return site.reason
+
+
+# ---- spellings -----------------------------------------------------------------------------------------------------
+
+C = math.sqrt(2 / math.pi)
+SPELLINGS: dict[str, tuple[str, Elementwise]] = {
+    "relu": ("relu", F.relu),
+    "torch.relu": ("relu", torch.relu),
+    "Tensor.relu": ("relu", lambda x: x.relu()),
+    "clamp": ("relu", lambda x: x.clamp(min=0)),
+    "clamp_min": ("relu", lambda x: torch.clamp_min(x, 0.0)),
+    "relu_": ("relu", torch.relu_),
+    "Tensor.relu_": ("relu", lambda x: x.relu_()),
+    "relu inplace": ("relu", lambda x: F.relu(x, inplace=True)),
+    "relu inplace positional": ("relu", lambda x: F.relu(x, True)),
+    "square(relu)": ("relu2", lambda x: torch.square(F.relu(x))),
+    "relu**2": ("relu2", lambda x: F.relu(x) ** 2),
+    "relu*relu": ("relu2", lambda x: F.relu(x) * F.relu(x)),
+    "relu.pow(2.0)": ("relu2", lambda x: F.relu(x).pow(2.0)),
+    "silu": ("silu", F.silu),
+    "silu inplace": ("silu", lambda x: F.silu(x, inplace=True)),
+    "x*sigmoid": ("silu", lambda x: x * torch.sigmoid(x)),
+    "sigmoid*x": ("silu", lambda x: x.sigmoid() * x),
+    "x/(1+exp(-x))": ("silu", lambda x: x / (1 + torch.exp(-x))),
+    "x*exp/(1+exp)": ("silu", lambda x: x * (torch.exp(x) / (1 + torch.exp(x)))),
+    "x*(1+tanh(x/2))/2": ("silu", lambda x: x * (1 + torch.tanh(x / 2)) / 2),
+    "gelu": ("gelu", F.gelu),
+    "gelu by erf": ("gelu", lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))),
+    "gelu by erfc": ("gelu", lambda x: 0.5 * x * torch.erfc(-x * 0.7071067811865476)),
+    "gelu tanh": ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")),
+    "NewGELU": ("gelu_tanh", lambda x: 0.5 * x * (1.0 + torch.tanh(C * (x + 0.044715 * torch.pow(x, 3.0))))),
+    "FastGELU": ("gelu_tanh", lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))),
+    "Megatron": ("gelu_tanh", lambda x: x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))),
+    "x**3": ("gelu_tanh", lambda x: x / 2 * (torch.tanh((x**3 * 0.044715 + x) * C) + 1)),
+    "QuickGELU": ("quick_gelu", lambda x: x * torch.sigmoid(1.702 * x)),
+    "sigmoid": ("sigmoid", torch.sigmoid),
+    "F.sigmoid": ("sigmoid", F.sigmoid),
+    "1/(1+exp(-x))": ("sigmoid", lambda x: 1 / (1 + (-x).exp())),
+    "tanh": ("tanh", torch.tanh),
+    "tanh by exp": ("tanh", lambda x: (x.exp() - (-x).exp()) / (x.exp() + (-x).exp())),
+    "2*sigmoid(2x)-1": ("tanh", lambda x: 2 * torch.sigmoid(2 * x) - 1),
+    "sub_": ("tanh", lambda x: torch.sigmoid(2 * x).mul(2).sub_(1)),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_activation(spelling):
+    name, act = SPELLINGS[spelling]
+    sites, graphs = check(Net(lambda s, x: s.b(act(s.a(x)))), torch.randn(4, 8))
+    assert (the(sites).op, the(sites).activation, the(sites).users) == ("fused::bias_act", name, ("linear",))
+    assert targets(graphs) == ["fused.bias_act.default"]
+    # Only the two GEMMs and the operator are left.
+    assert sum(n.op in ("call_function", "call_method") for n in graphs[0].nodes) == 3
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_gated(spelling):
+    name, act = SPELLINGS[spelling]
+
+    def body(s, x):
+        gate, up = s.a(x), s.u(x)
+        return s.b(act(gate) * up) if len(spelling) % 2 else s.b(up * act(gate))
+
+    sites, graphs = check(Net(body), torch.randn(4, 8))
+    assert (the(sites).op, the(sites).activation) == ("fused::glu", name)
+    node = next(n for n in graphs[0].nodes if "fused" in str(n.target))
+    assert "a_parameters" in node.args[0].args[1].name and "u_parameters" in node.args[1].args[1].name
+
+
+@pytest.mark.parametrize("name", ["relu", "silu", "gelu", "gelu_tanh", "sigmoid"])
+def test_definitions_of_the_table_itself(name):
+    """The stable formulas that the kernels use, where they are algebra, are proved equal to the textbook's."""
+    value = activations.get(name).value
+    _, sites, _ = capture(Net(lambda s, x: s.b(value(s.a(x)))).double(), torch.randn(4, 8).double())
+    assert the(sites).activation == name
+
+
+def test_registered_activation(monkeypatch):
+    monkeypatch.setattr(activations, "_TABLE", dict(activations._TABLE))
+    act = lambda x: x * torch.tanh(F.softplus(x))  # noqa: E731
+    model = Net(lambda s, x: s.b(F.mish(s.a(x))))
+    assert "is no activation of the table" in refused(model.body)
+    activations.register_activation("mish_for_test", act)
+    sites, _ = check(model, torch.randn(4, 8))
+    assert the(sites).activation == "mish_for_test"
+
+
+# ---- GEMMs, layouts, views, casts ----------------------------------------------------------------------------------
+
+GEMMS = {
+    "addmm": lambda s, x: torch.addmm(s.b.bias, F.gelu(torch.addmm(s.a.bias, x, s.a.weight.t())), s.b.weight.t()),
+    "Tensor.addmm": lambda s, x: s.b.bias.addmm(F.gelu(s.a.bias.addmm(x, s.a.weight.t())), s.b.weight.t()),
+    "matmul": lambda s, x: torch.matmul(F.gelu(torch.matmul(x, s.a.weight.t())), s.b.weight.t()),
+    "@": lambda s, x: F.gelu(x @ s.a.weight.t()) @ s.b.weight.t(),
+    "@ + bias": lambda s, x: F.gelu(x @ s.a.weight.t() + s.a.bias) @ s.b.weight.t(),
+    "mm": lambda s, x: torch.mm(F.gelu(torch.mm(x, s.a.weight.t())), s.b.weight.t()),
+    "bmm": lambda s, x: torch.bmm(F.gelu(torch.bmm(x[None], s.a.weight.t()[None])), s.b.weight.t()[None]),
+    "einsum": lambda s, x: torch.einsum("bf,df->bd", F.gelu(torch.einsum("bd,fd->bf", x, s.a.weight)), s.b.weight),
+    "bias +=": lambda s, x: s.b(F.gelu(operator.iadd(x @ s.a.weight.t(), s.a.bias))),
+    "weight first": lambda s, x: (s.b.weight @ F.gelu(s.a.weight @ x.t())).t(),
+}
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_gemms(gemm):
+    sites, _ = check(Net(GEMMS[gemm]), torch.randn(4, 8))
+    assert (the(sites).op, the(sites).activation) == ("fused::bias_act", "gelu")
+
+
+def gated(gate, up):
+    return F.silu(gate) * up
+
+
+PACKED = {
+    "chunk": ("halves", lambda h: gated(*h.chunk(2, -1))),
+    "torch.chunk": ("halves", lambda h: gated(*torch.chunk(h, 2, dim=1))),
+    "chunk twice": ("halves", lambda h: gated(h.chunk(2, -1)[0], h.chunk(2, -1)[1])),
+    "split": ("halves", lambda h: gated(*h.split(16, -1))),
+    "split sizes": ("halves", lambda h: gated(*torch.split(h, [16, 16], dim=-1))),
+    "tensor_split": ("halves", lambda h: gated(*torch.tensor_split(h, 2, dim=-1))),
+    "slices": ("halves", lambda h: gated(h[..., :16], h[:, 16:])),
+    "negative slice": ("halves", lambda h: gated(h[..., :-16], h[..., -16:])),
+    "narrow": ("halves", lambda h: gated(h.narrow(-1, 0, 16), h.narrow(1, 16, 16))),
+    "view, unbind": ("halves", lambda h: gated(*h.view(-1, 2, 16).unbind(1))),
+    "strided": ("interleaved", lambda h: gated(h[..., ::2], h[..., 1::2])),
+    "unflatten, unbind": ("interleaved", lambda h: gated(*h.unflatten(-1, (16, 2)).unbind(-1))),
+    "up first": ("halves", lambda h: h[:, 16:] * F.silu(h[:, :16])),
+    "contiguous": ("halves", lambda h: gated(*(t.contiguous() for t in h.chunk(2, -1)))),
+    # The same numbers in another layout than the operator's: gate and up are then two views.
+    "swapped": (None, lambda h: F.silu(h[..., 16:]) * h[..., :16]),
+    "swapped strided": (None, lambda h: F.silu(h[..., 1::2]) * h[..., ::2]),
+}
+
+
+@pytest.mark.parametrize("cut", PACKED)
+def test_packed(cut):
+    layout, act = PACKED[cut]
+    sites, graphs = check(Net(lambda s, x: s.b(act(s.a(x))), packed=True), torch.randn(4, 8))
+    assert the(sites).activation == "silu"
+    node = next(n for n in graphs[0].nodes if "fused" in str(n.target))
+    if layout is None:
+        assert the(sites).op == "fused::glu"
+    else:
+        assert the(sites).op == "fused::bias_glu"
+        assert node.args[4] == layout
+        assert sum(n.op in ("call_function", "call_method") for n in graphs[0].nodes) == 3
+
+
+def test_part_of_a_wider_projection():
+    """Gate and up as two of three pieces: views, not a packed pair."""
+
+    def body(s, x):
+        rest, gate, up = s.a(x).split([16, 8, 8], -1)
+        return F.linear(gated(gate, up), s.b.weight[:, :8]) + s.c(rest)
+
+    sites, _ = check(Net(body, packed=True), torch.randn(4, 8))
+    assert the(sites).op == "fused::glu"
+
+
+def test_clamped_interleaved_glu_of_gpt_oss():
+    def body(s, x):
+        gate, up = s.a(x)[..., ::2], s.a(x)[..., 1::2]
+        gate, up = gate.clamp(min=None, max=7.0), up.clamp(min=-7.0, max=7.0)
+        return s.b((up + 1) * (gate * torch.sigmoid(gate * 1.702)))
+
+    model = Net(body, packed=True)
+    sites, graphs = check(model, 40 * torch.randn(4, 8))
+    assert (the(sites).op, the(sites).activation) == ("fused::glu", "quick_gelu")
+    node = next(n for n in graphs[0].nodes if "fused" in str(n.target))
+    assert node.args[3:] == ("quick_gelu", 1.0, 7.0)
+    model.body = lambda s, x: body(Holder(s, s.a(x)), x)
+    sites, graphs = check(model, 40 * torch.randn(4, 8))
+    node = next(n for n in graphs[0].nodes if "fused" in str(n.target))
+    assert node.args[3:] == ("quick_gelu", "interleaved", 1.0, 7.0)
+
+
+class Holder:
+    """A stand-in for the model whose first linear has already run."""
+
+    def __init__(self, model, h):
+        self.a, self.b = (lambda x: h), model.b
+
+
+VIEWS = {
+    "flatten": lambda s, x: s.b(F.gelu(s.a(x).flatten(0, 1)).view(2, 4, 16)),
+    "transposes": lambda s, x: s.b(F.gelu(s.a(x)).transpose(0, 1).contiguous().transpose(0, 1)),
+    "permuted input": lambda s, x: s.b(F.gelu(s.a(x.transpose(0, 1)))),
+    "contiguous inside": lambda s, x: s.b((lambda h: h.contiguous() * torch.sigmoid(1.702 * h))(s.a(x)).contiguous()),
+    "row": lambda s, x: s.b(torch.tanh(s.a(x)[:, 0])),
+    "clone": lambda s, x: s.b(F.gelu(s.a(x).clone())),
+    "no dropout": lambda s, x: s.b(F.dropout(F.gelu(F.dropout(s.a(x), 0.5, training=False)), 0.0)),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views(view):
+    sites, _ = check(Net(VIEWS[view]), torch.randn(2, 4, 8))
+    assert the(sites).op in ("fused::bias_act", "fused::glu")
+
+
+CASTS = {
+    "to float and back": (torch.bfloat16, lambda h: F.gelu(h.float()).to(torch.bfloat16)),
+    "type_as": (torch.bfloat16, lambda h: F.gelu(h.float()).type_as(h)),
+    "half way": (torch.bfloat16, lambda h: h * torch.sigmoid(h.float()).to(h.dtype)),
+    "double inside": (torch.float32, lambda h: F.gelu(h.double()).float()),
+    "to a weight's dtype": (torch.bfloat16, lambda h: F.gelu(h.float()).type_as(torch.ones((), dtype=h.dtype))),
+    "no cast": (torch.float16, lambda h: h * torch.sigmoid(h)),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_casts(cast):
+    dtype, act = CASTS[cast]
+    model, x = Net(lambda s, x: s.b(act(s.a(x)))).to(dtype), torch.randn(4, 8, dtype=dtype)
+    y, sites, graphs = capture(model, x)
+    assert the(sites).op == "fused::bias_act"
+    node = next(n for n in graphs[0].nodes if "fused" in str(n.target))
+    assert node.meta["example_value"].dtype == dtype
+    others = cast == "to a weight's dtype"  # the weight
+    assert sum(n.op in ("call_function", "call_method") for n in graphs[0].nodes) == 3 + others
+    torch.testing.assert_close(y, model(x), rtol=2e-2, atol=2e-2)
+
+
+def test_result_stays_wide():
+    """What ends in float32 is computed in float32 from the narrower leaf, not rounded on the way."""
+    model = Net(lambda s, x: s.b.float()(F.gelu(s.a(x).float())))
+    model.a.bfloat16()
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    y, sites, _ = capture(model, x)
+    assert the(sites).op == "fused::bias_act"
+    torch.testing.assert_close(y, model(x), rtol=1e-6, atol=1e-6)
+
+
+# ---- training, inference, autocast, checkpoint, tensor parallel, export --------------------------------------------
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_dropout_after_the_activation(inplace):
+    model = Net(lambda s, x: s.b(F.dropout(F.gelu(s.a(x)), 0.5, s.training, inplace)))
+    _, sites, graphs = capture(model, torch.randn(4, 8))
+    assert the(sites).op == "fused::bias_act"
+    assert [n.target for n in graphs[0].nodes].count(F.dropout) == 1
+    sites, _ = check(model.eval(), torch.randn(4, 8))
+    assert the(sites).op == "fused::bias_act"
+
+
+def test_several_gemms_read_it():
+    sites, graphs = check(Net(lambda s, x: (lambda y: s.b(y) + s.c(y))(F.gelu(s.a(x)))), torch.randn(4, 8))
+    assert the(sites).users == ("linear", "linear")
+    assert len(targets(graphs)) == 1
+
+
+def test_lora():
+    """gate and up are each a sum of a frozen product and an adapter's; the down projection has two readers."""
+
+    class LoRA(nn.Module):
+        def __init__(self, i, o):
+            super().__init__()
+            self.base, self.a, self.b = nn.Linear(i, o), nn.Linear(i, 2, bias=False), nn.Linear(2, o, bias=False)
+            self.base.requires_grad_(False)
+
+        def forward(self, x):
+            return self.base(x) + self.b(self.a(x)) * 0.5
+
+    class MLP(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up, self.down = LoRA(8, 16), LoRA(8, 16), LoRA(16, 8)
+
+        def forward(self, x):
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+
+    model, x = MLP(), torch.randn(4, 8)
+    y, sites, _ = capture(model, x)
+    assert (the(sites).op, the(sites).users) == ("fused::glu", ("linear", "linear"))
+    torch.testing.assert_close(y, model(x))
+
+
+def test_another_reader_is_named():
+    model = Net(lambda s, x: (lambda y: s.b(y) + F.layer_norm(y, (16,)).sum())(F.gelu(s.a(x))))
+    sites, _ = check(model, torch.randn(4, 8))
+    assert the(sites).op == "fused::bias_act"
+    assert the(sites).reason.endswith("; layer_norm keeps the value too")
+
+
+def test_products_that_share_an_activation():
+    def body(s, x):
+        gate = F.silu(s.a(x))
+        return s.b(gate * s.u(x)) + s.c(gate * s.u(x + 1))
+
+    sites, graphs = check(Net(body), torch.randn(4, 8))
+    assert [site.op for site in sites] == ["fused::glu"] * 2
+    assert F.silu not in [n.target for n in graphs[0].nodes]
+
+
+def test_an_activation_inside_another():
+    def body(s, x):
+        y = F.relu(s.a(x))
+        return s.b(y) + s.c(torch.square(y))
+
+    sites, _ = check(Net(body), torch.randn(4, 8))
+    assert [site.activation for site in sites] == ["relu", "relu2"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cpu_autocast(dtype):
+    model, x = Net(lambda s, x: s.b(SPELLINGS["NewGELU"][1](s.a(x)))), torch.randn(4, 8)
+
+    def run(x):
+        with torch.autocast("cpu", dtype):
+            return model(x)
+
+    y, sites, graphs = capture(run, x)
+    assert the(sites).activation == "gelu_tanh"
+    assert y.dtype == dtype
+    torch.testing.assert_close(y, run(x), rtol=2e-2, atol=2e-2)
+    node = next(n for n in graphs[0].nodes if "fused" in str(n.target))
+    names = [n.name for n in graphs[0].nodes]
+    assert names.index("_enter_autocast") < names.index(node.name) < names.index("_exit_autocast")
+
+
+class Recorder(torch.fx.Interpreter):
+    """Records example values, as Dynamo does."""
+
+    def run_node(self, n):
+        value = super().run_node(n)
+        n.meta["example_value"] = value
+        return value
+
+
+def traced(fn, *args) -> torch.fx.Graph:
+    """fn's graph with fake values, without Dynamo."""
+    graph = torch.fx.symbolic_trace(fn).graph
+    Recorder(torch.fx.GraphModule({}, graph)).run(*args)
+    return graph
+
+
+WIDE = {"NewGELU": True, "relu**2": True, "gelu": False, "x*sigmoid": False, "relu*relu": False}
+
+
+@pytest.mark.parametrize("spelling", WIDE)
+def test_cuda_autocast(spelling):
+    """CUDA autocast gives pow float32, and what follows: the recorded dtype stays. The tensors are fake."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    name, act = SPELLINGS[spelling]
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        with FakeTensorMode():
+            args = [torch.empty(shape, device="cuda") for shape in ((4, 8), (16, 8), (8, 16))]
+            graph = traced(lambda x, w1, w2: F.linear(act(F.linear(x, w1)), w2), *args)
+        site = the(rewrite(graph, POLICY))
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert (site.op, site.activation) == ("fused::bias_act", name)
+    (last,) = (n.args[0] for n in graph.nodes if n.users and next(iter(n.users)).op == "output")
+    value = last.meta["example_value"]
+    assert (value.dtype, value.device.type) == (torch.float32 if WIDE[spelling] else torch.bfloat16, "cuda")
+    graph.lint()
+
+
+def test_checkpoint():
+    def body(s, x):
+        return checkpoint(lambda y: s.b(F.gelu(s.a(y))), x, use_reentrant=False) + s.c(F.silu(s.u(x)))
+
+    sites, graphs = check(Net(body), torch.randn(4, 8))
+    assert sorted(site.activation for site in sites) == ["gelu", "silu"]
+    assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_inference(mode):
+    model, x = Net(lambda s, x: s.b(F.gelu(s.a(x)))).eval(), torch.randn(4, 8)
+    with mode():
+        y, sites, _ = capture(model, x)
+        torch.testing.assert_close(y, model(x))
+    assert the(sites).op == "fused::bias_act"
+
+
+def test_no_grad_block_inside():
+    """The operator stays inside the block: no gradient flows that did not flow before."""
+
+    def body(s, x):
+        with torch.no_grad():
+            y = F.gelu(s.a(x))
+        return s.b(y) + s.c(F.gelu(s.a(x)))
+
+    sites, _ = check(Net(body), torch.randn(4, 8))
+    assert [site.op for site in sites] == ["fused::bias_act"] * 2
+
+
+def test_detached_operand():
+    sites, _ = check(Net(lambda s, x: s.b(F.silu(s.a(x)) * s.u(x).detach())), torch.randn(4, 8))
+    assert the(sites).op == "fused::glu"
+
+
+def test_dynamic_shapes_add_no_guards():
+    model = Net(lambda s, x: s.b(F.silu(s.a(x)[..., :16]) * s.a(x)[..., 16:]), packed=True)
+    compilations = []
+
+    def backend(gm, inputs):
+        compilations.append(the(rewrite(gm.graph, POLICY)).op)
+        gm.recompile()
+        return gm.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    for n in range(2, 12):
+        x = torch.randn(n, n + 3, 8)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert compilations == ["fused::glu"]
+
+
+def test_dynamic_width():
+    """The packed axis itself may be symbolic; nothing is asked about it that would fix it."""
+    compilations = []
+
+    def backend(gm, inputs):
+        compilations.append(the(rewrite(gm.graph, POLICY)).op)
+        gm.recompile()
+        return gm.forward
+
+    def fn(x, w1, w2):
+        return F.linear((lambda gate, up: F.silu(gate) * up)(*F.linear(x, w1).chunk(2, -1)), w2)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend=backend, dynamic=True)
+    for n in (5, 6, 11):  # no size twice, which Dynamo would guard on
+        args = torch.randn(3, 8), torch.randn(2 * n, 8), torch.randn(8, n)
+        torch.testing.assert_close(compiled(*args), fn(*args))
+    assert len(compilations) == 1 and compilations[0] in ("fused::glu", "fused::bias_glu")
+
+
+def test_exported_aten_graph():
+    """AOTInductor runs the pre-grad slot on aten graphs, with values under another key."""
+    spellings = {k: v for k, v in SPELLINGS.items() if "_" not in k and "inplace" not in k}
+
+    class Every(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.acts = nn.ModuleList(Net(lambda s, x, act=act: s.b(act(s.a(x)))) for _, act in spellings.values())
+            self.glus = nn.ModuleList(Net(lambda s, x, act=act: s.b(act(s.a(x))), True) for _, act in PACKED.values())
+
+        def forward(self, x):
+            for layer in (*self.acts, *self.glus):
+                x = F.layer_norm(x, (8,)) + layer(x)
+            return x
+
+    model, x = Every().eval(), torch.randn(4, 8)
+    gm = torch.export.export(model, (x,)).module()
+    wanted = gm(x)
+    sites = rewrite(gm.graph, POLICY)
+    gm.recompile()
+    assert [site.activation for site in sites] == [name for name, _ in spellings.values()] + ["silu"] * len(PACKED)
+    for site, (layout, _) in zip(sites[len(spellings) :], PACKED.values(), strict=True):
+        assert site.op == ("fused::bias_glu" if layout else "fused::glu")
+    torch.testing.assert_close(gm(x), wanted)
+    assert all("val" in n.meta for n in gm.graph.nodes if "fused" in str(n.target))
+
+
+def test_tensor_parallel():
+    """linear → redistribute → to_local → activation: the local tensor is what the operator reads."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        plan = {"a": ColwiseParallel(), "u": ColwiseParallel(), "b": RowwiseParallel()}
+        model = parallelize_module(Net(lambda s, x: s.b(F.silu(s.a(x)) * s.u(x))), mesh, plan)
+        _, sites, _ = capture(model, torch.randn(4, 8))
+        assert (the(sites).op, the(sites).activation) == ("fused::glu", "silu")
+        plan = {"a": ColwiseParallel(use_local_output=False), "b": RowwiseParallel()}
+        model = parallelize_module(Net(lambda s, x: s.b(F.gelu(s.a(x)))), mesh, plan)
+        assert "DTensor: tensor subclasses are left alone" in refused(None, model=model)
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- near misses ---------------------------------------------------------------------------------------------------
+
+NEAR_MISSES: dict[str, tuple[Elementwise, str]] = {
+    "1.7": (lambda x: x * torch.sigmoid(1.7 * x), "is like quick_gelu, but has 1.7 for 1.702"),
+    "1.70201": (lambda x: x * torch.sigmoid(1.70201 * x), "is like quick_gelu, but has 1.70201 for 1.702"),
+    "0.044": (lambda x: 0.5 * x * (1 + torch.tanh(C * (x + 0.044 * x**3))), "is like gelu_tanh, but has"),
+    "0.79": (lambda x: 0.5 * x * (1 + torch.tanh(0.79 * (x + 0.044715 * x**3))), "is like gelu_tanh, but has"),
+    "0.4*x": (lambda x: 0.4 * x * (1 + torch.tanh(C * (x + 0.044715 * x**3))), "it is 0.8·gelu_tanh(x)"),
+    "x**2 for x**3": (lambda x: 0.5 * x * (1 + torch.tanh(C * (x + 0.044715 * x**2))), "no activation of the table"),
+    "erf without sqrt(2)": (lambda x: 0.5 * x * (1 + torch.erf(x)), "is like gelu, but has 1 for 0.7071068"),
+    "erf for tanh": (lambda x: 0.5 * x * (1 + torch.erf(C * (x + 0.044715 * x**3))), "no activation of the table"),
+    "x*tanh(x)": (lambda x: x * torch.tanh(x), "no activation of the table"),
+    "silu(x)*x": (lambda x: F.silu(x) * x, "x^2·sigmoid(x) is no activation of the table"),
+    "x - silu": (lambda x: x - F.silu(x), "no activation of the table"),
+    "silu(-x)": (lambda x: F.silu(-x), "no activation of the table"),
+    "silu(2x)": (lambda x: F.silu(2 * x), "no activation of the table"),
+    "relu**3": (lambda x: F.relu(x) ** 3, "relu(x)^3 is no activation of the table"),
+    "relu(x**2)": (lambda x: F.relu(x**2), "no activation of the table"),
+    "x**2": (lambda x: x**2, "x^2 is no activation of the table"),
+    "x*x*x": (lambda x: x * x * x, "x^3 is no activation of the table"),
+    "-relu": (lambda x: -F.relu(x), "it is -1·relu(x)"),
+    "relu(-x)": (lambda x: F.relu(-x), "no activation of the table"),
+    "relu + 1": (lambda x: F.relu(x) + 1, "no activation of the table"),
+    "relu(x - 1)": (lambda x: F.relu(x - 1), "no activation of the table"),
+    "leaky_relu": (F.leaky_relu, "no activation of the table"),
+    "relu6": (F.relu6, "no activation of the table"),
+    "hardtanh": (F.hardtanh, "no activation of the table"),
+    "elu": (F.elu, "no activation of the table"),
+    "selu": (F.selu, "no activation of the table"),
+    "celu": (F.celu, "no activation of the table"),
+    "mish": (F.mish, "no activation of the table"),
+    "softplus": (F.softplus, "log(1 + exp(x)) is no activation of the table"),
+    "softsign": (F.softsign, "no activation of the table"),
+    "logsigmoid": (F.logsigmoid, "no activation of the table"),
+    "hardswish": (F.hardswish, "no activation of the table"),
+    "hardsigmoid": (F.hardsigmoid, "no activation of the table"),
+    "exp": (torch.exp, "exp(x) is no activation of the table"),
+    "abs": (torch.abs, "no activation of the table"),
+    "sigmoid*2": (lambda x: torch.sigmoid(x) * 2.0, "it is 2·sigmoid(x): a scaled activation is another function"),
+    "gelu*0.5": (lambda x: F.gelu(x) * 0.5, "it is 0.5·gelu(x)"),
+    "tanh(x/2)": (lambda x: torch.tanh(x / 2), "no activation of the table"),
+    "1 - sigmoid": (lambda x: 1 - torch.sigmoid(x), "no activation of the table"),
+    "x/(1-exp(-x))": (lambda x: x / (1 - torch.exp(-x)), "no activation of the table"),
+    "x/(2+exp(-x))": (lambda x: x / (2 + torch.exp(-x)), "no activation of the table"),
+    "where": (lambda x: torch.where(x > 0, x, 0.0), "cannot be proved: a comparison in it"),
+    "threshold": (lambda x: F.threshold(x, 0.1, 0.0), "cannot be proved: a threshold in it"),
+    "masked_fill": (lambda x: F.gelu(x).masked_fill(x < -3, 0.0), "a comparison in it"),
+    "rounded division": (lambda x: torch.div(F.relu(x), 1.0, rounding_mode="floor"), "a rounded division"),
+    "x**x": (lambda x: x**x, "a power with a variable exponent"),
+    "x**40": (lambda x: F.relu(x) ** 40, "no activation of the table"),
+    "infinite": (lambda x: F.gelu(x) * math.inf, "the constant inf in it"),
+    "two dropouts": (lambda x: F.dropout(torch.sigmoid(x), 0.5) * x, "an active dropout stands inside"),
+    "reshaped inside": (
+        lambda x: torch.sigmoid(x).view(2, 2, 16).view(4, 16) * x,
+        "stands between the activation's parts",
+    ),
+    "transposed inside": (
+        lambda x: F.silu(x.t()).t().contiguous().t().t() * x,
+        "stands between the activation's parts",
+    ),
+    "bf16 work": (lambda x: F.gelu(x.bfloat16()).float(), "it works in torch.bfloat16 on torch.float32 values"),
+    "bf16 sigmoid": (lambda x: x * torch.sigmoid(x.bfloat16()).float(), "it works in torch.bfloat16"),
+    "fp16 in the middle": (lambda x: (1 + torch.tanh(x / 2).half()).float() * x / 2, "it works in torch.float16"),
+    "many calls": (lambda x: sum(torch.sigmoid(x) for _ in range(70)), "more than 64 pointwise calls"),
+}
+
+
+def alone(fn, *args, policy=POLICY) -> str:
+    """The reason why fn's one site is left alone; its graph, traced without Dynamo, must be as it was."""
+    graph = traced(fn, *args)
+    before = str(graph)
+    site = the(rewrite(graph, policy))
+    assert site.op is None
+    assert str(graph) == before
+    return site.reason
+
+
+def two_linears(act):
+    return lambda x, w1, w2: F.linear(act(F.linear(x, w1)), w2)
+
+
+X, V1, V2 = torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16)
+
+
+@pytest.mark.parametrize("miss", NEAR_MISSES)
+def test_near_miss(miss):
+    act, reason = NEAR_MISSES[miss]
+    assert reason in alone(two_linears(act), X, V1, V2)
+
+
+def first(value, *_):
+    """``value``, after the other arguments were evaluated."""
+    return value
+
+
+# Functions of two GEMMs' outputs h and u (4, 16), a weight w (8, 16) and another input m (4, 16).
+LEFT_ALONE = {
+    # Written in place.
+    "old value read later": (lambda h, u, w, m: F.linear(h.relu_(), w) + h.sum(), "sum reads the tensor afterwards"),
+    "old view read later": (
+        lambda h, u, w, m: (lambda v: F.linear(h.relu_(), w) + v.sum())(h.view(-1)),
+        "sum reads the tensor afterwards",
+    ),
+    "view made later": (
+        lambda h, u, w, m: F.linear(h.relu_(), w) + h.view(-1).sum(),
+        "view reads the tensor afterwards",
+    ),
+    "leaf written between": (
+        lambda h, u, w, m: (lambda s: F.linear(s * first(h, h.add_(1)), w))(torch.sigmoid(h)),
+        "add_ writes into it in place before it is read",
+    ),
+    "leaf written through a view": (
+        lambda h, u, w, m: (lambda s: F.linear(s * first(h, h.view(-1).mul_(2)), w))(torch.sigmoid(h)),
+        "mul_ writes into it in place before it is read",
+    ),
+    "leaf written before the product": (
+        lambda h, u, w, m: (lambda s: F.linear(first(s, h.zero_()) * u, w))(F.silu(h)),
+        "zero_ writes into its input in place",
+    ),
+    "inner value written": (
+        lambda h, u, w, m: (lambda s: F.linear(first(s, s.mul_(2)) * h, w))(torch.sigmoid(h)),
+        "mul_ writes into it in place before it is read",
+    ),
+    "leaf written afterwards": (
+        lambda h, u, w, m: (lambda y: first(F.linear(y, w), h.add_(1)))(F.relu(h)),
+        "add_ writes into its input in place",
+    ),
+    "detached inside": (lambda h, u, w, m: F.linear(torch.sigmoid(h).detach() * h, w), "detach stands between"),
+    "result written": (
+        lambda h, u, w, m: (lambda y: F.linear(first(y, y.add_(1)), w))(F.gelu(h)),
+        "add_ writes into its result in place",
+    ),
+    "out=": (
+        lambda h, u, w, m: (lambda y: F.linear(first(y, torch.add(h, 1, out=y)), w))(F.gelu(h)),
+        "add writes into its result in place",
+    ),
+    "input written": (lambda h, u, w, m: F.linear(m.add_(h).relu_(), w), "relu_ writes in place into m"),
+    # Values that would go are read elsewhere.
+    "inner value read": (
+        lambda h, u, w, m: (lambda s: F.linear(s * u, w) + s.sum())(F.silu(h)),
+        "sum also reads the result of silu inside the activation",
+    ),
+    "inner value returned": (
+        lambda h, u, w, m: (lambda s: (F.linear(s * h, w), s))(torch.sigmoid(h)),
+        "output also reads the result of sigmoid inside the activation",
+    ),
+    # Other tensors take part.
+    "bool mask": (lambda h, u, w, m: F.linear(F.gelu(h) * (m > 0), w), "a mask takes part: gt"),
+    "masked_fill": (lambda h, u, w, m: F.linear(F.gelu(h).masked_fill(m > 0, 0.0), w), "a mask takes part: gt"),
+    "where": (lambda h, u, w, m: F.linear(torch.where(m > 0, F.gelu(h), 0.0), w), "a mask takes part: gt"),
+    "float mask": (lambda h, u, w, m: F.linear(F.gelu(h) * m, w), "another tensor takes part: m"),
+    "prelu": (lambda h, u, w, m: F.linear(F.prelu(h, m[0]), w), "another tensor takes part: m"),
+    "three GEMMs": (lambda h, u, w, m: F.linear(F.silu(h) * u * (m @ w.t() @ w), w), "3 different tensors take part"),
+    # No activation with a gate.
+    "no activation": (lambda h, u, w, m: F.linear(h * u, w), "x·y is no activation of the table with a gate"),
+    "gate plus up": (lambda h, u, w, m: F.linear(F.silu(h) + u, w), "no activation of the table with a gate"),
+    "up squared": (lambda h, u, w, m: F.linear(F.silu(h) * u**2, w), "no activation of the table with a gate"),
+    "scaled gate": (lambda h, u, w, m: F.linear(2 * F.silu(h) * u, w), "no activation of the table with a gate"),
+    "both activated": (lambda h, u, w, m: F.linear(F.silu(h) * F.silu(u), w), "no activation of the table with a gate"),
+    "gate over up": (lambda h, u, w, m: F.linear(F.silu(h) / u, w), "no activation of the table with a gate"),
+    "clamps differ": (
+        lambda h, u, w, m: F.linear(F.silu(h.clamp(max=6)) * u.clamp(-7, 7), w),
+        "no activation of the table with a gate",
+    ),
+    "clamped below": (
+        lambda h, u, w, m: F.linear(F.silu(h.clamp(-7, 7)) * u.clamp(-7, 7), w),
+        "no activation of the table with a gate",
+    ),
+    "offset outside": (lambda h, u, w, m: F.linear(F.silu(h) * u + 1, w), "no activation of the table with a gate"),
+    # Shapes and dtypes.
+    "broadcast": (lambda h, u, w, m: F.linear(F.silu(h) * u[:, :1], w), "a broadcast changes the shape"),
+    "new axis": (lambda h, u, w, m: F.linear(F.silu(h) * u[None], w), "a broadcast changes the shape"),
+    "chunk on another axis": (
+        lambda h, u, w, m: F.linear(F.silu(h.chunk(2, 0)[0]) * h.chunk(2, 0)[1], w),
+        "gate and up are cut on axis 0 of 2, not on the last",
+    ),
+    "rows": (
+        lambda h, u, w, m: F.linear(F.silu(h[:2]) * h[2:], w),
+        "gate and up are cut on axis 0 of 2, not on the last",
+    ),
+    "unequal split": (
+        lambda h, u, w, m: F.linear(F.silu(h.split([15, 1], -1)[0]) * h.split([15, 1], -1)[1], w[:, :15]),
+        "a broadcast changes the shape",
+    ),
+    "integers": (lambda h, u, w, m: torch.relu(m.int() @ w.int().t()) @ w.int(), "torch.int32: only real floating"),
+    "complex": (lambda h, u, w, m: torch.tanh(m.cfloat() @ w.t().cfloat()) @ w.cfloat(), "torch.complex64: only real"),
+    "layout": (lambda h, u, w, m: F.linear(F.gelu(h.t()).t(), w), "laid out in memory in another order"),
+    # Not MLPs.
+    "attention gate": (
+        lambda h, u, w, m: F.linear(F.scaled_dot_product_attention(h, h, h) * torch.sigmoid(u), w),
+        "not an MLP: combined with the result of scaled_dot_product_attention",
+    ),
+    "eager attention gate": (
+        lambda h, u, w, m: F.linear((torch.softmax(h @ h.t(), -1) @ h) * torch.sigmoid(u), w),
+        "not an MLP: combined with the result of matmul",
+    ),
+    "linear attention": (
+        lambda h, u, w, m: F.relu(h) @ torch.softmax(u, -1).t(),
+        "not an MLP: read by a product of two computed tensors",
+    ),
+    "gated norm": (
+        lambda h, u, w, m: F.linear(F.layer_norm(h, (16,)) * F.silu(u), w),
+        "not an MLP: combined with the result of layer_norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_ALONE)
+def test_left_alone(case):
+    fn, reason = LEFT_ALONE[case]
+    model = lambda x, w1, w2, w, m: fn(F.linear(x, w1), F.linear(x, w2), w, m)  # noqa: E731
+    assert reason in alone(model, X, V1, torch.randn(16, 8), V2, torch.randn(4, 16))
+
+
+def test_copies_of_a_tensor_that_changes_are_two_operands():
+    def fn(x, w1, w2):
+        h = F.linear(x, w1)
+        gate = torch.sigmoid(h.clone().view(4, 16))
+        h.add_(1)
+        return F.linear(gate * h.clone().view(4, 16), w2)
+
+    graph = traced(fn, X, V1, V2)
+    assert the(rewrite(graph, POLICY)).op == "fused::glu"
+    torch.testing.assert_close(torch.fx.GraphModule({}, graph)(X, V1, V2), fn(X, V1, V2))
+
+
+@pytest.mark.parametrize("region", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_a_cone_stays_in_its_region(region):
+    def body(s, x):
+        gate = torch.sigmoid(s.a(x))
+        with region():
+            y = gate * s.u(x).float()
+        return s.b(y)
+
+    assert "autocast or grad mode is switched between its parts" in refused(body)
+
+
+def test_packed_cut_in_another_region():
+    """Gate and up cut under no_grad have no gradient: the operator must read the cuts, not the whole."""
+
+    def body(s, x):
+        h = s.a(x)
+        with torch.no_grad():
+            gate, up = h.chunk(2, -1)
+        return s.b(F.silu(gate) * up)
+
+    sites, _ = check(Net(body, packed=True), torch.randn(4, 8))
+    assert the(sites).op == "fused::glu"
+
+
+def test_learnable_parameters():
+    class XIELU(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+            self.alpha = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            h = self.a(x)
+            return self.b(torch.where(h > 0, F.softplus(self.alpha) * h * h, h))
+
+    assert refused(None, model=XIELU()) == "a learnable parameter takes part: alpha"
+
+
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        s = torch.sigmoid(x)
+        ctx.save_for_backward(x, s)
+        return x * s
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, s = ctx.saved_tensors
+        return grad * (s * (1 + x * (1 - s)))
+
+
+class Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return F.gelu(x) * y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, y = ctx.saved_tensors
+        cdf = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+        slope = cdf + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+        return grad * y * slope, x * cdf * grad
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        s = torch.sigmoid(ctx.saved_tensors[0])
+        return (grad * s * (1 - s)).clamp(-1, 1)
+
+
+def test_custom_autograd_functions():
+    """Fused where the backward is the derivative, which is proved too."""
+    sites, graphs = check(
+        Net(lambda s, x: s.b(Swish.apply(s.a(x))) + s.c(Gated.apply(s.u(x), s.a(x)))), torch.randn(4, 8)
+    )
+    assert [(site.op, site.activation) for site in sites] == [("fused::bias_act", "silu"), ("fused::glu", "gelu")]
+    assert not any("autograd_function" in str(n.target) for n in graphs[0].nodes)
+    for function in (StraightThrough, Clipped):
+        reason = refused(lambda s, x, function=function: s.b(function.apply(s.a(x))))
+        assert reason == "cannot be proved: the backward of a custom autograd.Function is not its derivative"
+
+
+def test_a_function_that_borrows_a_name():
+    @torch._dynamo.allow_in_graph
+    def gelu(x):
+        return x + 1
+
+    _, sites, graphs = capture(Net(lambda s, x: s.b(gelu(s.a(x)))), torch.randn(4, 8))
+    assert sites == [] and targets(graphs) == []
+
+
+def test_residual_streams_are_no_sites():
+    """A norm by hand of a stream that once went through an activation: no GEMM reads that activation."""
+
+    def norm(x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    def body(s, x):
+        x = x + torch.sigmoid(s.c(s.u(x))) * s.b(s.a(norm(x)))
+        return s.b(F.gelu(s.a(norm(x))))
+
+    sites, _ = check(Net(body), torch.randn(4, 8))
+    assert [(site.op, site.activation) for site in sites] == [("fused::bias_act", "gelu")]
+
+
+# ---- policy, safety, cost ------------------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("pattern", ["layers.0", "*.0", "layers.[01]*", "layers"])
+def test_exclude(pattern):
+    _, sites, _ = capture(Two(), torch.randn(4, 8), policy=FusionPolicy(exclude=(pattern,)))
+    excluded = [site.reason for site in sites if site.op is None]
+    assert excluded == [f"the policy excludes {pattern!r}"] * (2 if "[" in pattern or pattern == "layers" else 1)
+
+
+def test_sources():
+    _, sites, _ = capture(Two(), torch.randn(4, 8))
+    assert [site.source.split(" in ")[1] for site in sites] == ["layers.0", "layers.1"]
+    assert all(site.source.startswith("test_recognise.py:") for site in sites)
+
+
+def test_freezing_on_cpu():
+    import torch._inductor.config as config
+
+    body = two_linears(F.gelu)
+    with config.patch(freezing=True):
+        with torch.no_grad():
+            assert "oneDNN" in alone(body, X, V1, V2)
+        assert the(rewrite(traced(body, X, V1, V2), POLICY)).op == "fused::bias_act"
+
+
+def test_dry_run():
+    graph = traced(two_linears(F.gelu), X, V1, V2)
+    before = str(graph)
+    assert the(rewrite(graph, POLICY, apply=False)).op == "fused::bias_act"
+    assert str(graph) == before
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_a_failure_leaves_the_graph_as_it_was(monkeypatch, fails_at):
+    def fn(x, w1, w2):
+        for _ in range(3):
+            x = F.linear(F.gelu(F.linear(x, w1)), w2)
+        return x
+
+    graph = traced(fn, X, V1, V2)
+    before, nodes, calls = str(graph), list(graph.nodes), 0
+    record = recognise.rewrite.__globals__["replace"].__globals__["_record"]
+
+    def failing(*args):
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            raise RuntimeError("made to fail")
+        record(*args)
+
+    monkeypatch.setitem(recognise.rewrite.__globals__["replace"].__globals__, "_record", failing)
+    with pytest.raises(RuntimeError, match="made to fail"):
+        rewrite(graph, POLICY)
+    assert str(graph) == before and list(graph.nodes) == nodes
+    graph.lint()
+
+
+def test_metadata():
+    _, _, graphs = capture(Two(), torch.randn(4, 8))
+    for node in graphs[0].nodes:
+        if "fused" in str(node.target):
+            assert {"stack_trace", "nn_module_stack", "source_fn_stack", "example_value"} <= node.meta.keys()
+            assert node.meta["example_value"].shape == (4, 16)
+
+
+def test_equal_sites_are_proved_once():
+    def fn(x, w1, w2):
+        for _ in range(100):
+            x = x + F.linear(SPELLINGS["NewGELU"][1](F.linear(x, w1)), w2)
+        return x
+
+    graph = traced(fn, X, V1, V2)
+    before = prove._prove.cache_info()
+    sites = rewrite(graph, POLICY)
+    after = prove._prove.cache_info()
+    assert len(sites) == 100 and all(site.activation == "gelu_tanh" for site in sites)
+    assert after.misses - before.misses <= 1
+
+
+# ---- the canonical form --------------------------------------------------------------------------------------------
+
+
+def test_readable_forms():
+    a = symbolic.Algebra()
+    x = a.variable("x")
+    assert a.text(a.mul(x, a.sigmoid(a.mul(x, 1.702)))) == "x·sigmoid(1.702·x)"
+    assert a.text(a.sub(a.mul(a.power(x, 3), 0.5), a.relu(x))) == "0.5·x^3 - relu(x)"
+    assert a.text({}) == "0"
+
+
+@pytest.mark.parametrize("name", sorted(symbolic.RULES))
+def test_rules_are_what_torch_computes(name):
+    """Each rule's canonical form, evaluated, is torch's function: on one, two or three arguments."""
+    a = symbolic.Algebra()
+    variables = [a.variable(v) for v in "xyz"]
+    function = next((f for f in (getattr(m, name, None) for m in (torch, F, torch.Tensor)) if f is not None), None)
+    points = torch.tensor([0.3, 0.9, 1.7, 2.5], dtype=torch.float64)
+    arguments = [points, points.flip(0) + 0.25, points * 0.5 + 0.1]
+    rule = symbolic.RULES[name]
+    for n in (1, 2, 3):
+        try:
+            form = rule(a, *variables[:n])
+            wanted = function(*arguments[:n])
+        except (TypeError, RuntimeError):
+            continue
+        except symbolic.Unprovable:
+            return
+        torch.testing.assert_close(evaluate(a, form, arguments), wanted)
+        negative = [-t for t in arguments[:n]]
+        if name not in ("log", "sqrt", "rsqrt", "pow", "log1p"):
+            torch.testing.assert_close(evaluate(a, form, negative), function(*negative))
+        return
+    raise AssertionError(f"{name} was not tried")
+
+
+def evaluate(a, form, arguments):
+    functions = {
+        "exp": torch.exp,
+        "log": torch.log,
+        "erf": torch.erf,
+        "relu": torch.relu,
+        "sigmoid": torch.sigmoid,
+        "reciprocal": torch.reciprocal,
+        "pow": torch.pow,
+    }
+    total = torch.zeros_like(arguments[0])
+    for monomial, coefficient in form.items():
+        term = torch.full_like(total, coefficient)
+        for atom, power in monomial:
+            function, args = a.atoms[atom]
+            value = arguments["xyz".index(function)] if not args else None
+            if value is None:
+                value = functions[function](*(evaluate(a, p, arguments) for p in args))
+            term = term * value**power
+        total = total + term
+    return total
+
+
+# ---- whole models --------------------------------------------------------------------------------------------------
+
+SMALL = dict(vocab_size=64, num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=64)
+
+
+def hf_models():
+    t = pytest.importorskip("transformers")
+    return {
+        "gpt2": (t.GPT2LMHeadModel, t.GPT2Config(n_embd=32, n_layer=2, n_head=2), "bias_act", "gelu_tanh"),
+        "bert": (t.BertForMaskedLM, t.BertConfig(**SMALL), "bias_act", "gelu"),
+        "llama": (t.LlamaForCausalLM, t.LlamaConfig(**SMALL), "glu", "silu"),
+        "t5": (
+            t.T5ForConditionalGeneration,
+            t.T5Config(d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=64, feed_forward_proj="gated-gelu"),
+            "glu",
+            "gelu_tanh",
+        ),
+    }
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5"])
+def test_transformers(name, train):
+    model_class, config, op, activation = hf_models()[name]
+    torch.manual_seed(0)
+    model = model_class(config).train(train)
+    ids = torch.randint(3, 60, (2, 6))
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if name == "t5" else {})
+    report = torch_fused_ops.explain(model, **inputs)
+    assert {(s.op, s.activation) for s in report.sites} == {(f"fused::{op}", activation)}
+    assert len(report.sites) == (4 if name == "t5" else 2)
