@@ -1,0 +1,545 @@
+"""The eager GPU kernels of the activation family, without a GPU: their arithmetic in Triton's interpreter, and their
+machine code on paper. Where there is a GPU, the same comparisons run on it too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from torch_fused_ops import activations, reference
+from torch_fused_ops.kernels import activation as kernels
+from torch_fused_ops.testing import virtual_gpu
+from torch_fused_ops.testing.virtual_gpu import interpreter
+
+BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+EVERYTHING = (True, True, True)
+
+# The precision contract: ulps of the 16-bit types (forward, gradients), relative errors of the others, and the size
+# below which a result may be lost.
+ULPS = {torch.float16: (1, 2), torch.bfloat16: (1, 2)}
+RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-12}
+FLOOR = {torch.float16: 0.0, torch.bfloat16: 2.0**-120, torch.float32: 1e-30, torch.float64: 1e-290}
+
+
+class Device:
+    """Where the kernels run, and what was launched there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.really_launch = kernels._launch
+        self.launches: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
+        self.launches.append((kernel.__name__, args, constants))
+        if self.name == "cpu":
+            virtual_gpu.interpret(kernel, *args, grid=grid, **constants)
+        else:
+            self.really_launch(kernel, grid, device, *args, **constants)
+
+    def run(self, operator: Callable[..., Any], *args: Any) -> Any:
+        """operator(*args) on this device, results on the CPU; ``launches`` are those of this call."""
+        self.launches.clear()
+        moved = [self.moved(a) if isinstance(a, Tensor) else a for a in args]
+        result = operator(*moved)
+        if isinstance(result, Tensor):
+            return result.cpu()
+        return tuple(None if r is None else r.cpu() for r in result)
+
+    def moved(self, t: Tensor) -> Tensor:
+        """With the same strides."""
+        if self.name == "cpu":
+            return t
+        base = t.new_empty(0).set_(t.untyped_storage()).to(self.name)
+        return base.as_strided(t.size(), t.stride(), t.storage_offset())
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.launches]
+
+
+@pytest.fixture(
+    params=["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    on = Device(request.param)
+    monkeypatch.setattr(kernels, "_launch", on.launch)
+    # The interpreter divides exactly where the GPU may be two units off.
+    with mock.patch.dict(interpreter._DEVICE_FUNCTIONS, {"fast_dividef": torch.div}):
+        interpreter._libdevice_functions.cache_clear()
+        kernels._plan.cache_clear()
+        yield on
+    kernels._plan.cache_clear()
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where the interpreter meets infinities
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 3.0) -> Tensor:
+    return (torch.randn(shape, dtype=torch.float64) * scale).to(dtype)
+
+
+def wide(args: Sequence[Any]) -> list[Any]:
+    return [a.double() if isinstance(a, Tensor) else a for a in args]
+
+
+def assert_close(actual: Tensor, expected: Tensor, gradient: bool = False, absolute: Tensor | float = 0.0) -> None:
+    """Within the contract of actual's dtype of the float64 value; ``absolute``: an error allowed on top."""
+    assert expected.dtype == torch.float64
+    assert actual.shape == expected.shape
+    dtype, error = actual.dtype, (actual.double() - expected).abs()
+    if dtype in RELATIVE:
+        allowed = RELATIVE[dtype] * expected.abs()
+    else:
+        tiny = torch.finfo(dtype).tiny  # below it all numbers are as far apart
+        exponent = expected.to(dtype).double().abs().clamp(min=tiny).frexp()[1] - 1
+        ulp = torch.finfo(dtype).eps * torch.exp2(exponent.double())
+        allowed = (ULPS[dtype][gradient] - 0.5 + 1e-3) * ulp  # in ulps of the rounded result, from the exact one
+    allowed = torch.maximum(allowed, torch.tensor(FLOOR[dtype], dtype=torch.float64)) + absolute
+    wrong = ~((error <= allowed) | (actual == expected.to(dtype)) | (actual.isnan() & expected.isnan()))
+    assert not wrong.any(), f"{wrong.sum()} of {wrong.numel()}: {actual[wrong][:5]} for {expected[wrong][:5]}"
+
+
+def check(device: Device, name: str, args: Sequence[Any], grad: Tensor, mask: Sequence[bool] = EVERYTHING) -> None:
+    """Forward and backward of an operator against its float64 reference."""
+    forward, backward = getattr(kernels, name), getattr(kernels, f"{name}_backward")
+    actual = device.run(forward, *args)
+    expected = getattr(reference, name)(*wide(args))
+    assert (actual.dtype, actual.is_contiguous()) == (args[0].dtype, True)
+    assert_close(actual, expected)
+    assert device.names == (["_forward"] if expected.numel() else [])
+
+    mask = [wanted and isinstance(a, Tensor) for wanted, a in zip(mask, args, strict=False)]
+    actual = device.run(backward, grad, *args, mask)
+    expected = getattr(reference, f"{name}_backward")(*wide([grad, *args]), mask)
+    assert device.names.count("_backward") == (1 if grad.numel() and any(mask) else 0)
+    assert len(device.launches) <= 3
+    # A derivative near its zero, and a sum of terms that cancel, are as exact as their terms.
+    finest = torch.float64 if any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in (grad, *args)) else None
+    epsilon = torch.finfo(finest or torch.float32).eps
+    reduced = {1, 2} if name != "glu" else {2}
+    for i, (a, e, arg) in enumerate(zip(actual, expected, args, strict=False)):
+        if e is None:
+            assert a is None
+            continue
+        assert (a.dtype, a.shape, a.is_contiguous()) == (arg.dtype, arg.shape, True)
+        terms = grad.numel() / max(1, a.numel()) if i in reduced else 1
+        size = e.abs().max() if e.numel() else 0.0
+        assert_close(a, e, gradient=True, absolute=8 * epsilon * size * max(1.0, terms**0.5))
+
+
+def arguments(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    activation: str = "silu",
+    bias: bool = False,
+    scale: bool = False,
+    layout: str = "halves",
+    offset: float = 0.0,
+    clamp: float | None = None,
+) -> list[Any]:
+    token_scale = normal(*shape[:-1], dtype=dtype) if scale else None
+    if name == "glu":
+        return [normal(*shape, dtype=dtype), normal(*shape, dtype=dtype), token_scale, activation, offset, clamp]
+    n = shape[-1] * (2 if name == "bias_glu" else 1)
+    common = [normal(*shape[:-1], n, dtype=dtype), normal(n, dtype=dtype) if bias else None, token_scale, activation]
+    return common if name == "bias_act" else [*common, layout, offset, clamp]
+
+
+OPERATORS = ["bias_act", "glu", "bias_glu"]
+
+
+# ---- the formulas are the table's ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", BUILTIN)
+def test_every_bfloat16_value(device: Device, activation: str) -> None:
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    table, finite = activations.get(activation), torch.isfinite(x)
+    tile = 8192 if device.name == "cpu" else kernels._THREADS  # larger, for the interpreter's sake
+    with mock.patch.object(kernels, "_THREADS", tile):
+        y = device.run(kernels.bias_act, x, None, None, activation)
+        dx, _, _ = device.run(
+            kernels.bias_act_backward, torch.ones_like(x), x, None, None, activation, (True, False, False)
+        )
+    assert_close(y[finite], table.value(x[finite].double()))
+    assert_close(dx[finite], table.derivative(x[finite].double()), gradient=True)
+    special = x[~finite].float()
+    torch.testing.assert_close(y[~finite], table.value(special).bfloat16(), equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(dx[~finite], table.derivative(special).bfloat16(), equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("activation", BUILTIN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wide_types_keep_their_tails(device: Device, activation: str, dtype: torch.dtype) -> None:
+    magnitude = torch.logspace(-6, 2.5 if dtype == torch.float32 else 2.8, 2000, dtype=torch.float64).to(dtype)
+    x = torch.cat((magnitude, -magnitude))
+    table = activations.get(activation)
+    assert_close(device.run(kernels.bias_act, x, None, None, activation), table.value(x.double()))
+    dx, _, _ = device.run(
+        kernels.bias_act_backward, torch.ones_like(x), x, None, None, activation, (True, False, False)
+    )
+    near_zero = 4 * torch.finfo(dtype).eps * ((x > -2) & (x < 0)).double()  # derivatives cross zero there
+    assert_close(dx, table.derivative(x.double()), gradient=True, absolute=near_zero)
+
+
+# ---- every operator, option, dtype -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", BUILTIN)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_and_dtypes(device: Device, activation: str, dtype: torch.dtype) -> None:
+    args = arguments("bias_glu", (5, 36), dtype, activation, bias=True, scale=True, offset=0.7, clamp=1.1)
+    check(device, "bias_glu", args, normal(5, 36, dtype=dtype))
+
+
+@pytest.mark.parametrize("layout", reference.LAYOUTS)
+@pytest.mark.parametrize(("bias", "scale"), itertools.product([False, True], repeat=2))
+@pytest.mark.parametrize(("offset", "clamp"), [(0.0, None), (1.0, 2.5), (0.1, None), (0.0, float("inf"))])
+def test_packed_options(
+    device: Device, layout: str, bias: bool, scale: bool, offset: float, clamp: float | None
+) -> None:
+    args = arguments("bias_glu", (2, 3, 20), torch.bfloat16, "gelu_tanh", bias, scale, layout, offset, clamp)
+    check(device, "bias_glu", args, normal(2, 3, 20, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("bias", "scale"), itertools.product([False, True], repeat=2))
+def test_single_options(device: Device, bias: bool, scale: bool) -> None:
+    check(device, "bias_act", arguments("bias_act", (40, 100), torch.float16, "gelu", bias, scale), normal(40, 100))
+    if not bias:
+        args = arguments("glu", (40, 100), torch.float32, "gelu", scale=scale, clamp=2.0, offset=0.1)
+        check(device, "glu", args, normal(40, 100))
+
+
+def test_scalars_keep_float64(device: Device) -> None:
+    """A scalar handed over in float32 would be off by 1e-8."""
+    args = arguments("glu", (4, 16), torch.float64, "silu", offset=0.1, clamp=0.7)
+    check(device, "glu", args, normal(4, 16, dtype=torch.float64))
+
+
+def test_at_the_clamps_bounds(device: Device) -> None:
+    """The gradient there is whatever this version's torch.clamp gives."""
+    x = torch.tensor([0.5, 2.0, 3.0, -2.0]).repeat(2, 4)
+    check(device, "glu", (x, x.flip(-1), None, "silu", 0.0, 2.0), torch.ones(2, 16))
+
+
+@pytest.mark.parametrize("dtypes", [d for d in itertools.permutations(DTYPES, 3)][::3])
+def test_mixed_dtypes(device: Device, dtypes: tuple[torch.dtype, ...]) -> None:
+    a, b, c = dtypes
+    x, bias, scale = normal(6, 40, dtype=a), normal(40, dtype=b), normal(6, dtype=c)
+    check(device, "bias_act", (x, bias, scale, "gelu"), normal(6, 40, dtype=c))
+    check(device, "glu", (x, normal(6, 40, dtype=b), None, "silu", 0.0, None), normal(6, 40, dtype=c))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_nan_goes_the_references_way(device: Device, name: str) -> None:
+    layouts = reference.LAYOUTS if name == "bias_glu" else ("",)
+    for layout, activation in itertools.product(layouts, ("relu", "gelu", "silu")):
+        args = arguments(name, (2, 12), activation=activation, layout=layout, clamp=1.0)
+        for t in args[:2]:
+            if t is not None:
+                t[0, ::3] = float("nan")
+        grad = normal(2, 12)
+        for actual, expected in (
+            (device.run(getattr(kernels, name), *args), getattr(reference, name)(*args)),
+            *zip(
+                device.run(getattr(kernels, f"{name}_backward"), grad, *args, (True, name == "glu", False)),
+                getattr(reference, f"{name}_backward")(grad, *args, (True, name == "glu", False)),
+                strict=True,
+            ),
+        ):
+            if expected is not None:
+                assert torch.equal(actual.isnan(), expected.isnan())
+
+
+# ---- shapes and strides ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize(
+    "shape", [(0,), (0, 5), (5, 0), (2, 0, 3), (1,), (1, 1), (3, 1), (7,), (1, 33), (2, 1500), (700, 3)]
+)
+def test_sizes(device: Device, name: str, shape: tuple[int, ...]) -> None:
+    check(device, name, arguments(name, shape, bias=True, scale=True), normal(*shape))
+    check(device, name, arguments(name, shape, layout="interleaved"), normal(*shape))
+
+
+def strided(kind: str, *shape: int) -> Tensor:
+    """A tensor of this shape, laid out oddly."""
+    if kind == "transposed":
+        return normal(*reversed(shape)).permute(*reversed(range(len(shape))))
+    if kind == "rows swapped":  # three axes that no single stride walks
+        return normal(shape[1], shape[0], *shape[2:]).transpose(0, 1)
+    if kind == "sliced":
+        return normal(*shape[:-1], 2 * shape[-1] + 1)[..., 1::2]
+    if kind == "every other row":
+        return normal(2 * shape[0], *shape[1:])[::2]
+    if kind == "one row":
+        return normal(*shape[-1:]).expand(shape)
+    assert kind == "one value"
+    return normal(1).expand(shape)
+
+
+STRIDES = ["transposed", "rows swapped", "sliced", "every other row", "one row", "one value"]
+
+
+@pytest.mark.parametrize("kind", STRIDES)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_strides_of_each_argument(device: Device, name: str, kind: str) -> None:
+    shape = (4, 3, 70)
+    for odd in range(3):  # the first tensor, the second, the gradient
+        args, grad = arguments(name, shape, clamp=2.0), normal(*shape)
+        if odd == 2:
+            grad = strided(kind, *shape)
+        elif isinstance(args[odd], Tensor):
+            args[odd] = strided(kind, *args[odd].shape)
+        elif name != "glu":
+            n = args[0].shape[-1]
+            args[1], args[2] = normal(2 * n)[::2], strided("transposed", 4, 3)
+        check(device, name, args, grad)
+
+
+def test_all_transposed_and_expanded(device: Device) -> None:
+    a, b, c = (strided("transposed", 90, 130) for _ in range(3))
+    check(device, "glu", (a, b, None, "silu", 0.0, None), c)
+    one, scale = normal(1).expand(130), normal(1).expand(90)
+    check(device, "bias_act", (a, one, scale, "gelu"), strided("one value", 90, 130))
+
+
+def test_evenly_strided_tensors_are_one_row(device: Device) -> None:
+    """Contiguous data, and the expanded gradient of a sum, run as one flat vectorised loop; nothing is copied."""
+    x, one = normal(4, 5, 64, dtype=torch.bfloat16), torch.ones(()).expand(4, 5, 64)
+    for args in ((x,), (one, x)):
+        operator = kernels.bias_act if len(args) == 1 else kernels.bias_act_backward
+        device.run(operator, *args, None, None, "silu", *([(True, False, False)] if len(args) == 2 else []))
+        (_, launched, constants), pointers = device.launches[0], [a.data_ptr() for a in args]
+        assert constants["FLAT"]
+        if device.name == "cpu":
+            assert set(pointers) <= {a.data_ptr() for a in launched if isinstance(a, Tensor)}
+
+
+# ---- gradients that are not wanted -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("mask", list(itertools.product([False, True], repeat=3)))
+def test_output_masks(device: Device, name: str, mask: tuple[bool, bool, bool]) -> None:
+    args = arguments(name, (4, 24), bias=True, scale=True, offset=1.0, clamp=2.0)
+    check(device, name, args, normal(4, 24), mask)
+    for kernel, launched, _ in device.launches:
+        if kernel == "_backward":
+            outputs = dict(zip(kernels._backward.arg_names, launched, strict=False))
+            data = mask[0] or (name == "glu" and mask[1])
+            assert (outputs["d_gate"] is not None or outputs["d_up"] is not None) == data
+            assert (outputs["gate_bias_sums"] is not None) == (name != "glu" and mask[1])
+            assert (outputs["scale_sums"] is not None) == mask[2]
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(20000, 3), (4096, 40), (9, 5000)])
+def test_sums_round_like_short_ones(device: Device, shape: tuple[int, int]) -> None:
+    """Terms of one sign, where a long chain of roundings would show: within 4 units of the sum in float32."""
+    grad, x = torch.rand(shape) + 0.5, torch.rand(shape) + 0.5
+    bias, scale = torch.zeros(shape[1]), torch.ones(shape[0])
+    mask = (False, True, True)
+    _, d_bias, d_scale = device.run(kernels.bias_act_backward, grad, x, bias, scale, "relu", mask)
+    assert device.names in (
+        ["_backward"] + ["_add_rows"] * n for n in (1, 2)
+    )  # a sum of one part needs no second kernel
+    _, *sums = reference.bias_act_backward(grad.double(), x.double(), bias.double(), scale.double(), "relu", mask)
+    for actual, expected in zip((d_bias, d_scale), sums, strict=True):
+        assert expected is not None
+        assert ((actual.double() - expected).abs() <= 4 * torch.finfo(torch.float32).eps * expected.abs()).all()
+
+
+def test_results_are_the_same_in_every_run(device: Device) -> None:
+    args = arguments("bias_glu", (300, 40), torch.bfloat16, bias=True, scale=True)
+    grad = normal(300, 40, dtype=torch.bfloat16)
+    first, second = (device.run(kernels.bias_glu_backward, grad, *args, EVERYTHING) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+# ---- large tensors ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("layout", reference.LAYOUTS)
+def test_wide_offsets_give_the_same(device: Device, name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64-bit offsets, and rows that overflow into the grid's third axis."""
+    monkeypatch.setattr(kernels, "_INT32_MAX", 0)
+    monkeypatch.setattr(kernels, "_GRID_LIMIT", 3)
+    for option in (False, True):
+        args = arguments(name, (500, 20), layout=layout, bias=option, scale=option)
+        check(device, name, args, normal(500, 20))
+        assert all(constants["WIDE"] for _, _, constants in device.launches)
+
+
+def recorded(
+    operator: Callable[..., Any], *args: Any
+) -> list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]]:
+    """The launches of a call, none of them carried out: kernel, grid, arguments, constants. Tensors may be "meta"."""
+    launches: list[Any] = []
+    with mock.patch.object(kernels, "_launch", lambda k, grid, device, *a, **c: launches.append((k, grid, a, c))):
+        operator(*args)
+    return launches
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("rows", [2**15, 2**18])
+def test_wide_offsets_are_used_where_needed_and_only_there(rows: int) -> None:
+    x, bias, packed = meta(rows, 2**14), meta(2**14), meta(rows // 2, 2**15)
+    large = rows * 2**14 > 2**31
+    for call in (
+        (kernels.bias_act, x, None, None, "silu"),
+        (kernels.bias_glu, packed, None, None, "silu", "interleaved"),
+        (kernels.bias_act, x, bias, None, "silu"),
+        (kernels.bias_act, meta(2**14, rows).t(), None, None, "silu"),
+        (kernels.bias_act_backward, x, x, bias, None, "silu", (True, True, False)),
+        (kernels.glu_backward, x, x, x, meta(rows), "silu", 0.0, None, EVERYTHING),
+        (kernels.bias_glu_backward, x[: rows // 2], packed, meta(2**15), None, "silu", "halves", 0.0, None, EVERYTHING),
+    ):
+        kernel, grid, _, constants = recorded(*call)[0]
+        assert constants["WIDE"] == large, kernel
+        assert grid[0] < 2**31 and grid[1] <= 65535 and grid[2] <= 65535
+    tall = recorded(kernels.bias_act, meta(2**32, 1), meta(1), None, "silu")[0]
+    assert tall[3]["WIDE"] and tall[1][1] <= 65535 and tall[1][1] * tall[1][2] * tall[3]["BLOCK_M"] >= 2**32
+
+
+# ---- machine code ----------------------------------------------------------------------------------------------------
+
+GPUS = [virtual_gpu.A100, virtual_gpu.H100, virtual_gpu.B200, virtual_gpu.MI300X]
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+def assemble(gpu: virtual_gpu.GPU, operator: Callable[..., Any], *args: Any) -> list[virtual_gpu.MachineCode]:
+    """Machine code of each kernel that a call launches, specialised as Triton does: absent tensors, ones."""
+    codes = []
+    for kernel, _, values, constants in recorded(operator, *args):
+        constants = dict(constants)
+        num_warps = constants.pop("num_warps")
+        assert constants.pop("enable_fp_fusion")
+        signature = {}
+        for name, value in zip(kernel.arg_names, values, strict=False):
+            if isinstance(value, Tensor):
+                signature[name] = f"*{NAMES[value.dtype]}"
+            elif value is None or value == 1:
+                constants[name] = value
+            else:
+                signature[name] = "i32" if value < 2**31 else "i64"
+        options: dict[str, Any] = {"signature": signature, "constants": constants, "num_warps": num_warps}
+        options["divisible_by_16"] = all(v % 16 == 0 for v in values if isinstance(v, int) and v > 64)
+        codes.append(virtual_gpu.assemble(kernel, gpu, **options))
+    return codes
+
+
+def calls(activation: str, dtype: torch.dtype, rows: int = 4096, n: int = 8192) -> dict[str, tuple[Any, ...]]:
+    """A call of every kind."""
+    x, packed, bias, packed_bias = (meta(*s, dtype=dtype) for s in ((rows, n), (rows, 2 * n), (n,), (2 * n,)))
+    scale, x_t = meta(rows, dtype=torch.float32), meta(n, rows, dtype=dtype).t()
+    act, act_backward = kernels.bias_act, kernels.bias_act_backward
+    glu, glu_backward = kernels.glu, kernels.glu_backward
+    found: dict[str, tuple[Any, ...]] = {
+        "flat": (act, x, None, None, activation),
+        "flat backward": (act_backward, x, x, None, None, activation, (True, False, False)),
+        "glu": (glu, x, x, None, activation),
+        "glu backward": (glu_backward, x, x, x, None, activation, 0.0, None, (True, True, False)),
+        "bias": (act, x, bias, scale, activation),
+        "bias backward": (act_backward, x, x, bias, scale, activation, EVERYTHING),
+        "transposed backward": (act_backward, x, x_t, bias, scale, activation, EVERYTHING),
+    }
+    for layout in reference.LAYOUTS:
+        plain, full = (None, None, activation, layout, 0.0, None), (packed_bias, scale, activation, layout, 1.0, 7.0)
+        found[f"{layout} forward"] = (kernels.bias_glu, packed, *full)
+        found[f"{layout} plain backward"] = (kernels.bias_glu_backward, x, packed, *plain, (True, False, False))
+        found[f"{layout} backward"] = (kernels.bias_glu_backward, x, packed, *full, EVERYTHING)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("call", "activation", "most"),
+    [
+        ("flat", "gelu_tanh", 16),
+        ("flat", "gelu", 24),
+        ("glu", "silu", 16),
+        ("flat backward", "gelu_tanh", 26),
+        ("flat backward", "gelu", 28),
+        ("glu backward", "silu", 28),
+    ],
+)
+def test_instructions_per_element(call: str, activation: str, most: float) -> None:
+    (code,) = assemble(virtual_gpu.H100, *calls(activation, torch.bfloat16)[call])
+    vectorised = [name for name in code.instructions if name.startswith(("LDG", "STG"))]
+    assert vectorised and all(name.endswith(".128") for name in vectorised)
+    assert len(code.instructions) / 8 <= most  # eight elements a thread
+    assert (code.spills, code.shared) == (0, 0)
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name.replace(" ", "_"))
+@pytest.mark.parametrize("call", ["bias backward", "halves backward", "interleaved backward"])
+def test_compiles_everywhere(gpu: virtual_gpu.GPU, call: str) -> None:
+    dtype = torch.float64 if call == "bias backward" else torch.bfloat16
+    for code in assemble(gpu, *calls("gelu", dtype)[call]):
+        assert code.spills == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name.replace(" ", "_"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
+@pytest.mark.parametrize("activation", BUILTIN)
+def test_nothing_spills(gpu: virtual_gpu.GPU, dtype: torch.dtype, activation: str) -> None:
+    if gpu is not virtual_gpu.H100 and activation not in ("gelu", "tanh", "silu"):
+        pytest.skip("on one GPU every activation, on the others the largest kernels")
+    sizes = [(4096, 8192)]
+    if activation == "gelu":  # rows of several to a tile, not a multiple of 16, and beyond 32-bit offsets
+        sizes += [(70000, 96), (4096, 1401), (2**18, 2**14)]
+    spilling = []
+    for rows, n in sizes:
+        for name, call in calls(activation, dtype, rows, n).items():
+            spilling += [(name, rows, n, c.spills) for c in assemble(gpu, *call) if c.spills]
+    assert not spilling
+
+
+def test_only_what_is_used_is_read() -> None:
+    x, packed = meta(512, 1024), meta(512, 2048)
+    for masks, loads, call in (
+        ((False, True, False), 2, (kernels.glu_backward, x, x, x, None, "silu", 0.0, None)),  # up is not read
+        ((True, False, False), 3, (kernels.glu_backward, x, x, x, None, "silu", 0.0, None)),
+        ((True, False, False), 2, (kernels.bias_act_backward, x, x, None, None, "silu")),
+        ((False, False, True), 2, (kernels.bias_act_backward, x, x, None, meta(512, dtype=torch.float32), "silu")),
+        ((True, False, False), 3, (kernels.bias_glu_backward, x, packed, None, None, "silu", "halves", 0.0, None)),
+    ):
+        code = assemble(virtual_gpu.H100, *call, masks)[0]
+        assert sum(name.startswith("LDG") for name in code.instructions) == loads, (call[0].__name__, masks)
+
+
+# ---- without Triton --------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_triton_says_what_to_install() -> None:
+    program = "import sys; sys.modules['triton'] = None; import torch_fused_ops.kernels.activation"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "ImportError" in done.stderr and 'pip install "torch-fused-ops[triton]"' in done.stderr

@@ -1,0 +1,686 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Triton kernels behind ``fused::bias_act``, ``fused::glu`` and ``fused::bias_glu`` in eager mode on a GPU.
+
+Two kernels do all the work, one forward and one backward; a third adds up the backward's partial sums. Every tensor is
+seen as a matrix (rows, columns) with a row and a column stride. A program handles tiles of BLOCK_M × BLOCK_N elements:
+
+* Where nothing depends on the row or the column (no bias, no token scale) and every tensor is one evenly strided
+  sequence, the matrix is one row: a flat loop over memory, 16 bytes a thread.
+* Otherwise a tile spans several rows, which share the loaded bias. In backward a program walks down ``steps`` tiles, so
+  that the bias gradient is summed in registers first and leaves few partial sums. There are no atomics: the partial
+  sums and their order depend on the shapes and strides alone, so results are the same in every run.
+
+What is not asked for is not there: an absent tensor or gradient is ``None``, which Triton specialises on, and loads and
+arithmetic that nothing uses are dropped by its compiler. Clamp and offset are constants of the kernel, exact in float64
+where an argument would arrive in float32; a model has one or two values of them, each with a kernel of its own.
+
+The formulas are those of ``torch_fused_ops.activations``; this is the only place that repeats them, and tests tie the
+two together.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_fused_ops import activations, reference
+from torch_fused_ops.reference import Grads3
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra import libdevice
+except ImportError as error:
+    raise ImportError(
+        "torch_fused_ops needs Triton to run its operators on a GPU in eager mode, and it cannot be imported. "
+        'Install it with: pip install "torch-fused-ops[triton]" (GPU builds of PyTorch bring the Triton that fits them)'
+    ) from error
+
+__all__ = ["bias_act", "bias_act_backward", "bias_glu", "bias_glu_backward", "glu", "glu_backward"]
+
+LOG2E = tl.constexpr(activations.LOG2E)
+GELU_TANH_SLOPE = tl.constexpr(activations.GELU_TANH_SLOPE)
+GELU_TANH_CUBIC = tl.constexpr(activations.GELU_TANH_CUBIC)
+QUICK_GELU_SLOPE = tl.constexpr(activations.QUICK_GELU_SLOPE)
+SQRT1_2 = tl.constexpr(activations.SQRT1_2)
+INV_SQRT_2PI = tl.constexpr(activations.INV_SQRT_2PI)
+NORMAL_TAIL_P = tl.constexpr(activations.NORMAL_TAIL_P)
+NORMAL_TAIL = tl.constexpr(activations.NORMAL_TAIL)
+NORMAL_TERMS = tl.constexpr(len(activations.NORMAL_TAIL))
+CLAMP_KEEPS_BOUNDS = tl.constexpr(reference.CLAMP_KEEPS_BOUNDS)
+PROPAGATE_NAN = tl.constexpr(tl.PropagateNan.ALL)
+
+# ---- formulas ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _swish(x, slope: tl.constexpr):
+    d = 1.0 + tl.exp2(x * (-slope * LOG2E))
+    s = 1.0 / d
+    slope_x = x * (s * (1.0 - s))
+    return x / d, s + (slope_x if slope == 1.0 else slope_x * slope)
+
+
+@triton.jit
+def _gelu_tanh(x):
+    scale: tl.constexpr = -GELU_TANH_SLOPE * LOG2E
+    x2 = x * x
+    d = 1.0 + tl.exp2(x * (x2 * (scale * GELU_TANH_CUBIC) + scale))
+    s = 1.0 / d
+    slope = tl.minimum(x2, 900.0) * (3 * GELU_TANH_SLOPE * GELU_TANH_CUBIC) + GELU_TANH_SLOPE
+    return x / d, s + ((x * s) * (1.0 - s)) * slope
+
+
+@triton.jit
+def _gelu(x):
+    if x.dtype == tl.float64:
+        normal = 0.5 * libdevice.erfc(x * -SQRT1_2)
+        return x * normal, normal + x * (tl.exp(-0.5 * x * x) * INV_SQRT_2PI)
+    else:
+        a = tl.minimum(tl.abs(x), 38.0)
+        t = libdevice.fast_dividef(1.0, 1.0 + a * NORMAL_TAIL_P)  # of a number near 1: as exact as 1 / d, for less
+        q = t * NORMAL_TAIL[NORMAL_TERMS - 1] + NORMAL_TAIL[NORMAL_TERMS - 2]
+        for i in tl.static_range(NORMAL_TERMS - 3, -1, -1):
+            q = t * q + NORMAL_TAIL[i]
+        q = t * q
+        e = tl.exp2(x * x * (-0.5 * LOG2E))
+        below = (q - a * INV_SQRT_2PI) * e
+        return tl.maximum(x, 0.0) - (a * q) * e, tl.where(x < 0, below, 1.0 - below)
+
+
+@triton.jit
+def _sigmoid_derivative(x):
+    e = tl.exp2(tl.abs(x) * -LOG2E)
+    d = 1.0 + e
+    return e / (d * d)
+
+
+@triton.jit
+def _activate(x, activation: tl.constexpr):
+    """(act(x), act'(x)); whichever is not used costs nothing."""
+    if activation == "silu":
+        return _swish(x, 1.0)
+    elif activation == "quick_gelu":
+        return _swish(x, QUICK_GELU_SLOPE)
+    elif activation == "gelu":
+        return _gelu(x)
+    elif activation == "gelu_tanh":
+        return _gelu_tanh(x)
+    elif activation == "sigmoid":
+        return 1.0 / (1.0 + tl.exp2(x * -LOG2E)), _sigmoid_derivative(x)
+    elif activation == "tanh":
+        return libdevice.tanh(x), 4.0 * _sigmoid_derivative(2.0 * x)
+    else:
+        positive = tl.maximum(x, 0.0, propagate_nan=PROPAGATE_NAN)
+        if activation == "relu":
+            return positive, tl.where(x <= 0, 0.0, 1.0).to(x.dtype)
+        else:
+            tl.static_assert(activation == "relu2")
+            return positive * positive, 2.0 * positive
+
+
+# ---- kernels -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _column_block(WIDE: tl.constexpr):
+    block = tl.program_id(0)
+    return block.to(tl.int64) if WIDE else block
+
+
+@triton.jit
+def _row_block(FLAT: tl.constexpr, WIDE: tl.constexpr):
+    """Which block of rows this program has; the grid's second and third axes count as one, for each ends at 65535."""
+    if FLAT:
+        return 0
+    else:
+        block = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+        return block.to(tl.int64) if WIDE else block
+
+
+@triton.jit
+def _columns(WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    return _column_block(WIDE) * WIDTH + tl.arange(0, WIDTH)
+
+
+@triton.jit
+def _clamp_above(x, bound: tl.constexpr):
+    """The lesser of x and bound; NaN stays."""
+    return tl.minimum(x, tl.full((1, 1), bound, x.dtype), propagate_nan=PROPAGATE_NAN)  # a bare scalar were float32
+
+
+@triton.jit
+def _clamp(x, bound: tl.constexpr):
+    """x between ±bound; NaN stays."""
+    if x.dtype == tl.float64:
+        return _clamp_above(tl.maximum(x, tl.full((1, 1), -bound, x.dtype), propagate_nan=PROPAGATE_NAN), bound)
+    else:  # one instruction, which Triton does not have in float64
+        return tl.clamp(x, -bound, bound, propagate_nan=PROPAGATE_NAN)
+
+
+@triton.jit
+def _cut(x, bound: tl.constexpr):
+    """Where the gradient is 0, as in ``reference``."""
+    return x > bound if CLAMP_KEEPS_BOUNDS else x >= bound
+
+
+@triton.jit
+def _tile(matrix, r, c, row_stride, column_stride, mask, COMPUTE: tl.constexpr):
+    return tl.load(matrix + r[:, None] * row_stride + c[None, :] * column_stride, mask=mask, other=0.0).to(COMPUTE)
+
+
+@triton.jit
+def _vector(vector, i, stride, size, COMPUTE: tl.constexpr):
+    return tl.load(vector + i * stride, mask=i < size, other=0.0).to(COMPUTE)
+
+
+@triton.jit
+def _deinterleave(x):
+    """The even and the odd columns; tl.interleave is the inverse."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def _forward(
+    out, gate, up, gate_bias, up_bias, scale,
+    rows, columns, packed_columns, gate_row, gate_column, up_row, up_column, bias_stride, scale_stride,
+    ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, INTERLEAVED: tl.constexpr,
+    COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """out = act(min(gate, CLAMP)) · (clamp(up, ±CLAMP) + OFFSET) · scale, without what is None.
+
+    ``columns`` are out's and up's, ``packed_columns`` gate's. INTERLEAVED: gate holds both, g0 u0 g1 u1 …, as does
+    gate_bias, and up is None.
+    """
+    PACK: tl.constexpr = 2 if INTERLEAVED else 1
+    c = _columns(BLOCK_N, WIDE)
+    packed_c = _columns(BLOCK_N * PACK, WIDE)
+    r = _row_block(FLAT, WIDE) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask = (r < rows)[:, None] & (c < columns)[None, :]
+    packed_mask = (r < rows)[:, None] & (packed_c < packed_columns)[None, :]
+
+    x = _tile(gate, r, packed_c, gate_row, gate_column, packed_mask, COMPUTE)
+    if gate_bias is not None:
+        x += _vector(gate_bias, packed_c, bias_stride, packed_columns, COMPUTE)[None, :]
+    if INTERLEAVED:
+        x, u = _deinterleave(x)
+    elif up is not None:
+        u = _tile(up, r, c, up_row, up_column, mask, COMPUTE)
+        if up_bias is not None:
+            u += _vector(up_bias, c, bias_stride, columns, COMPUTE)[None, :]
+    if CLAMP is not None:
+        x = _clamp_above(x, CLAMP)
+        u = _clamp(u, CLAMP)
+
+    y, _ = _activate(x, ACTIVATION)
+    if INTERLEAVED or up is not None:
+        y *= u + OFFSET if OFFSET != 0.0 else u
+    if scale is not None:
+        y *= _vector(scale, r, scale_stride, rows, COMPUTE)[:, None]
+    tl.store(out + r[:, None] * columns + c[None, :], y, mask=mask)
+
+
+@triton.jit
+def _backward(
+    grad, gate, up, gate_bias, up_bias, scale, d_gate, d_up, gate_bias_sums, up_bias_sums, scale_sums,
+    rows, columns, packed_columns, steps, grad_row, grad_column, gate_row, gate_column, up_row, up_column,
+    bias_stride, scale_stride, d_row, sums_row,
+    ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, INTERLEAVED: tl.constexpr,
+    COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The gradients of ``_forward``: of the inputs, and sums over this program's tiles for those of bias and scale.
+
+    A program takes ``steps`` tiles, one below the other. gate_bias_sums and up_bias_sums have a row for each block of
+    rows, scale_sums has one for each block of columns. INTERLEAVED: d_gate and gate_bias_sums hold both.
+    """
+    PACK: tl.constexpr = 2 if INTERLEAVED else 1
+    PAIR: tl.constexpr = INTERLEAVED or up is not None
+    c = _columns(BLOCK_N, WIDE)
+    packed_c = _columns(BLOCK_N * PACK, WIDE)
+    block = _row_block(FLAT, WIDE)
+    if gate_bias is not None:
+        gate_b = _vector(gate_bias, packed_c, bias_stride, packed_columns, COMPUTE)[None, :]
+    if up_bias is not None:
+        up_b = _vector(up_bias, c, bias_stride, columns, COMPUTE)[None, :]
+    gate_sum = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+    up_sum = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+
+    for step in range(steps):
+        r = (block * steps + step) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (r < rows)[:, None] & (c < columns)[None, :]
+        packed_mask = (r < rows)[:, None] & (packed_c < packed_columns)[None, :]
+        g = _tile(grad, r, c, grad_row, grad_column, mask, COMPUTE)
+        x = _tile(gate, r, packed_c, gate_row, gate_column, packed_mask, COMPUTE)
+        if gate_bias is not None:
+            x += gate_b
+        if INTERLEAVED:
+            x, u = _deinterleave(x)
+        elif up is not None:
+            u = _tile(up, r, c, up_row, up_column, mask, COMPUTE)
+            if up_bias is not None:
+                u += up_b
+        if CLAMP is not None:
+            gate_cut = _cut(x, CLAMP)
+            up_cut = _cut(tl.abs(u), CLAMP)
+            x = _clamp_above(x, CLAMP)
+            u = _clamp(u, CLAMP)
+        if OFFSET != 0.0:
+            u += OFFSET
+
+        y, derivative = _activate(x, ACTIVATION)
+        if scale_sums is not None:
+            total = tl.sum(g * (y * u if PAIR else y), 1)
+            tl.store(scale_sums + _column_block(WIDE) * rows + r, total, mask=r < rows)
+        if scale is not None:
+            g *= _vector(scale, r, scale_stride, rows, COMPUTE)[:, None]
+        dx = g * derivative
+        if PAIR:
+            dx *= u
+            du = g * y
+            if CLAMP is not None:
+                dx = tl.where(gate_cut, 0.0, dx)
+                du = tl.where(up_cut, 0.0, du)
+            if d_up is not None:
+                tl.store(d_up + r[:, None] * d_row + c[None, :], du, mask=mask)
+            if gate_bias_sums is not None:
+                up_sum += du
+        if gate_bias_sums is not None:
+            gate_sum += dx
+        if d_gate is not None:
+            packed = tl.interleave(dx, du) if INTERLEAVED else dx
+            tl.store(d_gate + r[:, None] * d_row + packed_c[None, :], packed, mask=packed_mask)
+
+    if gate_bias_sums is not None:
+        gate_total = tl.sum(gate_sum, 0)
+        up_total = tl.sum(up_sum, 0)
+        packed_total = tl.interleave(gate_total, up_total) if INTERLEAVED else gate_total
+        tl.store(gate_bias_sums + block * sums_row + packed_c, packed_total, mask=packed_c < packed_columns)
+        if up is not None:
+            tl.store(up_bias_sums + block * sums_row + c, up_total, mask=c < columns)
+
+
+@triton.jit
+def _add_rows(out, sums, rows, columns, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """out = the sum of the matrix's rows, of which there may be many: with Kahan's correction."""
+    c = _columns(BLOCK_N, WIDE)
+    r = tl.arange(0, BLOCK_M).to(tl.int64 if WIDE else tl.int32)
+    total = tl.zeros((BLOCK_M, BLOCK_N), sums.dtype.element_ty)
+    excess = tl.zeros((BLOCK_M, BLOCK_N), sums.dtype.element_ty)
+    for start in range(0, rows, BLOCK_M):
+        mask = (start + r < rows)[:, None] & (c < columns)[None, :]
+        term = _tile(sums, start + r, c, columns, 1, mask, sums.dtype.element_ty) - excess
+        longer = total + term
+        excess = (longer - total) - term
+        total = longer
+    tl.store(out + c, tl.sum(total, 0), mask=c < columns)
+
+
+# ---- how the work is cut -------------------------------------------------------------------------------------------
+
+# A tile gives each thread one load of 16 bytes per tensor (two in forward, where two rows then share one load of the
+# bias): enough in flight to hide memory's latency, few enough registers that nothing spills and occupancy stays high.
+_WARPS = 4
+_THREADS = 32 * _WARPS
+_LOAD_BYTES = 16
+_WIDEST_STRIDED = 64  # where some tensor's memory runs down the columns: tiles are near to square
+
+# Tiles that a backward program adds up in registers before it writes a partial sum: the more, the less traffic, but
+# the GPU must not be left without work.
+_MOST_STEPS = 64
+_FEWEST_STEPS = 4
+_ENOUGH_PROGRAMS = 1024
+
+_INT32_MAX = 2**31 - 1
+_GRID_LIMIT = 65535  # of the grid's second and third axes, on every vendor's GPUs
+
+# The formulas' cost and accuracy rest on fused multiply-adds, which Triton 3.10 turns off by default.
+_OPTIONS = {"enable_fp_fusion": True}
+
+
+class _Matrix(NamedTuple):
+    """How the kernels see a tensor: element (r, c) lies ``row·r + column·c`` elements after the first."""
+
+    row: int = 0
+    column: int = 0
+    columns: int = 0
+    itemsize: int = 0  # 0: there is no tensor
+
+
+def _matrix(t: Tensor | None) -> tuple[Tensor | None, _Matrix]:
+    """(..., n) as a matrix of n columns; a copy of it where no single stride walks the leading axes."""
+    if t is None:
+        return None, _Matrix()
+    columns = t.shape[-1]
+    row = columns if t.is_contiguous() else _common_stride(t.shape[:-1], t.stride()[:-1])
+    if row is None:
+        t, row = t.contiguous(), columns
+    return t, _Matrix(row, t.stride(-1), columns, t.element_size())
+
+
+def _common_stride(shape: Sequence[int], strides: Sequence[int]) -> int | None:
+    """The stride that walks all these axes as if they were one; None if there is none."""
+    common, walked = 0, 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if walked == 1:
+            common = stride
+        elif stride != common * walked:
+            return None
+        walked *= size
+    return common
+
+
+def _blocks(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def _power_of_2(size: int) -> int:
+    """The least power of 2 that is not less."""
+    return 1 << (size - 1).bit_length()
+
+
+class _Plan(NamedTuple):
+    """How the work is cut into programs."""
+
+    rows: int
+    columns: int
+    packed_columns: int
+    steps: int
+    row_blocks: int
+    column_blocks: int
+    grid: tuple[int, int, int]
+    constants: dict[str, Any]  # the kernels' last constexpr arguments, and Triton's options
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    rows: int, columns: int, matrices: tuple[_Matrix, ...], vectors: tuple[_Matrix, ...], loads: int, add_rows: bool
+) -> _Plan:
+    """The plan for these matrices; ``vectors`` are bias and scale.
+
+    Args:
+        rows, columns: the output's.
+        loads: how many loads per tensor a thread has in flight.
+        add_rows: whether sums over the rows are wanted.
+    """
+    matrices = tuple(m for m in matrices if m.itemsize)
+    vectors = tuple(v for v in vectors if v.itemsize)
+    widest = _THREADS * _LOAD_BYTES // max(m.itemsize for m in matrices)
+    pack = max(m.columns for m in matrices) // columns
+    flat = not vectors and all(rows == 1 or m.row == m.columns * m.column for m in matrices)
+    if flat:
+        rows, columns = 1, rows * columns
+        height, width = 1, widest
+    else:
+        strided = columns > 1 and any(m.column > 1 for m in matrices)
+        width = min(_power_of_2(columns), _WIDEST_STRIDED if strided else widest)
+        while width > 256 and _blocks(columns, width) * width > 1.125 * columns:
+            width //= 2  # 1408 columns are 3 blocks of 512 rather than 2 of 1024
+        height = min(_power_of_2(rows), widest * loads // width)
+    row_blocks, column_blocks, steps = _blocks(rows, height), _blocks(columns, width), 1
+    if add_rows:
+        steps = min(_MOST_STEPS, _power_of_2(row_blocks))
+        while steps > _FEWEST_STEPS and row_blocks * column_blocks < steps * _ENOUGH_PROGRAMS:
+            steps //= 2
+        row_blocks = _blocks(row_blocks, steps)
+    deep = _blocks(row_blocks, _GRID_LIMIT)
+    high = _blocks(row_blocks, deep)
+    row_blocks = high * deep  # a few programs may find no rows; their partial sums are zero
+    # The largest offset, those past the ends (masked) included: of the tensors, and of the partial sums.
+    last_row, last_column = row_blocks * steps * height - 1, column_blocks * width * pack - 1
+    reach = max(last_row * m.row + last_column * m.column for m in (*matrices, *vectors))
+    reach = max(reach, column_blocks * last_row, row_blocks * last_column)
+    constants = {
+        "FLAT": flat,
+        "WIDE": reach > _INT32_MAX,
+        "BLOCK_M": height,
+        "BLOCK_N": width,
+        "num_warps": _WARPS,
+        **_OPTIONS,
+    }
+    return _Plan(
+        rows, columns, columns * pack, steps, row_blocks, column_blocks, (column_blocks, high, deep), constants
+    )
+
+
+# ---- launches ------------------------------------------------------------------------------------------------------
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
+    """The one place that launches kernels: on the tensors' device, which need not be the current one."""
+    with torch.accelerator.device_index(device.index):
+        kernel[grid](*args, **constants)
+
+
+class _Operands(NamedTuple):
+    """What the formulas read. ``up`` is None in bias_act, and where ``gate`` holds both, interleaved."""
+
+    gate: Tensor
+    up: Tensor | None
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    scale: Tensor | None
+    interleaved: bool = False
+
+    @staticmethod
+    def packed(input: Tensor, bias: Tensor | None, scale: Tensor | None, layout: str) -> _Operands:
+        if layout == "interleaved":
+            return _Operands(input, None, bias, None, scale, True)
+        gate, up = input.chunk(2, -1)
+        gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
+        return _Operands(gate, up, gate_bias, up_bias, scale)
+
+    def vectors(self) -> tuple[_Matrix, Tensor | None, _Matrix]:
+        """The bias (the two biases of a packed input have one stride), and the scale, tensor and matrix."""
+        scale, s = _matrix(None if self.scale is None else self.scale.unsqueeze(-1))
+        b = self.gate_bias
+        bias = _Matrix() if b is None else _Matrix(0, b.stride(0), 0, b.element_size())
+        return bias, scale, s._replace(column=0)
+
+
+def _compute_type(*tensors: Tensor | None) -> tuple[torch.dtype, Any]:
+    dtype = reference.compute_dtype(*tensors)
+    return dtype, tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def _run_forward(out: Tensor, x: _Operands, activation: str, up_offset: float, clamp: float | None) -> Tensor:
+    if out.numel() == 0:
+        return out
+    columns = out.shape[-1]
+    (gate, gate_m), (up, up_m), (bias_m, scale, scale_m) = _matrix(x.gate), _matrix(x.up), x.vectors()
+    matrices = (_matrix(out)[1], gate_m, up_m)
+    plan = _plan(out.numel() // columns, columns, matrices, (bias_m, scale_m), loads=2, add_rows=False)
+    _launch(
+        _forward, plan.grid, out.device,
+        out, gate, up, x.gate_bias, x.up_bias, scale,
+        plan.rows, plan.columns, plan.packed_columns,
+        gate_m.row, gate_m.column, up_m.row, up_m.column, bias_m.column, scale_m.row,
+        ACTIVATION=activation, OFFSET=up_offset, CLAMP=clamp, INTERLEAVED=x.interleaved,
+        COMPUTE=_compute_type(x.gate, x.up, x.gate_bias, x.scale)[1], **plan.constants,
+    )  # fmt: skip
+    return out
+
+
+def _run_backward(
+    grad: Tensor,
+    x: _Operands,
+    d_gate: Tensor | None,
+    d_up: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    activation: str,
+    up_offset: float,
+    clamp: float | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Fill d_gate and d_up, and return the gradients of ``bias`` and ``scale``, each where it is not None."""
+    if grad.numel() == 0:
+        return _zeros(bias), _zeros(scale)
+    if d_gate is None and d_up is None and bias is None and scale is None:
+        return None, None
+    columns = grad.shape[-1]
+    (g, g_m), (gate, gate_m), (up, up_m) = _matrix(grad), _matrix(x.gate), _matrix(x.up)
+    bias_m, x_scale, scale_m = x.vectors()
+    d_m = _matrix(d_up if d_gate is None else d_gate)[1]
+    matrices = (g_m, gate_m, up_m, d_m)
+    plan = _plan(grad.numel() // columns, columns, matrices, (bias_m, scale_m), loads=1, add_rows=bias is not None)
+    dtype, compute = _compute_type(grad, x.gate, x.up, x.gate_bias, x.scale)
+    bias_sums = _partial_sums(bias, plan.row_blocks, dtype)
+    scale_sums = _partial_sums(scale, plan.column_blocks, dtype)
+    up_bias_sums = bias_sums[:, columns:] if bias_sums is not None and x.up is not None else None
+    _launch(
+        _backward, plan.grid, grad.device,
+        g, gate, up, x.gate_bias, x.up_bias, x_scale, d_gate, d_up, bias_sums, up_bias_sums, scale_sums,
+        plan.rows, plan.columns, plan.packed_columns, plan.steps,
+        g_m.row, g_m.column, gate_m.row, gate_m.column, up_m.row, up_m.column,
+        bias_m.column, scale_m.row, d_m.row, 0 if bias_sums is None else bias_sums.shape[1],
+        ACTIVATION=activation, OFFSET=up_offset, CLAMP=clamp, INTERLEAVED=x.interleaved,
+        COMPUTE=compute, **plan.constants,
+    )  # fmt: skip
+    return _total(bias_sums, bias), _total(scale_sums, scale)
+
+
+def _zeros(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.new_zeros(t.shape)
+
+
+def _partial_sums(t: Tensor | None, parts: int, dtype: torch.dtype) -> Tensor | None:
+    """Room for ``parts`` partial sums of t's gradient; a single one is the gradient itself, in t's dtype."""
+    return None if t is None else t.new_empty((parts, t.numel()), dtype=dtype if parts > 1 else t.dtype)
+
+
+def _total(sums: Tensor | None, t: Tensor | None) -> Tensor | None:
+    """The gradient of t from its partial sums."""
+    if sums is None or t is None:
+        return None
+    parts, size = sums.shape
+    if parts == 1:
+        return sums.view(t.shape)
+    out = t.new_empty(t.shape)
+    height, width = min(64, _power_of_2(parts)), 64
+    blocks = _blocks(size, width)
+    wide = (parts + height) * size + width > _INT32_MAX
+    constants = {"WIDE": wide, "BLOCK_M": height, "BLOCK_N": width, "num_warps": _WARPS, **_OPTIONS}
+    _launch(_add_rows, (blocks, 1, 1), t.device, out, sums, parts, size, **constants)
+    return out
+
+
+# ---- the operators -------------------------------------------------------------------------------------------------
+
+
+def bias_act(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> Tensor:
+    """act(input + bias) · token_scale[..., None], in one kernel; see ``reference.bias_act``."""
+    return _run_forward(
+        input.new_empty(input.shape), _Operands(input, None, bias, None, token_scale), activation, 0.0, None
+    )
+
+
+def bias_act_backward(
+    grad: Tensor,
+    input: Tensor,
+    bias: Tensor | None,
+    token_scale: Tensor | None,
+    activation: str,
+    output_mask: Sequence[bool],
+) -> Grads3:
+    """The gradients of bias_act for (input, bias, token_scale), in one pass; None where output_mask says no."""
+    d_input = input.new_empty(input.shape) if output_mask[0] else None
+    d_bias, d_scale = _run_backward(
+        grad,
+        _Operands(input, None, bias, None, token_scale),
+        d_input,
+        None,
+        bias if output_mask[1] else None,
+        token_scale if output_mask[2] else None,
+        activation,
+        0.0,
+        None,
+    )
+    return d_input, d_bias, d_scale
+
+
+def glu(
+    gate: Tensor,
+    up: Tensor,
+    token_scale: Tensor | None,
+    activation: str,
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+) -> Tensor:
+    """act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset) · token_scale[..., None]; see ``reference.glu``."""
+    return _run_forward(
+        gate.new_empty(gate.shape), _Operands(gate, up, None, None, token_scale), activation, up_offset, clamp
+    )
+
+
+def glu_backward(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    token_scale: Tensor | None,
+    activation: str,
+    up_offset: float,
+    clamp: float | None,
+    output_mask: Sequence[bool],
+) -> Grads3:
+    """The gradients of glu for (gate, up, token_scale), in one pass; None where output_mask says no."""
+    d_gate = gate.new_empty(gate.shape) if output_mask[0] else None
+    d_up = up.new_empty(up.shape) if output_mask[1] else None
+    _, d_scale = _run_backward(
+        grad,
+        _Operands(gate, up, None, None, token_scale),
+        d_gate,
+        d_up,
+        None,
+        token_scale if output_mask[2] else None,
+        activation,
+        up_offset,
+        clamp,
+    )
+    return d_gate, d_up, d_scale
+
+
+def bias_glu(
+    input: Tensor,
+    bias: Tensor | None,
+    token_scale: Tensor | None,
+    activation: str,
+    layout: str = "halves",
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+) -> Tensor:
+    """glu of the packed input (..., 2n) + bias (2n,), in one kernel; see ``reference.bias_glu``."""
+    out = input.new_empty((*input.shape[:-1], input.shape[-1] // 2))
+    return _run_forward(out, _Operands.packed(input, bias, token_scale, layout), activation, up_offset, clamp)
+
+
+def bias_glu_backward(
+    grad: Tensor,
+    input: Tensor,
+    bias: Tensor | None,
+    token_scale: Tensor | None,
+    activation: str,
+    layout: str,
+    up_offset: float,
+    clamp: float | None,
+    output_mask: Sequence[bool],
+) -> Grads3:
+    """The gradients of bias_glu for (input, bias, token_scale), in one pass; None where output_mask says no."""
+    d_input = input.new_empty(input.shape) if output_mask[0] else None
+    d_gate, d_up = (d_input, None) if d_input is None or layout == "interleaved" else d_input.chunk(2, -1)
+    d_bias, d_scale = _run_backward(
+        grad,
+        _Operands.packed(input, bias, token_scale, layout),
+        d_gate,
+        d_up,
+        bias if output_mask[1] else None,
+        token_scale if output_mask[2] else None,
+        activation,
+        up_offset,
+        clamp,
+    )
+    return d_input, d_bias, d_scale
