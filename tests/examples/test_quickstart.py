@@ -1,0 +1,49 @@
+"""The quickstart runs as a new user would run it, in its shortest form, and its figures are the right way round."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
+ROW = re.compile(r"^  (eager|torch\.compile|budget 0\.99|fused) +([\d.]+) MiB +([\d.]+) +[\d.]+ … [\d.]+ +(\S+)$", re.M)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("inductor")
+
+
+@pytest.mark.parametrize("mlp", ["gelu", pytest.param("swiglu", marks=pytest.mark.slow)])
+def test_quickstart(mlp: str, cache: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(QUICKSTART), "--mlp", mlp, "--steps", "4", "--layers", "1", "--batch", "2"]
+    ran = subprocess.run(
+        [*command, "--out", "picture.svg"],
+        cwd=tmp_path,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONIOENCODING": "utf-8"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=600,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "1 of 1 MLP sites fused" in ran.stdout
+
+    rows = {name: (float(saved), float(ms), float(apart)) for name, saved, ms, apart in ROW.findall(ran.stdout)}
+    assert list(rows) == ["eager", "torch.compile", "budget 0.99", "fused"], ran.stdout
+    saved = {name: row[0] for name, row in rows.items()}
+    assert 0 < saved["fused"] <= saved["budget 0.99"] < saved["torch.compile"]
+    assert all(apart < 1e-4 for _, _, apart in rows.values()), ran.stdout  # float32: rounding alone
+    against = re.search(r"against torch\.compile +([\d.]+)% less memory", ran.stdout)
+    assert against and abs(float(against[1]) / 100 - (1 - saved["fused"] / saved["torch.compile"])) < 0.005
+
+    picture = ElementTree.parse(tmp_path / "picture.svg").getroot()
+    bars = picture.findall("{http://www.w3.org/2000/svg}rect")[1:]  # the first is the background
+    assert picture.tag.endswith("svg") and len(bars) == 8
+    assert all(0 < float(bar.get("width", 0)) <= 160 for bar in bars)
