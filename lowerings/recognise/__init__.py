@@ -141,7 +141,8 @@ _TORCH = torch.__path__[0]
 
 
 def _source(root: Node, gemm: Node) -> str:
-    frames = [f for f in _FRAME.findall(root.meta.get("stack_trace") or "") if not f[0].startswith(_TORCH)]
+    frames = _FRAME.findall(root.meta.get("stack_trace") or "")
+    frames = [f for f in frames if not f[0].startswith(_TORCH)] or frames  # nn.Sequential's are all torch's
     path = _module(root, gemm)
     where = f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}" if frames else "unknown"
     return f"{where} in {path}" if path else where

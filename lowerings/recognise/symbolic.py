@@ -9,8 +9,9 @@ by rewriting every function into few: ``tanh``, ``silu``, ``x / (1 + exp(-x))``,
 Equal forms prove equal functions, constants to a relative 1e-6. Unequal forms prove nothing, and then nothing is done:
 a missing identity costs a fusion, never a wrong result.
 
-Why not sympy: it keeps ``sqrt(2/pi)`` and ``1.0*x`` apart from their floats inside a function's argument, compares
-constants exactly, and takes 3 to 30 ms for an expression where this takes 0.1 to 0.3 (2.13, one core).
+Why not sympy: it keeps ``sqrt(2/pi)`` symbolic inside a function's argument, compares constants exactly, and needs 28
+ms to bring NewGELU to exponentials and expand it, and 9 ms for gpt-oss' clamped GLU, where the whole proof takes 0.05
+and 0.9 ms here (one core, cold caches).
 """
 
 from __future__ import annotations
