@@ -141,8 +141,15 @@ _TORCH = torch.__path__[0]
 
 
 def _source(root: Node, gemm: Node) -> str:
+    """"file.py:line in module.path": where the user's code calls it, or, in nn.Sequential, torch's own module."""
     frames = _FRAME.findall(root.meta.get("stack_trace") or "")
-    frames = [f for f in frames if not f[0].startswith(_TORCH)] or frames  # nn.Sequential's are all torch's
+    frames = [f for f in frames if not f[0].startswith(_TORCH)] or frames
     path = _module(root, gemm)
-    where = f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}" if frames else "unknown"
+    if frames:
+        where = f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}"
+    elif root.meta.get("nn_module_stack"):
+        _, kind = list(root.meta["nn_module_stack"].values())[-1]
+        where, path = f"nn.{getattr(kind, '__name__', kind)}", path or _stack(root)[-1]
+    else:
+        where = "unknown"
     return f"{where} in {path}" if path else where
