@@ -1,6 +1,24 @@
-"""Caches of the tests are the tests' own, so that no run is served what another run compiled."""
+"""What every test gets: compile caches of the tests' own, and the activation table as it was."""
 
 import os
 import tempfile
+from collections.abc import Iterator
 
+import pytest
+
+# So that no run is served what another run compiled.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torch_fused_ops_tests_")
+
+from torch_fused_ops import activations  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def activation_table() -> Iterator[None]:
+    """Takes out what a test registers, so that no other test recognises it. Names must still differ between tests."""
+    before = dict(activations._TABLE)
+    yield
+    if activations._TABLE != before:
+        activations._TABLE.clear()
+        activations._TABLE.update(before)
+        for notify in activations._on_change:
+            notify()
