@@ -515,10 +515,11 @@ def test_nothing_spills(gpu: virtual_gpu.GPU, dtype: torch.dtype, activation: st
     sizes = [(4096, 8192)]
     if activation == "gelu":  # rows of several to a tile, not a multiple of 16, and beyond 32-bit offsets
         sizes += [(70000, 96), (4096, 1401), (2**18, 2**14)]
-    spilling = []
+    # In float64 ptxas may park one number of a thread to reach an occupancy step (tanh, interleaved, on sm_80).
+    spilling, allowed = [], 8 if dtype == torch.float64 else 0
     for rows, n in sizes:
         for name, call in calls(activation, dtype, rows, n).items():
-            spilling += [(name, rows, n, c.spills) for c in assemble(gpu, *call) if c.spills]
+            spilling += [(name, rows, n, c.spills) for c in assemble(gpu, *call) if c.spills > allowed]
     assert not spilling
 
 
