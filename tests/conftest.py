@@ -9,7 +9,7 @@ import pytest
 # So that no run is served what another run compiled.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torch_fused_ops_tests_")
 
-from torch_fused_ops import activations  # noqa: E402
+from torch_fused_ops import activations
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def activation_table() -> Iterator[None]:
     """Takes out what a test registers, so that no other test recognises it. Names must still differ between tests."""
     before = dict(activations._TABLE)
     yield
-    if activations._TABLE != before:
+    if before != activations._TABLE:
         activations._TABLE.clear()
         activations._TABLE.update(before)
         for notify in activations._on_change:

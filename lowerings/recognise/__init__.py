@@ -141,7 +141,7 @@ _TORCH = torch.__path__[0]
 
 
 def _source(root: Node, gemm: Node) -> str:
-    """"file.py:line in module.path": where the user's code calls it, or, in nn.Sequential, torch's own module."""
+    """ "file.py:line in module.path": where the user's code calls it, or, in nn.Sequential, torch's own module."""
     frames = _FRAME.findall(root.meta.get("stack_trace") or "")
     frames = [f for f in frames if not f[0].startswith(_TORCH)] or frames
     path = _module(root, gemm)

@@ -20,7 +20,6 @@ pytest.importorskip("triton")
 from torch_fused_ops import activations, reference
 from torch_fused_ops.kernels import activation as kernels
 from torch_fused_ops.testing import virtual_gpu
-from torch_fused_ops.testing.virtual_gpu import interpreter
 
 BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -75,11 +74,8 @@ class Device:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     on = Device(request.param)
     monkeypatch.setattr(kernels, "_launch", on.launch)
-    # The interpreter divides exactly where the GPU may be two units off.
-    with mock.patch.dict(interpreter._DEVICE_FUNCTIONS, {"fast_dividef": torch.div}):
-        interpreter._libdevice_functions.cache_clear()
-        kernels._plan.cache_clear()
-        yield on
+    kernels._plan.cache_clear()
+    yield on
     kernels._plan.cache_clear()
 
 

@@ -225,6 +225,7 @@ _DEVICE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {name: getattr(torch, name
     "finitef": torch.isfinite,
     "isfinited": torch.isfinite,
     "div_rn": torch.div,
+    "fast_dividef": torch.div,
     "j0": torch.special.bessel_j0,
     "j1": torch.special.bessel_j1,
     "nearbyint": torch.round,
