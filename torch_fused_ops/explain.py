@@ -199,7 +199,7 @@ def _unchanged(model: Callable[..., Any]) -> Iterator[None]:
 
     buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
     before = [buffer.detach().clone() for buffer in buffers]
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     seen = pgo.get_code_state()
     seen_before = copy.deepcopy(seen)
     with torch.random.fork_rng(devices):

@@ -158,7 +158,7 @@ GRAD_OF_INPUT = [True, False, False]
             31,
         ),
         ("silu·up", lambda g, u: fused.glu(g, u, None, "silu"), 2, 16),
-        ("gelu", lambda x: fused.bias_act(x, None, None, "gelu"), 1, 29),
+        ("gelu", lambda x: fused.bias_act(x, None, None, "gelu"), 1, 30),
         (
             "gelu backward and the value again",
             lambda g, x: (
