@@ -25,6 +25,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 
 import torch_fused_ops
 from torch_fused_ops import activations
+from torch_fused_ops.explain import EXCLUDED
 from torch_fused_ops.lowerings import compat, memory
 from torch_fused_ops.policy import FusionPolicy
 
@@ -46,7 +47,8 @@ def source_hash() -> str:
 
 def identity() -> str:
     """Our version, our sources and the activation table, as they enter every compile key."""
-    return f"torch_fused_ops-{torch_fused_ops.__version__}-{source_hash()}-{activations.table_hash()}"
+    parts = ("torch_fused_ops", torch_fused_ops.__version__, source_hash(), activations.table_hash())
+    return "-".join(filter(None, parts))
 
 
 _tag = ""
@@ -130,7 +132,7 @@ class Recognise(_Stage, CustomGraphPass):
         sites = rewrite(graph, policy)
         for site in sites:
             log.info("%s: %s", site.source, site.op or f"left alone: {site.reason}")
-        missed = [s for s in sites if s.op is None and not s.reason.startswith("not an MLP")]
+        missed = [s for s in sites if s.op is None and s.is_mlp and not s.reason.startswith(EXCLUDED)]
         if policy.strict and missed:
             raise UnfusedError(
                 "strict=True and these MLP sites were not fused:\n"
@@ -273,9 +275,12 @@ def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] 
     """Options for ``torch.compile(model, options=…)`` (or AOTInductor's ``inductor_configs``) that add our passes.
 
     Args:
-        policy: by default ``FusionPolicy()``. options: your own Inductor options, kept; passes in them, or else those
-        in Inductor's config now, run before ours.
+        policy: by default ``FusionPolicy()``.
+        options: your own Inductor options, kept; passes in them, or else those in Inductor's config now, run before
+            ours.
     """
+    if not isinstance(options, (dict, type(None))):
+        raise TypeError(f"options={options!r} is not accepted: it must be a dict of Inductor options, or None")
     policy, result = _checked(policy), dict(options or {})
     for name, kind in SLOTS.items():
         without_ambient = kind.leave(result.get(name, getattr(inductor_config, name)), kind())

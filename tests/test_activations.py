@@ -175,3 +175,8 @@ def test_register_refuses(table, name, fn, derivative, error, message):
     with pytest.raises(error, match=message):
         tfo.register_activation(name, fn, derivative)
     assert table == before
+
+
+def test_a_wrong_derivative_is_refused():
+    with pytest.raises(ValueError, match=r"derivative is not accepted: at x = -2.9 it gives"):
+        activations.register_activation("sine_wrong", torch.sin, lambda x: x)

@@ -159,3 +159,30 @@ def test_import_is_light():
     code = "import sys, torch_fused_ops.explain; print([m for m in sys.modules if m.startswith('torch_fused_ops.low')])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
+
+
+def test_explaining_does_not_use_up_the_models_compilations():
+    model, x = Block(), torch.randn(4, 8)
+    for _ in range(20):
+        assert explain(model, x).sites
+    torch.compile(model, fullgraph=True, backend="eager")(x)  # raises where Dynamo's limit is reached
+
+
+def test_nothing_found_says_what_to_look_at():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
+    report = explain(model, torch.randn(2, 8))
+    assert report.sites == () and "something else (a norm" in str(report) and repr(report) == str(report)
+
+    def broken(x):
+        y = x @ x
+        torch._dynamo.graph_break()
+        return torch.relu(y) @ x
+
+    assert "graph break" in str(explain(broken, torch.randn(4, 4)))
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(TypeError, match="model=3"):
+        explain(3)
+    with pytest.raises(TypeError, match="policy='free'"):
+        explain(Block(), torch.randn(4, 8), policy="free")

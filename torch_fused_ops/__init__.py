@@ -69,8 +69,9 @@ def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] 
     """Options for ``torch.compile(model, options=…)`` (or AOTInductor's ``inductor_configs``) that add our passes.
 
     Args:
-        policy: by default ``FusionPolicy()``. options: your own Inductor options, kept; passes in them, or else those
-        in Inductor's config now, run before ours.
+        policy: by default ``FusionPolicy()``.
+        options: your own Inductor options, kept; passes in them, or else those in Inductor's config now, run before
+            ours.
     """
     from torch_fused_ops.lowerings import passes
 

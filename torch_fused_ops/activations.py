@@ -213,15 +213,16 @@ def register_activation(name: str, fn: Elementwise, derivative: Elementwise | No
     """Add an activation to the table, for every operator, for the lowerings and for the recogniser.
 
     Args:
-        name: a new name (an identifier). Registering the same functions under the same name again does nothing. fn:
-        f(x), elementwise, without parameters, in plain torch: same shape and dtype out as in, for float32 and
-        float64,
-            no data-dependent control flow. Compiled code inlines it; in eager mode it runs as it is on every device.
+        name: a new name (an identifier). Registering the same functions under the same name again does nothing.
+        fn: f(x), elementwise, without parameters, in plain torch: same shape and dtype out as in, for float32 and
+            float64, no randomness, no data-dependent control flow. Compiled code inlines it; in eager mode it runs as it
+            is on every device.
         derivative: f'(x), likewise. By default it is derived from ``fn`` by autograd.
 
     Raises:
         ValueError: name is not an identifier, or taken by other functions; fn changes shape or dtype or is not
-        elementwise. TypeError: fn or derivative is not callable.
+            elementwise; derivative is not fn's.
+        TypeError: fn or derivative is not callable.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"name={name!r} is not accepted: an activation's name is a Python identifier")
@@ -229,9 +230,18 @@ def register_activation(name: str, fn: Elementwise, derivative: Elementwise | No
         if not callable(value) and not (argument == "derivative" and value is None):
             raise TypeError(f"{argument}={value!r} is not callable: it must be a function of one tensor")
     _check_elementwise("fn", fn)
+    derived = _Derived(fn)
     if derivative is None:
-        derivative = _Derived(fn)
+        derivative = derived
     _check_elementwise("derivative", derivative)
+    x = torch.linspace(-2.9, 3.0, 12, dtype=torch.float64)
+    given, wanted = derivative(x), derived(x)
+    apart = ~torch.isclose(given, wanted, rtol=1e-3, atol=1e-4, equal_nan=True)
+    if apart.sum() > 3:  # a few points may lie on kinks
+        raise ValueError(
+            f"derivative is not accepted: at x = {x[apart][0].item():.4g} it gives {given[apart][0].item():.6g}, "
+            f"where autograd derives {wanted[apart][0].item():.6g} from fn"
+        )
     if name in _TABLE:
         old = _TABLE[name]
         if old.builtin or (_traced(old.value), _traced(old.derivative)) != (_traced(fn), _traced(derivative)):
@@ -260,7 +270,8 @@ def _check_elementwise(argument: str, fn: Elementwise) -> None:
         apart = fn(x.flip(0).reshape(3, 4)).reshape(12).flip(0)
         if not torch.allclose(y, apart, rtol=1e-5, atol=1e-6, equal_nan=True):
             raise ValueError(
-                f"{argument} is not accepted: it is not elementwise (its result depends on the tensor's shape)"
+                f"{argument} is not accepted: it is not elementwise (the same values in another shape gave another "
+                "result: it mixes elements, is random, or branches on the data)"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import html
 import json
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Report", "Site", "explain"]
 
 NOT_AN_MLP = "not an MLP: "
+EXCLUDED = "the policy excludes "
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,32 @@ class Report:
         graphs = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
         return f"{fused} of {len(mlps)} MLP sites fused" + f", {others} not MLPs" * bool(others) + f" ({graphs})"
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         if not self.sites:
-            return self.summary
+            return f"{self.summary}\n{self._nothing()}"
         header = ("operator", "activation", "source", "read by", "reason")
         rows = [header, *map(_cells, self.sites)]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join((*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4])) for row in rows]
         lines.insert(1, "  ".join("-" * w for w in (*widths, len(header[4]))))
         return "\n".join([*lines, "", self.summary])
+
+    def _nothing(self) -> str:
+        """What to look at where there are no sites."""
+        hint = (
+            "A site is a matrix product that reads a pointwise function of matrix products, through views, casts and\n"
+            "dropout. There is none: between the products stands something else (a norm, a convolution, an operator that\n"
+            "is already fused), or nothing nonlinear."
+        )
+        if self.graphs > 1:
+            hint += (
+                f"\nThe model was captured in {self.graphs} graphs: a site does not reach across a graph break "
+                "(TORCH_LOGS=graph_breaks shows where they are)."
+            )
+        return hint
 
     def to_json(self) -> str:
         """The report as JSON text: ``{"summary", "graphs", "sites": [{op, activation, source, reason, users}, …]}``."""
@@ -159,11 +178,16 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
         A ``Report``: print it, or read its ``sites``.
 
     Raises:
+        TypeError: model is not callable, or policy is no FusionPolicy.
         Whatever the model raises on these arguments.
     """
+    if not callable(model):
+        raise TypeError(f"model={model!r} is not callable: it must be a module or a function")
+    if not isinstance(policy, (FusionPolicy, type(None))):
+        raise TypeError(f"policy={policy!r} is not accepted: it must be a FusionPolicy or None")
     from torch_fused_ops.lowerings import recognise
 
-    policy = FusionPolicy() if policy is None else policy
+    policy = policy or FusionPolicy()
     sites: list[Site] = []
     graphs = 0
 
@@ -176,8 +200,18 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
 
     model = getattr(model, "_orig_mod", model)
     with _unchanged(model), torch._dynamo.config.patch(recompile_limit=64):
-        torch.compile(model, backend=capture)(*args, **kwargs)
+        torch.compile(_throwaway(_call), backend=capture)(model, *args, **kwargs)
     return Report(tuple(sites), graphs)
+
+
+def _call(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+def _throwaway(fn: types.FunctionType) -> Callable[..., Any]:
+    """fn with a code object of its own. Dynamo keeps what it captures on the code object, and eight captures are its
+    limit: on the model's own code they would count against the user's compilations."""
+    return types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__)
 
 
 def _graphs(gm: GraphModule) -> Iterator[GraphModule]:

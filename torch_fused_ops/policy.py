@@ -20,7 +20,7 @@ class FusionPolicy:
         dropout: whether an active dropout next to an MLP's activation may be fused by meaning. Reserved for the dropout
             operators: now, an activation in front of an active dropout is fused and the dropout itself stays as it is.
         strict: raise at compile time where an MLP site is left unfused or a pass fails, naming each reason, instead of
-            logging it and going on with the graph as it was.
+            logging it and going on with the graph as it was. What ``exclude`` names is no miss.
         exclude: module paths to leave alone, as shell patterns against the path in the model, e.g. ``("encoder.*",)``.
     """
 

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch.fx import Graph, Node
 
-from torch_fused_ops.explain import NOT_AN_MLP, Site
+from torch_fused_ops.explain import EXCLUDED, NOT_AN_MLP, Site
 from torch_fused_ops.policy import FusionPolicy
 
 from .cone import Cone, Refusal, examine, find, readers
@@ -69,7 +69,7 @@ def _allowed(facts: Facts, cone: Cone, gemms: list[Node], policy: FusionPolicy) 
     parents = [path[: m.start()] for m in re.finditer(r"\.", path)]
     for pattern in policy.exclude:
         if any(fnmatchcase(p, pattern) for p in (path, *parents)):
-            raise Refusal(f"the policy excludes {pattern!r}")
+            raise Refusal(f"{EXCLUDED}{pattern!r}")
     value = tensor(cone.root)
     if inductor.freezing and not torch.is_grad_enabled() and value is not None and value.device.type == "cpu":
         raise Refusal("CPU inference under freezing: oneDNN's fused linear and activation is kept")

@@ -120,11 +120,15 @@ def _gated(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], table: t
     return None
 
 
+def _short(text: str) -> str:
+    return text if len(text) <= 160 else f"{text[:160]}…"
+
+
 def _explained(algebra: Algebra, expression: Poly, operands: int, table: tuple[str, ...]) -> str:
     """Why the expression is none of the table's, and what it is near to if anything."""
     text = algebra.text(expression)
     if operands > 1:
-        return f"{text[:160]} is no activation of the table with a gate"
+        return f"{_short(text)} is no activation of the table with a gate"
     shape, constants = algebra.constants(expression)
     near: list[tuple[float, str]] = []
     for (name, i), form in _table(table)[1].items():
@@ -141,4 +145,4 @@ def _explained(algebra: Algebra, expression: Poly, operands: int, table: tuple[s
             near.append((max(abs(c / t - 1) for c, t in apart), f"{text} is like {name}, but has {values}"))
     if near and min(near)[0] < 0.5:
         return min(near)[1]
-    return f"{text[:160]} is no activation of the table"
+    return f"{_short(text)} is no activation of the table"

@@ -92,5 +92,7 @@ def _record(node: Node, like: Node) -> None:
     modes = [a.fake_mode for a in args if isinstance(a, torch._subclasses.FakeTensor)]
     shapes = modes[0].shape_env if modes else None
     # What is asked about sizes here must not become a guard of the user's program.
-    with shapes.suppress_guards() if shapes is not None else nullcontext():
+    # Nor must the user's saved-tensor hooks see these fake values: the innermost hooks are the ones that run.
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with hooks, shapes.suppress_guards() if shapes is not None else nullcontext():
         node.meta[key] = node.target(*args)  # type: ignore[operator]

@@ -153,7 +153,7 @@ def test_registered_activation_is_inlined() -> None:
 
 
 def test_activation_that_cannot_be_inlined_says_so() -> None:
-    tfo.register_activation("sorted_for_lowering", lambda x: x.unsqueeze(-1).cumsum(-1).squeeze(-1), torch.ones_like)
+    tfo.register_activation("sorted_for_lowering", lambda x: x.unsqueeze(-1).cumsum(-1).squeeze(-1))
     with pytest.raises(Exception, match="cannot be part of an activation"):
         torch.compile(lambda x: fused.bias_act(x, None, None, "sorted_for_lowering"))(leaf(4, 4))
 

@@ -212,10 +212,32 @@ def test_backend_rejects_what_inductor_rejects() -> None:
         torch.compile(mlp, backend="fused", options={"no_such_option": 1})(*arguments())
 
 
-def test_policy_reaches_the_backend() -> None:
-    policy = tfo.FusionPolicy(exclude=("*",), strict=True)
-    with pytest.raises(Exception, match="exclude"):
-        torch.compile(mlp, backend="fused", options={"policy": policy})(*arguments())
+def near_miss(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    h = F.linear(x, w)
+    return F.linear(h * torch.sigmoid(1.7 * h), v)
+
+
+def test_strict_raises_for_what_is_left_unfused_but_not_for_what_is_excluded() -> None:
+    strict = tfo.FusionPolicy(strict=True)
+    with pytest.raises(Exception, match=r"not fused(.|\n)*1\.7 for 1\.702"):
+        torch.compile(near_miss, backend="fused", options={"policy": strict})(*arguments())
+    torch._dynamo.reset()
+    excluded = tfo.FusionPolicy(strict=True, exclude=("*",))
+    torch.compile(mlp, backend="fused", options={"policy": excluded})(*arguments())
+
+
+def test_saved_tensor_hooks_of_the_user_see_no_fake_tensors() -> None:
+    x, w, v = arguments()
+    seen: list[int] = []
+
+    def pack(t: Tensor) -> Tensor:
+        seen.append(t.data_ptr())  # raises for a fake tensor
+        return t
+
+    compiled = torch.compile(mlp, fullgraph=True, backend="fused", options={"policy": tfo.FusionPolicy(strict=True)})
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        compiled(x, w, v).sum().backward()
+    assert seen
 
 
 def test_a_failing_pass_leaves_the_graph_and_says_so_once(
@@ -259,6 +281,8 @@ def test_bad_policies_are_named() -> None:
     for fn in (tfo.enable, tfo.compile_options):
         with pytest.raises(TypeError, match="policy='free'"):
             fn("free")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"options=\[1\]"):
+        tfo.compile_options(options=[1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="policy='free'"), tfo.enabled("free"):  # type: ignore[arg-type]
         pass
     with pytest.raises(ValueError, match=r"memory='fast'.*free, off"):
