@@ -257,8 +257,9 @@ def test_a_failing_pass_leaves_the_graph_and_says_so_once(
         "a pass failed and left the graph as it was (recognise: RuntimeError: broken on purpose). Please report it."
     ) == 1
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="broken on purpose"):
-        torch.compile(mlp, backend="fused", options={"policy": tfo.FusionPolicy(strict=True)})(x, w, v)
+    strict = {"policy": tfo.FusionPolicy(strict=True)}
+    with inductor_config.patch(force_disable_caches=True), pytest.raises(Exception, match="broken on purpose"):
+        torch.compile(mlp, backend="fused", options=strict)(x, w, v)
 
 
 def test_uuid_follows_policy_and_table() -> None:
