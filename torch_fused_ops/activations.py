@@ -215,8 +215,8 @@ def register_activation(name: str, fn: Elementwise, derivative: Elementwise | No
     Args:
         name: a new name (an identifier). Registering the same functions under the same name again does nothing.
         fn: f(x), elementwise, without parameters, in plain torch: same shape and dtype out as in, for float32 and
-            float64, no randomness, no data-dependent control flow. Compiled code inlines it; in eager mode it runs as it
-            is on every device.
+            float64, no randomness, no data-dependent control flow. Compiled code inlines it; in eager mode it runs as
+            it is on every device.
         derivative: f'(x), likewise. By default it is derived from ``fn`` by autograd.
 
     Raises:

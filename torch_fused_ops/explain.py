@@ -84,8 +84,8 @@ class Report:
         """What to look at where there are no sites."""
         hint = (
             "A site is a matrix product that reads a pointwise function of matrix products, through views, casts and\n"
-            "dropout. There is none: between the products stands something else (a norm, a convolution, an operator that\n"
-            "is already fused), or nothing nonlinear."
+            "dropout. There is none: between the products stands something else (a norm, a convolution, an operator\n"
+            "that is already fused), or nothing nonlinear."
         )
         if self.graphs > 1:
             hint += (
