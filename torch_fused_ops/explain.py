@@ -208,7 +208,7 @@ def _call(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
 
 
-def _throwaway(fn: types.FunctionType) -> Callable[..., Any]:
+def _throwaway(fn: Any) -> Callable[..., Any]:
     """fn with a code object of its own. Dynamo keeps what it captures on the code object, and eight captures are its
     limit: on the model's own code they would count against the user's compilations."""
     return types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__)
