@@ -27,7 +27,7 @@ import torch_fused_ops
 from torch_fused_ops import activations
 from torch_fused_ops.explain import EXCLUDED
 from torch_fused_ops.lowerings import compat, memory
-from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.policy import FusionPolicy, policy_or_default
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -212,6 +212,8 @@ def _hold(delta: int) -> None:
         if (before == 0) != (_users == 0):
             for name, kind in SLOTS.items():
                 compat.update_everywhere(inductor_config, name, functools.partial(_update, kind, before == 0))
+            if _users == 0:
+                _joined.clear()  # what others have replaced since is nobody's to restore
 
 
 def _update(kind: type[Recognise] | type[Remember], join: bool, slot: Any) -> Any:
@@ -229,21 +231,13 @@ def _update(kind: type[Recognise] | type[Remember], join: bool, slot: Any) -> An
 # ---- public --------------------------------------------------------------------------------------
 
 
-def _checked(policy: FusionPolicy | None) -> FusionPolicy:
-    if policy is None:
-        return FusionPolicy()
-    if not isinstance(policy, FusionPolicy):
-        raise TypeError(f"policy={policy!r} is not accepted: it must be a FusionPolicy or None")
-    return policy
-
-
 def enable(policy: FusionPolicy | None = None) -> None:
     """Let plain ``torch.compile(model)`` pick MLPs up, in every thread of this process. Idempotent.
 
     Passes that others put into Inductor's slots stay there and run first. Calling it again changes the policy.
     """
     global _everywhere
-    policy = _checked(policy)
+    policy = policy_or_default(policy)
     with _lock:
         if _everywhere is None:
             _hold(+1)
@@ -262,7 +256,7 @@ def disable() -> None:
 @contextmanager
 def enabled(policy: FusionPolicy | None = None) -> Iterator[None]:
     """The same for the compilations that happen inside the block, in this thread (or async context) only."""
-    token = _here.set(_checked(policy))
+    token = _here.set(policy_or_default(policy))
     _hold(+1)
     try:
         yield
@@ -281,7 +275,7 @@ def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] 
     """
     if not isinstance(options, (dict, type(None))):
         raise TypeError(f"options={options!r} is not accepted: it must be a dict of Inductor options, or None")
-    policy, result = _checked(policy), dict(options or {})
+    policy, result = policy_or_default(policy), dict(options or {})
     for name, kind in SLOTS.items():
         without_ambient = kind.leave(result.get(name, getattr(inductor_config, name)), kind())
         result[name] = kind.join(without_ambient, kind(policy))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.policy import FusionPolicy, policy_or_default
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -183,11 +183,9 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     """
     if not callable(model):
         raise TypeError(f"model={model!r} is not callable: it must be a module or a function")
-    if not isinstance(policy, (FusionPolicy, type(None))):
-        raise TypeError(f"policy={policy!r} is not accepted: it must be a FusionPolicy or None")
+    policy = policy_or_default(policy)
     from torch_fused_ops.lowerings import recognise
 
-    policy = policy or FusionPolicy()
     sites: list[Site] = []
     graphs = 0
 

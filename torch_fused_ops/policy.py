@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FusionPolicy"]
+__all__ = ["FusionPolicy", "policy_or_default"]
 
 MEMORY = ("free", "off")
 
@@ -43,3 +43,12 @@ class FusionPolicy:
         for pattern in self.exclude:
             if not isinstance(pattern, str):
                 raise TypeError(f"exclude={self.exclude!r} is not accepted: {pattern!r} is not a string pattern")
+
+
+def policy_or_default(policy: FusionPolicy | None) -> FusionPolicy:
+    """``policy``, or ``FusionPolicy()`` for None; TypeError for anything else."""
+    if policy is None:
+        return FusionPolicy()
+    if not isinstance(policy, FusionPolicy):
+        raise TypeError(f"policy={policy!r} is not accepted: it must be a FusionPolicy or None")
+    return policy

@@ -332,9 +332,8 @@ def _batched(
                 return a
             return a.expand(info.batch_size, *a.shape) if d is None else a.movedim(d, 0)
 
-        if (
-            not backward and info.batch_size
-        ):  # on what one example sees: with a batch axis in front more would be accepted
+        # What one example sees is checked: with a batch axis in front more would be accepted.
+        if not backward and info.batch_size:
             check(*(a if d is None else a.select(d, 0) for a, d in zip(args, in_dims, strict=True)))
         leading = [lead(i) for i in range(len(args))]
         # A bias of its own for each example is no (n,) vector, and its gradient must not be summed over the examples.
