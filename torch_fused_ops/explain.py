@@ -37,6 +37,9 @@ class Site:
         reason: what was proved, and from which functions; or why it was left alone. Begins with ``"not an MLP: "``
             where the place is of another kind (a gate in attention, for example), which no policy counts as a miss.
         users: the functions that read the value.
+        module: the path, in the model, of the innermost module that holds the activation and the GEMM: the MLP.
+        location: where the activation is called, ``"/full/path/file.py:line"``; "" if the graph does not record it.
+        code: the text of that line.
     """
 
     op: str | None
@@ -44,6 +47,9 @@ class Site:
     source: str
     reason: str
     users: tuple[str, ...]
+    module: str = ""
+    location: str = ""
+    code: str = ""
 
     @property
     def is_mlp(self) -> bool:

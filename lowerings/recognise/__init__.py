@@ -7,13 +7,14 @@ checks that replacing them is sound, and ``rewrite`` edits the graph.
 
 from __future__ import annotations
 
+import inspect
 import re
 from fnmatch import fnmatchcase
 
 import torch
 from torch.fx import Graph, Node
 
-from torch_fused_ops.explain import EXCLUDED, NOT_AN_MLP, Site
+from torch_fused_ops.explain import EXCLUDED, NOT_AN_MLP, Site, explain
 from torch_fused_ops.policy import FusionPolicy
 
 from .cone import Cone, Refusal, examine, find, readers
@@ -103,14 +104,16 @@ def _site(
     source = _source(top, gemms[0])
     if cone is None:
         reason, activation = refusal or ("", None)
-        return Site(None, activation, source, reason, tuple(shown(user) for user in readers(facts, top)))
-    users = list(readers(facts, cone.root))
+        users = tuple(shown(user) for user in readers(facts, top))
+        return Site(None, activation, reason=reason, users=users, **source)
+    reading = list(readers(facts, cone.root))
     spelling = ("autograd.Function" if facts.custom(node) else shown(node) for node in cone.calls)
     reason = f"proved from {', '.join(spelling)}"
-    others = [shown(user) for user in users if facts.calls[user].gemm is None]
+    others = [shown(user) for user in reading if facts.calls[user].gemm is None]
     if others:
         reason += f"; {', '.join(dict.fromkeys(others))} keeps the value too"
-    return Site(f"fused::{operator_of(cone)}", cone.verdict.activation, source, reason, tuple(map(shown, users)))
+    users = tuple(map(shown, reading))
+    return Site(f"fused::{operator_of(cone)}", cone.verdict.activation, reason=reason, users=users, **source)
 
 
 def _module(root: Node, gemm: Node) -> str:
@@ -136,20 +139,24 @@ def _stack(node: Node) -> list[str]:
     return paths
 
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_TORCH = torch.__path__[0]
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in .*\n(?: +([^\n]*))?')
+_NOT_THE_USERS = (torch.__path__[0], inspect.getfile(explain))
 
 
-def _source(root: Node, gemm: Node) -> str:
-    """ "file.py:line in module.path": where the user's code calls it, or, in nn.Sequential, torch's own module."""
+def _source(root: Node, gemm: Node) -> dict[str, str]:
+    """Where the user's code calls it (or, in nn.Sequential, torch's own module), as a Site's fields."""
     frames = _FRAME.findall(root.meta.get("stack_trace") or "")
-    frames = [f for f in frames if not f[0].startswith(_TORCH)] or frames
+    frames = [f for f in frames if not f[0].startswith(_NOT_THE_USERS)]
     path = _module(root, gemm)
+    location = code = ""
     if frames:
-        where = f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}"
+        file, line, code = frames[-1]
+        location = f"{file}:{line}"
+        where = location.rsplit("/", 1)[-1]
     elif root.meta.get("nn_module_stack"):
         _, kind = list(root.meta["nn_module_stack"].values())[-1]
         where, path = f"nn.{getattr(kind, '__name__', kind)}", path or _stack(root)[-1]
     else:
         where = "unknown"
-    return f"{where} in {path}" if path else where
+    source = f"{where} in {path}" if path else where
+    return {"source": source, "module": path, "location": location, "code": code.strip()}
