@@ -1,8 +1,9 @@
 """Stage 1, recognise: find MLP activations in a captured graph by what they compute, and fuse each one.
 
-``symbolic`` says what an expression means (the canonical form), ``prove`` which activation it is, ``graph`` reads an FX
-graph in one vocabulary, ``custom`` reads autograd functions, ``cone`` finds the calls that make an activation and
-checks that replacing them is sound, and ``rewrite`` edits the graph.
+``symbolic`` says what an expression means (the canonical form), ``prove`` which activation it is, ``graph`` reads an
+FX graph in one vocabulary, ``normal`` brings it into an easier form and back, ``custom`` reads autograd functions,
+``cone`` finds the calls that make an activation and checks that replacing them is sound, and ``rewrite`` edits the
+graph.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from torch_fused_ops.explain import EXCLUDED, NOT_AN_MLP, Site, explain
 from torch_fused_ops.policy import FusionPolicy
 
 from .cone import Cone, Refusal, examine, find, readers
-from .graph import Facts, shown, tensor
+from .graph import NONLINEAR, Facts, shown, tensor
+from .normal import Normal
 from .rewrite import operator_of, replace
+from .symbolic import RULES
 
 __all__ = ["rewrite"]
 
@@ -41,36 +44,46 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
     Raises:
         Whatever goes wrong; the graph then is as it was.
     """
-    facts = Facts(graph)
-    cones: dict[Node, Cone] = {}
-    refused: dict[Node, tuple[str, str | None]] = {}
-    sites = list(find(facts))
-    for top, gemms in sites:
-        activation = None
-        try:
-            cone = examine(facts, top)
-            activation = cone.verdict.activation
-            _allowed(facts, cone, gemms, policy)
-            cones[top] = cone
-        except Refusal as e:
-            refused[top] = (str(e), activation)
-    _drop_shared(facts, cones, refused)
-    report = tuple(_site(facts, top, gemms, cones.get(top), refused.get(top)) for top, gemms in sites)
-    if apply and cones:
-        replace(graph, list(cones.values()))
-    return report
+    normal = Normal(graph)
+    used: set[Node] = set()
+    try:
+        facts = Facts(graph)
+        cones: dict[Node, Cone] = {}
+        refused: dict[Node, tuple[str, str | None]] = {}
+        sites = list(find(facts))
+        for top, gemms in sites:
+            activation = None
+            try:
+                _excluded(top, gemms, policy)
+                cone = examine(facts, top)
+                activation = cone.verdict.activation
+                _allowed(facts, cone, gemms)
+                cones[top] = cone
+            except Refusal as e:
+                refused[top] = (str(e), activation)
+        _drop_shared(facts, cones, refused)
+        report = tuple(_site(facts, normal, top, gemms, cones.get(top), refused.get(top)) for top, gemms in sites)
+        if apply and cones:
+            replace(graph, list(cones.values()))
+            used.update(*(cone.calls for cone in cones.values()))
+        return report
+    finally:
+        normal.restore(used)
 
 
-def _allowed(facts: Facts, cone: Cone, gemms: list[Node], policy: FusionPolicy) -> None:
-    import torch._inductor.config as inductor
-
-    if not any(facts.weight_gemm(gemm) for gemm in gemms):
-        raise Refusal(f"{NOT_AN_MLP}read by a product of two computed tensors, as in attention")
-    path = _module(cone.root, gemms[0])
+def _excluded(top: Node, gemms: list[Node], policy: FusionPolicy) -> None:
+    path = _module(top, gemms[0])
     parents = [path[: m.start()] for m in re.finditer(r"\.", path)]
     for pattern in policy.exclude:
         if any(fnmatchcase(p, pattern) for p in (path, *parents)):
             raise Refusal(f"{EXCLUDED}{pattern!r}")
+
+
+def _allowed(facts: Facts, cone: Cone, gemms: list[Node]) -> None:
+    import torch._inductor.config as inductor
+
+    if not any(facts.weight_gemm(gemm) for gemm in gemms):
+        raise Refusal(f"{NOT_AN_MLP}read by a product of two computed tensors, as in attention")
     value = tensor(cone.root)
     if inductor.freezing and not torch.is_grad_enabled() and value is not None and value.device.type == "cpu":
         raise Refusal("CPU inference under freezing: oneDNN's fused linear and activation is kept")
@@ -99,21 +112,41 @@ def _drop_shared(facts: Facts, cones: dict[Node, Cone], refused: dict[Node, tupl
 
 
 def _site(
-    facts: Facts, top: Node, gemms: list[Node], cone: Cone | None, refusal: tuple[str, str | None] | None
+    facts: Facts,
+    normal: Normal,
+    top: Node,
+    gemms: list[Node],
+    cone: Cone | None,
+    refusal: tuple[str, str | None] | None,
 ) -> Site:
-    source = _source(top, gemms[0])
+    op = None
     if cone is None:
         reason, activation = refusal or ("", None)
-        users = tuple(shown(user) for user in readers(facts, top))
-        return Site(None, activation, reason=reason, users=users, **source)
-    reading = list(readers(facts, cone.root))
-    spelling = ("autograd.Function" if facts.custom(node) else shown(node) for node in cone.calls)
-    reason = f"proved from {', '.join(spelling)}"
-    others = [shown(user) for user in reading if facts.calls[user].gemm is None]
-    if others:
-        reason += f"; {', '.join(dict.fromkeys(others))} keeps the value too"
+        reading, calls = list(readers(facts, top)), _calls(facts, top)
+    else:
+        op, activation = f"fused::{operator_of(cone)}", cone.verdict.activation
+        reading, calls = list(readers(facts, cone.root)), cone.calls
+    own = dict.fromkeys(normal.spelled.get(node, node) for node in calls)
+    spelling = tuple("autograd.Function" if facts.custom(node) else shown(node) for node in own)
+    if cone is not None:
+        reason = f"proved from {', '.join(spelling)}"
+        others = [shown(user) for user in reading if facts.calls[user].gemm is None]
+        if others:
+            reason += f"; {', '.join(dict.fromkeys(others))} keeps the value too"
     users = tuple(map(shown, reading))
-    return Site(f"fused::{operator_of(cone)}", cone.verdict.activation, reason=reason, users=users, **source)
+    return Site(op, activation, reason=reason, users=users, spelling=spelling, **_source(top, gemms[0]))
+
+
+def _calls(facts: Facts, top: Node) -> list[Node]:
+    """The pointwise calls from GEMMs to a site that was refused, for people: what `examine` would have walked."""
+    found, pending = {top}, [top]
+    while pending and len(found) < 32:
+        for source in facts.sources(pending.pop()):
+            pointwise = facts.calls[source].name in RULES or facts.custom(source) is not None
+            if source not in found and facts.state[source] == NONLINEAR and (pointwise or facts.passes(source)):
+                found.add(source)
+                pending.append(source)
+    return sorted((node for node in found if not facts.passes(node)), key=facts.index.__getitem__)
 
 
 def _module(root: Node, gemm: Node) -> str:

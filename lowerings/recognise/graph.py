@@ -12,6 +12,7 @@ import operator
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.fx import Graph, Node
 
 from .symbolic import LINEAR, RULES, Ref, Step, Unprovable
 
-__all__ = ["AFFINE", "FREE", "NONLINEAR", "Call", "Facts", "read", "shown", "statically", "tensor"]
+__all__ = ["AFFINE", "FREE", "NONLINEAR", "Call", "Facts", "read", "record", "shown", "statically", "tensor"]
 
 
 def _words(text: str) -> frozenset[str]:
@@ -161,6 +162,21 @@ def statically(condition: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)
+
+
+def record(node: Node, like: Node) -> None:
+    """Give a new node the metadata of ``like``, and the fake value that tracing it would have recorded."""
+    node.meta = {k: v for k, v in like.meta.items() if k not in ("example_value", "val", "tensor_meta")}
+    key = "example_value" if "example_value" in like.meta else "val"
+    args = [a.meta[key] if isinstance(a, Node) else a for a in node.args]
+    # The values' own mode: the tracing context may hold a newer one by now, and modes do not mix.
+    modes = [a.fake_mode for a in args if isinstance(a, torch._subclasses.FakeTensor)]
+    shapes = modes[0].shape_env if modes else None
+    # What is asked about sizes here must not become a guard of the user's program.
+    # Nor must the user's saved-tensor hooks see these fake values: the innermost hooks are the ones that run.
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with hooks, shapes.suppress_guards() if shapes is not None else nullcontext():
+        node.meta[key] = node.target(*args)  # type: ignore[operator]
 
 
 def shown(node: Node) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from .cone import Cone
-from .graph import tensor
+from .graph import record, tensor
 
 __all__ = ["operator_of", "replace"]
 
@@ -59,8 +58,7 @@ def _insert(graph: Graph, cone: Cone, new: list[Node]) -> Node:
     def call(target: Callable[..., Any], *args: Any) -> Node:
         node = graph.call_function(target, args)
         new.append(node)
-        node.meta = {k: v for k, v in root.meta.items() if k not in ("example_value", "val", "tensor_meta")}
-        _record(node, root)
+        record(node, root)
         return node
 
     def cast(node: Node, dtype: torch.dtype) -> Node:
@@ -82,17 +80,3 @@ def _insert(graph: Graph, cone: Cone, new: list[Node]) -> Node:
             result = call(ops.bias_act.default, only, None, None, verdict.activation)
         value = tensor(root)
         return result if value is None else cast(result, value.dtype)
-
-
-def _record(node: Node, like: Node) -> None:
-    """Give the node the fake value that tracing it would have recorded, under the key that this graph uses."""
-    key = "example_value" if "example_value" in like.meta else "val"
-    args = [a.meta[key] if isinstance(a, Node) else a for a in node.args]
-    # The values' own mode: the tracing context may hold a newer one by now, and modes do not mix.
-    modes = [a.fake_mode for a in args if isinstance(a, torch._subclasses.FakeTensor)]
-    shapes = modes[0].shape_env if modes else None
-    # What is asked about sizes here must not become a guard of the user's program.
-    # Nor must the user's saved-tensor hooks see these fake values: the innermost hooks are the ones that run.
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-    with hooks, shapes.suppress_guards() if shapes is not None else nullcontext():
-        node.meta[key] = node.target(*args)  # type: ignore[operator]
