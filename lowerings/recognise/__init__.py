@@ -24,7 +24,7 @@ from .normal import Normal
 from .rewrite import operator_of, replace
 from .symbolic import RULES
 
-__all__ = ["rewrite"]
+__all__ = ["rewrite", "unread"]
 
 
 def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[Site, ...]:
@@ -69,6 +69,25 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
         return report
     finally:
         normal.restore(used)
+
+
+def unread(graph: Graph) -> tuple[Site, ...]:
+    """The places that are no sites because no GEMM reads them: nonlinear functions of GEMMs' outputs, and who does.
+
+    An activation before a norm is one, or before the end of the graph. Nothing is changed.
+    """
+    normal = Normal(graph)
+    try:
+        facts, found = Facts(graph), []
+        for node in facts.calls:
+            if facts.state[node] != NONLINEAR or facts.passes(node):
+                continue
+            reading = list(readers(facts, node))
+            if all(facts.state[user] != NONLINEAR and facts.calls[user].gemm is None for user in reading):
+                found.append(_site(facts, normal, node, [node], None, (f"{NOT_AN_MLP}no GEMM reads it", None)))
+        return tuple(found)
+    finally:
+        normal.restore()
 
 
 def _excluded(top: Node, gemms: list[Node], policy: FusionPolicy) -> None:

@@ -18,7 +18,7 @@ from torch.fx import Node
 from torch_fused_ops.explain import NOT_AN_MLP
 
 from .custom import forward_of
-from .graph import AFFINE, CASTS, COPIES, DROPOUTS, FREE, NONLINEAR, PIECES, Facts, shown, statically, tensor
+from .graph import AFFINE, CASTS, CONSTANTS, COPIES, DROPOUTS, FREE, NONLINEAR, PIECES, Facts, shown, statically, tensor
 from .prove import Verdict, prove
 from .symbolic import RULES, Ref, Step, Unprovable
 
@@ -80,7 +80,7 @@ def examine(facts: Facts, top: Node) -> Cone:
     if cone.verdict.activation is None:
         for operand in cone.operands:  # x·w: maybe the weight belongs to the activation, as in xIELU
             if facts.calls[operand].name in ("mul", "div"):
-                scales = [_foreign(facts, a) for a in operand.all_input_nodes if facts.state[a] == FREE]
+                scales = [_foreign(facts, cone, a) for a in operand.all_input_nodes if facts.state[a] == FREE]
                 raise Refusal(min(scales)[1])
         raise Refusal(cone.verdict.reason)
     _check_values(facts, cone)
@@ -144,31 +144,41 @@ def _walk(facts: Facts, cone: Cone) -> None:
                 seen.add(source)
                 if _is_call(facts, source):
                     pending.append(source)
+                elif facts.calls[source].name in CONSTANTS and _same_shape(source, cone.root):
+                    cone.bypassed.append(source)
                 else:
                     cone.operands.append(source)
     cone.calls.sort(key=facts.index.__getitem__)
     cone.operands.sort(key=facts.index.__getitem__)
     foreign = [operand for operand in cone.operands if facts.state[operand] == FREE]
     if foreign:
-        raise Refusal(min(_foreign(facts, operand) for operand in foreign)[1])
+        raise Refusal(min(_foreign(facts, cone, operand) for operand in foreign)[1])
 
 
-def _foreign(facts: Facts, operand: Node) -> tuple[int, str]:
+def _foreign(facts: Facts, cone: Cone, operand: Node) -> tuple[int, str]:
     """What takes part though no GEMM produced it, and its rank: the most telling reason comes first."""
     source = facts.origin(operand)
+    gated = f"{NOT_AN_MLP}combined with the result of {shown(source)}, which is no GEMM's with weights"
     if facts.fed[source] and not _is_mask(source):
-        return 3, f"{NOT_AN_MLP}combined with the result of {shown(source)}, which is no GEMM's with weights"
+        return 3, gated
     pending, seen = [operand], {operand}
     while pending and not facts.fed[operand]:
         node = pending.pop()
         if isinstance(tensor(node), torch.nn.Parameter):
-            return 0, f"a learnable parameter takes part: {shown(node)}"
+            # The activation's own, as in xIELU; in a whole tensor of data, as a norm makes one, it is a gate on that.
+            gates = source.op not in ("placeholder", "get_attr") and _same_shape(source, cone.root)
+            return (3, gated) if gates else (0, f"a learnable parameter takes part: {shown(node)}")
         new = [a for a in node.all_input_nodes if a not in seen]
         seen.update(new)
         pending.extend(new)
     if _is_mask(source):
         return 2, f"a mask takes part: {shown(source)}"
     return 1, f"another tensor takes part: {shown(source)}"
+
+
+def _same_shape(a: Node, b: Node) -> bool:
+    x, y = _value(a), _value(b)
+    return x.ndim == y.ndim and all(map(_equal, x.shape, y.shape))
 
 
 def _is_mask(node: Node) -> bool:
@@ -207,7 +217,7 @@ def _steps(facts: Facts, cone: Cone) -> tuple[Step, ...]:
 
     def given(argument: Any) -> Any:
         if isinstance(argument, Node):
-            return known[argument]
+            return known[argument] if argument in known else CONSTANTS[facts.calls[argument].name]
         if argument is None or isinstance(argument, (bool, int, float, str)):
             return argument
         raise Refusal(f"an argument of type {type(argument).__name__} takes part")
@@ -262,7 +272,7 @@ def _check_values(facts: Facts, cone: Cone) -> None:
             raise Refusal(f"it is computed on {value.device} and on {root.device}")
     for node in cone.operands:
         value = _value(node)
-        if not (value.ndim and value.ndim == root.ndim and all(map(_equal, value.shape, root.shape))):
+        if not (value.ndim and _same_shape(node, cone.root)):
             raise Refusal(f"a broadcast changes the shape: {tuple(value.shape)} to {tuple(root.shape)}")
         if facts.calls[node].name in CASTS and (_loses(top.dtype, value.dtype) or _loses(root.dtype, value.dtype)):
             raise Refusal(f"it works in {value.dtype} on {_value(node.all_input_nodes[0]).dtype} values")

@@ -46,9 +46,11 @@ PLUMBING = _words(
 # A GEMM's data arguments: what an MLP's activation may feed, and be fed by. A linear's second is its weight.
 GEMMS: dict[str, tuple[int, ...]] = {
     "linear": (0,),
-    **dict.fromkeys(("matmul", "mm", "bmm"), (0, 1)),
-    **dict.fromkeys(("addmm", "addbmm", "baddbmm", "einsum"), (1, 2)),
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "inner", "tensordot"), (0, 1)),
+    **dict.fromkeys(("addmm", "addmv", "addbmm", "baddbmm", "einsum"), (1, 2)),
 }
+CONVOLUTIONS = _words("conv1d conv2d conv3d convolution")  # a GEMM where the kernel is one point
+CONSTANTS: dict[str, float] = {"zeros_like": 0.0, "ones_like": 1.0}
 # Products under other names, custom operators' included (`transformers::grouped_mm_fallback`, `aten::_scaled_mm`, …).
 # What counts as a GEMM decides which sites are listed, never what is sound.
 _OTHER_GEMM = re.compile(r"(?:^|_)(?:mv|mm|bmm|gemm|matmul|linear)(?:_fallback|_v\d+)?$")
@@ -74,7 +76,18 @@ _CUSTOM = torch.ops.higher_order.autograd_function_apply
 @cache
 def _torch_functions() -> dict[object, str]:
     """Each of torch's own functions that has a name here: a function that only borrows the name is not it."""
-    plain = {*RULES, *CASTS, *COPIES, *DROPOUTS, *VIEWS, *GEMMS, *_PLAIN_NAMES, *_INPLACE_BUILTINS}
+    plain = {
+        *RULES,
+        *CASTS,
+        *COPIES,
+        *DROPOUTS,
+        *VIEWS,
+        *GEMMS,
+        *CONVOLUTIONS,
+        *CONSTANTS,
+        *_PLAIN_NAMES,
+        *_INPLACE_BUILTINS,
+    }
     found: dict[object, str] = {}
     for space in (torch, F, torch._C._nn, torch.special, operator, torch.Tensor):
         for name in plain | {f"{n}_" for n in plain}:
@@ -115,6 +128,15 @@ def _is_other_gemm(target: object) -> bool:
     return _OTHER_GEMM.search(name.rsplit("::", 1)[-1]) is not None
 
 
+def _is_pointwise(args: tuple[Any, ...]) -> bool:
+    """Whether a convolution is a product with a matrix at each point: a kernel of size 1, no groups."""
+    values = [tensor(a) if isinstance(a, Node) else None for a in args[:2]]
+    if len(values) < 2 or values[0] is None or values[1] is None or any(a is True for a in args):  # transposed
+        return False
+    source, weight = (value.shape for value in values if value is not None)
+    return weight[2:].numel() == 1 and len(source) == len(weight) and statically(weight[1] == source[1])
+
+
 class Call:
     """One node's call.
 
@@ -134,7 +156,11 @@ class Call:
         self.args, self.kwargs = node.args, dict(node.kwargs)
         if self.name in RULES or self.name in DROPOUTS:
             self._take_inplace(node)
-        self.gemm = GEMMS.get(self.name) or ((0, 1) if not self.name and _is_other_gemm(node.target) else None)
+        self.gemm = GEMMS.get(self.name)
+        if self.name in CONVOLUTIONS:
+            self.gemm = (0,) if _is_pointwise(self.args) else None
+        elif not self.name and _is_other_gemm(node.target):
+            self.gemm = (0, 1)
 
     def _take_inplace(self, node: Node) -> None:
         signature = None if isinstance(node.target, (str, torch._ops.OpOverload)) else _signature(node.target)
@@ -222,7 +248,8 @@ class Facts:
             call = self.calls[node] = Call(node)
             region += call.name in REGIONS
             self.index[node], self.region[node] = i, region
-            self.fed[node] = call.gemm is not None or any(self.fed[a] for a in node.all_input_nodes)
+            constant = call.name in CONSTANTS
+            self.fed[node] = call.gemm is not None or (not constant and any(self.fed[a] for a in node.all_input_nodes))
             self.state[node] = self._state(node, call)
             self.aliases[self.storage(node)].append(node)
             for written in _writes(node, call):
@@ -242,7 +269,7 @@ class Facts:
         if call.gemm is None:
             return False
         sides = [a for i, a in enumerate(call.args) if i in call.gemm and isinstance(a, Node)]
-        return call.name == "linear" or not all(self.fed[a] for a in sides) or len(sides) < 2
+        return call.gemm == (0,) or not all(self.fed[a] for a in sides) or len(sides) < 2
 
     def custom(self, node: Node) -> Node | None:
         """The call of a ``torch.autograd.Function`` whose first result the node is."""

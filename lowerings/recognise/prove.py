@@ -50,7 +50,7 @@ def _prove(steps: tuple[Step, ...], operands: int, table: tuple[str, ...]) -> Ve
         found = _unary(algebra, expression, table) if operands == 1 else _gated(algebra, expression, steps, table)
     except Unprovable as e:
         return Verdict(None, reason=f"cannot be proved: {e}")
-    return found or Verdict(None, reason=_explained(algebra, expression, operands, table))
+    return found or Verdict(None, reason=_explained(algebra, expression, steps, table, operands == 1))
 
 
 @lru_cache(maxsize=4)
@@ -124,10 +124,12 @@ def _short(text: str) -> str:
     return text if len(text) <= 160 else f"{text[:160]}…"
 
 
-def _explained(algebra: Algebra, expression: Poly, operands: int, table: tuple[str, ...]) -> str:
+def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], table: tuple[str, ...], unary: bool) -> str:
     """Why the expression is none of the table's, and what it is near to if anything."""
     text = algebra.text(expression)
-    if operands > 1:
+    if len(steps) == 1 and (len(text) > 40 or steps[0][0] not in text):
+        text = f"{steps[0][0]}, {text},"
+    if not unary:
         return f"{_short(text)} is no activation of the table with a gate"
     shape, constants = algebra.constants(expression)
     near: list[tuple[float, str]] = []
@@ -145,4 +147,4 @@ def _explained(algebra: Algebra, expression: Poly, operands: int, table: tuple[s
             near.append((max(abs(c / t - 1) for c, t in apart), f"{text} is like {name}, but has {values}"))
     if near and min(near)[0] < 0.5:
         return min(near)[1]
-    return f"{_short(text)} is no activation of the table"
+    return f"{_short(text)} is no activation of the table (register_activation can add it)"

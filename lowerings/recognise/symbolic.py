@@ -277,7 +277,8 @@ class Algebra:
 
     def text(self, p: Poly) -> str:
         """p, readable: ``x·sigmoid(1.7·x)``."""
-        return " ".join(chain.from_iterable(self._terms(p))).removeprefix("+ ") or "0"
+        text = " ".join(chain.from_iterable(self._terms(p))).removeprefix("+ ") or "0"
+        return f"-{text[2:]}" if text.startswith("- ") else text
 
     def _terms(self, p: Poly) -> list[tuple[str, str]]:
         terms = []
@@ -287,7 +288,7 @@ class Algebra:
             factors.sort(key=lambda f: ("(" in f, f))
             size = f"{abs(c):.7g}"
             terms.append(("-" if c < 0 else "+", "·".join(factors if factors and size == "1" else [size, *factors])))
-        return sorted(terms, key=lambda t: t[1])
+        return sorted(terms)  # "+" comes before "-"
 
     def _factor(self, atom: int) -> str:
         function, args = self.atoms[atom]
@@ -395,7 +396,10 @@ RULES: dict[str, Rule] = {
     "celu": lambda a, input, alpha=1.0: _elu(a, input, alpha, input_scale=1 / alpha),
     "selu": lambda a, input: _elu(a, input, 1.6732632423543772, 1.0507009873554805),
     # Pointwise, so that the walk sees through them to say what is there; nothing that is in the table holds them.
-    **dict.fromkeys(("gt", "ge", "lt", "le", "eq", "ne"), _refuse("a comparison in it")),
+    # A comparison is not relu: relu(NaN) is NaN, and where(NaN > 0, x, 0) is 0.
+    **dict.fromkeys(
+        ("gt", "ge", "lt", "le", "eq", "ne"), _refuse("a comparison in it, which treats NaN in its own way")
+    ),
     "glu": _refuse("a gate and its activation in one call (glu)"),
     "where": _refuse("a mask or a comparison (where) in it"),
     "masked_fill": _refuse("a mask (masked_fill) in it"),
