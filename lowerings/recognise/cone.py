@@ -8,7 +8,7 @@ raises ``Refusal``. A cone is replaced only where the graph's meaning stays; eac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ class Cone:
     dtype: torch.dtype = torch.float32  # what the operator computes in; root's own dtype may be narrower
     verdict: Verdict = field(default_factory=lambda: Verdict(None))
     packed: tuple[Node, str] | None = None  # gate and up as one tensor, and their layout
+    order: tuple[int, ...] | None = None  # the axes as they lie in memory, where the result is not contiguous
 
 
 def find(facts: Facts) -> Iterator[tuple[Node, list[Node]]]:
@@ -289,8 +290,7 @@ def _check_values(facts: Facts, cone: Cone) -> None:
     cone.dtype = root.dtype if _loses(top.dtype, root.dtype) else top.dtype
     for node in cone.operands:
         cone.dtype = torch.promote_types(cone.dtype, _value(node).dtype)
-    if not _contiguous(root):
-        raise Refusal("its result is laid out in memory in another order than the operator's")
+    cone.order = _order(root)
 
 
 _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
@@ -300,13 +300,25 @@ def _equal(a: Any, b: Any) -> bool:
     return statically(a == b)
 
 
-def _contiguous(value: torch.Tensor) -> bool:
+def _order(value: torch.Tensor) -> tuple[int, ...] | None:
+    """The axes from the slowest to the fastest, where the value is dense but not contiguous as the operator's is."""
+    if _contiguous(value, range(value.ndim)):
+        return None
+    strides = value.stride()
+    if all(isinstance(stride, int) for stride in strides):
+        order = tuple(sorted(range(value.ndim), key=lambda axis: -strides[axis]))
+        if _contiguous(value, order):
+            return order
+    raise Refusal("its result is laid out in memory in another order than the operator's")
+
+
+def _contiguous(value: torch.Tensor, order: Sequence[int]) -> bool:
     expected: Any = 1
-    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if not statically(size == 1):
-            if not statically(stride == expected):
+    for axis in reversed(order):
+        if not statically(value.shape[axis] == 1):
+            if not statically(value.stride(axis) == expected):
                 return False
-            expected = expected * size
+            expected = expected * value.shape[axis]
     return True
 
 
@@ -363,7 +375,7 @@ class _Cut:
 
 
 def _find_packed(facts: Facts, cone: Cone) -> None:
-    if cone.verdict.up is None:
+    if cone.verdict.up is None or cone.order is not None:
         return
     gate = _cut(facts, cone.operands[cone.verdict.gate])
     up = _cut(facts, cone.operands[cone.verdict.up])

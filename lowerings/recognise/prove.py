@@ -127,8 +127,8 @@ def _short(text: str) -> str:
 def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], table: tuple[str, ...], unary: bool) -> str:
     """Why the expression is none of the table's, and what it is near to if anything."""
     text = algebra.text(expression)
-    if len(steps) == 1 and (len(text) > 40 or steps[0][0] not in text):
-        text = f"{steps[0][0]}, {text},"
+    if unary and len(steps) == 1 and hasattr(torch.nn.functional, steps[0][0]):
+        text = f"{steps[0][0]}(x) = {text}"
     if not unary:
         return f"{_short(text)} is no activation of the table with a gate"
     shape, constants = algebra.constants(expression)

@@ -65,6 +65,10 @@ def _insert(graph: Graph, cone: Cone, new: list[Node]) -> Node:
         value = tensor(node)
         return node if value is None or value.dtype == dtype else call(torch.ops.aten.to.dtype, node, dtype)
 
+    def given(i: int) -> Node:
+        node = cast(cone.operands[i], cone.dtype)
+        return node if cone.order is None else call(torch.permute, node, cone.order)
+
     ops = torch.ops.fused
     scalars = (verdict.up_offset, verdict.clamp)
     with graph.inserting_before(root):
@@ -73,10 +77,10 @@ def _insert(graph: Graph, cone: Cone, new: list[Node]) -> Node:
             base = cast(base, cone.dtype)
             result = call(ops.bias_glu.default, base, None, None, verdict.activation, layout, *scalars)
         elif verdict.up is not None:
-            gate, up = (cast(cone.operands[i], cone.dtype) for i in (verdict.gate, verdict.up))
-            result = call(ops.glu.default, gate, up, None, verdict.activation, *scalars)
+            result = call(ops.glu.default, given(verdict.gate), given(verdict.up), None, verdict.activation, *scalars)
         else:
-            only = cast(cone.operands[verdict.gate], cone.dtype)
-            result = call(ops.bias_act.default, only, None, None, verdict.activation)
+            result = call(ops.bias_act.default, given(verdict.gate), None, None, verdict.activation)
+        if cone.order is not None:
+            result = call(torch.permute, result, tuple(map(cone.order.index, range(len(cone.order)))))
         value = tensor(root)
         return result if value is None else cast(result, value.dtype)
