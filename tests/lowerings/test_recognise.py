@@ -684,8 +684,8 @@ SPELLED = {
         "gelu",
     ),
     "packed heads in front": (
-        lambda h, w: (lambda g, u: F.linear((F.silu(g) * u).transpose(0, 1), w[:, :4]).sum(1))(
-            *h.view(4, 2, 8).transpose(0, 1).chunk(2, -1)
+        lambda h, w: (lambda v: F.linear((F.silu(v[..., :4]) * v[..., 4:]).transpose(0, 1), w[:, :4]).sum(1))(
+            h.view(4, 2, 8).transpose(0, 1)
         ),
         "glu",
         "silu",
