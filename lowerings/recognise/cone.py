@@ -77,7 +77,8 @@ def examine(facts: Facts, top: Node) -> Cone:
     """
     cone = Cone(_root(facts, top))
     _walk(facts, cone)
-    cone.verdict = prove(_steps(facts, cone), len(cone.operands))
+    steps, result = _steps(facts, cone)
+    cone.verdict = prove(steps, result, len(cone.operands), differentiable=_value(cone.root).requires_grad)
     if cone.verdict.activation is None:
         for operand in cone.operands:  # x·w: maybe the weight belongs to the activation, as in xIELU
             if facts.calls[operand].name in ("mul", "div"):
@@ -211,7 +212,7 @@ def _merge(facts: Facts, cone: Cone) -> dict[Node, Node]:
     return merged
 
 
-def _steps(facts: Facts, cone: Cone) -> tuple[Step, ...]:
+def _steps(facts: Facts, cone: Cone) -> tuple[tuple[Step, ...], Ref]:
     merged = _merge(facts, cone)
     known = {node: Ref("operand", cone.operands.index(first)) for node, first in merged.items()}
     steps: list[Step] = []
@@ -229,12 +230,14 @@ def _steps(facts: Facts, cone: Cone) -> tuple[Step, ...]:
             known[node] = _inline(function, list(map(given, function.args[2:])), steps)
             cone.bypassed += [function, *(a for a in function.args[:2] if isinstance(a, Node))]
         elif call.name in RULES:
+            if call.name.startswith("clamp") and len(node.all_input_nodes) > 1:  # another gradient at the bounds
+                raise Refusal("a tensor is a clamp's bound")
             kwargs = tuple((k, given(v)) for k, v in sorted(call.kwargs.items()))
             steps.append((call.name, tuple(map(given, call.args)), kwargs))
             known[node] = Ref("value", len(steps) - 1)
         else:
             known[node] = known[node.all_input_nodes[0]]
-    return tuple(steps)
+    return tuple(steps), known[cone.root]
 
 
 def _inline(function: Node, arguments: list[Any], steps: list[Step]) -> Ref:
@@ -267,12 +270,18 @@ def _check_values(facts: Facts, cone: Cone) -> None:
         value = _value(node)
         if type(value) not in _PLAIN:
             raise Refusal(f"{shown(node)} gives a {type(value).__name__}: tensor subclasses are left alone")
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            raise Refusal("it is computed under a torch.func transform (vmap, grad, …)")
         if value.dtype not in FLOATING:
             raise Refusal(f"{shown(node)} gives {value.dtype}: only real floating tensors are fused")
         if value.device != root.device:
             raise Refusal(f"it is computed on {value.device} and on {root.device}")
     for node in cone.operands:
         value = _value(node)
+        if facts.origin(node) in facts.inference and cone.root not in facts.inference:
+            raise Refusal(
+                f"the result of {shown(facts.origin(node))}, from inference mode, cannot be saved for backward"
+            )
         if not (value.ndim and _same_shape(node, cone.root)):
             raise Refusal(f"a broadcast changes the shape: {tuple(value.shape)} to {tuple(root.shape)}")
         if facts.calls[node].name in CASTS and (_loses(top.dtype, value.dtype) or _loses(root.dtype, value.dtype)):
@@ -349,6 +358,8 @@ def _check_writes(facts: Facts, cone: Cone) -> None:
 
 def _check_in_place_call(facts: Facts, cone: Cone, node: Node) -> None:
     """Made functional, the call no longer changes its argument: nothing may read that later, but through the root."""
+    if facts.region[node.all_input_nodes[0]] != facts.region[node]:  # under no_grad it would lose the gradient
+        raise Refusal(f"{shown(node)} works in place in another grad mode or autocast region than its argument's")
     for alias in facts.aliases[facts.storage(node)]:
         if alias.op in ("placeholder", "get_attr"):
             raise Refusal(f"{shown(node)} writes in place into {shown(alias)}")
@@ -388,7 +399,8 @@ def _find_packed(facts: Facts, cone: Cone) -> None:
         if statically(size == 2) and (gate.start, up.start) == (0, 1) and facts.calls[base].name in _SPLITS_LAST:
             whole = base.all_input_nodes[0]
             shape, packed = _value(base).shape, _value(whole).shape
-            if len(packed) + 1 == len(shape) and statically(packed[-1] == shape[-1] * shape[-2]):
+            leading = len(packed) + 1 == len(shape) and all(map(_equal, packed[:-1], shape[:-2]))
+            if leading and statically(packed[-1] == shape[-1] * shape[-2]):
                 base, layout = whole, {last: "interleaved", last - 1: "halves"}.get(gate.axis)
     elif gate.axis != last:
         raise Refusal(f"gate and up are cut on axis {gate.axis} of {last + 1}, not on the last")

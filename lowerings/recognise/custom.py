@@ -24,6 +24,9 @@ def forward_of(function: Node) -> tuple[tuple[Step, ...], Ref]:
     Raises:
         Unprovable: forward or backward is beyond the rules, or the backward is not the forward's derivative.
     """
+    # What mark_non_differentiable has marked has no gradient, whatever the backward says.
+    if 0 in function.kwargs.get("non_differentiable_idx", ()):
+        raise Unprovable("the result of a custom autograd.Function is marked as not differentiable")
     bodies = [_body(function, i) for i in (0, 1)]
     (forward, outputs), (backward, gradients) = map(read, (body.graph for body in bodies))
     results, saved = outputs

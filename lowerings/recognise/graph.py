@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .symbolic import LINEAR, RULES, Ref, Step, Unprovable
 
@@ -142,7 +142,7 @@ class Call:
 
     Attributes:
         name: torch's plain name for it; "" if it has none here.
-        args, kwargs: what it is called with, ``inplace`` taken out.
+        args, kwargs: what it is called with, ``inplace`` taken out, the first two arguments by position.
         inplace: whether it writes its first argument.
         gemm: the positions of a GEMM's data arguments; None for what is no GEMM.
     """
@@ -156,6 +156,9 @@ class Call:
         self.args, self.kwargs = node.args, dict(node.kwargs)
         if self.name in RULES or self.name in DROPOUTS:
             self._take_inplace(node)
+            for i, keywords in enumerate((("input", "self"), ("other",))):
+                if len(self.args) == i:  # as positions, where they are given as keywords
+                    self.args += tuple(self.kwargs.pop(k) for k in keywords if k in self.kwargs)
         self.gemm = GEMMS.get(self.name)
         if self.name in CONVOLUTIONS:
             self.gemm = (0,) if _is_pointwise(self.args) else None
@@ -194,15 +197,15 @@ def record(node: Node, like: Node) -> None:
     """Give a new node the metadata of ``like``, and the fake value that tracing it would have recorded."""
     node.meta = {k: v for k, v in like.meta.items() if k not in ("example_value", "val", "tensor_meta")}
     key = "example_value" if "example_value" in like.meta else "val"
-    args = [a.meta[key] if isinstance(a, Node) else a for a in node.args]
+    args = [a.meta[key].detach() if isinstance(a, Node) else a for a in node.args]
     # The values' own mode: the tracing context may hold a newer one by now, and modes do not mix.
     modes = [a.fake_mode for a in args if isinstance(a, torch._subclasses.FakeTensor)]
     shapes = modes[0].shape_env if modes else None
-    # What is asked about sizes here must not become a guard of the user's program.
-    # Nor must the user's saved-tensor hooks see these fake values: the innermost hooks are the ones that run.
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-    with hooks, shapes.suppress_guards() if shapes is not None else nullcontext():
-        node.meta[key] = node.target(*args)  # type: ignore[operator]
+    # What is asked about sizes here must not become a guard of the user's program. Nor must autograd look: the recorded
+    # values are those after the whole graph ran, in-place writes included, and the user may have saved-tensor hooks.
+    with torch.no_grad(), shapes.suppress_guards() if shapes is not None else nullcontext():
+        value = node.target(*args)  # type: ignore[operator]
+    node.meta[key] = value.requires_grad_(like.meta[key].requires_grad) if key in like.meta else value
 
 
 def shown(node: Node) -> str:
@@ -213,23 +216,102 @@ def shown(node: Node) -> str:
     return target if isinstance(target, str) else str(getattr(target, "__name__", target)).removesuffix(".default")
 
 
+def _tensors(argument: Any) -> Iterator[Node]:
+    """The nodes in an argument: itself, or in lists and tuples of it."""
+    if isinstance(argument, Node):
+        yield argument
+    elif isinstance(argument, dict):
+        yield from _tensors(tuple(argument.values()))
+    elif isinstance(argument, (list, tuple)):
+        for part in argument:
+            yield from _tensors(part)
+
+
 def _writes(node: Node, call: Call) -> Iterator[Node]:
-    """The nodes whose memory this one writes. Errs towards too many."""
-    out = node.kwargs.get("out")
-    if isinstance(out, Node):
-        yield out
-    if isinstance(node.target, torch._ops.OpOverload):
-        for schema_arg, arg in zip(node.target._schema.arguments, node.args, strict=False):
-            if schema_arg.alias_info is not None and schema_arg.alias_info.is_write and isinstance(arg, Node):
-                yield arg
-    elif isinstance(node.target, torch._ops.HigherOrderOperator):
-        if "mutation" in str(node.target):
+    """The nodes whose memory this one writes: as its schema says; all that it reads, if nobody knows."""
+    if node.op not in ("call_function", "call_method"):
+        if node.op == "call_module":
             yield from node.all_input_nodes
-    elif node.args and isinstance(node.args[0], Node):
-        name = shown(node)
-        marked = name in _INPLACE_BUILTINS or (name.endswith("_") and not name.endswith("__"))
-        if call.inplace or ((marked or node.kwargs.get("inplace")) and call.name not in DROPOUTS):
-            yield node.args[0]
+        return
+    yield from _tensors(node.kwargs.get("out"))
+    if call.name in _HARMLESS:
+        if call.inplace:
+            yield from _tensors(call.args[:1])
+        return
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if _body_writes(node):
+            yield from node.all_input_nodes
+        return
+    written = _written_arguments(node.target)
+    if written is None:
+        yield from node.all_input_nodes
+        return
+    for position, name in written:
+        yield from _tensors(node.args[position : position + 1])
+        yield from _tensors(node.kwargs.get(name, node.kwargs.get("input") if position == 0 else None))
+
+
+def _body_writes(node: Node) -> bool:
+    """Whether a higher-order operator may write what it reads: by its name, or because something in a body writes."""
+    bodies = [_child(a) for a in _tensors((node.args, node.kwargs)) if a.op == "get_attr"]
+    graphs = [body.graph for body in bodies if body is not None]
+    return not graphs or any(True for graph in graphs for inner in graph.nodes for _ in _writes(inner, Call(inner)))
+
+
+def _child(node: Node) -> GraphModule | None:
+    body: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        body = getattr(body, name, None)
+    return body if isinstance(body, GraphModule) else None
+
+
+_HARMLESS = frozenset(RULES) | CASTS | COPIES | DROPOUTS | VIEWS | PLUMBING | REGIONS | frozenset(GEMMS) | CONVOLUTIONS
+
+
+@cache
+def _written_arguments(target: Any) -> frozenset[tuple[int, str]] | None:
+    """The positions and names of the arguments that a function may write; None where that is not known."""
+    if isinstance(target, torch._ops.OpOverload) and target._opname in _UNANNOTATED:
+        return _UNANNOTATED[target._opname]
+    if isinstance(target, torch._ops.OpOverload):
+        return _written_by((target,))
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return _written_by(tuple(getattr(target, name) for name in target.overloads()))
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    module = "" if isinstance(target, str) else str(getattr(target, "__module__", None))
+    if module == "torch.nn.functional":
+        return _WRITTEN_BY_FUNCTIONAL.get(name, frozenset())
+    if name in _UNANNOTATED and module.startswith("torch"):
+        return _UNANNOTATED[name]
+    if module in ("_operator", "builtins", "math") or name in _INPLACE_BUILTINS:
+        return frozenset({(0, "self")}) if name in _INPLACE_BUILTINS else frozenset()
+    packet = getattr(torch.ops.aten, name, None) if not module or module == "None" or module.startswith("torch") else 0
+    if isinstance(packet, torch._ops.OpOverloadPacket):
+        return _written_arguments(packet)
+    if not module:  # a method that is no operator: size, bool, item, …
+        return frozenset({(0, "self")}) if name.endswith("_") and not name.endswith("__") else frozenset()
+    return None
+
+
+def _written_by(overloads: Sequence[torch._ops.OpOverload]) -> frozenset[tuple[int, str]]:
+    return frozenset(
+        (i, argument.name)
+        for overload in overloads
+        for i, argument in enumerate(overload._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out
+    )
+
+
+# Running statistics, which these operators' schemas are silent about.
+_UNANNOTATED = dict.fromkeys(
+    ("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "instance_norm"),
+    frozenset({(3, "running_mean"), (4, "running_var")}),
+)
+# The Python functions of torch.nn.functional that write an argument; the activations' ``inplace`` is Call's.
+_WRITTEN_BY_FUNCTIONAL = {
+    **dict.fromkeys(("batch_norm", "instance_norm"), frozenset({(1, "running_mean"), (2, "running_var")})),
+    **dict.fromkeys(("embedding", "embedding_bag"), frozenset({(1, "weight")})),
+}
 
 
 class Facts:
@@ -239,14 +321,18 @@ class Facts:
         self.index: dict[Node, int] = {}
         self.calls: dict[Node, Call] = {}
         self.region: dict[Node, int] = {}  # nodes of one region have no autocast or grad-mode switch between them
+        self.inference: set[Node] = set()  # what is computed in inference mode
         self.state: dict[Node, int] = {}
         self.fed: dict[Node, bool] = {}  # whether a GEMM lies anywhere before
         self.writes: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that write it, in order
         self.aliases: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that are views of it
-        region = 0
+        region = inference = 0
         for i, node in enumerate(graph.nodes):
             call = self.calls[node] = Call(node)
             region += call.name in REGIONS
+            inference += (call.name == "_enter_inference_mode") - (call.name == "_exit_inference_mode")
+            if inference:
+                self.inference.add(node)
             self.index[node], self.region[node] = i, region
             constant = call.name in CONSTANTS
             self.fed[node] = call.gemm is not None or (not constant and any(self.fed[a] for a in node.all_input_nodes))

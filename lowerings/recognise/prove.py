@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
@@ -29,36 +30,50 @@ class Verdict:
     reason: str = ""
 
 
-def prove(steps: tuple[Step, ...], operands: int) -> Verdict:
-    """Compare an expression, the last step's value, with every activation and with every gated form of it.
+def prove(steps: tuple[Step, ...], result: Ref, operands: int, *, differentiable: bool = True) -> Verdict:
+    """Compare an expression with every activation and with every gated form of it.
 
     Args:
         steps: the expression.
+        result: the step whose value it is.
         operands: how many tensors it reads.
+        differentiable: whether its derivative matters too, where the function has a kink.
     """
-    return _prove(steps, operands, activations.names())
+    return _prove(steps, result, operands, differentiable, activations.names())
 
 
 @lru_cache(maxsize=1024)
-def _prove(steps: tuple[Step, ...], operands: int, table: tuple[str, ...]) -> Verdict:
+def _prove(steps: tuple[Step, ...], result: Ref, operands: int, kinks: bool, table: tuple[str, ...]) -> Verdict:
     if operands > len(NAMES):
         return Verdict(None, reason=f"{operands} different tensors take part; an MLP's activation reads one or two")
-    algebra = _table(table)[0].fork()
+    algebra = _table(table, kinks)[0].fork()
     variables = [algebra.variable(NAMES[i]) for i in range(operands)]
+    forms = _table(table, kinks)[1]
     try:
-        expression = evaluate(algebra, steps, variables)[-1]
-        found = _unary(algebra, expression, table) if operands == 1 else _gated(algebra, expression, steps, table)
+        values = evaluate(algebra, steps, variables)
+        expression = (variables if result.kind == "operand" else values)[result.i]
+        rounds = algebra.rounds(expression)
+        found = _unary(algebra, expression, forms) if operands == 1 else _gated(algebra, expression, steps, forms)
     except Unprovable as e:
         return Verdict(None, reason=f"cannot be proved: {e}")
-    return found or Verdict(None, reason=_explained(algebra, expression, steps, table, operands == 1))
+    if found is not None and rounds:
+        return Verdict(None, reason=f"it is {found.activation} in real numbers, but large terms cancel, which rounds")
+    if found is None and kinks:
+        smooth = _prove(steps, result, operands, False, table)
+        if smooth.activation is not None:
+            return Verdict(None, reason=f"it is {smooth.activation}, but with another gradient exactly at the kink")
+    return found or Verdict(None, reason=_explained(algebra, expression, steps, forms, operands == 1))
 
 
-@lru_cache(maxsize=4)
-def _table(names: tuple[str, ...]) -> tuple[Algebra, dict[tuple[str, int], Poly]]:
+Forms: TypeAlias = "dict[tuple[str, int], Poly]"
+
+
+@lru_cache(maxsize=8)
+def _table(names: tuple[str, ...], kinks: bool) -> tuple[Algebra, Forms]:
     """Each activation of one variable, as x and as y, and the algebra in which they are written."""
-    algebra = Algebra()
+    algebra = Algebra(kinks)
     variables = [algebra.variable(name) for name in NAMES]
-    table: dict[tuple[str, int], Poly] = {}
+    table: Forms = {}
     for name in names:
         try:
             for i, x in enumerate(variables):
@@ -84,10 +99,9 @@ def _applied(algebra: Algebra, name: str, x: Poly) -> Poly:
     return evaluate(algebra, steps, [x])[result.i] if result.kind == "value" else x
 
 
-def _unary(algebra: Algebra, expression: Poly, table: tuple[str, ...]) -> Verdict | None:
-    forms = _table(table)[1]
-    for name in table:
-        if (name, 0) in forms and algebra.same(expression, forms[name, 0]):
+def _unary(algebra: Algebra, expression: Poly, forms: Forms) -> Verdict | None:
+    for (name, i), form in forms.items():
+        if i == 0 and algebra.same(expression, form):
             return Verdict(name)
     return None
 
@@ -103,15 +117,14 @@ def _bounds(steps: tuple[Step, ...]) -> list[float | None]:
     return found
 
 
-def _gated(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], table: tuple[str, ...]) -> Verdict | None:
+def _gated(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms) -> Verdict | None:
     """act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset), for either operand as the gate."""
-    forms = _table(table)[1]
     variables = [algebra.variable(name) for name in NAMES]
     for clamp in _bounds(steps):
         for name, gate in forms:
             act, up = forms[name, gate], variables[1 - gate]
             if clamp is not None:
-                act = _applied(algebra, name, algebra.minimum(variables[gate], clamp))
+                act = _applied(algebra, name, algebra.clamp(variables[gate], None, clamp))
                 up = algebra.clamp(up, -clamp, clamp)
             # expression = act·(up + offset): what act·up leaves is a multiple of act
             offset = algebra.ratio(algebra.sub(expression, algebra.mul(act, up)), act)
@@ -124,7 +137,7 @@ def _short(text: str) -> str:
     return text if len(text) <= 160 else f"{text[:160]}…"
 
 
-def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], table: tuple[str, ...], unary: bool) -> str:
+def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, unary: bool) -> str:
     """Why the expression is none of the table's, and what it is near to if anything."""
     text = algebra.text(expression)
     if unary and len(steps) == 1 and hasattr(torch.nn.functional, steps[0][0]):
@@ -133,7 +146,7 @@ def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], tabl
         return f"{_short(text)} is no activation of the table with a gate"
     shape, constants = algebra.constants(expression)
     near: list[tuple[float, str]] = []
-    for (name, i), form in _table(table)[1].items():
+    for (name, i), form in forms.items():
         if i:
             continue
         factor = algebra.ratio(expression, form)

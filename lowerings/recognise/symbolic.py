@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
+from torch_fused_ops.reference import CLAMP_KEEPS_BOUNDS
+
 __all__ = ["LINEAR", "RULES", "TOLERANCE", "Algebra", "Poly", "Ref", "Step", "Unprovable", "evaluate"]
 
 # ((atom, power), …) sorted by atom; () is 1. Atoms are numbers of an Algebra's list.
@@ -32,6 +34,8 @@ TOLERANCE = 1e-6  # relative, of each constant in the canonical form
 CANCELLED = 1e-12  # a sum this much smaller than its terms is rounding, not a term
 MAX_TERMS = 128
 MAX_POWER = 8
+# The derivative of torch.clamp exactly at a bound: 1 up to torch 2.13, 0 from 2.15 on.
+CLAMP_KINK = 1.0 if CLAMP_KEEPS_BOUNDS else 0.0
 
 
 class Unprovable(Exception):
@@ -41,12 +45,17 @@ class Unprovable(Exception):
 class Algebra:
     """Arithmetic on canonical forms. Atoms that agree to the tolerance are one atom: the first that was seen."""
 
-    def __init__(self, atoms: tuple[tuple[str, tuple[Poly, ...]], ...] = ()) -> None:
+    def __init__(self, kinks: bool = True, atoms: tuple[tuple[str, tuple[Poly, ...]], ...] = ()) -> None:
+        """``kinks``: whether functions with another derivative at a kink are other functions; atoms: those known."""
+        self.kinks = kinks
         self.atoms: list[tuple[str, tuple[Poly, ...]]] = list(atoms)
+        self.lost = 0.0  # the largest term that sums in what was evaluated have made vanish
+        self.inexact = False  # whether two functions in it were the same only to the tolerance
+        self._exact: dict[int, tuple[Poly, ...]] = {}
 
     def fork(self) -> Algebra:
         """An algebra that knows the same atoms: what is proved in it does not depend on what was proved before."""
-        return Algebra(tuple(self.atoms))
+        return Algebra(self.kinks, tuple(self.atoms))
 
     # Atoms and comparison
 
@@ -56,13 +65,19 @@ class Algebra:
     def _atom(self, function: str, *args: Poly) -> Poly:
         for i, (known, known_args) in enumerate(self.atoms):
             if known == function and all(map(self.same, args, known_args)):
+                exact = self._exact.setdefault(i, args)
+                self.inexact |= not all(self.same(p, q, 1e-12) for p, q in zip(args, exact, strict=True))
                 return {((i, 1),): 1.0}
         self.atoms.append((function, args))
         return {((len(self.atoms) - 1, 1),): 1.0}
 
     @staticmethod
-    def same(p: Poly, q: Poly) -> bool:
-        return p.keys() == q.keys() and all(math.isclose(c, q[m], rel_tol=TOLERANCE) for m, c in p.items())
+    def same(p: Poly, q: Poly, tolerance: float = TOLERANCE) -> bool:
+        return p.keys() == q.keys() and all(math.isclose(c, q[m], rel_tol=tolerance) for m, c in p.items())
+
+    def rounds(self, p: Poly) -> bool:
+        """Whether what was evaluated is p in real numbers only: terms larger than its own, or nearly equal, cancel."""
+        return self.inexact or self.lost > 8 * max(map(abs, p.values()), default=0.0)
 
     @staticmethod
     def constant(p: Poly) -> float | None:
@@ -121,6 +136,8 @@ class Algebra:
             powers[atom] = powers.get(atom, 0) + k
         if max(powers.values()) > MAX_POWER:
             raise Unprovable(f"a power above {MAX_POWER}")
+        if any(self.atoms[atom][0] == "relu" for atom in powers):
+            powers = self._square_relus(powers)
         exponentials = [atom for atom in powers if self.atoms[atom][0] == "exp"]
         if not exponentials:
             return {tuple(sorted(powers.items())): 1.0}
@@ -142,6 +159,24 @@ class Algebra:
                     return self.mul({tuple(sorted(lower.items())): 1.0}, self.add(first, second, -1.0))
         ((e, _),) = next(iter(self._atom("exp", exponent)))
         return {tuple(sorted([*powers.items(), (e, 1)])): 1.0}
+
+    def _square_relus(self, powers: dict[int, int]) -> dict[int, int]:
+        """x·relu(x) = relu(x)²; and a square's derivative is 0 at the kink, whatever relu's is there."""
+        for atom, k in powers.items():
+            function, args = self.atoms[atom]
+            if function != "relu":
+                continue
+            inner = args[0]
+            same = [b for b in powers if inner == {((b, 1),): 1.0} or self._is_relu(b, inner)]
+            ((square, _),) = next(iter(self._atom("relu", inner, {})))
+            if same != [square] and (len(same) > 1 or k > 1):
+                rest = {b: n for b, n in powers.items() if b not in same}
+                return self._square_relus({**rest, square: sum(powers[b] for b in same)})
+        return powers
+
+    def _is_relu(self, atom: int, inner: Poly) -> bool:
+        function, args = self.atoms[atom]
+        return function == "relu" and self.same(args[0], inner)
 
     def sub(self, p: Operand, q: Operand) -> Poly:
         return self.add(p, q, -1.0)
@@ -223,28 +258,42 @@ class Algebra:
             return self.mul(self.erf(self.mul(p, -1.0)), -1.0)
         return self._function("erf", p, math.erf)
 
-    def relu(self, p: Operand) -> Poly:
+    def relu(self, p: Operand, kink: float = 0.0) -> Poly:
+        """max(p, 0). ``kink`` is the derivative at p = 0 in torch: 0 for relu, 1 or 0 for clamp, 1/2 for maximum."""
         p = self.lift(p)
         if self.constant(p) is not None:
             return self.lift(max(p.get((), 0.0), 0.0))
+        kink = kink if self.kinks else 0.0
         lead = self._lead(p)
         if lead < 0:  # relu(p) = p + relu(-p)
-            return self.add(p, self.relu(self.mul(p, -1.0)))
+            return self.add(p, self.relu(self.mul(p, -1.0), 1.0 - kink))
         if len(p) == 1 and all(self.atoms[a][0] in ("relu", "sigmoid", "exp") for a, _ in next(iter(p))):
-            return p  # never negative
-        return self.mul(self._atom("relu", self.mul(p, 1 / lead)), lead)  # relu(c·p) = c·relu(p) for c > 0
+            return self._never_negative(p, kink)
+        return self.mul(self._atom("relu", self.mul(p, 1 / lead), self.lift(kink)), lead)  # c·relu(p), c > 0
 
-    def maximum(self, p: Operand, q: Operand) -> Poly:
-        return self.add(q, self.relu(self.sub(p, q)))
+    def _never_negative(self, p: Poly, kink: float) -> Poly:
+        """relu(p) = p; but where p is relu(q), its derivative at q = 0 is the product of both."""
+        ((m, c),) = p.items()
+        relus = [(atom, k) for atom, k in m if self.atoms[atom][0] == "relu"]
+        if len(relus) != 1 or relus[0][1] != 1:
+            return p
+        inner, inner_kink = self.atoms[relus[0][0]][1]
+        others = tuple((atom, k) for atom, k in m if atom != relus[0][0])
+        return self.mul({others: c}, self._atom("relu", inner, self.mul(inner_kink, kink)))
 
-    def minimum(self, p: Operand, q: Operand) -> Poly:
-        return self.sub(p, self.relu(self.sub(p, q)))
+    def maximum(self, p: Operand, q: Operand, kink: float = 0.5) -> Poly:
+        return self.add(q, self.relu(self.sub(p, q), kink))
 
-    def clamp(self, p: Operand, low: Operand | None = None, high: Operand | None = None) -> Poly:
+    def minimum(self, p: Operand, q: Operand, kink: float = 0.5) -> Poly:
+        return self.sub(p, self.relu(self.sub(p, q), 1.0 - kink))
+
+    def clamp(
+        self, p: Operand, low: Operand | None = None, high: Operand | None = None, kink: float = CLAMP_KINK
+    ) -> Poly:
         p = self.lift(p)
         if low is not None:
-            p = self.maximum(p, low)
-        return p if high is None else self.minimum(p, high)
+            p = self.maximum(p, low, kink)
+        return p if high is None else self.minimum(p, high, kink)
 
     # Calculus
 
@@ -292,6 +341,8 @@ class Algebra:
 
     def _factor(self, atom: int) -> str:
         function, args = self.atoms[atom]
+        if function == "relu":
+            args = args[:1]
         return f"{function}({', '.join(map(self.text, args))})" if args else function
 
     def constants(self, p: Poly) -> tuple[str, list[float]]:
@@ -301,7 +352,7 @@ class Algebra:
             shapes, inner = [], [c]
             for a, k in m:
                 function, args = self.atoms[a]
-                below = [self.constants(q) for q in args]
+                below = [self.constants(q) for q in args[: 1 if function == "relu" else None]]
                 shapes.append(f"{function}({','.join(s for s, _ in below)})^{k}")
                 inner += chain.from_iterable(v for _, v in below)
             parts.append(("·".join(sorted(shapes)), inner))
@@ -334,16 +385,18 @@ def _div(a: Algebra, input: Operand, other: Operand, rounding_mode: str | None =
 
 
 def _elu(a: Algebra, input: Operand, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Poly:
-    below = a.sub(a.exp(a.mul(a.minimum(input, 0.0), input_scale)), 1.0)
+    below = a.sub(a.exp(a.mul(a.minimum(input, 0.0, 1.0), input_scale)), 1.0)
     return a.mul(a.add(a.relu(input), below, alpha), scale)
 
 
 def _softplus(a: Algebra, input: Operand, beta: float = 1.0, threshold: float = 20.0) -> Poly:
+    if not threshold >= 20:  # x above it: from 20 on that is log(1 + exp(x)) to 2e-9
+        raise Unprovable(f"softplus with the threshold {threshold}")
     return a.mul(a.log(a.add(a.exp(a.mul(input, beta)), 1.0)), 1 / beta)
 
 
 def _relu6(a: Algebra, input: Operand) -> Poly:
-    return a.clamp(input, 0.0, 6.0)
+    return a.clamp(input, 0.0, 6.0, kink=0.0)
 
 
 # Every function that is read, under torch's name for it: its definition, with torch's parameter names. `inplace` is
@@ -372,7 +425,7 @@ RULES: dict[str, Rule] = {
     "erf": lambda a, input: a.erf(input),
     "erfc": lambda a, input: a.sub(1.0, a.erf(input)),
     "relu": lambda a, input: a.relu(input),
-    "abs": lambda a, input: a.add(a.relu(input), a.relu(a.mul(input, -1.0))),
+    "abs": lambda a, input: a.add(a.relu(input, 0.5), a.relu(a.mul(input, -1.0), 0.5)),
     "maximum": lambda a, input, other: a.maximum(input, other),
     "minimum": lambda a, input, other: a.minimum(input, other),
     "clamp": lambda a, input, min=None, max=None: a.clamp(input, min, max),
@@ -386,11 +439,11 @@ RULES: dict[str, Rule] = {
     "softsign": lambda a, input: a.div(input, a.add(RULES["abs"](a, input), 1.0)),
     "tanhshrink": lambda a, input: a.sub(input, a.tanh(input)),
     "relu6": _relu6,
-    "hardtanh": lambda a, input, min_val=-1.0, max_val=1.0: a.clamp(input, min_val, max_val),
+    "hardtanh": lambda a, input, min_val=-1.0, max_val=1.0: a.clamp(input, min_val, max_val, kink=0.0),
     "hardsigmoid": lambda a, input: a.mul(_relu6(a, a.add(input, 3.0)), 1 / 6),
     "hardswish": lambda a, input: a.mul(a.mul(input, _relu6(a, a.add(input, 3.0))), 1 / 6),
     "leaky_relu": lambda a, input, negative_slope=0.01: a.sub(
-        a.relu(input), a.mul(a.relu(a.mul(input, -1.0)), negative_slope)
+        a.relu(input), a.mul(a.relu(a.mul(input, -1.0), 1.0), negative_slope)
     ),
     "elu": _elu,
     "celu": lambda a, input, alpha=1.0: _elu(a, input, alpha, input_scale=1 / alpha),
@@ -436,10 +489,31 @@ def evaluate(algebra: Algebra, steps: Sequence[Step], operands: Sequence[Poly]) 
             return (operands if argument.kind == "operand" else values)[argument.i]
         return argument
 
+    lost: list[float] = []  # see _lost
     for name, args, kwargs in steps:
+        given_args = [given(argument) for argument in args]
         try:
-            value = RULES[name](algebra, *map(given, args), **{k: given(v) for k, v in kwargs})
+            value = RULES[name](algebra, *given_args, **{k: given(v) for k, v in kwargs})
         except TypeError as e:
             raise Unprovable(f"{name} is called in a way that is not read") from e
+        before = max((lost[a.i] for a in args if isinstance(a, Ref) and a.kind == "value"), default=0.0)
+        lost.append(_lost(name, given_args, value, before) if name in LINEAR else before)
         values.append(value)
+    algebra.lost = max([algebra.lost, *lost])
     return values
+
+
+def _lost(name: str, args: Sequence[Any], value: Poly, before: float) -> float:
+    """How large the terms are that sums have made vanish, scaled as they are later: there rounding is the meaning.
+
+    ``(x + 2**23·1.5) - 2**23·1.5`` rounds x to integers, ``c = 4097·x; c - (c - x)`` to half its digits, and
+    ``x·1e-45·1e45`` is 0. In the algebra all three are x.
+    """
+    given = [Algebra.lift(p) for p in args if isinstance(p, (dict, int, float))]
+    if name in ("mul", "div"):
+        if any(not 1e-6 < abs(c) < 1e6 for p in (value, *given) for c in p.values()):
+            return math.inf
+        sizes = [max(map(abs, p.values()), default=0.0) for p in given]
+        return before * max(1.0, *sizes) if name == "mul" else before / min(1.0, *sizes)
+    vanished = [abs(c) for p in given for m, c in p.items() if abs(value.get(m, 0.0)) < abs(c) / 8]
+    return max([before, *vanished])

@@ -95,8 +95,6 @@ SPELLINGS: dict[str, tuple[str, Elementwise]] = {
     "relu": ("relu", F.relu),
     "torch.relu": ("relu", torch.relu),
     "Tensor.relu": ("relu", lambda x: x.relu()),
-    "clamp": ("relu", lambda x: x.clamp(min=0)),
-    "clamp_min": ("relu", lambda x: torch.clamp_min(x, 0.0)),
     "relu_": ("relu", torch.relu_),
     "Tensor.relu_": ("relu", lambda x: x.relu_()),
     "relu inplace": ("relu", lambda x: F.relu(x, inplace=True)),
@@ -690,7 +688,6 @@ SPELLED = {
         "glu",
         "silu",
     ),
-    "maximum": (lambda h, w: F.linear(torch.maximum(h, torch.zeros_like(h)), w), "bias_act", "relu"),
     "pointwise convolution": (
         lambda h, w: F.conv1d(F.relu(h.t()[None]), w[:, :, None])[0].t(),
         "bias_act",
@@ -1111,12 +1108,51 @@ def test_rules_are_what_torch_computes(name):
     raise AssertionError(f"{name} was not tried")
 
 
+KINKS = {
+    "relu": ({}, [0.0]),
+    "abs": ({}, [0.0]),
+    "clamp": ({"min": -1.0, "max": 2.0}, [-1.0, 2.0]),
+    "clamp_min": ({"min": 1.0}, [1.0]),
+    "clamp_max": ({"max": 1.0}, [1.0]),
+    "hardtanh": ({}, [-1.0, 1.0]),
+    "relu6": ({}, [0.0, 6.0]),
+    "leaky_relu": ({"negative_slope": 0.1}, [0.0]),
+    "elu": ({"alpha": 2.0}, [0.0]),
+    "celu": ({"alpha": 2.0}, [0.0]),
+    "selu": ({}, [0.0]),
+    "hardswish": ({}, [-3.0, 3.0]),
+    "hardsigmoid": ({}, [-3.0, 3.0]),
+    "softsign": ({}, [0.0]),
+}
+
+
+@pytest.mark.parametrize("name", KINKS)
+def test_rules_have_torchs_derivatives_at_kinks(name):
+    kwargs, points = KINKS[name]
+    function = next(f for f in (getattr(m, name, None) for m in (torch, F)) if f is not None)
+    a = symbolic.Algebra()
+    form = symbolic.RULES[name](a, a.variable("x"), **kwargs)
+    for call in (lambda x: function(x, **kwargs), lambda x: evaluate(a, form, [x])):
+        x = torch.tensor([*points, -4.0, 0.5, 7.0], dtype=torch.float64, requires_grad=True)
+        (wanted,) = torch.autograd.grad(function(x, **kwargs).sum(), x)
+        torch.testing.assert_close(torch.autograd.grad(call(x).sum(), x)[0], wanted)
+
+
+def test_rules_for_two_have_torchs_derivatives_at_kinks():
+    for name in ("maximum", "minimum"):
+        a = symbolic.Algebra()
+        form = symbolic.RULES[name](a, a.variable("x"), a.variable("y"))
+        x, y = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in ([1.0, 2.0, 3.0], [1.0, 3.0, 2.0]))
+        wanted = torch.autograd.grad(getattr(torch, name)(x, y).sum(), (x, y))
+        torch.testing.assert_close(torch.autograd.grad(evaluate(a, form, [x, y]).sum(), (x, y)), wanted)
+
+
 def evaluate(a, form, arguments):
     functions = {
         "exp": torch.exp,
         "log": torch.log,
         "erf": torch.erf,
-        "relu": torch.relu,
+        "relu": lambda x, kink: torch.where(x > 0, x, torch.where(x == 0, kink * x, 0.0)),
         "sigmoid": torch.sigmoid,
         "reciprocal": torch.reciprocal,
         "pow": torch.pow,
