@@ -54,10 +54,10 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
         for top, gemms in sites:
             activation = None
             try:
-                _excluded(top, gemms, policy)
+                _check_readers(facts, top, gemms, policy)
                 cone = examine(facts, top)
                 activation = cone.verdict.activation
-                _allowed(facts, cone, gemms)
+                _check_freezing(cone)
                 cones[top] = cone
             except Refusal as e:
                 refused[top] = (str(e), activation)
@@ -90,7 +90,9 @@ def unread(graph: Graph) -> tuple[Site, ...]:
         normal.restore()
 
 
-def _excluded(top: Node, gemms: list[Node], policy: FusionPolicy) -> None:
+def _check_readers(facts: Facts, top: Node, gemms: list[Node], policy: FusionPolicy) -> None:
+    if not any(facts.weight_gemm(gemm) for gemm in gemms):
+        raise Refusal(f"{NOT_AN_MLP}read by a product of two computed tensors, as in attention")
     path = _module(top, gemms[0])
     parents = [path[: m.start()] for m in re.finditer(r"\.", path)]
     for pattern in policy.exclude:
@@ -98,11 +100,9 @@ def _excluded(top: Node, gemms: list[Node], policy: FusionPolicy) -> None:
             raise Refusal(f"{EXCLUDED}{pattern!r}")
 
 
-def _allowed(facts: Facts, cone: Cone, gemms: list[Node]) -> None:
+def _check_freezing(cone: Cone) -> None:
     import torch._inductor.config as inductor
 
-    if not any(facts.weight_gemm(gemm) for gemm in gemms):
-        raise Refusal(f"{NOT_AN_MLP}read by a product of two computed tensors, as in attention")
     value = tensor(cone.root)
     if inductor.freezing and not torch.is_grad_enabled() and value is not None and value.device.type == "cpu":
         raise Refusal("CPU inference under freezing: oneDNN's fused linear and activation is kept")
