@@ -52,7 +52,7 @@ def _prove(steps: tuple[Step, ...], result: Ref, operands: int, kinks: bool, tab
     try:
         values = evaluate(algebra, steps, variables)
         expression = (variables if result.kind == "operand" else values)[result.i]
-        rounds = algebra.rounds(expression)
+        rounds = result.kind == "value" and algebra.rounds(result.i, expression)
         found = _unary(algebra, expression, forms) if operands == 1 else _gated(algebra, expression, steps, forms)
     except Unprovable as e:
         return Verdict(None, reason=f"cannot be proved: {e}")

@@ -49,7 +49,7 @@ class Algebra:
         """``kinks``: whether functions with another derivative at a kink are other functions; atoms: those known."""
         self.kinks = kinks
         self.atoms: list[tuple[str, tuple[Poly, ...]]] = list(atoms)
-        self.lost = 0.0  # the largest term that sums in what was evaluated have made vanish
+        self.lost: list[float] = []  # the largest term that sums have made vanish, in each step that was evaluated
         self.inexact = False  # whether two functions in it were the same only to the tolerance
         self._exact: dict[int, tuple[Poly, ...]] = {}
 
@@ -75,9 +75,9 @@ class Algebra:
     def same(p: Poly, q: Poly, tolerance: float = TOLERANCE) -> bool:
         return p.keys() == q.keys() and all(math.isclose(c, q[m], rel_tol=tolerance) for m, c in p.items())
 
-    def rounds(self, p: Poly) -> bool:
-        """Whether what was evaluated is p in real numbers only: terms larger than its own, or nearly equal, cancel."""
-        return self.inexact or self.lost > 8 * max(map(abs, p.values()), default=0.0)
+    def rounds(self, step: int, p: Poly) -> bool:
+        """Whether a step's value is p in real numbers only: terms larger than its own, or nearly equal, cancel in it."""
+        return self.inexact or self.lost[step] > 8 * max(map(abs, p.values()), default=0.0)
 
     @staticmethod
     def constant(p: Poly) -> float | None:
@@ -496,24 +496,31 @@ def evaluate(algebra: Algebra, steps: Sequence[Step], operands: Sequence[Poly]) 
             value = RULES[name](algebra, *given_args, **{k: given(v) for k, v in kwargs})
         except TypeError as e:
             raise Unprovable(f"{name} is called in a way that is not read") from e
-        before = max((lost[a.i] for a in args if isinstance(a, Ref) and a.kind == "value"), default=0.0)
-        lost.append(_lost(name, given_args, value, before) if name in LINEAR else before)
+        before = [lost[a.i] if isinstance(a, Ref) and a.kind == "value" else 0.0 for a in args]
+        lost.append(_lost(name, given_args, value, before))
         values.append(value)
-    algebra.lost = max([algebra.lost, *lost])
+    algebra.lost = lost
     return values
 
 
-def _lost(name: str, args: Sequence[Any], value: Poly, before: float) -> float:
+def _lost(name: str, args: Sequence[Any], value: Poly, before: Sequence[float]) -> float:
     """How large the terms are that sums have made vanish, scaled as they are later: there rounding is the meaning.
 
     ``(x + 2**23·1.5) - 2**23·1.5`` rounds x to integers, ``c = 4097·x; c - (c - x)`` to half its digits, and
     ``x·1e-45·1e45`` is 0. In the algebra all three are x.
+
+    Args:
+        name, args, value: the step.
+        before: what was lost in each argument.
     """
-    given = [Algebra.lift(p) for p in args if isinstance(p, (dict, int, float))]
+    if name not in LINEAR:
+        return max(before, default=0.0)
+    given = [Algebra.lift(p) if isinstance(p, (dict, int, float)) else {} for p in args]
     if name in ("mul", "div"):
         if any(not 1e-6 < abs(c) < 1e6 for p in (value, *given) for c in p.values()):
             return math.inf
-        sizes = [max(map(abs, p.values()), default=0.0) for p in given]
-        return before * max(1.0, *sizes) if name == "mul" else before / min(1.0, *sizes)
+        p, q = (max(map(abs, p.values()), default=0.0) for p in given[:2])
+        scaled = (before[0] * q, before[1] * p) if name == "mul" else (before[0] / q if q else 0.0, before[1])
+        return max(scaled)
     vanished = [abs(c) for p in given for m, c in p.items() if abs(value.get(m, 0.0)) < abs(c) / 8]
-    return max([before, *vanished])
+    return max([*before, *vanished])

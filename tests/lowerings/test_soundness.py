@@ -198,6 +198,18 @@ def test_a_result_that_is_not_computed_last():
     assert site.activation == "silu"
 
 
+def test_terms_that_cancel_on_paper_only():
+    """1 + tanh is 1 - 1 + 2·sigmoid in the canonical form; scaled up and down again it is no rounding."""
+    fn = act(lambda h: 2 * (2 * (1 + torch.tanh(0.5 * h))) * (0.5 * h * 0.5 * 0.5) * 2)
+    (site,) = unfused(fn, *inputs((4, 8), (16, 8), (8, 16)))
+    assert site.activation == "silu"
+
+
+def test_nothing_times_nothing():
+    """Division of what has cancelled to 0."""
+    unfused(act(lambda h: (h.abs() + h) / 2 * ((h.abs() - h.abs()) / 2) * (h + 0.5)), *inputs((4, 8), (16, 8), (8, 16)))
+
+
 def test_keywords():
     (site,) = unfused(act(lambda h: F.silu(torch.div(input=h, other=2.0))), *inputs((4, 8), (16, 8), (8, 16)))
     assert "silu" not in str(site.activation)
