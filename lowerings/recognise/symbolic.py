@@ -49,7 +49,7 @@ class Algebra:
         """``kinks``: whether functions with another derivative at a kink are other functions; atoms: those known."""
         self.kinks = kinks
         self.atoms: list[tuple[str, tuple[Poly, ...]]] = list(atoms)
-        self.lost: list[float] = []  # the largest term that sums have made vanish, in each step that was evaluated
+        self.lost: list[float] = []  # for each step evaluated last, the largest term that sums have made vanish
         self.inexact = False  # whether two functions in it were the same only to the tolerance
         self._exact: dict[int, tuple[Poly, ...]] = {}
 
