@@ -198,17 +198,19 @@ def _row(index: Index) -> Index:
 
 
 def _packed(layout: str, n: Any, up: int) -> Callable[[Index], Index]:
-    if layout == "halves":
-        return lambda index: [*index[:-1], index[-1] + up * n]
-    return lambda index: [*index[:-1], 2 * index[-1] + up]
+    if layout == "interleaved":
+        return lambda index: [*index[:-1], 2 * index[-1] + up]
+    half = 1 - up if layout == "swapped" else up
+    return lambda index: [*index[:-1], index[-1] + half * n]
 
 
 def _pack(gate: Box, up: Box, layout: str) -> Box:
     """(…, n) twice → (…, 2n). Concatenated storage, not a masked pointwise: that would compute each half twice."""
     size = list(gate.get_size())
     with compat.concat_node():
-        if layout == "halves":
-            return ir.TensorBox(ir.ConcatKernel.create([gate, up], len(size) - 1))
+        if layout != "interleaved":
+            halves = [up, gate] if layout == "swapped" else [gate, up]
+            return ir.TensorBox(ir.ConcatKernel.create(halves, len(size) - 1))
         pair = [lowerings[aten.unsqueeze.default](b, -1) for b in (gate, up)]
         both = ir.TensorBox(ir.ConcatKernel.create(pair, len(size)))
     return lowerings[aten.view.default](both, [*size[:-1], 2 * size[-1]])

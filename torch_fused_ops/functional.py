@@ -15,8 +15,8 @@ Conventions shared by all of them:
   devices, names and ranges. Each names the argument, its value and what is accepted.
 * ``activation`` is one of ``torch_fused_ops.activations.names()``: relu, relu2, silu, gelu, gelu_tanh, quick_gelu,
   sigmoid, tanh, and those added with ``register_activation``.
-* GLU layouts of a packed last axis ``2n``: ``"halves"`` is ``[gate | up]``, ``"interleaved"`` is ``g0 u0 g1 u1 …``. The
-  activation acts on the *gate*; where yours acts on the second half, swap the weight's halves or use ``glu``.
+* GLU layouts of a packed last axis ``2n``: ``"halves"`` is ``[gate | up]``, ``"interleaved"`` is ``g0 u0 g1 u1 …``, and
+  ``"swapped"`` is ``[up | gate]``, as in ``F.glu``. The activation acts on the *gate*.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def bias_glu(
         bias: (2n,), packed likewise, added before clamping.
         token_scale: (...), one factor for each row.
         activation: a name in the activation table.
-        layout: "halves" or "interleaved".
+        layout: "halves", "interleaved" or "swapped".
         up_offset: added to up after clamping; finite.
         clamp: above 0: gate is cut above it, up on both sides. None does not clamp.
 
@@ -180,7 +180,7 @@ def bias_glu(
     _check_tensors((("bias", bias), ("token_scale", token_scale)), input=input)
     _check_activation(activation)
     if not isinstance(layout, str):
-        _refuse("layout", layout, "a string, 'halves' or 'interleaved'")
+        _refuse("layout", layout, "a string: 'halves', 'interleaved' or 'swapped'")
     _check_glu_scalars(up_offset, clamp)
     out: Tensor = torch.ops.fused.bias_glu(input, bias, token_scale, activation, layout, up_offset, clamp)
     return out

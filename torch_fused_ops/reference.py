@@ -32,7 +32,7 @@ __all__ = [
 
 Grads3: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-LAYOUTS = ("halves", "interleaved")
+LAYOUTS = ("halves", "interleaved", "swapped")
 
 
 # ---- element functions ---------------------------------------------------------------------------------------------
@@ -119,18 +119,22 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def unpack(packed: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """(gate, up) of a packed last axis, as views: "halves" is [gate | up], "interleaved" is g0 u0 g1 u1 …"""
-    if layout == "halves":
-        n = packed.shape[-1] // 2
-        return packed[..., :n], packed[..., n:]
-    return packed[..., ::2], packed[..., 1::2]
+    """(gate, up) of a packed last axis, as views.
+
+    "halves" is [gate | up], "interleaved" is g0 u0 g1 u1 …, "swapped" is [up | gate], as in ``F.glu``.
+    """
+    if layout == "interleaved":
+        return packed[..., ::2], packed[..., 1::2]
+    n = packed.shape[-1] // 2
+    first, second = packed[..., :n], packed[..., n:]
+    return (second, first) if layout == "swapped" else (first, second)
 
 
 def pack(gate: Tensor, up: Tensor, layout: str) -> Tensor:
     """The inverse of unpack."""
-    if layout == "halves":
-        return torch.cat((gate, up), -1)
-    return torch.stack((gate, up), -1).reshape(*gate.shape[:-1], 2 * gate.shape[-1])
+    if layout == "interleaved":
+        return torch.stack((gate, up), -1).reshape(*gate.shape[:-1], 2 * gate.shape[-1])
+    return torch.cat((up, gate) if layout == "swapped" else (gate, up), -1)
 
 
 def _to(dtype: torch.dtype, t: Tensor | None) -> Tensor | None:

@@ -396,18 +396,25 @@ def _find_packed(facts: Facts, cone: Cone) -> None:
     size = _value(base).shape[gate.axis]
     layout = None
     if gate.length is None or up.length is None:  # one row of a pair each, [..., 0] and [..., 1]
-        if statically(size == 2) and (gate.start, up.start) == (0, 1) and facts.calls[base].name in _SPLITS_LAST:
+        swapped = (gate.start, up.start) == (1, 0)
+        pair = swapped or (gate.start, up.start) == (0, 1)
+        if statically(size == 2) and pair and facts.calls[base].name in _SPLITS_LAST:
             whole = base.all_input_nodes[0]
             shape, packed = _value(base).shape, _value(whole).shape
             leading = len(packed) + 1 == len(shape) and all(map(_equal, packed[:-1], shape[:-2]))
             if leading and statically(packed[-1] == shape[-1] * shape[-2]):
-                base, layout = whole, {last: "interleaved", last - 1: "halves"}.get(gate.axis)
+                layouts = {(last, False): "interleaved", (last - 1, False): "halves", (last - 1, True): "swapped"}
+                base, layout = whole, layouts.get((gate.axis, swapped))
     elif gate.axis != last:
         raise Refusal(f"gate and up are cut on axis {gate.axis} of {last + 1}, not on the last")
-    elif statically(size == 2 * gate.length) and statically(size == 2 * up.length) and statically(gate.start == 0):
-        layouts = {"halves": (1, gate.length), "interleaved": (2, 1)}
-        for name, (step, start) in layouts.items():
-            if gate.step == up.step == step and statically(up.start == start):
+    elif statically(size == 2 * gate.length) and statically(size == 2 * up.length):
+        starts = {"halves": (1, 0, gate.length), "interleaved": (2, 0, 1), "swapped": (1, gate.length, 0)}
+        for name, (step, gate_start, up_start) in starts.items():
+            if (
+                gate.step == up.step == step
+                and statically(gate.start == gate_start)
+                and statically(up.start == up_start)
+            ):
                 layout = name
     if layout is None:
         return  # the operator then reads the two views

@@ -9,6 +9,7 @@ own, and stays.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -25,7 +26,8 @@ def forward_of(function: Node) -> tuple[tuple[Step, ...], Ref]:
         Unprovable: forward or backward is beyond the rules, or the backward is not the forward's derivative.
     """
     # What mark_non_differentiable has marked has no gradient, whatever the backward says.
-    if 0 in function.kwargs.get("non_differentiable_idx", ()):
+    marked: Any = function.kwargs.get("non_differentiable_idx", ())
+    if 0 in marked:
         raise Unprovable("the result of a custom autograd.Function is marked as not differentiable")
     bodies = [_body(function, i) for i in (0, 1)]
     (forward, outputs), (backward, gradients) = map(read, (body.graph for body in bodies))

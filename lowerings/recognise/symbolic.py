@@ -76,7 +76,7 @@ class Algebra:
         return p.keys() == q.keys() and all(math.isclose(c, q[m], rel_tol=tolerance) for m, c in p.items())
 
     def rounds(self, step: int, p: Poly) -> bool:
-        """Whether a step's value is p in real numbers only: terms larger than its own, or nearly equal, cancel in it."""
+        """Whether a step's value is p in real numbers only: terms larger than it, or nearly equal, cancel in it."""
         return self.inexact or self.lost[step] > 8 * max(map(abs, p.values()), default=0.0)
 
     @staticmethod

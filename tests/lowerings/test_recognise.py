@@ -212,8 +212,9 @@ PACKED = {
     "unflatten, unbind": ("interleaved", lambda h: gated(*h.unflatten(-1, (16, 2)).unbind(-1))),
     "up first": ("halves", lambda h: h[:, 16:] * F.silu(h[:, :16])),
     "contiguous": ("halves", lambda h: gated(*(t.contiguous() for t in h.chunk(2, -1)))),
+    "swapped": ("swapped", lambda h: F.silu(h[..., 16:]) * h[..., :16]),
+    "swapped, unbind": ("swapped", lambda h: gated(*h.view(-1, 2, 16).unbind(1)[::-1])),
     # The same numbers in another layout than the operator's: gate and up are then two views.
-    "swapped": (None, lambda h: F.silu(h[..., 16:]) * h[..., :16]),
     "swapped strided": (None, lambda h: F.silu(h[..., 1::2]) * h[..., ::2]),
 }
 
@@ -674,7 +675,7 @@ SPELLED = {
         "bias_act",
         "relu2",
     ),
-    "glu": (lambda h, w: F.linear(F.glu(h), w[:, :8]), "glu", "sigmoid"),
+    "glu": (lambda h, w: F.linear(F.glu(h), w[:, :8]), "bias_glu", "sigmoid"),
     "transposed": (lambda h, w: F.linear(F.gelu(h.t()).t(), w), "bias_act", "gelu"),
     "heads in front": (
         lambda h, w: F.linear(F.gelu(h.view(4, 2, 8).transpose(0, 1)).transpose(0, 1).reshape(4, 16), w),
@@ -693,7 +694,7 @@ SPELLED = {
         "bias_act",
         "relu",
     ),
-    "glu(dim=1)": (lambda h, w: F.linear(F.glu(h, dim=1), w[:, :8]), "glu", "sigmoid"),
+    "glu(dim=1)": (lambda h, w: F.linear(F.glu(h, dim=1), w[:, :8]), "bias_glu", "sigmoid"),
 }
 
 

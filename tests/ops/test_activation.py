@@ -39,6 +39,7 @@ def differentiable():
                 yield op, ("gelu", *REST[op]), has
     yield "glu", ("quick_gelu", 1.0, 0.9), (True, True, True)
     yield "bias_glu", ("quick_gelu", "halves", 1.0, 0.9), (True, True, True)
+    yield "bias_glu", ("silu", "swapped", 1.0, 0.9), (True, True, True)
     yield "bias_glu", ("gelu_tanh", "interleaved", 0.5, 0.9), (True, True, True)
 
 
@@ -55,6 +56,14 @@ def tensors_for(op, has=(True, True, True), shape=(2, 4), dtype=torch.float64, b
     ]
 
 
+def unpacked(packed, layout):
+    """(gate, up)"""
+    if layout == "interleaved":
+        return packed[..., ::2], packed[..., 1::2]
+    first, second = packed.chunk(2, -1)
+    return (second, first) if layout == "swapped" else (first, second)
+
+
 def composed(op, scalars):
     """The operator as a user would compose it from PyTorch's own functions."""
 
@@ -64,7 +73,7 @@ def composed(op, scalars):
         else:
             if op == "bias_glu":
                 a = a if b is None else a + b
-                a, b = a.chunk(2, -1) if scalars[1] == "halves" else (a[..., ::2], a[..., 1::2])
+                a, b = unpacked(a, scalars[1])
             up_offset, clamp = scalars[-2:]
             if clamp is not None:
                 a, b = a.clamp(max=clamp), b.clamp(-clamp, clamp)

@@ -465,15 +465,15 @@ class _Operands(NamedTuple):
     gate_bias: Tensor | None
     up_bias: Tensor | None
     scale: Tensor | None
-    interleaved: bool = False
+    layout: str = ""  # of the packed input, if that is what was given
 
     @staticmethod
     def packed(input: Tensor, bias: Tensor | None, scale: Tensor | None, layout: str) -> _Operands:
         if layout == "interleaved":
-            return _Operands(input, None, bias, None, scale, True)
-        gate, up = input.chunk(2, -1)
-        gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
-        return _Operands(gate, up, gate_bias, up_bias, scale)
+            return _Operands(input, None, bias, None, scale, layout)
+        gate, up = reference.unpack(input, layout)
+        gate_bias, up_bias = (None, None) if bias is None else reference.unpack(bias, layout)
+        return _Operands(gate, up, gate_bias, up_bias, scale, layout)
 
     def vectors(self) -> tuple[_Matrix, Tensor | None, _Matrix]:
         """The bias (the two biases of a packed input have one stride), and the scale, tensor and matrix."""
@@ -500,7 +500,7 @@ def _run_forward(out: Tensor, x: _Operands, activation: str, up_offset: float, c
         out, gate, up, x.gate_bias, x.up_bias, scale,
         plan.rows, plan.columns, plan.packed_columns,
         gate_m.row, gate_m.column, up_m.row, up_m.column, bias_m.column, scale_m.row,
-        ACTIVATION=activation, OFFSET=up_offset, CLAMP=clamp, INTERLEAVED=x.interleaved,
+        ACTIVATION=activation, OFFSET=up_offset, CLAMP=clamp, INTERLEAVED=x.layout == "interleaved",
         COMPUTE=_compute_type(x.gate, x.up, x.gate_bias, x.scale)[1], **plan.constants,
     )  # fmt: skip
     return out
@@ -531,14 +531,16 @@ def _run_backward(
     dtype, compute = _compute_type(grad, x.gate, x.up, x.gate_bias, x.scale)
     bias_sums = _partial_sums(bias, plan.row_blocks, dtype)
     scale_sums = _partial_sums(scale, plan.column_blocks, dtype)
-    up_bias_sums = bias_sums[:, columns:] if bias_sums is not None and x.up is not None else None
+    gate_sums, up_sums = bias_sums, None
+    if bias_sums is not None and x.up is not None:
+        gate_sums, up_sums = reference.unpack(bias_sums, x.layout)
     _launch(
         _backward, plan.grid, grad.device,
-        g, gate, up, x.gate_bias, x.up_bias, x_scale, d_gate, d_up, bias_sums, up_bias_sums, scale_sums,
+        g, gate, up, x.gate_bias, x.up_bias, x_scale, d_gate, d_up, gate_sums, up_sums, scale_sums,
         plan.rows, plan.columns, plan.packed_columns, plan.steps,
         g_m.row, g_m.column, gate_m.row, gate_m.column, up_m.row, up_m.column,
         bias_m.column, scale_m.row, d_m.row, 0 if bias_sums is None else bias_sums.shape[1],
-        ACTIVATION=activation, OFFSET=up_offset, CLAMP=clamp, INTERLEAVED=x.interleaved,
+        ACTIVATION=activation, OFFSET=up_offset, CLAMP=clamp, INTERLEAVED=x.layout == "interleaved",
         COMPUTE=compute, **plan.constants,
     )  # fmt: skip
     return _total(bias_sums, bias), _total(scale_sums, scale)
@@ -671,7 +673,9 @@ def bias_glu_backward(
 ) -> Grads3:
     """The gradients of bias_glu for (input, bias, token_scale), in one pass; None where output_mask says no."""
     d_input = input.new_empty(input.shape) if output_mask[0] else None
-    d_gate, d_up = (d_input, None) if d_input is None or layout == "interleaved" else d_input.chunk(2, -1)
+    d_gate, d_up = (d_input, None)
+    if d_input is not None and layout != "interleaved":
+        d_gate, d_up = reference.unpack(d_input, layout)
     d_bias, d_scale = _run_backward(
         grad,
         _Operands.packed(input, bias, token_scale, layout),

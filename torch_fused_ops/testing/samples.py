@@ -145,19 +145,20 @@ def _cases() -> Iterator[_Case]:
             only=_GATED,
         )
     yield _Case("gpt-oss", (4, 64), "bf16", "quick_gelu", up_offset=1.0, clamp=7.0, values="wide", only=_GATED)
-    for shape, dtype, view, clamp in (
+    packed_shapes = (
         ((3, 7), "fp32", "contiguous", None),
         ((2, 3, 4), "bf16", "sliced", 1.5),
         ((0, 4), "fp32", "contiguous", None),
         ((5,), "fp64", "contiguous", 0.5),
-    ):
+    )
+    for layout, (shape, dtype, view, clamp) in itertools.product(("interleaved", "swapped"), packed_shapes):
         yield _Case(
-            f"interleaved {'x'.join(map(str, shape))} {dtype}",
+            f"{layout} {'x'.join(map(str, shape))} {dtype}",
             shape,
             dtype,
             "silu",
             view,
-            layout="interleaved",
+            layout=layout,
             clamp=clamp,
             core=shape == (3, 7),
             only=("bias_glu",),
