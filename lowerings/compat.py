@@ -4,6 +4,7 @@
 feature                       where
 ============================  =========================================================================================
 lists of passes in a slot     torch ≥ 2.13; before, a slot holds one pass
+passes after the cache        torch ≥ 2.13 asks AOTAutograd's cache before it runs pre-grad passes; before, afterwards
 context-variable config       torch ≥ 2.13: an override is seen in its own context only; before, by the whole process
 partitioner's pointwise list  no way in for operators outside aten (2.11 to 2.15): the function that makes it is wrapped
 ConcatKernel and its node     torch 2.11 asserts that the current FX node's first argument is a list, as aten.cat's is
@@ -15,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -60,6 +63,16 @@ class PassChain(CustomGraphPass):
         return self  # config copies must keep the passes' identity
 
 
+class PassTuple(tuple[Any, ...]):
+    """Several passes in a slot that holds several; also one pass, for whoever calls what stood in the slot before."""
+
+    __slots__ = ()
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for one in self:
+            one(graph)
+
+
 def passes_in(slot: Any) -> tuple[Any, ...]:
     """The passes that a slot's value holds."""
     if slot is None:
@@ -74,31 +87,61 @@ def slot_of(passes: Sequence[Any]) -> Any:
     if not passes:
         return None
     if LISTS_OF_PASSES:
-        return tuple(passes)
+        return PassTuple(passes)
     return passes[0] if len(passes) == 1 else PassChain(passes)
+
+
+@contextlib.contextmanager
+def passes_before_caches() -> Iterator[None]:
+    """Have pre-grad passes run before AOTAutograd's cache is asked, for compilations in this context.
+
+    Where torch asks the cache first, a hit leaves the passes out. The key is then made of the graph that they left.
+    """
+    import torch._inductor.config as config
+
+    settings = {"pre_grad_pass_timing": "early"} if hasattr(config, "pre_grad_pass_timing") else {}
+    with config.patch(settings):
+        yield
 
 
 # ---- config values, process-wide -----------------------------------------------------------------
 
 
-def update_everywhere(module: Any, name: str, update: Callable[[Any], Any]) -> None:
+def slots_lock() -> AbstractContextManager[Any]:
+    """What to hold while slots change, re-entrant.
+
+    Where config is the whole process's, a compilation with ``options=`` changes it for its time and restores it
+    afterwards, undoing what another thread has set meanwhile: there it is the lock that torch compiles under.
+    """
+    if features()["context-variable config"]:
+        return threading.RLock()
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
+def update_everywhere(
+    module: Any, name: str, update: Callable[[Any], Any], here: Callable[[Any], Any] | None = None
+) -> None:
     """Replace a config value by ``update(value)``, for compilations in every thread.
 
     Where overrides are context variables, an override made in this thread is invisible in others: the entry's default
-    is what all of them see, so both are updated. An override in *another* context stays as it is: it is that thread's
-    own.
+    is what all of them see, so both are updated (the override by ``here``, if given). An override in *another*
+    context stays as it is: it is that thread's own.
     """
     entry = module._config[name]
     override = entry.user_override
     if isinstance(override, ContextVar):
         _update_default(entry, update)
         if not _is_unset(override.get()):
-            override.set(update(override.get()))
+            override.set((here or update)(override.get()))
     elif _is_unset(override):
         _update_default(entry, update)
     else:
         entry.user_override = update(override)
-    for flag in ("_hash_dirty_var", "_is_dirty"):  # the module caches a hash of its values
+    if hasattr(module, "_mark_get_dict_dirty"):  # the module caches its values for cache keys,
+        module._mark_get_dict_dirty(name)
+    for flag in ("_hash_dirty_var", "_is_dirty"):  # and a hash of them
         if isinstance(dirty := vars(module).get(flag), ContextVar):
             dirty.set(True)
         elif isinstance(dirty, bool):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,7 +23,7 @@ import torch._inductor.config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 import torch_fused_ops
-from torch_fused_ops import activations
+from torch_fused_ops import activations, recording
 from torch_fused_ops.explain import EXCLUDED
 from torch_fused_ops.lowerings import compat, memory
 from torch_fused_ops.policy import FusionPolicy, policy_or_default
@@ -78,7 +77,7 @@ def tag_caches() -> None:
 
 _everywhere: FusionPolicy | None = None
 _here: ContextVar[FusionPolicy | None] = ContextVar("torch_fused_ops_policy", default=None)
-_lock = threading.RLock()
+_lock = compat.slots_lock()
 
 
 def active_policy() -> FusionPolicy | None:
@@ -129,7 +128,9 @@ class Recognise(_Stage, CustomGraphPass):
     def run(self, graph: torch.fx.Graph, policy: FusionPolicy) -> None:
         from torch_fused_ops.lowerings.recognise import rewrite
 
+        recording.before(graph, policy)
         sites = rewrite(graph, policy)
+        recording.tell(graph, sites)
         for site in sites:
             log.info("%s: %s", site.source, site.op or f"left alone: {site.reason}")
         missed = [s for s in sites if s.op is None and s.is_mlp and not s.reason.startswith(EXCLUDED)]
@@ -193,6 +194,7 @@ def _guarded(stage: Recognise, graph: torch.fx.Graph, policy: FusionPolicy) -> N
         if policy.strict:
             raise
         reason = f"{stage.name}: {type(error).__name__}: {error}"
+        recording.failed(reason)
         if reason not in _logged:
             _logged.add(reason)
             log.warning("a pass failed and left the graph as it was (%s). Please report it.", reason, exc_info=True)
@@ -205,21 +207,25 @@ _joined: list[tuple[Any, Any]] = []  # (what stood in a slot, what we put there)
 
 
 def _hold(delta: int) -> None:
-    """Count who needs the ambient stages; put them into the slots with the first, take them out with the last."""
+    """Count who needs the ambient stages, and put them where they are needed: with each newcomer, since others may
+    have set a slot meanwhile. A slot's override in this context needs them only while a policy is in force here.
+    """
     global _users
     with _lock:
-        before, _users = _users, _users + delta
-        if (before == 0) != (_users == 0):
-            for name, kind in SLOTS.items():
-                compat.update_everywhere(inductor_config, name, functools.partial(_update, kind, before == 0))
-            if _users == 0:
-                _joined.clear()  # what others have replaced since is nobody's to restore
+        _users += delta
+        here = active_policy() is not None
+        for name, kind in SLOTS.items():
+            everywhere, own = (functools.partial(_update, kind, needed) for needed in (_users > 0, here))
+            compat.update_everywhere(inductor_config, name, everywhere, own)
+        if _users == 0:
+            _joined.clear()  # what others have replaced since is nobody's to restore
 
 
 def _update(kind: type[Recognise] | type[Remember], join: bool, slot: Any) -> Any:
     if join:
         joined = kind.join(slot, kind())
-        _joined.append((slot, joined))
+        if joined is not slot:
+            _joined.append((slot, joined))
         return joined
     for before, joined in reversed(_joined):
         if joined is slot:
@@ -239,9 +245,8 @@ def enable(policy: FusionPolicy | None = None) -> None:
     global _everywhere
     policy = policy_or_default(policy)
     with _lock:
-        if _everywhere is None:
-            _hold(+1)
-        _everywhere = policy
+        newcomer, _everywhere = _everywhere is None, policy
+        _hold(int(newcomer))
 
 
 def disable() -> None:
@@ -261,8 +266,8 @@ def enabled(policy: FusionPolicy | None = None) -> Iterator[None]:
     try:
         yield
     finally:
-        _hold(-1)
         _here.reset(token)
+        _hold(-1)
 
 
 def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -108,6 +108,23 @@ def test_explain_writes_files(models):
     assert "<html" in (models / "report.html").read_text().lower()
 
 
+def test_explain_with_figures_and_a_policy(models, capsys):
+    pytest.importorskip("triton")
+    arguments = ["explain", "some_models:example", "--train", "--json", "report.json", "--html", "report.html"]
+    saved = []
+    for policy in ([], ["--memory", "off"]):
+        assert main([*arguments, *policy, "--figures", "H100"]) == 0
+        assert re.search(r"^saved for backward +\d", capsys.readouterr().out, re.M)
+        figures = json.loads((models / "report.json").read_text())["figures"]
+        assert figures["target"].startswith("NVIDIA H100") and "Layer by layer" in (models / "report.html").read_text()
+        saved.append(figures["before"]["saved"] - figures["after"]["saved"])
+    assert saved == [4 * 16 * 4, 0]  # the activation's value: 4 rows of 16 floats
+    assert main(["explain", "some_models:example", "--exclude", "nothing", "--exclude", "*", "--exclude", ""]) == 0
+    assert "excludes" in capsys.readouterr().out
+    assert main(["explain", "some_models:example", "--figures", "abacus"]) == 2
+    assert "error: --figures abacus: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

@@ -11,8 +11,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from torch_fused_ops.activations import register_activation
 from torch_fused_ops.explain import Report, Site, explain
 from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.recording import record
+from torch_fused_ops.report import grouped
 
 
 class Block(nn.Module):
@@ -41,7 +44,7 @@ def test_sites():
     assert (fused.op, fused.activation, fused.users) == ("fused::bias_act", "gelu", ("linear",))
     assert fused.source.startswith("test_explain.py:") and fused.source.endswith(" in mlp")
     assert (left.op, left.activation) == (None, None)
-    assert left.source.endswith(" in odd") and left.reason.endswith("is no activation of the table")
+    assert left.source.endswith(" in odd") and "is no activation of the table" in left.reason
     assert report.summary == "1 of 2 MLP sites fused (1 graph)"
 
 
@@ -126,33 +129,157 @@ def test_print():
     assert str(Report(())).startswith("0 of 0 MLP sites fused (1 graph)\n")
 
 
+def test_print_collapses_what_differs_in_the_layer_only():
+    def site(module, reason="proved from gelu", op="fused::bias_act"):
+        return Site(op, "gelu" if op else None, f"model.py:12 in {module}", reason, ("linear",), module=module)
+
+    sites = [site(f"h.{i}.mlp") for i in range(32)]
+    sites += [site(f"h.{i}.mlp", "a cast inside", None) for i in (3, 1)] + [
+        site(f"h.{i}.mlp", "no") for i in range(0, 12, 2)
+    ]
+    report = Report(tuple(sites))
+    sources = [group.source for group in grouped(report.sites)]
+    assert sources == ["model.py:12 in h.0…31.mlp ×32", "model.py:12 in h.1,3.mlp ×2", "model.py:12 in h.0…10.mlp ×6"]
+    assert [line for line in str(report).splitlines() if "×32" in line] and len(str(report).splitlines()) == 7
+    assert len(json.loads(report.to_json())["sites"]) == 40
+
+
+def test_a_site_without_a_module_is_shown_as_it_is():
+    (group,) = grouped([Site(None, None, "unknown", "why", ())])
+    assert (group.source, group.modules) == ("unknown", "")
+
+
+def test_long_reasons_are_wrapped_and_a_minus_is_no_bullet():
+    reason = "-1 + " + " + ".join(f"x·sigmoid({i}·x)" for i in range(40)) + " is no activation of the table"
+    lines = str(Report((Site(None, None, "model.py:1 in a", reason, ("linear",)),))).splitlines()
+    column = lines[0].index("reason")
+    assert max(map(len, lines)) <= 120
+    shown = [line[column:] for line in lines[2 : lines.index("")]]
+    assert shown[0].startswith("the value -1 + ") and " ".join(shown) == f"the value {reason}"
+
+
 def test_json():
     parsed = json.loads(Report(SITES).to_json())
-    assert [Site(**{**site, "users": tuple(site["users"])}) for site in parsed["sites"]] == list(SITES)
+    tuples = ("users", "spelling")
+    assert [Site(**{k: tuple(v) if k in tuples else v for k, v in site.items()}) for site in parsed["sites"]] == list(
+        SITES
+    )
+    assert parsed["figures"] is None and parsed["graphs"] == 1
+
+
+class Balanced(HTMLParser):
+    """Checks that tags are closed in order and that nothing is fetched; collects the text."""
+
+    def __init__(self):
+        super().__init__()
+        self.open_tags, self.texts, self.in_section = [], [], {}
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "br"):
+            self.open_tags.append(tag)
+        assert tag not in ("script", "link", "img", "iframe")
+        assert not {"src", "href"} & {name for name, _ in attrs}  # self-contained
+
+    def handle_endtag(self, tag):
+        assert self.open_tags.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def read(path):
+    text = path.read_text(encoding="utf-8")
+    parser = Balanced()
+    parser.feed(text)
+    parser.close()
+    assert parser.open_tags == [] and "url(" not in text and "@import" not in text
+    return text, parser
+
+
+NASTY = "<script>alert('&')</script>{body}{title}%s"
 
 
 def test_html(tmp_path):
     path = tmp_path / "report.html"
-    Report(SITES, graphs=2).to_html(path)
-    text = path.read_text(encoding="utf-8")
+    assert Report(SITES, graphs=2).to_html(path) == path
+    text, parser = read(path)
     assert "&lt;softmax&gt;" in text and "<softmax>" not in text
+    headings = [t for t in parser.texts if t.strip() in ("Fused", "Left alone", "Not MLPs")]
+    assert [h.strip() for h in headings] == ["Fused", "Left alone", "Not MLPs"]
+    assert "report.measure()" in text
 
-    class Balanced(HTMLParser):
+
+def test_html_escapes_everything(tmp_path):
+    for op in ("fused::glu", None):
+        site = Site(op, NASTY, NASTY, NASTY, (NASTY,), NASTY, NASTY, NASTY)
+        report = Report((site,))
+        report.title, report.notes, report.figures_missing = NASTY, (NASTY,), NASTY
+        text, parser = read(report.to_html(str(tmp_path / "report.html")))
+        assert "<script" not in text and text.count("&lt;script&gt;") >= 8
+        assert sum(NASTY in t for t in parser.texts) >= 7, "and shows it as it is"
+
+
+def test_html_of_refusals_shows_the_line_and_what_to_do(tmp_path):
+    class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.open_tags = []
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), Odd(), nn.Linear(16, 8)) for _ in range(3))
 
-        def handle_starttag(self, tag, attrs):
-            if tag not in ("meta", "link"):
-                self.open_tags.append(tag)
-            assert not {"src", "href"} & {name for name, _ in attrs}  # self-contained
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
 
-        def handle_endtag(self, tag):
-            assert self.open_tags.pop() == tag
+    class Odd(nn.Module):
+        def forward(self, x):
+            return F.mish(x) * (1 < 2)
 
-    parser = Balanced()
-    parser.feed(text)
-    assert parser.open_tags == []
+    text, _ = read(explain(Net(), torch.randn(4, 8)).to_html(tmp_path / "report.html"))
+    assert "<pre>return F.mish(x) * (1 &lt; 2)</pre>" in text
+    assert "test_explain.py:" in text and "3 times" in text and "layers.0…2" in text
+    assert text.count('<p class="hint">') == 1 and "register_activation" in text
+
+
+def test_html_of_nothing(tmp_path):
+    text, _ = read(Report((), graphs=3).to_html(tmp_path / "report.html"))
+    assert "graph break" in text and "Left alone" not in text
+
+
+UNKNOWN = {
+    "mish": F.mish,
+    "leaky": lambda x: F.leaky_relu(x, 0.2),
+    "near": lambda x: x * torch.sigmoid(1.7 * x),
+    "twice": lambda x: 2 * F.gelu(x),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_the_hint_to_register_works(name):
+    fn = UNKNOWN[name]
+
+    def mlp(x, w):
+        return fn(x @ w) @ w
+
+    x, w = torch.randn(4, 8), nn.Parameter(torch.randn(8, 8))
+    (site,) = explain(mlp, x, w).sites
+    assert site.op is None and "register_activation" in site.hint
+    assert "hint: " in str(explain(mlp, x, w))
+    register_activation(f"hinted_{name}", fn)
+    (site,) = explain(mlp, x, w).sites
+    assert (site.op, site.activation, site.hint) == ("fused::bias_act", f"hinted_{name}", "")
+
+
+def test_no_hint_where_registering_would_not_help():
+    def gated(x, w, v):
+        return (F.mish(x @ w) * (x @ v)) @ w
+
+    w = nn.Parameter(torch.randn(8, 8))
+    sites = explain(gated, torch.randn(4, 8), w, nn.Parameter(torch.randn(8, 8))).sites
+    assert sites
+    for site in sites:
+        assert site.op is None and "register_activation" not in site.hint
+    (site,) = explain(Block(), torch.randn(4, 8), policy=FusionPolicy(exclude=("mlp", "odd"))).sites[:1]
+    assert "exclude" in site.hint
 
 
 def test_import_is_light():
@@ -186,3 +313,24 @@ def test_bad_arguments_are_named():
         explain(3)
     with pytest.raises(TypeError, match="policy='free'"):
         explain(Block(), torch.randn(4, 8), policy="free")
+
+
+def test_activations_that_no_gemm_reads():
+    class NormFormer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.norm, self.down = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            h = self.up(x)
+            return self.down(self.norm(F.gelu(h))) + h.square().mean()
+
+    report = explain(NormFormer(), torch.randn(4, 8))
+    (seen,) = report.unread
+    assert report.sites == () and not seen.is_mlp
+    assert (seen.spelling, seen.users) == (("gelu",), ("layer_norm",))
+    assert "no GEMM reads gelu, but layer_norm (test_explain.py:" in str(report)
+    assert json.loads(report.to_json())["unread"][0]["users"] == ["layer_norm"]
+    with record() as recorded:
+        torch.compile(NormFormer(), backend="fused")(torch.randn(4, 8))
+    assert [site.spelling for site in recorded.unread] == [("gelu",)]

@@ -22,6 +22,7 @@ from torch_fused_ops.activations import register_activation
 from torch_fused_ops.explain import Report, Site, explain
 from torch_fused_ops.ops import activation as _activation_operators  # noqa: F401 - registers torch.ops.fused.*
 from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.recording import record
 
 __all__ = [
     "FusionPolicy",
@@ -34,6 +35,7 @@ __all__ = [
     "enabled",
     "explain",
     "functional",
+    "record",
     "register_activation",
 ]
 

@@ -2,7 +2,7 @@
 
     info                            versions, devices and what is active
     check [--device D] [--quick]    opcheck and precision of every operator on a device; exit code 1 if anything fails
-    explain MODULE:CALLABLE         which MLP sites of a model are fused, and why the others are not
+    explain MODULE:CALLABLE         which MLP sites of a model are fused, why the others are not, what it saves
 
 ``explain`` calls CALLABLE without arguments; it returns ``(model, args)`` or ``(model, args, kwargs)``. MODULE is a
 module's name or a ``.py`` file. Exit code 2 for arguments that make no sense.
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import torch_fused_ops as tfo
+from torch_fused_ops.policy import MEMORY
 
 __all__ = ["main"]
 
@@ -144,8 +145,14 @@ def _explain(arguments: argparse.Namespace) -> int:
     model, args, kwargs = _load(arguments.spec)
     if isinstance(model, torch.nn.Module):
         model.train(arguments.train)
+    policy = tfo.FusionPolicy(memory=arguments.memory, exclude=arguments.exclude)
     with torch.set_grad_enabled(arguments.train):
-        report = tfo.explain(model, *args, **kwargs)
+        report = tfo.explain(model, *args, policy=policy, **kwargs)
+    if arguments.figures is not None:
+        try:
+            report.measure(arguments.figures)
+        except ValueError as e:
+            raise _UsageError(f"--figures {arguments.figures}: {e}") from None
     print(report)
     if arguments.json:
         Path(arguments.json).write_text(report.to_json(), encoding="utf-8")
@@ -173,6 +180,17 @@ def _parser() -> argparse.ArgumentParser:
         help="CALLABLE() returns (model, args) or (model, args, kwargs); MODULE is a module's name or a .py file",
     )
     explain.add_argument("--train", action="store_true", help="in training mode, with gradients; by default neither")
+    explain.add_argument(
+        "--figures",
+        metavar="GPU",
+        nargs="?",
+        const="H200",
+        help="memory, bytes moved and kernels before and after, on paper, for a GPU (H200 by default); seconds a layer",
+    )
+    explain.add_argument("--memory", choices=MEMORY, default="free", help="FusionPolicy's memory; free by default")
+    explain.add_argument(
+        "--exclude", metavar="PATTERN", action="append", default=[], help="FusionPolicy's exclude; may be repeated"
+    )
     explain.add_argument("--json", metavar="FILE", help="write the report as JSON too")
     explain.add_argument("--html", metavar="FILE", help="write the report as a page too")
     explain.set_defaults(run=_explain)

@@ -84,7 +84,9 @@ def unread(graph: Graph) -> tuple[Site, ...]:
                 continue
             reading = list(readers(facts, node))
             if all(facts.state[user] != NONLINEAR and facts.calls[user].gemm is None for user in reading):
-                found.append(_site(facts, normal, node, [node], None, (f"{NOT_AN_MLP}no GEMM reads it", None)))
+                site = _site(facts, normal, node, [node], None, (f"{NOT_AN_MLP}no GEMM reads it", None))
+                if any(hasattr(torch.nn.functional, name.rstrip("_")) for name in site.spelling):  # not x² in a norm
+                    found.append(site)
         return tuple(found)
     finally:
         normal.restore()

@@ -78,7 +78,7 @@ BAD = {
     "string as clamp": (partial(F.swiglu, clamp="7"), (X, X), TypeError, ["clamp='7'", "a number or None, not str"]),
     "None as up_offset": (partial(F.swiglu, up_offset=None), (X, X), TypeError, ["up_offset=None", "a number"]),
     "bool as clamp": (partial(F.swiglu, clamp=True), (X, X), TypeError, ["clamp=True", "a number or None, not bool"]),
-    "layout no string": (partial(F.bias_swiglu, layout=0), (PACKED,), TypeError, ["layout=0", "'halves', 'interleaved' or 'swapped'"]),
+    "layout no string": (partial(F.bias_swiglu, layout=0), (PACKED,), TypeError, ["layout=0", "'halves', 'inter"]),
     "activation no string": (partial(F.bias_act, activation=None), (X,), TypeError, ["activation=None", "one of relu"]),
     "approximate": (F.gelu, (X, "erf"), ValueError, ["approximate='erf'", "accepted: 'none', 'tanh'"]),
     "approximate no string": (F.gelu, (X, True), TypeError, ["approximate=True", "'none' or 'tanh'"]),

@@ -145,7 +145,7 @@ def _cases() -> Iterator[_Case]:
             only=_GATED,
         )
     yield _Case("gpt-oss", (4, 64), "bf16", "quick_gelu", up_offset=1.0, clamp=7.0, values="wide", only=_GATED)
-    packed_shapes = (
+    packed_shapes: tuple[tuple[tuple[int, ...], str, str, float | None], ...] = (
         ((3, 7), "fp32", "contiguous", None),
         ((2, 3, 4), "bf16", "sliced", 1.5),
         ((0, 4), "fp32", "contiguous", None),

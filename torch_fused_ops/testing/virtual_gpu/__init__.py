@@ -1,6 +1,7 @@
 """A GPU on paper: see what Inductor and Triton make of a program for a GPU that is not there.
 
     compile_on_paper    Inductor's generated code, kernels, bytes moved and tensors saved for backward
+    set_aside, compile_graph_on_paper    the same for a graph that a compiler pass or a Dynamo backend was handed
     assemble            machine code of a kernel: instructions, registers, spills
     interpret           a kernel's real arithmetic, on CPU tensors
 
@@ -10,7 +11,18 @@ Only torch and Triton are needed; no device, driver or toolkit. `docs/virtual-gp
 from .gpus import A100, B200, GPU, H100, H200, MI300X, by_name, described
 from .interpreter import interpret
 from .machine_code import MachineCode, assemble
-from .paper import GeneratedGraph, GeneratedKernel, PaperCompilation, SavedTensor, compile_on_paper
+from .paper import (
+    CapturedGraph,
+    GeneratedGraph,
+    GeneratedKernel,
+    Launch,
+    PaperCompilation,
+    SavedTensor,
+    compile_graph_on_paper,
+    compile_on_paper,
+    copy_graph,
+    set_aside,
+)
 
 __all__ = [
     "A100",
@@ -19,14 +31,19 @@ __all__ = [
     "H100",
     "H200",
     "MI300X",
+    "CapturedGraph",
     "GeneratedGraph",
     "GeneratedKernel",
+    "Launch",
     "MachineCode",
     "PaperCompilation",
     "SavedTensor",
     "assemble",
     "by_name",
+    "compile_graph_on_paper",
     "compile_on_paper",
+    "copy_graph",
     "described",
     "interpret",
+    "set_aside",
 ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import functools
 import operator
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +42,20 @@ class GeneratedKernel:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """One run of a kernel, or one call that leaves the generated code.
+
+    Attributes:
+        bytes_moved: bytes it reads and writes, as Inductor counts them.
+        modules: for each result that it writes, the path in the model of the module it comes from ("layers.0.mlp"),
+            where that is known.
+    """
+
+    bytes_moved: int
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class GeneratedGraph:
     """What Inductor generated for one graph.
 
@@ -49,6 +65,7 @@ class GeneratedGraph:
         extern: the calls that leave the generated code, in order: "mm", "addmm", "aten._addmm_activation".
         bytes_moved: bytes read and written by kernels and external calls together.
         graph: the FX graph after the post-grad passes.
+        launches: kernels and external calls, as scheduled.
     """
 
     code: str
@@ -56,6 +73,7 @@ class GeneratedGraph:
     extern: tuple[str, ...]
     bytes_moved: int
     graph: fx.GraphModule = field(repr=False)
+    launches: tuple[Launch, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -69,6 +87,7 @@ class SavedTensor:
         nbytes: size in bytes.
         is_parameter: it is an `nn.Parameter` or a module's buffer, or a view of one: it lives anyway.
         is_graph_input: it is another input of the function, or a view of one.
+        module: path in the model of the module that computes it; "" where that is not known, as for inputs.
     """
 
     name: str
@@ -77,6 +96,7 @@ class SavedTensor:
     nbytes: int
     is_parameter: bool
     is_graph_input: bool
+    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -203,6 +223,88 @@ def compile_on_paper(
     )
 
 
+@dataclass(frozen=True)
+class CapturedGraph:
+    """A graph that Dynamo captured, set aside by `set_aside` to be compiled on paper later.
+
+    Attributes:
+        gm: a copy of the graph and of its subgraphs, with their recorded values.
+        parameters: for each placeholder, whether it is a parameter or a buffer of a module.
+        training: whether grad mode was on.
+        autocast: the dtype of the autocast that was on around it for its device; None where none was.
+    """
+
+    gm: fx.GraphModule
+    parameters: tuple[bool, ...]
+    training: bool
+    autocast: torch.dtype | None
+
+
+def set_aside(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] | None = None) -> CapturedGraph:
+    """Copy a graph as Dynamo hands it to its backend, or as a pre-grad pass finds it; cheap, and `gm` stays as it is.
+
+    Args:
+        gm: the graph.
+        subgraphs: copies to take for subgraphs (checkpoint bodies) instead of what they are now, by their graph:
+            Inductor runs its passes on them before it runs them on the graph that calls them.
+
+    Returns:
+        What `compile_graph_on_paper` takes. It keeps no real tensor alive, but for constants inside the graph.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("example_value") for node in placeholders]
+    device = next((v.device.type for v in values if isinstance(v, Tensor)), "cpu")
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    parameters = tuple(map(_is_parameter, placeholders))
+    return CapturedGraph(copy_graph(gm, subgraphs), parameters, torch.is_grad_enabled(), autocast)
+
+
+def copy_graph(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] | None = None) -> fx.GraphModule:
+    """A graph and its subgraphs with nodes of their own; attributes and recorded values are shared.
+
+    Args:
+        gm: the graph.
+        subgraphs: as for `set_aside`.
+    """
+    graph = copy.deepcopy(gm.graph)  # nodes and the dictionaries of what they record, not the values in them
+    copied = fx.GraphModule(gm, graph, type(gm).__name__)
+    # What AOTAutograd reads to know which inputs are parameters, and live anyway.
+    copied.meta = dict(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        copied._param_name_to_source = gm._param_name_to_source
+    for old, new in zip(gm.graph.nodes, graph.nodes, strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+        new.meta.pop("grapharg", None)  # holds the real input
+    for name, child in gm.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(copied, name, (subgraphs or {}).get(child.graph) or copy_graph(child, subgraphs))
+    return copied
+
+
+def compile_graph_on_paper(
+    captured: CapturedGraph, *, gpu: GPU = H200, config: Mapping[str, Any] | None = None
+) -> PaperCompilation:
+    """What Inductor generates on `gpu` for a graph that was captured earlier, for whichever device.
+
+    The same as `compile_on_paper` from the captured graph on. Sizes that were symbolic are those it was captured with.
+
+    Args:
+        captured: what `set_aside` returned; it stays as it is.
+        gpu: the GPU to generate code for.
+        config: settings of `torch._inductor.config` for this compilation.
+
+    Returns:
+        Generated code, kernels, bytes moved and saved tensors.
+
+    Raises:
+        ModuleNotFoundError: when Triton is not installed.
+        ValueError: when a size depends on data, so that it is not known.
+        TypeError: when an input is a tensor subclass, or neither a tensor nor a number.
+    """
+    return _Paper(gpu, (), (), None, config or {}).compile_graph(captured)
+
+
 class _Compiled(BaseException):
     """Leaves Dynamo once everything is known; not an Exception, so that Dynamo lets it through."""
 
@@ -278,6 +380,22 @@ class _Paper:
             compiled(*inputs, **kwargs)
         if not self.graphs:
             raise ValueError(f"fn: {fn!r} computes nothing on tensors that a graph could hold")
+        return self.result()
+
+    def compile_graph(self, captured: CapturedGraph) -> PaperCompilation:
+        from torch._guards import TracingContext, tracing
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        with self.patched(), torch.set_grad_enabled(captured.training):
+            gm, inputs, self.parameters = _concrete(captured, mode)
+            autocast = torch.autocast("cuda", captured.autocast, enabled=captured.autocast is not None)
+            with autocast, tracing(TracingContext(mode)):
+                self.compile_fx(gm, inputs)
+        return self.result()
+
+    def result(self) -> PaperCompilation:
         forward, backward, inference = (self.graphs.get(kind) for kind in ("forward", "backward", "inference"))
         return PaperCompilation(self.gpu, forward, backward, inference, self.saved)
 
@@ -345,7 +463,6 @@ class _Paper:
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Dynamo's backend: `compile_fx`, with code generation in place of compilation."""
         from torch._guards import TracingContext
-        from torch._inductor.compile_fx import compile_fx
 
         # Dynamo gives its backend a fresh fake mode, since tracing may have changed the tensors of its own.
         tracing_context: Any = TracingContext
@@ -360,13 +477,13 @@ class _Paper:
             return context.fake_mode.from_tensor(value, symbolic_context=symbolic, source=symbolic.tensor_source)
 
         self.parameters = [_is_parameter(node) for node in gm.graph.find_nodes(op="placeholder")]
-        compile_fx(
-            gm,
-            [fake(value) for value in example_inputs],
-            inner_compile=self.generate,
-            decompositions=standing_in.decompositions(),
-        )
+        self.compile_fx(gm, [fake(value) for value in example_inputs])
         raise _Compiled
+
+    def compile_fx(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        from torch._inductor.compile_fx import compile_fx
+
+        compile_fx(gm, inputs, inner_compile=self.generate, decompositions=standing_in.decompositions())
 
     def joint_graph_passes(self, original: Callable[..., Any], gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         """Inductor's joint passes, on the graph moved to the GPU."""
@@ -428,6 +545,68 @@ class _Paper:
         return not_compiled
 
 
+def _concrete(captured: CapturedGraph, mode: Any) -> tuple[fx.GraphModule, list[Any], list[bool]]:
+    """A copy of the graph to trace on fake CPU tensors of fixed sizes, those tensors, and which of them live anyway."""
+    gm = copy_graph(captured.gm)
+    lives_anyway = dict(zip(gm.graph.find_nodes(op="placeholder"), captured.parameters, strict=True))
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            _fix_sizes(module.graph, keep_inputs=module is not gm)
+            _name_cpu(module.graph)
+            module.recompile()
+    nodes = gm.graph.find_nodes(op="placeholder")
+    return gm, [_fake_on_cpu(node, mode) for node in nodes], [lives_anyway[node] for node in nodes]
+
+
+def _fix_sizes(graph: fx.Graph, *, keep_inputs: bool) -> None:
+    """Put numbers in place of nodes that compute sizes (or, where Dynamo made them inputs, other numbers)."""
+    numbers: dict[fx.Node, Any] = {}
+    for node in list(graph.nodes):
+        value = node.meta.get("example_value")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and value.node.hint is not None:
+            numbers[node] = value.node.hint
+        node.args, node.kwargs = (fx.node.map_arg(a, lambda n: numbers.get(n, n)) for a in (node.args, node.kwargs))
+    for node in reversed(numbers):
+        if not (keep_inputs and node.op == "placeholder"):
+            graph.erase_node(node)
+
+
+def _fake_on_cpu(node: fx.Node, mode: Any) -> Any:
+    """The like of a placeholder's recorded value: fake, on the CPU, its sizes fixed."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    name, value = node.name, node.meta.get("example_value")
+    if isinstance(value, (int, float)):
+        return value
+    if not isinstance(value, Tensor):
+        raise TypeError(f"input {name}: got {type(value).__name__}, expected a tensor or a number")
+    if type(value) not in (Tensor, nn.Parameter, FakeTensor) and not (
+        isinstance(value, nn.Parameter) and isinstance(value, FakeTensor)
+    ):
+        raise TypeError(f"input {name}: got a {type(value).__name__}, expected a plain tensor")
+    shape, stride = ([_hint(size) for size in sizes] for sizes in (value.shape, value.stride()))
+    with mode:
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device="cpu", requires_grad=value.requires_grad)
+
+
+def _name_cpu(graph: fx.Graph) -> None:
+    """Name the CPU wherever a graph names a GPU, and the GPU's autocast wherever it enters the CPU's."""
+    for node in graph.nodes:
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            device, dtype, *rest = node.args
+            node.args = ("cuda", dtype or torch.get_autocast_dtype(device), *rest)
+        elif node.op == "call_method" and node.target == "cuda":
+            node.target, node.args, node.kwargs = "cpu", node.args[:1], {}
+        else:
+            node.args, node.kwargs = (fx.node.map_aggregate(a, _cpu_for_gpu) for a in (node.args, node.kwargs))
+
+
+def _cpu_for_gpu(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    return "cpu" if isinstance(value, str) and re.fullmatch(r"cuda(:\d+)?", value) else value
+
+
 @functools.cache
 def _register_patterns() -> None:
     """Let Inductor register its patterns as it would for the CPU, by passing it a graph that does nothing.
@@ -481,7 +660,44 @@ def _generated_graph(
     kernels = tuple(
         GeneratedKernel(name, source, kernel_bytes[name], launches[name]) for name, source in sources.items()
     )
-    return GeneratedGraph(code, kernels, extern, sum(moved.values()), gm)
+    launched = tuple(Launch(nbytes, _modules(node)) for node, nbytes in moved.items() if _is_launched(node))
+    return GeneratedGraph(code, kernels, extern, sum(moved.values()), gm, launched)
+
+
+def _is_launched(node: Any) -> bool:
+    """Whether something runs for a scheduler node: not for one that only names a part of another's result."""
+    from torch._inductor.ir import MultiOutput
+    from torch._inductor.scheduler import NopKernelSchedulerNode
+
+    return not isinstance(node, NopKernelSchedulerNode) and not isinstance(node.node, MultiOutput)
+
+
+def _modules(node: Any) -> tuple[str, ...]:
+    """The modules whose results a scheduler node writes, one entry for each buffer.
+
+    What is computed on the way does not count: a mask that is rebuilt inside a kernel has many operations.
+    """
+    found = []
+    for inner in node.get_nodes():
+        written = getattr(inner.node, "origin_node", None)
+        origins = getattr(inner.node, "origins", ())
+        paths = [module_path(written)] if written is not None else []
+        found.append(next(filter(None, [*paths, *map(module_path, reversed(list(origins)))]), ""))
+    return tuple(filter(None, found))
+
+
+def module_path(node: fx.Node) -> str:
+    """The path in the model of the innermost module that a node comes from, in backward too; "" if that is not known.
+
+    Dynamo writes `L['self'].layers[0].mlp`, after the variable that held the model: this is `layers.0.mlp`.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    path = re.sub(r"^[LG]\[(['\"])(.*?)\1\]", "", path)
+    path = re.sub(r"\._modules(?=\[)|\.?_orig_mod", "", path)
+    return re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", path).strip(".")
 
 
 def _read_code(code: str) -> tuple[dict[str, str], Counter[str], tuple[str, ...]]:
@@ -532,7 +748,13 @@ def _saved_tensor(node: fx.Node, origins: Mapping[fx.Node, bool]) -> SavedTensor
     is_input = root.op == "placeholder"
     is_parameter = is_input and origins.get(root, False)
     return SavedTensor(
-        node.name, shape, value.dtype, numel * value.element_size(), is_parameter, is_input and not is_parameter
+        node.name,
+        shape,
+        value.dtype,
+        numel * value.element_size(),
+        is_parameter,
+        is_input and not is_parameter,
+        "" if is_input else module_path(root),
     )
 
 
@@ -540,9 +762,13 @@ def _is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
 
 
-def _hint(size: int | torch.SymInt) -> int:
-    """A size, or what a dynamic size was when it was captured."""
-    return size if isinstance(size, int) else int(size.node.hint)
+def _hint(size: Any) -> Any:
+    """A size or another number, or what a dynamic one was when it was captured."""
+    if isinstance(size, (int, float)):
+        return size
+    if size.node.hint is None:
+        raise ValueError(f"the size {size} depends on data: it is not known before the model runs")
+    return size.node.hint
 
 
 def _stride(output: Any) -> tuple[int, ...] | None:

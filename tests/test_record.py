@@ -1,0 +1,399 @@
+"""``record``: real compilations report what pick-up did, in this context only, and what it saves."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import torch_fused_ops as tfo
+from torch_fused_ops import figures as figures_module
+from torch_fused_ops.figures import layers_of
+from torch_fused_ops.lowerings import recognise
+from torch_fused_ops.lowerings.passes import UnfusedError
+
+ROWS, WIDTH, FFN = 32, 64, 256
+FLOAT = 4
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    tfo.disable()
+    torch._dynamo.reset()
+
+
+def mlp(act: nn.Module | None = None, bias: bool = True) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, FFN, bias), act or nn.GELU(), nn.Linear(FFN, WIDTH, bias))
+
+
+def batch(rows: int = ROWS, grad: bool = False) -> Tensor:
+    return torch.randn(rows, WIDTH, requires_grad=grad)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Normed() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def operators(report: tfo.Report) -> list[tuple[str | None, str | None]]:
+    return [(site.op, site.activation) for site in report.sites]
+
+
+GELU = [("fused::bias_act", "gelu")]
+
+
+# ---- what is recorded ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["backend", "options", "enable", "enabled"])
+def test_every_way_of_compiling(way: str) -> None:
+    model, x = mlp(), batch()
+    with tfo.record() as report:
+        if way == "backend":
+            torch.compile(model, backend="fused")(x).sum().backward()
+        elif way == "options":
+            torch.compile(model, options=tfo.compile_options())(x).sum().backward()
+        elif way == "enable":
+            tfo.enable()
+            torch.compile(model)(x).sum().backward()
+        else:
+            with tfo.enabled():
+                torch.compile(model)(x).sum().backward()
+    assert operators(report) == GELU and report.graphs == 1
+    assert report.title == "Sequential"
+    assert "1 of 1 MLP sites fused" in str(report)
+
+
+def test_what_is_compiled_before_and_after_the_block_is_not_in_it() -> None:
+    before, after, x = mlp(), mlp(nn.SiLU()), batch()
+    compiled = torch.compile(before, backend="fused")
+    compiled(x)
+    with tfo.record() as report:
+        compiled(x)
+    torch.compile(after, backend="fused")(x)
+    assert report.sites == () and report.graphs == 0
+    assert "Nothing was compiled in this block" in str(report) and "first call" in str(report)
+
+
+def test_a_block_without_pick_up_says_so() -> None:
+    with tfo.record() as report:
+        torch.compile(mlp(), backend="eager")(batch())
+    assert report.graphs == 0
+    assert "Nothing was compiled with pick-up" in str(report) and "Dynamo captured 1 graph:" in str(report)
+
+
+def test_nested_blocks_each_get_everything_inside() -> None:
+    with tfo.record() as outer:
+        torch.compile(mlp(nn.SiLU()), backend="fused")(batch())
+        with tfo.record() as inner:
+            torch.compile(mlp(), backend="fused")(batch())
+    assert operators(inner) == GELU
+    assert operators(outer) == [("fused::bias_act", "silu"), *GELU]
+    assert (inner.graphs, outer.graphs) == (1, 2)
+
+
+def test_an_exception_propagates_and_the_report_keeps_what_it_saw() -> None:
+    with pytest.raises(KeyError, match="mine"), tfo.record(figures=True) as report:
+        torch.compile(mlp(), backend="fused")(batch())
+        raise KeyError("mine")
+    assert operators(report) == GELU
+
+
+def test_strict_raises_and_the_refusal_is_recorded() -> None:
+    options = {"policy": tfo.FusionPolicy(strict=True)}
+    with pytest.raises(Exception, match="strict=True") as error, tfo.record() as report:
+        torch.compile(mlp(nn.Mish()), backend="fused", options=options)(batch())
+    assert isinstance(error.value.__cause__ or error.value, UnfusedError) or "UnfusedError" in str(error.value)
+    assert operators(report) == [(None, None)]
+
+
+def test_a_failing_pass_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("broken <recogniser>")
+
+    monkeypatch.setattr(recognise, "rewrite", fails)
+    with tfo.record() as report:
+        torch.compile(mlp(), backend="fused")(batch())
+    assert report.sites == () and report.graphs == 1
+    assert "note: pick-up failed on a graph and left it as it was: recognise: RuntimeError: broken" in str(report)
+
+
+def test_two_threads_do_not_mix() -> None:
+    reports: dict[str, tfo.Report] = {}
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(2, timeout=60)
+
+    def work(name: str, act: nn.Module) -> None:
+        try:
+            with tfo.record() as report:
+                barrier.wait()
+                torch.compile(mlp(act), backend="fused")(batch())
+                barrier.wait()
+            reports[name] = report
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=work, args=args) for args in (("gelu", nn.GELU()), ("silu", nn.SiLU()))]
+    with tfo.record() as mine:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors
+    assert {name: operators(report) for name, report in reports.items()} == {
+        name: [("fused::bias_act", name)] for name in ("gelu", "silu")
+    }
+    assert mine.sites == ()
+
+
+def test_code_out_of_the_caches_is_recorded() -> None:
+    model, x = mlp(nn.Tanh()), batch(ROWS + 1)
+    hits = []
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        with tfo.record() as report:
+            torch.compile(model, backend="fused")(x).sum().backward()
+        found.append(operators(report))
+        hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 1], "the second compilation comes out of AOTAutograd's cache"
+    assert found == [[("fused::bias_act", "tanh")]] * 2
+
+
+def test_a_model_cached_before_the_block_is_recorded() -> None:
+    model, x = mlp(nn.Sigmoid()), batch(ROWS + 2)
+    torch.compile(model, backend="fused")(x).sum().backward()  # the cache's entry is made when backward is compiled
+    torch._dynamo.reset()
+    with tfo.record() as report:
+        torch.compile(model, backend="fused")(x).sum().backward()
+    assert operators(report) == [("fused::bias_act", "sigmoid")]
+
+
+def test_dynamic_sizes_and_recompilations() -> None:
+    compiled = torch.compile(mlp(), backend="fused")
+    with tfo.record() as report:
+        for rows in (3, 5, 7):
+            compiled(batch(rows))
+    assert report.graphs == 2, "static, then dynamic, which holds for the third size"
+    assert operators(report) == GELU * 2
+
+
+def test_an_attempt_that_dynamo_gives_up_is_not_counted() -> None:
+    with tfo.record() as report:
+        torch.compile(Normed(), backend="fused", dynamic=True)(batch())  # takes eps for dynamic first
+    assert report.graphs == 1 and operators(report) == GELU
+
+
+def test_checkpointed_bodies_belong_to_their_graph() -> None:
+    one, two = mlp(), mlp(nn.SiLU())
+
+    def model(x: Tensor) -> Tensor:
+        return checkpoint(two, checkpoint(one, x, use_reentrant=False), use_reentrant=False)  # type: ignore[no-any-return]
+
+    with tfo.record(figures=True) as report:
+        torch.compile(model, backend="fused")(batch(grad=True)).sum().backward()
+    assert report.graphs == 1 and operators(report) == [*GELU, ("fused::bias_act", "silu")]
+    assert report.figures is not None, report.figures_missing
+    kept = ROWS * WIDTH * FLOAT  # the input of each checkpoint, and nothing inside
+    assert report.figures.before.saved == report.figures.after.saved == 2 * kept
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+triton = pytest.importorskip("triton", reason="figures need Triton")
+
+
+def by_hand() -> tuple[int, int]:
+    """Bytes that the GELU MLP keeps: the input, what the activation reads, and, before, what it gives."""
+    x, h = ROWS * WIDTH * FLOAT, ROWS * FFN * FLOAT
+    return x + 2 * h, x + h
+
+
+def test_saved_bytes_are_those_by_hand() -> None:
+    with tfo.record(figures=True) as report:
+        torch.compile(mlp(), backend="fused")(batch(grad=True)).sum().backward()
+    found = report.figures
+    assert found is not None, report.figures_missing
+    assert (found.before.saved, found.after.saved) == by_hand()
+    assert found.training and found.target == "NVIDIA H200" and found.skipped == ()
+    assert report.measure() is found, "they are kept"
+    other = report.measure("A100")
+    assert other is not None and other.target.startswith("NVIDIA A100")
+
+
+def test_explain_measures_the_same() -> None:
+    model, x = mlp(), batch(grad=True)
+    report = tfo.explain(model, x)
+    assert report.figures is None and "torch.compile" not in str(report)
+    found = report.measure()
+    assert found is not None, report.figures_missing
+    assert (found.before.saved, found.after.saved) == by_hand()
+    off = tfo.explain(model, x, policy=tfo.FusionPolicy(memory="off")).measure()
+    assert off is not None and off.after.saved == off.before.saved == found.before.saved
+
+
+def test_enabled_pick_up_is_not_in_the_figures_before() -> None:
+    tfo.enable()
+    with tfo.record(figures=True) as report:
+        torch.compile(mlp())(batch(grad=True))
+    assert report.figures is not None and (report.figures.before.saved, report.figures.after.saved) == by_hand()
+    assert report.graphs == 1, "measuring is not recorded"
+
+
+def test_inference_has_bytes_and_kernels_by_hand_and_nothing_saved() -> None:
+    with torch.no_grad(), tfo.record(figures=True) as report:
+        torch.compile(mlp(bias=False), backend="fused")(batch())
+    found = report.figures
+    assert found is not None, report.figures_missing
+    x, h, weight = ROWS * WIDTH, ROWS * FFN, WIDTH * FFN
+    gemms = 2 * (x + weight + h)
+    for cost in (found.before, found.after):
+        assert (cost.forward_bytes, cost.forward_kernels) == ((gemms + 2 * h) * FLOAT, 3)
+        assert (cost.saved, cost.backward_bytes, cost.backward_kernels) == (0, 0, 0)
+    assert not found.training and "saved for backward" not in str(report) and "backward" not in str(report)
+
+
+def test_dynamic_sizes_are_measured_as_they_were() -> None:
+    with tfo.record(figures=True) as report:
+        torch.compile(mlp(), backend="fused", dynamic=True)(batch(grad=True))
+    assert report.figures is not None, report.figures_missing
+    assert (report.figures.before.saved, report.figures.after.saved) == by_hand()
+
+
+def test_autocast_around_the_call_is_measured() -> None:
+    with torch.autocast("cpu", torch.bfloat16), tfo.record() as report:
+        torch.compile(mlp(), backend="fused")(batch())
+    found = report.measure()
+    assert found is not None, report.figures_missing
+    x, h, weight = (2 * n for n in (ROWS * WIDTH, ROWS * FFN, WIDTH * FFN))  # all in bf16, so copies of their own
+    assert (found.before.saved, found.after.saved) == (x + 2 * h + weight, x + h), "a cast is pointwise work too"
+
+
+def test_layers_add_up_and_each_has_its_bar(tmp_path: Path) -> None:
+    report = tfo.explain(Stack(3), batch(grad=True))
+    found = report.measure()
+    assert found is not None, report.figures_missing
+    layers = {layer.name: layer for layer in found.layers}
+    assert {"layers.0", "layers.1", "layers.2", "head"} <= set(layers)
+    for name in ("layers.0", "layers.1", "layers.2"):
+        h = ROWS * FFN * FLOAT
+        assert layers[name].before.saved - layers[name].after.saved >= h, "the activation's value is kept no more"
+        assert layers[name].before.forward_kernels >= 4  # two GEMMs, a norm, an activation
+    whole = report.to_html(tmp_path / "report.html").read_text(encoding="utf-8")
+    saved = sum(bool(layer.before.saved or layer.after.saved) for layer in found.layers)
+    moved = sum(bool(layer.before.bytes_moved or layer.after.bytes_moved) for layer in found.layers)
+    assert whole.count('<li title="') == saved + moved
+    for name in ("layers.0", "layers.1", "layers.2"):
+        assert whole.count(f'<span class="name">{name}</span>') == 2
+    figures = json.loads(report.to_json())["figures"]
+    for side in ("before", "after"):
+        for key, value in figures[side].items():
+            assert value == sum(layer[side][key] for layer in figures["layers"])
+
+
+@pytest.mark.parametrize(
+    ("path", "layer"),
+    [
+        ("model.layers.3.mlp.up", "model.layers.3"),
+        ("model.layers.3", "model.layers.3"),
+        ("model.norm", "model.norm"),
+        ("encoder.norm.inner.weight", "encoder.norm"),
+        ("mlp.0", "mlp"),
+        ("0", "(other)"),
+        ("", "(other)"),
+    ],
+)
+def test_which_layer_a_module_is_in(path: str, layer: str) -> None:
+    others = ["model.layers.3.mlp.up", "mlp.0", "mlp.1"]
+    assert layers_of([path, *others])[path] == layer
+
+
+def test_a_failure_in_measuring_loses_no_site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no <paper> left\nand pages of advice")
+
+    monkeypatch.setattr(figures_module, "_before_and_after", fails)
+    with tfo.record(figures=True) as report:
+        torch.compile(mlp(), backend="fused")(batch())
+    assert operators(report) == GELU and report.figures is None
+    assert str(report).endswith("figures are not available: RuntimeError: no <paper> left")
+    assert json.loads(report.to_json())["figures"] is None
+    page = report.to_html(tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "no &lt;paper&gt; left" in page and "<paper>" not in page
+
+
+def test_a_graph_that_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = figures_module._before_and_after
+    calls = []
+
+    def fails_once(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise RuntimeError("not this one")
+        return measured(*args)
+
+    monkeypatch.setattr(figures_module, "_before_and_after", fails_once)
+    with tfo.record(figures=True) as report:
+        for _ in range(2):
+            torch.compile(mlp(), backend="fused")(batch(grad=True))
+            torch._dynamo.reset()
+    assert report.figures is not None and report.figures.skipped == ("RuntimeError: not this one",)
+    assert (report.figures.before.saved, report.figures.after.saved) == by_hand()
+    assert "a graph is missing from the figures: RuntimeError: not this one" in str(report)
+
+
+def test_without_triton_the_report_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = tfo.explain(mlp(), batch())
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert report.measure() is None and "pip install" in str(report)
+    assert operators(report) == GELU
+
+
+def test_functions_and_names_of_gpus() -> None:
+    report = tfo.explain(lambda x, w: F.gelu(x @ w) @ w, torch.randn(4, 4), nn.Parameter(torch.randn(4, 4)))
+    found = report.measure("H100")
+    assert found is not None, report.figures_missing
+    assert {layer.name for layer in found.layers} == {"(inputs)", "(whole model)"}
+    with pytest.raises(ValueError, match="H1000"):
+        report.measure("H1000")
+
+
+def test_compilations_go_on_as_before_after_measuring() -> None:
+    model, x = mlp(), batch(grad=True)
+    with tfo.record(figures=True):
+        compiled = torch.compile(model, backend="fused")
+        first = compiled(x)
+    assert torch.equal(compiled(x), first)
+    fresh = torch.compile(mlp(nn.SiLU()), backend="fused")(x)
+    assert fresh.device.type == "cpu" and not torch.cuda.is_initialized()

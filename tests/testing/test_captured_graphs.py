@@ -1,0 +1,158 @@
+"""Graphs set aside in a compiler pass or a Dynamo backend, and compiled on paper later: as if captured on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+pytest.importorskip("triton")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+        self.register_buffer("scale", torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x)))) * self.scale  # type: ignore[no-any-return]
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def captured(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None) -> Any:
+    graphs = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(virtual_gpu.set_aside(gm))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend, dynamic=dynamic, fullgraph=True)(*args)
+    torch._dynamo.reset()
+    return graphs[-1]
+
+
+def measured(paper: Any) -> Any:
+    counts = {name: (len(g.kernels), g.extern, g.bytes_moved) for name, g in paper.graphs.items()}
+    return paper.saved_bytes(), paper.saved_bytes(include_inputs=False, include_parameters=True), counts
+
+
+BLOCK, BLOCKS = Block(), Blocks()
+
+
+def twice(x: Tensor) -> Tensor:
+    one, two = BLOCKS.blocks
+    return checkpoint(two, checkpoint(one, x, use_reentrant=False), use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("fn", [BLOCK, BLOCKS, twice], ids=["block", "blocks", "checkpointed"])
+def test_it_is_as_if_captured_on_paper(fn: Callable[..., Any], dynamic: bool) -> None:
+    x = torch.randn(32, 64, requires_grad=True)
+    graph = captured(fn, x, dynamic=dynamic)
+    paper = virtual_gpu.compile_graph_on_paper(graph)
+    assert measured(paper) == measured(virtual_gpu.compile_on_paper(fn, x))
+    assert measured(virtual_gpu.compile_graph_on_paper(graph)) == measured(paper), "what is set aside stays as it is"
+
+
+def test_modules_of_launches_and_saved_tensors() -> None:
+    paper = virtual_gpu.compile_on_paper(BLOCKS, torch.randn(32, 64, requires_grad=True))
+    for graph in paper.graphs.values():
+        assert len(graph.launches) == sum(kernel.launches for kernel in graph.kernels) + len(graph.extern)
+        assert sum(launch.bytes_moved for launch in graph.launches) == graph.bytes_moved
+        assert all(path.startswith("blocks.") for launch in graph.launches for path in launch.modules)
+        assert sum(not launch.modules for launch in graph.launches) == 0
+    ups = [tensor.module for tensor in paper.saved if tensor.shape == (32, 256) and not tensor.is_parameter]
+    assert {"blocks.0.up", "blocks.1.up"} <= set(ups)
+
+
+def test_autocast_and_devices_in_the_graph() -> None:
+    linear = nn.Linear(64, 64)
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = linear(x)
+        return y + torch.arange(64, device="cpu")
+
+    with torch.no_grad():
+        paper = virtual_gpu.compile_graph_on_paper(captured(fn, torch.randn(32, 64)))
+    assert paper.inference is not None
+    products = [n for n in paper.inference.graph.graph.nodes if "mm" in str(n.target)]
+    assert [n.meta["val"].dtype for n in products] == [torch.bfloat16]
+    assert {n.meta["val"].device.type for n in products} == {"cuda"}
+
+
+def test_a_graph_from_a_gpu_is_compiled_as_one_from_the_cpu() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = BLOCK(x)
+        return (y.to("cpu") + torch.zeros(64, device="cpu") + torch.ones(64, device=torch.device("cpu"))).cpu()
+
+    graph = captured(fn, torch.randn(32, 64, requires_grad=True))
+    wanted = measured(virtual_gpu.compile_graph_on_paper(graph))
+
+    def on_gpu(value: Any) -> Any:
+        if value == "cpu":
+            return "cuda:0"
+        return torch.device("cuda", 0) if value == torch.device("cpu") else value
+
+    renamed = 0
+    for node in graph.gm.graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta["example_value"]
+            with FakeTensorMode():
+                new = torch.empty(value.shape, dtype=value.dtype, device="cuda", requires_grad=value.requires_grad)
+            node.meta["example_value"] = new
+        args = torch.fx.node.map_aggregate(node.args, on_gpu), torch.fx.node.map_aggregate(node.kwargs, on_gpu)
+        if node.op == "call_method" and node.target == "cpu":
+            node.target = "cuda"
+        renamed += args != (node.args, node.kwargs) or node.target == "cuda"
+        node.args, node.kwargs = args
+    assert renamed >= 4 and "cuda" in str(graph.gm.graph)
+    assert measured(virtual_gpu.compile_graph_on_paper(graph)) == wanted
+
+
+def test_sizes_that_depend_on_data_are_refused() -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        graph = captured(lambda x: x[x > 0] * 2, torch.randn(8))
+    (placeholder,) = graph.gm.graph.find_nodes(op="placeholder")
+    made_inside = next(
+        n
+        for n in graph.gm.graph.nodes
+        if n.op != "placeholder"
+        and n.meta["example_value"].dim() == 1
+        and not isinstance(n.meta["example_value"].shape[0], int)
+    )
+    placeholder.meta["example_value"] = made_inside.meta["example_value"]
+    with pytest.raises(ValueError, match="depends on data"):
+        virtual_gpu.compile_graph_on_paper(graph)
+
+
+def test_inputs_that_are_no_plain_tensors_are_refused() -> None:
+    graph = captured(lambda x: x + 1, torch.randn(8))
+    (placeholder,) = graph.gm.graph.find_nodes(op="placeholder")
+    placeholder.meta["example_value"] = torch.nested.nested_tensor([torch.randn(2)], layout=torch.jagged)
+    with pytest.raises(TypeError, match="NestedTensor, expected a plain tensor"):
+        virtual_gpu.compile_graph_on_paper(graph)
+    placeholder.meta["example_value"] = object()
+    with pytest.raises(TypeError, match="got object, expected a tensor or a number"):
+        virtual_gpu.compile_graph_on_paper(graph)

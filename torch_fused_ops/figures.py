@@ -1,0 +1,262 @@
+"""What fusing changes, in figures: bytes saved for backward, bytes moved and kernels, before and after, layer by layer.
+
+A captured graph is compiled twice on paper (``torch_fused_ops.testing.virtual_gpu``): once as it was captured, as plain
+``torch.compile`` would, and once rewritten and partitioned by a policy. Nothing is allocated or run, and the process'
+own compilations are not touched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_fused_ops.policy import FusionPolicy
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from torch_fused_ops.testing.virtual_gpu import GPU, CapturedGraph, PaperCompilation
+
+__all__ = ["Capture", "Cost", "Figures", "LayerFigures", "capture", "graphs_of", "measure"]
+
+log = logging.getLogger("torch_fused_ops")
+
+# No module is called so: their paths have no spaces and parentheses.
+INPUTS, WHOLE, OTHER = "(inputs)", "(whole model)", "(other)"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a part of a program costs.
+
+    Attributes:
+        saved: bytes kept from forward for backward, without parameters and buffers.
+        forward_bytes: bytes that forward's (or inference's) kernels read and write.
+        backward_bytes: bytes that backward's read and write.
+        forward_kernels: kernels that forward (or inference) launches: generated ones and library calls (GEMMs).
+        backward_kernels: kernels that backward launches.
+    """
+
+    saved: int = 0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    forward_kernels: int = 0
+    backward_kernels: int = 0
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes read and written, forward and backward."""
+        return self.forward_bytes + self.backward_bytes
+
+    @property
+    def kernels(self) -> int:
+        """Kernels launched, forward and backward."""
+        return self.forward_kernels + self.backward_kernels
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Cost)))
+
+
+@dataclass(frozen=True)
+class LayerFigures:
+    """A layer's costs: ``name`` is its path in the model; "(inputs)": what it was called with, "(other)": the rest.
+
+    Where the model has no layers, "(whole model)" is all of it.
+    """
+
+    name: str
+    before: Cost
+    after: Cost
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Costs of the graphs of a report, each run once: under plain ``torch.compile`` and with pick-up.
+
+    Attributes:
+        target: the GPU that code was generated for, on paper: "NVIDIA H200".
+        training: whether there is a backward.
+        layers: by layer, in the order of the model; they add up to the whole. A kernel that is fused across layers
+            counts for the one that most of its results belong to.
+        skipped: why graphs are missing from the figures, a reason for each.
+    """
+
+    target: str
+    training: bool
+    layers: tuple[LayerFigures, ...]
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def before(self) -> Cost:
+        """The whole under plain ``torch.compile``."""
+        return sum((layer.before for layer in self.layers), Cost())
+
+    @property
+    def after(self) -> Cost:
+        """The whole with pick-up."""
+        return sum((layer.after for layer in self.layers), Cost())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the attributes, and the totals ``before`` and ``after``."""
+        return {"before": asdict(self.before), "after": asdict(self.after), **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured graph as it was before pick-up, the policy it was picked up with, and if it has no copy, why not."""
+
+    graph: CapturedGraph | None
+    policy: FusionPolicy
+    reason: str = field(default="", compare=False)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The types of the devices that the graph's inputs are on: "cpu", "cuda"."""
+        nodes = self.graph.gm.graph.find_nodes(op="placeholder") if self.graph else ()
+        values = (node.meta.get("example_value") for node in nodes)
+        return tuple(dict.fromkeys(v.device.type for v in values if isinstance(v, torch.Tensor)))
+
+
+def capture(gm: GraphModule, policy: FusionPolicy, subgraphs: dict[Any, GraphModule] | None = None) -> Capture:
+    """Set a graph aside to be measured later. Never raises: this runs inside the user's compilation.
+
+    Args:
+        gm: a graph from Dynamo, not rewritten yet.
+        policy: what it is picked up with.
+        subgraphs: copies of subgraphs that *were* rewritten, made before that, by their graph.
+    """
+    try:
+        from torch_fused_ops.testing.virtual_gpu import set_aside
+
+        return Capture(set_aside(gm, subgraphs), policy)
+    except Exception as error:
+        log.debug("a graph could not be set aside to be measured", exc_info=True)
+        return Capture(None, policy, _said(error))
+
+
+def graphs_of(gm: GraphModule) -> Iterator[GraphModule]:
+    """The graph and those of the higher-order operators it calls (checkpoint bodies, …), as Inductor visits them."""
+    called = {node.target for node in gm.graph.find_nodes(op="get_attr")}
+    for name, child in gm.named_children():
+        if name in called and isinstance(child, torch.fx.GraphModule):
+            yield from graphs_of(child)
+    yield gm
+
+
+def measure(captures: Sequence[Capture], gpu: GPU) -> Figures:
+    """Compile graphs on paper, before and after, and add up what they cost; seconds for each.
+
+    No other thread may compile in the meantime (``docs/virtual-gpu.md``).
+
+    Args:
+        captures: what ``capture`` set aside.
+        gpu: the GPU to generate code for.
+
+    Raises:
+        ValueError: there is no graph, or none could be measured; the message says why.
+    """
+    pairs, skipped = [], []
+    for each in captures:
+        try:
+            pairs.append(_before_and_after(each, gpu))
+        except Exception as error:
+            log.debug("a graph could not be measured", exc_info=True)
+            skipped.append(_said(error))
+    if not pairs:
+        raise ValueError("; ".join(dict.fromkeys(skipped)) or "no graph was captured")
+    costs: list[dict[str, Cost]] = []
+    paths = dict.fromkeys(path for pair in pairs for paper in pair for path in _paths(paper))
+    layers = layers_of(paths)
+    for side in zip(*pairs, strict=True):
+        costs.append({})
+        for paper in side:
+            for name, cost in _costs(paper, layers):
+                costs[-1][name] = costs[-1].get(name, Cost()) + cost
+    before, after = costs
+    if all(layer == OTHER for layer in layers.values()):  # a function, or a plain nn.Sequential
+        before, after = ({WHOLE if n == OTHER else n: cost for n, cost in side.items()} for side in (before, after))
+    order = [INPUTS, WHOLE, *dict.fromkeys(layers[path] for path in paths if layers[path] != OTHER), OTHER]
+    found = [LayerFigures(n, before.get(n, Cost()), after.get(n, Cost())) for n in order if n in before or n in after]
+    training = any(paper.backward is not None for pair in pairs for paper in pair)
+    return Figures(gpu.name, training, tuple(found), tuple(skipped))
+
+
+def _said(error: Exception) -> str:
+    """An exception in one line: compilers append pages of advice."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _before_and_after(each: Capture, gpu: GPU) -> tuple[PaperCompilation, PaperCompilation]:
+    from torch_fused_ops.lowerings.recognise import rewrite
+    from torch_fused_ops.testing.virtual_gpu import compile_graph_on_paper, copy_graph
+
+    if each.graph is None:
+        raise RuntimeError(each.reason)
+    before = compile_graph_on_paper(each.graph, gpu=gpu, config=_slots(None))
+    rewritten = replace(each.graph, gm=copy_graph(each.graph.gm))
+    with torch.set_grad_enabled(each.graph.training):
+        for module in graphs_of(rewritten.gm):
+            rewrite(module.graph, each.policy)
+    return before, compile_graph_on_paper(rewritten, gpu=gpu, config=_slots(each.policy))
+
+
+def _slots(policy: FusionPolicy | None) -> dict[str, Any]:
+    """Inductor's slots as they are now, without our stages; with stage 2 for a policy, if one is given."""
+    import torch._inductor.config as config
+
+    from torch_fused_ops.lowerings import compat
+    from torch_fused_ops.lowerings.passes import Recognise, Remember
+
+    others = [one for one in compat.passes_in(config.pre_grad_custom_pass) if not isinstance(one, Recognise)]
+    partitioner = None if isinstance(config.custom_partitioner_fn, Remember) else config.custom_partitioner_fn
+    return {
+        "pre_grad_custom_pass": compat.slot_of(others),
+        "custom_partitioner_fn": Remember.join(partitioner, Remember(policy)) if policy else partitioner,
+    }
+
+
+def _paths(paper: PaperCompilation) -> Iterator[str]:
+    """The module paths that occur, in the order of the program."""
+    for graph in paper.graphs.values():
+        for launch in graph.launches:
+            yield from launch.modules or ("",)
+    for tensor in paper.saved:
+        yield tensor.module
+
+
+def layers_of(paths: Iterable[str]) -> dict[str, str]:
+    """The layer that each module belongs to.
+
+    A layer is what stands in a list of modules: ``model.layers.0.mlp.up`` is in ``model.layers.0``. Where it stands in
+    none, two names are kept: ``encoder.norm.weight`` is in ``encoder.norm``. A single operator in an ``nn.Sequential``
+    (``mlp.0``) is no layer: it is in ``mlp``.
+    """
+    paths = list(paths)
+    inner = {path.rsplit(".", i)[0] for path in paths for i in range(1, path.count(".") + 1)}
+    return {path: _layer(path.split("."), inner) or OTHER for path in paths}
+
+
+def _layer(names: list[str], inner: set[str]) -> str:
+    for i, name in enumerate(names):
+        if name.isdigit():
+            layer = ".".join(names[: i + 1])
+            return layer if layer in inner else ".".join(names[:i][:2])
+    return ".".join(names[:2])
+
+
+def _costs(paper: PaperCompilation, layers: dict[str, str]) -> Iterator[tuple[str, Cost]]:
+    for tensor in paper.saved:
+        if not tensor.is_parameter:
+            yield INPUTS if tensor.is_graph_input else layers[tensor.module], Cost(saved=tensor.nbytes)
+    for kind, graph in paper.graphs.items():
+        for launch in graph.launches:
+            votes = Counter(layers[path] for path in launch.modules or ("",))
+            side = "backward" if kind == "backward" else "forward"
+            cost = Cost(**{f"{side}_bytes": launch.bytes_moved, f"{side}_kernels": 1})
+            yield votes.most_common(1)[0][0], cost

@@ -1,0 +1,188 @@
+"""``record``: what pick-up does in real compilations, told by the stage that does it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._guards import CompileContext
+from torch.fx import Graph, GraphModule
+
+from torch_fused_ops.figures import Capture, capture
+from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.report import Recorded, Report, Site
+
+__all__ = ["before", "failed", "nothing_recorded", "record", "tell", "title_of"]
+
+log = logging.getLogger("torch_fused_ops")
+
+
+@contextmanager
+def record(*, figures: bool = False) -> Iterator[Report]:
+    """Report the compilations with pick-up that happen inside the block, in this thread (or async context).
+
+    ::
+
+        with tfo.record() as report:
+            compiled(x).sum().backward()
+        print(report)
+
+    All ways of compiling count: ``backend="fused"``, ``enable()``, ``enabled()``, ``compile_options()``. Blocks may be
+    nested: each gets everything inside. Code that comes out of a compile cache counts too. (AOTAutograd's cache, from
+    torch 2.13 on, is asked before pick-up runs, and answers with no graph at all. In the block pick-up runs first; so a
+    model cached outside of a block is compiled once more, and cached for blocks.)
+
+    Args:
+        figures: work out memory, traffic and kernels at the end of the block, as ``report.measure()`` does.
+
+    Yields:
+        A report, empty at first. An exception in the block propagates; the report keeps what it saw.
+    """
+    from torch_fused_ops.lowerings import compat
+
+    recorder = _Recorder()
+    captured = _captured_by_dynamo()
+    with compat.passes_before_caches():
+        token = _recorders.set((*_recorders.get(), recorder))
+        try:
+            yield recorder.report
+        finally:
+            _recorders.reset(token)
+            recorder.report.other_graphs = max(0, _captured_by_dynamo() - captured - recorder.report.graphs)
+    if figures and recorder.report.graphs:
+        recorder.report.measure()
+
+
+@contextmanager
+def nothing_recorded() -> Iterator[None]:
+    """Compilations inside are not the user's: no open ``record`` block sees them."""
+    token = _recorders.set(())
+    try:
+        yield
+    finally:
+        _recorders.reset(token)
+
+
+def _captured_by_dynamo() -> int:
+    """How many graphs Dynamo has captured in this process, or since somebody set its counters back."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils.counters["stats"]["unique_graphs"] if utils else 0
+
+
+# ---- what the stage tells --------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Graph:
+    """A graph that pick-up has run on, or is running on."""
+
+    graph: weakref.ref[Graph]
+    capture: Capture
+    title: str
+    sites: tuple[Site, ...]  # those of its parts (checkpoint bodies) too, which come before it
+    unread: tuple[Site, ...]
+    compilation: Any  # Dynamo's, and which attempt it was
+    attempt: int
+
+
+class _Recorder:
+    """What one block has seen. Threads that share its context (``asyncio.to_thread``) may tell it things at once."""
+
+    def __init__(self) -> None:
+        self.report = Recorded()
+        self.graphs: list[_Graph] = []
+        self.lock = threading.Lock()
+
+    def before(self, graph: Graph, policy: FusionPolicy) -> None:
+        from torch_fused_ops.lowerings import recognise
+
+        gm = graph.owning_module or GraphModule(torch.nn.Module(), graph)
+        compilation = CompileContext.try_get()
+        attempt = getattr(compilation, "attempt", 0)
+        inner = {module.graph for module in gm.modules() if module is not gm and isinstance(module, GraphModule)}
+        with self.lock:
+            # Dynamo starts over where a number that it took for dynamic turns out to be fixed: what counts is the end.
+            kept = [
+                one
+                for one in self.graphs
+                if compilation is None or one.compilation is not compilation or one.attempt == attempt
+            ]
+            parts = [one for one in kept if one.graph() in inner]
+            copies = {part.graph(): part.capture.graph.gm for part in parts if part.capture.graph}
+            sites = tuple(site for part in parts for site in part.sites)
+            unread = (*(site for part in parts for site in part.unread), *recognise.unread(graph))
+            captured = capture(gm, policy, copies)
+            new = _Graph(weakref.ref(graph), captured, title_of(graph), sites, unread, compilation, attempt)
+            self.graphs = [*(one for one in kept if one not in parts), new]
+            self.update()
+
+    def tell(self, graph: Graph, sites: Sequence[Site]) -> None:
+        with self.lock:
+            for one in self.graphs:
+                if one.graph() is graph:
+                    one.sites += tuple(sites)
+            self.update()
+
+    def update(self) -> None:
+        report = self.report
+        report.graphs = len(self.graphs)
+        report.sites = tuple(site for one in self.graphs for site in one.sites)
+        report.unread = tuple(site for one in self.graphs for site in one.unread)
+        report.title = ", ".join(dict.fromkeys(one.title for one in self.graphs if one.title))
+        report.figures, report.figures_missing = None, ""
+        report._captures = [one.capture for one in self.graphs]
+
+
+_recorders: ContextVar[tuple[_Recorder, ...]] = ContextVar("torch_fused_ops_recorders", default=())
+
+
+def before(graph: Graph, policy: FusionPolicy) -> None:
+    """Pick-up is about to run on a graph: open blocks set a copy aside. Never raises."""
+    for recorder in _recorders.get():
+        try:
+            recorder.before(graph, policy)
+        except Exception:
+            log.warning("record: a graph could not be noted", exc_info=True)
+
+
+def tell(graph: Graph, sites: Sequence[Site]) -> None:
+    """Pick-up has run on a graph and found these sites."""
+    for recorder in _recorders.get():
+        recorder.tell(graph, sites)
+
+
+def failed(reason: str) -> None:
+    """Pick-up has failed on a graph and left it as it was."""
+    for recorder in _recorders.get():
+        recorder.report.notes += (f"pick-up failed on a graph and left it as it was: {reason}",)
+
+
+def title_of(graph: Graph) -> str:
+    """The class of the model that is being compiled; "" if that is not known.
+
+    It is the module that ``torch.compile`` returned, and whose call is going on; or, where a function was compiled, the
+    outermost module that it calls, if that is the whole of it.
+    """
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        compiled = frame.f_locals.get("self")
+        if isinstance(compiled, OptimizedModule):
+            return type(compiled._orig_mod).__name__
+        frame = frame.f_back
+    for node in graph.nodes:
+        for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+            name: str = getattr(kind, "__name__", str(kind)).rpartition(".")[2]
+            return name if re.fullmatch(r"[LG]\['\w+'\](\.\w+)?", path) else ""
+    return ""

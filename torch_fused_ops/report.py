@@ -1,0 +1,387 @@
+"""Reports for people: which MLP sites are fused, as what, why the others are not, and what that changes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch_fused_ops.figures import Capture, Figures, measure
+
+if TYPE_CHECKING:
+    from torch_fused_ops.testing.virtual_gpu import GPU
+
+__all__ = ["Group", "Report", "Site", "grouped"]
+
+log = logging.getLogger("torch_fused_ops")
+
+NOT_AN_MLP = "not an MLP: "
+EXCLUDED = "the policy excludes "
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where a GEMM reads a nonlinear pointwise function of what GEMMs produced.
+
+    Attributes:
+        op: the operator that it became, e.g. ``"fused::glu"``; None where it was left alone.
+        activation: the activation's name in the table, where it was proved to be one.
+        source: ``"file.py:line in module.path"``.
+        reason: what was proved, and from which functions; or why it was left alone. Begins with ``"not an MLP: "``
+            where the place is of another kind (a gate in attention, for example), which no policy counts as a miss.
+        users: the functions that read the value.
+        module: the path, in the model, of the innermost module that holds the activation and the GEMM: the MLP.
+        location: where the activation is called, ``"/full/path/file.py:line"``; "" if the graph does not record it.
+        code: the text of that line.
+        spelling: the functions between the GEMMs, as the model calls them.
+    """
+
+    op: str | None
+    activation: str | None
+    source: str
+    reason: str
+    users: tuple[str, ...]
+    module: str = ""
+    location: str = ""
+    code: str = ""
+    spelling: tuple[str, ...] = ()
+
+    @property
+    def is_mlp(self) -> bool:
+        """Whether the site counts: fused, or an MLP's that was left alone."""
+        return not self.reason.startswith(NOT_AN_MLP)
+
+    @property
+    def hint(self) -> str:
+        """What can be done about a site that was left alone; "" where there is nothing, or nothing to do."""
+        if self.op is None:
+            for pattern, hint in HINTS.items():
+                if re.search(pattern, self.reason, re.S):
+                    return hint
+        return ""
+
+
+CAN_BE_ADDED = " (register_activation can add it)"
+
+# By what a refusal's reason says. An expression of one tensor was read by the same rules that read a registered
+# activation's definition: so registering it is what makes them equal.
+UNKNOWN = (
+    rf"is no activation of the table({re.escape(CAN_BE_ADDED)})?$",
+    r"is like \w+, but has ",
+    "a scaled activation is",
+)
+HINTS = {
+    "|".join(UNKNOWN): (
+        'If it is meant so, torch_fused_ops.register_activation("name", fn) adds it, fn being this function of one '
+        "tensor; then it is proved and fused."
+    ),
+    rf"^{EXCLUDED}": "Take the pattern out of FusionPolicy(exclude=…) to have it fused.",
+    r"^autocast or grad mode is switched": "Put the MLP as a whole inside or outside of the block that switches it.",
+    r"in place": "Write the operation that works in place out of place.",
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sites that differ only in numbers of layers.
+
+    Attributes:
+        sites: the sites, in graph order.
+        where: "file.py:line".
+        modules: their modules in one: "layers.0…31.mlp".
+    """
+
+    sites: tuple[Site, ...]
+    where: str
+    modules: str
+
+    @property
+    def source(self) -> str:
+        """``where`` and ``modules`` as a Site's source, and how many sites there are if it is more than one."""
+        source = f"{self.where} in {self.modules}" if self.modules else self.where
+        return f"{source} ×{len(self.sites)}" if len(self.sites) > 1 else source
+
+
+def grouped(sites: Iterable[Site]) -> tuple[Group, ...]:
+    """Sites with those that differ only in numbers of layers in one group, in the order of the first of each."""
+    groups: dict[tuple[object, ...], list[tuple[Site, list[str]]]] = {}
+    for site in sites:
+        where, _, path = site.source.partition(" in ")
+        names = path.split(".")
+        shape = tuple("#" if name.isdigit() else name for name in names)
+        key = (site.op, site.activation, site.reason, site.users, where, shape)
+        groups.setdefault(key, []).append((site, names))
+    return tuple(
+        Group(
+            tuple(site for site, _ in group),
+            str(key[4]),
+            ".".join(map(_range, zip(*(n for _, n in group), strict=True))),
+        )
+        for key, group in groups.items()
+    )
+
+
+def _range(names: Sequence[str]) -> str:
+    """What stands at one place of several paths: a name, "0…31", "1, 5, 9" or, if they are many, "1…9"."""
+    different = list(dict.fromkeys(names))
+    if len(different) == 1:
+        return different[0]
+    numbers = sorted(map(int, different))
+    dense = numbers[-1] - numbers[0] == len(numbers) - 1
+    if (dense and len(numbers) > 2) or len(numbers) > 4:
+        return f"{numbers[0]}…{numbers[-1]}"
+    return ",".join(map(str, numbers))
+
+
+class Report:
+    """What ``explain`` or ``record`` found; printable, and convertible.
+
+    Attributes:
+        sites: every site, in graph order.
+        unread: what would be sites if a GEMM read them: an activation in front of a norm, or at the end of a graph.
+        graphs: how many graphs Dynamo captured (``record``: were compiled with pick-up).
+        figures: memory, traffic and kernels before and after; None before ``measure`` was called, and where it failed.
+        figures_missing: why it failed; "" where it did not.
+        title: the name of the model or function.
+        notes: what else there is to say, a sentence each.
+    """
+
+    def __init__(self, sites: tuple[Site, ...], graphs: int = 1) -> None:
+        self.sites = sites
+        self.unread: tuple[Site, ...] = ()
+        self.graphs = graphs
+        self.figures: Figures | None = None
+        self.figures_missing = ""
+        self.title = ""
+        self.notes: tuple[str, ...] = ()
+        self._captures: list[Capture] = []
+
+    @property
+    def summary(self) -> str:
+        """One line: how many sites, how many fused, how many are no MLPs."""
+        mlps = [s for s in self.sites if s.is_mlp]
+        fused = sum(s.op is not None for s in mlps)
+        others = len(self.sites) - len(mlps)
+        graphs = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
+        return f"{fused} of {len(mlps)} MLP sites fused" + f", {others} not MLPs" * bool(others) + f" ({graphs})"
+
+    def measure(self, gpu: str | GPU = "H200") -> Figures | None:
+        """Work out what fusing saves: bytes kept for backward, bytes moved, kernels, each before and after.
+
+        The captured graphs are compiled on paper for a GPU, with and without pick-up, for the sizes and in the grad
+        mode and autocast that they were captured with, under Inductor's settings as they are now. It takes seconds for
+        each graph and layer, runs nothing, needs Triton but no GPU, and no other thread may compile meanwhile.
+
+        Args:
+            gpu: "A100", "H100", "H200", "B200", "MI300X", or a described ``GPU``.
+
+        Returns:
+            The figures, kept in ``figures`` for everything that shows the report. None where they cannot be worked
+            out: then ``figures_missing`` says why, and the report is otherwise as it was.
+
+        Raises:
+            ValueError: for any other name of a GPU.
+        """
+        from torch_fused_ops.recording import nothing_recorded
+        from torch_fused_ops.testing.virtual_gpu import by_name
+
+        described = by_name(gpu) if isinstance(gpu, str) else gpu
+        if self.figures is None or self.figures.target != described.name:
+            self.figures, self.figures_missing = None, ""
+            try:
+                with nothing_recorded():
+                    self.figures = measure(tuple(self._captures), described)
+            except Exception as error:
+                log.debug("figures could not be worked out", exc_info=True)
+                self.figures_missing = str(error) or type(error).__name__
+        return self.figures
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        parts = [_table(grouped(self.sites)) if self.sites else "", self.summary]
+        if not self.sites:
+            parts.append(self.nothing)
+        parts += [f"note: {note}" for note in self.notes]
+        parts += [f"no GEMM reads {what}" for what in unread_of(self)]
+        hints = dict.fromkeys(site.hint for site in self.sites if site.hint)
+        parts += [textwrap.fill(f"hint: {hint}", WIDTH, subsequent_indent="      ") for hint in hints]
+        if self.figures is not None:
+            parts += ["", _figures_table(self.figures)]
+        elif self.figures_missing:
+            parts.append(f"figures are not available: {self.figures_missing}")
+        text = "\n".join(parts)
+        return text.removeprefix("\n") if not self.sites else text.replace("\n" + self.summary, "\n\n" + self.summary)
+
+    @property
+    def nothing(self) -> str:
+        """What to look at where there are no sites."""
+        hint = (
+            "A site is a matrix product that reads a pointwise function of matrix products, through views, casts and\n"
+            "dropout. There is none: between the products stands something else (a norm, a convolution, an operator\n"
+            "that is already fused), or nothing nonlinear."
+        )
+        if self.graphs > 1:
+            hint += (
+                f"\nThe model was captured in {self.graphs} graphs: a site does not reach across a graph break "
+                "(TORCH_LOGS=graph_breaks shows where they are)."
+            )
+        return hint
+
+    def to_json(self) -> str:
+        """The report as JSON text.
+
+        ``{"title", "summary", "graphs", "sites": [{op, activation, …}, …], "unread", "figures", "figures_missing",
+        "notes"}``: a site's entries are ``Site``'s attributes; figures, if measured, those of ``Figures``, with the
+        totals ``before`` and ``after``, else null.
+        """
+        report = {
+            "title": self.title,
+            "summary": self.summary,
+            "graphs": self.graphs,
+            "sites": [asdict(site) for site in self.sites],
+            "unread": [asdict(site) for site in self.unread],
+            "figures": self.figures.as_dict() if self.figures else None,
+            "figures_missing": self.figures_missing,
+            "notes": list(self.notes),
+        }
+        return json.dumps(report, indent=2, ensure_ascii=False)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the report to ``path`` as one self-contained page; returns the path."""
+        from torch_fused_ops._page import page
+
+        path = Path(path)
+        path.write_text(page(self), encoding="utf-8")
+        return path
+
+
+class Recorded(Report):
+    """What ``record`` found: filled while the block runs."""
+
+    def __init__(self) -> None:
+        super().__init__((), 0)
+        self.other_graphs = 0  # captured in the block by others than us: compiled without pick-up
+
+    @property
+    def nothing(self) -> str:
+        """What to look at where there are no sites."""
+        if self.graphs:
+            return super().nothing
+        if self.other_graphs:
+            return (
+                f"Nothing was compiled with pick-up in this block, though Dynamo captured {self.other_graphs} "
+                f"graph{'s' * (self.other_graphs != 1)}:\nthe model must be compiled with "
+                'torch.compile(model, backend="fused"), or with torch_fused_ops.enable() before.'
+            )
+        return (
+            "Nothing was compiled in this block. torch.compile compiles at the first call, and not again for a model\n"
+            "that it has compiled: put the first call into the block, or torch._dynamo.reset() before it."
+        )
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+WIDTH = 120
+
+
+def reading(site: Site) -> str:
+    """The functions that read the value, each once: "linear ×2"."""
+    return ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in Counter(site.users).items())
+
+
+def unread_of(report: Report) -> list[str]:
+    """What no GEMM reads, as text, each kind once: "gelu, but layer_norm (model.py:12 in mlp)"."""
+    seen = []
+    for group in grouped(report.unread):
+        site = group.sites[0]
+        seen.append(f"{', '.join(dict.fromkeys(site.spelling))}, but {reading(site) or 'nothing'} ({group.source})")
+    return seen
+
+
+def said(site: Site) -> str:
+    """The reason as it is shown: without what the hint says too, and not like an item of a list (a minus in front)."""
+    reason = site.reason.removesuffix(CAN_BE_ADDED)
+    return f"the value {reason}" if reason.startswith(("-", "−", "*", "+")) else reason
+
+
+def _table(groups: Sequence[Group]) -> str:
+    header = ("operator", "activation", "source", "read by", "reason")
+    rows = [header]
+    for group in groups:
+        site = group.sites[0]
+        rows.append((site.op or "-", site.activation or "-", group.source, reading(site), said(site)))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    indent = sum(widths) + 2 * len(widths)
+    room = max(50, WIDTH - indent)
+    lines = []
+    for row in rows:
+        reason = textwrap.wrap(row[4], room, break_long_words=False, break_on_hyphens=False) or [""]
+        lines.append("  ".join((*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), reason[0])))
+        lines += [" " * indent + more for more in reason[1:]]
+    lines.insert(1, "  ".join("-" * w for w in (*widths, len(header[4]))))
+    return "\n".join(lines)
+
+
+def unit_of(nbytes: float) -> tuple[str, int]:
+    """The unit to show so many bytes in, and how many bytes it is."""
+    return next(((unit, n) for unit, n in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if nbytes >= n), ("B", 1))
+
+
+def size(nbytes: float, scale: float | None = None) -> str:
+    """Bytes as text, in the unit that fits ``scale`` (by default themselves): "576.0 MiB"."""
+    scale = nbytes if scale is None else scale
+    unit, factor = unit_of(scale)
+    digits = 0 if factor == 1 else 2 if scale < 10 * factor else 1
+    return f"{nbytes / factor:.{digits}f} {unit}"
+
+
+def change(before: float, after: float) -> str:
+    """What became of a figure: "−36.2 %", "+1.0 %", "≈ 0 %" or "same"."""
+    if before == after:
+        return "same"
+    if not before:
+        return "new"
+    percent = 100 * (after / before - 1)
+    if abs(percent) < 0.05:
+        return "≈ 0 %"
+    return f"{'−' if percent < 0 else '+'}{abs(percent):.1f} %"
+
+
+def rows_of(figures: Figures) -> list[tuple[str, str, str, str]]:
+    """The totals as text: what, before, after, change."""
+    before, after = figures.before, figures.after
+
+    def row(name: str, attribute: str, is_bytes: bool) -> tuple[str, str, str, str]:
+        values = [getattr(side, attribute) for side in (before, after)]
+        text = [size(v, max(values)) if is_bytes else str(v) for v in values]
+        return name, text[0], text[1], change(*values)
+
+    if not figures.training:
+        return [row("bytes moved", "forward_bytes", True), row("kernels", "forward_kernels", False)]
+    return [
+        row("saved for backward", "saved", True),
+        row("bytes moved, forward", "forward_bytes", True),
+        row("bytes moved, backward", "backward_bytes", True),
+        row("kernels, forward", "forward_kernels", False),
+        row("kernels, backward", "backward_kernels", False),
+    ]
+
+
+def _figures_table(figures: Figures) -> str:
+    rows = [(f"on paper, {figures.target}", "torch.compile", "with pick-up", "change"), *rows_of(figures)]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = [
+        "  ".join((row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))))
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    lines += [f"a graph is missing from the figures: {reason}" for reason in dict.fromkeys(figures.skipped)]
+    return "\n".join(lines)
