@@ -1,0 +1,989 @@
+"""Random programs around random spellings of activations: rewritten, they must do exactly what they did before.
+
+    pytest tests/lowerings/test_fuzz.py            a fixed sample, under half a minute
+    pytest -m slow tests/lowerings/test_fuzz.py    2,400 programs, and 24 through Inductor
+
+``equivalent`` spells a function in another way and ``neighbour`` makes another function of it; ``Program`` writes a
+random function as source text around such expressions. Each statement is executed as it is written, so that shapes are
+known and nothing is kept that raises. A failing program prints itself.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from differential import EagerFails, compare, quick_guards
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torch_fused_ops.lowerings.recognise import prove, symbolic
+
+# ---- expressions -----------------------------------------------------------------------------------------------------
+
+# A variable's name, a constant, or (a function of symbolic.RULES, its arguments …).
+Expression: TypeAlias = "str | float | int | tuple[Any, ...] | None"
+X: Expression = "x"
+C = math.sqrt(2 / math.pi)
+
+
+def neg(a: Expression) -> Expression:
+    return ("neg", a)
+
+
+def newton(a: Expression) -> Expression:
+    """NewGELU's inner polynomial"""
+    return ("mul", C, ("add", a, ("mul", 0.044715, ("pow", a, 3.0))))
+
+
+# Functions that are equal, from one to its others: the completeness test walks them at random, so each is one that the
+# recogniser is to see through wherever it stands.
+EQUAL: dict[str, list[Callable[..., Expression]]] = {
+    "add": [
+        lambda a, b: ("add", b, a),
+        lambda a, b: ("sub", a, neg(b)),
+        lambda a, b: ("rsub", neg(a), b) if not number(a) else ("add", b, a),
+    ],
+    "sub": [lambda a, b: ("add", a, neg(b)), lambda a, b: neg(("sub", b, a)), lambda a, b: ("add", neg(b), a)],
+    "mul": [
+        lambda a, b: ("mul", b, a),
+        lambda a, b: ("div", a, 1 / b) if number(b) and b else ("mul", b, a),
+        lambda a, b: neg(("mul", neg(a), b)),
+        lambda a, b: ("mul", ("mul", a, 0.5), ("mul", 2.0, b)),
+    ],
+    "div": [
+        lambda a, b: ("mul", a, 1 / b) if number(b) else ("mul", a, ("reciprocal", b)),
+        lambda a, b: ("div", neg(a), neg(b)) if not number(b) else ("mul", 1 / b, a),
+    ],
+    "neg": [lambda a: ("mul", a, -1.0), lambda a: ("sub", 0.0, a), lambda a: ("rsub", a, 0.0)],
+    "pow": [
+        lambda a, n: ("mul", a, ("pow", a, n - 1)) if n in (2, 3) else ("pow", a, n),
+        lambda a, n: ("mul", ("square", a), a) if n == 3 else ("square", a) if n == 2 else ("pow", a, n),
+        lambda a, n: ("pow", a, int(n)) if n == int(n) else ("pow", a, n),
+    ],
+    "square": [lambda a: ("mul", a, a), lambda a: ("pow", a, 2.0)],
+    "reciprocal": [lambda a: ("div", 1.0, a), lambda a: ("pow", a, -1.0)],
+    "sigmoid": [
+        lambda a: ("div", 1.0, ("add", 1.0, ("exp", neg(a)))),
+        lambda a: ("reciprocal", ("add", ("exp", neg(a)), 1.0)),
+        lambda a: ("mul", 0.5, ("add", ("tanh", ("mul", a, 0.5)), 1.0)),
+        lambda a: ("sub", 1.0, ("sigmoid", neg(a))),
+        lambda a: ("div", ("exp", a), ("add", ("exp", a), 1.0)),
+    ],
+    "tanh": [
+        lambda a: ("sub", ("mul", 2.0, ("sigmoid", ("mul", 2.0, a))), 1.0),
+        lambda a: neg(("tanh", neg(a))),
+        lambda a: ("sub", 1.0, ("mul", 2.0, ("sigmoid", ("mul", -2.0, a)))),
+    ],
+    "silu": [lambda a: ("mul", a, ("sigmoid", a)), lambda a: ("div", a, ("add", 1.0, ("exp", neg(a))))],
+    "exp": [lambda a: ("exp2", ("mul", a, 1 / math.log(2))), lambda a: ("add", ("expm1", a), 1.0)],
+    "erf": [lambda a: ("sub", 1.0, ("erfc", a)), lambda a: neg(("erf", neg(a)))],
+    "erfc": [lambda a: ("sub", 1.0, ("erf", a)), lambda a: ("add", 1.0, ("erf", neg(a)))],
+    "relu": [
+        lambda a: ("clamp_min", a, 0.0),
+        lambda a: ("clamp", a, 0.0),
+        lambda a: ("leaky_relu", a, 0.0),
+        lambda a: ("sub", a, ("clamp_max", a, 0.0)),
+        lambda a: ("div", ("add", a, ("abs", a)), 2.0),
+        lambda a: ("add", a, ("relu", neg(a))),
+    ],
+    "gelu": [
+        lambda a: ("mul", ("mul", 0.5, a), ("add", 1.0, ("erf", ("mul", a, math.sqrt(0.5))))),
+        lambda a: ("mul", a, ("mul", 0.5, ("erfc", ("div", a, -math.sqrt(2.0))))),
+    ],
+    "gelu_tanh": [
+        lambda a: ("mul", ("mul", 0.5, a), ("add", 1.0, ("tanh", newton(a)))),
+        lambda a: ("mul", a, ("sigmoid", ("mul", 2.0, newton(a)))),
+        lambda a: ("div", a, ("add", 1.0, ("exp", ("mul", -2.0, newton(a))))),
+    ],
+}
+ACTIVATIONS: dict[str, Expression] = {
+    "relu": ("relu", X),
+    "relu2": ("square", ("relu", X)),
+    "silu": ("silu", X),
+    "gelu": ("gelu", X),
+    "gelu_tanh": ("gelu_tanh", X),
+    "quick_gelu": ("mul", X, ("sigmoid", ("mul", 1.702, X))),
+    "sigmoid": ("sigmoid", X),
+    "tanh": ("tanh", X),
+}
+# What is put in another's place to make another function.
+SWAPS: dict[str, tuple[str, ...]] = {
+    "sigmoid": ("tanh", "erf", "hardsigmoid", "exp", "softplus", "relu"),
+    "tanh": ("sigmoid", "erf", "hardtanh", "softsign", "tanhshrink"),
+    "erf": ("tanh", "sigmoid", "erfc"),
+    "relu": ("relu6", "leaky_relu", "elu", "selu", "celu", "softplus", "abs", "hardswish", "hardtanh", "square"),
+    "silu": ("mish", "hardswish", "gelu", "gelu_tanh", "sigmoid", "logsigmoid"),
+    "gelu": ("gelu_tanh", "silu", "mish"),
+    "gelu_tanh": ("gelu", "silu"),
+    "exp": ("expm1", "exp2", "square"),
+    "add": ("sub", "mul", "maximum"),
+    "sub": ("add", "rsub", "minimum"),
+    "mul": ("add", "div", "maximum"),
+    "div": ("mul",),
+    "neg": ("abs", "relu"),
+    "square": ("abs", "relu", "exp"),
+}
+WRONG = (3e-6, 1e-5, 1e-4, 1e-2, 0.3, -2.0)  # relative
+
+
+def number(e: Expression) -> bool:
+    return isinstance(e, (int, float))
+
+
+def nodes(e: Expression, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], Expression]]:
+    below = [n for i, a in enumerate(e) if i for n in nodes(a, (*path, i))] if isinstance(e, tuple) else []
+    return [(path, e), *below]
+
+
+def put(e: Expression, path: tuple[int, ...], new: Expression) -> Expression:
+    if not path:
+        return new
+    assert isinstance(e, tuple)
+    return (*e[: path[0]], put(e[path[0]], path[1:], new), *e[path[0] + 1 :])
+
+
+def substitute(e: Expression, variables: dict[str, Expression]) -> Expression:
+    if isinstance(e, tuple):
+        return (e[0], *(substitute(a, variables) for a in e[1:]))
+    return variables.get(e, e) if isinstance(e, str) else e
+
+
+def equivalent(r: random.Random, e: Expression, steps: int, size: int = 60) -> Expression:
+    """e in another spelling."""
+    for _ in range(steps):
+        known = [(path, node) for path, node in nodes(e) if isinstance(node, tuple) and node[0] in EQUAL]
+        if known:
+            path, node = r.choice(known)
+            new = put(e, path, r.choice(EQUAL[node[0]])(*node[1:]))
+            e = new if len(nodes(new)) <= size else e
+    return e
+
+
+def neighbour(r: random.Random, e: Expression) -> Expression:
+    """Another function that looks like e (rarely the same one: a swap may be undone by what stands around it)."""
+    path, node = r.choice(nodes(e))
+    if number(node):
+        return put(e, path, node * (1 + r.choice(WRONG)))
+    if isinstance(node, str):
+        return put(
+            e, path, r.choice([neg(node), ("mul", node, 1 + r.choice(WRONG)), ("add", node, r.choice(WRONG[2:])), "y"])
+        )
+    if isinstance(node, tuple):
+        if node[0] in SWAPS and r.randrange(3):
+            name = r.choice(SWAPS[node[0]])
+            return put(e, path, (name, *node[1:], *((0.01,) if name == "leaky_relu" else ())))
+        return put(e, path, r.choice([("mul", node, 1 + r.choice(WRONG)), ("sub", 1.0, node), node[1], ("relu", node)]))
+    return e
+
+
+def scrap(r: random.Random, depth: int) -> Expression:
+    """Any expression."""
+    if not depth or not r.randrange(5):
+        return r.choice(["x", "x", "x", "y", "y", 1.0, 0.5, 2.0, -1.0, 1.702, 0.044715, C])
+    name = r.choice(sorted(SPELLINGS))
+    arity = {"gelu_tanh": 1, "pow": 1, "clamp": 1, "clamp_min": 1, "clamp_max": 1, "leaky_relu": 1}.get(
+        name, ARITY[name]
+    )
+    args = [scrap(r, depth - 1) for _ in range(arity)]
+    if all(number(a) for a in args):
+        args[0] = "x"
+    if name == "pow":
+        args.append(r.choice([2.0, 3.0, 3, 0.5, -1.0]))
+    if name.startswith("clamp"):
+        args.append(r.choice([0.0, 0, 6.0, -1.0]))
+    if name == "leaky_relu":
+        args.append(r.choice([0.0, 0.01, 1.0]))
+    return (name, *args)
+
+
+# ---- source text -----------------------------------------------------------------------------------------------------
+
+# How each function is written. {0} must be a tensor where a method is called or where torch asks for one.
+SPELLINGS: dict[str, list[str]] = {
+    "add": [
+        "{0} + {1}",
+        "torch.add({0}, {1})",
+        "{0}.add({1})",
+        "torch.add({0}, {1}, alpha=1)",
+        "torch.add(input={0}, other={1})",
+    ],
+    "sub": ["{0} - {1}", "torch.sub({0}, {1})", "{0}.sub({1})", "torch.subtract({0}, {1})"],
+    "rsub": ["{1} - {0}", "torch.rsub({0}, {1})", "{0}.__rsub__({1})"],
+    "mul": [
+        "{0} * {1}",
+        "torch.mul({0}, {1})",
+        "{0}.mul({1})",
+        "torch.multiply({0}, {1})",
+        "torch.mul(other={1}, input={0})",
+    ],
+    "div": [
+        "{0} / {1}",
+        "torch.div({0}, {1})",
+        "{0}.div({1})",
+        "torch.true_divide({0}, {1})",
+        "torch.div({0}, other={1})",
+    ],
+    "neg": ["-{0}", "torch.neg({0})", "{0}.neg()", "torch.negative({0})"],
+    "pow": ["{0} ** {1}", "torch.pow({0}, {1})", "{0}.pow({1})"],
+    "square": ["torch.square({0})", "{0}.square()", "{0} ** 2", "{0}.pow(2)"],
+    "reciprocal": ["torch.reciprocal({0})", "1 / {0}", "{0}.reciprocal()", "{0} ** -1"],
+    "exp": ["torch.exp({0})", "{0}.exp()"],
+    "exp2": ["torch.exp2({0})", "torch.special.exp2({0})", "2.0 ** {0}"],
+    "expm1": ["torch.expm1({0})", "{0}.expm1()"],
+    "sigmoid": [
+        "torch.sigmoid({0})",
+        "{0}.sigmoid()",
+        "F.sigmoid({0})",
+        "torch.special.expit({0})",
+        "Sigmoid({0})",
+        "torch.ops.aten.sigmoid.default({0})",
+    ],
+    "tanh": ["torch.tanh({0})", "{0}.tanh()", "F.tanh({0})", "Tanh({0})", "torch.ops.aten.tanh({0})"],
+    "erf": ["torch.erf({0})", "{0}.erf()", "torch.special.erf({0})"],
+    "erfc": ["torch.erfc({0})", "{0}.erfc()"],
+    "relu": [
+        "F.relu({0})",
+        "torch.relu({0})",
+        "{0}.relu()",
+        "ReLU({0})",
+        "torch.ops.aten.relu.default({0})",
+        "torch.where({0} > 0, {0}, 0.0)",
+        "{0} * ({0} > 0)",
+        "torch.maximum({0}, torch.zeros_like({0}))",
+        "torch.max({0}, torch.zeros_like({0}))",
+        "torch.where({0} < 0, 0.0, {0})",
+        "torch.where({0} >= 0, {0}, torch.zeros_like({0}))",
+        "{0}.masked_fill({0} < 0, 0.0)",
+        "({0} > 0).to({0}.dtype) * {0}",
+        "F.threshold({0}, 0.0, 0.0)",
+    ],
+    "abs": ["torch.abs({0})", "{0}.abs()", "abs({0})"],
+    "maximum": ["torch.maximum({0}, {1})"],
+    "minimum": ["torch.minimum({0}, {1})"],
+    "clamp": ["torch.clamp({0}, min={1})", "{0}.clamp({1})", "{0}.clip(min={1})", "torch.clamp({0}, {1}, None)"],
+    "clamp_min": ["torch.clamp_min({0}, {1})", "{0}.clamp_min({1})"],
+    "clamp_max": ["torch.clamp_max({0}, {1})", "{0}.clamp(max={1})"],
+    "silu": ["F.silu({0})", "SiLU({0})", "torch.ops.aten.silu.default({0})", "Swish.apply({0})"],
+    "gelu": ["F.gelu({0})", "F.gelu({0}, approximate='none')", "GELU({0})", "torch._C._nn.gelu({0})"],
+    "gelu_tanh": ["F.gelu({0}, approximate='tanh')", "GELUTanh({0})"],
+    "leaky_relu": ["F.leaky_relu({0}, {1})", "F.leaky_relu({0}, negative_slope={1})"],
+    "softplus": ["F.softplus({0})", "torch.log1p(torch.exp({0}))"],
+    "logsigmoid": ["F.logsigmoid({0})"],
+    "mish": ["F.mish({0})"],
+    "softsign": ["F.softsign({0})"],
+    "tanhshrink": ["F.tanhshrink({0})"],
+    "relu6": ["F.relu6({0})", "{0}.clamp(0, 6)"],
+    "hardtanh": ["F.hardtanh({0})", "{0}.clamp(-1.0, 1.0)"],
+    "hardsigmoid": ["F.hardsigmoid({0})"],
+    "hardswish": ["F.hardswish({0})"],
+    "elu": ["F.elu({0})"],
+    "celu": ["F.celu({0}, 1.3)"],
+    "selu": ["F.selu({0})"],
+}
+ARITY = {name: 2 if "{1}" in "".join(texts) else 1 for name, texts in SPELLINGS.items()}
+# Statements that write their first argument, and what they are called where they stand in an expression.
+IN_PLACE: dict[str, list[str]] = {
+    "add": ["{0}.add_({1})", "operator.iadd({0}, {1})"],
+    "sub": ["{0}.sub_({1})"],
+    "mul": ["{0}.mul_({1})", "operator.imul({0}, {1})"],
+    "div": ["{0}.div_({1})"],
+    "neg": ["{0}.neg_()"],
+    "pow": ["{0}.pow_({1})"],
+    "exp": ["{0}.exp_()", "torch.exp_({0})"],
+    "sigmoid": ["{0}.sigmoid_()", "torch.sigmoid({0}, out={0})"],
+    "tanh": ["{0}.tanh_()", "torch.tanh_({0})"],
+    "erf": ["{0}.erf_()"],
+    "relu": [
+        "F.relu({0}, inplace=True)",
+        "F.relu({0}, True)",
+        "torch.relu_({0})",
+        "{0}.relu_()",
+        "InplaceReLU({0})",
+        "F.relu(input={0}, inplace=True)",
+    ],
+    "silu": ["F.silu({0}, inplace=True)", "InplaceSiLU({0})"],
+    "gelu": ["torch.ops.aten.gelu_.default({0})"],
+    "leaky_relu": ["F.leaky_relu({0}, {1}, inplace=True)"],
+    "clamp_min": ["{0}.clamp_min_({1})"],
+    "clamp": ["{0}.clamp_({1})"],
+}
+
+
+class Swish(torch.autograd.Function):
+    """As memory-saving activations are written; what is saved is computed after the result."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = F.silu(x)
+        s = torch.sigmoid(x)
+        ctx.save_for_backward(x, s)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, s = ctx.saved_tensors
+        return grad * (s * (1 + x * (1 - s)))
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@torch.library.custom_op("fuzz::scale_", mutates_args=("t",))
+def scale_(t: Tensor, by: float) -> None:
+    t.mul_(by)
+
+
+GLOBALS: dict[str, Any] = {
+    **{"torch": torch, "F": F, "nn": nn, "operator": __import__("operator"), "math": math},
+    **{"Swish": Swish, "StraightThrough": StraightThrough, "scale_": scale_},
+    **{"Sigmoid": nn.Sigmoid(), "Tanh": nn.Tanh(), "ReLU": nn.ReLU(), "SiLU": nn.SiLU(), "GELU": nn.GELU()},
+    **{"GELUTanh": nn.GELU(approximate="tanh"), "InplaceReLU": nn.ReLU(True), "InplaceSiLU": nn.SiLU(True)},
+    "Dropout": nn.Dropout(0.5).eval(),
+}
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+PRODUCERS = """
+F.linear({x}, {w}, {b}) | F.linear({x}, {w}) | {x} @ {w}.t() | torch.matmul({x}, {w}.t()) + {b} | {x} @ {w}.mT
+torch.einsum('...k,nk->...n', {x}, {w}) | torch.mm({x}, {w}.t()) | torch.addmm({b}, {x}, {w}.t())
+torch.addmm({b}, {x}, {w}.t(), beta=0.5, alpha=2.0) | {b}.addmm({x}, {w}.t()) | {x}.matmul({w}.t()).add_({b})
+torch.bmm({x}, {w}.t().expand({x}.shape[0], -1, -1)) | {x}.bmm({w}.t().repeat({x}.shape[0], 1, 1))
+torch.baddbmm({b}, {x}, {w}.t().expand({x}.shape[0], -1, -1)) | F.linear({x}, {w}) + F.linear({x}, {w}) * 0.5
+torch.inner({x}, {w}) | torch.tensordot({x}, {w}, ([-1], [1])) | ({w} @ {x}.mT).mT | F.linear(input={x}, weight={w})
+torch.matmul(input={x}, other={w}.t()) | torch.ops.aten.linear.default({x}, {w}, {b}) | operator.matmul({x}, {w}.t())
+F.conv1d({x}.mT, {w}.unsqueeze(-1), {b}).mT | F.conv1d({x}.unsqueeze(-1), {w}.unsqueeze(-1)).squeeze(-1)
+torch.mv({w}, {x}) | {w} @ {x} | F.linear({x}, {w}).to(torch.float64) | torch.stack([{x} @ {w}.t()])[0]
+"""
+CONSUMERS = """
+F.linear({y}, {d}) | {y} @ {d}.t() | torch.matmul({y}, {d}.t()) | torch.einsum('...n,kn->...k', {y}, {d})
+torch.mm({y}, {d}.t()) | torch.addmm(torch.ones(1, dtype={y}.dtype), {y}, {d}.t()) | {d} @ {y}.mT
+F.linear(input={y}, weight={d}) | torch.bmm({y}, {d}.t().expand({y}.shape[0], -1, -1))
+F.linear({y}, {d}) + F.linear({y}, {d}) | {y} @ {y}.mT | F.linear({y}.view({y}.shape), {d})
+F.linear(F.dropout({y}, 0.5, training=False), {d}) | F.linear({y}.clone(), {d}) | F.linear({y}, {d}) + {y}.sum()
+F.linear({y}.to({d}.dtype), {d}) | {y} @ {d}.t() + {y}.mean() | torch.inner({y}, {d}) | F.linear({y}[:1], {d})
+F.linear({y}.reshape(-1, {y}.shape[-1]), {d}) | {y}.addmm({y} @ {y}.mT, {y}) | {y} + 0.5
+F.linear(F.dropout({y}, 0.5), {d}) | F.linear({y}, {d}) * {y}.detach().mean() | F.linear({y}.contiguous(), {d})
+F.linear({y} + {m}, {d}) | F.linear({y} * {m}, {d}) | F.linear(F.layer_norm({y}, {y}.shape[-1:]), {d})
+"""
+CUTS = """
+{h}.chunk(2, -1) | torch.chunk({h}, 2, dim=-1) | {h}.split({n}, -1) | torch.split({h}, [{n}, {n}], dim=-1)
+torch.tensor_split({h}, 2, -1) | ({h}[..., :{n}], {h}[..., {n}:]) | ({h}[..., ::2], {h}[..., 1::2])
+{h}.unflatten(-1, (2, {n})).unbind(-2) | {h}.unflatten(-1, ({n}, 2)).unbind(-1)
+{h}.view(*{h}.shape[:-1], {n}, 2).unbind(-1) | {h}.view(*{h}.shape[:-1], 2, {n}).unbind(-2)
+{h}.reshape(*{h}.shape[:-1], 2, {n}).unbind(-2) | {h}.view(*{h}.shape[:-1][::-1], 2, {n}).unbind(-2)
+{h}.view(-1, 2, {n}).unbind(1) | {h}.view(-1, {n}, 2).unbind(2) | ({h}.narrow(-1, 0, {n}), {h}.narrow(-1, {n}, {n}))
+({h}[..., {n}:], {h}[..., :{n}]) | ({h}[..., 1::2], {h}[..., ::2]) | ({h}[..., :{n}], {h}[..., 1:{n} + 1])
+{h}.flip(-1).chunk(2, -1) | {h}.roll(1, -1).chunk(2, -1) | {h}.chunk(2, 0) | ({h}[..., -{n}:], {h}[..., :-{n}])
+({h}[..., :{n}], {h}[..., {n}:].flip(-1)) | {h}.contiguous().chunk(2, -1)
+({h}.view(*{h}.shape[:-1], 2, {n})[..., 0, :], {h}.view(*{h}.shape[:-1], 2, {n})[..., 1, :])
+({h}.view(-1, {n}, 2).select(2, 0), {h}.view(-1, {n}, 2).select(-1, 1)) | ({h}.chunk(2, -1)[0], {h}.chunk(2, -1)[1])
+({h}.view(-1, 2, {n})[:, 1], {h}.view(-1, 2, {n})[:, 0]) | {h}.view(2, -1, {n}).unbind(0)
+{h}.transpose(0, -1).chunk(2, -1) | ({h}[..., 0:{n}:1], {h}[..., {n}:2 * {n}]) | ({h}[..., :-1:2], {h}[..., 1::2])
+torch.split({h}, [1, 2 * {n} - 1], -1) | ({h}[..., :{n}].contiguous(), {h}[..., {n}:].clone())
+{h}.unfold(-1, {n}, {n}).unbind(-2) | ({h}[..., :{n}], {h}[..., :{n}])
+"""
+MOVES = """
+{v}.view({v}.shape) | {v}.reshape({v}.shape) | {v}.view_as({v}) | {v}.contiguous() | {v}.clone() | {v}.detach()
+{v}.unsqueeze(0) | {v}.unsqueeze(0).squeeze(0) | {v}.squeeze() | {v}.transpose(0, -1)
+{v}.transpose(0, -1).transpose(-1, 0) | {v}.mT | {v}.mT.contiguous() | {v}.mT.clone().mT | {v}.flatten()
+{v}.reshape(-1, {v}.shape[-1]) | {v}.swapdims(0, -1) | {v}.expand(2, *{v}.shape) | {v}[:1].expand({v}.shape)
+{v}[..., :1] | {v}[:1] | {v}.narrow(-1, 0, 1).expand({v}.shape) | {v}.flip(-1) | {v}.roll(1, 0) | {v}.flip(0).flip(0)
+{v}.select(0, 0) | {v}.movedim(0, -1) | {v}.float().double() | {v}.bfloat16().to({v}.dtype) | {v}.double()
+{v}.to({v}.dtype) | {v}.type_as({v}) | {v}.half().float() | {v}.float() | F.dropout({v}, 0.0)
+F.dropout({v}, 0.5, False) | F.dropout({v}, p=0.5, training=False) | Dropout({v}) | {v} + {m} | {v} * {m} | {v} * {s}
+{v} + {s} | {v}.as_strided({v}.shape, {v}.stride(), {v}.storage_offset()) | torch.softmax({v}, -1) | {v} * ({v} > 0)
+{v} - {v}.mean() | {v} * torch.rsqrt({v}.pow(2).mean(-1, keepdim=True) + 1e-6) | {v}.masked_fill({v} < -1, 0.0)
+{v} * 1.0 | {v}.view(torch.int64).view({v}.dtype) | torch.where({v} > 0.1, {v}, 0.0) | StraightThrough.apply({v})
+torch.sin({v}) | torch.zeros_like({v}) | torch.ones_like({v}) | {v} + torch.zeros_like({v})
+{v} * torch.ones_like({v}) | torch.ones_like({v}, dtype=torch.float32) | {v}.requires_grad_() | {v}.data
+{v}.view(-1).view({v}.shape) | {v}.swapaxes(0, -1) | {v}.view(*{v}.shape[::-1]) | {v}.T
+"""
+WRITES = """
+{v}.add_(1.0) | {v}.mul_(0.5) | {v}.zero_() | {v}[..., 0] = 1.0 | {v}[0] += 1 | {v}.view(-1).neg_()
+{v}.copy_({v} * 2) | torch.add({v}, 1.0, out={v}) | {v}.clamp_(-1, 1) | F.relu({v}, inplace=True)
+{v}.unsqueeze(0).mul_(1.5) | {v}.fill_(0.3) | {v}.as_strided((1,), (1,), {v}.storage_offset()).add_(1)
+{v}.mT.mul_(1.25) | {v}.detach().add_(0.5) | {v}.data.mul_(0.5) | {v}.chunk(2, -1)[1].mul_(2.0)
+{v}.masked_fill_({v} > 0, 0.5) | {v} *= 1.1 | {v}[{v} > 1] = 0.0 | {v}.addcmul_({v}, {v})
+F.dropout({v}, 0.5, True, True) | {v}.sigmoid_() | {v}.select(-1, 0).neg_() | torch._foreach_mul_([{v}], 0.75)
+scale_({v}, 0.5) | torch.ops.fuzz.scale_({v}, 0.5) | torch.ops.fuzz.scale_(t={v}, by=0.5)
+torch.ops.aten.mul_.Tensor(self={v}, other={v})
+torch.utils.checkpoint.checkpoint(lambda t: t.mul_(2.0), {v}, use_reentrant=False) | torch.relu_(input={v})
+{v}.flatten().mul_(1.5) | {v}.reshape(-1)[:1].add_(1)
+torch.sort({v} * 2, dim=-1, out=({v}, torch.empty_like({v}, dtype=torch.long)))
+"""
+READS = """
+{v}.sum() | {v}.mean(-1) | {v}.view(-1)[0] | {v}.clone() | {v} * 2 | torch.softmax({v}, -1) | {v} | {v}.detach()
+{v}.max() | {v}.mT
+"""
+BLOCKS = (
+    "torch.no_grad()",
+    "torch.enable_grad()",
+    "torch.inference_mode()",
+    "torch.autocast('cpu', torch.bfloat16)",
+    "torch.set_grad_enabled(True)",
+)
+
+
+def listed(text: str) -> list[str]:
+    return [item.strip() for line in text.strip().splitlines() for item in line.split(" | ")]
+
+
+class Program:
+    """A random function's source, and arguments for it.
+
+    Attributes:
+        lines: its statements.
+        blocks: (first, last, context manager) of the ``with`` blocks, outermost first.
+        outputs: the names that it returns.
+        arguments: names and tensors.
+    """
+
+    def __init__(
+        self, r: random.Random, *, avoid: tuple[str, ...] = (), narrow: bool = True, activation: str = ""
+    ) -> None:
+        self.r, self.avoid, self.activation = r, avoid, activation
+        self.lines: list[str] = []
+        self.outputs: list[str] = []
+        self.count = 0
+        lead = tuple(r.choice([1, 2, 2, 3]) for _ in range(r.choice([0, 1, 1, 1, 1, 2, 2])))
+        k, n = r.choice([1, 2, 4]), r.choice([1, 2, 3, 4])
+        self.n = n
+        self.dtype = r.choice([torch.float64] * 6 + [torch.float32, torch.bfloat16]) if narrow else torch.float64
+        shapes = {
+            **{"x": (*lead, k), "x2": (*lead, k), "w": (n, k), "w2": (n, k), "wp": (2 * n, k), "b": (n,)},
+            **{"bp": (2 * n,), "d": (k, n), "m": (*lead, n), "s": (n,)},
+        }
+        generator = torch.Generator().manual_seed(r.randrange(1 << 16))
+        large = r.choice([1.0, 1.0, 3.0])
+        self.arguments = {
+            name: (torch.randn(shape, dtype=torch.float64, generator=generator) * (large if name == "x" else 1.0))
+            .to(self.dtype)
+            .requires_grad_(bool(r.randrange(4)))
+            for name, shape in shapes.items()
+        }
+        if not r.randrange(4):  # exactly at the kinks
+            with torch.no_grad():
+                for name in ("x", "x2"):
+                    self.arguments[name][:1] = 0.0
+        clones = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in self.arguments.items()}
+        self.env: dict[str, Any] = {**GLOBALS, **clones}
+        for _ in range(r.choice([1, 1, 2])):
+            self._mlp()
+        while not self.returned():
+            self._mlp()
+        self.blocks: list[tuple[int, int, str]] = []
+        if not r.randrange(4):
+            first = r.randrange(len(self.lines))
+            block = r.choice(BLOCKS if self.dtype == torch.float32 else BLOCKS[:3])
+            self.blocks.append((first, min(len(self.lines) - 1, first + r.randrange(4)), block))
+
+    # Statements
+
+    def _runs(self, line: str) -> bool:
+        """Append the statement if it runs."""
+        if any(word in line for word in self.avoid):
+            return False
+        line = line.replace("{n}", str(self.n)).replace("{m}", "m").replace("{s}", "s")
+        saved = {k: v for k, v in self.env.items() if k not in GLOBALS}
+        try:
+            exec(line, self.env)
+            for k, v in self.env.items():
+                if k not in saved and k not in GLOBALS and k != "__builtins__" and v.numel() > 500:
+                    raise ValueError("large")
+        except Exception:
+            for k in set(self.env) - set(saved) - set(GLOBALS) - {"__builtins__"}:
+                del self.env[k]
+            self.env.update(saved)
+            return False
+        self.lines.append(line)
+        return True
+
+    def _new(self, prefix: str = "t") -> str:
+        self.count += 1
+        return f"{prefix}{self.count}"
+
+    def _let(self, texts: list[str], prefix: str = "t", tries: int = 6, **names: str) -> str | None:
+        """A new variable, of one of the texts."""
+        for _ in range(tries):
+            name, text = self._new(prefix), self.r.choice(texts)
+            for key, value in names.items():
+                text = text.replace(f"{{{key}}}", value)
+            if self._runs(f"{name} = {text}"):
+                return name
+        return None
+
+    def _tensors(self) -> list[str]:
+        return [k for k, v in self.env.items() if isinstance(v, Tensor) and k not in self.arguments]
+
+    def _disturb(self, names: list[str | None], chance: int) -> None:
+        """Now and then something else happens to one of the variables."""
+        r = self.r
+        while r.randrange(100) < chance:
+            v = r.choice([n for n in (*names, *self._tensors()) if n])
+            if r.randrange(3):
+                if self._runs(r.choice(listed(WRITES)).replace("{v}", v)):
+                    return
+            elif (read := self._let(listed(READS), "r", v=v)) is not None:
+                self.outputs.append(read)
+
+    def _move(self, v: str, chance: int) -> str:
+        while self.r.randrange(100) < chance:
+            v = self._let(listed(MOVES), "v", v=v) or v
+        return v
+
+    def _value(self, e: Expression, names: dict[str, str], chance: int, made: dict[Expression, str]) -> str:
+        """The expression as text; parts of it become statements before, and something may happen between them."""
+        r = self.r
+        if isinstance(e, str):
+            return self._move(names[e], chance // 3)
+        if not isinstance(e, tuple):
+            return repr(e) if not number(e) or e >= 0 else f"({e!r})"
+        if e in made and r.randrange(3):
+            return made[e]
+        args = [self._value(a, names, chance, made) for a in e[1:]]
+        if not any(character.isalpha() and character != "e" for a in args for character in a):
+            return (
+                "(" + SPELLINGS[e[0]][0].format(*args) + ")"
+                if e[0] in ("add", "sub", "mul", "div", "neg", "pow")
+                else "1.0"
+            )
+        texts = SPELLINGS[e[0]]
+        own = args[0].startswith("t") and args[0] not in made.values()
+        if e[0] in IN_PLACE and r.randrange(100) < (25 if own else chance // 4):
+            texts = IN_PLACE[e[0]]
+        text = r.choice(texts).format(*args)
+        if texts is SPELLINGS[e[0]] and r.randrange(2):
+            return f"({text})"
+        name = self._new()
+        for spelling in (text, *(t.format(*args) for t in SPELLINGS[e[0]])):
+            if self._runs(f"{name} = {spelling}"):
+                break
+        else:
+            return f"({text})"
+        if r.randrange(3):
+            made[e] = name
+        self._disturb([name, *names.values()], chance)
+        return self._move(name, chance // 4)
+
+    # A producer, a cut, an activation, a consumer
+
+    def _mlp(self) -> None:
+        r = self.r
+        chance = r.choice([0, 0, 0, 0, 12, 25])  # how much else happens
+        known = [t for t in self._tensors() if self.env[t].shape == self.env["x"].shape]
+        x = r.choice(["x", "x", *known])
+        kind = r.choice(["one", "two", "packed", "packed"])
+        names: list[str | None]
+        if kind == "packed":
+            h = self._let(listed(PRODUCERS), "h", x=x, w="wp", b="bp")
+            if h is None:
+                return
+            h = self._move(h, chance)
+            self._disturb([h], chance)
+            g, u = self._new("g"), self._new("u")
+            cuts = listed(CUTS)[: 12 if not chance else None]
+            if not any(self._runs(f"{g}, {u} = " + r.choice(cuts).replace("{h}", h)) for _ in range(6)):
+                return
+            names = [g, u]
+        else:
+            g = self._let(listed(PRODUCERS)[: 9 if not chance else None], "h", x=x, w="w", b="b")
+            if g is None:
+                return
+            names = [g, self._let(listed(PRODUCERS), "h", x=r.choice([x, "x2"]), w="w2", b="b") if kind == "two" else g]
+        names = [self._move(v, chance) if v else g for v in names]
+        if not r.randrange(8):
+            names.reverse()
+        self._disturb(names, chance)
+        variables = {"x": names[0], "y": names[1]}
+        e = self._expression(kind != "one")
+        y = self._new("y")
+        text = self._value(e, variables, chance, {})  # type: ignore[arg-type]
+        if kind == "packed" and not r.randrange(12):
+            text = r.choice(["F.glu({h}, -1)", "F.glu({h})", "F.glu({h}, dim=0)"]).replace("{h}", h)
+        if not self._runs(f"{y} = {text}"):
+            return
+        y = self._move(y, chance)
+        self._disturb([y, *names], chance)
+        for _ in range(r.choice([1, 1, 1, 2])):
+            z = self._let(listed(CONSUMERS)[: 4 if not chance else None], "z", y=y, d="d")
+            if z is not None:
+                self.outputs.append(z)
+        self._disturb([y, *names], chance)
+
+    def _expression(self, gated: bool) -> Expression:
+        r = self.r
+        if not r.randrange(12) and not self.activation:
+            return scrap(r, 3)
+        e = ACTIVATIONS[self.activation or r.choice(sorted(ACTIVATIONS))]
+        self.activation = ""  # the next is any
+        up: Expression = "y"
+        if gated and not r.randrange(8):  # gpt-oss' clamps
+            limit = r.choice([1.0, 0.5, 7.0])
+            e = substitute(e, {"x": ("clamp_max", "x", limit)})
+            up = ("clamp_max", ("clamp_min", "y", -limit), limit * r.choice([1, 1, 1, 1.01]))
+        if gated:
+            up = r.choice([up, up, up, ("add", up, 1.0), ("add", up, 0.5), ("square", up)])
+            e = (
+                r.choice([("mul", e, up), ("mul", up, e)])
+                if r.randrange(10)
+                else (r.choice(["add", "div", "sub"]), e, up)
+            )
+        e = equivalent(r, e, r.choice([0, 1, 3, 6]), 40)
+        return e if r.randrange(4) else neighbour(r, e)
+
+    # As a function
+
+    def returned(self) -> list[str]:
+        return [o for o in dict.fromkeys(self.outputs) if isinstance(self.env.get(o), Tensor)]
+
+    def source(
+        self, lines: list[str] | None = None, blocks: list[tuple[int, int, str]] | None = None, name: str = "f"
+    ) -> str:
+        text = [f"def {name}({', '.join(self.arguments)}):"]
+        blocks = self.blocks if blocks is None else blocks
+        for i, line in enumerate(self.lines if lines is None else lines):
+            for first, last, block in blocks:
+                if i == first:
+                    text.append(f"    with {block}:")
+                if first <= i <= last:
+                    line = f"    {line}"
+            text.append(f"    {line}")
+        return "\n".join([*text, f"    return ({', '.join(self.returned())},)"])
+
+    def narrowest(self) -> torch.dtype:
+        """The narrowest dtype that anything is computed in."""
+        values = [v.dtype for v in self.env.values() if isinstance(v, Tensor) and v.is_floating_point()]
+        if any("autocast" in block for *_, block in self.blocks):
+            values.append(torch.bfloat16)
+        text = "".join(self.lines)
+        values += [
+            d
+            for word, d in (("bfloat16", torch.bfloat16), ("half", torch.float16), ("float()", torch.float32))
+            if word in text
+        ]
+        return min(values, key=lambda d: (d.itemsize, d == torch.float16))
+
+
+def function(source: str, name: str = "f") -> Callable[..., Any]:
+    space = dict(GLOBALS)
+    exec(compile(source, __file__, "exec"), space)  # a function without a file is wrapped in another by torch 2.11
+    return space[name]  # type: ignore[no-any-return]
+
+
+def together(programs: list[Program]) -> tuple[Callable[..., Any], list[Tensor]]:
+    """One function that calls them all, and its arguments."""
+    arguments = [t for p in programs for t in p.arguments.values()]
+    parts = [p.source(name=f"f{i}") for i, p in enumerate(programs)]
+    n = len(arguments) // len(programs)
+    calls = ", ".join(f"*f{i}(*a[{i * n}:{i * n + n}])" for i in range(len(programs)))
+    return function("\n\n".join([*parts, f"def f(*a):\n    return ({calls},)"])), arguments
+
+
+def fuzzed(r: random.Random, counts: Counter[str], way: str = "eager") -> None:
+    """One program, compared; and what it was."""
+    done = counts["programs"] + counts["raises"]
+    p = Program(r, activation=sorted(ACTIVATIONS)[done % len(ACTIVATIONS)])
+    source = p.source()
+    if way != "eager" and any(text in source for text in NOT_AOT):
+        way = "eager"
+    try:
+        sites = compare(function(source), list(p.arguments.values()), way=way, dtype=p.narrowest())
+    except EagerFails:
+        counts["raises"] += 1
+        return
+    except Exception as e:
+        e.add_note(f"{way}, {p.dtype}, { ({k: tuple(t.shape) for k, t in p.arguments.items()}) }\n{source}")
+        raise
+    counts["programs"] += 1
+    counts["fused"] += any(site.op is not None for site in sites)
+    counts["left alone"] += any(site.op is None for site in sites)
+    counts.update(kind for site in sites if site.op for kind in (site.op, str(site.activation)))
+    if done % 50 == 0:
+        torch._dynamo.reset()  # what is compiled stays in memory
+
+
+# Active dropout draws other numbers there, and inference mode inside of a graph breaks AOTAutograd (2.13).
+NOT_AOT = ("0.5)", "0.5, True", "inference_mode")
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+def randoms() -> Any:
+    return st.randoms(use_true_random=False, note_method_calls=False)
+
+
+def quietly(examples: int, seeded: bool = False) -> Any:
+    return settings(
+        max_examples=examples,
+        derandomize=not seeded,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    with quick_guards(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
+
+def check_share(counts: Counter[str], share: float) -> None:
+    assert counts["fused"] >= share * counts["programs"] > 0, counts
+    assert counts["left alone"] >= share * counts["programs"], counts
+    assert counts["raises"] <= 0.3 * counts["programs"], counts
+
+
+def check_kinds(counts: Counter[str]) -> None:
+    """Every operator and every activation is among what was fused."""
+    wanted = {"fused::bias_act", "fused::glu", "fused::bias_glu", *ACTIVATIONS}
+    assert wanted <= counts.keys(), (wanted - counts.keys(), counts)
+
+
+def test_programs():
+    counts: Counter[str] = Counter()
+
+    @quietly(100)
+    @given(randoms())
+    def run(r):
+        fuzzed(r, counts, ("eager", "eager", "aot_eager")[counts["programs"] % 3])
+
+    run()
+    check_share(counts, 0.25)
+    check_kinds(counts)
+
+
+TOTAL: Counter[str] = Counter()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(24))
+def test_many_programs(part):
+    counts: Counter[str] = Counter()
+
+    @seed(part)
+    @quietly(100, seeded=True)
+    @given(randoms())
+    def run(r):
+        fuzzed(r, counts, "aot_eager" if part % 6 == 5 else "eager")
+
+    run()
+    TOTAL.update(counts)
+    check_share(counts, 0.2)
+
+
+@pytest.mark.slow
+def test_many_programs_were_many():
+    """Runs after the above, in the same process."""
+    if TOTAL["programs"] < 2000:
+        pytest.skip("not all parts of test_many_programs ran")
+    print(TOTAL)
+    check_kinds(TOTAL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(2))
+def test_through_inductor(part):
+    """Many programs as one function, which takes a minute to compile, not a minute each."""
+    r, programs, arguments = random.Random(part), [], []
+    while len(programs) < 12:
+        p = Program(r, avoid=("0.5)", "0.5, True", "checkpoint", "sort"), narrow=False)
+        p.blocks = [b for b in p.blocks if "inference" not in b[2]]
+        try:
+            sites = compare(function(p.source()), list(p.arguments.values()), way="aot_eager")
+        except EagerFails:
+            continue
+        if any(site.op for site in sites):
+            programs.append(p)
+    fn, arguments = together(programs)
+    torch._dynamo.reset()
+    compare(fn, arguments, way="inductor")
+
+
+# ---- the algebra itself ----------------------------------------------------------------------------------------------
+
+
+def steps_of(e: Expression) -> tuple[symbolic.Step, ...]:
+    """The expression as the recogniser would read it; x and y are operands 0 and 1."""
+    steps: list[symbolic.Step] = []
+
+    def ref(e: Expression) -> Any:
+        if not isinstance(e, tuple):
+            return symbolic.Ref("operand", "xy".index(e)) if isinstance(e, str) else e
+        args = tuple(map(ref, e[1:]))
+        name, kwargs = ("gelu", (("approximate", "tanh"),)) if e[0] == "gelu_tanh" else (e[0], ())
+        steps.append((name, args, kwargs))
+        return symbolic.Ref("value", len(steps) - 1)
+
+    ref(e)
+    return tuple(steps)
+
+
+def form(algebra: symbolic.Algebra, e: Expression) -> symbolic.Poly:
+    variables = [algebra.variable(name) for name in "xy"]
+    if not isinstance(e, tuple):
+        return variables["xy".index(e)] if isinstance(e, str) else algebra.lift(e)
+    return symbolic.evaluate(algebra, steps_of(e), variables)[-1]
+
+
+def verdict(e: Expression, operands: int) -> prove.Verdict:
+    """What the recogniser says of it; kinks' derivatives apart, in which spellings of relu differ."""
+    steps = steps_of(e)
+    return prove.prove(steps, symbolic.Ref("value", len(steps) - 1), operands, differentiable=False)
+
+
+def computed(e: Expression, variables: dict[str, Tensor], largest: list[Tensor]) -> Any:
+    """The expression's value; ``largest`` gets, for each point, the largest value that occurs inside."""
+    if not isinstance(e, tuple):
+        return variables[e] if isinstance(e, str) else e
+    args = {f"a{i}": computed(a, variables, largest) for i, a in enumerate(e[1:])}
+    if e[0] in ("maximum", "minimum"):
+        args = {k: torch.as_tensor(a, dtype=torch.float64) for k, a in args.items()}
+    value = eval(SPELLINGS[e[0]][0].format(*(f"({k})" for k in args)), GLOBALS | args)
+    if isinstance(value, Tensor):
+        largest[0] = torch.maximum(largest[0], value.detach().abs().nan_to_num(torch.inf))
+    return value
+
+
+# Exactly at kinks. Not with a far value beside them: erfc(7) and 1 - erf(7) are on different sides of 0.
+KINKS = [(0, 0), (1, 1), *((k, o) for k in (0, 1, -1, 0.5, 3, -3, 6, 7) for o in (0.7, -1.3))]
+
+
+def points(r: random.Random) -> dict[str, Tensor]:
+    """Near, far, and exactly where the functions of the table have their kinks."""
+    generator = torch.Generator().manual_seed(r.randrange(1 << 16))
+    near = torch.randn(2, 200, dtype=torch.float64, generator=generator) * 3
+    far = torch.randn(2, 50, dtype=torch.float64, generator=generator) * 60
+    kinks = torch.tensor(KINKS, dtype=torch.float64).t()
+    values = torch.cat([near, far, kinks, kinks.flip(0)], 1)
+    return {name: values[i].clone().requires_grad_() for i, name in enumerate("xy")}
+
+
+def agree(e: Expression, f: Expression, variables: dict[str, Tensor], tolerance: float = 3e-6) -> tuple[bool, int]:
+    """Whether both have the same values and derivatives wherever they can be computed; at how many points they can."""
+    inputs = tuple(variables.values())
+    largest = [torch.ones_like(inputs[0])]
+    results = []
+    for g in (e, f):
+        value = torch.as_tensor(computed(g, variables, largest), dtype=torch.float64).expand(inputs[0].shape)
+        slopes = [None, None]
+        if value.requires_grad:
+            slopes = torch.autograd.grad(value.sum(), inputs, allow_unused=True)
+        results.append([value.detach(), *(torch.zeros_like(value) if d is None else d for d in slopes)])
+    agreeing, known = True, 0
+    for power, (a, b) in enumerate(zip(*results, strict=True)):
+        size = largest[0] ** (2 if power else 1)  # a quotient's derivative has the square below
+        finite = a.isfinite() & b.isfinite() & (largest[0] < 1e8)  # beyond, rounding is divided by itself
+        agreeing &= bool(((a - b).abs()[finite] < tolerance * size[finite]).all())
+        known = known or int(finite.sum())
+    return agreeing, known
+
+
+def test_equal_forms_are_equal_functions():
+    counts: Counter[str] = Counter()
+
+    @quietly(600)
+    @given(randoms())
+    def run(r):
+        e = scrap(r, 4) if r.randrange(2) else ACTIVATIONS[r.choice(sorted(ACTIVATIONS))]
+        if r.randrange(2):
+            e = ("mul", e, scrap(r, 2))
+        f = equivalent(r, e, r.choice([0, 2, 5]))
+        if not r.randrange(3):
+            f = neighbour(r, f)
+        algebra = symbolic.Algebra()
+        try:
+            equal = algebra.same(form(algebra, e), form(algebra, f))
+        except symbolic.Unprovable:
+            counts["unprovable"] += 1
+            return
+        agreeing, known = agree(e, f, points(r))
+        counts["equal" if equal else "unequal"] += 1
+        counts["known"] += known > 100
+        counts["told apart"] += not equal and not agreeing
+        assert agreeing or not equal, (e, f)
+
+    run()
+    assert counts["equal"] > 150 and counts["told apart"] > 60 and counts["known"] > 300, counts
+
+
+CAUTIOUS = "large terms cancel"  # factors of 2 and ½ that come one by one may look so
+
+
+def test_equivalent_spellings_are_proved():
+    """Completeness, for what ``equivalent`` spells; and one constant off by 1e-5 is another function."""
+    counts: Counter[str] = Counter()
+
+    @quietly(400)
+    @given(randoms())
+    def run(r):
+        name = r.choice(sorted(ACTIVATIONS))
+        e = equivalent(r, ACTIVATIONS[name], r.choice([1, 2, 4, 8]))
+        found = verdict(e, 1)
+        if CAUTIOUS in found.reason:
+            counts["cautious"] += 1
+            return
+        assert found.activation == name, (e, found.reason)
+        constants = [(path, n) for path, n in nodes(e) if number(n) and n]
+        counts[name] += 1
+        if constants:
+            path, n = r.choice(constants)
+            f = put(e, path, n * (1 + r.choice([1, -1]) * r.choice([1.2e-5, 1e-4, 1e-2])))
+            counts["perturbed"] += 1
+            if verdict(f, 1).activation == name:  # where it makes no difference: relu(x)·relu(x - relu(-1.01·x))
+                assert agree(e, f, points(r), 1e-12)[0], f
+                counts["no difference"] += 1
+
+    run()
+    assert counts["perturbed"] - counts["no difference"] > 150 and counts.keys() >= ACTIVATIONS.keys(), counts
+    assert counts["cautious"] <= 40, counts
+
+
+def test_equivalent_gates_are_proved():
+    counts: Counter[str] = Counter()
+
+    @quietly(300)
+    @given(randoms())
+    def run(r):
+        name, limit = r.choice(sorted(ACTIVATIONS)), r.choice([None, None, None, 7.0, 0.5])
+        offset = r.choice([0.0, 0.0, 1.0, -0.5])
+        gate, up = ACTIVATIONS[name], "y"
+        if limit is not None:
+            gate = substitute(gate, {"x": ("clamp_max", "x", limit)})
+            up = ("clamp_max", ("clamp_min", "y", -limit), limit)
+        product = ("mul", gate, ("add", up, offset) if offset else up)
+        e = equivalent(r, product, r.choice([0, 1, 2, 4]))
+        v = verdict(e, 2)
+        if CAUTIOUS in v.reason:
+            counts["cautious"] += 1
+            return
+        assert (v.activation, v.gate, v.up, v.clamp) == (name, 0, 1, limit), (e, v)
+        assert math.isclose(v.up_offset, offset, rel_tol=1e-6), (e, v)
+        counts[name] += 1
+        other = verdict(substitute(e, {"x": "y", "y": "x"}), 2)
+        assert (other.activation, other.gate, other.up) == (name, 1, 0), e
+
+    run()
+    assert counts.keys() >= ACTIVATIONS.keys() and counts["cautious"] <= 30, counts
