@@ -571,49 +571,9 @@ def test_tensor_parallel():
 
 NEAR_MISSES: dict[str, tuple[Elementwise, str]] = {
     "1.7": (lambda x: x * torch.sigmoid(1.7 * x), "is like quick_gelu, but has 1.7 for 1.702"),
-    "1.70201": (lambda x: x * torch.sigmoid(1.70201 * x), "is like quick_gelu, but has 1.70201 for 1.702"),
-    "0.044": (lambda x: 0.5 * x * (1 + torch.tanh(C * (x + 0.044 * x**3))), "is like gelu_tanh, but has"),
-    "0.79": (lambda x: 0.5 * x * (1 + torch.tanh(0.79 * (x + 0.044715 * x**3))), "is like gelu_tanh, but has"),
-    "0.4*x": (lambda x: 0.4 * x * (1 + torch.tanh(C * (x + 0.044715 * x**3))), "it is 0.8·gelu_tanh(x)"),
-    "x**2 for x**3": (lambda x: 0.5 * x * (1 + torch.tanh(C * (x + 0.044715 * x**2))), "no activation of the table"),
-    "erf without sqrt(2)": (lambda x: 0.5 * x * (1 + torch.erf(x)), "is like gelu, but has 1 for 0.7071068"),
-    "erf for tanh": (lambda x: 0.5 * x * (1 + torch.erf(C * (x + 0.044715 * x**3))), "no activation of the table"),
-    "x*tanh(x)": (lambda x: x * torch.tanh(x), "no activation of the table"),
-    "silu(x)*x": (lambda x: F.silu(x) * x, "x^2·sigmoid(x) is no activation of the table"),
-    "x - silu": (lambda x: x - F.silu(x), "no activation of the table"),
-    "silu(-x)": (lambda x: F.silu(-x), "no activation of the table"),
-    "silu(2x)": (lambda x: F.silu(2 * x), "no activation of the table"),
-    "relu**3": (lambda x: F.relu(x) ** 3, "relu(x)^3 is no activation of the table"),
-    "relu(x**2)": (lambda x: F.relu(x**2), "no activation of the table"),
-    "x**2": (lambda x: x**2, "x^2 is no activation of the table"),
-    "x*x*x": (lambda x: x * x * x, "x^3 is no activation of the table"),
-    "-relu": (lambda x: -F.relu(x), "it is -1·relu(x)"),
-    "relu(-x)": (lambda x: F.relu(-x), "no activation of the table"),
-    "relu + 1": (lambda x: F.relu(x) + 1, "no activation of the table"),
-    "relu(x - 1)": (lambda x: F.relu(x - 1), "no activation of the table"),
-    "leaky_relu": (F.leaky_relu, "no activation of the table"),
-    "relu6": (F.relu6, "no activation of the table"),
-    "hardtanh": (F.hardtanh, "no activation of the table"),
-    "elu": (F.elu, "no activation of the table"),
-    "selu": (F.selu, "no activation of the table"),
-    "celu": (F.celu, "no activation of the table"),
-    "mish": (F.mish, "no activation of the table"),
-    "softplus": (F.softplus, "log(1 + exp(x)) is no activation of the table"),
-    "softsign": (F.softsign, "no activation of the table"),
-    "logsigmoid": (F.logsigmoid, "no activation of the table"),
-    "hardswish": (F.hardswish, "no activation of the table"),
-    "hardsigmoid": (F.hardsigmoid, "no activation of the table"),
-    "exp": (torch.exp, "exp(x) is no activation of the table"),
-    "abs": (torch.abs, "no activation of the table"),
-    "sigmoid*2": (lambda x: torch.sigmoid(x) * 2.0, "it is 2·sigmoid(x): a scaled activation is another function"),
-    "gelu*0.5": (lambda x: F.gelu(x) * 0.5, "it is 0.5·gelu(x)"),
-    "tanh(x/2)": (lambda x: torch.tanh(x / 2), "no activation of the table"),
-    "1 - sigmoid": (lambda x: 1 - torch.sigmoid(x), "no activation of the table"),
     "x/(1-exp(-x))": (lambda x: x / (1 - torch.exp(-x)), "no activation of the table"),
     "x/(2+exp(-x))": (lambda x: x / (2 + torch.exp(-x)), "no activation of the table"),
     "where": (lambda x: torch.where(x > 0, x, 0.0), "cannot be proved: a comparison in it"),
-    "threshold": (lambda x: F.threshold(x, 0.1, 0.0), "cannot be proved: a threshold in it"),
-    "masked_fill": (lambda x: F.gelu(x).masked_fill(x < -3, 0.0), "a comparison in it"),
     "rounded division": (lambda x: torch.div(F.relu(x), 1.0, rounding_mode="floor"), "a rounded division"),
     "x**x": (lambda x: x**x, "a power with a variable exponent"),
     "x**40": (lambda x: F.relu(x) ** 40, "no activation of the table"),
@@ -623,13 +583,6 @@ NEAR_MISSES: dict[str, tuple[Elementwise, str]] = {
         lambda x: torch.sigmoid(x).view(2, 2, 16).view(4, 16) * x,
         "stands between the activation's parts",
     ),
-    "transposed inside": (
-        lambda x: F.silu(x.t()).t().contiguous().t().t() * x,
-        "stands between the activation's parts",
-    ),
-    "bf16 work": (lambda x: F.gelu(x.bfloat16()).float(), "it works in torch.bfloat16 on torch.float32 values"),
-    "bf16 sigmoid": (lambda x: x * torch.sigmoid(x.bfloat16()).float(), "it works in torch.bfloat16"),
-    "fp16 in the middle": (lambda x: (1 + torch.tanh(x / 2).half()).float() * x / 2, "it works in torch.float16"),
     "many calls": (lambda x: sum(torch.sigmoid(x) for _ in range(70)), "more than 64 pointwise calls"),
 }
 
@@ -736,19 +689,11 @@ def test_glu_on_another_axis_stays():
 
 
 # Functions of two GEMMs' outputs h and u (4, 16), a weight w (8, 16) and another input m (4, 16).
+# The corpus is test_near_misses.py; here it is about the graph, which must be as it was.
 LEFT_ALONE = {
-    # Written in place.
     "old view read later": (
         lambda h, u, w, m: (lambda v: F.linear(h.relu_(), w) + v.sum())(h.view(-1)),
         "sum reads the tensor afterwards",
-    ),
-    "leaf written between": (
-        lambda h, u, w, m: (lambda s: F.linear(s * first(h, h.add_(1)), w))(torch.sigmoid(h)),
-        "sigmoid(x) + x·sigmoid(x) is no activation",
-    ),
-    "leaf written through a view": (
-        lambda h, u, w, m: (lambda s: F.linear(s * first(h, h.view(-1).mul_(2)), w))(torch.sigmoid(h)),
-        "mul_ writes into it in place before it is read",
     ),
     "leaf written before the product": (
         lambda h, u, w, m: (lambda s: F.linear(first(s, h.zero_()) * u, w))(F.silu(h)),
@@ -758,78 +703,12 @@ LEFT_ALONE = {
         lambda h, u, w, m: (lambda s: F.linear(first(s, s.mul_(2)) * h, w))(torch.sigmoid(h)),
         "it is 2·silu(x)",
     ),
-    "leaf written afterwards": (
-        lambda h, u, w, m: (lambda y: first(F.linear(y, w), h.add_(1)))(F.relu(h)),
-        "add_ writes into its input in place",
-    ),
-    "detached inside": (lambda h, u, w, m: F.linear(torch.sigmoid(h).detach() * h, w), "detach stands between"),
-    "result written": (
-        lambda h, u, w, m: (lambda y: F.linear(first(y, y.view(-1).add_(1)), w))(F.gelu(h)),
-        "add_ writes into its result in place",
-    ),
-    "out=": (
-        lambda h, u, w, m: (lambda y: F.linear(first(y, torch.add(h, 1, out=y)), w))(F.gelu(h)),
-        "add writes into its result in place",
-    ),
-    "input written": (lambda h, u, w, m: F.linear(m.add_(h).relu_(), w), "relu_ writes in place into m"),
-    # Values that would go are read elsewhere.
     "inner value read": (
         lambda h, u, w, m: (lambda s: F.linear(s * u, w) + s.sum())(F.silu(h)),
         "sum also reads the result of silu inside the activation",
     ),
-    "inner value returned": (
-        lambda h, u, w, m: (lambda s: (F.linear(s * h, w), s))(torch.sigmoid(h)),
-        "output also reads the result of sigmoid inside the activation",
-    ),
-    # Other tensors take part.
-    "bool mask": (lambda h, u, w, m: F.linear(F.gelu(h) * (m > 0), w), "a mask takes part: gt"),
-    "masked_fill": (lambda h, u, w, m: F.linear(F.gelu(h).masked_fill(m > 0, 0.0), w), "a mask takes part: gt"),
-    "where": (lambda h, u, w, m: F.linear(torch.where(m > 0, F.gelu(h), 0.0), w), "a mask takes part: gt"),
     "float mask": (lambda h, u, w, m: F.linear(F.gelu(h) * m, w), "another tensor takes part: m"),
-    "prelu": (lambda h, u, w, m: F.linear(F.prelu(h, m[0]), w), "another tensor takes part: m"),
     "three GEMMs": (lambda h, u, w, m: F.linear(F.silu(h) * u * (m @ w.t() @ w), w), "3 different tensors take part"),
-    # No activation with a gate.
-    "no activation": (lambda h, u, w, m: F.linear(h * u, w), "x·y is no activation of the table with a gate"),
-    "gate plus up": (lambda h, u, w, m: F.linear(F.silu(h) + u, w), "no activation of the table with a gate"),
-    "up squared": (lambda h, u, w, m: F.linear(F.silu(h) * u**2, w), "no activation of the table with a gate"),
-    "scaled gate": (lambda h, u, w, m: F.linear(2 * F.silu(h) * u, w), "no activation of the table with a gate"),
-    "both activated": (lambda h, u, w, m: F.linear(F.silu(h) * F.silu(u), w), "no activation of the table with a gate"),
-    "gate over up": (lambda h, u, w, m: F.linear(F.silu(h) / u, w), "no activation of the table with a gate"),
-    "clamps differ": (
-        lambda h, u, w, m: F.linear(F.silu(h.clamp(max=6)) * u.clamp(-7, 7), w),
-        "no activation of the table with a gate",
-    ),
-    "clamped below": (
-        lambda h, u, w, m: F.linear(F.silu(h.clamp(-7, 7)) * u.clamp(-7, 7), w),
-        "no activation of the table with a gate",
-    ),
-    "offset outside": (lambda h, u, w, m: F.linear(F.silu(h) * u + 1, w), "no activation of the table with a gate"),
-    # Shapes and dtypes.
-    "broadcast": (lambda h, u, w, m: F.linear(F.silu(h) * u[:, :1], w), "a broadcast changes the shape"),
-    "new axis": (lambda h, u, w, m: F.linear(F.silu(h) * u[None], w), "a broadcast changes the shape"),
-    "chunk on another axis": (
-        lambda h, u, w, m: F.linear(F.silu(h.chunk(2, 0)[0]) * h.chunk(2, 0)[1], w),
-        "gate and up are cut on axis 0 of 2, not on the last",
-    ),
-    "rows": (
-        lambda h, u, w, m: F.linear(F.silu(h[:2]) * h[2:], w),
-        "gate and up are cut on axis 0 of 2, not on the last",
-    ),
-    "unequal split": (
-        lambda h, u, w, m: F.linear(F.silu(h.split([15, 1], -1)[0]) * h.split([15, 1], -1)[1], w[:, :15]),
-        "a broadcast changes the shape",
-    ),
-    "integers": (lambda h, u, w, m: torch.relu(m.int() @ w.int().t()) @ w.int(), "torch.int32: only real floating"),
-    "complex": (lambda h, u, w, m: torch.tanh(m.cfloat() @ w.t().cfloat()) @ w.cfloat(), "torch.complex64: only real"),
-    # Not MLPs.
-    "attention gate": (
-        lambda h, u, w, m: F.linear(F.scaled_dot_product_attention(h, h, h) * torch.sigmoid(u), w),
-        "not an MLP: combined with the result of scaled_dot_product_attention",
-    ),
-    "eager attention gate": (
-        lambda h, u, w, m: F.linear((torch.softmax(h @ h.t(), -1) @ h) * torch.sigmoid(u), w),
-        "not an MLP: combined with the result of matmul",
-    ),
     "linear attention": (
         lambda h, u, w, m: F.relu(h) @ torch.softmax(u, -1).t(),
         "not an MLP: read by a product of two computed tensors",
