@@ -17,7 +17,7 @@ from torch_fused_ops.figures import Capture, Figures, measure
 if TYPE_CHECKING:
     from torch_fused_ops.testing.virtual_gpu import GPU
 
-__all__ = ["Group", "Report", "Site", "grouped"]
+__all__ = ["Group", "Report", "Site", "grouped", "module_path"]
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -137,6 +137,16 @@ def _range(names: Sequence[str]) -> str:
     if (dense and len(numbers) > 2) or len(numbers) > 4:
         return f"{numbers[0]}…{numbers[-1]}"
     return ",".join(map(str, numbers))
+
+
+def module_path(path: str) -> str:
+    """A module's path in the model, from Dynamo's: ``L['self'].layers['0'].mlp`` is ``layers.0.mlp``.
+
+    Dynamo's begins with the variable that held the model, maybe in a closure.
+    """
+    path = re.sub(r"^[LG]\[(['\"])(.*?)\1\](\.__closure__\[\d+\]\.cell_contents)?", "", path)
+    path = re.sub(r"\._modules(?=\[)|\.?_orig_mod", "", path)
+    return re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", path).strip(".")
 
 
 class Report:

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from torch_fused_ops.explain import EXCLUDED, NOT_AN_MLP, Site, explain
 from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.report import module_path
 
 from .cone import Cone, Refusal, examine, find, readers
 from .graph import NONLINEAR, Facts, shown, tensor
@@ -182,15 +183,8 @@ def _module(root: Node, gemm: Node) -> str:
 
 
 def _stack(node: Node) -> list[str]:
-    """The node's modules as paths in the model, outermost first: ``L['self'].h[0].mlp`` is ``h.0.mlp``."""
-    stack = (node.meta.get("nn_module_stack") or {}).values()
-    paths = []
-    for path, _ in stack:
-        path = re.sub(r"^L\[['\"]\w+['\"]\]", "", path)
-        path = re.sub(r"\._modules(?=\[)|\.?_orig_mod", "", path)
-        path = re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", path)
-        paths.append(path.strip("."))
-    return paths
+    """The paths of the node's modules, outermost first."""
+    return [module_path(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in .*\n(?: +([^\n]*))?')

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
+from torch_fused_ops.report import module_path
+
 from . import standing_in
 from .gpus import GPU, H200, described
 
@@ -681,23 +683,15 @@ def _modules(node: Any) -> tuple[str, ...]:
     for inner in node.get_nodes():
         written = getattr(inner.node, "origin_node", None)
         origins = getattr(inner.node, "origins", ())
-        paths = [module_path(written)] if written is not None else []
-        found.append(next(filter(None, [*paths, *map(module_path, reversed(list(origins)))]), ""))
+        paths = [_module_of(written)] if written is not None else []
+        found.append(next(filter(None, [*paths, *map(_module_of, reversed(list(origins)))]), ""))
     return tuple(filter(None, found))
 
 
-def module_path(node: fx.Node) -> str:
-    """The path in the model of the innermost module that a node comes from, in backward too; "" if that is not known.
-
-    Dynamo writes `L['self'].layers[0].mlp`, after the variable that held the model: this is `layers.0.mlp`.
-    """
+def _module_of(node: fx.Node) -> str:
+    """The path in the model of the innermost module that a node comes from, in backward too; "" if it is not known."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    if not stack:
-        return ""
-    path, _ = list(stack.values())[-1]
-    path = re.sub(r"^[LG]\[(['\"])(.*?)\1\]", "", path)
-    path = re.sub(r"\._modules(?=\[)|\.?_orig_mod", "", path)
-    return re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", path).strip(".")
+    return module_path(list(stack.values())[-1][0]) if stack else ""
 
 
 def _read_code(code: str) -> tuple[dict[str, str], Counter[str], tuple[str, ...]]:
@@ -754,7 +748,7 @@ def _saved_tensor(node: fx.Node, origins: Mapping[fx.Node, bool]) -> SavedTensor
         numel * value.element_size(),
         is_parameter,
         is_input and not is_parameter,
-        "" if is_input else module_path(root),
+        "" if is_input else _module_of(root),
     )
 
 
