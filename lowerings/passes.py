@@ -26,7 +26,7 @@ import torch_fused_ops
 from torch_fused_ops import activations, recording
 from torch_fused_ops.explain import EXCLUDED
 from torch_fused_ops.lowerings import compat, memory
-from torch_fused_ops.policy import FusionPolicy, policy_or_default
+from torch_fused_ops.policy import FusionPolicy, UnfusedError, policy_or_default
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -178,10 +178,6 @@ SLOTS: dict[str, type[Recognise] | type[Remember]] = {
     "pre_grad_custom_pass": Recognise,
     "custom_partitioner_fn": Remember,
 }
-
-
-class UnfusedError(RuntimeError):
-    """Under ``strict=True``: an MLP site was left unfused, or a pass failed."""
 
 
 _logged: set[str] = set()

@@ -21,13 +21,14 @@ from torch_fused_ops import functional
 from torch_fused_ops.activations import register_activation
 from torch_fused_ops.explain import Report, Site, explain
 from torch_fused_ops.ops import activation as _activation_operators  # noqa: F401 - registers torch.ops.fused.*
-from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.policy import FusionPolicy, UnfusedError
 from torch_fused_ops.recording import record
 
 __all__ = [
     "FusionPolicy",
     "Report",
     "Site",
+    "UnfusedError",
     "__version__",
     "compile_options",
     "disable",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FusionPolicy", "policy_or_default"]
+__all__ = ["FusionPolicy", "UnfusedError", "policy_or_default"]
 
 MEMORY = ("free", "off")
 
@@ -19,8 +19,8 @@ class FusionPolicy:
             (``torch._functorch.config.activation_memory_budget``) always wins.
         dropout: whether an active dropout next to an MLP's activation may be fused by meaning. Reserved for the dropout
             operators: now, an activation in front of an active dropout is fused and the dropout itself stays as it is.
-        strict: raise at compile time where an MLP site is left unfused or a pass fails, naming each reason, instead of
-            logging it and going on with the graph as it was. What ``exclude`` names is no miss.
+        strict: raise at compile time where an MLP site is left unfused (``UnfusedError``) or a pass fails, naming each
+            reason, instead of logging it and going on with the graph as it was. What ``exclude`` names is no miss.
         exclude: module paths to leave alone, as shell patterns against the path in the model, e.g. ``("encoder.*",)``.
     """
 
@@ -43,6 +43,13 @@ class FusionPolicy:
         for pattern in self.exclude:
             if not isinstance(pattern, str):
                 raise TypeError(f"exclude={self.exclude!r} is not accepted: {pattern!r} is not a string pattern")
+
+
+class UnfusedError(RuntimeError):
+    """Under ``FusionPolicy(strict=True)``: MLP sites were left unfused. The message names each and its reason.
+
+    Dynamo raises ``torch._dynamo.exc.BackendCompilerFailed``, whose ``inner_exception`` it is.
+    """
 
 
 def policy_or_default(policy: FusionPolicy | None) -> FusionPolicy:
