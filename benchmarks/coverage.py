@@ -1,0 +1,594 @@
+"""Which MLP sites of Hugging Face's architectures are fused, as what, and why not: a census of spellings.
+
+    python benchmarks/coverage.py [--only NAME …] [--jobs N] [--fresh] [--out FILE] [--docs]
+
+Every architecture of the installed ``transformers`` is built tiny (two layers, width 64, random weights; nothing is
+downloaded), run, and captured with ``torch_fused_ops.explain`` in training and in evaluation mode. One process for each
+architecture: one that fails, hangs or crashes costs itself only. Results are written as they come, one JSON line each;
+a second run goes on where the first stopped, as long as torch, transformers and our own sources are the same.
+``--docs`` writes ``docs/coverage.md`` and its picture from the results.
+"""
+
+# mypy: disable-error-code="no-any-return, no-untyped-call"
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import inspect
+import json
+import multiprocessing
+import os
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torch_fused_ops as tfo
+from torch_fused_ops import activations
+from torch_fused_ops.lowerings import recognise
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "coverage.jsonl"
+SECONDS = 240  # for one architecture, both modes
+MODES = ("train", "eval")
+LARGEST = 200_000_000  # parameters; what cannot be made smaller is left out
+
+# ---- every architecture, tiny ----------------------------------------------------------------------------------------
+
+# What the configurations call the same things. Only names that a configuration has are set.
+_NAMES: dict[int, str] = {
+    1: "n_group topk_group num_expert_groups",
+    2: """num_hidden_layers n_layer num_layers encoder_layers decoder_layers n_layers num_decoder_layers
+        num_encoder_layers decoder_num_hidden_layers num_block_layers num_blocks encoder_num_hidden_layers
+        decoder_num_layers encoder_num_layers num_dense_layers n_enc_layers vision_layers num_hidden_blocks depth
+        num_self_attends_per_block l_layers x_layers r_layers text_num_hidden_layers num_experts_per_tok moe_topk
+        num_experts_per_token moe_k top_k_experts expert_top_k num_key_value_heads num_global_key_value_heads
+        num_frames""",
+    4: """num_attention_heads n_head num_heads encoder_attention_heads decoder_attention_heads n_heads
+        decoder_num_attention_heads encoder_num_attention_heads num_self_attention_heads num_cross_attention_heads
+        encoder_n_heads attention_heads num_kv_heads n_head_kv linear_num_key_heads linear_num_value_heads num_experts
+        num_local_experts n_routed_experts moe_num_experts num_routed_experts""",
+    8: "sliding_window patch_size num_queries num_latents rotary_dim",
+    16: "head_dim attention_head_dim d_kv qk_nope_head_dim qk_rope_head_dim v_head_dim",
+    32: """moe_intermediate_size shared_expert_intermediate_size expert_dim expert_ffn_hidden_size q_lora_rank
+        kv_lora_rank ssm_intermediate_size attention_channel_scale moe_shared_expert_intermediate_size image_size
+        vq_num_embeds""",
+    64: """hidden_size d_model n_embd embed_dim embedding_size dim encoder_hidden_size decoder_hidden_size d_embed
+        word_embed_proj_dim projection_dim emb_dim text_embed_dim vision_embed_dim fpn_hidden_size conv_dim output_dim
+        encoder_embed_dim decoder_embed_dim lru_width fusion_hidden_size encoder_hidden_dim decoder_embedding_size
+        cross_attention_hidden_size reduced_embedding_dim mask_feature_size feature_size hidden_channels
+        input_hidden_size prompt_hidden_size qk_channels v_channels d_latents trigram_input_dims mm_hidden_size
+        vision_hidden_size text_hidden_size entity_emb_size""",
+    128: """intermediate_size encoder_ffn_dim decoder_ffn_dim d_ff ffn_dim n_inner ffn_hidden_size d_inner
+        decoder_intermediate_size encoder_intermediate_size mlp_dim dim_feedforward inner_dim feed_forward_size
+        feedforward_dim ff_dim ffn_intermediate_size decoder_d_ff encoder_d_ff ff_expansion_dim mlp_hidden_size
+        vision_intermediate_size text_intermediate_size encoder_feedforward_dim decoder_feedforward_dim
+        dense_intermediate_size intermediate_size_mlp prompt_intermediate_size max_position_embeddings n_positions
+        max_source_positions max_target_positions""",
+    256: "vocab_size text_vocab_size entity_vocab_size vocab_size_per_layer_input",
+}
+SIZES: dict[str, Any] = {name: size for size, names in _NAMES.items() for name in names.split()}
+# Tried in turn, until the model builds and runs: what is set on top of SIZES. None takes a name out; "unset" sets what
+# the configuration leaves at None, too.
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_key_value_heads": 4, "n_head_kv": 4},
+    {"hidden_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": None, "num_heads": 1},
+    {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "num_heads": 2},
+    {"num_hidden_layers": 4, "num_key_value_heads": 4},
+    {"num_key_value_heads": 4, "unset": True},
+    {"image_size": 64, "patch_size": None, "num_key_value_heads": None},
+    {"patch_size": None, "image_size": None},
+    {"head_dim": None, "num_attention_heads": None, "num_heads": None, "num_key_value_heads": None},
+    {"image_size": None, "patch_size": None, "max_position_embeddings": None, "sliding_window": None},
+    dict.fromkeys(
+        name for name in SIZES if "layers" not in name and name != "depth"
+    ),  # the published sizes, two layers
+)
+SPECIAL = {"attention_types": [[["global", "local"], 1]]}  # GPT-Neo's
+LISTS = {  # lists keep their length
+    "depths": 1,
+    "layer_depths": 1,
+    "num_blocks": 1,
+    "num_layers": 1,
+    "num_hidden_layers": 1,
+    "encoder_layers": 1,
+}
+
+
+def architectures() -> dict[str, tuple[str, str]]:
+    """Each architecture's configuration and model class: the bare model, or else the first head that there is."""
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    heads = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "PRETRAINING")
+    tables = ["MODEL_MAPPING_NAMES", *(f"MODEL_FOR_{head}_MAPPING_NAMES" for head in heads)]
+    tables += sorted(
+        n for n in dir(auto) if n.startswith("MODEL_FOR") and n.endswith("_MAPPING_NAMES") and n not in tables
+    )
+    found: dict[str, tuple[str, str]] = {}
+    for table in tables:
+        for name, model in getattr(auto, table).items():
+            if name in CONFIG_MAPPING_NAMES:
+                found.setdefault(name, (CONFIG_MAPPING_NAMES[name], model if isinstance(model, str) else model[0]))
+    for name, config in CONFIG_MAPPING_NAMES.items():  # parts of others: text and vision towers
+        found.setdefault(name, (config, config.removesuffix("Config") + "Model"))
+    return dict(sorted(found.items()))
+
+
+def _settings(config: Any, variant: dict[str, Any]) -> dict[str, Any]:
+    """What to build the configuration with: SIZES for the names that it has, its parts' likewise."""
+    from transformers import PretrainedConfig
+
+    sizes = {**SIZES, **variant}
+    result: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            result[name] = {**_settings(value, variant), "model_type": value.model_type}
+        elif name in SPECIAL:
+            result[name] = SPECIAL[name]
+        elif name in LISTS and isinstance(value, (list, tuple)):
+            result[name] = [LISTS[name]] * len(value)
+        elif value is None and sizes.get("unset") and name in SIZES:
+            result[name] = sizes[name]
+        elif isinstance(value, bool) or value is None or isinstance(value, (list, tuple, dict)):
+            continue
+        elif sizes.get(name) is not None and isinstance(value, (int, float)):
+            result[name] = min(sizes[name], value) if value > 0 else value
+        elif name.endswith("_token_id") and isinstance(value, int):
+            result[name] = value % 256 if sizes.get("vocab_size") else value
+        elif name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            result[name] = 0
+    return result
+
+
+def _models(config_name: str, model_name: str) -> Iterator[Any]:
+    """The model in every variant that can be built."""
+    import transformers
+
+    config_class, model_class = getattr(transformers, config_name), getattr(transformers, model_name)
+    default = config_class()
+    tried: list[dict[str, Any]] = []
+    for variant in VARIANTS:
+        settings = _settings(default, variant)
+        if settings in tried:
+            continue
+        tried.append(settings)
+        try:
+            config = config_class(**settings)
+            with torch.device("meta"):
+                size = sum(p.numel() for p in model_class(config).parameters())
+            if size > LARGEST:
+                raise ValueError(f"{size:,} parameters")
+            torch.manual_seed(0)
+            yield model_class(config)
+        except Exception as error:
+            yield error
+
+
+def _image(config: Any) -> tuple[int, int, int]:
+    for part in (config, getattr(config, "vision_config", None), getattr(config, "backbone_config", None)):
+        size = getattr(part, "image_size", None)
+        if size is not None:
+            height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+            return getattr(part, "num_channels", 3), height, width
+    return getattr(config, "num_channels", 3) or 3, 64, 64
+
+
+def _inputs(model: Any) -> dict[str, Any]:
+    """What the model's ``forward`` asks for, as far as it goes by names."""
+    config = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocabulary = getattr(text, "vocab_size", None) or getattr(config, "vocab_size", None) or 256
+    batch, length = 2, 16
+    ids = torch.randint(3, max(4, min(vocabulary, 250)), (batch, length))
+    image = torch.randn(batch, *_image(config))
+    frames = getattr(config, "num_frames", None) or 2
+    makers: dict[str, Any] = {
+        "input_ids": lambda: ids,
+        "attention_mask": lambda: torch.ones_like(ids),
+        "decoder_input_ids": lambda: ids,
+        "pixel_values": lambda: image,
+        "pixel_values_videos": lambda: image[:, None].expand(-1, frames, -1, -1, -1),
+        "pixel_mask": lambda: torch.ones(batch, *image.shape[-2:], dtype=torch.long),
+        "noise": lambda: torch.rand(batch, 16),
+        "bbox": lambda: torch.zeros(batch, length, 4, dtype=torch.long),
+        "input_values": lambda: torch.randn(batch, 4000),
+        "input_features": lambda: torch.randn(batch, getattr(config, "num_mel_bins", None) or 80, 64),
+    }
+    parameters = inspect.signature(model.forward).parameters
+    if "grid_thw" in parameters:  # Qwen-VL's vision towers: patches of frames in one row each
+        patch = getattr(config, "temporal_patch_size", 2) * config.patch_size**2
+        channels = getattr(config, "in_channels", None) or getattr(config, "in_chans", None) or 3
+        patches = torch.randn(16, channels * patch)
+        makers |= {"grid_thw": lambda: torch.tensor([[1, 4, 4]]), "hidden_states": lambda: patches}
+        makers |= {"pixel_values": lambda: patches}
+    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    main = getattr(model, "main_input_name", None)
+    wanted = [*required, main]
+    if getattr(config, "is_encoder_decoder", False):
+        wanted.append("decoder_input_ids")
+    wanted += [n for n in ("input_ids", "attention_mask", "pixel_values", "bbox") if "input_ids" in parameters]
+    chosen = {n: makers[n]() for n in wanted if n in parameters and n in makers}
+    if "inputs_embeds" in required:
+        chosen["inputs_embeds"] = torch.randn(batch, length, text.hidden_size)
+    if "hidden_states" in required and "hidden_states" not in makers:
+        chosen["hidden_states"] = torch.randn(batch, length, config.hidden_size)
+    if getattr(config, "model_type", "").startswith(("videomae", "vivit", "timesformer", "vjepa")):
+        chosen = {main: image[:, None].expand(-1, getattr(config, "num_frames", frames), -1, -1, -1).contiguous()}
+    for name in ("use_cache",):
+        if name in parameters or name in vars(config):
+            chosen[name] = False
+    return chosen
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    import logging
+    import warnings
+
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings(), open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _calls(model: Any) -> dict[str, Any]:
+    """Arguments that the model runs on."""
+    given, main = _inputs(model), getattr(model, "main_input_name", None)
+    first: Exception | None = None
+    for without in (
+        () if main == "pixel_values" else ("pixel_values",),
+        (),
+        ("use_cache", "pixel_values"),
+        ("attention_mask", "pixel_values"),
+        ("input_ids", "attention_mask"),
+        ("attention_mask", "use_cache"),
+    ):
+        arguments = {k: v for k, v in given.items() if k not in without}
+        try:
+            with torch.no_grad():
+                model.eval()(**arguments)
+            return arguments
+        except Exception as error:
+            first = first or error
+    raise first or RuntimeError("no arguments")
+
+
+def capture(config_name: str, model_name: str) -> dict[str, Any]:
+    """Build, run and explain one architecture; ``{"error": …}`` where it cannot be done."""
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64
+    errors: list[str] = []
+    with _quiet():
+        for model in _models(config_name, model_name):
+            if isinstance(model, Exception):
+                errors.append(_line(model))
+                continue
+            try:
+                arguments = _calls(model)
+            except Exception as error:
+                errors.append(_line(error))
+                continue
+            result: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "modes": {}}
+            for mode in MODES:
+                torch._dynamo.reset()
+                model.train(mode == "train")
+                try:
+                    with torch.set_grad_enabled(mode == "train"):
+                        report = tfo.explain(model, **arguments)
+                    sites = [_plain(asdict(site)) for site in report.sites]
+                    result["modes"][mode] = {"graphs": report.graphs, "sites": sites}
+                except Exception as error:
+                    result["modes"][mode] = {"error": _line(error), "where": traceback.format_exc()[-1500:]}
+            return result
+    return {"error": " | ".join(dict.fromkeys(errors)) or "no variant"}
+
+
+def _plain(site: dict[str, Any]) -> dict[str, Any]:
+    """Without this machine's paths."""
+    site["location"] = site["location"].rpartition("/transformers/")[2] or site["location"].rpartition("/")[2]
+    return site
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """What results depend on."""
+    import transformers
+
+    sources = [activations.__file__, *Path(recognise.__file__).parent.glob("*.py")]
+    digest = hashlib.sha256(b"".join(Path(source).read_bytes() for source in sorted(map(str, sources))))
+    return {
+        "torch": torch.__version__.split("+")[0],
+        "transformers": transformers.__version__,
+        "recogniser": digest.hexdigest()[:12],
+    }
+
+
+def _one(name: str, classes: tuple[str, str], out: Any) -> None:
+    os.setpgid(0, 0)
+    try:
+        result = capture(*classes)
+    except BaseException as error:
+        result = {"error": f"{type(error).__name__}: {error}"}
+    out.send(result)
+    out.close()
+    os._exit(0)  # no teardown: nothing of it is needed, and some models' hangs
+
+
+def _warm_up() -> None:
+    """Have Dynamo load what it loads at its first capture (2 s), once and not in every process."""
+    torch.set_num_threads(1)  # a forked process cannot use its parent's threads
+    with _quiet():
+        tfo.explain(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 4)), torch.ones(4))
+    torch._dynamo.reset()
+
+
+def run(names: Iterable[str], out: Path, jobs: int, fresh: bool) -> None:
+    """Capture the named architectures, each in a process of its own, ``jobs`` at a time."""
+    every, now = architectures(), versions()
+    done = {} if fresh else {r["architecture"]: r for r in load(out) if r["versions"] == now}
+    todo = [n for n in names if n not in done]
+    kept = [r for r in load(out) if r["architecture"] in done or r["architecture"] not in todo]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept), encoding="utf-8")
+    _warm_up()
+    context = multiprocessing.get_context("fork")  # torch and transformers are imported once
+    running: dict[str, tuple[Any, Any, float]] = {}
+    finished, start, waiting = 0, time.monotonic(), list(reversed(todo))
+    tally: Counter[str] = Counter()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name = waiting.pop()
+            receive, send = context.Pipe(duplex=False)
+            process = context.Process(target=_one, args=(name, every[name], send), daemon=True)
+            process.start()
+            send.close()
+            running[name] = (process, receive, time.monotonic())
+        time.sleep(0.05)
+        for name, (process, receive, since) in list(running.items()):
+            late = time.monotonic() - since > SECONDS
+            if not (receive.poll() or late or not process.is_alive()):
+                continue
+            try:
+                result = receive.recv() if receive.poll() else {"error": f"more than {SECONDS} s"}
+            except EOFError:
+                process.join(5)
+                result = {"error": f"the process ended with {process.exitcode}"}
+            process.kill()
+            process.join()
+            del running[name]
+            finished += 1
+            record = {"architecture": name, "model": every[name][1], "versions": now, **result}
+            record["seconds"] = round(time.monotonic() - since, 1)
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            line = _progress(record, tally)
+            left = (time.monotonic() - start) / finished * (len(todo) - finished)
+            print(f"[{finished}/{len(todo)}, {left:.0f} s left] {name}: {line}", flush=True)
+
+
+def _progress(record: dict[str, Any], tally: Counter[str]) -> str:
+    if "error" in record:
+        tally["failed"] += 1
+        return f"not built: {record['error'].split(' | ')[0][:150]}"
+    parts = []
+    for mode, found in record["modes"].items():
+        if "error" in found:
+            parts.append(f"{mode}: {found['error'][:100]}")
+            continue
+        mlps = [s for s in found["sites"] if is_mlp(s)]
+        parts.append(f"{mode}: {sum(s['op'] is not None for s in mlps)} of {len(mlps)} fused")
+    return "; ".join(parts)
+
+
+def is_mlp(site: dict[str, Any]) -> bool:
+    """Whether a recorded site counts."""
+    return tfo.Site(**{**site, "users": tuple(site["users"])}).is_mlp
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """The results written so far."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+PAGE = ROOT / "docs" / "coverage.md"
+PICTURE = ROOT / "docs" / "images" / "coverage.png"
+OUTCOMES = ("fused", "left alone", "not an MLP")
+
+
+def outcome(site: dict[str, Any]) -> str:
+    """One of OUTCOMES."""
+    return OUTCOMES[0] if site["op"] else OUTCOMES[1] if is_mlp(site) else OUTCOMES[2]
+
+
+def _spelling(site: dict[str, Any]) -> str:
+    """The functions without their order: ``mul, silu``."""
+    return ", ".join(sorted(name.rstrip("_") for name in site["spelling"]))
+
+
+def _sites(results: list[dict[str, Any]], *modes: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for result in results:
+        for mode in modes or MODES:
+            for site in result["modes"].get(mode, {}).get("sites", ()):
+                yield result["architecture"], site
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    return "\n".join([_row(*header), _row(*("---" for _ in header)), *(_row(*row) for row in rows)])
+
+
+def _by_spelling(results: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
+    found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for name, site in _sites(results):
+        found.setdefault(_spelling(site), []).append((name, site))
+    for spelling, sites in sorted(found.items(), key=lambda item: -len(item[1])):
+        counts = Counter(outcome(site) for _, site in sites)
+        became = dict.fromkeys(f"`{s['op'].removeprefix('fused::')}` {s['activation']}" for _, s in sites if s["op"])
+        reasons = dict.fromkeys(s["reason"] for _, s in sites if not s["op"])
+        yield (
+            spelling,
+            len({name for name, _ in sites}),
+            *(counts[o] or "" for o in OUTCOMES),
+            "; ".join([*became, *list(reasons)[:3], *(["…"] if len(reasons) > 3 else [])]),
+        )
+
+
+def _by_architecture(results: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
+    for result in results:
+        cells: list[object] = []
+        for mode in MODES:
+            run = result["modes"].get(mode, {})
+            counts = Counter(outcome(site) for site in run.get("sites", ()))
+            mlps = counts[OUTCOMES[0]] + counts[OUTCOMES[1]]
+            cells.append(run["error"].split(":")[0] if "error" in run else f"{counts[OUTCOMES[0]]} of {mlps}")
+        sites = [site for _, site in _sites([result])]
+        became = Counter(f"`{s['op'].removeprefix('fused::')}` {s['activation']}" for s in sites if s["op"])
+        others = dict.fromkeys(s["reason"] for s in sites if not s["op"])
+        yield (result["architecture"], *cells, "; ".join([*became, *others]))
+
+
+def write_page(results: list[dict[str, Any]]) -> None:
+    """docs/coverage.md and its picture, from the results alone."""
+    built = [r for r in results if "modes" in r]
+    missing = [r for r in results if "modes" not in r]
+    counts = {mode: Counter(outcome(site) for _, site in _sites(built, mode)) for mode in MODES}
+    every = Counter(outcome(site) for _, site in _sites(built))
+    mlps = every["fused"] + every["left alone"]
+    having = [r for r in built if any(True for _ in _sites([r]))]
+    whole = [r for r in having if all(outcome(site) != "left alone" for _, site in _sites([r]))]
+    reasons = Counter(site["reason"] for _, site in _sites(built) if outcome(site) == "left alone")
+    where: dict[str, dict[str, None]] = {}
+    for name, site in _sites(built):
+        where.setdefault(site["reason"], {})[name] = None
+    now = results[0]["versions"]
+    _draw(built)
+    modes = [(mode, *(counts[mode][o] for o in OUTCOMES), f"{_share(counts[mode]):.1f} %") for mode in MODES]
+    alone = ((n, ", ".join(where[reason]), reason) for reason, n in reasons.most_common())
+    failed = ((r["architecture"], r["error"].split(" | ")[0][:120]) for r in missing)
+    PAGE.write_text(
+        f"""# Coverage: which MLPs are found
+
+Written by `python benchmarks/coverage.py --docs` from `benchmarks/results/coverage.jsonl`; torch {now["torch"]},
+transformers {now["transformers"]}.
+
+Every architecture that transformers knows was built tiny (two layers, width 64, random weights), run, and captured in
+training and in evaluation mode. {len(built)} of {len(results)} could be built and run without downloads or further
+packages ([the others](#not-built)); {len(having)} of them have sites. A *site* is a place where a GEMM reads a
+nonlinear pointwise function of what GEMMs produced. It is *fused*, or *left alone* with a reason; or it is *not an
+MLP*, such as the gate on an attention's output, with the reason why not ([what they mean](recognition.md)).
+
+**{every["fused"]} of {mlps} MLP sites are fused ({_share(every):.1f} %)**; in {len(whole)} of {len(having)}
+architectures, all of them. {every["not an MLP"]} sites more are no MLPs.
+
+{_table(("mode", *OUTCOMES, "fused, of the MLPs"), modes)}
+
+![Sites by spelling](images/coverage.png)
+
+## What is left alone
+
+{_table(("sites", "architectures", "reason"), alone)}
+
+## By spelling
+
+The functions between the GEMMs as the models call them, whatever their order; sites of both modes together.
+
+{_table(("spelling", "architectures", *OUTCOMES, "as what, or why not"), _by_spelling(built))}
+
+## By architecture
+
+Fused sites of all MLP sites in each mode.
+
+{_table(("architecture", *MODES, "as what, or why not"), _by_architecture(built))}
+
+## Not built
+
+These {len(missing)} were not measured: parts of other models without a class of their own, models that need packages,
+weights or inputs that the run does not have, and configurations that cannot be made small by changing sizes.
+
+{_table(("architecture", "first error"), failed)}
+""",
+        encoding="utf-8",
+    )
+
+
+def _share(counts: Counter[str]) -> float:
+    return 100 * counts["fused"] / max(1, counts["fused"] + counts["left alone"])
+
+
+def _draw(results: list[dict[str, Any]]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found: dict[str, Counter[str]] = {}
+    for _, site in _sites(results):
+        found.setdefault(_spelling(site), Counter())[outcome(site)] += 1
+    top = sorted(found.items(), key=lambda item: item[1].total())[-24:]
+    colours = dict(zip(OUTCOMES, ("#2a7f62", "#d1495b", "#b8c0c8"), strict=True))
+    figure, axes = plt.subplots(figsize=(9, 0.3 * len(top) + 1.2), layout="constrained")
+    left = [0] * len(top)
+    for kind in OUTCOMES:
+        widths = [counts[kind] for _, counts in top]
+        axes.barh(range(len(top)), widths, left=left, color=colours[kind], label=kind, height=0.72)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for i, total in enumerate(left):
+        axes.text(total * 1.03, i, str(total), va="center", fontsize=8, color="#44505c")
+    axes.set_yticks(range(len(top)), [spelling if len(spelling) < 48 else f"{spelling[:46]}…" for spelling, _ in top])
+    axes.set_xscale("symlog", linthresh=10)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("sites, training and evaluation mode together")
+    axes.legend(loc="lower right", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PICTURE, dpi=130, metadata={"Software": None})
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these architectures only")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--fresh", action="store_true", help="take nothing from earlier results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--docs", action="store_true", help=f"then write {PAGE.relative_to(ROOT)} from all results")
+    arguments = parser.parse_args(argv)
+    every = architectures()
+    unknown = set(arguments.only or ()) - set(every)
+    if unknown:
+        parser.error(f"unknown architectures: {', '.join(sorted(unknown))}")
+    run(arguments.only or every, arguments.out, arguments.jobs, arguments.fresh)
+    if arguments.docs:
+        write_page(sorted(load(arguments.out), key=lambda result: result["architecture"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1060 @@
+"""Pick-up among everything else: upstream's fusions, checkpointing, higher-order operators, DDP, other people's passes,
+threads and caches, each with an MLP of ours in the same graph.
+
+Most tests compile with ``compiled``: every pass that Inductor has and no g++, a fraction of a second a graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._inductor.config as inductor_config
+import torch.nn as nn
+import torch.nn.functional as F
+from test_caches import package  # noqa: F401 - a fixture: a copy of the sources, which nobody edits meanwhile
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import torch_fused_ops as tfo
+from torch_fused_ops import functional as FF
+from torch_fused_ops.lowerings import compat, passes
+from torch_fused_ops.lowerings.recognise import rewrite
+
+aten, fused = torch.ops.aten, torch.ops.fused
+PASS_SLOTS = (
+    "pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    compat.update_everywhere(torch.compiler.config, "force_disable_caches", lambda _: True)
+    yield
+    compat.update_everywhere(torch.compiler.config, "force_disable_caches", lambda _: False)
+    tfo.disable()
+    torch._dynamo.reset()
+    for slot in (*PASS_SLOTS, "custom_partitioner_fn"):
+        setattr(inductor_config, slot, None)
+
+
+def calls(graph: torch.fx.Graph) -> Counter[str]:
+    return Counter(str(n.target) for n in graph.nodes if n.op == "call_function")
+
+
+@dataclass
+class Compiled:
+    """What a compilation made: values, graphs after the post-grad passes (the backward last), Inductor's counters."""
+
+    out: Any = None
+    graphs: list[torch.fx.GraphModule] = field(default_factory=list)
+    counters: Counter[str] = field(default_factory=Counter)
+
+    def calls(self) -> Counter[str]:
+        """The calls of all graphs, subgraphs included."""
+        modules = [m for graph in self.graphs for m in graph.modules() if isinstance(m, torch.fx.GraphModule)]
+        return sum((calls(m.graph) for m in modules), Counter())
+
+    def fused(self) -> int:
+        return sum(n for name, n in self.calls().items() if re.fullmatch(r"fused\.\w+(?<!backward)\.default", name))
+
+
+def compiled(
+    fn: Callable[..., Any],
+    *args: Any,
+    options: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+    lower: bool = False,
+    fullgraph: bool = True,
+) -> Compiled:
+    """Run ``fn`` and its backward under Inductor with ``options``, the graphs run by torch in place of generated code.
+
+    Args:
+        fn: what to compile.
+        args: its arguments.
+        options: as ``torch.compile`` takes them.
+        config: Inductor's config meanwhile, for the whole process or context.
+        lower: lower the graphs too: some of upstream's fusions happen there.
+        fullgraph: as ``torch.compile`` takes it.
+    """
+    from torch._dynamo.utils import detect_fake_mode
+    from torch._inductor import compile_fx
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    result = Compiled()
+
+    def inner(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        is_inference = kwargs.get("is_inference", False)
+        runs = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph)) if lower else gm  # lowered graphs do not run
+        mode = detect_fake_mode(inputs)
+        view_to_reshape(gm)
+        with _disable_current_modes(), V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
+            with torch.no_grad():
+                compile_fx.fake_tensor_prop(gm, inputs)
+            compile_fx._recursive_record_original_output_strides(gm)
+            compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
+            if lower:
+                lowering = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env, is_inference=is_inference)
+                with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
+                    lowering.run(*inputs)
+        result.graphs.append(gm)
+
+        def call(inputs: list[Any]) -> Any:
+            return runs(*inputs)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return compile_fx.compile_fx(gm, inputs, inner_compile=inner, config_patches=options)
+
+    before = Counter(counters["inductor"])
+    with inductor_config.patch(config) if config else nullcontext():
+        result.out = torch.compile(fn, backend=backend, fullgraph=fullgraph)(*args)
+        if result.out.requires_grad:
+            result.out.float().square().mean().backward()
+    result.counters = Counter(counters["inductor"]) - before
+    return result
+
+
+def fused_with(policy: tfo.FusionPolicy | None = None) -> dict[str, Any]:
+    return tfo.compile_options(policy or tfo.FusionPolicy())
+
+
+# ---- upstream's own fusions ----------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    def __init__(self, activation: Callable[[Tensor], Tensor] = F.gelu, width: int = 64) -> None:
+        super().__init__()
+        self.activation = activation
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.activation(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Attention spelled by hand, then an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.mlp = nn.Linear(64, 192), nn.Linear(64, 64), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.view(2, 16, 4, 16).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        weights = torch.softmax(q.matmul(k.transpose(-2, -1)) / 4.0, -1)
+        return self.mlp(x + self.out(weights.matmul(v).transpose(1, 2).reshape(2, 16, 64)))  # type: ignore[no-any-return]
+
+
+class Int8Weights(nn.Module):
+    """An MLP whose weights are int8, dequantised after the product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in (("up", (256, 64)), ("down", (64, 256))):
+            self.register_buffer(name, torch.randint(-127, 127, shape, dtype=torch.int8))
+            self.register_buffer(f"{name}_scale", torch.rand(shape[0], dtype=torch.bfloat16) / 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(F.linear(x, self.up.to(x.dtype)) * self.up_scale)  # type: ignore[operator]
+        return F.linear(h, self.down.to(x.dtype)) * self.down_scale  # type: ignore[operator]
+
+
+class Int8(nn.Module):
+    """What quantisation (pt2e, x86) makes of an MLP: uint8 activations, int8 weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in (("up", (256, 64)), ("down", (64, 256))):
+            self.register_buffer(name, torch.randint(-127, 127, shape, dtype=torch.int8))
+            self.register_buffer(f"{name}_scale", torch.rand(shape[0]) / 100)
+            self.register_buffer(f"{name}_zero", torch.zeros(shape[0], dtype=torch.int64))
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        quantised = torch.ops.quantized_decomposed
+        x = quantised.quantize_per_tensor(x, 0.05, 100, 0, 255, torch.uint8)
+        x = quantised.dequantize_per_tensor(x, 0.05, 100, 0, 255, torch.uint8)
+        weight = (getattr(self, name), getattr(self, f"{name}_scale"), getattr(self, f"{name}_zero"))
+        return F.linear(x, quantised.dequantize_per_channel(*weight, 0, -128, 127, torch.int8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(F.relu(self.linear(x, "up")), "down")
+
+
+class Experts(nn.Module):
+    """Five MLPs of one shape, each after a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms, self.mlps = (nn.ModuleList(kind(64) for _ in range(5)) for kind in (nn.LayerNorm, self.mlp))
+
+    @staticmethod
+    def mlp(width: int) -> nn.Module:
+        return MLP(width=width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([mlp(norm(x)) for norm, mlp in zip(self.norms, self.mlps, strict=True)])
+
+
+class Packed(nn.Module):
+    """A gated MLP whose gate and up are one projection, cut by split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(64, 512), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = torch.split(self.gate_up(x), 256, dim=-1)
+        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+FREEZING = {"freezing": True}
+PRE_GRAD, POST_GRAD = "pre_grad_fusion_options", "post_grad_fusion_options"
+
+
+@dataclass
+class Fusion:
+    """One of upstream's fusions: where it happens, what it counts, and what we fuse in the same graph."""
+
+    model: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    counted: tuple[str, ...]
+    sites: int
+    dtype: torch.dtype = torch.float32
+    training: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+BF16 = torch.bfloat16
+FUSIONS = {
+    "SDPA, training": Fusion(Attention, (2, 16, 64), ("fuse_attention",), 1, training=True),
+    "SDPA, inference": Fusion(Attention, (2, 16, 64), ("fuse_attention",), 1),
+    "int8 weights": Fusion(Int8Weights, (2, 16, 64), ("woq_matcher_count",), 1, BF16),
+    "batched linears after grad": Fusion(
+        Experts, (16, 64), ("batch_linear_post_grad",), 5, training=True,
+        config={POST_GRAD: {"batch_linear_post_grad": {}}},
+    ),
+    "batched norms": Fusion(
+        Experts, (16, 64), ("batch_layernorm",), 5, training=True, config={PRE_GRAD: {"batch_layernorm": {}}}
+    ),
+    "normalised splits": Fusion(
+        Packed, (16, 64), ("normalization_pass",), 1, training=True,
+        config={PRE_GRAD: {"normalization_pass": {}, "remove_split_with_size_one_pass": {}, "split_cat_pass": {}}},
+    ),
+    # It runs before our pass and stacks what the second linears read: no GEMM reads an activation any more.
+    "batched linears before grad": Fusion(
+        Experts, (16, 64), ("batch_linear",), 0, training=True, config={PRE_GRAD: {"batch_linear": {}}}
+    ),
+    # CPU inference under freezing: we stand aside.
+    "oneDNN linear + gelu": Fusion(
+        MLP, (2, 16, 64), ("mkldnn_linear_weight_pack_matcher_count", "mkldnn_unary_fusion_matcher_count"), 0, BF16,
+        config=FREEZING,
+    ),
+    "oneDNN linear + relu": Fusion(
+        lambda: MLP(F.relu), (2, 16, 64), ("mkldnn_unary_fusion_matcher_count",), 0, BF16, config=FREEZING
+    ),
+    "oneDNN linear + add": Fusion(
+        MLP, (2, 16, 64), ("mkldnn_conv_binary_unary_fusion_matcher_count",), 0, BF16, config=FREEZING
+    ),
+    "int8 linear + relu": Fusion(
+        Int8, (32, 64),
+        ("qlinear_weight_prepack_matcher_count", "qlinear_unary_matcher_count", "qlinear_unary_lower_count"), 0,
+        config=FREEZING,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUSIONS)
+def test_upstreams_fusion_fires_next_to_ours(name: str) -> None:
+    case = FUSIONS[name]
+    onednn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if ("oneDNN" in name or "int8" in name) and not onednn:
+        pytest.skip("needs oneDNN with bfloat16")
+    if case.model is Int8:
+        from torch._inductor.fx_passes import quantization
+
+        if not hasattr(quantization, "_register_qlinear_weight_prepack"):
+            pytest.skip("this torch leaves int8 linears to torchao")
+        from torch.ao.quantization.fx import _decomposed  # noqa: F401 - registers the quantising operators
+    model, x = case.model().train(case.training), torch.randn(case.shape).to(case.dtype)
+    if case.dtype != torch.float32 and not isinstance(model, Int8Weights):
+        model = model.to(case.dtype)
+    with torch.set_grad_enabled(case.training):
+        off, on = (
+            compiled(model, x, options=options, config=case.config, lower=not case.training)
+            for options in (None, fused_with())
+        )
+    for counted in case.counted:
+        assert on.counters[counted] == off.counters[counted] > 0, counted
+    assert on.fused() == (2 if case.training else 1) * case.sites  # in training rebuilt in backward
+    assert off.fused() == 0
+    torch.testing.assert_close(on.out, off.out, rtol=2e-2 if case.dtype == BF16 else 1e-4, atol=1e-4)
+
+
+def test_frozen_by_options_we_stand_aside_too() -> None:
+    with torch.no_grad():
+        result = compiled(MLP(), torch.randn(4, 64), options={**fused_with(), "freezing": True})
+        assert result.fused() == 0
+    assert compiled(MLP(), torch.randn(4, 64), options={**fused_with(), "freezing": True}).fused() == 2  # training
+
+
+def test_pad_mm_pads_the_same_products() -> None:
+    """On paper nothing is measured, so the decision is forced; everything else is upstream's own."""
+    virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1023, 4091), nn.GELU(), nn.Linear(4091, 1023)).bfloat16()
+        x = torch.empty(2047, 1023, dtype=BF16, requires_grad=True)
+
+    def padded(options: dict[str, Any]) -> tuple[list[tuple[str, tuple[int, ...]]], int]:
+        config = {**options, "shape_padding": True, "force_shape_pad": True}
+        graphs = virtual_gpu.compile_on_paper(model, x, config=config).graphs.values()
+        nodes = [node for g in graphs for node in g.graph.graph.nodes if node.op == "call_function"]
+        gemms = [n for n in nodes if n.target in (aten.mm.default, aten.addmm.default)]
+        pads = sum(n.target is aten.constant_pad_nd.default for n in nodes)
+        return sorted((str(n.target), tuple(n.meta["val"].shape)) for n in gemms), pads
+
+    plain, ours = padded({}), padded(fused_with())
+    assert ours == plain
+    assert all(size % 8 == 0 for _, shape in plain[0] for size in shape) and plain[1] > 0
+
+
+# ---- what is kept for backward: budgets, checkpoints ---------------------------------------------
+
+
+def weights(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [(torch.randn(shape) / shape[-1] ** 0.5).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("how", ["config", "nodes"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_budget_of_the_users_keeps_as_little_with_our_operators(gated: bool, how: str) -> None:
+    """Set for the process or on the graph's nodes: our operators are rebuilt as aten's are."""
+    virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+
+    def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        h = F.silu(F.linear(x, gate)) * F.linear(x, up) if gated else F.gelu(F.linear(x, gate))
+        return F.linear(h, down).sin()
+
+    def on_nodes(graph: torch.fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.op == "call_function":
+                node.meta["memory_budget"] = 0.99
+
+    x = torch.empty(512, 256, dtype=BF16, device="meta", requires_grad=True)
+    parameters = [
+        nn.Parameter(torch.empty(shape, dtype=BF16, device="meta")) for shape in ((1024, 256), (1024, 256), (256, 1024))
+    ]
+    budget = {"memory_budget": 0.99} if how == "config" else {"joint_passes": [on_nodes]}
+
+    def saved(options: dict[str, Any], **more: Any) -> tuple[int, bool]:
+        paper = virtual_gpu.compile_on_paper(mlp, x, *parameters, config=options, **more)
+        return paper.saved_bytes(), "fused." in str(paper.backward.graph.graph)
+
+    plain, upstream = saved({}), saved({}, **budget)
+    ours = [saved(fused_with(tfo.FusionPolicy(memory=memory)), **budget) for memory in ("free", "off")]
+    assert ours == [(upstream[0], True)] * 2
+    assert upstream[0] < plain[0]
+
+
+ALWAYS, NEVER = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+
+
+def selective(table: dict[Any, CheckpointPolicy], seen: set[Any] | None = None) -> Callable[[], Any]:
+    """A ``context_fn`` that saves what the table says, and notes what it was asked for."""
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if seen is not None:
+            seen.add(operator)
+        return table.get(operator, CheckpointPolicy.PREFER_RECOMPUTE)
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counted[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+# An MLP by hand, the same by our operators, and the operator.
+SPELLINGS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Any]] = {
+    "bias_act": (
+        lambda x, w, _, v: F.linear(F.gelu(F.linear(x, w)), v).sin(),
+        lambda x, w, _, v: F.linear(fused.bias_act(F.linear(x, w), None, None, "gelu"), v).sin(),
+        fused.bias_act.default,
+    ),
+    "glu": (
+        lambda x, w, u, v: F.linear(F.silu(F.linear(x, w)) * F.linear(x, u), v).sin(),
+        lambda x, w, u, v: F.linear(FF.swiglu(F.linear(x, w), F.linear(x, u)), v).sin(),
+        fused.glu.default,
+    ),
+}
+
+
+@pytest.mark.parametrize("verdict", [ALWAYS, NEVER])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_eager_selective_checkpointing_names_our_operators(name: str, verdict: CheckpointPolicy) -> None:
+    _, mlp, operator = SPELLINGS[name]
+    x, *ws = weights((8, 16), (64, 16), (64, 16), (16, 64))
+    gemms = dict.fromkeys((aten.mm.default, aten.addmm.default), ALWAYS)
+    seen: set[Any] = set()
+    out = checkpoint(mlp, x, *ws, use_reentrant=False, context_fn=selective({operator: verdict, **gemms}, seen))
+    with Calls() as ran:
+        grads = torch.autograd.grad(out.square().sum(), [x, ws[0], ws[2]])
+    assert operator in seen
+    assert ran.counted[operator] == (verdict is NEVER)
+    for got, wanted in zip(grads, torch.autograd.grad(mlp(x, *ws).square().sum(), [x, ws[0], ws[2]]), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_eager_checkpointing_runs_our_operators_again() -> None:
+    x, *ws = weights((8, 16), (64, 16), (64, 16), (16, 64))
+    out = checkpoint(SPELLINGS["glu"][1], x, *ws, use_reentrant=False)
+    with Calls() as ran:
+        (grad,) = torch.autograd.grad(out.square().sum(), x)
+    assert ran.counted[fused.glu.default] == 1
+    (wanted,) = torch.autograd.grad(SPELLINGS["glu"][0](x, *ws).square().sum(), x)
+    torch.testing.assert_close(grad, wanted)
+
+
+@pytest.mark.parametrize("memory", ["free", "off"])
+@pytest.mark.parametrize("verdict", [ALWAYS, NEVER])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_compiled_selective_checkpointing_names_our_operators(
+    name: str, verdict: CheckpointPolicy, memory: str
+) -> None:
+    """Picked up: the policy is asked about the operator that the MLP became, and decides against ours for memory."""
+    mlp, _, operator = SPELLINGS[name]
+    x, *ws = weights((8, 16), (64, 16), (64, 16), (16, 64))
+    gemms = dict.fromkeys((aten.mm.default, aten.addmm.default), ALWAYS)
+
+    context_fn = selective({operator: verdict, **gemms})
+
+    def model(x: Tensor) -> Tensor:
+        return checkpoint(mlp, x, *ws, use_reentrant=False, context_fn=context_fn)  # type: ignore[no-any-return]
+
+    result = compiled(model, x, options=fused_with(tfo.FusionPolicy(memory=memory)))
+    forward, backward = (calls(g.graph) for g in result.graphs)
+    assert forward[str(operator)] == 1 and backward[str(operator)] == (verdict is NEVER)
+    (wanted,) = torch.autograd.grad(mlp(x, *ws).square().mean(), x)
+    torch.testing.assert_close(x.grad, wanted)
+
+
+def test_a_checkpoint_policy_is_asked_about_our_operator_in_place_of_what_it_replaced() -> None:
+    """What docs/architecture.md tells authors of such policies."""
+    mlp = SPELLINGS["bias_act"][0]
+    x, *ws = weights((8, 16), (64, 16), (64, 16), (16, 64))
+    seen: set[Any] = set()
+    context_fn = selective({aten.gelu.default: ALWAYS}, seen)
+
+    def model(x: Tensor) -> Tensor:
+        return checkpoint(mlp, x, *ws, use_reentrant=False, context_fn=context_fn)  # type: ignore[no-any-return]
+
+    compiled(model, x, options=fused_with())
+    assert fused.bias_act.default in seen and aten.gelu.default not in seen
+    seen.clear()
+    compiled(model, x, options=fused_with(tfo.FusionPolicy(exclude=("*",))))
+    assert aten.gelu.default in seen and fused.bias_act.default not in seen
+
+
+# ---- higher-order operators ----------------------------------------------------------------------
+
+
+def bodies(mlp: Callable[[Tensor], Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
+    from torch._higher_order_ops.map import map as mapped
+    from torch._higher_order_ops.scan import scan
+
+    region = torch.compiler.nested_compile_region(mlp)
+
+    def while_loop(x: Tensor) -> Tensor:
+        def body(i: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            return i + 1, mlp(x)
+
+        return torch.while_loop(lambda i, x: i < 1, body, (torch.tensor(0), x))[1]  # type: ignore[no-any-return]
+
+    return {
+        "checkpoint": lambda x: checkpoint(mlp, x, use_reentrant=False),
+        "cond": lambda x: torch.cond(x.sum() > -1e9, mlp, lambda x: mlp(-x), (x,)),
+        "nested_compile_region": lambda x: region(x) + 0 * region(2 * x),  # called once it is inlined
+        "map": lambda x: mapped(mlp, x[None])[0],
+        "scan": lambda x: scan(lambda c, x: (c + x, mlp(x)), torch.zeros_like(x), x[None])[1][0],
+        "while_loop": while_loop,
+    }
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["checkpoint", "cond", "nested_compile_region", "map", "scan", "while_loop"])
+def test_bodies_of_higher_order_operators_are_picked_up(name: str, training: bool) -> None:
+    w, v = weights((64, 16), (16, 64))
+
+    def mlp(x: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, w)), v)
+
+    x = torch.randn(8, 16, requires_grad=training)
+    seen: list[Counter[str]] = []
+    options = fused_with(tfo.FusionPolicy(strict=True))
+    slot = compat.slot_of((*compat.passes_in(options["pre_grad_custom_pass"]), lambda g: seen.append(calls(g))))
+    with torch.set_grad_enabled(training):
+        result = compiled(bodies(mlp)[name], x, options={**options, "pre_grad_custom_pass": slot})
+        wanted = mlp(x)
+    count = 2 if name == "cond" else 1  # both branches
+    assert sum(c["fused.bias_act.default"] for c in seen) == count
+    assert not any("fused" in call for call in seen[-1])  # the graph around it
+    torch.testing.assert_close(result.out, wanted)
+    if training:
+        torch.testing.assert_close(x.grad, torch.autograd.grad(wanted.square().mean(), x)[0])
+
+
+def test_flex_attentions_score_functions_are_left_alone() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    w, v = weights((64, 16), (16, 64))
+
+    def score(s: Tensor, *_: Tensor) -> Tensor:
+        return s * torch.sigmoid(s)  # silu, as in an MLP
+
+    def model(x: Tensor) -> Tensor:
+        x = F.linear(F.gelu(F.linear(x, w)), v)
+        heads = x.view(1, 128, 1, 16).transpose(1, 2)
+        return flex_attention(heads, heads, heads, score_mod=score)  # type: ignore[no-any-return]
+
+    def bodies(options: dict[str, Any]) -> list[Counter[str]]:
+        seen: list[Counter[str]] = []
+        slot = compat.slot_of((*compat.passes_in(options.get("pre_grad_custom_pass")), lambda g: seen.append(calls(g))))
+        with torch.no_grad():
+            compiled(model, torch.randn(128, 16), options={**options, "pre_grad_custom_pass": slot})
+        return seen
+
+    *plain, _ = bodies({})
+    *ours, outside = bodies(fused_with())
+    assert ours == plain and any("sigmoid" in call for c in ours for call in c)
+    assert outside["fused.bias_act.default"] == 1
+
+
+# ---- DDP -----------------------------------------------------------------------------------------
+
+
+def test_ddp_cuts_graphs_into_buckets_and_whole_mlps_are_picked_up() -> None:
+    """DDPOptimizer cuts a graph wherever a bucket is full: an MLP that it cuts in two is no MLP to any backend."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("needs gloo")
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(MLP(width=256) for _ in range(4))  # 2 MiB each
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model, x = Blocks(), torch.randn(4, 256)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=4.3)
+        split = compiled(sharded, x, options=fused_with(), fullgraph=False)
+        with dynamo_config.patch(optimize_ddp=False):
+            whole = compiled(sharded, x, options=fused_with(), fullgraph=False)
+    finally:
+        dist.destroy_process_group()
+    assert len(split.graphs) == 6 and split.calls()["fused.bias_act_backward.default"] == 3  # the first bucket is 1 MiB
+    assert len(whole.graphs) == 2 and whole.calls()["fused.bias_act_backward.default"] == 4
+    for result in (split, whole):
+        torch.testing.assert_close(result.out, model(x))
+
+
+# ---- other people's passes -----------------------------------------------------------------------
+
+
+class Theirs(CustomGraphPass):
+    """Somebody else's pass: notes how many of our operators it sees."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.seen: list[int] = []
+        self.fails = fails
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.seen.append(sum(n for name, n in calls(graph).items() if name.startswith("fused.")))
+        if self.fails:
+            raise RuntimeError("their pass fails")
+
+    def uuid(self) -> str:
+        return "theirs"
+
+    def __deepcopy__(self, memo: Any) -> Theirs:
+        return self
+
+
+def step() -> Compiled:
+    """Compile an MLP, now and here, as plain ``torch.compile`` would."""
+    return compiled(MLP(width=16), torch.randn(4, 16, requires_grad=True))
+
+
+KINDS: dict[str, Callable[[Theirs], Any]] = {
+    "a pass": lambda theirs: theirs,
+    "a function": lambda theirs: lambda graph: theirs(graph),
+    "a list": lambda theirs: [theirs],
+    "a tuple": lambda theirs: (theirs, lambda graph: theirs(graph)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_passes_in_all_slots_run_as_before_and_are_restored(kind: str) -> None:
+    if kind in ("a list", "a tuple") and not compat.LISTS_OF_PASSES:
+        pytest.skip("in this torch a slot holds one pass")
+    theirs = {slot: Theirs() for slot in PASS_SLOTS}
+    values = {slot: KINDS[kind](one) for slot, one in theirs.items()}
+    for slot, value in values.items():
+        setattr(inductor_config, slot, value)
+
+    def seen() -> dict[str, list[int]]:
+        for one in theirs.values():
+            one.seen.clear()
+        step()
+        return {slot: list(one.seen) for slot, one in theirs.items()}
+
+    before = seen()
+    assert all(before.values()) and not any(map(any, before.values()))
+    tfo.enable()
+    during = seen()
+    assert {slot: len(n) for slot, n in during.items()} == {slot: len(n) for slot, n in before.items()}
+    assert not any(during["pre_grad_custom_pass"])  # before ours
+    assert all(any(during[slot]) for slot in PASS_SLOTS[1:])
+    tfo.disable()
+    assert all(getattr(inductor_config, slot) is value for slot, value in values.items())
+    assert seen() == before
+
+
+def test_a_pass_of_theirs_that_fails_is_theirs_alone() -> None:
+    theirs = Theirs(fails=True)
+    inductor_config.pre_grad_custom_pass = theirs
+    with tfo.enabled(), pytest.raises(Exception, match="their pass fails"):
+        step()
+    assert inductor_config.pre_grad_custom_pass is theirs
+    theirs.fails = False
+    with tfo.enabled():
+        assert step().fused()
+
+
+@contextmanager
+def enable_and_disable() -> Iterator[None]:
+    tfo.enable()
+    yield
+    tfo.disable()
+
+
+@pytest.mark.parametrize("on", [enable_and_disable, tfo.enabled])
+def test_what_others_set_meanwhile_is_not_undone(on: Callable[[], Any]) -> None:
+    theirs, partitioner = Theirs(), passes.Remember(tfo.FusionPolicy(memory="off"))
+    with on():
+        inductor_config.pre_grad_custom_pass = theirs
+        inductor_config.custom_partitioner_fn = partitioner
+        assert step().fused() == 0
+    assert inductor_config.pre_grad_custom_pass is theirs
+    assert inductor_config.custom_partitioner_fn is partitioner
+
+
+@pytest.mark.parametrize("again", [enable_and_disable, tfo.enabled])
+def test_asked_again_we_come_back_behind_what_others_set(again: Callable[[], Any]) -> None:
+    theirs = Theirs()
+    tfo.enable()
+    inductor_config.pre_grad_custom_pass = theirs
+    with again():
+        assert step().fused() and theirs.seen
+    tfo.disable()
+    assert inductor_config.pre_grad_custom_pass is theirs
+
+
+def test_who_wraps_what_stood_in_the_slot_can_call_it() -> None:
+    tfo.enable()
+    ours = inductor_config.pre_grad_custom_pass
+    theirs = Theirs()
+
+    def both(graph: torch.fx.Graph) -> None:
+        ours(graph)
+        theirs(graph)
+
+    inductor_config.pre_grad_custom_pass = both
+    assert step().fused() and any(theirs.seen)
+    tfo.disable()
+    assert inductor_config.pre_grad_custom_pass is both
+    assert step().fused() == 0
+
+
+def test_a_slot_in_a_compilations_own_options_replaces_ours_unless_joined() -> None:
+    theirs = Theirs()
+    options = {"pre_grad_custom_pass": theirs}
+    tfo.enable()
+    model, x = MLP(width=16), torch.randn(4, 16)
+    assert compiled(model, x, options=options).fused() == 0 and theirs.seen == [0]
+    assert compiled(model, x, options=tfo.compile_options(options=options)).fused() and theirs.seen == [0, 0]
+
+
+def test_a_patched_slot_is_as_it_was_after_the_patch() -> None:
+    theirs = Theirs()
+    with inductor_config.patch(pre_grad_custom_pass=theirs):
+        with tfo.enabled():
+            assert step().fused()
+        assert inductor_config.pre_grad_custom_pass is theirs
+    assert inductor_config.pre_grad_custom_pass is None
+
+
+def test_blocks_that_overlap_leave_nothing_behind() -> None:
+    """In a context with passes of its own, whose block is neither the first to open nor the last to close."""
+    inductor_config.pre_grad_custom_pass = theirs = Theirs()
+    opened, close = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with tfo.enabled():
+            opened.set()
+            close.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    opened.wait(60)
+    with tfo.enabled():
+        fused_here = step().fused()
+        close.set()
+        thread.join()
+    assert fused_here and theirs.seen
+    assert inductor_config.pre_grad_custom_pass is theirs
+
+
+# ---- threads and policies ------------------------------------------------------------------------
+
+
+def in_threads(*fns: Callable[[], Any]) -> list[Any]:
+    results: dict[int, Any] = {}
+    threads = [threading.Thread(target=lambda i=i, fn=fn: results.update({i: fn()})) for i, fn in enumerate(fns)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[i] for i in range(len(fns))]
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = MLP(width=16), MLP(width=16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x))  # type: ignore[no-any-return]
+
+
+@contextmanager
+def sites() -> Iterator[dict[int, list[str]]]:
+    """What pick-up logs, by thread."""
+    seen: dict[int, list[str]] = {}
+    logger, handler = logging.getLogger("torch_fused_ops"), logging.Handler()
+    level = logger.level
+    handler.emit = lambda record: seen.setdefault(record.thread, []).append(record.getMessage())  # type: ignore
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield seen
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@pytest.mark.parametrize("way", ["enabled", "options"])
+def test_two_threads_compiling_at_once_do_not_mix(way: str) -> None:
+    barrier = threading.Barrier(2, timeout=60)
+
+    def one(policy: tfo.FusionPolicy) -> tuple[list[int], list[str]]:
+        found = []
+        with tfo.enabled(policy) if way == "enabled" else nullcontext():
+            options = None if way == "enabled" else fused_with(policy)
+            for _ in range(3):
+                barrier.wait()
+                result = compiled(Pair(), torch.randn(4, 16, requires_grad=True), options=options)
+                found.append(sum(calls(result.graphs[-1].graph)[f"fused.{n}.default"] for n in ("bias_act", "glu")))
+            barrier.wait()
+        return found, seen[threading.get_ident()]
+
+    with sites() as seen:
+        free, off = in_threads(
+            lambda: one(tfo.FusionPolicy(exclude=("one",))),
+            lambda: one(tfo.FusionPolicy(exclude=("two",), memory="off")),
+        )
+    for (rebuilt, logged), left, kept in ((free, "one", 1), (off, "two", 0)):
+        assert rebuilt == [kept] * 3  # in backward: only where memory is "free"
+        assert len(logged) == 6
+        assert all(("left alone" in message) == (f" in {left}:" in message) for message in logged)
+
+
+def test_a_block_opened_while_another_thread_compiles_holds_afterwards() -> None:
+    """Where config is the whole process's, that thread's options are put in and taken out around what we change."""
+    compiling, opened = threading.Event(), threading.Event()
+
+    def wait(graph: torch.fx.Graph) -> None:
+        compiling.set()
+        opened.wait(1)
+
+    def compile_with_options() -> None:
+        compiled(MLP(width=16), torch.randn(4, 16), options={"pre_grad_custom_pass": wait})
+
+    thread = threading.Thread(target=compile_with_options)
+    thread.start()
+    compiling.wait(60)
+    with tfo.enabled():
+        opened.set()
+        thread.join()
+        assert step().fused()
+    assert inductor_config.pre_grad_custom_pass is None
+
+
+@pytest.mark.parametrize("way", ["options", "backend"])
+def test_two_policies_for_one_function(way: str) -> None:
+    """Each gets code of its own, and the first one's is still there afterwards."""
+
+    def mlp(x: Tensor, w: Tensor) -> Tensor:
+        return torch.relu(x @ w) @ w
+
+    def with_policy(policy: tfo.FusionPolicy) -> Callable[..., Tensor]:
+        if way == "options":
+            return torch.compile(mlp, options=fused_with(policy))  # type: ignore[no-any-return]
+        return torch.compile(mlp, backend="fused", options={"policy": policy})  # type: ignore[no-any-return]
+
+    x, w = torch.randn(4, 16), torch.randn(16, 16)
+    ours, excluded = tfo.FusionPolicy(), tfo.FusionPolicy(exclude=("*",))
+    with sites() as seen:
+        for policy in (ours, excluded, ours, excluded):
+            torch.testing.assert_close(with_policy(policy)(x, w), mlp(x, w))
+    first, second = seen[threading.get_ident()]
+    assert first.endswith("fused::bias_act") and "the policy excludes" in second
+
+
+# ---- caches --------------------------------------------------------------------------------------
+
+FILL = """
+import sys, torch
+import torch_fused_ops as tfo
+from torch._dynamo.utils import counters
+
+def square(x):
+    return torch.relu(x) * torch.relu(x) * 0.5
+
+tfo.register_activation("mine", square)
+w = torch.eye(8)
+
+def picked_up(x):
+    return torch.relu(x @ w) @ w
+
+def called(x):
+    return torch.ops.fused.bias_act(x, None, None, "mine") + 1
+
+def counted(fn):
+    torch._dynamo.reset()
+    counters.clear()
+    fn(torch.ones(4, 8, requires_grad=True)).sum().backward()
+    return {key[:-len("_cache_hit")]: counters[group][key] for group, key in
+            (("aot_autograd", "autograd_cache_hit"), ("inductor", "fxgraph_cache_hit"))}
+
+with tfo.enabled(tfo.FusionPolicy(exclude=("a",))):
+    print("filled", counted(torch.compile(picked_up)))
+print("filled", counted(torch.compile(called)))
+"""
+
+# What misses is not compiled: counting stops where code would be generated.
+ASK = (
+    FILL[: FILL.index("with tfo")]
+    + """
+import torch._inductor.compile_fx as compile_fx
+from torch_fused_ops import activations
+from torch_fused_ops.lowerings import passes
+
+class Miss(Exception):
+    pass
+
+def no_code(*args, **kwargs):
+    raise Miss
+
+compile_fx._InProcessFxCompile.codegen_and_compile = no_code
+
+def ask(name, fn):
+    try:
+        hits = counted(torch.compile(fn))
+        print(name, "hit" if hits["autograd"] or hits["fxgraph"] == 2 else f"compiled {hits}")
+    except Exception as e:
+        assert "Miss" in repr(e) or isinstance(e.__cause__, Miss), e
+        hits = counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]
+        print(name, "miss" if not any(hits) else f"partly {hits}")
+
+same = tfo.FusionPolicy(exclude=("a",))
+ask("off", picked_up)
+tfo.enable(same)
+ask("same", picked_up)
+tfo.disable()
+for name, other in dict(exclude=tfo.FusionPolicy(exclude=("b",)), memory=tfo.FusionPolicy("off", exclude=("a",)),
+                        strict=tfo.FusionPolicy(strict=True, exclude=("a",))).items():
+    with tfo.enabled(other):
+        ask(name, picked_up)
+ask("same-operator", called)
+
+version, tfo.__version__ = tfo.__version__, "9.9"
+passes.tag_caches()
+with tfo.enabled(same):
+    ask("version", picked_up)
+ask("version-operator", called)
+tfo.__version__ = version
+passes.tag_caches()
+with tfo.enabled(same):
+    ask("same-again", picked_up)
+
+del activations._TABLE["mine"]
+tfo.register_activation("mine", lambda x: torch.relu(x) * torch.relu(x) * 0.25)
+ask("other-activation", called)
+"""
+)
+
+
+def test_a_second_process_hits_for_the_same_and_misses_for_anything_else(
+    package: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    def run(program: str) -> list[list[str]]:
+        (tmp_path / "program.py").write_text(program)  # functions are traced by source: -c has none
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(package.parent),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+            "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+            "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        }
+        done = subprocess.run(
+            [sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, env=environment
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+
+    filled = run(FILL)
+    assert [name for name, _ in filled] == ["filled"] * 2 and all("1" not in hits for _, hits in filled)
+    asked = dict(run(ASK))
+    hits = {"same", "same-operator", "same-again"}
+    misses = {"off", "exclude", "memory", "strict", "version", "version-operator", "other-activation"}
+    assert asked == {**dict.fromkeys(hits, "hit"), **dict.fromkeys(misses, "miss")}
+
+
+# ---- cost ----------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """Residual blocks: a mix, a GELU MLP, a SwiGLU MLP, and an activation whose inner value is read elsewhere too."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm, self.mix, self.mlp = nn.LayerNorm(width), nn.Linear(width, width), MLP(width=width)
+        self.gate, self.up, self.down = nn.Linear(width, 64), nn.Linear(width, 64), nn.Linear(64, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mlp(self.norm(x + self.mix(x)))
+        x = x + self.down(F.silu(self.gate(x)) * self.up(x))
+        gate = torch.sigmoid(self.gate(x))
+        return x + self.down(self.gate(x) * gate) + gate.mean()
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int, layer: Callable[[], nn.Module] = Layer) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def captured(model: nn.Module, *args: Any) -> torch.fx.Graph:
+    graphs: list[torch.fx.Graph] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        graphs.append(gm.graph)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, fullgraph=True)(*args)
+    (graph,) = graphs
+    return graph
+
+
+def work(fn: Callable[[], Any]) -> int:
+    """How many calls, Python's and C's, ``fn`` makes."""
+    counted = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        fn()
+    finally:
+        sys.setprofile(before)
+    return counted
+
+
+def test_recognising_grows_linearly() -> None:
+    def calls_for(layers: int) -> int:
+        with torch.device("meta"):
+            graph = captured(Stack(layers), torch.empty(4, 32))
+        return work(lambda: rewrite(graph, tfo.FusionPolicy()))
+
+    calls_for(1)  # the activation table is read, proofs are cached
+    three, six, twelve = map(calls_for, (3, 6, 12))
+    assert twelve - six == pytest.approx(2 * (six - three), rel=0.05)
+
+
+def test_a_hundred_layers() -> None:
+    with torch.device("meta"):
+        model, x = Stack(100, MLP), torch.empty(4, 64)
+    sites = rewrite(captured(model, x), tfo.FusionPolicy(strict=True))
+    assert [s.op for s in sites] == ["fused::bias_act"] * 100
+
+
+@pytest.mark.slow
+def test_a_hundred_layers_on_paper() -> None:
+    virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+    with torch.device("meta"):
+        model, x = Stack(100, MLP).bfloat16(), torch.empty(512, 64, dtype=BF16, requires_grad=True)
+    plain = virtual_gpu.compile_on_paper(model, x)
+    ours = virtual_gpu.compile_on_paper(model, x, config=fused_with(tfo.FusionPolicy(strict=True)))
+    assert calls(ours.backward.graph.graph)["fused.bias_act_backward.default"] == 100
+    assert ours.saved_bytes() < plain.saved_bytes()
