@@ -329,8 +329,30 @@ def test_activations_that_no_gemm_reads():
     (seen,) = report.unread
     assert report.sites == () and not seen.is_mlp
     assert (seen.spelling, seen.users) == (("gelu",), ("layer_norm",))
-    assert "no GEMM reads gelu, but layer_norm (test_explain.py:" in str(report)
+    assert "gelu is no site: no GEMM reads it, but layer_norm (test_explain.py:" in str(report)
     assert json.loads(report.to_json())["unread"][0]["users"] == ["layer_norm"]
     with record() as recorded:
         torch.compile(NormFormer(), backend="fused")(torch.randn(4, 8))
     assert [site.spelling for site in recorded.unread] == [("gelu",)]
+
+
+def test_activations_behind_what_is_no_gemm_and_after_a_break():
+    def fn(x, w, d):
+        h = F.linear(F.gelu(F.layer_norm(F.linear(x, w), (16,))), d)
+        torch._dynamo.graph_break()
+        return F.linear(torch.relu(h), w)
+
+    report = explain(fn, torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16))
+    assert report.sites == () and report.graphs == 2
+    reasons = [site.reason for site in report.unread]
+    assert reasons[0] == "not an MLP: it reads layer_norm, which no GEMM with weights has produced"
+    assert reasons[1].startswith("not an MLP: it reads ") and "a site does not reach across a graph break" in str(
+        report
+    )
+
+
+def test_exclude_that_matches_nothing_is_said():
+    model = Block()
+    report = explain(model, torch.randn(4, 8), policy=FusionPolicy(exclude=("mlp.*", "mpl")))
+    assert report.sites[0].reason == "the policy excludes 'mlp.*'"
+    assert report.notes == ("exclude='mpl' matches no site's modules; the sites' modules are mlp, odd",)

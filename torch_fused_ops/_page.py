@@ -20,6 +20,7 @@ from torch_fused_ops.report import (
     said,
     size,
     unit_of,
+    unread_of,
 )
 
 __all__ = ["page"]
@@ -42,7 +43,7 @@ def page(report: Report) -> str:
         _section("Fused", _count(fused), _fused_table(fused)) if fused else "",
         _section("Left alone", _count(missed), _refusals(missed)) if missed else "",
         _section("Not MLPs", _count(others), _others_table(others), "muted") if others else "",
-        _section("Read by no GEMM", _count(unread), _others_table(unread), "muted") if unread else "",
+        _section("No sites", _count(unread), _unread_list(unread), "muted") if unread else "",
         _footer(report),
     ]
     title = f"{report.title}: {report.summary}" if report.title else report.summary
@@ -234,6 +235,15 @@ def _others_table(groups: Sequence[Group]) -> str:
         reason = said(group.sites[0]).removeprefix(NOT_AN_MLP)
         rows.append(f'<tr><td class="mono">{_where(group)}</td><td>{_text(reason)}</td></tr>')
     lead = "Other places where a matrix product reads something nonlinear. They count neither as fused nor as missed."
+    return f'<p>{lead}</p><div class="scroll"><table class="sites"><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _unread_list(groups: Sequence[Group]) -> str:
+    """Activations that do not stand between two GEMMs."""
+    rows = [
+        f'<tr><td class="mono">{_where(group)}</td><td>{_text(text)}</td></tr>' for text, group in unread_of(groups)
+    ]
+    lead = "Activations that do not stand between two matrix products. There is nothing to fuse them with here."
     return f'<p>{lead}</p><div class="scroll"><table class="sites"><tbody>{"".join(rows)}</tbody></table></div>'
 
 

@@ -132,6 +132,8 @@ def _load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any
     accepted = "it must return (model, args) or (model, args, kwargs)"
     if not callable(make):
         raise _UsageError(f"{spec} is a {type(make).__name__}, not callable; {accepted}")
+    if isinstance(make, torch.nn.Module):
+        raise _UsageError(f"{spec} is a model; it must be a function that returns (model, args)")
     made = make()
     if not isinstance(made, (tuple, list)) or len(made) not in (2, 3) or not callable(made[0]):
         raise _UsageError(f"{spec} returned a {type(made).__name__}; {accepted}")

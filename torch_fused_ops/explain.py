@@ -62,6 +62,12 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     report = Report(tuple(sites), len(captures))
     report.title = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "")
     report.unread = tuple(unread)
+    report.notes = tuple(
+        f"exclude={pattern!r} matches no site's modules; the sites' modules are "
+        + (", ".join(dict.fromkeys(site.module or "the model itself" for site in sites)) or "none")
+        for pattern in policy.exclude
+        if not any(site.reason == f"{EXCLUDED}{pattern!r}" for site in sites)
+    )
     report._captures = captures
     return report
 

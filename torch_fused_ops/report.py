@@ -81,10 +81,23 @@ HINTS = {
         'If it is meant so, torch_fused_ops.register_activation("name", fn) adds it, fn being this function of one '
         "tensor; then it is proved and fused."
     ),
-    rf"^{EXCLUDED}": "Take the pattern out of FusionPolicy(exclude=…) to have it fused.",
+    rf"^{EXCLUDED}": "Take the pattern out of FusionPolicy(exclude=…) to have it looked at.",
+    r"^it is relu, but with another gradient|a comparison in it": "If relu is meant, write F.relu.",
+    r"^a mask takes part": "A mask over rows can be applied after the GEMM, which is the same.",
+    r"^another tensor takes part": (
+        "A factor for each row can be applied to the GEMM's output, which is the same; functional.glu and its kin take "
+        "it as token_scale, shaped as the input without its last axis."
+    ),
+    r"also reads the result of": "Where that reader does not need it, the activation is fused.",
     r"^autocast or grad mode is switched": "Put the MLP as a whole inside or outside of the block that switches it.",
     r"in place": "Write the operation that works in place out of place.",
 }
+
+
+BROKEN = (
+    "the model was captured in {} graphs: a site does not reach across a graph break "
+    "(TORCH_LOGS=graph_breaks shows where they are)."
+)
 
 
 @dataclass(frozen=True)
@@ -154,7 +167,7 @@ class Report:
 
     Attributes:
         sites: every site, in graph order.
-        unread: what would be sites if a GEMM read them: an activation in front of a norm, or at the end of a graph.
+        unread: activations that are no sites, because no GEMM reads them, or what they read is no GEMM's.
         graphs: how many graphs Dynamo captured (``record``: were compiled with pick-up).
         figures: memory, traffic and kernels before and after; None before ``measure`` was called, and where it failed.
         figures_missing: why it failed; "" where it did not.
@@ -219,8 +232,10 @@ class Report:
         parts = [_table(grouped(self.sites)) if self.sites else "", self.summary]
         if not self.sites:
             parts.append(self.nothing)
+        elif self.graphs > 1:
+            parts.append(f"note: {BROKEN.format(self.graphs)}")
         parts += [f"note: {note}" for note in self.notes]
-        parts += [f"no GEMM reads {what}" for what in unread_of(self)]
+        parts += [f"{text} ({group.source})" for text, group in unread_of(grouped(self.unread))]
         hints = dict.fromkeys(site.hint for site in self.sites if site.hint)
         parts += [textwrap.fill(f"hint: {hint}", WIDTH, subsequent_indent="      ") for hint in hints]
         if self.figures is not None:
@@ -236,13 +251,10 @@ class Report:
         hint = (
             "A site is a matrix product that reads a pointwise function of matrix products, through views, casts and\n"
             "dropout. There is none: between the products stands something else (a norm, a convolution, an operator\n"
-            "that is already fused), or nothing nonlinear."
+            "that is already fused), a function that is not read, or nothing nonlinear."
         )
         if self.graphs > 1:
-            hint += (
-                f"\nThe model was captured in {self.graphs} graphs: a site does not reach across a graph break "
-                "(TORCH_LOGS=graph_breaks shows where they are)."
-            )
+            hint += f"\n{BROKEN.format(self.graphs)}"
         return hint
 
     def to_json(self) -> str:
@@ -307,13 +319,12 @@ def reading(site: Site) -> str:
     return ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in Counter(site.users).items())
 
 
-def unread_of(report: Report) -> list[str]:
-    """What no GEMM reads, as text, each kind once: "gelu, but layer_norm (model.py:12 in mlp)"."""
-    seen = []
-    for group in grouped(report.unread):
-        site = group.sites[0]
-        seen.append(f"{', '.join(dict.fromkeys(site.spelling))}, but {reading(site) or 'nothing'} ({group.source})")
-    return seen
+def unread_of(groups: Sequence[Group]) -> list[tuple[str, Group]]:
+    """Activations that are no sites, as text: "gelu is no site: no GEMM reads it, but layer_norm"."""
+    return [
+        (f"{', '.join(dict.fromkeys(g.sites[0].spelling))} is no site: {said(g.sites[0]).removeprefix(NOT_AN_MLP)}", g)
+        for g in groups
+    ]
 
 
 def said(site: Site) -> str:

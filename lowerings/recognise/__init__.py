@@ -20,7 +20,7 @@ from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.report import module_path
 
 from .cone import Cone, Refusal, examine, find, readers
-from .graph import NONLINEAR, Facts, shown, tensor
+from .graph import FREE, NONLINEAR, Facts, shown, tensor
 from .normal import Normal
 from .rewrite import operator_of, replace
 from .symbolic import RULES
@@ -55,7 +55,8 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
         for top, gemms in sites:
             activation = None
             try:
-                _check_readers(facts, top, gemms, policy)
+                _check_readers(facts, top, gemms)
+                _check_excluded(top, gemms, policy)
                 cone = examine(facts, top)
                 activation = cone.verdict.activation
                 _check_freezing(cone)
@@ -73,33 +74,55 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
 
 
 def unread(graph: Graph) -> tuple[Site, ...]:
-    """The places that are no sites because no GEMM reads them: nonlinear functions of GEMMs' outputs, and who does.
+    """Activations that are no sites, because no GEMM reads them, or because what they read is no GEMM's; and why.
 
-    An activation before a norm is one, or before the end of the graph. Nothing is changed.
+    An activation before a norm is one, behind a convolution, or at either end of a graph. Nothing is changed.
     """
     normal = Normal(graph)
     try:
         facts, found = Facts(graph), []
-        for node in facts.calls:
-            if facts.state[node] != NONLINEAR or facts.passes(node):
+        for node, call in facts.calls.items():
+            if facts.passes(node) or not (node.users and _is_activation(facts, normal, node)):
                 continue
             reading = list(readers(facts, node))
-            if all(facts.state[user] != NONLINEAR and facts.calls[user].gemm is None for user in reading):
-                site = _site(facts, normal, node, [node], None, (f"{NOT_AN_MLP}no GEMM reads it", None))
-                if any(hasattr(torch.nn.functional, name.rstrip("_")) for name in site.spelling):  # not x² in a norm
-                    found.append(site)
+            gemms = [user for user in reading if facts.calls[user].gemm is not None]
+            inside = any(facts.state[user] == NONLINEAR for user in reading)
+            if facts.state[node] == NONLINEAR and not gemms and not inside:
+                reason = f"{NOT_AN_MLP}no GEMM reads it, but {_names(reading)}"
+            elif facts.state[node] == FREE and gemms and call.name in RULES:
+                sources = [facts.origin(a) for a in node.all_input_nodes]
+                reason = f"{NOT_AN_MLP}it reads {_names(sources)}, which no GEMM with weights has produced"
+            else:
+                continue
+            found.append(_site(facts, normal, node, gemms or [node], None, (reason, None)))
         return tuple(found)
     finally:
         normal.restore()
 
 
-def _check_readers(facts: Facts, top: Node, gemms: list[Node], policy: FusionPolicy) -> None:
+def _is_activation(facts: Facts, normal: Normal, node: Node) -> bool:
+    """Whether torch has the function, or one under it, as an activation: it is not x² in a norm."""
+    return any(
+        hasattr(torch.nn.functional, facts.calls[call].name) or call in normal.spelled or facts.custom(call)
+        for call in _calls(facts, node)
+    )
+
+
+def _names(nodes: list[Node]) -> str:
+    return ", ".join(dict.fromkeys(map(shown, nodes))) or "nothing"
+
+
+def _check_readers(facts: Facts, top: Node, gemms: list[Node]) -> None:
     if not any(facts.weight_gemm(gemm) for gemm in gemms):
         raise Refusal(f"{NOT_AN_MLP}read by a product of two computed tensors, as in attention")
-    path = _module(top, gemms[0])
-    parents = [path[: m.start()] for m in re.finditer(r"\.", path)]
+
+
+def _check_excluded(top: Node, gemms: list[Node], policy: FusionPolicy) -> None:
+    """A pattern excludes a site by the path of any module that it is in; ``"encoder.*"`` means the encoder, too."""
+    paths = {path for node in (top, gemms[0]) for path in _stack(node)}
+    paths |= {path[: m.start()] for path in paths for m in re.finditer(r"\.", path)}
     for pattern in policy.exclude:
-        if any(fnmatchcase(p, pattern) for p in (path, *parents)):
+        if any(fnmatchcase(path, p) for path in paths for p in (pattern, pattern.removesuffix(".*"))):
             raise Refusal(f"{EXCLUDED}{pattern!r}")
 
 
@@ -119,18 +142,17 @@ def _drop_shared(facts: Facts, cones: dict[Node, Cone], refused: dict[Node, tupl
     while True:
         fused = {node for cone in cones.values() for node in cone.calls}
         roots = {cone.root for cone in cones.values()}
-        for top, cone in list(cones.items()):
-            outside = [
-                (node, user) for node in cone.calls if node not in roots for user in node.users if user not in fused
-            ]
-            if outside:
-                node, user = outside[0]
-                reason = f"{shown(user)} also reads the result of {shown(node)} inside the activation"
-                refused[top] = (reason, cone.verdict.activation)
-                del cones[top]
-                break
-        else:
+        outside: dict[Node, tuple[Node, Node]] = {}
+        for top, cone in cones.items():
+            for node in cone.calls:
+                for user in node.users if node not in roots else ():
+                    if user not in fused:
+                        outside.setdefault(top, (node, user))
+        if not outside:
             return
+        for top, (node, user) in outside.items():
+            reason = f"{shown(user)} also reads the result of {shown(node)} inside the activation"
+            refused[top] = (reason, cones.pop(top).verdict.activation)
 
 
 def _site(

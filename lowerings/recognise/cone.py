@@ -160,16 +160,17 @@ def _walk(facts: Facts, cone: Cone) -> None:
 def _foreign(facts: Facts, cone: Cone, operand: Node) -> tuple[int, str]:
     """What takes part though no GEMM produced it, and its rank: the most telling reason comes first."""
     source = facts.origin(operand)
-    gated = f"{NOT_AN_MLP}combined with the result of {shown(source)}, which is no GEMM's with weights"
-    if facts.fed[source] and not _is_mask(source):
+    gated = f"{NOT_AN_MLP}combined with the result of {shown(source)}, which no GEMM with weights has produced"
+    whole = source.op not in ("placeholder", "get_attr") and _same_shape(operand, cone.root)
+    if facts.fed[source] and whole and not _is_mask(source):
         return 3, gated
     pending, seen = [operand], {operand}
     while pending and not facts.fed[operand]:
         node = pending.pop()
         if isinstance(tensor(node), torch.nn.Parameter):
             # The activation's own, as in xIELU; in a whole tensor of data, as a norm makes one, it is a gate on that.
-            gates = source.op not in ("placeholder", "get_attr") and _same_shape(source, cone.root)
-            return (3, gated) if gates else (0, f"a learnable parameter takes part: {shown(node)}")
+            kind = "learnable parameter" if _value(node).requires_grad else "parameter"
+            return (3, gated) if whole else (0, f"a {kind} takes part: {shown(node)}")
         new = [a for a in node.all_input_nodes if a not in seen]
         seen.update(new)
         pending.extend(new)

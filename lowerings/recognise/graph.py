@@ -35,7 +35,8 @@ DROPOUTS = _words("dropout alpha_dropout feature_dropout feature_alpha_dropout d
 PIECES = _words("chunk split split_with_sizes tensor_split unbind unsafe_chunk unsafe_split")
 VIEWS = PIECES | _words(
     """view reshape view_as reshape_as flatten unflatten squeeze unsqueeze ravel _unsafe_view transpose permute t
-    movedim moveaxis swapaxes swapdims expand expand_as getitem narrow select slice detach detach_ lift_fresh_copy"""
+    movedim moveaxis swapaxes swapdims expand expand_as getitem narrow select slice detach detach_ lift_fresh_copy
+    index_select gather take_along_dim index"""
 )
 # Tensor-parallel plumbing: what stands between a sharded linear and the local tensor that the activation reads.
 # Dynamo wraps the DTensor methods into functions that are called "prim_to_local", "prim from_local", …
@@ -63,6 +64,16 @@ _PLAIN_NAMES = {
     **{"iadd": "add", "isub": "sub", "imul": "mul", "ipow": "pow", "__rsub__": "rsub", "pos": "positive"},
     **{"multiply": "mul", "subtract": "sub", "negative": "neg", "absolute": "abs", "clip": "clamp"},
     **{"special_expit": "sigmoid", "expit": "sigmoid", "log_sigmoid": "logsigmoid", "special_exp2": "exp2"},
+    **{
+        "arcsin": "asin",
+        "arccos": "acos",
+        "arctan": "atan",
+        "arcsinh": "asinh",
+        "arccosh": "acosh",
+        "arctanh": "atanh",
+    },
+    **{"special_ndtr": "ndtr", "special_log_ndtr": "log_ndtr", "special_i0": "i0", "special_sinc": "sinc"},
+    **{"special_round": "round", "special_xlogy": "xlogy", "fix": "trunc", "sgn": "sign", "arctan2": "atan2"},
     **{"special_erf": "erf", "special_erfc": "erfc", "special_expm1": "expm1", "special_log1p": "log1p"},
 }
 _INPLACE_BUILTINS = _words("iadd isub imul itruediv ipow imatmul iand ior setitem __setitem__")
@@ -211,7 +222,9 @@ def record(node: Node, like: Node) -> None:
 def shown(node: Node) -> str:
     """What a person would call the node."""
     if node.op in ("placeholder", "get_attr"):  # Dynamo calls a parameter L_self_modules_mlp_parameters_alpha_
-        return re.sub(r"^.*_(?:parameters|buffers)_(.*?)_?$", r"\1", str(node.target))
+        name = re.sub(r"^.*_(?:parameters|buffers)_(.*?)_?$", r"\1", str(node.target))
+        name = re.sub(r"^L_args_(\d+)_$", lambda m: f"argument {int(m[1]) + 1}", name)
+        return re.sub(r"^[LG]_(?:kwargs_)?(.*?)_?$", r"\1", name)
     target = node.target
     return target if isinstance(target, str) else str(getattr(target, "__name__", target)).removesuffix(".default")
 
@@ -335,7 +348,9 @@ class Facts:
                 self.inference.add(node)
             self.index[node], self.region[node] = i, region
             constant = call.name in CONSTANTS
-            self.fed[node] = call.gemm is not None or (not constant and any(self.fed[a] for a in node.all_input_nodes))
+            # What is gathered is what it is gathered from: an expert's weights do not become data by their index.
+            inputs = node.all_input_nodes[: 1 if self.passes(node) else None]
+            self.fed[node] = call.gemm is not None or (not constant and any(self.fed[a] for a in inputs))
             self.state[node] = self._state(node, call)
             self.aliases[self.storage(node)].append(node)
             for written in _writes(node, call):

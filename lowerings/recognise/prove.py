@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -14,6 +15,8 @@ from .graph import read
 from .symbolic import TOLERANCE, Algebra, Poly, Ref, Step, Unprovable, evaluate
 
 __all__ = ["Verdict", "prove"]
+
+log = logging.getLogger("torch_fused_ops")
 
 NAMES = ("x", "y")  # an activation reads one tensor, a gated one two
 
@@ -78,8 +81,8 @@ def _table(names: tuple[str, ...], kinks: bool) -> tuple[Algebra, Forms]:
         try:
             for i, x in enumerate(variables):
                 table[name, i] = _applied(algebra, name, x)
-        except Unprovable:  # a registered activation beyond the rules: the operators know it, the recogniser does not
-            continue
+        except Unprovable as e:  # a registered activation beyond the rules: the operators know it, pick-up does not
+            log.warning("pick-up cannot recognise the registered activation %r: %s", name, e)
     return algebra, table
 
 
@@ -140,6 +143,8 @@ def _short(text: str) -> str:
 def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, unary: bool) -> str:
     """Why the expression is none of the table's, and what it is near to if anything."""
     text = algebra.text(expression)
+    if algebra.constant(expression) is not None:
+        return f"it is {text} everywhere"
     if unary and len(steps) == 1 and hasattr(torch.nn.functional, steps[0][0]):
         text = f"{steps[0][0]}(x) = {text}"
     if not unary:

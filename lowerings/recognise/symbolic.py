@@ -370,6 +370,16 @@ def _refuse(what: str) -> Rule:
     return rule
 
 
+def _opaque(name: str) -> Rule:
+    def rule(a: Algebra, input: Operand) -> Poly:
+        value = a.lift(input)
+        if a.constant(value) is not None:
+            raise Unprovable(f"{name} of a constant in it")
+        return a._atom(name, value)
+
+    return rule
+
+
 def _gelu(a: Algebra, input: Operand, approximate: str = "none") -> Poly:
     if approximate == "none":
         inner = a.erf(a.mul(input, math.sqrt(0.5)))
@@ -419,6 +429,10 @@ RULES: dict[str, Rule] = {
     "exp2": lambda a, input: a.exp(a.mul(input, math.log(2))),
     "expm1": lambda a, input: a.sub(a.exp(input), 1.0),
     "log": lambda a, input: a.log(input),
+    "log2": lambda a, input: a.mul(a.log(input), 1 / math.log(2)),
+    "log10": lambda a, input: a.mul(a.log(input), 1 / math.log(10)),
+    "sinh": lambda a, input: a.mul(a.sub(a.exp(input), a.exp(a.mul(input, -1.0))), 0.5),
+    "cosh": lambda a, input: a.mul(a.add(a.exp(input), a.exp(a.mul(input, -1.0))), 0.5),
     "log1p": lambda a, input: a.log(a.add(input, 1.0)),
     "sigmoid": lambda a, input: a.sigmoid(input),
     "tanh": lambda a, input: a.tanh(input),
@@ -448,6 +462,9 @@ RULES: dict[str, Rule] = {
     "elu": _elu,
     "celu": lambda a, input, alpha=1.0: _elu(a, input, alpha, input_scale=1 / alpha),
     "selu": lambda a, input: _elu(a, input, 1.6732632423543772, 1.0507009873554805),
+    # Functions of their own: equal where their arguments are.
+    **{name: _opaque(name) for name in ("sin", "cos", "tan", "asin", "acos", "atan", "asinh", "acosh", "atanh")},
+    **{name: _opaque(name) for name in ("lgamma", "erfinv", "sinc", "i0", "ndtr", "log_ndtr", "digamma")},
     # Pointwise, so that the walk sees through them to say what is there; nothing that is in the table holds them.
     # A comparison is not relu: relu(NaN) is NaN, and where(NaN > 0, x, 0) is 0.
     **dict.fromkeys(
@@ -459,6 +476,10 @@ RULES: dict[str, Rule] = {
     "prelu": _refuse("learnable parameters (prelu) in it"),
     "rrelu": _refuse("random slopes (rrelu) in it"),
     "threshold": _refuse("a threshold in it"),
+    **dict.fromkeys(
+        ("floor", "ceil", "round", "trunc", "frac", "sign", "fmod", "remainder"), _refuse("rounding in it")
+    ),
+    **dict.fromkeys(("atan2", "hypot", "logaddexp", "xlogy", "fmin", "fmax"), _refuse("a function of two in it")),
     "nan_to_num": _refuse("nan_to_num in it"),
 }
 # The rules that may keep affine what is affine in their arguments.

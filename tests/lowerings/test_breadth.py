@@ -16,6 +16,8 @@ from differential import compare
 from torch import Tensor
 from torch.func import functional_call
 
+from torch_fused_ops import register_activation
+
 
 @pytest.fixture(autouse=True)
 def fresh():
@@ -216,3 +218,30 @@ def test_grouped_products() -> None:
     x, ends = torch.randn(16, 32).bfloat16().requires_grad_(), torch.tensor([4, 8, 12, 16], dtype=torch.int32)
     (site,) = compare(fn, [x, *weights, ends])
     assert (site.op, site.activation) == ("fused::glu", "silu")
+
+
+class GatheredExperts(nn.Module):
+    """Each token's expert, gathered by a router's choice: weights stay weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 3)
+        self.up, self.down = nn.Parameter(torch.randn(3, 32, 8)), nn.Parameter(torch.randn(3, 8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        expert = self.router(x).argmax(-1)
+        gate, up = torch.bmm(self.up[expert], x.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+        return torch.bmm(self.down[expert], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+
+
+def test_gathered_experts() -> None:
+    (site,) = compare(GatheredExperts().double(), [torch.randn(4, 8, dtype=torch.float64, requires_grad=True)])
+    assert (site.op, site.activation) == ("fused::bias_glu", "silu")
+
+
+def test_registered_functions_of_their_own() -> None:
+    torch.manual_seed(0)
+    register_activation("snake", lambda x: x + torch.sin(x) ** 2)
+    model = MLP(lambda h: h + torch.sin(h).square()).double()
+    (site,) = compare(model, [torch.randn(4, 8, dtype=torch.float64, requires_grad=True)])
+    assert (site.op, site.activation) == ("fused::bias_act", "snake")

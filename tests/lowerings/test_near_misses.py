@@ -285,7 +285,9 @@ FUNCTIONS: dict[str, tuple[Case, str]] = {
     "where on another sign": (two(lambda h, u: torch.where(u > 0, h, 0.0)), "cannot be proved|" + NO_GATE),
     "x·(x > 0.5)": (one(lambda x: x * (x > 0.5)), "cannot be proved|" + NO_ACTIVATION),
     "masked_fill, shifted": (one(lambda x: x.masked_fill(x < 0.1, 0.0)), "cannot be proved|" + NO_ACTIVATION),
-    "sin": (one(lambda x: torch.sin(x) * torch.sigmoid(x)), "combined with the result of sin"),
+    "sin": (one(lambda x: torch.sin(x) * torch.sigmoid(x)), "sin.x. is no activation"),
+    "snake": (one(lambda x: F.silu(x) + torch.sin(x) ** 2), NO_ACTIVATION),
+    "rounded": (one(lambda x: F.relu(torch.round(x * 8) / 8)), "rounding in it"),
     "rounded by a magic number": (
         one(lambda x: F.silu((x + 1.5 * 2**52) - 1.5 * 2**52)),
         "large terms cancel, which rounds",
@@ -312,7 +314,7 @@ FUNCTIONS: dict[str, tuple[Case, str]] = {
     "up²": (two(lambda h, u: F.silu(h) * u * u), NO_GATE),
     "|up|": (two(lambda h, u: F.silu(h) * u.abs()), NO_GATE),
     "over up": (two(lambda h, u: F.silu(h) / u), NO_GATE),
-    "only up's sign": (two(lambda h, u: F.silu(h) * torch.sign(u)), "combined with the result of sign"),
+    "only up's sign": (two(lambda h, u: F.silu(h) * torch.sign(u)), "rounding in it"),
     "clamps differ": (two(lambda h, u: F.silu(h.clamp(max=7.0)) * u.clamp(-7.001, 7.001)), NO_GATE),
     "clamp of up lopsided": (two(lambda h, u: F.silu(h.clamp(max=7.0)) * u.clamp(-6.0, 7.0)), NO_GATE),
     "clamp of up above only": (two(lambda h, u: F.silu(h.clamp(max=7.0)) * u.clamp(max=7.0)), NO_GATE),
@@ -346,11 +348,11 @@ OTHERS: dict[str, tuple[Case, str]] = {
     "a scale that is a tensor": (lambda h, u, p, w, m: F.linear(torch.sigmoid(h) * m[0, 0], w), ANOTHER),
     "prelu": (lambda h, u, p, w, m: F.linear(F.prelu(h, m[0]), w), ANOTHER + "m"),
     "a limit that is a tensor": (lambda h, u, p, w, m: F.linear(torch.maximum(h, m), w), ANOTHER + "m"),
-    "mean of a row": (one(lambda x: x.sigmoid() * x.mean(-1, keepdim=True)), "combined with the result of mean"),
-    "maximum over the row": (one(lambda x: F.relu(x) * x.amax(-1, keepdim=True)), "combined with the result of amax"),
+    "mean of a row": (one(lambda x: x.sigmoid() * x.mean(-1, keepdim=True)), "another tensor takes part: mean"),
+    "maximum over the row": (one(lambda x: F.relu(x) * x.amax(-1, keepdim=True)), "another tensor takes part: amax"),
     "softmax in between": (
         two(lambda h, u: F.silu(torch.softmax(h, -1)) * F.tanh(u)),
-        "combined with the result of silu, which is no GEMM's",
+        "combined with the result of silu, which no GEMM with weights has produced",
     ),
     "a norm in between": (
         two(lambda h, u: F.layer_norm(F.silu(h), (16,)) * F.tanh(u)),
@@ -468,7 +470,7 @@ CASTS: dict[str, tuple[Case, str]] = {
     "type_as the mask": (two(lambda h, u: F.silu(h).type_as(u.bfloat16()).to(h.dtype) * u), "bfloat16"),
     "integers in the middle": (
         one(lambda x: F.relu(x).int().to(x.dtype) * F.relu(x)),
-        "combined with the result of int, which is no GEMM",
+        "combined with the result of int, which no GEMM with weights has produced",
     ),
 }
 
@@ -598,7 +600,7 @@ WRITTEN: dict[str, tuple[Case, str]] = {
     ),
     "by keyword": (
         lambda h, u, p, w, m: (lambda s: F.linear(s * first(h, torch.ceil_(input=h)), w))(torch.sigmoid(h)),
-        "ceil_ writes into it in place before it is read",
+        "rounding in it",
     ),
     "by aten, by keyword": (
         lambda h, u, p, w, m: (lambda s: F.linear(s * first(h, torch.ops.aten.add_.Tensor(self=h, other=u)), w))(
@@ -691,8 +693,6 @@ WRITTEN: dict[str, tuple[Case, str]] = {
 # ---- no site at all: between the GEMMs stands something that is not pointwise, or that Dynamo keeps apart ------------
 
 NO_SITE: dict[str, Case] = {
-    "snake": one(lambda x: F.silu(x) + torch.sin(x) ** 2),
-    "rounded": one(lambda x: F.relu(torch.round(x * 8) / 8)),
     "a mean inside": one(lambda x: x * torch.sigmoid(x.mean())),
     "a norm by hand": one(lambda x: (lambda y: y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))(F.silu(x))),
     "a reduction": lambda h, u, p, w, m: F.linear(F.silu(h).sum(0), w),
