@@ -151,16 +151,16 @@ def _cases() -> Iterator[_Case]:
         ((0, 4), "fp32", "contiguous", None),
         ((5,), "fp64", "contiguous", 0.5),
     )
-    for layout, (shape, dtype, view, clamp) in itertools.product(("interleaved", "swapped"), packed_shapes):
+    for layout, (packed, dtype, view, clamp) in itertools.product(("interleaved", "swapped"), packed_shapes):
         yield _Case(
-            f"{layout} {'x'.join(map(str, shape))} {dtype}",
-            shape,
+            f"{layout} {'x'.join(map(str, packed))} {dtype}",
+            packed,
             dtype,
             "silu",
             view,
             layout=layout,
             clamp=clamp,
-            core=shape == (3, 7),
+            core=packed == (3, 7),
             only=("bias_glu",),
         )
 
