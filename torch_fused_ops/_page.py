@@ -43,7 +43,7 @@ def page(report: Report) -> str:
         _section("Fused", _count(fused), _fused_table(fused)) if fused else "",
         _section("Left alone", _count(missed), _refusals(missed)) if missed else "",
         _section("Not MLPs", _count(others), _others_table(others), "muted") if others else "",
-        _section("No sites", _count(unread), _unread_list(unread), "muted") if unread else "",
+        _section("Elsewhere", "", _unread_list(unread), "muted") if unread else "",
         _footer(report),
     ]
     title = f"{report.title}: {report.summary}" if report.title else report.summary

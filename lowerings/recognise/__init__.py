@@ -120,7 +120,7 @@ def _check_readers(facts: Facts, top: Node, gemms: list[Node]) -> None:
 def _check_excluded(top: Node, gemms: list[Node], policy: FusionPolicy) -> None:
     """A pattern excludes a site by the path of any module that it is in; ``"encoder.*"`` means the encoder, too."""
     paths = {path for node in (top, gemms[0]) for path in _stack(node)}
-    paths |= {path[: m.start()] for path in paths for m in re.finditer(r"\.", path)}
+    paths |= {"", *(path[: m.start()] for path in paths for m in re.finditer(r"\.", path))}
     for pattern in policy.exclude:
         if any(fnmatchcase(path, p) for path in paths for p in (pattern, pattern.removesuffix(".*"))):
             raise Refusal(f"{EXCLUDED}{pattern!r}")
