@@ -859,7 +859,7 @@ def computed(e: Expression, variables: dict[str, Tensor], largest: list[Tensor])
     if not isinstance(e, tuple):
         return variables[e] if isinstance(e, str) else e
     args = {f"a{i}": computed(a, variables, largest) for i, a in enumerate(e[1:])}
-    if e[0] in ("maximum", "minimum"):
+    if e[0] in ("maximum", "minimum") or len(args) == 1:  # torch's functions take no numbers, Python's operators do
         args = {k: torch.as_tensor(a, dtype=torch.float64) for k, a in args.items()}
     value = eval(SPELLINGS[e[0]][0].format(*(f"({k})" for k in args)), GLOBALS | args)
     if isinstance(value, Tensor):
