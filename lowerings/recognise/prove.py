@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -10,6 +11,7 @@ from typing import TypeAlias
 import torch
 
 from torch_fused_ops import activations
+from torch_fused_ops.report import NOT_AN_MLP
 
 from .graph import read
 from .symbolic import TOLERANCE, Algebra, Poly, Ref, Step, Unprovable, evaluate
@@ -115,7 +117,7 @@ def _bounds(steps: tuple[Step, ...]) -> list[float | None]:
     for name, args, kwargs in steps:
         if name in ("clamp", "clamp_max", "minimum", "hardtanh"):
             for value in (*args, *(v for _, v in kwargs)):
-                if isinstance(value, (int, float)) and value > 0 and float(value) not in found:
+                if isinstance(value, (int, float)) and 0 < value < math.inf and float(value) not in found:
                     found.append(float(value))
     return found
 
@@ -144,7 +146,7 @@ def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], form
     """Why the expression is none of the table's, and what it is near to if anything."""
     text = algebra.text(expression)
     if algebra.constant(expression) is not None:
-        return f"it is {text} everywhere"
+        return f"{NOT_AN_MLP}it is {text} everywhere"  # a gate on a state that starts as zeros
     if unary and len(steps) == 1 and hasattr(torch.nn.functional, steps[0][0]):
         text = f"{steps[0][0]}(x) = {text}"
     if not unary:

@@ -291,9 +291,9 @@ class Algebra:
         self, p: Operand, low: Operand | None = None, high: Operand | None = None, kink: float = CLAMP_KINK
     ) -> Poly:
         p = self.lift(p)
-        if low is not None:
+        if low is not None and low != -math.inf:
             p = self.maximum(p, low, kink)
-        return p if high is None else self.minimum(p, high, kink)
+        return p if high is None or high == math.inf else self.minimum(p, high, kink)
 
     # Calculus
 

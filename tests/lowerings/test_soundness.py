@@ -210,6 +210,17 @@ def test_nothing_times_nothing():
     unfused(act(lambda h: (h.abs() + h) / 2 * ((h.abs() - h.abs()) / 2) * (h + 0.5)), *inputs((4, 8), (16, 8), (8, 16)))
 
 
+def test_infinite_bounds_are_none():
+    (site,) = unfused(act(lambda h: F.silu(h.clamp(max=float("inf")))), *inputs((4, 8), (16, 8), (8, 16)))
+    assert site.activation == "silu"
+
+
+def test_constants_are_no_mlps():
+    fn = act(lambda h: torch.sigmoid(h) * torch.zeros_like(h))
+    (site,) = unfused(fn, *inputs((4, 8), (16, 8), (8, 16)))
+    assert site.op is None and not site.is_mlp and site.reason == "not an MLP: it is 0 everywhere"
+
+
 def test_keywords():
     (site,) = unfused(act(lambda h: F.silu(torch.div(input=h, other=2.0))), *inputs((4, 8), (16, 8), (8, 16)))
     assert "silu" not in str(site.activation)
