@@ -21,7 +21,6 @@ import json
 import multiprocessing
 import os
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -223,9 +222,8 @@ def _inputs(model: Any) -> dict[str, Any]:
         chosen["hidden_states"] = torch.randn(batch, length, config.hidden_size)
     if getattr(config, "model_type", "").startswith(("videomae", "vivit", "timesformer", "vjepa")):
         chosen = {main: image[:, None].expand(-1, getattr(config, "num_frames", frames), -1, -1, -1).contiguous()}
-    for name in ("use_cache",):
-        if name in parameters or name in vars(config):
-            chosen[name] = False
+    if "use_cache" in parameters or "use_cache" in vars(config):
+        chosen["use_cache"] = False
     return chosen
 
 
@@ -290,7 +288,7 @@ def capture(config_name: str, model_name: str) -> dict[str, Any]:
                     sites = [_plain(asdict(site)) for site in report.sites]
                     result["modes"][mode] = {"graphs": report.graphs, "sites": sites}
                 except Exception as error:
-                    result["modes"][mode] = {"error": _line(error), "where": traceback.format_exc()[-1500:]}
+                    result["modes"][mode] = {"error": _line(error)}
             return result
     return {"error": " | ".join(dict.fromkeys(errors)) or "no variant"}
 
@@ -353,7 +351,6 @@ def run(names: Iterable[str], out: Path, jobs: int, fresh: bool) -> None:
     context = multiprocessing.get_context("fork")  # torch and transformers are imported once
     running: dict[str, tuple[Any, Any, float]] = {}
     finished, start, waiting = 0, time.monotonic(), list(reversed(todo))
-    tally: Counter[str] = Counter()
     while waiting or running:
         while waiting and len(running) < jobs:
             name = waiting.pop()
@@ -380,14 +377,13 @@ def run(names: Iterable[str], out: Path, jobs: int, fresh: bool) -> None:
             record["seconds"] = round(time.monotonic() - since, 1)
             with out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            line = _progress(record, tally)
+            line = _progress(record)
             left = (time.monotonic() - start) / finished * (len(todo) - finished)
             print(f"[{finished}/{len(todo)}, {left:.0f} s left] {name}: {line}", flush=True)
 
 
-def _progress(record: dict[str, Any], tally: Counter[str]) -> str:
+def _progress(record: dict[str, Any]) -> str:
     if "error" in record:
-        tally["failed"] += 1
         return f"not built: {record['error'].split(' | ')[0][:150]}"
     parts = []
     for mode, found in record["modes"].items():

@@ -48,7 +48,7 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
     normal = Normal(graph)
     used: set[Node] = set()
     try:
-        facts = Facts(graph)
+        facts = Facts(graph, normal.calls)
         cones: dict[Node, Cone] = {}
         refused: dict[Node, tuple[str, str | None]] = {}
         sites = list(find(facts))
@@ -80,7 +80,7 @@ def unread(graph: Graph) -> tuple[Site, ...]:
     """
     normal = Normal(graph)
     try:
-        facts, found = Facts(graph), []
+        facts, found = Facts(graph, normal.calls), []
         for node, call in facts.calls.items():
             if facts.passes(node) or not (node.users and _is_activation(facts, normal, node)):
                 continue

@@ -11,7 +11,7 @@ import inspect
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -330,7 +330,8 @@ _WRITTEN_BY_FUNCTIONAL = {
 class Facts:
     """One forward pass over a graph; linear in its size."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, known: Mapping[Node, Call]) -> None:
+        """``known``: the calls that have been read already."""
         self.index: dict[Node, int] = {}
         self.calls: dict[Node, Call] = {}
         self.region: dict[Node, int] = {}  # nodes of one region have no autocast or grad-mode switch between them
@@ -341,7 +342,7 @@ class Facts:
         self.aliases: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that are views of it
         region = inference = 0
         for i, node in enumerate(graph.nodes):
-            call = self.calls[node] = Call(node)
+            call = self.calls[node] = known[node] if node in known else Call(node)
             region += call.name in REGIONS
             inference += (call.name == "_enter_inference_mode") - (call.name == "_exit_inference_mode")
             if inference:

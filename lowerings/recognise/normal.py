@@ -24,11 +24,13 @@ class Normal:
 
     Attributes:
         spelled: the user's own call for each node that is a part of its expansion.
+        calls: the call of each node that is not.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.spelled: dict[Node, Node] = {}
+        self.calls: dict[Node, Call] = {}
         self._edits: list[tuple[Node, list[Node] | tuple[Any, Any]]] = []  # an expansion's parts, or arguments before
         try:
             self._thread_and_expand()
@@ -63,7 +65,7 @@ class Normal:
                 self._edits.append((node, (node.args, node.kwargs)))
                 for a in stale:
                     node.replace_input_with(a, written[a])
-            call = Call(node)
+            call = self.calls[node] = Call(node)
             target = call.args[0] if call.args else None
             if call.inplace and call.name in RULES and isinstance(target, Node):
                 if target.op not in ("placeholder", "get_attr"):

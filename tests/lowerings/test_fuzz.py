@@ -22,6 +22,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from differential import EagerFails, compare, quick_guards
+from functions import StraightThrough, Swish
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -317,32 +318,6 @@ IN_PLACE: dict[str, list[str]] = {
     "clamp_min": ["{0}.clamp_min_({1})"],
     "clamp": ["{0}.clamp_({1})"],
 }
-
-
-class Swish(torch.autograd.Function):
-    """As memory-saving activations are written; what is saved is computed after the result."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = F.silu(x)
-        s = torch.sigmoid(x)
-        ctx.save_for_backward(x, s)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, s = ctx.saved_tensors
-        return grad * (s * (1 + x * (1 - s)))
-
-
-class StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return torch.tanh(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
 
 
 @torch.library.custom_op("fuzz::scale_", mutates_args=("t",))

@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from differential import compare, compiled, quick_guards
+from functions import Clipped, StraightThrough
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -60,33 +61,6 @@ def within(context: Callable[[], Any], fn: Callable[..., Any], *args: Any) -> An
 
 def bf16() -> Any:
     return torch.autocast("cpu", torch.bfloat16)
-
-
-class StraightThrough(torch.autograd.Function):
-    """Another function's gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return torch.sigmoid(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-class Clipped(torch.autograd.Function):
-    """Its own gradient, but clipped."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = torch.tanh(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        (y,) = ctx.saved_tensors
-        return (grad * (1 - y * y)).clamp(-0.1, 0.1)
 
 
 class Scaled(torch.autograd.Function):

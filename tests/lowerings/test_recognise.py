@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from functions import Clipped, StraightThrough
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -802,28 +803,6 @@ class Gated(torch.autograd.Function):
         cdf = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
         slope = cdf + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
         return grad * y * slope, x * cdf * grad
-
-
-class StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return torch.tanh(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-class Clipped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return torch.sigmoid(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        s = torch.sigmoid(ctx.saved_tensors[0])
-        return (grad * s * (1 - s)).clamp(-1, 1)
 
 
 def test_custom_autograd_functions():
