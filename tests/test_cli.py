@@ -63,7 +63,14 @@ def models(tmp_path, monkeypatch):
 def test_info():
     done = run("info")
     assert done.returncode == 0, done.stderr
-    for fact in (tfo.__version__, torch.__version__, sys.version.split()[0], "fused::bias_act", "gelu_tanh", "6 of 6"):
+    for fact in (
+        tfo.__version__,
+        torch.__version__,
+        sys.version.split()[0],
+        "fused::bias_act",
+        "gelu_tanh",
+        "12 of 12",
+    ):
         assert fact in done.stdout
     assert re.search(r"^torch features +\S.*: (yes|no)$", done.stdout, re.M)
     assert re.search(r"^policy +none in force", done.stdout, re.M)
@@ -73,7 +80,7 @@ def test_check_quick():
     done = run("check", "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert sum(line.endswith("ok") for line in lines) == 8 + 3 * 4  # the activations; the operators in each dtype
+    assert sum(line.endswith("ok") for line in lines) == 8 + 6 * 4  # the activations; the operators in each dtype
     assert lines[-1].endswith("all passed")
 
 

@@ -15,6 +15,12 @@ Conventions shared by all of them:
   devices, names and ranges. Each names the argument, its value and what is accepted.
 * ``activation`` is one of ``torch_fused_ops.activations.names()``: relu, relu2, silu, gelu, gelu_tanh, quick_gelu,
   sigmoid, tanh, and those added with ``register_activation``.
+* ``memory`` is what autograd keeps of the tensors that the activation acts on: ``"free"`` the tensors themselves (of
+  ReLU its result, which the next linear keeps anyway), ``"fp8"`` their values in float8_e4m3fn with one float32 scale
+  for each row, half of bfloat16's bytes. Results are the same, bit for bit; gradients are the exact ones at the stored
+  values, each off by up to 2⁻⁴ of itself, or by 2⁻¹⁰/448 of its row's largest where that is more. A row with an
+  infinity or a NaN has NaN for its gradient. Bias and token_scale are kept as they are. Second derivatives of a
+  backward pass raise; ``torch.func`` transforms are exact, to any order.
 * GLU layouts of a packed last axis ``2n``: ``"halves"`` is ``[gate | up]``, ``"interleaved"`` is ``g0 u0 g1 u1 …``, and
   ``"swapped"`` is ``[up | gate]``, as in ``F.glu``. The activation acts on the *gate*.
 """
@@ -26,8 +32,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-import torch_fused_ops.ops.activation  # noqa: F401  (registers torch.ops.fused.*)
 from torch_fused_ops import activations
+from torch_fused_ops.ops.activation import keeps_output
 
 __all__ = [
     "bias_act",
@@ -59,14 +65,14 @@ def _refuse(name: str, value: object, accepted: str) -> NoReturn:
     raise TypeError(f"{name}={value!r} is not accepted: it must be {accepted}, not {type(value).__name__}")
 
 
-def _check_tensors(optional: tuple[tuple[str, Any], ...], **required: Any) -> None:
+def _check_tensor(name: str, t: Any, accepted: str = "a tensor") -> None:
     # Anything with __torch_function__ passes: torch.fx proxies and tensor-likes dispatch for themselves.
-    for name, t in required.items():
-        if not isinstance(t, Tensor) and not hasattr(t, "__torch_function__"):
-            _refuse(name, t, "a tensor")
-    for name, t in optional:
-        if t is not None and not isinstance(t, Tensor) and not hasattr(t, "__torch_function__"):
-            _refuse(name, t, "a tensor or None")
+    if not hasattr(t, "__torch_function__"):
+        _refuse(name, t, accepted)
+
+
+def _check_optional(name: str, t: Any) -> None:
+    _check_tensor(name, t, "a tensor or None")
 
 
 def _check_activation(activation: object) -> None:
@@ -81,6 +87,17 @@ def _check_glu_scalars(up_offset: object, clamp: object) -> None:
         _refuse("clamp", clamp, "a number or None")
 
 
+def _stores_fp8(memory: object, *tensors: Any) -> bool:
+    """Whether there is something to keep for backward, and it is to be kept in float8."""
+    if memory == "free":
+        return False
+    if memory != "fp8":
+        raise ValueError(f"memory={memory!r} is not known; accepted: 'free', 'fp8'")
+    return torch.is_grad_enabled() and any(
+        t is not None and (not isinstance(t, Tensor) or t.requires_grad) for t in tensors
+    )
+
+
 def _gelu_name(approximate: object) -> str:
     if not isinstance(approximate, str):
         _refuse("approximate", approximate, "a string, 'none' or 'tanh'")
@@ -93,7 +110,12 @@ def _gelu_name(approximate: object) -> str:
 
 
 def bias_act(
-    input: Tensor, bias: Tensor | None = None, token_scale: Tensor | None = None, *, activation: str
+    input: Tensor,
+    bias: Tensor | None = None,
+    token_scale: Tensor | None = None,
+    *,
+    activation: str,
+    memory: str = "free",
 ) -> Tensor:
     """``act(input + bias) · token_scale[..., None]``, in one pass.
 
@@ -102,6 +124,7 @@ def bias_act(
         bias: (n,), added before the activation.
         token_scale: (...), one factor for each row.
         activation: a name in the activation table.
+        memory: "free" or "fp8".
 
     Returns:
         (..., n), contiguous, in input's dtype.
@@ -109,9 +132,18 @@ def bias_act(
     Raises:
         TypeError, ValueError: see the module's conventions.
     """
-    _check_tensors((("bias", bias), ("token_scale", token_scale)), input=input)
+    if not isinstance(input, Tensor):
+        _check_tensor("input", input)
+    if bias is not None and not isinstance(bias, Tensor):
+        _check_optional("bias", bias)
+    if token_scale is not None and not isinstance(token_scale, Tensor):
+        _check_optional("token_scale", token_scale)
     _check_activation(activation)
-    out: Tensor = torch.ops.fused.bias_act(input, bias, token_scale, activation)
+    args = input, bias, token_scale, activation
+    # Of ReLU nothing is kept that the next linear does not keep.
+    if memory != "free" and _stores_fp8(memory, input, bias, token_scale) and not keeps_output(*args):
+        return torch.ops.fused.bias_act_fp8(*args)[0]  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.fused.bias_act(*args)
     return out
 
 
@@ -123,6 +155,7 @@ def glu(
     activation: str,
     up_offset: float = 0.0,
     clamp: float | None = None,
+    memory: str = "free",
 ) -> Tensor:
     """``act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset) · token_scale[..., None]``, in one pass.
 
@@ -136,6 +169,7 @@ def glu(
         activation: a name in the activation table.
         up_offset: added to up after clamping; finite.
         clamp: above 0: gate is cut above it, up on both sides. None does not clamp.
+        memory: "free" or "fp8".
 
     Returns:
         (..., n), contiguous, in gate's dtype.
@@ -143,9 +177,16 @@ def glu(
     Raises:
         TypeError, ValueError: see the module's conventions.
     """
-    _check_tensors((("token_scale", token_scale),), gate=gate, up=up)
+    if not isinstance(gate, Tensor):
+        _check_tensor("gate", gate)
+    if not isinstance(up, Tensor):
+        _check_tensor("up", up)
+    if token_scale is not None and not isinstance(token_scale, Tensor):
+        _check_optional("token_scale", token_scale)
     _check_activation(activation)
     _check_glu_scalars(up_offset, clamp)
+    if memory != "free" and _stores_fp8(memory, gate, up, token_scale):
+        return torch.ops.fused.glu_fp8(gate, up, token_scale, activation, up_offset, clamp)[0]  # type: ignore[no-any-return]
     out: Tensor = torch.ops.fused.glu(gate, up, token_scale, activation, up_offset, clamp)
     return out
 
@@ -159,6 +200,7 @@ def bias_glu(
     layout: str = "halves",
     up_offset: float = 0.0,
     clamp: float | None = None,
+    memory: str = "free",
 ) -> Tensor:
     """``glu`` of the packed ``input + bias``, in one pass and without copies of the halves.
 
@@ -170,6 +212,7 @@ def bias_glu(
         layout: "halves", "interleaved" or "swapped".
         up_offset: added to up after clamping; finite.
         clamp: above 0: gate is cut above it, up on both sides. None does not clamp.
+        memory: "free" or "fp8".
 
     Returns:
         (..., n), contiguous, in input's dtype.
@@ -177,12 +220,20 @@ def bias_glu(
     Raises:
         TypeError, ValueError: see the module's conventions; ValueError where the last axis is odd.
     """
-    _check_tensors((("bias", bias), ("token_scale", token_scale)), input=input)
+    if not isinstance(input, Tensor):
+        _check_tensor("input", input)
+    if bias is not None and not isinstance(bias, Tensor):
+        _check_optional("bias", bias)
+    if token_scale is not None and not isinstance(token_scale, Tensor):
+        _check_optional("token_scale", token_scale)
     _check_activation(activation)
     if not isinstance(layout, str):
         _refuse("layout", layout, "a string: 'halves', 'interleaved' or 'swapped'")
     _check_glu_scalars(up_offset, clamp)
-    out: Tensor = torch.ops.fused.bias_glu(input, bias, token_scale, activation, layout, up_offset, clamp)
+    args = input, bias, token_scale, activation, layout, up_offset, clamp
+    if memory != "free" and _stores_fp8(memory, input, bias, token_scale):
+        return torch.ops.fused.bias_glu_fp8(*args)[0]  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.fused.bias_glu(*args)
     return out
 
 
@@ -190,63 +241,82 @@ def bias_glu(
 
 
 def bias_gelu(
-    input: Tensor, bias: Tensor | None = None, approximate: str = "none", *, token_scale: Tensor | None = None
+    input: Tensor,
+    bias: Tensor | None = None,
+    approximate: str = "none",
+    *,
+    token_scale: Tensor | None = None,
+    memory: str = "free",
 ) -> Tensor:
     """``gelu(input + bias)`` (arXiv:1606.08415); ``approximate`` as in ``torch.nn.functional.gelu``.
 
     Keeps the negative tail, which PyTorch's own loses from x = -3 on. Shapes, dtypes and errors as ``bias_act``.
     """
-    return bias_act(input, bias, token_scale, activation=_gelu_name(approximate))
+    return bias_act(input, bias, token_scale, activation=_gelu_name(approximate), memory=memory)
 
 
-def bias_silu(input: Tensor, bias: Tensor | None = None, *, token_scale: Tensor | None = None) -> Tensor:
+def bias_silu(
+    input: Tensor, bias: Tensor | None = None, *, token_scale: Tensor | None = None, memory: str = "free"
+) -> Tensor:
     """``z · sigmoid(z)``, z = input + bias (SiLU or swish; arXiv:1702.03118). Otherwise as ``bias_act``."""
-    return bias_act(input, bias, token_scale, activation="silu")
+    return bias_act(input, bias, token_scale, activation="silu", memory=memory)
 
 
-def bias_relu(input: Tensor, bias: Tensor | None = None, *, token_scale: Tensor | None = None) -> Tensor:
+def bias_relu(
+    input: Tensor, bias: Tensor | None = None, *, token_scale: Tensor | None = None, memory: str = "free"
+) -> Tensor:
     """``max(input + bias, 0)``. Otherwise as ``bias_act``."""
-    return bias_act(input, bias, token_scale, activation="relu")
+    return bias_act(input, bias, token_scale, activation="relu", memory=memory)
 
 
-def bias_relu2(input: Tensor, bias: Tensor | None = None, *, token_scale: Tensor | None = None) -> Tensor:
+def bias_relu2(
+    input: Tensor, bias: Tensor | None = None, *, token_scale: Tensor | None = None, memory: str = "free"
+) -> Tensor:
     """``max(input + bias, 0)²`` (squared ReLU: Primer, arXiv:2109.08668). Otherwise as ``bias_act``."""
-    return bias_act(input, bias, token_scale, activation="relu2")
+    return bias_act(input, bias, token_scale, activation="relu2", memory=memory)
 
 
-def bias_quick_gelu(input: Tensor, bias: Tensor | None = None, *, token_scale: Tensor | None = None) -> Tensor:
+def bias_quick_gelu(
+    input: Tensor, bias: Tensor | None = None, *, token_scale: Tensor | None = None, memory: str = "free"
+) -> Tensor:
     """``z · sigmoid(1.702 z)``, z = input + bias (CLIP's GELU; arXiv:1606.08415). Otherwise as ``bias_act``."""
-    return bias_act(input, bias, token_scale, activation="quick_gelu")
+    return bias_act(input, bias, token_scale, activation="quick_gelu", memory=memory)
 
 
-def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+def gelu(input: Tensor, approximate: str = "none", *, memory: str = "free") -> Tensor:
     """``input · Φ(input)``, or its tanh form. As ``torch.nn.functional.gelu``, with the negative tail kept."""
-    return bias_act(input, activation=_gelu_name(approximate))
+    return bias_act(input, activation=_gelu_name(approximate), memory=memory)
 
 
-def silu(input: Tensor) -> Tensor:
+def silu(input: Tensor, *, memory: str = "free") -> Tensor:
     """``input · sigmoid(input)``. As ``torch.nn.functional.silu``."""
-    return bias_act(input, activation="silu")
+    return bias_act(input, activation="silu", memory=memory)
 
 
-def quick_gelu(input: Tensor) -> Tensor:
+def quick_gelu(input: Tensor, *, memory: str = "free") -> Tensor:
     """``input · sigmoid(1.702 input)`` (CLIP's GELU)."""
-    return bias_act(input, activation="quick_gelu")
+    return bias_act(input, activation="quick_gelu", memory=memory)
 
 
-def squared_relu(input: Tensor) -> Tensor:
+def squared_relu(input: Tensor, *, memory: str = "free") -> Tensor:
     """``max(input, 0)²`` (Primer, arXiv:2109.08668)."""
-    return bias_act(input, activation="relu2")
+    return bias_act(input, activation="relu2", memory=memory)
 
 
 # ---- gated linear units: gate and up in two tensors ------------------------------------------------------------------
 
 
 def swiglu(
-    gate: Tensor, up: Tensor, token_scale: Tensor | None = None, *, up_offset: float = 0.0, clamp: float | None = None
+    gate: Tensor,
+    up: Tensor,
+    token_scale: Tensor | None = None,
+    *,
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+    memory: str = "free",
 ) -> Tensor:
     """``silu(gate) · up``: Llama's GLU (arXiv:2002.05202). Arguments as ``glu``."""
-    return glu(gate, up, token_scale, activation="silu", up_offset=up_offset, clamp=clamp)
+    return glu(gate, up, token_scale, activation="silu", up_offset=up_offset, clamp=clamp, memory=memory)
 
 
 def geglu(
@@ -257,23 +327,38 @@ def geglu(
     approximate: str = "none",
     up_offset: float = 0.0,
     clamp: float | None = None,
+    memory: str = "free",
 ) -> Tensor:
     """``gelu(gate) · up`` (arXiv:2002.05202); T5's and Gemma's is ``approximate="tanh"``. Arguments as ``glu``."""
-    return glu(gate, up, token_scale, activation=_gelu_name(approximate), up_offset=up_offset, clamp=clamp)
+    return glu(
+        gate, up, token_scale, activation=_gelu_name(approximate), up_offset=up_offset, clamp=clamp, memory=memory
+    )
 
 
 def reglu(
-    gate: Tensor, up: Tensor, token_scale: Tensor | None = None, *, up_offset: float = 0.0, clamp: float | None = None
+    gate: Tensor,
+    up: Tensor,
+    token_scale: Tensor | None = None,
+    *,
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+    memory: str = "free",
 ) -> Tensor:
     """``relu(gate) · up`` (arXiv:2002.05202). Arguments as ``glu``."""
-    return glu(gate, up, token_scale, activation="relu", up_offset=up_offset, clamp=clamp)
+    return glu(gate, up, token_scale, activation="relu", up_offset=up_offset, clamp=clamp, memory=memory)
 
 
 def quick_geglu(
-    gate: Tensor, up: Tensor, token_scale: Tensor | None = None, *, up_offset: float = 0.0, clamp: float | None = None
+    gate: Tensor,
+    up: Tensor,
+    token_scale: Tensor | None = None,
+    *,
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+    memory: str = "free",
 ) -> Tensor:
     """``quick_gelu(gate) · up``; gpt-oss's GLU is ``clamp=7.0, up_offset=1.0``. Arguments as ``glu``."""
-    return glu(gate, up, token_scale, activation="quick_gelu", up_offset=up_offset, clamp=clamp)
+    return glu(gate, up, token_scale, activation="quick_gelu", up_offset=up_offset, clamp=clamp, memory=memory)
 
 
 # ---- gated linear units: gate and up packed in one tensor ------------------------------------------------------------
@@ -287,9 +372,12 @@ def bias_swiglu(
     layout: str = "halves",
     up_offset: float = 0.0,
     clamp: float | None = None,
+    memory: str = "free",
 ) -> Tensor:
     """``swiglu`` of the packed ``input + bias``. Arguments as ``bias_glu``."""
-    return bias_glu(input, bias, token_scale, activation="silu", layout=layout, up_offset=up_offset, clamp=clamp)
+    return bias_glu(
+        input, bias, token_scale, activation="silu", layout=layout, up_offset=up_offset, clamp=clamp, memory=memory
+    )
 
 
 def bias_geglu(
@@ -301,10 +389,13 @@ def bias_geglu(
     layout: str = "halves",
     up_offset: float = 0.0,
     clamp: float | None = None,
+    memory: str = "free",
 ) -> Tensor:
     """``geglu`` of the packed ``input + bias``. Arguments as ``bias_glu``, ``approximate`` as ``bias_gelu``."""
     activation = _gelu_name(approximate)
-    return bias_glu(input, bias, token_scale, activation=activation, layout=layout, up_offset=up_offset, clamp=clamp)
+    return bias_glu(
+        input, bias, token_scale, activation=activation, layout=layout, up_offset=up_offset, clamp=clamp, memory=memory
+    )
 
 
 def bias_reglu(
@@ -315,9 +406,12 @@ def bias_reglu(
     layout: str = "halves",
     up_offset: float = 0.0,
     clamp: float | None = None,
+    memory: str = "free",
 ) -> Tensor:
     """``reglu`` of the packed ``input + bias``. Arguments as ``bias_glu``."""
-    return bias_glu(input, bias, token_scale, activation="relu", layout=layout, up_offset=up_offset, clamp=clamp)
+    return bias_glu(
+        input, bias, token_scale, activation="relu", layout=layout, up_offset=up_offset, clamp=clamp, memory=memory
+    )
 
 
 def bias_quick_geglu(
@@ -328,6 +422,16 @@ def bias_quick_geglu(
     layout: str = "halves",
     up_offset: float = 0.0,
     clamp: float | None = None,
+    memory: str = "free",
 ) -> Tensor:
     """``quick_geglu`` of the packed ``input + bias``. Arguments as ``bias_glu``."""
-    return bias_glu(input, bias, token_scale, activation="quick_gelu", layout=layout, up_offset=up_offset, clamp=clamp)
+    return bias_glu(
+        input,
+        bias,
+        token_scale,
+        activation="quick_gelu",
+        layout=layout,
+        up_offset=up_offset,
+        clamp=clamp,
+        memory=memory,
+    )

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from torch_fused_ops import activations
@@ -21,12 +22,20 @@ from torch_fused_ops import activations
 __all__ = [
     "bias_act",
     "bias_act_backward",
+    "bias_act_fp8",
+    "bias_act_fp8_backward",
     "bias_glu",
     "bias_glu_backward",
+    "bias_glu_fp8",
+    "bias_glu_fp8_backward",
     "compute_dtype",
     "glu",
     "glu_backward",
+    "glu_fp8",
+    "glu_fp8_backward",
+    "load_fp8",
     "pack",
+    "store_fp8",
     "unpack",
 ]
 
@@ -150,6 +159,32 @@ def _over_rows(t: Tensor) -> Tensor:
     return t.sum(tuple(range(t.ndim - 1))) if t.ndim > 1 else t
 
 
+FP8 = torch.float8_e4m3fn
+_FP8_LARGEST = torch.finfo(FP8).max  # 448
+_FLOAT32_TINY = torch.finfo(torch.float32).tiny
+
+
+def store_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(stored, scale): x (..., n) as float8_e4m3fn with one float32 scale for each row, (...).
+
+    scale = amax(|row|) / 448, so that the largest element is float8_e4m3fn's largest; 1 where that is no normal number,
+    a row of zeros among them. Float64 goes through float32. A row with an infinity or a NaN loads as NaN, all of it:
+    its scale is infinite or NaN.
+    """
+    wide = x.to(torch.float32)
+    if x.shape[-1] == 0:
+        return wide.to(FP8, memory_format=torch.contiguous_format), wide.new_ones(wide.shape[:-1])
+    scale = torch.amax(torch.abs(wide), -1).contiguous() / _FP8_LARGEST
+    scale = torch.where(scale < _FLOAT32_TINY, 1.0, scale)
+    stored = wide * torch.reciprocal(scale).unsqueeze(-1)
+    return stored.to(FP8, memory_format=torch.contiguous_format), scale
+
+
+def load_fp8(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What store_fp8 stored, in ``dtype``: off by at most 2⁻⁴ of an element, or 2⁻¹⁰·scale where that is more."""
+    return (stored.to(torch.float32) * scale.unsqueeze(-1)).to(dtype)
+
+
 # ---- operators -----------------------------------------------------------------------------------------------------
 
 
@@ -263,3 +298,108 @@ def bias_glu_backward(
         assert token_scale is not None
         d_scale = glu_scale_grad(g, gate, up, activation, up_offset, clamp).sum(-1).to(token_scale.dtype)
     return d_input, d_bias, d_scale
+
+
+# ---- operators whose backward reads what forward stored in float8 ----------------------------------------------------
+
+
+def _stored(*data: Tensor) -> tuple[Tensor, ...]:
+    """store_fp8 of each; no derivative goes through it, in any mode."""
+    with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
+        return tuple(part for t in data for part in store_fp8(t))
+
+
+def _load_dtype(dtype: torch.dtype, *tensors: Tensor | None) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else compute_dtype(*tensors)
+
+
+def _rounded(dtype: torch.dtype, t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.to(dtype)
+
+
+def bias_act_fp8(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> tuple[Tensor, ...]:
+    """(bias_act, stored, scale): with store_fp8 of input."""
+    return bias_act(input, bias, token_scale, activation), *_stored(input)
+
+
+def bias_act_fp8_backward(
+    grad: Tensor,
+    stored: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    token_scale: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+    output_mask: Sequence[bool],
+) -> Grads3:
+    """bias_act_backward at load_fp8 of what was stored, unrounded; the input's gradient in ``dtype``."""
+    x = load_fp8(stored, scale, _load_dtype(dtype, grad, bias, token_scale))
+    d_input, d_bias, d_scale = bias_act_backward(grad, x, bias, token_scale, activation, output_mask)
+    return _rounded(dtype, d_input), d_bias, d_scale
+
+
+def glu_fp8(
+    gate: Tensor,
+    up: Tensor,
+    token_scale: Tensor | None,
+    activation: str,
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+) -> tuple[Tensor, ...]:
+    """(glu, stored gate, its scale, stored up, its scale): with store_fp8 of both."""
+    return glu(gate, up, token_scale, activation, up_offset, clamp), *_stored(gate, up)
+
+
+def glu_fp8_backward(
+    grad: Tensor,
+    gate: Tensor,
+    gate_scale: Tensor,
+    up: Tensor,
+    up_scale: Tensor,
+    token_scale: Tensor | None,
+    activation: str,
+    up_offset: float,
+    clamp: float | None,
+    gate_dtype: torch.dtype,
+    up_dtype: torch.dtype,
+    output_mask: Sequence[bool],
+) -> Grads3:
+    """glu_backward at load_fp8 of what was stored, unrounded; the gradients in gate_dtype and up_dtype."""
+    dtype = torch.float64 if torch.float64 in (gate_dtype, up_dtype) else compute_dtype(grad, token_scale)
+    x, u = load_fp8(gate, gate_scale, dtype), load_fp8(up, up_scale, dtype)
+    d_gate, d_up, d_scale = glu_backward(grad, x, u, token_scale, activation, up_offset, clamp, output_mask)
+    return _rounded(gate_dtype, d_gate), _rounded(up_dtype, d_up), d_scale
+
+
+def bias_glu_fp8(
+    input: Tensor,
+    bias: Tensor | None,
+    token_scale: Tensor | None,
+    activation: str,
+    layout: str = "halves",
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+) -> tuple[Tensor, ...]:
+    """(bias_glu, stored, scale): with store_fp8 of the packed input, one scale for a packed row."""
+    return bias_glu(input, bias, token_scale, activation, layout, up_offset, clamp), *_stored(input)
+
+
+def bias_glu_fp8_backward(
+    grad: Tensor,
+    stored: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    token_scale: Tensor | None,
+    activation: str,
+    layout: str,
+    up_offset: float,
+    clamp: float | None,
+    dtype: torch.dtype,
+    output_mask: Sequence[bool],
+) -> Grads3:
+    """bias_glu_backward at load_fp8 of what was stored, unrounded; the input's gradient in ``dtype``."""
+    x = load_fp8(stored, scale, _load_dtype(dtype, grad, bias, token_scale))
+    d_input, d_bias, d_scale = bias_glu_backward(
+        grad, x, bias, token_scale, activation, layout, up_offset, clamp, output_mask
+    )
+    return _rounded(dtype, d_input), d_bias, d_scale

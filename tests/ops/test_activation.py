@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_fused_ops import activations, reference
+from torch_fused_ops.kernels.cpu import block
 from torch_fused_ops.testing import precision
 from torch_fused_ops.testing.check import run_opcheck
 from torch_fused_ops.testing.samples import OPERATORS, Sample, backward_samples, samples
@@ -401,7 +402,7 @@ def test_cpu_temporaries_are_small(op, dtype, layout):
     with Allocations() as forward:
         out = operator(op, scalars)(*tensors)
     result = out.nbytes
-    small = 16 * 4 * 65536  # blocks of 64 Ki elements in float32
+    small = 16 * 4 * max(65536, block())  # blocks in float32
     assert result <= forward.peak <= result + small
     incoming = torch.ones_like(out)
     with Allocations() as backward:

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Triton kernels behind ``fused::bias_act``, ``fused::glu`` and ``fused::bias_glu`` in eager mode on a GPU.
 
-Two kernels do all the work, one forward and one backward; a third adds up the backward's partial sums. Every tensor is
-seen as a matrix (rows, columns) with a row and a column stride. A program handles tiles of BLOCK_M × BLOCK_N elements:
+Two kernels do all the work, one forward and one backward; a third adds up the backward's partial sums, and a fourth is
+the forward one that also stores its inputs in float8, for which it sees whole rows. Every tensor is seen as a matrix
+(rows, columns) with a row and a column stride. A program handles tiles of BLOCK_M × BLOCK_N elements:
 
 * Where nothing depends on the row or the column (no bias, no token scale) and every tensor is one evenly strided
   sequence, the matrix is one row: a flat loop over memory, 16 bytes a thread.
@@ -40,7 +41,20 @@ except ImportError as error:
         'Install it with: pip install "torch-fused-ops[triton]" (GPU builds of PyTorch bring the Triton that fits them)'
     ) from error
 
-__all__ = ["bias_act", "bias_act_backward", "bias_glu", "bias_glu_backward", "glu", "glu_backward"]
+__all__ = [
+    "bias_act",
+    "bias_act_backward",
+    "bias_act_fp8",
+    "bias_act_fp8_backward",
+    "bias_glu",
+    "bias_glu_backward",
+    "bias_glu_fp8",
+    "bias_glu_fp8_backward",
+    "glu",
+    "glu_backward",
+    "glu_fp8",
+    "glu_fp8_backward",
+]
 
 LOG2E = tl.constexpr(activations.LOG2E)
 GELU_TANH_SLOPE = tl.constexpr(activations.GELU_TANH_SLOPE)
@@ -53,6 +67,8 @@ NORMAL_TAIL = tl.constexpr(activations.NORMAL_TAIL)
 NORMAL_TERMS = tl.constexpr(len(activations.NORMAL_TAIL))
 CLAMP_KEEPS_BOUNDS = tl.constexpr(reference.CLAMP_KEEPS_BOUNDS)
 PROPAGATE_NAN = tl.constexpr(tl.PropagateNan.ALL)
+FP8_LARGEST = tl.constexpr(torch.finfo(reference.FP8).max)
+FLOAT32_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 # ---- formulas ------------------------------------------------------------------------------------------------------
 
@@ -174,6 +190,18 @@ def _tile(matrix, r, c, row_stride, column_stride, mask, COMPUTE: tl.constexpr):
 
 
 @triton.jit
+def _stored_tile(
+    matrix, row_scales, r, c, row_stride, column_stride, rows, mask, NATIVE: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """A tile of numbers, or, with row scales, of what float8 holds of them."""
+    if row_scales is None:
+        return _tile(matrix, r, c, row_stride, column_stride, mask, COMPUTE)
+    else:
+        code = tl.load(matrix + r[:, None] * row_stride + c[None, :] * column_stride, mask=mask, other=0)
+        return (_from_fp8(code, NATIVE) * _vector(row_scales, r, 1, rows, tl.float32)[:, None]).to(COMPUTE)
+
+
+@triton.jit
 def _vector(vector, i, stride, size, COMPUTE: tl.constexpr):
     return tl.load(vector + i * stride, mask=i < size, other=0.0).to(COMPUTE)
 
@@ -182,6 +210,61 @@ def _vector(vector, i, stride, size, COMPUTE: tl.constexpr):
 def _deinterleave(x):
     """The even and the odd columns; tl.interleave is the inverse."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def _greater(a, b):
+    return tl.maximum(a, b, propagate_nan=PROPAGATE_NAN)
+
+
+@triton.jit
+def _to_fp8(x, NATIVE: tl.constexpr):
+    """float32 of at most 448 → the bits of float8_e4m3fn, rounded to nearest even."""
+    if NATIVE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2⁻⁶ the spacing is 2⁻⁹, which is that of the float32 numbers from 2¹⁴ on: 0x46800000.
+        small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(size < 0x3C800000, small, tl.minimum(normal, 0x7F))
+        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _from_fp8(code, NATIVE: tl.constexpr):
+    """The bits of float8_e4m3fn → float32; without NATIVE, NaN becomes 480, in a row whose scale is NaN or infinite."""
+    if NATIVE:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        bits = code.to(tl.int32)
+        size = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2¹²⁰: the exponents' bias
+        return tl.where(bits < 128, size, -size)
+
+
+@triton.jit
+def _row_scale(amax):
+    """As in ``reference.store_fp8``."""
+    scale = tl.div_rn(amax, tl.full((1,), FP8_LARGEST, tl.float32))
+    return tl.where(scale < FLOAT32_TINY, 1.0, scale)
+
+
+@triton.jit
+def _result(
+    x, u, scale, r, rows, scale_stride,
+    ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, PAIR: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """act(min(x, CLAMP)) · (clamp(u, ±CLAMP) + OFFSET) · scale; u is not there unless PAIR."""
+    if CLAMP is not None:
+        x = _clamp_above(x, CLAMP)
+        u = _clamp(u, CLAMP)
+    y, _ = _activate(x, ACTIVATION)
+    if PAIR:
+        y *= u + OFFSET if OFFSET != 0.0 else u
+    if scale is not None:
+        y *= _vector(scale, r, scale_stride, rows, COMPUTE)[:, None]
+    return y
 
 
 @triton.jit
@@ -206,46 +289,119 @@ def _forward(
     x = _tile(gate, r, packed_c, gate_row, gate_column, packed_mask, COMPUTE)
     if gate_bias is not None:
         x += _vector(gate_bias, packed_c, bias_stride, packed_columns, COMPUTE)[None, :]
+    u = x
     if INTERLEAVED:
         x, u = _deinterleave(x)
     elif up is not None:
         u = _tile(up, r, c, up_row, up_column, mask, COMPUTE)
         if up_bias is not None:
             u += _vector(up_bias, c, bias_stride, columns, COMPUTE)[None, :]
-    if CLAMP is not None:
-        x = _clamp_above(x, CLAMP)
-        u = _clamp(u, CLAMP)
-
-    y, _ = _activate(x, ACTIVATION)
-    if INTERLEAVED or up is not None:
-        y *= u + OFFSET if OFFSET != 0.0 else u
-    if scale is not None:
-        y *= _vector(scale, r, scale_stride, rows, COMPUTE)[:, None]
+    PAIR: tl.constexpr = INTERLEAVED or up is not None
+    y = _result(x, u, scale, r, rows, scale_stride, ACTIVATION, OFFSET, CLAMP, PAIR, COMPUTE)
     tl.store(out + r[:, None] * columns + c[None, :], y, mask=mask)
 
 
 @triton.jit
+def _amax(x):
+    return tl.reduce(tl.abs(x).to(tl.float32), 1, _greater)
+
+
+@triton.jit
+def _forward_fp8(
+    out, gate, up, gate_bias, up_bias, scale, gate_stored, up_stored, gate_row_scales, up_row_scales,
+    rows, columns, packed_columns, gate_row, gate_column, up_row, up_column, bias_stride, scale_stride, stored_row,
+    ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PACKED: tl.constexpr, NATIVE: tl.constexpr, COMPUTE: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """As ``_forward``, and gate and up as ``reference.store_fp8`` stores them. PACKED: one scale for both.
+
+    A program has whole rows: in registers if WHOLE (one tile holds them), else it reads them twice.
+    """
+    PACK: tl.constexpr = 2 if INTERLEAVED else 1
+    PAIR: tl.constexpr = INTERLEAVED or up is not None
+    r = _row_block(False, WIDE) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column_type: tl.constexpr = tl.int64 if WIDE else tl.int32
+    first = tl.arange(0, BLOCK_N).to(column_type)
+    packed_first = tl.arange(0, BLOCK_N * PACK).to(column_type)
+    gate_max = tl.zeros((BLOCK_M,), tl.float32)
+    up_max = tl.zeros((BLOCK_M,), tl.float32)
+    if WHOLE:
+        mask = (r < rows)[:, None] & (first < columns)[None, :]
+        packed_mask = (r < rows)[:, None] & (packed_first < packed_columns)[None, :]
+        row_x = _tile(gate, r, packed_first, gate_row, gate_column, packed_mask, COMPUTE)
+        gate_max = _amax(row_x)
+        if up is not None:
+            row_u = _tile(up, r, first, up_row, up_column, mask, COMPUTE)
+            up_max = _amax(row_u)
+    else:
+        for start in range(0, columns, BLOCK_N):
+            c, packed_c = start + first, start * PACK + packed_first
+            packed_mask = (r < rows)[:, None] & (packed_c < packed_columns)[None, :]
+            gate_max = _greater(gate_max, _amax(_tile(gate, r, packed_c, gate_row, gate_column, packed_mask, COMPUTE)))
+            if up is not None:
+                mask = (r < rows)[:, None] & (c < columns)[None, :]
+                up_max = _greater(up_max, _amax(_tile(up, r, c, up_row, up_column, mask, COMPUTE)))
+    if PACKED and up is not None:
+        gate_max = _greater(gate_max, up_max)
+        up_max = gate_max
+    gate_scale, up_scale = _row_scale(gate_max), _row_scale(up_max)
+    tl.store(gate_row_scales + r, gate_scale, mask=r < rows)
+    if up_row_scales is not None:
+        tl.store(up_row_scales + r, up_scale, mask=r < rows)
+    gate_inverse = tl.div_rn(tl.full((1,), 1.0, tl.float32), gate_scale)[:, None]
+    up_inverse = tl.div_rn(tl.full((1,), 1.0, tl.float32), up_scale)[:, None]
+
+    for start in range(0, columns, BLOCK_N):
+        c, packed_c = start + first, start * PACK + packed_first
+        mask = (r < rows)[:, None] & (c < columns)[None, :]
+        packed_mask = (r < rows)[:, None] & (packed_c < packed_columns)[None, :]
+        if WHOLE:  # noqa: SIM108 - decided when Triton compiles
+            x = row_x
+        else:
+            x = _tile(gate, r, packed_c, gate_row, gate_column, packed_mask, COMPUTE)
+        code = _to_fp8(x.to(tl.float32) * gate_inverse, NATIVE)
+        tl.store(gate_stored + r[:, None] * stored_row + packed_c[None, :], code, mask=packed_mask)
+        if gate_bias is not None:
+            x += _vector(gate_bias, packed_c, bias_stride, packed_columns, COMPUTE)[None, :]
+        u = x
+        if INTERLEAVED:
+            x, u = _deinterleave(x)
+        elif up is not None:
+            if WHOLE:  # noqa: SIM108
+                u = row_u
+            else:
+                u = _tile(up, r, c, up_row, up_column, mask, COMPUTE)
+            code = _to_fp8(u.to(tl.float32) * up_inverse, NATIVE)
+            tl.store(up_stored + r[:, None] * stored_row + c[None, :], code, mask=mask)
+            if up_bias is not None:
+                u += _vector(up_bias, c, bias_stride, columns, COMPUTE)[None, :]
+        y = _result(x, u, scale, r, rows, scale_stride, ACTIVATION, OFFSET, CLAMP, PAIR, COMPUTE)
+        tl.store(out + r[:, None] * columns + c[None, :], y, mask=mask)
+
+
+@triton.jit
 def _backward(
-    grad, gate, up, gate_bias, up_bias, scale, d_gate, d_up, gate_bias_sums, up_bias_sums, scale_sums,
+    grad, gate, up, gate_bias, up_bias, scale, gate_row_scales, up_row_scales,
+    d_gate, d_up, gate_bias_sums, up_bias_sums, scale_sums,
     rows, columns, packed_columns, steps, grad_row, grad_column, gate_row, gate_column, up_row, up_column,
     bias_stride, scale_stride, d_row, sums_row,
     ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NATIVE: tl.constexpr,
     COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The gradients of ``_forward``: of the inputs, and sums over this program's tiles for those of bias and scale.
 
-    A program takes ``steps`` tiles, one below the other. gate_bias_sums and up_bias_sums have a row for each block of
-    rows, scale_sums has one for each block of columns. INTERLEAVED: d_gate and gate_bias_sums hold both.
+    With row scales gate and up are the bits of float8. A program takes ``steps`` tiles, one below the other.
+    gate_bias_sums and up_bias_sums have a row for each block of rows, scale_sums has one for each block of columns; the
+    biases are loaded anew for each tile, from the cache: kept, they cost registers (128 of them rather than 96 for an
+    interleaved pair on sm_90). INTERLEAVED: d_gate and gate_bias_sums hold both.
     """
     PACK: tl.constexpr = 2 if INTERLEAVED else 1
     PAIR: tl.constexpr = INTERLEAVED or up is not None
     c = _columns(BLOCK_N, WIDE)
     packed_c = _columns(BLOCK_N * PACK, WIDE)
     block = _row_block(FLAT, WIDE)
-    if gate_bias is not None:
-        gate_b = _vector(gate_bias, packed_c, bias_stride, packed_columns, COMPUTE)[None, :]
-    if up_bias is not None:
-        up_b = _vector(up_bias, c, bias_stride, columns, COMPUTE)[None, :]
     gate_sum = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
     up_sum = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
 
@@ -254,15 +410,15 @@ def _backward(
         mask = (r < rows)[:, None] & (c < columns)[None, :]
         packed_mask = (r < rows)[:, None] & (packed_c < packed_columns)[None, :]
         g = _tile(grad, r, c, grad_row, grad_column, mask, COMPUTE)
-        x = _tile(gate, r, packed_c, gate_row, gate_column, packed_mask, COMPUTE)
+        x = _stored_tile(gate, gate_row_scales, r, packed_c, gate_row, gate_column, rows, packed_mask, NATIVE, COMPUTE)
         if gate_bias is not None:
-            x += gate_b
+            x += _vector(gate_bias, packed_c, bias_stride, packed_columns, COMPUTE)[None, :]
         if INTERLEAVED:
             x, u = _deinterleave(x)
         elif up is not None:
-            u = _tile(up, r, c, up_row, up_column, mask, COMPUTE)
+            u = _stored_tile(up, up_row_scales, r, c, up_row, up_column, rows, mask, NATIVE, COMPUTE)
             if up_bias is not None:
-                u += up_b
+                u += _vector(up_bias, c, bias_stride, columns, COMPUTE)[None, :]
         if CLAMP is not None:
             gate_cut = _cut(x, CLAMP)
             up_cut = _cut(tl.abs(u), CLAMP)
@@ -448,6 +604,45 @@ def _plan(
     )
 
 
+# Whole rows in registers: 16 numbers a thread, of two tensors eight each, so that two programs of 16 warps fit a
+# multiprocessor: one loads while the other computes. Wider rows are read a second time, from the cache.
+_MOST_WARPS = 16
+_NUMBERS = 16
+_WIDEST_ROW = 32 * _MOST_WARPS * _NUMBERS
+_LEAST_TILE = 1024
+
+
+class _RowPlan(NamedTuple):
+    """How rows are given to programs."""
+
+    grid: tuple[int, int, int]
+    constants: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=1024)
+def _row_plan(rows: int, columns: int, matrices: tuple[_Matrix, ...]) -> _RowPlan:
+    """The plan for programs that see whole rows of these matrices."""
+    matrices = tuple(m for m in matrices if m.itemsize)
+    pack = max(m.columns for m in matrices) // columns
+    numbers = max(pack, len(matrices) - 1)  # of each place in the result: the first matrix
+    width = min(_power_of_2(columns), _WIDEST_ROW // numbers)
+    height = min(_power_of_2(rows), max(1, _LEAST_TILE // width))
+    row_blocks = _blocks(rows, height)
+    deep = _blocks(row_blocks, _GRID_LIMIT)
+    high = _blocks(row_blocks, deep)
+    last_row, last_column = high * deep * height - 1, _blocks(columns, width) * width * pack - 1
+    reach = max(last_row * max(m.row, m.columns) + last_column * m.column for m in matrices)
+    constants = {
+        "WHOLE": width >= columns,
+        "WIDE": reach > _INT32_MAX,
+        "BLOCK_M": height,
+        "BLOCK_N": width,
+        "num_warps": min(_MOST_WARPS, max(_WARPS, width * height * numbers // (32 * _NUMBERS))),
+        **_OPTIONS,
+    }
+    return _RowPlan((1, high, deep), constants)
+
+
 # ---- launches ------------------------------------------------------------------------------------------------------
 
 
@@ -466,14 +661,18 @@ class _Operands(NamedTuple):
     up_bias: Tensor | None
     scale: Tensor | None
     layout: str = ""  # of the packed input, if that is what was given
+    gate_row_scale: Tensor | None = None  # where gate and up are the bits of float8
+    up_row_scale: Tensor | None = None
 
     @staticmethod
-    def packed(input: Tensor, bias: Tensor | None, scale: Tensor | None, layout: str) -> _Operands:
+    def packed(
+        input: Tensor, bias: Tensor | None, scale: Tensor | None, layout: str, row_scale: Tensor | None = None
+    ) -> _Operands:
         if layout == "interleaved":
-            return _Operands(input, None, bias, None, scale, layout)
+            return _Operands(input, None, bias, None, scale, layout, row_scale)
         gate, up = reference.unpack(input, layout)
         gate_bias, up_bias = (None, None) if bias is None else reference.unpack(bias, layout)
-        return _Operands(gate, up, gate_bias, up_bias, scale, layout)
+        return _Operands(gate, up, gate_bias, up_bias, scale, layout, row_scale, row_scale)
 
     def vectors(self) -> tuple[_Matrix, Tensor | None, _Matrix]:
         """The bias (the two biases of a packed input have one stride), and the scale, tensor and matrix."""
@@ -481,6 +680,11 @@ class _Operands(NamedTuple):
         b = self.gate_bias
         bias = _Matrix() if b is None else _Matrix(0, b.stride(0), 0, b.element_size())
         return bias, scale, s._replace(column=0)
+
+
+def _native_fp8(device: torch.device) -> bool:
+    """Whether Triton converts float8_e4m3fn there: NVIDIA's from sm_89 on. AMD's gfx942 has another float8."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _compute_type(*tensors: Tensor | None) -> tuple[torch.dtype, Any]:
@@ -506,6 +710,39 @@ def _run_forward(out: Tensor, x: _Operands, activation: str, up_offset: float, c
     return out
 
 
+def _run_forward_fp8(
+    out: Tensor, x: _Operands, stores: Sequence[Tensor], activation: str, up_offset: float, clamp: float | None
+) -> tuple[Tensor, ...]:
+    """Fill out, and return it with (stored, scale) of each of ``stores``, which gate and up are or are parts of."""
+    kept = tuple(
+        t.new_empty(shape, dtype=dtype)
+        for t in stores
+        for shape, dtype in ((t.shape, reference.FP8), (t.shape[:-1], torch.float32))
+    )
+    if out.numel() == 0:
+        for row_scale in kept[1::2]:
+            row_scale.fill_(1.0)
+        return out, *kept
+    columns = out.shape[-1]
+    (gate, gate_m), (up, up_m), (bias_m, scale, scale_m) = _matrix(x.gate), _matrix(x.up), x.vectors()
+    plan = _row_plan(out.numel() // columns, columns, (_matrix(out)[1], gate_m, up_m))
+    bits = [t.view(torch.uint8) for t in kept[::2]]
+    if x.layout and x.up is not None:
+        bits = list(reference.unpack(bits[0], x.layout))
+    separate = len(stores) == 2
+    _launch(
+        _forward_fp8, plan.grid, out.device,
+        out, gate, up, x.gate_bias, x.up_bias, scale,
+        bits[0], bits[1] if x.up is not None else None, kept[1], kept[3] if separate else None,
+        out.numel() // columns, columns, columns * (2 if x.layout == "interleaved" else 1),
+        gate_m.row, gate_m.column, up_m.row, up_m.column, bias_m.column, scale_m.row, stores[0].shape[-1],
+        ACTIVATION=activation, OFFSET=up_offset, CLAMP=clamp, INTERLEAVED=x.layout == "interleaved",
+        PACKED=not separate, NATIVE=_native_fp8(out.device),
+        COMPUTE=_compute_type(x.gate, x.up, x.gate_bias, x.scale)[1], **plan.constants,
+    )  # fmt: skip
+    return out, *kept
+
+
 def _run_backward(
     grad: Tensor,
     x: _Operands,
@@ -516,8 +753,12 @@ def _run_backward(
     activation: str,
     up_offset: float,
     clamp: float | None,
+    dtypes: Sequence[torch.dtype] = (),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Fill d_gate and d_up, and return the gradients of ``bias`` and ``scale``, each where it is not None."""
+    """Fill d_gate and d_up, and return the gradients of ``bias`` and ``scale``, each where it is not None.
+
+    ``dtypes``: of data that is in float8.
+    """
     if grad.numel() == 0:
         return _zeros(bias), _zeros(scale)
     if d_gate is None and d_up is None and bias is None and scale is None:
@@ -527,8 +768,12 @@ def _run_backward(
     bias_m, x_scale, scale_m = x.vectors()
     d_m = _matrix(d_up if d_gate is None else d_gate)[1]
     matrices = (g_m, gate_m, up_m, d_m)
-    plan = _plan(grad.numel() // columns, columns, matrices, (bias_m, scale_m), loads=1, add_rows=bias is not None)
+    row_scale_m = _Matrix() if x.gate_row_scale is None else _Matrix(1, 0, 0, 4)
+    vectors = (bias_m, scale_m, row_scale_m)
+    plan = _plan(grad.numel() // columns, columns, matrices, vectors, loads=1, add_rows=bias is not None)
     dtype, compute = _compute_type(grad, x.gate, x.up, x.gate_bias, x.scale)
+    if torch.float64 in dtypes:
+        dtype, compute = torch.float64, tl.float64
     bias_sums = _partial_sums(bias, plan.row_blocks, dtype)
     scale_sums = _partial_sums(scale, plan.column_blocks, dtype)
     gate_sums, up_sums = bias_sums, None
@@ -536,11 +781,13 @@ def _run_backward(
         gate_sums, up_sums = reference.unpack(bias_sums, x.layout)
     _launch(
         _backward, plan.grid, grad.device,
-        g, gate, up, x.gate_bias, x.up_bias, x_scale, d_gate, d_up, gate_sums, up_sums, scale_sums,
+        g, gate, up, x.gate_bias, x.up_bias, x_scale, x.gate_row_scale, x.up_row_scale,
+        d_gate, d_up, gate_sums, up_sums, scale_sums,
         plan.rows, plan.columns, plan.packed_columns, plan.steps,
         g_m.row, g_m.column, gate_m.row, gate_m.column, up_m.row, up_m.column,
         bias_m.column, scale_m.row, d_m.row, 0 if bias_sums is None else bias_sums.shape[1],
         ACTIVATION=activation, OFFSET=up_offset, CLAMP=clamp, INTERLEAVED=x.layout == "interleaved",
+        NATIVE=x.gate_row_scale is not None and _native_fp8(grad.device),
         COMPUTE=compute, **plan.constants,
     )  # fmt: skip
     return _total(bias_sums, bias), _total(scale_sums, scale)
@@ -574,11 +821,28 @@ def _total(sums: Tensor | None, t: Tensor | None) -> Tensor | None:
 # ---- the operators -------------------------------------------------------------------------------------------------
 
 
+def _room(t: Tensor | None, wanted: bool, dtype: torch.dtype | None = None) -> Tensor | None:
+    """For the gradient of t."""
+    return t.new_empty(t.shape, dtype=dtype or t.dtype) if wanted and t is not None else None
+
+
 def bias_act(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> Tensor:
     """act(input + bias) · token_scale[..., None], in one kernel; see ``reference.bias_act``."""
     return _run_forward(
         input.new_empty(input.shape), _Operands(input, None, bias, None, token_scale), activation, 0.0, None
     )
+
+
+def _bias_act_backward(
+    grad: Tensor,
+    x: _Operands,
+    d_input: Tensor | None,
+    activation: str,
+    output_mask: Sequence[bool],
+    dtypes: Sequence[torch.dtype] = (),
+) -> Grads3:
+    bias, scale = x.gate_bias if output_mask[1] else None, x.scale if output_mask[2] else None
+    return d_input, *_run_backward(grad, x, d_input, None, bias, scale, activation, 0.0, None, dtypes)
 
 
 def bias_act_backward(
@@ -590,19 +854,29 @@ def bias_act_backward(
     output_mask: Sequence[bool],
 ) -> Grads3:
     """The gradients of bias_act for (input, bias, token_scale), in one pass; None where output_mask says no."""
-    d_input = input.new_empty(input.shape) if output_mask[0] else None
-    d_bias, d_scale = _run_backward(
-        grad,
-        _Operands(input, None, bias, None, token_scale),
-        d_input,
-        None,
-        bias if output_mask[1] else None,
-        token_scale if output_mask[2] else None,
-        activation,
-        0.0,
-        None,
-    )
-    return d_input, d_bias, d_scale
+    x = _Operands(input, None, bias, None, token_scale)
+    return _bias_act_backward(grad, x, _room(input, output_mask[0]), activation, output_mask)
+
+
+def bias_act_fp8(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> tuple[Tensor, ...]:
+    """bias_act, and what its backward needs of input in float8, in one kernel; see ``reference.bias_act_fp8``."""
+    x = _Operands(input, None, bias, None, token_scale)
+    return _run_forward_fp8(input.new_empty(input.shape), x, (input,), activation, 0.0, None)
+
+
+def bias_act_fp8_backward(
+    grad: Tensor,
+    stored: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    token_scale: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+    output_mask: Sequence[bool],
+) -> Grads3:
+    """bias_act_backward at what bias_act_fp8 stored."""
+    x = _Operands(stored.view(torch.uint8), None, bias, None, token_scale, gate_row_scale=scale.contiguous())
+    return _bias_act_backward(grad, x, _room(stored, output_mask[0], dtype), activation, output_mask, (dtype,))
 
 
 def glu(
@@ -630,19 +904,46 @@ def glu_backward(
     output_mask: Sequence[bool],
 ) -> Grads3:
     """The gradients of glu for (gate, up, token_scale), in one pass; None where output_mask says no."""
-    d_gate = gate.new_empty(gate.shape) if output_mask[0] else None
-    d_up = up.new_empty(up.shape) if output_mask[1] else None
-    _, d_scale = _run_backward(
-        grad,
-        _Operands(gate, up, None, None, token_scale),
-        d_gate,
-        d_up,
-        None,
-        token_scale if output_mask[2] else None,
-        activation,
-        up_offset,
-        clamp,
-    )
+    d_gate, d_up = _room(gate, output_mask[0]), _room(up, output_mask[1])
+    x, scale = _Operands(gate, up, None, None, token_scale), token_scale if output_mask[2] else None
+    return d_gate, d_up, _run_backward(grad, x, d_gate, d_up, None, scale, activation, up_offset, clamp)[1]
+
+
+def glu_fp8(
+    gate: Tensor,
+    up: Tensor,
+    token_scale: Tensor | None,
+    activation: str,
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+) -> tuple[Tensor, ...]:
+    """glu, and what its backward needs of gate and up in float8, in one kernel; see ``reference.glu_fp8``."""
+    x = _Operands(gate, up, None, None, token_scale)
+    return _run_forward_fp8(gate.new_empty(gate.shape), x, (gate, up), activation, up_offset, clamp)
+
+
+def glu_fp8_backward(
+    grad: Tensor,
+    gate: Tensor,
+    gate_scale: Tensor,
+    up: Tensor,
+    up_scale: Tensor,
+    token_scale: Tensor | None,
+    activation: str,
+    up_offset: float,
+    clamp: float | None,
+    gate_dtype: torch.dtype,
+    up_dtype: torch.dtype,
+    output_mask: Sequence[bool],
+) -> Grads3:
+    """glu_backward at what glu_fp8 stored."""
+    d_gate, d_up = _room(gate, output_mask[0], gate_dtype), _room(up, output_mask[1], up_dtype)
+    x = _Operands(
+        gate.view(torch.uint8), up.view(torch.uint8), None, None, token_scale, "",
+        gate_scale.contiguous(), up_scale.contiguous(),
+    )  # fmt: skip
+    scale, dtypes = token_scale if output_mask[2] else None, (gate_dtype, up_dtype)
+    _, d_scale = _run_backward(grad, x, d_gate, d_up, None, scale, activation, up_offset, clamp, dtypes)
     return d_gate, d_up, d_scale
 
 
@@ -660,6 +961,24 @@ def bias_glu(
     return _run_forward(out, _Operands.packed(input, bias, token_scale, layout), activation, up_offset, clamp)
 
 
+def _bias_glu_backward(
+    grad: Tensor,
+    x: _Operands,
+    d_input: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    up_offset: float,
+    clamp: float | None,
+    output_mask: Sequence[bool],
+    dtypes: Sequence[torch.dtype] = (),
+) -> Grads3:
+    d_gate, d_up = d_input, None
+    if d_input is not None and x.layout != "interleaved":
+        d_gate, d_up = reference.unpack(d_input, x.layout)
+    sums = bias if output_mask[1] else None, x.scale if output_mask[2] else None
+    return d_input, *_run_backward(grad, x, d_gate, d_up, *sums, activation, up_offset, clamp, dtypes)
+
+
 def bias_glu_backward(
     grad: Tensor,
     input: Tensor,
@@ -672,19 +991,39 @@ def bias_glu_backward(
     output_mask: Sequence[bool],
 ) -> Grads3:
     """The gradients of bias_glu for (input, bias, token_scale), in one pass; None where output_mask says no."""
-    d_input = input.new_empty(input.shape) if output_mask[0] else None
-    d_gate, d_up = (d_input, None)
-    if d_input is not None and layout != "interleaved":
-        d_gate, d_up = reference.unpack(d_input, layout)
-    d_bias, d_scale = _run_backward(
-        grad,
-        _Operands.packed(input, bias, token_scale, layout),
-        d_gate,
-        d_up,
-        bias if output_mask[1] else None,
-        token_scale if output_mask[2] else None,
-        activation,
-        up_offset,
-        clamp,
-    )
-    return d_input, d_bias, d_scale
+    x, d_input = _Operands.packed(input, bias, token_scale, layout), _room(input, output_mask[0])
+    return _bias_glu_backward(grad, x, d_input, bias, activation, up_offset, clamp, output_mask)
+
+
+def bias_glu_fp8(
+    input: Tensor,
+    bias: Tensor | None,
+    token_scale: Tensor | None,
+    activation: str,
+    layout: str = "halves",
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+) -> tuple[Tensor, ...]:
+    """bias_glu, and what its backward needs of input in float8, in one kernel; see ``reference.bias_glu_fp8``."""
+    out = input.new_empty((*input.shape[:-1], input.shape[-1] // 2))
+    x = _Operands.packed(input, bias, token_scale, layout)
+    return _run_forward_fp8(out, x, (input,), activation, up_offset, clamp)
+
+
+def bias_glu_fp8_backward(
+    grad: Tensor,
+    stored: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    token_scale: Tensor | None,
+    activation: str,
+    layout: str,
+    up_offset: float,
+    clamp: float | None,
+    dtype: torch.dtype,
+    output_mask: Sequence[bool],
+) -> Grads3:
+    """bias_glu_backward at what bias_glu_fp8 stored."""
+    x = _Operands.packed(stored.view(torch.uint8), bias, token_scale, layout, scale.contiguous())
+    d_input = _room(stored, output_mask[0], dtype)
+    return _bias_glu_backward(grad, x, d_input, bias, activation, up_offset, clamp, output_mask, (dtype,))

@@ -1,35 +1,56 @@
-"""The activation family: ``fused::bias_act``, ``fused::glu``, ``fused::bias_glu`` and their backward operators.
+"""The activation family: ``fused::bias_act``, ``fused::glu``, ``fused::bias_glu``, the same with what backward needs
+stored in float8 (``…_fp8``), and their backward operators.
 
-Read from top to bottom: schemas → what is accepted → CPU → GPU → fake → autograd and transforms → vmap.
+Read from top to bottom: schemas → what is accepted → fake → vmap → what is kept for backward → registration. The
+kernels are in ``kernels/``, a file for CPUs and one for GPUs.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_fused_ops import activations, reference
-from torch_fused_ops.ops._autograd import differentiate, differentiate_by_reference
-from torch_fused_ops.reference import LAYOUTS, Grads3
+from torch_fused_ops.kernels import cpu
+from torch_fused_ops.ops._autograd import (
+    Keep,
+    define,
+    differentiate,
+    differentiate_by_reference,
+    keep_arguments,
+    library,
+)
+from torch_fused_ops.reference import FP8, LAYOUTS, Grads3
 
 # ---- schemas -------------------------------------------------------------------------------------------------------
 
 _BIAS_ACT = "Tensor input, Tensor? bias, Tensor? token_scale, str activation"
 _GLU = "Tensor gate, Tensor up, Tensor? token_scale, str activation"
-_BIAS_GLU = "Tensor input, Tensor? bias, Tensor? token_scale, str activation"
+_PACKED = f'{_BIAS_ACT}, str layout="halves", float up_offset=0.0, float? clamp=None'
 _GRADS3 = "bool[3] output_mask) -> (Tensor?, Tensor?, Tensor?)"
+_STORED = "Tensor grad, Tensor stored, Tensor scale, Tensor? bias, Tensor? token_scale, str activation"
 SCHEMAS = {
     "bias_act": f"({_BIAS_ACT}) -> Tensor",
     "glu": f"({_GLU}, float up_offset=0.0, float? clamp=None) -> Tensor",
-    "bias_glu": f'({_BIAS_GLU}, str layout="halves", float up_offset=0.0, float? clamp=None) -> Tensor',
+    "bias_glu": f"({_PACKED}) -> Tensor",
     "bias_act_backward": f"(Tensor grad, {_BIAS_ACT}, {_GRADS3}",
     "glu_backward": f"(Tensor grad, {_GLU}, float up_offset, float? clamp, {_GRADS3}",
-    "bias_glu_backward": f"(Tensor grad, {_BIAS_GLU}, str layout, float up_offset, float? clamp, {_GRADS3}",
+    "bias_glu_backward": f"(Tensor grad, {_BIAS_ACT}, str layout, float up_offset, float? clamp, {_GRADS3}",
+    # The result, and each data tensor as ``reference.store_fp8`` stores it: what backward needs of it.
+    "bias_act_fp8": f"({_BIAS_ACT}) -> (Tensor, Tensor, Tensor)",
+    "glu_fp8": f"({_GLU}, float up_offset=0.0, float? clamp=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bias_glu_fp8": f"({_PACKED}) -> (Tensor, Tensor, Tensor)",
+    # dtype: the data tensor's own, which is its gradient's.
+    "bias_act_fp8_backward": f"({_STORED}, ScalarType dtype, {_GRADS3}",
+    "glu_fp8_backward": (
+        "(Tensor grad, Tensor gate, Tensor gate_scale, Tensor up, Tensor up_scale, Tensor? token_scale, "
+        f"str activation, float up_offset, float? clamp, ScalarType gate_dtype, ScalarType up_dtype, {_GRADS3}"
+    ),
+    "bias_glu_fp8_backward": f"({_STORED}, str layout, float up_offset, float? clamp, ScalarType dtype, {_GRADS3}",
 }
 
 # ---- what is accepted ----------------------------------------------------------------------------------------------
@@ -37,17 +58,19 @@ SCHEMAS = {
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _check_tensor(name: str, t: Tensor | None, device: torch.device) -> None:
-    if t is None:
-        return
-    if t.dtype not in _DTYPES:
-        raise TypeError(f"{name} has dtype {t.dtype}; accepted: float16, bfloat16, float32, float64")
-    if t.device != device:
-        raise ValueError(f"{name} is on device {t.device}; accepted: {device}, where the first tensor is")
+def _check_tensors(first: Tensor, *named: tuple[str, Tensor | None]) -> None:
+    device = first.device
+    for name, t in named:
+        if t is None:
+            continue
+        if t.dtype not in _DTYPES:
+            raise TypeError(f"{name} has dtype {t.dtype}; accepted: float16, bfloat16, float32, float64")
+        if t.device != device:
+            raise ValueError(f"{name} is on device {t.device}; accepted: {device}, where the first tensor is")
 
 
-def _check_shape(name: str, t: Tensor | None, shape: Sequence[int], meaning: str) -> None:
-    if t is not None and tuple(t.shape) != tuple(shape):
+def _check_shape(name: str, t: Tensor, shape: Sequence[int], meaning: str) -> None:
+    if t.shape != shape:
         raise ValueError(f"{name} has shape {tuple(t.shape)}; accepted: {tuple(shape)}, {meaning}")
 
 
@@ -61,12 +84,13 @@ def _check_glu_scalars(up_offset: float, clamp: float | None) -> None:
 def check_bias_act(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> None:
     """Raise ValueError or TypeError, naming the argument, its value and what is accepted; else nothing."""
     activations.get(activation)
-    for name, t in (("input", input), ("bias", bias), ("token_scale", token_scale)):
-        _check_tensor(name, t, input.device)
+    _check_tensors(input, ("input", input), ("bias", bias), ("token_scale", token_scale))
     if input.ndim == 0:
         raise ValueError("input has shape (); accepted: at least one axis")
-    _check_shape("bias", bias, input.shape[-1:], "input's last axis")
-    _check_shape("token_scale", token_scale, input.shape[:-1], "input's shape without its last axis")
+    if bias is not None:
+        _check_shape("bias", bias, input.shape[-1:], "input's last axis")
+    if token_scale is not None:
+        _check_shape("token_scale", token_scale, input.shape[:-1], "input's shape without its last axis")
 
 
 def check_glu(
@@ -79,12 +103,12 @@ def check_glu(
 ) -> None:
     """Raise ValueError or TypeError, naming the argument, its value and what is accepted; else nothing."""
     activations.get(activation)
-    for name, t in (("gate", gate), ("up", up), ("token_scale", token_scale)):
-        _check_tensor(name, t, gate.device)
+    _check_tensors(gate, ("gate", gate), ("up", up), ("token_scale", token_scale))
     if gate.ndim == 0:
         raise ValueError("gate has shape (); accepted: at least one axis")
     _check_shape("up", up, gate.shape, "gate's shape")
-    _check_shape("token_scale", token_scale, gate.shape[:-1], "gate's shape without its last axis")
+    if token_scale is not None:
+        _check_shape("token_scale", token_scale, gate.shape[:-1], "gate's shape without its last axis")
     _check_glu_scalars(up_offset, clamp)
 
 
@@ -104,172 +128,6 @@ def check_bias_glu(
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is not known; accepted: {', '.join(LAYOUTS)}")
     _check_glu_scalars(up_offset, clamp)
-
-
-# ---- CPU: the reference, a cache-sized block at a time ---------------------------------------------------------------
-
-# A formula is some ten elementwise steps. On whole tensors each step is a pass over memory and a temporary of the
-# tensor's size; on blocks that stay in the cache the only large tensors are the arguments and the results.
-_BLOCK = 1 << 16
-
-
-def _blocks(shape: torch.Size) -> Iterator[tuple[Any, ...]]:
-    """Indices over all axes but the last that cut a tensor of ``shape`` into views of about _BLOCK elements."""
-    size, axis = shape[-1], len(shape) - 1
-    while axis > 0 and size * shape[axis - 1] <= _BLOCK:
-        axis -= 1
-        size *= shape[axis]
-    if axis == 0:
-        yield ()
-        return
-    step = max(1, _BLOCK // max(size, 1))
-    for outer in itertools.product(*(range(n) for n in shape[: axis - 1])):
-        for start in range(0, shape[axis - 1], step):
-            yield (*outer, slice(start, start + step))
-
-
-def _at(t: Tensor | None, index: tuple[Any, ...]) -> Tensor | None:
-    return None if t is None else t[index]
-
-
-def _forward_in_blocks(
-    fn: Callable[..., Tensor], data: Sequence[Tensor], bias: Tensor | None, token_scale: Tensor | None, width: int
-) -> Tensor:
-    out = data[0].new_empty((*data[0].shape[:-1], width))
-    for i in _blocks(data[0].shape):
-        out[i].copy_(fn([t[i] for t in data], bias, _at(token_scale, i)))
-    return out
-
-
-def _backward_in_blocks(
-    fn: Callable[..., Grads3],
-    grad: Tensor,
-    data: Sequence[Tensor],
-    bias: Tensor | None,
-    token_scale: Tensor | None,
-    wanted: Sequence[bool],
-) -> list[Tensor | None]:
-    """fn(grad, data, bias, scale) -> (data gradients…, bias gradient, scale gradient), wanted likewise."""
-    dtype = reference.compute_dtype(grad, *data, bias, token_scale)
-    wide_bias = None if bias is None else bias.to(dtype)  # so that the blocks' bias gradients are not rounded
-    outs = [t.new_empty(t.shape) if w else None for t, w in zip(data, wanted, strict=False)]
-    d_scale = token_scale.new_empty(token_scale.shape) if token_scale is not None and wanted[-1] else None
-    # Hundreds of partial sums: in float64, so that their order costs nothing.
-    d_bias = torch.zeros_like(bias, dtype=torch.float64) if bias is not None and wanted[-2] else None
-    for i in _blocks(data[0].shape):
-        *ds, db, dss = fn(grad[i], [t[i] for t in data], wide_bias, _at(token_scale, i))
-        for out, d in zip((*outs, d_scale), (*ds, dss), strict=True):
-            if out is not None and d is not None:
-                out[i].copy_(d)
-        if d_bias is not None and db is not None:
-            d_bias += db
-    return [*outs, None if d_bias is None or bias is None else d_bias.to(bias.dtype), d_scale]
-
-
-def _bias_act_cpu(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> Tensor:
-    check_bias_act(input, bias, token_scale, activation)
-    return _forward_in_blocks(
-        lambda d, b, s: reference.bias_act(d[0], b, s, activation), (input,), bias, token_scale, input.shape[-1]
-    )
-
-
-def _bias_act_backward_cpu(
-    grad: Tensor,
-    input: Tensor,
-    bias: Tensor | None,
-    token_scale: Tensor | None,
-    activation: str,
-    output_mask: list[bool],
-) -> Grads3:
-    d_input, d_bias, d_scale = _backward_in_blocks(
-        lambda g, d, b, s: reference.bias_act_backward(g, d[0], b, s, activation, output_mask),
-        grad,
-        (input,),
-        bias,
-        token_scale,
-        output_mask,
-    )
-    return d_input, d_bias, d_scale
-
-
-def _glu_cpu(
-    gate: Tensor,
-    up: Tensor,
-    token_scale: Tensor | None,
-    activation: str,
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-) -> Tensor:
-    check_glu(gate, up, token_scale, activation, up_offset, clamp)
-    return _forward_in_blocks(
-        lambda d, _, s: reference.glu(d[0], d[1], s, activation, up_offset, clamp),
-        (gate, up),
-        None,
-        token_scale,
-        gate.shape[-1],
-    )
-
-
-def _glu_backward_cpu(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    token_scale: Tensor | None,
-    activation: str,
-    up_offset: float,
-    clamp: float | None,
-    output_mask: list[bool],
-) -> Grads3:
-    def block(g: Tensor, d: list[Tensor], _: None, s: Tensor | None) -> tuple[Tensor | None, ...]:
-        dg, du, ds = reference.glu_backward(g, d[0], d[1], s, activation, up_offset, clamp, output_mask)
-        return dg, du, None, ds
-
-    wanted = (output_mask[0], output_mask[1], False, output_mask[2])
-    d_gate, d_up, _, d_scale = _backward_in_blocks(block, grad, (gate, up), None, token_scale, wanted)  # type: ignore[arg-type]
-    return d_gate, d_up, d_scale
-
-
-def _bias_glu_cpu(
-    input: Tensor,
-    bias: Tensor | None,
-    token_scale: Tensor | None,
-    activation: str,
-    layout: str = "halves",
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-) -> Tensor:
-    check_bias_glu(input, bias, token_scale, activation, layout, up_offset, clamp)
-    return _forward_in_blocks(
-        lambda d, b, s: reference.bias_glu(d[0], b, s, activation, layout, up_offset, clamp),
-        (input,),
-        bias,
-        token_scale,
-        input.shape[-1] // 2,
-    )
-
-
-def _bias_glu_backward_cpu(
-    grad: Tensor,
-    input: Tensor,
-    bias: Tensor | None,
-    token_scale: Tensor | None,
-    activation: str,
-    layout: str,
-    up_offset: float,
-    clamp: float | None,
-    output_mask: list[bool],
-) -> Grads3:
-    d_input, d_bias, d_scale = _backward_in_blocks(
-        lambda g, d, b, s: reference.bias_glu_backward(
-            g, d[0], b, s, activation, layout, up_offset, clamp, output_mask
-        ),
-        grad,
-        (input,),
-        bias,
-        token_scale,
-        output_mask,
-    )
-    return d_input, d_bias, d_scale
 
 
 # ---- fake ------------------------------------------------------------------------------------------------------------
@@ -301,22 +159,46 @@ def _backward_fake(grad: Tensor, a: Tensor, b: Tensor | None, c: Tensor | None, 
     return _like(a, mask[0]), _like(b, mask[1]), _like(c, mask[2])
 
 
-# ---- registration: CPU, GPU, fake, autograd, vmap ------------------------------------------------
+def _stored_fake(t: Tensor) -> tuple[Tensor, Tensor]:
+    return t.new_empty(t.shape, dtype=FP8), t.new_empty(t.shape[:-1], dtype=torch.float32)
 
 
-def _gpu_kernel(name: str, check: Callable[..., None] | None, on_cpu: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel of kernels/activation.py, imported at the first call; plain torch for registered activations."""
+def _bias_act_fp8_fake(input: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _bias_act_fake(input, *rest), *_stored_fake(input)
 
-    def kernel(*args: Any) -> Any:
-        if check is not None:
-            check(*args)
-        if not activations.get(next(a for a in args if isinstance(a, str))).builtin:
-            return on_cpu(*args)
-        from torch_fused_ops.kernels import activation
 
-        return getattr(activation, name)(*args)
+def _glu_fp8_fake(gate: Tensor, up: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _glu_fake(gate, up, *rest), *_stored_fake(gate), *_stored_fake(up)
 
-    return kernel
+
+def _bias_glu_fp8_fake(input: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _bias_glu_fake(input, *rest), *_stored_fake(input)
+
+
+def _fp8_backward_fake(
+    grad: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None, token_scale: Tensor | None, *scalars: Any
+) -> Grads3:
+    dtype, mask = scalars[-2:]
+    d_input = stored.new_empty(stored.shape, dtype=dtype) if mask[0] else None
+    return d_input, _like(bias, mask[1]), _like(token_scale, mask[2])
+
+
+def _glu_fp8_backward_fake(
+    grad: Tensor,
+    gate: Tensor,
+    gate_scale: Tensor,
+    up: Tensor,
+    up_scale: Tensor,
+    token_scale: Tensor | None,
+    *scalars: Any,
+) -> Grads3:
+    gate_dtype, up_dtype, mask = scalars[-3:]
+    d_gate = gate.new_empty(gate.shape, dtype=gate_dtype) if mask[0] else None
+    d_up = up.new_empty(up.shape, dtype=up_dtype) if mask[1] else None
+    return d_gate, d_up, _like(token_scale, mask[2])
+
+
+# ---- vmap ------------------------------------------------------------------------------------------------------------
 
 
 def _batched(
@@ -326,16 +208,13 @@ def _batched(
     bias_at = (2 if backward else 1) if has_bias else None
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        def lead(i: int) -> Any:
-            a, d = args[i], in_dims[i]
-            if not isinstance(a, Tensor) or (i == bias_at and d is None):
-                return a
-            return a.expand(info.batch_size, *a.shape) if d is None else a.movedim(d, 0)
-
         # What one example sees is checked: with a batch axis in front more would be accepted.
         if not backward and info.batch_size:
             check(*(a if d is None else a.select(d, 0) for a, d in zip(args, in_dims, strict=True)))
-        leading = [lead(i) for i in range(len(args))]
+        leading = [
+            a if not isinstance(a, Tensor) or (i == bias_at and d is None) else _lead(info, a, d)
+            for i, (a, d) in enumerate(zip(args, in_dims, strict=True))
+        ]
         # A bias of its own for each example is no (n,) vector, and its gradient must not be summed over the examples.
         if bias_at is not None and (in_dims[bias_at] is not None or (backward and args[-1][1])):
             if in_dims[bias_at] is not None:
@@ -344,9 +223,14 @@ def _batched(
             outputs = _per_example_backward(plain, *leading) if backward else plain(*leading)
         else:
             outputs = op(*leading)
-        return outputs, (tuple(None if o is None else 0 for o in outputs) if backward else 0)
+        return outputs, tuple(None if o is None else 0 for o in outputs) if isinstance(outputs, tuple) else 0
 
     return rule
+
+
+def _lead(info: Any, t: Tensor, axis: int | None) -> Tensor:
+    """The batch axis in front."""
+    return t.expand(info.batch_size, *t.shape) if axis is None else t.movedim(axis, 0)
 
 
 def _per_example_backward(
@@ -363,30 +247,146 @@ def _per_example_backward(
     return dx.to(x.dtype) if dx is not None and mask[0] else None, d_bias, d_scale
 
 
+def _batched_fp8_backward(backward_rule: Callable[..., Any], data: int) -> Callable[..., Any]:
+    """The vmap rule of a backward operator that loads float8: the plain backward operator's, on what was loaded."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], grad: Tensor, *args: Any) -> Any:
+        stored, rest, dtypes, mask = args[: 2 * data], args[2 * data : -1 - data], args[-1 - data : -1], args[-1]
+        wide = reference.compute_dtype(grad, *(a for a in rest if isinstance(a, Tensor)))
+        wide = torch.float64 if torch.float64 in dtypes else wide
+        pairs = zip(stored[::2], in_dims[1::2], stored[1::2], in_dims[2::2], strict=False)
+        loaded = [reference.load_fp8(_lead(info, t, d), _lead(info, s, ds), wide) for t, d, s, ds in pairs]
+        dims = (in_dims[0], *(0,) * data, *in_dims[1 + 2 * data : -1 - data], in_dims[-1])
+        outputs, out_dims = backward_rule(info, dims, grad, *loaded, *rest, mask)
+        rounded = [None if o is None else o.to(d) for o, d in zip(outputs, dtypes, strict=False)]
+        return (*rounded, *outputs[data:]), out_dims
+
+    return rule
+
+
+# ---- what is kept for backward ---------------------------------------------------------------------------------------
+
+_ARGUMENTS = keep_arguments(3)
+
+
+def _zero_bias(tensors: tuple[Tensor | None, ...], rest: Any, mask: tuple[bool, ...]) -> tuple[Any, ...]:
+    (out,), (activation, bias_dtype) = tensors, rest
+    assert out is not None
+    bias = out.new_zeros(out.shape[-1:], dtype=bias_dtype) if mask[1] else None
+    return out, bias, None, activation
+
+
+# The derivative there is the derivative at input + bias: see Activation.gradient_from_output.
+_OUTPUT = Keep(lambda args, out: ((out,), (args[3], args[1] is not None and args[1].dtype)), _zero_bias)
+
+
+def keeps_output(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> bool:
+    """Whether bias_act's backward needs no more than its result: nothing is kept that the next linear does not keep.
+
+    The result must not be 0 where the sum that it rounds is not: a sum of two numbers of a dtype never is.
+    """
+    return (
+        token_scale is None
+        and activations.get(activation).gradient_from_output
+        and (bias is None or bias.dtype == input.dtype)
+    )
+
+
+def _bias_act_keep(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> Keep:
+    return _OUTPUT if keeps_output(input, bias, token_scale, activation) else _ARGUMENTS
+
+
+def _keep_fp8(data: int) -> Callable[..., Keep]:
+    """Of the data tensors, the first ``data`` arguments, what the operator stored; the other arguments as they are."""
+    keep = Keep(
+        lambda args, outputs: ((*outputs[1:], *args[data:3]), (*args[3:], *(t.dtype for t in args[:data]))),
+        lambda kept, rest, _: kept + rest,
+        once=True,
+    )
+    return lambda *_: keep
+
+
+# ---- registration ----------------------------------------------------------------------------------------------------
+
+_GPUS = ("CUDA", "XPU")
+
+
+def _cpu_kernel(name: str, check: Callable[..., None] | None) -> Callable[..., Any]:
+    kernel: Callable[..., Any] = getattr(cpu, name)
+    if check is None:
+        return kernel
+
+    def checked(*args: Any) -> Any:
+        check(*args)
+        return kernel(*args)
+
+    return checked
+
+
+def _gpu_kernel(name: str, check: Callable[..., None] | None) -> Callable[..., Any]:
+    """The kernel of kernels/activation.py, imported at the first call; plain torch for registered activations."""
+    in_torch: Callable[..., Any] = getattr(cpu, name)
+
+    def kernel(*args: Any) -> Any:
+        if check is not None:
+            check(*args)
+        if not activations.get(next(a for a in args if isinstance(a, str))).builtin:
+            return in_torch(*args)
+        from torch_fused_ops.kernels import activation
+
+        return getattr(activation, name)(*args)
+
+    return kernel
+
+
 def _register(
     name: str,
-    cpu: tuple[Callable[..., Any], Callable[..., Any]],
-    fake: Callable[..., Any],
     check: Callable[..., None],
-    has_bias: bool,
+    fakes: tuple[Callable[..., Any], Callable[..., Any]],
+    keep: Callable[..., Keep],
+    rules: tuple[Callable[..., Any], ...],
 ) -> None:
-    backward_name = f"{name}_backward"
-    plain: tuple[Callable[..., Any], Callable[..., Any]] = getattr(reference, name), getattr(reference, backward_name)
-    for backward, op_name, fake_kernel, check_args in (
-        (True, backward_name, _backward_fake, None),
-        (False, name, fake, check),
-    ):
-        definition = torch.library.custom_op(
-            f"fused::{op_name}", cpu[backward], mutates_args=(), schema=SCHEMAS[op_name]
-        )
-        definition.register_kernel(("cuda", "xpu"), _gpu_kernel(op_name, check_args, cpu[backward]))
-        definition.register_fake(fake_kernel)
-        definition.register_vmap(_batched(definition._opoverload, plain[backward], check, has_bias, backward))
-    ops = torch.ops.fused
-    differentiate_by_reference(getattr(ops, backward_name).default, plain[True])
-    differentiate(getattr(ops, name).default, check, plain[False], getattr(ops, backward_name).default, plain[True])
+    """fused::name and its backward operator; ``fakes`` and ``rules`` (of vmap) are of the two."""
+    both = name, f"{name}_backward"
+    ops, kernels = [], []
+    for op_name, checked, fake, rule in zip(both, (check, None), fakes, rules, strict=True):
+        on_cpu = _cpu_kernel(op_name, checked)
+        op = define(op_name, SCHEMAS[op_name], {"CPU": on_cpu, **dict.fromkeys(_GPUS, _gpu_kernel(op_name, checked))})
+        torch.library.register_fake(f"fused::{op_name}", fake, lib=library)
+        torch.library.register_vmap(f"fused::{op_name}", rule(op), lib=library)
+        ops.append(op)
+        kernels.append(on_cpu)
+    plain, plain_backward = (getattr(reference, n) for n in both)
+    differentiate_by_reference(ops[1], plain_backward, kernels[1])
+    record = getattr(cpu, f"record_{name}", None)
+    differentiate(ops[0], check, plain, kernels[0], (ops[1], plain_backward, kernels[1]), keep, record)
 
 
-_register("bias_act", (_bias_act_cpu, _bias_act_backward_cpu), _bias_act_fake, check_bias_act, has_bias=True)
-_register("glu", (_glu_cpu, _glu_backward_cpu), _glu_fake, check_glu, has_bias=False)
-_register("bias_glu", (_bias_glu_cpu, _bias_glu_backward_cpu), _bias_glu_fake, check_bias_glu, has_bias=True)
+def _register_family(
+    name: str,
+    check: Callable[..., None],
+    fakes: tuple[Callable[..., Any], ...],
+    keep: Callable[..., Keep],
+    data: int = 1,
+) -> None:
+    """An operator and its variant that stores its first ``data`` tensors in float8; ``fakes`` are of the four."""
+    has_bias = data == 1
+
+    def forward_rule(fp8: str) -> Callable[..., Any]:
+        return lambda op: _batched(op, getattr(reference, name + fp8), check, has_bias, backward=False)
+
+    def backward_rule(op: torch._ops.OpOverload) -> Callable[..., Any]:
+        return _batched(op, getattr(reference, f"{name}_backward"), check, has_bias, backward=True)
+
+    def fp8_backward_rule(_: torch._ops.OpOverload) -> Callable[..., Any]:
+        return _batched_fp8_backward(backward_rule(getattr(torch.ops.fused, f"{name}_backward").default), data)
+
+    _register(name, check, (fakes[0], _backward_fake), keep, (forward_rule(""), backward_rule))
+    _register(f"{name}_fp8", check, (fakes[1], fakes[2]), _keep_fp8(data), (forward_rule("_fp8"), fp8_backward_rule))
+
+
+_register_family("bias_act", check_bias_act, (_bias_act_fake, _bias_act_fp8_fake, _fp8_backward_fake), _bias_act_keep)
+_register_family("glu", check_glu, (_glu_fake, _glu_fp8_fake, _glu_fp8_backward_fake), lambda *_: _ARGUMENTS, data=2)
+_register_family(
+    "bias_glu", check_bias_glu, (_bias_glu_fake, _bias_glu_fp8_fake, _fp8_backward_fake), lambda *_: _ARGUMENTS
+)

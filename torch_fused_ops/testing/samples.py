@@ -13,16 +13,16 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import torch_fused_ops.ops.activation  # noqa: F401  (registers torch.ops.fused.*)
-from torch_fused_ops import activations
+from torch_fused_ops import activations, reference
 
-__all__ = ["OPERATORS", "Sample", "backward_samples", "samples"]
+__all__ = ["FP8_OPERATORS", "OPERATORS", "Sample", "backward_samples", "samples"]
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -33,6 +33,7 @@ TENSORS = {
     "bias_glu": ("input", "bias", "token_scale"),
 }
 OPERATORS = tuple(TENSORS)
+FP8_OPERATORS = tuple(f"{op}_fp8" for op in OPERATORS)  # the same arguments; what backward needs, stored in float8
 _BIASED, _GATED = ("bias_act", "bias_glu"), ("glu", "bias_glu")
 
 
@@ -61,7 +62,7 @@ class Sample:
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The leading tensor arguments, None where an optional one is absent."""
-        return tuple(a for a in self.args if a is None or isinstance(a, Tensor))[: 3 + self.op.endswith("_backward")]
+        return self.args[: sum("Tensor" in str(a.type) for a in self.overload._schema.arguments)]
 
     @property
     def scalars(self) -> tuple[Any, ...]:
@@ -71,6 +72,8 @@ class Sample:
     @property
     def dtype(self) -> torch.dtype:
         """The result's dtype: the first data tensor's."""
+        if self.op.endswith("_fp8_backward"):
+            return next(a for a in self.args if isinstance(a, torch.dtype))
         dtype: torch.dtype = self.args[1 if self.op.endswith("_backward") else 0].dtype
         return dtype
 
@@ -234,18 +237,19 @@ def samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) 
     """The samples of a forward operator; only the core ones if asked.
 
     Args:
-        op: a name in ``OPERATORS``.
+        op: a name in ``OPERATORS`` or ``FP8_OPERATORS``.
         device: where the tensors are. The values are made on the CPU, so they are the same everywhere.
         core: about 20 instead of about 70, with every feature in one of them.
 
     Raises:
         ValueError: op is not known.
     """
-    if op not in OPERATORS:
-        raise ValueError(f"op={op!r} is not known; accepted: {', '.join(OPERATORS)}")
+    if op not in OPERATORS + FP8_OPERATORS:
+        raise ValueError(f"op={op!r} is not known; accepted: {', '.join(OPERATORS + FP8_OPERATORS)}")
+    plain = op.removesuffix("_fp8")
     for case in _cases():
-        if op in case.only and (case.core or not core):
-            yield _build(op, case, torch.device(device))
+        if plain in case.only and (case.core or not core):
+            yield replace(_build(plain, case, torch.device(device)), op=op)
 
 
 def backward_samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) -> Iterator[Sample]:
@@ -259,9 +263,14 @@ def backward_samples(op: str, device: str | torch.device = "cpu", *, core: bool 
             continue
         first = sample.tensors[0]
         assert first is not None
-        width = first.shape[-1] // 2 if op == "bias_glu" else first.shape[-1]
+        width = first.shape[-1] // 2 if op.startswith("bias_glu") else first.shape[-1]
         g = torch.Generator().manual_seed(zlib.crc32(f"gradient of {sample}".encode()))
         view = "expanded" if sample.name.startswith("expanded") else "contiguous"
         grad = _tensor((*first.shape[:-1], width), first.dtype, view, "normal", first.device, g)
         tensors = tuple(None if t is None else t.detach() for t in sample.tensors)
-        yield Sample(f"{op}_backward", sample.name, (grad, *tensors, *sample.scalars, mask), sample.core)
+        kept, scalars = tensors, sample.scalars
+        if op in FP8_OPERATORS:
+            data = tuple(t for t in tensors[: 2 if op == "glu_fp8" else 1] if t is not None)
+            kept = (*(part for t in data for part in reference.store_fp8(t)), *tensors[len(data) :])
+            scalars = (*scalars, *(t.dtype for t in data))
+        yield Sample(f"{op}_backward", sample.name, (grad, *kept, *scalars, mask), sample.core)

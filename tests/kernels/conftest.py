@@ -1,0 +1,24 @@
+"""The device that the kernels' tests run on."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(
+    params=["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    pytest.importorskip("triton")
+    from kernel_harness import Device
+
+    from torch_fused_ops.kernels import activation as kernels
+
+    on = Device(request.param)
+    monkeypatch.setattr(kernels, "_launch", on.launch)
+    for plan in (kernels._plan, kernels._row_plan):
+        plan.cache_clear()
+    yield on
+    for plan in (kernels._plan, kernels._row_plan):
+        plan.cache_clear()

@@ -1,0 +1,111 @@
+"""What the kernels' tests share: a device that is a GPU or Triton's interpreter, and machine code on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from torch_fused_ops.kernels import activation as kernels
+from torch_fused_ops.testing import virtual_gpu
+
+# The precision contract: ulps of the 16-bit types (forward, gradients), relative errors of the others, and the size
+# below which a result may be lost.
+ULPS = {torch.float16: (1, 2), torch.bfloat16: (1, 2)}
+RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-12}
+FLOOR = {torch.float16: 0.0, torch.bfloat16: 2.0**-120, torch.float32: 1e-30, torch.float64: 1e-290}
+
+
+class Device:
+    """Where the kernels run, and what was launched there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.really_launch = kernels._launch
+        self.launches: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
+        self.launches.append((kernel.__name__, args, constants))
+        if self.name == "cpu":
+            virtual_gpu.interpret(kernel, *args, grid=grid, **constants)
+        else:
+            self.really_launch(kernel, grid, device, *args, **constants)
+
+    def run(self, operator: Callable[..., Any], *args: Any) -> Any:
+        """operator(*args) on this device, results on the CPU; ``launches`` are those of this call."""
+        self.launches.clear()
+        moved = [self.moved(a) if isinstance(a, Tensor) else a for a in args]
+        result = operator(*moved)
+        if isinstance(result, Tensor):
+            return result.cpu()
+        return tuple(None if r is None else r.cpu() for r in result)
+
+    def moved(self, t: Tensor) -> Tensor:
+        """With the same strides."""
+        if self.name == "cpu":
+            return t
+        base = t.new_empty(0).set_(t.untyped_storage()).to(self.name)
+        return base.as_strided(t.size(), t.stride(), t.storage_offset())
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.launches]
+
+
+def assert_close(actual: Tensor, expected: Tensor, gradient: bool = False, absolute: Tensor | float = 0.0) -> None:
+    """Within the contract of actual's dtype of the float64 value; ``absolute``: an error allowed on top."""
+    assert expected.dtype == torch.float64
+    assert actual.shape == expected.shape
+    dtype, error = actual.dtype, (actual.double() - expected).abs()
+    if dtype in RELATIVE:
+        allowed = RELATIVE[dtype] * expected.abs()
+    else:
+        tiny = torch.finfo(dtype).tiny  # below it all numbers are as far apart
+        exponent = expected.to(dtype).double().abs().clamp(min=tiny).frexp()[1] - 1
+        ulp = torch.finfo(dtype).eps * torch.exp2(exponent.double())
+        allowed = (ULPS[dtype][gradient] - 0.5 + 1e-3) * ulp  # in ulps of the rounded result, from the exact one
+    allowed = torch.maximum(allowed, torch.tensor(FLOOR[dtype], dtype=torch.float64)) + absolute
+    wrong = ~((error <= allowed) | (actual == expected.to(dtype)) | (actual.isnan() & expected.isnan()))
+    assert not wrong.any(), f"{wrong.sum()} of {wrong.numel()}: {actual[wrong][:5]} for {expected[wrong][:5]}"
+
+
+def recorded(
+    operator: Callable[..., Any], *args: Any
+) -> list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]]:
+    """The launches of a call, none of them carried out: kernel, grid, arguments, constants. Tensors may be "meta"."""
+    launches: list[Any] = []
+    with mock.patch.object(kernels, "_launch", lambda k, grid, device, *a, **c: launches.append((k, grid, a, c))):
+        operator(*args)
+    return launches
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+GPUS = [virtual_gpu.A100, virtual_gpu.H100, virtual_gpu.B200, virtual_gpu.MI300X]
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.uint8: "u8"}
+
+
+def assemble(gpu: virtual_gpu.GPU, operator: Callable[..., Any], *args: Any) -> list[virtual_gpu.MachineCode]:
+    """Machine code of each kernel that a call launches, specialised as Triton does: absent tensors, ones."""
+    codes = []
+    for kernel, _, values, constants in recorded(operator, *args):
+        constants = dict(constants)
+        num_warps = constants.pop("num_warps")
+        assert constants.pop("enable_fp_fusion")
+        signature = {}
+        for name, value in zip(kernel.arg_names, values, strict=False):
+            if isinstance(value, Tensor):
+                signature[name] = f"*{NAMES[value.dtype]}"
+            elif value is None or value == 1:
+                constants[name] = value
+            else:
+                signature[name] = "i32" if value < 2**31 else "i64"
+        options: dict[str, Any] = {"signature": signature, "constants": constants, "num_warps": num_warps}
+        options["divisible_by_16"] = all(v % 16 == 0 for v in values if isinstance(v, int) and v > 64)
+        codes.append(virtual_gpu.assemble(kernel, gpu, **options))
+    return codes

@@ -1,0 +1,94 @@
+"""How good the kernels' machine code is, in the configurations they are launched in: nothing spills, loads are wide,
+and enough of them are in flight.
+
+How many bytes must be in flight is Little's law: bandwidth times latency. An H100 (3.35 TB/s, 132 multiprocessors, some
+600 ns from a load to its data) needs 15 KB a multiprocessor. What is there: the threads that fit, by registers, times
+what each loads of the large tensors before it computes. So a kernel of 116 registers with three loads of 16 bytes (512
+threads, 24 KB) is no worse off than one of 32 registers with one (2048 threads, 32 KB).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from kernel_harness import GPUS, assemble, recorded
+from test_activation_kernels import calls as plain_calls
+from test_fp8_kernels import calls as fp8_calls
+
+from torch_fused_ops import activations
+from torch_fused_ops.kernels import activation as kernels
+from torch_fused_ops.testing import virtual_gpu
+
+BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+THREADS, REGISTERS = 2048, 65536  # of a multiprocessor, sm_80 to sm_100
+IN_FLIGHT = 3.35e12 * 600e-9 / 132
+
+
+def compiled(
+    gpu: virtual_gpu.GPU, activation: str, dtype: torch.dtype
+) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], virtual_gpu.MachineCode]]:
+    """(what and which kernel, its arguments, its constants, its code) of every launch there is."""
+    found = {**plain_calls(activation, dtype), **{f"fp8 {k}": c for k, c in fp8_calls(activation, dtype).items()}}
+    for name, call in found.items():
+        for (kernel, _, values, constants), code in zip(recorded(*call), assemble(gpu, *call), strict=True):
+            arguments = dict(zip(kernel.arg_names, values, strict=False))
+            yield f"{name}: {kernel.__name__}", arguments, constants, code
+
+
+def resident_threads(code: virtual_gpu.MachineCode, warps: int) -> int:
+    threads = 32 * warps
+    per_thread = -(-code.registers // 8) * 8
+    return min(THREADS // threads, REGISTERS // (per_thread * threads)) * threads
+
+
+def bytes_loaded(arguments: dict[str, Any], constants: dict[str, Any]) -> float:
+    """Of the large tensors, by one thread, before it computes."""
+    total = 0
+    for name in ("grad", "gate", "up"):
+        if isinstance(t := arguments.get(name), Tensor):
+            total += t.element_size() * (2 if name == "gate" and constants["INTERLEAVED"] else 1)
+    return total * constants["BLOCK_M"] * constants["BLOCK_N"] / (32 * constants["num_warps"])
+
+
+def assert_good(gpu: virtual_gpu.GPU, activation: str, dtype: torch.dtype) -> None:
+    nvidia = gpu is not virtual_gpu.MI300X
+    for what, arguments, constants, code in compiled(gpu, activation, dtype):
+        assert code.spills == 0, what
+        # A sum whose order depends on who comes first would differ from run to run.
+        assert not [i for i in code.instructions if i.lower().startswith(("atom", "red.")) or "atomic" in i], what
+        if not nvidia:
+            continue
+        assert any(i == "LDG.E.128" for i in code.instructions) or "fp8" in what, what
+        assert any(i == "STG.E.128" for i in code.instructions) or "_add_rows" in what, what
+        if "_add_rows" not in what:  # which reads little
+            in_flight = resident_threads(code, constants["num_warps"]) * bytes_loaded(arguments, constants)
+            assert in_flight >= IN_FLIGHT, f"{what}: {in_flight:.0f} bytes in flight, {code.registers} registers"
+
+
+@pytest.fixture(autouse=True)
+def conversion(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float8 is converted as it is on the GPU that the test is about."""
+    gpu = request.node.callspec.params.get("gpu", virtual_gpu.H100) if hasattr(request.node, "callspec") else None
+    native = gpu in (virtual_gpu.H100, virtual_gpu.B200)
+    monkeypatch.setattr(kernels, "_native_fp8", lambda _: native)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_machine_code(activation: str) -> None:
+    assert_good(virtual_gpu.H100, activation, torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name.replace(" ", "_"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", BUILTIN)
+def test_machine_code_everywhere(gpu: virtual_gpu.GPU, dtype: str, activation: str) -> None:
+    assert_good(gpu, activation, DTYPES[dtype])

@@ -1,0 +1,239 @@
+"""``memory="fp8"``: the same results, half the memory, gradients exact at what was stored, derivatives to any order."""
+
+import inspect
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import grad, hessian, jvp, vmap
+
+from torch_fused_ops import functional as FF
+from torch_fused_ops import reference
+from torch_fused_ops.testing import precision
+from torch_fused_ops.testing.check import measure_fp8, run_opcheck
+from torch_fused_ops.testing.samples import FP8_OPERATORS, backward_samples, samples
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+# ---- the two functions that all of it rests on -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stored_values_are_the_nearest(dtype):
+    x = torch.randn(50, 64, dtype=torch.float64).mul(torch.logspace(-4, 4, 50, dtype=torch.float64)[:, None]).to(dtype)
+    stored, scale = reference.store_fp8(x)
+    assert (stored.dtype, stored.shape, stored.is_contiguous()) == (torch.float8_e4m3fn, x.shape, True)
+    assert (scale.dtype, scale.shape) == (torch.float32, x.shape[:-1])
+    error = (reference.load_fp8(stored, scale, torch.float64) - x.double()).abs()
+    allowed = torch.maximum(2**-4 * x.double().abs(), 2**-10 * scale.double()[:, None])
+    assert (error <= allowed * (1 + 1e-6)).all()
+    largest = x.abs().argmax(-1, keepdim=True)
+    loaded = reference.load_fp8(stored, scale, dtype)
+    torch.testing.assert_close(loaded.gather(-1, largest), x.gather(-1, largest), rtol=1e-6, atol=0)
+
+
+def test_every_float8_value_is_kept():
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    row = codes[codes.isfinite()]
+    stored, scale = reference.store_fp8(row)
+    assert scale == 1 and torch.equal(stored.float(), row)
+
+
+def test_rows_that_have_no_scale():
+    x = torch.ones(5, 4)
+    x[0], x[1, 2], x[2, 1], x[3] = 0, float("inf"), float("nan"), 1e-43
+    stored, scale = reference.store_fp8(x)
+    loaded = reference.load_fp8(stored, scale, torch.float32)
+    assert scale[[0, 3]].tolist() == [1, 1] and torch.equal(loaded[[0, 3]], torch.zeros(2, 4))
+    assert loaded[[1, 2]].isnan().all() and torch.equal(loaded[4], x[4])
+    assert reference.store_fp8(torch.zeros(3, 0))[1].tolist() == [1, 1, 1]
+    largest = torch.finfo(torch.float32).max * torch.ones(1, 3)
+    assert reference.load_fp8(*reference.store_fp8(largest), torch.float32).isfinite().all()
+
+
+# ---- the operators ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sample", [s for op in FP8_OPERATORS for make in (samples, backward_samples) for s in make(op, core=True)], ids=str
+)
+def test_opcheck(sample):
+    assert run_opcheck(sample) is None
+
+
+@pytest.mark.parametrize("op", FP8_OPERATORS)
+def test_results_are_exact_and_gradients_are_those_at_what_is_stored(op):
+    for sample in samples(op):
+        for (kind, dtype), error in measure_fp8(sample).items():
+            assert error <= precision.LIMITS[kind, dtype], (str(sample), kind, dtype)
+
+
+@pytest.mark.parametrize("op", FP8_OPERATORS)
+def test_bias_and_scale_gradients(op):
+    for sample in backward_samples(op):
+        truths = getattr(reference, sample.op)(
+            *(a.double() if isinstance(a, torch.Tensor) and a.dtype != reference.FP8 else a for a in sample.args)
+        )
+        data = 2 if op == "glu_fp8" else 1
+        for got, truth in zip(sample()[data:], truths[data:], strict=True):
+            if got is not None:
+                scale = truth.abs().max().item() if truth.numel() else 0.0
+                eps = max(torch.finfo(got.dtype).eps, 1e-5)
+                torch.testing.assert_close(got.double(), truth, rtol=2 * eps, atol=2 * eps * scale)
+
+
+@pytest.mark.parametrize(("op", "data"), [("bias_act", 1), ("glu", 2), ("bias_glu", 1)])
+def test_bytes_that_are_kept(op, data):
+    rows, n = 64, 256
+    first = torch.randn(rows, n, dtype=torch.bfloat16, requires_grad=True)
+    second = torch.randn(rows, n, dtype=torch.bfloat16, requires_grad=True) if op == "glu" else None
+    kept = []
+    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = getattr(FF, op)(first, second, activation="silu", memory="fp8")
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in kept}
+    assert sum(storages.values()) == data * (rows * n + 4 * rows)
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert first.grad.dtype == torch.bfloat16 and first.grad.isfinite().all()
+
+
+def test_bias_and_scale_are_kept_as_they_are():
+    x, b, s = (torch.randn(*shape, requires_grad=True) for shape in ((8, 16), (16,), (8,)))
+    kept = []
+    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        FF.bias_gelu(x, b, token_scale=s, memory="fp8").sum().backward()
+    assert {t.data_ptr() for t in kept} >= {b.data_ptr(), s.data_ptr()} and x.data_ptr() not in {
+        t.data_ptr() for t in kept
+    }
+
+
+def test_nothing_is_stored_where_no_gradient_is_asked_for():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(3, 8)
+    with Recorder():
+        FF.gelu(x, memory="fp8")
+        with torch.no_grad():
+            FF.gelu(x.requires_grad_(), memory="fp8")
+    assert seen == [torch.ops.fused.bias_act.default] * 2
+
+
+def test_relu_keeps_its_result_which_costs_less():
+    x = torch.randn(3, 8, requires_grad=True)
+    kept = []
+    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = FF.bias_relu(x, memory="fp8")
+    assert [t.data_ptr() for t in kept] == [out.data_ptr()]
+
+
+# ---- derivatives ---------------------------------------------------------------------------------------------------
+
+CASES = [("bias_act", {}), ("glu", {"clamp": 0.9}), ("bias_glu", {"layout": "interleaved"})]
+
+
+def call(op, extra, memory):
+    return lambda *t: getattr(FF, op)(*t, activation="gelu_tanh", memory=memory, **extra)
+
+
+def tensors_for(op, batch=()):
+    g = torch.Generator().manual_seed(3)
+    shapes = (2, 4), ((2, 4) if op == "glu" else (4,)), (2,)
+    return tuple(torch.randn(*batch, *s, generator=g, dtype=torch.float64) for s in shapes)
+
+
+@pytest.mark.parametrize(("op", "extra"), CASES)
+def test_transforms_are_exact(op, extra):
+    t = tensors_for(op)
+    tangents = tuple(torch.cos(a) for a in t)
+    for transform in (
+        lambda f: grad(lambda *a: f(*a).sum(), (0, 1, 2))(*t),
+        lambda f: jvp(f, t, tangents),
+        lambda f: hessian(lambda *a: f(*a).sin().sum(), (0, 1, 2))(*t),
+        lambda f: vmap(f)(*tensors_for(op, (3,))),
+        lambda f: vmap(f, (0, None, 0))(*(a if i != 1 else a[0] for i, a in enumerate(tensors_for(op, (3,))))),
+        lambda f: vmap(grad(lambda *a: f(*a).sum(), (0, 1, 2)))(*tensors_for(op, (3,))),
+    ):
+        torch.testing.assert_close(transform(call(op, extra, "fp8")), transform(call(op, extra, "free")))
+
+
+@pytest.mark.parametrize("op", ["bias_act", "glu", "bias_glu"])
+def test_vmap_of_the_operators_themselves(op):
+    """Where the reference does not stand in: below autograd, forward and backward, every way to batch."""
+    scalars = {"bias_act": ("silu",), "glu": ("silu", 0.5, 0.9), "bias_glu": ("silu", "swapped", 0.5, 0.9)}[op]
+    forward, backward = (getattr(torch.ops.fused, f"{op}_fp8{end}") for end in ("", "_backward"))
+    batched = tensors_for(op, (3,))
+    data = 2 if op == "glu" else 1
+    dtypes = (torch.float64,) * data
+    for in_dims in ((0, 0, 0), (0, None, 0), (0, None, None), (None, 0, 0)):
+        args = [a if d == 0 else a[0] for a, d in zip(batched, in_dims, strict=True)]
+
+        def both(*t):
+            out, *kept = forward(*t, *scalars)
+            grads = backward(torch.cos(out), *kept, *t[data:], *scalars, *dtypes, [True] * 3)
+            return out, *(k.float() for k in kept), *grads
+
+        with torch.no_grad():
+            got = vmap(both, in_dims)(*args)
+            each = [both(*(a[i] if d == 0 else a for a, d in zip(args, in_dims, strict=True))) for i in range(3)]
+        torch.testing.assert_close(got, tuple(torch.stack(e) for e in zip(*each, strict=True)))
+
+
+def test_second_derivatives_of_a_backward_pass_raise():
+    """What is stored is no differentiable function of the input: a zero would be wrong without a word."""
+    x = torch.randn(3, 8, requires_grad=True)
+    (first,) = torch.autograd.grad(FF.gelu(x, memory="fp8").square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
+
+
+def test_batched_gradients():
+    x = torch.randn(3, 8, requires_grad=True)
+    y = FF.gelu(x, memory="fp8")
+    rows = torch.randn(5, 3, 8)
+    got = torch.autograd.grad(y, x, rows, is_grads_batched=True, retain_graph=True)[0]
+    for i in range(5):
+        torch.testing.assert_close(got[i], torch.autograd.grad(y, x, rows[i], retain_graph=True)[0])
+
+
+# ---- the argument ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FF.__all__)
+def test_every_function_takes_memory(name):
+    parameter = inspect.signature(getattr(FF, name)).parameters["memory"]
+    assert (parameter.default, parameter.kind) == ("free", inspect.Parameter.KEYWORD_ONLY)
+    x = torch.randn(3, 8, requires_grad=True)
+    glu = name in ("glu", "swiglu", "geglu", "reglu", "quick_geglu")
+    args = (x, torch.randn(3, 8)) if glu else (x,)
+    extra = {"activation": "silu"} if name in ("bias_act", "glu", "bias_glu") else {}
+    plain = getattr(FF, name)(*args, **extra)
+    assert torch.equal(getattr(FF, name)(*args, **extra, memory="fp8"), plain)
+    for value in ("fp4", None, 8):
+        with pytest.raises(ValueError, match=f"memory={value!r} is not known; accepted: 'free', 'fp8'"):
+            getattr(FF, name)(*args, **extra, memory=value)
+
+
+def test_an_mlp_trains_as_well():
+    torch.manual_seed(0)
+    x = torch.randn(256, 16)
+    target = torch.sin(x.sum(-1, keepdim=True))
+    losses = {}
+    for memory in ("free", "fp8"):
+        torch.manual_seed(1)
+        up, down = torch.nn.Linear(16, 64), torch.nn.Linear(64, 1)
+        optimizer = torch.optim.Adam([*up.parameters(), *down.parameters()], 1e-2)
+        for _ in range(100):
+            loss = (down(FF.gelu(up(x), memory=memory)) - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses[memory] = loss.item()
+    assert losses["fp8"] < 0.1 and losses["fp8"] < 1.5 * losses["free"] + 0.01

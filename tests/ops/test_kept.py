@@ -1,0 +1,168 @@
+"""What eager mode keeps for backward: of ReLU the result, which the next linear keeps too, else the arguments."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+
+from torch_fused_ops import activations
+from torch_fused_ops import functional as FF
+from torch_fused_ops.ops.activation import keeps_output
+
+fused = torch.ops.fused
+
+
+def kept_bytes(fn, exclude):
+    """The bytes of the distinct storages that ``fn`` keeps for backward, and its result."""
+    storages = {}
+    mine = {t.untyped_storage()._cdata for t in exclude}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        if storage._cdata not in mine:
+            storages[storage._cdata] = (storage.nbytes(), storage)
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        out = fn()
+    return sum(size for size, _ in storages.values()), out
+
+
+def mlp(act, dtype, width=32, ffn=128, tokens=64):
+    g = torch.Generator().manual_seed(0)
+    w, v = (torch.randn(*s, generator=g).to(dtype).requires_grad_() for s in ((ffn, width), (width, ffn)))
+    x = torch.randn(tokens, width, generator=g).to(dtype).requires_grad_()
+    b = torch.randn(ffn, generator=g).to(dtype).requires_grad_()
+    return (lambda: F.linear(act(F.linear(x, w), b), v)), [x, w, v, b], tokens * ffn * dtype.itemsize
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_relu_keeps_nothing_twice(dtype, bias):
+    if bias:
+        ours, theirs = FF.bias_relu, lambda h, b: torch.relu(h + b)
+    else:
+        ours, theirs = (lambda h, b: FF.bias_relu(h)), (lambda h, b: torch.relu(h))
+    (fn, leaves, size), (plain, others, _) = mlp(ours, dtype), mlp(theirs, dtype)
+    kept, out = kept_bytes(fn, leaves)
+    assert kept == size == kept_bytes(plain, others)[0]
+    wanted = [t for t, w in zip(leaves, (True, True, True, bias), strict=True) if w]
+    got = torch.autograd.grad(out.sum(), wanted)
+    expected = torch.autograd.grad(plain().sum(), [t for t, w in zip(others, (1, 1, 1, bias), strict=True) if w])
+    for a, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", activations.names())
+def test_other_activations_keep_their_input(name):
+    (fn, leaves, size) = mlp(lambda h, b: FF.bias_act(h, b, activation=name), torch.float32)
+    kept, _ = kept_bytes(fn, leaves)
+    assert kept == (size if name == "relu" else 2 * size)
+
+
+def test_where_the_result_says_less_than_the_sum_the_sum_is_kept():
+    """2⁻²⁰⁰ rounds to a bfloat16 of 0, and its ReLU has the gradient 1."""
+    x, b = torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True), torch.full((4,), 2.0**-200, dtype=torch.float64)
+    assert not keeps_output(x, b, None, "relu") and keeps_output(x, b.bfloat16(), None, "relu")
+    fused.bias_act(x, b, None, "relu").sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert not keeps_output(x, None, torch.ones(2), "relu")  # the result is scaled
+
+
+def test_the_smallest_sums_have_their_gradient():
+    tiny = torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps
+    x = torch.tensor([[0.0, tiny, -tiny, 1.0, -0.0]], requires_grad=True)
+    b = torch.tensor([tiny, -tiny, 0.0, -1.0 + 2**-24, -0.0], requires_grad=True)
+    fused.bias_act(x, b, None, "relu").sum().backward()
+    assert x.grad.tolist() == [[1, 0, 0, 1, 0]] and b.grad.tolist() == [1, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("size", [8, 3000])
+def test_nan_and_infinities(bias, size):
+    x = torch.randn(2, size)
+    x[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
+    b = torch.zeros(size) if bias else None
+    for dtype in (torch.float32, torch.bfloat16):
+        leaf = x.to(dtype).requires_grad_()
+        y = fused.bias_act(leaf, None if b is None else b.to(dtype), None, "relu")
+        plain = torch.relu(leaf)
+        assert torch.equal(y.nan_to_num(7), plain.nan_to_num(7))
+        incoming = torch.randn_like(y)
+        (got,), (expected,) = (torch.autograd.grad(t, leaf, incoming) for t in (y, plain))
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("size", [4, 5000])
+def test_double_backward(size):
+    x, b = torch.randn(2, size, dtype=torch.float64, requires_grad=True), torch.randn(size, dtype=torch.float64)
+    b.requires_grad_()
+    for ours, plain in (
+        (lambda: fused.bias_act(x, b, None, "relu"), lambda: torch.relu(x + b)),
+        (lambda: fused.bias_act(x, None, None, "relu") * b, lambda: torch.relu(x) * b),
+    ):
+        results = []
+        for fn in (ours, plain):
+            first = torch.autograd.grad(fn().pow(3).sum(), (x, b), create_graph=True)
+            results.append((*first, *torch.autograd.grad(sum(f.sin().sum() for f in first), (x, b))))
+        torch.testing.assert_close(*results)
+
+
+def test_a_frozen_input_with_a_bias_that_learns():
+    x, b = torch.randn(16, 4), torch.randn(4, requires_grad=True)
+    fused.bias_act(x, b, None, "relu").sum().backward()
+    assert torch.equal(b.grad, (x + b > 0).sum(0).float())
+
+
+def test_only_where_it_is_true():
+    """f'(f(x)) = f'(x) for each activation that says so, in every dtype; and not for one that does not."""
+    x = torch.linspace(-4, 4, 4001, dtype=torch.float64)
+    for name in activations.names():
+        act = activations.get(name)
+        if act.gradient_from_output:
+            for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+                kept = act.value(x).to(dtype)
+                assert torch.equal(act.derivative(kept.double()), act.derivative(x)), name
+        else:
+            assert not torch.allclose(act.derivative(act.value(x)), act.derivative(x), rtol=1e-3), name
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_compiled_graphs_keep_what_torch_compile_keeps(bias):
+    virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+    saved = []
+    for act in (
+        (lambda h, b: torch.relu(h + b if bias else h)),
+        (lambda h, b: FF.bias_relu(h, b if bias else None)),
+    ):
+        x, w, v, b = (
+            torch.empty(*s, dtype=torch.bfloat16, device="meta", requires_grad=True)
+            for s in ((512, 256), (1024, 256), (256, 1024), (1024,))
+        )
+        torch.compiler.reset()
+        paper = virtual_gpu.compile_on_paper(
+            lambda x, w, v, b, act=act: F.linear(act(F.linear(x, w), b), v), x, w, v, b, gpu=virtual_gpu.H200
+        )
+        saved.append(paper.saved_bytes())
+    assert saved[1] <= saved[0]
+
+
+# ---- the same in every run -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", ["bias_act", "glu", "bias_glu"])
+def test_two_runs_are_equal_to_the_last_bit(op, dtype):
+    """Results and every gradient, sums among them, of the plain operator and of the one that stores float8."""
+    g = torch.Generator().manual_seed(0)
+    n = 512 if op == "bias_glu" else 256
+    first = torch.randn(700, n, generator=g).to(dtype).requires_grad_()
+    second = torch.randn(*((700, n) if op == "glu" else (n,)), generator=g).to(dtype).requires_grad_()
+    scale = torch.randn(700, generator=g).to(dtype).requires_grad_()
+    for memory in ("free", "fp8"):
+        runs = []
+        for _ in range(2):
+            out = getattr(FF, op)(first, second, scale, activation="gelu", memory=memory)
+            runs.append((out, *torch.autograd.grad(out, (first, second, scale), torch.cos(out.detach()))))
+        for a, b in zip(*runs, strict=True):
+            assert torch.equal(a, b)
