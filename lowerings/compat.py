@@ -4,9 +4,11 @@
 feature                       where
 ============================  =========================================================================================
 lists of passes in a slot     torch ≥ 2.13; before, a slot holds one pass
+passes told of inference      torch ≥ 2.13 tells a pass whether the graph is one of inference
 passes after the cache        torch ≥ 2.13 asks AOTAutograd's cache before it runs pre-grad passes; before, afterwards
 context-variable config       torch ≥ 2.13: an override is seen in its own context only; before, by the whole process
 partitioner's pointwise list  no way in for operators outside aten (2.11 to 2.15): the function that makes it is wrapped
+budgets on nodes              torch ≥ 2.13 has region_activation_memory_budget beside the older mark on nodes
 ConcatKernel and its node     torch 2.11 asserts that the current FX node's first argument is a list, as aten.cat's is
 ============================  =========================================================================================
 """
@@ -20,13 +22,19 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 LISTS_OF_PASSES: bool = hasattr(custom_graph_pass, "get_custom_graph_passes")
+
+# What a pass derives from to be called with ``is_inference``; where it is not, it must do without.
+if TYPE_CHECKING:
+    InferenceAwarePass = custom_graph_pass.CustomInferenceAwareGraphPass
+else:
+    InferenceAwarePass = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
 
 
 def features() -> dict[str, bool]:
@@ -186,6 +194,28 @@ def allow_recomputation(operators: Iterable[torch._ops.OpOverloadPacket]) -> Non
 
     with_fused._with_fused = True  # type: ignore[attr-defined]
     partitioners.pointwise_ops = with_fused  # type: ignore[assignment]
+
+
+def has_memory_budget(node: torch.fx.Node) -> bool:
+    """Whether the user has set an activation memory budget for this node, by either of upstream's ways."""
+    import torch.fx.traceback as traceback
+
+    region = getattr(traceback, "_get_memory_budget_annotation", lambda _: None)
+    return "memory_budget" in node.meta or region(node) is not None
+
+
+def nbytes(t: torch.Tensor) -> int:
+    """The bytes of a tensor's elements; where sizes are symbolic, for the sizes that were seen."""
+    numel: int | torch.SymInt = t.numel()
+    hint = numel.node.hint if isinstance(numel, torch.SymInt) else numel
+    return int(hint or 0) * t.element_size()
+
+
+def converts_to_fp8(device: torch.device) -> bool:
+    """Whether Triton can make float8_e4m3fn on this device: from sm_89 on; on AMD it is computed; C++ always can."""
+    if device.type != "cuda" or torch.version.hip:
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 # ---- Inductor's IR -------------------------------------------------------------------------------

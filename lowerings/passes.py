@@ -1,6 +1,7 @@
 """What stands in Inductor's slots: how it gets there, whose policy it follows, and what it adds to cache keys.
 
-There are two slots: ``pre_grad_custom_pass`` (stage 1, recognise) and ``custom_partitioner_fn`` (stage 2, remember).
+There are three slots: ``pre_grad_custom_pass`` (stage 1, recognise), ``custom_partitioner_fn`` (stage 2, remember) and
+``post_grad_custom_post_pass`` (stage 3's choice of GEMM epilogues).
 Two kinds of object stand in them. A *fixed* one carries its policy: ``compile_options`` and ``backend="fused"`` put
 it into one compilation's options. The *ambient* one asks which policy is in force in its context: ``enable`` and
 ``enabled`` put it into the process-wide slots; where no policy is in force it does what upstream does.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -25,7 +26,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 import torch_fused_ops
 from torch_fused_ops import activations, recording
 from torch_fused_ops.explain import EXCLUDED
-from torch_fused_ops.lowerings import compat, memory
+from torch_fused_ops.lowerings import compat, epilogues, memory
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, policy_or_default
 
 log = logging.getLogger("torch_fused_ops")
@@ -115,7 +116,23 @@ class _Stage:
         return f"<torch_fused_ops: {self.name}, {self.policy or 'the policy in force'}>"
 
 
-class Recognise(_Stage, CustomGraphPass):
+class _Pass(_Stage):
+    """One of the passes in a slot that holds several."""
+
+    @staticmethod
+    def join(slot: Any, stage: _Stage) -> Any:
+        """The slot with ``stage`` after whatever passes stand there."""
+        passes = compat.passes_in(slot)
+        return slot if stage in passes else compat.slot_of((*passes, stage))
+
+    @staticmethod
+    def leave(slot: Any, stage: _Stage) -> Any:
+        """The slot without ``stage``."""
+        passes = compat.passes_in(slot)
+        return slot if stage not in passes else compat.slot_of([one for one in passes if one != stage])
+
+
+class Recognise(_Pass, CustomGraphPass):
     """Stage 1, one of the passes in ``pre_grad_custom_pass``."""
 
     name = "recognise"
@@ -123,7 +140,7 @@ class Recognise(_Stage, CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         policy = self.policy_now()
         if policy is not None:
-            _guarded(self, graph, policy)
+            _guarded(self, policy, functools.partial(self.run, graph, policy))
 
     def run(self, graph: torch.fx.Graph, policy: FusionPolicy) -> None:
         from torch_fused_ops.lowerings.recognise import rewrite
@@ -140,18 +157,6 @@ class Recognise(_Stage, CustomGraphPass):
                 + "\n".join(f"  {s.source}: {s.reason}" for s in missed)
             )
 
-    @staticmethod
-    def join(slot: Any, stage: _Stage) -> Any:
-        """The slot with ``stage`` after whatever passes stand there."""
-        passes = compat.passes_in(slot)
-        return slot if stage in passes else compat.slot_of((*passes, stage))
-
-    @staticmethod
-    def leave(slot: Any, stage: _Stage) -> Any:
-        """The slot without ``stage``."""
-        passes = compat.passes_in(slot)
-        return slot if stage not in passes else compat.slot_of([one for one in passes if one != stage])
-
 
 class Remember(_Stage, CustomPartitionerFn):
     """Stage 2, in ``custom_partitioner_fn``, which holds one: somebody else's partitioner decides alone."""
@@ -160,8 +165,20 @@ class Remember(_Stage, CustomPartitionerFn):
 
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         policy = self.policy_now()
-        free = policy is not None and policy.memory == "free"
-        return memory.partition(gm, joint_inputs, free=free, **kwargs)
+        if policy is None or policy.memory == "off" or memory.budgeted(gm.graph):
+            return memory.partition(gm, joint_inputs, free=False, **kwargs)
+        asked = memory.unstore(gm.graph)
+        graphs = memory.partition(gm, joint_inputs, free=True, **kwargs)
+        if policy.memory == "free" and not asked:
+            return graphs
+        fewer = functools.partial(
+            memory.keep_less,
+            graphs,
+            policy,
+            num_fwd_outputs=kwargs["num_fwd_outputs"],
+            static_inputs=kwargs.get("static_lifetime_input_indices") or (),
+        )
+        return _guarded(self, policy, fewer) or graphs
 
     @staticmethod
     def join(slot: Any, stage: _Stage) -> Any:
@@ -174,18 +191,32 @@ class Remember(_Stage, CustomPartitionerFn):
         return None if slot == stage else slot
 
 
-SLOTS: dict[str, type[Recognise] | type[Remember]] = {
+class Epilogues(_Pass, compat.InferenceAwarePass):
+    """Stage 3's choice of GEMM, one of the passes in ``post_grad_custom_post_pass``."""
+
+    name = "epilogues"
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool = True) -> None:
+        policy = self.policy_now()
+        if policy is not None and is_inference:
+            guard = functools.partial(_guarded, self, policy)
+            guard(functools.partial(epilogues.rewrite, graph, policy, guard))
+
+
+SLOTS: dict[str, type[Recognise] | type[Remember] | type[Epilogues]] = {
     "pre_grad_custom_pass": Recognise,
     "custom_partitioner_fn": Remember,
+    "post_grad_custom_post_pass": Epilogues,
 }
 
 
 _logged: set[str] = set()
 
 
-def _guarded(stage: Recognise, graph: torch.fx.Graph, policy: FusionPolicy) -> None:
+def _guarded(stage: _Stage, policy: FusionPolicy, run: Callable[[], Any]) -> Any:
+    """What ``run`` returns; None where it fails, which is logged once."""
     try:
-        stage.run(graph, policy)
+        return run()
     except Exception as error:
         if policy.strict:
             raise
@@ -194,6 +225,7 @@ def _guarded(stage: Recognise, graph: torch.fx.Graph, policy: FusionPolicy) -> N
         if reason not in _logged:
             _logged.add(reason)
             log.warning("a pass failed and left the graph as it was (%s). Please report it.", reason, exc_info=True)
+        return None
 
 
 # ---- into and out of the slots -------------------------------------------------------------------
@@ -217,7 +249,7 @@ def _hold(delta: int) -> None:
             _joined.clear()  # what others have replaced since is nobody's to restore
 
 
-def _update(kind: type[Recognise] | type[Remember], join: bool, slot: Any) -> Any:
+def _update(kind: type[Recognise] | type[Remember] | type[Epilogues], join: bool, slot: Any) -> Any:
     if join:
         joined = kind.join(slot, kind())
         if joined is not slot:

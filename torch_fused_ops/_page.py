@@ -74,7 +74,7 @@ def _header(report: Report) -> str:
         facts.append("training step" if report.figures.training else "inference")
         facts.append(f"figures on paper, for an {report.figures.target}")
     policies = dict.fromkeys(capture.policy for capture in report._captures)
-    facts += [f'FusionPolicy(memory="{policy.memory}")' for policy in policies]
+    facts += [f"FusionPolicy(memory={policy.memory!r})" for policy in policies]
     facts.append(f"torch {torch.__version__.partition('+')[0]}")
     chips = "".join(f"<li>{_text(fact)}</li>" for fact in facts)
     return (

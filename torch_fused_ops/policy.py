@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
-__all__ = ["FusionPolicy", "UnfusedError", "policy_or_default"]
+__all__ = ["FusionPolicy", "UnfusedError", "enclosing_modules", "names_module", "policy_or_default"]
 
-MEMORY = ("free", "off")
+MEMORY = ("off", "free", "fp8", "input")  # each keeps less than the one before
+EPILOGUES = ("measured", "library", "off")
 
 
 @dataclass(frozen=True)
@@ -14,24 +17,36 @@ class FusionPolicy:
     """What pick-up may do. Frozen and hashable: it is part of every compile key.
 
     Attributes:
-        memory: what a compiled training step keeps for backward. ``"free"`` rebuilds in backward whatever costs only
-            pointwise work (never a GEMM); ``"off"`` leaves upstream's choice. A budget that you set yourself
-            (``torch._functorch.config.activation_memory_budget``) always wins.
+        memory: what a compiled training step keeps for backward (``docs/memory.md``). ``"off"`` leaves upstream's
+            choice. ``"free"`` rebuilds in backward whatever costs only pointwise work, never a GEMM. ``"fp8"``: and
+            what an MLP's activation reads is kept as float8_e4m3fn with a scale a row; gradients then carry its
+            rounding. ``"input"``: what an MLP's activation reads is not kept, and the GEMM in front of it is
+            computed again in backward, from the MLP's own input. A mapping from module patterns (as in ``exclude``) to
+            one of the last three chooses for each MLP; the first that fits counts, and what none names is "free". A
+            budget that you set yourself (``torch._functorch.config.activation_memory_budget``) always wins.
         dropout: whether an active dropout next to an MLP's activation may be fused by meaning. Reserved for the dropout
             operators: now, an activation in front of an active dropout is fused and the dropout itself stays as it is.
         strict: raise at compile time where an MLP site is left unfused (``UnfusedError``) or a pass fails, naming each
             reason, instead of logging it and going on with the graph as it was. What ``exclude`` names is no miss.
         exclude: module paths to leave alone, as shell patterns against the path in the model, e.g. ``("encoder.*",)``.
+        epilogues: whether a linear layer and its activation (relu, tanh's GELU) may be one call of cuBLASLt, at
+            inference on CUDA (``docs/epilogues.md``). ``"measured"``: under max-autotune, where it is the fastest way;
+            without, nothing changes. ``"library"``: wherever it is possible, unmeasured. ``"off"``: never.
     """
 
-    memory: str = "free"
+    memory: str | Mapping[str, str] | tuple[tuple[str, str], ...] = "free"
     dropout: bool = True
     strict: bool = False
     exclude: tuple[str, ...] = ()
+    epilogues: str = "measured"
 
     def __post_init__(self) -> None:
-        if self.memory not in MEMORY:
+        if not isinstance(self.memory, str):
+            object.__setattr__(self, "memory", _pairs(self.memory))
+        elif self.memory not in MEMORY:
             raise ValueError(f"memory={self.memory!r} is not known; accepted: {', '.join(MEMORY)}")
+        if self.epilogues not in EPILOGUES:
+            raise ValueError(f"epilogues={self.epilogues!r} is not known; accepted: {', '.join(EPILOGUES)}")
         for name in ("dropout", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} is not accepted: it must be True or False")
@@ -43,6 +58,41 @@ class FusionPolicy:
         for pattern in self.exclude:
             if not isinstance(pattern, str):
                 raise TypeError(f"exclude={self.exclude!r} is not accepted: {pattern!r} is not a string pattern")
+
+    def memory_of(self, modules: Collection[str]) -> str:
+        """The memory level of what is in these modules (all around it, as ``enclosing_modules`` gives them)."""
+        if isinstance(self.memory, str):
+            return self.memory
+        pairs = self.memory.items() if isinstance(self.memory, Mapping) else self.memory
+        return next((level for pattern, level in pairs if names_module(pattern, modules)), "free")
+
+
+def _pairs(memory: object) -> tuple[tuple[str, str], ...]:
+    accepted = f"a level ({', '.join(MEMORY)}), or a mapping from module patterns to levels"
+    try:
+        pairs = tuple((pattern, level) for pattern, level in dict(memory).items())  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        raise TypeError(f"memory={memory!r} is not accepted: it must be {accepted}") from None
+    for pattern, level in pairs:
+        if not isinstance(pattern, str):
+            raise TypeError(f"memory={memory!r} is not accepted: {pattern!r} is not a string pattern")
+        if level not in MEMORY[1:]:
+            raise ValueError(
+                f"memory={level!r} for {pattern!r} is not accepted; accepted: {', '.join(MEMORY[1:])}"
+                + ("; 'off' is for all that is compiled, not for a part of it" if level == "off" else "")
+            )
+    return pairs
+
+
+def enclosing_modules(paths: Iterable[str]) -> set[str]:
+    """These module paths and those of all modules around them; "" is the whole model."""
+    parts = [path.split(".") for path in paths]
+    return {"", *(".".join(names[: i + 1]) for names in parts for i in range(len(names)))}
+
+
+def names_module(pattern: str, modules: Collection[str]) -> bool:
+    """Whether a shell pattern fits one of the module paths; ``"encoder.*"`` fits the encoder, too."""
+    return any(fnmatchcase(path, p) for path in modules for p in (pattern, pattern.removesuffix(".*")))
 
 
 class UnfusedError(RuntimeError):

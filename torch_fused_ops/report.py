@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 from torch_fused_ops.figures import Capture, Figures, measure
 
 if TYPE_CHECKING:
+    from torch.fx import Node
+
     from torch_fused_ops.testing.virtual_gpu import GPU
 
-__all__ = ["Group", "Report", "Site", "grouped", "module_path"]
+__all__ = ["Group", "Report", "Site", "grouped", "module_path", "module_stack"]
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -160,6 +162,11 @@ def module_path(path: str) -> str:
     path = re.sub(r"^[LG]\[(['\"])(.*?)\1\](\.__closure__\[\d+\]\.cell_contents)?", "", path)
     path = re.sub(r"\._modules(?=\[)|\.?_orig_mod", "", path)
     return re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", path).strip(".")
+
+
+def module_stack(node: Node) -> list[str]:
+    """The paths of the modules that a captured node is in, outermost first."""
+    return [module_path(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
 
 
 class Report:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from fnmatch import fnmatchcase
 
 import torch
 from torch.fx import Graph, Node
 
 from torch_fused_ops.explain import EXCLUDED, NOT_AN_MLP, Site, explain
-from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.report import module_path
+from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
+from torch_fused_ops.report import module_stack
 
 from .cone import Cone, Refusal, examine, find, readers
 from .graph import FREE, NONLINEAR, Facts, shown, tensor
@@ -119,10 +118,9 @@ def _check_readers(facts: Facts, top: Node, gemms: list[Node]) -> None:
 
 def _check_excluded(top: Node, gemms: list[Node], policy: FusionPolicy) -> None:
     """A pattern excludes a site by the path of any module that it is in; ``"encoder.*"`` means the encoder, too."""
-    paths = {path for node in (top, gemms[0]) for path in _stack(node)}
-    paths |= {"", *(path[: m.start()] for path in paths for m in re.finditer(r"\.", path))}
+    modules = enclosing_modules(path for node in (top, gemms[0]) for path in module_stack(node))
     for pattern in policy.exclude:
-        if any(fnmatchcase(path, p) for path in paths for p in (pattern, pattern.removesuffix(".*"))):
+        if names_module(pattern, modules):
             raise Refusal(f"{EXCLUDED}{pattern!r}")
 
 
@@ -195,18 +193,13 @@ def _calls(facts: Facts, top: Node) -> list[Node]:
 
 def _module(root: Node, gemm: Node) -> str:
     """The path of the innermost module that holds both the activation and the GEMM that reads it: the MLP."""
-    paths = [_stack(node) for node in (root, gemm)]
+    paths = [module_stack(node) for node in (root, gemm)]
     common = []
     for a, b in zip(*paths, strict=False):
         if a != b:
             break
         common.append(a)
     return common[-1] if common else ""
-
-
-def _stack(node: Node) -> list[str]:
-    """The paths of the node's modules, outermost first."""
-    return [module_path(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in .*\n(?: +([^\n]*))?')
@@ -225,7 +218,7 @@ def _source(root: Node, gemm: Node) -> dict[str, str]:
         where = location.rsplit("/", 1)[-1]
     elif root.meta.get("nn_module_stack"):
         _, kind = list(root.meta["nn_module_stack"].values())[-1]
-        where, path = f"nn.{getattr(kind, '__name__', kind)}", path or _stack(root)[-1]
+        where, path = f"nn.{getattr(kind, '__name__', kind)}", path or module_stack(root)[-1]
     else:
         where = "unknown"
     source = f"{where} in {path}" if path else where

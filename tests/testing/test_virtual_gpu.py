@@ -301,6 +301,20 @@ def test_config_reaches_inductor():
     assert "sum" not in named.inference.kernels[0].name
 
 
+def test_gemm_templates():
+    """Matrix products as Triton templates and what is fused into them; what `config` says wins."""
+    x = meta(512, 256, requires_grad=True)
+    paper = compile_on_paper(on_meta(GeluMLP, 256, 1024), x, gemm="triton")
+    assert [kernel.name for kernel in paper.forward.kernels] == [
+        "triton_tem_fused_addmm_gelu_t_0",
+        "triton_tem_fused_addmm_t_1",
+    ]
+    assert not paper.forward.extern and not paper.backward.extern
+    assert sum("tem" in kernel.name for kernel in paper.backward.kernels) == 4
+    library = compile_on_paper(on_meta(GeluMLP, 256, 1024), x, gemm="triton", config={"max_autotune_gemm": False})
+    assert library.forward.extern == ("addmm", "addmm")
+
+
 # Machine code
 
 
@@ -488,6 +502,8 @@ def test_errors_name_argument_value_and_choice():
         compile_on_paper(3)
     with pytest.raises(ValueError, match=r"memory_budget: got 2, expected"):
         compile_on_paper(lambda x: x, x, memory_budget=2)
+    with pytest.raises(ValueError, match=r"gemm: got 'cutlass', expected one of 'library', 'triton'"):
+        compile_on_paper(lambda x: x, x, gemm="cutlass")
     with pytest.raises(ValueError, match=r"computes nothing"):
         compile_on_paper(lambda x: 3, x)
     with pytest.raises(torch._dynamo.exc.Unsupported):

@@ -25,6 +25,13 @@ from .gpus import GPU, H200, described
 
 GraphPass = Callable[[fx.Graph], object]
 
+# What computes matrix products, as settings of Inductor. It chooses among templates by measuring them; in deterministic
+# mode it takes the first instead, which needs no device.
+GEMM: dict[str, dict[str, Any]] = {
+    "library": {},
+    "triton": {"max_autotune_gemm": True, "max_autotune_gemm_backends": "TRITON", "deterministic": True},
+}
+
 
 @dataclass(frozen=True)
 class GeneratedKernel:
@@ -184,6 +191,7 @@ def compile_on_paper(
     pre_grad_passes: Sequence[GraphPass] = (),
     memory_budget: float | None = None,
     dynamic: bool = False,
+    gemm: str = "library",
     config: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> PaperCompilation:
@@ -204,6 +212,9 @@ def compile_on_paper(
             `torch._inductor.config.pre_grad_custom_pass`. Its `example_value`s are fake CPU tensors.
         memory_budget: `torch._functorch.config.activation_memory_budget` for this compilation.
         dynamic: make sizes symbolic, as `torch.compile(dynamic=True)` does.
+        gemm: what computes matrix products: "library", Inductor's default; or "triton", its templates, into which it
+            fuses what comes before and after. Which template max-autotune would choose, only a device can say: here it
+            is the first.
         config: settings of `torch._inductor.config` for this compilation.
         **kwargs: keyword arguments of `fn`.
 
@@ -213,14 +224,16 @@ def compile_on_paper(
     Raises:
         ModuleNotFoundError: when Triton is not installed.
         TypeError: when `fn` is not callable.
-        ValueError: when `memory_budget` is not in [0, 1].
+        ValueError: when `memory_budget` is not in [0, 1], or `gemm` is not known.
         torch._dynamo.exc.Unsupported: when `fn` does not capture as one graph.
     """
     if not callable(fn):
         raise TypeError(f"fn: got {type(fn).__name__}, expected a function or an nn.Module")
     if memory_budget is not None and not 0 <= memory_budget <= 1:
         raise ValueError(f"memory_budget: got {memory_budget}, expected a number from 0 to 1")
-    return _Paper(gpu, joint_passes, pre_grad_passes, memory_budget, config or {}).compile(
+    if gemm not in GEMM:
+        raise ValueError(f"gemm: got {gemm!r}, expected one of {', '.join(map(repr, GEMM))}")
+    return _Paper(gpu, joint_passes, pre_grad_passes, memory_budget, {**GEMM[gemm], **(config or {})}).compile(
         fn, inputs, kwargs, training, dynamic
     )
 

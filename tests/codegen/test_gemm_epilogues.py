@@ -1,0 +1,289 @@
+"""What becomes of GEMM and activation on a GPU, on paper: the library's call, Inductor's templates and what fuses into
+them, forward and backward; small batches; merged gate and up; and that nothing is added atomically.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn as nn
+import torch.nn.functional as F
+from test_figures import GeluMLP, Glu, LlamaBlock, SwigluMLP
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torch_fused_ops import FusionPolicy
+from torch_fused_ops.lowerings import epilogues
+from torch_fused_ops.lowerings.passes import compile_options
+
+virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+
+BF16 = torch.bfloat16
+aten, fused = torch.ops.aten, torch.ops.fused
+
+
+def tensor(*shape: int, dtype: torch.dtype = BF16, grad: bool = False) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def options(**policy: Any) -> dict[str, Any]:
+    return compile_options(FusionPolicy(**{"strict": True, **policy}))
+
+
+def kernels(graph: Any) -> list[str]:
+    """The kernels of a graph by kind ("tem" for a template, "poi", "red" and "per" for the rest) and external calls."""
+    return sorted([k.name.split("_")[1] for k in graph.kernels for _ in range(k.launches)] + list(graph.extern))
+
+
+# ---- the library's epilogue ----------------------------------------------------------------------
+
+
+class ReluMLP(GeluMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))  # type: ignore[no-any-return]
+
+
+def inference(model: type[nn.Module], *shape: int, dtype: torch.dtype = BF16, **arguments: Any) -> Any:
+    with torch.device("meta"):
+        made = model(256, 512).to(dtype)
+    return virtual_gpu.compile_on_paper(made, tensor(*shape, dtype=dtype), training=False, **arguments).inference
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "dtype", "taken"),
+    [
+        (GeluMLP, (64, 256), BF16, True),
+        (GeluMLP, (4, 16, 256), BF16, True),
+        (GeluMLP, (2, 256), torch.float16, True),
+        (ReluMLP, (64, 256), torch.float32, True),
+        (GeluMLP, (64, 256), torch.float32, False),
+        (GeluMLP, (1, 256), BF16, False),
+        (ReluMLP, (64, 256), torch.float64, False),
+        (SwigluMLP, (64, 256), BF16, False),
+    ],
+)
+def test_library(model: type[nn.Module], shape: tuple[int, ...], dtype: torch.dtype, taken: bool) -> None:
+    graph = inference(model, *shape, dtype=dtype, config=options(epilogues="library"))
+    off = inference(model, *shape, dtype=dtype, config=options(epilogues="off"))
+    assert graph.extern.count("aten._addmm_activation") == int(taken)
+    assert len(graph.kernels) == len(off.kernels) - int(taken) and len(graph.extern) == len(off.extern)
+    assert not taken or graph.bytes_moved < off.bytes_moved
+
+
+def test_library_with_symbolic_sizes() -> None:
+    graph = inference(GeluMLP, 64, 256, config=options(epilogues="library"), dynamic=True)
+    assert graph.extern.count("aten._addmm_activation") == 1
+
+
+def test_not_in_training_and_not_on_amd() -> None:
+    with torch.device("meta"):
+        mlp = GeluMLP(256, 512).to(BF16)
+    config = options(epilogues="library")
+    training = virtual_gpu.compile_on_paper(mlp, tensor(64, 256), config=config)
+    amd = virtual_gpu.compile_on_paper(mlp, tensor(64, 256), config=config, training=False, gpu=virtual_gpu.MI300X)
+    assert not any("activation" in call for graph in (training.forward, amd.inference) for call in graph.extern)
+
+
+def test_excluded_modules() -> None:
+    """Here, one that calls the operator itself."""
+
+    class Own(nn.Module):
+        def __init__(self, *sizes: int) -> None:
+            super().__init__()
+            self.mlp = nn.Linear(*sizes)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return fused.bias_act(self.mlp(x), None, None, "relu")  # type: ignore[no-any-return]
+
+    for exclude, taken in (((), 1), (("other.*",), 1), (("*",), 0)):
+        graph = inference(Own, 64, 256, config=options(epilogues="library", exclude=exclude))
+        assert graph.extern.count("aten._addmm_activation") == taken
+
+
+def gelu_linear(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return fused.bias_act(F.linear(x, w, b), None, None, "gelu_tanh")  # type: ignore[no-any-return]
+
+
+def test_measured_against_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With times that are given: the one choice that no other may beat is taken, and the GEMMs it competed with go."""
+    from torch._inductor import ir
+
+    monkeypatch.setattr(epilogues, "_times", lambda work: (1.0, 3.0))
+    monkeypatch.setattr(ir.MultiTemplateBuffer, "choice_timings", lambda self, *_: dict.fromkeys(self.choices, 2.0))
+    config = {"max_autotune": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
+    inputs = tensor(64, 256), tensor(512, 256), tensor(512)
+    paper = virtual_gpu.compile_on_paper(gelu_linear, *inputs, training=False, config={**config, **options()})
+    assert kernels(paper.inference) == ["aten._addmm_activation"]
+
+
+def test_unmeasured_is_upstreams() -> None:
+    by_default = inference(GeluMLP, 64, 256, config=options())
+    deterministic = inference(GeluMLP, 64, 256, config=options(), gemm="triton")
+    assert kernels(by_default) == ["addmm", "addmm", "poi"] and kernels(deterministic) == ["tem", "tem"]
+
+
+# ---- Inductor's templates ------------------------------------------------------------------------
+
+
+@cache
+def by_templates(model: Callable[[], nn.Module], ours: bool, training: bool = True) -> Any:
+    with torch.device("meta"):
+        made = model().to(BF16)
+    config = options() if ours else {}
+    return virtual_gpu.compile_on_paper(
+        made, tensor(8192, 4096, grad=training), training=training, gemm="triton", config=config
+    )
+
+
+def stores(kernel: Any) -> int:
+    """How many results a kernel writes."""
+    return len(re.findall(r"\btl\.store\(", kernel.source))
+
+
+def kernel_with(graph: Any, operator: str) -> Any:
+    (kernel,) = (k for k in graph.kernels if k.name.startswith("triton_tem") and operator in k.name)
+    return kernel
+
+
+def packed_with_bias() -> nn.Module:
+    class Packed(Glu):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4096, 16384)
+
+    return Packed()
+
+
+@pytest.mark.parametrize(
+    ("model", "inference", "forward", "backward"),
+    [
+        (GeluMLP, ["tem"] * 2, ["tem"] * 2, ["per", "red", "red", "tem", "tem", "tem", "tem"]),
+        (SwigluMLP, ["tem"] * 3, ["tem"] * 3, ["tem"] * 5),
+        (Glu, ["poi", "tem", "tem"], ["poi", "tem", "tem"], ["poi", "tem", "tem", "tem", "tem"]),
+    ],
+)
+def test_what_fuses_into_templates(
+    model: Callable[[], nn.Module], inference: list[str], forward: list[str], backward: list[str]
+) -> None:
+    """Exactly what fuses upstream's: activations and their derivatives, but for packed gate and up, whose halves are no
+    epilogue of one tile; and not the bias gradient, a reduction.
+    """
+    for ours in (False, True):
+        training = by_templates(model, ours)
+        assert kernels(by_templates(model, ours, training=False).inference) == inference
+        assert (kernels(training.forward), kernels(training.backward)) == (forward, backward)
+
+
+def test_gelu_in_the_gemms_epilogues() -> None:
+    """Forward: the sum that backward needs and the activation from one GEMM. Backward: the gradient, and the activation
+    again for the weight gradient, from the one that makes the activation's gradient.
+    """
+    paper = by_templates(GeluMLP, True)
+    assert stores(paper.forward.kernels[0]) == 2 and "addmm" in paper.forward.kernels[0].name
+    assert stores(kernel_with(paper.backward, "bias_act_backward")) == 2
+    assert stores(by_templates(GeluMLP, True, training=False).inference.kernels[0]) == 1
+
+
+def test_swiglu_in_the_gemms_epilogues() -> None:
+    """Backward: gradients of gate and up, and the product again, from one GEMM."""
+    paper = by_templates(SwigluMLP, True)
+    assert sum(map(stores, paper.forward.kernels)) == 4  # gate, up and the product, and the second linear
+    assert stores(kernel_with(paper.backward, "glu_glu_backward")) == 3
+
+
+# ---- decoding: few rows --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16])
+@pytest.mark.parametrize("model", [GeluMLP, SwigluMLP])
+def test_decoding_takes_no_more_kernels(model: type[nn.Module], rows: int) -> None:
+    for settings in ({}, {"config": {"coordinate_descent_tuning": True}}, {"gemm": "triton"}):
+        config = settings.get("config", {})
+        plain, ours = (
+            inference(model, rows, 256, **{**settings, "config": {**config, **ours}}) for ours in ({}, options())
+        )
+        assert kernels(ours) == kernels(plain)
+
+
+def test_decoding_with_products_as_sums() -> None:
+    """What ``coordinate_descent_tuning`` makes of a GPU's matrix-vector products: activations join those kernels."""
+
+    def times(x: Tensor, w: Tensor) -> Tensor:
+        return (x.unsqueeze(2) * w.t().unsqueeze(0)).sum(dim=1)
+
+    x, up, down = tensor(1, 1024), tensor(4096, 1024), tensor(1024, 4096)
+    pairs: list[tuple[Callable[..., Tensor], Callable[..., Tensor]]] = [
+        (lambda h, _: F.gelu(h, approximate="tanh"), lambda h, _: fused.bias_act(h, None, None, "gelu_tanh")),
+        (lambda g, u: F.silu(g) * u, lambda g, u: fused.glu(g, u, None, "silu")),
+    ]
+    for theirs, ours in pairs:
+        plain, fewer = (
+            virtual_gpu.compile_on_paper(
+                lambda x, w, v, f=f: times(f(times(x, w), times(x, w + 1)), v), x, up, down, training=False
+            ).inference
+            for f in (theirs, ours)
+        )
+        assert len(kernels(fewer)) <= len(kernels(plain)) and not fewer.extern
+
+
+# ---- gate and up as one GEMM ---------------------------------------------------------------------
+
+
+def test_freezing_merges_gate_and_up() -> None:
+    """Upstream's pattern for constant weights, on a graph with our operator: two GEMMs then, and still one kernel."""
+    from torch._inductor.fx_passes import freezing_patterns
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    gate, up, down = torch.randn(16, 32), torch.randn(16, 32), torch.randn(32, 16)
+
+    def mlp(x: Tensor) -> Tensor:
+        return fused.glu(x @ gate, x @ up, None, "silu") @ down  # type: ignore[no-any-return]
+
+    x = torch.randn(8, 16)
+    gm = make_fx(mlp, tracing_mode="fake", _allow_non_fake_inputs=True)(x)
+    for node in gm.graph.find_nodes(op="get_attr"):
+        node.meta["val"] = getattr(gm, str(node.target))
+    freezing_patterns.addmm_patterns_init()
+    with inductor_config.patch({"cpp.enable_concat_linear": True}):  # on CUDA always
+        for patterns in freezing_patterns.pass_patterns:
+            patterns.apply(gm.graph)
+    stable_topological_sort(gm.graph)
+    gm.recompile()
+    assert sum(node.target is aten.mm.default for node in gm.graph.nodes) == 2
+    torch.testing.assert_close(gm(x), mlp(x))
+
+    def merged(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        g, u = (x @ gate_up).split([4096, 4096], dim=1)
+        return fused.glu(g, u, None, "silu") @ down  # type: ignore[no-any-return]
+
+    inputs = tensor(8, 1024), tensor(1024, 8192), tensor(4096, 1024)
+    graph = virtual_gpu.compile_on_paper(merged, *inputs, training=False).inference
+    assert kernels(graph) == ["mm", "mm", "poi"]
+
+
+# ---- deterministic mode --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [GeluMLP, SwigluMLP, Glu, LlamaBlock, packed_with_bias])
+@pytest.mark.parametrize("gemm", ["library", "triton"])
+def test_nothing_is_added_atomically(model: Callable[[], nn.Module], gemm: str) -> None:
+    with torch.device("meta"):
+        made = model().to(BF16)
+    paper = virtual_gpu.compile_on_paper(made, tensor(2, 1024, 4096, grad=True), gemm=gemm, config=options())
+    assert not any("tl.atomic" in graph.code for graph in paper.graphs.values())
+
+
+@pytest.mark.parametrize("name", ["bias_act", "glu", "bias_glu"])
+def test_no_gradient_is_added_atomically(name: str) -> None:
+    """Of any argument: biases and token scales too."""
+    n = {"bias_act": 512, "glu": 512, "bias_glu": 1024}[name]
+    x, scale = tensor(4, 64, n, grad=True), tensor(4, 64, grad=True)
+    second = tensor(4, 64, n, grad=True) if name == "glu" else tensor(n, grad=True)
+    paper = virtual_gpu.compile_on_paper(lambda *t: getattr(fused, name)(*t, "silu"), x, second, scale)
+    assert not any("tl.atomic" in graph.code for graph in paper.graphs.values())

@@ -1,0 +1,390 @@
+"""GEMM and activation in one call of the library: where it may be, that it computes the same, and how it is chosen."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import torch_fused_ops as tfo
+from torch_fused_ops.lowerings import compat, epilogues, passes
+
+aten, fused = torch.ops.aten, torch.ops.fused
+BF16 = torch.bfloat16
+AUTOTUNE = {"max_autotune": True, "max_autotune_gemm_backends": "ATEN"}
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    epilogues._measured.clear()
+    with inductor_config.patch(fx_graph_cache=False):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the CPU for a device with cuBLASLt."""
+    monkeypatch.setattr(epilogues, "has_library", lambda device: True)
+
+
+@pytest.fixture
+def cpu_has_it(anywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, and its ``_addmm_activation``, whose GELU is the erf form, for that library's."""
+    monkeypatch.setitem(epilogues.ACTIVATIONS, "gelu", (True, (torch.float32,)))
+
+
+def guard(run: Callable[[], Any]) -> Any:
+    return run()
+
+
+# ---- where it may be -----------------------------------------------------------------------------
+
+
+def act(h: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, name: str = "gelu_tanh") -> Tensor:
+    return fused.bias_act(h, bias, scale, name)  # type: ignore[no-any-return]
+
+
+def graph_of(fn: Callable[..., Any], *likes: tuple[Any, ...], **options: Any) -> torch.fx.Graph:
+    """The aten graph of a function of fake tensors (sizes, and maybe a dtype and strides, which are bf16's rows)."""
+
+    def make(size: tuple[int, ...], dtype: torch.dtype = BF16, stride: tuple[int, ...] | None = None) -> Tensor:
+        return torch.empty(size, dtype=dtype) if stride is None else torch.empty_strided(size, stride, dtype=dtype)
+
+    with torch.no_grad(), FakeTensorMode(shape_env=ShapeEnv()):
+        return make_fx(fn, **options)(*(make(*like) for like in likes)).graph
+
+
+def found(graph: torch.fx.Graph, **policy: Any) -> int:
+    return len(list(epilogues.find(graph, tfo.FusionPolicy(**policy))))
+
+
+X, W, B = ((64, 32),), ((48, 32),), ((48,),)  # what F.linear takes
+
+
+def linear_act(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return act(F.linear(x, w, b))
+
+
+@pytest.mark.parametrize(
+    ("fn", "likes"),
+    [
+        (linear_act, (X, W, B)),
+        (linear_act, (((2, 8, 32),), W, B)),
+        (lambda x, w, b: act(torch.addmm(b, x, w)), (X, ((32, 48),), B)),
+        (lambda x, w, b: act(x @ w.t(), b), (X, W, B)),
+        (lambda x, w, b: act((x @ w.t()).view(4, 16, 48), b), (X, W, B)),
+        (lambda x, w, b: act(F.linear(x, w, b), name="relu"), tuple((like[0], torch.float32) for like in (X, W, B))),
+        (linear_act, tuple((like[0], torch.float16) for like in (X, W, B))),
+        (linear_act, (((64, 32), BF16, (40, 1)), W, B)),
+        (lambda x, w, b: act(F.linear(x, w, b)).sum(), (X, W, B)),
+    ],
+    ids=[
+        "linear", "3-D", "weight (k, n)", "late bias", "late bias, 3-D", "relu float32", "fp16", "wide rows",
+        "no GEMM behind",
+    ],
+)  # fmt: skip
+def test_found(anywhere: None, fn: Callable[..., Any], likes: tuple[Any, ...]) -> None:
+    assert found(graph_of(fn, *likes)) == 1
+
+
+def read_twice(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    h = F.linear(x, w, b)
+    return act(h), h.sum()
+
+
+def view_read_twice(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    h = torch.addmm(b, x, w.t()).view(4, 16, 48)
+    return act(h), h.sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "likes"),
+    [
+        (read_twice, (X, W, B)),
+        (view_read_twice, (X, W, B)),
+        (lambda x, w, b: act(F.linear(x, w, b), name="gelu"), (X, W, B)),
+        (lambda x, w, b: act(F.linear(x, w, b), name="silu"), (X, W, B)),
+        (lambda x, w, b: act(torch.addmm(b, x, w.t(), alpha=2)), (X, W, B)),
+        (lambda x, w, b: act(torch.addmm(b, x, w.t(), beta=0.5)), (X, W, B)),
+        (lambda x, w, b: act(torch.addmm(b, x, w.t())), (X, W, ((64, 48),))),
+        (lambda x, w, b: act(torch.addmm(b, x, w.t())), (X, W, ((1,),))),
+        (lambda x, w, b: act(F.linear(x, w, b), b), (X, W, B)),
+        (lambda x, w, b: act(F.linear(x, w)), (X, W, B)),
+        (lambda x, w, b: act(F.linear(x, w, b), None, x[:, 0]), (X, W, B)),
+        (lambda x, w, b: act((x @ w.t()).view(64, 4, 12), b[:12]), (X, W, B)),
+        (lambda x, w, b: act(F.linear(x, w, b).float()), (X, W, B)),
+        (lambda x, w, b: act(x @ w.t(), b.float()), (X, W, B)),
+        (lambda x, w, b: act(torch.bmm(x, w), b), (((2, 8, 32),), ((2, 32, 48),), B)),
+        (linear_act, tuple((like[0], torch.float64) for like in (X, W, B))),
+        (linear_act, tuple((like[0], torch.float32) for like in (X, W, B))),
+        (linear_act, (((1, 32),), W, B)),
+        (linear_act, (X, ((1, 32),), ((1,),))),
+        (linear_act, (((64, 32), BF16, (64, 2)), W, B)),
+        (linear_act, (X, W, ((48,), BF16, (2,)))),
+    ],
+    ids=[
+        "read twice", "view read twice", "erf", "silu", "alpha", "beta", "2-D bias", "bias of one", "two biases",
+        "no bias", "token scale", "bias of parts", "cast between", "bias of another dtype", "batched", "float64",
+        "GELU in float32", "one row", "one column", "no stride of 1", "spread bias",
+    ],
+)  # fmt: skip
+def test_left_alone(anywhere: None, fn: Callable[..., Any], likes: tuple[Any, ...]) -> None:
+    assert found(graph_of(fn, *likes)) == 0
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(graph_of(linear_act, X, W, B)) == 0
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert [epilogues.has_library(torch.device(name)) for name in ("cuda:1", "cpu", "xpu")] == [True, False, False]
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not epilogues.has_library(torch.device("cuda"))
+
+
+def test_symbolic_sizes(anywhere: None) -> None:
+    assert found(graph_of(linear_act, ((2, 8, 32),), W, B, tracing_mode="symbolic")) == 1
+
+
+def test_excluded_modules(anywhere: None) -> None:
+    graph = graph_of(linear_act, X, W, B)
+    (node,) = graph.find_nodes(op="call_function", target=fused.bias_act.default)
+    node.meta["nn_module_stack"] = {"L__self___mlp": ("L['self'].encoder.mlp", nn.Module)}
+    assert found(graph) == found(graph, exclude=("decoder.*",)) == 1
+    assert found(graph, exclude=("encoder.*",)) == found(graph, exclude=("encoder.mlp",)) == 0
+
+
+def test_when_it_is_wanted() -> None:
+    measured, library, off = (tfo.FusionPolicy(epilogues=how) for how in ("measured", "library", "off"))
+    assert tfo.FusionPolicy() == measured
+    assert epilogues.wanted(library) and not epilogues.wanted(off) and not epilogues.wanted(measured)
+    for settings in ({"max_autotune": True}, {"max_autotune_gemm": True}):
+        with inductor_config.patch(settings):
+            assert epilogues.wanted(measured) and not epilogues.wanted(off)
+            with inductor_config.patch(deterministic=True):
+                assert not epilogues.wanted(measured) and epilogues.wanted(library)
+            with inductor_config.patch(max_autotune_gemm_backends="TRITON"):
+                assert not epilogues.wanted(measured)
+            torch.use_deterministic_algorithms(True)
+            try:
+                assert not epilogues.wanted(measured)
+            finally:
+                torch.use_deterministic_algorithms(False)
+
+
+def test_policy() -> None:
+    with pytest.raises(ValueError, match="epilogues='cublas' is not known; accepted: measured, library, off"):
+        tfo.FusionPolicy(epilogues="cublas")
+    uuids = {passes.Epilogues(tfo.FusionPolicy(epilogues=how)).uuid() for how in ("measured", "library", "off")}
+    assert len(uuids) == 3  # cache keys follow
+
+
+# ---- what it computes ----------------------------------------------------------------------------
+
+
+def test_rewriting_keeps_shape_and_order(anywhere: None) -> None:
+    graph = graph_of(lambda x, w, b: act((x @ w.t()).view(4, 16, 48), b * 2) + 1, X, W, B)
+    assert epilogues.rewrite(graph, tfo.FusionPolicy(epilogues="library"), guard) == 1
+    graph.lint()
+    targets = [n.target for n in graph.nodes if n.op == "call_function"]
+    assert fused.bias_act.default not in targets and aten.mm.default not in targets
+    (node,) = (n for n in graph.nodes if isinstance(n.target, epilogues.Lowering))
+    (view,) = node.users
+    assert node.meta["val"].shape == (64, 48) and view.meta["val"].shape == (4, 16, 48)
+    assert repr(node.target) == "gelu_tanh(mm)"
+
+
+class MLP(nn.Module):
+    def __init__(self, activation: Callable[[Tensor], Tensor], width: int = 32) -> None:
+        super().__init__()
+        self.activation = activation
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))  # type: ignore[no-any-return]
+
+
+def compiled(
+    fn: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, dynamic: bool = False, **policy: Any
+) -> tuple[Any, str]:
+    """What a function compiled with a policy returns, and the code of its (forward) graph."""
+    torch._dynamo.reset()
+    strict = tfo.FusionPolicy(**{"strict": True, **policy})
+    run = torch.compile(fn, dynamic=dynamic, fullgraph=True, options=tfo.compile_options(strict, options))
+    out, codes = run_and_get_code(run, *args)
+    return out, codes[-1]  # what was compiled to be timed comes before
+
+
+@pytest.mark.parametrize("activation", [F.relu, F.gelu])
+@pytest.mark.parametrize("shape", [(8, 32), (2, 3, 32)])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_library_on_cpu(
+    cpu_has_it: None, activation: Callable[[Tensor], Tensor], shape: tuple[int, ...], dynamic: bool
+) -> None:
+    model, x = MLP(activation), torch.randn(shape)
+    with torch.no_grad():
+        out, code = compiled(model, x, epilogues="library", dynamic=dynamic)
+    assert code.count("_addmm_activation.default(") == 1
+    torch.testing.assert_close(out, model(x))
+
+
+def test_late_bias_on_cpu(cpu_has_it: None) -> None:
+    x, w, b = torch.randn(8, 32), torch.randn(32, 64), torch.randn(64)
+    out, code = compiled(lambda x, w, b: act(x @ w, b, name="relu"), x, w, b, epilogues="library")
+    assert code.count("_addmm_activation.default(") == 1
+    torch.testing.assert_close(out, torch.relu(x @ w + b))
+
+
+@pytest.mark.parametrize("trained", ["all", "second linear", "checkpointed"])
+def test_training_is_left_alone(cpu_has_it: None, trained: str) -> None:
+    """Also where nothing but the activation reads the pre-activation: frozen, or recomputed in backward."""
+    model, x = MLP(F.relu), torch.randn(8, 32)
+    model.up.requires_grad_(trained != "second linear")
+
+    def checkpointed(x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    out, code = compiled(checkpointed if trained == "checkpointed" else model, x, epilogues="library")
+    assert "_addmm_activation" not in code
+    out.sum().backward()
+    torch.testing.assert_close(out, model(x))
+
+
+def test_cpu_stays_as_it_is() -> None:
+    """oneDNN and the C++ templates have epilogues of their own."""
+    model, x = MLP(F.relu), torch.randn(8, 32)
+    with torch.no_grad():
+        codes = {how: compiled(model, x, epilogues=how)[1] for how in ("off", "measured", "library")}
+    assert len({code.split("\n", 1)[1] for code in codes.values()}) == 1  # the first line counts the compilations
+
+
+# ---- how it is chosen ----------------------------------------------------------------------------
+
+
+def test_measured_on_cpu(cpu_has_it: None, caplog: pytest.LogCaptureFixture) -> None:
+    """Really timed, once for each size."""
+    model, x = nn.Sequential(MLP(F.relu), MLP(F.relu)), torch.randn(8, 32)
+    with torch.no_grad(), caplog.at_level(logging.INFO, "torch_fused_ops"):
+        out, code = compiled(model, x, options=AUTOTUNE)
+    ((library, ours),) = epilogues._measured.values()
+    assert 0 < library < math.inf and 0 < ours < math.inf
+    assert code.count("_addmm_activation.default(") == 2 * (library < ours)
+    assert sum("ms by the library" in message for message in caplog.messages) == 2
+    torch.testing.assert_close(out, model(x))
+
+
+@pytest.mark.parametrize(("library", "ours", "taken"), [(1.0, 2.0, True), (2.0, 1.0, False), (1.0, 1.0, False)])
+def test_the_fastest_is_taken(
+    cpu_has_it: None, monkeypatch: pytest.MonkeyPatch, library: float, ours: float, taken: bool
+) -> None:
+    monkeypatch.setattr(epilogues, "_times", lambda work: (library, ours))
+    model, x = MLP(F.relu), torch.randn(8, 32)
+    with torch.no_grad():
+        out, code = compiled(model, x, options=AUTOTUNE)
+        untouched = compiled(model, x, options=AUTOTUNE, epilogues="off")[1]
+    assert ("_addmm_activation" in code) == taken
+    assert taken or len(calls(code)) == len(calls(untouched)) == 3
+    torch.testing.assert_close(out, model(x))
+
+
+def calls(code: str) -> list[str]:
+    return re.findall(r"^ +(?:extern_kernels\.|cpp_fused)\w+\(", code.split("def call(")[1], re.MULTILINE)
+
+
+def test_a_template_that_may_be_faster_is_not_beaten(cpu_has_it: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epilogues, "_times", lambda work: (1.0, 2.0))
+    monkeypatch.setattr(epilogues, "_fastest_template", lambda product: 0.9)
+    with torch.no_grad():
+        _, code = compiled(MLP(F.relu), torch.randn(8, 32), options=AUTOTUNE)
+    assert "_addmm_activation" not in code
+
+
+def test_nothing_is_measured_without_max_autotune(cpu_has_it: None) -> None:
+    with torch.no_grad():
+        _, code = compiled(MLP(F.relu), torch.randn(8, 32))
+        with inductor_config.patch(deterministic=True):
+            _, deterministic = compiled(MLP(F.relu), torch.randn(8, 32), options=AUTOTUNE)
+    assert "_addmm_activation" not in code + deterministic and not epilogues._measured
+
+
+@pytest.mark.parametrize("where", ["find", "_times"])
+def test_a_failure_leaves_the_graph_as_it_was(
+    cpu_has_it: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise ValueError(f"no {where} today")
+
+    monkeypatch.setattr(epilogues, where, fail)
+    monkeypatch.setattr(passes, "_logged", set())
+    model, x = nn.Sequential(MLP(F.relu), MLP(F.relu)), torch.randn(8, 32)
+    with torch.no_grad():
+        out, code = compiled(model, x, options=AUTOTUNE, strict=False)
+        assert "_addmm_activation" not in code
+        torch.testing.assert_close(out, model(x))
+        assert sum(f"epilogues: ValueError: no {where} today" in message for message in caplog.messages) == 1
+        with pytest.raises(Exception, match=f"no {where} today"):
+            compiled(model, x, options=AUTOTUNE, strict=True)
+
+
+class Other(CustomGraphPass):
+    """Somebody else's pass: makes every pre-activation's relu negative, in a graph that still has one."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=fused.bias_act.default):
+            with graph.inserting_after(node):
+                negative = graph.call_function(aten.neg.default, (node,))
+                negative.meta = dict(node.meta)
+            node.replace_all_uses_with(negative, delete_user_cb=lambda user, n=negative: user is not n)
+
+    def uuid(self) -> str:
+        return "other"
+
+
+def test_other_peoples_passes_run_first_and_stay(cpu_has_it: None) -> None:
+    model, x, other = MLP(F.relu), torch.randn(8, 32), Other()
+    with torch.no_grad():
+        out, code = compiled(model, x, options={"post_grad_custom_post_pass": other}, epilogues="library")
+        assert code.count("_addmm_activation.default(") == 1
+        torch.testing.assert_close(out, model.down(-F.relu(model.up(x))))
+    inductor_config.post_grad_custom_post_pass = other
+    try:
+        tfo.enable()
+        here = compat.passes_in(inductor_config.post_grad_custom_post_pass)
+        assert [type(one) for one in here] == [Other, passes.Epilogues]
+        tfo.disable()
+        assert inductor_config.post_grad_custom_post_pass is other
+    finally:
+        tfo.disable()
+        inductor_config.post_grad_custom_post_pass = None
+
+
+# ---- deterministic mode --------------------------------------------------------------------------
+
+
+def test_cpu_runs_are_bit_equal_in_deterministic_mode() -> None:
+    model, x = MLP(F.gelu), torch.randn(512, 32, requires_grad=True)
+    runs = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        run = torch.compile(model, fullgraph=True, options=tfo.compile_options(tfo.FusionPolicy(strict=True)))
+        for _ in range(3):
+            out = run(x)
+            runs.append([out, *torch.autograd.grad(out.square().sum(), [x, *model.parameters()])])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
