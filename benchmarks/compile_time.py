@@ -101,7 +101,7 @@ def compile_once(name: str, way: str, kind: str, layers: int) -> dict[str, Any]:
         from torch_fused_ops.lowerings import memory, passes
 
         ours.wrap(passes.Recognise, "__call__", "recognise")
-        ours.wrap(memory, "partition", "remember")
+        ours.wrap(passes.Remember, "__call__", "remember")
         ours.wrap(memory, "min_cut_rematerialization_partition", "remember", -1)
         passes.source_hash.cache_clear()
         ours.wrap(passes, "source_hash", "identity")
@@ -124,7 +124,7 @@ def in_a_process(name: str, way: str, kind: str, layers: int) -> dict[str, Any]:
 
 
 def measure(name: str, kind: str, layers: int, rounds: int, shuffle: random.Random) -> dict[str, Any]:
-    from cpu_step import Summary
+    from torch_fused_ops.benchmarks.harness import Summary
 
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for _ in range(rounds):
@@ -219,7 +219,8 @@ def main() -> None:
         args.layers, args.rounds = 2, 1
 
     import transformers
-    from cpu_step import machine
+
+    from torch_fused_ops.benchmarks.harness import machine
 
     about, shuffle = {**machine(), "transformers": transformers.__version__}, random.Random(args.seed)
     print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)

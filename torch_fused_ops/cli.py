@@ -1,8 +1,9 @@
-"""The command line: ``python -m torch_fused_ops {info, check, explain}``.
+"""The command line: ``python -m torch_fused_ops {info, check, explain, bench}``.
 
     info                            versions, devices and what is active
     check [--device D] [--quick]    opcheck and precision of every operator on a device; exit code 1 if anything fails
     explain MODULE:CALLABLE         which MLP sites of a model are fused, why the others are not, what it saves
+    bench NAME                      measure this library beside PyTorch's own ways, or count on paper
 
 ``explain`` calls CALLABLE without arguments; it returns ``(model, args)`` or ``(model, args, kwargs)``. MODULE is a
 module's name or a ``.py`` file. Exit code 2 for arguments that make no sense.
@@ -163,6 +164,21 @@ def _explain(arguments: argparse.Namespace) -> int:
     return 0
 
 
+# ---- bench -----------------------------------------------------------------------------------------------------------
+
+BENCHMARKS = ("pointwise", "mlp", "model", "inference", "on-paper")
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from torch_fused_ops.benchmarks import harness
+    from torch_fused_ops.benchmarks import main as benchmarks
+
+    try:
+        return benchmarks.bench(arguments)
+    except harness.UsageError as e:
+        raise _UsageError(str(e)) from None
+
+
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +212,26 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", metavar="FILE", help="write the report as JSON too")
     explain.add_argument("--html", metavar="FILE", help="write the report as a page too")
     explain.set_defaults(run=_explain)
+    bench = commands.add_parser("bench", help="measure this library beside PyTorch's own ways, or count on paper")
+    bench.add_argument("benchmark", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
+    bench.add_argument("--device", help="cpu, cuda, cuda:1, …; a GPU by default where there is one")
+    bench.add_argument("--quick", action="store_true", help="tiny sizes, a few rounds: does it run at all?")
+    bench.add_argument("--sizes", nargs="+", metavar="SIZE", default=[], help="8192x4096, …; each has its defaults")
+    bench.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float16", "float32"), default=[])
+    bench.add_argument(
+        "--only", nargs="+", metavar="TEXT", default=[], help="only cases whose names hold all of these texts"
+    )
+    bench.add_argument("--ways", nargs="+", metavar="WAY", default=[], help="only these: compile, fused-free, eager, …")
+    bench.add_argument("--seconds", type=float, help="of timing a case")
+    bench.add_argument("--rounds", type=int, default=1000, help="at most so many a case (default: 1000)")
+    bench.add_argument("--limit", type=float, help="seconds of it all (GPU: 540); what is left then is listed")
+    bench.add_argument("--resume", action="store_true", help="keep what --out holds and measure the rest")
+    bench.add_argument("--largest", action="store_true", help="model: the largest batch that fits, for each way, too")
+    bench.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's own choice)")
+    bench.add_argument("--seed", type=int, default=0)
+    bench.add_argument("--out", type=Path, metavar="FILE", help="results (default: in benchmarks/results; quick: none)")
+    bench.add_argument("--draw", type=Path, metavar="FILE", help="measure nothing: draw the pictures of these results")
+    bench.set_defaults(run=_bench)
     return parser
 
 

@@ -1,0 +1,283 @@
+"""A training step of GELU and SwiGLU MLPs, and their inference: ``bench mlp`` and ``bench inference``.
+
+A step is forward, and backward to input and weights. Beside the ways of ``ways`` stand *operators*, eager PyTorch with
+our eager operators in it, and *gemms*, the same matrix products and nothing else: what no fusion can go below.
+"""
+
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_fused_ops import functional as FF
+
+from . import ways
+from .harness import DTYPES, Case, Device, Plan, Target, Trial, ratios, sets_of
+
+
+def gelu_tanh(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
+
+
+def relu(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return F.linear(F.relu(F.linear(x, w1, b1)), w2, b2)
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+def gelu_tanh_operators(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return F.linear(FF.gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
+
+
+def swiglu_operators(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(FF.swiglu(F.linear(x, gate), F.linear(x, up)), down)
+
+
+MLPS: dict[str, Callable[..., Tensor]] = {"gelu_tanh": gelu_tanh, "relu": relu, "swiglu": swiglu}
+OPERATORS = {"gelu_tanh": gelu_tanh_operators, "swiglu": swiglu_operators}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Rows of the input, its width, and the width between the two linear layers; widths may be left out: ×4."""
+
+    tokens: int
+    width: int
+    hidden: int
+
+    @staticmethod
+    def of(numbers: Sequence[int]) -> Size:
+        tokens, width, *hidden = numbers
+        return Size(tokens, width, hidden[0] if hidden else 4 * width)
+
+    def __str__(self) -> str:
+        return f"{self.tokens}×{self.width}→{self.hidden}"
+
+
+SHAPE = "TOKENSxWIDTH or TOKENSxWIDTHxHIDDEN, e.g. 8192x4096 or 8192x4096x14336"
+QUICK = [Size(32, 16, 64)]
+CPU_SIZES = [Size(256, 256, 1024), Size(1024, 512, 2048), Size(2048, 1024, 4096)]
+CUDA_SIZES = [Size.of(s) for s in (
+    (8192, 4096), (8192, 1024), (16384, 2048), (2048, 8192), (65536, 1024), (256, 512), (2048, 16384, 32768),
+)]  # fmt: skip
+OTHER_DTYPES = {torch.float16: [Size.of((8192, 2048))], torch.float32: [Size.of((4096, 1024))]}
+DECODE = (1, 4, 16)  # tokens
+INFERENCE_CPU = [Size.of(s) for s in ((1, 512), (16, 512), (256, 512), (256, 2048))]
+INFERENCE_CUDA = [Size.of((t, w)) for w in (1024, 2048, 4096, 8192) for t in (*DECODE, 256, 8192)]
+
+
+def tensors(
+    mlp: str, size: Size, dtype: torch.dtype, device: Device, sets: int, seed: int, grad: bool
+) -> tuple[list[Tensor], list[list[Tensor]], list[Tensor]]:
+    """Weights; input sets (an input and the weights each); gradients that come in. Activations are of order 1."""
+    matrices = [(size.hidden, size.width)] * (2 if mlp == "swiglu" else 1) + [(size.width, size.hidden)]
+    generator = torch.Generator(device=device.where).manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator, device=device.where) * scale).to(dtype)
+
+    weights = []
+    for rows, columns in matrices:
+        weights.append(normal(rows, columns, scale=1 / math.sqrt(columns)))
+        if mlp != "swiglu":
+            weights.append(normal(rows))
+    inputs = [normal(size.tokens, size.width) for _ in range(sets)]
+    tangents = [normal(size.tokens, size.width) for _ in range(sets if grad else 0)]
+    for t in (*weights, *inputs):
+        t.requires_grad_(grad)
+    return weights, [[x, *weights] for x in inputs], tangents
+
+
+def gemms(mlp: str, size: Size, dtype: torch.dtype, device: Device, backward: bool) -> Trial:
+    """The matrix products of a step alone, each result in a tensor that is there already."""
+    t, w, h = size.tokens, size.width, size.hidden
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device.where).to(dtype)
+
+    into, out = normal(t, w), normal(t, h)  # the input or its gradient; what is between the layers or its gradient
+    first, second = normal(h, w), normal(w, h)
+    result, inner = torch.empty_like(into), torch.empty_like(out)
+    d_first, d_second = torch.empty_like(first), torch.empty_like(second)
+    firsts = 2 if mlp == "swiglu" else 1
+    products = [(into, first.t(), inner)] * firsts + [(out, second.t(), result)]
+    if backward:
+        products += [(into, second, inner), (into.t(), out, d_second)]
+        products += [(out, first, result), (out.t(), into, d_first)] * firsts
+
+    def run(_: int) -> list[Tensor]:
+        with torch.no_grad():
+            for a, b, c in products:
+                torch.mm(a, b, out=c)
+        return []
+
+    return Trial(run, lambda i: i)
+
+
+def work(mlp: str, size: Size, dtype: torch.dtype, backward: bool) -> tuple[float, float]:
+    """FLOP of the matrix products, and the least bytes a fused step moves: each matrix that they read or write."""
+    count = 3 if mlp == "swiglu" else 2
+    flops = 2 * size.tokens * size.width * size.hidden * count
+    weights, narrow, broad = count * size.width * size.hidden, size.tokens * size.width, size.tokens * size.hidden
+    forward = weights + 2 * narrow + count * broad  # the hidden tensors: what one product writes, the next reads
+    if not backward:
+        return flops, dtype.itemsize * forward
+    return 3 * flops, dtype.itemsize * (3 * forward + broad)
+
+
+def case(mlp: str, size: Size, dtype: torch.dtype, tuned: bool, device: Device, plan: Plan) -> Case:
+    """A training step; ``tuned``: with Inductor's autotuning, which takes a minute to compile."""
+    fn = MLPS[mlp]
+    sets = sets_of(device, size.tokens * size.width * dtype.itemsize * 2, most=8)
+    weights, inputs, tangents = tensors(mlp, size, dtype, device, sets, plan.seed, grad=True)
+    settings = {"fullgraph": True, "dynamic": False}
+    names = ("compile", "fused-free", *ways.TUNED) if tuned else ways.TRAINING
+    made: dict[str, Callable[[], Trial]] = {
+        name: ways.training(name, fn, inputs, tangents, weights, **settings) for name in names
+    }
+    if not tuned and mlp in OPERATORS:
+        made["operators"] = ways.training(lambda fn, **_: OPERATORS[mlp], fn, inputs, tangents, weights)
+    made["gemms"] = functools.partial(gemms, mlp, size, dtype, device, True)
+    flops, nbytes = work(mlp, size, dtype, backward=True)
+    return Case(
+        name_of(mlp, size, dtype, tuned),
+        facts(mlp, size, tuned),
+        made,
+        ways.truth(fn, inputs[0], tangents[0], weights),
+        sets,
+        dtype,
+        ours=ways.OURS,
+        unchecked=("gemms",),
+        loose=ways.LOOSE,
+        flops=flops,
+        bytes=nbytes,
+    )
+
+
+def inference_case(mlp: str, size: Size, dtype: torch.dtype, tuned: bool, device: Device, plan: Plan) -> Case:
+    """Forward alone, under ``torch.no_grad()``."""
+    fn = MLPS[mlp]
+    sets = sets_of(device, size.tokens * size.width * dtype.itemsize, most=8)
+    _, inputs, _ = tensors(mlp, size, dtype, device, sets, plan.seed, grad=False)
+    settings = {"fullgraph": True, "dynamic": False}
+    names: tuple[str, ...] = ("compile", "fused-free", *ways.TUNED) if tuned else ways.INFERENCE
+    if device.type == "cuda" and mlp != "swiglu" and not tuned:
+        names += ways.LIBRARY
+    made: dict[str, Callable[[], Trial]] = {name: ways.inference(name, fn, inputs, **settings) for name in names}
+    made["gemms"] = functools.partial(gemms, mlp, size, dtype, device, False)
+    flops, nbytes = work(mlp, size, dtype, backward=False)
+    return Case(
+        name_of(mlp, size, dtype, tuned),
+        facts(mlp, size, tuned),
+        made,
+        lambda: [fn(*(t.double() for t in inputs[0]))],
+        sets,
+        dtype,
+        ours=ways.OURS,
+        unchecked=("gemms",),
+        flops=flops,
+        bytes=nbytes,
+    )
+
+
+def name_of(mlp: str, size: Size, dtype: torch.dtype, tuned: bool) -> str:
+    return f"{mlp} {size} {str(dtype).removeprefix('torch.')}{' max-autotune' if tuned else ''}"
+
+
+def facts(mlp: str, size: Size, tuned: bool) -> dict[str, Any]:
+    return {"mlp": mlp, "tokens": size.tokens, "width": size.width, "hidden": size.hidden, "max_autotune": tuned}
+
+
+Combination = tuple[str, Size, torch.dtype, bool]
+
+
+def combinations(
+    mlps: Sequence[str],
+    default: Sequence[Size],
+    device: Device,
+    quick: bool,
+    sizes: Sequence[Size],
+    dtypes: Sequence[str],
+    tuned: Callable[[Size], bool],
+) -> list[Combination]:
+    """What to measure, the most telling first: the sizes; other dtypes; with autotuning, on GPUs, where ``tuned``."""
+    gpu = device.type == "cuda"
+    chosen = list(sizes or (QUICK if quick else default))
+    main = [DTYPES[d] for d in dtypes] or ([torch.bfloat16] if gpu else [torch.float32, torch.bfloat16])
+    if quick and not dtypes:
+        main = main[:1]
+    found: list[Combination] = [(mlp, size, dtype, False) for size in chosen for dtype in main for mlp in mlps]
+    if gpu and not quick:
+        found += [(mlp, size, main[0], True) for size in chosen if sizes or tuned(size) for mlp in mlps]
+        if not sizes and not dtypes:
+            found += [
+                (mlp, size, dtype, False) for dtype, some in OTHER_DTYPES.items() for size in some for mlp in mlps
+            ]
+    return found
+
+
+def grid(device: Device, quick: bool, sizes: Sequence[Size], dtypes: Sequence[str]) -> list[Combination]:
+    """``bench mlp``'s."""
+    default = CUDA_SIZES if device.type == "cuda" else CPU_SIZES
+    return combinations(
+        ("gelu_tanh", "swiglu"), default, device, quick, sizes, dtypes, lambda s: s.tokens == 8192 and s.width <= 4096
+    )
+
+
+def inference_grid(device: Device, quick: bool, sizes: Sequence[Size], dtypes: Sequence[str]) -> list[Combination]:
+    """``bench inference``'s."""
+    default = INFERENCE_CUDA if device.type == "cuda" else INFERENCE_CPU
+    return combinations(
+        tuple(MLPS), default, device, quick, sizes, dtypes, lambda s: s.width == 2048 and s.tokens in (1, 16, 8192)
+    )
+
+
+def narrow(c: dict[str, Any]) -> bool:
+    return bool(c["facts"]["width"] <= 2048)
+
+
+def wide(c: dict[str, Any]) -> bool:
+    return bool(c["facts"]["width"] >= 4096)
+
+
+TARGETS = [
+    *(
+        Target(f"{mine} to {other}", 1.0, ratios(mine, other), device="cuda")
+        for mine, other in (
+            ("fused-off", "compile"),
+            ("fused-free", "compile"),
+            ("fused-free", "budget"),
+            ("fused-autotune", "autotune"),
+        )
+    ),
+    Target(
+        "with epilogues, width ≤ 2048: fused-autotune to autotune",
+        0.95, ratios("fused-autotune", "autotune", narrow), mean=True,
+    ),
+    Target("fused-free to its bare matrix products, width ≥ 4096", 1.08, ratios("fused-free", "gemms", wide)),
+    Target("fused-free to compile", 0.97, ratios("fused-free", "compile"), device="cpu"),
+    Target("eager with our operators to eager", 1.05, ratios("operators", "eager"), device="cpu"),
+]  # fmt: skip
+
+
+def _inference_targets() -> Iterator[Target]:
+    pairs = (("fused-free", "compile", ("cuda", "cpu")), ("fused-library", "compile", ("cuda",)))
+    for mine, other, devices in (*pairs, ("fused-autotune", "autotune", ("cuda",))):
+        for device in devices:
+            yield Target(f"width ≤ 2048: {mine} to {other}", 0.95, ratios(mine, other, narrow), device, mean=True)
+            away = ratios(mine, other, lambda c: not narrow(c))
+            yield Target(f"width > 2048: {mine} to {other}", 1.0, away, device)
+
+
+INFERENCE_TARGETS = list(_inference_targets())

@@ -1,0 +1,218 @@
+"""A training step of whole models: time, peak memory, tokens a second, what is kept for backward, the largest batch.
+
+A step is forward, and backward to the parameters; the optimizer, the same for all ways, is left out.
+"""
+
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import models, ways
+from .harness import DTYPES, Case, Device, Plan, Target, Trial, UsageError, Value, ratios, sets_of
+
+SHAPE = "BATCHxLENGTH, e.g. 8x1024"
+MODELS: dict[str, tuple[Callable[[models.Config], nn.Module], models.Config]] = {
+    "gpt2-124m": (models.GPT, models.GPT2),
+    "llama3-8b-4-layers": (models.Llama, models.LLAMA),
+    "small-gpt": (models.GPT, models.SMALL),
+    "small-llama": (models.Llama, models.SMALL),
+    "quick-gpt": (models.GPT, models.QUICK),
+    "quick-llama": (models.Llama, models.QUICK),
+}
+DEFAULT: dict[str, list[tuple[str, int, int]]] = {  # model, batch, length
+    "cuda": [("gpt2-124m", 16, 1024), ("llama3-8b-4-layers", 4, 2048)],
+    "cpu": [("small-gpt", 8, 128), ("small-llama", 8, 128)],
+    "quick": [("quick-gpt", 2, 16), ("quick-llama", 2, 16)],
+}
+
+Combination = tuple[str, int, int, torch.dtype, bool]
+
+
+def grid(device: Device, quick: bool, sizes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> list[Combination]:
+    """What to measure: models of this kind of device, bfloat16 on GPUs and float32 on CPUs by default."""
+    gpu = device.type == "cuda"
+    chosen = DEFAULT["quick" if quick else device.type]
+    if sizes:
+        chosen = [(name, batch, length) for name, _, _ in chosen for batch, length in sizes]
+    for name, _, length in chosen:
+        if length > MODELS[name][1].context:
+            raise UsageError(f"--sizes: {name} takes sequences of {MODELS[name][1].context} tokens, not {length}")
+    kinds = [DTYPES[d] for d in dtypes] or [torch.bfloat16 if gpu else torch.float32]
+    found = [(*each, dtype, False) for each in chosen for dtype in kinds]
+    if gpu and not quick:
+        found += [(*chosen[0], kinds[0], True)]
+    return found
+
+
+def name_of(model: str, batch: int, length: int, dtype: torch.dtype, tuned: bool) -> str:
+    return f"{model} {batch}×{length} {str(dtype).removeprefix('torch.')}{' max-autotune' if tuned else ''}"
+
+
+def build(name: str, dtype: torch.dtype, device: Device, seed: int) -> nn.Module:
+    """A model with random weights, made where it will run."""
+    make, config = MODELS[name]
+    with torch.device(device.where):
+        model = make(config).to(dtype)
+    models.initialise(model, seed)
+    return model
+
+
+def batches(name: str, shape: tuple[int, int], sets: int, device: Device, seed: int) -> list[list[Tensor]]:
+    """Random tokens and targets."""
+    generator = torch.Generator(device=device.where).manual_seed(seed)
+    vocabulary = MODELS[name][1].vocabulary
+    return [
+        [torch.randint(vocabulary, shape, generator=generator, device=device.where) for _ in range(2)]
+        for _ in range(sets)
+    ]
+
+
+def training(way: str, model: nn.Module, sets: Sequence[Sequence[Tensor]], **settings: Any) -> Callable[[], Trial]:
+    """A way of a training step of a model; results are the loss and each parameter's gradient."""
+    parameters = list(model.parameters())
+    return ways.training(way, lambda *inputs: model(*inputs), sets, [None] * len(sets), parameters, **settings)
+
+
+def truth(model: nn.Module, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """The loss and its gradients in float64, a sequence at a time: all have one length, so the mean is of means."""
+
+    def compute() -> list[Tensor]:
+        doubled = copy.deepcopy(model).double()
+        parts = list(zip(*(t.split(1) for t in inputs), strict=True))
+        loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
+        for part in parts:
+            each = doubled(*part) / len(parts)
+            each.backward()
+            loss += each.detach()
+        return [loss, *(p.grad for p in doubled.parameters() if p.grad is not None)]
+
+    return compute
+
+
+def flops(model: nn.Module, config: models.Config, tokens: int, length: int) -> float:
+    """Matrix products of a step: 6 a parameter in one, and causal attention, a half of the full one."""
+    in_products = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    if isinstance(model, models.Llama):
+        in_products -= config.vocabulary * config.width  # its embedding is looked up; GPT-2's is the head too
+    else:
+        in_products -= config.context * config.width
+    return 6.0 * tokens * in_products + 6.0 * tokens * length * config.width * config.layers
+
+
+def case(name: str, batch: int, length: int, dtype: torch.dtype, tuned: bool, device: Device, plan: Plan) -> Case:
+    """A training step of a model."""
+    model = build(name, dtype, device, plan.seed)
+    sets = min(4, sets_of(device, batch * length * 16))
+    inputs = batches(name, (batch, length), sets, device, plan.seed)
+    names = ("compile", "fused-free", *ways.TUNED) if tuned else ways.TRAINING
+    settings = {"fullgraph": True, "dynamic": False}
+    config = MODELS[name][1]
+    return Case(
+        name_of(name, batch, length, dtype, tuned),
+        {"model": name, "tokens": batch * length, "batch": batch, "length": length, "width": config.width,
+         "layers": config.layers, "parameters": sum(p.numel() for p in model.parameters()), "max_autotune": tuned},
+        {way: training(way, model, inputs, **settings) for way in names},
+        truth(model, inputs[0]),
+        sets,
+        dtype,
+        ours=ways.OURS,
+        loose=ways.LOOSE,
+        flops=flops(model, config, batch * length, length),
+        bytes=3.0 * sum(p.numel() * p.element_size() for p in model.parameters()),
+    )  # fmt: skip
+
+
+def largest(fits: Callable[[int], bool], start: int, most: int = 1 << 14) -> int:
+    """The largest batch that fits: doubled from ``start`` while it does, then bisected; 0 where not even one fits."""
+    low, high = 0, start
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    if low >= most or high > most:
+        return low
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def fits(step: Callable[[int], object], device: Device) -> Callable[[int], bool]:
+    """Whether a step of a batch runs without exhausting the device's memory."""
+
+    def one(batch: int) -> bool:
+        device.free()
+        try:
+            step(batch)
+            device.synchronize()
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            device.free()
+        return True
+
+    return one
+
+
+def largest_batches(
+    device: Device, plan: Plan, chosen: Iterable[Combination], names: Sequence[str] = ways.TRAINING
+) -> list[dict[str, Any]]:
+    """The largest batch of each way, compiled once for all batches (sizes symbolic), so that a trial is one step."""
+    rows: list[dict[str, Any]] = []
+    for name, batch, length, dtype, tuned in chosen:
+        if tuned:
+            continue
+        for way in names:
+            row: dict[str, Any] = {
+                "model": name,
+                "length": length,
+                "dtype": str(dtype).removeprefix("torch."),
+                "way": way,
+            }
+            rows.append(row)
+            if plan.left() < 60:
+                row.update(status="not run", reason=f"the limit of {plan.limit:.0f} s is near")
+                continue
+            torch.compiler.reset()
+            device.free()
+            try:
+                model = build(name, dtype, device, plan.seed)
+                compiled = ways.COMPILED[way](lambda *inputs, model=model: model(*inputs), fullgraph=True, dynamic=True)
+                parameters = list(model.parameters())
+
+                def step(size: int) -> None:
+                    (inputs,) = batches(name, (size, length), 1, device, plan.seed)  # noqa: B023 - used in this turn
+                    torch.autograd.grad(compiled(*inputs), parameters)  # noqa: B023
+
+                row.update(status="measured", batch=largest(fits(step, device), max(2, batch)))
+            except Exception as error:  # a way that fails is a result
+                row.update(status="failed", reason=f"{type(error).__name__}: {str(error).splitlines()[0][:300]}")
+            model = compiled = parameters = None  # type: ignore[assignment]
+            print(f"largest batch  {name} {length} {way:<12} {row.get('batch', row.get('reason'))}", flush=True)
+    return rows
+
+
+def saved_ratio(ours: str, other: str = "compile") -> Callable[[list[dict[str, Any]]], list[Value]]:
+    """Bytes kept for backward by a way of ours to another's."""
+
+    def values(cases: list[dict[str, Any]]) -> list[Value]:
+        found = [(c["name"], *(c["ways"].get(w, {}).get("saved_bytes") for w in (ours, other))) for c in cases]
+        return [Value(name, mine / theirs) for name, mine, theirs in found if mine is not None and theirs]
+
+    return values
+
+
+TARGETS = [
+    target
+    for device in ("cuda", "cpu")
+    for target in (
+        Target("time, fused-free to compile", 1.0, ratios("fused-free", "compile"), device),
+        Target("saved for backward, fused-free to compile", 0.75, saved_ratio("fused-free"), device),
+        Target("saved for backward, fused-fp8 to compile", 0.60, saved_ratio("fused-fp8"), device),
+    )
+]

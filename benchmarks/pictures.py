@@ -1,0 +1,146 @@
+"""Pictures of results, drawn from their JSON: bars of every case, a roofline. Needs matplotlib (extra ``bench``)."""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+OURS, THEIRS, LINE = "#2563eb", "#c3c9d1", "#6b7280"
+MARKS = "osD^vPX*<>ph"
+
+
+def draw(result: dict[str, Any], out: Path) -> list[Path]:
+    """Bars beside ``out`` (``.png``), and a roofline (``_roofline.png``); returns what was written.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    cases = [c for c in result["cases"] if any("ms" in way for way in c["ways"].values())]
+    if not cases:
+        return []
+    written = []
+    for suffix, picture in (("", bars), ("_roofline", roofline)):
+        figure = picture(result, cases)
+        path = out.with_name(f"{out.stem}{suffix}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=100, bbox_inches="tight", metadata={"Software": None})
+        written.append(path)
+    return written
+
+
+def bars(result: dict[str, Any], cases: list[dict[str, Any]]) -> Any:
+    """A panel a case: a bar for each way, its quartiles as a whisker, its time to torch.compile's beside it."""
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(cases))
+    rows = math.ceil(len(cases) / columns)
+    tallest = max(len(c["ways"]) for c in cases)
+    figure = Figure(figsize=(5.2 * columns, (0.28 * tallest + 0.9) * rows))
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for ax, case in zip(axes.flat, cases, strict=False):
+        timed = {name: way["ms"] for name, way in case["ways"].items() if "ms" in way}
+        names = list(timed)
+        medians = [timed[n]["median"] for n in names]
+        spread = [[abs(timed[n]["quartiles"][side] - timed[n]["median"]) for n in names] for side in (0, 1)]
+        colours = [OURS if n in case["ours"] else THEIRS for n in names]
+        ax.barh(names, medians, xerr=spread, color=colours, error_kw={"linewidth": 1})
+        base = timed.get("compile", timed[names[0]])["median"]
+        for y, value in enumerate(medians):
+            ax.text(max(medians) * 1.05, y, f"{value:.4g}  ({value / base:.2f})", va="center", fontsize=7)
+        ax.set_xlim(0, max(medians) * 1.4)
+        ax.invert_yaxis()
+        ax.set_title(case["name"], fontsize=8)
+        ax.tick_params(labelsize=7)
+    for ax in list(axes.flat)[len(cases) :]:
+        ax.set_visible(False)
+    what = "milliseconds (times torch.compile's), medians and quartiles"
+    title = f"{result['benchmark']}: {what}; {result['device']['name']}"
+    figure.suptitle(title, fontsize=9)
+    figure.tight_layout()
+    return figure
+
+
+def roofline(result: dict[str, Any], cases: list[dict[str, Any]]) -> Any:
+    """Where there are matrix products: FLOP a second over FLOP a byte. Else bytes a second over bytes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 5))
+    ax = figure.subplots()
+    copy = result["ceilings"]["copy_bytes_per_s"]
+    products = [c for c in cases if c["work"]["flops"]]
+    for mark, name in zip(MARKS * 2, dict.fromkeys(n for c in cases for n in c["ways"]), strict=False):
+        points = []
+        for case in products or cases:
+            if "ms" not in case["ways"].get(name, {}):
+                continue
+            seconds = 1e-3 * case["ways"][name]["ms"]["median"]
+            flops, nbytes = case["work"]["flops"], case["work"]["bytes"]
+            points.append((flops / nbytes, flops / seconds) if products else (nbytes, nbytes / seconds))
+        if points:
+            ours = any(name in c["ours"] for c in cases)
+            xs, ys = zip(*points, strict=True)
+            ax.scatter(xs, ys, marker=mark, label=name, color=OURS if ours else LINE, alpha=0.8, s=22)
+    if products:
+        peaks = result["ceilings"]["matmul_flop_per_s"]
+        used = {c["dtype"] for c in products} & peaks.keys() or peaks.keys()
+        low, high = ax.get_xlim()
+        for dtype in sorted(used):
+            line = [max(low, 0.1), peaks[dtype] / copy, max(high, 2 * peaks[dtype] / copy)]
+            ax.plot(line, [min(peaks[dtype], x * copy) for x in line], color=LINE, linewidth=1)
+            ax.text(line[-1], peaks[dtype], f" {dtype}", fontsize=7, va="center")
+        ax.set_xlabel("FLOP a byte (matrix products; the least bytes)")
+        ax.set_ylabel("FLOP a second")
+    else:
+        ax.axhline(copy, color=LINE, linewidth=1)
+        ax.text(ax.get_xlim()[0], copy, " a large copy", fontsize=7, va="bottom")
+        ax.set_xlabel("bytes read and written, at least")
+        ax.set_ylabel("bytes a second")
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.legend(fontsize=7, ncols=2)
+    ax.set_title(f"{result['benchmark']}: {result['device']['name']}, against its own copy and products", fontsize=9)
+    return figure
+
+
+def on_paper(result: dict[str, Any]) -> Any:
+    """``bench on-paper``'s: instructions an element of every operator, and what blocks keep for backward."""
+    from matplotlib.figure import Figure
+
+    panels = (("forward", "plain", "ours-off"), ("backward", "plain", "ours-off"), ("backward", "budget", "ours-free"))
+    titles = ("forward", "backward", "backward and the value again")
+    operators, blocks = result["operators"], result["blocks"]
+    figure = Figure(figsize=(15, 0.26 * max(len(operators), 4 * len(blocks) * 0.8, 4) + 1.4))
+    axes = figure.subplots(1, 4, width_ratios=(1, 1, 1, 1.1))
+    names = [row["name"] for row in operators]
+    for i, (ax, (phase, theirs, ours), title) in enumerate(zip(axes, panels, titles, strict=False)):
+        for way, colour, shift in ((theirs, THEIRS, -0.2), (ours, OURS, 0.2)):
+            values = [row["ways"][way][phase]["instructions"] for row in operators]
+            ax.barh([y + shift for y in range(len(names))], values, height=0.4, color=colour, label=way)
+        ax.set_yticks(range(len(names)), names if i == 0 else [""] * len(names), fontsize=7)
+        ax.set_title(title, fontsize=8)
+        ax.margins(y=0.01)
+        ax.legend(fontsize=7)
+        ax.invert_yaxis()
+    rows = [(row["name"], way, f["saved_bytes"] / 2**20) for row in blocks for way, f in row["ways"].items()]
+    ax = axes[-1]
+    relative = [mib / max(m for n, w, m in rows if n == name and w == "plain") for name, _, mib in rows]
+    ax.barh(range(len(rows)), relative, color=[OURS if way.startswith("ours") else THEIRS for _, way, _ in rows])
+    for y, (_, _, mib) in enumerate(rows):
+        ax.text(0.01, y, f"{mib:.0f} MiB", va="center", fontsize=6)
+    labels = [f"{name}  {way}" if way == "plain" else way for name, way, _ in rows]
+    ax.set_yticks(range(len(rows)), labels, fontsize=6)
+    ax.yaxis.tick_right()
+    ax.set_title("kept for backward, plain torch.compile = 1", fontsize=8)
+    ax.invert_yaxis()
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    ax.margins(y=0.01)
+    what = "instructions for each element of the result, and bytes kept"
+    figure.suptitle(f"{result['gpu']} ({result['arch']}) on paper, {versions}: {what}", fontsize=9)
+    figure.tight_layout()
+    return figure

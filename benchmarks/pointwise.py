@@ -1,0 +1,352 @@
+"""Every operator by itself, forward and backward: ``bench pointwise``.
+
+Beside eager PyTorch and torch.compile of the same formula: *operators*, ours in eager mode; *fused*, ours under
+torch.compile; *liger*, Liger-Kernel's where it has one and is installed; *megatron*, bias and GELU with a derivative
+written by hand, each compiled, as Megatron does it; *copy*, a copy that reads and writes as many bytes.
+
+On the CPU the overhead of a call is measured too, on tensors so small that it is all there is.
+"""
+
+# mypy: disable-error-code="no-any-return, no-untyped-call, no-untyped-def"
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fused_ops import activations
+
+from .harness import DTYPES, Case, Device, Plan, Target, Trial, Unavailable, Value, sets_of
+from .ways import AUTOTUNE, fresh
+
+SHAPE = "TOKENSxWIDTH, the last operand's width, e.g. 8192x8192"
+QUICK = [(16, 32)]
+CPU_SIZES = [(256, 1024), (2048, 4096)]
+CUDA_SIZES = [(8192, 8192)]  # 64 Mi elements
+SMALL_CUDA_SIZES = [(256, 512), (1024, 4096), (65536, 4096)]  # of the operators in MOST_USED
+LARGE = 1 << 26  # elements from which the targets hold
+CALLS = 200  # of one run, where a call's overhead is measured
+OURS = ("operators", "fused", "fused-autotune")
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator with its arguments.
+
+    Attributes:
+        op: name after ``fused::``.
+        activation: name in the activation table.
+        bias, scale: whether it is called with them.
+        layout: of the packed input of bias_glu.
+    """
+
+    op: str
+    activation: str
+    bias: bool = False
+    scale: bool = False
+    layout: str = ""
+
+    def __str__(self) -> str:
+        extras = (self.activation, self.layout, "bias" * self.bias, "scale" * self.scale)
+        return f"{self.op} {' '.join(filter(None, extras))}"
+
+    def shapes(self, tokens: int, width: int) -> list[tuple[int, ...] | None]:
+        """Of data, bias and scale in the operator's order; None for what it is called without. Outputs have
+        ``(tokens, width)``."""
+        packed = 2 * width if self.op == "bias_glu" else width
+        data: list[tuple[int, ...] | None] = [(tokens, packed)] * (2 if self.op == "glu" else 1)
+        bias = [] if self.op == "glu" else [(packed,) if self.bias else None]
+        return [*data, *bias, (tokens,) if self.scale else None]
+
+    def ours(self, *tensors: Tensor) -> Tensor:
+        """torch.ops.fused.<op> of the tensors that there are."""
+        given = iter(tensors)
+        args = [None if shape is None else next(given) for shape in self.shapes(1, 1)]
+        layout = (self.layout,) if self.layout else ()
+        return getattr(torch.ops.fused, self.op)(*args, self.activation, *layout)
+
+    def plain(self, *tensors: Tensor) -> Tensor:
+        """The same in PyTorch's own functions, as a model spells it."""
+        given = list(tensors)
+        scale = given.pop() if self.scale else None
+        x = given[0]
+        if self.bias:
+            x = x + given[1]
+        act = activations.get(self.activation).definition
+        if self.op == "bias_act":
+            y = act(x)
+        elif self.op == "glu":
+            y = act(given[0]) * given[1]
+        else:
+            gate, up = (x[..., 0::2], x[..., 1::2]) if self.layout == "interleaved" else x.chunk(2, -1)
+            y = act(gate) * up
+        return y if scale is None else y * scale.unsqueeze(-1)
+
+
+BUILTIN = ("gelu_tanh", "gelu", "silu", "relu", "relu2", "quick_gelu", "sigmoid", "tanh")
+OPERATORS = [
+    *(Operator("bias_act", act) for act in BUILTIN),
+    *(Operator("bias_act", act, bias=True) for act in BUILTIN),
+    Operator("bias_act", "gelu_tanh", bias=True, scale=True),
+    *(Operator("glu", act) for act in ("silu", "gelu_tanh", "gelu")),
+    Operator("glu", "silu", scale=True),
+    *(
+        Operator("bias_glu", "silu", bias, scale, layout)
+        for layout, (bias, scale) in itertools.product(
+            ("halves", "interleaved"), ((False, False), (True, False), (True, True))
+        )
+    ),
+]
+MOST_USED = [Operator("bias_act", "gelu_tanh"), Operator("glu", "silu")]
+
+# ---- others ----------------------------------------------------------------------------------------------------------
+
+
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    y = x + bias
+    return 0.5 * y * (1.0 + torch.tanh(0.79788456 * y * (1.0 + 0.044715 * y * y)))
+
+
+def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> Tensor:
+    y = x + bias
+    t = torch.tanh(0.79788456 * y * (1.0 + 0.044715 * y * y))
+    slope = 0.79788456 * (1.0 + 3.0 * 0.044715 * y * y)
+    return (0.5 * (1.0 + t) + 0.5 * y * (1.0 - t * t) * slope) * grad
+
+
+def megatron(operator: Operator) -> Callable[..., Tensor]:
+    """Bias and GELU as one function, its derivative as another, both compiled: autograd sees an opaque pair."""
+    forward, backward = (
+        torch.compile(fresh(f), fullgraph=True, dynamic=False) for f in (bias_gelu, bias_gelu_backward)
+    )
+
+    class BiasGelu(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+            ctx.save_for_backward(x, bias)
+            return forward(x, bias)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, bias = ctx.saved_tensors
+            d = backward(grad, x, bias)
+            return d, d.sum(0)
+
+    return BiasGelu.apply
+
+
+def liger(operator: Operator) -> Callable[..., Tensor]:
+    """Liger-Kernel's SwiGLU and GEGLU."""
+    try:
+        from liger_kernel.ops.geglu import LigerGELUMulFunction
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+    except ImportError as e:
+        raise Unavailable(f"Liger-Kernel cannot be imported: {e}") from None
+    return {"silu": LigerSiLUMulFunction, "gelu_tanh": LigerGELUMulFunction}[operator.activation].apply
+
+
+def compiled(fn: Callable[..., Tensor], **settings: Any) -> Callable[..., Tensor]:
+    return torch.compile(fresh(fn), fullgraph=True, dynamic=False, **settings)
+
+
+def callables(operator: Operator, gpu: bool) -> dict[str, Callable[[], Callable[..., Tensor]]]:
+    """What is compared: eager PyTorch, whose error says what is to be expected, then what matters most."""
+    found: dict[str, Callable[[], Callable[..., Tensor]]] = {
+        "eager": lambda: operator.plain,
+        "operators": lambda: operator.ours,
+        "compile": lambda: compiled(lambda *tensors: operator.plain(*tensors)),
+        "fused": lambda: compiled(lambda *tensors: operator.ours(*tensors)),
+    }
+    if operator in MOST_USED and gpu:
+        found["autotune"] = lambda: compiled(lambda *tensors: operator.plain(*tensors), mode=AUTOTUNE)
+        found["fused-autotune"] = lambda: compiled(lambda *tensors: operator.ours(*tensors), mode=AUTOTUNE)
+    if operator in (Operator("glu", "silu"), Operator("glu", "gelu_tanh")) and gpu:
+        found["liger"] = lambda: liger(operator)
+    if operator == Operator("bias_act", "gelu_tanh", bias=True):
+        found["megatron"] = lambda: megatron(operator)
+    return found
+
+
+# ---- cases -----------------------------------------------------------------------------------------------------------
+
+Combination = tuple[str, Operator, int, int, torch.dtype]  # the kind: forward, backward or call
+
+
+def grid(device: Device, quick: bool, sizes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> list[Combination]:
+    """What to measure, the most telling first: the operators in use at the default size, all of them, other sizes."""
+    gpu = device.type == "cuda"
+    kinds = [DTYPES[d] for d in dtypes] or [torch.bfloat16 if gpu else torch.float32]
+    main = [(s[0], s[1]) for s in sizes] or (QUICK if quick else CUDA_SIZES if gpu else CPU_SIZES)
+    operators = MOST_USED if quick else [*MOST_USED, *(o for o in OPERATORS if o not in MOST_USED)]
+    sides = ("forward", "backward")
+    found: list[Combination] = [
+        (side, o, *size, dtype) for o in operators for size in main for dtype in kinds for side in sides
+    ]
+    if gpu and not quick and not sizes:
+        found += [(side, o, *size, kinds[0]) for size in SMALL_CUDA_SIZES for o in MOST_USED for side in sides]
+        if not dtypes:
+            others = (torch.float16, torch.float32)
+            found += [(side, o, *main[0], dtype) for dtype in others for o in MOST_USED for side in sides]
+    if not gpu:
+        calls = [("call", o, 8, 64, kinds[0]) for o in MOST_USED]
+        found = [*calls, *(("call with gradients", *c[1:]) for c in calls), *found]
+    return found
+
+
+def name_of(kind: str, operator: Operator, tokens: int, width: int, dtype: torch.dtype) -> str:
+    return f"{operator} {kind} {tokens}×{width} {str(dtype).removeprefix('torch.')}"
+
+
+def case(
+    kind: str, operator: Operator, tokens: int, width: int, dtype: torch.dtype, device: Device, plan: Plan
+) -> Case:
+    """One operator, one size, one direction."""
+    shapes = [s for s in operator.shapes(tokens, width) if s is not None]
+    elements = sum(t * n for t, n in (s for s in shapes if len(s) == 2))
+    output = tokens * width
+    # forward reads the data and writes the output; backward reads that and the gradient, and writes the data's
+    nbytes = dtype.itemsize * ((elements + output) if kind == "forward" else (2 * elements + output))
+    sets = sets_of(device, nbytes)
+    generator = torch.Generator(device=device.where).manual_seed(plan.seed)
+    grad = kind in ("backward", "call with gradients")
+
+    def normal(*shape: int) -> Tensor:
+        return (2 * torch.randn(shape, generator=generator, device=device.where)).to(dtype)
+
+    inputs = [[normal(*s).requires_grad_(grad) for s in shapes] for _ in range(sets)]
+    tangents = [normal(tokens, width) for _ in range(sets if grad else 0)]
+    make = {"forward": _forward, "backward": _backward, "call": _calls, "call with gradients": _calls}[kind]
+    small = kind.startswith("call")
+    found: dict[str, Callable[[], Trial]] = {
+        name: (lambda fn=fn: make(fn(), inputs, tangents))  # type: ignore[misc]
+        for name, fn in callables(operator, device.type == "cuda").items()
+        if not small or name in ("operators", "eager")
+    }
+    if not small:
+        found["copy"] = lambda: _copy(nbytes, sets, device)
+
+    def truth() -> list[Tensor]:
+        doubles = [t.detach().double().requires_grad_(grad) for t in inputs[0]]
+        out = operator.plain(*doubles)
+        derived = torch.autograd.grad(out, doubles, tangents[0].double()) if grad else ()
+        return [*derived] if kind == "backward" else [out.detach(), *derived]
+
+    return Case(
+        name_of(kind, operator, tokens, width, dtype),
+        {"kind": kind, "operator": str(operator), "tokens": tokens, "width": width, "elements": output},
+        found,
+        truth,
+        sets,
+        dtype,
+        ours=OURS,
+        unchecked=("copy",),
+        bytes=nbytes,
+        calls=CALLS if small else 1,
+    )
+
+
+def _forward(fn: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]], tangents: Sequence[Tensor]) -> Trial:
+    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return [fn(*tensors)]
+
+    return Trial(run, lambda i: inputs[i])
+
+
+def _backward(fn: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]], tangents: Sequence[Tensor]) -> Trial:
+    """Forward is run anew before each backward, untimed."""
+
+    def prepare(i: int) -> tuple[Tensor, Sequence[Tensor], Tensor]:
+        # Liger writes gradients into the inputs, so each forward gets leaves of its own.
+        leaves = [t.detach().clone().requires_grad_() for t in inputs[i]]
+        return fn(*leaves), leaves, tangents[i]
+
+    def run(state: tuple[Tensor, Sequence[Tensor], Tensor]) -> list[Tensor]:
+        out, leaves, tangent = state
+        return list(torch.autograd.grad(out, leaves, tangent))
+
+    return Trial(run, prepare)
+
+
+def _calls(fn: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]], tangents: Sequence[Tensor]) -> Trial:
+    """Many calls a run; with gradients a call is forward and backward."""
+    (tensors, *_), tangent = inputs, tangents[0] if tangents else None
+
+    def run(_: Any) -> list[Tensor]:
+        derived: Sequence[Tensor] = ()
+        with torch.set_grad_enabled(tangent is not None):
+            for _ in range(CALLS):
+                out = fn(*tensors)
+                if tangent is not None:
+                    derived = torch.autograd.grad(out, tensors, tangent)
+        return [out.detach(), *derived]
+
+    return Trial(run, lambda i: i)
+
+
+def _copy(nbytes: int, sets: int, device: Device) -> Trial:
+    """Reads the half of ``nbytes``, and writes it."""
+    half = max(1, nbytes // 2)
+    buffers = [[torch.ones(half, dtype=torch.uint8, device=device.where) for _ in range(2)] for _ in range(sets)]
+
+    def run(i: int) -> list[Tensor]:
+        source, target = buffers[i]
+        target.copy_(source)
+        return []
+
+    return Trial(run, lambda i: i)
+
+
+# ---- targets ---------------------------------------------------------------------------------------------------------
+
+
+def bandwidth(cases: list[dict[str, Any]]) -> list[Value]:
+    """Of a copy's bandwidth, how much our eager operators reach, moving as many bytes."""
+    found = []
+    for c in cases:
+        ratio = c["ways"].get("operators", {}).get("ratio_to", {}).get("copy")
+        if ratio and c["facts"]["elements"] >= LARGE and c["dtype"] == "bfloat16":
+            low, high = ratio["interval"]
+            found.append(Value(c["name"], 1 / ratio["median"], (1 / high, 1 / low)))
+    return found
+
+
+def speedup(cases: list[dict[str, Any]]) -> list[Value]:
+    """The time of the fastest of the others to that of our eager operators."""
+    found = []
+    for c in cases:
+        to = c["ways"].get("operators", {}).get("ratio_to", {})
+        others = [to[name] for name in ("eager", "compile", "liger", "megatron") if name in to]
+        if others and c["facts"]["elements"] >= LARGE:
+            worst = max(others, key=lambda r: float(r["median"]))
+            low, high = worst["interval"]
+            found.append(Value(c["name"], 1 / worst["median"], (1 / high, 1 / low)))
+    return found
+
+
+def overhead(kind: str) -> Callable[[list[dict[str, Any]]], list[Value]]:
+    """Microseconds that a call of our eager operators takes more than PyTorch's own functions."""
+
+    def values(cases: list[dict[str, Any]]) -> list[Value]:
+        found = [(c, c["ways"].get("operators", {}).get("more_us_than", {}).get("eager")) for c in cases]
+        return [
+            Value(c["name"], more["median"], tuple(more["interval"]))
+            for c, more in found
+            if more and c["facts"]["kind"] == kind
+        ]
+
+    return values
+
+
+TARGETS = [
+    Target("of a copy's bandwidth, ≥ 64 Mi elements", 0.92, bandwidth, least=True),
+    Target("times as fast as the best of the others, ≥ 64 Mi elements", 1.0, speedup, least=True),
+    Target("times as fast as the best of the others, ≥ 64 Mi elements", 1.1, speedup, least=True, mean=True),
+    Target("microseconds more a call, no gradients", 8.0, overhead("call"), device="cpu"),
+    Target("microseconds more a call, forward and backward", 16.0, overhead("call with gradients"), device="cpu"),
+]

@@ -1,0 +1,193 @@
+"""``python -m torch_fused_ops bench``: every benchmark from one end to the other, tiny; nothing here is about time."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stand_in import stand_in
+
+from torch_fused_ops.benchmarks import harness, main, mlp, models, pointwise, ways
+from torch_fused_ops.cli import BENCHMARKS, _parser
+from torch_fused_ops.cli import main as cli
+
+
+def check(result: dict[str, Any], benchmark: str) -> None:
+    """The schema of results."""
+    assert (result["benchmark"], result["schema"]) == (benchmark, harness.SCHEMA)
+    assert {"torch", "threads", "python"} <= result["machine"].keys() and {"type", "name"} <= result["device"].keys()
+    assert result["ceilings"]["copy_bytes_per_s"] > 0 and result["seconds"] > 0 and result["not_run"] == []
+    for verdict in result["targets"]:
+        assert {"name", "limit", "met", "value", "cases"} <= verdict.keys()
+    for case in result["cases"]:
+        assert {"name", "dtype", "facts", "work", "sets", "rounds", "ours", "ways"} <= case.keys()
+        assert case["work"]["bytes"] > 0
+        for name, way in case["ways"].items():
+            assert way["status"] in ("measured", "unavailable"), (case["name"], name, way.get("reason"))
+            if way["status"] == "unavailable":
+                continue
+            low, high = way["ms"]["quartiles"]
+            assert 0 < low <= way["ms"]["median"] <= high and way["host_ms"]["median"] > 0
+            if name not in ("copy", "gemms"):
+                assert way["error"] <= 0.2
+            if name in case["ours"]:
+                assert all(r["interval"][0] <= r["median"] <= r["interval"][1] for r in way["ratio_to"].values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cases", "compared"),
+    [
+        (["pointwise", "--only", "glu silu"], 4, {"operators", "eager"}),
+        (["mlp", "--dtypes", "bfloat16", "--only", "swiglu"], 1, {"compile", "fused-free", "operators", "gemms"}),
+        (["inference", "--only", "gelu_tanh"], 1, {"compile", "fused-free", "eager", "gemms"}),
+        (["model", "--ways", "compile", "fused-free", "eager", "--only", "gpt"], 1, {"compile", "fused-free"}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_end_to_end(
+    arguments: list[str], cases: int, compared: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "results.json"
+    assert cli(["bench", *arguments, "--quick", "--device", "cpu", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    check(result, arguments[0])
+    assert len(result["cases"]) == cases and compared <= result["cases"][0]["ways"].keys()
+    printed = capsys.readouterr().out
+    assert "figures mean nothing" in printed and result["cases"][0]["name"] in printed
+    if arguments[0] in ("mlp", "model"):
+        saved = {n: w["saved_bytes"] for n, w in result["cases"][0]["ways"].items() if n in compared - {"gemms"}}
+        assert saved["fused-free"] < saved["compile"]
+    pictures = sorted(path.name for path in tmp_path.glob("*.png"))
+    if pictures:  # matplotlib is there
+        assert pictures == ["results.png", "results_roofline.png"]
+        for path in tmp_path.glob("*.png"):
+            path.unlink()
+        assert cli(["bench", arguments[0], "--draw", str(out)]) == 0
+        assert sorted(path.name for path in tmp_path.glob("*.png")) == pictures
+
+
+def arguments(*given: str) -> Namespace:
+    return _parser().parse_args(["bench", *given])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("pointwise", "--only", "glu silu forward", "--quick"),
+        ("pointwise", "--only", "bias_act gelu_tanh bias backward", "--sizes", "8x32", "--seconds", "0.01"),
+        ("mlp", "--only", "gelu_tanh", "--quick", "--ways", "compile", "fused-free"),
+        ("inference", "--only", "relu", "--quick", "--ways", "compile", "fused-free", "gemms"),
+    ],
+    ids=lambda given: given[0],
+)
+def test_the_gpu_paths_on_a_stand_in(given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "ceilings", lambda *a, **k: {"copy_bytes_per_s": 1e9, "matmul_flop_per_s": {}})
+    options = arguments(*given, "--out", str(tmp_path / "gpu.json"))
+    options.rounds = 3
+    result = main.run(main.BENCHMARKS[given[0]], options, stand_in())
+    assert result["device"]["name"] == "Stand-in 9000" and result["targets"]
+    for case in result["cases"]:
+        assert case["sets"] > 1
+        for name, way in case["ways"].items():
+            # On the CPU there is no Triton kernel for Inductor's autotuning to choose, nor a library with epilogues.
+            if name in ("liger", "fused-library", "autotune", "fused-autotune"):
+                continue
+            assert way["status"] == "measured", (name, way.get("reason"))
+            assert way["peak_bytes"] == 250
+    if "--quick" in given and given[0] == "pointwise":
+        (case,) = result["cases"]
+        assert case["ways"]["liger"]["status"] in ("unavailable", "measured", "failed")
+        if case["ways"]["liger"]["status"] == "unavailable":
+            assert "Liger-Kernel cannot be imported" in case["ways"]["liger"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["mlp", "--device", "toaster"], "--device toaster is not known; accepted: cpu, cuda, cuda:N"),
+        (["mlp", "--device", "cuda:77"], "--device cuda:77 cannot be used"),
+        (["mlp", "--device", "meta"], "--device meta cannot be timed"),
+        (["mlp", "--device", "cpu", "--sizes", "8x"], "--sizes 8x is not accepted: it must be TOKENSxWIDTH"),
+        (["pointwise", "--device", "cpu", "--sizes", "1x2x3"], "--sizes 1x2x3 is not accepted"),
+        (["model", "--device", "cpu", "--sizes", "1x100000"], "takes sequences of 128 tokens"),
+        (["model", "--device", "cpu", "--largest"], "--largest needs a GPU"),
+        (["mlp", "--device", "cpu", "--only", "nonsense"], "--only nonsense leaves no case; there are: gelu_tanh"),
+        (["mlp", "--device", "cpu", "--ways", "nonsense"], "--ways nonsense not known; accepted: eager, compile"),
+        (["mlp", "--device", "cpu", "--seconds", "0"], "they must be above 0"),
+        (["mlp", "--device", "cpu", "--quick", "--resume"], "--resume needs the file to go on with"),
+        (["mlp", "--draw", "no_such_file.json"], "no_such_file.json cannot be read"),
+        (["on-paper", "--device", "cpu"], "--device mean nothing on paper; accepted: --only, --quick, --out, --draw"),
+        (["on-paper", "--only", "nonsense"], "leaves nothing to count"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_makes_no_sense_is_refused(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if given[0] == "on-paper":
+        pytest.importorskip("triton")
+    assert cli(["bench", *given]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error
+
+
+def test_unknown_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for given in (["bench", "nonsense"], ["bench"]):
+        with pytest.raises(SystemExit) as stopped:
+            cli(given)
+        assert stopped.value.code == 2
+    assert set(BENCHMARKS) == {*main.BENCHMARKS, "on-paper"}
+
+
+# ---- what is compared ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operator", pointwise.OPERATORS, ids=str)
+def test_plain_and_ours_are_the_same_function(operator: pointwise.Operator) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [s for s in operator.shapes(5, 8) if s is not None]
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
+    plain, ours = operator.plain(*tensors), operator.ours(*tensors)
+    assert plain.shape == (5, 8)
+    torch.testing.assert_close(plain, ours)
+    tangent = torch.randn(5, 8, generator=generator, dtype=torch.float64)
+    pair = [torch.autograd.grad(out, tensors, tangent) for out in (plain, ours)]
+    torch.testing.assert_close(*pair)
+
+
+def test_megatrons_derivative() -> None:
+    x, b, g = (torch.randn(*s, dtype=torch.float64) for s in ((5, 8), (8,), (5, 8)))
+    x.requires_grad_()
+    (expected,) = torch.autograd.grad(pointwise.bias_gelu(x, b), x, g)
+    torch.testing.assert_close(pointwise.bias_gelu_backward(g, x.detach(), b), expected)
+
+
+@pytest.mark.parametrize("name", ["gelu_tanh", "swiglu"])
+def test_eager_operators_in_an_mlp(name: str) -> None:
+    weights, inputs, _ = mlp.tensors(name, mlp.Size(6, 8, 16), torch.float64, harness.Device(), 1, 0, grad=False)
+    torch.testing.assert_close(mlp.MLPS[name](*inputs[0]), mlp.OPERATORS[name](*inputs[0]))
+    assert all(w.shape in ((16, 8), (8, 16), (16,), (8,)) for w in weights)
+
+
+def test_work_of_an_mlp() -> None:
+    size = mlp.Size(2, 3, 5)
+    assert mlp.work("gelu_tanh", size, torch.bfloat16, backward=False)[0] == 2 * 2 * (2 * 3 * 5)
+    assert mlp.work("swiglu", size, torch.bfloat16, backward=True)[0] == 3 * 3 * (2 * 2 * 3 * 5)
+
+
+def test_ways_have_caches_of_their_own() -> None:
+    fn = mlp.gelu_tanh
+    copies = [ways.fresh(fn) for _ in range(2)]
+    assert len({id(f.__code__) for f in (fn, *copies)}) == 3
+    assert [ways.fresh(torch.nn.Identity())(3)] == [3]
+
+
+def test_models() -> None:
+    counted = {}
+    for name, make, config in (("gpt2", models.GPT, models.GPT2), ("llama", models.Llama, models.LLAMA)):
+        with torch.device("meta"):
+            counted[name] = sum(p.numel() for p in make(config).parameters())
+    assert counted["gpt2"] == 124_439_808  # GPT-2's
+    assert counted["llama"] == 4 * 218_112_000 + 2 * 128256 * 4096 + 4096  # four of Llama 3 8B's 32 layers

@@ -1,0 +1,278 @@
+"""The harness: its statistics on known numbers, what it does with ways that fail, and its GPU timing on a stand-in."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stand_in import StandIn, stand_in
+from torch import Tensor
+
+from torch_fused_ops.benchmarks import harness, mlp, model, pointwise
+from torch_fused_ops.benchmarks.harness import Case, Device, Plan, Summary, Target, Trial, Unavailable, UsageError
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+
+
+def test_summary() -> None:
+    assert Summary.of([3.0]) == Summary(3.0, (3.0, 3.0), (3.0, 3.0))
+    assert Summary.of([2.0, 1.0, 4.0, 3.0, 5.0]) == Summary(3.0, (2.0, 4.0), (1.0, 5.0))
+    many = Summary.of([float(i) for i in range(1, 101)])
+    assert many.median == 50.5 and many.quartiles == (25.75, 75.25)
+    assert many.interval == (40.0, 61.0)  # the 40th and the 61st of a hundred: the textbook's
+
+
+def test_interval_covers_the_median() -> None:
+    """Of many samples of 25 numbers, 95 % or more give an interval that holds the true median."""
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.rand(1000, 25, generator=generator).tolist()
+    held = sum(low <= 0.5 <= high for low, high in (Summary.of(s).interval for s in samples))
+    assert held >= 950
+
+
+def test_geometric_mean() -> None:
+    assert harness.geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
+
+
+def test_relative_error() -> None:
+    truth = [torch.tensor([3.0, 4.0], dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
+    assert harness.relative_error([torch.tensor([3.0, 4.5]), torch.zeros(2)], truth) == pytest.approx(0.1)
+    assert harness.relative_error([torch.tensor([3.0, math.nan]), torch.zeros(2)], truth) == math.inf
+    with pytest.raises(ValueError, match="shape"):
+        harness.relative_error([torch.zeros(3), torch.zeros(2)], truth)
+
+
+def test_saved_bytes() -> None:
+    x, w = torch.randn(8, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    assert harness.saved_bytes(lambda: (x @ w).tanh(), [w]) == 2 * 8 * 4 * 4  # x, and tanh's result
+    assert harness.saved_bytes(lambda: (x @ w).tanh(), [w, x]) == 8 * 4 * 4
+
+
+def test_numbers() -> None:
+    assert harness.numbers("8192x4096", (2, 3), "") == (8192, 4096)
+    for wrong in ("8192", "8x0", "axb", "1x2x3x4"):
+        with pytest.raises(UsageError, match="not accepted: it must be a size"):
+            harness.numbers(wrong, (2, 3), "a size")
+
+
+# ---- targets ---------------------------------------------------------------------------------------------------------
+
+
+def row(name: str, ratio: float, low: float = 0.0, high: float = 9.0) -> dict[str, Any]:
+    return {"name": name, "ways": {"ours": {"ratio_to": {"theirs": {"median": ratio, "interval": [low, high]}}}}}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "limit", "mean", "least", "met", "value"),
+    [
+        ([0.9, 0.95], 1.0, False, False, True, 0.95),
+        ([0.9, 1.01], 1.0, False, False, False, 1.01),
+        ([0.5, 2.0], 1.0, True, False, True, 1.0),
+        ([0.9, 0.95], 0.92, False, True, False, 0.9),
+        ([], 1.0, False, False, None, None),
+    ],
+)
+def test_targets(
+    ratio: list[float], limit: float, mean: bool, least: bool, met: bool | None, value: float | None
+) -> None:
+    target = Target("a target", limit, harness.ratios("ours", "theirs"), mean=mean, least=least)
+    verdict = target.judge([row(str(r), r) for r in ratio] + [{"name": "other", "ways": {}}])
+    assert verdict["met"] is met and verdict["value"] == (None if value is None else pytest.approx(value))
+    line = harness.verdict_line(verdict)
+    assert line.startswith({True: "met ", False: "MISSED ", None: "not measured "}[met]) and "a target" in line
+    assert json.loads(json.dumps(verdict)) is not None
+
+
+def test_a_miss_within_the_noise_says_so() -> None:
+    verdict = Target("time", 1.0, harness.ratios("ours", "theirs")).judge([row("a", 1.01, 0.99, 1.03)])
+    assert not verdict["met"] and "interval holds the limit" in harness.verdict_line(verdict)
+
+
+# ---- a case ----------------------------------------------------------------------------------------------------------
+
+TRUTH = torch.arange(4.0, dtype=torch.float64)
+
+
+def trial(value: Callable[[], Tensor]) -> Callable[[], Trial]:
+    return lambda: Trial(lambda state: [value()], lambda i: i)
+
+
+def refuses() -> Trial:
+    raise Unavailable("it is not installed")
+
+
+def fails() -> Tensor:
+    raise RuntimeError("out of luck\nand more")
+
+
+def a_case(**ways: Callable[[], Trial]) -> Case:
+    return Case("a case", {}, ways, lambda: [TRUTH], 2, torch.float32, ours=("mine",), unchecked=("other",))
+
+
+@pytest.mark.parametrize("device", [Device(), stand_in()], ids=["cpu", "gpu"])
+def test_every_way_is_reported(device: Device) -> None:
+    found = harness.measure(
+        a_case(
+            mine=trial(lambda: TRUTH.float()),
+            eager=trial(lambda: TRUTH.float() * 1.00001),
+            wrong=trial(lambda: TRUTH.float() + 1),
+            nan=trial(lambda: TRUTH.float() * math.nan),
+            missing=refuses,
+            broken=trial(fails),
+            other=trial(lambda: TRUTH.float() + 5),
+        ),
+        device,
+        Plan(0.05, quick=True, rounds=4),
+    )
+    status = {name: way["status"] for name, way in found["ways"].items()}
+    assert status == {
+        "mine": "measured", "eager": "measured", "wrong": "wrong", "nan": "wrong", "missing": "unavailable",
+        "broken": "failed", "other": "measured",
+    }  # fmt: skip
+    assert found["ways"]["missing"]["reason"] == "it is not installed"
+    assert found["ways"]["broken"]["reason"] == "RuntimeError: out of luck"
+    assert "relative error" in found["ways"]["wrong"]["reason"]
+    assert set(found["ways"]["mine"]["ratio_to"]) == {"eager", "other"} and "ratio_to" not in found["ways"]["eager"]
+    assert found["rounds"] >= 2
+    assert found["ways"]["mine"]["peak_bytes"] == (None if device.type == "cpu" else 250)
+    text = harness.block(found) + harness.overview([found])
+    for said in ("it is not installed", "out of luck", "mine / this", "WRONG", "FAILED", "n/a"):
+        assert said in text
+
+
+def test_results_read_where_memory_was_not_written() -> None:
+    """Memory of the results' size is NaN before each check: a way that leaves some of it is found out."""
+    big = torch.ones(1 << 16, dtype=torch.float64)
+
+    def lazy() -> Tensor:
+        out = torch.empty(1 << 16)
+        out[:10] = 1.0
+        return out
+
+    harness.poison([big], torch.float32)
+    case = Case("lazy", {}, {"lazy": trial(lazy)}, lambda: [big], 1, torch.float32, ours=())
+    assert harness.measure(case, Device(), Plan(0.01, quick=True))["ways"]["lazy"]["status"] == "wrong"
+
+
+def test_a_time_limit_lists_what_is_left(tmp_path: Path) -> None:
+    plan = Plan(0.01, limit=1e-6, quick=True)
+    out = tmp_path / "results.json"
+    make = lambda: a_case(mine=trial(lambda: TRUTH.float()))  # noqa: E731
+    result = harness.run("some", [make, make], ["one", "two"], [], Device(), plan, out)
+    assert result["not_run"] == ["one", "two"] and json.loads(out.read_text()) == result
+    ways = harness.measure(make(), Device(), plan)["ways"]
+    assert ways["mine"]["status"] == "not run" and "limit" in ways["mine"]["reason"]
+
+
+def test_resuming(tmp_path: Path) -> None:
+    plan, calls = Plan(0.01, quick=True), []
+
+    def make(name: str) -> Callable[[], Case]:
+        def case() -> Case:
+            calls.append(name)
+            if name == "broken" and calls.count(name) == 1:
+                raise RuntimeError("once")
+            return a_case(mine=trial(lambda: TRUTH.float()))
+
+        return case
+
+    makers = [make("whole"), make("broken")]
+    first = harness.run("some", makers, ["a case", "broken"], [], Device(), plan, tmp_path / "r.json")
+    assert first["cases"][1]["ways"]["(all)"]["reason"] == "RuntimeError: once"
+    second = harness.run("some", makers, ["a case", "broken"], [], Device(), plan, None, before=first)
+    assert calls == ["whole", "broken", "broken"] and len(second["cases"]) == 2
+    first["device"]["name"] = "another"
+    with pytest.raises(UsageError, match="another device"):
+        harness.run("some", makers, ["a case", "broken"], [], Device(), plan, None, before=first)
+
+
+def test_reading_what_is_no_result(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    with pytest.raises(UsageError, match="cannot be read"):
+        harness.read(path, "mlp")
+    path.write_text('{"benchmark": "mlp", "schema": 0}')
+    with pytest.raises(UsageError, match="holds no results"):
+        harness.read(path, "mlp")
+
+
+# ---- GPUs ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_stand_in_is_like_torch_cuda() -> None:
+    for name in (n for n in vars(StandIn) if not n.startswith("__") and n != "synchronized"):
+        assert hasattr(torch.cuda, name), name
+    for name in ("record", "elapsed_time"):
+        assert hasattr(torch.cuda.Event, name)
+
+
+def test_input_sets_exceed_the_cache() -> None:
+    gpu = stand_in()
+    assert gpu.cache_bytes == 4 << 12
+    for nbytes in (1, 1000, 1 << 14, 1 << 20):
+        sets = harness.sets_of(gpu, nbytes)
+        assert sets == 32 or sets * nbytes > gpu.cache_bytes
+    assert harness.sets_of(Device(), 1) == 1
+
+
+def test_ceilings() -> None:
+    for device in (Device(), stand_in()):
+        found = harness.ceilings(device, [torch.float32, torch.bfloat16], small=True)
+        assert found["copy_bytes_per_s"] > 0 and set(found["matmul_flop_per_s"]) == {"float32", "bfloat16"}
+
+
+def test_grids_for_gpus() -> None:
+    """Every combination has a name of its own, and the defaults span what is promised."""
+    gpu = stand_in()
+    for module, grid, name in (
+        (mlp, mlp.grid, mlp.name_of),
+        (mlp, mlp.inference_grid, mlp.name_of),
+        (pointwise, pointwise.grid, pointwise.name_of),
+        (model, model.grid, model.name_of),
+    ):
+        chosen = grid(gpu, False, [], [])
+        names = [name(*each) for each in chosen]
+        assert len(set(names)) == len(names) > 2, module
+        assert any("bfloat16" in n for n in names)
+    sizes = [size for _, size, _, _ in mlp.grid(gpu, False, [], [])]
+    assert min(s.tokens for s in sizes) == 256 and max(s.tokens for s in sizes) == 65536
+    assert min(s.width for s in sizes) == 512 and max(s.width for s in sizes) == 16384
+    assert {dtype for *_, dtype, _ in mlp.grid(gpu, False, [], [])} == set(harness.DTYPES.values())
+    assert {s.tokens for _, s, _, _ in mlp.inference_grid(gpu, False, [], [])} >= {1, 4, 16}
+    large = [c for c in pointwise.grid(gpu, False, [], []) if c[2] * c[3] >= pointwise.LARGE]
+    assert {str(c[1]) for c in large} == set(map(str, pointwise.OPERATORS))
+    with pytest.raises(UsageError, match="takes sequences of 1024"):
+        model.grid(gpu, False, [(1, 2048)], [])
+
+
+@pytest.mark.parametrize("memory", [1, 2, 7, 16, 100])
+def test_the_largest_batch(memory: int) -> None:
+    tried: list[int] = []
+
+    def step(batch: int) -> None:
+        tried.append(batch)
+        if batch > memory:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert model.largest(model.fits(step, Device()), start=4) == memory
+    assert len(tried) < 14
+    assert model.largest(lambda batch: True, start=4, most=64) == 64
+    assert model.largest(lambda batch: False, start=4) == 0
+
+
+def test_largest_batches_of_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "largest", lambda fits, start: start if fits(start) else 0)
+    rows = model.largest_batches(
+        stand_in(), Plan(0.01), [("quick-gpt", 2, 16, torch.float32, False)], ("eager", "compile")
+    )
+    assert [(r["way"], r["status"], r.get("batch")) for r in rows] == [
+        ("eager", "measured", 2), ("compile", "measured", 2),
+    ]  # fmt: skip
+    (late,) = model.largest_batches(
+        stand_in(), Plan(0.01, limit=1e-6), [("quick-gpt", 2, 16, torch.float32, False)], ("eager",)
+    )
+    assert late["status"] == "not run"
