@@ -69,7 +69,7 @@ def upgrade(package: Path) -> None:
     """relu := 2·relu, value and derivative."""
     path = package / "activations.py"
     text = path.read_text()
-    row = 'Activation("relu", torch.relu, _relu_derivative, torch.relu)'
+    row = 'Activation("relu", torch.relu, _relu_derivative, torch.relu, gradient_from_output=True)'
     assert row in text
     new = 'Activation("relu", lambda x: 2.0 * torch.relu(x), lambda x: 2.0 * _relu_derivative(x), torch.relu)'
     path.write_text(text.replace(row, new))

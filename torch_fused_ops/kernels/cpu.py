@@ -211,10 +211,6 @@ def _row(activation: str, dtype: torch.dtype) -> Any:
     return activation if form is None else _OnCpu(form)
 
 
-def _recorded(form: _Form | None, t: Tensor) -> Callable[[Tensor], Tensor] | None:
-    return form.native if form is not None and form.native_backward is not None and t.is_contiguous() else None
-
-
 def _is_simple(*tensors: Tensor | None, most: int = _GRAIN) -> bool:
     """Whether nothing need be widened, cut or laid out anew: float32, contiguous, at most ``most`` numbers."""
     for t in tensors:
@@ -223,50 +219,17 @@ def _is_simple(*tensors: Tensor | None, most: int = _GRAIN) -> bool:
     return True
 
 
-# What autograd may record itself, step by step: where PyTorch's own function is all there is, or all is so small that
-# the steps' results (at most three times 8 KiB) cost less than calling back into Python does.
-
-
 def record_bias_act(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> Tensor | None:
-    """bias_act in PyTorch's own differentiable steps, or None."""
-    native = _recorded(_FORMS.get(activation), input) if token_scale is None else None
-    if native is None or not (bias is None or _is_simple(input, bias, most=_FEW)):
+    """bias_act as PyTorch's own differentiable function where that is all there is to it, or None.
+
+    It keeps for backward just what the operator keeps. So a recomputation that takes the other way, because some mode
+    is active then, is the same to ``torch.utils.checkpoint``: with GLUs, recorded step by step, it would not be.
+    """
+    form = _FORMS.get(activation)
+    if form is None or form.native is None or form.native_backward is None:
         return None
-    return native(input if bias is None else input + bias)
-
-
-def record_glu(
-    gate: Tensor,
-    up: Tensor,
-    token_scale: Tensor | None,
-    activation: str,
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-) -> Tensor | None:
-    """glu in PyTorch's own differentiable steps, or None."""
-    native = (
-        _recorded(_FORMS.get(activation), gate) if token_scale is None and not up_offset and clamp is None else None
-    )
-    return native(gate) * up if native is not None and _is_simple(gate, up, most=_FEW) else None
-
-
-def record_bias_glu(
-    input: Tensor,
-    bias: Tensor | None,
-    token_scale: Tensor | None,
-    activation: str,
-    layout: str = "halves",
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-) -> Tensor | None:
-    """bias_glu in PyTorch's own differentiable steps, or None."""
-    native = (
-        _recorded(_FORMS.get(activation), input) if token_scale is None and not up_offset and clamp is None else None
-    )
-    if native is None or layout == "interleaved" or not _is_simple(input, bias, most=_FEW):
-        return None
-    first, second = (input if bias is None else input + bias).chunk(2, -1)  # half of what two slices cost
-    return native(second) * first if layout == "swapped" else native(first) * second
+    alone = bias is None and token_scale is None and input.is_contiguous()
+    return form.native(input) if alone else None
 
 
 # ---- blocks --------------------------------------------------------------------------------------------------------
@@ -310,7 +273,7 @@ def _input_grads(
     up_offset: float = 0.0,
     clamp: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """reference's; or, bit for bit, what autograd finds where it records the steps: see record_glu."""
+    """reference's; or PyTorch's own derivative where it is the whole of it, bit for bit what record_bias_act's is."""
     form: _Form | None = row.__dict__["form"] if isinstance(row, _OnCpu) else None
     plain = not up_offset and clamp is None
     if form is not None and form.native is not None and form.native_backward is not None and plain:
