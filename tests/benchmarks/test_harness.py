@@ -249,7 +249,7 @@ def test_grids_for_gpus() -> None:
         model.grid(gpu, False, [(1, 2048)], [])
 
 
-@pytest.mark.parametrize("memory", [1, 2, 7, 16, 100])
+@pytest.mark.parametrize("memory", [1, 16, 100])
 def test_the_largest_batch(memory: int) -> None:
     tried: list[int] = []
 
@@ -264,6 +264,7 @@ def test_the_largest_batch(memory: int) -> None:
     assert model.largest(lambda batch: False, start=4) == 0
 
 
+@pytest.mark.slow
 def test_largest_batches_of_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "largest", lambda fits, start: start if fits(start) else 0)
     rows = model.largest_batches(
