@@ -87,8 +87,8 @@ SAME_ELEMENTS = {
     aten.split_with_sizes.default,
     prims.convert_element_type.default,
 }
-GEMMS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default}
-LINEAR = {aten.mm.default, aten.addmm.default, aten._grouped_mm.default}  # those of linear layers, and of experts
+LINEAR = {aten.mm.default, aten.addmm.default, aten._grouped_mm.default}  # GEMMs of linear layers, and of experts
+GEMMS = LINEAR | {aten.bmm.default, aten.baddbmm.default}
 SUMS = {aten.add.Tensor, aten.mul.Tensor}  # a bias, an adapter and its factor
 
 

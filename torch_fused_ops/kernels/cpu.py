@@ -211,10 +211,10 @@ def _row(activation: str, dtype: torch.dtype) -> Any:
     return activation if form is None else _OnCpu(form)
 
 
-def _is_simple(*tensors: Tensor | None, most: int = _GRAIN) -> bool:
-    """Whether nothing need be widened, cut or laid out anew: float32, contiguous, at most ``most`` numbers."""
+def _is_simple(*tensors: Tensor | None) -> bool:
+    """Whether nothing need be widened, cut or laid out anew: float32, contiguous, no more numbers than a grain."""
     for t in tensors:
-        if t is not None and (t.dtype != torch.float32 or t.numel() > most or not t.is_contiguous()):
+        if t is not None and (t.dtype != torch.float32 or t.numel() > _GRAIN or not t.is_contiguous()):
             return False
     return True
 
