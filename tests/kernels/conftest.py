@@ -14,9 +14,10 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     from kernel_harness import Device
 
     from torch_fused_ops.kernels import activation as kernels
+    from torch_fused_ops.kernels import launching
 
     on = Device(request.param)
-    monkeypatch.setattr(kernels, "_launch", on.launch)
+    monkeypatch.setattr(launching, "launch", on.launch)
     for plan in (kernels._plan, kernels._row_plan):
         plan.cache_clear()
     yield on

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from torch_fused_ops.kernels import activation as kernels
+from torch_fused_ops.kernels import launching
 from torch_fused_ops.testing import virtual_gpu
 
 # The precision contract: ulps of the 16-bit types (forward, gradients), relative errors of the others, and the size
@@ -24,7 +24,7 @@ class Device:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.really_launch = kernels._launch
+        self.really_launch = launching.launch
         self.launches: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
     def launch(self, kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
@@ -77,7 +77,7 @@ def recorded(
 ) -> list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]]:
     """The launches of a call, none of them carried out: kernel, grid, arguments, constants. Tensors may be "meta"."""
     launches: list[Any] = []
-    with mock.patch.object(kernels, "_launch", lambda k, grid, device, *a, **c: launches.append((k, grid, a, c))):
+    with mock.patch.object(launching, "launch", lambda k, grid, device, *a, **c: launches.append((k, grid, a, c))):
         operator(*args)
     return launches
 

@@ -21,6 +21,7 @@ from kernel_harness import GPUS, NAMES, Device, assemble, assert_close, meta, re
 
 from torch_fused_ops import activations, reference
 from torch_fused_ops.kernels import activation as kernels
+from torch_fused_ops.kernels import launching
 from torch_fused_ops.testing import virtual_gpu
 
 BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
@@ -313,8 +314,8 @@ def test_results_are_the_same_in_every_run(device: Device) -> None:
 @pytest.mark.parametrize("layout", reference.LAYOUTS)
 def test_wide_offsets_give_the_same(device: Device, name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """64-bit offsets, and rows that overflow into the grid's third axis."""
-    monkeypatch.setattr(kernels, "_INT32_MAX", 0)
-    monkeypatch.setattr(kernels, "_GRID_LIMIT", 3)
+    monkeypatch.setattr(kernels, "INT32_MAX", 0)
+    monkeypatch.setattr(launching, "GRID_LIMIT", 3)
     for option in (False, True):
         args = arguments(name, (500, 20), layout=layout, bias=option, scale=option)
         check(device, name, args, normal(500, 20))

@@ -17,7 +17,7 @@ from kernel_harness import assert_close as within_contract
 
 from torch_fused_ops import activations, reference
 from torch_fused_ops.kernels import activation as kernels
-from torch_fused_ops.kernels import cpu
+from torch_fused_ops.kernels import cpu, launching
 from torch_fused_ops.testing import virtual_gpu
 
 BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
@@ -121,8 +121,8 @@ def test_wide_offsets_give_the_same(device: Device, monkeypatch: pytest.MonkeyPa
         args = arguments(name, layout, (50, 20), torch.float32)
         narrow = device.run(getattr(kernels, f"{name}_fp8"), *args)
         with monkeypatch.context() as patch:
-            patch.setattr(kernels, "_INT32_MAX", 0)
-            patch.setattr(kernels, "_GRID_LIMIT", 3)
+            patch.setattr(kernels, "INT32_MAX", 0)
+            patch.setattr(launching, "GRID_LIMIT", 3)
             kernels._row_plan.cache_clear()
             wide = device.run(getattr(kernels, f"{name}_fp8"), *args)
             assert device.launches[0][2]["WIDE"]

@@ -29,17 +29,22 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import activations, reference
+from torch_fused_ops.kernels import launching
+from torch_fused_ops.kernels.launching import (
+    INT32_MAX,
+    OPTIONS,
+    Matrix,
+    blocks,
+    compute_type,
+    libdevice,
+    matrix,
+    power_of_2,
+    room,
+    row_grid,
+    tl,
+    triton,
+)
 from torch_fused_ops.reference import Grads3
-
-try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra import libdevice
-except ImportError as error:
-    raise ImportError(
-        "torch_fused_ops needs Triton to run its operators on a GPU in eager mode, and it cannot be imported. "
-        'Install it with: pip install "torch-fused-ops[triton]" (GPU builds of PyTorch bring the Triton that fits them)'
-    ) from error
 
 __all__ = [
     "bias_act",
@@ -490,55 +495,6 @@ _MOST_STEPS = 64
 _FEWEST_STEPS = 4
 _ENOUGH_PROGRAMS = 1024
 
-_INT32_MAX = 2**31 - 1
-_GRID_LIMIT = 65535  # of the grid's second and third axes, on every vendor's GPUs
-
-# The formulas' cost and accuracy rest on fused multiply-adds, which Triton 3.10 turns off by default.
-_OPTIONS = {"enable_fp_fusion": True}
-
-
-class _Matrix(NamedTuple):
-    """How the kernels see a tensor: element (r, c) lies ``row·r + column·c`` elements after the first."""
-
-    row: int = 0
-    column: int = 0
-    columns: int = 0
-    itemsize: int = 0  # 0: there is no tensor
-
-
-def _matrix(t: Tensor | None) -> tuple[Tensor | None, _Matrix]:
-    """(..., n) as a matrix of n columns; a copy of it where no single stride walks the leading axes."""
-    if t is None:
-        return None, _Matrix()
-    columns = t.shape[-1]
-    row = columns if t.is_contiguous() else _common_stride(t.shape[:-1], t.stride()[:-1])
-    if row is None:
-        t, row = t.contiguous(), columns
-    return t, _Matrix(row, t.stride(-1), columns, t.element_size())
-
-
-def _common_stride(shape: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The stride that walks all these axes as if they were one; None if there is none."""
-    common, walked = 0, 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size == 1:
-            continue
-        if walked == 1:
-            common = stride
-        elif stride != common * walked:
-            return None
-        walked *= size
-    return common
-
-
-def _blocks(size: int, block: int) -> int:
-    return -(-size // block)
-
-
-def _power_of_2(size: int) -> int:
-    """The least power of 2 that is not less."""
-    return 1 << (size - 1).bit_length()
-
 
 class _Plan(NamedTuple):
     """How the work is cut into programs."""
@@ -555,7 +511,7 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    rows: int, columns: int, matrices: tuple[_Matrix, ...], vectors: tuple[_Matrix, ...], loads: int, add_rows: bool
+    rows: int, columns: int, matrices: tuple[Matrix, ...], vectors: tuple[Matrix, ...], loads: int, add_rows: bool
 ) -> _Plan:
     """The plan for these matrices; ``vectors`` are bias and scale.
 
@@ -574,18 +530,17 @@ def _plan(
         height, width = 1, widest
     else:
         strided = columns > 1 and any(m.column > 1 for m in matrices)
-        width = min(_power_of_2(columns), _WIDEST_STRIDED if strided else widest)
-        while width > 256 and _blocks(columns, width) * width > 1.125 * columns:
+        width = min(power_of_2(columns), _WIDEST_STRIDED if strided else widest)
+        while width > 256 and blocks(columns, width) * width > 1.125 * columns:
             width //= 2  # 1408 columns are 3 blocks of 512 rather than 2 of 1024
-        height = min(_power_of_2(rows), widest * loads // width)
-    row_blocks, column_blocks, steps = _blocks(rows, height), _blocks(columns, width), 1
+        height = min(power_of_2(rows), widest * loads // width)
+    row_blocks, column_blocks, steps = blocks(rows, height), blocks(columns, width), 1
     if add_rows:
-        steps = min(_MOST_STEPS, _power_of_2(row_blocks))
+        steps = min(_MOST_STEPS, power_of_2(row_blocks))
         while steps > _FEWEST_STEPS and row_blocks * column_blocks < steps * _ENOUGH_PROGRAMS:
             steps //= 2
-        row_blocks = _blocks(row_blocks, steps)
-    deep = _blocks(row_blocks, _GRID_LIMIT)
-    high = _blocks(row_blocks, deep)
+        row_blocks = blocks(row_blocks, steps)
+    high, deep = row_grid(row_blocks)
     row_blocks = high * deep  # a few programs may find no rows; their partial sums are zero
     # The largest offset, those past the ends (masked) included: of the tensors, and of the partial sums.
     last_row, last_column = row_blocks * steps * height - 1, column_blocks * width * pack - 1
@@ -593,11 +548,11 @@ def _plan(
     reach = max(reach, column_blocks * last_row, row_blocks * last_column)
     constants = {
         "FLAT": flat,
-        "WIDE": reach > _INT32_MAX,
+        "WIDE": reach > INT32_MAX,
         "BLOCK_M": height,
         "BLOCK_N": width,
         "num_warps": _WARPS,
-        **_OPTIONS,
+        **OPTIONS,
     }
     return _Plan(
         rows, columns, columns * pack, steps, row_blocks, column_blocks, (column_blocks, high, deep), constants
@@ -620,36 +575,29 @@ class _RowPlan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _row_plan(rows: int, columns: int, matrices: tuple[_Matrix, ...]) -> _RowPlan:
+def _row_plan(rows: int, columns: int, matrices: tuple[Matrix, ...]) -> _RowPlan:
     """The plan for programs that see whole rows of these matrices."""
     matrices = tuple(m for m in matrices if m.itemsize)
     pack = max(m.columns for m in matrices) // columns
     numbers = max(pack, len(matrices) - 1)  # of each place in the result: the first matrix
-    width = min(_power_of_2(columns), _WIDEST_ROW // numbers)
-    height = min(_power_of_2(rows), max(1, _LEAST_TILE // width))
-    row_blocks = _blocks(rows, height)
-    deep = _blocks(row_blocks, _GRID_LIMIT)
-    high = _blocks(row_blocks, deep)
-    last_row, last_column = high * deep * height - 1, _blocks(columns, width) * width * pack - 1
+    width = min(power_of_2(columns), _WIDEST_ROW // numbers)
+    height = min(power_of_2(rows), max(1, _LEAST_TILE // width))
+    row_blocks = blocks(rows, height)
+    high, deep = row_grid(row_blocks)
+    last_row, last_column = high * deep * height - 1, blocks(columns, width) * width * pack - 1
     reach = max(last_row * max(m.row, m.columns) + last_column * m.column for m in matrices)
     constants = {
         "WHOLE": width >= columns,
-        "WIDE": reach > _INT32_MAX,
+        "WIDE": reach > INT32_MAX,
         "BLOCK_M": height,
         "BLOCK_N": width,
         "num_warps": min(_MOST_WARPS, max(_WARPS, width * height * numbers // (32 * _NUMBERS))),
-        **_OPTIONS,
+        **OPTIONS,
     }
     return _RowPlan((1, high, deep), constants)
 
 
 # ---- launches ------------------------------------------------------------------------------------------------------
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
-    """The one place that launches kernels: on the tensors' device, which need not be the current one."""
-    with torch.accelerator.device_index(device.index):
-        kernel[grid](*args, **constants)
 
 
 class _Operands(NamedTuple):
@@ -674,11 +622,11 @@ class _Operands(NamedTuple):
         gate_bias, up_bias = (None, None) if bias is None else reference.unpack(bias, layout)
         return _Operands(gate, up, gate_bias, up_bias, scale, layout, row_scale, row_scale)
 
-    def vectors(self) -> tuple[_Matrix, Tensor | None, _Matrix]:
+    def vectors(self) -> tuple[Matrix, Tensor | None, Matrix]:
         """The bias (the two biases of a packed input have one stride), and the scale, tensor and matrix."""
-        scale, s = _matrix(None if self.scale is None else self.scale.unsqueeze(-1))
+        scale, s = matrix(None if self.scale is None else self.scale.unsqueeze(-1))
         b = self.gate_bias
-        bias = _Matrix() if b is None else _Matrix(0, b.stride(0), 0, b.element_size())
+        bias = Matrix() if b is None else Matrix(0, b.stride(0), 0, b.element_size())
         return bias, scale, s._replace(column=0)
 
 
@@ -687,25 +635,20 @@ def _native_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _compute_type(*tensors: Tensor | None) -> tuple[torch.dtype, Any]:
-    dtype = reference.compute_dtype(*tensors)
-    return dtype, tl.float64 if dtype == torch.float64 else tl.float32
-
-
 def _run_forward(out: Tensor, x: _Operands, activation: str, up_offset: float, clamp: float | None) -> Tensor:
     if out.numel() == 0:
         return out
     columns = out.shape[-1]
-    (gate, gate_m), (up, up_m), (bias_m, scale, scale_m) = _matrix(x.gate), _matrix(x.up), x.vectors()
-    matrices = (_matrix(out)[1], gate_m, up_m)
+    (gate, gate_m), (up, up_m), (bias_m, scale, scale_m) = matrix(x.gate), matrix(x.up), x.vectors()
+    matrices = (matrix(out)[1], gate_m, up_m)
     plan = _plan(out.numel() // columns, columns, matrices, (bias_m, scale_m), loads=2, add_rows=False)
-    _launch(
+    launching.launch(
         _forward, plan.grid, out.device,
         out, gate, up, x.gate_bias, x.up_bias, scale,
         plan.rows, plan.columns, plan.packed_columns,
         gate_m.row, gate_m.column, up_m.row, up_m.column, bias_m.column, scale_m.row,
         ACTIVATION=activation, OFFSET=up_offset, CLAMP=clamp, INTERLEAVED=x.layout == "interleaved",
-        COMPUTE=_compute_type(x.gate, x.up, x.gate_bias, x.scale)[1], **plan.constants,
+        COMPUTE=compute_type(x.gate, x.up, x.gate_bias, x.scale)[1], **plan.constants,
     )  # fmt: skip
     return out
 
@@ -724,13 +667,13 @@ def _run_forward_fp8(
             row_scale.fill_(1.0)
         return out, *kept
     columns = out.shape[-1]
-    (gate, gate_m), (up, up_m), (bias_m, scale, scale_m) = _matrix(x.gate), _matrix(x.up), x.vectors()
-    plan = _row_plan(out.numel() // columns, columns, (_matrix(out)[1], gate_m, up_m))
+    (gate, gate_m), (up, up_m), (bias_m, scale, scale_m) = matrix(x.gate), matrix(x.up), x.vectors()
+    plan = _row_plan(out.numel() // columns, columns, (matrix(out)[1], gate_m, up_m))
     bits = [t.view(torch.uint8) for t in kept[::2]]
     if x.layout and x.up is not None:
         bits = list(reference.unpack(bits[0], x.layout))
     separate = len(stores) == 2
-    _launch(
+    launching.launch(
         _forward_fp8, plan.grid, out.device,
         out, gate, up, x.gate_bias, x.up_bias, scale,
         bits[0], bits[1] if x.up is not None else None, kept[1], kept[3] if separate else None,
@@ -738,7 +681,7 @@ def _run_forward_fp8(
         gate_m.row, gate_m.column, up_m.row, up_m.column, bias_m.column, scale_m.row, stores[0].shape[-1],
         ACTIVATION=activation, OFFSET=up_offset, CLAMP=clamp, INTERLEAVED=x.layout == "interleaved",
         PACKED=not separate, NATIVE=_native_fp8(out.device),
-        COMPUTE=_compute_type(x.gate, x.up, x.gate_bias, x.scale)[1], **plan.constants,
+        COMPUTE=compute_type(x.gate, x.up, x.gate_bias, x.scale)[1], **plan.constants,
     )  # fmt: skip
     return out, *kept
 
@@ -764,14 +707,14 @@ def _run_backward(
     if d_gate is None and d_up is None and bias is None and scale is None:
         return None, None
     columns = grad.shape[-1]
-    (g, g_m), (gate, gate_m), (up, up_m) = _matrix(grad), _matrix(x.gate), _matrix(x.up)
+    (g, g_m), (gate, gate_m), (up, up_m) = matrix(grad), matrix(x.gate), matrix(x.up)
     bias_m, x_scale, scale_m = x.vectors()
-    d_m = _matrix(d_up if d_gate is None else d_gate)[1]
+    d_m = matrix(d_up if d_gate is None else d_gate)[1]
     matrices = (g_m, gate_m, up_m, d_m)
-    row_scale_m = _Matrix() if x.gate_row_scale is None else _Matrix(1, 0, 0, 4)
+    row_scale_m = Matrix() if x.gate_row_scale is None else Matrix(1, 0, 0, 4)
     vectors = (bias_m, scale_m, row_scale_m)
     plan = _plan(grad.numel() // columns, columns, matrices, vectors, loads=1, add_rows=bias is not None)
-    dtype, compute = _compute_type(grad, x.gate, x.up, x.gate_bias, x.scale)
+    dtype, compute = compute_type(grad, x.gate, x.up, x.gate_bias, x.scale)
     if torch.float64 in dtypes:
         dtype, compute = torch.float64, tl.float64
     bias_sums = _partial_sums(bias, plan.row_blocks, dtype)
@@ -779,7 +722,7 @@ def _run_backward(
     gate_sums, up_sums = bias_sums, None
     if bias_sums is not None and x.up is not None:
         gate_sums, up_sums = reference.unpack(bias_sums, x.layout)
-    _launch(
+    launching.launch(
         _backward, plan.grid, grad.device,
         g, gate, up, x.gate_bias, x.up_bias, x_scale, x.gate_row_scale, x.up_row_scale,
         d_gate, d_up, gate_sums, up_sums, scale_sums,
@@ -810,20 +753,14 @@ def _total(sums: Tensor | None, t: Tensor | None) -> Tensor | None:
     if parts == 1:
         return sums.view(t.shape)
     out = t.new_empty(t.shape)
-    height, width = min(64, _power_of_2(parts)), 64
-    blocks = _blocks(size, width)
-    wide = (parts + height) * size + width > _INT32_MAX
-    constants = {"WIDE": wide, "BLOCK_M": height, "BLOCK_N": width, "num_warps": _WARPS, **_OPTIONS}
-    _launch(_add_rows, (blocks, 1, 1), t.device, out, sums, parts, size, **constants)
+    height, width = min(64, power_of_2(parts)), 64
+    wide = (parts + height) * size + width > INT32_MAX
+    constants = {"WIDE": wide, "BLOCK_M": height, "BLOCK_N": width, "num_warps": _WARPS, **OPTIONS}
+    launching.launch(_add_rows, (blocks(size, width), 1, 1), t.device, out, sums, parts, size, **constants)
     return out
 
 
 # ---- the operators -------------------------------------------------------------------------------------------------
-
-
-def _room(t: Tensor | None, wanted: bool, dtype: torch.dtype | None = None) -> Tensor | None:
-    """For the gradient of t."""
-    return t.new_empty(t.shape, dtype=dtype or t.dtype) if wanted and t is not None else None
 
 
 def bias_act(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> Tensor:
@@ -855,7 +792,7 @@ def bias_act_backward(
 ) -> Grads3:
     """The gradients of bias_act for (input, bias, token_scale), in one pass; None where output_mask says no."""
     x = _Operands(input, None, bias, None, token_scale)
-    return _bias_act_backward(grad, x, _room(input, output_mask[0]), activation, output_mask)
+    return _bias_act_backward(grad, x, room(input, output_mask[0]), activation, output_mask)
 
 
 def bias_act_fp8(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> tuple[Tensor, ...]:
@@ -876,7 +813,7 @@ def bias_act_fp8_backward(
 ) -> Grads3:
     """bias_act_backward at what bias_act_fp8 stored."""
     x = _Operands(stored.view(torch.uint8), None, bias, None, token_scale, gate_row_scale=scale.contiguous())
-    return _bias_act_backward(grad, x, _room(stored, output_mask[0], dtype), activation, output_mask, (dtype,))
+    return _bias_act_backward(grad, x, room(stored, output_mask[0], dtype), activation, output_mask, (dtype,))
 
 
 def glu(
@@ -904,7 +841,7 @@ def glu_backward(
     output_mask: Sequence[bool],
 ) -> Grads3:
     """The gradients of glu for (gate, up, token_scale), in one pass; None where output_mask says no."""
-    d_gate, d_up = _room(gate, output_mask[0]), _room(up, output_mask[1])
+    d_gate, d_up = room(gate, output_mask[0]), room(up, output_mask[1])
     x, scale = _Operands(gate, up, None, None, token_scale), token_scale if output_mask[2] else None
     return d_gate, d_up, _run_backward(grad, x, d_gate, d_up, None, scale, activation, up_offset, clamp)[1]
 
@@ -937,7 +874,7 @@ def glu_fp8_backward(
     output_mask: Sequence[bool],
 ) -> Grads3:
     """glu_backward at what glu_fp8 stored."""
-    d_gate, d_up = _room(gate, output_mask[0], gate_dtype), _room(up, output_mask[1], up_dtype)
+    d_gate, d_up = room(gate, output_mask[0], gate_dtype), room(up, output_mask[1], up_dtype)
     x = _Operands(
         gate.view(torch.uint8), up.view(torch.uint8), None, None, token_scale, "",
         gate_scale.contiguous(), up_scale.contiguous(),
@@ -991,7 +928,7 @@ def bias_glu_backward(
     output_mask: Sequence[bool],
 ) -> Grads3:
     """The gradients of bias_glu for (input, bias, token_scale), in one pass; None where output_mask says no."""
-    x, d_input = _Operands.packed(input, bias, token_scale, layout), _room(input, output_mask[0])
+    x, d_input = _Operands.packed(input, bias, token_scale, layout), room(input, output_mask[0])
     return _bias_glu_backward(grad, x, d_input, bias, activation, up_offset, clamp, output_mask)
 
 
@@ -1025,5 +962,5 @@ def bias_glu_fp8_backward(
 ) -> Grads3:
     """bias_glu_backward at what bias_glu_fp8 stored."""
     x = _Operands.packed(stored.view(torch.uint8), bias, token_scale, layout, scale.contiguous())
-    d_input = _room(stored, output_mask[0], dtype)
+    d_input = room(stored, output_mask[0], dtype)
     return _bias_glu_backward(grad, x, d_input, bias, activation, up_offset, clamp, output_mask, (dtype,))

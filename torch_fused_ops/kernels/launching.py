@@ -1,0 +1,114 @@
+# mypy: disable-error-code="no-untyped-call"
+"""What all Triton kernels share: Triton, or what to install; tensors as matrices; grids; the launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_fused_ops import reference
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra import libdevice
+except ImportError as error:
+    raise ImportError(
+        "torch_fused_ops needs Triton to run its operators on a GPU in eager mode, and it cannot be imported. "
+        'Install it with: pip install "torch-fused-ops[triton]" (GPU builds of PyTorch bring the Triton that fits them)'
+    ) from error
+
+__all__ = [
+    "GRID_LIMIT",
+    "INT32_MAX",
+    "OPTIONS",
+    "Matrix",
+    "blocks",
+    "common_stride",
+    "compute_type",
+    "launch",
+    "libdevice",
+    "matrix",
+    "power_of_2",
+    "room",
+    "row_grid",
+    "tl",
+    "triton",
+]
+
+INT32_MAX = 2**31 - 1
+GRID_LIMIT = 65535  # of the grid's second and third axes, on every vendor's GPUs
+
+# The formulas' cost and accuracy rest on fused multiply-adds, which Triton 3.10 turns off by default.
+OPTIONS = {"enable_fp_fusion": True}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
+    """The one place that launches kernels: on the tensors' device, which need not be the current one."""
+    with torch.accelerator.device_index(device.index):
+        kernel[grid](*args, **constants)
+
+
+def row_grid(row_blocks: int) -> tuple[int, int]:
+    """(high, deep): at least so many programs on the grid's second and third axes, for each of which there is a limit.
+
+    A kernel finds its block as ``tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)``; a few may find no rows.
+    """
+    deep = blocks(row_blocks, GRID_LIMIT)
+    return blocks(row_blocks, deep), deep
+
+
+class Matrix(NamedTuple):
+    """How the kernels see a tensor: element (r, c) lies ``row·r + column·c`` elements after the first."""
+
+    row: int = 0
+    column: int = 0
+    columns: int = 0
+    itemsize: int = 0  # 0: there is no tensor
+
+
+def matrix(t: Tensor | None) -> tuple[Tensor | None, Matrix]:
+    """(..., n) as a matrix of n columns; a copy of it where no single stride walks the leading axes."""
+    if t is None:
+        return None, Matrix()
+    columns = t.shape[-1]
+    row = columns if t.is_contiguous() else common_stride(t.shape[:-1], t.stride()[:-1])
+    if row is None:
+        t, row = t.contiguous(), columns
+    return t, Matrix(row, t.stride(-1), columns, t.element_size())
+
+
+def common_stride(shape: Sequence[int], strides: Sequence[int]) -> int | None:
+    """The stride that walks all these axes as if they were one; None if there is none."""
+    common, walked = 0, 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if walked == 1:
+            common = stride
+        elif stride != common * walked:
+            return None
+        walked *= size
+    return common
+
+
+def blocks(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def power_of_2(size: int) -> int:
+    """The least power of 2 that is not less."""
+    return 1 << (size - 1).bit_length()
+
+
+def compute_type(*tensors: Tensor | None) -> tuple[torch.dtype, Any]:
+    dtype = reference.compute_dtype(*tensors)
+    return dtype, tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def room(t: Tensor | None, wanted: bool, dtype: torch.dtype | None = None) -> Tensor | None:
+    """For the gradient of t."""
+    return t.new_empty(t.shape, dtype=dtype or t.dtype) if wanted and t is not None else None
