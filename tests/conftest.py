@@ -12,6 +12,15 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torch_fused_ops
 from torch_fused_ops import activations
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """The whole suite, plain ``pytest``, runs in up to four processes: most of it waits for compilers of its own."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if whole and config.pluginmanager.hasplugin("xdist") and config.getoption("numprocesses") is None:
+        config.option.numprocesses = min(os.cpu_count() or 1, 4)
+        config.option.dist = "worksteal"
+
+
 @pytest.fixture(autouse=True)
 def activation_table() -> Iterator[None]:
     """Takes out what a test registers, so that no other test recognises it. Names must still differ between tests."""
