@@ -15,10 +15,12 @@ from torch_fused_ops import activations
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """The whole suite, plain ``pytest``, runs in up to four processes: most of it waits for compilers of its own."""
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
     if whole and config.pluginmanager.hasplugin("xdist") and config.getoption("numprocesses") is None:
-        config.option.numprocesses = min(os.cpu_count() or 1, 4)
+        processors = os.cpu_count() or 1
+        config.option.numprocesses = workers = min(processors, 4)
         config.option.dist = "worksteal"
+        os.environ.setdefault("OMP_NUM_THREADS", str(processors // workers))  # for the workers: threads spin
 
 
 @pytest.fixture(autouse=True)
