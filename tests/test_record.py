@@ -248,6 +248,9 @@ def test_saved_bytes_are_those_by_hand() -> None:
     assert (found.before.saved, found.after.saved) == by_hand()
     assert found.training and found.target == "NVIDIA H200" and found.skipped == ()
     assert report.measure() is found, "they are kept"
+    for nonsense in ("H300", 3):
+        with pytest.raises(ValueError, match=f"name: got {nonsense!r}, expected one of A100"):
+            report.measure(nonsense)
     other = report.measure("A100")
     assert other is not None and other.target.startswith("NVIDIA A100")
 

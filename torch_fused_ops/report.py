@@ -216,12 +216,12 @@ class Report:
             out: then ``figures_missing`` says why, and the report is otherwise as it was.
 
         Raises:
-            ValueError: for any other name of a GPU.
+            ValueError: for anything else.
         """
         from torch_fused_ops.recording import nothing_recorded
-        from torch_fused_ops.testing.virtual_gpu import by_name
+        from torch_fused_ops.testing.virtual_gpu import GPU, by_name
 
-        described = by_name(gpu) if isinstance(gpu, str) else gpu
+        described = gpu if isinstance(gpu, GPU) else by_name(gpu)
         if self.figures is None or self.figures.target != described.name:
             self.figures, self.figures_missing = None, ""
             try:
