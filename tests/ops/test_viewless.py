@@ -1,0 +1,348 @@
+"""``fused::make_viewless`` and the viewless tensors of ``torch_fused_ops.viewless``."""
+
+import itertools
+
+import pytest
+import torch
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+from torch_fused_ops import functional
+from torch_fused_ops.viewless import (
+    MakeViewlessTensor,
+    assert_viewless_tensor,
+    make_viewless_tensor,
+    safely_set_viewless_tensor_data,
+)
+
+make_viewless = torch.ops.fused.make_viewless
+BACKENDS = ("eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow), "fused")
+
+
+def views(requires_grad=False, dtype=torch.float32):
+    base = torch.randn(4, 6, dtype=dtype, generator=torch.Generator().manual_seed(0)).requires_grad_(requires_grad)
+    return {
+        "reshaped": base.view(6, 4),
+        "transposed": base.t(),
+        "rows": base[1:3],
+        "columns": base[:, ::2],
+        "expanded": base[0].expand(3, 6),
+        "element": base[0, 0],
+        "of size 0": base[:0],
+    }
+
+
+def is_alias(out, inp):
+    same = out.data_ptr() == inp.data_ptr() and out.untyped_storage()._cdata == inp.untyped_storage()._cdata
+    layout = (out.shape, out.stride(), out.storage_offset()) == (inp.shape, inp.stride(), inp.storage_offset())
+    return same and layout and out._base is None
+
+
+def test_names_are_exported():
+    for name in ("make_viewless_tensor", "assert_viewless_tensor", "safely_set_viewless_tensor_data"):
+        assert getattr(functional, name) is globals()[name] and name in functional.__all__
+    assert functional.MakeViewlessTensor is MakeViewlessTensor
+
+
+# ---- the operator ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", views())
+def test_the_operator(name, requires_grad):
+    view = views(requires_grad)[name]
+    out = make_viewless(view)
+    assert is_alias(out, view) and out.requires_grad == requires_grad and torch.equal(out, view)
+    opcheck(make_viewless.default, (view,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_any_dtype(dtype):
+    base = torch.ones(4, 6, dtype=dtype)
+    out = make_viewless(base.t())
+    assert is_alias(out, base.t()) and out.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["transposed", "columns"])
+def test_gradients_of_every_order(name):
+    x = views(dtype=torch.float64)[name].detach().requires_grad_()
+    fn = lambda x: make_viewless(x.unsqueeze(0))  # noqa: E731
+    assert torch.autograd.gradcheck(fn, x, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(fn, x, check_fwd_over_rev=True)
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: grad(lambda x: f(x).sin().sum())(x),
+    "jvp": lambda f, x: jvp(f, (x,), (x.cos(),))[1],
+    "jacrev": lambda f, x: jacrev(f)(x),
+    "jacfwd": lambda f, x: jacfwd(f)(x),
+    "hessian": lambda f, x: hessian(lambda x: f(x).sin().sum())(x),
+    "vmap": lambda f, x: vmap(f)(x),
+    "vmap of grad": lambda f, x: vmap(grad(lambda x: f(x).sin().sum()))(x),
+    "jvp of grad": lambda f, x: jvp(grad(lambda x: f(x).sin().sum()), (x,), (x.cos(),))[1],
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_torch_func(transform):
+    x = torch.randn(3, 4, dtype=torch.float64)
+
+    expected = TRANSFORMS[transform](lambda x: x.unsqueeze(-1) * 2, x)
+    for viewless in (make_viewless, lambda v: make_viewless_tensor(v, True, True)):
+        got = TRANSFORMS[transform](lambda x, viewless=viewless: viewless(x.unsqueeze(-1)) * 2, x)
+        torch.testing.assert_close(got, expected)
+
+
+def test_subclasses_modes_checkpoint_and_export():
+    x = torch.randn(4, 6, requires_grad=True)
+    assert type(make_viewless(torch.nn.Parameter(x.detach()))) is torch.Tensor
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+        assert make_viewless_tensor(fake.view(24), True, True)._base is None
+    (g,) = torch.autograd.grad(checkpoint(lambda x: make_viewless(x.t()).square(), x, use_reentrant=False).sum(), x)
+    torch.testing.assert_close(g, 2 * x)
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return make_viewless_tensor(x.t(), True, True) * 2
+
+    assert torch.equal(torch.export.export(Module(), (x,)).module()(x), x.t() * 2)
+
+
+# ---- make_viewless_tensor: the docstring's table ---------------------------------------------------------------------
+
+CASES = list(itertools.product((True, False), repeat=4))
+
+
+@pytest.mark.parametrize(("is_view", "keep_graph", "requires_grad", "source"), CASES)
+def test_table(is_view, keep_graph, requires_grad, source):
+    x = torch.randn(4, 6, requires_grad=source)
+    middle = x * 2
+    inp = middle.view(6, 4) if is_view else middle
+    out = make_viewless_tensor(inp, requires_grad, keep_graph)
+    assert is_alias(out, inp) and out.requires_grad == requires_grad
+    assert inp.requires_grad == source  # the caller's tensor is left alone
+
+    in_graph = keep_graph and requires_grad and source
+    itself = not is_view and requires_grad == source and (keep_graph or not source)
+    assert (out is inp) == itself
+    assert out.is_leaf == (not in_graph)
+    if requires_grad:
+        out.backward(torch.full_like(out, 3.0))
+        assert (x.grad is not None) == in_graph and (out.is_leaf and out.grad is not None) != in_graph
+        if in_graph:
+            assert torch.equal(x.grad, torch.full_like(x, 6.0))
+
+    again = MakeViewlessTensor.apply(inp, requires_grad)
+    assert again is not inp and is_alias(again, inp) and again.requires_grad == requires_grad
+    assert again.is_leaf == (not (requires_grad and source))
+
+
+def test_a_leaf_is_its_own_viewless_tensor():
+    x = torch.randn(4, requires_grad=True)
+    for keep_graph in (True, False):
+        assert make_viewless_tensor(x, True, keep_graph) is x
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_table_compiled(backend):
+    """The same, in one graph, on tensors made inside; there a new leaf is none, but stops gradients."""
+    plain, asking = torch.randn(4, 6), torch.randn(len(CASES), 4, 6, requires_grad=True)
+
+    def fn(plain, asking):
+        outs = []
+        for row, (is_view, keep_graph, requires_grad, source) in zip(asking, CASES, strict=True):
+            middle = (row if source else plain) * 2
+            out = make_viewless_tensor(middle.view(6, 4) if is_view else middle, requires_grad, keep_graph)
+            outs.append((assert_viewless_tensor(out), out.sin()))
+        return outs
+
+    torch.compiler.reset()
+    outs = torch.compile(fn, backend=backend, fullgraph=True)(plain, asking)
+    for i, ((out, after), (_, expected), case) in enumerate(zip(outs, fn(plain, asking), CASES, strict=True)):
+        _, keep_graph, requires_grad, source = case
+        assert out._base is None and out.requires_grad == after.requires_grad == requires_grad, case
+        torch.testing.assert_close(after, expected)
+        if requires_grad:
+            (g,) = torch.autograd.grad(after.sum(), asking, retain_graph=True, allow_unused=True)
+            there = 2 * (2 * asking[i]).cos().detach() if keep_graph and source else torch.zeros(4, 6)
+            torch.testing.assert_close(torch.zeros(4, 6) if g is None else g[i], there)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_results_share_memory(backend):
+    x = torch.randn(4, 6, requires_grad=True)
+    for fn in (
+        lambda x: make_viewless_tensor(x.view(24), True, True),
+        lambda x: make_viewless_tensor(x.view(24), False, False),
+        lambda x: make_viewless_tensor(x.view(24), True, False),
+        lambda x: MakeViewlessTensor.apply(x.t(), True),
+    ):
+        torch.compiler.reset()
+        out = torch.compile(fn, backend=backend, fullgraph=True)(x)
+        assert is_alias(out, fn(x)) and out.requires_grad == fn(x).requires_grad
+
+
+def test_what_inductor_makes_of_an_argument_returned_as_it_came():
+    """The docstring's one limit: an alias of an argument, unchanged, is to Inductor the argument."""
+    view = torch.randn(4, 6, requires_grad=True).view(24)
+    for backend, viewless in (("aot_eager", True), ("inductor", False)):
+        torch.compiler.reset()
+        fn = torch.compile(lambda v: make_viewless_tensor(v, True, True), backend=backend, fullgraph=True)
+        assert (fn(view)._base is None) == viewless
+
+
+def test_no_grad_and_inference_mode():
+    x = torch.randn(4, 6, requires_grad=True)
+    with torch.no_grad():
+        assert not make_viewless_tensor(x.view(24), True, True).requires_grad
+        assert make_viewless_tensor(x.view(24), True, False).requires_grad
+    with torch.inference_mode():
+        out = make_viewless_tensor(x.view(24), True, True)
+        assert out._base is None and not out.requires_grad and out.data_ptr() == x.data_ptr()
+
+
+def test_forward_mode():
+    import torch.autograd.forward_ad as fwAD
+
+    x, t = torch.randn(4), torch.randn(4)
+    with fwAD.dual_level():
+        dual = fwAD.make_dual(x, t)
+        kept = fwAD.unpack_dual(make_viewless_tensor(dual.view(2, 2), True, True)).tangent
+        assert torch.equal(kept.view(4), t)
+        for inp in (dual, dual.view(2, 2)):
+            assert fwAD.unpack_dual(make_viewless_tensor(inp, False, True)).tangent is None
+
+
+# ---- writes in place -------------------------------------------------------------------------------------------------
+
+
+def upstream_viewless(inp):
+    """What Megatron-LM does: another tensor's data."""
+    out = torch.empty((1,), dtype=inp.dtype)
+    out.data = inp.data
+    return out
+
+
+def test_writes_that_backward_would_feel_raise():
+    def run(viewless):
+        x = torch.zeros(4, requires_grad=True)
+        e = x.exp()  # keeps its result, 1
+        with torch.no_grad():
+            viewless(e.view(2, 2)).mul_(5)
+        e.sum().backward()
+        return x.grad
+
+    assert torch.equal(run(upstream_viewless), torch.full((4,), 5.0))  # silently wrong
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run(lambda v: make_viewless_tensor(v, True, False))
+
+    for keep_graph in (True, False):
+        source = (torch.zeros(4, requires_grad=True) * 1).exp()
+        out = make_viewless_tensor(source.view(2, 2), True, keep_graph)
+        with torch.no_grad():
+            out.mul_(5)
+        assert out._version == source._version > 0
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            source.sum().backward()
+
+
+def test_other_writes_are_fine():
+    x = torch.ones(4, requires_grad=True)
+    out = make_viewless_tensor((x * 2).view(2, 2), True, True)
+    out.mul_(3)
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.full((4,), 6.0))
+
+
+def test_under_a_dispatch_mode_the_counter_is_its_own():
+    """The docstring's limit: there the operator is aten._unsafe_view."""
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    source = torch.ones(4)
+    with Mode():
+        out = make_viewless(source.view(2, 2))
+    out.add_(1)
+    assert out._base is None and source[0] == 2 and source._version == 0
+
+
+def test_compiled_writes():
+    """An alias outside the graph is seen through; one in the graph is the docstring's other limit."""
+
+    def fn(x, keep_graph):
+        e = x.exp()
+        out = make_viewless_tensor(e.view(2, 2), True, keep_graph)
+        with torch.no_grad():
+            out.mul_(5)
+        return e * 1
+
+    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+    x = torch.zeros(4, requires_grad=True)
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="modified by an inplace operation"):
+        compiled(x, False)
+    out = compiled(x, True)
+    assert torch.equal(out.detach(), torch.full((4,), 5.0))  # the source sees the write
+    assert torch.autograd.grad(out.sum(), x)[0][0] == 5  # and so does exp's derivative
+
+
+# ---- assert_viewless_tensor, safely_set_viewless_tensor_data ---------------------------------------------------------
+
+
+def test_assert_viewless_tensor():
+    x = torch.randn(4, 6)
+    for fine in (x, [x, x * 2], (x, [x]), None, "text", [None, 3]):
+        assert assert_viewless_tensor(fine) is fine
+    for view in (x.t(), [x, x.t()], (x, [x.t()])):
+        with pytest.raises(AssertionError, match=r"view of a tensor of shape \(4, 6\).*_base is None.* layer 3$"):
+            assert_viewless_tensor(view, "layer 3")
+    assert_viewless_tensor(make_viewless_tensor(x.t(), False, True))
+
+
+def test_safely_set_viewless_tensor_data():
+    x, new = torch.randn(4, 6, requires_grad=True), torch.zeros(1)
+    out = make_viewless_tensor((x * 2).view(24), True, True)
+    safely_set_viewless_tensor_data(out, new)
+    assert out.data_ptr() == new.data_ptr() and out.grad_fn is not None
+    with pytest.raises(AssertionError, match=r"view of a tensor of shape \(4, 6\).*shape \(1,\)"):
+        safely_set_viewless_tensor_data(x.detach().clone().view(24), new)
+    with pytest.raises(TypeError, match="new_data_tensor=None is not accepted"):
+        safely_set_viewless_tensor_data(out, None)
+
+    def fn(x, new):
+        safely_set_viewless_tensor_data(x, new)
+        return x * 2
+
+    torch.compiler.reset()
+    x = torch.randn(3)
+    assert torch.equal(torch.compile(fn, backend="aot_eager", fullgraph=True)(x, torch.ones(3)), torch.full((3,), 2.0))
+    assert torch.equal(x, torch.ones(3))
+
+
+def test_setting_data_frees_the_memory():
+    import gc
+    import weakref
+
+    def survives(make):
+        base = torch.randn(1000)
+        storage = weakref.ref(base.untyped_storage())
+        held = make(base.view(10, 100))
+        held.data = torch.empty(0)
+        del base
+        gc.collect()
+        return storage() is not None
+
+    assert survives(lambda v: v)
+    assert not survives(lambda v: make_viewless_tensor(v, False, True))
+
+
+@pytest.mark.parametrize("call", [make_viewless_tensor, lambda inp, rg, kg: MakeViewlessTensor.apply(inp, rg)])
+def test_errors(call):
+    with pytest.raises(TypeError, match=r"inp=\[1\] is not accepted: it must be a tensor, not list"):
+        call([1], True, True)
+    with pytest.raises(ValueError, match=r"requires_grad=True is not accepted where inp has dtype torch.int64"):
+        call(torch.arange(4).view(2, 2), True, True)
