@@ -24,7 +24,7 @@ def register() -> None:
     _registered = True
     # operators registers as it is imported: when *it* is what imports Inductor first, it is still half way through
     # here.
-    from torch_fused_ops.lowerings import memory, operators, passes  # noqa: F401
+    from torch_fused_ops.lowerings import dropout, memory, operators, passes, softmax  # noqa: F401
 
     memory.allow_recomputation()
     passes.tag_caches()

@@ -105,10 +105,17 @@ def _evaluate(box: Box) -> _Slot:
 
 @functools.cache
 def _program(
-    element: Callable[..., Any], given: tuple[bool, ...], scalars: tuple[Any, ...], dtype: torch.dtype, device_type: str
+    element: Callable[..., Any],
+    given: tuple[bool | torch.dtype, ...],
+    scalars: tuple[Any, ...],
+    dtype: torch.dtype,
+    device_type: str,
 ) -> Program:
-    """``element`` called with a scalar where ``given`` says so, None elsewhere, and then ``scalars``."""
-    device, count = torch.device(device_type), sum(given)
+    """``element`` called with a scalar where ``given`` says so, None elsewhere, and then ``scalars``.
+
+    The scalars are of ``dtype`` but where ``given`` names another.
+    """
+    device, dtypes = torch.device(device_type), [dtype if g is True else g for g in given if g]
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
         rest = iter(tensors)
@@ -117,13 +124,13 @@ def _program(
 
     # Nothing of the compilation around us may see or shape this trace: not its modes, not its autocast.
     with _disable_current_modes(), disable_proxy_modes_tracing(), torch.no_grad(), FakeTensorMode():
-        examples = [torch.empty((), dtype=dtype, device=device) for _ in range(count)]
+        examples = [torch.empty((), dtype=d, device=device) for d in dtypes]
         gm = make_fx(call, decomposition_table=select_decomp_table())(*examples)
     gm.graph.eliminate_dead_code()
-    program = Program(count)
+    program = Program(len(dtypes))
     with V.set_ops_handler(_Recorder(program)):
         lower = _Lower(gm, device, dtype)
-        boxes = lower.run(*(lower.scalar(_Slot(i), dtype) for i in range(count)))
+        boxes = lower.run(*(lower.scalar(_Slot(i), d) for i, d in enumerate(dtypes)))
         program.results = tuple(_evaluate(b) for b in boxes)
     return program
 
@@ -136,15 +143,27 @@ def _compute_dtype(*boxes: Box | None) -> torch.dtype:
 
 
 class _Elementwise:
-    """One element function over given arguments, ready to become nodes: the loaders, the ranges and the program."""
+    """One element function over given arguments, ready to become nodes: the loaders, the ranges and the program.
 
-    def __init__(self, ranges: Sequence[Any], *loads: tuple[Box | None, Callable[[Index], Index]]) -> None:
+    ``integers``: loaders of its int64 arguments, which come after the others and stay as they are.
+    """
+
+    def __init__(
+        self,
+        ranges: Sequence[Any],
+        *loads: tuple[Box | None, Callable[[Index], Index]],
+        integers: Sequence[Load | None] = (),
+    ) -> None:
         self.ranges = list(ranges)
         boxes = [b for b, _ in loads]
         self.dtype = _compute_dtype(*boxes)
         self.device = next(b for b in boxes if b is not None).get_device()
-        self.given = tuple(b is not None for b in boxes)
+        self.given: tuple[bool | torch.dtype, ...] = (
+            *(b is not None for b in boxes),
+            *(False if load is None else torch.int64 for load in integers),
+        )
         self.loads: list[Load] = [_widening_load(b, at, self.dtype) for b, at in loads if b is not None]
+        self.loads += [load for load in integers if load is not None]
 
     def node(
         self, element: Callable[..., Any], *scalars: Any, dtype: torch.dtype | None = None, result: int = 0
@@ -155,12 +174,12 @@ class _Elementwise:
     def node_without(self, argument: int, element: Callable[..., Any], *scalars: Any) -> Box:
         """The same for an element function that does not take argument number ``argument``."""
         given = tuple(g for i, g in enumerate(self.given) if i != argument)
-        drop = sum(self.given[:argument]) if self.given[argument] else None
+        drop = sum(map(bool, self.given[:argument])) if self.given[argument] else None
         return self._node(given, element, scalars, None, 0, drop)
 
     def _node(
         self,
-        given: tuple[bool, ...],
+        given: tuple[bool | torch.dtype, ...],
         element: Callable[..., Any],
         scalars: tuple[Any, ...],
         dtype: torch.dtype | None,

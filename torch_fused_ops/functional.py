@@ -10,7 +10,7 @@ Conventions shared by all of them:
 * Dtypes. float16, bfloat16, float32, float64, mixed as you like; the result has the dtype of the first tensor.
   Arithmetic is float32 (float64 if any tensor is float64), rounded once at the end. Autocast changes nothing, as for
   PyTorch's own activations.
-* Gradients for every tensor argument, to any order, and under every ``torch.func`` transform.
+* Gradients for every floating tensor argument, to any order, and under every ``torch.func`` transform.
 * Errors. TypeError for what is no tensor, string or number, or has a dtype that is not accepted; ValueError for shapes,
   devices, names and ranges. Each names the argument, its value and what is accepted.
 * ``activation`` is one of ``torch_fused_ops.activations.names()``: relu, relu2, silu, gelu, gelu_tanh, quick_gelu,
@@ -34,9 +34,18 @@ from torch import Tensor
 
 from torch_fused_ops import activations
 from torch_fused_ops.ops.activation import keeps_output
+from torch_fused_ops.viewless import (
+    MakeViewlessTensor,
+    assert_viewless_tensor,
+    make_viewless_tensor,
+    safely_set_viewless_tensor_data,
+)
 
 __all__ = [
+    "MakeViewlessTensor",
+    "assert_viewless_tensor",
     "bias_act",
+    "bias_dropout_add",
     "bias_geglu",
     "bias_gelu",
     "bias_glu",
@@ -47,12 +56,17 @@ __all__ = [
     "bias_relu2",
     "bias_silu",
     "bias_swiglu",
+    "dropout_add",
     "geglu",
     "gelu",
     "glu",
+    "make_viewless_tensor",
     "quick_geglu",
     "quick_gelu",
     "reglu",
+    "safely_set_viewless_tensor_data",
+    "scaled_masked_softmax",
+    "shard_seed",
     "silu",
     "squared_relu",
     "swiglu",
@@ -435,3 +449,174 @@ def bias_quick_geglu(
         clamp=clamp,
         memory=memory,
     )
+
+
+# ---- dropout, bias and residual --------------------------------------------------------------------------------------
+
+
+def dropout_add(
+    input: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *, seed: Tensor, p: float
+) -> Tensor:
+    """``residual + dropout(input + bias)`` in one pass, with a mask that is a function of ``seed``; none is kept.
+
+    Backward makes the mask again. It depends on the seed, the element's row-major index and p alone: it is the same in
+    eager mode and compiled, on CPUs and GPUs, in every run. Each element's 32 random bits are Philox4x32-10's (Salmon
+    et al. 2011, doi:10.1145/2063384.2063405). Two calls with one seed drop the same elements: draw a seed for each
+    call, as ``bias_dropout_add`` does.
+
+    Args:
+        input: (..., n).
+        bias: (n,), added before.
+        residual: (..., n), added afterwards.
+        seed: int64 with one element, on input's device. Whoever shards input by hand gives each shard
+            ``shard_seed(seed, coordinate)``.
+        p: the chance of being dropped, from 0 to 1; what is kept is divided by 1 - p.
+
+    Returns:
+        (..., n), contiguous, in residual's dtype, or input's if there is none; rounded once.
+
+    Raises:
+        TypeError, ValueError: see the module's conventions.
+    """
+    _check_tensor("input", input)
+    for name, t in (("bias", bias), ("residual", residual)):
+        if t is not None:
+            _check_optional(name, t)
+    _check_tensor("seed", seed)
+    _check_probability(p)
+    out: Tensor = torch.ops.fused.dropout_add(input, bias, residual, seed, p)
+    return out
+
+
+def bias_dropout_add(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, training: bool = True
+) -> Tensor:
+    """``residual + F.dropout(x + bias, p, training)``, in one pass and with no mask kept for backward.
+
+    A seed is drawn from torch's generator for x's device, on that device: ``torch.manual_seed`` decides, the host does
+    not wait, and under ``torch.func.vmap`` its ``randomness`` says whether examples share a mask. Which elements are
+    dropped differs from ``F.dropout``'s choice.
+
+    A DTensor x is worked on shard by shard: the coordinate along every mesh dimension that shards x is mixed into the
+    seed, so that no two shards repeat a mask, and replicas have the same one. As with every random operator the
+    generators of all ranks must be in the same state (``torch.manual_seed`` with one number on all of them).
+
+    Args:
+        x: (..., n). With p = 0 or in evaluation, without bias and residual, it is returned as it is.
+        bias: (n,) or None.
+        residual: (..., n) or None.
+        p: the chance of being dropped, from 0 to 1.
+        training: False: nothing is dropped, and no seed is drawn.
+
+    Returns:
+        (..., n), in residual's dtype, or x's if there is none.
+
+    Raises:
+        TypeError, ValueError: see the module's conventions.
+    """
+    _check_tensor("x", x)
+    for name, t in (("bias", bias), ("residual", residual)):
+        if t is not None:
+            _check_optional(name, t)
+    _check_probability(p)
+    if not 0 <= p <= 1:
+        raise ValueError(f"p={p!r} is not accepted: it must be between 0 and 1")
+    if not training or p == 0:
+        if bias is None and residual is None:
+            return x
+        p, seed = 0.0, torch.empty(1, dtype=torch.int64, device=x.device)  # which nothing reads
+    else:
+        seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+    if hasattr(x, "device_mesh"):  # a DTensor
+        from torch_fused_ops.distributed.sharding import dropout_add_by_shards
+
+        return dropout_add_by_shards(x, bias, residual, seed, p)  # type: ignore[no-any-return]
+    return dropout_add(x, bias, residual, seed=seed, p=p)
+
+
+def shard_seed(seed: Tensor, *coordinates: int | Tensor) -> Tensor:
+    """A seed of its own for each shard: ``seed`` with the shard's coordinates mixed in, in tensor arithmetic.
+
+    For each coordinate a step of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), a bijection whose
+    every output bit depends on every bit that goes in. With the same seed, different coordinates give different seeds.
+
+    Args:
+        seed: int64.
+        *coordinates: the shard's place along each mesh dimension (or group of ranks) that shards the tensor. None at
+            all: seed as it is.
+
+    Returns:
+        int64, shaped as seed.
+    """
+    _check_tensor("seed", seed)
+    one = torch.ones_like(seed)  # so that all wraps as int64
+    for coordinate in coordinates:
+        z = seed + (one * coordinate + one) * _SPLITMIX_STEP
+        for shift, factor in _SPLITMIX:
+            z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * factor
+        seed = z ^ (z >> 31 & (1 << 33) - 1)
+    return seed
+
+
+# SplitMix64's constants, as int64: 0x9E3779B97F4A7C15; 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB with their shifts.
+_SPLITMIX_STEP = 0x9E3779B97F4A7C15 - 2**64
+_SPLITMIX = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)
+
+
+def _check_probability(p: object) -> None:
+    if isinstance(p, bool) or not isinstance(p, (int, float, torch.SymFloat)):
+        _refuse("p", p, "a number from 0 to 1")
+
+
+# ---- softmax ---------------------------------------------------------------------------------------------------------
+
+
+def scaled_masked_softmax(
+    input: Tensor,
+    mask: Tensor | None = None,
+    sink: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+) -> Tensor:
+    """``softmax(scale · input)`` over the keys that nothing masks, in one pass; for backward its result alone is kept.
+
+    Attention's scores → probabilities (Megatron-LM's ``FusedScaleMaskSoftmax``, with exact masks in place of −10000).
+    ``mask``, ``causal`` and the window apply together. A row that they mask altogether is all zeros, and so is its
+    gradient; −∞ in input counts as masked, NaN and +∞ make their row NaN. Under autocast on GPUs the result is float32,
+    on CPUs autocast changes nothing: both as for ``torch.softmax``.
+
+    Args:
+        input: (..., sq, sk), queries and keys.
+        mask: bool, True where a score is masked out; broadcasts to input's shape. An additive mask is made one with
+            ``mask < 0`` or ``mask.isneginf()``.
+        sink: (heads,), heads = input.shape[-3]: a logit for each head that stands in the denominator alone, unscaled
+            (gpt-oss; "softmax off by one" is a sink of zeros).
+        scale: a finite factor of the scores.
+        causal: query i sees key j where j <= i + sk - sq: aligned at the last query and key.
+        window_left, window_right: query i sees i + sk - sq - window_left <= j <= i + sk - sq + window_right; -1 is no
+            bound.
+
+    Returns:
+        As input in shape and dtype, contiguous.
+
+    Raises:
+        TypeError, ValueError: see the module's conventions.
+    """
+    if not isinstance(input, Tensor):
+        _check_tensor("input", input)
+    if mask is not None and not isinstance(mask, Tensor):
+        _check_optional("mask", mask)
+    if sink is not None and not isinstance(sink, Tensor):
+        _check_optional("sink", sink)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
+        _refuse("scale", scale, "a number")
+    if not isinstance(causal, bool):
+        _refuse("causal", causal, "True or False")
+    for name, width in (("window_left", window_left), ("window_right", window_right)):
+        if isinstance(width, bool) or not isinstance(width, (int, torch.SymInt)):
+            _refuse(name, width, "an integer")
+    out: Tensor = torch.ops.fused.scaled_masked_softmax(input, mask, sink, scale, causal, window_left, window_right)
+    return out

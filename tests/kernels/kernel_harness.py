@@ -87,7 +87,8 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 GPUS = [virtual_gpu.A100, virtual_gpu.H100, virtual_gpu.B200, virtual_gpu.MI300X]
-NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.uint8: "u8"}
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+NAMES |= {torch.uint8: "u8", torch.int64: "i64"}
 
 
 def assemble(gpu: virtual_gpu.GPU, operator: Callable[..., Any], *args: Any) -> list[virtual_gpu.MachineCode]:

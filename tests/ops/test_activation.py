@@ -19,7 +19,8 @@ from torch_fused_ops import activations, reference
 from torch_fused_ops.kernels.cpu import block
 from torch_fused_ops.testing import precision
 from torch_fused_ops.testing.check import run_opcheck
-from torch_fused_ops.testing.samples import OPERATORS, Sample, backward_samples, samples
+from torch_fused_ops.testing.samples import ACTIVATION_OPERATORS as OPERATORS
+from torch_fused_ops.testing.samples import Sample, backward_samples, samples
 
 fused = torch.ops.fused
 NAMES = activations.names()

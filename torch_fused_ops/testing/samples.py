@@ -10,10 +10,12 @@ they are. Use them to check another implementation (a kernel, a lowering, a shar
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 import torch_fused_ops.ops.activation  # noqa: F401  (registers torch.ops.fused.*)
 from torch_fused_ops import activations, reference
 
-__all__ = ["FP8_OPERATORS", "OPERATORS", "Sample", "backward_samples", "samples"]
+__all__ = ["ACTIVATION_OPERATORS", "FP8_OPERATORS", "OPERATORS", "Sample", "backward_samples", "family", "samples"]
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,8 +34,11 @@ TENSORS = {
     "glu": ("gate", "up", "token_scale"),
     "bias_glu": ("input", "bias", "token_scale"),
 }
-OPERATORS = tuple(TENSORS)
-FP8_OPERATORS = tuple(f"{op}_fp8" for op in OPERATORS)  # the same arguments; what backward needs, stored in float8
+ACTIVATION_OPERATORS = tuple(TENSORS)
+FP8_OPERATORS = tuple(f"{op}_fp8" for op in ACTIVATION_OPERATORS)  # the same; what backward needs, stored in float8
+# Families with a module of their own beside this one: samples, backward_samples, measure.
+_FAMILIES = {"dropout_add": "dropout", "scaled_masked_softmax": "softmax"}
+OPERATORS = (*ACTIVATION_OPERATORS, *_FAMILIES)
 _BIASED, _GATED = ("bias_act", "bias_glu"), ("glu", "bias_glu")
 
 
@@ -72,7 +77,7 @@ class Sample:
     @property
     def dtype(self) -> torch.dtype:
         """The result's dtype: the first data tensor's."""
-        if self.op.endswith("_fp8_backward"):
+        if self.op.endswith(("_fp8_backward", "dropout_add_backward")):
             return next(a for a in self.args if isinstance(a, torch.dtype))
         dtype: torch.dtype = self.args[1 if self.op.endswith("_backward") else 0].dtype
         return dtype
@@ -103,7 +108,7 @@ class _Case:
     up_offset: float = 0.0
     clamp: float | None = None
     core: bool = False
-    only: tuple[str, ...] = field(default=OPERATORS)
+    only: tuple[str, ...] = field(default=ACTIVATION_OPERATORS)
 
 
 def _cases() -> Iterator[_Case]:
@@ -233,6 +238,12 @@ def _build(op: str, case: _Case, device: torch.device) -> Sample:
     return Sample(op, case.name, (*tensors, *scalars), case.core)
 
 
+def family(op: str) -> ModuleType | None:
+    """The module with the samples and the measure of an operator that is no activation; None for the others."""
+    name = _FAMILIES.get(op)
+    return None if name is None else importlib.import_module(f"torch_fused_ops.testing.{name}")
+
+
 def samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) -> Iterator[Sample]:
     """The samples of a forward operator; only the core ones if asked.
 
@@ -246,6 +257,9 @@ def samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) 
     """
     if op not in OPERATORS + FP8_OPERATORS:
         raise ValueError(f"op={op!r} is not known; accepted: {', '.join(OPERATORS + FP8_OPERATORS)}")
+    if (own := family(op)) is not None:
+        yield from own.samples(torch.device(device), core=core)
+        return
     plain = op.removesuffix("_fp8")
     for case in _cases():
         if plain in case.only and (case.core or not core):
@@ -257,6 +271,9 @@ def backward_samples(op: str, device: str | torch.device = "cpu", *, core: bool 
 
     The incoming gradient is contiguous in most, expanded with zero strides (as ``sum().backward()`` gives it) in some.
     """
+    if (own := family(op)) is not None:
+        yield from own.backward_samples(torch.device(device), core=core)
+        return
     for sample in samples(op, device, core=core):
         mask = [t is not None and t.requires_grad for t in sample.tensors]
         if not any(mask):

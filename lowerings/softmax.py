@@ -1,0 +1,195 @@
+"""``fused::scaled_masked_softmax`` → Inductor IR: two reductions over a row, and pointwise nodes around them.
+
+Nothing is a call: scores, masks and weights are loaders that the reductions inline, so that what stands before the
+operator (a bias, a cast) and behind it (a dropout, a cast) is computed in the same kernel. Causality and the window
+are index expressions: they read no memory, and on a GPU what they hide is not loaded either.
+
+The row's maximum comes first, then the sum: Inductor's reduction for both at once (``prepare_softmax_online``) reads a
+long row once less, from the cache, for twice the instructions (rows of 4096 on sm_90: 61 an element, 26 so), and takes
+scores that are scaled, and rounded, already.
+
+What belongs to a row (its factor, its sink) is the text of ``reference.py``, traced. What belongs to an element is one
+line, and stands here: on a GPU its exponent is to base 2, which is the instruction that there is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings, register_lowering, to_dtype
+from torch._inductor.virtualized import V, ops
+from torch.utils._sympy.functions import FloorDiv
+
+from torch_fused_ops import reference
+from torch_fused_ops.lowerings import operators  # whole: it may be half way through its own import
+
+if TYPE_CHECKING:
+    from torch_fused_ops.lowerings.operators import Box, Index, Load, Value
+
+aten = torch.ops.aten
+
+
+def _row(index: Index) -> Index:
+    return [*index[:-1], 0]
+
+
+def _node(like: Box, dtype: torch.dtype, ranges: Sequence[Any], inner: Callable[[Index], Value]) -> Box:
+    return ir.Pointwise.create(device=like.get_device(), dtype=dtype, inner_fn=inner, ranges=list(ranges))
+
+
+def _on_gpu(box: Box) -> bool:
+    return bool(box.get_device().type != "cpu")
+
+
+def _window(size: Sequence[Any], causal: bool, window_left: int, window_right: int, group: int = 1) -> Load | None:
+    """Whether a key, or one of its ``group``, is open to a query, from the index alone; None where every key is."""
+    left, right = reference.window_edges(causal, window_left, window_right)
+    if left is None and right is None:
+        return None
+    shift = size[-1] - size[-2]
+
+    def is_open(index: Index) -> Value:
+        i, j = index[-2:]
+        j = FloorDiv(j, group) * group if group > 1 else j
+        edges = (
+            (ops.ge, j + group - 1, None if left is None else i + shift - left),
+            (ops.le, j, None if right is None else i + shift + right),
+        )
+        sides = [
+            compare(*(ops.index_expr(e, torch.int64) for e in (key, edge)))
+            for compare, key, edge in edges
+            if edge is not None
+        ]
+        return sides[0] if len(sides) == 1 else ops.logical_and(*sides)
+
+    return is_open
+
+
+# Loads are switched off so many at a time: by single elements they would no longer be vectorised (bfloat16, causal,
+# backward, rows of 2048 on sm_90: 31.5 instructions an element by single keys, 23.2 so).
+_GROUP = 8
+
+
+def _unread(load: Load, near: Load | None, otherwise: float) -> Load:
+    """``load`` where something near is open: nothing is read elsewhere."""
+    return load if near is None else lambda index: ops.masked(near(index), lambda: load(index), otherwise)
+
+
+def _row_node(function: Callable[..., Any], scalars: tuple[Any, ...], *boxes: Box | None) -> Box:
+    """A function of ``reference.py`` on what rows have one of."""
+    given = tuple(b is not None for b in boxes)
+    first, *rest = (b for b in boxes if b is not None)
+    loads = [b.make_loader() for b in (first, *rest)]
+    program = operators._program(function, given, scalars, first.get_dtype(), first.get_device().type)
+    return _node(first, first.get_dtype(), first.get_size(), lambda index: program(*(load(index) for load in loads))[0])
+
+
+def _softmax(
+    input: Box,
+    mask: Box | None,
+    sink: Box | None,
+    scale: float = 1.0,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+) -> Box:
+    shape = input.get_size()
+    if V.graph.sizevars.statically_known_equals(shape[-1], 0):
+        return lowerings[aten.clone.default](input)
+    input.mark_reuse(2)  # as of any value that is read twice: what costs much to make is made once
+    double = torch.float64 in (input.get_dtype(), None if sink is None else sink.get_dtype())
+    dtype = torch.float64 if double else torch.float32
+    on_gpu = _on_gpu(input)
+    sign, size = reference.split_scale(scale, dtype)
+    load = operators._widening_load(input, lambda index: index, dtype)
+    is_open = _window(shape, causal, window_left, window_right)
+    near = _window(shape, causal, window_left, window_right, _GROUP) if on_gpu else None
+    hidden = None if mask is None else lowerings[aten.expand.default](mask, shape).make_loader()
+
+    def visible(index: Index) -> Value:
+        x = load(index)
+        if sign != 1.0:
+            x = ops.mul(x, ops.constant(sign, dtype))
+        if hidden is not None:
+            x = ops.where(hidden(index), ops.constant(-math.inf, dtype), x)
+        return x
+
+    seen = _unread(visible, near, -math.inf)
+
+    def scores(index: Index) -> Value:
+        if is_open is None:
+            return seen(index)
+        return ops.where(is_open(index), seen(index), ops.constant(-math.inf, dtype))
+
+    power, log2e = (ops.exp2, 1 / math.log(2)) if on_gpu else (ops.exp, 1.0)
+    factor = min(size * log2e, torch.finfo(dtype).max)
+    top = lowerings[aten.amax.default](_node(input, dtype, shape, scores), [len(shape) - 1], True)
+    peaks = _row_node(reference.softmax_peak, (), top).make_loader()
+
+    def weight(index: Index) -> Value:
+        x = ops.sub(scores(index), peaks(_row(index)))
+        return power(x if factor == 1.0 else ops.mul(x, ops.constant(factor, dtype)))
+
+    total = lowerings[aten.sum.dim_IntList](_node(input, dtype, shape, weight), [len(shape) - 1], True)
+    if sink is not None:
+        sink = _node(input, dtype, top.get_size(), operators._widening_load(sink, lambda index: index[-3:-2], dtype))
+    factors = _row_node(reference.softmax_factor, (size,), top, total, sink).make_loader()
+
+    def result(index: Index) -> Value:
+        return ops.to_dtype(ops.mul(weight(index), factors(_row(index))), input.get_dtype())
+
+    return _node(input, input.get_dtype(), shape, result)
+
+
+def _softmax_backward(
+    grad: Box,
+    output: Box,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    sink_dtype: torch.dtype | None,
+    output_mask: Sequence[bool],
+) -> tuple[Box | None, Box | None]:
+    shape = output.get_size()
+    double = torch.float64 in (grad.get_dtype(), output.get_dtype(), sink_dtype)
+    dtype = torch.float64 if double else torch.float32
+    grad.mark_reuse(2)
+    output.mark_reuse(2)
+    near = _window(shape, causal, window_left, window_right, _GROUP) if _on_gpu(output) else None
+    g, y = (_unread(operators._widening_load(b, lambda index: index, dtype), near, 0.0) for b in (grad, output))
+    last = [len(shape) - 1]
+    product = _node(output, dtype, shape, lambda index: ops.mul(g(index), y(index)))
+    inner = lowerings[aten.sum.dim_IntList](product, last, True)
+    d_input = d_sink = None
+    if output_mask[0]:
+        inners = inner.make_loader()
+        program = operators._program(
+            reference.softmax_input_grad, (True, True, True), (scale,), dtype, output.get_device().type
+        )
+
+        def d(index: Index) -> Value:
+            (value,) = program(g(index), y(index), inners(_row(index)))
+            return ops.to_dtype(value, output.get_dtype())
+
+        d_input = _node(output, output.get_dtype(), shape, d)
+        operators._before_sums(output_mask[1:], d_input)
+    if output_mask[1] and sink_dtype is not None:
+        total = lowerings[aten.sum.dim_IntList](_node(output, dtype, shape, y), last, True)
+        terms = _row_node(reference.softmax_sink_grad, (), inner, total)
+        terms.realize()  # one number for each row, where the kernel that adds them up would read both of theirs
+        axes = [a for a in range(len(shape)) if a != len(shape) - 3]
+        d_sink = to_dtype(lowerings[aten.sum.dim_IntList](terms, axes), sink_dtype)
+    return d_input, d_sink
+
+
+for _name, _lowering in (
+    ("scaled_masked_softmax", _softmax),
+    ("scaled_masked_softmax_backward", _softmax_backward),
+):
+    # type_promotion_kind=None: promotion would widen what is loaded.
+    register_lowering(getattr(torch.ops.fused, _name).default, type_promotion_kind=None)(_lowering)

@@ -1,0 +1,344 @@
+"""``fused::dropout_add`` on DTensors: two gloo processes on the CPU, in which everything below ``in_two`` runs."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.distributed.is_available():
+    pytest.skip("this torch has no distributed package", allow_module_level=True)
+
+P = 0.5
+
+
+# ---- what runs in each of two processes ------------------------------------------------------------------------------
+
+
+def leaf(mesh, t, placements):
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(t, mesh, placements).requires_grad_()
+
+
+def numbers(*shape):
+    g = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=g).abs() + 1  # no zeros but those of the mask
+
+
+def fronts(mesh, rank):
+    """functional.bias_dropout_add: masks differ between shards and agree between replicas; gradients are right."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    from torch_fused_ops import functional
+
+    cases = {
+        "rows": ([Shard(0)], [Shard(0)]),
+        "columns": ([Shard(1)], [Shard(1)]),
+        "last": ([Shard(-1)], [Shard(1)]),
+        "replicas": ([Replicate()], [Replicate()]),
+        "residual elsewhere": ([Shard(0)], [Replicate()]),
+    }
+    for name, (places, residual_places) in cases.items():
+        for has_bias in (True, False):
+            x, r = leaf(mesh, numbers(8, 12), places), leaf(mesh, 100 * numbers(8, 12), residual_places)
+            b = leaf(mesh, numbers(12), [Replicate()]) if has_bias else None
+            torch.manual_seed(5)
+            y = functional.bias_dropout_add(x, b, r, P)
+            assert y.shape == (8, 12) and y.placements[0] == (Shard(1) if name == "last" else places[0]), name
+            whole = y.full_tensor()
+            kept = (whole - r.full_tensor()).abs() > 1e-3
+            both = x.full_tensor() + (b.full_tensor() if b is not None else 0)
+            torch.testing.assert_close(whole, r.full_tensor() + both * kept * 2)
+            assert 0.2 < kept.float().mean() < 0.8
+            halves = kept.chunk(2, 0 if name in ("rows", "residual elsewhere") else 1)
+            if name != "replicas":
+                assert not torch.equal(*halves), "a mask is repeated"
+            # Replicas hold the same, whatever the rank.
+            torch.testing.assert_close(y.to_local() if name == "replicas" else whole, whole)
+            g = numbers(8, 12)
+            for grad_places in ([Shard(0)], [Replicate()], [Shard(1)]):
+                tensors = [x, r] if b is None else [x, r, b]
+                got = torch.autograd.grad(y, tensors, leaf(mesh, g, grad_places).detach(), retain_graph=True)
+                expected = [g * kept * 2, g, (g * kept * 2).sum(0)]
+                for d, e, t in zip(got, expected, tensors, strict=False):
+                    assert d.shape == t.shape
+                    torch.testing.assert_close(d.full_tensor(), e)
+    # Partial sums are added up before anything is dropped, and evaluation drops nothing.
+    from torch.distributed.tensor import DTensor
+
+    part = DTensor.from_local(numbers(4, 6), mesh, [Partial()])
+    y = functional.bias_dropout_add(part, None, None, P)
+    assert set((y.full_tensor() / (2 * numbers(4, 6))).flatten().tolist()) <= {0.0, 2.0}
+    x = leaf(mesh, numbers(8, 12), [Shard(0)])
+    assert torch.equal(functional.bias_dropout_add(x, None, None, P, False).full_tensor(), x.full_tensor())
+
+
+def rules(mesh, rank):
+    """The operator itself on DTensors: every rank's own shard, with the seed that it was given."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    from torch_fused_ops import functional
+
+    fused = torch.ops.fused
+    seed = torch.tensor([99])
+    own = functional.shard_seed(seed, rank)
+    for places, s in (([Shard(0)], own), ([Shard(1)], own), ([Replicate()], seed)):
+        x, r, b = (
+            leaf(mesh, numbers(8, 12), places),
+            leaf(mesh, numbers(8, 12), places),
+            leaf(mesh, numbers(12), [Shard(0) if places == [Shard(1)] else Replicate()]),
+        )
+        key = DTensor.from_local(s, mesh, [Replicate()], run_check=False)
+        y = fused.dropout_add(x, b, r, key, P)
+        assert list(y.placements) == places
+        local = fused.dropout_add(x.to_local(), b.to_local(), r.to_local(), s, P)
+        assert torch.equal(y.to_local(), local)
+        g = leaf(mesh, numbers(8, 12), places).detach()
+        d_x, d_b, d_r = torch.autograd.grad(y, (x, b, r), g)
+        kept = fused.dropout_add(torch.ones_like(x.to_local()), None, None, s, P)
+        assert torch.equal(d_x.to_local(), g.to_local() * kept) and torch.equal(d_r.full_tensor(), g.full_tensor())
+        gathered = d_x.full_tensor()
+        torch.testing.assert_close(d_b.full_tensor(), gathered.sum(0))
+        if places[0].is_shard():
+            mask = (gathered != 0).chunk(2, places[0].dim)
+            assert not torch.equal(*mask)
+    x = leaf(mesh, numbers(2, 4, 6), [Shard(1)])
+    key = DTensor.from_local(own, mesh, [Replicate()], run_check=False)
+    assert fused.dropout_add(x, None, None, key, P).placements == (Shard(1),)
+    bare = fused.dropout_add(leaf(mesh, numbers(2, 4), [Shard(0)]), None, None, key, 0.0)
+    assert torch.equal(bare.full_tensor(), numbers(2, 4))
+
+
+def compiled(mesh, rank):
+    """The front under torch.compile: the same guarantees."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    from torch_fused_ops import functional
+
+    def step(x, b, r):
+        return functional.bias_dropout_add(x, b, r, P)
+
+    fn = torch.compile(step, backend="aot_eager")
+    for places in ([Shard(0)], [Replicate()]):
+        x, r, b = (
+            leaf(mesh, numbers(8, 12), places), leaf(mesh, 100 * numbers(8, 12), places),
+            leaf(mesh, numbers(12), [Replicate()]),
+        )  # fmt: skip
+        torch.manual_seed(5)
+        y = fn(x, b, r)
+        kept = (y.full_tensor() - r.full_tensor()).abs() > 1e-3
+        assert torch.equal(*kept.chunk(2)) is False
+        d_x, d_b = torch.autograd.grad(y.sum(), (x, b))
+        torch.testing.assert_close(d_x.full_tensor(), kept * 2.0)
+        torch.testing.assert_close(d_b.full_tensor(), (kept * 2.0).sum(0))
+
+
+def placed(mesh, tensors, placements):
+    return [None if t is None else leaf(mesh, t, [place]) for t, place in zip(tensors, placements, strict=True)]
+
+
+def counted(expected, fn, *args):
+    """fn's result, having used so many collectives, by name."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode() as comm:
+        result = fn(*args)
+    found = {str(op).split(".")[-1]: n for op, n in comm.get_comm_counts().items()}
+    assert found == expected, (found, expected)
+    return result
+
+
+def same(got, truth):
+    torch.testing.assert_close(got.full_tensor() if hasattr(got, "full_tensor") else got, truth, atol=1e-6, rtol=1e-5)
+
+
+def activations(mesh, rank):
+    """The activation family: any axis shards, without any communication; what cannot be is brought together."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    fused, whole = torch.ops.fused, Replicate()
+    t, n = 4, 8
+    x, scale, g = torch.randn(2, t, n), torch.randn(2, t), torch.randn(2, t, n)
+    packed, bias = torch.randn(2, t, 2 * n), torch.randn(n)
+    packed_bias = torch.randn(2 * n)
+    for one in (x, scale, g, packed, bias, packed_bias):
+        torch.distributed.broadcast(one, 0)
+    rows, tokens, last = Shard(0), Shard(1), Shard(2)
+    calls = {
+        "bias_act": ((x, bias, scale), ("gelu_tanh",), (last, Shard(0), whole)),
+        "glu": ((x, g, scale), ("silu", 1.0, 7.0), (last, last, whole)),
+        "bias_glu": ((packed, packed_bias, scale), ("silu", "interleaved"), (last, Shard(0), whole)),
+        "halves": ((packed, packed_bias, scale), ("silu",), None),
+    }
+    for name, (tensors, scalars, columns) in calls.items():
+        vector = whole if name != "glu" else None
+        layouts = [[p, vector or p, p] for p in (rows, tokens)] + [[whole] * 3] + ([list(columns)] if columns else [])
+        for fp8 in ("", "_fp8"):
+            op = getattr(fused, name.replace("halves", "bias_glu") + fp8)
+            plain = [one.clone().requires_grad_() for one in tensors]
+            truth = op(*plain, *scalars)
+            truth = truth[0] if fp8 else truth
+            truths = torch.autograd.grad(truth, plain, g)
+            for layout in layouts:
+                if fp8 and layout[0] == last:
+                    continue  # float8's scales are of whole rows: below
+                sharded = placed(mesh, tensors, layout)
+                d = leaf(mesh, g, [layout[0]]).detach()
+                y = counted({}, op, *sharded, *scalars)
+                y = y[0] if fp8 else y
+                assert y.placements == (layout[0],)
+                grads = counted({}, torch.autograd.grad, y, sharded, d)
+                same(y, truth)
+                for one, expected, place in zip(grads, truths, layout, strict=True):
+                    sums = place == whole and layout[0] != whole
+                    assert one.placements[0] == (Partial() if sums else place), (name, layout, one.placements)
+                    same(one, expected)
+    # Optional tensors left out, and gradients that nobody wants.
+    for op, scalars in ((fused.bias_act, ("relu",)), (fused.bias_act, ("silu",)), (fused.bias_glu, ("silu", "halves"))):
+        data = leaf(mesh, packed, [tokens])
+        (d,) = torch.autograd.grad(op(data, None, None, *scalars).sum(), data)
+        plain = packed.clone().requires_grad_()
+        same(d, torch.autograd.grad(op(plain, None, None, *scalars).sum(), plain)[0])
+        v = leaf(mesh, packed_bias, [whole])
+        (d,) = torch.autograd.grad(op(data.detach(), v, None, *scalars).sum(), v)
+        plain = packed_bias.clone().requires_grad_()
+        same(d, torch.autograd.grad(op(packed, plain, None, *scalars).sum(), plain)[0])
+    # Halves do not lie side by side in a shard of the last axis: brought together, whatever was computed before.
+    data, gather = leaf(mesh, packed, [last]), {"all_gather_into_tensor": 1}
+    y = counted({}, fused.bias_glu, data, None, None, "silu", "interleaved")
+    same(y, fused.bias_glu(packed, None, None, "silu", "interleaved"))
+    for layout in ("halves", "swapped"):
+        y = counted(gather, fused.bias_glu, data, None, None, "silu", layout)
+        same(y, fused.bias_glu(packed, None, None, "silu", layout))
+    # A pair is not torn apart either: 6 columns are 3 pairs, which two ranks cannot share evenly.
+    odd = packed[..., :6].contiguous()
+    y = counted(gather, fused.bias_glu, leaf(mesh, odd, [last]), None, None, "silu", "interleaved")
+    same(y, fused.bias_glu(odd, None, None, "silu", "interleaved"))
+    # Nor is a row whose largest element float8 needs.
+    y = counted(gather, fused.bias_act_fp8, leaf(mesh, x, [last]), None, None, "silu")
+    for one, expected in zip(y, fused.bias_act_fp8(x, None, None, "silu"), strict=True):
+        same(one.full_tensor().float(), expected.float())
+    # Partial sums are added up before anything that is not linear.
+    part = DTensor.from_local(x / 2, mesh, [Partial()], run_check=False)
+    reduced = {"reduce_scatter_tensor": 1}
+    same(counted(reduced, fused.bias_act, part, None, None, "silu"), fused.bias_act(x, None, None, "silu"))
+    # A linear whose packed weight is sharded half by half hands its result on as it is.
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    try:
+        weight = leaf(mesh, torch.arange(2.0 * n * 6).view(2 * n, 6).sin(), [_StridedShard(0, split_factor=2)])
+    except ValueError:  # torch 2.11 knows such shards of FSDP's alone
+        return
+    tokens = leaf(mesh, x[..., :6].contiguous(), [whole])
+    y = counted({}, lambda: fused.bias_glu(torch.nn.functional.linear(tokens, weight), None, None, "silu"))
+    assert y.placements == (last,)
+    w = weight.full_tensor().detach().requires_grad_()
+    truth = fused.bias_glu(x[..., :6] @ w.t(), None, None, "silu")
+    same(y, truth)
+    same(torch.autograd.grad(y.sum(), weight)[0], torch.autograd.grad(truth.sum(), w)[0])
+
+
+def softmax(mesh, rank):
+    """fused::scaled_masked_softmax: batch and heads shard, queries where their place means nothing, keys never."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    op, whole = torch.ops.fused.scaled_masked_softmax, Replicate()
+    g = torch.Generator().manual_seed(1)
+    x, d = torch.randn(2, 4, 6, 8, generator=g), torch.randn(2, 4, 6, 8, generator=g)
+    sink = torch.randn(4, generator=g)
+    wide, narrow = torch.rand(2, 1, 6, 8, generator=g) < 0.3, torch.rand(6, 8, generator=g) < 0.3
+    masks = {"wide": wide, "narrow": narrow, "none": None}
+    where = {  # of x: of the sink, of each mask
+        Shard(0): (whole, Shard(0), whole),
+        Shard(1): (Shard(0), whole, whole),
+        Shard(2): (whole, Shard(2), Shard(0)),
+    }
+    for axis, (of_sink, of_wide, of_narrow) in where.items():
+        for name, mask in masks.items():
+            for scalars in ((0.5,), (0.5, True), (0.5, False, 2, 0)):
+                gathers = {"all_gather_into_tensor": 1} if axis == Shard(2) and len(scalars) > 1 else None
+                of_mask = whole if gathers else of_wide if name == "wide" else of_narrow
+                sharded = [leaf(mesh, x, [axis]), leaf(mesh, sink, [of_sink])]
+                m = None
+                if mask is not None:
+                    from torch.distributed.tensor import distribute_tensor
+
+                    m = distribute_tensor(mask, mesh, [of_mask])
+                y = counted(gathers or {}, op, sharded[0], m, sharded[1], *scalars)
+                plain = [x.clone().requires_grad_(), sink.clone().requires_grad_()]
+                truth = op(plain[0], mask, plain[1], *scalars)
+                same(y, truth)
+                truths = torch.autograd.grad(truth, plain, d)
+                grads = counted({}, torch.autograd.grad, y, sharded, leaf(mesh, d, list(y.placements)).detach())
+                if gathers is None:
+                    assert grads[1].placements[0] == (Shard(0) if axis == Shard(1) else Partial())
+                for one, expected in zip(grads, truths, strict=True):
+                    same(one, expected)
+    y = counted({"all_gather_into_tensor": 1}, op, leaf(mesh, x, [Shard(3)]), None, None)
+    same(y, x.softmax(-1))
+
+
+BODIES = {"fronts": fronts, "rules": rules, "compiled": compiled, "activations": activations, "softmax": softmax}
+
+
+def main(rank: int, port: int) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import torch_fused_ops  # noqa: F401 - registers the operators and their rules
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        for name, body in BODIES.items():
+            body(mesh, rank)
+            print(f"{name} passed", flush=True)
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- the tests -------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def test_in_two_processes() -> None:
+    """All bodies in one pair of processes: most of the time is spent on importing."""
+    command, port = [sys.executable, "-W", "ignore", str(Path(__file__))], str(free_port())
+    processes = [
+        subprocess.Popen([*command, str(rank), port], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    assert all(output.count(" passed") == len(BODIES) for output in outputs)
+
+
+def test_rules_are_registered_with_dtensor_and_not_before() -> None:
+    late = "import sys, torch_fused_ops; assert 'torch.distributed.tensor' not in sys.modules; "
+    found = (
+        "import torch, torch_fused_ops, torch.distributed.tensor as dt; "
+        "from torch_fused_ops.distributed import sharding; "
+        "by = dt.DTensor._op_dispatcher; tables = [by._custom_op_handlers, by.sharding_propagator.op_to_schema_info]; "
+        "assert all(any(getattr(torch.ops.fused, n).default in t for t in tables) for n in sharding.RULES)"
+    )
+    for first in (late, "import torch.distributed.tensor; "):
+        subprocess.run([sys.executable, "-W", "ignore", "-c", first + found], check=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,197 @@
+"""The eager GPU kernels of ``fused::dropout_add``, without a GPU: as test_activation_kernels.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from kernel_harness import GPUS, Device, assemble, assert_close, meta, recorded
+
+from torch_fused_ops import reference
+from torch_fused_ops.kernels import dropout as kernels
+from torch_fused_ops.kernels.dropout import _factor, _philox
+from torch_fused_ops.testing import dropout as dropout_testing
+from torch_fused_ops.testing import virtual_gpu
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where words wrap
+
+SEED = torch.tensor([-3141592653589793238])
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def wide(args: Sequence[Any]) -> list[Any]:
+    return [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+
+
+def check(device: Device, x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, seed: Tensor) -> None:
+    """Forward and backward against the float64 reference: masks are exact."""
+    args = x, bias, residual, seed, p
+    actual, expected = device.run(kernels.dropout_add, *args), reference.dropout_add(*wide(args))
+    assert actual.dtype == (x if residual is None else residual).dtype and actual.is_contiguous()
+    assert device.names == (["_forward"] if x.numel() else [])
+    terms = reference.dropout_add(*(None if t is None else t.double().abs() for t in args[:3]), seed, p)
+    double = reference.compute_dtype(x, bias, residual) == torch.float64
+    assert_close(actual, expected, absolute=(1e-15 if double else 2e-7) * terms)  # where they cancel
+    grad = torch.randn(x.shape, dtype=torch.float64).to(actual.dtype)
+    bias_dtype = None if bias is None else bias.dtype
+    for mask in ((True, bias is not None), (False, True), (True, False)):
+        if mask[1] and bias is None:
+            continue
+        rest = seed, p, x.dtype, bias_dtype, mask
+        got = device.run(kernels.dropout_add_backward, grad, *rest)
+        truth = reference.dropout_add_backward(
+            grad.double(), seed, p, torch.float64, None if bias is None else torch.float64, mask
+        )
+        assert device.names.count("_backward") == (1 if x.numel() else 0) and len(device.launches) <= 2
+        assert [g is not None for g in got] == list(mask)
+        if mask[0]:
+            assert got[0].dtype == x.dtype
+            assert_close(got[0], truth[0], gradient=True)
+        if bias is not None and mask[1]:
+            assert got[1].dtype == bias.dtype and got[1].shape == bias.shape
+            assert_close(got[1], truth[1], gradient=True, absolute=3e-5 * max(1.0, x.shape[0] ** 0.5))
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        s if s.core else pytest.param(s, marks=pytest.mark.slow)
+        for s in dropout_testing.samples(torch.device("cpu"), False)
+    ],
+    ids=str,
+)
+def test_samples(device: Device, sample: Any) -> None:
+    x, bias, residual, seed, p = (a.detach() if isinstance(a, Tensor) else a for a in sample.args)
+    check(device, x, bias, residual, p, seed)
+
+
+@pytest.mark.parametrize("shape", [(6, 100), (2, 1030), (70, 17), (130, 4), (2, 3, 5, 36)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
+def test_tiles_are_one_mask(device: Device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Where fours lie in rows and where they do not, in every way to see the tensor."""
+    x, b, r = torch.ones(shape, dtype=dtype), torch.zeros(shape[-1], dtype=dtype), torch.zeros(shape, dtype=dtype)
+    kept = reference.dropout_add(x, None, None, SEED, 0.5) != 0
+    strided = torch.ones((*shape[:-1], 2 * shape[-1]), dtype=dtype)[..., ::2]
+    turned = torch.ones((*shape[:-2], shape[-1], shape[-2]), dtype=dtype).mT
+    expanded = x[:1].expand(shape)
+    for args in ((x, None, None), (x, b, None), (x, None, r), (strided, None, None), (turned, b, r), (expanded, b, r)):
+        assert torch.equal(device.run(kernels.dropout_add, *args, SEED, 0.5) != 0, kept)
+    for grad in (x, strided, turned, expanded):
+        for mask in ((True, True), (True, False)):
+            d_input, _ = device.run(kernels.dropout_add_backward, grad, SEED, 0.5, dtype, dtype, mask)
+            assert torch.equal(d_input != 0, kept)
+        _, d_bias = device.run(kernels.dropout_add_backward, grad, SEED, 0.5, dtype, torch.float32, (False, True))
+        assert torch.equal(d_bias, 2.0 * kept.flatten(0, -2).sum(0))
+
+
+@triton.jit
+def _words(counters, seed, ours, theirs, N: tl.constexpr):
+    c = tl.load(counters + tl.arange(0, N))[None, :]
+    low, high = c.to(tl.uint32), (c >> 32).to(tl.uint32)
+    key = tl.load(seed).to(tl.uint64, bitcast=True)
+    a0, a1, a2, a3 = _philox(low, high, key)
+    b0, b1, b2, b3 = tl.philox(key, low, high, low * 0, low * 0)
+    at = tl.arange(0, N)[None, :]
+    tl.store(ours + at, a0)
+    tl.store(ours + N + at, a1)
+    tl.store(ours + 2 * N + at, a2)
+    tl.store(ours + 3 * N + at, a3)
+    tl.store(theirs + at, b0)
+    tl.store(theirs + N + at, b1)
+    tl.store(theirs + 2 * N + at, b2)
+    tl.store(theirs + 3 * N + at, b3)
+
+
+@triton.jit
+def _factor_at(row, columns, n, seed, out, FOURS: tl.constexpr, N: tl.constexpr):
+    r = tl.load(row + tl.arange(0, 1))
+    c = tl.load(columns + tl.arange(0, N))
+    factor = _factor(seed, r, c, n, 2**31, 2.0, FOURS, tl.float32)
+    tl.store(out + tl.arange(0, N)[None, :], factor)
+
+
+def test_the_generator_is_tritons() -> None:
+    """Our text against tl.philox, which is upstream's, over counters on both sides of 2³²."""
+    counters = torch.tensor([0, 1, 5, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40 + 77])
+    for number in (0, 1, -1, 2**63 - 1, -(2**63), 0x299F31D0A4093822):
+        seed, out = torch.tensor([number]), torch.zeros(4, 8, dtype=torch.int32)
+        theirs = torch.zeros_like(out)
+        virtual_gpu.interpret(_words, counters, seed, out, theirs, grid=(1,), N=8)
+        ours = reference.philox(counters.to(torch.int32), (counters >> 32).to(torch.int32), seed)
+        assert torch.equal(out, theirs) and torch.equal(out, torch.stack(ours))
+
+
+def test_mask_past_2_to_the_33() -> None:
+    """An index of more than 33 bits: a row so far down that its counters have an upper word."""
+    columns = 2**20
+    for fours, rows in itertools.product((True, False), (2**14, 2**14 + 5)):
+        n = columns if fours else columns + 1
+        r, c, out = torch.tensor([rows]), torch.arange(64), torch.zeros(64)
+        virtual_gpu.interpret(_factor_at, r, c, n, SEED, out, grid=(1,), FOURS=fours, N=64)
+        index = rows * n + c
+        expected = reference.dropout_factor(index >> 2, index, SEED, 0.5, torch.float32)
+        assert torch.equal(out, expected) and out.unique().numel() == 2
+
+
+# ---- machine code ----------------------------------------------------------------------------------------------------
+
+SHAPE = (8192, 4096)
+
+
+def calls() -> dict[str, tuple[Any, tuple[Any, ...], float]]:
+    """Kernels by name: operator, arguments, and the instructions an element that they may take on sm_90, bf16."""
+    x, b, s, bf16 = meta(*SHAPE), meta(SHAPE[1]), meta(1, dtype=torch.int64), torch.bfloat16
+    return {
+        "input": (kernels.dropout_add, (x, None, None, s, 0.1), 23),
+        "residual": (kernels.dropout_add, (x, None, x, s, 0.1), 28),
+        "bias, residual": (kernels.dropout_add, (x, b, x, s, 0.1), 32),
+        "backward": (kernels.dropout_add_backward, (x, s, 0.1, bf16, None, (True, False)), 23),
+        "backward, bias": (kernels.dropout_add_backward, (x, s, 0.1, bf16, bf16, (True, True)), 36),
+    }
+
+
+@pytest.mark.parametrize(
+    "gpu", [g if g.arch == "sm_90" else pytest.param(g, marks=pytest.mark.slow) for g in GPUS], ids=lambda gpu: gpu.arch
+)
+@pytest.mark.parametrize("name", calls())
+def test_no_spills_and_the_generators_calls_are_shared(gpu: virtual_gpu.GPU, name: str) -> None:
+    operator, args, limit = calls()[name]
+    code = assemble(gpu, operator, *args)[0]
+    assert code.spills == 0 and code.registers <= 128
+    if gpu.arch == "sm_90":
+        (kernel, _, _, constants), *_ = recorded(operator, *args)
+        elements = constants["BLOCK_M"] * constants["BLOCK_N"] / 128
+        assert code.instructions_per_element(elements) <= limit, kernel.__name__
+
+
+def test_nothing_random_costs_nothing() -> None:
+    for p in (0.0, 1.0):
+        x, seed = meta(*SHAPE), meta(1, dtype=torch.int64)
+        (code,) = assemble(virtual_gpu.H100, kernels.dropout_add, x, None, x, seed, p)
+        assert not any(name.startswith("IMAD.WIDE.U32") for name in code.instructions)
+
+
+def test_offsets_are_wide_where_they_must_be() -> None:
+    s, bf16 = meta(1, dtype=torch.int64), torch.bfloat16
+    for rows, wide in ((2**18, False), (2**20, True)):
+        x = meta(rows, 4096)
+        for operator, args in (
+            (kernels.dropout_add, (x, None, x, s, 0.1)),
+            (kernels.dropout_add, (x[:1].expand(rows, 4096), meta(4096), None, s, 0.1)),
+            (kernels.dropout_add_backward, (x[:1, :1].expand(rows, 4096), s, 0.1, bf16, bf16, (False, True))),
+        ):
+            assert recorded(operator, *args)[0][3]["WIDE"] is wide

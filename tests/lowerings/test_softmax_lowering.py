@@ -1,0 +1,201 @@
+"""Softmax's lowerings: compiled equals eager, forward and backward, static and dynamic; on a GPU, by its own code."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_operators import check, kernels, leaf
+from torch import Tensor
+
+from torch_fused_ops import reference
+from torch_fused_ops.testing import precision
+from torch_fused_ops.testing import softmax as testing
+
+softmax = torch.ops.fused.scaled_masked_softmax
+Make = Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+
+
+def hidden(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.3
+
+
+CASES: dict[str, Make] = {
+    "plain": lambda: (lambda x: softmax(x * 2, None, None) + 1, [leaf(3, 17, 24)]),
+    "everything": lambda: (
+        lambda x, m, s: softmax(x * 2, m, s, 0.3, True, 7, -1) * 3,
+        [leaf(2, 3, 17, 24), hidden(2, 1, 17, 24), leaf(3)],
+    ),
+    "everything, bf16, sink fp32": lambda: (
+        lambda x, m, s: softmax(x, m, s, -0.3, False, 5, 3),
+        [leaf(2, 3, 17, 24, dtype=BF16), hidden(2, 1, 1, 24), leaf(3)],
+    ),
+    "more queries than keys": lambda: (lambda x: softmax(x, None, None, 0.3, True), [leaf(2, 9, 5)]),
+    "one query": lambda: (lambda x, s: softmax(x, None, s, 0.3, True, 4), [leaf(2, 1, 33), leaf(2)]),
+    "mask of one row": lambda: (lambda x, m: softmax(x, m, None), [leaf(4, 17, 24), hidden(24)]),
+    "scale 0, expanded mask": lambda: (
+        lambda x, m: softmax(x, m.expand(17, 24), None, 0.0),
+        [leaf(4, 17, 24), hidden(17, 1)],
+    ),
+    "float64, transposed, sliced": lambda: (
+        lambda x, m: softmax(x.mT[..., 1:], m[..., ::2], None, 0.3, True),
+        [leaf(3, 17, 24, dtype=F64), hidden(24, 32)],
+    ),
+    "only the sink": lambda: (
+        lambda x, s: softmax(x, None, s, 0.3),
+        [leaf(2, 3, 17, 24, grad=False), leaf(3, dtype=BF16)],
+    ),
+    "empty": lambda: (lambda x, s: softmax(x, None, s) + 1, [leaf(2, 0, 8), leaf(2)]),
+    "no keys": lambda: (lambda x, s: softmax(x, None, s) + 1, [leaf(2, 3, 0), leaf(2)]),
+    "attention": lambda: (
+        lambda q, k, v, m: softmax(q @ k.mT, m, None, 0.25, True) @ v,
+        [leaf(2, 3, 17, 8), leaf(2, 3, 17, 8), leaf(2, 3, 17, 8), hidden(2, 1, 1, 17)],
+    ),
+}
+
+
+# Each costs two calls of the C++ compiler: the ones that another covers are slow.
+SLOW = ("plain", "one query", "mask of one row", "scale 0, expanded mask", "attention", "only the sink")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
+def test_compiled_equals_eager(name: str) -> None:
+    fn, args = CASES[name]()
+    check(fn, args)
+
+
+@pytest.mark.parametrize(
+    "name", ["attention", *(pytest.param(n, marks=pytest.mark.slow) for n in ("everything", "more queries than keys"))]
+)
+def test_dynamic_shapes(name: str) -> None:
+    fn, args = CASES[name]()
+    check(fn, args, dynamic=True)
+
+
+def test_one_compilation_for_every_length() -> None:
+    """Queries, keys and batch: symbolic all three."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    fn = lambda x, s: softmax(x, None, s, 0.3, True, 6)  # noqa: E731
+    compiled = torch.compile(fn, backend=counter, fullgraph=True, dynamic=True)
+    for batch, sq, sk in ((2, 5, 7), (3, 7, 5), (4, 9, 9), (5, 3, 40)):
+        x, s = leaf(batch, 3, sq, sk), leaf(3)
+        torch.testing.assert_close(compiled(x, s), softmax(x, None, s, 0.3, True, 6))
+    assert counter.frame_count == 1
+
+
+def test_fuses_with_neighbours_on_both_sides() -> None:
+    """A bias in front, a factor and a cast behind."""
+
+    def fn(x: Tensor, b: Tensor) -> Tensor:
+        y = softmax(x + b, None, None, 0.3, True)
+        return (y * 2).sin().bfloat16()
+
+    code = check(fn, [leaf(3, 17, 24), leaf(17, 24, grad=False)])
+    assert [kernels(c) for c in code] == [1, 1]
+
+
+def test_masked_rows_are_zero_where_their_scores_are_infinite() -> None:
+    def fn(x: Tensor, m: Tensor, s: Tensor) -> Tensor:
+        return softmax(x, m, s, 0.3)
+
+    x, m = leaf(2, 5, 8), hidden(2, 5, 8)
+    m[0, 1] = True
+    with torch.no_grad():
+        x[1, 2] = -torch.inf
+        x[1, 3, 4] = torch.nan
+    s = leaf(2)
+    got = torch.compile(fn, fullgraph=True)(x, m, s)
+    torch.testing.assert_close(got, fn(x, m, s), equal_nan=True)
+    assert (got[0, 1] == 0).all() and (got[1, 2] == 0).all() and got[1, 3].isnan().all()
+    (dx,) = torch.autograd.grad(got[:, :3].sum(), x)
+    assert dx[:, :3].isfinite().all()
+
+
+def test_dropout_behind_is_in_the_same_kernel() -> None:
+    code = check_code(lambda x: F.dropout(softmax(x, None, None, 0.3), 0.5), leaf(3, 17, 24))
+    assert kernels(code) <= 2, "the seed, and all the rest"
+
+
+def check_code(fn: Callable[..., Tensor], *args: Tensor) -> str:
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    _, code = run_and_get_code(torch.compile(fn, fullgraph=True), *args)
+    return str(code[0])
+
+
+# ---- the GPU's code, in Triton's interpreter -------------------------------------------------------------------------
+
+TYPES = {"*fp32": F32, "*bf16": BF16, "*fp64": F64, "*i1": torch.bool, "*fp16": torch.float16}
+
+
+def interpret(kernel: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+    """A generated kernel on inputs that differ in dtype, by which its arguments are told apart."""
+    from torch_fused_ops.testing import virtual_gpu
+
+    signature = re.search(r"'signature': \{(.*?)\}", kernel.source)
+    assert signature
+    by_type = {t.dtype: t for t in inputs}
+    pointers = re.findall(r"'(in_ptr\d|out_ptr\d)': '(\*\w+)'", signature[1])
+    args = [by_type[TYPES[t]] if name.startswith("in") else out for name, t in pointers]
+    virtual_gpu.interpret(kernel, *args)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sk", "scale"),
+    [(BF16, 300, 0.3), (F32, 300, -0.3), (BF16, 1500, 0.125), (F32, 1500, 0.3), (torch.float16, 1500, 20.0)],
+)
+def test_gpu_code_keeps_the_precision_contract(dtype: torch.dtype, sk: int, scale: float) -> None:
+    """One kernel for rows that are held (300) and for longer ones (1500), each feature at once."""
+    virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+    g = torch.Generator().manual_seed(0)
+    x = (torch.randn(2, 2, 3, sk, generator=g, dtype=F64) * 4 + 30).to(dtype)
+    sink = torch.tensor([30.0, -2.0]) * abs(scale)
+    sink = sink.bfloat16() if dtype == F32 else sink
+    mask = torch.rand(2, 1, 1, sk, generator=g) < 0.3
+    mask[1] = True
+
+    def fn(x: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
+        return softmax(x, mask, sink, scale, True, sk // 2)
+
+    (kernel,) = virtual_gpu.compile_on_paper(fn, x, mask, sink, training=False).inference.kernels
+    y = interpret(kernel, torch.empty_like(x), x, mask, sink)
+    truth = reference.scaled_masked_softmax(x.double(), mask, sink.double(), scale, True, sk // 2)
+    assert precision.error(y, truth).max() <= precision.LIMITS["forward", dtype]
+    assert (y[1] == 0).all()
+
+
+@pytest.mark.parametrize("sk", [300, 1500])
+def test_gpu_code_of_backward_keeps_the_precision_contract(sk: int) -> None:
+    virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+    y = softmax(torch.randn(2, 3, sk), None, None, 1.0, True).bfloat16()
+    g = torch.randn(2, 3, sk)  # of another dtype, to be told apart
+
+    def fn(g: Tensor, y: Tensor) -> Tensor:
+        return torch.ops.fused.scaled_masked_softmax_backward(g, y, 0.3, True, -1, -1, None, [True, False])[0]
+
+    (kernel,) = virtual_gpu.compile_on_paper(fn, g, y, training=False).inference.kernels
+    got = interpret(kernel, torch.empty_like(y), g, y)
+    truth, _ = reference.scaled_masked_softmax_backward(g.double(), y.double(), 0.3, True, -1, -1, None, (True, False))
+    assert truth is not None
+    e = testing._gradient_error(got, g.double(), y.double(), truth, 0.3, F32)
+    assert e.max() <= precision.LIMITS["gradient", BF16]
+
+
+@pytest.mark.parametrize(("causal", "left", "right"), itertools.product((False, True), (-1, 40), (-1, 17)))
+def test_gpu_code_of_windows(causal: bool, left: int, right: int) -> None:
+    virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+    x = torch.randn(2, 30, 50)
+    call = (None, None, 0.3, causal, left, right)
+    (kernel,) = virtual_gpu.compile_on_paper(lambda x: softmax(x, *call), x, training=False).inference.kernels
+    y = interpret(kernel, torch.empty_like(x), x)
+    truth = reference.scaled_masked_softmax(x.double(), *call)
+    assert precision.error(y, truth).max() <= 1e-5

@@ -1,0 +1,557 @@
+"""``fused::dropout_add`` in eager mode: the generator, the mask, the operator, the Python front."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from torch_fused_ops import functional, reference
+from torch_fused_ops.kernels import dropout_cpu
+from torch_fused_ops.testing import dropout as dropout_testing
+from torch_fused_ops.testing import precision
+from torch_fused_ops.testing.check import run_opcheck
+
+fused = torch.ops.fused
+CPU = torch.device("cpu")
+SEED = torch.tensor([-3141592653589793238])
+
+
+def every_sample(core):
+    return [s for make in (dropout_testing.samples, dropout_testing.backward_samples) for s in make(CPU, core)]
+
+
+def mask(shape, seed, p):
+    return fused.dropout_add(torch.ones(shape), None, None, seed, p) != 0
+
+
+# ---- the generator ---------------------------------------------------------------------------------------------------
+
+
+def int32(word):
+    return torch.tensor(word - 2**32 if word >= 2**31 else word, dtype=torch.int32)
+
+
+# Random123's own (kat_vectors, philox4x32 10): (counter, key) → words.
+RANDOM123 = {
+    ((0,) * 4, (0,) * 2): (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2): (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)): (
+        0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1,
+    ),
+}  # fmt: skip
+
+
+def philox_in_integers(counter, key):
+    """Philox4x32-10 as the paper writes it."""
+    (c0, c1, c2, c3), (k0, k1), word = counter, key, 0xFFFFFFFF
+    for _ in range(10):
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & word, (a >> 32) ^ c3 ^ k1, a & word
+        k0, k1 = (k0 + 0x9E3779B9) & word, (k1 + 0xBB67AE85) & word
+    return c0, c1, c2, c3
+
+
+def test_known_answers():
+    for (counter, key), answer in RANDOM123.items():
+        assert philox_in_integers(counter, key) == answer
+    words = reference.philox(int32(0), int32(0), torch.tensor(0))
+    assert [int(w) & 0xFFFFFFFF for w in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+@pytest.mark.parametrize("counter", [0, 1, 2**31, 2**32 - 1, 2**32, 2**40 + 12345, 2**62 - 1])
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**32, -(2**63), 0x299F31D0A4093822])
+def test_the_generator_is_philox(counter, seed):
+    low, high = counter & 0xFFFFFFFF, counter >> 32
+    expected = philox_in_integers((low, high, 0, 0), (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+    words = reference.philox(int32(low), int32(high), torch.tensor(seed))
+    assert tuple(int(w) & 0xFFFFFFFF for w in words) == expected
+    on_cpu = dropout_cpu._Factors(torch.tensor([seed]), 0.5, torch.float32, 32).words(counter, 3)
+    assert tuple(int(w[0]) for w in on_cpu) == expected
+
+
+def test_the_mask_is_the_generators_words():
+    """Element 4k + j has word j of counter k, and is kept where that is not below p·2³²."""
+    p, kept = 0.3, mask((5, 7), SEED, 0.3).flatten().tolist()
+    seed = int(SEED)
+    for i, k in enumerate(kept):
+        words = philox_in_integers((i // 4, 0, 0, 0), (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+        assert k == (words[i % 4] >= round(p * 2**32))
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"), [((40, 1000), 32768), ((3, 50001), 32768), ((7, 13), 32), ((100001,), 32768), ((5, 70), 32)]
+)
+def test_blocks_of_the_cpu_kernel_are_one_mask(shape, block, monkeypatch):
+    monkeypatch.setattr(dropout_cpu, "_block", lambda: block)
+    x, r, b = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1:])
+    for tensors in ((x, b, r), (x, None, None)):
+        torch.testing.assert_close(fused.dropout_add(*tensors, SEED, 0.3), reference.dropout_add(*tensors, SEED, 0.3))
+    got = fused.dropout_add_backward(r, SEED, 0.3, torch.float32, torch.float32, [True, True])
+    torch.testing.assert_close(
+        got, reference.dropout_add_backward(r, SEED, 0.3, torch.float32, torch.float32, [True, True]),
+        rtol=1e-5, atol=1e-3,
+    )  # fmt: skip
+
+
+def test_the_mask_does_not_depend_on_dtype_or_strides():
+    x = torch.ones(12, 20)
+    kept = mask((12, 20), SEED, 0.4)
+    for t in (x.double(), x.bfloat16(), x.half(), x.t().contiguous().t(), x[:1].expand(12, 20), x.repeat(1, 2)[:, ::2]):
+        assert torch.equal(fused.dropout_add(t, None, None, SEED, 0.4) != 0, kept)
+    assert torch.equal(fused.dropout_add(x.view(240), None, None, SEED, 0.4).view(12, 20) != 0, kept)
+    for seed in (SEED.view(()), SEED.view(1, 1)):
+        assert torch.equal(mask((12, 20), seed, 0.4), kept)
+
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+#
+# Seeds are fixed, so these tests pass or fail once and for all. Each bound is one that a perfect generator's statistic
+# crosses with probability at most 1e-6, over all cases of the test: five-sigma bounds and the like by Bonferroni.
+
+
+def sigmas(cases):
+    """z with P(|N(0, 1)| > z) ≤ 1e-6 / cases."""
+    low, high = 0.0, 40.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if math.erfc(middle / math.sqrt(2)) > 1e-6 / cases else (low, middle)
+    return high
+
+
+def test_bounds_of_the_normal_distribution():
+    assert 4.89 < sigmas(1) < 4.90 and 5.7 < sigmas(100) < 5.8
+
+
+RATES = [(p, n) for p in (0.01, 0.1, 0.5, 0.9, 0.999) for n in (1000, 65537, 1 << 20)]
+
+
+@pytest.mark.parametrize(("p", "n"), RATES)
+def test_rate(p, n):
+    dropped = n - int(mask((n,), torch.tensor([20231]), p).sum())
+    assert abs(dropped - n * p) <= sigmas(len(RATES)) * math.sqrt(n * p * (1 - p)) + 1  # + 1: binomial, not normal
+
+
+def correlation(a, b, p):
+    """z of the correlation of two masks, or of pairs in one."""
+    a, b = (t.flatten().double() - (1 - p) for t in (a, b))
+    return float((a * b).mean()) / (p * (1 - p)) * math.sqrt(a.numel())
+
+
+LAGS = [*range(1, 9), 16, 31, 32, 33, 64, 128, 256]
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_neighbours_are_independent(p):
+    kept = mask((512, 1024), torch.tensor([7]), p)
+    bound = sigmas(2 * 2 * len(LAGS))
+    for lag in LAGS:
+        assert abs(correlation(kept[:, lag:], kept[:, :-lag], p)) < bound, ("columns", lag)
+        assert abs(correlation(kept[lag:], kept[:-lag], p)) < bound, ("rows", lag)
+
+
+def chi2_bound(degrees, cases):
+    """Of chi²: by Wilson and Hilferty's cube root, which is within 1 % here."""
+    z = sigmas(cases) + 0.2
+    return degrees * (1 - 2 / (9 * degrees) + z * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_contingency_of_neighbouring_pairs(p):
+    """2×2 tables of an element and its neighbour: in a row, in a column, across calls of the generator, within one."""
+    kept = mask((1024, 1024), torch.tensor([11]), p).long()
+    pairs = {
+        "row": (kept[:, ::2], kept[:, 1::2]),
+        "column": (kept[::2], kept[1::2]),
+        "diagonal": (kept[::2, ::2], kept[1::2, 1::2]),
+        "within four": (kept[:, 0::4], kept[:, 3::4]),
+        "across fours": (kept[:, 3:-1:4], kept[:, 4::4]),
+    }
+    for name, (a, b) in pairs.items():
+        n = a.numel()
+        seen = torch.bincount((2 * a + b).flatten(), minlength=4).double()
+        q = torch.tensor([p, 1 - p], dtype=torch.float64)
+        expected = n * torch.outer(q, q).flatten()
+        assert float(((seen - expected) ** 2 / expected).sum()) < chi2_bound(3, 10), name
+
+
+def test_rows_and_columns_have_binomial_sums():
+    p, n = 0.25, 1024
+    kept = mask((n, n), torch.tensor([13]), p).double()
+    for axis in (0, 1):
+        z2 = ((kept.sum(axis) - n * (1 - p)) ** 2 / (n * p * (1 - p))).sum()
+        assert n * (1 - 0.3) < float(z2) < chi2_bound(n, 2)
+        assert (kept.sum(axis) - n * (1 - p)).abs().max() < sigmas(4 * n) * math.sqrt(n * p * (1 - p)) + 1
+
+
+def test_seeds_are_independent():
+    """Consecutive seeds, seeds that differ in one bit, shards of one seed, at each lag that could align them."""
+    p, shape = 0.5, (256, 256)
+    base = torch.tensor([123456799])  # ends in ones: a sum is no flip of one bit
+    kept = mask(shape, base, p)
+    others = {f"seed + {k}": base + k for k in (1, 2, 3, 4, 16)}
+    others |= {f"bit {k}": base ^ (1 << k if k < 63 else -(2**63)) for k in range(64)}
+    others |= {f"shard {k}": functional.shard_seed(base, k) for k in range(16)}
+    others |= {f"shard {k}, {j}": functional.shard_seed(base, k, j) for k in range(4) for j in range(4)}
+    assert len({int(seed) for seed in others.values()}) == len(others)
+    bound = sigmas(3 * len(others))
+    for name, seed in others.items():
+        other = mask(shape, seed, p)
+        for lag in (0, 1, 4):
+            a, b = kept.flatten(), other.flatten()
+            assert abs(correlation(a[lag:], b[: b.numel() - lag], p)) < bound, (name, lag)
+
+
+# ---- shard_seed ------------------------------------------------------------------------------------------------------
+
+
+def splitmix64(z):
+    word = 2**64 - 1
+    z = (z + 0x9E3779B97F4A7C15) & word
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & word
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & word
+    return z ^ (z >> 31)
+
+
+def test_shard_seed_is_splitmix64():
+    # The first outputs of the published generator for seed 0 are 0xe220a8397b1dcdaf, 0x6e789e6aa1b965f4, …
+    assert splitmix64(0) == 0xE220A8397B1DCDAF
+    for seed in (0, 1, -1, 2**62, -(2**63)):
+        got = functional.shard_seed(torch.tensor([seed]), 0)
+        assert int(got) % 2**64 == splitmix64(seed % 2**64)
+    assert int(functional.shard_seed(torch.tensor([0]), 1)) % 2**64 == 0x6E789E6AA1B965F4
+    seed = torch.tensor([5])
+    assert functional.shard_seed(seed) is seed
+    assert torch.equal(functional.shard_seed(seed, 1, 2), functional.shard_seed(functional.shard_seed(seed, 1), 2))
+    assert torch.equal(functional.shard_seed(seed, torch.tensor(3)), functional.shard_seed(seed, 3))
+    grid = {int(functional.shard_seed(seed, i, j)) for i in range(16) for j in range(16)}
+    assert len(grid) == 256
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sample", dropout_testing.samples(CPU, core=False), ids=str)
+def test_precision(sample):
+    for (kind, dtype), e in dropout_testing.measure(sample).items():
+        assert e <= precision.LIMITS[kind, dtype], (kind, dtype)
+    out = sample()
+    first, _, residual, _ = sample.tensors
+    assert out.dtype == (first if residual is None else residual).dtype
+    assert out.is_contiguous() and out.shape == first.shape
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1.5])
+@pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
+def test_special_values_go_torchs_way(value, p):
+    """What F.dropout multiplies by 0 or the scale is so here: NaN stays, an infinity that is dropped is NaN."""
+    x = torch.full((64,), value)
+    ours, theirs = fused.dropout_add(x, None, None, SEED, p), F.dropout(x, p)
+    assert {str(v) for v in ours.unique().tolist()} == {str(v) for v in theirs.unique().tolist()}
+
+
+def test_one_rounding():
+    x, b, r = (torch.randn(64, 64).bfloat16() for _ in range(3))
+    exact = r.double() + (x.double() + b[0].double()) * mask((64, 64), SEED, 0.5) * 2  # in float32, too, or nearly
+    assert torch.equal(fused.dropout_add(x, b[0], r, SEED, 0.5), exact.float().bfloat16())
+
+
+def test_nothing_is_random_without_need():
+    """p = 0 and p = 1 ask no generator."""
+    x, r = torch.randn(3, 5), torch.randn(3, 5)
+    for p in (0.0, 1.0, 1e-12, 1 - 2.0**-40):
+        factor = reference.dropout_factor(*reference.row_major(x.shape, CPU), SEED, p, torch.float32)
+        assert isinstance(factor, float)
+    assert torch.equal(fused.dropout_add(x, None, r, SEED, 0.0), x + r)
+    assert torch.equal(fused.dropout_add(x, None, r, SEED, 1.0), r)
+    assert torch.equal(fused.dropout_add(x, None, None, SEED, 1.0), F.dropout(x, 1.0))
+
+
+def test_results_are_fresh_and_inputs_are_not_written():
+    for sample in dropout_testing.samples(CPU, core=True):
+        before = [None if t is None else (t.detach().clone(), t._version) for t in sample.tensors]
+        out = sample()
+        storages = {t.untyped_storage()._cdata for t in sample.tensors if t is not None}
+        assert out.untyped_storage()._cdata not in storages, sample
+        if out.requires_grad:
+            out.sum().backward()
+        for t, b in zip(sample.tensors, before, strict=True):
+            assert t is None or (t._version == b[1] and torch.equal(t, b[0])), sample
+
+
+# ---- registration, derivatives ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sample", every_sample(core=True)[::4], ids=str)
+def test_opcheck(sample):
+    assert run_opcheck(sample) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sample", every_sample(core=False), ids=str)
+def test_opcheck_all(sample):
+    assert run_opcheck(sample) is None
+
+
+def tensors_for(has=(True, True, True), shape=(2, 6), batch=((), (), ())):
+    g = torch.Generator().manual_seed(3)
+    shapes = shape, shape[-1:], shape
+    return [
+        torch.randn(*b, *s, generator=g, dtype=torch.float64) if h else None
+        for h, s, b in zip(has, shapes, batch, strict=True)
+    ]
+
+
+def operator(p=0.5, seed=SEED):
+    return lambda *tensors: fused.dropout_add(*tensors, seed, p)
+
+
+def composed(p=0.5, seed=SEED):
+    """The same of plain functions, with the mask that the operator has on one example."""
+
+    def fn(x, b, r):
+        factor = mask(x.shape[-2:], seed, p).double() / (1 - p)
+        y = (x if b is None else x + b) * factor
+        return y if r is None else r + y
+
+    return fn
+
+
+@pytest.mark.parametrize("has", [(True, True, True), (True, False, False), (True, False, True), (True, True, False)])
+@pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
+def test_gradcheck(has, p):
+    tensors = [None if t is None else t.requires_grad_() for t in tensors_for(has)]
+    assert torch.autograd.gradcheck(
+        operator(p), tensors, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
+    )
+    # Linear in its tensors: a second derivative is that of what comes behind.
+    curved = lambda *t: operator(p)(*t).sin()  # noqa: E731
+    assert torch.autograd.gradgradcheck(curved, tensors, check_fwd_over_rev=True, check_rev_over_rev=True)
+
+
+@pytest.mark.parametrize("has", list(itertools.product((True, False), repeat=3))[:-1])
+def test_frozen_arguments_cost_nothing(has):
+    masks = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is fused.dropout_add_backward.default:
+                masks.append(tuple(args[-1]))
+            return func(*args, **(kwargs or {}))
+
+    tensors = [t.requires_grad_(h) for t, h in zip(tensors_for(), has, strict=True)]
+    with Recorder():
+        operator()(*tensors).sum().backward()
+    assert masks == ([has[:2]] if any(has[:2]) else [])  # the residual's gradient is the incoming one: no work at all
+    assert tuple(t.grad is not None for t in tensors) == has
+
+
+def test_only_the_seed_is_saved():
+    saved = []
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = operator()(*(t.requires_grad_() for t in tensors_for()))
+    assert sum(t.nbytes for t in saved) == 8 and saved[0].data_ptr() == SEED.data_ptr()
+    out.sum().backward()
+
+
+def test_retain_graph_and_double_backward():
+    x, b, r = (t.requires_grad_() for t in tensors_for())
+    out = operator()(x, b, r).square().sum()
+    once = torch.autograd.grad(out, (x, b, r), retain_graph=True)
+    again = torch.autograd.grad(out, (x, b, r), create_graph=True)
+    assert all(torch.equal(g, h) for g, h in zip(once, again, strict=True))
+    seconds = torch.autograd.grad(sum(g.sin().sum() for g in again), (x, b, r))
+    plain = torch.autograd.grad(composed()(x, b, r).square().sum(), (x, b, r), create_graph=True)
+    torch.testing.assert_close(seconds, torch.autograd.grad(sum(g.sin().sum() for g in plain), (x, b, r)))
+
+
+TRANSFORMS = {
+    "grad": lambda f, t: grad(lambda *a: f(*a).sin().sum(), (0, 1, 2))(*t),
+    "jvp": lambda f, t: jvp(f, tuple(t), tuple(torch.cos(a) for a in t)),
+    "jacrev": lambda f, t: jacrev(f, (0, 1, 2))(*t),
+    "jacfwd": lambda f, t: jacfwd(f, (0, 1, 2))(*t),
+    "jvp of grad": lambda f, t: jvp(grad(lambda *a: f(*a).sin().sum()), tuple(t), tuple(torch.cos(a) for a in t)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_torch_func(transform):
+    tensors = tensors_for()
+    got, expected = (TRANSFORMS[transform](make(), tensors) for make in (operator, composed))
+    torch.testing.assert_close(got, expected)
+
+
+BATCHED = [dims for dims in itertools.product((None, 0, -1), repeat=3) if any(d is not None for d in dims)]
+
+
+@pytest.mark.parametrize("transform", ["vmap", "vmap of grad", "rules"])
+def test_vmap_is_every_examples_own_call(transform):
+    """vmap(f)(xs)[i] is f(xs[i]): with one seed for all every example has the same mask."""
+
+    def loss(fn):
+        return grad(lambda *a: fn(*a).sin().sum(), (0, 1, 2)) if transform == "vmap of grad" else fn
+
+    for dims in BATCHED:
+        tensors = tensors_for(batch=[() if d is None else (3,) for d in dims])
+        tensors = [t if d is None else t.movedim(0, d) for d, t in zip(dims, tensors, strict=True)]
+        if transform == "rules":  # below autograd
+            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+                got = vmap(operator(), dims)(*tensors)
+        else:
+            got = vmap(loss(operator()), dims)(*tensors)
+        torch.testing.assert_close(got, vmap(loss(composed()), dims)(*tensors))
+
+
+def test_vmap_of_the_backward_operator():
+    g, seeds = torch.randn(3, 2, 6, dtype=torch.float64), torch.tensor([[1], [2], [3]])
+    for dims in ((0, None), (None, 0), (0, 0), (-1, -1)):
+        args = [a[0] if d is None else a.movedim(0, d) for a, d in zip((g, seeds), dims, strict=True)]
+        for wanted in ((True, True), (False, True), (True, False)):
+
+            def backward(g, seed, wanted=wanted):
+                found = fused.dropout_add_backward(g, seed, 0.5, torch.float64, torch.float64, list(wanted))
+                return tuple(f for f in found if f is not None)
+
+            got = vmap(backward, dims)(*args)
+            for i in range(3):
+                own = [a if d is None else a.select(d, i) for a, d in zip(args, dims, strict=True)]
+                torch.testing.assert_close(tuple(t[i] for t in got), backward(*own))
+
+
+def test_batched_seeds_give_each_example_its_own_mask():
+    x, seeds = torch.ones(4, 8, 16), torch.arange(4).view(4, 1)
+    got = vmap(lambda x, s: fused.dropout_add(x, None, None, s, 0.5))(x, seeds)
+    for i in range(4):
+        assert torch.equal(got[i] != 0, mask((8, 16), seeds[i], 0.5))
+    shared = vmap(lambda s: fused.dropout_add(x[0], None, None, s, 0.5))(seeds)
+    assert torch.equal(shared, got) and not torch.equal(got[0], got[1])
+
+
+def test_per_example_gradients_of_a_module():
+    model = torch.nn.Linear(4, 6).double()
+    x, parameters = torch.randn(5, 4, dtype=torch.float64), dict(model.named_parameters())
+
+    def loss(p, x):
+        return fused.dropout_add(functional_call(model, p, (x,)), None, None, SEED, 0.5).square().sum()
+
+    each = vmap(grad(loss), (None, 0))(parameters, x)
+    for i in range(5):
+        expected = grad(loss)(parameters, x[i])
+        torch.testing.assert_close({k: v[i] for k, v in each.items()}, expected)
+
+
+# ---- manners ---------------------------------------------------------------------------------------------------------
+
+
+def test_autocast_keeps_the_dtype_and_flops_are_none():
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16), FlopCounterMode(display=False) as counter:
+        assert operator()(x, None, None).dtype == torch.float32
+        assert operator()(x.bfloat16(), None, x).dtype == torch.float32
+        assert operator()(x, None, x.bfloat16()).dtype == torch.bfloat16
+    assert counter.get_total_flops() == 0
+
+
+X, S = torch.zeros(3, 4), torch.tensor([0])
+BAD = {
+    "p above 1": ((X, None, None, S, 1.5), ValueError, "p=1.5 is not accepted: it must be between 0 and 1"),
+    "p below 0": ((X, None, None, S, -0.1), ValueError, "p=-0.1 is not accepted"),
+    "p nan": ((X, None, None, S, math.nan), ValueError, "p=nan is not accepted"),
+    "seed dtype": ((X, None, None, S.int(), 0.5), TypeError, r"seed has dtype torch.int32; accepted: int64"),
+    "seed of two": ((X, None, None, torch.zeros(2).long(), 0.5), ValueError, r"seed has shape \(2,\); accepted: one"),
+    "no seed": ((X, None, None, torch.zeros(0).long(), 0.5), ValueError, r"seed has shape \(0,\)"),
+    "seed elsewhere": ((X, None, None, S.to("meta"), 0.5), ValueError, "seed is on device meta; accepted: cpu"),
+    "bias shape": ((X, X[0, :3], None, S, 0.5), ValueError, r"bias has shape \(3,\); accepted: \(4,\)"),
+    "residual shape": ((X, None, X[:1], S, 0.5), ValueError, r"residual has shape \(1, 4\); accepted: \(3, 4\)"),
+    "integers": ((X.long(), None, None, S, 0.5), TypeError, "input has dtype torch.int64"),
+    "no axis": ((X[0, 0], None, None, S, 0.5), ValueError, r"input has shape \(\)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors(name):
+    args, kind, text = BAD[name]
+    with pytest.raises(kind, match=text):
+        fused.dropout_add(*args)
+    if "elsewhere" in name:
+        return  # on fake tensors torch itself may notice first
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=text):
+        torch.compile(lambda: fused.dropout_add(*args), fullgraph=True, backend="eager")()
+
+
+# ---- the Python front ------------------------------------------------------------------------------------------------
+
+
+def test_functional_names_what_is_wrong():
+    for call, text in (
+        (lambda: functional.dropout_add([1.0], seed=S, p=0.5), r"input=\[1.0\] is not accepted"),
+        (lambda: functional.dropout_add(X, 3, seed=S, p=0.5), "bias=3 is not accepted"),
+        (lambda: functional.dropout_add(X, seed=7, p=0.5), "seed=7 is not accepted"),
+        (lambda: functional.dropout_add(X, seed=S, p="half"), "p='half' is not accepted: it must be a number"),
+        (lambda: functional.bias_dropout_add(X, None, 1, 0.5), "residual=1 is not accepted"),
+        (lambda: functional.bias_dropout_add(None, None, X, 0.5), "x=None is not accepted"),
+        (lambda: functional.bias_dropout_add(X, None, X, True), "p=True is not accepted"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            call()
+    with pytest.raises(ValueError, match=r"p=1.5 is not accepted"):
+        functional.bias_dropout_add(X, None, X, 1.5, training=False)
+
+
+def test_bias_dropout_add():
+    x, b, r = torch.randn(64, 32), torch.randn(32), torch.randn(64, 32)
+    torch.manual_seed(0)
+    first, second = (functional.bias_dropout_add(x, b, r, 0.5) for _ in range(2))
+    assert not torch.equal(first, second)
+    torch.manual_seed(0)
+    assert torch.equal(functional.bias_dropout_add(x, b, r, 0.5), first)
+    kept = (first - r).abs() > 1e-6
+    torch.testing.assert_close(first, r + (x + b) * kept * 2)
+    state = torch.get_rng_state()
+    for got, expected in (
+        (functional.bias_dropout_add(x, b, r, 0.5, training=False), x + b + r),
+        (functional.bias_dropout_add(x, b, r, 0.0), x + b + r),
+        (functional.bias_dropout_add(x, None, r, 0.0), x + r),
+        (functional.bias_dropout_add(x, b, None, 0.5, False), x + b),
+        (functional.bias_dropout_add(x.bfloat16(), None, r, 0, False), x.bfloat16() + r),
+        (functional.bias_dropout_add(x, None, r.bfloat16(), 0, False), (x + r.bfloat16()).bfloat16()),
+    ):
+        assert torch.equal(got, expected)
+    assert functional.bias_dropout_add(x, None, None, 0.5, False) is x
+    assert torch.equal(torch.get_rng_state(), state), "nothing is drawn"
+
+
+def test_checkpoint_recomputes_the_same_mask():
+    x = torch.randn(64, 32, requires_grad=True)
+    r = torch.randn(64, 32)
+    for preserve in (True, False):
+        masks = []
+
+        def body(x):
+            y = functional.bias_dropout_add(x, None, r, 0.5)
+            masks.append((y - r).abs() > 1e-6)  # noqa: B023
+            return y.square()
+
+        (g,) = torch.autograd.grad(checkpoint(body, x, use_reentrant=False, preserve_rng_state=preserve).sum(), x)
+        assert torch.equal(masks[0], masks[1]) is preserve
+        if preserve:
+            torch.testing.assert_close(g, 2 * (r + x * masks[0] * 2) * masks[0] * 2)
+
+
+def test_randomness_under_vmap_is_the_callers():
+    x = torch.ones(3, 64)
+
+    def fn(x):
+        return functional.bias_dropout_add(x, None, None, 0.5)
+
+    same, different = (vmap(fn, randomness=r)(x) for r in ("same", "different"))
+    assert torch.equal(same[0], same[1]) and not torch.equal(different[0], different[1])
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(fn)(x)

@@ -1,0 +1,494 @@
+"""``fused::scaled_masked_softmax`` in eager mode."""
+
+import itertools
+import math
+import re
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from torch_fused_ops import functional as F
+from torch_fused_ops import reference
+from torch_fused_ops.testing import precision
+from torch_fused_ops.testing import softmax as testing
+from torch_fused_ops.testing.check import run_opcheck
+from torch_fused_ops.testing.samples import Sample
+
+softmax = torch.ops.fused.scaled_masked_softmax
+backward = torch.ops.fused.scaled_masked_softmax_backward
+CPU, INF = torch.device("cpu"), math.inf
+
+
+def every_sample(core):
+    return [s for make in (testing.samples, testing.backward_samples) for s in make(CPU, core)]
+
+
+def composed(x, mask=None, sink=None, scale=1.0, causal=False, left=-1, right=-1):
+    """The operator as a user would compose it from PyTorch's own functions; NaN where a row is masked altogether."""
+    sq, sk = x.shape[-2:]
+    offset = torch.arange(sk) - torch.arange(sq)[:, None] - (sk - sq)
+    hidden = torch.zeros(sq, sk, dtype=torch.bool)
+    if causal:
+        hidden = hidden | (offset > 0)
+    if left >= 0:
+        hidden = hidden | (offset < -left)
+    if right >= 0:
+        hidden = hidden | (offset > right)
+    scores = (x * scale).masked_fill(hidden if mask is None else hidden | mask, -INF)
+    if sink is None:
+        return torch.softmax(scores, -1)
+    sinks = sink[..., None, None].expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, sinks), -1), -1)[..., :-1]
+
+
+def masked(*shape, seed=0):
+    """A mask that leaves each row its key on the diagonal, so that nothing is NaN in ``composed``."""
+    mask = torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < 0.4
+    sq, sk = shape[-2:]
+    return mask & ~torch.eye(max(sq, sk), dtype=torch.bool)[-sq:, -sk:]
+
+
+def tensors(*shape, sink=True, dtype=torch.float64):
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(*shape, generator=g, dtype=dtype)
+    return (x, torch.randn(shape[-3], generator=g, dtype=dtype)) if sink else (x,)
+
+
+# What a derivative may depend on.
+CASES = {
+    "plain": {},
+    "scale": {"scale": -0.7},
+    "mask": {"mask": masked(2, 1, 4, 5), "scale": 0.3},
+    "everything": {"mask": masked(2, 1, 4, 5), "scale": 1.3, "causal": True, "left": 2, "right": 1},
+    "window": {"left": 1, "right": 0},
+}
+
+
+def call(x, mask=None, sink=None, scale=1.0, causal=False, left=-1, right=-1):
+    return softmax(x, mask, sink, scale, causal, left, right)
+
+
+# ---- registration, precision -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sample", every_sample(core=True), ids=str)
+def test_opcheck(sample):
+    assert run_opcheck(sample) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sample", every_sample(core=False), ids=str)
+def test_opcheck_all(sample):
+    assert run_opcheck(sample) is None
+
+
+@pytest.mark.parametrize("sample", testing.samples(CPU), ids=str)
+def test_precision_contract(sample):
+    out = sample()
+    assert out.is_contiguous() and out.dtype == sample.dtype and out.shape == sample.tensors[0].shape
+    for (kind, dtype), e in testing.measure(sample).items():
+        assert e <= precision.LIMITS[kind, dtype], (kind, precision.show(kind, dtype, e))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.1, -1.0000001, 3.0])
+@pytest.mark.parametrize("offset", [0.0, 100.0, -3000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_scores_lose_nothing(dtype, offset, scale):
+    """Rounding scale·x would cost 3000 · 2⁻²⁴, eighteen times what the contract allows in float32."""
+    x = torch.linspace(-30, 30, 3001, dtype=torch.float64).add(offset).to(dtype)[None].repeat(2, 1)
+    assert_contract(softmax(x, None, None, scale), reference.scaled_masked_softmax(x.double(), None, None, scale))
+    sink = torch.tensor([abs(offset * scale)], dtype=dtype)  # as large as the scores
+    out = softmax(x[None], None, sink, scale)
+    assert_contract(out, reference.scaled_masked_softmax(x[None].double(), None, sink.double(), scale))
+
+
+def assert_contract(actual, truth):
+    assert precision.error(actual, truth).max() <= precision.LIMITS["forward", actual.dtype]
+
+
+def test_the_measure_sees_a_wrong_gradient(monkeypatch):
+    """3 ulp of the row's largest gradient are too many, and so is a sink's gradient that is off by 1 in 10000."""
+    sample = next(s for s in testing.samples(CPU) if s.name == "bf16 with sink fp32")
+    before = testing.measure(sample)
+    truths = reference.scaled_masked_softmax_backward
+
+    monkeypatch.setattr(
+        reference,
+        "scaled_masked_softmax_backward",
+        lambda *a: tuple(t * f for t, f in zip(truths(*a), (1 + 3 / 128, 1.0001), strict=True)),
+    )
+    after = testing.measure(sample)
+    for kind, dtype in (("gradient", torch.bfloat16), ("sum", torch.float32)):
+        assert before[kind, dtype] <= precision.LIMITS[kind, dtype] < after[kind, dtype]
+
+
+# ---- what it computes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_is_the_composition(name, sink):
+    x, *rest = tensors(2, 3, 4, 5, sink=sink)
+    args = {**CASES[name], **({"sink": rest[0]} if sink else {})}
+    torch.testing.assert_close(call(x, **args), composed(x, **args), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sink", [None, -2.0, -INF])
+@pytest.mark.parametrize("scale", [1.0, 0.3, -1.0, -0.3])
+def test_masked_rows_are_zero_forward_and_backward(dtype, sink, scale):
+    """Masked by the mask, by causality (more queries than keys), by −∞ scores: zeros; and the reference has no NaN."""
+    x = torch.randn(2, 2, 6, 3, dtype=torch.float64).to(dtype)
+    x[0, 0, 4] = math.copysign(INF, -scale)
+    mask = torch.zeros(2, 1, 6, 3, dtype=torch.bool)
+    mask[1, 0, 5] = True
+    zero = torch.zeros(2, 2, 6, dtype=torch.bool)
+    zero[:, :, :3], zero[0, 0, 4], zero[1, :, 5] = True, True, True  # j <= i - 3
+    s = None if sink is None else torch.full((2,), sink, dtype=dtype)
+
+    def total(x, *s):
+        y = softmax(x, mask, s[0] if s else None, scale, True)
+        return (y * torch.linspace(-1, 1, 3, dtype=dtype)).sum(), y
+
+    arguments = (x,) if s is None else (x, s)
+    results = [grad(total, tuple(range(len(arguments))), has_aux=True)(*arguments)]
+    leaves = [a.clone().requires_grad_() for a in arguments]
+    loss, y = total(*leaves)
+    results.append((torch.autograd.grad(loss, leaves), y.detach()))
+    for grads, y in results:
+        assert all(g.isfinite().all() for g in grads) and y.isfinite().all()
+        assert (y[zero] == 0).all() and (grads[0][zero] == 0).all()
+        assert (y[~zero].sum(-1) > 0.05).all()
+    tangent = jvp(lambda x: total(x, *arguments[1:])[1], (x,), (torch.ones_like(x),))[1]
+    assert tangent.isfinite().all() and (tangent[zero] == 0).all()
+
+
+@pytest.mark.parametrize("value", [INF, math.nan])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("sink", [False, True])
+def test_infinity_and_nan_go_the_way_of_softmax(value, scale, sink):
+    x, *rest = tensors(1, 2, 3, 4, sink=sink)
+    x[0, 0, 1, 2] = value
+    plain = {"scale": scale, **({"sink": rest[0]} if sink else {})}
+    for args in (plain, {**plain, "mask": torch.tensor([True, False, False, False])}):
+        torch.testing.assert_close(call(x, **args), composed(x, **args), equal_nan=True, rtol=1e-12, atol=0)
+    hidden = torch.zeros(3, 4, dtype=torch.bool)
+    hidden[1, 2] = True
+    assert call(x, **{**plain, "mask": hidden}).isfinite().all(), "what is masked is not looked at"
+    if sink:
+        assert call(x[:, 1:], sink=torch.tensor([value], dtype=x.dtype)).isnan().all()
+
+
+def naive(x, mask, sink, scale, causal, left, right):
+    """In Python's own numbers, from the definition."""
+    *batch, sq, sk = x.shape
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    full = mask.expand(x.shape) if mask is not None else None
+    for at in itertools.product(*map(range, batch), range(sq)):
+        i, d = at[-1], sk - sq
+        keys = [
+            j
+            for j in range(sk)
+            if not (full is not None and full[(*at, j)])
+            and (not causal or j <= i + d)
+            and (left < 0 or j >= i + d - left)
+            and (right < 0 or j <= i + d + right)
+        ]
+        logits = [scale * float(x[(*at, j)]) for j in keys]
+        logits += [] if sink is None or not keys else [float(sink[at[-2]])]
+        if keys:
+            top = max(logits)
+            below = math.fsum(math.exp(z - top) for z in logits)
+            for j, z in zip(keys, logits, strict=False):
+                out[(*at, j)] = math.exp(z - top) / below
+    return out
+
+
+@st.composite
+def problems(draw):
+    shape = draw(st.lists(st.integers(1, 3), min_size=0, max_size=2)) + [draw(st.integers(1, 5)) for _ in range(2)]
+    g = torch.Generator().manual_seed(draw(st.integers(0, 10000)))
+    dtype = draw(st.sampled_from((torch.float32, torch.float64, torch.bfloat16, torch.float16)))
+    x = (torch.randn(shape, generator=g) * draw(st.sampled_from((0.5, 3.0, 50.0)))).to(dtype)
+    if draw(st.booleans()):
+        x = x.mT.contiguous().mT
+    mask = None
+    if draw(st.booleans()):
+        drop = draw(st.integers(0, len(shape) - 1))
+        size = [draw(st.sampled_from((1, n))) for n in shape[drop:]]
+        mask = torch.rand(size, generator=g) < draw(st.sampled_from((0.2, 0.8)))
+    sink = torch.randn(shape[-3], generator=g) if len(shape) > 2 and draw(st.booleans()) else None
+    scale = draw(st.sampled_from((1.0, 0.125, 0.3, -1.0, -2.5, 0.0)))
+    window = draw(st.integers(-1, 4)), draw(st.integers(-1, 4))
+    return x, mask, sink, scale, draw(st.booleans()), *window
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(problems())
+def test_any_call(problem):
+    x, mask, sink, *_ = problem
+    y, truth = softmax(*problem), naive(*problem)
+    assert_contract(y, truth)
+    assert ((y == 0) | (truth > 0)).all(), "what is masked is exactly 0"
+    sums = y.double().sum(-1)
+    loose = 4 * torch.finfo(y.dtype).eps
+    if sink is None:
+        assert ((sums == 0) | ((sums - 1).abs() <= loose * x.shape[-1])).all()
+    else:
+        assert (sums <= 1 + loose * x.shape[-1]).all()
+    if mask is not None and mask.shape[-1] == x.shape[-1] and problem[4:] == (False, -1, -1):
+        order = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(softmax(x[..., order], mask[..., order], *problem[2:]), y[..., order])
+
+
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sink", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("name", CASES)
+def test_gradcheck(name, sink):
+    leaves = [t.requires_grad_() for t in tensors(1, 2, 3, 4, sink=sink)]
+    args = {k: v[:1, :, :3, :4] if k == "mask" else v for k, v in CASES[name].items()}
+
+    def fn(x, *s):
+        return call(x, **args, **({"sink": s[0]} if s else {}))
+
+    assert torch.autograd.gradcheck(
+        fn, leaves, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
+    )
+    assert torch.autograd.gradgradcheck(fn, leaves, check_fwd_over_rev=True, check_rev_over_rev=True)
+
+
+TRANSFORMS = {
+    "grad": lambda f, t: grad(lambda *a: f(*a).sin().sum(), (0, 1))(*t),
+    "vjp": lambda f, t: (lambda out, pull: pull(torch.cos(out)))(*vjp(f, *t)),
+    "jvp": lambda f, t: jvp(f, tuple(t), tuple(torch.cos(a) for a in t)),
+    "jacrev": lambda f, t: jacrev(f, (0, 1))(*t),
+    "jacfwd": lambda f, t: jacfwd(f, (0, 1))(*t),
+    "hessian": lambda f, t: hessian(lambda *a: f(*a).sin().sum(), (0, 1))(*t),
+    "jvp of grad": lambda f, t: jvp(grad(lambda *a: f(*a).sin().sum()), tuple(t), tuple(torch.cos(a) for a in t)),
+    "grad of vmap": lambda f, t: grad(lambda *a: vmap(f, (0, None))(*a).sin().sum(), (0, 1))(t[0][None], t[1]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", ["scale", "everything"])
+def test_torch_func(name, transform):
+    args = CASES[name]
+    t = tensors(2, 3, 4, 5)
+    got, expected = (TRANSFORMS[transform](lambda x, s, f=f: f(x, sink=s, **args), t) for f in (call, composed))
+    torch.testing.assert_close(got, expected)
+
+
+DIMS = [d for d in itertools.product((None, 0, -1), repeat=3) if any(a is not None for a in d)]
+VMAPS = {
+    "vmap": lambda f: f,
+    "vmap of grad": lambda f: grad(lambda x, m, s: f(x, m, s).sin().sum(), (0, 2)),
+}
+
+
+@pytest.mark.parametrize("transform", VMAPS)
+@pytest.mark.parametrize("mask_shape", [(4, 5), (3, 4, 5), (1, 4, 5), (2, 1, 4, 5)])
+def test_vmap(mask_shape, transform):
+    """Every way to batch the arguments, along the first axis or the last: not a loop, and no warning of one."""
+    g = torch.Generator().manual_seed(0)
+    for dims in DIMS:
+
+        def batched(t, d):
+            return t if d is None else torch.stack((t, t.flip(0)) if t.dtype == torch.bool else (t, t * 2), d)
+
+        x, sink = torch.randn(2, 3, 4, 5, generator=g, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+        t = [batched(a, d) for a, d in zip((x, masked(*mask_shape), sink), dims, strict=True)]
+        if dims[1] is not None:  # flipped rows may be masked altogether, which composed cannot do
+            t[1] = t[1] & ~torch.eye(5, dtype=torch.bool)[-4:] if dims[1] == 0 else torch.zeros_like(t[1])
+        for args in ({}, {"scale": 0.7, "causal": True, "left": 2}):
+            fns = (VMAPS[transform](lambda x, m, s, f=f: f(x, m, s, **args)) for f in (call, composed))  # noqa: B023
+            got, expected = (vmap(fn, dims)(*t) for fn in fns)
+            torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_vmap_below_autograd_and_of_the_backward_operator(wanted, recwarn):
+    """The vmap rules themselves."""
+    mask, (x, sink) = masked(3, 2, 1, 4, 5), tensors(3, 2, 2, 4, 5)
+    sinks = torch.stack((sink, sink + 1, sink * 2))
+    for dims in ((0, None, None), (0, 0, None), (0, 0, 0), (None, 0, 0), (None, None, 0)):
+        t = [a if d == 0 else a[0] for a, d in zip((x, mask, sinks), dims, strict=True)]
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            got = vmap(lambda x, m, s: call(x, m, s, 0.7, True), dims)(*t)
+        torch.testing.assert_close(got, vmap(lambda x, m, s: composed(x, m, s, 0.7, True), dims)(*t))
+        y, g = got, torch.randn_like(got)
+        for y_dim in (0, None):
+            one = y if y_dim == 0 else y[0]
+
+            def both(g, y, f=backward, wanted=wanted):
+                out = f(g, y, 0.7, True, -1, -1, torch.float64, list(wanted))
+                return tuple(o for o in out if o is not None)
+
+            got = vmap(both, (0, y_dim))(g, one)
+            plain = partial(both, f=reference.scaled_masked_softmax_backward)
+            each = [plain(g[i], one[i] if y_dim == 0 else one) for i in range(3)]
+            torch.testing.assert_close(got, tuple(torch.stack(o) for o in zip(*each, strict=True)))
+    assert not [w for w in recwarn if "vmap" in str(w.message) or "performance drop" in str(w.message)]
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_frozen_arguments_cost_nothing(wanted):
+    masks = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is backward.default:
+                masks.append(tuple(args[-1]))
+            return func(*args, **(kwargs or {}))
+
+    x, sink = (t.requires_grad_(w) for t, w in zip(tensors(2, 3, 4), wanted, strict=True))
+    with Recorder():
+        softmax(x, None, sink).sin().sum().backward()
+    assert masks == [wanted]
+    assert (x.grad is not None, sink.grad is not None) == wanted
+    found = backward(torch.ones(2, 3, 4), torch.ones(2, 3, 4), 1.0, False, -1, -1, torch.float16, list(wanted))
+    assert tuple(f is not None for f in found) == wanted
+    assert found[1] is None or found[1].dtype == torch.float16
+
+
+def test_only_the_output_is_saved():
+    saved = []
+    x, sink = (t.requires_grad_() for t in tensors(2, 3, 4))
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = softmax(x, masked(3, 4), sink, 0.3, True)
+    assert [t.data_ptr() for t in saved] == [out.data_ptr()]
+
+
+# ---- manners ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_autocast_on_cpus_changes_nothing_as_for_softmax(low):
+    x, sink = (t.to(low) for t in tensors(2, 3, 4))
+    with torch.autocast("cpu", low):
+        assert softmax(x, None, sink).dtype == torch.softmax(x, -1).dtype == low
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_autocast_on_gpus_is_softmax_s(low):
+    """float32, of whatever is not float64. On fake tensors, which need no GPU."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", low)
+    try:
+        with FakeTensorMode():
+            x, sink = (torch.empty_like(t, dtype=low, device="cuda") for t in tensors(2, 3, 4))
+            ours, wide = softmax(x, None, sink, 0.3), softmax(x.double(), None, None)
+            assert ours.dtype == torch.softmax(x, -1).dtype == torch.float32
+            assert wide.dtype == torch.softmax(x.double(), -1).dtype == torch.float64
+            traced = make_fx(lambda x, s: softmax(x, None, s, 0.3))(x, sink)
+        call = next(n for n in traced.graph.nodes if n.target is torch.ops.fused.scaled_masked_softmax.default)
+        assert [a.meta["val"].dtype for a in (call, call.args[0], call.args[2])] == [torch.float32] * 3
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+
+
+def test_flops_are_counted_as_without_us():
+    q, k, v = (torch.randn(2, 8, 4, requires_grad=True) for _ in range(3))
+    totals = []
+    for f in (composed, call):
+        with FlopCounterMode(display=False) as counter:
+            (f(q @ k.mT, causal=True) @ v).sum().backward()
+        totals.append(counter.get_total_flops())
+    assert totals[0] == totals[1] == 6 * 2 * 2 * 8 * 8 * 4
+
+
+def test_inputs_are_not_written():
+    for sample in testing.samples(CPU):
+        before = [None if t is None else (t.detach().clone(), t._version) for t in sample.tensors]
+        out = sample()
+        if out.requires_grad:
+            out.sum().backward()
+        for t, b in zip(sample.tensors, before, strict=True):
+            assert t is None or (t._version == b[1] and torch.equal(t, b[0])), sample
+
+
+def test_the_typed_function_is_the_operator():
+    x, sink = tensors(2, 3, 4)
+    mask = masked(3, 4)
+    got = F.scaled_masked_softmax(x, mask, sink, scale=0.3, causal=True, window_left=1, window_right=2)
+    assert got.equal(softmax(x, mask, sink, 0.3, True, 1, 2))
+    assert F.scaled_masked_softmax(x).equal(softmax(x, None, None))
+
+
+X3 = torch.zeros(2, 3, 4)
+BAD = {
+    "additive mask": (
+        softmax,
+        (X3, torch.zeros(3, 4), None),
+        TypeError,
+        ["mask has dtype torch.float32; accepted: bool", "`mask < 0`", "isneginf()"],
+    ),
+    "bytes as mask": (softmax, (X3, X3.byte(), None), TypeError, ["mask has dtype torch.uint8", "`mask != 0`"]),
+    "mask shape": (
+        softmax,
+        (X3, torch.zeros(3, 3, dtype=torch.bool), None),
+        ValueError,
+        ["mask has shape (3, 3); accepted: what broadcasts to input's, (2, 3, 4)"],
+    ),
+    "mask axes": (softmax, (X3, torch.zeros(1, 2, 3, 4) > 0, None), ValueError, ["mask has shape (1, 2, 3, 4)"]),
+    "sink shape": (softmax, (X3, None, torch.zeros(3)), ValueError, ["sink has shape (3,); accepted: (2,)"]),
+    "sink axes": (softmax, (X3, None, torch.zeros(2, 1)), ValueError, ["sink has shape (2, 1); accepted: (2,)"]),
+    "sink without heads": (softmax, (X3[0], None, torch.zeros(1)), ValueError, ["sink", "shape (3, 4)", "heads"]),
+    "sink dtype": (softmax, (X3, None, torch.zeros(2).int()), TypeError, ["sink has dtype torch.int32", "float16, "]),
+    "one axis": (softmax, (X3[0, 0], None, None), ValueError, ["input has shape (4,)", "two axes"]),
+    "integers": (softmax, (X3.long(), None, None), TypeError, ["input has dtype torch.int64; accepted: float16"]),
+    "scale": (softmax, (X3, None, None, INF), ValueError, ["scale=inf is not accepted: it must be finite"]),
+    "scale nan": (softmax, (X3, None, None, math.nan), ValueError, ["scale=nan"]),
+    "left": (softmax, (X3, None, None, 1.0, False, -2), ValueError, ["window_left=-2", "-1 for no bound"]),
+    "right": (softmax, (X3, None, None, 1.0, False, 0, -3), ValueError, ["window_right=-3", "at least 0"]),
+    "mask device": (
+        softmax,
+        (X3, torch.zeros(3, 4, dtype=torch.bool, device="meta"), None),
+        ValueError,
+        ["mask is on device meta; accepted: cpu, where input is"],
+    ),
+    "sink device": (softmax, (X3, None, torch.zeros(2, device="meta")), ValueError, ["sink is on device meta"]),
+    "list": (F.scaled_masked_softmax, ([1.0],), TypeError, ["input=[1.0]", "must be a tensor, not list"]),
+    "number as mask": (F.scaled_masked_softmax, (X3, 0), TypeError, ["mask=0", "a tensor or None, not int"]),
+    "number as sink": (F.scaled_masked_softmax, (X3, None, 0.0), TypeError, ["sink=0.0", "a tensor or None"]),
+    "scale string": (partial(F.scaled_masked_softmax, scale="1"), (X3,), TypeError, ["scale='1'", "a number, not str"]),
+    "causal 1": (partial(F.scaled_masked_softmax, causal=1), (X3,), TypeError, ["causal=1", "True or False, not int"]),
+    "window 1.0": (partial(F.scaled_masked_softmax, window_left=1.0), (X3,), TypeError, ["window_left=1.0", "integer"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors(name):
+    fn, args, error, fragments = BAD[name]
+    with pytest.raises(error) as caught:
+        fn(*args)
+    torch.compiler.reset()
+    with pytest.raises(Exception) as compiled:
+        torch.compile(lambda: fn(*args), backend="eager", fullgraph=True)()
+    for text in (str(caught.value), str(compiled.value).replace("\\'", "'")):
+        assert all(fragment in text for fragment in fragments), text
+    first, *rest = args
+    if fn is softmax and first.is_floating_point():
+        for attempt in (
+            lambda: jvp(lambda x: fn(x, *rest), (first,), (torch.ones_like(first),)),
+            lambda: grad(lambda x: fn(x, *rest).sum())(first),
+            lambda: vmap(lambda x: fn(x, *rest))(first.expand(2, *first.shape)),
+        ):
+            with pytest.raises(error, match=re.escape(fragments[0])):
+                attempt()
+
+
+def test_sample_is_what_the_registry_builds():
+    assert all(isinstance(s, Sample) and s.op == "scaled_masked_softmax" for s in testing.samples(CPU, core=True))

@@ -1,0 +1,22 @@
+"""The operators and modules on sharded tensors."""
+
+import importlib
+from typing import Any
+
+# Imported when they are asked for: DTensor and torch.distributed.checkpoint take their time.
+_WHERE = {
+    "apply_swiglu_sharded_factory": "checkpoint",
+    "load": "checkpoint",
+    "mlp_figures": "figures",
+    "save": "checkpoint",
+    "sharded_state_dict": "checkpoint",
+    "tensor_parallel_plan": "tensor_parallel",
+}
+
+__all__ = ["apply_swiglu_sharded_factory", "load", "mlp_figures", "save", "sharded_state_dict", "tensor_parallel_plan"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)

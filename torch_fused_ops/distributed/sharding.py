@@ -1,0 +1,310 @@
+"""DTensor: how the operators are computed on shards.
+
+``register()`` puts the rules of ``RULES`` into DTensor's table; it runs by itself when ``torch.distributed.tensor`` is
+first imported (see ``torch_fused_ops/__init__.py``). A rule lists the ways of sharding in which every rank's own part
+of the result is the operator of its own parts of the arguments; DTensor takes the one that moves least. Results that
+may be None have no rules: DTensor (2.11 to 2.15) wraps none of a tuple whose first element is not always a tensor. So
+backward, which has such results, is done by hand, ``…_by_shards``.
+
+``fused::dropout_add``'s mask depends on an element's place in the tensor that it is given: on shards, on its place in
+the shard. So the operator on a sharded tensor is not the operator on the whole one, and the seeds of different shards
+must differ, or masks repeat. ``functional.bias_dropout_add`` sees to both, in ``dropout_add_by_shards``; who calls the
+operator on DTensors himself gives it a seed that differs by rank (``functional.shard_seed``), and gradients that are
+sharded as the result is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["RULES", "dropout_add_backward_by_shards", "dropout_add_by_shards", "register"]
+
+Placements = Sequence[Any]  # one for each tensor argument or result, None for what is none
+
+
+def _dropout_add(input: Any, bias: Any, residual: Any, seed: Any, p: float) -> list[tuple[Placements, Placements]]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    def given(t: Any, placement: Any) -> Any:
+        return None if t is None else placement
+
+    whole = Replicate()
+    ways: list[tuple[Placements, Placements]] = [
+        ([whole], [whole, given(bias, whole), given(residual, whole), whole, None])
+    ]
+    last = input.ndim - 1
+    for axis in range(input.ndim):
+        here = Shard(axis)
+        of_bias = given(bias, Shard(0) if axis == last else whole)
+        ways.append(([here], [here, of_bias, given(residual, here), whole, None]))
+    return ways
+
+
+# ---- operators that are computed row by row --------------------------------------------------------------------------
+
+# What shards of each tensor are when the data's axes are sharded, one letter for each result and argument:
+#   x  the data: (..., n)
+#   p  packed data: (..., 2n)
+#   c  a vector along the data's last axis: whole beside shards of another axis; as a gradient, a sum over those shards
+#   r  one number for each row, (...): whole beside shards of the last axis; as a gradient, a sum over those shards
+#   -  no tensor
+_ACTIVATIONS: dict[str, tuple[str, str]] = {
+    "bias_act": ("x", "xcr-"),
+    "bias_act_backward": ("xcr", "xxcr--"),
+    "bias_act_fp8": ("xxr", "xcr-"),
+    "bias_act_fp8_backward": ("xcr", "xxrcr---"),
+    "bias_glu": ("x", "pcr----"),
+    "bias_glu_backward": ("pcr", "xpcr-----"),
+    "bias_glu_fp8": ("xpr", "pcr----"),
+    "bias_glu_fp8_backward": ("pcr", "xprcr------"),
+    "glu": ("x", "xxr---"),
+    "glu_backward": ("xxr", "xxxr----"),
+    "glu_fp8": ("xxrxr", "xxr---"),
+    "glu_fp8_backward": ("xxr", "xxrxrr------"),
+}
+
+
+def _activation(name: str, results: str, arguments: str) -> Callable[..., list[tuple[Placements, Placements]]]:
+    """The rule of an operator of ``_ACTIVATIONS``: any axis, but not the last where something is of whole rows."""
+
+    def rule(*args: Any) -> list[tuple[Placements, Placements]]:
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        last = args[0].ndim - 1
+        columns = Shard if "p" not in arguments else _packed(args[arguments.index("p")], args)
+        wanted = args[-1] if name.endswith("_backward") else [True] * len(results)
+
+        def of(kind: str, axis: int | None, elsewhere: Any) -> Any:
+            along = axis == last
+            if axis is None:
+                return Replicate()
+            if kind in "cr" and along != (kind == "c"):
+                return elsewhere
+            return columns(0 if kind == "c" else axis) if along and columns and kind in "pc" else Shard(axis)
+
+        def way(axis: int | None) -> tuple[Placements, Placements]:
+            found = [of(kind, axis, Partial()) if w else None for kind, w in zip(results, wanted, strict=True)]
+            given = [
+                None if kind == "-" or arg is None else of(kind, axis, Replicate())
+                for kind, arg in zip(arguments, args, strict=False)
+            ]
+            return found, given
+
+        of_rows = "fp8" in name or columns is None
+        return [way(None), *(way(axis) for axis in range(last if of_rows else last + 1))]
+
+    return rule
+
+
+def _packed(data: Any, args: Sequence[Any]) -> Callable[[int], Any] | None:
+    """How packed columns are sharded so that each shard holds gate and up of the same columns; None if they are not.
+
+    "interleaved": in whole pairs. Halves, in either order: half by half, if that is how they come (a linear whose
+    packed weight is sharded so gives it, from torch 2.13 on); otherwise they are brought together.
+    """
+    from torch.distributed.tensor import Shard
+
+    last, mesh = data.ndim - 1, data.mesh
+    if "interleaved" in args:
+        return Shard if data.shape[last] % (2 * mesh.size()) == 0 else None
+    for one in data.placements if mesh.ndim == 1 else ():
+        if getattr(one, "split_factor", None) == 2 and one.dim == last and data.shape[last] % (2 * mesh.size()) == 0:
+            from torch.distributed.tensor.placement_types import _StridedShard
+
+            return lambda axis: _StridedShard(axis, split_factor=2)
+    return None
+
+
+# ---- softmax ---------------------------------------------------------------------------------------------------------
+
+
+def _softmax_axes(data: Any, causal: bool, window_left: int, window_right: int) -> range:
+    """The axes that may be sharded: never the last; queries only where their place in the sequence means nothing."""
+    by_place = causal or window_left >= 0 or window_right >= 0
+    return range(data.ndim - (2 if by_place else 1))
+
+
+def _scaled_masked_softmax(
+    input: Any,
+    mask: Any,
+    sink: Any,
+    scale: float = 1.0,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+) -> list[tuple[Placements, Placements]]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    whole, heads = Replicate(), input.ndim - 3
+
+    def way(axis: int | None) -> tuple[Placements, Placements]:
+        here = whole if axis is None else Shard(axis)
+        of_mask: Any = whole
+        of_sink: Any = whole
+        if axis is not None and mask is not None:
+            own = axis - (input.ndim - mask.ndim)  # the mask is broadcast from the right
+            of_mask = Shard(own) if own >= 0 and mask.shape[own] != 1 else whole
+        if axis == heads:
+            of_sink = Shard(0)
+        return [here], [here, None if mask is None else of_mask, None if sink is None else of_sink]
+
+    return [way(None), *map(way, _softmax_axes(input, causal, window_left, window_right))]
+
+
+def _scaled_masked_softmax_backward(
+    grad: Any,
+    output: Any,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    sink_dtype: Any,
+    output_mask: Sequence[bool],
+) -> list[tuple[Placements, Placements]]:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    def way(axis: int | None) -> tuple[Placements, Placements]:
+        here = Replicate() if axis is None else Shard(axis)
+        of_sink = here if axis is None else Shard(0) if axis == output.ndim - 3 else Partial()
+        results = [d if wanted else None for d, wanted in zip((here, of_sink), output_mask, strict=True)]
+        return results, [here, here]
+
+    return [way(None), *map(way, _softmax_axes(output, causal, window_left, window_right))]
+
+
+RULES: dict[str, Callable[..., list[tuple[Placements, Placements]]]] = {
+    **{name: _activation(name, *kinds) for name, kinds in _ACTIVATIONS.items()},
+    "scaled_masked_softmax": _scaled_masked_softmax,
+    "scaled_masked_softmax_backward": _scaled_masked_softmax_backward,
+    "dropout_add": _dropout_add,
+}
+
+_registered = False
+
+
+def register() -> None:
+    """Put our rules into DTensor's table. Idempotent."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental import register_sharding
+
+    dispatcher = DTensor._op_dispatcher
+    handlers: dict[Any, Any] = dispatcher._custom_op_handlers  # type: ignore[assignment]
+    known = dispatcher.sharding_propagator.op_to_schema_info
+    for name, rule in RULES.items():
+        op = getattr(torch.ops.fused, name).default
+        if name.endswith("_backward"):  # results that may be None: see above
+            handlers[op] = _by_shards
+            continue
+        register_sharding(op)(rule)
+        # DTensor remembers what it did of a call, by the arguments that register_sharding takes to matter: tensors, and
+        # integers and what follows them. Rules read layout, causal, …, too.
+        known[op].static_argnum = sum("Tensor" in str(argument.type) for argument in op._schema.arguments)
+
+
+def _by_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """A backward operator on DTensors: what is kept of forward, its second argument, stays where it is."""
+    from torch.distributed.tensor import DTensor
+
+    data = args[1]
+    mesh = data.device_mesh
+    ways = RULES[op._schema.name.removeprefix("fused::")](*(getattr(a, "_spec", a) for a in args))
+    chosen = [next((way for way in ways if way[1][1] == here), ways[0]) for here in data.placements]
+    local = [
+        a.redistribute(mesh, [way[1][i] for way in chosen]).to_local() if isinstance(a, DTensor) else a
+        for i, a in enumerate(args)
+    ]
+    whole = op(*map(_meta, args))
+    return tuple(
+        None
+        if part is None
+        else DTensor.from_local(
+            part, mesh, [way[0][i] for way in chosen], run_check=False, shape=like.shape, stride=like.stride()
+        )
+        for i, (part, like) in enumerate(zip(op(*local), whole, strict=True))
+    )
+
+
+def _meta(a: Any) -> Any:
+    """A DTensor's shape, as a tensor without data."""
+    return torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a
+
+
+# ---- dropout, shard by shard -----------------------------------------------------------------------------------------
+
+
+def _placements(t: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """Where t is worked on, a bias over its last axis with it, and that bias's gradient: partial sums over other axes.
+
+    What is random must be about one element in one place: t's partial sums are added up first.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    places = tuple(Replicate() if one.is_partial() else one for one in t.placements)
+    columns = [one.is_shard(t.ndim - 1) or one.is_shard(-1) for one in places]
+    bias = tuple(Shard(0) if column else Replicate() for column in columns)
+    bias_grad = tuple(
+        Partial() if one.is_shard() and not column else here
+        for one, column, here in zip(places, columns, bias, strict=True)
+    )
+    return places, bias, bias_grad
+
+
+def dropout_add_by_shards(x: Any, bias: Any, residual: Any, seed: Tensor, p: float) -> Any:
+    """``fused::dropout_add`` of every rank's own shard of a DTensor x, with a seed for each shard.
+
+    Bias and residual are brought to where x is. Gradients come to x's placements, too, wherever they were, so that
+    backward's masks are forward's.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    from torch_fused_ops.functional import shard_seed
+
+    mesh, (places, bias_places, bias_grad) = x.device_mesh, _placements(x)
+
+    def local(t: Any, here: Sequence[Any], grads: Sequence[Any]) -> Tensor | None:
+        if t is None:
+            return None
+        if not isinstance(t, DTensor):  # the same on all ranks
+            t = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        result: Tensor = t.redistribute(mesh, here).to_local(grad_placements=grads)
+        return result
+
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim  # None where this rank has no part
+    own = shard_seed(seed, *(at for at, one in zip(coordinate, places, strict=True) if one.is_shard()))
+    out = torch.ops.fused.dropout_add(
+        local(x, places, places), local(bias, bias_places, bias_grad), local(residual, places, places), own, p
+    )
+    return DTensor.from_local(out, mesh, places, run_check=False, shape=x.shape, stride=_contiguous(x.shape))
+
+
+def dropout_add_backward_by_shards(
+    grad: Any, seed: Any, p: float, dtype: torch.dtype, bias_dtype: torch.dtype | None, output_mask: Sequence[bool]
+) -> tuple[Any, Any]:
+    """``fused::dropout_add_backward`` of every rank's own shard of a DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, (places, _, bias_grad) = grad.device_mesh, _placements(grad)
+    own = grad.redistribute(mesh, places).to_local()
+    found = torch.ops.fused.dropout_add_backward(own, seed.to_local(), p, dtype, bias_dtype, output_mask)
+    shapes = grad.shape, grad.shape[-1:]
+    return tuple(  # type: ignore[return-value]
+        None
+        if d is None
+        else DTensor.from_local(d, mesh, here, run_check=False, shape=shape, stride=_contiguous(shape))
+        for d, here, shape in zip(found, (places, bias_grad), shapes, strict=True)
+    )
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))

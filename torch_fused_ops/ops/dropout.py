@@ -1,0 +1,186 @@
+"""``fused::dropout_add`` and its backward operator.
+
+The mask is a function of the seed and of an element's place, so backward makes it again: nothing but the seed is kept.
+
+Read from top to bottom: schemas → what is accepted → fake → vmap → what is kept for backward → registration. The
+kernels are in ``kernels/dropout.py`` for GPUs and ``kernels/dropout_cpu.py`` for CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from torch_fused_ops import reference
+from torch_fused_ops.kernels import dropout_cpu
+from torch_fused_ops.ops._autograd import Keep, define, differentiate, differentiate_by_reference, library
+from torch_fused_ops.ops.activation import _GPUS, _check_shape, _check_tensors, _lead
+
+Grads2: TypeAlias = tuple[Tensor | None, Tensor | None]
+
+# ---- schemas -------------------------------------------------------------------------------------------------------
+
+SCHEMAS = {
+    "dropout_add": "(Tensor input, Tensor? bias, Tensor? residual, Tensor seed, float p) -> Tensor",
+    # dtype, bias_dtype: input's and bias's own, which are their gradients'. The residual's gradient is grad itself.
+    "dropout_add_backward": (
+        "(Tensor grad, Tensor seed, float p, ScalarType dtype, ScalarType? bias_dtype, bool[2] output_mask) "
+        "-> (Tensor?, Tensor?)"
+    ),
+}
+
+# ---- what is accepted ----------------------------------------------------------------------------------------------
+
+
+def check(input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor, p: float) -> None:
+    """Raise ValueError or TypeError, naming the argument, its value and what is accepted; else nothing."""
+    _check_tensors(input, ("input", input), ("bias", bias), ("residual", residual))
+    if input.ndim == 0:
+        raise ValueError("input has shape (); accepted: at least one axis")
+    if bias is not None:
+        _check_shape("bias", bias, input.shape[-1:], "input's last axis")
+    if residual is not None:
+        _check_shape("residual", residual, input.shape, "input's shape")
+    if seed.dtype != torch.int64:
+        raise TypeError(f"seed has dtype {seed.dtype}; accepted: int64")
+    if seed.numel() != 1:
+        raise ValueError(f"seed has shape {tuple(seed.shape)}; accepted: one element")
+    if seed.device != input.device:
+        raise ValueError(f"seed is on device {seed.device}; accepted: {input.device}, where the first tensor is")
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"p={p!r} is not accepted: it must be between 0 and 1")
+
+
+# ---- fake ------------------------------------------------------------------------------------------------------------
+
+
+def _fake(input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor, p: float) -> Tensor:
+    check(input, bias, residual, seed, p)
+    return (input if residual is None else residual).new_empty(input.shape)
+
+
+def _backward_fake(
+    grad: Tensor,
+    seed: Tensor,
+    p: float,
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    output_mask: Sequence[bool],
+) -> Grads2:
+    d_input = grad.new_empty(grad.shape, dtype=dtype) if output_mask[0] else None
+    return d_input, grad.new_empty(grad.shape[-1:], dtype=bias_dtype) if output_mask[1] else None
+
+
+# ---- vmap ------------------------------------------------------------------------------------------------------------
+
+# The operator is a function, the same for every example: vmap(f)(xs)[i] is f(xs[i]), mask included. So an element's
+# index is that within its example, where the operator on a longer tensor would count on; and examples differ in their
+# masks only where they differ in their seeds.
+
+
+def _column(t: Tensor | None, axis: int | None, ndim: int) -> Tensor | None:
+    """A vector of each example's own, or one for all, to broadcast to (batch, ndim axes)."""
+    return t if t is None or axis is None else t.movedim(axis, 0).reshape(-1, *(1,) * (ndim - 1), t.shape[1 - axis])
+
+
+def _seeds(seed: Tensor, axis: int | None, ndim: int) -> Tensor:
+    return seed.reshape(()) if axis is None else seed.movedim(axis, 0).reshape(-1, *(1,) * ndim)
+
+
+def _rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    if info.batch_size:  # what one example sees is checked: with a batch axis in front more would be accepted
+        check(*(a if d is None else a.select(d, 0) for a, d in zip(args, in_dims, strict=True)))
+    input, bias, residual, seed, p = args
+    x, ndim = _lead(info, input, in_dims[0]), input.ndim - (in_dims[0] is not None)
+    r = None if residual is None else _lead(info, residual, in_dims[2])
+    b, key = _column(bias, in_dims[1], ndim), _seeds(seed, in_dims[3], ndim)
+    return reference.dropout_add_at(x, b, r, reference.row_major(x.shape[1:], x.device), key, p), 0
+
+
+def _backward_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    grad, seed, p, dtype, bias_dtype, mask = args
+    g = _lead(info, grad, in_dims[0])
+    wide = g.to(reference.dropout_backward_dtype(g, dtype, bias_dtype))
+    places, key = reference.row_major(g.shape[1:], g.device), _seeds(seed, in_dims[1], g.ndim - 1)
+    dx = reference.dropout_input_grad(wide, *places, key, p)
+    d_bias = None
+    if mask[1]:  # of each example
+        d_bias = (dx.sum(tuple(range(1, dx.ndim - 1))) if dx.ndim > 2 else dx).to(bias_dtype)
+    return (dx.to(dtype) if mask[0] else None, d_bias), tuple(0 if wanted else None for wanted in mask)
+
+
+# ---- what is kept for backward ---------------------------------------------------------------------------------------
+
+_SEED = Keep(
+    lambda args, _: ((args[3],), (args[4], args[0].dtype, None if args[1] is None else args[1].dtype)),
+    lambda kept, rest, _: (*kept, *rest),
+)
+
+
+def _for_all(backward: Callable[..., Grads2]) -> Callable[..., Any]:
+    """A backward of (input, bias) as autograd calls it, for (input, bias, residual, seed)."""
+
+    def called(grad: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+        *rest, mask = args
+        wanted, by = mask[:2], backward
+        if hasattr(grad, "device_mesh"):  # a DTensor
+            from torch_fused_ops.distributed.sharding import dropout_add_backward_by_shards as by
+        d_input, d_bias = by(grad, *rest, wanted) if any(wanted) else (None, None)
+        return d_input, d_bias, grad if mask[2] else None, None
+
+    return called
+
+
+# ---- registration ----------------------------------------------------------------------------------------------------
+
+
+def _on_cpu(*args: Any) -> Tensor:
+    check(*args)
+    return dropout_cpu.dropout_add(*args)
+
+
+def _on_gpu(*args: Any) -> Tensor:
+    check(*args)
+    from torch_fused_ops.kernels import dropout
+
+    return dropout.dropout_add(*args)
+
+
+def _backward_on_gpu(*args: Any) -> Grads2:
+    from torch_fused_ops.kernels import dropout
+
+    return dropout.dropout_add_backward(*args)
+
+
+def _register(
+    name: str, on_cpu: Callable[..., Any], on_gpu: Callable[..., Any], fake: Callable[..., Any], rule: Any
+) -> torch._ops.OpOverload:
+    op = define(name, SCHEMAS[name], {"CPU": on_cpu, **dict.fromkeys(_GPUS, on_gpu)})
+    torch.library.register_fake(f"fused::{name}", fake, lib=library)
+    torch.library.register_vmap(f"fused::{name}", rule, lib=library)
+    return op
+
+
+_FORWARD = _register("dropout_add", _on_cpu, _on_gpu, _fake, _rule)
+_BACKWARD = _register(
+    "dropout_add_backward", dropout_cpu.dropout_add_backward, _backward_on_gpu, _backward_fake, _backward_rule
+)
+differentiate_by_reference(_BACKWARD, reference.dropout_add_backward, dropout_cpu.dropout_add_backward)
+differentiate(
+    _FORWARD,
+    check,
+    reference.dropout_add,
+    _on_cpu,
+    cast(
+        "tuple[torch._ops.OpOverload, Callable[..., Any], Callable[..., Any]]",
+        (
+            _for_all(_BACKWARD),
+            _for_all(reference.dropout_add_backward),
+            _for_all(dropout_cpu.dropout_add_backward),
+        ),
+    ),
+    lambda *_: _SEED,
+)

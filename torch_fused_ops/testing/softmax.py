@@ -1,0 +1,206 @@
+"""Sample inputs of ``fused::scaled_masked_softmax``, and the measure of its precision.
+
+``forward``
+    As every forward result (``testing.precision``): float16 and bfloat16 are the correctly rounded truth or its
+    neighbour, float32 within 1e-5 of it (or 1e-30), float64 within 1e-12.
+``gradient`` of input, at most 2 ulp (float32: 1e-5, float64: 1e-12)
+    The truth is scale · y · (g − Σ g·y) in float64 *at the rounded output*, which is all that backward has. Errors are
+    counted against the row's largest gradient, its ulp or itself, after what the arithmetic may lose where the two
+    terms cancel: 8 · 2⁻²⁴ (float64: 2⁻⁵³) of the largest scale · y · (|g| + Σ |g·y|) in the row.
+``sum``, the gradient of sink, at most 4 ulp
+    of the sum over the head's rows of (1 + Σ y) · Σ |g·y|, ulp of the dtype that is computed in, after one rounding.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fused_ops import reference
+from torch_fused_ops.testing import precision
+from torch_fused_ops.testing.samples import DTYPES, Sample, _tensor
+
+__all__ = ["backward_samples", "measure", "samples"]
+
+OP = "scaled_masked_softmax"
+
+
+@dataclass(frozen=True)
+class _Case:
+    """How to build a sample. ``mask`` is the mask's shape, with 0 for "as input here"; () for no mask."""
+
+    name: str
+    shape: tuple[int, ...] = (2, 3, 5, 8)
+    dtype: str = "fp32"
+    sink: str = ""  # its dtype; "" for none
+    mask: tuple[int, ...] = ()
+    mask_view: str = "contiguous"
+    scale: float = 0.3
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    view: str = "contiguous"
+    values: str = "normal"
+    requires_grad: tuple[bool, bool] = (True, True)
+    core: bool = False
+
+
+_FULL = (0, 0, 0, 0)
+
+# A mask's memory: the same values, or for an expanded one the first of them, with other strides.
+_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda t: t,
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "sliced": lambda t: torch.stack((t, ~t), -1).flatten(-2)[..., ::2],
+    "offset": lambda t: torch.cat((t[..., :1], t), -1)[..., 1:],
+    "expanded": lambda t: t[:1].expand(t.shape),
+    "expanded last": lambda t: t[..., :1].expand(t.shape),
+}
+
+
+def _cases() -> Iterator[_Case]:
+    yield _Case("plain", core=True)
+    for dtype in DTYPES:
+        yield _Case(f"{dtype}", (2, 2, 7, 33), dtype, dtype, _FULL, causal=True, core=dtype != "fp32")
+        yield _Case(f"wide scores {dtype}", (3, 4, 40), dtype, scale=2.0, values="wide")
+        yield _Case(f"tails {dtype}", (2, 3, 64), dtype, scale=1.0, values="tails")
+        yield _Case(f"peaked {dtype} with sink", (2, 3, 4, 40), dtype, dtype, scale=9.0, values="wide")
+    for dtype, sink in (("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16"), ("bf16", "fp64"), ("fp64", "fp32")):
+        yield _Case(f"{dtype} with sink {sink}", (2, 3, 4, 10), dtype, sink, core=dtype == "bf16")
+    masks: tuple[tuple[int, ...], ...] = (
+        _FULL,
+        (0, 1, 0, 0),
+        (0, 1, 1, 0),
+        (1, 1, 0, 0),
+        (0, 0),
+        (0,),
+        (1,),
+        (0, 1),
+        (1, 0, 1, 1),
+    )
+    for mask in masks:
+        text = "x".join("n" if m == 0 else "1" for m in mask)
+        yield _Case(f"mask {text}", mask=mask, core=mask in masks[:4])
+        yield _Case(f"mask {text} bf16", (2, 3, 4, 9), "bf16", "bf16", mask, scale=-1.0)
+    for view in ("transposed", "sliced", "offset", "expanded", "expanded last"):
+        yield _Case(f"mask {view}", mask=_FULL, mask_view=view, core=view in ("transposed", "sliced"))
+        yield _Case(f"{view}", view=view, mask=(0, 1, 0, 0), sink="fp32", core=True)
+    for causal, window, mask, sink in itertools.product(
+        (False, True), ((-1, -1), (2, -1), (-1, 1), (3, 2)), ((), _FULL), ("", "fp32")
+    ):
+        text = f"causal {causal} window {window} mask {bool(mask)} sink {bool(sink)}"
+        core = (bool(mask), bool(sink)) == (causal, window[0] >= 0)
+        yield _Case(text, (2, 2, 6, 8), "fp32", sink, mask, causal=causal, window=window, core=core)
+    for sq, sk in ((7, 4), (4, 7), (1, 9), (9, 1), (1, 1)):  # more queries than keys: some see none
+        yield _Case(f"causal {sq}x{sk}", (2, 3, sq, sk), sink="fp32", causal=True, core=sq == 7)
+        yield _Case(f"window {sq}x{sk}", (2, sq, sk), window=(1, 2))
+    for scale in (1.0, 0.125, 0.0, -0.7, 1e-3, 30.0):
+        yield _Case(f"scale {scale}", (3, 4, 12), sink="fp32", scale=scale, mask=(0, 0), core=scale in (0.0, -0.7))
+    for shape in ((0, 4), (4, 0), (2, 0, 5), (3, 4), (1, 1), (2, 3, 4, 5, 6), (2, 1500)):
+        sink = "fp32" if len(shape) > 2 else ""
+        core = shape in ((0, 4), (4, 0), (3, 4), (2, 3, 4, 5, 6))
+        yield _Case(f"shape {'x'.join(map(str, shape))}", shape, sink=sink, causal=True, core=core)
+    yield _Case("nothing to sum", (2, 3, 0, 4), sink="fp32", core=True)
+    yield _Case("frozen input", sink="fp32", requires_grad=(False, True), core=True)
+    yield _Case("frozen sink", sink="fp32", requires_grad=(True, False), core=True)
+    yield _Case("minus infinity", (2, 3, 4, 6), values="holes", sink="fp32")
+
+
+def _build(case: _Case, device: torch.device) -> Sample:
+    g = torch.Generator().manual_seed(zlib.crc32(f"{OP} {case.name}".encode()))
+    values = "normal" if case.values == "holes" else case.values
+    input = _tensor(case.shape, DTYPES[case.dtype], case.view, values, device, g)
+    if case.values == "holes":  # one score in a few, and a whole row
+        input = torch.where(torch.arange(input.numel(), device=device).view(input.shape) % 5 == 0, -torch.inf, input)
+        input[..., 0, :] = -torch.inf
+    mask = sink = None
+    if case.mask:
+        shape = tuple(m or n for m, n in zip(case.mask, case.shape[len(case.shape) - len(case.mask) :], strict=True))
+        bits = torch.rand(shape, generator=g).to(device) < 0.3
+        mask = _VIEWS[case.mask_view](bits)
+    if case.sink:
+        view = "sliced" if case.view == "transposed" else "contiguous"
+        sink = _tensor(case.shape[-3:-2], DTYPES[case.sink], view, "normal", device, g)
+    tensors = (
+        input.detach().requires_grad_(case.requires_grad[0]),
+        mask,
+        None if sink is None else sink.detach().requires_grad_(case.requires_grad[1]),
+    )
+    return Sample(OP, case.name, (*tensors, case.scale, case.causal, *case.window), case.core)
+
+
+def samples(device: torch.device, core: bool = False) -> Iterator[Sample]:
+    """The samples of the operator; only the core ones if asked."""
+    for case in _cases():
+        if case.core or not core:
+            yield _build(case, device)
+
+
+def backward_samples(device: torch.device, core: bool = False) -> Iterator[Sample]:
+    """The samples of the backward operator, at the rounded output: of those samples that require a gradient."""
+    for sample in samples(device, core):
+        input, _, sink = sample.tensors
+        assert input is not None
+        g = torch.Generator().manual_seed(zlib.crc32(f"gradient of {sample}".encode()))
+        view = sample.name if sample.name in ("expanded", "transposed", "sliced") else "contiguous"
+        grad = _tensor(tuple(input.shape), input.dtype, view, "normal", input.device, g)
+        with torch.no_grad():
+            output = sample()
+        mask = [input.requires_grad, sink is not None and sink.requires_grad]
+        dtype = None if sink is None else sink.dtype
+        yield Sample(f"{OP}_backward", sample.name, (grad, output, *sample.scalars, dtype, mask), sample.core)
+
+
+def _gradient_error(got: Tensor, grad: Tensor, y: Tensor, truth: Tensor, scale: float, exact: torch.dtype) -> Tensor:
+    """The error of each element of input's gradient in the contract's unit."""
+    if truth.numel() == 0:
+        return truth
+    size = abs(scale) * y * (grad.abs() + (grad * y).abs().sum(-1, keepdim=True))
+    lost = 4 * torch.finfo(exact).eps * size.amax(-1, keepdim=True)
+    largest = truth.abs().amax(-1, keepdim=True)
+    unit = largest
+    if got.dtype in precision.HALF:
+        finfo = torch.finfo(got.dtype)
+        unit = torch.exp2(largest.clamp_min(finfo.smallest_normal).log2().floor()) * finfo.eps
+    error = (got.double() - truth).abs() - lost - precision.FLOORS[got.dtype]
+    relative = error.clamp_min(0.0) / unit.clamp_min(precision.FLOORS[got.dtype])
+    relative = torch.where((got == truth.to(got.dtype)) | (got.isnan() & truth.isnan()), 0.0, relative)
+    return torch.where(relative.isnan(), torch.inf, relative)
+
+
+def measure(sample: Sample) -> precision.Errors:
+    """The largest errors of the operator on a sample: of its result, and of every gradient that the sample asks for."""
+    input, _, sink = sample.tensors
+    assert input is not None
+    exact = reference.compute_dtype(input, sink)
+    out = sample()
+    wide: Any = tuple(
+        a.detach().cpu().to(torch.float64 if a.is_floating_point() else a.dtype) if isinstance(a, Tensor) else a
+        for a in sample.args
+    )
+    errors: precision.Errors = {}
+    y = out.detach().cpu()
+    precision._worst(errors, "forward", precision.error(y, reference.scaled_masked_softmax(*wide)), out.dtype)
+    wanted = [input.requires_grad, sink is not None and sink.requires_grad]
+    required = [t for t in (input, sink) if t is not None and t.requires_grad]
+    if not required:
+        return errors
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out)
+    grads = iter(torch.autograd.grad(out, required, g))
+    grad, y = g.double().cpu(), y.double()
+    truth: Any = reference.scaled_masked_softmax_backward  # Any: the sample's scalars have no types of their own
+    truths = truth(grad, y, *sample.scalars, torch.float64, wanted)
+    if truths[0] is not None:
+        e = _gradient_error(next(grads).cpu(), grad, y, truths[0], sample.scalars[0], exact)
+        precision._worst(errors, "gradient", e, out.dtype)
+    if truths[1] is not None:
+        got = next(grads).cpu()
+        absolute = (1 + y.sum(-1)) * (grad * y).abs().sum(-1)
+        absolute = absolute.movedim(-2, 0).flatten(1).sum(-1)
+        precision._worst(errors, "sum", precision.sum_error(got, truths[1], absolute, exact), got.dtype)
+    return errors
