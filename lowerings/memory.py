@@ -52,8 +52,9 @@ Graphs: TypeAlias = tuple[GraphModule, GraphModule]  # forward's, backward's
 
 aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
 
-# What forward computes and backward can rebuild without a GEMM.
+# What forward computes and backward can rebuild without a GEMM. A dropout is rebuilt from its seed: the same mask.
 POINTWISE = ("bias_act", "glu", "bias_glu")
+REBUILT = (*POINTWISE, "dropout_add")
 
 # The arguments through which each operator reads the data that its activation works on.
 DATA: dict[Any, tuple[int, ...]] = {
@@ -94,7 +95,7 @@ SUMS = {aten.add.Tensor, aten.mul.Tensor}  # a bias, an adapter and its factor
 
 def allow_recomputation() -> None:
     """Tell the partitioner that our forward operators are as cheap to rebuild as aten's pointwise ones. Idempotent."""
-    compat.allow_recomputation(getattr(torch.ops.fused, name) for name in POINTWISE)
+    compat.allow_recomputation(getattr(torch.ops.fused, name) for name in REBUILT)
 
 
 def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) -> Graphs:

@@ -40,12 +40,13 @@ def fresh():
 
 def test_sites():
     report = explain(Block(), torch.randn(4, 8))
-    fused, left = report.sites
+    fused, dropout, left = report.sites
     assert (fused.op, fused.activation, fused.users) == ("fused::bias_act", "gelu", ("linear",))
     assert fused.source.startswith("test_explain.py:") and fused.source.endswith(" in mlp")
     assert (left.op, left.activation) == (None, None)
     assert left.source.endswith(" in odd") and "is no activation of the table" in left.reason
-    assert report.summary == "1 of 2 MLP sites fused (1 graph)"
+    assert (dropout.op, dropout.activation, dropout.is_mlp) == ("fused::dropout_add", "dropout", False)
+    assert report.summary == "1 of 2 MLP sites fused, 1 of 1 dropouts (1 graph)"
 
 
 def test_functions_and_other_sites():
@@ -64,7 +65,7 @@ def test_graph_breaks():
         return model.mlp(y)
 
     report = explain(broken, torch.randn(4, 8))
-    assert [site.op for site in report.sites] == ["fused::bias_act"] * 2
+    assert [site.op for site in report.sites] == ["fused::bias_act", "fused::dropout_add"] * 2
     assert report.graphs == 2
 
 
@@ -89,7 +90,7 @@ def test_compiled_and_repeated():
     model, x = Block(), torch.randn(4, 8)
     compiled = torch.compile(model, backend="eager")
     for _ in range(10):  # more often than Dynamo recompiles one function by default
-        assert len(explain(compiled, x).sites) == 2
+        assert len(explain(compiled, x).sites) == 3
 
 
 def test_shapes_seen_here_do_not_make_later_compilations_dynamic():

@@ -24,8 +24,10 @@ class FusionPolicy:
             computed again in backward, from the MLP's own input. A mapping from module patterns (as in ``exclude``) to
             one of the last three chooses for each MLP; the first that fits counts, and what none names is "free". A
             budget that you set yourself (``torch._functorch.config.activation_memory_budget``) always wins.
-        dropout: whether an active dropout next to an MLP's activation may be fused by meaning. Reserved for the dropout
-            operators: now, an activation in front of an active dropout is fused and the dropout itself stays as it is.
+        dropout: whether active dropouts of linear layers and of fused activations become ``fused::dropout_add``, with
+            the residual that they are added to. Nothing but a seed is kept for backward then, where a mask is a byte
+            an element; other elements are dropped than plain torch.compile drops, by the same distribution, and
+            ``torch.manual_seed`` decides as before. Never under inductor's ``fallback_random``.
         strict: raise at compile time where an MLP site is left unfused (``UnfusedError``) or a pass fails, naming each
             reason, instead of logging it and going on with the graph as it was. What ``exclude`` names is no miss.
         exclude: module paths to leave alone, as shell patterns against the path in the model, e.g. ``("encoder.*",)``.

@@ -25,15 +25,16 @@ log = logging.getLogger("torch_fused_ops")
 
 NOT_AN_MLP = "not an MLP: "
 EXCLUDED = "the policy excludes "
+DROPOUT = "dropout"  # a site's activation, where the site is a dropout
 
 
 @dataclass(frozen=True)
 class Site:
-    """A place where a GEMM reads a nonlinear pointwise function of what GEMMs produced.
+    """A place where a GEMM reads a nonlinear pointwise function of what GEMMs produced; or a linear layer's dropout.
 
     Attributes:
         op: the operator that it became, e.g. ``"fused::glu"``; None where it was left alone.
-        activation: the activation's name in the table, where it was proved to be one.
+        activation: the activation's name in the table, where it was proved to be one; ``"dropout"`` for a dropout.
         source: ``"file.py:line in module.path"``.
         reason: what was proved, and from which functions; or why it was left alone. Begins with ``"not an MLP: "``
             where the place is of another kind (a gate in attention, for example), which no policy counts as a miss.
@@ -56,8 +57,8 @@ class Site:
 
     @property
     def is_mlp(self) -> bool:
-        """Whether the site counts: fused, or an MLP's that was left alone."""
-        return not self.reason.startswith(NOT_AN_MLP)
+        """Whether the site counts: an MLP's activation, fused or left alone. A dropout is listed, and counts apart."""
+        return not self.reason.startswith(NOT_AN_MLP) and self.activation != DROPOUT
 
     @property
     def hint(self) -> str:
@@ -197,9 +198,11 @@ class Report:
         """One line: how many sites, how many fused, how many are no MLPs."""
         mlps = [s for s in self.sites if s.is_mlp]
         fused = sum(s.op is not None for s in mlps)
-        others = len(self.sites) - len(mlps)
+        dropouts = [s for s in self.sites if s.activation == DROPOUT]
+        others = len(self.sites) - len(mlps) - len(dropouts)
         graphs = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
-        return f"{fused} of {len(mlps)} MLP sites fused" + f", {others} not MLPs" * bool(others) + f" ({graphs})"
+        unmasked = f", {sum(s.op is not None for s in dropouts)} of {len(dropouts)} dropouts" * bool(dropouts)
+        return f"{fused} of {len(mlps)} MLP sites fused{unmasked}{f', {others} not MLPs' * bool(others)} ({graphs})"
 
     def measure(self, gpu: str | GPU = "H200") -> Figures | None:
         """Work out what fusing saves: bytes kept for backward, bytes moved, kernels, each before and after.

@@ -3,7 +3,7 @@
 ``symbolic`` says what an expression means (the canonical form), ``prove`` which activation it is, ``graph`` reads an
 FX graph in one vocabulary, ``normal`` brings it into an easier form and back, ``custom`` reads autograd functions,
 ``cone`` finds the calls that make an activation and checks that replacing them is sound, and ``rewrite`` edits the
-graph.
+graph. ``dropout`` does both for the dropouts behind linear layers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch.fx import Graph, Node
 
 from torch_fused_ops.explain import EXCLUDED, NOT_AN_MLP, Site, explain
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
-from torch_fused_ops.report import module_stack
+from torch_fused_ops.report import DROPOUT, module_stack
 
+from . import dropout
 from .cone import Cone, Refusal, examine, find, readers
 from .graph import FREE, NONLINEAR, Facts, shown, tensor
 from .normal import Normal
-from .rewrite import operator_of, replace
+from .rewrite import fuse, operator_of, replace
 from .symbolic import RULES
 
 __all__ = ["rewrite", "unread"]
@@ -63,10 +64,14 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
             except Refusal as e:
                 refused[top] = (str(e), activation)
         _drop_shared(facts, cones, refused)
-        report = tuple(_site(facts, normal, top, gemms, cones.get(top), refused.get(top)) for top, gemms in sites)
-        if apply and cones:
-            replace(graph, list(cones.values()))
-            used.update(*(cone.calls for cone in cones.values()))
+        dropouts = _dropouts(facts, policy, cones)
+        found = [(top, _site(facts, normal, top, gemms, cones.get(top), refused.get(top))) for top, gemms in sites]
+        found += [(site.node, _dropout_site(facts, site)) for site in dropouts]
+        report = tuple(site for _, site in sorted(found, key=lambda one: facts.index[one[0]]))
+        fused = [site for site in dropouts if not site.reason]
+        if apply:
+            replace(graph, [*(fuse(graph, cone) for cone in cones.values()), *dropout.fuse(graph, fused)])
+            used.update(*(cone.calls for cone in cones.values()), *(site.calls for site in fused))
         return report
     finally:
         normal.restore(used)
@@ -177,6 +182,31 @@ def _site(
             reason += f"; {', '.join(dict.fromkeys(others))} keeps the value too"
     users = tuple(map(shown, reading))
     return Site(op, activation, reason=reason, users=users, spelling=spelling, **_source(top, gemms[0]))
+
+
+def _dropouts(facts: Facts, policy: FusionPolicy, cones: dict[Node, Cone]) -> list[dropout.Site]:
+    sites = dropout.find(facts, policy, {cone.root for cone in cones.values()})
+    for site in sites:
+        try:
+            _check_excluded(site.node, [site.node], policy)
+        except Refusal as e:
+            site.reason = str(e)
+    return sites
+
+
+def _dropout_site(facts: Facts, site: dropout.Site) -> Site:
+    last = site.calls[-1] if site.calls else site.node
+    reason = site.reason or "its mask is made again from a seed"
+    if site.left and not site.reason:
+        reason += f"; the sum that reads it stays: {site.left}"
+    return Site(
+        None if site.reason else dropout.OPERATOR,
+        DROPOUT,
+        reason=reason,
+        users=tuple(map(shown, readers(facts, last))),
+        spelling=tuple(map(shown, site.calls or [site.node])),
+        **_source(site.node, site.node),
+    )
 
 
 def _calls(facts: Facts, top: Node) -> list[Node]:

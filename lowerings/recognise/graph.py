@@ -186,9 +186,14 @@ class Call:
         self.inplace |= bool(self.kwargs.pop("inplace", False))
         self.inplace &= self.name not in DROPOUTS or self.dropout_is_active()
 
-    def dropout_is_active(self) -> bool:
+    def dropout_arguments(self) -> dict[str, Any]:
+        """A dropout's arguments by name, defaults included."""
         given = dict(zip(("input", "p", "training"), self.args, strict=False)) | self.kwargs
-        return not (given.get("p", 0.5) == 0 or given.get("training", given.get("train", True)) is False)
+        return {"p": 0.5, "training": given.get("train", True), **given}
+
+    def dropout_is_active(self) -> bool:
+        given = self.dropout_arguments()
+        return not (given["p"] == 0 or given["training"] is False)
 
 
 def tensor(node: Node) -> torch.Tensor | None:

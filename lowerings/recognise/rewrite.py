@@ -1,9 +1,10 @@
-"""The edit: a proved cone becomes one fused operator. Nothing is changed until everything is computed."""
+"""The edit: proved cones become fused operators. Nothing is changed until everything is computed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, Node
@@ -11,7 +12,7 @@ from torch.fx import Graph, Node
 from .cone import Cone
 from .graph import record, tensor
 
-__all__ = ["operator_of", "replace"]
+__all__ = ["fuse", "operator_of", "replace"]
 
 
 def operator_of(cone: Cone) -> str:
@@ -21,17 +22,25 @@ def operator_of(cone: Cone) -> str:
     return "bias_glu" if cone.packed else "glu"
 
 
-def replace(graph: Graph, cones: Sequence[Cone]) -> None:
-    """Replace every cone, or none: where an edit fails, the graph is as it was before.
+Edit: TypeAlias = tuple[Node, Callable[[list[Node]], Node], Collection[Node]]
 
-    All new nodes are made first, each right before its root. Then uses are redirected, and what is dead is erased; only
-    what these cones read: pre-grad graphs have side effects, so ``eliminate_dead_code`` is not for them.
+
+def replace(graph: Graph, edits: Sequence[Edit]) -> None:
+    """Make every edit, or none: where one fails, the graph is as it was before.
+
+    All new nodes are made first. Then uses are redirected, and what is dead is erased; only what the edits name:
+    pre-grad graphs have side effects, so ``eliminate_dead_code`` is not for them.
+
+    Args:
+        graph: changed in place.
+        edits: each a node, what makes its replacement (and appends each node that it makes to the list that it is
+            given), and the nodes that may then be dead.
     """
     new: list[Node] = []
     pairs: list[tuple[Node, Node]] = []
     try:
-        for cone in cones:
-            pairs.append((cone.root, _insert(graph, cone, new)))
+        for root, make, _ in edits:
+            pairs.append((root, make(new)))
         for root, result in pairs:
             root.replace_all_uses_with(result)
     except BaseException:
@@ -40,16 +49,20 @@ def replace(graph: Graph, cones: Sequence[Cone]) -> None:
         for node in reversed(new):
             graph.erase_node(node)
         raise
-    dead = {node for cone in cones for node in (*cone.calls, *cone.bypassed)}
-    for cone in cones:
-        if cone.packed:  # the cuts of the packed tensor
-            for node in cone.operands:
-                while node is not cone.packed[0]:
-                    dead.add(node)
-                    node = node.all_input_nodes[0]
+    dead = {node for _, _, nodes in edits for node in nodes}
     for node in reversed(graph.nodes):
         if node in dead and not node.users:
             graph.erase_node(node)
+
+
+def fuse(graph: Graph, cone: Cone) -> Edit:
+    """The edit that makes a proved cone one fused operator."""
+    dead = {*cone.calls, *cone.bypassed}
+    for node in cone.operands if cone.packed else ():  # the cuts of the packed tensor
+        while node is not cone.packed[0]:
+            dead.add(node)
+            node = node.all_input_nodes[0]
+    return cone.root, partial(_insert, graph, cone), dead
 
 
 def _insert(graph: Graph, cone: Cone, new: list[Node]) -> Node:

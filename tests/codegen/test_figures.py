@@ -153,8 +153,8 @@ def test_bytes_saved_for_backward(case: str, plain: int, budget: int) -> None:
 
 
 BELOW = {
-    "fp8": {"GELU MLP": 192, "SwiGLU MLP": 320, "Llama-7B block": 557, "LoRA": 321, "dropout": 320, "GLU": 192},
-    "input": {"GELU MLP": 64, "SwiGLU MLP": 64, "Llama-7B block": 385, "LoRA": 65, "dropout": 192, "GLU": 64},
+    "fp8": {"GELU MLP": 192, "SwiGLU MLP": 320, "Llama-7B block": 557, "LoRA": 321, "dropout": 192, "GLU": 192},
+    "input": {"GELU MLP": 64, "SwiGLU MLP": 64, "Llama-7B block": 385, "LoRA": 65, "dropout": 64, "GLU": 64},
 }
 
 
@@ -173,9 +173,9 @@ def test_bytes_saved_below_the_knob(case: str, level: str) -> None:
     assert len(less.forward.kernels) == len(free.forward.kernels), "the cast is in the activation's own kernel"
 
 
-@pytest.mark.parametrize(("case", "plain", "ours"), [("LoRA", 833, 577), ("dropout", 704, 448), ("GLU", 448, 320)])
+@pytest.mark.parametrize(("case", "plain", "ours"), [("LoRA", 833, 577), ("dropout", 704, 320), ("GLU", 448, 320)])
 def test_bytes_saved_with_more_around_the_activation(case: str, plain: int, ours: int) -> None:
-    """A second reader, a dropout behind (its mask stays: a byte an element), up and gate packed in one tensor."""
+    """A second reader, a dropout behind (no mask is kept: its seed is), up and gate packed in one tensor."""
     assert [round(on_paper(case, way).saved_bytes() / MIB) for way in ("plain", "ours")] == [plain, ours]
 
 
@@ -190,7 +190,8 @@ def test_checkpointed_models_save_no_more() -> None:
 def test_no_more_kernels_and_every_mlp_is_fused(case: str) -> None:
     ours, plain = on_paper(case, "ours"), on_paper(case, "plain")
     for graph in ("forward", "backward"):
-        assert len(getattr(ours, graph).kernels) <= len(getattr(plain, graph).kernels)
+        seeds = case == "dropout" and graph == "forward"  # one small kernel makes all dropouts' seeds
+        assert len(getattr(ours, graph).kernels) <= len(getattr(plain, graph).kernels) + seeds
         gemms = [sorted(name.replace("addmm", "mm") for name in getattr(c, graph).extern) for c in (ours, plain)]
         assert gemms[0] == gemms[1], "the same GEMMs, an added bias or sum aside"
         assert "ops.fused" not in getattr(ours, graph).code.split("def call(")[-1]

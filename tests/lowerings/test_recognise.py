@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -325,9 +326,10 @@ def test_result_stays_wide():
 @pytest.mark.parametrize("inplace", [False, True])
 def test_dropout_after_the_activation(inplace):
     model = Net(lambda s, x: s.b(F.dropout(F.gelu(s.a(x)), 0.5, s.training, inplace)))
-    _, sites, graphs = capture(model, torch.randn(4, 8))
-    assert the(sites).op == "fused::bias_act"
-    assert [n.target for n in graphs[0].nodes].count(F.dropout) == 1
+    for kept in (True, False):
+        _, (site, dropout), graphs = capture(model, torch.randn(4, 8), policy=FusionPolicy(dropout=not kept))
+        assert site.op == "fused::bias_act" and dropout.op == (None if kept else "fused::dropout_add")
+        assert [n.target for n in graphs[0].nodes].count(F.dropout) == kept
     sites, _ = check(model.eval(), torch.randn(4, 8))
     assert the(sites).op == "fused::bias_act"
 
@@ -909,6 +911,23 @@ def test_a_failure_leaves_the_graph_as_it_was(monkeypatch, fails_at):
     graph.lint()
 
 
+def test_a_failing_dropout_leaves_the_mlps_too_as_they_were(monkeypatch):
+    from torch_fused_ops.lowerings.recognise import dropout
+
+    def fn(x, w1, w2):
+        return x + F.dropout(F.linear(F.gelu(F.linear(x, w1)), w2), 0.1)
+
+    graph = traced(fn, X, *(v.detach().requires_grad_() for v in (V1, V2)))
+    before, nodes = str(graph), list(graph.nodes)
+    monkeypatch.setattr(dropout, "record", mock.Mock(side_effect=RuntimeError("made to fail")))
+    with pytest.raises(RuntimeError, match="made to fail"):
+        rewrite(graph, POLICY)
+    assert str(graph) == before and list(graph.nodes) == nodes
+    monkeypatch.undo()
+    assert [site.op for site in rewrite(graph, POLICY)] == ["fused::bias_act", "fused::dropout_add"]
+    graph.lint()
+
+
 def test_metadata():
     _, _, graphs = capture(Two(), torch.randn(4, 8))
     for node in graphs[0].nodes:
@@ -1062,5 +1081,10 @@ def test_transformers(name, train):
     ids = torch.randint(3, 60, (2, 6))
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if name == "t5" else {})
     report = torch_fused_ops.explain(model, **inputs)
-    assert {(s.op, s.activation) for s in report.sites} == {(f"fused::{op}", activation)}
-    assert len(report.sites) == (4 if name == "t5" else 2)
+    sites = [s for s in report.sites if s.is_mlp]
+    assert {(s.op, s.activation) for s in sites} == {(f"fused::{op}", activation)}
+    assert len(sites) == (4 if name == "t5" else 2)
+    dropouts = [s for s in report.sites if not s.is_mlp]
+    # GPT-2 and BERT: attention's output and the MLP's. T5: the MLP's inner one, its output, attention's.
+    assert len(dropouts) == (0 if name == "llama" or not train else 14 if name == "t5" else 4)
+    assert {s.op for s in dropouts} <= {"fused::dropout_add"}

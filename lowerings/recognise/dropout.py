@@ -1,0 +1,215 @@
+"""Dropouts of linear layers: ``residual + F.dropout(linear(x) + bias, p)`` becomes ``fused::dropout_add``.
+
+Its mask is a function of a seed, so backward makes it again, where autograd keeps a byte an element. A *site* is an
+active dropout, in a graph that records gradients, of what a linear layer has produced, or a recognised activation of
+that. (Attention's probabilities and embeddings are neither: they stay as they are, unlisted.) Other elements are
+dropped than upstream's, by the same distribution, and ``torch.manual_seed`` still decides; who asks for eager's own
+numbers (``fallback_random``) keeps them. All sites of a device share one draw of seeds.
+
+A sum with the dropout is taken in where it is the dropout's only reader and the operator's result has the dtype and
+shape of the sum; what the operator rounds once, the calls have rounded up to three times.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.report import DROPOUT
+
+from .cone import _PLAIN, FLOATING, Cone, Refusal, _check_in_place_call, _contiguous, _same_shape, _value
+from .graph import AFFINE, Facts, record, shown, statically, tensor
+from .rewrite import Edit
+
+__all__ = ["OPERATOR", "Site", "find", "fuse"]
+
+OPERATOR = f"fused::{DROPOUT}_add"
+
+
+@dataclass
+class Site:
+    """A dropout in the graph. ``calls`` is in graph order: the bias's sum if any, itself, the residual's."""
+
+    node: Node
+    p: float = 0.5
+    calls: list[Node] = field(default_factory=list)
+    bias: Node | None = None
+    residual: Node | None = None
+    left: str = ""  # why a sum that reads it stays
+    reason: str = ""  # why it is left alone; "" where it is not
+
+
+def find(facts: Facts, policy: FusionPolicy, activations: Collection[Node]) -> list[Site]:
+    """Every site, in graph order. ``activations``: the roots of recognised activations that become operators."""
+    sites = []
+    for node, call in facts.calls.items():
+        if call.name != DROPOUT or not call.dropout_is_active() or not call.args or not isinstance(call.args[0], Node):
+            continue
+        value, source = tensor(node), call.args[0]
+        linear = facts.state[source] == AFFINE or facts.origin(source) in activations
+        if value is None or not value.requires_grad or not linear:
+            continue
+        site = Site(node)
+        try:
+            _examine(facts, policy, site, source)
+        except Refusal as refusal:
+            site.reason = str(refusal)
+        sites.append(site)
+    return sites
+
+
+def _examine(facts: Facts, policy: FusionPolicy, site: Site, source: Node) -> None:
+    import torch._inductor.config as inductor
+
+    node, call, value = site.node, facts.calls[site.node], _value(site.node)
+    if not policy.dropout:
+        raise Refusal("the policy leaves dropouts as they are (dropout=False)")
+    if inductor.fallback_random:
+        raise Refusal("inductor's fallback_random asks for eager's random numbers")
+    if not isinstance(p := call.dropout_arguments()["p"], (int, float)):
+        raise Refusal("its probability is no constant")
+    for one in (node, source):
+        if type(_value(one)) not in _PLAIN:
+            raise Refusal(f"{shown(one)} gives a {type(_value(one)).__name__}: tensor subclasses are left alone")
+        if torch._C._functorch.is_functorch_wrapped_tensor(_value(one)):
+            raise Refusal("it is computed under a torch.func transform (vmap, grad, …)")
+    if value.dtype not in FLOATING:
+        raise Refusal(f"{shown(node)} gives {value.dtype}: only real floating tensors are fused")
+    if not (value.ndim and _contiguous(value, range(value.ndim))):
+        raise Refusal("its result is laid out in memory in another order than the operator's")
+    if call.inplace:
+        _check_in_place_call(facts, Cone(node, [node]), node)
+    site.p, site.calls = float(p), [node]
+    _take_bias(facts, site, source)
+    _take_residual(facts, site)
+
+
+def _addends(facts: Facts, node: Node) -> tuple[Node, Node] | None:
+    """What a call adds, if it is two tensors as they are, and nothing is written."""
+    call = facts.calls[node]
+    if call.name != "add" or call.inplace or len(call.args) != 2 or call.kwargs.get("alpha", 1) != 1:
+        return None
+    if set(call.kwargs) - {"alpha"} or not all(isinstance(a, Node) for a in call.args):
+        return None
+    a, b = call.args
+    return (a, b) if a is not b else None  # type: ignore[return-value]
+
+
+def _written(facts: Facts, node: Node, first: Node, last: Node) -> bool:
+    """Whether anything writes a value between two nodes."""
+    index = facts.index
+    return any(index[first] < index[w] < index[last] for w in facts.writes.get(facts.storage(node), ()))
+
+
+def _take_bias(facts: Facts, site: Site, source: Node) -> None:
+    """A vector over the last axis that is added before, for the dropout alone."""
+    pair, node = _addends(facts, source), site.node
+    if pair is None or list(source.users) != [node] or facts.region[source] != facts.region[node]:
+        return
+    for x, bias in (pair, pair[::-1]):
+        wide, vector = _value(x), _value(bias)
+        if type(vector) not in _PLAIN or vector.ndim != 1 or vector.dtype != wide.dtype or not _same_shape(x, node):
+            continue
+        if wide.ndim > 1 and statically(vector.shape[0] == wide.shape[-1]) and vector.device == wide.device:
+            if not any(_written(facts, one, source, node) for one in pair):
+                site.bias, site.calls = bias, [source, *site.calls]
+            return
+
+
+def _take_residual(facts: Facts, site: Site) -> None:
+    """The sum of the dropout and a tensor like it, where that is all that reads the dropout."""
+    node = site.node
+    sums = [user for user in node.users if facts.calls[user].name == "add"]
+    if not sums:
+        return
+    site.left = _not_taken(facts, node, sums[0])
+    if not site.left:
+        pair = _addends(facts, sums[0])
+        assert pair is not None
+        site.residual = pair[1] if pair[0] is node else pair[0]
+        site.calls.append(sums[0])
+
+
+def _not_taken(facts: Facts, node: Node, total: Node) -> str:
+    others = [shown(user) for user in node.users if user is not total]
+    if others:
+        return f"{', '.join(dict.fromkeys(others))} reads the dropout, too"
+    if facts.calls[total].inplace:
+        return "it works in place"
+    pair = _addends(facts, total)
+    if pair is None:
+        return "it is no plain sum of two tensors"
+    residual = pair[1] if pair[0] is node else pair[0]
+    value, result = tensor(residual), tensor(total)
+    if value is None or result is None or type(value) not in _PLAIN or value.device != _value(node).device:
+        return f"{shown(residual)} is no plain tensor beside it"
+    if not (_same_shape(residual, node) and _contiguous(result, range(result.ndim))):
+        return "it broadcasts, or is laid out in another order"
+    if value.dtype not in FLOATING or result.dtype != value.dtype:
+        return f"it is {result.dtype} where {shown(residual)} is {value.dtype}"
+    if facts.region[node] != facts.region[total]:
+        return "autocast or grad mode is switched between"
+    if any(_written(facts, one, node, total) for one in (node, *node.all_input_nodes)):
+        return "something is written in place between"
+    return ""
+
+
+# ---- the edit --------------------------------------------------------------------------------------------------------
+
+
+def fuse(graph: Graph, sites: Sequence[Site]) -> list[Edit]:
+    """The edits that make each site one ``fused::dropout_add``."""
+    of: dict[torch.device, list[Site]] = {}
+    for site in sites:
+        of.setdefault(_value(site.node).device, []).append(site)
+    drawn: dict[torch.device, Node] = {}
+
+    def make(site: Site, new: list[Node]) -> Node:
+        device = _value(site.node).device
+        here = of[device]
+        if device not in drawn:
+            drawn[device] = _draw(graph, here[0].calls[0], device, len(here), new)
+        return _insert(graph, site, drawn[device], here.index(site), new)
+
+    return [(site.calls[-1], partial(make, site), site.calls) for site in sites]
+
+
+def _draw(graph: Graph, first: Node, device: torch.device, count: int, new: list[Node]) -> Node:
+    """A seed for each site, drawn at once, in front of the first."""
+    shape = (count,)
+    with graph.inserting_before(first):
+        node = graph.call_function(torch.randint, (0, 2**63 - 1, shape), {"dtype": torch.int64, "device": device})
+    new.append(node)
+    _describe(node, first, lambda: torch.empty(shape, dtype=torch.int64, device=device))
+    return node
+
+
+def _describe(node: Node, like: Node, make: Any) -> None:
+    """``record`` for a call that must not run now: it would draw."""
+    value = _value(like)
+    node.meta = {k: v for k, v in like.meta.items() if k not in ("example_value", "val", "tensor_meta")}
+    key = "example_value" if "example_value" in like.meta else "val"
+    with value.fake_mode if isinstance(value, torch._subclasses.FakeTensor) else torch.no_grad():
+        node.meta[key] = make()
+
+
+def _insert(graph: Graph, site: Site, drawn: Node, i: int, new: list[Node]) -> Node:
+    root, node = site.calls[-1], site.node
+    with graph.inserting_before(root):
+        seed = graph.call_function(operator.getitem, (drawn, slice(i, i + 1)))
+        new.append(seed)
+        _describe(seed, root, lambda: _value(drawn)[:1])
+        x = node.all_input_nodes[0]
+        if site.bias is not None:
+            x = next(a for a in x.all_input_nodes if a is not site.bias)
+        result = graph.call_function(torch.ops.fused.dropout_add.default, (x, site.bias, site.residual, seed, site.p))
+        new.append(result)
+        record(result, root)
+    return result

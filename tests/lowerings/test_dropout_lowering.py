@@ -1,0 +1,579 @@
+"""``fused::dropout_add`` compiled, and picked up: what must be found, what must not; training stays training."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import torch_fused_ops as tfo
+from torch_fused_ops import functional
+from torch_fused_ops.lowerings.recognise import rewrite
+from torch_fused_ops.policy import FusionPolicy
+
+fused = torch.ops.fused
+SEED = torch.tensor([-3141592653589793238])
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Any:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    # Without vector instructions gcc takes a sixth of the time.
+    with inductor_config.patch({"force_disable_caches": True, "cpp.simdlen": 1}):
+        yield
+
+
+# ---- the lowering ----------------------------------------------------------------------------------------------------
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
+    return torch.randn(shape).to(dtype).requires_grad_(grad)
+
+
+def check(fn: Callable[..., Tensor], args: list[Tensor], dynamic: bool | None = False) -> list[str]:
+    """Compiled as eager, value and gradients, and no operator left in the code, which is returned."""
+    wrt = [a for a in args if a.requires_grad]
+
+    def step(f: Callable[..., Tensor]) -> list[Tensor]:
+        y = f(*args)
+        g = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).to(y.dtype).view(y.shape)
+        return [y.detach(), *(torch.autograd.grad(y, wrt, g) if wrt else ())]
+
+    result, code = run_and_get_code(lambda: step(torch.compile(fn, fullgraph=True, dynamic=dynamic)))
+    for r, e in zip(result, step(fn), strict=True):
+        assert r.dtype == e.dtype and r.shape == e.shape
+        tolerance = {torch.float64: 1e-12, torch.float32: 2e-5}.get(e.dtype, 1.6e-2)
+        torch.testing.assert_close(r, e, rtol=tolerance, atol=tolerance * max([1.0, *e.abs().flatten().tolist()]))
+    assert not any("ops.fused" in re.sub(r"#.*", "", c) for c in code), "an operator is called from generated code"
+    return code
+
+
+BF16 = torch.bfloat16
+CASES: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] = {
+    "every argument": (
+        lambda x, b, r: fused.dropout_add(x * 2, b, r, SEED, 0.3) + 1,
+        lambda: [leaf(3, 11, 23), leaf(23), leaf(3, 11, 23)],
+    ),
+    "bf16, fp32 residual": (
+        lambda x, r: fused.dropout_add(x, None, r, SEED, 0.3).sin(),
+        lambda: [leaf(33, 24, dtype=BF16), leaf(33, 24)],
+    ),
+    "transposed, frozen": (
+        lambda x, b: fused.dropout_add(x.mT, b, None, SEED, 0.5),
+        lambda: [leaf(3, 17, 9, grad=False), leaf(17)],
+    ),
+    "float64 bias, half": (
+        lambda x, b: fused.dropout_add(x, b, None, SEED, 0.5),
+        lambda: [leaf(10, 7, dtype=torch.float16), leaf(7, dtype=torch.float64)],
+    ),
+    "p 0": (lambda x, b, r: fused.dropout_add(x, b, r, SEED, 0.0), lambda: [leaf(5, 6), leaf(6), leaf(5, 6)]),
+    "p 1": (lambda x, b, r: fused.dropout_add(x, b, r, SEED, 1.0), lambda: [leaf(5, 6), leaf(6), leaf(5, 6)]),
+    "one axis, seed of none": (
+        lambda x: fused.dropout_add(x, None, None, SEED.view(()), 0.5),
+        lambda: [leaf(41)],
+    ),
+    "empty": (lambda x, b: fused.dropout_add(x, b, None, SEED, 0.5) + 1, lambda: [leaf(0, 8), leaf(8)]),
+}
+
+
+FEW = ("every argument", "bf16, fp32 residual", "p 1")
+
+
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_compiled_equals_eager(name: str) -> None:
+    fn, args = CASES[name]
+    code = check(fn, args())
+    if name == "every argument":
+        assert len(re.findall(r"= async_compile\.\w+\(", code[0])) == 1, "fuses with its neighbours"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_equals_eager_with_vectors(name: str) -> None:
+    fn, args = CASES[name]
+    with inductor_config.patch({"cpp.simdlen": None}):
+        check(fn, args())
+
+
+@pytest.mark.parametrize("name", ["every argument", pytest.param("bf16, fp32 residual", marks=pytest.mark.slow)])
+def test_dynamic_shapes(name: str) -> None:
+    fn, args = CASES[name]
+    check(fn, args(), dynamic=True)
+
+
+def test_masks_are_the_same_bit_for_bit() -> None:
+    """Whatever the kernel's order is: the index is the tensor's own."""
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        y = fused.dropout_add(x, None, None, SEED, 0.5)
+        return y, y.mT.contiguous(), y.flip(0), y[:, 1:].sum(0)
+
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        x = torch.ones(37, 53)
+        assert all(map(torch.equal, torch.compile(fn, dynamic=dynamic)(x), fn(x)))
+
+
+def test_what_is_zero_or_not_finite_reaches_the_bias() -> None:
+    """The bias's sum takes what was kept from d_input, where a zero of the incoming gradient is one too."""
+    g = torch.ones(64, 12, dtype=BF16)
+    for i, special in enumerate((0.0, float("inf"), float("nan"), 1e-7)):  # 1e-7 is 0 in float16
+        g[::2, 3 * i : 3 * i + 2] = special
+
+    def fn(g: Tensor) -> list[Any]:
+        return [fused.dropout_add_backward(g, SEED, 0.5, d, torch.float32, [True, True]) for d in (BF16, torch.float16)]
+
+    for got, expected in zip(torch.compile(fn)(g), fn(g), strict=True):
+        torch.testing.assert_close(got, expected, equal_nan=True)
+
+
+def test_the_probability_may_differ_from_call_to_call() -> None:
+    compiled = torch.compile(lambda x, p: functional.bias_dropout_add(x, None, None, p))
+    for p in (0.1, 0.9):
+        assert abs(float((compiled(torch.ones(400, 100), p) == 0).float().mean()) - p) < 0.02
+
+
+def test_the_front_draws_in_the_graph() -> None:
+    x, r = torch.ones(64, 64), torch.zeros(64, 64)
+    compiled = torch.compile(lambda x: functional.bias_dropout_add(x, None, r, 0.5), fullgraph=True)
+    torch.manual_seed(3)
+    first, second = compiled(x), compiled(x)
+    torch.manual_seed(3)
+    assert torch.equal(compiled(x), first) and not torch.equal(first, second)
+
+
+# ---- pick-up: what is found ------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """x → body(self, x), with linears to use."""
+
+    def __init__(self, body: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8, bias=False)
+        self.vector, self.drop = nn.Parameter(torch.randn(8)), nn.Dropout(0.5)
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+X = (5, 8)
+
+
+def capture(
+    model: Callable[..., Any], *args: Any, policy: FusionPolicy | None = None, **settings: Any
+) -> tuple[list[Any], torch.fx.Graph]:
+    """The dropouts' sites, and the rewritten graph."""
+    found: list[Any] = []
+    graphs: list[torch.fx.Graph] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        with inductor_config.patch(settings):
+            found.extend(rewrite(gm.graph, policy or FusionPolicy(strict=True)))
+        gm.graph.lint()
+        gm.recompile()
+        graphs.append(gm.graph)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, fullgraph=True)(*args)
+    (graph,) = graphs
+    return [site for site in found if site.activation == "dropout"], graph
+
+
+def calls(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    return [n for n in graph.nodes if n.target is fused.dropout_add.default]
+
+
+# body, and of each operator: whether it takes a bias and a residual
+FOUND: dict[str, tuple[Callable[..., Tensor], list[tuple[bool, bool]]]] = {
+    "residual": (lambda s, x: x + F.dropout(s.c(x), 0.3), [(False, True)]),
+    "residual behind": (lambda s, x: F.dropout(s.c(x), 0.3) + x, [(False, True)]),
+    "torch.add, alpha 1": (lambda s, x: torch.add(x, torch.dropout(s.c(x), 0.3, True), alpha=1), [(False, True)]),
+    "aten": (
+        lambda s, x: torch.ops.aten.add.Tensor(x, torch.ops.aten.dropout.default(s.c(x), 0.3, True)),
+        [(False, True)],
+    ),
+    "keywords": (lambda s, x: x + F.dropout(input=s.c(x), training=True, p=0.3), [(False, True)]),
+    "module": (lambda s, x: x + s.drop(s.c(x)), [(False, True)]),
+    "bias": (lambda s, x: x + F.dropout(s.c(x) + s.vector, 0.3), [(True, True)]),
+    "bias in front": (lambda s, x: F.dropout(s.vector + F.linear(x, s.c.weight), 0.3), [(True, False)]),
+    "alone": (lambda s, x: F.dropout(s.c(x), 0.3).sin(), [(False, False)]),
+    "in place": (lambda s, x: x + F.dropout(s.c(x), 0.3, True, True), [(False, True)]),
+    "p 1": (lambda s, x: x + F.dropout(s.c(x), 1.0), [(False, True)]),
+    "inner": (lambda s, x: s.b(F.dropout(F.gelu(s.a(x)), 0.3)), [(False, False)]),
+    "whole MLP": (
+        lambda s, x: x + F.dropout(s.b(F.dropout(F.gelu(s.a(x)), 0.3)), 0.3),
+        [(False, False), (False, True)],
+    ),
+    "a read residual": (lambda s, x: (x + F.dropout(s.c(x), 0.3)) * x, [(False, True)]),
+    "through a view": (lambda s, x: F.dropout(s.c(x).view(5, 2, 4), 0.3).flatten(1) + x, [(False, False)]),
+}
+# Where the sum stays, and the report's word for it.
+LEFT: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "two readers": (lambda s, x: (d := F.dropout(s.c(x), 0.3)) * (x + d), "mul reads the dropout, too"),
+    "twice itself": (lambda s, x: (d := F.dropout(s.c(x), 0.3)) + d, "it is no plain sum of two tensors"),
+    "alpha": (lambda s, x: torch.add(x, F.dropout(s.c(x), 0.3), alpha=2), "it is no plain sum of two tensors"),
+    "a number": (lambda s, x: F.dropout(s.c(x), 0.3) + 1, "it is no plain sum of two tensors"),
+    "broadcast": (lambda s, x: F.dropout(s.c(x), 0.3) + s.vector, "it broadcasts"),
+    "wider": (lambda s, x: F.dropout(s.c(x), 0.3) + torch.ones(3, 5, 8), "it broadcasts"),
+    "narrow residual": (
+        lambda s, x: F.dropout(s.c(x), 0.3) + x.bfloat16(),
+        "it is torch.float32 where bfloat16 is torch.bfloat16",
+    ),
+    "in-place sum": (lambda s, x: x.sin().add_(F.dropout(s.c(x), 0.3)), "it works in place"),
+    "autocast between": (lambda s, x: _autocast_between(s, x), "autocast or grad mode is switched between"),
+    "written between": (lambda s, x: _written(s, x), "something is written in place between"),
+}
+
+
+def _written(s: Any, x: Tensor) -> Tensor:
+    """The linear's result is written between the dropout and the sum, where the operator would read it."""
+    h = s.c(x)
+    d = F.dropout(h, 0.3)
+    h.mul_(2)
+    return x + d + h
+
+
+def _autocast_between(s: Any, x: Tensor) -> Tensor:
+    d = F.dropout(s.c(x), 0.3)
+    with torch.autocast("cpu", enabled=False):
+        return x + d
+
+
+def kept(graph: torch.fx.Graph) -> int:
+    return sum(n.target in (F.dropout, torch.dropout, torch.ops.aten.dropout.default) for n in graph.nodes)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found(name: str) -> None:
+    body, expected = FOUND[name]
+    sites, graph = capture(Net(body), torch.randn(X, requires_grad=True))
+    assert [site.op for site in sites] == ["fused::dropout_add"] * len(expected)
+    assert [(n.args[1] is not None, n.args[2] is not None) for n in calls(graph)] == expected
+    assert kept(graph) == 0
+    draws = [n for n in graph.nodes if n.target is torch.randint]
+    assert len(draws) == 1 and draws[0].args[2] == (len(expected),)
+    assert all("its mask is made again from a seed" in site.reason and not site.is_mlp for site in sites)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_found_without_the_sum(name: str) -> None:
+    body, reason = LEFT[name]
+    (site,), graph = capture(Net(body), torch.randn(X, requires_grad=True))
+    assert site.op == "fused::dropout_add" and reason in site.reason
+    assert [n.args[2] for n in calls(graph)] == [None] and kept(graph) == 0
+
+
+def weights(s: Any, x: Tensor) -> Tensor:
+    return torch.softmax(s.c(x) @ s.c(x).mT, -1)
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
+    "policy": (lambda s, x: F.dropout(s.c(x)), "dropout=False", {"policy": FusionPolicy(dropout=False)}),
+    "fallback_random": (lambda s, x: F.dropout(s.c(x)), "fallback_random", {"fallback_random": True}),
+    "excluded": (
+        lambda s, x: F.dropout(s.c(x)), "the policy excludes ''", {"policy": FusionPolicy(exclude=("",))},
+    ),
+    "in place, read afterwards": (
+        lambda s, x: (h := s.c(x)) is not None and F.dropout(h, 0.5, True, True) + h,
+        "works in place, and add reads the tensor afterwards", {},
+    ),
+    "another order": (lambda s, x: F.dropout(s.c(x).t()), "another order than the operator's", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    body, reason, settings = REFUSED[name]
+    (site,), graph = capture(Net(body), torch.randn(X, requires_grad=True), **settings)
+    assert site.op is None and reason in site.reason and not site.is_mlp
+    assert not calls(graph) and kept(graph) == 1
+    assert not any(n.target is torch.randint for n in graph.nodes)
+
+
+def test_refused_under_a_transform() -> None:
+    (site,), graph = capture(
+        Net(lambda s, x: torch.func.grad(lambda x: (x + F.dropout(s.c(x), 0.5)).sum())(x)), torch.randn(X)
+    )
+    assert site.op is None and "under a torch.func transform" in site.reason and kept(graph) == 1
+
+
+def test_refused_where_the_probability_is_no_constant() -> None:
+    model = Net(lambda s, x: F.dropout(s.c(x), x.shape[0] / 10))
+    x = torch.randn(X, requires_grad=True)
+    torch._dynamo.mark_dynamic(x, 0)
+    (site,), graph = capture(model, x)
+    assert site.op is None and site.reason == "its probability is no constant" and not calls(graph)
+
+
+def test_refused_for_tensor_subclasses() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    x = TwoTensor(torch.randn(X), torch.randn(X)).requires_grad_()  # type: ignore[no-untyped-call]
+    (site,), graph = capture(Net(lambda s, x: F.dropout(s.c(x), 0.5)), x)
+    assert site.op is None and "tensor subclasses are left alone" in site.reason and kept(graph) == 1
+
+
+def test_found_under_autocast_and_with_dynamic_sizes() -> None:
+    def body(s: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x + F.dropout(s.c(x), 0.3)  # type: ignore[no-any-return]
+
+    x = torch.randn(X, requires_grad=True)
+    torch._dynamo.mark_dynamic(x, 0)
+    _, graph = capture(Net(body), x)
+    ((source, bias, residual, *_),) = (n.args for n in calls(graph))
+    assert source.meta["example_value"].dtype == torch.bfloat16 and bias is None  # type: ignore[union-attr]
+    assert residual.meta["example_value"].dtype == torch.float32  # type: ignore[union-attr]
+
+
+UNLISTED: dict[str, Callable[..., Tensor]] = {
+    "attention's probabilities": lambda s, x: F.dropout(weights(s, x), 0.5) @ x,
+    "another function": lambda s, x: s.b(F.dropout(torch.sigmoid(s.a(x)) * torch.cos(s.a(x)), 0.5)),
+    "an input": lambda s, x: s.c(F.dropout(x, 0.5)),
+    "in evaluation": lambda s, x: s.c(x) + F.dropout(s.c(x), 0.5, training=False),
+    "p 0": lambda s, x: s.c(x) + F.dropout(s.c(x), 0.0),
+    "a feature dropout": lambda s, x: F.dropout1d(s.c(x).unsqueeze(0), 0.5),
+    "an alpha dropout": lambda s, x: F.alpha_dropout(s.c(x), 0.5, True),
+}
+
+
+@pytest.mark.parametrize("name", UNLISTED)
+def test_not_listed_and_left_as_it_is(name: str) -> None:
+    sites, graph = capture(Net(UNLISTED[name]), torch.randn(X, requires_grad=True), policy=FusionPolicy())
+    assert not sites and not calls(graph)
+
+
+def test_nothing_is_done_without_gradients() -> None:
+    model = Net(FOUND["whole MLP"][0])
+    with torch.no_grad():
+        sites, graph = capture(model, torch.randn(X))
+    assert not sites and not calls(graph) and kept(graph) == 2
+
+
+def test_strict_does_not_count_dropouts() -> None:
+    from torch_fused_ops.lowerings.passes import Recognise
+
+    model = Net(FOUND["whole MLP"][0])
+    policy, graphs = FusionPolicy(strict=True, dropout=False), []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        Recognise(policy)(gm.graph)  # raises where it counts a miss
+        graphs.append(gm)
+        return gm.forward
+
+    torch.compile(model, backend=backend)(torch.randn(X, requires_grad=True))
+    assert kept(graphs[0].graph) == 2
+    report = tfo.explain(model, torch.randn(X))
+    assert report.summary == "1 of 1 MLP sites fused, 2 of 2 dropouts (1 graph)"
+    assert "fused::dropout_add" in str(report) and "dropout" in report.to_json()
+
+
+# ---- a rewritten graph computes what the original did ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*FOUND, "two readers", "in-place sum", "narrow residual", "written between"])
+def test_with_the_operators_own_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.dropout given the operator's masks: value and gradients of the original are the rewritten graph's."""
+    body = (FOUND if name in FOUND else LEFT)[name][0]
+    model, x = Net(body), torch.randn(X, requires_grad=True)
+    parameters = [x, *model.parameters()]
+    sites, _ = capture(model, x)
+    drawn = torch.randint(0, 2**63 - 1, (len(sites),))
+    masked = iter(drawn.split(1))
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return fused.dropout_add(input, None, None, next(masked), p)  # type: ignore[no-any-return]
+
+    def run(fn: Callable[[Tensor], Tensor]) -> list[Any]:
+        y = fn(x)
+        grads = torch.autograd.grad(y.float().cos().sum(), parameters, allow_unused=True)
+        return [y.detach(), *grads]
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        rewrite(gm.graph, FusionPolicy())
+        for node in gm.graph.nodes:
+            if node.target is torch.randint:
+                node.target, node.args, node.kwargs = (lambda: drawn), (), {}
+        gm.recompile()
+        return gm.forward
+
+    torch._dynamo.reset()
+    got = run(torch.compile(model, backend=backend, fullgraph=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "dropout", dropout)
+        patch.setattr(torch, "dropout", dropout)
+        patch.setattr(torch.ops.aten, "dropout", type("aten", (), {"default": staticmethod(dropout)}))
+        expected = run(model)
+    for g, e in zip(got, expected, strict=True):
+        assert (g is None) == (e is None)
+        if g is not None:
+            torch.testing.assert_close(g, e)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16, p: float = 0.25) -> None:
+        super().__init__()
+        self.up, self.down, self.norm, self.p = nn.Linear(width, 32), nn.Linear(32, width), nn.LayerNorm(width), p
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(F.gelu(self.up(self.norm(x))), self.p, self.training)
+        return x + F.dropout(self.down(h), self.p, self.training)
+
+
+def test_training_honours_manual_seed_and_differs_from_step_to_step() -> None:
+    """With deterministic algorithms asked for, which are no obstacle."""
+    model, x = Block(), torch.linspace(-1, 1, 8 * 16).view(8, 16)
+    compiled, start = torch.compile(model, backend="fused"), copy.deepcopy(model.state_dict())
+
+    def losses(seed: int) -> list[float]:
+        model.load_state_dict(start)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(seed)
+        found = []
+        for _ in range(4):
+            loss = compiled(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, again, other = losses(1), losses(1), losses(2)
+        sums = {compiled(x).sum().item() for _ in range(6)}
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert first == again and first[0] != other[0] and len(sums) == 6
+
+
+def test_the_distribution_is_dropouts() -> None:
+    """Mean over many steps: what evaluation gives, as with F.dropout (a linear model, so exactly so in expectation)."""
+
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.p = nn.Linear(16, 64, bias=False), 0.25
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.repeat(1, 4) + F.dropout(self.a(x), self.p, self.training)
+
+    model, x = Linear(), torch.randn(32, 16)
+    compiled, steps = torch.compile(model, backend="fused"), 400
+    total = sum((compiled(x).detach() for _ in range(steps)), torch.zeros(32, 64))
+    h = model.a(x).detach()
+    kept = (total / steps - x.repeat(1, 4)) / h * (1 - 0.25)  # the rate of each element
+    deviation = (kept - 0.75) / (0.75 * 0.25 / steps) ** 0.5
+    assert deviation.abs().max() < 6.5  # a false alarm in 1e7: 2048 elements
+    assert 0.8 < deviation.square().mean() < 1.2
+
+
+def kept_bytes(fn: Callable[[], Any]) -> int:
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):  # type: ignore[func-returns-value]
+        fn()
+    return sum(sizes)
+
+
+@pytest.mark.slow
+def test_no_mask_is_kept() -> None:
+    model, x = Block(64), torch.randn(512, 64)
+    with tfo.record() as report:
+        compiled = torch.compile(model, backend="fused")
+        ours = kept_bytes(lambda: compiled(x))
+    assert [site.op for site in report.sites].count("fused::dropout_add") == 2
+    torch._dynamo.reset()
+    off = torch.compile(model, backend="fused", options={"policy": FusionPolicy(dropout=False)})
+    assert kept_bytes(lambda: off(x)) - ours == 512 * (64 + 32) - 2 * 8  # a byte an element, for two seeds
+
+
+def test_gradients_are_those_of_the_forward_masks() -> None:
+    """The mask is read off the forward result, and the gradients worked out by hand."""
+    a = nn.Linear(8, 8, bias=False)
+    x, r = torch.randn(64, 8), torch.randn(64, 8, requires_grad=True)
+
+    def fn(x: Tensor, r: Tensor) -> Tensor:
+        return r + F.dropout(a(x), 0.5)
+
+    y = torch.compile(fn, backend="fused")(x, r)
+    kept = ((y - r).abs() > 1e-7).float()
+    assert 0.3 < kept.mean() < 0.7
+    g = torch.randn(64, 8)
+    d_r, d_w = torch.autograd.grad(y, (r, a.weight), g)
+    torch.testing.assert_close(d_r, g)
+    torch.testing.assert_close(d_w, (g * kept * 2).t() @ x)
+
+
+@pytest.mark.parametrize(
+    "way", ["checkpoint", "selective: recompute", pytest.param("selective: save", marks=pytest.mark.slow)]
+)
+def test_checkpointing_recomputes_the_same_mask(way: str) -> None:
+    a, x = nn.Linear(8, 8, bias=False), torch.randn(64, 8)
+
+    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        ours = op is fused.dropout_add.default
+        save = ours if "save" in way else op is torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if way != "checkpoint":
+        settings["context_fn"] = lambda: create_selective_checkpoint_contexts(decide)  # type: ignore[no-untyped-call]
+
+    def fn(x: Tensor) -> Tensor:
+        return checkpoint(lambda x: F.dropout(a(x), 0.5).square(), x, **settings)  # type: ignore[no-any-return]
+
+    with tfo.record() as report:
+        y = torch.compile(fn, backend="fused")(x)
+        assert any(site.op == "fused::dropout_add" for site in report.sites)
+    h = a(x).detach()
+    kept = (y.detach().abs() > 1e-9).float()
+    (d_w,) = torch.autograd.grad(y.sum(), a.weight)
+    torch.testing.assert_close(y.detach(), (h * kept * 2).square(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(d_w, (2 * (h * kept * 2) * kept * 2).t() @ x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "memory", ["free", *(pytest.param(m, marks=pytest.mark.slow) for m in ("off", "fp8", "input"))]
+)
+def test_every_memory_level_rebuilds_the_same_mask(memory: str) -> None:
+    """The second linear's weight gradient reads the dropped activation: forward's, or as backward rebuilds it."""
+    model, x = Block(), torch.randn(64, 16)
+    compiled = torch.compile(model, backend="fused", options={"policy": FusionPolicy(memory=memory, strict=True)})
+    y = compiled(x)
+    (d_w, d_b) = torch.autograd.grad(y.sum(), (model.down.weight, model.down.bias))
+    scale = ((y - x).detach().abs() > 1e-9).float() / (1 - model.p)  # of the last dropout
+    torch.testing.assert_close(d_b, scale.sum(0))
+    # y - x = scale·(W·h + b), and d_w = Σ scale·h over tokens: Σ W·d_w is Σ (y - x) - Σ scale·b for forward's h alone.
+    total, expected = (model.down.weight * d_w).sum(), (y - x - scale * model.down.bias).sum()
+    torch.testing.assert_close(total, expected, rtol=0.05 if memory == "fp8" else 1e-3, atol=1e-2)
+
+
+def test_every_graph_draws_its_own_seeds() -> None:
+    a = nn.Linear(8, 8, bias=False)
+    nn.init.eye_(a.weight)
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        first = F.dropout(a(x), 0.5)
+        torch._dynamo.graph_break()
+        return first, F.dropout(a(x), 0.5)
+
+    first, second = torch.compile(fn, backend="fused")(torch.ones(64, 8))
+    assert not torch.equal(first, second)
+    assert set(first.unique().tolist()) == {0.0, 2.0}
