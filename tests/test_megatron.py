@@ -1,0 +1,756 @@
+"""Megatron-LM's names: its own unit tests' cases, and each upstream defect beside what is done here.
+
+What upstream does is written here in plain torch, as its sources say; nothing of it is imported.
+"""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+
+from torch_fused_ops import megatron as mg
+from torch_fused_ops.megatron import AttnMaskType, FusedScaleMaskSoftmax
+
+BACKENDS = ["eager", "aot_eager", *(pytest.param(b, marks=pytest.mark.slow) for b in ("inductor", "fused"))]
+TOLERANCES = {torch.float32: {"rtol": 1e-5, "atol": 1e-6}, torch.bfloat16: {"rtol": 2e-2, "atol": 1e-3}}
+
+
+def gen(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape, dtype=torch.float32, seed=0, scale=1.0, requires_grad=False):
+    return (torch.randn(shape, generator=gen(seed)) * scale).to(dtype).requires_grad_(requires_grad)
+
+
+def leaves(*tensors):
+    return [t if t is None else t.detach().clone().requires_grad_() for t in tensors]
+
+
+def gelu_tanh(x):
+    return F.gelu(x, approximate="tanh")
+
+
+def quick(x):
+    return x * torch.sigmoid(1.702 * x)
+
+
+def glu(act, y, bias=None, weights=None, offset=0.0, clamp=None):
+    """What every GLU here means, in float64."""
+    y = y.double() if bias is None else y.double() + bias.double()
+    gate, up = y.chunk(2, -1)
+    if clamp:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    out = act(gate) * (up + offset)
+    return out if weights is None else out * weights.double().reshape(*y.shape[:-1], 1)
+
+
+X, BIAS, WEIGHTS = randn(6, 8, scale=3), randn(8, seed=1), randn(6, 1, seed=2)
+HALF = randn(4, seed=3)
+G4, G8 = randn(6, 4, seed=4), randn(6, 8, seed=5)
+
+# name → arguments, and the same in plain torch. The forward functions first, then what upstream's classes apply.
+FORWARD = {
+    "bias_gelu": ((BIAS, X), lambda b, x: gelu_tanh(x + b)),
+    "bias_gelu_impl": ((X, BIAS), lambda x, b: gelu_tanh(x + b)),
+    "GeLUFunction": ((X, BIAS), lambda x, b: gelu_tanh(x + b)),
+    "fast_gelu": ((X,), gelu_tanh),
+    "openai_gelu": ((X,), gelu_tanh),
+    "erf_gelu": ((X,), F.gelu),
+    "geglu": ((X,), lambda y: glu(gelu_tanh, y)),
+    "bias_geglu": ((BIAS, X), lambda b, y: glu(gelu_tanh, y, b)),
+    "bias_geglu_impl": ((X, BIAS), lambda y, b: glu(gelu_tanh, y, b)),
+    "BiasGeGLUFunction": ((X, BIAS), lambda y, b: glu(gelu_tanh, y, b)),
+    "GeGLUFunction": ((X,), lambda y: glu(gelu_tanh, y)),
+    "quick_gelu": ((X,), quick),
+    "quick_geglu": ((X, 0.5), lambda y, o: glu(quick, y, offset=o)),
+    "weighted_quick_geglu": ((X, WEIGHTS, 1.0), lambda y, w, o: glu(quick, y, None, w, o)),
+    "weighted_bias_quick_geglu": ((X, BIAS, WEIGHTS, 1.0), lambda y, b, w, o: glu(quick, y, b, w, o)),
+    "weighted_bias_quick_geglu_impl": (
+        (X, BIAS, WEIGHTS, False, 1.0, 2.0),
+        lambda y, b, w, _, o, c: glu(quick, y, b, w, o, c),
+    ),
+    "WeightedQuickGeGLUFunction": ((X, WEIGHTS, False, 1.0), lambda y, w, _, o: glu(quick, y, None, w, o)),
+    "WeightedBiasQuickGeGLUFunction": ((X, BIAS, WEIGHTS, False, 1.0), lambda y, b, w, _, o: glu(quick, y, b, w, o)),
+    "swiglu": ((X,), lambda y: glu(F.silu, y)),
+    "bias_swiglu": ((X, BIAS), lambda y, b: glu(F.silu, y, b)),
+    "weighted_swiglu": ((X, WEIGHTS), lambda y, w: glu(F.silu, y, None, w)),
+    "clamped_swiglu": ((X, 2.0), lambda y, c: glu(F.silu, y, clamp=c)),
+    "bias_clamped_swiglu": ((X, BIAS, 2.0), lambda y, b, c: glu(F.silu, y, b, clamp=c)),
+    "clamped_weighted_swiglu": ((X, WEIGHTS, 2.0), lambda y, w, c: glu(F.silu, y, None, w, clamp=c)),
+    "bias_swiglu_impl": ((X, BIAS, False, True, 2.0), lambda y, b, _, __, c: glu(F.silu, y, b, clamp=c)),
+    "weighted_bias_swiglu_impl": ((X, None, WEIGHTS), lambda y, b, w: glu(F.silu, y, b, w)),
+    "BiasSwiGLUFunction": ((X, BIAS, False, False, 2.0), lambda y, b, _, __, c: glu(F.silu, y, b, clamp=c)),
+    "SwiGLUFunction": ((X, False, False, None), lambda y, *_: glu(F.silu, y)),
+    "WeightedSwiGLUFunction": ((X, WEIGHTS, False, 2.0), lambda y, w, _, c: glu(F.silu, y, None, w, clamp=c)),
+    "squared_relu": ((X,), lambda x: F.relu(x).square()),
+    "weighted_squared_relu": ((X, WEIGHTS), lambda x, w: F.relu(x).square() * w),
+    "weighted_squared_relu_impl": ((X, WEIGHTS), lambda x, w: F.relu(x).square() * w),
+    "WeightedSquaredReLUFunction": ((X, WEIGHTS), lambda x, w: F.relu(x).square() * w),
+}
+# name → arguments, the forward function in plain torch, what of its gradients is returned (which argument)
+BACK = {
+    "bias_gelu_back": ((G8, BIAS, X), lambda b, x: gelu_tanh(x + b), (1,)),
+    "geglu_back": ((G4, X), lambda y: glu(gelu_tanh, y), (0,)),
+    "bias_geglu_back": ((G4, X, BIAS), lambda y, b: glu(gelu_tanh, y, b), (0,)),
+    "quick_geglu_back": ((G4, X, 0.5), lambda y, o: glu(quick, y, offset=o), (0,)),
+    "weighted_quick_geglu_back": ((G4, X, WEIGHTS, 0.5), lambda y, w, o: glu(quick, y, None, w, o), (0, 1)),
+    "weighted_bias_quick_geglu_back": (
+        (G4, X, BIAS, WEIGHTS, 0.5),
+        lambda y, b, w, o: glu(quick, y, b, w, o),
+        (0, 1, 2),
+    ),
+    "swiglu_back": ((G4, X), lambda y: glu(F.silu, y), (0,)),
+    "bias_swiglu_back": ((G4, X, BIAS), lambda y, b: glu(F.silu, y, b), (0,)),
+    "weighted_swiglu_back": ((G4, X, WEIGHTS), lambda y, w: glu(F.silu, y, None, w), (0, 1)),
+    "clamped_swiglu_back": ((G4, X, 2.0), lambda y, c: glu(F.silu, y, clamp=c), (0,)),
+    "bias_clamped_swiglu_back": ((G4, X, BIAS, 2.0), lambda y, b, c: glu(F.silu, y, b, clamp=c), (0,)),
+    "clamped_weighted_swiglu_back": ((G4, X, WEIGHTS, 2.0), lambda y, w, c: glu(F.silu, y, None, w, clamp=c), (0, 1)),
+    "weighted_squared_relu_back": ((G8, X, WEIGHTS), lambda x, w: F.relu(x).square() * w, (0, 1)),
+}
+
+
+def function(name):
+    found = getattr(mg, name)
+    return found.apply if inspect.isclass(found) else found
+
+
+# ---- the module ------------------------------------------------------------------------------------------------------
+
+
+def test_every_name_is_tested_here():
+    tested = {*FORWARD, *BACK}
+    elsewhere = {
+        *("AttnMaskType", "FusedScaleMaskSoftmax", "ScaledMaskedSoftmax", "ScaledSoftmax", "SoftmaxOne"),
+        *("ScaledUpperTriangMaskedSoftmax", "attention_mask_func", "get_default_causal_mask"),
+        *("get_sliding_window_causal_mask", "bias_dropout_add_fused_inference", "bias_dropout_add_fused_train"),
+        *("bias_dropout_add_unfused", "get_bias_dropout_add"),
+        # tests/ops/test_viewless.py
+        *("MakeViewlessTensor", "assert_viewless_tensor", "make_viewless_tensor", "safely_set_viewless_tensor_data"),
+    }
+    assert tested | elsewhere == set(mg.__all__) and not tested & elsewhere
+    assert all(getattr(mg, name).__doc__ for name in mg.__all__)
+
+
+def test_importing_it_imports_no_inductor():
+    code = (
+        "import sys, torch_fused_ops.megatron, torch_fused_ops.slapo; print('torch._inductor.lowering' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_value_and_gradients(name):
+    args, formula = FORWARD[name]
+    ours = [t.detach().clone().requires_grad_() if isinstance(t, torch.Tensor) else t for t in args]
+    plain = [t.detach().double().requires_grad_() if isinstance(t, torch.Tensor) else t for t in args]
+    out, expected = function(name)(*ours), formula(*plain)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    assert out.dtype == torch.float32
+    incoming = randn(*out.shape, seed=9)
+    out.backward(incoming)
+    expected.backward(incoming.double())
+    for t, p in zip(ours, plain, strict=True):
+        if isinstance(t, torch.Tensor):
+            assert t.grad.shape == t.shape
+            torch.testing.assert_close(t.grad.double(), p.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BACK)
+def test_derivatives(name):
+    (g, *args), formula, returned = BACK[name]
+    plain = [t.double().requires_grad_() if isinstance(t, torch.Tensor) else t for t in args]
+    formula(*plain).backward(g.double())
+    got = getattr(mg, name)(g, *args)
+    got = got if isinstance(got, tuple) else (got,)
+    for t, i in zip(got, returned, strict=True):
+        assert t.shape == args[i].shape and t.dtype == args[i].dtype
+        torch.testing.assert_close(t.double(), plain[i].grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_compiles_whole(name):
+    args, _ = FORWARD[name]
+    args = [t.detach().clone().requires_grad_() if isinstance(t, torch.Tensor) else t for t in args]
+    tensors = [t for t in args if isinstance(t, torch.Tensor)]
+    torch.compiler.reset()
+    out = torch.compile(function(name), backend="aot_eager", fullgraph=True)(*args)
+    expected = function(name)(*args)
+    torch.testing.assert_close(out, expected)
+    got, truth = (torch.autograd.grad(o.square().sum(), tensors) for o in (out, expected))
+    torch.testing.assert_close(got, truth)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_compile_in_one_graph(backend):
+    y, bias, weights = leaves(randn(2, 3, 8), BIAS, randn(2, 3, 1))
+
+    def fn(y, bias, weights):
+        a = mg.bias_swiglu_impl(y, bias, False, True, 2.0) + mg.weighted_bias_quick_geglu_impl(y, bias, weights)
+        b = mg.bias_geglu_impl(y.transpose(0, 1), bias).transpose(0, 1) + mg.weighted_bias_swiglu_impl(y, bias, weights)
+        return a * b * mg.bias_gelu_impl(a, None)
+
+    torch.compiler.reset()
+    out, expected = torch.compile(fn, backend=backend, fullgraph=True)(y, bias, weights), fn(y, bias, weights)
+    torch.testing.assert_close(out, expected)
+    got, truth = (torch.autograd.grad(o.sum(), (y, bias, weights)) for o in (out, expected))
+    torch.testing.assert_close(got, truth)
+
+
+def test_compiles_once_for_all_sizes():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    def fn(y, weights, scores, mask):
+        y = mg.make_viewless_tensor(y.transpose(0, 1), True, True)
+        a = mg.weighted_bias_quick_geglu_impl(y, BIAS, weights, False, 1.0, 2.0)
+        b = mg.bias_dropout_add_fused_inference((a, None), a, 0.1)
+        return b, softmax(AttnMaskType.causal, window=(4, 0))(scores, mask)
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(fn, backend=counter, fullgraph=True, dynamic=True)
+    for n in (5, 6, 7):
+        args = randn(2, n, 8, requires_grad=True), randn(2 * n, 1), randn(2, 3, n, n + 2), padding(2, n + 2)
+        torch.testing.assert_close(compiled(*args), fn(*args))
+    assert counter.frame_count == 1
+
+
+# ---- inputs that upstream fails on -----------------------------------------------------------------------------------
+
+IMPLS = {
+    "bias_swiglu_impl": lambda y, b, w: mg.bias_swiglu_impl(y, b, clamp_value=2.0),
+    "bias_geglu_impl": lambda y, b, w: mg.bias_geglu_impl(y, b),
+    "bias_gelu_impl": lambda y, b, w: mg.bias_gelu_impl(y, b),
+    "weighted_bias_swiglu_impl": lambda y, b, w: mg.weighted_bias_swiglu_impl(y, None, w),
+    "weighted_bias_quick_geglu_impl": lambda y, b, w: mg.weighted_bias_quick_geglu_impl(y, b, w),
+    "weighted_squared_relu_impl": lambda y, b, w: mg.weighted_squared_relu_impl(y, w),
+}
+
+
+@pytest.mark.parametrize("impl", IMPLS.values(), ids=IMPLS)
+def test_any_strides_and_any_number_of_axes(impl):
+    y = randn(3, 2, 8).transpose(0, 1)
+    with pytest.raises(RuntimeError, match="view"):
+        y.view(-1, 8)  # upstream's first step
+    expected = impl(y.contiguous(), BIAS, randn(6, 1))
+    torch.testing.assert_close(impl(y, BIAS, randn(6, 1)), expected)
+    torch.testing.assert_close(impl(y, BIAS, randn(6, 1).view(2, 3, 1)), expected)
+    torch.testing.assert_close(impl(y[None, :, None], BIAS, randn(6, 1)), expected[None, :, None])
+    torch.testing.assert_close(impl(y[:0], BIAS, randn(0, 1)), expected[:0])
+
+
+@pytest.mark.parametrize("impl", IMPLS.values(), ids=IMPLS)
+def test_frozen_and_mixed_dtypes(impl):
+    y, bias, weights = randn(6, 8, dtype=torch.bfloat16), randn(8), randn(6, 1)
+    out = impl(y, bias.requires_grad_(), weights.requires_grad_())
+    assert out.dtype == torch.bfloat16  # upstream's bias_… promote to float32
+    out.float().sum().backward()
+    assert y.grad is None
+    assert all(t.grad is None or t.grad.dtype == torch.float32 for t in (bias, weights))
+    assert bias.grad is not None or weights.grad is not None
+
+
+def test_a_bias_that_is_no_vector():
+    y = randn(2, 3, 8)
+    expected = mg.bias_gelu(BIAS, y)
+    for bias in (BIAS.view(1, 1, 8), BIAS.expand(2, 3, 8)):
+        (b,) = leaves(bias)
+        out = mg.bias_gelu(b, y)
+        torch.testing.assert_close(out, expected)
+        out.sum().backward()
+        assert b.grad.shape == bias.shape
+
+
+def test_weights_of_another_shape_are_refused():
+    for weights in (randn(6), randn(1, 1), randn(6, 8), randn(3, 1)):
+        with pytest.raises(ValueError, match=r"weights has shape .*accepted: \(6, 1\) or \(6, 1\)"):
+            mg.weighted_swiglu(X, weights)
+    with pytest.raises(TypeError, match=r"weights=1\.0 is not accepted"):
+        mg.weighted_swiglu(X, 1.0)
+
+
+# ---- upstream's unit tests' cases ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("clamp", [None, 0.0, 1.0, 7.0])
+def test_weighted_and_clamped_swiglu(dtype, clamp):
+    """The product of tokens by their routing weights, in float32 beside a bfloat16 input."""
+    y, weights = leaves(randn(16, 256, dtype=dtype, scale=2), randn(16, 1).abs())
+    plain = leaves(y.double(), weights.double())
+    out, expected = (
+        mg.weighted_bias_swiglu_impl(y, None, weights, False, clamp),
+        glu(F.silu, plain[0], None, plain[1], clamp=clamp),
+    )
+    incoming = randn(16, 128, dtype=dtype, seed=1)
+    out.backward(incoming)
+    expected.backward(incoming.double())
+    assert out.dtype == y.grad.dtype == dtype and weights.grad.dtype == torch.float32
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(out, expected.to(dtype), **tolerance)
+    torch.testing.assert_close(y.grad, plain[0].grad.to(dtype), **tolerance)
+    torch.testing.assert_close(weights.grad, plain[1].grad.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_weighted_squared_relu(dtype):
+    x, weights = leaves(randn(16, 64, dtype=dtype), randn(16, 1))
+    plain = leaves(x.double(), weights.double())
+    out, expected = mg.weighted_squared_relu_impl(x, weights), F.relu(plain[0]).square() * plain[1]
+    incoming = randn(16, 64, dtype=dtype, seed=1)
+    out.backward(incoming)
+    expected.backward(incoming.double())
+    torch.testing.assert_close(out, expected.to(dtype), **TOLERANCES[dtype])
+    torch.testing.assert_close(x.grad, plain[0].grad.to(dtype), **TOLERANCES[dtype])
+    torch.testing.assert_close(weights.grad, plain[1].grad.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_derivatives_on_the_bounds_are_those_of_clamp():
+    """torch.clamp's is 1, and 0 from torch 2.15 on; upstream's is 1."""
+    y, plain = leaves(*[torch.tensor([[7.0, 8.0, 7.0, -7.0]])] * 2)
+    mg.clamped_swiglu(y, 7.0).sum().backward()
+    glu(F.silu, plain, clamp=7.0).sum().backward()
+    torch.testing.assert_close(y.grad, plain.grad)
+    assert y.grad[0, 1] == 0
+
+
+# ---- upstream's defects in activations -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fp8_store_compiles(backend):
+    y, weights = leaves(randn(6, 8), WEIGHTS)
+    torch.compiler.reset()
+    out = torch.compile(mg.weighted_bias_swiglu_impl, backend=backend, fullgraph=True)(y, None, weights, True)
+    expected = mg.weighted_bias_swiglu_impl(y, None, weights)
+    torch.testing.assert_close(out, expected)
+    for g, e in zip(*(torch.autograd.grad(o.sum(), (y, weights)) for o in (out, expected)), strict=True):
+        torch.testing.assert_close(g, e, rtol=0.1, atol=0.05)  # of 8 bits, where the input is kept at all
+
+
+def test_negative_tail():
+    x = torch.tensor([-6.0, -8.0], dtype=torch.bfloat16)
+    upstream = x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+    assert upstream.tolist() == [0.0, 0.0]
+    z = x.double()
+    exact = z * torch.sigmoid(2 * 0.7978845608028654 * (z + 0.044715 * z**3))  # the same function; nothing cancels
+    assert (exact < -1e-21).all()
+    torch.testing.assert_close(mg.bias_gelu(None, x), exact.bfloat16(), rtol=2**-8, atol=0)
+
+
+def test_erf_gelu_is_gelu():
+    x = torch.linspace(-3, 3, 1001, dtype=torch.float64)
+    upstream = x * 0.5 * (torch.erf(x / 1.41421) + 1)
+    assert (upstream - F.gelu(x)).abs().max() > 1e-7
+    torch.testing.assert_close(mg.erf_gelu(x), F.gelu(x), rtol=1e-12, atol=1e-14)
+
+
+def test_quick_geglu_clamps_after_the_bias():
+    y, bias = torch.full((1, 2), 6.0), torch.full((2,), 5.0)
+    upstream = glu(quick, y.clamp(max=7), bias)  # clamps, then adds the bias
+    assert upstream.item() > 100
+    ours = mg.weighted_bias_quick_geglu_impl(y, bias, torch.ones(1, 1), clamp_value=7.0)
+    torch.testing.assert_close(ours.item(), 49.0, rtol=1e-4, atol=0)
+
+
+def test_bias_geglu_can_clamp():
+    y = torch.full((1, 2), 100.0)
+    assert mg.bias_geglu_impl(y, None).item() == 10000  # upstream's answer, whatever the configuration says
+    assert mg.bias_geglu_impl(y, None, clamp_value=7.0).item() == 49
+
+
+def test_weighted_swiglu_takes_a_bias():
+    expected = glu(F.silu, X, BIAS, WEIGHTS)
+    torch.testing.assert_close(mg.weighted_bias_swiglu_impl(X, BIAS, WEIGHTS).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_negative_clamps_are_refused():
+    with pytest.raises(ValueError, match=r"clamp=-1.* is not accepted"):
+        mg.bias_swiglu_impl(X, None, clamp_value=-1.0)
+
+
+def test_fp8_store_has_a_scale():
+    """Large activations: upstream's cast saturates or overflows; here each row is scaled into float8's range."""
+    y = torch.tensor([[2000.0, 1000.0, 3.0, -2.0]]).requires_grad_()
+    stored = y.detach().to(torch.float8_e4m3fn).float()
+    assert not torch.allclose(stored[:, :2], y[:, :2], rtol=0.1)
+    exact, ours = leaves(y, y)
+    incoming = torch.tensor([[1.0, 1.0]])
+    mg.bias_swiglu_impl(exact, None).backward(incoming)
+    mg.bias_swiglu_impl(ours, None, fp8_input_store=True).backward(incoming)
+    torch.testing.assert_close(
+        ours.grad[:, 2:], exact.grad[:, 2:], rtol=2**-4, atol=0
+    )  # the gradient of up is silu(gate)
+
+
+@pytest.mark.parametrize("name", ["bias_swiglu_impl", "weighted_bias_swiglu_impl", "weighted_bias_quick_geglu_impl"])
+def test_fp8_store_keeps_half(name):
+    y = randn(8, 64, dtype=torch.bfloat16, requires_grad=True)
+    args = (y, None) if name == "bias_swiglu_impl" else (y, None, torch.ones(8, 1))
+
+    def kept(**kwargs):
+        tensors = []
+        with saved_tensors_hooks(lambda t: tensors.append(t) or t, lambda t: t):
+            getattr(mg, name)(*args, **kwargs)
+        return sum(t.nbytes for t in tensors)
+
+    rows = 8 * 4 * (1 + (len(args) == 3))  # a float32 scale, and a float32 weight, for each row
+    assert kept(fp8_input_store=True) == 8 * 64 + rows
+    assert kept() == 8 * 64 * 2 + rows - 8 * 4
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_what_is_kept_is_marked_for_offloading(fp8):
+    """TransformerEngine's hooks take what carries this attribute; upstream sets it on what it saves."""
+    y, bias = leaves(X, BIAS)
+    marks, used = [], []
+    with saved_tensors_hooks(
+        lambda t: marks.append(getattr(t, "activation_offloading", False)) or t, lambda t: used.append(t) or t
+    ):
+        out = mg.bias_swiglu_impl(y, bias, fp8, cpu_offload_input=True)
+        out.sum().backward()
+    assert marks == [True] * len(used) and len(used) >= 2
+    with saved_tensors_hooks(lambda t: t.cpu(), lambda t: t):  # any hooks
+        (g,) = torch.autograd.grad(mg.bias_swiglu_impl(y, bias, fp8, True).sum(), y)
+    assert torch.equal(g, y.grad)
+    assert torch.equal(mg.bias_swiglu_impl(y, bias, fp8, True), out)  # and without
+
+
+# ---- bias, dropout, residual -----------------------------------------------------------------------------------------
+
+FUNCTIONS = [(t, f) for t in (True, False) for f in (True, False)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("training", "fused"), FUNCTIONS)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_bias_dropout_add_without_dropout(dtype, training, fused, has_bias):
+    x, residual, bias = leaves(randn(16, 64, dtype=dtype), randn(16, 64, dtype=dtype, seed=1), randn(64, dtype=dtype))
+    fn = mg.get_bias_dropout_add(training, fused)
+    out = fn((x, bias if has_bias else None), residual, prob=0.0)
+    expected = residual.float() + x.float() + (bias.float() if has_bias else 0)
+    torch.testing.assert_close(out, expected.to(dtype), **TOLERANCES[dtype])
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x)) and torch.equal(residual.grad, torch.ones_like(x))
+    assert (bias.grad is not None) == has_bias
+
+
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("training", "fused"), FUNCTIONS)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_float32_residual_stays_float32(x_dtype, training, fused, has_bias):
+    x, bias, residual = randn(16, 64, dtype=x_dtype), randn(64, dtype=x_dtype, seed=1), randn(16, 64, seed=2) * 1e-3
+    out = mg.get_bias_dropout_add(training, fused)((x, bias if has_bias else None), residual, 0.0)
+    expected = residual + (x.float() + bias.float() if has_bias else x.float())
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [None, BIAS])
+def test_dropout_drops_in_training_only(bias):
+    x, residual = torch.ones(512, 8), torch.zeros(512, 8)
+    bias = None if bias is None else torch.ones(8)
+    torch.manual_seed(0)
+    out = mg.bias_dropout_add_fused_train((x, bias), residual, 0.25)
+    assert out.unique().tolist() == [0.0, pytest.approx((1 + (bias is not None)) / 0.75)]
+    assert 0.2 < (out == 0).float().mean() < 0.3
+    torch.manual_seed(0)
+    assert torch.equal(mg.bias_dropout_add_unfused(True)((x, bias), residual, 0.25), out)  # the same mask
+    for fn in (mg.bias_dropout_add_fused_inference, mg.bias_dropout_add_unfused(False)):
+        assert torch.equal(fn((x, bias), residual, 0.25), x if bias is None else x + bias)
+
+
+def test_evaluation_writes_no_argument():
+    x, residual = randn(4, 8), randn(4, 8, seed=1)
+    theirs = x.clone()
+    theirs.add_(BIAS)
+    theirs.add_(residual)  # what upstream does to its argument
+    before = x.clone()
+    for fused in (True, False):
+        out = mg.get_bias_dropout_add(False, fused)((x, BIAS), residual, 0.1)
+        torch.testing.assert_close(out, theirs)
+        assert torch.equal(x, before) and out.data_ptr() != x.data_ptr()
+
+
+def test_dropout_keeps_no_mask():
+    x, bias, residual = leaves(randn(64, 8), BIAS, randn(64, 8, seed=1))
+    kept = []
+    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = mg.get_bias_dropout_add(True, True)((x, bias), residual, 0.5)
+    assert sum(t.nbytes for t in kept) <= 16
+    out.sum().backward()
+    dropped = out.detach() == residual.detach()
+    assert torch.equal(x.grad, torch.where(dropped, 0.0, 2.0))
+    torch.testing.assert_close(bias.grad, x.grad.sum(0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bias_dropout_add_compiled(backend):
+    x, bias, residual = leaves(randn(64, 8, dtype=torch.bfloat16), BIAS, randn(64, 8, seed=1))
+
+    def fn(x, bias, residual):
+        out = mg.get_bias_dropout_add(True, True)((x, bias), residual, 0.5)
+        return mg.get_bias_dropout_add(False, True)((out, None), residual, 0.5), out
+
+    torch.compiler.reset()
+    total, out = torch.compile(fn, backend=backend, fullgraph=True)(x, bias, residual)
+    torch.testing.assert_close(total, out + residual)
+    dropped = out == residual
+    assert 0.3 < dropped.float().mean() < 0.7
+    out.sum().backward()
+    assert torch.equal(x.grad.float(), torch.where(dropped, 0.0, 2.0))
+
+
+# ---- softmax ---------------------------------------------------------------------------------------------------------
+
+
+def exact(x, hidden=None, sink=None, scale=1.0):
+    """Softmax of what is not hidden, in float64; rows with nothing left are 0."""
+    x = x.double() * scale
+    x = x if hidden is None else x.masked_fill(hidden, -torch.inf)
+    column = torch.full((*x.shape[:-1], 1), -torch.inf, dtype=torch.float64)
+    if sink is not None:
+        column = sink.double().view(-1, 1, 1).expand_as(column)
+    return torch.softmax(torch.cat([x, column], -1), -1)[..., :-1].nan_to_num(0.0)
+
+
+def softmax(mask_type=AttnMaskType.causal, fusion=True, scale=None, window=None, fp16=False, bf16=False, **kwargs):
+    mask_func = kwargs.get("mask_func", mg.attention_mask_func)
+    return FusedScaleMaskSoftmax(fp16, bf16, mask_type, fusion, mask_func, kwargs.get("fp32", True), scale, window)
+
+
+def causal(sq, sk):
+    return torch.ones(sq, sk, dtype=torch.bool).triu(1 + sk - sq)
+
+
+SIZES = [(2, 4, 8, 8), (1, 1, 4, 16), (3, 5, 7, 33), (2, 2, 1, 9), (1, 2, 6, 3)]
+
+
+@pytest.mark.parametrize("shape", SIZES)
+@pytest.mark.parametrize("fusion", [True, False])
+def test_causal(shape, fusion):
+    x = randn(*shape)
+    expected = exact(x, causal(*shape[2:]))
+    torch.testing.assert_close(softmax(fusion=fusion)(x, None).double(), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("fusion", [True, False])
+def test_equal_scores(fusion):
+    x = torch.zeros(2, 3, 32, 32)
+    rows = torch.arange(1, 33).view(-1, 1)
+    lower = torch.ones(32, 32).tril()
+    torch.testing.assert_close(softmax(fusion=fusion)(x, None), (lower / rows).expand(2, 3, 32, 32))
+    with_sink = softmax(fusion=fusion)(x, None, torch.zeros(3))
+    torch.testing.assert_close(with_sink, (lower / (1 + rows)).expand(2, 3, 32, 32))
+
+
+def padding(b, sk, dtype=torch.bool):
+    mask = torch.zeros(b, 1, 1, sk, dtype=dtype)
+    mask[0, ..., sk // 2 :] = 1
+    return mask
+
+
+@pytest.mark.parametrize("fusion", [True, False])
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8])
+@pytest.mark.parametrize("window", [None, (2, 0), (3, 1), (-1, 2)])
+@pytest.mark.parametrize("mask_type", [AttnMaskType.padding, AttnMaskType.causal, AttnMaskType.arbitrary])
+def test_mask_causality_window_scale_and_sink_all_apply(mask_type, window, mask_dtype, fusion):
+    x, mask, sink = randn(2, 3, 6, 9), padding(2, 9, mask_dtype), randn(3, seed=1)
+    hidden = mask.bool().expand(2, 3, 6, 9)
+    if mask_type == AttnMaskType.causal:
+        hidden = hidden | causal(6, 9)
+    if window is not None:
+        hidden = hidden | mg.get_sliding_window_causal_mask(6, 9, window)
+    module = softmax(mask_type, fusion, 0.5, window)
+    torch.testing.assert_close(module(x, mask).double(), exact(x, hidden, None, 0.5), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(module(x, mask, sink).double(), exact(x, hidden, sink, 0.5), rtol=1e-5, atol=1e-7)
+
+
+def test_window_masks():
+    for left, right in ((2, 0), (3, 1), (0, 0)):
+        for sq, sk in ((6, 6), (4, 9), (9, 4)):
+            ones = torch.ones(sq, sk, dtype=torch.bool)
+            expected = ~ones.triu(sk - sq - left).tril(sk - sq + right)
+            assert torch.equal(mg.get_sliding_window_causal_mask(sq, sk, (left, right)), expected)
+    assert torch.equal(mg.get_sliding_window_causal_mask(4, 6, (-1, 0)), causal(4, 6))
+    assert torch.equal(mg.get_default_causal_mask(5), causal(5, 5))
+    for window in ((1,), (1, -2)):
+        with pytest.raises(ValueError, match="window_size"):
+            softmax(window=window)
+
+
+@pytest.mark.parametrize("flags", [{"fp16": True}, {"bf16": True}, {}])
+@pytest.mark.parametrize("fusion", [True, False])
+def test_dtypes(flags, fusion):
+    dtype = torch.float16 if "fp16" in flags else torch.bfloat16 if "bf16" in flags else torch.float32
+    x = randn(2, 4, 8, 8)
+    for inp in (x.to(dtype), x):  # upstream casts to what the flags say, whatever comes in
+        out = softmax(fusion=fusion, **flags)(inp, None)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), exact(inp, causal(8, 8)), rtol=1e-2 if flags else 1e-5, atol=1e-6)
+
+
+def test_gradients_and_compile():
+    module = softmax(AttnMaskType.causal, scale=0.5, window=(4, 0))
+    x, sink = leaves(randn(2, 3, 5, 7), randn(3, seed=1))
+    mask = padding(2, 7)
+    hidden = mask | causal(5, 7) | mg.get_sliding_window_causal_mask(5, 7, (4, 0))
+    incoming = randn(2, 3, 5, 7, seed=2)
+    plain = leaves(x.double(), sink.double())
+    expected = torch.autograd.grad(exact(plain[0], hidden, plain[1], 0.5), plain, incoming.double())
+    for backend in (None, "eager", "aot_eager", "fused"):
+        torch.compiler.reset()
+        fn = module if backend is None else torch.compile(module, backend=backend, fullgraph=True)
+        got = torch.autograd.grad(fn(x, mask, sink), (x, sink), incoming)
+        torch.testing.assert_close([g.double() for g in got], list(expected), rtol=1e-4, atol=1e-6)
+
+
+def test_numerically_stable():
+    x = torch.tensor([[[[1e10, -1e10, 1e10], [-1e10, 1e10, -1e10], [1e10, -1e10, 1e10]]]])
+    out = softmax()(x, None, torch.zeros(1))
+    assert torch.isfinite(out).all() and (out >= 0).all() and (out <= 1).all()
+
+
+@pytest.mark.parametrize("fusion", [True, False])
+def test_masked_scores_never_win(fusion):
+    """−10000 in place of masked scores: where the real ones are lower, the masked key gets all the attention."""
+    x, mask = torch.tensor([[[[-20000.0, -20001.0, 0.0]]]]), torch.tensor([[[[False, False, True]]]])
+    upstream = torch.softmax(x.masked_fill(mask, -10000.0), -1)
+    assert upstream.flatten().tolist() == [0, 0, 1]
+    ours = softmax(AttnMaskType.padding, fusion)(x, mask)
+    torch.testing.assert_close(ours, exact(x, mask).float())
+    torch.testing.assert_close(mg.ScaledMaskedSoftmax.apply(x, mask, 1.0), exact(x, mask).float())
+    torch.testing.assert_close(torch.softmax(mg.attention_mask_func(x, mask), -1), exact(x, mask).float())
+
+
+@pytest.mark.parametrize("fusion", [True, False])
+def test_masked_rows_are_zero_forward_and_backward(fusion):
+    x, mask = randn(1, 1, 2, 4, requires_grad=True), torch.tensor([[[[True] * 4, [False] * 4]]])
+    assert torch.softmax(x.masked_fill(mask, -10000.0), -1)[0, 0, 0].tolist() == [0.25] * 4  # upstream's torch path
+    out = softmax(AttnMaskType.padding, fusion)(x, mask)
+    assert torch.equal(out[0, 0, 0], torch.zeros(4))
+    out.backward(randn(1, 1, 2, 4, seed=1))
+    assert torch.equal(x.grad[0, 0, 0], torch.zeros(4)) and x.grad[0, 0, 1].abs().min() > 0
+
+
+@pytest.mark.parametrize("fusion", [True, False])
+def test_no_argument_is_written(fusion):
+    x, mask = randn(2, 3, 6, 9), padding(2, 9)
+    x_before, mask_before = x.clone(), mask.clone()
+    x.clone().masked_fill_(mask, -10000.0)  # what upstream's mask function does to the very scores it is given
+    softmax(fusion=fusion)(x, mask)
+    mg.attention_mask_func(x, mask)
+    assert torch.equal(x, x_before) and torch.equal(mask, mask_before)
+
+
+def test_a_mask_function_of_your_own():
+    """It is called as upstream calls it, on a copy; causality and window apply besides."""
+
+    def mine(scores, mask):
+        scores.add_(mask)
+        return scores
+
+    module = softmax(mask_func=mine, scale=0.5)
+    x, mask = randn(2, 3, 6, 6), torch.zeros(2, 1, 1, 6)
+    mask[..., 0] = -3.0
+    before = x.clone()
+    assert not module.is_kernel_available(mask, 2, 3, 6, 6) and module.is_kernel_available(None, 2, 3, 6, 6)
+    expected = exact(x * 0.5 + mask, causal(6, 6))
+    torch.testing.assert_close(module(x, mask).double(), expected, rtol=1e-5, atol=1e-7)
+    assert torch.equal(x, before)
+
+
+def test_is_kernel_available():
+    module = softmax()
+    for sizes in ((1, 1, 1, 1), (3, 5, 7, 33), (1, 1, 2, 100_000)):
+        assert module.is_kernel_available(None, *sizes) is True
+        assert softmax(fusion=False).is_kernel_available(None, *sizes) is False
+    assert module.is_kernel_available(padding(2, 9), 2, 3, 6, 9) is True
+    assert module.is_kernel_available(padding(2, 9, torch.uint8), 2, 3, 6, 9) is True
+    assert module.is_kernel_available(padding(2, 9, torch.float32), 2, 3, 6, 9) is False
+    assert module.is_kernel_available(padding(2, 8), 2, 3, 6, 9) is False
+
+
+def test_what_is_refused():
+    with pytest.raises(AssertionError, match="input_in_fp16=True and input_in_bf16=True"):
+        softmax(fp16=True, bf16=True)
+    with pytest.raises(AssertionError, match=r"scale=2\.0 with softmax_in_fp32=False"):
+        softmax(scale=2.0, fp32=False)
+    with pytest.raises(AssertionError, match=r"input has shape \(2, 3, 4\); accepted: four axes"):
+        softmax()(randn(2, 3, 4), None)
+    with pytest.raises(TypeError, match="attn_mask_type='causal' is not accepted"):
+        softmax("causal")
+    additive = torch.full((2, 1, 1, 9), -10000.0)
+    for fusion in (True, False):
+        with pytest.raises(TypeError, match=r"mask has dtype torch.float32; accepted: bool or uint8.*`mask < 0`"):
+            softmax(fusion=fusion)(randn(2, 3, 6, 9), additive)
+    with pytest.raises(TypeError, match=r"mask has dtype torch\.float32"):
+        mg.ScaledMaskedSoftmax.apply(randn(2, 3, 6, 9), additive, 1.0)
+    with pytest.raises(TypeError, match=r"mask has dtype torch\.int64"):
+        mg.ScaledMaskedSoftmax.apply(randn(2, 3, 6, 9), additive.long(), 1.0)
+
+
+def test_another_enum_of_the_same_names():
+    import enum
+
+    theirs = enum.Enum("AttnMaskType", {"padding": 1, "causal": 2})
+    x = randn(1, 1, 4, 4)
+    assert torch.equal(softmax(theirs.causal)(x, None), softmax()(x, None))
+    assert [m.value for m in AttnMaskType] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_functions(dtype):
+    tolerance = {"rtol": 1e-2 if dtype != torch.float32 else 1e-5, "atol": 1e-6}
+    x, mask = randn(2, 3, 6, 9, dtype=dtype), padding(2, 9)
+    for m in (mask, mask.to(torch.uint8), mask.expand(2, 1, 6, 9)):
+        out = mg.ScaledMaskedSoftmax.apply(x, m, 0.5)
+        torch.testing.assert_close(out.double(), exact(x, mask, scale=0.5), **tolerance)
+    for out in (mg.ScaledMaskedSoftmax.apply(x, None, 0.5), mg.ScaledSoftmax.apply(x, 0.5)):
+        torch.testing.assert_close(out.double(), exact(x, scale=0.5), **tolerance)
+    square = randn(5, 7, 7, dtype=dtype)
+    out = mg.ScaledUpperTriangMaskedSoftmax.apply(square, 2.0)
+    torch.testing.assert_close(out.double(), exact(square, causal(7, 7), scale=2.0), **tolerance)
+    assert out.dtype == dtype
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_functions_compiled(backend):
+    (x,) = leaves(randn(2, 3, 6, 6))
+    mask = padding(2, 6, torch.uint8)
+
+    def fn(x, mask):
+        one = mg.SoftmaxOne()(x) + mg.SoftmaxOne(-1, torch.zeros(3))(x)
+        return mg.ScaledMaskedSoftmax.apply(x, mask, 0.5) + mg.ScaledUpperTriangMaskedSoftmax.apply(x, 2.0) + one
+
+    torch.compiler.reset()
+    out, expected = torch.compile(fn, backend=backend, fullgraph=True)(x, mask), fn(x, mask)
+    torch.testing.assert_close(out, expected)
+    incoming = randn(2, 3, 6, 6, seed=1)
+    got, truth = (torch.autograd.grad(o, x, incoming) for o in (out, expected))
+    torch.testing.assert_close(got, truth)
+
+
+def test_softmax_one():
+    x = randn(2, 3, 6, 9)
+    one = x.double().exp() / (1 + x.double().exp().sum(-1, keepdim=True))
+    with pytest.raises(AttributeError):
+        (1.0).reshape(1, -1, 1, 1)  # what upstream does with its default
+    for module in (mg.SoftmaxOne(), mg.SoftmaxOne(-1, 1.0), mg.SoftmaxOne(3), mg.SoftmaxOne(-1, torch.zeros(3))):
+        torch.testing.assert_close(module(x).double(), one, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(mg.SoftmaxOne()(x[0, 0]).double(), one[0, 0], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(mg.SoftmaxOne(-1, 0)(x), torch.softmax(x, -1))
+    sink = torch.nn.Parameter(randn(3))
+    out = mg.SoftmaxOne(-1, sink)(x)
+    torch.testing.assert_close(out.double(), exact(x, sink=sink.detach()), rtol=1e-5, atol=1e-7)
+    out[..., 0].sum().backward()
+    assert sink.grad.abs().min() > 0
+    with pytest.raises(ValueError, match="dim=1 is not accepted"):
+        mg.SoftmaxOne(1)(x)
+    with pytest.raises(ValueError, match="denominator_offset=-1"):
+        mg.SoftmaxOne(-1, -1.0)

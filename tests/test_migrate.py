@@ -1,0 +1,165 @@
+"""The figures of docs/migrate.md: each row of its tables is computed here, and must stand there."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+
+from torch_fused_ops import functional, megatron, slapo
+
+PAGE = (Path(__file__).parents[1] / "docs" / "migrate.md").read_text(encoding="utf-8")
+TOKENS, WIDTH, MLP = 8192, 4096, 16384
+
+
+def kept(fn, *tensors):
+    """MiB of the storages that autograd keeps of this call."""
+    saved = {}
+
+    def pack(t):
+        saved[t.untyped_storage()._cdata] = t  # held, so that no other storage gets its address
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        fn(*tensors)
+    return f"{sum(t.untyped_storage().nbytes() for t in saved.values()) / 2**20:.2f}"
+
+
+def meta(*shape):
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+
+
+def bias_new_gelu(x, bias):
+    x = x + bias
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def bias_swiglu(x, bias):
+    gate, up = torch.chunk(x + bias, 2, -1)
+    return F.silu(gate) * up
+
+
+def bias_dropout_add(x, bias, residual):
+    return residual + torch.native_dropout(x + bias, 0.1, True)[0]  # the mask as on GPUs, a byte each
+
+
+def masked_softmax(scores, mask):
+    return torch.softmax((scores.float() * 0.5).masked_fill_(mask, -10000.0), -1).bfloat16()
+
+
+def ours_softmax(scores, mask):
+    kind = megatron.AttnMaskType.padding
+    return megatron.FusedScaleMaskSoftmax(False, True, kind, True, None, True, 0.5)(scores, mask)
+
+
+def memory_rows():
+    x, bias, packed, packed_bias = meta(TOKENS, MLP), meta(MLP), meta(TOKENS, 2 * MLP), meta(2 * MLP)
+    hidden = meta(TOKENS, WIDTH), meta(WIDTH), meta(TOKENS, WIDTH)
+    scores = meta(4, 32, 2048, 2048), torch.empty(4, 1, 2048, 2048, dtype=torch.bool, device="meta")
+    fp8 = kept(lambda x, b: megatron.bias_swiglu_impl(x, b, fp8_input_store=True), packed, packed_bias)
+
+    def ours_dropout(x, b, r):
+        return megatron.bias_dropout_add_fused_train((x, b), r, 0.1)
+
+    return {
+        "bias + GELU: Slapo's `bias_new_gelu`": (
+            kept(bias_new_gelu, x, bias),
+            kept(slapo.bias_new_gelu, x, bias),
+            "",
+        ),
+        "bias + GELU: `F.gelu(x + bias)`": (
+            kept(lambda x, b: F.gelu(x + b, approximate="tanh"), x, bias),
+            kept(megatron.bias_gelu_impl, x, bias),
+            "",
+        ),
+        "bias + SwiGLU: `bias_swiglu_impl`": (
+            kept(bias_swiglu, packed, packed_bias),
+            kept(megatron.bias_swiglu_impl, packed, packed_bias),
+            fp8,
+        ),
+        "bias + dropout + residual: `bias_dropout_add_fused_train`": (
+            kept(bias_dropout_add, *hidden),
+            kept(ours_dropout, *hidden),
+            "",
+        ),
+        "masked softmax: `FusedScaleMaskSoftmax`": (
+            kept(masked_softmax, *scores),
+            kept(ours_softmax, *scores),
+            "",
+        ),
+    }
+
+
+def test_memory():
+    for name, cells in memory_rows().items():
+        row = "| " + " | ".join((name, *cells)).strip() + " |"
+        assert row in PAGE, row
+
+
+def test_the_seed_is_all_that_dropout_keeps():
+    saved = []
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        megatron.bias_dropout_add_fused_train((meta(4, 8), meta(8)), meta(4, 8), 0.1)
+    assert sum(t.nbytes for t in saved) == 8 and "one seed of 8 bytes" in PAGE
+
+
+def bias_gelu(x):
+    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+
+GELUS = {
+    "step by step in bfloat16: Megatron-LM and Slapo in eager mode": bias_gelu,
+    "the same formula in float32, rounded once: the same, fused": lambda x: bias_gelu(x.float()).bfloat16(),
+    "ours": lambda x: megatron.bias_gelu(None, x),
+}
+
+
+@pytest.mark.parametrize("name", GELUS)
+def test_tail(name):
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = every[(every >= -10) & (every <= -3)]
+    z = x.double()
+    exact = (z * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))).bfloat16()
+    got = GELUS[name](x)
+    apart = (got.view(torch.int16).int() & 0x7FFF) - (exact.view(torch.int16).int() & 0x7FFF)  # all are negative, or 0
+    off, zero = ((share.float().mean() * 100).item() for share in (apart.abs() > 1, got == 0))
+    assert f"of the {len(x)} bfloat16 inputs in [−10, −3]" in PAGE
+    assert f"| {name} | {off:.1f} % | {zero:.1f} % |" in PAGE, (off, zero)
+
+
+def test_what_liger_and_transformer_engine_compute():
+    """The right column's calls of their tables."""
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    a, b = x.chunk(2, -1)
+    scale = torch.tensor([0.5, 1.0, 2.0])
+
+    def tanh(x):
+        return F.gelu(x, approximate="tanh")
+
+    clamped = a.clamp(max=0.7) * torch.sigmoid(1.702 * a.clamp(max=0.7)) * (b.clamp(-0.7, 0.7) + 1)
+    for got, expected in (
+        (functional.swiglu(a, b), F.silu(a) * b),
+        (functional.geglu(a, b, approximate="tanh"), tanh(a) * b),
+        (functional.gelu(x, "tanh"), tanh(x)),
+        (functional.bias_geglu(x, approximate="tanh"), tanh(a) * b),
+        (functional.bias_relu(x), F.relu(x)),
+        (functional.bias_reglu(x), F.relu(a) * b),
+        (functional.bias_swiglu(x), F.silu(a) * b),
+        (functional.bias_swiglu(x, memory="fp8"), F.silu(a) * b),
+        (functional.bias_swiglu(x, layout="interleaved"), F.silu(x[:, ::2]) * x[:, 1::2]),
+        (functional.bias_quick_geglu(x, clamp=0.7, up_offset=1.0), clamped),
+        (functional.bias_swiglu(x, None, scale), F.silu(a) * b * scale[:, None]),
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_every_name_on_the_page_exists():
+    for module, section in ((megatron, "## Megatron-LM"), (slapo, "## Slapo")):
+        text = PAGE[PAGE.index(section) :].split("\nNot here", 1)[0]
+        first = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+        names = [name.split("(")[0] for cell in first for name in cell.split("`")[1::2]]
+        for name in names:
+            assert "=" in name or "…" in name or hasattr(module, name), name
+        assert len(names) > 6

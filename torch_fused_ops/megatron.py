@@ -1,0 +1,838 @@
+"""Megatron-LM's names for these operators: change the import, keep the calls.
+
+    from torch_fused_ops.megatron import bias_swiglu_impl, get_bias_dropout_add, FusedScaleMaskSoftmax
+
+Names, signatures and return conventions are those of ``megatron.core.fusions`` (``fused_bias_gelu``,
+``fused_bias_geglu``, ``fused_bias_swiglu``, ``fused_weighted_squared_relu``, ``fused_bias_dropout``,
+``fused_softmax``), ``megatron.core.activations``, ``megatron.core.utils`` (viewless tensors) and, as far as softmax
+needs it, ``megatron.core.transformer.enums`` and ``.utils``. Read at commit d98e8a64; "upstream" below.
+
+What holds for all of them, unlike upstream: any number of axes and any strides; float16, bfloat16, float32 and float64,
+mixed, with float32 arithmetic rounded once and the result in the first data tensor's dtype; frozen arguments cost no
+work; ``torch.compile(fullgraph=True)``, double backward and ``torch.func`` work; CPUs and GPUs. A bias gradient has the
+bias's shape, summed in float32, where upstream's Functions return one as large as the input. Gate halves come first
+in packed axes, as upstream.
+
+* ``bias``: (n,), or what broadcasts to the input (which is then added on its own, unfused).
+* ``weights``: a factor for each row, as upstream (rows, 1), or the input's shape with a last axis of 1.
+* ``fp8_input_store``: what backward keeps of the input is in float8_e4m3fn with a scale for each row
+  (``memory="fp8"`` of ``torch_fused_ops.functional``). Upstream casts without a scale: what lies above 448 is lost.
+* Functions named ``…_back`` are the derivatives, for who calls them; autograd needs none of them.
+
+Errors are those of ``torch_fused_ops.functional`` (they name the argument, its value and what is accepted).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fused_ops import functional, reference
+from torch_fused_ops.viewless import (
+    MakeViewlessTensor,
+    assert_viewless_tensor,
+    make_viewless_tensor,
+    safely_set_viewless_tensor_data,
+)
+
+__all__ = [
+    "AttnMaskType",
+    "BiasGeGLUFunction",
+    "BiasSwiGLUFunction",
+    "FusedScaleMaskSoftmax",
+    "GeGLUFunction",
+    "GeLUFunction",
+    "MakeViewlessTensor",
+    "ScaledMaskedSoftmax",
+    "ScaledSoftmax",
+    "ScaledUpperTriangMaskedSoftmax",
+    "SoftmaxOne",
+    "SwiGLUFunction",
+    "WeightedBiasQuickGeGLUFunction",
+    "WeightedQuickGeGLUFunction",
+    "WeightedSquaredReLUFunction",
+    "WeightedSwiGLUFunction",
+    "assert_viewless_tensor",
+    "attention_mask_func",
+    "bias_clamped_swiglu",
+    "bias_clamped_swiglu_back",
+    "bias_dropout_add_fused_inference",
+    "bias_dropout_add_fused_train",
+    "bias_dropout_add_unfused",
+    "bias_geglu",
+    "bias_geglu_back",
+    "bias_geglu_impl",
+    "bias_gelu",
+    "bias_gelu_back",
+    "bias_gelu_impl",
+    "bias_swiglu",
+    "bias_swiglu_back",
+    "bias_swiglu_impl",
+    "clamped_swiglu",
+    "clamped_swiglu_back",
+    "clamped_weighted_swiglu",
+    "clamped_weighted_swiglu_back",
+    "erf_gelu",
+    "fast_gelu",
+    "geglu",
+    "geglu_back",
+    "get_bias_dropout_add",
+    "get_default_causal_mask",
+    "get_sliding_window_causal_mask",
+    "make_viewless_tensor",
+    "openai_gelu",
+    "quick_geglu",
+    "quick_geglu_back",
+    "quick_gelu",
+    "safely_set_viewless_tensor_data",
+    "squared_relu",
+    "swiglu",
+    "swiglu_back",
+    "weighted_bias_quick_geglu",
+    "weighted_bias_quick_geglu_back",
+    "weighted_bias_quick_geglu_impl",
+    "weighted_bias_swiglu_impl",
+    "weighted_quick_geglu",
+    "weighted_quick_geglu_back",
+    "weighted_squared_relu",
+    "weighted_squared_relu_back",
+    "weighted_squared_relu_impl",
+    "weighted_swiglu",
+    "weighted_swiglu_back",
+]
+
+# ---- upstream's conventions → the operators' -------------------------------------------------------------------------
+
+
+def _biased(input: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(input, its bias as a vector); a bias that is no vector over the last axis is added here."""
+    if bias is None or bias.ndim == 1:
+        return input, bias
+    if bias.shape[-1:] == input.shape[-1:] and bias.numel() == input.shape[-1]:
+        return input, bias.reshape(-1)
+    return (input + bias).to(input.dtype), None
+
+
+def _token_scale(input: Tensor, weights: Tensor) -> Tensor:
+    functional._check_tensor("weights", weights)
+    rows = input.shape[:-1]
+    if weights.shape[-1:] != (1,) or weights.numel() != math.prod(rows):
+        raise ValueError(
+            f"weights has shape {tuple(weights.shape)}; accepted: ({math.prod(rows)}, 1) or {(*rows, 1)}, a number for "
+            "each row"
+        )
+    return weights.reshape(rows)
+
+
+def _memory(fp8_input_store: bool) -> str:
+    return "fp8" if fp8_input_store else "free"
+
+
+def _glu(
+    activation: str,
+    input: Tensor,
+    bias: Tensor | None = None,
+    weights: Tensor | None = None,
+    *,
+    up_offset: Any = 0.0,
+    clamp: float | None = None,
+    fp8: bool = False,
+) -> Tensor:
+    input, bias = _biased(input, bias)
+    return functional.bias_glu(
+        input,
+        bias,
+        None if weights is None else _token_scale(input, weights),
+        activation=activation,
+        up_offset=float(up_offset),  # upstream's Functions take a tensor
+        clamp=clamp,
+        memory=_memory(fp8),
+    )
+
+
+def _glu_back(
+    activation: str,
+    g: Tensor,
+    y: Tensor,
+    bias: Tensor | None = None,
+    weights: Tensor | None = None,
+    *,
+    up_offset: Any = 0.0,
+    clamp: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of input and weights; the latter means nothing where there are none."""
+    y, bias = _biased(y, bias)
+    scale = None if weights is None else _token_scale(y, weights)
+    wanted = [True, False, weights is not None]
+    dy, _, dw = torch.ops.fused.bias_glu_backward(
+        g, y, bias, scale, activation, "halves", float(up_offset), clamp, wanted
+    )
+    return dy, dw if weights is None else dw.reshape(weights.shape)
+
+
+def _swiglu_clamp(clamp_value: float | None) -> float | None:
+    """Upstream's SwiGLU takes 0 for "no clamp"."""
+    return None if clamp_value == 0 else clamp_value
+
+
+# ---- GELU (fused_bias_gelu, activations) -----------------------------------------------------------------------------
+
+
+def bias_gelu(bias: Tensor | None, y: Tensor) -> Tensor:
+    """``gelu_tanh(y + bias)``; the bias comes first.
+
+    Upstream's ``bias_gelu``, with the negative tail: 1 + tanh cancels there (``docs/migrate.md`` has figures).
+    """
+    y, bias = _biased(y, bias)
+    return functional.bias_gelu(y, bias, "tanh")
+
+
+def bias_gelu_back(g: Tensor, bias: Tensor | None, y: Tensor) -> Tensor:
+    """``g · gelu_tanh'(y + bias)``, the gradient of y, in y's dtype. Upstream's ``bias_gelu_back``."""
+    y, bias = _biased(y, bias)
+    dy: Tensor = torch.ops.fused.bias_act_backward(g, y, bias, None, "gelu_tanh", [True, False, False])[0]
+    return dy
+
+
+class GeLUFunction:
+    """``GeLUFunction.apply(input, bias)``: ``bias_gelu`` with its gradients. Keeps input and bias."""
+
+    @staticmethod
+    def apply(input: Tensor, bias: Tensor | None) -> Tensor:
+        """``gelu_tanh(input + bias)``. Upstream's requires the bias and returns its gradient input-sized."""
+        return bias_gelu(bias, input)
+
+
+bias_gelu_impl = GeLUFunction.apply
+
+
+def fast_gelu(x: Tensor) -> Tensor:
+    """``gelu_tanh(x)``. Upstream's ``fast_gelu``, with the negative tail."""
+    return functional.gelu(x, "tanh")
+
+
+def openai_gelu(x: Tensor) -> Tensor:
+    """``gelu_tanh(x)``. Upstream's ``openai_gelu``, with the negative tail."""
+    return functional.gelu(x, "tanh")
+
+
+def erf_gelu(x: Tensor) -> Tensor:
+    """``x · Φ(x)``. Upstream's ``erf_gelu`` divides by 1.41421 where √2 is meant; this is the function it means."""
+    return functional.gelu(x)
+
+
+# ---- GEGLU and quick GEGLU (fused_bias_geglu) ------------------------------------------------------------------------
+
+
+def geglu(y: Tensor) -> Tensor:
+    """``gelu_tanh(gate) · up`` of packed y (…, 2n). Upstream's ``geglu``."""
+    return _glu("gelu_tanh", y)
+
+
+def geglu_back(g: Tensor, y: Tensor) -> Tensor:
+    """``geglu``'s gradient of y. Upstream's ``geglu_back``."""
+    return _glu_back("gelu_tanh", g, y)[0]
+
+
+def bias_geglu(bias: Tensor | None, y: Tensor) -> Tensor:
+    """``geglu(y + bias)``; the bias comes first. Upstream's ``bias_geglu``."""
+    return _glu("gelu_tanh", y, bias)
+
+
+def bias_geglu_back(g: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+    """``bias_geglu``'s gradient of y. Upstream's ``bias_geglu_back``."""
+    return _glu_back("gelu_tanh", g, y, bias)[0]
+
+
+def bias_geglu_impl(input: Tensor, bias: Tensor | None, *, clamp_value: float | None = None) -> Tensor:
+    """``gelu_tanh(min(gate, clamp)) · clamp(up, ±clamp)`` of packed ``input + bias``; bias may be None.
+
+    Upstream's ``bias_geglu_impl`` takes 2 or 3 axes that ``view`` can flatten, and leaves a configured clamp out
+    without a word; here there is an argument for it.
+    """
+    return _glu("gelu_tanh", input, bias, clamp=clamp_value)
+
+
+class BiasGeGLUFunction:
+    """``BiasGeGLUFunction.apply(input, bias)``: ``bias_geglu_impl``."""
+
+    @staticmethod
+    def apply(input: Tensor, bias: Tensor | None) -> Tensor:
+        """``geglu(input + bias)``."""
+        return _glu("gelu_tanh", input, bias)
+
+
+class GeGLUFunction:
+    """``GeGLUFunction.apply(input)``: ``geglu``."""
+
+    @staticmethod
+    def apply(input: Tensor) -> Tensor:
+        """``geglu(input)``."""
+        return _glu("gelu_tanh", input)
+
+
+def quick_gelu(y: Tensor) -> Tensor:
+    """``y · sigmoid(1.702 y)``. Upstream's ``quick_gelu``."""
+    return functional.quick_gelu(y)
+
+
+def quick_geglu(y: Tensor, linear_offset: float = 0.0) -> Tensor:
+    """``quick_gelu(gate) · (up + linear_offset)`` of packed y. Upstream's ``quick_geglu``."""
+    return _glu("quick_gelu", y, up_offset=linear_offset)
+
+
+def quick_geglu_back(g: Tensor, y: Tensor, linear_offset: float = 0.0) -> Tensor:
+    """``quick_geglu``'s gradient of y. Upstream's ``quick_geglu_back``."""
+    return _glu_back("quick_gelu", g, y, up_offset=linear_offset)[0]
+
+
+def weighted_quick_geglu(y: Tensor, weights: Tensor, linear_offset: float = 0.0) -> Tensor:
+    """``quick_geglu(y) · weights``. Upstream's ``weighted_quick_geglu``."""
+    return _glu("quick_gelu", y, None, weights, up_offset=linear_offset)
+
+
+def weighted_quick_geglu_back(
+    g: Tensor, y: Tensor, weights: Tensor, linear_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """``weighted_quick_geglu``'s gradients of y and weights. Upstream's ``weighted_quick_geglu_back``."""
+    return _glu_back("quick_gelu", g, y, None, weights, up_offset=linear_offset)
+
+
+def weighted_bias_quick_geglu(y: Tensor, bias: Tensor | None, weights: Tensor, linear_offset: float = 0.0) -> Tensor:
+    """``quick_geglu(y + bias) · weights``. Upstream's ``weighted_bias_quick_geglu``."""
+    return _glu("quick_gelu", y, bias, weights, up_offset=linear_offset)
+
+
+def weighted_bias_quick_geglu_back(
+    g: Tensor, y: Tensor, bias: Tensor, weights: Tensor, linear_offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``weighted_bias_quick_geglu``'s gradients of y, bias and weights.
+
+    Upstream's returns y's gradient once more for the bias; here it has the bias's shape and dtype.
+    """
+    y, vector = _biased(y, bias)
+    scale = _token_scale(y, weights)
+    wanted = [True, vector is not None, True]
+    dy, d_bias, dw = torch.ops.fused.bias_glu_backward(
+        g, y, vector, scale, "quick_gelu", "halves", float(linear_offset), None, wanted
+    )
+    d_bias = dy.sum_to_size(bias.shape).to(bias.dtype) if d_bias is None else d_bias.reshape(bias.shape)
+    return dy, d_bias, dw.reshape(weights.shape)
+
+
+class WeightedQuickGeGLUFunction:
+    """``WeightedQuickGeGLUFunction.apply(input, weights, fp8_input_store, linear_offset)``."""
+
+    @staticmethod
+    def apply(input: Tensor, weights: Tensor, fp8_input_store: bool, linear_offset: float | Tensor) -> Tensor:
+        """``quick_geglu(input) · weights``."""
+        return _glu("quick_gelu", input, None, weights, up_offset=linear_offset, fp8=fp8_input_store)
+
+
+class WeightedBiasQuickGeGLUFunction:
+    """``WeightedBiasQuickGeGLUFunction.apply(input, bias, weights, fp8_input_store, linear_offset)``."""
+
+    @staticmethod
+    def apply(
+        input: Tensor, bias: Tensor | None, weights: Tensor, fp8_input_store: bool, linear_offset: float | Tensor
+    ) -> Tensor:
+        """``quick_geglu(input + bias) · weights``."""
+        return _glu("quick_gelu", input, bias, weights, up_offset=linear_offset, fp8=fp8_input_store)
+
+
+def weighted_bias_quick_geglu_impl(
+    input: Tensor,
+    bias: Tensor | None,
+    weights: Tensor,
+    fp8_input_store: bool = False,
+    linear_offset: float = 0.0,
+    clamp_value: float | None = None,
+) -> Tensor:
+    """``quick_gelu(min(gate, c)) · (clamp(up, ±c) + linear_offset) · weights`` of packed ``input + bias``: gpt-oss's.
+
+    Upstream's ``weighted_bias_quick_geglu_impl`` clamps the input before the bias is added, its unfused path after;
+    this clamps the sum, always.
+    """
+    return _glu(
+        "quick_gelu", input, bias, weights, up_offset=linear_offset, clamp=clamp_value, fp8=bool(fp8_input_store)
+    )
+
+
+# ---- SwiGLU (fused_bias_swiglu) --------------------------------------------------------------------------------------
+
+
+def swiglu(y: Tensor) -> Tensor:
+    """``silu(gate) · up`` of packed y (…, 2n). Upstream's ``swiglu``."""
+    return _glu("silu", y)
+
+
+def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
+    """``swiglu``'s gradient of y. Upstream's ``swiglu_back``."""
+    return _glu_back("silu", g, y)[0]
+
+
+def bias_swiglu(y: Tensor, bias: Tensor | None) -> Tensor:
+    """``swiglu(y + bias)``; the bias comes last. Upstream's ``bias_swiglu``."""
+    return _glu("silu", y, bias)
+
+
+def bias_swiglu_back(g: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+    """``bias_swiglu``'s gradient of y. Upstream's ``bias_swiglu_back``."""
+    return _glu_back("silu", g, y, bias)[0]
+
+
+def weighted_swiglu(y: Tensor, weights: Tensor) -> Tensor:
+    """``swiglu(y) · weights``. Upstream's ``weighted_swiglu``."""
+    return _glu("silu", y, None, weights)
+
+
+def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """``weighted_swiglu``'s gradients of y and weights. Upstream's ``weighted_swiglu_back``."""
+    return _glu_back("silu", g, y, None, weights)
+
+
+def clamped_swiglu(y: Tensor, clamp_value: float) -> Tensor:
+    """``silu(min(gate, c)) · clamp(up, ±c)`` of packed y. Upstream's ``clamped_swiglu``."""
+    return _glu("silu", y, clamp=clamp_value)
+
+
+def clamped_swiglu_back(g: Tensor, y: Tensor, clamp_value: float) -> Tensor:
+    """``clamped_swiglu``'s gradient of y. Upstream's ``clamped_swiglu_back``."""
+    return _glu_back("silu", g, y, clamp=clamp_value)[0]
+
+
+def bias_clamped_swiglu(y: Tensor, bias: Tensor | None, clamp_value: float) -> Tensor:
+    """``clamped_swiglu(y + bias)``. Upstream's ``bias_clamped_swiglu``."""
+    return _glu("silu", y, bias, clamp=clamp_value)
+
+
+def bias_clamped_swiglu_back(g: Tensor, y: Tensor, bias: Tensor | None, clamp_value: float) -> Tensor:
+    """``bias_clamped_swiglu``'s gradient of y. Upstream's ``bias_clamped_swiglu_back``."""
+    return _glu_back("silu", g, y, bias, clamp=clamp_value)[0]
+
+
+def clamped_weighted_swiglu(y: Tensor, weights: Tensor, clamp_value: float) -> Tensor:
+    """``clamped_swiglu(y) · weights``. Upstream's ``clamped_weighted_swiglu``."""
+    return _glu("silu", y, None, weights, clamp=clamp_value)
+
+
+def clamped_weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor, clamp_value: float) -> tuple[Tensor, Tensor]:
+    """``clamped_weighted_swiglu``'s gradients of y and weights. Upstream's ``clamped_weighted_swiglu_back``."""
+    return _glu_back("silu", g, y, None, weights, clamp=clamp_value)
+
+
+def _marked_for_offloading(wanted: bool) -> AbstractContextManager[Any]:
+    """What is saved in here reaches the saved-tensor hooks around us with ``activation_offloading = True``."""
+    hooks = None
+    if wanted and not torch.compiler.is_compiling():
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return nullcontext()
+    pack, unpack = hooks
+
+    def mark(t: Tensor) -> Any:
+        t.activation_offloading = True  # type: ignore[attr-defined]
+        return pack(t)
+
+    return torch.autograd.graph.saved_tensors_hooks(mark, unpack)
+
+
+def bias_swiglu_impl(
+    input: Tensor,
+    bias: Tensor | None,
+    fp8_input_store: bool = False,
+    cpu_offload_input: bool = False,
+    clamp_value: float | None = None,
+) -> Tensor:
+    """``silu(min(gate, c)) · clamp(up, ±c)`` of packed ``input + bias``.
+
+    Args:
+        input: (…, 2n). bias: (2n,) or None.
+        fp8_input_store: keep the input in 8 bits for backward.
+        cpu_offload_input: mark what is kept for backward with ``activation_offloading = True``, as upstream, for the
+            saved-tensor hooks that do the offloading (TransformerEngine's, or your own). It moves nothing itself: where
+            there are no hooks, and under ``torch.compile``, it has no effect.
+        clamp_value: c, above 0; None or 0 does not clamp.
+
+    Upstream's ``bias_swiglu_impl`` takes 2 or 3 axes that ``view`` can flatten, and clamps nothing where clamp_value is
+    below 0, which is an error here. On a bound its clamp has derivative 1, ours what ``torch.clamp`` has: 1, and 0 from
+    torch 2.15 on.
+    """
+    with _marked_for_offloading(cpu_offload_input):
+        return _glu("silu", input, bias, clamp=_swiglu_clamp(clamp_value), fp8=fp8_input_store)
+
+
+def weighted_bias_swiglu_impl(
+    input: Tensor,
+    bias: Tensor | None,
+    weights: Tensor,
+    fp8_input_store: bool = False,
+    clamp_value: float | None = None,
+) -> Tensor:
+    """``bias_swiglu_impl(input, bias) · weights``. Upstream's raises NotImplementedError where there is a bias."""
+    return _glu("silu", input, bias, weights, clamp=_swiglu_clamp(clamp_value), fp8=fp8_input_store)
+
+
+class BiasSwiGLUFunction:
+    """``BiasSwiGLUFunction.apply(input, bias, fp8_input_store, cpu_offload_input, clamp_value)``."""
+
+    apply = staticmethod(bias_swiglu_impl)
+
+
+class SwiGLUFunction:
+    """``SwiGLUFunction.apply(input, fp8_input_store, cpu_offload_input, clamp_value)``."""
+
+    @staticmethod
+    def apply(
+        input: Tensor, fp8_input_store: bool, cpu_offload_input: bool, clamp_value: float | None = None
+    ) -> Tensor:
+        """``bias_swiglu_impl`` without a bias."""
+        return bias_swiglu_impl(input, None, fp8_input_store, cpu_offload_input, clamp_value)
+
+
+class WeightedSwiGLUFunction:
+    """``WeightedSwiGLUFunction.apply(input, weights, fp8_input_store, clamp_value)``."""
+
+    @staticmethod
+    def apply(input: Tensor, weights: Tensor, fp8_input_store: bool, clamp_value: float | None = None) -> Tensor:
+        """``weighted_bias_swiglu_impl`` without a bias."""
+        return weighted_bias_swiglu_impl(input, None, weights, fp8_input_store, clamp_value)
+
+
+# ---- squared ReLU (fused_weighted_squared_relu, activations) ---------------------------------------------------------
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """``max(x, 0)²``. Upstream's ``squared_relu``."""
+    return functional.squared_relu(x)
+
+
+def weighted_squared_relu(x: Tensor, weights: Tensor) -> Tensor:
+    """``max(x, 0)² · weights``. Upstream's ``weighted_squared_relu``."""
+    return functional.bias_relu2(x, token_scale=_token_scale(x, weights))
+
+
+def weighted_squared_relu_back(g: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """``weighted_squared_relu``'s gradients of x and weights. Upstream's ``weighted_squared_relu_back``."""
+    scale = _token_scale(x, weights)
+    dx, _, dw = torch.ops.fused.bias_act_backward(g, x, None, scale, "relu2", [True, False, True])
+    return dx, dw.reshape(weights.shape)
+
+
+class WeightedSquaredReLUFunction:
+    """``WeightedSquaredReLUFunction.apply(input, weights)``: ``weighted_squared_relu``."""
+
+    apply = staticmethod(weighted_squared_relu)
+
+
+def weighted_squared_relu_impl(input: Tensor, weights: Tensor) -> Tensor:
+    """``max(input, 0)² · weights``. Upstream's ``weighted_squared_relu_impl``, which takes 2 or 3 viewable axes."""
+    return weighted_squared_relu(input, weights)
+
+
+# ---- bias, dropout, residual (fused_bias_dropout) --------------------------------------------------------------------
+
+BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
+
+
+def _bias_dropout_add_func(
+    x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor | None, prob: float, training: bool
+) -> Tensor:
+    x, bias = _biased(*x_with_bias)
+    return functional.bias_dropout_add(x, bias, residual, prob, training=training)
+
+
+def bias_dropout_add_unfused(training: bool) -> BiasDropoutAdd:
+    """A function ``((x, bias), residual, prob)``: ``residual + dropout(x + bias)``, dropping while training.
+
+    The same operator as the fused names; upstream's ``bias_dropout_add_unfused``, which in evaluation writes its result
+    into the caller's x. Here no argument is written.
+    """
+
+    def bias_dropout_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+        return _bias_dropout_add_func(x_with_bias, residual, prob, training)
+
+    return bias_dropout_add
+
+
+def bias_dropout_add_fused_train(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+    """``residual + dropout(x + bias)``, in residual's dtype; ``x_with_bias`` is (x, bias), bias may be None.
+
+    Upstream's ``bias_dropout_add_fused_train``. The mask is made anew in backward, where upstream keeps it; which
+    elements fall is decided by torch's generator, but not the same ones as in ``torch.nn.functional.dropout``.
+    """
+    return _bias_dropout_add_func(x_with_bias, residual, prob, True)
+
+
+def bias_dropout_add_fused_inference(
+    x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float
+) -> Tensor:
+    """``residual + x + bias``, in residual's dtype. Upstream's of that name, which writes into x; this does not."""
+    return _bias_dropout_add_func(x_with_bias, residual, prob, False)
+
+
+def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
+    """The function ``((x, bias), residual, prob)`` to train or evaluate; fused or not is the same here."""
+    if fused:
+        return bias_dropout_add_fused_train if training else bias_dropout_add_fused_inference
+    return bias_dropout_add_unfused(training)
+
+
+# ---- softmax (fused_softmax, transformer.enums, transformer.utils) ---------------------------------------------------
+
+
+class AttnMaskType(enum.Enum):
+    """What masks attention: upstream's members and values. Its own members are understood, too: names count."""
+
+    padding = 1
+    causal = 2
+    no_mask = 3
+    padding_causal = 4
+    arbitrary = 5
+    causal_bottom_right = 6
+
+
+_MASK_TYPES = tuple(AttnMaskType.__members__)
+_CAUSAL = ("causal", "padding_causal", "causal_bottom_right")
+
+
+def _hidden(mask: Tensor | None) -> Tensor | None:
+    """The mask as a bool tensor, True where a score is masked out."""
+    if mask is None:
+        return None
+    functional._check_optional("mask", mask)
+    if mask.dtype not in (torch.bool, torch.uint8):
+        how = "; one that is added to the scores is made one with `mask < 0`" if mask.is_floating_point() else ""
+        raise TypeError(f"mask has dtype {mask.dtype}; accepted: bool or uint8, nonzero where a score is masked{how}")
+    return mask if mask.dtype == torch.bool else mask != 0
+
+
+class ScaledUpperTriangMaskedSoftmax:
+    """``ScaledUpperTriangMaskedSoftmax.apply(inputs, scale)``: causal softmax."""
+
+    @staticmethod
+    def apply(inputs: Tensor, scale: float | None) -> Tensor:
+        """``softmax(inputs · scale)`` over the last axis, of which query i of sq sees keys 0 … sk − sq + i.
+
+        Any (…, sq, sk). Upstream's CUDA kernel takes half precision, square, sides up to 4096 (or 16384).
+        """
+        return functional.scaled_masked_softmax(inputs, scale=_scale(scale), causal=True)
+
+
+class ScaledMaskedSoftmax:
+    """``ScaledMaskedSoftmax.apply(inputs, mask, scale)``: softmax of what a mask leaves."""
+
+    @staticmethod
+    def apply(inputs: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        """``softmax(inputs · scale)`` over the last axis, where mask is 0.
+
+        Args:
+            inputs: (…, sq, sk).
+            mask: bool or uint8, nonzero where a score is masked, broadcastable to inputs; or None.
+            scale: a number.
+
+        Upstream's kernel sets masked scores to −10000, so they win where real ones are lower; here they never count,
+        and a row that is masked altogether is 0.
+        """
+        return functional.scaled_masked_softmax(inputs, _hidden(mask), scale=_scale(scale))
+
+
+class ScaledSoftmax:
+    """``ScaledSoftmax.apply(inputs, scale)``: softmax of scaled scores."""
+
+    @staticmethod
+    def apply(inputs: Tensor, scale: float | None) -> Tensor:
+        """``softmax(inputs · scale)`` over the last axis. Any (…, sq, sk)."""
+        return functional.scaled_masked_softmax(inputs, scale=_scale(scale))
+
+
+def _scale(scale: float | None) -> float:
+    return 1.0 if scale is None else float(scale)
+
+
+def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
+    """``attention_scores`` with their dtype's lowest number where the mask is nonzero, as a new tensor.
+
+    Upstream's writes −10000 into the caller's scores. ``FusedScaleMaskSoftmax`` knows this function by its name, and
+    masks exactly instead of calling it.
+    """
+    hidden = _hidden(attention_mask)
+    assert hidden is not None
+    return attention_scores.masked_fill(hidden, torch.finfo(attention_scores.dtype).min)
+
+
+def get_default_causal_mask(sq: int, device: torch.device | str | None = None) -> Tensor:
+    """(sq, sq), True above the diagonal. Upstream's is on "cuda" always; this on ``device``, or the default one."""
+    return torch.ones(sq, sq, dtype=torch.bool, device=device).triu(1)
+
+
+def get_sliding_window_causal_mask(
+    sq: int, skv: int, window_size: Sequence[int], device: torch.device | str | None = None
+) -> Tensor:
+    """(sq, skv), False where ``−left ≤ j − i − (skv − sq) ≤ right``; −1 is no bound (for upstream it is one)."""
+    left, right = _window(window_size)
+    apart = torch.arange(skv, device=device) - torch.arange(sq, device=device)[:, None] - (skv - sq)
+    seen = torch.ones_like(apart, dtype=torch.bool)
+    seen = seen if left < 0 else seen & (apart >= -left)
+    return ~(seen if right < 0 else seen & (apart <= right))
+
+
+def _window(window_size: Sequence[int] | None) -> tuple[int, int]:
+    if window_size is None:
+        return -1, -1
+    if len(window_size) != 2 or any(w < -1 for w in window_size):
+        raise ValueError(
+            f"window_size={window_size!r} is not accepted: it must be (left, right), each at least -1, or None"
+        )
+    return window_size[0], window_size[1]
+
+
+class SoftmaxOne(nn.Module):
+    """``exp(x) / (d + Σ exp(x))`` over the last axis (https://www.evanmiller.org/attention-is-off-by-one.html).
+
+    Args:
+        dim: None or the last axis. Upstream's takes any, and uses the last.
+        denominator_offset: a number is d itself, 0 for softmax; a tensor (heads,) holds, for each head (axis −3 of x),
+            the logit of d, so that zeros add 1, as upstream. Upstream's crashes on a number, its default among them.
+    """
+
+    def __init__(self, dim: int | None = None, denominator_offset: Tensor | float = 1.0) -> None:
+        super().__init__()
+        if not isinstance(denominator_offset, Tensor) and not denominator_offset >= 0:
+            raise ValueError(
+                f"denominator_offset={denominator_offset!r} is not accepted: it must be at least 0, or a tensor"
+            )
+        self.dim = dim
+        self.denominator_offset = denominator_offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (…, heads, sq, sk), or fewer axes where denominator_offset is a number."""
+        if self.dim not in (None, -1, x.ndim - 1):
+            raise ValueError(f"dim={self.dim} is not accepted: it must be None, -1 or {x.ndim - 1}, x's last axis")
+        offset = self.denominator_offset
+        shape = x.shape
+        if not isinstance(offset, Tensor):
+            x = x[(None,) * max(0, 3 - x.ndim)]
+            offset = x.new_full(x.shape[-3:-2], math.log(offset) if offset else -math.inf)
+        return functional.scaled_masked_softmax(x, None, offset).reshape(shape)
+
+
+class FusedScaleMaskSoftmax(nn.Module):
+    """``softmax(input · scale)`` of what mask, causality and window leave: Megatron-LM's attention softmax.
+
+    Args:
+        input_in_fp16, input_in_bf16: what the model computes in; at most one of them.
+        attn_mask_type: AttnMaskType; the causal ones mask what lies right of the diagonal that ends bottom right.
+        scaled_masked_softmax_fusion: False asks for plain PyTorch functions instead of the operator.
+        mask_func: None or ``attention_mask_func`` (whoever's): nonzero in the mask is masked out. Any other function is
+            called as upstream calls it, ``mask_func(scores, mask)``, on a copy, and nothing is fused.
+        softmax_in_fp32: only decides what upstream accepts, and the result's dtype where the input's is another than
+            the flags say; the arithmetic is float32 anyway.
+        scale: a number or None; a number asks for softmax_in_fp32.
+        window_size: (left, right): how far a query sees; −1 is no bound. None for no window.
+
+    Raises:
+        AssertionError: both half-precision flags; scale without softmax_in_fp32; an input that has not four axes.
+
+    Upstream's writes masked scores into its input, fills with −10000 (a masked key wins where real scores are lower,
+    and a masked row is uniform), drops causality where a mask is given, and the mask where there is a window or where
+    the kernel is causal; its kernel leaves the window out. Here all that is given applies, masked scores never count,
+    and a row with nothing left is 0, as are its gradients.
+    """
+
+    def __init__(
+        self,
+        input_in_fp16: bool,
+        input_in_bf16: bool,
+        attn_mask_type: enum.Enum,
+        scaled_masked_softmax_fusion: bool,
+        mask_func: Callable[[Tensor, Tensor], Tensor] | None,
+        softmax_in_fp32: bool,
+        scale: float | None,
+        window_size: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        if input_in_fp16 and input_in_bf16:
+            raise AssertionError("input_in_fp16=True and input_in_bf16=True; accepted: at most one of the two")
+        if scale is not None and not softmax_in_fp32:
+            raise AssertionError(
+                f"scale={scale!r} with softmax_in_fp32=False; accepted: softmax_in_fp32=True, or no scale"
+            )
+        if getattr(attn_mask_type, "name", None) not in _MASK_TYPES:
+            members = ", ".join(f"AttnMaskType.{m}" for m in _MASK_TYPES)
+            raise TypeError(f"attn_mask_type={attn_mask_type!r} is not accepted: it must be one of {members}")
+        _window(window_size)
+        self.input_in_fp16 = input_in_fp16
+        self.input_in_bf16 = input_in_bf16
+        self.input_in_float16 = input_in_fp16 or input_in_bf16
+        self.attn_mask_type = attn_mask_type
+        self.scaled_masked_softmax_fusion = scaled_masked_softmax_fusion
+        self.mask_func = mask_func
+        self.softmax_in_fp32 = softmax_in_fp32
+        self.scale = scale
+        self.window_size = window_size
+
+    def forward(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
+        """The attention probabilities.
+
+        Args:
+            input: (b, np, sq, sk), any sizes and strides.
+            mask: bool or uint8, nonzero where a score is masked, broadcastable to input; or None.
+            softmax_offset: (np,), a logit for each head that joins the denominator only (a sink); or None.
+
+        Returns:
+            (b, np, sq, sk), in the dtype that the flags say, or else input's.
+        """
+        if input.dim() != 4:
+            raise AssertionError(f"input has shape {tuple(input.shape)}; accepted: four axes, (b, np, sq, sk)")
+        if self.is_kernel_available(mask, *input.shape):
+            return self.forward_fused_softmax(input, mask, softmax_offset)
+        return self.forward_torch_softmax(input, mask, softmax_offset)
+
+    def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
+        """Whether the fused operator does it: fusion is asked for, and the mask is one that it takes.
+
+        Sizes and dtypes never stand in the way; upstream's kernel needs half precision, 16 < sk ≤ 4096 and multiples
+        of 4.
+        """
+        if not self.scaled_masked_softmax_fusion or mask is None:
+            return bool(self.scaled_masked_softmax_fusion)
+        fits = mask.ndim <= 4 and all(m in (1, n) for m, n in zip(reversed(mask.shape), (sk, sq, np, b), strict=False))
+        return self._masks_as_usual and fits and mask.dtype in (torch.bool, torch.uint8)
+
+    def forward_fused_softmax(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
+        """forward by the fused operator."""
+        out = torch.ops.fused.scaled_masked_softmax(*self._arguments(input, _hidden(mask), softmax_offset))
+        return self._rounded(out)
+
+    def forward_torch_softmax(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
+        """forward by PyTorch's own functions, one after another; with mask_func where it is one of yours."""
+        if self._masks_as_usual or mask is None:
+            out = reference.scaled_masked_softmax(*self._arguments(input, _hidden(mask), softmax_offset))
+            return self._rounded(out)
+        assert self.mask_func is not None
+        wide = input.float() if self.input_in_float16 and self.softmax_in_fp32 else input
+        scores = self.mask_func(wide * _scale(self.scale), mask)
+        return self._rounded(reference.scaled_masked_softmax(*self._arguments(scores, None, softmax_offset, 1.0)))
+
+    @property
+    def _masks_as_usual(self) -> bool:
+        return self.mask_func is None or getattr(self.mask_func, "__name__", None) == "attention_mask_func"
+
+    def _arguments(
+        self, input: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, float, bool, int, int]:
+        scale = _scale(self.scale) if scale is None else scale
+        sink = None if sink is None else sink.to(input.device)
+        return input, mask, sink, scale, self.attn_mask_type.name in _CAUSAL, *_window(self.window_size)
+
+    def _rounded(self, out: Tensor) -> Tensor:
+        if self.input_in_float16 and self.softmax_in_fp32:
+            return out.to(torch.float16 if self.input_in_fp16 else torch.bfloat16)
+        return out
