@@ -80,7 +80,7 @@ def test_check_quick():
     done = run("check", "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert sum(line.endswith("ok") for line in lines) == 8 + 6 * 4  # the activations; the operators in each dtype
+    assert sum(line.endswith("ok") for line in lines) == 8 + 8 * 4  # the activations; the operators in each dtype
     assert lines[-1].endswith("all passed")
 
 

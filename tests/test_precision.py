@@ -150,7 +150,7 @@ def test_run_opcheck_tells_what_is_wrong():
 @pytest.mark.parametrize("op", OPERATORS)
 def test_samples_are_named_once_and_always_the_same(op):
     once, again = list(samples(op)), list(samples(op))
-    assert len({s.name for s in once}) == len(once) > 55
+    assert len({s.name for s in once}) == len(once) > 45
     for a, b in zip(once, again, strict=True):
         assert a.scalars == b.scalars
         for t, u in zip(a.tensors, b.tensors, strict=True):
