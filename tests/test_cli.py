@@ -69,7 +69,7 @@ def test_info():
         sys.version.split()[0],
         "fused::bias_act",
         "gelu_tanh",
-        "12 of 12",
+        "16 of 16",
     ):
         assert fact in done.stdout
     assert re.search(r"^torch features +\S.*: (yes|no)$", done.stdout, re.M)

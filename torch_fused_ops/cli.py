@@ -56,7 +56,10 @@ def _info(arguments: argparse.Namespace) -> int:
     from torch_fused_ops.lowerings import compat, passes
 
     forward = [n for n in dir(torch.ops.fused) if isinstance(getattr(torch.ops.fused, n), torch._ops.OpOverloadPacket)]
-    lowered = [n for n in forward if getattr(torch.ops.fused, n).default in inductor.lowerings]
+    overloads = [getattr(torch.ops.fused, n).default for n in forward]
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    traced = [op for op in overloads if not op.has_kernel_for_dispatch_key(composite)]  # the others' parts are aten's
+    lowered = [op for op in traced if op in inductor.lowerings]
     backend = "found" if "fused" in torch._dynamo.list_backends() else "not found: install with `pip install -e .`"
     policy = passes.active_policy()
     triton = importlib.util.find_spec("triton")
@@ -68,7 +71,7 @@ def _info(arguments: argparse.Namespace) -> int:
         ("devices", _devices()),
         ("operators", [", ".join(f"fused::{n}" for n in forward if not n.endswith("_backward"))]),
         ("activations", [", ".join(activations.names())]),
-        ("lowerings", [f"{len(lowered)} of {len(forward)} operators, backward ones included"]),
+        ("lowerings", [f"{len(lowered)} of {len(traced)} operators, backward ones included"]),
         ("backend 'fused'", [backend]),
         ("policy", [repr(policy) if policy else "none in force: plain torch.compile picks nothing up before enable()"]),
         ("torch features", [f"{name}: {'yes' if there else 'no'}" for name, there in compat.features().items()]),
