@@ -435,9 +435,7 @@ def philox(low: Tensor, high: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Ten
             ((k & _WORD) + i * step).to(torch.int32)
             for k, step in zip((seed, seed >> 32), PHILOX_KEY_STEPS, strict=True)
         ]
-        (high0, low0), (high1, low1) = (
-            _product(words[2 * j], factor) for j, factor in enumerate(PHILOX_FACTORS)
-        )
+        (high0, low0), (high1, low1) = (_product(words[2 * j], factor) for j, factor in enumerate(PHILOX_FACTORS))
         words = [_xor(high1, words[1], keys[0]), low1, _xor(high0, words[3], keys[1]), low0]
     w0, w1, w2, w3 = words
     assert w0 is not None and w1 is not None and w2 is not None and w3 is not None

@@ -58,10 +58,11 @@ def replace(graph: Graph, edits: Sequence[Edit]) -> None:
 def fuse(graph: Graph, cone: Cone) -> Edit:
     """The edit that makes a proved cone one fused operator."""
     dead = {*cone.calls, *cone.bypassed}
-    for node in cone.operands if cone.packed else ():  # the cuts of the packed tensor
-        while node is not cone.packed[0]:
-            dead.add(node)
-            node = node.all_input_nodes[0]
+    if cone.packed:  # the cuts of the packed tensor
+        for node in cone.operands:
+            while node is not cone.packed[0]:
+                dead.add(node)
+                node = node.all_input_nodes[0]
     return cone.root, partial(_insert, graph, cone), dead
 
 

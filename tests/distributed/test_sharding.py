@@ -1,14 +1,14 @@
-"""``fused::dropout_add`` on DTensors: two gloo processes on the CPU, in which everything below ``in_two`` runs."""
+"""The operators on DTensors: two gloo processes on the CPU, in which every function of ``GROUPS`` runs."""
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import in_processes, main
 
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
@@ -230,12 +230,13 @@ def activations(mesh, rank):
     # A linear whose packed weight is sharded half by half hands its result on as it is.
     from torch.distributed.tensor.placement_types import _StridedShard
 
+    tokens, rows = leaf(mesh, x[..., :6].contiguous(), [whole]), torch.arange(2.0 * n * 6).view(2 * n, 6).sin()
     try:
-        weight = leaf(mesh, torch.arange(2.0 * n * 6).view(2 * n, 6).sin(), [_StridedShard(0, split_factor=2)])
+        weight = leaf(mesh, rows, [_StridedShard(0, split_factor=2)])
+        h = torch.nn.functional.linear(tokens, weight)
     except ValueError:  # torch 2.11 knows such shards of FSDP's alone
         return
-    tokens = leaf(mesh, x[..., :6].contiguous(), [whole])
-    y = counted({}, lambda: fused.bias_glu(torch.nn.functional.linear(tokens, weight), None, None, "silu"))
+    y = counted({}, fused.bias_glu, h, None, None, "silu")
     assert y.placements == (last,)
     w = weight.full_tensor().detach().requires_grad_()
     truth = fused.bias_glu(x[..., :6] @ w.t(), None, None, "silu")
@@ -283,49 +284,76 @@ def softmax(mesh, rank):
     same(y, x.softmax(-1))
 
 
-BODIES = {"fronts": fronts, "rules": rules, "compiled": compiled, "activations": activations, "softmax": softmax}
+def compiled_activations(mesh, rank):
+    """The operators on DTensors under torch.compile, backward among them."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    def step(x, bias, scale):
+        return torch.ops.fused.bias_glu(x, bias, scale, "silu", "interleaved")
+
+    tensors = numbers(4, 8), numbers(8), numbers(4)
+    whole = [t.clone().requires_grad_() for t in tensors]
+    truth = step(*whole)
+    truths = torch.autograd.grad(truth.sum(), whole)
+    for places in ((Shard(0), Replicate(), Shard(0)), (Shard(1), Shard(0), Replicate())):
+        sharded = placed(mesh, tensors, places)
+        y = torch.compile(step, backend="aot_eager", fullgraph=True)(*sharded)
+        assert y.placements == places[:1]
+        same(y, truth)
+        for got, expected in zip(torch.autograd.grad(y.sum(), sharded), truths, strict=True):
+            same(got, expected)
 
 
-def main(rank: int, port: int) -> None:
-    import torch.distributed as dist
+def two_dimensions(rank, ranks, folder):
+    """Tokens over one mesh dimension, columns over the other."""
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-    import torch_fused_ops  # noqa: F401 - registers the operators and their rules
+    import torch_fused_ops  # noqa: F401
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        for name, body in BODIES.items():
-            body(mesh, rank)
-            print(f"{name} passed", flush=True)
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (2, 2))
+    tensors = numbers(6, 8), numbers(8), numbers(6)
+    places = [Shard(0), Shard(1)], [Replicate(), Shard(0)], [Shard(0), Replicate()]
+    plain = [t.clone().requires_grad_() for t in tensors]
+    op, scalars = torch.ops.fused.bias_act, ("gelu",)
+    truths = torch.autograd.grad(op(*plain, *scalars), plain, numbers(6, 8))
+    sharded = [distribute_tensor(t, mesh, p).requires_grad_() for t, p in zip(tensors, places, strict=True)]
+    y = counted({}, op, *sharded, *scalars)
+    grads = counted({}, torch.autograd.grad, y, sharded, distribute_tensor(numbers(6, 8), mesh, places[0]))
+    same(y, op(*tensors, *scalars))
+    assert [g.placements for g in grads] == [tuple(places[0]), (Partial(), Shard(0)), (Shard(0), Partial())]
+    for got, truth in zip(grads, truths, strict=True):
+        same(got, truth)
+    # Rows that no rank has an equal share of.
+    uneven = leaf(mesh, numbers(5, 8), [Shard(0), Shard(0)])
+    (got,) = torch.autograd.grad(op(uneven, None, None, *scalars).sum(), uneven)
+    whole = numbers(5, 8).requires_grad_()
+    same(got, torch.autograd.grad(op(whole, None, None, *scalars).sum(), whole)[0])
+
+
+def on_a_line(body):
+    """A check of what runs on a one-dimensional mesh of all processes."""
+
+    def check(rank, ranks, folder):
+        from torch.distributed.device_mesh import init_device_mesh
+
+        import torch_fused_ops  # noqa: F401 - registers the operators and their rules
+
+        torch.manual_seed(0)
+        body(init_device_mesh("cpu", (ranks,)), rank)
+
+    check.__name__ = body.__name__
+    return check
+
+
+GROUPS = {"two": [on_a_line(body) for body in (fronts, rules, compiled, activations, softmax, compiled_activations)]}
 
 
 # ---- the tests -------------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def test_in_two_processes() -> None:
-    """All bodies in one pair of processes: most of the time is spent on importing."""
-    command, port = [sys.executable, "-W", "ignore", str(Path(__file__))], str(free_port())
-    processes = [
-        subprocess.Popen([*command, str(rank), port], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    assert all(output.count(" passed") == len(BODIES) for output in outputs)
+def test_in_two_processes(tmp_path: Path) -> None:
+    in_processes(__file__, "two", 2, tmp_path)
 
 
 def test_rules_are_registered_with_dtensor_and_not_before() -> None:
@@ -341,4 +369,4 @@ def test_rules_are_registered_with_dtensor_and_not_before() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(GROUPS)

@@ -196,7 +196,7 @@ def register() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     dispatcher = DTensor._op_dispatcher
-    handlers: dict[Any, Any] = dispatcher._custom_op_handlers  # type: ignore[assignment]
+    handlers: dict[Any, Any] = dispatcher._custom_op_handlers
     known = dispatcher.sharding_propagator.op_to_schema_info
     for name, rule in RULES.items():
         op = getattr(torch.ops.fused, name).default
@@ -210,26 +210,35 @@ def register() -> None:
 
 
 def _by_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """A backward operator on DTensors: what is kept of forward, its second argument, stays where it is."""
+    """A backward operator on DTensors: what is kept of forward, its second argument, stays where it is.
+
+    Runs below autograd, as all that DTensor dispatches: so no DTensor.redistribute, which is above it.
+    """
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
     data = args[1]
     mesh = data.device_mesh
     ways = RULES[op._schema.name.removeprefix("fused::")](*(getattr(a, "_spec", a) for a in args))
     chosen = [next((way for way in ways if way[1][1] == here), ways[0]) for here in data.placements]
-    local = [
-        a.redistribute(mesh, [way[1][i] for way in chosen]).to_local() if isinstance(a, DTensor) else a
-        for i, a in enumerate(args)
-    ]
-    whole = op(*map(_meta, args))
-    return tuple(
-        None
-        if part is None
-        else DTensor.from_local(
-            part, mesh, [way[0][i] for way in chosen], run_check=False, shape=like.shape, stride=like.stride()
-        )
-        for i, (part, like) in enumerate(zip(op(*local), whole, strict=True))
-    )
+
+    def local(i: int, a: Any) -> Any:
+        if not isinstance(a, DTensor):
+            return a
+        there = DTensorSpec(mesh, tuple(way[1][i] for way in chosen), tensor_meta=a._spec.tensor_meta)
+        own = a._local_tensor
+        return own if there.placements == a.placements else redistribute_local_tensor(own, a._spec, there)
+
+    def result(i: int, own: Tensor | None, whole: Tensor | None) -> Any:
+        if own is None or whole is None:
+            return None
+        meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+        spec = DTensorSpec(mesh, tuple(way[0][i] for way in chosen), tensor_meta=meta)
+        return DTensor(own, spec, requires_grad=False)
+
+    found = zip(op(*(local(i, a) for i, a in enumerate(args))), op(*map(_meta, args)), strict=True)
+    return tuple(result(i, own, whole) for i, (own, whole) in enumerate(found))
 
 
 def _meta(a: Any) -> Any:

@@ -1,0 +1,246 @@
+"""Checkpoints of ``nn.MLP``: saved by n processes, loaded by m, bit for bit; or refused, and nothing changed."""
+
+import itertools
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from processes import in_processes, main
+from test_tensor_parallel import FFN, HIDDEN, build, config, cut, local, parts, tokens
+from torch import nn
+
+if not torch.distributed.is_available():
+    pytest.skip("this torch has no distributed package", allow_module_level=True)
+
+import torch.distributed as dist
+
+from torch_fused_ops import distributed
+from torch_fused_ops.distributed.checkpoint import ShardedTensor, apply_swiglu_sharded_factory
+
+
+def optimizer_of(mlp, lr=1e-2):
+    return torch.optim.AdamW(mlp.parameters(), lr=lr)
+
+
+def stepped(mlp, rank, ranks):
+    """An optimizer whose state is, and a model that is, this rank's part of numbers that depend on names alone."""
+    optimizer = optimizer_of(mlp)
+    truth = {}
+    for name, p, part in parts(mlp):
+        whole = [n * ranks if axis == part.axis else n for axis, n in enumerate(p.shape)]
+        for i, what in enumerate(("", "exp_avg", "exp_avg_sq")):
+            truth[name, what] = tokens(*whole, seed=100 * len(name) + i, dtype=p.dtype)
+        own = {what: cut(t, part, rank, ranks).clone() for (n, what), t in truth.items() if n == name}
+        with torch.no_grad():
+            p.copy_(own.pop(""))
+        optimizer.state[p] = {"step": torch.tensor(3.0), **own}
+    return optimizer, truth
+
+
+def is_truth(mlp, optimizer, truth, rank, ranks):
+    for name, p, part in parts(mlp):
+        assert torch.equal(local(p), cut(truth[name, ""], part, rank, ranks)), name
+        if optimizer is not None:
+            state = optimizer.state[p]
+            assert state["step"] == 3
+            for what in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(local(state[what]), cut(truth[name, what], part, rank, ranks)), (name, what)
+
+
+# ---- checks: each runs in every one of two processes, or four --------------------------------------------------------
+
+
+def matrix(rank, ranks, folder):
+    """Saved by n, loaded by m."""
+    groups = {n: dist.new_group(range(n)) for n in (1, 2, 4) if n <= ranks}
+    for gated, apart, dtype in (
+        (False, False, torch.float32),
+        (True, False, torch.float64),
+        (True, True, torch.float32),
+        (True, False, torch.bfloat16),
+    ):
+        given, metadata = config(gated_linear_unit=gated, params_dtype=dtype), {"singleton_local_shards": apart}
+        for n, m in itertools.product(groups, repeat=2):
+            where = folder / f"{gated}{apart}{dtype}{n}{m}"
+            if rank < n:
+                mlp = build(given, groups[n], seed=5)
+                optimizer, truth = stepped(mlp, rank, n)
+                distributed.save(where, mlp, optimizer, metadata=metadata, process_group=groups[n])
+            dist.barrier()
+            if rank < m:
+                mlp = build(given, groups[m], seed=6)
+                _, truth = stepped(build(given, groups[m]), rank, m)
+                optimizer = optimizer_of(mlp, lr=5.0)
+                distributed.load(where, mlp, optimizer, metadata=metadata, process_group=groups[m])
+                is_truth(mlp, optimizer, truth, rank, m)
+                assert optimizer.param_groups[0]["lr"] == 1e-2
+            dist.barrier()
+            if rank == 0 and not apart:
+                plain(where, folder / "plain.pt", truth)
+
+
+def plain(where, file, truth):
+    """What a checkpoint is to torch.load: one process's state dict."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(where, file)
+    state = torch.load(file, weights_only=False)
+    assert set(state["model"]) == {name for name, what in truth if not what}
+    for name, t in state["model"].items():
+        assert torch.equal(t, truth[name, ""])
+
+
+def damaged(rank, ranks, folder):
+    """Each rank hears of it, by key, and keeps what it has."""
+    where = folder / "whole"
+    mlp = build(config(), dist.group.WORLD)
+    optimizer, _ = stepped(mlp, rank, ranks)
+    distributed.save(where, mlp, optimizer)
+    dist.barrier()
+    before = [t.clone() for t in (*mlp.parameters(), *(t for s in optimizer.state.values() for t in s.values()))]
+
+    def refuses(at, error, words, *others):
+        with pytest.raises(error, match=words):
+            distributed.load(at, *(others or (mlp, optimizer)))
+        now = (*mlp.parameters(), *(t for s in optimizer.state.values() for t in s.values()))
+        assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+        dist.barrier()
+
+    def harm(name, how):
+        at = folder / name
+        if rank == 0:
+            shutil.copytree(where, at)
+            file = sorted(at.glob("*.distcp"))[-1]
+            content = bytearray(file.read_bytes())
+            file.write_bytes(how(content)) if how else file.unlink()
+        dist.barrier()
+        return at
+
+    refuses(harm("shorter", lambda content: content[: len(content) // 2]), RuntimeError, r"linear_fc\d\.(weight|bias)")
+    refuses(harm("gone", None), RuntimeError, r"linear_fc\d\.(weight|bias)")
+    refuses(harm("flipped", data_of(where, "model.linear_fc1.weight")), RuntimeError, r"model\.linear_fc1\.weight")
+    wider = build(config(gated_linear_unit=False), dist.group.WORLD)
+    refuses(
+        where, ValueError, r"model\.linear_fc1\.weight has shape \(48, 16\) in the checkpoint, \(24, 16\) here", wider
+    )
+    other = build(config(params_dtype=torch.float32), dist.group.WORLD)
+    refuses(where, ValueError, r"model\.linear_fc1\.weight has dtype torch\.float64", other)
+    refuses(where, ValueError, r"model\.more\.weight is not in", nn.ModuleDict({"more": nn.Linear(2, 2)}))
+
+
+def data_of(where, key):
+    """What flips one bit of the numbers that the last rank has saved under a key."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    metadata = FileSystemReader(where).read_metadata()
+    name = sorted(where.glob("*.distcp"))[-1].name
+    (info, *_) = [v for k, v in metadata.storage_data.items() if k.fqn == key and v.relative_path == name]
+
+    def flip(content):
+        content[info.offset + info.length // 2] ^= 1
+        return content
+
+    return flip
+
+
+def other_ways(rank, ranks, folder):
+    """DTensors of parallelize_module, and stacked layers, each in another process."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    mlp = build(config())
+    mlp = parallelize_module(mlp, mesh, distributed.tensor_parallel_plan(mlp))
+    optimizer = optimizer_of(mlp)
+    (sum(mlp(tokens(3, HIDDEN)))).square().sum().backward()
+    optimizer.step()
+    distributed.save(folder / "plan", mlp, optimizer)
+    dist.barrier()
+    again = build(config(), dist.group.WORLD, seed=3)
+    of_again = optimizer_of(again)
+    distributed.load(folder / "plan", again, of_again)
+    for p, q in zip(mlp.parameters(), again.parameters(), strict=True):
+        assert torch.equal(local(p), q)
+        assert torch.equal(local(optimizer.state[p]["exp_avg"]), of_again.state[q]["exp_avg"])
+    with torch.no_grad():
+        for p in mlp.parameters():
+            local(p).zero_()
+    distributed.load(folder / "plan", mlp, optimizer)
+    assert torch.equal(local(mlp.linear_fc1.weight), again.linear_fc1.weight)
+
+    def stacked(module, layer):
+        return module.sharded_state_dict("layers.", ((0, layer, ranks),))
+
+    alone = build(config(), seed=rank)
+    save(stacked(alone, rank), checkpoint_id=folder / "stacked")
+    dist.barrier()
+    other = (rank + 1) % ranks
+    reread = build(config(), seed=50)
+    state = stacked(reread, other)
+    assert state["layers.linear_fc1.weight"].shape == (ranks, 2 * FFN, HIDDEN)
+    load(state, checkpoint_id=folder / "stacked")
+    for p, q in zip(reread.parameters(), build(config(), seed=other).parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+GROUPS = {"two": [matrix, damaged, other_ways], "four": [matrix, damaged, other_ways]}
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+def test_in_four_processes(tmp_path: Path) -> None:
+    in_processes(__file__, "four", 4, tmp_path)
+
+
+@pytest.mark.slow
+def test_in_two_processes(tmp_path: Path) -> None:
+    in_processes(__file__, "two", 2, tmp_path)
+
+
+def test_one_process_writes_the_same_keys_and_layout(tmp_path: Path) -> None:
+    mlp = nn.Sequential(build(config(params_dtype=torch.float32)), nn.Linear(2, 2))
+    distributed.save(tmp_path / "a", mlp)
+    other = nn.Sequential(build(config(params_dtype=torch.float32), seed=1), nn.Linear(2, 2))
+    distributed.load(tmp_path / "a", other)
+    for a, b in zip(mlp.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    truth = {(name, ""): p.detach() for name, p in mlp.named_parameters()}
+    plain(tmp_path / "a", tmp_path / "a.pt", truth)
+
+
+def test_optimizer_state_of_unknown_parts_is_refused(tmp_path: Path) -> None:
+    mlp = build(config())
+    optimizer = optimizer_of(mlp)
+    optimizer.state[mlp.linear_fc1.weight] = {"step": torch.tensor(1.0), "row": torch.zeros(3)}
+    with pytest.raises(ValueError, match=r"linear_fc1\.weight\.row has shape \(3,\)"):
+        distributed.save(tmp_path, mlp, optimizer)
+
+
+def test_factory_places_gate_and_up() -> None:
+    """The second of two ranks: gate rows behind the first's gate rows, up rows behind all gate rows."""
+    whole = torch.arange(8.0).view(8, 1)
+    part = torch.cat([whole[2:4], whole[6:8]])
+    one = ShardedTensor.of_parameter("w", part)
+    from dataclasses import replace
+
+    own = replace(one.sharding, shape=torch.Size((8, 1)), runs=(one.sharding.runs[0]._replace(place=4),))
+    given = ShardedTensor("w", part, own)
+    (found,) = apply_swiglu_sharded_factory(given, ()).values()
+    assert [(tuple(place), box.flatten().tolist()) for place, box in found._boxes()] == [
+        ((2, 0), [2.0, 3.0]),
+        ((6, 0), [6.0, 7.0]),
+    ]
+    stacked = apply_swiglu_sharded_factory(given, ((0, 3, 5),), singleton_local_shards=True)
+    assert list(stacked) == ["w_w", "w_v"] and all(t.shape == (5, 4, 1) for t in stacked.values())
+    assert [tuple(place) for t in stacked.values() for place, _ in t._boxes()] == [(3, 2, 0), (3, 2, 0)]
+    with pytest.raises(NotImplementedError, match="saved and loaded"):
+        found + 1
+    assert "w" in repr(found)
+
+
+if __name__ == "__main__":
+    main(GROUPS)

@@ -1,0 +1,486 @@
+"""Tensor parallelism of ``nn.MLP``: the same numbers as in one process, and no communication but what must be."""
+
+import copy
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import in_processes, main
+from test_sharding import two_dimensions
+from torch import nn
+
+if not torch.distributed.is_available():
+    pytest.skip("this torch has no distributed package", allow_module_level=True)
+
+import torch.distributed as dist
+
+HIDDEN, FFN = 16, 24
+SUM, GATHER, SCATTER = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
+
+
+def config(**flags):
+    from torch_fused_ops.nn import MLPConfig
+
+    given = {"activation_func": F.silu, "gated_linear_unit": True, "params_dtype": torch.float64, **flags}
+    return MLPConfig(HIDDEN, ffn_hidden_size=FFN, **given)
+
+
+def build(given, tp_group=None, seed=0):
+    from torch_fused_ops.nn import MLP
+
+    torch.manual_seed(seed)
+    return MLP(given, tp_group=tp_group)
+
+
+def tokens(*shape, seed=1, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def cut(t, part, rank, ranks):
+    """A rank's part of a whole parameter."""
+    if part.axis is None:
+        return t
+    axis = part.axis
+    return t.unflatten(axis, (part.groups, -1)).chunk(ranks, axis + 1)[rank].flatten(axis, axis + 1)
+
+
+def parts(mlp):
+    for name, parameter in mlp.named_parameters():
+        linear, own = name.split(".")[-2:]
+        yield name, parameter, getattr(mlp, linear).parts[own]
+
+
+def local(t):
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+class Counted:
+    """The collectives since it was last asked, by name."""
+
+    def __init__(self, comm):
+        self.comm, self.before = comm, {}
+
+    def __call__(self):
+        now = {str(op).split(".")[-1]: n for op, n in self.comm.get_comm_counts().items()}
+        new = {name: n - self.before.get(name, 0) for name, n in now.items() if n != self.before.get(name, 0)}
+        self.before = now
+        return new
+
+
+def output(mlp, x, scale=None):
+    y, bias = mlp(x, scale)
+    return y if bias is None else y + bias
+
+
+# ---- checks: each runs in every one of two processes, or four --------------------------------------------------------
+
+
+def flags(rank, ranks, folder):
+    """Every flag with every other: numbers, weights at the start, collectives."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    switches = (False, True)
+    for gated, bias, sequence, scaled, delay, memory in itertools.product(
+        switches, switches, switches, switches, switches, ("off", "free", "fp8", "input")
+    ):
+        given = config(
+            gated_linear_unit=gated, add_bias_linear=bias, sequence_parallel=sequence, delay_wgrad_compute=delay,
+            memory=memory,
+        )  # fmt: skip
+        one, mlp = build(given), build(given, dist.group.WORLD)
+        x, d, scale = tokens(2 * ranks, 3, HIDDEN), tokens(2 * ranks, 3, HIDDEN, seed=2), tokens(2 * ranks, 3, seed=3)
+        found = []
+        with CommDebugMode() as comm:
+            counted = Counted(comm)
+            for module, shares in ((one, 1), (mlp, ranks if sequence else 1)):
+                own, s, g = (t.chunk(shares)[rank % shares].clone().requires_grad_() for t in (x, scale, d))
+                y = output(module, own, s if scaled else None)
+                counts = [counted()]
+                y.backward(g.detach())
+                counts.append(counted())
+                assert delay == any(p.grad is None for p in module.parameters())
+                module.backward_dw()
+                counts.append(counted())
+                found.append([y.detach(), own.grad, *([s.grad] if scaled else [])])
+        small = {SUM: 1} if sequence and bias else {}  # the second bias's gradient
+        expected = [{SUM: 1}, {SUM: 1 + scaled}, {}]
+        if sequence:
+            expected = [{GATHER: 1 + scaled, SCATTER: 1}, {GATHER: 1, SCATTER: 1 + scaled}, {}]
+            expected[2 if delay else 1].update(small)
+        assert counts == expected, (counts, expected, given)
+        close = {"atol": 1e-12, "rtol": 1e-12} if memory != "fp8" else {"atol": 1.0, "rtol": 0.3}
+        for got, truth in zip(found[1], found[0], strict=True):
+            torch.testing.assert_close(got, truth.chunk(ranks)[rank] if sequence else truth, **close)
+        for (name, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
+            assert torch.equal(p, cut(whole, part, rank, ranks)), (name, given)
+            torch.testing.assert_close(p.grad, cut(whole.grad, part, rank, ranks), **close)
+
+
+def training(rank, ranks, folder):
+    """Ten steps of an optimizer: float64 to its last digits, float32 and bfloat16 no further off than one process."""
+    for sequence in (False, True):
+        given = config(sequence_parallel=sequence)
+        one, mlp = build(given), build(given, dist.group.WORLD)
+        pairs = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2)) for m in (one, mlp)]
+        for step in range(10):
+            x, target = tokens(4, 3, HIDDEN, seed=step), tokens(4, 3, HIDDEN, seed=100 + step)
+            for module, optimizer in pairs:
+                share = sequence and module is mlp
+                a, b = (t.chunk(ranks)[rank] if share else t for t in (x, target))
+                optimizer.zero_grad()
+                (output(module, a) - b).square().sum().backward()
+                optimizer.step()
+        for (_, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
+            torch.testing.assert_close(p, cut(whole, part, rank, ranks), atol=1e-11, rtol=1e-11)
+    for dtype in (torch.float32, torch.bfloat16):
+        given = config(params_dtype=dtype)
+        one, mlp = build(given), build(given, dist.group.WORLD)
+        true = copy.deepcopy(one).double()
+        results = {}
+        for module, kind in ((true, torch.float64), (one, dtype), (mlp, dtype)):
+            optimizer = torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9)
+            ys = []
+            for step in range(10):
+                x = tokens(4, 3, HIDDEN, seed=step, dtype=kind)
+                y = output(module, x)
+                optimizer.zero_grad()
+                (y.float() if kind != torch.float64 else y).square().mean().backward()
+                optimizer.step()
+                ys.append(y.detach().double())
+            results[module] = torch.stack(ys)
+        alone, together = ((results[m] - results[true]).abs().max() for m in (one, mlp))
+        assert together <= 2 * alone, (dtype, together, alone)
+
+
+def plan(rank, ranks, folder):
+    """parallelize_module: parameters are DTensors of the whole, packed ones half by half."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from torch_fused_ops import functional
+    from torch_fused_ops.distributed import tensor_parallel_plan
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    x = tokens(2 * ranks, 3, HIDDEN)
+    for gated, sequence, delay in itertools.product((False, True), repeat=3):
+        given = config(gated_linear_unit=gated, sequence_parallel=sequence, delay_wgrad_compute=delay)
+        one, mlp = build(given), build(given)
+        mlp = parallelize_module(mlp, mesh, tensor_parallel_plan(mlp))
+        mine = x.chunk(ranks)[rank] if sequence else x
+        with CommDebugMode() as comm:
+            counted = Counted(comm)
+            y = output(mlp, mine)
+            assert counted() == ({GATHER: 1, SCATTER: 1} if sequence else {SUM: 1})
+            y.square().sum().backward()
+            mlp.backward_dw()
+            assert counted() == ({GATHER: 1, SUM: 1} if sequence else {})  # x needs no gradient; the bias's
+        output(one, x).square().sum().backward()
+        one.backward_dw()
+        for (name, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
+            assert p.shape == whole.shape and p.grad.placements == p.placements
+            assert torch.equal(local(p), cut(whole, part, rank, ranks)), name
+            torch.testing.assert_close(local(p.grad), cut(whole.grad, part, rank, ranks))
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (mlp, one)]
+        torch.testing.assert_close(norms[0].full_tensor(), norms[1])
+        with torch.no_grad():
+            for m in (mlp, one):
+                for p in m.parameters():
+                    p.sub_(p.grad)
+        mlp.linear_fc1.reset_parameters()
+        torch.testing.assert_close(output(mlp, mine).shape, mine.shape)
+
+    class Plain(nn.Module):
+        """Somebody else's."""
+
+        def __init__(self, packed):
+            super().__init__()
+            self.packed = packed
+            self.fc1, self.fc2 = nn.Linear(HIDDEN, FFN * (1 + packed)), nn.Linear(FFN, HIDDEN)
+
+        def forward(self, x):
+            h = self.fc1(x)
+            return self.fc2(functional.bias_swiglu(h) if self.packed else functional.silu(h))
+
+    for packed in (False, True):
+        torch.manual_seed(0)
+        mlp = Plain(packed).double()
+        truth = mlp(x)
+        try:
+            shared = parallelize_module(copy.deepcopy(mlp), mesh, tensor_parallel_plan(mlp))
+        except NotImplementedError as error:
+            assert packed and "2.13" in str(error)
+            continue
+        torch.testing.assert_close(shared(x), truth)
+        assert local(shared.fc1.weight).shape[0] == FFN * (1 + packed) // ranks
+
+
+def odds(rank, ranks, folder):
+    """Seeds that differ, meta tensors, frozen weights, copies, micro-batches in flight, and what is refused."""
+    from torch_fused_ops.nn import MLP, ColumnParallelLinear, RowParallelLinear
+
+    world, x = dist.group.WORLD, tokens(4, HIDDEN)
+    one = build(config())
+    mlp = build(config(), world, seed=rank)
+    torch.testing.assert_close(output(mlp, x), output(one, x))  # rank 0's numbers, in each rank
+    torch.testing.assert_close(output(copy.deepcopy(mlp), x), output(one, x))
+    with torch.device("meta"):
+        mlp = MLP(config(), tp_group=world)
+    mlp.to_empty(device="cpu")
+    torch.manual_seed(0)
+    mlp.linear_fc1.reset_parameters()
+    mlp.linear_fc2.reset_parameters()
+    torch.testing.assert_close(output(mlp, x), output(one, x))
+    for delay in (False, True):
+        one, mlp = build(config(delay_wgrad_compute=delay)), build(config(delay_wgrad_compute=delay), world)
+        batches = [tokens(4, HIDDEN, seed=s) for s in range(3)]
+        for m in (one, mlp):
+            m.linear_fc1.weight.requires_grad_(False)
+            outputs = [output(m, batch) for batch in batches]
+            for y in outputs:
+                y.square().sum().backward()
+            for _ in batches:
+                m.backward_dw()
+        assert mlp.linear_fc1.weight.grad is None
+        for (_, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
+            if whole.grad is not None:
+                torch.testing.assert_close(p.grad, cut(whole.grad, part, rank, ranks))
+    given = {"config": config(), "tp_group": world}
+    for refused, words in (
+        (lambda: MLP(config(), ffn_hidden_size=ranks + 1, tp_group=world), "ffn_hidden_size"),
+        (lambda: ColumnParallelLinear(8, 8, gather_output=True, **given), "gather_output"),
+        (lambda: RowParallelLinear(8, 8, input_is_parallel=False, **given), "input_is_parallel"),
+        (lambda: RowParallelLinear(2 * ranks + 1, 8, **given), "divide"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            refused()
+    alone = ColumnParallelLinear(4, 2 * ranks, bias=True, **given)  # as a module of its own, bias and all
+    row = RowParallelLinear(2 * ranks, 4, **given)
+    assert alone(x[:, :4])[0].shape == (4, 2) and row(alone(x[:, :4])[0])[1] is None
+
+
+def selective_checkpointing(rank, ranks, folder):
+    """What a policy saves is not computed, nor communicated, again."""
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    def policy(save):
+        def choose(ctx, op, *args, **kwargs):
+            saved = any(name in str(op) for name in save)
+            return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return lambda: create_selective_checkpoint_contexts(choose)
+
+    one, mlp, x = build(config()), build(config(), dist.group.WORLD), tokens(4, HIDDEN)
+    output(one, x).square().sum().backward()
+    for save, reductions in ((("fused.", "c10d"), 1), (("fused.",), 2)):
+        mlp.zero_grad()
+        with CommDebugMode() as comm:
+            y = checkpoint(lambda x: output(mlp, x), x, use_reentrant=False, context_fn=policy(save))
+            y.square().sum().backward()
+        assert comm.get_total_counts() <= reductions
+        for (_, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, cut(whole.grad, part, rank, ranks))
+
+
+def on_paper(rank, ranks, folder):
+    """distributed.mlp_figures is what is measured: bytes kept, collectives, products."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from torch_fused_ops.distributed import mlp_figures
+
+    class Seen(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.gemms, self.collectives, self.storages = [], [], {}
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            name = str(func).split(".")[1]
+            if name == "mm":
+                self.gemms.append((args[0].shape[0], args[0].shape[1], args[1].shape[1]))
+            if name in (SUM, GATHER, SCATTER):
+                large = max(args[0].numel(), out.numel())
+                self.collectives.append((name.removesuffix("_into_tensor").removesuffix("_tensor"), large * 4))
+            for t in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(t, torch.Tensor) and type(t) is torch.Tensor:
+                    storage = t.untyped_storage()
+                    self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+            return out
+
+        def alive(self, *others):
+            known = {t.untyped_storage()._cdata for t in others}
+            return sum(n for at, (ref, n) in self.storages.items() if at not in known and not ref.expired())
+
+    t = 8
+    for gated, memory, sequence, tp in itertools.product(
+        (False, True), ("off", "free", "fp8", "input"), (False, True), {1, ranks}
+    ):
+        given = config(
+            gated_linear_unit=gated, memory=memory, sequence_parallel=sequence, params_dtype=torch.float32,
+            add_bias_linear=False,
+        )  # fmt: skip
+        mlp = build(given, dist.group.WORLD if tp > 1 else None)
+        paper = mlp_figures(
+            HIDDEN, FFN, t, tp, gated=gated, memory=memory, sequence_parallel=sequence, dtype=torch.float32
+        )
+        assert paper.weights == sum(p.nbytes for p in mlp.parameters())
+        shared = sequence and tp > 1
+        x = tokens(t // tp if shared else t, HIDDEN, dtype=torch.float32).requires_grad_()
+        with Seen() as seen:
+            y, _ = mlp(x)
+            kept = seen.alive(x, y, *mlp.parameters()) + (0 if shared else x.nbytes)
+            y.sum().backward()
+        assert kept == paper.kept, (kept, paper, given)
+        assert seen.collectives == list(paper.collectives), (seen.collectives, paper, given)
+        assert sorted(map(sorted, seen.gemms)) == sorted(map(sorted, paper.gemms)), (seen.gemms, paper.gemms)
+
+
+def compiled(rank, ranks, folder, backend="fused"):
+    """torch.compile(backend="fused"): one graph, the same numbers."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from torch_fused_ops.distributed import tensor_parallel_plan
+
+    mesh, x = init_device_mesh("cpu", (ranks,)), tokens(4 * ranks, HIDDEN)
+    for sequence, as_dtensors in itertools.product((False, True), repeat=2):
+        torch._dynamo.reset()
+        given = config(sequence_parallel=sequence)
+        one, mlp = build(given), build(given, None if as_dtensors else dist.group.WORLD)
+        if as_dtensors:
+            mlp = parallelize_module(mlp, mesh, tensor_parallel_plan(mlp))
+        mine = x.chunk(ranks)[rank] if sequence else x
+        fn = torch.compile(mlp, backend=backend, fullgraph=True)
+        y = output(fn, mine)
+        y.square().sum().backward()
+        truth = output(one, x)
+        truth.square().sum().backward()
+        torch.testing.assert_close(y, truth.chunk(ranks)[rank] if sequence else truth)
+        for (_, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
+            torch.testing.assert_close(local(p.grad), cut(whole.grad, part, rank, ranks))
+
+
+def traced(rank, ranks, folder):
+    """The same without Inductor, whose first compilation takes 20 s."""
+    compiled(rank, ranks, folder, "aot_eager")
+
+
+def data_parallel(rank, ranks, folder):
+    """On a mesh of two dimensions: DistributedDataParallel or FSDP2 over one, tensor parallelism over the other."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+    from torch.nn.parallel import DistributedDataParallel
+
+    from torch_fused_ops.distributed import load, save, tensor_parallel_plan
+
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh["dp"], mesh["tp"]
+    place = tp.get_local_rank()
+    x = tokens(8, 3, HIDDEN)
+    mine = x.chunk(2)[dp.get_local_rank()]
+    one = build(config())
+    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        output(one, x).square().mean().backward()
+        optimizer.step()
+    for sequence, way in itertools.product((False, True), ("ddp", "fsdp of parts", "fsdp of DTensors")):
+        given = config(sequence_parallel=sequence)
+        mlp = build(given, None if way.endswith("DTensors") else tp.get_group())
+        if way.endswith("DTensors"):
+            mlp = parallelize_module(mlp, tp, tensor_parallel_plan(mlp))
+        if way == "ddp":
+            wrapped = DistributedDataParallel(mlp, process_group=dp.get_group())
+        else:
+            wrapped = fully_shard(mlp, mesh=dp)
+        # A loss that is a mean over the tokens of all ranks that share them.
+        own, weight = (mine.chunk(tp.size())[place], 1 / tp.size()) if sequence else (mine, 1.0)
+        again = torch.optim.AdamW(mlp.parameters(), lr=1e-2)
+        for _ in range(3):
+            again.zero_grad()
+            (output(wrapped, own).square().mean() * weight).backward()
+            again.step()
+        if way == "ddp":
+            for (_, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
+                torch.testing.assert_close(p, cut(whole, part, place, tp.size()))
+        where = folder / f"{way}{sequence}"
+        save(where, mlp, again)
+        alone = build(config(), seed=7)
+        of_alone = torch.optim.AdamW(alone.parameters(), lr=5e-2)
+        load(where, alone, of_alone)
+        for p, q in zip(alone.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+            for what, t in optimizer.state[q].items():
+                torch.testing.assert_close(of_alone.state[p][what], t)
+        # And back, bit for bit.
+        with torch.no_grad():
+            before = [local(p).clone() for p in mlp.parameters()]
+            for p in mlp.parameters():
+                local(p).zero_()
+        load(where, mlp, again)
+        for p, b in zip(mlp.parameters(), before, strict=True):
+            assert torch.equal(local(p), b)
+
+
+def wrapped(rank, ranks, folder):
+    """FSDP2 frees parameters after forward: a bias that is handed on to whom it does not wrap outlives that."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    class Block(nn.Module):
+        def __init__(self, memory):
+            super().__init__()
+            self.mlp = build(config(memory=memory))
+
+        def forward(self, x):
+            return output(self.mlp, x)
+
+    mesh, x = init_device_mesh("cpu", (ranks,)), tokens(4, HIDDEN)
+    for inside, memory in itertools.product((False, True), ("free", "fp8", "input")):
+        one, block = Block(memory), Block(memory)
+        for module in [block.mlp.linear_fc1, block.mlp.linear_fc2] if inside else [block.mlp]:
+            fully_shard(module, mesh=mesh)
+        fully_shard(block, mesh=mesh)
+        for m in (one, block):
+            y = m(x)
+            y.square().sum().backward()
+        for p, whole in zip(block.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), whole.grad)
+
+
+GROUPS = {
+    "two": [flags, training, plan, odds, selective_checkpointing, on_paper, wrapped, traced],
+    "four": [two_dimensions, plan, odds, training, data_parallel],
+    "many": [flags, on_paper, compiled],
+    "compiled": [compiled],
+}
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("group", "ranks"), [("two", 2), ("four", 4)])
+def test_in_processes(group: str, ranks: int, tmp_path: Path) -> None:
+    in_processes(__file__, group, ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("group", "ranks"), [("many", 4), ("compiled", 2)])
+def test_in_more_processes(group: str, ranks: int, tmp_path: Path) -> None:
+    in_processes(__file__, group, ranks, tmp_path)
+
+
+def test_plan_names_what_it_does_not_know() -> None:
+    from torch_fused_ops.distributed import tensor_parallel_plan
+
+    with pytest.raises(ValueError, match=r"first \(Linear\), second \(Linear\)"):
+        tensor_parallel_plan(nn.ModuleDict({"first": nn.Linear(2, 4), "second": nn.Linear(4, 2)}))
+
+
+if __name__ == "__main__":
+    main(GROUPS)

@@ -1,0 +1,465 @@
+"""FusedMLP: what it computes and keeps, and the checkpoints that it loads and writes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from torch_fused_ops import activations
+from torch_fused_ops.nn import layouts
+from torch_fused_ops.nn.fused_mlp import FusedMLP
+
+LEVELS = ("off", "free", "fp8", "input")
+ACTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+class Counting(TorchDispatchMode):
+    """Counts matrix products, and knows which memory was made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+        self.made: list[tuple[StorageWeakRef, int, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.products += func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                self.made.append((StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes(), None))
+        return out
+
+
+def kept(fn: Callable[[Tensor], Tensor], x: Tensor, *known: Tensor) -> tuple[int, int]:
+    """(bytes that live on for backward besides x, what is known and the result; matrix products of a training step)"""
+    others = {t.untyped_storage()._cdata for t in (x, *known)}
+    with Counting() as counting:
+        y = fn(x)
+        others.add(y.untyped_storage()._cdata)
+        alive = {ref.cdata: n for ref, n, _ in counting.made if not ref.expired() and ref.cdata not in others}
+        y.sum().backward()
+    return sum(alive.values()), counting.products
+
+
+def step(fn: Callable[[Tensor], Tensor], x: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    y = fn(x)
+    tangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, [x, *parameters], tangent)]
+
+
+def plain(mlp: FusedMLP) -> Callable[[Tensor], Tensor]:
+    act = ACTS[mlp.activation]
+
+    def forward(x: Tensor) -> Tensor:
+        h = mlp.fc1(x)
+        if mlp.gated:
+            gate, up = h.chunk(2, -1)
+            return mlp.fc2(act(gate) * up)
+        return mlp.fc2(act(h))
+
+    return forward
+
+
+def close(a: list[Tensor], b: list[Tensor], tolerance: float) -> None:
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance * float(y.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "activation, gated, bias",
+    [(name, name in ("silu", "gelu"), name != "silu") for name in ACTS] + [("relu", True, True)],
+)
+def test_the_formula(activation, gated, bias):
+    torch.manual_seed(0)
+    mlp = FusedMLP(24, 40, activation, gated, bias)
+    assert [tuple(p.shape) for p in mlp.parameters()] == [
+        shape for shape in ((40 * (1 + gated), 24), (40 * (1 + gated),), (24, 40), (24,)) if bias or len(shape) == 2
+    ]
+    x = torch.randn(3, 5, 24)
+    expected = step(plain(mlp), x, list(mlp.parameters()))
+    for level in LEVELS:
+        mlp.memory = level
+        close(step(mlp, x, list(mlp.parameters())), expected, 0.1 if level == "fp8" else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_levels_give_the_same(dtype):
+    mlp = FusedMLP(16, 32, "silu", gated=True, dtype=dtype)
+    x = torch.randn(4, 16, dtype=dtype)
+    results = []
+    for mlp.memory in ("off", "free", "input"):
+        results.append(step(mlp, x, list(mlp.parameters())))
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+    mlp.memory = "fp8"
+    assert torch.equal(mlp(x), results[0][0])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "relu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_kept(activation, gated, dtype):
+    rows, hidden, ffn = 48, 32, 64
+    mlp = FusedMLP(hidden, ffn, activation, gated, dtype=dtype)
+    x = torch.randn(rows, hidden, dtype=dtype).requires_grad_()
+    a = rows * ffn * dtype.itemsize
+    h, fp8 = a * (1 + gated), rows * ffn * (1 + gated) + rows * 4
+    expected = {"off": (h + a, 6), "free": (h, 6), "fp8": (fp8, 6), "input": (0, 7)}
+    if activation == "relu" and not gated:
+        expected |= {"off": (a, 6), "free": (a, 6)}
+    for mlp.memory, figures in expected.items():
+        assert kept(mlp, x, *mlp.parameters()) == figures, mlp.memory
+
+
+def test_the_docs_say_so():
+    """The table of docs/modules.md."""
+    text, rows, ffn = (Path(__file__).parents[2] / "docs" / "modules.md").read_text(), 16, 32
+    notes = {"off": "", "free": "the same", "fp8": "rounded", "input": "the same"}
+    for level, note in notes.items():
+        cells = []
+        for gated in (False, True):
+            mlp = FusedMLP(8, ffn, "silu", gated, dtype=torch.bfloat16, memory=level)
+            nbytes, products = kept(mlp, torch.randn(rows, 8, dtype=torch.bfloat16).requires_grad_(), *mlp.parameters())
+            units, scale = divmod(nbytes // rows, ffn)
+            cells.append(
+                " + ".join(
+                    ([f"{units if units > 1 else ''}·f".lstrip("·")] if units else []) + [str(scale)] * (scale > 0)
+                )
+                or "0"
+            )
+        name = f'`"{level}"`' + ", the default" * (level == "free")
+        assert f"| {name} | {cells[0]} | {cells[1]} | {products} | {note}".rstrip() in text
+
+
+def test_flops():
+    mlp, x = FusedMLP(32, 64, "silu", gated=True), torch.randn(48, 32, requires_grad=True)
+    product = 2 * 48 * 32 * 64
+    for mlp.memory in LEVELS:
+        with FlopCounterMode(display=False) as counter:
+            mlp(x).sum().backward()
+        assert counter.get_total_flops() == product * (9 + 2 * (mlp.memory == "input"))
+
+
+def test_nothing_is_kept_without_gradients():
+    mlp, x = FusedMLP(32, 64), torch.randn(4, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(mlp(x), plain(mlp)(x))
+    with torch.inference_mode():
+        torch.testing.assert_close(mlp(x), plain(mlp)(x))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_dropout(level):
+    torch.manual_seed(0)
+    mlp = FusedMLP(64, 64, "silu", gated=True, dropout=0.25, memory=level)
+    x = torch.randn(128, 64, requires_grad=True)
+    torch.manual_seed(3)
+    y = mlp(x)
+    whole = plain(mlp)(x)
+    kept_ones = y != 0
+    assert 0.72 < kept_ones.float().mean() < 0.78
+    torch.testing.assert_close(y[kept_ones], (whole / 0.75)[kept_ones])
+    torch.manual_seed(3)
+    assert torch.equal(mlp(x), y)
+    (grad,) = torch.autograd.grad(y.sum(), mlp.fc2.bias)
+    torch.testing.assert_close(grad, kept_ones.float().sum(0) / 0.75)
+    torch.testing.assert_close(mlp.eval()(x), whole)
+
+
+def test_transforms_checkpoint_and_double_backward():
+    mlp = FusedMLP(8, 12, "silu", gated=True, dtype=torch.float64)
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    for mlp.memory in ("off", "free", "input"):
+        assert torch.autograd.gradcheck(mlp, (x,))
+        assert torch.autograd.gradgradcheck(mlp, (x,))
+        (expected,) = torch.autograd.grad(mlp(x).sum(), x)
+        torch.testing.assert_close(torch.func.grad(lambda x: mlp(x).sum())(x), expected)
+        torch.testing.assert_close(torch.func.vmap(mlp)(x), mlp(x))
+        y = torch.utils.checkpoint.checkpoint(mlp, x, use_reentrant=False)
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_compiled(dropout):
+    torch._dynamo.reset()
+    mlp = FusedMLP(16, 32, "gelu", dropout=dropout)
+    x = torch.randn(6, 16)
+    run = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(0)
+    expected = step(mlp, x, list(mlp.parameters()))
+    torch.manual_seed(0)
+    close(step(run, x, list(mlp.parameters())), expected, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_compiled_fused(gated, level):
+    torch._dynamo.reset()
+    mlp, x = FusedMLP(16, 32, "gelu", gated, memory=level), torch.randn(6, 16)
+    from torch_fused_ops import FusionPolicy
+
+    run = torch.compile(mlp, backend="fused", fullgraph=True, options={"policy": FusionPolicy(memory=level)})
+    tolerance = 0.1 if level == "fp8" else 1e-5
+    close(step(run, x, list(mlp.parameters())), step(plain(mlp), x, list(mlp.parameters())), tolerance)
+
+
+def test_autocast():
+    mlp, x = FusedMLP(16, 32, "silu", gated=True), torch.randn(6, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(mlp)(x)
+        y = mlp(x)
+        assert y.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected, rtol=0.02, atol=0.01)  # it rounds fewer times
+    y.float().sum().backward()
+    assert mlp.fc1.weight.grad.dtype == torch.float32
+
+
+class Doubled(nn.Module):
+    """A wrapper as adapters are."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.weight, self.bias = inner, inner.weight, inner.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inner(x)
+
+
+def test_wrapped_hooked_and_parametrized_linears_are_called():
+    mlp, x = FusedMLP(16, 32, "silu", dropout=0.1, memory="input").eval(), torch.randn(6, 16)
+    expected = mlp(x)
+    calls = []
+    hooks = [fc.register_forward_hook(lambda *_: calls.append(1)) for fc in (mlp.fc1, mlp.fc2)]
+    torch.testing.assert_close(mlp(x.requires_grad_()), expected)
+    mlp.train()(x).sum().backward()
+    assert len(calls) == 4
+    for hook in hooks:
+        hook.remove()
+    mlp.eval()
+    wrapped = copy.deepcopy(mlp)
+    wrapped.fc1, wrapped.fc2 = Doubled(wrapped.fc1), Doubled(wrapped.fc2)
+    torch.testing.assert_close(wrapped(x), 2 * mlp.fc2(F.silu(2 * mlp.fc1(x))))
+    nn.utils.parametrizations.weight_norm(mlp.fc1)
+    torch.testing.assert_close(mlp(x), expected)
+    assert set(mlp.state_dict()) >= {"fc1.parametrizations.weight.original0"}
+    assert not any(mlp.load_state_dict(mlp.state_dict()))
+
+
+@pytest.mark.parametrize(
+    "arguments, error, words",
+    [
+        ({"hidden": 0}, ValueError, "hidden=0 is not accepted"),
+        ({"ffn": 2.5}, TypeError, "ffn=2.5 is not accepted"),
+        ({"activation": "mish"}, ValueError, "activation='mish'"),
+        ({"activation": F.mish}, TypeError, "gelu_tanh"),
+        ({"gated": 1}, TypeError, "gated=1 is not accepted"),
+        ({"bias": None}, TypeError, "bias=None is not accepted"),
+        ({"dropout": 1.5}, ValueError, "dropout=1.5 is not accepted"),
+        ({"dropout": "x"}, TypeError, "dropout='x' is not accepted"),
+        ({"memory": "least"}, ValueError, "memory='least' is not known; accepted: off, free, fp8, input"),
+        ({"checkpoint_layout": "fc2/fc1"}, ValueError, "checkpoint_layout='fc2/fc1' is no layout of an MLP that"),
+    ],
+)
+def test_errors(arguments, error, words):
+    with pytest.raises(error) as caught:
+        FusedMLP(**{"hidden": 8, "ffn": 16, **arguments})
+    assert words in str(caught.value)
+
+
+def test_names_of_activations():
+    for given, name in ((nn.GELU("tanh"), "gelu_tanh"), (F.silu, "silu"), ("relu2", "relu2")):
+        assert FusedMLP(4, 8, given).activation == name
+    activations.register_activation("softsign_mlp", F.softsign)
+    mlp, x = FusedMLP(4, 8, "softsign_mlp"), torch.randn(2, 4)
+    torch.testing.assert_close(mlp(x), mlp.fc2(F.softsign(mlp.fc1(x))))
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS.values(), ids=lambda one: f"{one.name}{' gated' * one.gated}")
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_layout_there_and_back(layout, bias):
+    torch.manual_seed(0)
+    mlp = FusedMLP(6, 10, gated=layout.gated, bias=bias)
+    stored = mlp.state_dict_as(layout.name)
+    named = None if layout.guessed else layout.name
+    other = FusedMLP(6, 10, gated=layout.gated, bias=bias, checkpoint_layout=named)
+    model = nn.ModuleDict({"norm": nn.LayerNorm(6), "mlp": copy.deepcopy(other)})
+    assert not any(other.load_state_dict(stored))
+    assert all(map(torch.equal, other.state_dict().values(), mlp.state_dict().values()))
+    around = {**{f"norm.{k}": v for k, v in nn.LayerNorm(6).state_dict().items()}}
+    assert not any(model.load_state_dict({**around, **mlp.state_dict_as(layout.name, "mlp.")}))
+    assert all(map(torch.equal, model["mlp"].state_dict().values(), mlp.state_dict().values()))
+    again = other.state_dict_as(layout.name)
+    assert list(again) == list(stored) and all(map(torch.equal, again.values(), stored.values()))
+    assert len({t.untyped_storage().data_ptr() for t in stored.values()}) == len(stored)  # as safetensors wants it
+    x = torch.randn(2, 6)
+    assert torch.equal(mlp(x), other(x))
+
+
+class Separate(nn.Module):
+    def __init__(self, first: tuple[str, ...], second: str, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+        for name in first:
+            setattr(self, name, nn.Linear(hidden, ffn))
+        setattr(self, second, nn.Linear(ffn, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [getattr(self, name)(x) for name in self.first]
+        return getattr(self, self.second)(F.silu(parts[0]) * parts[1] if len(parts) == 2 else F.silu(parts[0]))
+
+
+@pytest.mark.parametrize(
+    "names", ["gate_proj up_proj down_proj", "w1 w3 w2", "wi_0 wi_1 wo", "up_proj down_proj", "lin1 lin2"]
+)
+def test_means_what_the_checkpoints_module_means(names):
+    *first, second = names.split()
+    module = Separate(tuple(first), second, 8, 12)
+    mlp = FusedMLP(8, 12, "silu", gated=len(first) == 2)
+    mlp.load_state_dict(module.state_dict())
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(mlp(x), module(x))
+
+
+def test_interleaved_swapped_and_transposed_by_hand():
+    hidden, ffn = 4, 6
+    x = torch.randn(2, hidden)
+    w, v = torch.randn(2 * ffn, hidden), torch.randn(hidden, ffn)
+    h = x @ w.t()
+    cases = {
+        "gate_up_proj/down_proj": (F.silu(h[:, :ffn]) * h[:, ffn:]) @ v.t(),
+        "gate_up_proj/down_proj interleaved": (F.silu(h[:, ::2]) * h[:, 1::2]) @ v.t(),
+        "gate_up_proj/down_proj swapped": (F.silu(h[:, ffn:]) * h[:, :ffn]) @ v.t(),
+    }
+    for layout, expected in cases.items():
+        mlp = FusedMLP(hidden, ffn, "silu", gated=True, bias=False, checkpoint_layout=layout)
+        mlp.load_state_dict({"gate_up_proj.weight": w, "down_proj.weight": v})
+        torch.testing.assert_close(mlp(x), expected)
+    mlp = FusedMLP(hidden, ffn, "silu", bias=False)
+    mlp.load_state_dict({"c_fc.weight": w[:ffn].t(), "c_proj.weight": v.t()})
+    torch.testing.assert_close(mlp(x), F.silu(h[:, :ffn]) @ v.t())
+
+
+def test_square_transposed_weights_must_be_named():
+    stored = FusedMLP(6, 6, bias=False).state_dict_as("c_fc/c_proj transposed")
+    with pytest.raises(
+        RuntimeError, match=r"c_proj\.weight is square: it could be 'c_fc/c_proj' or 'c_fc/c_proj trans"
+    ):
+        FusedMLP(6, 6, bias=False).load_state_dict(stored)
+    FusedMLP(6, 6, bias=False, checkpoint_layout="c_fc/c_proj transposed").load_state_dict(stored)
+
+
+def broken() -> dict[str, tuple[dict[str, Any], str]]:
+    good = FusedMLP(6, 10, gated=True).state_dict_as("gate_proj/up_proj/down_proj")
+
+    def without(*keys: str) -> dict[str, Any]:
+        return {k: v for k, v in good.items() if k not in keys}
+
+    return {
+        "incomplete": (without("up_proj.weight"), "missing: up_proj.weight"),
+        "no bias": (without("gate_proj.bias"), "missing: gate_proj.bias"),
+        "unknown": ({**good, "router.weight": torch.zeros(2)}, "unexpected: router.weight"),
+        "two layouts": ({**good, "fc2.weight": torch.zeros(6, 10)}, "unexpected: fc2.weight"),
+        "shape": (
+            {**good, "up_proj.weight": torch.zeros(9, 6)},
+            "up_proj.weight has shape (9, 6), and must have (10, 6)",
+        ),
+        "transposed": ({**good, "down_proj.weight": torch.zeros(10, 6)}, "down_proj.weight has shape (10, 6)"),
+        "no tensor": ({**good, "down_proj.bias": 3}, "down_proj.bias is not a tensor, but int"),
+        "empty": ({}, "missing: fc1.weight"),
+        "other": ({"a": torch.zeros(2)}, "unexpected: a"),
+    }
+
+
+@pytest.mark.parametrize("name", broken())
+@pytest.mark.parametrize("assign", [False, True])
+def test_errors_name_the_key_and_change_nothing(name, assign):
+    stored, words = broken()[name]
+    mlp = FusedMLP(6, 10, gated=True)
+    before, parameters = copy.deepcopy(mlp.state_dict()), list(mlp.parameters())
+    with pytest.raises(RuntimeError) as caught:
+        mlp.load_state_dict(stored, assign=assign)
+    assert words in str(caught.value) and "Error(s) in loading state_dict for FusedMLP" in str(caught.value)
+    model = nn.Sequential(OrderedDict(mlp=mlp))
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict({f"mlp.{key}": value for key, value in stored.items()})
+    assert words.split(": ")[-1].split(" has")[0].split(" is")[0] in str(caught.value)
+    if not words.startswith(("missing", "unexpected")):  # nn.Module, too, loads what is there beside what is not
+        assert all(map(torch.equal, mlp.state_dict().values(), before.values()))
+    assert all(map(lambda a, b: a is b, mlp.parameters(), parameters))
+
+
+def test_not_strict():
+    source, mlp = FusedMLP(6, 10, gated=True), FusedMLP(6, 10, gated=True)
+    stored = source.state_dict_as("gate_proj/up_proj/down_proj")
+    del stored["up_proj.bias"]
+    before = mlp.fc1.bias.detach().clone()
+    found = mlp.load_state_dict({**stored, "extra": torch.zeros(1)}, strict=False)
+    assert found.missing_keys == ["up_proj.bias"] and found.unexpected_keys == ["extra"]
+    assert torch.equal(mlp.fc1.weight, source.fc1.weight) and torch.equal(mlp.fc1.bias, before)
+    with pytest.raises(RuntimeError, match="has shape"):
+        mlp.load_state_dict({"down_proj.bias": torch.zeros(7)}, strict=False)
+
+
+def test_assign_and_the_callers_dict():
+    source, mlp = FusedMLP(6, 10), FusedMLP(6, 10, device="meta")
+    stored = source.state_dict_as("up_proj/down_proj")
+    keys = list(stored)
+    mlp.load_state_dict(stored, assign=True)
+    assert list(stored) == keys and mlp.fc1.weight.data_ptr() == stored["up_proj.weight"].data_ptr()
+    assert isinstance(mlp.fc1.weight, nn.Parameter) and mlp.fc1.weight.requires_grad
+    x = torch.randn(2, 6)
+    assert torch.equal(mlp(x), source(x))
+
+
+def test_no_such_layout():
+    with pytest.raises(
+        ValueError, match=r"layout='gate_proj/up_proj/down_proj' is no layout of an MLP that is not gated"
+    ):
+        FusedMLP(6, 10).state_dict_as("gate_proj/up_proj/down_proj")
+
+
+def test_layouts_differ():
+    """No two that are guessed have the same keys, but for the shapes."""
+    for a, b in itertools.combinations(layouts.LAYOUTS.values(), 2):
+        if a.gated == b.gated and a.guessed and b.guessed and a.keys(True) == b.keys(True):
+            assert a.transposed != b.transposed
+
+
+def test_importing_is_light():
+    code = "import sys, torch_fused_ops.nn, torch_fused_ops.nn.replace as r, torch_fused_ops.nn.fused_mlp; "
+    code += "print([m for m in ('torch._inductor', 'torch._dynamo', 'sympy.core') if m in sys.modules])"
+    bare = (
+        "import sys, torch; print([m for m in ('torch._inductor', 'torch._dynamo', 'sympy.core') if m in sys.modules])"
+    )
+    outputs = [subprocess.run([sys.executable, "-c", c], capture_output=True, text=True).stdout for c in (code, bare)]
+    assert outputs[0] == outputs[1]

@@ -1,0 +1,311 @@
+"""``nn.MLP`` in one process: flags and their formula, memory levels and what they keep, ``backward_dw``."""
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_fused_ops import functional, megatron
+from torch_fused_ops.distributed.figures import mlp_figures
+from torch_fused_ops.nn import MLP, ColumnParallelLinear, MLPConfig, MLPSubmodules, RowParallelLinear
+
+HIDDEN, FFN = 16, 24
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Thousands of small calls: threads that wait for each other cost many times what they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def config(**flags):
+    return MLPConfig(HIDDEN, **{"ffn_hidden_size": FFN, "params_dtype": torch.float64, **flags})
+
+
+def build(given, seed=0, **arguments):
+    torch.manual_seed(seed)
+    mlp = MLP(given, **arguments)
+    with torch.no_grad():
+        for p in mlp.parameters():  # biases that matter
+            p.add_(0.1 * torch.randn_like(p))
+    return mlp
+
+
+def tokens(*shape, seed=1, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def plain(mlp, act, x, scale=None, clamp=None, offset=0.0):
+    """The formula, in PyTorch's own functions."""
+    h = F.linear(x, mlp.linear_fc1.weight, mlp.linear_fc1.bias)
+    if mlp.linear_fc1.weight.shape[0] == 2 * mlp.linear_fc2.weight.shape[1]:
+        gate, up = h.chunk(2, -1)
+        if clamp is not None:
+            gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+        h = act(gate) * (up + offset)
+    else:
+        h = act(h)
+    h = h if scale is None else h * scale[..., None]
+    y, bias = F.linear(h, mlp.linear_fc2.weight), mlp.linear_fc2.bias
+    if bias is not None:
+        y = y + (bias if scale is None else bias * scale[..., None])
+    return y
+
+
+def output(mlp, x, scale=None):
+    y, bias = mlp(x, scale)
+    return y if bias is None else y + bias
+
+
+ACTIVATIONS = {  # what a config may say: the formula
+    "gelu": (F.gelu, F.gelu),
+    "gelu, tanh": ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")),
+    "silu": (F.silu, F.silu),
+    "silu, module": (nn.SiLU(), F.silu),
+    "relu": (F.relu, F.relu),
+    "squared relu": (functional.squared_relu, lambda x: F.relu(x).square()),
+    "quick gelu": (megatron.quick_gelu, lambda x: x * torch.sigmoid(1.702 * x)),
+    "sigmoid": (torch.sigmoid, torch.sigmoid),
+    "somebody's": (F.mish, F.mish),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_flag_with_every_other_is_its_formula(name: str) -> None:
+    given, formula = ACTIVATIONS[name]
+    switches = (False, True)
+    glus = [{}, {"activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0}]
+    for gated, bias, scaled, delay, fusion, memory in itertools.product(
+        switches, switches, switches, switches, switches, ("off", "free", "fp8", "input")
+    ):
+        if memory == "fp8" and given is F.mish:
+            continue
+        for glu in glus if gated and memory != "fp8" else glus[:1]:  # float8 takes values over a clamp's edge
+            mlp = build(
+                config(
+                    gated_linear_unit=gated, add_bias_linear=bias, activation_func=given, memory=memory,
+                    delay_wgrad_compute=delay, bias_activation_fusion=fusion, **glu,
+                )
+            )  # fmt: skip
+            x, scale = tokens(5, 2, HIDDEN).requires_grad_(), tokens(5, 2, seed=2).requires_grad_()
+            wanted = [x, *mlp.parameters(), *([scale] if scaled else [])]
+            y = output(mlp, x, scale if scaled else None)
+            d = tokens(*y.shape, seed=3)
+            y.backward(d)
+            if delay:
+                assert all(p.grad is None for p in mlp.parameters())
+                mlp.backward_dw()
+            truth = plain(
+                mlp, formula, x, scale if scaled else None, glu.get("activation_func_clamp_value"),
+                glu.get("glu_linear_offset", 0.0),
+            )  # fmt: skip
+            torch.testing.assert_close(y, truth, atol=1e-12, rtol=1e-12)
+            for t, expected in zip(wanted, torch.autograd.grad(truth, wanted, d), strict=True):
+                assert (t.grad - expected).norm() <= (0.2 if memory == "fp8" else 1e-12) * expected.norm()
+
+
+class Seen(TorchDispatchMode):
+    """Matrix products, and what is alive of all that was computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.gemms, self.storages = [], {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            self.gemms.append((args[0].shape[0], args[0].shape[1], args[1].shape[1]))
+        for t in out if isinstance(out, tuple) else [out]:
+            if isinstance(t, torch.Tensor):
+                self.storages[t.untyped_storage()._cdata] = (
+                    StorageWeakRef(t.untyped_storage()),
+                    t.untyped_storage().nbytes(),
+                )
+        return out
+
+    def alive(self, *others):
+        known = {t.untyped_storage()._cdata for t in others}
+        return sum(n for at, (ref, n) in self.storages.items() if at not in known and not ref.expired())
+
+
+@pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("delay", [False, True])
+def test_a_level_keeps_what_it_says_and_computes_no_product_twice_but_one(
+    memory: str, gated: bool, delay: bool
+) -> None:
+    given = config(
+        gated_linear_unit=gated, memory=memory, add_bias_linear=delay, delay_wgrad_compute=delay,
+        params_dtype=torch.float32, activation_func=F.silu,
+    )  # fmt: skip
+    mlp, x = build(given), tokens(10, HIDDEN, dtype=torch.float32).requires_grad_()
+    paper = mlp_figures(HIDDEN, FFN, 10, gated=gated, memory=memory, dtype=torch.float32)
+    with Seen() as seen:
+        y, _ = mlp(x)
+        kept = seen.alive(x, y, *mlp.parameters()) + x.nbytes
+        y.sum().backward()
+        mlp.backward_dw()
+    assert kept == paper.kept
+    assert sorted(map(sorted, seen.gemms)) == sorted(map(sorted, paper.gemms))
+    del y
+    with Seen() as seen, torch.no_grad():
+        y, _ = mlp(x)
+        assert seen.alive(x, y, *mlp.parameters()) == 0 and len(seen.gemms) == 2
+
+
+def test_backward_dw_is_bit_for_bit_what_backward_would_have_added() -> None:
+    for gated, frozen, scaled in itertools.product((False, True), (None, "linear_fc1", "linear_fc2"), (False, True)):
+        pair = [build(config(gated_linear_unit=gated, delay_wgrad_compute=delay)) for delay in (False, True)]
+        for mlp in pair:
+            if frozen:
+                getattr(mlp, frozen).weight.requires_grad_(False)
+        batches = [tokens(4, HIDDEN, seed=s) for s in range(3)]
+        scale = tokens(4, seed=9) if scaled else None
+        undelayed, delayed = pair
+        # Three micro-batches in flight, whose gradients add up in order.
+        for mlp in pair:
+            outputs = [output(mlp, x, scale) for x in batches]
+            for y in outputs:
+                y.square().sum().backward()
+        assert all(p.grad is None for p in delayed.parameters())
+        for done in range(3):
+            delayed.backward_dw()
+            if done == 0:  # the oldest's alone
+                alone = build(config(gated_linear_unit=gated))
+                output(alone, batches[0], scale).square().sum().backward()
+                for p, q in zip(alone.parameters(), delayed.parameters(), strict=True):
+                    assert not q.requires_grad or torch.equal(p.grad, q.grad)
+        for (name, p), q in zip(undelayed.named_parameters(), delayed.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None) == (frozen is not None and name == f"{frozen}.weight")
+            assert p.grad is None or torch.equal(p.grad, q.grad), name
+        delayed.backward_dw()  # nothing is left
+        assert all(
+            q.grad is None or torch.equal(p.grad, q.grad) for p, q in zip(*(m.parameters() for m in pair), strict=True)
+        )
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_parameter_counts_and_shapes(gated: bool) -> None:
+    """Megatron's: 1212 weights for a hidden size of 12 and the ffn size four times that."""
+    mlp = MLP(MLPConfig(12, gated_linear_unit=gated))
+    assert sum(p.numel() for p in mlp.parameters()) == (12 * 96 + 96 + 48 * 12 + 12 if gated else 1212)
+    y, bias = mlp(torch.randn(32, 2, 12), attention_mask=None)
+    assert y.shape == (32, 2, 12) and y.dtype == torch.float32 and bias is mlp.linear_fc2.bias
+    assert MLP(MLPConfig(12, add_bias_linear=False))(torch.randn(3, 12))[1] is None
+    y, bias = mlp(torch.randn(3, 12), torch.rand(3))
+    assert bias is None
+    assert dict(mlp.state_dict()).keys() == {f"linear_fc{i}.{what}" for i in (1, 2) for what in ("weight", "bias")}
+
+
+def test_sizes() -> None:
+    given = MLPConfig(8, ffn_hidden_size=20, moe_ffn_hidden_size=12, moe_latent_size=6, add_bias_linear=False)
+
+    def shapes(*args, **kwargs):
+        return [tuple(p.shape) for p in MLP(given, *args, **kwargs).parameters()]
+
+    assert shapes() == [(20, 8), (8, 20)]
+    assert shapes(ffn_hidden_size=10) == [(10, 8), (8, 10)]
+    assert shapes(input_size=4) == [(20, 4), (8, 20)]
+    assert shapes(is_expert=True) == [(12, 6), (6, 12)]
+    assert shapes(is_expert=True, ffn_hidden_size=14) == [(14, 6), (6, 14)]
+    with pytest.raises(ValueError, match="ffn_hidden_size"):
+        MLP(MLPConfig(8), is_expert=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"activation_func": 3}, "activation_func"),
+        ({"activation_func": "nothing"}, "nothing"),
+        ({"activation_func_clamp_value": 1.0}, "gated_linear_unit"),
+        ({"glu_linear_offset": 1.0}, "gated_linear_unit"),
+        ({"gated_linear_unit": True, "activation_func_clamp_value": -1.0}, "above 0"),
+        ({"gated_linear_unit": True, "glu_linear_offset": float("inf")}, "finite"),
+        ({"memory": "all"}, "memory"),
+        ({"memory": "input", "activation_func_fp8_input_store": True}, "two levels"),
+        ({"memory": "fp8", "activation_func": F.mish}, "register_activation"),
+        ({"use_te_activation_func": True}, "MLPSubmodules.activation_func"),
+    ],
+)
+def test_the_constructor_refuses(flags: dict, words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        MLP(config(**flags))
+
+
+def test_any_object_with_megatrons_names_is_a_config() -> None:
+    filled = []
+
+    def init(t):
+        filled.append(tuple(t.shape))
+        return nn.init.normal_(t, std=0.02)
+
+    given = SimpleNamespace(
+        hidden_size=8, ffn_hidden_size=12, init_method=init, output_layer_init_method=init, activation_func=F.silu,
+        gated_linear_unit=True, bias_activation_fusion=False, num_layers=3, params_dtype=torch.bfloat16,
+    )  # fmt: skip
+    mlp = MLP(given)
+    assert filled == [(24, 8), (8, 12)] and mlp.linear_fc1.weight.dtype == torch.bfloat16
+    assert not mlp.linear_fc1.bias.any()
+    before = mlp.linear_fc1.weight.clone()
+    mlp.linear_fc1.reset_parameters()
+    assert not torch.equal(before, mlp.linear_fc1.weight)
+    assert mlp(torch.randn(2, 8, dtype=torch.bfloat16))[0].dtype == torch.bfloat16
+
+
+def test_own_parts_are_built_with_megatrons_arguments_and_used() -> None:
+    asked = {}
+
+    class First(ColumnParallelLinear):
+        def __init__(self, *sizes, **arguments):
+            asked["fc1"] = sizes, set(arguments)
+            super().__init__(*sizes, **arguments)
+
+    class Second(RowParallelLinear):
+        def __init__(self, *sizes, **arguments):
+            asked["fc2"] = sizes, set(arguments)
+            super().__init__(*sizes, **arguments)
+
+    class Act(nn.Module):
+        def __init__(self, *, config):
+            super().__init__()
+
+        def forward(self, x):
+            gate, up = x.chunk(2, -1)
+            return F.silu(gate) * up
+
+    given = config(use_te_activation_func=True, gated_linear_unit=True)
+    mlp = build(given, submodules=MLPSubmodules(First, Second, Act))
+    common = {"config", "init_method", "bias", "skip_bias_add", "is_expert", "tp_comm_buffer_name", "tp_group"}
+    assert asked["fc1"] == ((HIDDEN, 2 * FFN), common | {"gather_output", "stride"})
+    assert asked["fc2"] == ((FFN, HIDDEN), common | {"input_is_parallel"})
+    x, scale = tokens(3, HIDDEN), tokens(3, seed=4)
+    for s in (None, scale):
+        torch.testing.assert_close(output(mlp, x, s), plain(mlp, F.silu, x, s))
+    with pytest.raises(ValueError, match="use_te_activation_func"):
+        MLP(
+            config(use_te_activation_func=True, gated_linear_unit=True, glu_linear_offset=1.0),
+            MLPSubmodules(activation_func=Act),
+        )
+
+
+def test_linears_alone() -> None:
+    x = tokens(3, 4)
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        for delay in (False, True):
+            linear = kind(4, 6, config=config(delay_wgrad_compute=delay))
+            y, bias = linear(x)
+            assert bias is None
+            torch.testing.assert_close(y, F.linear(x, linear.weight, linear.bias))
+            y.sum().backward()
+            linear.backward_dw()
+            torch.testing.assert_close(linear.bias.grad, torch.full((6,), 3.0, dtype=torch.float64))
+            assert "4, 6, bias=True" in repr(linear)

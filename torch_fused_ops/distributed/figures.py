@@ -1,0 +1,81 @@
+"""A tensor-parallel MLP on paper: what each rank keeps, sends and multiplies."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["MLPFigures", "mlp_figures"]
+
+
+class MLPFigures(NamedTuple):
+    """One training step of an MLP, on one of its ranks.
+
+    Attributes:
+        weights: bytes of its part of both weights.
+        kept: bytes kept from forward to backward, without weights.
+        collectives: (name, bytes of the whole tensor) of each, forward, then backward.
+        sent: bytes that a rank sends in them, as rings send them: (p-1)/p of the tensor, an all-reduce twice as much.
+        gemms: (m, k, n) of each product of m×k and k×n matrices: two forward, with memory="input" one that is run
+            again, four backward.
+    """
+
+    weights: int
+    kept: int
+    collectives: tuple[tuple[str, int], ...]
+    sent: int
+    gemms: tuple[tuple[int, int, int], ...]
+
+
+def mlp_figures(
+    hidden_size: int,
+    ffn_hidden_size: int,
+    tokens: int,
+    tp: int = 1,
+    *,
+    gated: bool = False,
+    memory: str = "free",
+    sequence_parallel: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> MLPFigures:
+    """What ``nn.MLP`` without biases costs each of ``tp`` ranks, for a batch of ``tokens`` in all.
+
+    The activation is one whose backward needs its input (all but ReLU).
+
+    Raises:
+        ValueError: ffn_hidden_size or, with sequence_parallel, tokens do not divide by tp; memory is not known.
+    """
+    if ffn_hidden_size % tp or (sequence_parallel and tokens % tp):
+        raise ValueError(
+            f"ffn_hidden_size={ffn_hidden_size}, tokens={tokens} are not accepted: {tp} ranks do not divide them"
+        )
+    size, wide, own = dtype.itemsize, (2 if gated else 1) * ffn_hidden_size // tp, ffn_hidden_size // tp
+    x = tokens * hidden_size * size  # on every rank: the first weight's gradient needs all tokens
+    between = {
+        "off": tokens * (wide + own) * size,
+        "free": tokens * wide * size,
+        "fp8": tokens * (wide + 4),  # a float32 scale for each row
+        "input": 0,
+    }
+    if memory not in between:
+        raise ValueError(f"memory={memory!r} is not known; accepted: {', '.join(between)}")
+    if tp == 1:
+        collectives: tuple[tuple[str, int], ...] = ()
+    elif sequence_parallel:
+        collectives = (("all_gather", x), ("reduce_scatter", x)) * 2
+    else:
+        collectives = (("all_reduce", x),) * 2
+    parts = sum(n * (2 if name == "all_reduce" else 1) for name, n in collectives)
+    first = (tokens, hidden_size, wide)
+    gemms = [first, (tokens, own, hidden_size)]
+    gemms += [first] if memory == "input" else []
+    gemms += [
+        (tokens, hidden_size, own),
+        (hidden_size, tokens, own),
+        (tokens, wide, hidden_size),
+        (wide, tokens, hidden_size),
+    ]
+    return MLPFigures(
+        hidden_size * (wide + own) * size, x + between[memory], collectives, parts * (tp - 1) // tp, tuple(gemms)
+    )

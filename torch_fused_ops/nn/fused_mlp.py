@@ -1,0 +1,261 @@
+"""``FusedMLP``: linear, activation, linear as a plain PyTorch module; and what eager MLPs run between their linears."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_fused_ops import activations, functional
+from torch_fused_ops.nn import layouts
+from torch_fused_ops.nn._memory import LEVELS, through
+from torch_fused_ops.nn.config import activation_name
+
+__all__ = ["FusedMLP", "Middle", "check_memory", "untouched"]
+
+
+def untouched(module: nn.Module) -> bool:
+    """Whether calling the module is calling its class's ``forward``: nobody has hooked into it or replaced it."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return not hooks and "forward" not in module.__dict__ and module._compiled_call_impl is None
+
+
+def check_memory(memory: object) -> None:
+    """ValueError for what is no memory level."""
+    if memory not in LEVELS:
+        raise ValueError(f"memory={memory!r} is not known; accepted: {', '.join(LEVELS)}")
+
+
+@dataclass(frozen=True)
+class Middle:
+    """What stands between two linears: ``act(h)``, or a GLU of packed h, and maybe dropout.
+
+    Attributes:
+        activation: its name in the table.
+        layout: how gate and up lie in h; None if it is not gated.
+        up_offset, clamp: as ``functional.bias_glu``.
+    """
+
+    activation: str
+    layout: str | None = None
+    up_offset: float = 0.0
+    clamp: float | None = None
+
+    def __call__(self, h: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.layout is None:
+            return functional.bias_act(h, bias, activation=self.activation)
+        return functional.bias_glu(
+            h, bias, activation=self.activation, layout=self.layout, up_offset=self.up_offset, clamp=self.clamp
+        )
+
+    def run(
+        self,
+        x: Tensor,
+        first: Callable[[Tensor], Tensor],
+        bias: Tensor | None,
+        second: Callable[[Tensor], Tensor],
+        memory: str,
+        p: float = 0.0,
+    ) -> Tensor:
+        """``second(dropout(act(first(x) + bias), p))``, keeping for backward what ``memory`` says."""
+        act: Callable[[Tensor], Tensor] = lambda h: self(h, bias)  # noqa: E731
+        # ReLU keeps its result. Where that is made again it must not: threshold is ReLU, bit for bit, and keeps what it
+        # reads.
+        if self.layout is None and self.activation == "relu" and memory in ("fp8", "input"):
+            own, added, bias = first, bias, None
+            first = own if added is None else lambda x: own(x) + added
+            act = lambda h: F.threshold(h, 0.0, 0.0)  # noqa: E731
+        activate = act
+        if p:
+            seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+            activate = lambda h: functional.dropout_add(act(h), seed=seed, p=p)  # noqa: E731
+        return through(x, first, activate, second, memory)
+
+
+class FusedMLP(nn.Module):
+    """``fc2(act(fc1(x)))``, or with ``gated`` ``fc2(act(g) · u)`` where fc1(x) = [g | u]; then dropout.
+
+    Drop-in for linear, activation, linear and for gate, up and down projections: (..., hidden) → (..., hidden), in x's
+    dtype. Gate and up are one product; bias and activation are one kernel each way, dropout and the second bias another
+    one. Eager autograd keeps between the linears what ``memory`` says; under ``torch.compile`` the policy decides
+    (``FusionPolicy.memory``).
+
+    ``load_state_dict``, of this module or of a model around it, takes the layouts of ``nn.layouts.LAYOUTS``: it knows
+    them by their keys, and converts once. ``state_dict`` gives ``fc1.weight`` (gate's rows over up's), ``fc1.bias``,
+    ``fc2.weight`` and ``fc2.bias``; ``state_dict_as`` any layout.
+
+    Args:
+        hidden: size of input and output.
+        ffn: size between the linears; of gate and of up alone.
+        activation: a name in our table, or a function or module of torch with one of those.
+        gated: act(gate) · up instead of act(h).
+        bias: whether both linears have biases.
+        dropout: the chance of being dropped behind the second linear, in training. Its mask is made again in backward.
+        memory: "off" keeps what the activation reads and what it gives, "free" what it reads, "fp8" that in
+            float8_e4m3fn with a scale for each row, "input" neither: the first product is computed again. (Of ReLU
+            "free" keeps what it gives.) Results are the same; so are gradients but with "fp8".
+        device, dtype: of the parameters.
+        checkpoint_layout: the layout of the state dicts that are loaded, for those whose keys and shapes do not tell:
+            "gate_up_proj/down_proj interleaved" has the keys and shapes of "gate_up_proj/down_proj".
+
+    Raises:
+        ValueError, TypeError: for arguments that are not accepted.
+
+    A linear that is hooked, wrapped or parametrized is called as it is: then its bias is added there, and "input" is
+    "free", since what a wrapper does need not be the same twice.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        activation: str | Callable[[Tensor], Tensor] = "gelu_tanh",
+        gated: bool = False,
+        bias: bool = True,
+        dropout: float = 0.0,
+        *,
+        memory: str = "free",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        checkpoint_layout: str | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (("hidden", hidden), ("ffn", ffn)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                kind = TypeError if isinstance(size, bool) or not isinstance(size, int) else ValueError
+                raise kind(f"{name}={size!r} is not accepted: it must be an integer from 1 on")
+        for name, flag in (("gated", gated), ("bias", bias)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}={flag!r} is not accepted: it must be True or False")
+        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
+            raise TypeError(f"dropout={dropout!r} is not accepted: it must be a number from 0 to 1")
+        if not (math.isfinite(dropout) and 0 <= dropout <= 1):
+            raise ValueError(f"dropout={dropout!r} is not accepted: it must be from 0 to 1")
+        check_memory(memory)
+        known = activation_name(activation)
+        if known is None:
+            raise TypeError(
+                f"activation={activation!r} is not known; accepted: {', '.join(activations.names())}, and torch's "
+                "functions and modules with one of these (torch_fused_ops.register_activation adds others)"
+            )
+        if checkpoint_layout is not None:
+            layouts.layout_of(checkpoint_layout, gated, "checkpoint_layout")
+        self.hidden, self.ffn = hidden, ffn
+        self._middle = Middle(known, "halves" if gated else None)  # here: torch 2.11's Dynamo cannot make one
+        self.dropout, self.memory, self.checkpoint_layout = float(dropout), memory, checkpoint_layout
+        self.fc1 = nn.Linear(hidden, ffn * 2 if gated else ffn, bias, device, dtype)
+        self.fc2 = nn.Linear(ffn, hidden, bias, device, dtype)
+
+    @property
+    def activation(self) -> str:
+        """Its name in our table."""
+        return self._middle.activation
+
+    @property
+    def gated(self) -> bool:
+        """Whether it is act(gate) · up."""
+        return self._middle.layout is not None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden) → (..., hidden)"""
+        middle = self._middle
+        fc1, fc2, memory, bias = self.fc1, self.fc2, self.memory, None
+        first: Callable[[Tensor], Tensor] = fc1
+        if type(fc1) is nn.Linear and untouched(fc1):
+            first, bias = (lambda x: F.linear(x, fc1.weight)), fc1.bias
+        elif memory == "input":
+            memory = "free"
+        p = self.dropout if self.training else 0.0
+        if p and type(fc2) is nn.Linear and untouched(fc2):
+            y = middle.run(x, first, bias, lambda a: F.linear(a, fc2.weight), memory)
+            return functional.bias_dropout_add(y, fc2.bias, None, p)
+        y = middle.run(x, first, bias, fc2, memory)
+        return functional.bias_dropout_add(y, None, None, p) if p else y
+
+    def reset_parameters(self) -> None:
+        """Fill the parameters anew, as ``nn.Linear`` does."""
+        self.fc1.reset_parameters()
+        self.fc2.reset_parameters()
+
+    def extra_repr(self) -> str:
+        parts = [f"activation={self.activation}", *["gated"] * self.gated]
+        parts += [f"dropout={self.dropout}"] * bool(self.dropout)
+        return ", ".join((*parts, f"memory={self.memory}"))
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict_as(self, layout: str, prefix: str = "") -> dict[str, Tensor]:
+        """The parameters as another layout names and packs them: new tensors, bit for bit the same numbers.
+
+        Args:
+            layout: one of ``nn.layouts.LAYOUTS``, e.g. "gate_proj/up_proj/down_proj".
+            prefix: put in front of every key.
+
+        Raises:
+            ValueError: there is no such layout of a gated MLP, or of one that is not.
+        """
+        chosen, own = layouts.layout_of(layout, self.gated, "layout"), self._own()
+        return {
+            prefix + part: tensor
+            for key, parts in chosen.keys("fc1.bias" in own).items()
+            for part, tensor in zip(parts, chosen.save(key, own[key].detach()), strict=True)
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As ``nn.Module.load_state_dict``, from every layout of the table.
+
+        Raises:
+            RuntimeError: tensors do not fit, or with ``strict`` keys are missing or unknown; the message names them.
+                Nothing is changed then.
+        """
+        if self._is_plain():
+            found = self._convert(state_dict, "")
+            wrong = list(found.errors)
+            if strict:
+                wrong += [f"missing: {key}" for key in found.missing]
+                wrong += [f"unexpected: {key}" for key in found.unexpected]
+            if wrong:
+                lines = "".join(f"\n\t{text}" for text in wrong)
+                raise RuntimeError(f"Error(s) in loading state_dict for {type(self).__name__}:{lines}")
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _own(self) -> dict[str, Tensor]:
+        return dict(self.named_parameters())
+
+    def _is_plain(self) -> bool:
+        """Whether the linears are as they were made, and a state dict's keys say which layout it has."""
+        wanted = {f"{fc}.{kind}" for fc in ("fc1", "fc2") for kind in ("weight", "bias")}
+        return set(self.state_dict(keep_vars=True)) <= wanted and {"fc1.weight", "fc2.weight"} <= set(self._own())
+
+    def _convert(self, state_dict: Mapping[str, Any], prefix: str) -> layouts.Conversion:
+        stored = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        shapes = {key: tensor.shape for key, tensor in self._own().items()}
+        return layouts.convert(stored, shapes, self.gated, self.checkpoint_layout)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if self._is_plain():
+            found = self._convert(state_dict, prefix)
+            missing_keys += [prefix + key for key in found.missing]
+            unexpected_keys += [prefix + key for key in found.unexpected] if strict else []
+            error_msgs += [prefix + text for text in found.errors]
+            for key in [key for key in state_dict if key.startswith(prefix)]:
+                del state_dict[key]
+            # The linears load from this dict after us. What it does not have stays as it is, and is told above.
+            state_dict.update((prefix + key, found.tensors.get(key, own)) for key, own in self._own().items())
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )

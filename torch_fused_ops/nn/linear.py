@@ -1,0 +1,362 @@
+"""Linear layers as Megatron's MLP builds them: they may hand their bias on, and leave weight gradients for later."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from torch_fused_ops.nn.config import read
+
+if TYPE_CHECKING:  # importing DTensor takes 0.4 s
+    from torch_fused_ops.distributed.checkpoint import Offsets, ShardedTensor
+    from torch_fused_ops.distributed.tensor_parallel import TensorParallel
+
+__all__ = ["ColumnParallelLinear", "Later", "Linear", "Part", "RowParallelLinear"]
+
+
+class Part(NamedTuple):
+    """Which part of a parameter a rank holds: its share of an axis, in each of so many groups; of None, all of it."""
+
+    axis: int | None
+    groups: int = 1  # 2: [gate | up] along the axis
+
+
+class Later:
+    """Gradients of parameters that ``backward`` leaves for ``backward_dw``: a queue for each, first in, first out."""
+
+    def __init__(self) -> None:
+        self.queues: dict[nn.Parameter, deque[Callable[[], Tensor]]] = {}
+
+    def put(self, parameter: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
+        """One forward pass's gradient, to be computed later."""
+        self.queues.setdefault(parameter, deque()).append(gradient)
+
+    def compute(self) -> None:
+        """Add the oldest gradient of each parameter to its ``grad``, as ``backward`` would have done."""
+        with torch.no_grad():
+            for parameter, queue in self.queues.items():
+                if not queue:
+                    continue
+                gradient = queue.popleft()()
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad += gradient
+
+
+class _LinearLater(torch.autograd.Function):
+    """x · weightᵀ; backward gives x's gradient and leaves weight's, gradᵀ · x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, linear: Linear) -> Tensor:
+        own = linear._own(weight)
+        ctx.save_for_backward(x if weight.requires_grad else None, own)
+        ctx.parameter, ctx.linear = weight, linear
+        return F.linear(x, own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        if x is not None:
+            ctx.linear._put(ctx.parameter, lambda: _rows(grad).t().mm(_rows(x)))
+        return grad.matmul(weight) if ctx.needs_input_grad[0] else None, None, None
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t.reshape(-1, t.shape[-1])
+
+
+class _BiasLater(torch.autograd.Function):
+    """A bias as it is; backward leaves its gradient, which comes out of the kernel that computes its neighbour's."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: nn.Parameter, linear: Linear) -> Tensor:
+        ctx.parameter, ctx.linear = bias, linear
+        own = linear._own(bias)
+        return own.view_as(own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        ctx.linear._put(ctx.parameter, lambda: ctx.linear._bias_gradient(grad))
+        return None, None
+
+
+class Linear(nn.Module):
+    """x · weightᵀ + bias, or, with ``skip_bias_add``, x · weightᵀ and the bias beside it.
+
+    Attributes:
+        weight: (output_size, input_size), or this rank's part of it.
+        bias: (output_size,), or this rank's part of it, or None.
+        parallel: the processes that hold the weight together, or None.
+
+    Args:
+        skip_bias_add: hand the bias on, to be added where that costs nothing.
+        delay_wgrad: ``backward`` computes the input's gradient alone, ``backward_dw`` the weight's and the bias's.
+            Hooks on the parameters' gradients (DistributedDataParallel's, FSDP's) do not see those.
+        init_method: fills the weight, in place; by default as ``nn.Linear``. The bias is 0 then, as in Megatron.
+    """
+
+    parallel: TensorParallel | None = None
+    _as_dtensors = False
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool = True,
+        skip_bias_add: bool = False,
+        delay_wgrad: bool = False,
+        init_method: Callable[[Tensor], Any] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.input_size, self.output_size = input_size, output_size
+        self.skip_bias_add, self.init_method = skip_bias_add, init_method
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(output_size, device=device, dtype=dtype)) if bias else None
+        self._later = Later() if delay_wgrad else None
+        self.reset_parameters()
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """Of each parameter, the part that a rank holds where the linear is shared out."""
+        return {"weight": Part(None), "bias": Part(None)}
+
+    def reset_parameters(self) -> None:
+        """Fill the parameters anew; shared out, with the same numbers as in one process."""
+        if self.parallel is None:
+            self._fill()
+            return
+        whole = Linear(
+            self.input_size,
+            self.output_size,
+            bias=self.bias is not None,
+            init_method=self.init_method,
+            device=self.weight.device,
+            dtype=self.weight.dtype,
+        )
+        with torch.no_grad():
+            for name, parameter in whole.named_parameters():
+                own = self.parallel.own(getattr(self, name))
+                own.copy_(self.parallel.share(parameter.detach(), self.parts[name]))
+
+    def _fill(self) -> None:
+        if self.init_method is None:
+            nn.Linear.reset_parameters(self)  # type: ignore[arg-type]
+            return
+        with torch.no_grad():
+            self.init_method(self.weight)
+            if self.bias is not None:
+                self.bias.zero_()
+
+    def share(self, parallel: TensorParallel | None, as_dtensors: bool = False) -> None:
+        """Keep this rank's parts of the parameters: plain tensors, or DTensors, in the parameters' places.
+
+        Raises:
+            ValueError: what is to be shared out does not divide evenly.
+        """
+        if parallel is None:
+            return
+        for name, whole in list(self.named_parameters(recurse=False)):
+            part = self.parts[name]
+            local: Tensor = parallel.share(whole.detach(), part)
+            if as_dtensors:
+                local = parallel.as_dtensor(local, whole, part)
+            setattr(self, name, nn.Parameter(local, requires_grad=whole.requires_grad))
+        self.parallel, self._as_dtensors = parallel, as_dtensors
+
+    def forward(self, x: Tensor, /, entered: bool = False) -> tuple[Tensor, Tensor | None]:
+        """(result, bias to be added, or None); ``entered``: x is what ``_enter`` gives."""
+        later, bias = self._later if torch.is_grad_enabled() else None, self.bias
+        if later is None and self.parallel is None and not self.skip_bias_add:
+            return F.linear(x, self.weight, bias), None
+        x = x if entered else self._enter(x)
+        product: Callable[..., Tensor] = _LinearLater.apply
+        y = F.linear(x, self._own(self.weight)) if later is None else product(x, self.weight, self)
+        y = self._leave(y)
+        if bias is None:
+            return y, None
+        added: Tensor
+        if later is not None and bias.requires_grad:
+            added = _BiasLater.apply(bias, self)  # type: ignore[no-untyped-call]
+        else:
+            added = self._used_bias(self._own(bias))
+        return (y, handed_on(self, added)) if self.skip_bias_add else (y + added, None)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """This rank's parts of the parameters, for ``torch.distributed.checkpoint``: see ``MLP.sharded_state_dict``.
+
+        A packed parameter's part is placed as if it were one: ``apply_swiglu_sharded_factory`` then places its halves.
+        """
+        from torch_fused_ops.distributed.checkpoint import ShardedTensor
+
+        return {
+            f"{prefix}{name}": ShardedTensor.of_parameter(
+                f"{prefix}{name}", parameter, self.parts[name], self.parallel, self._as_dtensors, sharded_offsets
+            )
+            for name, parameter in self.named_parameters(recurse=False)
+        }
+
+    # What the processes that share a linear do besides; one alone does nothing.
+
+    def _own(self, parameter: Tensor) -> Tensor:
+        return parameter if self.parallel is None else self.parallel.own(parameter)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def _leave(self, y: Tensor) -> Tensor:
+        return y
+
+    def _used_bias(self, bias: Tensor) -> Tensor:
+        return bias
+
+    def _bias_gradient(self, grad: Tensor) -> Tensor:
+        return grad
+
+    def _put(self, parameter: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
+        assert self._later is not None
+        if (parallel := self.parallel) is None:
+            self._later.put(parameter, gradient)
+        else:
+            self._later.put(parameter, lambda: parallel.gradient_of(parameter, gradient()))
+
+    def backward_dw(self) -> None:
+        """Compute the gradients that the oldest ``backward`` has left; nothing without ``delay_wgrad``."""
+        if self._later is not None:
+            self._later.compute()
+
+    def extra_repr(self) -> str:
+        shared = "" if self.parallel is None else f", over {self.parallel.size} ranks"
+        return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}{shared}"
+
+
+class ColumnParallelLinear(Linear):
+    """The first linear, a ``LinearFc1Builder``: each of ``tp_group``'s ranks computes a share of the output features.
+
+    Args:
+        gather_output: not accepted where the weight is shared out: the second linear takes shares.
+        stride: how many tensors are packed in the output, 2 for [gate | up]; a rank has its share of each.
+        (the rest): as ``Linear``; what the config says of ``delay_wgrad_compute``, ``params_dtype`` and
+            ``sequence_parallel``.
+
+    Raises:
+        ValueError: for gather_output, and for features that do not divide evenly.
+
+    Source: ``megatron.core.tensor_parallel.ColumnParallelLinear``.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        /,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any] | None = None,
+        gather_output: bool = False,
+        bias: bool = True,
+        skip_bias_add: bool = False,
+        is_expert: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: torch.distributed.ProcessGroup | None = None,
+        stride: int = 1,
+    ) -> None:
+        super().__init__(input_size, output_size, **_linear_arguments(config, bias, skip_bias_add, init_method))
+        self.stride = stride
+        parallel = _parallel(config, tp_group)
+        if gather_output and parallel is not None:
+            raise ValueError("gather_output=True is not accepted: the second linear takes each rank's own features")
+        self.share(parallel)
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {"weight": Part(0, self.stride), "bias": Part(0, self.stride)}
+
+    def _enter(self, x: Tensor) -> Tensor:
+        return x if self.parallel is None else self.parallel.enter(x)
+
+
+class RowParallelLinear(Linear):
+    """The second linear, a ``LinearFc2Builder``: each rank computes what its input features give, and these are added.
+
+    Args:
+        input_is_parallel: must be True where the weight is shared out.
+        (the rest): as ``ColumnParallelLinear``.
+
+    Raises:
+        ValueError: for input_is_parallel=False, and for features that do not divide evenly.
+
+    Source: ``megatron.core.tensor_parallel.RowParallelLinear``.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        /,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any] | None = None,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        is_expert: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(input_size, output_size, **_linear_arguments(config, bias, skip_bias_add, init_method))
+        parallel = _parallel(config, tp_group)
+        if not input_is_parallel and parallel is not None:
+            raise ValueError("input_is_parallel=False is not accepted: the first linear gives each rank's own features")
+        self.share(parallel)
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {"weight": Part(1), "bias": Part(None)}
+
+    def _leave(self, y: Tensor) -> Tensor:
+        return y if self.parallel is None else self.parallel.leave(y)
+
+    def _used_bias(self, bias: Tensor) -> Tensor:
+        return bias if self.parallel is None else self.parallel.replicated(bias)
+
+    def _bias_gradient(self, grad: Tensor) -> Tensor:
+        return grad if self.parallel is None else self.parallel.replicated_gradient(grad)
+
+
+def handed_on(module: nn.Module, bias: Tensor) -> Tensor:
+    """A bias for a module's caller: a copy where FSDP2 wraps the module, as it frees parameters after forward."""
+    return bias.clone() if hasattr(module, "set_requires_gradient_sync") else bias
+
+
+def _linear_arguments(
+    config: Any, bias: bool, skip_bias_add: bool, init_method: Callable[[Tensor], Any] | None
+) -> dict[str, Any]:
+    return {
+        "bias": bias,
+        "skip_bias_add": skip_bias_add,
+        "init_method": init_method,
+        "delay_wgrad": read(config, "delay_wgrad_compute"),
+        "dtype": read(config, "params_dtype"),
+    }
+
+
+def _parallel(config: Any, tp_group: torch.distributed.ProcessGroup | None) -> TensorParallel | None:
+    if tp_group is None or tp_group.size() == 1:
+        return None
+    from torch_fused_ops.distributed.tensor_parallel import TensorParallel
+
+    return TensorParallel.of(tp_group, sequence_parallel=bool(read(config, "sequence_parallel")))

@@ -1,0 +1,286 @@
+"""Megatron core's MLP, for one process or as many as hold its weights: ``megatron.core.transformer.mlp``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from torch_fused_ops.nn._memory import LEVELS, through
+from torch_fused_ops.nn.config import Activation, read, read_activation, read_memory
+from torch_fused_ops.nn.linear import ColumnParallelLinear, RowParallelLinear, handed_on
+
+if TYPE_CHECKING:
+    from torch_fused_ops.distributed.checkpoint import Offsets
+
+__all__ = [
+    "MLP",
+    "LinearFc1Builder",
+    "LinearFc1Interface",
+    "LinearFc2Builder",
+    "LinearFc2Interface",
+    "MLPSubmodules",
+    "TEActivationFunctionBuilder",
+    "TEActivationFunctionInterface",
+]
+
+
+class LinearFc1Interface(Protocol):
+    """What the first linear must be."""
+
+    def forward(self, hidden_states: Tensor, /) -> tuple[Tensor, Tensor | None]:
+        """(result without bias, bias or None)"""
+        ...
+
+    def backward_dw(self) -> None:
+        """Weight gradients that ``backward`` has left."""
+        ...
+
+
+class LinearFc1Builder(Protocol):
+    """What makes a first linear."""
+
+    def __call__(
+        self,
+        input_size: int,
+        output_size: int,
+        /,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any] | None,
+        gather_output: bool,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        tp_comm_buffer_name: str | None,
+        tp_group: torch.distributed.ProcessGroup | None,
+        stride: int = 1,
+    ) -> LinearFc1Interface: ...
+
+
+class TEActivationFunctionInterface(Protocol):
+    """What an activation module must be: packed [gate | up] in, half of it out, if the MLP is gated."""
+
+    def forward(self, input_: Tensor, /) -> Tensor:
+        """The activation's result."""
+        ...
+
+
+class TEActivationFunctionBuilder(Protocol):
+    """What makes an activation module."""
+
+    def __call__(self, *, config: Any) -> TEActivationFunctionInterface: ...
+
+
+class LinearFc2Interface(Protocol):
+    """What the second linear must be."""
+
+    def forward(self, hidden_states: Tensor, /) -> tuple[Tensor, Tensor | None]:
+        """(result without bias, bias or None)"""
+        ...
+
+    def backward_dw(self) -> None:
+        """Weight gradients that ``backward`` has left."""
+        ...
+
+
+class LinearFc2Builder(Protocol):
+    """What makes a second linear."""
+
+    def __call__(
+        self,
+        input_size: int,
+        output_size: int,
+        /,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any] | None,
+        bias: bool,
+        input_is_parallel: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        tp_comm_buffer_name: str | None,
+        tp_group: torch.distributed.ProcessGroup | None,
+    ) -> LinearFc2Interface: ...
+
+
+@dataclass
+class MLPSubmodules:
+    """What an MLP builds its parts with.
+
+    Attributes:
+        linear_fc1, linear_fc2: builders; a class whose constructor takes these arguments is one.
+        activation_func: builder of an activation module, used with ``config.use_te_activation_func`` alone.
+    """
+
+    linear_fc1: LinearFc1Builder = ColumnParallelLinear
+    linear_fc2: LinearFc2Builder = RowParallelLinear
+    activation_func: TEActivationFunctionBuilder | None = None
+
+
+class MLP(nn.Module):
+    """fc2(act(fc1(x) + bias1) · scale): Megatron core's MLP block.
+
+    Hidden states (..., h) → (output (..., h), bias to be added to it or None). With ``gated_linear_unit`` fc1 is twice
+    as wide and gives [gate | up]. Bias, activation and scale are one kernel each way wherever the activation is in our
+    table, whatever ``config.bias_activation_fusion`` says; no flag changes the formula.
+
+    Args:
+        config: an ``MLPConfig``, or any object with some of its attributes.
+        submodules: builders of the linears; by default ours.
+        is_expert: whether this is an expert of a mixture: its sizes are ``moe_ffn_hidden_size``, ``moe_latent_size``.
+        input_size: by default ``config.hidden_size``.
+        ffn_hidden_size: by default ``config.ffn_hidden_size``, for both linears.
+        tp_group: the processes that hold the weights together (``distributed.tensor_parallel``): of fc1's weight each
+            has its rows, gate rows and up rows if gated, of fc2's its columns, as plain parameters, cut from those that
+            one process would have started with. Every rank gets the whole output, or with
+            ``config.sequence_parallel`` its tokens'.
+
+    Raises:
+        ValueError, TypeError: for flags that do not go together, each with its reason. Nothing is left for ``forward``.
+
+    Source: ``megatron.core.transformer.mlp.MLP``. There fc2 ignores ``ffn_hidden_size``, fused GELU is the tanh form,
+    the unfused one erf's, and some configurations raise in ``forward``.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: MLPSubmodules | None = None,
+        is_expert: bool = False,
+        input_size: int | None = None,
+        ffn_hidden_size: int | None = None,
+        tp_group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        submodules = MLPSubmodules() if submodules is None else submodules
+        self.config, self.is_expert = config, is_expert
+        self.input_size, ffn, output_size = _sizes(config, is_expert, input_size, ffn_hidden_size)
+        self.ffn_hidden_size = ffn
+        if tp_group is not None and ffn % tp_group.size():
+            raise ValueError(
+                f"ffn_hidden_size={ffn} is not accepted with a tp_group of {tp_group.size()}: it does not divide evenly"
+            )
+        self._activation = read_activation(config)
+        module = _activation_module(config, submodules, self._activation)
+        self._memory = read_memory(config, self._activation.name is not None and module is None, LEVELS)
+        common: dict[str, Any] = {"config": config, "bias": read(config, "add_bias_linear"), "skip_bias_add": True}
+        common |= {"is_expert": is_expert, "tp_group": tp_group}
+        gated = self._activation.gated
+        self.linear_fc1: Any = submodules.linear_fc1(
+            self.input_size,
+            ffn * 2 if gated else ffn,
+            init_method=read(config, "init_method"),
+            gather_output=False,
+            tp_comm_buffer_name="fc1",
+            stride=2 if gated else 1,
+            **common,
+        )
+        self.activation_func = module
+        self.linear_fc2: Any = submodules.linear_fc2(
+            ffn,
+            output_size,
+            init_method=read(config, "output_layer_init_method"),
+            input_is_parallel=True,
+            tp_comm_buffer_name="fc2",
+            **common,
+        )
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """(output, bias to be added or None).
+
+        Args:
+            hidden_states: (..., input_size).
+            per_token_scale: (...), multiplied to what the activation gives (a router's weight of this expert). The
+                output bias is then scaled and added here, and the bias returned is None.
+            **kwargs: taken and left, as Megatron's layers pass some on.
+        """
+        biases: dict[str, Tensor | None] = {}
+        fc1, x, scale = self.linear_fc1, hidden_states, per_token_scale
+        parallel = fc1.parallel if isinstance(fc1, ColumnParallelLinear) else None
+        entered: dict[str, Any] = {}
+        if parallel is not None:  # here, so that nothing is gathered again where fc1 runs again
+            x, scale, entered = parallel.enter(x), scale if scale is None else parallel.enter(scale), {"entered": True}
+
+        def first(x: Tensor) -> Tensor:
+            h: Tensor
+            h, biases["fc1"] = fc1(x, **entered)
+            return h
+
+        def activate(h: Tensor) -> Tensor:
+            if self.activation_func is None:
+                return self._activation(h, biases["fc1"], scale)
+            y: Tensor = self.activation_func(h if biases["fc1"] is None else h + biases["fc1"])
+            return y if scale is None else (y * scale.unsqueeze(-1)).to(y.dtype)
+
+        def second(a: Tensor) -> Tensor:
+            y: Tensor
+            y, biases["fc2"] = self.linear_fc2(a)
+            return y
+
+        output, bias = through(x, first, activate, second, self._memory), biases["fc2"]
+        if per_token_scale is not None and bias is not None:
+            return output + (bias * per_token_scale.unsqueeze(-1)).to(output.dtype), None
+        return output, bias if bias is None else handed_on(self, bias)
+
+    def backward_dw(self) -> None:
+        """With ``delay_wgrad_compute``: the gradients that the oldest ``backward`` has left, fc2's, then fc1's."""
+        self.linear_fc2.backward_dw()
+        self.linear_fc1.backward_dw()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """This rank's parts of the parameters, for ``torch.distributed.checkpoint``: to be saved, and loaded in place.
+
+        What is saved does not depend on how many ranks saved it: fc1's weight is [gate; up], (2n, h), as one process's
+        ``state_dict`` has it, and loads at any other number of ranks.
+
+        Args:
+            prefix: of the keys.
+            sharded_offsets: (axis, place, size) for each axis in front of the parameters' own, if modules' parameters
+                are stacked in the checkpoint: ((0, layer, layers),).
+            metadata: {"singleton_local_shards": True} saves gate and up under two keys, ``…_w`` and ``…_v``.
+        """
+        from torch_fused_ops.distributed.checkpoint import apply_swiglu_sharded_factory, sharded_state_dict
+
+        state: dict[str, Any] = {}
+        for name, module in self.named_children():
+            found = sharded_state_dict(module, f"{prefix}{name}.", sharded_offsets, metadata)
+            if self._activation.gated and name == "linear_fc1":
+                apart = bool((metadata or {}).get("singleton_local_shards", False))
+                for one in found.values():
+                    state |= apply_swiglu_sharded_factory(one, sharded_offsets, apart)
+            else:
+                state |= found
+        return state
+
+
+def _sizes(config: Any, is_expert: bool, input_size: int | None, ffn_hidden_size: int | None) -> tuple[int, int, int]:
+    """(input size, ffn_hidden_size, output size)"""
+    hidden, latent = config.hidden_size, read(config, "moe_latent_size") if is_expert else None
+    ffn = ffn_hidden_size or read(config, "moe_ffn_hidden_size" if is_expert else "ffn_hidden_size")
+    if ffn is None and is_expert:
+        raise ValueError("ffn_hidden_size=None is not accepted with is_expert: give it, or config.moe_ffn_hidden_size")
+    return latent or input_size or hidden, ffn or 4 * hidden, latent or hidden
+
+
+def _activation_module(config: Any, submodules: MLPSubmodules, activation: Activation) -> nn.Module | None:
+    if not read(config, "use_te_activation_func"):
+        return None
+    if submodules.activation_func is None:
+        raise ValueError(
+            "use_te_activation_func=True is not accepted without MLPSubmodules.activation_func, its builder"
+        )
+    for flag, value, neutral in (
+        ("activation_func_clamp_value", activation.clamp, None),
+        ("glu_linear_offset", activation.up_offset, 0.0),
+    ):
+        if value != neutral:
+            raise ValueError(f"{flag}={value!r} is not accepted with use_te_activation_func: the module knows none")
+    return submodules.activation_func(config=config)  # type: ignore[return-value]

@@ -1,0 +1,915 @@
+"""``replace_mlps``: eager models run their MLPs with our operators, found by what they compute.
+
+A candidate's ``forward`` is captured (a shallow twin of the module, on a tiny input, by Dynamo; nothing is computed),
+pick-up's recogniser proves the activation, and what is left must be linear layers around it: then the graph is read as
+a ``Recipe``. A module with one gets a subclass of its class whose ``forward`` follows it, with the module's parameters.
+All else about it stays.
+
+A recipe holds for the *situation* it was proved in: the module's attributes, training flags and parameters' shapes and
+dtypes, the input's dtype and number of axes, grad mode and autocast. In a new situation it is proved again, once; where
+it is refused, and wherever something was hooked, wrapped or put in place since, the module's own ``forward`` runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_fused_ops import functional
+from torch_fused_ops.nn.fused_mlp import Middle, check_memory, untouched
+from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
+from torch_fused_ops.report import DROPOUT, EXCLUDED, Report, Site
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule, Node
+
+__all__ = ["Replacements", "replace_mlps"]
+
+log = logging.getLogger("torch_fused_ops")
+
+MATRICES = range(2, 9)  # an MLP has two or three; a block whose MLP is spread over several modules, a few more
+MLPS_MATRICES = 3
+MAX_PROOFS = 64  # of a module, one for each situation: an attribute that changes with every call must not cost one each
+
+
+class _Refused(Exception):
+    """Why a module is left alone, or runs its own forward. ``seen``: an activation between linear layers is in it."""
+
+    def __init__(self, reason: str, seen: bool = False) -> None:
+        super().__init__(reason)
+        self.seen = seen
+
+
+# ---- what is run -----------------------------------------------------------------------------------------------------
+
+
+class Linear(NamedTuple):
+    """A linear layer by its parameters' names: x · weightᵀ + bias, or x · weight + bias where it is ``transposed``."""
+
+    weight: str
+    bias: str | None
+    transposed: bool
+
+    def of(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """(weight (out, in), bias)"""
+        weight = _parameter(module, self.weight)
+        bias = None if self.bias is None else _parameter(module, self.bias)
+        return weight.t() if self.transposed else weight, bias
+
+
+class Recipe(NamedTuple):
+    """A proved forward: ``dropout(second(dropout(middle(first(x)))))``, first being one linear, or gate and up."""
+
+    first: tuple[Linear, ...]
+    middle: Middle
+    second: Linear
+    inner: float = 0.0  # chances of being dropped, behind the activation and at the end
+    outer: float = 0.0
+    cast: bool = False  # what the second linear reads is brought to its weight's dtype
+    proved_from: str = ""
+
+    def run(self, module: nn.Module, x: Tensor, memory: str) -> Tensor:
+        """The module's result."""
+        linears = [linear.of(module) for linear in self.first]
+        weight, bias = self.second.of(module)
+        last = None if self.outer else bias
+
+        def second(a: Tensor) -> Tensor:
+            return F.linear(a.to(weight.dtype) if self.cast else a, weight, last)
+
+        if len(linears) == 1:
+            ((own, added),) = linears
+
+            def first(x: Tensor) -> Tensor:
+                return F.linear(x, own)
+        else:
+            added = None
+
+            def first(x: Tensor) -> Tensor:
+                return _gate_up(x, linears)
+
+        y = self.middle.run(x, first, added, second, memory, self.inner)
+        return functional.bias_dropout_add(y, bias, None, self.outer) if self.outer else y
+
+
+def _gate_up(x: Tensor, linears: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
+    tensors, kind = [x, *(t for pair in linears for t in pair)], x.device.type
+    on = torch.is_autocast_enabled(kind)
+    if on:  # it knows no out=
+        tensors = [None if t is None else t.to(torch.get_autocast_dtype(kind)) for t in tensors]
+    with torch.autocast(kind, enabled=False) if on else contextlib.nullcontext():
+        packed: Tensor = _GateUp.apply(*tensors)  # type: ignore[no-untyped-call]
+    return packed
+
+
+class _GateUp(torch.autograd.Function):
+    """[x · gateᵀ + bias | x · upᵀ + bias] in one tensor, without a copy of either: (..., h) → (..., 2f)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, gate_bias: Any, up: Tensor, up_bias: Any) -> Tensor:
+        rows, n = x.reshape(-1, x.shape[-1]), gate.shape[0]
+        packed = x.new_empty(rows.shape[0], n + up.shape[0])
+        for out, weight, bias in ((packed[:, :n], gate, gate_bias), (packed[:, n:], up, up_bias)):
+            if bias is None:
+                torch.mm(rows, weight.t(), out=out)
+            else:
+                torch.addmm(bias, rows, weight.t(), out=out)
+        ctx.save_for_backward(x, gate, up)
+        return packed.view(*x.shape[:-1], packed.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, up = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        rows, both = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        parts = both.split((gate.shape[0], up.shape[0]), -1)
+        to_x = torch.addmm(parts[1].mm(up), parts[0], gate).view_as(x) if needs[0] else None
+        to_weights = [part.t().mm(rows) if needs[i] else None for part, i in zip(parts, (1, 3), strict=True)]
+        to_biases = [part.sum(0) if needs[i] else None for part, i in zip(parts, (2, 4), strict=True)]
+        return to_x, to_weights[0], to_biases[0], to_weights[1], to_biases[1]
+
+
+def _parameter(module: nn.Module, path: str) -> Tensor:
+    *owners, name = path.split(".")
+    for owner in owners:
+        module = module._modules[owner]  # type: ignore[assignment]
+    tensor = module._parameters[name]
+    assert tensor is not None
+    return tensor
+
+
+class _Replaced:
+    """In front of a module's class: its forward follows a recipe where one was proved."""
+
+    _original: type[nn.Module]
+    _input_name: str
+    _fused: _Fusing
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        original: Callable[..., Any] = type(self)._original.forward
+        # Under the compiler its own forward is what pick-up reads.
+        if torch.compiler.is_compiling() or len(args) + len(kwargs) != 1:
+            return original(self, *args, **kwargs)
+        x: Any = args[0] if args else kwargs.get(type(self)._input_name)
+        recipe = self._fused.recipe(self, x)  # type: ignore[arg-type]
+        if recipe is None:
+            return original(self, *args, **kwargs)
+        return recipe.run(self, x, self._fused.memory)  # type: ignore[arg-type]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, _, *state = reduced
+        return _new, (type(self)._original,), *state
+
+
+@functools.cache
+def _replaced(original: Any) -> Any:
+    """A class's subclass that follows recipes. It has its name: reports, pickles and wrapping policies go by names."""
+    parameters = list(inspect.signature(original.forward).parameters)
+    attributes = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_original": original,
+        "_input_name": parameters[1] if len(parameters) > 1 else "",
+    }
+    return type(original.__name__, (_Replaced, original), attributes)
+
+
+def _new(original: Any) -> nn.Module:
+    """An empty replaced module, for copies and pickles."""
+    kind = _replaced(original)
+    made: nn.Module = kind.__new__(kind)
+    return made
+
+
+def _original_of(module: nn.Module) -> type[nn.Module]:
+    return module._original if isinstance(module, _Replaced) else type(module)
+
+
+# ---- situations ------------------------------------------------------------------------------------------------------
+
+
+class _Fusing:
+    """What a replaced module knows: its level, and the recipes by situation. A copy of it starts without recipes."""
+
+    def __init__(self, memory: str, recipes: _Recipes | None = None) -> None:
+        self.memory = memory
+        self.recipes = _Recipes() if recipes is None else recipes
+        self.proofs = 0
+
+    def __reduce__(self) -> Any:
+        return _Fusing, (self.memory,)
+
+    def recipe(self, module: nn.Module, x: Any) -> Recipe | None:
+        """What to follow, or None: the module's own forward."""
+        known = len(self.recipes.found)
+        try:
+            return self.recipes.find(module, x, self.proofs < MAX_PROOFS)
+        except _Refused:
+            return None
+        finally:
+            self.proofs += len(self.recipes.found) - known
+
+
+class _Recipes:
+    """Proofs by situation, shared by the modules that were replaced together."""
+
+    def __init__(self) -> None:
+        self.found: dict[Any, Recipe | _Refused] = {}
+        self.alive: list[Any] = []  # situations name objects by their ids
+
+    def find(self, module: nn.Module, x: Any, prove: bool = True) -> Recipe:
+        """The recipe for a module and an input like x: one that is known, or else proved now.
+
+        Raises:
+            _Refused: there is none.
+        """
+        key = _situation(module, x)
+        result = self.found.get(key)
+        if result is None and not prove:
+            raise _Refused("it was in too many situations already")
+        if result is None:
+            try:
+                result = _prove(module, x)
+            except _Refused as refusal:
+                result = refusal.with_traceback(None)
+                log.info("%s runs its own forward: %s", type(module).__name__, result)
+            self.alive += [[v for k, v in m.__dict__.items() if k not in _BASE] for m in module.modules()]
+            self.found[key] = result
+        if isinstance(result, _Refused):
+            raise _Refused(str(result), result.seen)
+        return result
+
+
+_BASE = frozenset(nn.Module().__dict__) - {"training"} | {"_fused"}
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _situation(module: nn.Module, x: Any) -> tuple[Any, ...]:
+    """All that a proof may have depended on.
+
+    Raises:
+        _Refused: there is no fused way here at all.
+    """
+    if type(x) not in (Tensor, nn.Parameter) or x.ndim == 0 or x.numel() == 0:
+        raise _Refused("its input is no plain tensor, or empty")
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
+        raise _Refused("a torch.func transform or a tracer is at work")
+    if torch.autograd.forward_ad._current_level >= 0 or nn.modules.module._has_any_global_hook():
+        raise _Refused("forward-mode derivatives or global module hooks are at work")
+    kind = x.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    sizes = tuple(min(size, 2) for size in x.shape[:-1])
+    here = (sizes, x.shape[-1], x.dtype, x.device, x.requires_grad, torch.is_grad_enabled(), autocast)
+    return (*here, torch.is_inference_mode_enabled(), _structure(module, {}, True))
+
+
+def _structure(module: nn.Module, seen: dict[int, int], outermost: bool = False) -> tuple[Any, ...]:
+    """What a module is made of: classes, attributes, parameters (and which are one), to the leaves."""
+    if not outermost and not untouched(module):
+        raise _Refused(f"{_hooked(module)}, which its fused forward would not run")
+    if id(module) in seen:
+        return (seen[id(module)],)
+    seen[id(module)] = len(seen)
+    kind = _original_of(module)
+    own = tuple([(name, _token(value)) for name, value in module.__dict__.items() if name not in _BASE])
+    tensors: list[tuple[Any, ...]] = []
+    for name, t in (*module._parameters.items(), *module._buffers.items()):
+        if t is None:
+            tensors.append((name,))
+            continue
+        if type(t) not in (Tensor, nn.Parameter):
+            raise _Refused(f"{name} is a {type(t).__name__}: tensor subclasses are left alone")
+        tensors.append((name, seen.setdefault(id(t), len(seen)), t.shape, t.dtype, t.device, t.requires_grad))
+    children = [(name, c and _structure(c, seen)) for name, c in module._modules.items()]
+    return (kind, kind.forward, own, *tensors, *children)
+
+
+def _hooked(module: nn.Module) -> str:
+    name = type(module).__name__
+    if "forward" in module.__dict__:
+        return f"the forward of {name} was put in its place"
+    if module._compiled_call_impl is not None:
+        return f"{name} is compiled (Module.compile)"
+    return f"{name} has a hook"
+
+
+def _token(value: Any) -> Any:
+    """What stands for an attribute: plain values for themselves, other objects by their identity."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, value
+    if kind in (list, tuple):
+        return (kind, *map(_token, value))
+    if kind is dict:
+        return (kind, *[(_token(k), _token(v)) for k, v in value.items()])
+    return id(value)
+
+
+# ---- proofs ----------------------------------------------------------------------------------------------------------
+
+
+def _prove(module: nn.Module, x: Tensor) -> Recipe:
+    """Capture and read the module's forward on an input like x.
+
+    Raises:
+        _Refused: with the reason.
+    """
+    twin = _twin(module, {})
+    with torch.utils._python_dispatch._disable_current_modes():
+        example = _like(x)
+        before = _structure(twin, {}, True)
+        reading = _capture(twin, (example,), {})
+        if reading.recipe is None:
+            raise _Refused(reading.reason, any(site.is_mlp for site in reading.sites))
+        if _structure(twin, {}, True) != before:
+            raise _Refused("its forward changes the module's attributes")
+    return reading.recipe
+
+
+def _like(x: Tensor) -> Tensor:
+    """A small tensor in the same situation, whose sizes other than 1 may turn out as any."""
+    sizes = [1 if size == 1 else 2 + i for i, size in enumerate(x.shape[:-1])]
+    with torch.inference_mode(False):
+        example = torch.zeros(*sizes, x.shape[-1], dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
+    for i, size in enumerate(sizes):
+        if size != 1:
+            torch._dynamo.mark_dynamic(example, i)
+    return example
+
+
+def _twin(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    """A copy that shares everything but the modules themselves: what a forward sets on itself, it sets on that."""
+    if id(module) not in made:
+        twin = made[id(module)] = object.__new__(_original_of(module))
+        twin.__dict__.update(module.__dict__)
+        for name, value in module.__dict__.items():
+            if type(value) in (dict, list, set) or name in ("_parameters", "_buffers", "_modules"):
+                twin.__dict__[name] = value.copy()
+        twin.__dict__.pop("_fused", None)
+        for name, child in module._modules.items():
+            twin._modules[name] = child if child is None else _twin(child, made)
+    return made[id(module)]
+
+
+class _Reading:
+    """One capture: the recipe, or why there is none."""
+
+    def __init__(self) -> None:
+        self.recipe: Recipe | None = None
+        self.sites: tuple[Site, ...] = ()
+        self.reason = "Dynamo did not capture it (is it disabled?)"
+
+
+def _capture(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Reading:
+    """What a module's forward computes of these arguments; a recipe, if it is one and there is one argument."""
+    from torch_fused_ops.explain import _throwaway, _unchanged
+    from torch_fused_ops.lowerings import recognise
+
+    reading = _Reading()
+    names = {id(p): name for name, p in reversed(list(twin.named_parameters(remove_duplicate=False)))}
+    stand_in: list[Tensor] = []
+    several = len(args) + len(kwargs)
+    x = args[0] if args else None
+
+    def backend(gm: GraphModule, _: Any) -> Callable[..., Any]:
+        reading.sites = recognise.rewrite(gm.graph, FusionPolicy(dropout=False))
+        outputs = next(node for node in gm.graph.nodes if node.op == "output").args[0]
+
+        def run(*args: Any) -> tuple[Tensor, ...]:
+            nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+            given = {node: names.get(id(arg), "") for node, arg in zip(nodes, args, strict=True)}
+            source = next((node for node, arg in zip(nodes, args, strict=True) if arg is x), None)
+            try:
+                if several != 1 or x is None:
+                    raise _Refused(f"it is called with {several} arguments")
+                reading.recipe = _read(gm, source, given, reading.sites)
+            except _Refused as refusal:  # here, before Dynamo's code goes on to what the forward does to its arguments
+                raise _Refused(_with_place(str(refusal), gm, given)) from None
+            stand_in.append(x.new_empty(0))
+            return (*stand_in,) * len(outputs)
+
+        return run
+
+    try:
+        # Not its __call__: the outermost module's own hooks run around the fused forward as around this one.
+        with _unchanged(twin), _quiet(), torch._dynamo.config.patch(_DYNAMO):
+            result = torch.compile(_throwaway(_forward), backend=backend, fullgraph=True)(twin, *args, **kwargs)
+        if reading.recipe is not None and result is not stand_in[0]:
+            reading.recipe, reading.reason = None, "it gives something else than one tensor"
+    except _Refused as refusal:
+        reading.recipe, reading.reason = None, str(refusal)
+    except Exception as error:
+        log.debug("a module could not be captured", exc_info=True)
+        own = not isinstance(error, torch._dynamo.exc.Unsupported) or any(text in str(error) for text in _ITS_OWN)
+        reading.recipe, reading.reason = None, f"{_UNCAPTURED}{own * _OTHER_INPUTS}{_first_line(error)}"
+    return reading
+
+
+_UNCAPTURED = "it cannot be captured in one graph: "
+_OTHER_INPUTS = "it needs other inputs: "
+# How Dynamo tells of errors that the module itself raises, on an input that it does not take.
+_ITS_OWN = ("bserved exception", "Length mismatch when unpacking", "failed to bind arguments")
+_DYNAMO = {"recompile_limit": 64, "suppress_errors": False}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """An input of another size than the module takes is an answer here, and nothing to be logged."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module.forward(*args, **kwargs)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:160]
+
+
+# ---- reading a graph -------------------------------------------------------------------------------------------------
+
+
+def _read(gm: GraphModule, x: Node | None, given: dict[Node, str], sites: Sequence[Site]) -> Recipe:
+    """The graph as a recipe.
+
+    Args:
+        gm: captured, with the activation replaced by its operator.
+        x: the module's input.
+        given: each placeholder's parameter, by its name; "" if it is none.
+        sites: what the recogniser has found.
+
+    Raises:
+        _Refused: it is not exactly linear layers around one activation.
+    """
+    reader = _Reader(given)
+    (output,) = (node for node in gm.graph.nodes if node.op == "output")
+    if len(output.args[0]) != 1:
+        raise _Refused(f"it gives {len(output.args[0])} tensors")
+    if not any(site.is_mlp for site in sites):
+        raise _Refused(_NO_MLP)
+    for site in sites:
+        if site.op is None and site.activation != DROPOUT:
+            raise _Refused(site.reason)
+    node, outer, _ = reader.through(output.args[0][0])
+    second, node = reader.linear(node)
+    node, inner, casts = reader.through(node)
+    ends_in = casts[0] if casts else None
+    operator = reader.operator(node)
+    operands, middle = operator
+    first = []
+    for operand in operands:
+        operand, p, widened = reader.through(operand)
+        if p:
+            raise _Refused("an active dropout stands before its activation")
+        linear, source = reader.linear(operand)
+        source, p, more = reader.through(source)
+        if source is not x or p or more:
+            raise _Refused(f"a linear layer in front of its activation does not read its input, but {_shown(source)}")
+        # Widened and brought back, it is rounded once, as by the operator itself.
+        if widened and ends_in != _dtype(operand):
+            raise _Refused(f"its activation is computed in {widened[0]}")
+        first.append(linear)
+    reader.check_rest(gm)
+    _check_sizes(x, output.args[0][0])
+    cast = ends_in is not None and ends_in != _dtype(operands[0])
+    spelled = ", ".join(dict.fromkeys(name for site in sites if site.is_mlp for name in site.spelling))
+    return Recipe(tuple(first), middle, second, inner, outer, cast, spelled)
+
+
+class _Reader:
+    """Walks a graph from its output; what it has gone through is accounted for."""
+
+    # Rows stay rows: these move the leading axes about at most, if the last one is as it was.
+    ROWS = frozenset(("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze"))
+    COPIES = frozenset(("contiguous", "clone", "alias"))
+
+    def __init__(self, given: dict[Node, str]) -> None:
+        from torch_fused_ops.lowerings.recognise import graph
+
+        self.graph, self.given = graph, given
+        self.read: set[Node] = set()
+
+    def call(self, node: Any) -> Any:
+        return self.graph.Call(node)
+
+    def through(self, node: Any) -> tuple[Node, float, list[torch.dtype]]:
+        """The value that a node passes on, the chance of being dropped on the way, and the dtypes it is cast to."""
+        p, casts = 0.0, []
+        while True:
+            call = self.call(node)
+            if call.name == "dropout" and call.dropout_is_active():
+                if p:
+                    raise _Refused("two dropouts follow one another")
+                p = call.dropout_arguments()["p"]
+                if not isinstance(p, (int, float)):
+                    raise _Refused("its dropout's probability is no number")
+            elif call.name in self.graph.CASTS:
+                if _dtype(node) != _dtype(call.args[0]):
+                    casts.append(_dtype(node))
+            elif call.name in self.ROWS:
+                if _sizes(node)[-1:] != _sizes(call.args[0])[-1:]:
+                    break
+            elif call.name != "dropout" and call.name not in self.COPIES:
+                break
+            self.read.add(node)
+            node = call.args[0]
+        return node, float(p), casts
+
+    def operator(self, node: Node) -> tuple[tuple[Node, ...], Middle]:
+        """(what the activation reads, the activation)"""
+        ops, args = torch.ops.fused, node.args
+        self.read.add(node)
+        if node.target is ops.bias_act.default:
+            return args[:1], Middle(args[3])  # type: ignore[arg-type, return-value]
+        if node.target is ops.glu.default:
+            return args[:2], Middle(args[3], "halves", *args[4:])  # type: ignore[arg-type, return-value]
+        if node.target is ops.bias_glu.default:
+            return args[:1], Middle(*args[3:])  # type: ignore[arg-type, return-value]
+        raise _Refused(f"its last linear layer does not read the activation, but {_shown(node)}")
+
+    def linear(self, node: Node) -> tuple[Linear, Node]:
+        """(the layer, what it reads)"""
+        call = self.call(node)
+        self.read.add(node)
+        args, kwargs = call.args, call.kwargs
+        if call.name == "linear":
+            named = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            weight, transposed = self.weight(named["weight"], False)
+            return Linear(weight, self.bias(named.get("bias"), node), transposed), named["input"]
+        if call.name == "addmm" and len(args) == 3 and not kwargs:
+            weight, transposed = self.weight(args[2], True)
+            return Linear(weight, self.bias(args[0], node), transposed), args[1]
+        if call.name in ("matmul", "mm") and len(args) == 2 and not kwargs:
+            weight, transposed = self.weight(args[1], True)
+            return Linear(weight, None, transposed), args[0]
+        if call.name == "add" and len(args) == 2 and not kwargs and not call.inplace:
+            bias, product = sorted(args, key=lambda a: not self.given.get(a))
+            layer, source = self.linear(product)
+            if layer.bias is None and self.given.get(bias):
+                return layer._replace(bias=self.bias(bias, node)), source
+        raise _Refused(f"{_shown(node)} is no linear layer with weights of its own")
+
+    def weight(self, node: Any, transposed: bool) -> tuple[str, bool]:
+        """(the parameter's name, whether it is (in, out))"""
+        call = self.call(node)
+        flips = call.name in ("t", "transpose", "permute", "swapaxes") or (
+            node.target in (torch.ops.aten.numpy_T, torch.ops.aten.mT)
+            or (node.target is getattr and node.args[1] in ("T", "mT"))
+        )
+        if flips and len(_sizes(node)) == 2 and not self.given.get(node):
+            self.read.add(node)
+            inner = node.args[0]
+            same = call.name in ("transpose", "permute", "swapaxes") and not self._swaps(call.args[1:])
+            return self.weight(inner, transposed if same else not transposed)
+        name = self.given.get(node)
+        if not name:
+            raise _Refused(f"a linear layer's weight is computed ({_shown(node)}): it is no parameter of its own")
+        return name, transposed
+
+    @staticmethod
+    def _swaps(axes: tuple[Any, ...]) -> bool:
+        flat = axes[0] if len(axes) == 1 and isinstance(axes[0], (tuple, list)) else axes
+        return [axis % 2 for axis in flat] in ([0, 1], [1, 0]) and (
+            len(axes) == 2 or [axis % 2 for axis in flat] == [1, 0]
+        )
+
+    def bias(self, node: Any, result: Node) -> str | None:
+        if node is None:
+            return None
+        name = self.given.get(node)
+        if not name or _sizes(node) != _sizes(result)[-1:]:
+            raise _Refused(f"a linear layer's bias is no vector of its own ({_shown(node)})")
+        return name
+
+    def check_rest(self, gm: GraphModule) -> None:
+        """Nothing else is done but asking for sizes."""
+        for node in gm.graph.nodes:
+            if node in self.read or node.op in ("placeholder", "output"):
+                continue
+            value = node.meta.get("example_value")
+            parts = value if isinstance(value, (tuple, list, torch.Size)) else (value,)
+            if node.op == "get_attr" or not all(isinstance(part, (int, torch.SymInt)) for part in parts):
+                raise _Refused(f"its forward also calls {_shown(node)}")
+
+
+def _with_place(reason: str, gm: GraphModule, given: dict[Node, str]) -> str:
+    """The reason, and where the activation stands, if many linear layers are in the module."""
+    from torch_fused_ops.lowerings.recognise.graph import Call
+
+    def weights(node: Node, step: Callable[[Node], Any]) -> list[str]:
+        """Of the linear layers that come next in a direction."""
+        found, pending, seen = [], list(step(node)), set()
+        while pending:
+            one = pending.pop(0)
+            if one in seen:
+                continue
+            seen.add(one)
+            if Call(one).gemm is not None:
+                found += [given[a].rpartition(".")[0] for a in one.all_input_nodes if "." in given.get(a, "")]
+            else:
+                pending += step(one)
+        return found
+
+    owners = {name.rpartition(".")[0] for name in given.values() if name}
+    for node in gm.graph.nodes:
+        if getattr(node.target, "namespace", "") == "fused" and len(owners) > MLPS_MATRICES:
+            before, after = weights(node, lambda n: n.all_input_nodes), weights(node, lambda n: n.users)
+            names = [", ".join(dict.fromkeys(part)) for part in (before, after)]
+            if all(names):
+                return f"its activation stands between {names[0]} and {names[1]}, in a module that does more: {reason}"
+    return reason
+
+
+def _check_sizes(x: Any, result: Any) -> None:
+    from torch_fused_ops.lowerings.recognise.graph import statically
+
+    a, b = _sizes(x), _sizes(result)
+    if len(a) != len(b) or not all(statically(m == n) for m, n in zip(a[:-1], b[:-1], strict=True)):
+        raise _Refused("its result has other leading axes than its input")
+    shapes = getattr(getattr(_tensor(x), "fake_mode", None), "shape_env", None)
+    if shapes is not None and shapes.guards:
+        raise _Refused(f"its forward depends on its input's sizes: {', '.join(str(g.expr) for g in shapes.guards)}")
+
+
+def _shown(node: Any) -> str:
+    from torch_fused_ops.lowerings.recognise.graph import shown
+
+    return shown(node) if isinstance(node, torch.fx.Node) else repr(node)
+
+
+def _tensor(node: Any) -> Tensor:
+    value = node.meta.get("example_value")
+    if not isinstance(value, Tensor):
+        raise _Refused(f"the capture does not record what {_shown(node)} gives")
+    return value
+
+
+def _dtype(node: Any) -> torch.dtype:
+    return _tensor(node).dtype
+
+
+def _sizes(node: Any) -> tuple[Any, ...]:
+    return tuple(_tensor(node).shape)
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+class Replacements(Report):
+    """What ``replace_mlps`` did: a ``Report`` with a site for each MLP, and the way back.
+
+    Attributes:
+        sites: a replaced module's has ``op``; the reason of one left alone says why.
+        replaced: the replaced modules by their paths.
+    """
+
+    def __init__(self, sites: tuple[Site, ...], replaced: dict[str, nn.Module], title: str) -> None:
+        super().__init__(sites, 0)
+        self.title, self.replaced = title, replaced
+
+    @property
+    def summary(self) -> str:
+        """One line: how many of how many."""
+        fused = sum(site.op is not None for site in self.sites)
+        return f"{fused} of {len(self.sites)} MLPs replaced"
+
+    @property
+    def nothing(self) -> str:
+        """What to look at where there are no sites."""
+        return "No module of the model is linear layers around an activation (docs/modules.md says what is looked at)."
+
+    def restore(self) -> None:
+        """Put every module back as it was before. Again, it does nothing.
+
+        Raises:
+            RuntimeError: something else has since changed a module's class (fully_shard); none is put back then.
+        """
+        for path, module in self.replaced.items():
+            if isinstance(module, _Replaced) and type(module) is not _class_for(module):
+                raise RuntimeError(f"{path or 'the model'} cannot be put back: its class is now {type(module)!r}")
+        for module in self.replaced.values():
+            _put_back(module)
+
+
+def _class_for(module: nn.Module) -> Any:
+    original: Any = _original_of(module)
+    return _replaced(original)
+
+
+def _put_back(module: Any) -> None:
+    if isinstance(module, _Replaced):
+        original: Any = type(module)._original
+        module.__class__ = original
+    module.__dict__.pop("_fused", None)
+
+
+def replace_mlps(
+    model: nn.Module, *args: Any, memory: str = "free", exclude: Collection[str] = (), **kwargs: Any
+) -> Replacements:
+    """Have a model's MLPs run with our operators in eager mode, in place; ``report.restore()`` puts it back.
+
+    A module is replaced where its forward is proved to be linear layers, an activation of the table (gated or not),
+    maybe dropouts, and a linear layer, however it is spelled. Its parameters stay where they are, so optimizers, state
+    dicts and later loading work on; hooks on the module, training flags and copies of the model do, too. Under
+    ``torch.compile`` the module's own forward is compiled. Results are within the precision contract; where dropout is
+    active, other elements are dropped, by the same chance.
+
+    A linear, activation or dropout inside that is hooked, wrapped or parametrized refuses, or, if that happens later,
+    has the module's own forward run again: nothing is skipped.
+
+    Args:
+        model: a module. Its classes are not looked at, only what they compute.
+        *args, **kwargs: what to call the model with, once, to see what its modules are called with. Without, each
+            candidate is tried with (2, 3, its first linear's input size).
+        memory: what eager autograd keeps between the linears, as ``FusedMLP``.
+        exclude: module paths to leave alone, as shell patterns, e.g. ``("encoder.*",)``.
+
+    Returns:
+        A report: print it. For each module that looks like an MLP what it runs now, or why it was left alone.
+
+    Raises:
+        TypeError, ValueError: for arguments that are not accepted.
+        Whatever the model raises on ``args``. The model is then as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r} is not accepted: it must be a torch.nn.Module")
+    check_memory(memory)
+    exclude = FusionPolicy(exclude=exclude).exclude  # type: ignore[arg-type]
+    inputs = _inputs(model, args, kwargs) if args or kwargs else None
+    recipes, chosen, sites = _Recipes(), dict[str, nn.Module](), dict[str, Site]()
+    settled: list[nn.Module] = []
+    unseen: dict[str, None] = {}
+    refused: dict[Any, _Refused] = {}
+    compiled = [path for path, module in model.named_modules() if _is_compiled(module)]
+    for path, module in _candidates(model):
+        if any(_holds(module, inner) for inner in settled):
+            continue
+        site = _site(path, module, exclude, compiled, inputs, recipes, refused)
+        if site is not None and inputs is None and site.reason.startswith(_UNCAPTURED + _OTHER_INPUTS):
+            unseen[type(module).__name__] = None
+            continue
+        if site is None:
+            continue
+        settled.append(module)
+        sites[path] = site
+        if site.op is not None:
+            chosen[path] = module
+    done: list[nn.Module] = []
+    try:
+        for module in chosen.values():
+            done.append(module)
+            module.__dict__["_fused"] = _Fusing(memory, recipes)
+            module.__class__ = _class_for(module)
+    except BaseException:
+        for module in done:
+            _put_back(module)
+        raise
+    paths = [path for path, _ in model.named_modules() if path in sites]
+    report = Replacements(tuple(map(sites.__getitem__, paths)), chosen, type(model).__name__)
+    if unseen:
+        report.notes = (f"not looked at, for want of inputs to call them with: {', '.join(unseen)}", *report.notes)
+    return report
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def _holds(outer: nn.Module, inner: nn.Module) -> bool:
+    return any(module is inner for module in outer.modules())
+
+
+def _matrices(module: nn.Module) -> list[Tensor]:
+    owners = (m for m in module.modules() if not isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+    tensors = (t for m in owners for t in (*m._parameters.values(), *m._buffers.values()))
+    return list({id(t): t for t in tensors if t is not None and t.ndim == 2}.values())
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that may be MLPs or hold one, the innermost first."""
+    named = list(model.named_modules())
+    for path, module in reversed(named):
+        if len(_matrices(module)) in MATRICES and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            yield path, module
+
+
+def _inputs(model: nn.Module, args: Any, kwargs: Any) -> dict[int, tuple[Any, Any]]:
+    """What each candidate is first called with."""
+    from torch_fused_ops.explain import _unchanged
+
+    seen: dict[int, tuple[Any, Any]] = {}
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        seen.setdefault(id(module), (args, kwargs))
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_unchanged(model))
+        for _, module in _candidates(model):
+            stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+        model(*args, **kwargs)
+    return seen
+
+
+def _site(
+    path: str,
+    module: nn.Module,
+    exclude: Sequence[str],
+    compiled: Sequence[str],
+    inputs: dict[int, tuple[Any, Any]] | None,
+    recipes: _Recipes,
+    refused: dict[Any, _Refused],
+) -> Site | None:
+    """What becomes of a candidate; None if it is no MLP, as far as can be seen."""
+    where = f"{type(module).__name__} in {path}" if path else type(module).__name__
+    looks = len(_matrices(module)) <= MLPS_MATRICES
+    # Blocks have attributes of their own (their number, say): one of a kind is looked at.
+    kind = None if looks else (tuple(map(type, module.modules())), tuple(p.shape for p in module.parameters()))
+    try:
+        for pattern in exclude:
+            if names_module(pattern, enclosing_modules([path])):
+                raise _Refused(f"{EXCLUDED}{pattern!r}")
+        _check_module(path, module, compiled)
+        if kind in refused:
+            raise refused[kind]
+        try:
+            recipe = _try(module, inputs, recipes)
+        except _Refused as refusal:
+            if kind is not None:
+                refused[kind] = refusal
+            raise
+    except _Refused as refusal:
+        shown = refusal.seen or (looks and str(refusal) != _NO_MLP)
+        return Site(None, None, where, str(refusal), (), path) if shown else None
+    op = "fused::bias_act" if recipe.middle.layout is None else "fused::bias_glu"
+    return Site(op, recipe.middle.activation, where, f"proved from {recipe.proved_from}", ("linear",), path)
+
+
+_NO_MLP = "there is no activation between linear layers in it"
+
+
+def _check_module(path: str, module: nn.Module, compiled: Sequence[str]) -> None:
+    if isinstance(module, _Replaced):
+        raise _Refused("it is replaced already")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise _Refused("it is a script")
+    if any(path == outer or not outer or path.startswith(f"{outer}.") for outer in compiled):
+        raise _Refused("it is compiled already: pick-up reads it there")
+    for name, inner in module.named_modules():
+        if _is_compiled(inner):
+            raise _Refused(f"{name} in it is compiled already")
+        if not untouched(inner) and (name or "forward" in inner.__dict__):
+            raise _Refused(f"{name or 'it'}: {_hooked(inner)}, which a fused forward would not run")
+
+
+def _takes_one(module: nn.Module) -> bool:
+    try:
+        inspect.signature(module.forward).bind(None)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _try(module: nn.Module, inputs: dict[int, tuple[Any, Any]] | None, recipes: _Recipes) -> Recipe:
+    if inputs is not None:
+        if id(module) not in inputs:
+            raise _Refused("it was not called with these inputs")
+        args, kwargs = inputs[id(module)]
+        given = (*args, *kwargs.values())
+        if len(given) == 1:
+            return recipes.find(module, given[0])
+        reading = _capture(_twin(module, {}), args, kwargs)
+        seen = any(site.is_mlp for site in reading.sites)
+        raise _Refused(reading.reason if seen else _NO_MLP, seen)
+    if not _takes_one(module):
+        raise _Refused(f"{_UNCAPTURED}{_OTHER_INPUTS}more than one argument")
+    # Of a linear layer the input size comes second, of GPT-2's Conv1D first.
+    matrices = _matrices(module)
+    sizes = dict.fromkeys(size for matrix in matrices for size in (matrix.shape[1], matrix.shape[0]))
+    learns = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+    refusals: list[_Refused] = []
+    for size in list(sizes)[:3]:
+        x = torch.empty(2, 3, size, dtype=matrices[0].dtype, device=matrices[0].device)
+        try:
+            return recipes.find(module, x.requires_grad_(learns) if x.is_floating_point() else x)
+        except _Refused as refusal:
+            refusals.append(refusal)
+            if not str(refusal).startswith(_UNCAPTURED):
+                raise
+    raise refusals[0]
