@@ -268,7 +268,7 @@ def test_a_bias_that_is_no_vector():
 
 def test_weights_of_another_shape_are_refused():
     for weights in (randn(6), randn(1, 1), randn(6, 8), randn(3, 1)):
-        with pytest.raises(ValueError, match=r"weights has shape .*accepted: \(6, 1\) or \(6, 1\)"):
+        with pytest.raises(ValueError, match=r"weights has shape .*accepted: \(6, 1\), a number"):
             mg.weighted_swiglu(X, weights)
     with pytest.raises(TypeError, match=r"weights=1\.0 is not accepted"):
         mg.weighted_swiglu(X, 1.0)
@@ -754,3 +754,33 @@ def test_softmax_one():
         mg.SoftmaxOne(1)(x)
     with pytest.raises(ValueError, match="denominator_offset=-1"):
         mg.SoftmaxOne(-1, -1.0)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_forgotten_tuple_is_named(training, fused):
+    x = torch.randn(4, 8)
+    with pytest.raises(TypeError, match=r"x_with_bias is a Tensor; accepted: \(x, bias\)"):
+        mg.get_bias_dropout_add(training, fused)(x, x, 0.1)
+
+
+@pytest.mark.parametrize("fusion", [False, True])
+def test_softmax_module_names_what_is_wrong(fusion):
+    def module(window=None):
+        return mg.FusedScaleMaskSoftmax(False, False, mg.AttnMaskType.padding, fusion, None, True, None, window)
+
+    scores = torch.randn(2, 3, 4, 4)
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 1, 3, 4\); accepted: what broadcasts to input's"):
+        module()(scores, torch.zeros(2, 1, 3, 4, dtype=torch.bool))
+    with pytest.raises(TypeError, match=r"input has dtype torch\.int64; accepted"):
+        module()(scores.long(), None)
+    with pytest.raises(ValueError, match="window_size=3 is not accepted"):
+        module(3)
+
+
+def test_weights_of_another_shape_name_each_accepted_one_once():
+    with pytest.raises(ValueError, match=r"weights has shape \(4,\); accepted: \(4, 1\), a number for each row"):
+        mg.weighted_bias_swiglu_impl(torch.randn(4, 8), None, torch.rand(4))

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fused_ops import functional, reference
+from torch_fused_ops.ops import softmax
 from torch_fused_ops.viewless import (
     MakeViewlessTensor,
     assert_viewless_tensor,
@@ -124,8 +125,8 @@ def _token_scale(input: Tensor, weights: Tensor) -> Tensor:
     rows = input.shape[:-1]
     if weights.shape[-1:] != (1,) or weights.numel() != math.prod(rows):
         raise ValueError(
-            f"weights has shape {tuple(weights.shape)}; accepted: ({math.prod(rows)}, 1) or {(*rows, 1)}, a number for "
-            "each row"
+            f"weights has shape {tuple(weights.shape)}; accepted: "
+            f"{' or '.join(dict.fromkeys(map(str, ((math.prod(rows), 1), (*rows, 1)))))}, a number for each row"
         )
     return weights.reshape(rows)
 
@@ -544,6 +545,10 @@ BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 def _bias_dropout_add_func(
     x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor | None, prob: float, training: bool
 ) -> Tensor:
+    if not isinstance(x_with_bias, (tuple, list)) or len(x_with_bias) != 2:
+        raise TypeError(
+            f"x_with_bias is a {type(x_with_bias).__name__}; accepted: (x, bias), two tensors; bias may be None"
+        )
     x, bias = _biased(*x_with_bias)
     return functional.bias_dropout_add(x, bias, residual, prob, training=training)
 
@@ -686,7 +691,7 @@ def get_sliding_window_causal_mask(
 def _window(window_size: Sequence[int] | None) -> tuple[int, int]:
     if window_size is None:
         return -1, -1
-    if len(window_size) != 2 or any(w < -1 for w in window_size):
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2 or any(w < -1 for w in window_size):
         raise ValueError(
             f"window_size={window_size!r} is not accepted: it must be (left, right), each at least -1, or None"
         )
@@ -814,8 +819,9 @@ class FusedScaleMaskSoftmax(nn.Module):
     def forward_torch_softmax(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
         """forward by PyTorch's own functions, one after another; with mask_func where it is one of yours."""
         if self._masks_as_usual or mask is None:
-            out = reference.scaled_masked_softmax(*self._arguments(input, _hidden(mask), softmax_offset))
-            return self._rounded(out)
+            arguments = self._arguments(input, _hidden(mask), softmax_offset)
+            softmax.check(*arguments)
+            return self._rounded(reference.scaled_masked_softmax(*arguments))
         assert self.mask_func is not None
         wide = input.float() if self.input_in_float16 and self.softmax_in_fp32 else input
         scores = self.mask_func(wide * _scale(self.scale), mask)

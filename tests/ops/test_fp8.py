@@ -206,7 +206,11 @@ def test_batched_gradients():
 # ---- the argument ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FF.__all__)
+OTHERS = {"bias_dropout_add", "dropout_add", "scaled_masked_softmax", "shard_seed"}  # keep no input that fp8 could hold
+ACTIVATIONS = [n for n in FF.__all__ if n not in OTHERS and "viewless" not in n.lower()]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_function_takes_memory(name):
     parameter = inspect.signature(getattr(FF, name)).parameters["memory"]
     assert (parameter.default, parameter.kind) == ("free", inspect.Parameter.KEYWORD_ONLY)

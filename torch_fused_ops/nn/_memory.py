@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,22 +30,43 @@ LEVELS = ("off", "free", "fp8", "input")
 Map = Callable[[Tensor], Tensor]
 
 
-class _Remade:
-    """A value that backward makes again, once for all who saved it."""
+Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
-    def __init__(self, make: Callable[[], Tensor], of: _Remade | None = None) -> None:
-        self.make, self.of = make, of  # of: what it is made of, if that is made again itself
+
+def _outer_hooks() -> Hooks:
+    """The saved-tensor hooks around us (a checkpoint's, an offloader's): what we keep is theirs to keep.
+
+    Of nested hooks autograd calls the innermost pair alone.
+    """
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks or (lambda t: t, lambda kept: kept)
+
+
+class _Remade:
+    """A value that backward makes again, from tensors kept for it or from another such value, once for all savers."""
+
+    def __init__(self, make: Callable[..., Tensor], *sources: Tensor | _Remade) -> None:
+        self.make, self.sources = make, sources
+        self.kept: list[Any] = []
+        self.pack, self.unpack = _outer_hooks()
         self.savers = self.left = 0
         self.value: Tensor | None = None
 
     def saved(self) -> None:
-        if self.savers == 0 and self.of is not None:
-            self.of.saved()
+        if self.savers == 0:
+            for source in self.sources:
+                if isinstance(source, _Remade):
+                    source.saved()
+                    self.kept.append(source)
+                else:
+                    self.kept.append(self.pack(source))
+            self.sources = ()
         self.savers += 1
 
     def __call__(self) -> Tensor:
         if self.value is None:
-            self.value, self.left = self.make(), self.savers
+            self.value = self.make(*(one() if isinstance(one, _Remade) else self.unpack(one) for one in self.kept))
+            self.left = self.savers
         value, self.left = self.value, self.left - 1
         if self.left <= 0:
             self.value = None
@@ -70,16 +91,16 @@ def _memory_of(t: Tensor) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def _instead_of(t: Tensor, remade: _Remade) -> Iterator[None]:
     """Inside, whatever saves ``t`` for backward saves how it is made again."""
-    own = _memory_of(t)
+    own, (outer_pack, outer_unpack) = _memory_of(t), _outer_hooks()
 
-    def pack(saved: Tensor) -> Tensor | _Recipe:
+    def pack(saved: Tensor) -> Any:
         if not saved.is_contiguous() or _memory_of(saved) != own:
-            return saved
+            return outer_pack(saved)
         remade.saved()
         return _Recipe(remade, saved.shape)
 
-    def unpack(kept: Tensor | _Recipe) -> Tensor:
-        return kept.value().view(kept.shape) if isinstance(kept, _Recipe) else kept
+    def unpack(kept: Any) -> Tensor:
+        return kept.value().view(kept.shape) if isinstance(kept, _Recipe) else outer_unpack(kept)
 
     with saved_tensors_hooks(pack, unpack):
         yield
@@ -89,11 +110,13 @@ def _instead_of(t: Tensor, remade: _Remade) -> Iterator[None]:
 def _watch(seen: set[tuple[Any, ...]]) -> Iterator[None]:
     """Inside, note whose memory is saved for backward."""
 
-    def pack(saved: Tensor) -> Tensor:
-        seen.add(_memory_of(saved))
-        return saved
+    outer_pack, outer_unpack = _outer_hooks()
 
-    with saved_tensors_hooks(pack, lambda kept: kept):
+    def pack(saved: Tensor) -> Any:
+        seen.add(_memory_of(saved))
+        return outer_pack(saved)
+
+    with saved_tensors_hooks(pack, outer_unpack):
         yield
 
 
@@ -135,25 +158,23 @@ def through(x: Tensor, first: Map, activate: Map, second: Map, memory: str) -> T
     own = _memory_of(a)
     if own == _memory_of(h) or own in seen:  # the identity, or in place; or, as ReLU, it keeps its result
         return second(a)
-    with _instead_of(a, _Remade(lambda: again(activate, remade()), remade)):
+    with _instead_of(a, _Remade(lambda h: again(activate, h), remade)):
         return second(a)
 
 
 def _free(x: Tensor, h: Tensor, first: Map, again: _Again) -> _Remade:
-    h = h.detach()
-    return _Remade(lambda: h)
+    return _Remade(lambda h: h, h.detach())
 
 
 def _fp8(x: Tensor, h: Tensor, first: Map, again: _Again) -> _Remade:
     with torch.no_grad():
         stored, scale = reference.store_fp8(h)
     dtype = h.dtype
-    return _Remade(lambda: reference.load_fp8(stored, scale, dtype))
+    return _Remade(lambda stored, scale: reference.load_fp8(stored, scale, dtype), stored, scale)
 
 
 def _input(x: Tensor, h: Tensor, first: Map, again: _Again) -> _Remade:
-    x = x.detach()
-    return _Remade(lambda: again(first, x))
+    return _Remade(lambda x: again(first, x), x.detach())
 
 
 _LEVELS: dict[str, Callable[[Tensor, Tensor, Map, _Again], _Remade]] = {"free": _free, "fp8": _fp8, "input": _input}

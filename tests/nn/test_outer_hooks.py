@@ -1,0 +1,97 @@
+"""Saved-tensor hooks around an MLP with a memory level of its own: a checkpoint's, an offloader's, a user's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from torch_fused_ops.nn import MLP, FusedMLP, MLPConfig, replace_mlps
+
+ROWS, WIDTH, FFN = 64, 8, 128
+LEVELS = ("off", "free", "fp8", "input")
+
+
+def replaced(memory: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(WIDTH, FFN), nn.GELU(), nn.Linear(FFN, WIDTH))
+    assert replace_mlps(model, memory=memory)
+    return model
+
+
+class Core(MLP):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y, bias = super().forward(x)
+        assert bias is not None
+        return y + bias
+
+
+MODULES = {
+    "FusedMLP": lambda memory: FusedMLP(WIDTH, FFN, memory=memory),
+    "gated": lambda memory: FusedMLP(WIDTH, FFN, "silu", gated=True, memory=memory),
+    "relu": lambda memory: FusedMLP(WIDTH, FFN, "relu", memory=memory),
+    "replaced": replaced,
+    "MLP": lambda memory: Core(MLPConfig(WIDTH, ffn_hidden_size=FFN, memory=memory)),
+}
+
+
+@pytest.fixture(params=[(name, memory) for name in MODULES for memory in LEVELS], ids=str)
+def case(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor, list[Tensor]]:
+    """A module, its input, and what its gradients are without hooks around it."""
+    torch.manual_seed(0)
+    name, memory = request.param
+    module, x = MODULES[name](memory), torch.randn(ROWS, WIDTH, requires_grad=True)
+    return module, x, gradients(module, x, module(x))
+
+
+def gradients(module: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(y.square().sum(), [x, *module.parameters()]))
+
+
+def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_checkpoint_keeps_nothing_inside(case: tuple[nn.Module, Tensor, list[Tensor]]) -> None:
+    """Every tensor that is kept goes through the checkpoint, which keeps none: only x is seen outside."""
+    module, x, expected = case
+    outside: list[int] = []
+    with saved_tensors_hooks(lambda t: outside.append(t.numel()) or t, lambda t: t):
+        y = checkpoint(module, x, use_reentrant=False)
+    assert max(outside, default=0) <= ROWS * WIDTH
+    alive = sum(t.untyped_storage().nbytes() for t in reachable(y))
+    assert alive <= 4 * ROWS * WIDTH * 3, "the input and the output"
+    assert_equal(gradients(module, x, y), expected)
+
+
+def reachable(y: Tensor) -> list[Tensor]:
+    """The large tensors that are alive, parameters aside."""
+    import gc
+
+    gc.collect()
+    return [
+        t
+        for t in gc.get_objects()
+        if type(t) is Tensor and t.shape[:1] == (ROWS,) and t.numel() >= ROWS * FFN and t is not y
+    ]
+
+
+def test_an_offloader_sees_all_that_is_kept(case: tuple[nn.Module, Tensor, list[Tensor]]) -> None:
+    module, x, expected = case
+    kept: list[int] = []
+    with saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t.clone(), lambda t: t):
+        y = module(x)
+    assert max(kept) >= ROWS * WIDTH * 4
+    assert_equal(gradients(module, x, y), expected)
+    with save_on_cpu():
+        y = module(x)
+    assert_equal(gradients(module, x, y), expected)
+
+
+def test_nested_in_a_checkpoint_of_two(case: tuple[nn.Module, Tensor, list[Tensor]]) -> None:
+    module, x, _ = case
+    expected = gradients(module, x, module(module(x)))
+    y = checkpoint(lambda x: module(module(x)), x, use_reentrant=False)
+    assert_equal(gradients(module, x, y), expected)
