@@ -21,7 +21,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Keep", "define", "differentiate", "differentiate_by_reference", "library"]
+__all__ = ["Keep", "define", "differentiate", "differentiate_by_reference", "lead", "library", "register"]
 
 # The backends' own keys, not the "Autograd" alias, which an operator's user may want for himself.
 _AUTOGRAD_KEYS = (
@@ -43,6 +43,29 @@ def define(name: str, schema: str, kernels: Mapping[str, Callable[..., Any]]) ->
         library.impl(name, kernel, key)
     overload: torch._ops.OpOverload = getattr(torch.ops.fused, name).default
     return overload
+
+
+_GPUS = ("CUDA", "XPU")
+
+
+def register(
+    name: str,
+    schema: str,
+    on_cpu: Callable[..., Any],
+    on_gpu: Callable[..., Any],
+    fake: Callable[..., Any],
+    vmap: Callable[[torch._ops.OpOverload], Callable[..., Any]],
+) -> torch._ops.OpOverload:
+    """``fused::name`` with its kernels, its fake kernel and its vmap rule, which ``vmap`` makes of the operator."""
+    op = define(name, schema, {"CPU": on_cpu, **dict.fromkeys(_GPUS, on_gpu)})
+    torch.library.register_fake(f"fused::{name}", fake, lib=library)
+    torch.library.register_vmap(f"fused::{name}", vmap(op), lib=library)
+    return op
+
+
+def lead(info: Any, t: Tensor, axis: int | None) -> Tensor:
+    """In a vmap rule: t with the batch axis in front."""
+    return t.expand(info.batch_size, *t.shape) if axis is None else t.movedim(axis, 0)
 
 
 # ---- what comes after Autograd ---------------------------------------------------------------------------------------

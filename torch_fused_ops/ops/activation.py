@@ -18,11 +18,11 @@ from torch_fused_ops import activations, reference
 from torch_fused_ops.kernels import cpu
 from torch_fused_ops.ops._autograd import (
     Keep,
-    define,
     differentiate,
     differentiate_by_reference,
     keep_arguments,
-    library,
+    lead,
+    register,
 )
 from torch_fused_ops.reference import FP8, LAYOUTS, Grads3
 
@@ -212,7 +212,7 @@ def _batched(
         if not backward and info.batch_size:
             check(*(a if d is None else a.select(d, 0) for a, d in zip(args, in_dims, strict=True)))
         leading = [
-            a if not isinstance(a, Tensor) or (i == bias_at and d is None) else _lead(info, a, d)
+            a if not isinstance(a, Tensor) or (i == bias_at and d is None) else lead(info, a, d)
             for i, (a, d) in enumerate(zip(args, in_dims, strict=True))
         ]
         # A bias of its own for each example is no (n,) vector, and its gradient must not be summed over the examples.
@@ -226,11 +226,6 @@ def _batched(
         return outputs, tuple(None if o is None else 0 for o in outputs) if isinstance(outputs, tuple) else 0
 
     return rule
-
-
-def _lead(info: Any, t: Tensor, axis: int | None) -> Tensor:
-    """The batch axis in front."""
-    return t.expand(info.batch_size, *t.shape) if axis is None else t.movedim(axis, 0)
 
 
 def _per_example_backward(
@@ -255,7 +250,7 @@ def _batched_fp8_backward(backward_rule: Callable[..., Any], data: int) -> Calla
         wide = reference.compute_dtype(grad, *(a for a in rest if isinstance(a, Tensor)))
         wide = torch.float64 if torch.float64 in dtypes else wide
         pairs = zip(stored[::2], in_dims[1::2], stored[1::2], in_dims[2::2], strict=False)
-        loaded = [reference.load_fp8(_lead(info, t, d), _lead(info, s, ds), wide) for t, d, s, ds in pairs]
+        loaded = [reference.load_fp8(lead(info, t, d), lead(info, s, ds), wide) for t, d, s, ds in pairs]
         dims = (in_dims[0], *(0,) * data, *in_dims[1 + 2 * data : -1 - data], in_dims[-1])
         outputs, out_dims = backward_rule(info, dims, grad, *loaded, *rest, mask)
         rounded = [None if o is None else o.to(d) for o, d in zip(outputs, dtypes, strict=False)]
@@ -308,8 +303,6 @@ def _keep_fp8(data: int) -> Callable[..., Keep]:
 
 # ---- registration ----------------------------------------------------------------------------------------------------
 
-_GPUS = ("CUDA", "XPU")
-
 
 def _cpu_kernel(name: str, check: Callable[..., None] | None) -> Callable[..., Any]:
     kernel: Callable[..., Any] = getattr(cpu, name)
@@ -351,10 +344,7 @@ def _register(
     ops, kernels = [], []
     for op_name, checked, fake, rule in zip(both, (check, None), fakes, rules, strict=True):
         on_cpu = _cpu_kernel(op_name, checked)
-        op = define(op_name, SCHEMAS[op_name], {"CPU": on_cpu, **dict.fromkeys(_GPUS, _gpu_kernel(op_name, checked))})
-        torch.library.register_fake(f"fused::{op_name}", fake, lib=library)
-        torch.library.register_vmap(f"fused::{op_name}", rule(op), lib=library)
-        ops.append(op)
+        ops.append(register(op_name, SCHEMAS[op_name], on_cpu, _gpu_kernel(op_name, checked), fake, rule))
         kernels.append(on_cpu)
     plain, plain_backward = (getattr(reference, n) for n in both)
     differentiate_by_reference(ops[1], plain_backward, kernels[1])

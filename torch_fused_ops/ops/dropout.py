@@ -16,8 +16,8 @@ from torch import Tensor
 
 from torch_fused_ops import reference
 from torch_fused_ops.kernels import dropout_cpu
-from torch_fused_ops.ops._autograd import Keep, define, differentiate, differentiate_by_reference, library
-from torch_fused_ops.ops.activation import _GPUS, _check_shape, _check_tensors, _lead
+from torch_fused_ops.ops._autograd import Keep, differentiate, differentiate_by_reference, lead, register
+from torch_fused_ops.ops.activation import _check_shape, _check_tensors
 
 Grads2: TypeAlias = tuple[Tensor | None, Tensor | None]
 
@@ -94,15 +94,15 @@ def _rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     if info.batch_size:  # what one example sees is checked: with a batch axis in front more would be accepted
         check(*(a if d is None else a.select(d, 0) for a, d in zip(args, in_dims, strict=True)))
     input, bias, residual, seed, p = args
-    x, ndim = _lead(info, input, in_dims[0]), input.ndim - (in_dims[0] is not None)
-    r = None if residual is None else _lead(info, residual, in_dims[2])
+    x, ndim = lead(info, input, in_dims[0]), input.ndim - (in_dims[0] is not None)
+    r = None if residual is None else lead(info, residual, in_dims[2])
     b, key = _column(bias, in_dims[1], ndim), _seeds(seed, in_dims[3], ndim)
     return reference.dropout_add_at(x, b, r, reference.row_major(x.shape[1:], x.device), key, p), 0
 
 
 def _backward_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     grad, seed, p, dtype, bias_dtype, mask = args
-    g = _lead(info, grad, in_dims[0])
+    g = lead(info, grad, in_dims[0])
     wide = g.to(reference.dropout_backward_dtype(g, dtype, bias_dtype))
     places, key = reference.row_major(g.shape[1:], g.device), _seeds(seed, in_dims[1], g.ndim - 1)
     dx = reference.dropout_input_grad(wide, *places, key, p)
@@ -155,18 +155,14 @@ def _backward_on_gpu(*args: Any) -> Grads2:
     return dropout.dropout_add_backward(*args)
 
 
-def _register(
-    name: str, on_cpu: Callable[..., Any], on_gpu: Callable[..., Any], fake: Callable[..., Any], rule: Any
-) -> torch._ops.OpOverload:
-    op = define(name, SCHEMAS[name], {"CPU": on_cpu, **dict.fromkeys(_GPUS, on_gpu)})
-    torch.library.register_fake(f"fused::{name}", fake, lib=library)
-    torch.library.register_vmap(f"fused::{name}", rule, lib=library)
-    return op
-
-
-_FORWARD = _register("dropout_add", _on_cpu, _on_gpu, _fake, _rule)
-_BACKWARD = _register(
-    "dropout_add_backward", dropout_cpu.dropout_add_backward, _backward_on_gpu, _backward_fake, _backward_rule
+_FORWARD = register("dropout_add", SCHEMAS["dropout_add"], _on_cpu, _on_gpu, _fake, lambda _: _rule)
+_BACKWARD = register(
+    "dropout_add_backward",
+    SCHEMAS["dropout_add_backward"],
+    dropout_cpu.dropout_add_backward,
+    _backward_on_gpu,
+    _backward_fake,
+    lambda _: _backward_rule,
 )
 differentiate_by_reference(_BACKWARD, reference.dropout_add_backward, dropout_cpu.dropout_add_backward)
 differentiate(

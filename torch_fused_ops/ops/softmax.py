@@ -16,7 +16,8 @@ from torch.amp.autocast_mode import _cast
 
 from torch_fused_ops import reference
 from torch_fused_ops.kernels import softmax_cpu
-from torch_fused_ops.ops._autograd import Keep, define, differentiate, differentiate_by_reference, library
+from torch_fused_ops.ops._autograd import Keep, differentiate, differentiate_by_reference, lead, library, register
+from torch_fused_ops.ops.activation import _DTYPES
 
 Grads2: TypeAlias = tuple[Tensor | None, Tensor | None]
 
@@ -37,7 +38,6 @@ SCHEMAS = {
 
 # ---- what is accepted ----------------------------------------------------------------------------------------------
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ACCEPTED = "float16, bfloat16, float32, float64"
 
 
@@ -106,11 +106,6 @@ def _backward_fake(grad: Tensor, output: Tensor, *scalars: Any) -> Grads2:
 # ---- vmap ------------------------------------------------------------------------------------------------------------
 
 
-def _lead(info: Any, t: Tensor, axis: int | None) -> Tensor:
-    """The batch axis in front."""
-    return t.expand(info.batch_size, *t.shape) if axis is None else t.movedim(axis, 0)
-
-
 def _as_heads(t: Tensor) -> Tensor:
     """(batch, …, heads, sq, sk) → (…, batch · heads, sq, sk): each example's heads are heads of their own."""
     return t.movedim(0, -4).flatten(-4, -3)
@@ -134,7 +129,7 @@ def _rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     if batch:  # what one example sees is checked: with a batch axis in front more would be accepted
         check(*(a if d is None else a.select(d, 0) for a, d in zip(args, in_dims, strict=True)))
     input, mask, sink = (
-        t if t is None or (d is None and i) else _lead(info, t, d)
+        t if t is None or (d is None and i) else lead(info, t, d)
         for i, (t, d) in enumerate(zip(args[:3], in_dims[:3], strict=True))
     )
     ndim = input.ndim - 1  # of an example
@@ -151,7 +146,7 @@ def _rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
 
 
 def _backward_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    grad, output = (_lead(info, t, d) for t, d in zip(args[:2], in_dims[:2], strict=True))
+    grad, output = (lead(info, t, d) for t, d in zip(args[:2], in_dims[:2], strict=True))
     scalars, wanted = args[2:], args[-1]
     backward = torch.ops.fused.scaled_masked_softmax_backward
     if not wanted[1]:  # a sink's gradient must not be summed over the examples
@@ -183,8 +178,6 @@ def _for_three(backward: Callable[..., Grads2]) -> Callable[..., Any]:
 
 # ---- registration ----------------------------------------------------------------------------------------------------
 
-_GPUS = ("CUDA", "XPU")
-
 
 def _on_cpu(*args: Any) -> Tensor:
     check(*args)
@@ -204,19 +197,17 @@ def _backward_on_gpu(*args: Any) -> Grads2:
     return softmax.scaled_masked_softmax_backward(*args)
 
 
-def _register(
-    name: str, on_cpu: Callable[..., Any], on_gpu: Callable[..., Any], fake: Callable[..., Any], rule: Any
-) -> torch._ops.OpOverload:
-    op = define(name, SCHEMAS[name], {"CPU": on_cpu, **dict.fromkeys(_GPUS, on_gpu)})
-    torch.library.register_fake(f"fused::{name}", fake, lib=library)
-    torch.library.register_vmap(f"fused::{name}", rule, lib=library)
-    return op
-
-
 _NAME = "scaled_masked_softmax"
-_FORWARD = _register(_NAME, _on_cpu, _on_gpu, _fake, _rule)
+_FORWARD = register(_NAME, SCHEMAS[_NAME], _on_cpu, _on_gpu, _fake, lambda _: _rule)
 _BACKWARD_ON_CPU, _PLAIN_BACKWARD = softmax_cpu.scaled_masked_softmax_backward, reference.scaled_masked_softmax_backward
-_BACKWARD = _register(f"{_NAME}_backward", _BACKWARD_ON_CPU, _backward_on_gpu, _backward_fake, _backward_rule)
+_BACKWARD = register(
+    f"{_NAME}_backward",
+    SCHEMAS[f"{_NAME}_backward"],
+    _BACKWARD_ON_CPU,
+    _backward_on_gpu,
+    _backward_fake,
+    lambda _: _backward_rule,
+)
 differentiate_by_reference(_BACKWARD, _PLAIN_BACKWARD, _BACKWARD_ON_CPU)
 differentiate(
     _FORWARD,
