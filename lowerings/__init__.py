@@ -10,21 +10,75 @@ if __name__ != "torch_fused_ops.lowerings":
         "(`pip install -e .`) and import it by that name"
     )
 
-_registered = False
+from importlib import import_module
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from torch_fused_ops.lowerings import internals
+
+_registered = _checked = False
+_registering: set[int] = set()  # threads that are at it
+_off = ""
 
 
 def register() -> None:
     """Put our operators into Inductor's and the partitioner's tables, and our identity into cache keys. Idempotent.
 
-    Runs by itself when ``torch._inductor.lowering`` is first imported (see ``torch_fused_ops/__init__.py``).
+    Runs by itself when ``torch._inductor.lowering`` is first imported (see ``torch_fused_ops/__init__.py``). Where this
+    torch lacks what it takes, pick-up is off, and Inductor calls our operators as it calls anybody's.
     """
     global _registered
-    if _registered:
-        return
-    _registered = True
+    me = get_ident()
     # operators registers as it is imported: when *it* is what imports Inductor first, it is still half way through
-    # here.
-    from torch_fused_ops.lowerings import dropout, memory, operators, passes, softmax  # noqa: F401
+    # here. Another thread waits for the imports; a lock of ours besides could wait for them the other way round.
+    if _registered or me in _registering:
+        return
+    _registering.add(me)
+    try:
+        _turn_off(internals.missing(imported=True))
+        if not _off:
+            for name in ("dropout", "operators", "softmax"):
+                import_module(f"{__name__}.{name}")
+            import_module(f"{__name__}.memory").allow_recomputation()
+            import_module(f"{__name__}.passes").tag_caches()
+    except Exception as error:
+        _turn_off([], f"{type(error).__name__}: {error}")
+    finally:
+        _registering.discard(me)
+    _registered = True
 
-    memory.allow_recomputation()
-    passes.tag_caches()
+
+def _turn_off(lacking: list[str], why: str = "") -> None:
+    global _off
+    if (lacking or why) and not _off:
+        _off = why or f"it has no {', '.join(lacking)}"
+        internals.warn(f"{off()} Operators work as they are; torch.compile does not find MLPs.")
+
+
+def off() -> str:
+    """Why pick-up is off on this torch; "" where nothing is known to miss."""
+    return _off and f"torch_fused_ops: pick-up is off on torch {torch.__version__} ({_off}); {internals.tested()}."
+
+
+def pick_up() -> Any:
+    """The module of passes; where pick-up is off, one with the same functions, which leave everything as it is."""
+    global _checked
+    register()
+    if not _checked:
+        _checked = True
+        _turn_off(internals.missing())
+        if not _off and internals.is_newer(torch.__version__):
+            internals.warn(
+                f"torch_fused_ops on torch {torch.__version__}: {internals.tested()}. All that it needs is there; please "
+                "report what does not work."
+            )
+    return import_module(f"{__name__}.{'without' if _off else 'passes'}")
+
+
+def require() -> None:
+    """RuntimeError where pick-up is off."""
+    pick_up()
+    if _off:
+        raise RuntimeError(off())

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_fused_ops.lowerings import compat, register
-from torch_fused_ops.lowerings.passes import active_policy, compile_options
+from torch_fused_ops import lowerings
 from torch_fused_ops.policy import FusionPolicy
 
 
@@ -28,7 +27,12 @@ def fused(
         options: Inductor options, as for ``torch.compile``, and ``"policy"``: a FusionPolicy. Without it the policy of
             ``enabled`` or ``enable`` holds where one is in force, else ``FusionPolicy()``.
     """
-    register()
+    passes = lowerings.pick_up()
     settings = dict(options or {})
-    policy = settings.pop("policy", None) or active_policy() or FusionPolicy()
-    return compat.inductor_backend(mode, compile_options(policy, settings))(gm, example_inputs)  # type: ignore[no-any-return]
+    policy = settings.pop("policy", None) or passes.active_policy() or FusionPolicy()
+    settings = passes.compile_options(policy, settings)
+    # What ``torch.compile(mode=mode, options=options)`` compiles with: options checked, mode applied.
+    wrapper = getattr(torch, "_TorchCompileInductorWrapper", None)
+    if wrapper is not None:
+        return wrapper(mode, settings, None)(gm, example_inputs)  # type: ignore[no-any-return]
+    return torch._dynamo.lookup_backend("inductor")(gm, example_inputs, mode=mode, options=settings)

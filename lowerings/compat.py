@@ -229,13 +229,3 @@ def concat_node() -> Iterator[None]:
     node = torch.fx.Graph().call_function(torch.ops.aten.cat.default, ([],))
     with V.graph.set_current_node(node):
         yield
-
-
-# ---- compiling as torch.compile's own backend does -----------------------------------------------
-
-
-def inductor_backend(mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
-    """What ``torch.compile(mode=mode, options=options)`` compiles with: options checked, mode applied."""
-    from torch import _TorchCompileInductorWrapper
-
-    return _TorchCompileInductorWrapper(mode, options, None)

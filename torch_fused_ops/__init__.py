@@ -21,9 +21,7 @@ __version__ = "0.1.0"
 from torch_fused_ops import functional
 from torch_fused_ops.activations import register_activation
 from torch_fused_ops.explain import Report, Site, explain
-from torch_fused_ops.ops import activation as _activation_operators  # noqa: F401 - registers torch.ops.fused.*
-from torch_fused_ops.ops import dropout as _dropout_operators  # noqa: F401
-from torch_fused_ops.ops import softmax as _softmax_operators  # noqa: F401
+from torch_fused_ops.ops.decompositions import decompositions  # importing the operators registers torch.ops.fused.*
 from torch_fused_ops.policy import FusionPolicy, UnfusedError
 from torch_fused_ops.recording import record
 
@@ -34,6 +32,7 @@ __all__ = [
     "UnfusedError",
     "__version__",
     "compile_options",
+    "decompositions",
     "disable",
     "enable",
     "enabled",
@@ -47,28 +46,29 @@ __all__ = [
 # Importing Inductor costs 1.7 s, which `import torch_fused_ops` must not: these four fetch it when they are called.
 
 
+def _pick_up() -> Any:
+    from torch_fused_ops import lowerings
+
+    return lowerings.pick_up()
+
+
 def enable(policy: FusionPolicy | None = None) -> None:
     """Let plain ``torch.compile(model)`` pick MLPs up, in every thread of this process. Idempotent.
 
     Passes that others put into Inductor's slots stay there and run first. Calling it again changes the policy.
     """
-    from torch_fused_ops.lowerings import passes
-
-    passes.enable(policy)
+    _pick_up().enable(policy)
 
 
 def disable() -> None:
     """Undo ``enable``: take our passes, and only ours, out of Inductor's slots. Idempotent."""
-    from torch_fused_ops.lowerings import passes
-
-    passes.disable()
+    _pick_up().disable()
 
 
 def enabled(policy: FusionPolicy | None = None) -> AbstractContextManager[None]:
     """``with enabled():`` the same, for compilations that happen inside the block, in this thread (or context) only."""
-    from torch_fused_ops.lowerings import passes
-
-    return passes.enabled(policy)
+    block: AbstractContextManager[None] = _pick_up().enabled(policy)
+    return block
 
 
 def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -79,9 +79,8 @@ def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] 
         options: your own Inductor options, kept; passes in them, or else those in Inductor's config now, run before
             ours.
     """
-    from torch_fused_ops.lowerings import passes
-
-    return passes.compile_options(policy, options)
+    result: dict[str, Any] = _pick_up().compile_options(policy, options)
+    return result
 
 
 # What is registered with parts of torch that are expensive to import, right after they are first imported, by whomever:
@@ -104,8 +103,6 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         ours = self.pending.pop(name, None)
         if ours is None:
             return None
-        if not self.pending:
-            sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return spec

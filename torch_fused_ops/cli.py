@@ -52,8 +52,13 @@ def _info(arguments: argparse.Namespace) -> int:
     import torch._dynamo
     import torch._inductor.lowering as inductor
 
-    from torch_fused_ops import activations
-    from torch_fused_ops.lowerings import compat, passes
+    from torch_fused_ops import activations, lowerings
+
+    passes = lowerings.pick_up()
+    if lowerings.off():
+        print(lowerings.off())
+        return 1
+    from torch_fused_ops.lowerings import compat
 
     forward = [n for n in dir(torch.ops.fused) if isinstance(getattr(torch.ops.fused, n), torch._ops.OpOverloadPacket)]
     overloads = [getattr(torch.ops.fused, n).default for n in forward]

@@ -43,6 +43,9 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     if not callable(model):
         raise TypeError(f"model={model!r} is not callable: it must be a module or a function")
     policy = policy_or_default(policy)
+    from torch_fused_ops import lowerings
+
+    lowerings.require()
     from torch_fused_ops.lowerings import recognise
 
     sites: list[Site] = []

@@ -48,6 +48,9 @@ def record(*, figures: bool = False) -> Iterator[Report]:
     Yields:
         A report, empty at first. An exception in the block propagates; the report keeps what it saw.
     """
+    from torch_fused_ops import lowerings
+
+    lowerings.require()
     from torch_fused_ops.lowerings import compat
 
     recorder = _Recorder()

@@ -1,0 +1,104 @@
+"""What pick-up and lowerings take from torch beyond its public interface, and what happens where it is not there.
+
+Each name is one that ``lowerings`` cannot do without, on all versions; what differs between versions is probed in
+``compat.py``. A torch that lacks one (newer than ours, as a rule) gets eager operators only: pick-up turns itself off
+and says so. ``tests/anywhere/test_versions.py`` compares this table with what the source files use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import warnings
+
+__all__ = ["INTERNALS", "TESTED", "is_newer", "missing", "tested", "warn"]
+
+TESTED = ((2, 11), (2, 15))
+"""The first and the last torch that the whole suite has passed on."""
+
+INTERNALS: dict[str, tuple[str, ...]] = {
+    "torch._C._functorch": ("is_functorch_wrapped_tensor",),
+    "torch._dynamo.testing": ("rand_strided",),
+    "torch._functorch.config": ("activation_memory_budget", "patch"),
+    "torch._functorch.partitioners": (
+        "get_default_op_list",
+        "min_cut_rematerialization_partition",
+        "pointwise_ops",
+    ),
+    "torch._inductor.codegen.subgraph": ("SubgraphChoiceCaller",),
+    "torch._inductor.config": (
+        "custom_partitioner_fn",
+        "deterministic",
+        "fallback_random",
+        "freezing",
+        "max_autotune",
+        "max_autotune_gemm",
+        "max_autotune_gemm_backends",
+        "patch",
+        "post_grad_custom_post_pass",
+        "pre_grad_custom_pass",
+    ),
+    "torch._inductor.custom_graph_pass": ("CustomGraphPass", "CustomPartitionerFn"),
+    "torch._inductor.decomposition": ("select_decomp_table",),
+    "torch._inductor.ir": (
+        "ConcatKernel",
+        "ExternKernel",
+        "FixedLayout",
+        "FlexibleLayout",
+        "InputBuffer",
+        "MultiTemplateBuffer",
+        "Pointwise",
+        "StorageBox",
+        "TensorBox",
+    ),
+    "torch._inductor.lowering": ("lowerings", "register_lowering", "to_dtype"),
+    "torch._inductor.ops_handler": ("DefaultHandler",),
+    "torch._inductor.pattern_matcher": ("stable_topological_sort",),
+    "torch._inductor.select_algorithm": ("ExternKernelCaller",),
+    "torch._inductor.virtualized": ("OpsValue", "V", "ops"),
+    "torch._ops": ("HigherOrderOperator", "OpOverload", "OpOverloadPacket"),
+    "torch._subclasses": ("FakeTensor",),
+    "torch._subclasses.fake_tensor": ("FakeTensorMode", "unset_fake_temporarily"),
+    "torch.compiler.config": ("cache_key_tag",),
+    "torch.fx._lazy_graph_module": ("_make_graph_module",),
+    "torch.utils._config_module": ("_UNSET_SENTINEL",),
+    "torch.utils._python_dispatch": ("_disable_current_modes",),
+    "torch.utils._sympy.functions": ("FloorDiv",),
+}
+
+
+def missing(imported: bool = False) -> list[str]:
+    """Names of the table that this torch does not have; with ``imported``, of the modules that are in by now."""
+    lacking = []
+    for module, names in INTERNALS.items():
+        if imported and (module not in sys.modules or getattr(sys.modules[module].__spec__, "_initializing", False)):
+            continue
+        try:
+            found = importlib.import_module(module)
+        except ImportError:
+            lacking.append(module)
+            continue
+        lacking += [f"{module}.{name}" for name in names if not hasattr(found, name)]
+    return lacking
+
+
+def is_newer(version: str) -> bool:
+    """Whether a torch is newer than those that were tested."""
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:2]) > TESTED[1]
+
+
+def tested() -> str:
+    """Which torch versions were."""
+    first, last = (".".join(map(str, version)) for version in TESTED)
+    return f"tested with torch {first} to {last}"
+
+
+def warn(message: str) -> None:
+    """Each message once, as a UserWarning."""
+    if message not in _told:
+        _told.add(message)
+        warnings.warn(message, UserWarning, stacklevel=3)
+
+
+_told: set[str] = set()

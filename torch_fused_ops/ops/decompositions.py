@@ -1,0 +1,74 @@
+"""Every operator as plain aten, for graphs that others read: exported programs, ``make_fx``, ONNX.
+
+The formulas are ``reference.py``'s, so rounding and masks are the operators'. Under ``torch.compile`` and AOTInductor
+nothing of this is needed: lowerings do better.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fused_ops import activations, reference
+from torch_fused_ops.ops import activation, dropout, softmax, viewless  # viewless registers its operator
+
+__all__ = ["decompositions"]
+
+_CHECKS: dict[str, Callable[..., None]] = {
+    **{
+        f"{name}{fp8}": getattr(activation, f"check_{name}")
+        for name in ("bias_act", "glu", "bias_glu")
+        for fp8 in ("", "_fp8")
+    },
+    "dropout_add": dropout.check,
+    "scaled_masked_softmax": softmax.check,
+}
+
+
+def decompositions(*, differentiable: bool = True) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """Each of our operators, backward operators among them, with a function that computes it in aten's.
+
+    For ``ExportedProgram.run_decompositions`` and ``make_fx``; add the tables of your own, which decide what is done
+    with the rest::
+
+        table = torch.export.default_decompositions()
+        table.update(tfo.decompositions())
+        program = program.run_decompositions(table)
+
+    Args:
+        differentiable: whether autograd may go through the result, which nothing shows while it is traced. GELU is
+            then spelled with erfc. False: by the quicker formulas that the operators use where no derivative is taken
+            through them; it would be wrong at 0. Better for ONNX, which has no erfc: 1 - erf, put in its place, loses
+            GELU's negative tail.
+    """
+    if not isinstance(differentiable, bool):
+        raise TypeError(f"differentiable={differentiable!r} is not accepted: it must be True or False")
+    names = (*activation.SCHEMAS, *dropout.SCHEMAS, *softmax.SCHEMAS)
+    table: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+        getattr(torch.ops.fused, name).default: functools.partial(
+            _in_aten, getattr(reference, name), _CHECKS.get(name), differentiable
+        )
+        for name in names
+    }
+    return {**table, torch.ops.fused.make_viewless.default: viewless.in_aten}
+
+
+def _in_aten(
+    plain: Callable[..., Any], check: Callable[..., None] | None, differentiable: bool, *args: Any
+) -> Tensor | tuple[Tensor | None, ...]:
+    if check is not None:
+        check(*args)
+    with activations.spelled_for_derivatives(differentiable):
+        found = plain(*args)
+    return tuple(_own(t, args) for t in found) if isinstance(found, tuple) else _own(found, args)
+
+
+def _own(t: Tensor | None, args: tuple[Any, ...]) -> Any:
+    """``t`` as operators return it: contiguous, and no argument."""
+    if t is None:
+        return None
+    return t.clone() if any(t is a for a in args) else t.contiguous()
