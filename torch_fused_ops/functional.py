@@ -7,9 +7,10 @@ Conventions shared by all of them:
 
 * Shapes. ``n`` is the last axis; any number of axes stand in front of it. ``bias`` is a vector over the last axis,
   ``token_scale`` a factor for each row (an expert's routing weight), shaped as the input without its last axis.
-* Dtypes. float16, bfloat16, float32, float64, mixed as you like; the result has the dtype of the first tensor.
+* Dtypes. float16, bfloat16, float32, float64, mixed as you like; the result has the dtype of the first tensor, also
+  where PyTorch would promote it to a wider one's (a bfloat16 product under autocast and a float32 bias give bfloat16).
   Arithmetic is float32 (float64 if any tensor is float64), rounded once at the end. Autocast changes nothing, as for
-  PyTorch's own activations.
+  PyTorch's own activations; of softmax, see there.
 * Gradients for every floating tensor argument, to any order, and under every ``torch.func`` transform.
 * Errors. TypeError for what is no tensor, string or number, or has a dtype that is not accepted; ValueError for shapes,
   devices, names and ranges. Each names the argument, its value and what is accepted.
@@ -81,7 +82,7 @@ def _refuse(name: str, value: object, accepted: str) -> NoReturn:
 
 def _check_tensor(name: str, t: Any, accepted: str = "a tensor") -> None:
     # Anything with __torch_function__ passes: torch.fx proxies and tensor-likes dispatch for themselves.
-    if not hasattr(t, "__torch_function__"):
+    if isinstance(t, type) or not hasattr(t, "__torch_function__"):
         _refuse(name, t, accepted)
 
 
@@ -521,13 +522,18 @@ def bias_dropout_add(
     _check_probability(p)
     if not 0 <= p <= 1:
         raise ValueError(f"p={p!r} is not accepted: it must be between 0 and 1")
+    # The operator calls it input.
+    if isinstance(x, Tensor) and not (x.is_floating_point() and x.dtype.itemsize > 1 and x.ndim):
+        if x.ndim:
+            raise TypeError(f"x has dtype {x.dtype}; accepted: float16, bfloat16, float32, float64")
+        raise ValueError("x has shape (); accepted: at least one axis")
     if not training or p == 0:
         if bias is None and residual is None:
             return x
         p, seed = 0.0, torch.empty(1, dtype=torch.int64, device=x.device)  # which nothing reads
     else:
         seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=x.device)
-    if hasattr(x, "device_mesh"):  # a DTensor
+    if isinstance(x, Tensor) and hasattr(x, "device_mesh"):  # a DTensor; torch.fx's proxies have every attribute
         from torch_fused_ops.distributed.sharding import dropout_add_by_shards
 
         return dropout_add_by_shards(x, bias, residual, seed, p)  # type: ignore[no-any-return]
@@ -610,7 +616,8 @@ def scaled_masked_softmax(
     if mask is not None and not isinstance(mask, Tensor):
         _check_optional("mask", mask)
     if sink is not None and not isinstance(sink, Tensor):
-        _check_optional("sink", sink)
+        number = isinstance(sink, (int, float))
+        _check_tensor("sink", sink, "a tensor or None" + (f" (a scale goes by name: scale={sink})" if number else ""))
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
         _refuse("scale", scale, "a number")
     if not isinstance(causal, bool):

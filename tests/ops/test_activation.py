@@ -4,23 +4,20 @@ import itertools
 import math
 import weakref
 
-import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_fused_ops import activations, reference
 from torch_fused_ops.kernels.cpu import block
-from torch_fused_ops.testing import precision
 from torch_fused_ops.testing.check import run_opcheck
 from torch_fused_ops.testing.samples import ACTIVATION_OPERATORS as OPERATORS
-from torch_fused_ops.testing.samples import Sample, backward_samples, samples
+from torch_fused_ops.testing.samples import backward_samples, samples
 
 fused = torch.ops.fused
 NAMES = activations.names()
@@ -211,68 +208,8 @@ def test_retain_graph_and_double_backward():
 
 # ---- torch.func ------------------------------------------------------------------------------------------------------
 
-FUNC_CASES = [
-    ("bias_act", ("gelu",)),
-    ("bias_act", ("tanh",)),
-    ("glu", ("silu", 1.0, 0.9)),
-    ("bias_glu", ("gelu_tanh", "halves", 0.0, None)),
-    ("bias_glu", ("silu", "interleaved", 0.0, None)),
-]
-ARGNUMS = (0, 1, 2)
-TRANSFORMS = {
-    "grad": lambda f, t: grad(lambda *a: f(*a).sum(), ARGNUMS)(*t),
-    "vjp": lambda f, t: (lambda out, pull: pull(torch.cos(out)))(*vjp(f, *t)),
-    "jvp": lambda f, t: jvp(f, tuple(t), tuple(torch.cos(a) for a in t)),
-    "jvp of one": lambda f, t: jvp(lambda b: f(t[0], b, t[2]), (t[1],), (torch.cos(t[1]),)),
-    "jacrev": lambda f, t: jacrev(f, ARGNUMS)(*t),
-    "jacfwd": lambda f, t: jacfwd(f, ARGNUMS)(*t),
-    "hessian": lambda f, t: hessian(lambda *a: f(*a).sin().sum(), ARGNUMS)(*t),
-    "grad of grad": lambda f, t: grad(lambda *a: grad(lambda *b: f(*b).sum())(*a).sin().sum(), ARGNUMS)(*t),
-    "jvp of grad": lambda f, t: jvp(grad(lambda *a: f(*a).sum()), tuple(t), tuple(torch.cos(a) for a in t)),
-}
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("case", FUNC_CASES, ids=str)
-def test_torch_func(case, transform):
-    tensors = tensors_for(case[0])
-    got, expected = (TRANSFORMS[transform](make(*case), tensors) for make in (operator, composed))
-    torch.testing.assert_close(got, expected)
-
 
 BATCHED = [in_dims for in_dims in itertools.product((None, 0, -1), repeat=3) if any(d is not None for d in in_dims)]
-VMAPS = {
-    "vmap": lambda f: f,
-    "vmap of grad": lambda f: grad(lambda *a: f(*a).sum(), ARGNUMS),
-    "vmap of jvp": lambda f: lambda *t: jvp(f, t, tuple(torch.cos(a) for a in t)),
-    "vmap of jacrev": lambda f: jacrev(f, ARGNUMS),
-}
-
-
-@pytest.mark.parametrize("transform", VMAPS)
-@pytest.mark.parametrize("case", FUNC_CASES, ids=str)
-def test_vmap(case, transform):
-    """Every way to batch the arguments, along the first axis or the last."""
-    for in_dims in BATCHED:
-        tensors = [
-            t if d is None else t.movedim(0, d)
-            for d, t in zip(
-                in_dims, tensors_for(case[0], batch=[() if d is None else (3,) for d in in_dims]), strict=True
-            )
-        ]
-        got, expected = (vmap(VMAPS[transform](make(*case)), in_dims)(*tensors) for make in (operator, composed))
-        torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.parametrize("case", FUNC_CASES, ids=str)
-def test_grad_of_vmap_and_nested_vmap(case):
-    tensors = tensors_for(case[0], batch=((3,), (3,), (3,)))
-    functions = [make(*case) for make in (operator, composed)]
-    got, expected = (grad(lambda *a, f=f: vmap(f)(*a).sin().sum(), ARGNUMS)(*tensors) for f in functions)
-    torch.testing.assert_close(got, expected)
-    tensors = tensors_for(case[0], batch=((5, 3), (5,), (3,)))
-    got, expected = (vmap(vmap(f, (0, None, 0)), (0, 0, None))(*tensors) for f in functions)
-    torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("op", OPERATORS)
@@ -410,53 +347,3 @@ def test_cpu_temporaries_are_small(op, dtype, layout):
         grads = getattr(fused, f"{op}_backward")(incoming, *tensors, *scalars, [True, True, True])
     result = sum(g.nbytes for g in grads)
     assert result <= backward.peak <= result + small
-
-
-# ---- any shape, any strides, any dtypes ------------------------------------------------------------------------------
-
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-@st.composite
-def strided(draw, shape, dtype):
-    """A tensor of this shape whose axes are permuted, stepped over, cut or expanded in memory."""
-    order = draw(st.permutations(range(len(shape))))
-    steps = [draw(st.sampled_from((1, 1, 2, 0))) for _ in shape]
-    sizes = [1 if step == 0 else n * step + draw(st.integers(0, 1)) for n, step in zip(shape, steps, strict=True)]
-    g = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    t = torch.randn([sizes[i] for i in order], generator=g).mul(2).to(dtype)
-    t = t.permute([order.index(i) for i in range(len(shape))])
-    for axis, (n, step) in enumerate(zip(shape, steps, strict=True)):
-        t = (
-            t.narrow(axis, t.shape[axis] - n * step, n * step)[(slice(None),) * axis + (slice(None, None, step),)]
-            if step
-            else t
-        )
-    return t.expand(shape).requires_grad_(draw(st.booleans()))
-
-
-@st.composite
-def calls(draw):
-    op = draw(st.sampled_from(OPERATORS))
-    *rows, n = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
-    shape = (*rows, 2 * n if op == "bias_glu" else n)
-    dtypes = [draw(st.sampled_from(DTYPES)) for _ in range(3)]
-    shapes = shape, (shape if op == "glu" else shape[-1:]), shape[:-1]
-    optional = (False, op != "glu", True)
-    tensors = [
-        None if o and draw(st.booleans()) else draw(strided(s, d))
-        for s, d, o in zip(shapes, dtypes, optional, strict=True)
-    ]
-    scalars = [draw(st.sampled_from(NAMES))]
-    if op == "bias_glu":
-        scalars.append(draw(st.sampled_from(reference.LAYOUTS)))
-    if op != "bias_act":
-        scalars += [draw(st.sampled_from((0.0, 1.0, -0.5))), draw(st.sampled_from((None, 0.5, 7.0)))]
-    return Sample(op, "drawn", (*tensors, *scalars))
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(calls())
-def test_any_call_keeps_the_precision_contract(sample):
-    for (kind, dtype), e in precision.measure(sample).items():
-        assert e <= precision.LIMITS[kind, dtype], (kind, dtype)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
+from torch.func import functional_call, grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -371,41 +371,17 @@ def test_retain_graph_and_double_backward():
     torch.testing.assert_close(seconds, torch.autograd.grad(sum(g.sin().sum() for g in plain), (x, b, r)))
 
 
-TRANSFORMS = {
-    "grad": lambda f, t: grad(lambda *a: f(*a).sin().sum(), (0, 1, 2))(*t),
-    "jvp": lambda f, t: jvp(f, tuple(t), tuple(torch.cos(a) for a in t)),
-    "jacrev": lambda f, t: jacrev(f, (0, 1, 2))(*t),
-    "jacfwd": lambda f, t: jacfwd(f, (0, 1, 2))(*t),
-    "jvp of grad": lambda f, t: jvp(grad(lambda *a: f(*a).sin().sum()), tuple(t), tuple(torch.cos(a) for a in t)),
-}
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_torch_func(transform):
-    tensors = tensors_for()
-    got, expected = (TRANSFORMS[transform](make(), tensors) for make in (operator, composed))
-    torch.testing.assert_close(got, expected)
-
-
 BATCHED = [dims for dims in itertools.product((None, 0, -1), repeat=3) if any(d is not None for d in dims)]
 
 
-@pytest.mark.parametrize("transform", ["vmap", "vmap of grad", "rules"])
-def test_vmap_is_every_examples_own_call(transform):
-    """vmap(f)(xs)[i] is f(xs[i]): with one seed for all every example has the same mask."""
-
-    def loss(fn):
-        return grad(lambda *a: fn(*a).sin().sum(), (0, 1, 2)) if transform == "vmap of grad" else fn
-
+def test_the_vmap_rule():
+    """Below autograd: vmap(f)(xs)[i] is f(xs[i]), and with one seed for all every example has the same mask."""
     for dims in BATCHED:
         tensors = tensors_for(batch=[() if d is None else (3,) for d in dims])
         tensors = [t if d is None else t.movedim(0, d) for d, t in zip(dims, tensors, strict=True)]
-        if transform == "rules":  # below autograd
-            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-                got = vmap(operator(), dims)(*tensors)
-        else:
-            got = vmap(loss(operator()), dims)(*tensors)
-        torch.testing.assert_close(got, vmap(loss(composed()), dims)(*tensors))
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            got = vmap(operator(), dims)(*tensors)
+        torch.testing.assert_close(got, vmap(composed(), dims)(*tensors))
 
 
 def test_vmap_of_the_backward_operator():

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from torch_fused_ops import functional as F
 
@@ -135,3 +136,127 @@ def test_under_transforms(name):
 def test_each_example_s_bias_is_checked_under_vmap():
     with pytest.raises(ValueError, match=r"bias has shape \(1,\); accepted: \(4,\)"):
         torch.vmap(lambda x, b: ops.bias_act(x, b, None, "silu"))(torch.zeros(2, 3, 4), torch.zeros(2, 1))
+
+
+# ---- every tensor argument, every kind of thing that is no dense floating tensor ------------------------------------
+
+# Arguments of calls that are right as they stand.
+TYPED = {
+    "bias_act": (partial(F.bias_act, activation="silu"), {"input": X, "bias": X[0], "token_scale": X[:, 0]}),
+    "glu": (partial(F.glu, activation="silu"), {"gate": X, "up": X, "token_scale": X[:, 0]}),
+    "bias_glu": (partial(F.bias_glu, activation="silu"), {"input": PACKED, "bias": PACKED[0], "token_scale": X[:, 0]}),
+    "dropout_add": (
+        partial(F.dropout_add, p=0.5),
+        {"input": X, "bias": X[0], "residual": X, "seed": torch.tensor([1])},
+    ),
+    "bias_dropout_add": (partial(F.bias_dropout_add, p=0.5), {"x": X, "bias": X[0], "residual": X}),
+    "scaled_masked_softmax": (
+        F.scaled_masked_softmax,
+        {"input": X.expand(2, 3, 4), "mask": X > 0, "sink": X[:2, 0]},
+    ),
+}
+SCALARS = {
+    "bias_act": ("silu",),
+    "glu": ("silu",),
+    "bias_glu": ("silu",),
+    "dropout_add": (0.5,),
+    "scaled_masked_softmax": (),
+}
+
+
+def by_position(name, **given):
+    return getattr(ops, name)(*given.values(), *SCALARS[name])
+
+
+OPERATORS = {f"torch.ops.{name}": (partial(by_position, name), TYPED[name][1]) for name in SCALARS}
+CALLS = TYPED | OPERATORS
+
+OTHER_DTYPES = {
+    "integers": lambda t: t.int(),
+    "complex numbers": lambda t: t + 0j,
+    "float8": lambda t: t.float().to(torch.float8_e4m3fn),
+}
+LAYOUTS = {
+    "COO": lambda t: t.to_sparse(),
+    "CSR": lambda t: torch.zeros(3, 4).to_sparse_csr(),
+    "quantized": lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.quint8),
+    "oneDNN": lambda t: t.float().to_mkldnn(),
+    "nested": lambda t: torch.nested.nested_tensor([torch.zeros(4), torch.zeros(2)]),
+    "jagged": lambda t: torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(1, 4)], layout=torch.jagged),
+}
+NO_TENSORS = {
+    "a number": lambda t: 1.5,
+    "a string": lambda t: "x",
+    "a list": lambda t: t.tolist(),
+    "an array": lambda t: t.numpy(),
+    "a class": lambda t: torch.nn.Parameter,
+}
+WRONG_KINDS = OTHER_DTYPES | LAYOUTS | NO_TENSORS | {"bools": lambda t: t.bool(), "None": lambda t: None}
+WRONG = [
+    (name, argument, kind)
+    for name, (_, given) in CALLS.items()
+    for argument in given
+    for kind in WRONG_KINDS
+    if (kind, argument) != ("bools", "mask") and (kind != "None" or argument in ("input", "gate", "up", "x", "seed"))
+]
+
+
+def wrong(name, argument, kind):
+    """The call, its arguments with one of them wrong."""
+    fn, given = CALLS[name]
+    return fn, {**given, argument: WRONG_KINDS[kind](given[argument])}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's: some of these layouts are in beta
+@pytest.mark.parametrize(("name", "argument", "kind"), WRONG)
+def test_what_is_no_dense_floating_tensor_is_refused_by_name(name, argument, kind):
+    fn, given = wrong(name, argument, kind)
+    # torch.ops checks types itself, in its own words, which name the argument and what it got, too.
+    by_torch = name.startswith("torch.ops") and kind in NO_TENSORS
+    with pytest.raises(RuntimeError if by_torch else (TypeError, ValueError)) as caught:
+        fn(**given)
+    text = str(caught.value)
+    if by_torch:
+        assert f"argument '{argument}'" in text
+    else:
+        names = ("x", "input") if argument == "x" else (argument,)  # x is input to the operator, which sees layouts
+        assert text.startswith(names) and "accepted" in text, text
+
+
+# To Dynamo arrays are tensors.
+DYNAMO = [
+    (name, argument, kind)
+    for name, argument, kind in WRONG
+    if name in ("glu", "scaled_masked_softmax") and kind not in LAYOUTS and kind != "an array"
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "kind"), DYNAMO)
+def test_so_it_is_under_the_compiler(name, argument, kind):
+    fn, given = wrong(name, argument, kind)
+    torch.compiler.reset()
+    with pytest.raises(Exception) as caught:
+        torch.compile(lambda: fn(**given), backend="eager", fullgraph=True)()
+    assert argument in str(caught.value)
+
+
+def test_a_fake_gpu_s_tensor_beside_one_of_the_cpu_is_refused():
+    with FakeTensorMode():
+        on_gpu, on_cpu = torch.empty(3, 4, device="cuda"), torch.empty(4)
+        with pytest.raises(ValueError, match="bias is on device cpu; accepted: cuda:0, where the first tensor is"):
+            ops.bias_act(on_gpu, on_cpu, None, "silu")
+        with pytest.raises(ValueError, match="sink is on device cpu; accepted: cuda:0, where input is"):
+            ops.scaled_masked_softmax(on_gpu.expand(2, 3, 4), None, on_cpu[:2])
+
+
+def test_a_scale_in_the_sink_s_place_is_said_to_be_one():
+    with pytest.raises(TypeError, match=r"sink=0.5 .* \(a scale goes by name: scale=0.5\), not float"):
+        F.scaled_masked_softmax(X, None, 0.5)
+
+
+@pytest.mark.parametrize(("training", "bias"), [(True, X[0]), (False, X[0]), (False, None)])
+def test_bias_dropout_add_calls_its_argument_x(training, bias):
+    with pytest.raises(TypeError, match=r"x has dtype torch\.int64; accepted: float16"):
+        F.bias_dropout_add(X.long(), bias, None, 0.5, training)
+    with pytest.raises(ValueError, match=r"x has shape \(\); accepted: at least one axis"):
+        F.bias_dropout_add(X[0, 0], None, None, 0.5, training)

@@ -186,12 +186,27 @@ def test_vmap_of_the_operators_themselves(op):
         torch.testing.assert_close(got, tuple(torch.stack(e) for e in zip(*each, strict=True)))
 
 
-def test_second_derivatives_of_a_backward_pass_raise():
-    """What is stored is no differentiable function of the input: a zero would be wrong without a word."""
+@pytest.mark.parametrize("loss", [lambda y: y.square().sum(), lambda y: y.sum()], ids=["of its result", "constant"])
+@pytest.mark.parametrize("of_all", [False, True])
+def test_second_derivatives_of_a_backward_pass_raise(loss, of_all):
+    """What is stored is no differentiable function of the input: a zero would be wrong without a word.
+
+    Also where the incoming gradient needs none itself, and where another path to x is summed with it.
+    """
     x = torch.randn(3, 8, requires_grad=True)
-    (first,) = torch.autograd.grad(FF.gelu(x, memory="fp8").square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        first.sum().backward()
+    total = loss(FF.gelu(x, memory="fp8")) + (x**3).sum()
+    (first,) = torch.autograd.grad(total, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="a second derivative through fused::bias_act_fp8 is not accepted"):
+        first.sum().backward() if of_all else torch.autograd.grad(first.sum(), x)
+
+
+def test_backward_can_be_differentiated_by_the_incoming_gradient():
+    x = torch.randn(3, 8, requires_grad=True)
+    g, v = torch.randn(2, 3, 8).requires_grad_().unbind()
+    y = FF.gelu(x, memory="fp8")
+    (first,) = torch.autograd.grad(y, x, g, create_graph=True)
+    (again,) = torch.autograd.grad(y, x, v, retain_graph=True)  # linear in g, and symmetric: a diagonal
+    torch.testing.assert_close(torch.autograd.grad(first, g, v)[0], again)
 
 
 def test_batched_gradients():

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -266,54 +266,6 @@ def test_gradcheck(name, sink):
         fn, leaves, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
     )
     assert torch.autograd.gradgradcheck(fn, leaves, check_fwd_over_rev=True, check_rev_over_rev=True)
-
-
-TRANSFORMS = {
-    "grad": lambda f, t: grad(lambda *a: f(*a).sin().sum(), (0, 1))(*t),
-    "vjp": lambda f, t: (lambda out, pull: pull(torch.cos(out)))(*vjp(f, *t)),
-    "jvp": lambda f, t: jvp(f, tuple(t), tuple(torch.cos(a) for a in t)),
-    "jacrev": lambda f, t: jacrev(f, (0, 1))(*t),
-    "jacfwd": lambda f, t: jacfwd(f, (0, 1))(*t),
-    "hessian": lambda f, t: hessian(lambda *a: f(*a).sin().sum(), (0, 1))(*t),
-    "jvp of grad": lambda f, t: jvp(grad(lambda *a: f(*a).sin().sum()), tuple(t), tuple(torch.cos(a) for a in t)),
-    "grad of vmap": lambda f, t: grad(lambda *a: vmap(f, (0, None))(*a).sin().sum(), (0, 1))(t[0][None], t[1]),
-}
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("name", ["scale", "everything"])
-def test_torch_func(name, transform):
-    args = CASES[name]
-    t = tensors(2, 3, 4, 5)
-    got, expected = (TRANSFORMS[transform](lambda x, s, f=f: f(x, sink=s, **args), t) for f in (call, composed))
-    torch.testing.assert_close(got, expected)
-
-
-DIMS = [d for d in itertools.product((None, 0, -1), repeat=3) if any(a is not None for a in d)]
-VMAPS = {
-    "vmap": lambda f: f,
-    "vmap of grad": lambda f: grad(lambda x, m, s: f(x, m, s).sin().sum(), (0, 2)),
-}
-
-
-@pytest.mark.parametrize("transform", VMAPS)
-@pytest.mark.parametrize("mask_shape", [(4, 5), (3, 4, 5), (1, 4, 5), (2, 1, 4, 5)])
-def test_vmap(mask_shape, transform):
-    """Every way to batch the arguments, along the first axis or the last: not a loop, and no warning of one."""
-    g = torch.Generator().manual_seed(0)
-    for dims in DIMS:
-
-        def batched(t, d):
-            return t if d is None else torch.stack((t, t.flip(0)) if t.dtype == torch.bool else (t, t * 2), d)
-
-        x, sink = torch.randn(2, 3, 4, 5, generator=g, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
-        t = [batched(a, d) for a, d in zip((x, masked(*mask_shape), sink), dims, strict=True)]
-        if dims[1] is not None:  # flipped rows may be masked altogether, which composed cannot do
-            t[1] = t[1] & ~torch.eye(5, dtype=torch.bool)[-4:] if dims[1] == 0 else torch.zeros_like(t[1])
-        for args in ({}, {"scale": 0.7, "causal": True, "left": 2}):
-            fns = (VMAPS[transform](lambda x, m, s, f=f: f(x, m, s, **args)) for f in (call, composed))  # noqa: B023
-            got, expected = (vmap(fn, dims)(*t) for fn in fns)
-            torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])

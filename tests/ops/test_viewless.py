@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -70,28 +69,6 @@ def test_gradients_of_every_order(name):
     fn = lambda x: make_viewless(x.unsqueeze(0))  # noqa: E731
     assert torch.autograd.gradcheck(fn, x, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(fn, x, check_fwd_over_rev=True)
-
-
-TRANSFORMS = {
-    "grad": lambda f, x: grad(lambda x: f(x).sin().sum())(x),
-    "jvp": lambda f, x: jvp(f, (x,), (x.cos(),))[1],
-    "jacrev": lambda f, x: jacrev(f)(x),
-    "jacfwd": lambda f, x: jacfwd(f)(x),
-    "hessian": lambda f, x: hessian(lambda x: f(x).sin().sum())(x),
-    "vmap": lambda f, x: vmap(f)(x),
-    "vmap of grad": lambda f, x: vmap(grad(lambda x: f(x).sin().sum()))(x),
-    "jvp of grad": lambda f, x: jvp(grad(lambda x: f(x).sin().sum()), (x,), (x.cos(),))[1],
-}
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_torch_func(transform):
-    x = torch.randn(3, 4, dtype=torch.float64)
-
-    expected = TRANSFORMS[transform](lambda x: x.unsqueeze(-1) * 2, x)
-    for viewless in (make_viewless, lambda v: make_viewless_tensor(v, True, True)):
-        got = TRANSFORMS[transform](lambda x, viewless=viewless: viewless(x.unsqueeze(-1)) * 2, x)
-        torch.testing.assert_close(got, expected)
 
 
 def test_subclasses_modes_checkpoint_and_export():

@@ -13,13 +13,15 @@ call.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from torch_fused_ops import reference
 
 __all__ = ["Keep", "define", "differentiate", "differentiate_by_reference", "lead", "library", "register"]
 
@@ -31,6 +33,7 @@ _AUTOGRAD_KEYS = (
     "AutogradMPS",
     "AutogradMeta",
     "AutogradHPU",
+    "AutogradXLA",
     "AutogradPrivateUse1",
 )
 library = torch.library.Library("fused", "FRAGMENT")
@@ -45,7 +48,45 @@ def define(name: str, schema: str, kernels: Mapping[str, Callable[..., Any]]) ->
     return overload
 
 
-_GPUS = ("CUDA", "XPU")
+# Layouts that no kernel here reads. Without a kernel torch says that the operator may not exist, and not what is wrong.
+_NOT_DENSE = ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "QuantizedCPU", "QuantizedCUDA", "MkldnnCPU")
+_NOT_DENSE += ("AutogradNestedTensor", "NestedTensorCPU", "NestedTensorCUDA")
+
+
+def _refuses_layout(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    def kernel(*args: Any) -> Any:
+        for argument, t in zip(op._schema.arguments, args, strict=False):
+            if isinstance(t, Tensor) and (t.layout != torch.strided or t.is_quantized or t.is_nested):
+                what = "is a nested tensor" if t.is_nested else f"has layout {t.layout} and dtype {t.dtype}"
+                raise TypeError(f"{argument.name} {what}; accepted: dense tensors (torch.strided, not quantized)")
+        raise TypeError(f"{op} takes dense tensors (torch.strided, not quantized)")
+
+    return kernel
+
+
+_GPUS = ("CUDA", "XPU")  # which Triton compiles for; ROCm's key is CUDA
+_OTHERS = ("MPS", "HPU", "XLA", "PrivateUse1")
+_told: set[str] = set()
+
+
+def _elsewhere(name: str, check: Callable[..., None] | None) -> Callable[..., Any]:
+    """``reference.name`` as the kernel for devices that we have no kernels for; the first call says so."""
+    plain: Callable[..., Any] = getattr(reference, name)
+
+    def kernel(*args: Any) -> Any:
+        if check is not None:
+            check(*args)
+        device = next(a for a in args if isinstance(a, Tensor)).device.type
+        if device not in _told:
+            _told.add(device)
+            warnings.warn(
+                f"torch_fused_ops has no kernels for {device!r} devices: in eager mode its operators run there as plain "
+                "PyTorch, with the same results and more passes over memory",
+                stacklevel=2,
+            )
+        return plain(*args)
+
+    return kernel
 
 
 def register(
@@ -55,9 +96,16 @@ def register(
     on_gpu: Callable[..., Any],
     fake: Callable[..., Any],
     vmap: Callable[[torch._ops.OpOverload], Callable[..., Any]],
+    check: Callable[..., None] | None = None,
 ) -> torch._ops.OpOverload:
-    """``fused::name`` with its kernels, its fake kernel and its vmap rule, which ``vmap`` makes of the operator."""
-    op = define(name, schema, {"CPU": on_cpu, **dict.fromkeys(_GPUS, on_gpu)})
+    """``fused::name`` with its kernels, its fake kernel and its vmap rule, which ``vmap`` makes of the operator.
+
+    Both kernels check their arguments by themselves; ``check`` is for devices where ``reference.name`` is the kernel.
+    """
+    others = dict.fromkeys(_OTHERS, _elsewhere(name, check))
+    op = define(name, schema, {"CPU": on_cpu, **dict.fromkeys(_GPUS, on_gpu), **others})
+    for key in _NOT_DENSE:
+        library.impl(op, _refuses_layout(op), key)
     torch.library.register_fake(f"fused::{name}", fake, lib=library)
     torch.library.register_vmap(f"fused::{name}", vmap(op), lib=library)
     return op
@@ -128,8 +176,8 @@ class Keep(NamedTuple):
     Attributes:
         saved: (args, outputs) -> the tensors, and anything else that ``arguments`` wants.
         arguments: (tensors, the rest, output_mask) -> the backward operator's arguments between grad and output_mask.
-        once: whether backward cannot be differentiated, because what is kept is no differentiable function of the
-            arguments; asking for it raises.
+        once: whether what is kept is no differentiable function of the arguments: backward can be differentiated by the
+            incoming gradient alone, and by the arguments raises.
     """
 
     saved: Callable[[tuple[Any, ...], Any], tuple[tuple[Tensor | None, ...], Any]]
@@ -152,7 +200,6 @@ class _Operator(NamedTuple):
     arguments: int  # of all
     backward: torch._ops.OpOverload
     backward_on_cpu: Callable[..., Any]
-    backward_reference: Callable[..., Any]
 
 
 class _Differentiable(torch.autograd.Function):
@@ -178,12 +225,10 @@ class _Differentiable(torch.autograd.Function):
         if grad is None:
             return (None,) * (3 + operator.arguments)
         mask = ctx.needs_input_grad[3 : 3 + operator.tensors]
-        args = keep.arguments(tensors, rest, mask)
-        if on_cpu and not torch.is_grad_enabled() and _is_plain_cpu(grad) and not _profiler_enabled():
+        args = keep.arguments(tensors[:-1] if keep.once else tensors, rest, mask)
+        plain = on_cpu and not torch.is_grad_enabled() and forward_ad._current_level < 0 and not _profiler_enabled()
+        if plain and _is_plain_cpu(grad):
             found = operator.backward_on_cpu(grad, *args, mask)
-        # torch.autograd.grad(is_grads_batched=True) runs on an older vmap that knows no rules of custom operators.
-        elif torch._C._functorch.is_legacy_batchedtensor(grad):
-            found = operator.backward_reference(grad, *args, mask)
         else:
             found = operator.backward(grad, *args, mask)
         found_all: tuple[Any, ...] = (None, None, None, *found, *(None,) * (operator.arguments - operator.tensors))
@@ -191,7 +236,34 @@ class _Differentiable(torch.autograd.Function):
 
 
 class _DifferentiableOnce(_Differentiable):
-    backward = staticmethod(once_differentiable(_Differentiable.backward))  # type: ignore[assignment]
+    """The same with one more result, without elements, for what is not kept.
+
+    The gradients read it, so that a derivative of theirs comes back to it, and raises.
+
+    Not ``once_differentiable``: that raises in a node which leads nowhere, so ``torch.autograd.grad`` and whatever sums
+    over several paths never get there, and second derivatives are 0 without a word.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, operator: _Operator, keep: Keep, *args: Any) -> Any:
+        outputs = _Differentiable.forward(ctx, keyset, operator, keep, *args)
+        not_kept = outputs[0].new_empty(0)
+        ctx.save_for_backward(*ctx.to_save, not_kept)
+        return *outputs, not_kept
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if grads[-1] is not None:
+            operator = ctx.rest[0].op.name()
+            raise RuntimeError(
+                f"a second derivative through {operator} is not accepted: it keeps arguments in float8, which is no "
+                "differentiable function of them; differentiate twice with memory='free', or by torch.func"
+            )
+        found = _Differentiable.backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        nothing = ctx.saved_tensors[-1].sum()
+        return tuple(None if f is None else f + nothing for f in found)
 
 
 # Function.apply looks for functorch layers first, which costs 1.2 µs; the kernel below has done so.
@@ -204,7 +276,7 @@ def differentiate(
     check: Callable[..., None],
     reference: Callable[..., Any],
     on_cpu: Callable[..., Any],
-    backward: tuple[torch._ops.OpOverload, Callable[..., Any], Callable[..., Any]],
+    backward: tuple[torch._ops.OpOverload, Callable[..., Any]],
     keep: Callable[..., Keep],
     record: Callable[..., Tensor | None] | None = None,
 ) -> None:
@@ -215,8 +287,8 @@ def differentiate(
         check: raises for arguments that op does not accept; the reference broadcasts and would accept more.
         reference: the same function in plain torch; differentiable.
         on_cpu: op's CPU kernel.
-        backward: the operator (grad, whatever is kept…, bool[] output_mask) -> a gradient or None for each tensor; the
-            same in plain torch, differentiable; its CPU kernel.
+        backward: the operator (grad, whatever is kept…, bool[] output_mask) -> a gradient or None for each tensor; its
+            CPU kernel.
         keep: op's arguments -> what is kept of such a call.
         record: op's arguments, plain tensors on the CPU -> its result in steps that autograd is to record as they are;
             or None.
@@ -224,12 +296,15 @@ def differentiate(
     arguments = op._schema.arguments
     tensors = sum("Tensor" in str(a.type) for a in arguments)
     defaults = tuple(a.default_value for a in arguments)
-    operator = _Operator(op, on_cpu, tensors, len(arguments), backward[0], backward[2], backward[1])
+    operator = _Operator(op, on_cpu, tensors, len(arguments), *backward)
+
+    def in_torch(*args: Any) -> Any:
+        check(*args)
+        return reference(*args)
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if _transformed(args):
-            check(*args)
-            return reference(*args)
+            return in_torch(*args)
         if _requires_grad(args):
             args += defaults[len(args) :]  # of which the dispatcher has dropped the trailing ones
             if record is not None and _is_cpu_next(keyset):
@@ -237,10 +312,12 @@ def differentiate(
                 if (result := record(*args)) is not None:
                     return result
             kept = keep(*args)
-            return (_apply_once if kept.once else _apply)(keyset, operator, kept, *args)  # type: ignore[no-untyped-call]
+            if kept.once:
+                return _apply_once(keyset, operator, kept, *args)[:-1]  # type: ignore[no-untyped-call]
+            return _apply(keyset, operator, kept, *args)  # type: ignore[no-untyped-call]
         return _below(op, on_cpu, keyset, args)
 
-    _install(op, kernel)
+    _install(op, kernel, in_torch)
 
 
 def differentiate_by_reference(
@@ -253,9 +330,11 @@ def differentiate_by_reference(
             return reference(*args)
         return _below(op, on_cpu, keyset, args)
 
-    _install(op, kernel)
+    _install(op, kernel, reference)
 
 
-def _install(op: torch._ops.OpOverload, kernel: Callable[..., Any]) -> None:
+def _install(op: torch._ops.OpOverload, kernel: Callable[..., Any], in_torch: Callable[..., Any]) -> None:
+    # torch.autograd.grad(is_grads_batched=True) runs on an older vmap, which knows no rules of custom operators.
+    library.impl(op, in_torch, "Batched")
     for key in _AUTOGRAD_KEYS:
         library.impl(op, kernel, key, with_keyset=True)

@@ -59,6 +59,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _check_tensors(first: Tensor, *named: tuple[str, Tensor | None]) -> None:
+    if first is None:  # torch.ops takes it for an undefined tensor
+        raise TypeError(f"{named[0][0]}=None is not accepted: it must be a tensor, not NoneType")
     device = first.device
     for name, t in named:
         if t is None:
@@ -106,6 +108,8 @@ def check_glu(
     _check_tensors(gate, ("gate", gate), ("up", up), ("token_scale", token_scale))
     if gate.ndim == 0:
         raise ValueError("gate has shape (); accepted: at least one axis")
+    if up is None:
+        raise TypeError("up=None is not accepted: it must be a tensor, not NoneType")
     _check_shape("up", up, gate.shape, "gate's shape")
     if token_scale is not None:
         _check_shape("token_scale", token_scale, gate.shape[:-1], "gate's shape without its last axis")
@@ -344,12 +348,12 @@ def _register(
     ops, kernels = [], []
     for op_name, checked, fake, rule in zip(both, (check, None), fakes, rules, strict=True):
         on_cpu = _cpu_kernel(op_name, checked)
-        ops.append(register(op_name, SCHEMAS[op_name], on_cpu, _gpu_kernel(op_name, checked), fake, rule))
+        ops.append(register(op_name, SCHEMAS[op_name], on_cpu, _gpu_kernel(op_name, checked), fake, rule, checked))
         kernels.append(on_cpu)
     plain, plain_backward = (getattr(reference, n) for n in both)
     differentiate_by_reference(ops[1], plain_backward, kernels[1])
     record = getattr(cpu, f"record_{name}", None)
-    differentiate(ops[0], check, plain, kernels[0], (ops[1], plain_backward, kernels[1]), keep, record)
+    differentiate(ops[0], check, plain, kernels[0], (ops[1], kernels[1]), keep, record)
 
 
 def _register_family(

@@ -44,6 +44,8 @@ def check(input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Ten
         _check_shape("bias", bias, input.shape[-1:], "input's last axis")
     if residual is not None:
         _check_shape("residual", residual, input.shape, "input's shape")
+    if seed is None:
+        raise TypeError("seed=None is not accepted: it must be a tensor, not NoneType")
     if seed.dtype != torch.int64:
         raise TypeError(f"seed has dtype {seed.dtype}; accepted: int64")
     if seed.numel() != 1:
@@ -155,7 +157,7 @@ def _backward_on_gpu(*args: Any) -> Grads2:
     return dropout.dropout_add_backward(*args)
 
 
-_FORWARD = register("dropout_add", SCHEMAS["dropout_add"], _on_cpu, _on_gpu, _fake, lambda _: _rule)
+_FORWARD = register("dropout_add", SCHEMAS["dropout_add"], _on_cpu, _on_gpu, _fake, lambda _: _rule, check)
 _BACKWARD = register(
     "dropout_add_backward",
     SCHEMAS["dropout_add_backward"],
@@ -170,13 +172,6 @@ differentiate(
     check,
     reference.dropout_add,
     _on_cpu,
-    cast(
-        "tuple[torch._ops.OpOverload, Callable[..., Any], Callable[..., Any]]",
-        (
-            _for_all(_BACKWARD),
-            _for_all(reference.dropout_add_backward),
-            _for_all(dropout_cpu.dropout_add_backward),
-        ),
-    ),
+    (cast(Any, _for_all(_BACKWARD)), _for_all(dropout_cpu.dropout_add_backward)),
     lambda *_: _SEED,
 )

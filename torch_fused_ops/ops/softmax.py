@@ -63,6 +63,8 @@ def check(
     window_right: int = -1,
 ) -> None:
     """Raise ValueError or TypeError, naming the argument, its value and what is accepted; else nothing."""
+    if input is None:  # torch.ops takes it for an undefined tensor
+        raise TypeError("input=None is not accepted: it must be a tensor, not NoneType")
     for name, t in (("input", input), ("sink", sink)):
         if t is not None and t.dtype not in _DTYPES:
             raise TypeError(f"{name} has dtype {t.dtype}; accepted: {_ACCEPTED}")
@@ -198,8 +200,8 @@ def _backward_on_gpu(*args: Any) -> Grads2:
 
 
 _NAME = "scaled_masked_softmax"
-_FORWARD = register(_NAME, SCHEMAS[_NAME], _on_cpu, _on_gpu, _fake, lambda _: _rule)
-_BACKWARD_ON_CPU, _PLAIN_BACKWARD = softmax_cpu.scaled_masked_softmax_backward, reference.scaled_masked_softmax_backward
+_FORWARD = register(_NAME, SCHEMAS[_NAME], _on_cpu, _on_gpu, _fake, lambda _: _rule, check)
+_BACKWARD_ON_CPU = softmax_cpu.scaled_masked_softmax_backward
 _BACKWARD = register(
     f"{_NAME}_backward",
     SCHEMAS[f"{_NAME}_backward"],
@@ -208,13 +210,13 @@ _BACKWARD = register(
     _backward_fake,
     lambda _: _backward_rule,
 )
-differentiate_by_reference(_BACKWARD, _PLAIN_BACKWARD, _BACKWARD_ON_CPU)
+differentiate_by_reference(_BACKWARD, reference.scaled_masked_softmax_backward, _BACKWARD_ON_CPU)
 differentiate(
     _FORWARD,
     check,
     reference.scaled_masked_softmax,
     _on_cpu,
-    (cast(Any, _for_three(_BACKWARD)), _for_three(_PLAIN_BACKWARD), _for_three(_BACKWARD_ON_CPU)),
+    (cast(Any, _for_three(_BACKWARD)), _for_three(_BACKWARD_ON_CPU)),
     lambda *_: _OUTPUT,
 )
 

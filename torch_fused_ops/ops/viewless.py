@@ -15,9 +15,9 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from torch_fused_ops.ops._autograd import define
+from torch_fused_ops.ops._autograd import define, library
 
-__all__ = ["in_transform"]
+__all__ = ["in_aten", "in_transform"]
 
 
 class _Alias(torch.autograd.Function):
@@ -48,7 +48,14 @@ def _is_eager(input: Tensor) -> bool:
 def _make_viewless(input: Tensor) -> Tensor:
     if _is_eager(input):
         return _Alias.apply(input)  # type: ignore[no-any-return, no-untyped-call]
+    return in_aten(input)
+
+
+def in_aten(input: Tensor) -> Tensor:
+    """The operator where a transform, a mode or a compiler reads it."""
     return torch.ops.aten._unsafe_view(input, input.shape)  # type: ignore[no-any-return]
 
 
-define("make_viewless", "(Tensor input) -> Tensor", {"CompositeImplicitAutograd": _make_viewless})
+_OP = define("make_viewless", "(Tensor input) -> Tensor", {"CompositeImplicitAutograd": _make_viewless})
+# Without a rule vmap loops over the examples, and warns of it.
+torch.library.register_vmap("fused::make_viewless", lambda _, dims, input: (_OP(input), dims[0]), lib=library)

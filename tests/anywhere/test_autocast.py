@@ -1,0 +1,493 @@
+"""Autocast: dtypes exactly as PyTorch's own spelling gives them, values within the precision contract.
+
+One difference is on purpose: a result has the *first* tensor's dtype (dropout_add's: its residual's), where PyTorch's
+type promotion would widen it to a later tensor's, a float32 bias that meets a bfloat16 product.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import grad, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch_fused_ops as tfo
+from torch_fused_ops import functional as FF
+from torch_fused_ops import megatron
+from torch_fused_ops.lowerings.recognise import rewrite
+from torch_fused_ops.testing import precision
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+LOW = (BF16, FP16)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@contextlib.contextmanager
+def autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """``torch.autocast``, which without a GPU switches "cuda"'s off by itself; None disables."""
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, dtype is not None)
+    if dtype is not None:
+        torch.set_autocast_dtype(device, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+        torch.clear_autocast_cache()
+
+
+# ---- the operators' formulas -----------------------------------------------------------------------------------------
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+class Formula(NamedTuple):
+    ours: Callable[..., Tensor]
+    theirs: Callable[..., Tensor]
+    vector: bool = True  # the second tensor is a vector over the last axis
+    result: int = 0  # whose dtype the result has
+
+
+FORMULAS = {
+    "bias_gelu": Formula(lambda x, b: FF.bias_gelu(x, b, "tanh"), lambda x, b: F.gelu(x + b, approximate="tanh")),
+    "bias_relu2": Formula(FF.bias_relu2, lambda x, b: F.relu(x + b) * F.relu(x + b)),
+    "bias_quick_gelu": Formula(FF.bias_quick_gelu, lambda x, b: quick_gelu(x + b)),
+    "swiglu": Formula(FF.swiglu, lambda x, u: F.silu(x) * u, vector=False),
+    "bias_geglu": Formula(
+        FF.bias_geglu, lambda x, b: (lambda z: F.gelu(z[..., : z.shape[-1] // 2]) * z[..., z.shape[-1] // 2 :])(x + b)
+    ),
+    "bias_dropout_add": Formula(
+        lambda x, r: FF.bias_dropout_add(x, None, r, 0.5, False), lambda x, r: r + F.dropout(x, 0.5, False), False, 1
+    ),
+    "megatron": Formula(lambda x, b: megatron.bias_swiglu_impl(x, b), lambda x, b: swiglu(x + b)),
+}
+
+
+def swiglu(z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+WIDENED = {FP32: FP32, FP64: FP64}
+
+
+def arguments(vector: bool, first: torch.dtype, second: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    g, shapes = torch.Generator().manual_seed(0), ((3, 8), (8,) if vector else (3, 8))
+    if device != "cpu":
+        return [torch.empty(s, device=device, dtype=d) for s, d in zip(shapes, (first, second), strict=True)]
+    return [torch.randn(s, generator=g).to(d) for s, d in zip(shapes, (first, second), strict=True)]
+
+
+def checked(formula: Formula, run: Callable[..., Tensor], args: list[Tensor]) -> None:
+    """Result and gradients of ``run``: dtypes, and values against the formula in float64."""
+    leaves = [a.clone().requires_grad_() for a in args]
+    out = run(*leaves)
+    assert out.dtype == args[formula.result].dtype
+    wide = [a.double().requires_grad_() for a in args]
+    truth = formula.theirs(*wide)
+    assert precision.error(out.detach(), truth.detach()).max() <= precision.LIMITS["forward", out.dtype]
+    grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    truths = torch.autograd.grad(truth, wide, torch.ones_like(truth))
+    for got, expected, a in zip(grads, truths, args, strict=True):
+        assert got.dtype == a.dtype
+        eps = max(torch.finfo(got.dtype).eps, 1e-6)
+        torch.testing.assert_close(got.double(), expected, rtol=4 * eps, atol=4 * eps)
+
+
+REGIONS = {
+    "plain": lambda low: [low],
+    "nested": lambda low: [FP16 if low is BF16 else BF16, low],
+    "disabled": lambda low: [low, None],
+    "enabled again": lambda low: [low, None, low],
+}
+
+
+def within(device: str, regions: list[torch.dtype | None], fn: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for dtype in regions:
+                stack.enter_context(autocast(device, dtype))
+            return fn(*args)
+
+    return run
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("low", LOW, ids=str)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_operators_on_cpus(name: str, low: torch.dtype, region: str) -> None:
+    formula = FORMULAS[name]
+    for first, second in itertools.product((FP32, low), repeat=2):
+        args = arguments(formula.vector, first, second)
+        run = within("cpu", REGIONS[region](low), formula.ours)
+        checked(formula, run, args)
+        with torch.no_grad():
+            assert torch.equal(run(*args), formula.ours(*args)), "autocast changes nothing"
+            theirs = within("cpu", REGIONS[region](low), formula.theirs)(*args)
+        expected = args[formula.result].dtype
+        promoted = torch.promote_types(first, second)
+        assert theirs.dtype == promoted and (theirs.dtype == expected or expected == low), "the difference on purpose"
+
+
+@pytest.mark.parametrize("low", LOW, ids=str)
+def test_compiled_operators_on_cpus(low: torch.dtype) -> None:
+    """All of them in one graph, inside the region and around the call."""
+    combinations = list(itertools.product(FORMULAS.items(), (FP32, low), (FP32, low)))
+    args = [arguments(f.vector, first, second) for (_, f), first, second in combinations]
+
+    def every(args: list[list[Tensor]]) -> list[Tensor]:
+        return [f.ours(*a) for ((_, f), _, _), a in zip(combinations, args, strict=True)]
+
+    def inside(args: list[list[Tensor]]) -> list[Tensor]:
+        with torch.autocast("cpu", low):
+            return every(args)
+
+    results = [torch.compile(inside, backend="aot_eager", fullgraph=True)(args)]
+    with torch.autocast("cpu", low):
+        results.append(torch.compile(every, backend="aot_eager", fullgraph=True)(args))
+    for result in results:
+        for got, expected in zip(result, every(args), strict=True):
+            assert got.dtype == expected.dtype and torch.equal(got, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["inductor", "fused"])
+@pytest.mark.parametrize("low", LOW, ids=str)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_compiled_operators_on_cpus_with_gradients(name: str, low: torch.dtype, backend: str) -> None:
+    formula = FORMULAS[name]
+
+    def inside(*args: Tensor) -> Tensor:
+        with torch.autocast("cpu", low):
+            return formula.ours(*args)
+
+    for first, second in itertools.product((FP32, low), repeat=2):
+        torch.compiler.reset()
+        checked(
+            formula, torch.compile(inside, backend=backend, fullgraph=True), arguments(formula.vector, first, second)
+        )
+
+
+@pytest.mark.parametrize("low", LOW, ids=str)
+def test_softmax_on_cpus(low: torch.dtype) -> None:
+    """Neither on CPUs is softmax on autocast's list of what widens: the input's dtype, as for torch.softmax."""
+    for dtype in (FP32, low):
+        x = torch.randn(2, 3, 4).to(dtype).requires_grad_()
+        with torch.autocast("cpu", low):
+            ours, theirs = FF.scaled_masked_softmax(x), torch.softmax(x, -1)
+            (g,) = torch.autograd.grad(ours.square().sum(), x)
+        assert ours.dtype == theirs.dtype == g.dtype == dtype
+        torch.testing.assert_close(ours, theirs)
+
+
+# ---- CUDA's lists, on fake tensors -----------------------------------------------------------------------------------
+
+
+# "PyTorch is not linked with support for cuda devices": a build without CUDA cannot index fake CUDA tensors.
+SLICED = () if torch.backends.cuda.is_built() else ("bias_geglu", "megatron")
+ON_GPUS = {name: formula for name, formula in FORMULAS.items() if name not in SLICED}
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("low", LOW, ids=str)
+def test_operators_on_gpus(low: torch.dtype, region: str) -> None:
+    for (name, formula), first, second in itertools.product(ON_GPUS.items(), (FP32, low), (FP32, low)):
+        with FakeTensorMode():
+            args = arguments(formula.vector, first, second, "cuda")
+            ours, theirs = (within("cuda", REGIONS[region](low), f)(*args) for f in formula[:2])
+        expected = args[formula.result].dtype
+        assert ours.dtype == expected and ours.device.type == "cuda", name
+        assert theirs.dtype in (expected, torch.promote_types(first, second)), name
+        if first == second:
+            assert theirs.dtype == ours.dtype, name
+
+
+ATTENTION = megatron.FusedScaleMaskSoftmax(
+    False, False, megatron.AttnMaskType.causal, True, megatron.attention_mask_func, True, 0.5
+)
+SOFTMAXES: dict[str, Callable[..., Tensor]] = {
+    "operator": lambda x, s: torch.ops.fused.scaled_masked_softmax(x, None, s),
+    "functional": lambda x, s: FF.scaled_masked_softmax(x, None, s, scale=0.5),
+    "megatron": lambda x, s: ATTENTION(x[None], None, s)[0],
+}
+INSIDE: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
+    "call": lambda f: f,
+    "grad": lambda f: lambda x, s: grad(lambda x: f(x, s).double().sum())(x),
+    "jvp": lambda f: lambda x, s: jvp(lambda x: f(x, s), (x,), (x,))[1],
+    "vmap": lambda f: lambda x, s: vmap(lambda x: f(x, s))(torch.stack((x, x))),
+    "vmap of grad": lambda f: lambda x, s: vmap(grad(lambda x: f(x, s).double().sum()))(torch.stack((x, x))),
+}
+
+
+BACKWARDS = ("grad", "vmap of grad")  # whose engine asks CUDA for streams: see test_gradients_on_gpus
+
+
+@pytest.mark.parametrize("inside", [k for k in INSIDE if k not in BACKWARDS])
+@pytest.mark.parametrize("name", [name for name in SOFTMAXES if name not in SLICED])
+def test_softmax_on_gpus(name: str, inside: str) -> None:
+    """float32 of whatever is not float64, as torch.softmax; under transforms, too.
+
+    vmap takes torch.softmax apart before autocast sees it, and it keeps its dtype: vmap(f)(x)[i] is not f(x[i]). Of
+    ours it is.
+    """
+
+    for low, region, dtype in itertools.product(LOW, REGIONS, (*LOW, FP32, FP64)):
+        with FakeTensorMode():
+            x, s = (torch.empty(shape, dtype=dtype, device="cuda") for shape in ((2, 3, 4), (2,)))
+            ours = within("cuda", REGIONS[region](low), INSIDE[inside](SOFTMAXES[name]))(x, s)
+            expected = within("cuda", REGIONS[region](low), lambda x: torch.softmax(x, -1))(x)
+        assert (ours.dtype, ours.shape[-3:]) == (expected.dtype, x.shape), (low, region, dtype)
+
+
+@pytest.mark.parametrize(
+    ("device", "inside"),
+    [(d, k) for d in ("cpu", "cuda") for k in INSIDE if k != "call" and not (d == "cuda" and k in BACKWARDS)],
+)
+def test_transforms_in_a_region(device: str, inside: str) -> None:
+    """There the reference runs, of which autocast sees every step: dtypes stay, and on CPUs values."""
+    for name, formula in (FORMULAS if device == "cpu" else ON_GPUS).items():
+        for first, second in itertools.product((FP32, BF16), repeat=2):
+            with FakeTensorMode() if device == "cuda" else contextlib.nullcontext():
+                args = arguments(formula.vector, first, second, device)
+                fn = INSIDE[inside](formula.ours)
+                got, plain = within(device, [BF16], fn)(*args), fn(*args)
+            assert got.dtype == plain.dtype, name
+            assert device == "cuda" or torch.equal(got, plain), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("low", LOW, ids=str)
+def test_gradients_on_gpus(low: torch.dtype) -> None:
+    """Compiled on paper: the dtypes of results and gradients."""
+    virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+
+    def dtypes(fn: Callable[..., Tensor], *args: Tensor) -> list[torch.dtype]:
+        def inside(*args: Tensor) -> Tensor:
+            with torch.autocast("cuda", low):
+                return fn(*args)
+
+        torch.compiler.reset()
+        paper = virtual_gpu.compile_on_paper(inside, *args)
+        result = paper.forward.graph.graph.output_node().args[0][0]
+        grads = paper.backward.graph.graph.output_node().args[0]
+        return [n.meta["val"].dtype for n in (result, *grads) if n is not None]
+
+    def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+    x, sink = meta(2, 64, 64, dtype=low), meta(2, dtype=low)
+    assert dtypes(lambda x: torch.softmax(x, -1), x) == [FP32, low]
+    assert dtypes(lambda x, s: FF.scaled_masked_softmax(x, None, s), x, sink) == [FP32, low, low]
+    for first, second in itertools.product((FP32, low), repeat=2):
+        args = meta(64, 64, dtype=first), meta(64, dtype=second)
+        assert dtypes(FF.bias_gelu, *args) == [first, first, second]
+
+
+# ---- picked up -------------------------------------------------------------------------------------------------------
+
+
+SIZES = ((8, 16), (8, 16), (16, 8))
+
+
+class Net(nn.Module):
+    """Linears in float32 or ``dtype``, and ``body(self, x)`` between."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Linear(*sizes, dtype=dtype) for sizes in SIZES)
+        self.bias = nn.Parameter(torch.randn(16, dtype=dtype))
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def off(device: str, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with torch.autocast(device, enabled=False):
+        return fn(x)
+
+
+NETS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "gelu": lambda s, x: s.c(F.gelu(s.a(x))),
+    "gelu, bias apart": lambda s, x: s.c(F.gelu(F.linear(x, s.a.weight) + s.bias)),
+    "relu, squared by pow": lambda s, x: s.c(F.relu(s.a(x)) ** 2),
+    "swiglu": lambda s, x: s.c(F.silu(s.a(x)) * s.b(x)),
+    "geglu, widened": lambda s, x: s.c(F.gelu(s.a(x).float()).to(x.dtype) * s.b(x)),
+    "dropout and residual": lambda s, x: x + F.dropout(s.c(F.gelu(s.a(x))), 0.0),
+    "the result of an activation": lambda s, x: F.silu(s.a(x)) * s.b(x),
+    "softmax": lambda s, x: torch.softmax(s.a(x), -1) @ s.c.weight.t(),
+    "off in between": lambda s, x: s.c(off("cpu", F.gelu, s.a(x))),
+    "two activations": lambda s, x: s.c(F.gelu(s.a(x))) + s.c(F.silu(s.b(x))),
+}
+
+
+def step(net: Callable[..., Tensor], parameters: list[Tensor], x: Tensor, low: torch.dtype) -> list[Any]:
+    with torch.autocast("cpu", low):
+        y = net(x)
+    return [y, *torch.autograd.grad(y.float().square().sum(), [x, *parameters], allow_unused=True)]
+
+
+def picked_up_cases() -> Iterator[Any]:
+    for name, weights, low in itertools.product(NETS, ("float32", "low"), LOW):
+        quick = low is BF16 and weights == "float32" and name in ("gelu, bias apart", "relu, squared by pow", "swiglu")
+        yield pytest.param(name, weights, low, marks=[] if quick else [pytest.mark.slow], id=f"{name}-{weights}-{low}")
+
+
+@pytest.mark.parametrize(("name", "weights", "low"), picked_up_cases())
+def test_picked_up_on_cpus(name: str, weights: str, low: torch.dtype) -> None:
+    """backend="fused" against eager PyTorch: every dtype the same, values as near to float64 as eager's."""
+    dtype = FP32 if weights == "float32" else low
+    net = Net(NETS[name], dtype)
+    exact = Net(NETS[name], dtype).double()
+    exact.load_state_dict(net.state_dict())
+    for given in (FP32, low):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to(given).requires_grad_()
+        torch.compiler.reset()
+        parameters = list(net.parameters())
+        theirs = step(net, parameters, x, low)
+        ours = step(torch.compile(net, backend="fused", fullgraph=True), parameters, x, low)
+        wide = x.detach().double().requires_grad_()
+        y = exact(wide)
+        truth = [y, *torch.autograd.grad(y.square().sum(), [wide, *exact.parameters()], allow_unused=True)]
+        for o, t, e in zip(ours, theirs, truth, strict=True):
+            assert (o is None) == (t is None)
+            if o is not None:
+                assert o.dtype == t.dtype
+                scale = e.abs().max()
+                assert (o - e).abs().max() <= 2 * (t - e).abs().max() + 2 * torch.finfo(low).eps * scale
+
+
+class Recorder(torch.fx.Interpreter):
+    """Records example values, as Dynamo does."""
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        value = super().run_node(n)
+        n.meta["example_value"] = value
+        return value
+
+
+class Linear(NamedTuple):
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, *self)
+
+
+@pytest.mark.parametrize("low", LOW, ids=str)
+@pytest.mark.parametrize("name", [n for n in NETS if "off" not in n])
+def test_picked_up_on_gpus(name: str, low: torch.dtype) -> None:
+    """The graph before and after: with CUDA's lists, every dtype that anything else reads is the same."""
+    for weights, given in itertools.product((FP32, low), repeat=2):
+
+        def net(x: Tensor, bias: Tensor, *parts: Tensor) -> Tensor:
+            a, b, c = (Linear(*parts[i : i + 2]) for i in (0, 2, 4))
+            return NETS[name](SimpleNamespace(a=a, b=b, c=c, bias=bias), x)
+
+        shapes = [(16,), *itertools.chain(*(((n, m), (n,)) for m, n in SIZES))]
+        with FakeTensorMode(), autocast("cuda", low):
+            x = torch.empty(4, 8, dtype=given, device="cuda")
+            args = x, *(torch.empty(shape, dtype=weights, device="cuda") for shape in shapes)
+            names = ", ".join(f"t{i}" for i in range(len(args)))
+            graph = torch.fx.symbolic_trace(eval(f"lambda {names}: net({names})", {"net": net}))  # no *args for fx
+            before = Recorder(graph).run(*args)
+            sites = rewrite(graph.graph, tfo.FusionPolicy())
+            graph.recompile()
+            after = graph(*args)
+        assert (after.dtype, after.shape) == (before.dtype, before.shape)
+        assert any(site.op for site in sites) == (name not in ("softmax", "the result of an activation")), sites
+
+
+# ---- weight casts, the user's own functions --------------------------------------------------------------------------
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.of.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_casts_of_weights_are_cached_as_without_us() -> None:
+    """One cast of each weight in a region, however often it is used; none of a bias that the operator adds."""
+    w, v, b = (torch.randn(s, requires_grad=True) for s in ((16, 8), (8, 16), (16,)))
+    counts = []
+    for act in (lambda h: F.gelu(h + b), lambda h: FF.bias_gelu(h, b)):
+        x = torch.randn(4, 8)
+        with Casts() as casts, torch.autocast("cpu", BF16):
+            for _ in range(3):
+                x = F.linear(act(F.linear(x, w)), v)
+        counts.append([sum(s == tuple(t.shape) for s in casts.of) for t in (w, v, b)])
+    assert counts[1] == [1, 1, 0] and counts[0][:2] == [1, 1]
+
+
+@pytest.mark.parametrize("cast", [None, BF16, FP32])
+def test_in_a_function_of_the_user_s_own(cast: torch.dtype | None) -> None:
+    """custom_fwd(cast_inputs=…) switches autocast off and casts; without it the region's state is there, both ways."""
+
+    def function(fn: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+        class Own(torch.autograd.Function):
+            @staticmethod
+            @torch.amp.custom_fwd(device_type="cpu", cast_inputs=cast)
+            def forward(ctx: Any, x: Tensor, b: Tensor) -> Tensor:
+                ctx.save_for_backward(x, b)
+                return fn(x, b)
+
+            @staticmethod
+            @torch.amp.custom_bwd(device_type="cpu")
+            def backward(ctx: Any, g: Tensor) -> Any:
+                with torch.enable_grad():
+                    leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+                    return torch.autograd.grad(fn(*leaves), leaves, g)
+
+        return Own.apply
+
+    found = []
+    for fn in (FF.bias_gelu, lambda x, b: F.gelu(x + b)):
+        x, b = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+        with torch.no_grad():
+            x.copy_(torch.linspace(-2, 2, 24).view(3, 8)), b.fill_(0.25)
+        with torch.autocast("cpu", BF16):
+            out = function(fn)(x, b)
+        found.append([out, *torch.autograd.grad(out.float().sum(), (x, b))])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_backward_inside_a_region() -> None:
+    """Backward is the same, whether the region is still open or not."""
+    for formula in FORMULAS.values():
+        args = [a.requires_grad_() for a in arguments(formula.vector, BF16, FP32)]
+        outside = torch.autograd.grad(formula.ours(*args).float().sum(), args)
+        with torch.autocast("cpu", BF16):
+            within = torch.autograd.grad(formula.ours(*args).float().sum(), args)
+            double = torch.autograd.grad(formula.ours(*args).float().sum(), args, create_graph=True)
+        for a, b, c in zip(outside, within, double, strict=True):
+            assert torch.equal(a, b) and a.dtype == c.dtype
+            torch.testing.assert_close(a, c.detach(), rtol=2e-2, atol=1e-2)
