@@ -1,0 +1,182 @@
+"""CUDA graphs: nothing of ours waits for the device, or leaves it; on a GPU, captured graphs replay bit for bit."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import torch_fused_ops
+from torch_fused_ops import FusionPolicy, compile_options
+from torch_fused_ops import functional as FF
+from torch_fused_ops import nn as fnn
+from torch_fused_ops.testing.samples import FP8_OPERATORS, OPERATORS, backward_samples, samples
+
+launching = pytest.importorskip("torch_fused_ops.kernels.launching", reason="needs triton")
+virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+
+KERNELS = {
+    "scaled_masked_softmax": "softmax",
+    "dropout_add": "dropout",
+    **dict.fromkeys(("bias_act", "bias_glu", "glu", *FP8_OPERATORS), "activation"),
+}
+
+
+class Waits(TorchDispatchMode):
+    """Fails for what makes the host wait for a device: reading a number, copying to another device, counting."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        devices = {t.device.type for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}
+        assert devices <= {"meta"}, f"{func}: {devices}"
+        assert torch.Tag.data_dependent_output not in func.tags and torch.Tag.dynamic_output_shape not in func.tags, (
+            func
+        )
+        return out
+
+
+def _launches(op: str, args: tuple[Any, ...]) -> Iterator[str]:
+    """The kernels that a call on a GPU launches, none of them carried out."""
+    name = op.removesuffix("_backward")
+    module = importlib.import_module(f"torch_fused_ops.kernels.{KERNELS[name]}")
+    names: list[str] = []
+    launch = lambda kernel, grid, device, *a, **c: names.append(kernel.__name__)  # noqa: E731
+    there = [
+        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") if isinstance(t, Tensor) else t
+        for t in args
+    ]
+    with mock.patch.object(launching, "launch", launch), Waits():
+        getattr(module, op)(*there)
+    yield from names
+
+
+@pytest.mark.parametrize("op", (*OPERATORS, *FP8_OPERATORS))
+@pytest.mark.parametrize("backward", [False, True])
+def test_no_launch_waits_for_the_device(op: str, backward: bool) -> None:
+    launched = 0
+    for sample in (backward_samples if backward else samples)(op):
+        launched += len(list(_launches(sample.op, sample.args)))
+    assert launched > 10
+
+
+def test_the_test_above_sees_a_wait() -> None:
+    with Waits():
+        x = torch.empty(3, device="meta")
+        for wait in (lambda: x.sum().item(), lambda: x.cpu(), lambda: x.nonzero(), lambda: bool(x.any())):
+            with pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
+                wait()
+
+
+WAITING = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero", "is_capturing", "wait", "elapsed_time"}
+
+
+@pytest.mark.parametrize("file", ["activation", "dropout", "softmax", "launching"])
+def test_the_source_of_launches_names_nothing_that_waits(file: str) -> None:
+    path = Path(torch_fused_ops.__file__).parent / "kernels" / f"{file}.py"
+    called = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    assert not called & WAITING
+
+
+# ---- compiled, on paper ----------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(F.gelu(self.up(x), approximate="tanh"), 0.1, self.training)
+        return x + F.dropout(self.down(h), 0.1, self.training)
+
+
+class Operators(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = FF.bias_dropout_add(x, None, x, 0.1, training=self.training).chunk(2, -1)
+        y = FF.swiglu(gate, up)
+        return FF.scaled_masked_softmax(y.unflatten(-1, (4, -1)).transpose(0, 1).unsqueeze(0), scale=0.5)
+
+
+@pytest.mark.parametrize("memory", ["free", "fp8", "input"])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("net", [Net, Operators])
+def test_compiled_graphs_can_be_captured(net: type[nn.Module], training: bool, memory: str) -> None:
+    """Inductor's own conditions for ``mode="reduce-overhead"``: one device, no operator that a capture forbids."""
+    from torch._inductor import cudagraph_utils
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.utils import get_first_incompatible_cudagraph_node
+
+    if net is Operators and memory != "free":
+        pytest.skip("nothing here is of a linear layer")
+    graphs: list[GraphLowering] = []
+    codegen = GraphLowering.codegen
+
+    def noting(self: GraphLowering) -> Any:
+        graphs.append(self)
+        return codegen(self)
+
+    x = torch.empty(512, 256, dtype=torch.bfloat16, device="meta", requires_grad=training)
+    with torch.device("meta"):
+        model = net().to(torch.bfloat16).train(training)
+    with mock.patch.object(GraphLowering, "codegen", noting):
+        virtual_gpu.compile_on_paper(
+            model, x, training=training, config=compile_options(FusionPolicy(memory=memory, strict=True))
+        )
+    assert len(graphs) == 1 + training
+    for graph in graphs:
+        assert graph.disable_cudagraphs_reason is None
+        assert cudagraph_utils.check_multiple_devices_or_any_cpu_nodes(graph.device_node_mapping) is None
+        assert graph.device_types == {"cuda"}
+        assert not graph.mutated_inputs
+        assert get_first_incompatible_cudagraph_node(graph.module) is None
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@gpu
+@pytest.mark.parametrize("op", OPERATORS)
+def test_captured_operators_replay_to_the_same_bits(op: str) -> None:
+    for sample in samples(op, "cuda", core=True):
+        wanted = sample()
+        sample()  # compiled
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            sample()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = sample()
+        for out in tree_leaves(captured):
+            if isinstance(out, Tensor):
+                out.detach().zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        for a, b in zip(tree_leaves(captured), tree_leaves(wanted), strict=True):
+            if isinstance(a, Tensor):
+                torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=0, equal_nan=True)
+
+
+@gpu
+def test_reduce_overhead_trains_as_without() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(fnn.FusedMLP(256, 1024), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).cuda()
+    x = torch.randn(512, 256, device="cuda")
+    wanted = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    compiled = torch.compile(model, backend="fused", mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [g.clone() for g in torch.autograd.grad(compiled(x).square().mean(), list(model.parameters()))]
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)

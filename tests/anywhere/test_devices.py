@@ -1,0 +1,179 @@
+"""Devices: plain PyTorch on those that we have no kernels for, no mixtures, meta and fake ones."""
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torch_fused_ops import functional as FF
+from torch_fused_ops.ops import _autograd
+
+SEED = torch.tensor([7])
+CALLS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "bias_act": (
+        lambda x, b, s: FF.bias_act(x, b, s, activation="gelu"),
+        (torch.randn(4, 8), torch.randn(8), torch.randn(4)),
+    ),
+    "glu": (lambda g, u: FF.swiglu(g, u), (torch.randn(4, 8), torch.randn(4, 8))),
+    "bias_glu": (lambda x, b: FF.bias_swiglu(x, b), (torch.randn(4, 8), torch.randn(8))),
+    "bias_act_fp8": (lambda x, b: FF.bias_gelu(x, b, memory="fp8"), (torch.randn(4, 8), torch.randn(8))),
+    "dropout_add": (
+        lambda x, b, r, seed: torch.ops.fused.dropout_add(x, b, r, seed, 0.5),
+        (torch.randn(4, 8), torch.randn(8), torch.randn(4, 8), SEED),
+    ),
+    "softmax": (
+        lambda x, m: FF.scaled_masked_softmax(x, m, scale=0.5),
+        (torch.randn(2, 2, 4, 4), torch.rand(2, 1, 4, 4) > 0.5),
+    ),
+    "viewless": (lambda x: FF.make_viewless_tensor(x, requires_grad=True, keep_graph=True), (torch.randn(4, 8),)),
+}
+
+
+def _float(t: Tensor) -> bool:
+    return t.is_floating_point()
+
+
+def test_every_operator_has_a_kernel_for_every_kind_of_device() -> None:
+    packets = [getattr(torch.ops.fused, name) for name in dir(torch.ops.fused)]
+    operators = [packet.default for packet in packets if isinstance(packet, torch._ops.OpOverloadPacket)]
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    kernels = [op for op in operators if not op.has_kernel_for_dispatch_key(composite)]
+    assert len(kernels) >= 16
+    for op in kernels:
+        for key in ("CPU", *_autograd._GPUS, *_autograd._OTHERS, "Meta"):
+            assert op.has_kernel_for_dispatch_key(getattr(torch._C.DispatchKey, key)), (op, key)
+
+
+# ---- a device that nobody has heard of -------------------------------------------------------------------------------
+
+
+def test_plain_pytorch_where_we_have_no_kernels() -> None:
+    """In a process of its own: a device's name is given once."""
+    found = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": ""}
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    ran = found.stdout.strip().splitlines()[-1].split()
+    assert {"fused::bias_act", "fused::bias_act_backward", "fused::bias_act_fp8_backward", "fused::glu_backward",
+            "fused::dropout_add_backward", "fused::scaled_masked_softmax_backward"} <= set(ran)  # fmt: skip
+
+
+def _elsewhere() -> None:
+    """Each call on tensors of a device that has kernels for aten's operators and none of ours."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend("elsewhere")
+
+    class Elsewhere(Tensor):
+        """Its numbers are on the CPU, in ``raw``, where the device's kernels find them."""
+
+        @staticmethod
+        def __new__(cls, raw: Tensor) -> Any:
+            t: Any = torch._C._acc.create_empty_tensor(raw.shape, raw.dtype)
+            t.__class__, t.raw = cls, raw
+            return t
+
+    library = torch.library.Library("aten", "IMPL")
+
+    def implement(op: Any) -> None:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            kwargs = {k: torch.device("cpu") if k == "device" else v for k, v in kwargs.items()}
+            args, kwargs = tree_map(lambda t: t.raw if isinstance(t, Elsewhere) else t, (args, kwargs))
+            return tree_map(lambda t: Elsewhere(t.contiguous()) if isinstance(t, Tensor) else t, op(*args, **kwargs))
+
+        library.impl(op, kernel, "PrivateUse1")
+
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ():
+            op = getattr(packet, overload)
+            known = torch._C._dispatch_has_kernel(op.name())
+            if known and not op._schema.is_mutable and not op.has_kernel_for_dispatch_key(composite):
+                implement(op)
+
+    class Recording(TorchDispatchMode):
+        """Calls of our operators, backward ones included, and what they gave."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func.namespace == "fused":
+                calls.append((func, args, kwargs or {}, out))
+            return out
+
+    # Autograd's engine knows no devices that Python has made, so backward operators are called as it would.
+    calls: list[Any] = []
+    for fn, args in CALLS.values():
+        with Recording():
+            fn(*(t.clone().requires_grad_(_float(t)) for t in args)).sum().backward()
+    there = lambda t: Elsewhere(t.detach().clone()) if isinstance(t, Tensor) else t  # noqa: E731
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for func, args, kwargs, wanted in calls:
+            found = func(*tree_map(there, args), **tree_map(there, kwargs))
+            assert all(isinstance(t, Elsewhere) for t in tree_leaves(found) if isinstance(t, Tensor)), func
+            for a, b in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+                if isinstance(a, Tensor):
+                    exact = {"atol": 0, "rtol": 0} if a.element_size() == 1 else {"atol": 1e-6, "rtol": 1e-5}
+                    torch.testing.assert_close(a.raw, b.detach(), **exact)
+                else:
+                    assert a == b
+    told = [str(w.message) for w in seen if "torch_fused_ops has no kernels for 'elsewhere'" in str(w.message)]
+    assert len(told) == 1, told
+    print(*sorted({func._schema.name for func, *_ in calls}))
+
+
+# ---- mixtures, meta, fake --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, (_, args) in CALLS.items() if len(args) > 1])
+@pytest.mark.parametrize("kind", ["meta", "fake cuda"])
+def test_tensors_on_two_devices_are_rejected(name: str, kind: str) -> None:
+    fn, args = CALLS[name]
+    for at in range(1, len(args)):
+        for first in (False, True):  # which of them is elsewhere
+            with FakeTensorMode(allow_non_fake_inputs=True) if kind == "fake cuda" else torch.no_grad():
+                device = "cuda" if kind == "fake cuda" else "meta"
+                moved = [
+                    torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+                    if (i == 0) == first and (first or i == at)
+                    else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
+                    for i, t in enumerate(args)
+                ]
+                with pytest.raises((ValueError, RuntimeError), match="device"):
+                    fn(*moved)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("device", ["meta", "cuda", "xpu"])
+def test_meta_and_fake_tensors_forward_and_backward(name: str, device: str) -> None:
+    fn, args = CALLS[name]
+    wanted = fn(*args)
+    # Autograd ends the process at a fake tensor of a device that torch was not built for, F.gelu's too.
+    train = device == "meta" or (device == "cuda" and torch.backends.cuda.is_built())
+    with FakeTensorMode() if device != "meta" else nullcontext():
+        theirs = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).requires_grad_(train and _float(t))
+            for t in args
+        ]
+        y = fn(*theirs)
+        if train:
+            y.sum().backward()
+    assert (y.shape, y.stride(), y.dtype, y.device.type) == (wanted.shape, wanted.stride(), wanted.dtype, device)
+    for t in theirs:
+        if t.requires_grad and not (name == "softmax" and t is not theirs[0]):
+            assert t.grad is not None and t.grad.shape == t.shape and t.grad.device.type == device
+
+
+if __name__ == "__main__":
+    _elsewhere()
