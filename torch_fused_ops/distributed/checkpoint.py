@@ -121,14 +121,19 @@ class ShardedTensor(Tensor):
         parallel: TensorParallel | None = None,
         as_dtensors: bool = False,
         offsets: Offsets = (),
+        experts: tuple[int, int] | None = None,
     ) -> ShardedTensor:
         """A parameter of which each rank of ``parallel`` has a part.
 
         Args:
             as_dtensors: whether the parameter, if it is a DTensor, is one over ``parallel``'s mesh, too.
+            experts: (the first, of how many) of those whose parameters are stacked in this one along its first axis.
         """
         part = part or Part(None)
         local, part_shape, start = _box(parameter, part, parallel, as_dtensors)
+        if experts is not None:
+            start = (start[0] + experts[0], *start[1:])
+            part_shape = torch.Size((experts[1], *part_shape[1:]))
         ranks, rank = (1, 0) if parallel is None or part.axis is None else (parallel.size, parallel.rank)
         axis = part.axis or 0
         shape = torch.Size(n * ranks if i == axis else n for i, n in enumerate(part_shape))
@@ -204,8 +209,8 @@ def apply_swiglu_sharded_factory(
     """A packed [gate; up] parameter's parts, each rank's gate and up in their places, by key.
 
     Args:
-        original_sh_ten: as ``Linear.sharded_state_dict`` has it: the part of one tensor that is shared out along its
-            first axis; each rank's part is [gate_r; up_r].
+        original_sh_ten: as ``Linear.sharded_state_dict`` has it: the part of one tensor that is shared out along one
+            axis, its first, or, of experts, its second; each rank's part is [gate_r; up_r].
         sharded_offsets: the axes in front of the tensor's own.
         singleton_local_shards: gate and up are two tensors, ``{key}_w`` and ``{key}_v``.
 
@@ -217,10 +222,11 @@ def apply_swiglu_sharded_factory(
     key, local = original_sh_ten.key, original_sh_ten.local
     layout = dataclasses.replace(original_sh_ten.sharding, offsets=tuple(sharded_offsets))
     ((_, length, place),) = layout.runs
-    n, half = layout.shape[0] // 2, length // 2
+    n, half = layout.shape[layout.axis] // 2, length // 2
     gate, up = Run(0, half, place // 2), Run(half, half, place // 2)
     if singleton_local_shards:
-        alone = dataclasses.replace(layout, shape=torch.Size((n, *layout.shape[1:])))
+        shape = torch.Size(n if axis == layout.axis else size for axis, size in enumerate(layout.shape))
+        alone = dataclasses.replace(layout, shape=shape)
         return {
             name: ShardedTensor(name, local, dataclasses.replace(alone, runs=(run,)))
             for name, run in ((f"{key}_w", gate), (f"{key}_v", up))

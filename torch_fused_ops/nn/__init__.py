@@ -1,8 +1,22 @@
-"""Modules: Megatron core's MLP, a plain MLP, and both for models as they are (``replace_mlps``)."""
+"""Modules: Megatron core's MLP, its experts, a plain MLP, and that for models as they are (``replace_mlps``)."""
 
 from torch_fused_ops.nn.config import MLPConfig
+from torch_fused_ops.nn.experts import (
+    GroupedLinearBuilder,
+    GroupedLinearInterface,
+    GroupedMLP,
+    GroupedMLPSubmodules,
+    Permuted,
+    permute,
+    unpermute,
+)
 from torch_fused_ops.nn.fused_mlp import FusedMLP
-from torch_fused_ops.nn.linear import ColumnParallelLinear, RowParallelLinear
+from torch_fused_ops.nn.linear import (
+    ColumnParallelLinear,
+    GroupedColumnParallelLinear,
+    GroupedRowParallelLinear,
+    RowParallelLinear,
+)
 from torch_fused_ops.nn.mlp import (
     MLP,
     LinearFc1Builder,
@@ -19,15 +33,24 @@ __all__ = [
     "MLP",
     "ColumnParallelLinear",
     "FusedMLP",
+    "GroupedColumnParallelLinear",
+    "GroupedLinearBuilder",
+    "GroupedLinearInterface",
+    "GroupedMLP",
+    "GroupedMLPSubmodules",
+    "GroupedRowParallelLinear",
     "LinearFc1Builder",
     "LinearFc1Interface",
     "LinearFc2Builder",
     "LinearFc2Interface",
     "MLPConfig",
     "MLPSubmodules",
+    "Permuted",
     "Replacements",
     "RowParallelLinear",
     "TEActivationFunctionBuilder",
     "TEActivationFunctionInterface",
+    "permute",
     "replace_mlps",
+    "unpermute",
 ]

@@ -17,9 +17,10 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 
 from torch_fused_ops import reference
 
@@ -42,13 +43,21 @@ def _outer_hooks() -> Hooks:
     return hooks or (lambda t: t, lambda kept: kept)
 
 
+def _hooks(h: Tensor, offload: bool) -> Hooks:
+    """Where what we keep goes: to the CPU, if asked for, but for hooks around us."""
+    if not offload or torch._C._autograd._top_saved_tensors_default_hooks(True):
+        return _outer_hooks()
+    to_cpu = save_on_cpu(pin_memory=h.is_cuda)
+    return to_cpu.pack_hook, to_cpu.unpack_hook
+
+
 class _Remade:
     """A value that backward makes again, from tensors kept for it or from another such value, once for all savers."""
 
-    def __init__(self, make: Callable[..., Tensor], *sources: Tensor | _Remade) -> None:
+    def __init__(self, make: Callable[..., Tensor], *sources: Tensor | _Remade, hooks: Hooks | None = None) -> None:
         self.make, self.sources = make, sources
         self.kept: list[Any] = []
-        self.pack, self.unpack = _outer_hooks()
+        self.pack, self.unpack = hooks or _outer_hooks()
         self.savers = self.left = 0
         self.value: Tensor | None = None
 
@@ -88,16 +97,24 @@ def _memory_of(t: Tensor) -> tuple[Any, ...]:
     return (t.untyped_storage()._cdata, t.storage_offset(), t.numel(), t.dtype)
 
 
+Values: TypeAlias = dict[tuple[Any, ...], _Remade]
+
+
 @contextlib.contextmanager
-def _instead_of(t: Tensor, remade: _Remade) -> Iterator[None]:
-    """Inside, whatever saves ``t`` for backward saves how it is made again."""
-    own, (outer_pack, outer_unpack) = _memory_of(t), _outer_hooks()
+def _instead_of(values: Values, found: Callable[[Tensor], _Remade | None] | None = None) -> Iterator[None]:
+    """Inside, whatever saves one of the values for backward saves how it is made again; so does what is ``found``."""
+    outer_pack, outer_unpack = _outer_hooks()
 
     def pack(saved: Tensor) -> Any:
-        if not saved.is_contiguous() or _memory_of(saved) != own:
+        if not saved.is_contiguous():
             return outer_pack(saved)
-        remade.saved()
-        return _Recipe(remade, saved.shape)
+        own = _memory_of(saved)
+        if own not in values and found is not None and (new := found(saved)) is not None:
+            values[own] = new
+        if own not in values:
+            return outer_pack(saved)
+        values[own].saved()
+        return _Recipe(values[own], saved.shape)
 
     def unpack(kept: Any) -> Tensor:
         return kept.value().view(kept.shape) if isinstance(kept, _Recipe) else outer_unpack(kept)
@@ -135,7 +152,20 @@ class _Again:
             return fn(x)
 
 
-def through(x: Tensor, first: Map, activate: Map, second: Map, memory: str) -> Tensor:
+_SELECTIVE = (torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode)
+
+
+def _in_selective_checkpoint() -> bool:
+    """Whether a selective checkpoint's policy decides what is kept, in its forward pass or its repetition.
+
+    With a level inside, torch 2.15 warns, and raises where the checkpoint is to respect hooks.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+
+
+def through(x: Tensor, first: Map, activate: Map, second: Map, memory: str, offload: bool = False) -> Tensor:
     """``second(activate(first(x)))``, keeping what ``memory`` says between them.
 
     Under ``torch.compile`` the policy decides (``FusionPolicy.memory``), and this is the plain composition.
@@ -144,37 +174,66 @@ def through(x: Tensor, first: Map, activate: Map, second: Map, memory: str) -> T
         first, activate, second: deterministic; ``activate`` keeps no more than its input, or its result instead.
         memory: ``"off"`` h and a; ``"free"`` h, from which a is made again; ``"fp8"`` h in float8_e4m3fn with a scale
             for each row, from which both are; ``"input"`` neither: ``first`` runs again in backward.
+        offload: keep it in the CPU's memory.
     """
-    # A torch.func transform's tensors have no memory of their own.
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    if memory == "off" or torch.compiler.is_compiling() or transformed or not torch.is_grad_enabled():
+    plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+    # A torch.func transform's tensors have no memory of their own, nor have those with symbolic sizes and torch.fx's
+    # proxies; torch.jit.trace traces again without gradients, and compares. Where hooks are disabled there is no level.
+    plain = plain or torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing()
+    plain = plain or not isinstance(x, Tensor) or isinstance(x.numel(), torch.SymInt)
+    plain = plain or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    plain = plain or _in_selective_checkpoint()
+    if plain or (memory == "off" and not offload):
         return second(activate(first(x)))
     h = first(x)
-    again = _Again(x.device)
-    remade = _LEVELS[memory](x, h, first, again)
-    seen: set[tuple[Any, ...]] = set()
-    with _watch(seen) if memory == "free" else _instead_of(h, remade):
+    again, hooks = _Again(x.device), _hooks(h, offload)
+    remade = _LEVELS[memory](x, h, first, again, hooks)
+    values, seen = {_memory_of(h): remade}, set[tuple[Any, ...]]()
+    held: list[Tensor] = []  # while values are told by their memory it must not become another tensor's
+
+    def large(saved: Tensor) -> _Remade | None:
+        """Of what the activation keeps besides, its result, as ReLU, but no bias and no scale."""
+        if 2 * saved.numel() < h.numel():
+            return None
+        held.append(saved)
+        return _Remade(_same, saved.detach(), hooks=hooks)
+
+    with _watch(seen) if memory == "free" and not offload else _instead_of(values, large if offload else None):
         a = activate(h)
     own = _memory_of(a)
-    if own == _memory_of(h) or own in seen:  # the identity, or in place; or, as ReLU, it keeps its result
+    if own in seen or (own == _memory_of(h) and not offload):  # as ReLU, it keeps its result; the identity, or in place
         return second(a)
-    with _instead_of(a, _Remade(lambda h: again(activate, h), remade)):
+    if own not in values:
+        as_it_is = memory == "off"
+        values[own] = (
+            _Remade(_same, a.detach(), hooks=hooks) if as_it_is else _Remade(lambda h: again(activate, h), remade)
+        )
+    with _instead_of({own: values[own]}):
         return second(a)
 
 
-def _free(x: Tensor, h: Tensor, first: Map, again: _Again) -> _Remade:
-    return _Remade(lambda h: h, h.detach())
+def _same(t: Tensor) -> Tensor:
+    return t
 
 
-def _fp8(x: Tensor, h: Tensor, first: Map, again: _Again) -> _Remade:
+def _free(x: Tensor, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Remade:
+    return _Remade(_same, h.detach(), hooks=hooks)
+
+
+def _fp8(x: Tensor, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Remade:
     with torch.no_grad():
         stored, scale = reference.store_fp8(h)
     dtype = h.dtype
-    return _Remade(lambda stored, scale: reference.load_fp8(stored, scale, dtype), stored, scale)
+    return _Remade(lambda stored, scale: reference.load_fp8(stored, scale, dtype), stored, scale, hooks=hooks)
 
 
-def _input(x: Tensor, h: Tensor, first: Map, again: _Again) -> _Remade:
+def _input(x: Tensor, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Remade:
     return _Remade(lambda x: again(first, x), x.detach())
 
 
-_LEVELS: dict[str, Callable[[Tensor, Tensor, Map, _Again], _Remade]] = {"free": _free, "fp8": _fp8, "input": _input}
+_LEVELS: dict[str, Callable[[Tensor, Tensor, Map, _Again, Hooks], _Remade]] = {
+    "off": _free,
+    "free": _free,
+    "fp8": _fp8,
+    "input": _input,
+}

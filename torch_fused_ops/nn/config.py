@@ -14,7 +14,18 @@ from torch import Tensor, nn
 
 from torch_fused_ops import activations, functional, megatron
 
-__all__ = ["Activation", "MLPConfig", "activation_name", "read", "read_activation", "read_memory"]
+__all__ = [
+    "Activation",
+    "MLPConfig",
+    "activation_name",
+    "check_precision",
+    "read",
+    "read_activation",
+    "read_interleave",
+    "read_memory",
+    "read_offload",
+    "read_probs_on_input",
+]
 
 
 @dataclass
@@ -36,12 +47,18 @@ class MLPConfig:
         use_te_activation_func: take the activation module that ``MLPSubmodules.activation_func`` builds.
         moe_ffn_hidden_size: ffn_hidden_size of an expert that is given none.
         moe_latent_size: input and output size of an expert, if not hidden_size.
+        moe_mlp_glu_interleave_size: n, of a gated ``GroupedMLP``: fc1 gives n features of gate, n of up, and so on.
+            Dense MLPs do not read it, and ``MLP`` as an expert refuses it: in Megatron it would compute something else.
+        moe_apply_probs_on_input: ``GroupedMLP`` multiplies the probabilities to its input, not to the activation.
+        moe_router_topk: how many experts a token has; read with moe_apply_probs_on_input alone, which needs 1.
         delay_wgrad_compute: backward computes input gradients alone; ``backward_dw()`` the weights' later.
         sequence_parallel: with a tp_group, tokens are shared out along the first axis outside the MLP: each rank gives
             and gets its own.
         init_method, output_layer_init_method: fill the first and the second weight, in place; by default
             ``nn.Linear``'s.
         params_dtype: of weights and biases; by default torch's default dtype.
+        cpu_offloading, cpu_offloading_activations: with both, what eager autograd keeps between the two linears waits
+            for backward in the CPU's memory (pinned, for a GPU), however much it is by ``memory``.
         memory: what eager autograd keeps between the two linears: "off", "free", "fp8" or "input".
     """
 
@@ -57,11 +74,16 @@ class MLPConfig:
     use_te_activation_func: bool = False
     moe_ffn_hidden_size: int | None = None
     moe_latent_size: int | None = None
+    moe_mlp_glu_interleave_size: int | None = None
+    moe_apply_probs_on_input: bool = False
+    moe_router_topk: int = 2
     delay_wgrad_compute: bool = False
     sequence_parallel: bool = False
     init_method: Callable[[Tensor], Any] | None = None
     output_layer_init_method: Callable[[Tensor], Any] | None = None
     params_dtype: torch.dtype | None = None
+    cpu_offloading: bool = False
+    cpu_offloading_activations: bool = True
     memory: str = "free"
 
 
@@ -128,13 +150,32 @@ class Activation(NamedTuple):
     gated: bool
     up_offset: float
     clamp: float | None
+    interleave: int | None = None  # features of gate, features of up, and so on, so many at a time
 
     def __call__(self, h: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+        layout = "halves"
+        if self.interleave == 1 and self.name is not None:
+            layout = "interleaved"
+        elif self.interleave is not None:
+            # Each block is halves, with its row's scale.
+            blocks = h.unflatten(-1, (-1, 2 * self.interleave))
+            scales = scale if scale is None else scale.unsqueeze(-1).expand(blocks.shape[:-1])
+            assert bias is None
+            return self._replace(interleave=None)(blocks, None, scales).flatten(-2)
         if self.name is not None and self.gated:
-            return functional.bias_glu(h, bias, scale, activation=self.name, up_offset=self.up_offset, clamp=self.clamp)
+            return functional.bias_glu(
+                h, bias, scale, activation=self.name, layout=layout, up_offset=self.up_offset, clamp=self.clamp
+            )
         if self.name is not None:
             return functional.bias_act(h, bias, scale, activation=self.name)
         return self.spelled(h, bias, scale)
+
+    def halves(self, h: Tensor) -> Tensor:
+        """h with gate and up apart, for who knows of no blocks."""
+        if self.interleave is None:
+            return h
+        apart: Tensor = h.unflatten(-1, (-1, 2, self.interleave)).transpose(-2, -3)
+        return apart.flatten(-3)
 
     def spelled(self, h: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
         """The same in PyTorch's own functions; under ``torch.compile`` the recogniser may well find it."""
@@ -190,3 +231,63 @@ def read_memory(config: Any, fused: bool, levels: Collection[str]) -> str:
             "our table: it keeps what it likes. torch_fused_ops.register_activation adds it"
         )
     return str(memory)
+
+
+def read_offload(config: Any, memory: str) -> bool:
+    """Whether the config asks for what is kept between the linears to be kept in the CPU's memory.
+
+    Raises:
+        ValueError: with a memory level that keeps nothing.
+    """
+    offload = bool(read(config, "cpu_offloading") and read(config, "cpu_offloading_activations"))
+    if offload and memory == "input":
+        raise ValueError("cpu_offloading=True is not accepted with memory='input': nothing is kept that could be moved")
+    return offload
+
+
+def read_interleave(config: Any, ffn: int) -> int | None:
+    """How many features of gate, then of up, are next to each other in what a gated ``GroupedMLP``'s fc1 gives.
+
+    Raises:
+        ValueError, TypeError: it is no integer that divides ffn, or the MLP is not gated.
+    """
+    flag, n = "moe_mlp_glu_interleave_size", read(config, "moe_mlp_glu_interleave_size")
+    if n is None:
+        return None
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"{flag}={n!r} is not accepted: it must be an integer or None")
+    if not read(config, "gated_linear_unit"):
+        raise ValueError(f"{flag}={n!r} is not accepted without gated_linear_unit: only a GLU has it")
+    if n < 1 or ffn % n:
+        raise ValueError(f"{flag}={n!r} is not accepted: it must divide the experts' ffn_hidden_size, {ffn}")
+    return None if n == ffn else n
+
+
+def read_probs_on_input(config: Any) -> bool:
+    """Whether probabilities are multiplied to the input.
+
+    Raises:
+        ValueError: a token has several experts.
+    """
+    topk = read(config, "moe_router_topk")
+    if read(config, "moe_apply_probs_on_input") and topk != 1:
+        raise ValueError(
+            f"moe_apply_probs_on_input=True is not accepted with moe_router_topk={topk!r}: a token must have one expert"
+        )
+    return bool(read(config, "moe_apply_probs_on_input"))
+
+
+# Flags of Megatron's that would change the numbers, and the one value of each that is accepted.
+_PRECISION = {"fp8": None, "fp4": None, "quant_recipe": None}
+_PRECISION_OF_EXPERTS = {**_PRECISION, "moe_dispatch_fwd_dtype": "bf16", "moe_combine_bwd_dtype": "bf16"}
+
+
+def check_precision(config: Any, experts: bool) -> None:
+    """ValueError for a config that asks for products in a precision that they are not computed in here."""
+    for flag, accepted in (_PRECISION_OF_EXPERTS if experts else _PRECISION).items():
+        value = getattr(config, flag, None)
+        if value and value != accepted:
+            raise ValueError(
+                f"{flag}={value!r} is not accepted: products are computed in the tensors' own dtypes, or autocast's. "
+                "memory='fp8' keeps activations in float8"
+            )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,13 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from torch_fused_ops.nn._products import DENSE, Groups, Products, under_autocast
 from torch_fused_ops.nn.config import read
 
 if TYPE_CHECKING:  # importing DTensor takes 0.4 s
     from torch_fused_ops.distributed.checkpoint import Offsets, ShardedTensor
     from torch_fused_ops.distributed.tensor_parallel import TensorParallel
 
-__all__ = ["ColumnParallelLinear", "Later", "Linear", "Part", "RowParallelLinear"]
+__all__ = [
+    "ColumnParallelLinear",
+    "Experts",
+    "GroupedColumnParallelLinear",
+    "GroupedLinear",
+    "GroupedRowParallelLinear",
+    "Later",
+    "Linear",
+    "Part",
+    "RowParallelLinear",
+]
 
 
 class Part(NamedTuple):
@@ -25,6 +37,14 @@ class Part(NamedTuple):
 
     axis: int | None
     groups: int = 1  # 2: [gate | up] along the axis
+
+
+class Experts(NamedTuple):
+    """Of which experts a linear has the weights: so many here, from the first on, of a total."""
+
+    here: int
+    first: int
+    total: int
 
 
 class Later:
@@ -51,26 +71,24 @@ class Later:
 
 
 class _LinearLater(torch.autograd.Function):
-    """x · weightᵀ; backward gives x's gradient and leaves weight's, gradᵀ · x."""
+    """x · weightᵀ; backward gives x's gradient and leaves weight's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, linear: Linear) -> Tensor:
-        own = linear._own(weight)
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, linear: Linear, products: Products) -> Tensor:
+        ctx.dtype = x.dtype
+        x, own = under_autocast(x, linear._own(weight))
         ctx.save_for_backward(x if weight.requires_grad else None, own)
-        ctx.parameter, ctx.linear = weight, linear
-        return F.linear(x, own)
+        ctx.parameter, ctx.linear, ctx.products = weight, linear, products
+        return products.forward(x, own)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (x, weight), parameter, products = ctx.saved_tensors, ctx.parameter, ctx.products
         if x is not None:
-            ctx.linear._put(ctx.parameter, lambda: _rows(grad).t().mm(_rows(x)))
-        return grad.matmul(weight) if ctx.needs_input_grad[0] else None, None, None
-
-
-def _rows(t: Tensor) -> Tensor:
-    return t.reshape(-1, t.shape[-1])
+            ctx.linear._put(parameter, lambda: products.of_weight(grad, x).to(parameter.dtype))
+        dx = products.of_input(grad, weight).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None
 
 
 class _BiasLater(torch.autograd.Function):
@@ -102,6 +120,7 @@ class Linear(nn.Module):
         delay_wgrad: ``backward`` computes the input's gradient alone, ``backward_dw`` the weight's and the bias's.
             Hooks on the parameters' gradients (DistributedDataParallel's, FSDP's) do not see those.
         init_method: fills the weight, in place; by default as ``nn.Linear``. The bias is 0 then, as in Megatron.
+        experts: have a weight and a bias for each of these experts, stacked along a first axis.
     """
 
     parallel: TensorParallel | None = None
@@ -118,12 +137,14 @@ class Linear(nn.Module):
         init_method: Callable[[Tensor], Any] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        experts: Experts | None = None,
     ) -> None:
         super().__init__()
-        self.input_size, self.output_size = input_size, output_size
+        self.input_size, self.output_size, self.experts = input_size, output_size, experts
         self.skip_bias_add, self.init_method = skip_bias_add, init_method
-        self.weight = nn.Parameter(torch.empty(output_size, input_size, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(output_size, device=device, dtype=dtype)) if bias else None
+        stacked = () if experts is None else (experts.here,)
+        self.weight = nn.Parameter(torch.empty(*stacked, output_size, input_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(*stacked, output_size, device=device, dtype=dtype)) if bias else None
         self._later = Later() if delay_wgrad else None
         self.reset_parameters()
 
@@ -144,6 +165,7 @@ class Linear(nn.Module):
             init_method=self.init_method,
             device=self.weight.device,
             dtype=self.weight.dtype,
+            experts=self.experts,
         )
         with torch.no_grad():
             for name, parameter in whole.named_parameters():
@@ -151,13 +173,25 @@ class Linear(nn.Module):
                 own.copy_(self.parallel.share(parameter.detach(), self.parts[name]))
 
     def _fill(self) -> None:
+        weight, bias, experts = self.weight, self.bias, self.experts
+        if experts is None:
+            self._fill_one(weight, bias)
+            return
+        # All experts draw their numbers, so that with the same seed each starts as in one process.
+        others = torch.empty_like(weight[0]), None if bias is None else torch.empty_like(bias[0])
+        for place in range(-experts.first, experts.total - experts.first):
+            own = 0 <= place < experts.here
+            with torch.no_grad():
+                self._fill_one(*((weight[place], None if bias is None else bias[place]) if own else others))
+
+    def _fill_one(self, weight: Tensor, bias: Tensor | None) -> None:
         if self.init_method is None:
-            nn.Linear.reset_parameters(self)  # type: ignore[arg-type]
+            nn.Linear.reset_parameters(SimpleNamespace(weight=weight, bias=bias))  # type: ignore[arg-type]
             return
         with torch.no_grad():
-            self.init_method(self.weight)
-            if self.bias is not None:
-                self.bias.zero_()
+            self.init_method(weight)
+            if bias is not None:
+                bias.zero_()
 
     def share(self, parallel: TensorParallel | None, as_dtensors: bool = False) -> None:
         """Keep this rank's parts of the parameters: plain tensors, or DTensors, in the parameters' places.
@@ -177,12 +211,15 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, /, entered: bool = False) -> tuple[Tensor, Tensor | None]:
         """(result, bias to be added, or None); ``entered``: x is what ``_enter`` gives."""
+        if self.parallel is None and not self.skip_bias_add and not (self._later and torch.is_grad_enabled()):
+            return F.linear(x, self.weight, self.bias), None
+        return self._forward(x, entered, DENSE)
+
+    def _forward(self, x: Tensor, entered: bool, products: Products) -> tuple[Tensor, Tensor | None]:
         later, bias = self._later if torch.is_grad_enabled() else None, self.bias
-        if later is None and self.parallel is None and not self.skip_bias_add:
-            return F.linear(x, self.weight, bias), None
         x = x if entered else self._enter(x)
         product: Callable[..., Tensor] = _LinearLater.apply
-        y = F.linear(x, self._own(self.weight)) if later is None else product(x, self.weight, self)
+        y = product(x, self.weight, self, products) if later else products.forward(x, self._own(self.weight))
         y = self._leave(y)
         if bias is None:
             return y, None
@@ -191,7 +228,7 @@ class Linear(nn.Module):
             added = _BiasLater.apply(bias, self)  # type: ignore[no-untyped-call]
         else:
             added = self._used_bias(self._own(bias))
-        return (y, handed_on(self, added)) if self.skip_bias_add else (y + added, None)
+        return (y, handed_on(self, added)) if self.skip_bias_add else (products.add(y, added), None)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
@@ -204,7 +241,13 @@ class Linear(nn.Module):
 
         return {
             f"{prefix}{name}": ShardedTensor.of_parameter(
-                f"{prefix}{name}", parameter, self.parts[name], self.parallel, self._as_dtensors, sharded_offsets
+                f"{prefix}{name}",
+                parameter,
+                self.parts[name],
+                self.parallel,
+                self._as_dtensors,
+                sharded_offsets,
+                None if self.experts is None else self.experts[1:],
             )
             for name, parameter in self.named_parameters(recurse=False)
         }
@@ -240,6 +283,8 @@ class Linear(nn.Module):
 
     def extra_repr(self) -> str:
         shared = "" if self.parallel is None else f", over {self.parallel.size} ranks"
+        if self.experts is not None:
+            shared = f", experts={self.experts.here} of {self.experts.total}{shared}"
         return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}{shared}"
 
 
@@ -273,8 +318,10 @@ class ColumnParallelLinear(Linear):
         tp_comm_buffer_name: str | None = None,
         tp_group: torch.distributed.ProcessGroup | None = None,
         stride: int = 1,
+        experts: Experts | None = None,
     ) -> None:
-        super().__init__(input_size, output_size, **_linear_arguments(config, bias, skip_bias_add, init_method))
+        arguments = _linear_arguments(config, bias, skip_bias_add, init_method, experts)
+        super().__init__(input_size, output_size, **arguments)
         self.stride = stride
         parallel = _parallel(config, tp_group)
         if gather_output and parallel is not None:
@@ -283,7 +330,8 @@ class ColumnParallelLinear(Linear):
 
     @property
     def parts(self) -> dict[str, Part]:
-        return {"weight": Part(0, self.stride), "bias": Part(0, self.stride)}
+        axis = 0 if self.experts is None else 1
+        return {"weight": Part(axis, self.stride), "bias": Part(axis, self.stride)}
 
     def _enter(self, x: Tensor) -> Tensor:
         return x if self.parallel is None else self.parallel.enter(x)
@@ -316,8 +364,10 @@ class RowParallelLinear(Linear):
         is_expert: bool = False,
         tp_comm_buffer_name: str | None = None,
         tp_group: torch.distributed.ProcessGroup | None = None,
+        experts: Experts | None = None,
     ) -> None:
-        super().__init__(input_size, output_size, **_linear_arguments(config, bias, skip_bias_add, init_method))
+        arguments = _linear_arguments(config, bias, skip_bias_add, init_method, experts)
+        super().__init__(input_size, output_size, **arguments)
         parallel = _parallel(config, tp_group)
         if not input_is_parallel and parallel is not None:
             raise ValueError("input_is_parallel=False is not accepted: the first linear gives each rank's own features")
@@ -325,7 +375,7 @@ class RowParallelLinear(Linear):
 
     @property
     def parts(self) -> dict[str, Part]:
-        return {"weight": Part(1), "bias": Part(None)}
+        return {"weight": Part(1 if self.experts is None else 2), "bias": Part(None)}
 
     def _leave(self, y: Tensor) -> Tensor:
         return y if self.parallel is None else self.parallel.leave(y)
@@ -337,15 +387,110 @@ class RowParallelLinear(Linear):
         return grad if self.parallel is None else self.parallel.replicated_gradient(grad)
 
 
+class GroupedLinear(Linear):
+    """A linear of several experts: rows of x, sorted by expert, each with the expert's own weight and bias.
+
+    Attributes:
+        weight: (num_local_experts, output_size, input_size), or this rank's part of it.
+        bias: (num_local_experts, output_size), or this rank's part of it, or None.
+    """
+
+    experts: Experts
+
+    def share(self, parallel: TensorParallel | None, as_dtensors: bool = False) -> None:
+        """As ``Linear``.
+
+        Raises:
+            ValueError: with sequence parallelism, too: rows are sorted by expert, and shares of them would not be.
+        """
+        if parallel is not None and parallel.sequence_parallel:
+            raise ValueError(
+                "sequence_parallel=True is not accepted for experts over several ranks: their rows are sorted by "
+                "expert. Gather the tokens before they are sorted, and give the experts a config without it"
+            )
+        super().share(parallel, as_dtensors)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, tokens_per_expert: Tensor | Sequence[int] | Groups, /, entered: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """(result, bias to be added, or None).
+
+        Args:
+            x: (T, input_size), sorted by expert.
+            tokens_per_expert: (num_local_experts,), how many rows each has.
+        """
+        groups = tokens_per_expert
+        if not isinstance(groups, Groups):
+            groups = Groups.of(x, groups, self.experts.here)
+        return self._forward(x, entered, groups)
+
+
+class GroupedColumnParallelLinear(GroupedLinear, ColumnParallelLinear):
+    """The experts' first linear, a ``GroupedLinearBuilder``: ``ColumnParallelLinear`` for each of them.
+
+    Args:
+        num_local_experts: how many experts this rank has.
+        ep_group: the processes that have the others, as many each.
+        (the rest): as ``ColumnParallelLinear``.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        input_size: int,
+        output_size: int,
+        /,
+        *,
+        ep_group: torch.distributed.ProcessGroup | None = None,
+        **arguments: Any,
+    ) -> None:
+        experts = _experts(num_local_experts, ep_group)
+        ColumnParallelLinear.__init__(self, input_size, output_size, experts=experts, **arguments)
+
+
+class GroupedRowParallelLinear(GroupedLinear, RowParallelLinear):
+    """The experts' second linear, a ``GroupedLinearBuilder``: ``RowParallelLinear`` for each of them.
+
+    Args: as ``GroupedColumnParallelLinear``.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        input_size: int,
+        output_size: int,
+        /,
+        *,
+        ep_group: torch.distributed.ProcessGroup | None = None,
+        **arguments: Any,
+    ) -> None:
+        experts = _experts(num_local_experts, ep_group)
+        RowParallelLinear.__init__(self, input_size, output_size, experts=experts, **arguments)
+
+
+def _experts(count: int, ep_group: torch.distributed.ProcessGroup | None) -> Experts:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"num_local_experts={count!r} is not accepted: it must be an integer")
+    if count < 1:
+        raise ValueError(f"num_local_experts={count!r} is not accepted: it must be 1 or more")
+    ranks, rank = (1, 0) if ep_group is None else (ep_group.size(), ep_group.rank())
+    return Experts(count, rank * count, ranks * count)
+
+
 def handed_on(module: nn.Module, bias: Tensor) -> Tensor:
     """A bias for a module's caller: a copy where FSDP2 wraps the module, as it frees parameters after forward."""
     return bias.clone() if hasattr(module, "set_requires_gradient_sync") else bias
 
 
 def _linear_arguments(
-    config: Any, bias: bool, skip_bias_add: bool, init_method: Callable[[Tensor], Any] | None
+    config: Any,
+    bias: bool,
+    skip_bias_add: bool,
+    init_method: Callable[[Tensor], Any] | None,
+    experts: Experts | None,
 ) -> dict[str, Any]:
     return {
+        "experts": experts,
         "bias": bias,
         "skip_bias_add": skip_bias_add,
         "init_method": init_method,

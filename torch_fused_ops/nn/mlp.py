@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_fused_ops.nn._memory import LEVELS, through
-from torch_fused_ops.nn.config import Activation, read, read_activation, read_memory
-from torch_fused_ops.nn.linear import ColumnParallelLinear, RowParallelLinear, handed_on
+from torch_fused_ops.nn._products import DENSE
+from torch_fused_ops.nn.config import Activation, check_precision, read, read_activation, read_memory, read_offload
+from torch_fused_ops.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear, handed_on
 
 if TYPE_CHECKING:
     from torch_fused_ops.distributed.checkpoint import Offsets
@@ -121,7 +122,98 @@ class MLPSubmodules:
     activation_func: TEActivationFunctionBuilder | None = None
 
 
-class MLP(nn.Module):
+class _Block(nn.Module):
+    """Two linears and what stands between them, as a config says: what ``MLP`` and ``GroupedMLP`` share."""
+
+    linear_fc1: Any
+    linear_fc2: Any
+
+    def __init__(self, config: Any, experts: bool) -> None:
+        super().__init__()
+        check_precision(config, experts)
+        self.config = config
+        self._activation = read_activation(config)
+
+    def _build(self, builder: TEActivationFunctionBuilder | None, where: str) -> None:
+        """What the activation is, and what is kept of it."""
+        self.activation_func = _activation_module(self.config, builder, where, self._activation)
+        fused = self._activation.name is not None and self.activation_func is None
+        self._memory = read_memory(self.config, fused, LEVELS)
+        self._offload = read_offload(self.config, self._memory)
+
+    def _run(self, x: Tensor, scale: Tensor | None, *groups: Any) -> tuple[Tensor, Tensor | None]:
+        """(fc2's result, its bias to be added); ``groups``: what the linears take besides."""
+        biases: dict[str, Tensor | None] = {}
+        fc1 = self.linear_fc1
+        parallel = fc1.parallel if isinstance(fc1, Linear) else None
+        entered: dict[str, Any] = {}
+        if parallel is not None:  # here, so that nothing is gathered again where fc1 runs again
+            x, scale, entered = parallel.enter(x), scale if scale is None else parallel.enter(scale), {"entered": True}
+
+        def first(x: Tensor) -> Tensor:
+            h: Tensor
+            h, biases["fc1"] = fc1(x, *groups, **entered)
+            return h
+
+        def activate(h: Tensor) -> Tensor:
+            if self.activation_func is None:
+                return self._activation(h, biases["fc1"], scale)
+            h = self._activation.halves(h)
+            y: Tensor = self.activation_func(h if biases["fc1"] is None else h + biases["fc1"])
+            return y if scale is None else (y * scale.unsqueeze(-1)).to(y.dtype)
+
+        def second(a: Tensor) -> Tensor:
+            y: Tensor
+            y, biases["fc2"] = self.linear_fc2(a, *groups)
+            return y
+
+        return through(x, first, activate, second, self._memory, self._offload), biases["fc2"]
+
+    def backward_dw(self) -> None:
+        """With ``delay_wgrad_compute``: the gradients that the oldest ``backward`` has left, fc2's, then fc1's."""
+        self.linear_fc2.backward_dw()
+        self.linear_fc1.backward_dw()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """This rank's parts of the parameters, for ``torch.distributed.checkpoint``: to be saved, and loaded in place.
+
+        What is saved does not depend on how many ranks saved it: fc1's weight is [gate; up], (2n, h), as one process's
+        ``state_dict`` has it, and loads at any other number of ranks. A ``GroupedMLP``'s parameters are those of all
+        experts, on all of ``ep_group``'s ranks, along one axis more: what as many ``MLP``s save with
+        sharded_offsets=((0, expert, experts),), and they load each other's.
+
+        Args:
+            prefix: of the keys.
+            sharded_offsets: (axis, place, size) for each axis in front of the parameters' own, if modules' parameters
+                are stacked in the checkpoint: ((0, layer, layers),).
+            metadata: {"singleton_local_shards": True} saves gate and up under two keys, ``…_w`` and ``…_v``.
+
+        Raises:
+            ValueError: for singleton_local_shards where gate and up are in blocks (moe_mlp_glu_interleave_size).
+        """
+        from torch_fused_ops.distributed.checkpoint import apply_swiglu_sharded_factory, sharded_state_dict
+
+        apart = bool((metadata or {}).get("singleton_local_shards", False))
+        blocks = self._activation.interleave
+        if apart and blocks is not None:
+            raise ValueError(
+                f"singleton_local_shards=True is not accepted with moe_mlp_glu_interleave_size={blocks}: gate and up "
+                "are not two pieces of the weight"
+            )
+        state: dict[str, Any] = {}
+        for name, module in self.named_children():
+            found = sharded_state_dict(module, f"{prefix}{name}.", sharded_offsets, metadata)
+            if self._activation.gated and blocks is None and name == "linear_fc1":
+                for one in found.values():
+                    state |= apply_swiglu_sharded_factory(one, sharded_offsets, apart)
+            else:
+                state |= found
+        return state
+
+
+class MLP(_Block):
     """fc2(act(fc1(x) + bias1) · scale): Megatron core's MLP block.
 
     Hidden states (..., h) → (output (..., h), bias to be added to it or None). With ``gated_linear_unit`` fc1 is twice
@@ -155,18 +247,17 @@ class MLP(nn.Module):
         ffn_hidden_size: int | None = None,
         tp_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(config, is_expert)
         submodules = MLPSubmodules() if submodules is None else submodules
-        self.config, self.is_expert = config, is_expert
+        self.is_expert = is_expert
         self.input_size, ffn, output_size = _sizes(config, is_expert, input_size, ffn_hidden_size)
         self.ffn_hidden_size = ffn
-        if tp_group is not None and ffn % tp_group.size():
+        _check_divides(ffn, tp_group)
+        if is_expert and (blocks := read(config, "moe_mlp_glu_interleave_size")) is not None:
             raise ValueError(
-                f"ffn_hidden_size={ffn} is not accepted with a tp_group of {tp_group.size()}: it does not divide evenly"
+                f"moe_mlp_glu_interleave_size={blocks!r} is not accepted with is_expert: GroupedMLP reads it, and "
+                "Megatron's MLP does not, so that it would compute something else with the same weights"
             )
-        self._activation = read_activation(config)
-        module = _activation_module(config, submodules, self._activation)
-        self._memory = read_memory(config, self._activation.name is not None and module is None, LEVELS)
         common: dict[str, Any] = {"config": config, "bias": read(config, "add_bias_linear"), "skip_bias_add": True}
         common |= {"is_expert": is_expert, "tp_group": tp_group}
         gated = self._activation.gated
@@ -179,7 +270,7 @@ class MLP(nn.Module):
             stride=2 if gated else 1,
             **common,
         )
-        self.activation_func = module
+        self._build(submodules.activation_func, "MLPSubmodules.activation_func")
         self.linear_fc2: Any = submodules.linear_fc2(
             ffn,
             output_size,
@@ -200,65 +291,10 @@ class MLP(nn.Module):
                 output bias is then scaled and added here, and the bias returned is None.
             **kwargs: taken and left, as Megatron's layers pass some on.
         """
-        biases: dict[str, Tensor | None] = {}
-        fc1, x, scale = self.linear_fc1, hidden_states, per_token_scale
-        parallel = fc1.parallel if isinstance(fc1, ColumnParallelLinear) else None
-        entered: dict[str, Any] = {}
-        if parallel is not None:  # here, so that nothing is gathered again where fc1 runs again
-            x, scale, entered = parallel.enter(x), scale if scale is None else parallel.enter(scale), {"entered": True}
-
-        def first(x: Tensor) -> Tensor:
-            h: Tensor
-            h, biases["fc1"] = fc1(x, **entered)
-            return h
-
-        def activate(h: Tensor) -> Tensor:
-            if self.activation_func is None:
-                return self._activation(h, biases["fc1"], scale)
-            y: Tensor = self.activation_func(h if biases["fc1"] is None else h + biases["fc1"])
-            return y if scale is None else (y * scale.unsqueeze(-1)).to(y.dtype)
-
-        def second(a: Tensor) -> Tensor:
-            y: Tensor
-            y, biases["fc2"] = self.linear_fc2(a)
-            return y
-
-        output, bias = through(x, first, activate, second, self._memory), biases["fc2"]
+        output, bias = self._run(hidden_states, per_token_scale)
         if per_token_scale is not None and bias is not None:
-            return output + (bias * per_token_scale.unsqueeze(-1)).to(output.dtype), None
+            return DENSE.add(output, bias, per_token_scale), None
         return output, bias if bias is None else handed_on(self, bias)
-
-    def backward_dw(self) -> None:
-        """With ``delay_wgrad_compute``: the gradients that the oldest ``backward`` has left, fc2's, then fc1's."""
-        self.linear_fc2.backward_dw()
-        self.linear_fc1.backward_dw()
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """This rank's parts of the parameters, for ``torch.distributed.checkpoint``: to be saved, and loaded in place.
-
-        What is saved does not depend on how many ranks saved it: fc1's weight is [gate; up], (2n, h), as one process's
-        ``state_dict`` has it, and loads at any other number of ranks.
-
-        Args:
-            prefix: of the keys.
-            sharded_offsets: (axis, place, size) for each axis in front of the parameters' own, if modules' parameters
-                are stacked in the checkpoint: ((0, layer, layers),).
-            metadata: {"singleton_local_shards": True} saves gate and up under two keys, ``…_w`` and ``…_v``.
-        """
-        from torch_fused_ops.distributed.checkpoint import apply_swiglu_sharded_factory, sharded_state_dict
-
-        state: dict[str, Any] = {}
-        for name, module in self.named_children():
-            found = sharded_state_dict(module, f"{prefix}{name}.", sharded_offsets, metadata)
-            if self._activation.gated and name == "linear_fc1":
-                apart = bool((metadata or {}).get("singleton_local_shards", False))
-                for one in found.values():
-                    state |= apply_swiglu_sharded_factory(one, sharded_offsets, apart)
-            else:
-                state |= found
-        return state
 
 
 def _sizes(config: Any, is_expert: bool, input_size: int | None, ffn_hidden_size: int | None) -> tuple[int, int, int]:
@@ -266,21 +302,28 @@ def _sizes(config: Any, is_expert: bool, input_size: int | None, ffn_hidden_size
     hidden, latent = config.hidden_size, read(config, "moe_latent_size") if is_expert else None
     ffn = ffn_hidden_size or read(config, "moe_ffn_hidden_size" if is_expert else "ffn_hidden_size")
     if ffn is None and is_expert:
-        raise ValueError("ffn_hidden_size=None is not accepted with is_expert: give it, or config.moe_ffn_hidden_size")
+        raise ValueError("ffn_hidden_size=None is not accepted of an expert: give it, or config.moe_ffn_hidden_size")
     return latent or input_size or hidden, ffn or 4 * hidden, latent or hidden
 
 
-def _activation_module(config: Any, submodules: MLPSubmodules, activation: Activation) -> nn.Module | None:
+def _check_divides(ffn: int, tp_group: torch.distributed.ProcessGroup | None) -> None:
+    if tp_group is not None and ffn % tp_group.size():
+        raise ValueError(
+            f"ffn_hidden_size={ffn} is not accepted with a tp_group of {tp_group.size()}: it does not divide evenly"
+        )
+
+
+def _activation_module(
+    config: Any, builder: TEActivationFunctionBuilder | None, where: str, activation: Activation
+) -> nn.Module | None:
     if not read(config, "use_te_activation_func"):
         return None
-    if submodules.activation_func is None:
-        raise ValueError(
-            "use_te_activation_func=True is not accepted without MLPSubmodules.activation_func, its builder"
-        )
+    if builder is None:
+        raise ValueError(f"use_te_activation_func=True is not accepted without {where}, its builder")
     for flag, value, neutral in (
         ("activation_func_clamp_value", activation.clamp, None),
         ("glu_linear_offset", activation.up_offset, 0.0),
     ):
         if value != neutral:
             raise ValueError(f"{flag}={value!r} is not accepted with use_te_activation_func: the module knows none")
-    return submodules.activation_func(config=config)  # type: ignore[return-value]
+    return builder(config=config)  # type: ignore[return-value]

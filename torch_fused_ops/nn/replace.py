@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fused_ops import functional
+from torch_fused_ops import functional, lowerings
 from torch_fused_ops.nn.fused_mlp import Middle, check_memory, untouched
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
 from torch_fused_ops.report import DROPOUT, EXCLUDED, Report, Site
@@ -748,6 +748,7 @@ def replace_mlps(
         TypeError, ValueError: for arguments that are not accepted.
         Whatever the model raises on ``args``. The model is then as it was.
     """
+    lowerings.require()
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} is not accepted: it must be a torch.nn.Module")
     check_memory(memory)

@@ -1,0 +1,259 @@
+"""``nn.GroupedMLP`` over several processes: tensor parallel as in one, and checkpoints for any of them."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import in_processes, main
+from test_checkpoint import is_truth, optimizer_of
+from test_tensor_parallel import SUM, Counted, cut, local, parts, tokens
+
+if not torch.distributed.is_available():
+    pytest.skip("this torch has no distributed package", allow_module_level=True)
+
+import torch.distributed as dist
+
+from torch_fused_ops import distributed
+
+HIDDEN, FFN, EXPERTS = 16, 24, 4
+COUNTS = [3, 0, 2, 1]
+
+
+def config(**flags):
+    from torch_fused_ops.nn import MLPConfig
+
+    given = {"activation_func": F.silu, "gated_linear_unit": True, "params_dtype": torch.float64, **flags}
+    return MLPConfig(HIDDEN, moe_ffn_hidden_size=FFN, **given)
+
+
+def build(given, tp_group=None, ep_group=None, experts=EXPERTS, seed=0):
+    from torch_fused_ops.nn import GroupedMLP
+
+    torch.manual_seed(seed)
+    return GroupedMLP(experts, given, tp_group=tp_group, ep_group=ep_group)
+
+
+def step(mlp, x, probs, d, counts=COUNTS):
+    x, probs = (t.clone().requires_grad_() for t in (x, probs))
+    y, _ = mlp(x, counts, probs)
+    y.backward(d)
+    mlp.backward_dw()
+    return [y.detach(), x.grad, probs.grad]
+
+
+# ---- checks: each runs in every one of two processes, or four --------------------------------------------------------
+
+
+def tensor_parallel(rank, ranks, folder):
+    """Every flag with every other: numbers, weights at the start, collectives."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    x, probs, d = tokens(6, HIDDEN), tokens(6, seed=2).abs(), tokens(6, HIDDEN, seed=3)
+    for gated, bias, delay, memory, blocks in itertools.product(
+        (False, True), (False, True), (False, True), ("off", "free", "input"), (None, 2)
+    ):
+        if blocks and not gated:
+            continue
+        given = config(
+            gated_linear_unit=gated, add_bias_linear=bias, delay_wgrad_compute=delay, memory=memory,
+            moe_mlp_glu_interleave_size=blocks,
+        )  # fmt: skip
+        one, mlp = build(given), build(given, dist.group.WORLD, seed=rank)
+        own = x.clone().requires_grad_()
+        with CommDebugMode() as comm:
+            counted = Counted(comm)
+            y, _ = mlp(own, COUNTS, probs)
+            assert counted() == {SUM: 1}
+            y.backward(d)
+            assert counted() == {SUM: 1}
+            mlp.backward_dw()
+            assert counted() == {}
+        mlp.zero_grad()
+        for a, b in zip(step(mlp, x, probs, d), step(one, x, probs, d), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+        for (name, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
+            assert torch.equal(p, cut(whole, part, rank, ranks)), name
+            torch.testing.assert_close(p.grad, cut(whole.grad, part, rank, ranks), atol=1e-12, rtol=1e-12)
+
+
+def plan(rank, ranks, folder):
+    """parallelize_module: parameters are DTensors of all experts, packed ones half by half."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    x, probs, d = tokens(6, HIDDEN), tokens(6, seed=2).abs(), tokens(6, HIDDEN, seed=3)
+    for delay in (False, True):
+        given = config(delay_wgrad_compute=delay)
+        one, mlp = build(given), build(given)
+        mlp = parallelize_module(mlp, mesh, distributed.tensor_parallel_plan(mlp))
+        for a, b in zip(step(mlp, x, probs, d), step(one, x, probs, d), strict=True):
+            torch.testing.assert_close(a, b)
+        for (_, p, part), whole in zip(parts(mlp), one.parameters(), strict=True):
+            assert p.shape == whole.shape and torch.equal(local(p), cut(whole, part, rank, ranks))
+            torch.testing.assert_close(local(p.grad), cut(whole.grad, part, rank, ranks))
+        distributed.save(folder / f"plan{delay}", mlp)
+        dist.barrier()
+        again = build(given, dist.group.WORLD, seed=3)
+        distributed.load(folder / f"plan{delay}", again)
+        for p, q in zip(mlp.parameters(), again.parameters(), strict=True):
+            assert torch.equal(local(p), q)
+
+
+def refused(rank, ranks, folder):
+    """Each with its reason."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    for words, flags in (
+        ("sequence_parallel=True .* Gather", {"sequence_parallel": True}),
+        (r"ffn_hidden_size=25 .* tp_group", {"ffn": 25}),
+        (r"moe_mlp_glu_interleave_size=8 .* 3 blocks", {"moe_mlp_glu_interleave_size": 8}),
+    ):
+        given = config(**{name: value for name, value in flags.items() if name != "ffn"})
+        given.moe_ffn_hidden_size = flags.get("ffn", FFN)
+        with pytest.raises(ValueError, match=words):
+            build(given, dist.group.WORLD)
+    mlp = build(config(sequence_parallel=True))  # alone, there is nothing to share
+    mesh = init_device_mesh("cpu", (ranks,))
+    with pytest.raises(ValueError, match="sequence_parallel=True"):
+        parallelize_module(mlp, mesh, distributed.tensor_parallel_plan(mlp))
+
+
+def truths(mlp, ep_rank, tp_size):
+    """All experts' numbers, which depend on names alone, whole; and the part of the experts here."""
+    found = {}
+    for name, p, part in parts(mlp):
+        shape = [n * tp_size if axis == part.axis else n for axis, n in enumerate(p.shape)]
+        for i, what in enumerate(("", "exp_avg", "exp_avg_sq")):
+            whole = tokens(EXPERTS, *shape[1:], seed=100 * len(name) + i, dtype=p.dtype)
+            found[name, what] = whole[ep_rank * shape[0] : (ep_rank + 1) * shape[0]]
+    return found
+
+
+def round_trips(rank, ranks, folder):
+    """Saved by ep·tp ranks, loaded by others, bit for bit; packed, in two keys, in blocks, plain."""
+    sizes = [(ep, tp) for ep, tp in itertools.product((1, 2), repeat=2) if ep * tp <= ranks]
+    layouts = {}
+    for ep, tp in sizes:
+        members = range(ep * tp)
+        tps = [dist.new_group(list(members)[i * tp : (i + 1) * tp]) for i in range(ep)]
+        eps = [dist.new_group(list(members)[i::tp]) for i in range(tp)]
+        layouts[ep, tp] = dist.new_group(members), tps[rank // tp % ep], eps[rank % tp]
+    for flags, apart in (
+        ({"gated_linear_unit": False}, False),
+        ({}, False),
+        ({"params_dtype": torch.float32}, True),
+        ({"moe_mlp_glu_interleave_size": 4, "params_dtype": torch.bfloat16}, False),
+    ):
+        given, metadata = config(**flags), {"singleton_local_shards": apart}
+        for (n, m), again in itertools.product(itertools.product(sizes, repeat=2), (False, True)):
+            (ep, tp), (whole, tp_group, ep_group) = (m, layouts[m]) if again else (n, layouts[n])
+            if rank < ep * tp:
+                mlp = build(given, tp_group, ep_group, EXPERTS // ep, seed=5 + again)
+                truth = truths(mlp, rank // tp, tp)
+                optimizer = optimizer_of(mlp, 5.0 if again else 1e-2)
+                where = folder / f"{flags}{apart}{n}{m}"
+                if again:
+                    distributed.load(where, mlp, optimizer, metadata=metadata, process_group=whole)
+                    is_truth(mlp, optimizer, truth, rank % tp, tp)
+                else:
+                    for name, p, part in parts(mlp):
+                        of_p = {w: cut(t, part, rank % tp, tp).clone() for (key, w), t in truth.items() if key == name}
+                        with torch.no_grad():
+                            p.copy_(of_p.pop(""))
+                        optimizer.state[p] = {"step": torch.tensor(3.0), **of_p}
+                    distributed.save(where, mlp, optimizer, metadata=metadata, process_group=whole)
+            dist.barrier()
+
+
+def as_many_mlps(rank, ranks, folder):
+    """Checkpoints of ``nn.MLP``s, stacked, and of a ``GroupedMLP`` are read for each other; so are layers of them."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from torch_fused_ops.nn import MLP
+
+    given, layer = config(params_dtype=torch.float32), ((0, 0, 1),)
+    whole = build(given, experts=ranks, seed=9)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    for offsets in ((), layer):
+        own = MLP(given, is_expert=True)
+        stacked = (*offsets, (len(offsets), rank, ranks))
+        with torch.no_grad():
+            for p, q in zip(own.parameters(), whole.parameters(), strict=True):
+                p.copy_(q[rank])
+        save(own.sharded_state_dict("experts.", stacked), checkpoint_id=folder / f"mlps{offsets}")
+        dist.barrier()
+        for group, experts in ((dist.group.WORLD, 1), (None, ranks)):
+            mine = build(given, ep_group=group, experts=experts)
+            load(
+                mine.sharded_state_dict("experts.", offsets),
+                checkpoint_id=folder / f"mlps{offsets}",
+                process_group=dist.group.WORLD if group else alone,
+            )
+            for p, q in zip(mine.parameters(), whole.parameters(), strict=True):
+                assert torch.equal(p, q[rank : rank + 1] if group else q)
+        dist.barrier()
+        mine = build(given, ep_group=dist.group.WORLD, experts=1)
+        with torch.no_grad():
+            for p, q in zip(mine.parameters(), whole.parameters(), strict=True):
+                p.copy_(q[rank : rank + 1])
+        save(mine.sharded_state_dict("experts.", offsets), checkpoint_id=folder / f"grouped{offsets}")
+        dist.barrier()
+        own = MLP(given, is_expert=True)
+        load(own.sharded_state_dict("experts.", stacked), checkpoint_id=folder / f"grouped{offsets}")
+        for p, q in zip(own.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(p, q[rank])
+
+
+def same_start(rank, ranks, folder):
+    """The same seed gives one process's weights, whoever has which experts."""
+    whole = build(config())
+    own = build(config(), ep_group=dist.group.WORLD, experts=EXPERTS // ranks)
+    for p, q in zip(own.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(p, q.chunk(ranks)[rank])
+
+
+def wrapped(rank, ranks, folder):
+    """FSDP2, which shares out experts: numbers, and what it saves."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    x, probs, d = tokens(6, HIDDEN), tokens(6, seed=2).abs(), tokens(6, HIDDEN, seed=3)
+    for memory in ("free", "input"):
+        one, mlp = build(config(memory=memory)), build(config(memory=memory))
+        fully_shard(mlp, mesh=mesh)
+        for a, b in zip(step(mlp, x, probs, d), step(one, x, probs, d), strict=True):
+            torch.testing.assert_close(a, b)
+        for p, whole in zip(mlp.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), whole.grad)
+        distributed.save(folder / f"fsdp{memory}", mlp)
+        dist.barrier()
+        again = build(config(), ep_group=dist.group.WORLD, experts=EXPERTS // ranks, seed=3)
+        distributed.load(folder / f"fsdp{memory}", again)
+        for p, q in zip(again.parameters(), one.parameters(), strict=True):
+            assert torch.equal(p, q.chunk(ranks)[rank])
+
+
+CHECKS = [wrapped, tensor_parallel, plan, refused, round_trips, as_many_mlps, same_start]
+GROUPS = {"two": CHECKS, "four": [tensor_parallel, round_trips, as_many_mlps, same_start]}
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+def test_in_two_processes(tmp_path: Path) -> None:
+    in_processes(__file__, "two", 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_in_four_processes(tmp_path: Path) -> None:
+    in_processes(__file__, "four", 4, tmp_path)
+
+
+if __name__ == "__main__":
+    main(GROUPS)

@@ -1,0 +1,831 @@
+"""``nn.GroupedMLP`` in one process against as many ``nn.MLP``s, ``permute`` and ``unpermute``, and flags of experts."""
+
+import copy
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_mlp import Seen
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torch_fused_ops as tfo
+from torch_fused_ops.nn import (
+    MLP,
+    GroupedColumnParallelLinear,
+    GroupedMLP,
+    GroupedMLPSubmodules,
+    GroupedRowParallelLinear,
+    MLPConfig,
+    MLPSubmodules,
+    _memory,
+    _products,
+    permute,
+    unpermute,
+)
+
+HIDDEN, FFN, EXPERTS = 16, 24, 3
+LEVELS = ("off", "free", "fp8", "input")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def config(**flags):
+    given = {"activation_func": F.silu, "gated_linear_unit": True, "params_dtype": torch.float64, **flags}
+    return MLPConfig(HIDDEN, **{"moe_ffn_hidden_size": FFN, **given})
+
+
+def build(given, experts=EXPERTS, seed=0, **arguments):
+    torch.manual_seed(seed)
+    mlp = GroupedMLP(experts, given, **arguments)
+    with torch.no_grad():
+        for p in mlp.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return mlp
+
+
+def separate(grouped, **flags):
+    """An ``nn.MLP`` for each expert, with its weights."""
+    given = copy.copy(grouped.config)
+    for name, value in flags.items():
+        setattr(given, name, value)
+    experts = [MLP(given, is_expert=True) for _ in range(grouped.num_local_experts)]
+    with torch.no_grad():
+        for place, one in enumerate(experts):
+            for own, stacked in zip(one.parameters(), grouped.parameters(), strict=True):
+                own.copy_(stacked[place])
+    return experts
+
+
+def run(experts, x, counts, probs):
+    """What ``MLP``s of each expert's rows give, one behind the other."""
+    parts = [None] * len(counts) if probs is None else probs.split(counts)
+    outputs = (one(rows, part) for one, rows, part in zip(experts, x.split(counts), parts, strict=True))
+    return torch.cat([y if bias is None else y + bias for y, bias in outputs])
+
+
+def gradients(y, d, grouped, *others):
+    """Of a grouped MLP's parameters, or of its experts', stacked."""
+    if isinstance(grouped, GroupedMLP):
+        return torch.autograd.grad(y, [*others, *grouped.parameters()], d)
+    wanted = [list(one.parameters()) for one in grouped]
+    found = torch.autograd.grad(y, [*others, *itertools.chain(*wanted)], d)
+    rest = iter(found[len(others) :])
+    of_experts = [[next(rest) for _ in one] for one in wanted]
+    return (*found[: len(others)], *map(torch.stack, zip(*of_experts, strict=True)))
+
+
+def inputs(counts, dtype=torch.float64, scaled=True, seed=1):
+    torch.manual_seed(seed)
+    rows = sum(counts)
+    x = torch.randn(rows, HIDDEN, dtype=torch.float64).to(dtype).requires_grad_()
+    probs = torch.rand(rows, dtype=torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
+    return x, probs if scaled else None, torch.randn(rows, HIDDEN, dtype=torch.float64).to(dtype)
+
+
+COUNTS = [[2, 0, 3], [0, 5, 0], [4, 1, 2], [0, 0, 0], [1, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("counts", [*COUNTS, [7]], ids=str)
+def test_is_as_many_mlps(counts: list[int], dtype: torch.dtype) -> None:
+    """float64 expert by expert, float32 by grouped products."""
+    close = {"atol": 1e-12, "rtol": 1e-12} if dtype == torch.float64 else {"atol": 2e-5, "rtol": 2e-5}
+    for gated, bias, scaled, memory, as_tensor in itertools.product(
+        (False, True), (False, True), (False, True), LEVELS, (False, True)
+    ):
+        given = config(gated_linear_unit=gated, add_bias_linear=bias, memory=memory, params_dtype=dtype)
+        grouped = build(given, len(counts))
+        x, probs, d = inputs(counts, dtype, scaled)
+        others = [x] if probs is None else [x, probs]
+        y, none = grouped(x, torch.tensor(counts) if as_tensor else counts, probs)
+        truth = run(alone := separate(grouped), x, counts, probs)
+        assert none is None
+        torch.testing.assert_close(y, truth, **close)
+        found, expected = gradients(y, d, grouped, *others), gradients(truth, d, alone, *others)
+        # Rounded gradients: h is rounded with its bias, or without it.
+        rough = {"atol": 0.3, "rtol": 0.3} if memory == "fp8" else close
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, **rough)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("loop", [False, True])
+def test_is_no_further_from_the_truth_than_as_many_mlps(dtype: torch.dtype, loop: bool, monkeypatch) -> None:
+    """Of 700 rows, a bias's gradient, too: summed by indexing's own derivative it would be rounded 700 times."""
+    if loop:
+        monkeypatch.setattr(_products, "_grouped", lambda *args: False)
+    counts = [300, 0, 700]
+    grouped = build(config(params_dtype=dtype))
+    x, probs, d = inputs(counts, dtype)
+    exact = copy.deepcopy(grouped).double()
+    x64, probs64 = (t.detach().double().requires_grad_() for t in (x, probs))
+    y64 = run(alone := separate(exact, params_dtype=torch.float64), x64, counts, probs64)
+    truth = [y64, *gradients(y64, d.double(), alone, x64, probs64)]
+    errors = []
+    for one in (grouped, separate(grouped)):
+        y = one(x, torch.tensor(counts), probs)[0] if one is grouped else run(one, x, counts, probs)
+        found = [y, *gradients(y, d, one, x, probs)]
+        assert [t.dtype for t in found] == [dtype, dtype, torch.float32, *[dtype] * 4]
+        errors.append([(a.double() - b).norm() / b.norm() for a, b in zip(found, truth, strict=True)])
+    for mine, theirs in zip(*errors, strict=True):
+        assert mine <= 2 * theirs  # h is rounded without its bias, and with it
+
+
+def test_products_are_grouped_where_they_can_be(monkeypatch) -> None:
+    calls = []
+    product = F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", lambda *args, **kwargs: calls.append(1) or product(*args, **kwargs))
+    for dtype, ffn, bias, wanted in (
+        (torch.float32, 24, False, (2, 4)),
+        (torch.float32, 24, True, (2, 6)),  # and the biases' gradients
+        (torch.bfloat16, 24, False, (2, 4)),
+        (torch.float32, 22, False, (1, 2)),  # rows of 88 bytes, in the second
+        (torch.float64, 24, True, (0, 0)),
+    ):
+        grouped = build(config(params_dtype=dtype, moe_ffn_hidden_size=ffn, add_bias_linear=bias))
+        x, probs, _ = inputs([2, 0, 3], dtype)
+        y, _ = grouped(x, torch.tensor([2, 0, 3]), probs)
+        forward = len(calls)
+        y.sum().backward()
+        assert (forward, len(calls) - forward) == wanted
+        calls.clear()
+
+
+def test_rows_may_lie_anyhow() -> None:
+    """Grouped products want rows at multiples of 16 bytes, and say so."""
+    grouped = build(config(params_dtype=torch.float32))
+    base = torch.randn(6, HIDDEN + 1)
+    transposed = torch.randn(HIDDEN, 5).t()
+    for x in (base[:5, :HIDDEN], base[:5, 1:], transposed, base[:1, :HIDDEN], base[:1, :HIDDEN].expand(5, HIDDEN)):
+        counts = [1, 0, len(x) - 1]
+        y, _ = grouped(x, counts)
+        torch.testing.assert_close(y, run(separate(grouped), x, counts, None), atol=2e-5, rtol=2e-5)
+
+
+def test_gradients_of_gradients() -> None:
+    counts = [2, 0, 1]
+    for memory, gated in itertools.product(("free", "input"), (False, True)):
+        grouped = build(config(memory=memory, gated_linear_unit=gated, moe_ffn_hidden_size=2))
+        x, probs, d = inputs(counts)
+        parameters = list(grouped.parameters())
+
+        def call(x, probs, *parameters, grouped=grouped):
+            names = dict(zip(dict(grouped.named_parameters()), parameters, strict=True))
+            return torch.func.functional_call(grouped, names, (x, counts, probs))[0]
+
+        assert torch.autograd.gradcheck(call, (x, probs, *parameters), fast_mode=memory == "input")
+        if memory == "free":
+            assert torch.autograd.gradgradcheck(call, (x, probs, *parameters), fast_mode=True)
+        names = dict(grouped.named_parameters())
+
+        def loss(parameters, grouped=grouped, args=(x, counts, probs), d=d):
+            return (torch.func.functional_call(grouped, parameters, args)[0] * d).sum()
+
+        for a, b in zip(
+            torch.func.grad(loss)(names).values(), torch.autograd.grad(loss(names), parameters), strict=True
+        ):
+            torch.testing.assert_close(a, b)
+
+
+def test_the_operators_are_what_they_say() -> None:
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    for dtype in (torch.float32, torch.float64):
+        x, g = (torch.randn(5, n, dtype=dtype, requires_grad=True) for n in (8, 4))
+        weight = torch.randn(3, 4, 8, dtype=dtype, requires_grad=True)
+        torch.library.opcheck(torch.ops.fused_nn.grouped_mm, (x, weight, ends))
+        torch.library.opcheck(torch.ops.fused_nn.grouped_outer_mm, (g, x, ends))
+
+
+def test_the_host_does_not_wait() -> None:
+    """Fake tensors have no values that anything could wait for."""
+    with FakeTensorMode():
+        grouped = GroupedMLP(EXPERTS, config(params_dtype=torch.bfloat16))
+        x, probs = torch.randn(5, HIDDEN, dtype=torch.bfloat16, requires_grad=True), torch.rand(5)
+        experts = torch.randint(0, EXPERTS, (5, 2))
+        rows, counts, row_probs, order = permute(x, experts, probs[:, None].expand(5, 2), EXPERTS)
+        y = unpermute(grouped(rows, counts, row_probs)[0], order)
+        assert y.shape == x.shape
+        y.sum().backward()
+        assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("memory", LEVELS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_level_keeps_what_it_says(memory: str, bias: bool, gated: bool) -> None:
+    counts = torch.tensor([4, 0, 6])
+    grouped = build(config(memory=memory, gated_linear_unit=gated, add_bias_linear=bias, params_dtype=torch.float32))
+    x, probs, d = inputs([4, 0, 6], torch.float32)
+    wide = FFN * 2 if gated else FFN
+    between = {"off": 4 * (wide + FFN), "free": 4 * wide, "fp8": wide + 4, "input": 0}[memory]
+    with Seen() as seen:
+        y, _ = grouped(x, counts, probs)
+        kept = seen.alive(x, probs, counts, y, *grouped.parameters())
+        y.backward(d)
+    assert kept == 10 * between + 4 * EXPERTS  # where each expert's rows end
+    del y
+    with Seen() as seen, torch.no_grad():
+        y, _ = grouped(x, counts, probs)
+        assert seen.alive(x, probs, counts, y, *grouped.parameters()) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_backward_dw_is_bit_for_bit_what_backward_would_have_added(dtype: torch.dtype) -> None:
+    batches = [[2, 0, 3], [0, 4, 1], [0, 0, 2]]
+    for gated, frozen, scaled in itertools.product((False, True), (None, "linear_fc1", "linear_fc2"), (False, True)):
+        given = config(gated_linear_unit=gated, params_dtype=dtype)
+        pair = [build(given), build(copy.copy(given))]
+        pair[1] = build(config(gated_linear_unit=gated, params_dtype=dtype, delay_wgrad_compute=True))
+        found = []
+        for mlp in pair:
+            if frozen:
+                getattr(mlp, frozen).weight.requires_grad_(False)
+            given_inputs = [inputs(counts, dtype, scaled, seed) for seed, counts in enumerate(batches)]
+            outputs = [mlp(x, counts, p)[0] for counts, (x, p, _) in zip(batches, given_inputs, strict=True)]
+            for y, (_, _, d) in zip(outputs, given_inputs, strict=True):
+                y.backward(d)
+            found.append([t.grad for x, p, _ in given_inputs for t in (x, p) if t is not None])
+        undelayed, delayed = pair
+        assert all(map(torch.equal, *found))
+        assert all(p.grad is None for p in delayed.parameters())
+        seen = []
+        for name in ("linear_fc1", "linear_fc2"):
+            linear = getattr(delayed, name)
+            own = linear.backward_dw
+            linear.backward_dw = lambda own=own, name=name, seen=seen: seen.append(name) or own()
+        for _ in range(len(batches) + 1):  # once more than there is something left
+            delayed.backward_dw()
+        assert seen == ["linear_fc2", "linear_fc1"] * 4
+        for (name, p), q in zip(undelayed.named_parameters(), delayed.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None) == (name == f"{frozen}.weight")
+            assert p.grad is None or torch.equal(p.grad, q.grad), name
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_autocast(delay: bool, grouped: bool) -> None:
+    """Products in bfloat16, gradients in the parameters' dtype."""
+    counts = [2, 0, 3]
+    mlp = build(config(params_dtype=torch.float32, delay_wgrad_compute=delay))
+    experts = separate(mlp)
+    x, probs, d = inputs(counts, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = mlp(x, counts, probs)[0] if grouped else run(experts, x, counts, probs)
+    assert y.dtype == torch.bfloat16
+    y.backward(d.bfloat16())
+    for one in [mlp] if grouped else experts:
+        one.backward_dw()
+    truth = run(alone := separate(mlp, delay_wgrad_compute=False), x, counts, probs)
+    torch.testing.assert_close(y.float(), truth, atol=0.05, rtol=0.05)
+    expected = gradients(truth, d, alone, x, probs)
+    if grouped:
+        parameters = [p.grad for p in mlp.parameters()]
+    else:
+        parameters = [torch.stack(gs) for gs in zip(*([p.grad for p in e.parameters()] for e in experts), strict=True)]
+    for a, b in zip((x.grad, probs.grad, *parameters), expected, strict=True):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() <= 0.05 * b.norm() + 1e-6
+
+
+# ---- flags -----------------------------------------------------------------------------------------------------------
+
+
+class Glu(nn.Module):
+    def __init__(self, *, config):
+        super().__init__()
+
+    def forward(self, x):
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+
+def in_blocks(t, n):
+    """Rows of gate and of up, (E, 2f, …), as blocks of n of each."""
+    return t.unflatten(1, (2, -1, n)).transpose(1, 2).flatten(1, 3)
+
+
+@pytest.mark.parametrize("n", [1, 4, FFN])
+@pytest.mark.parametrize("how", ["table", "spelled", "module"])
+def test_gate_and_up_in_blocks(n: int, how: str) -> None:
+    counts, module = [2, 0, 3], {"submodules": GroupedMLPSubmodules(activation_func=Glu)}
+    flags = {"activation_func": F.mish} if how == "spelled" else {}
+    flags |= {"use_te_activation_func": True} if how == "module" else {}
+    arguments = module if how == "module" else {}
+    for bias, memory in itertools.product((False, True), ("free", "input")):
+        plain = build(config(add_bias_linear=bias, memory=memory, **flags), **arguments)
+        blocks = build(config(add_bias_linear=bias, memory=memory, moe_mlp_glu_interleave_size=n, **flags), **arguments)
+        with torch.no_grad():
+            for own, other in zip(blocks.linear_fc1.parameters(), plain.linear_fc1.parameters(), strict=True):
+                own.copy_(in_blocks(other, n))
+        x, probs, d = inputs(counts)
+        results = []
+        for mlp in (plain, blocks):
+            y, _ = mlp(x, counts, probs)
+            results.append([y, *gradients(y, d, mlp, x, probs)])
+        for at in (3, 4) if bias else (3,):  # fc1's
+            results[0][at] = in_blocks(results[0][at], n)
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_blocks_are_not_copied() -> None:
+    grouped = build(config(moe_mlp_glu_interleave_size=4, add_bias_linear=False, params_dtype=torch.float32))
+    x, probs, _ = inputs([4, 0, 6], torch.float32)
+    counts = torch.tensor([4, 0, 6])
+    with Seen() as seen:
+        y, _ = grouped(x, counts, probs)
+        assert seen.alive(x, probs, counts, y, *grouped.parameters()) == 10 * 4 * 2 * FFN + 4 * EXPERTS
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_probabilities_on_the_input(bias: bool) -> None:
+    counts = [2, 0, 3]
+    flags = {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "add_bias_linear": bias}
+    grouped = build(config(**flags))
+    x, probs, d = inputs(counts)
+    y, _ = grouped(x, counts, probs)
+    truth = run(alone := separate(grouped), x * probs[:, None], counts, None)
+    torch.testing.assert_close(y, truth)
+    for a, b in zip(gradients(y, d, grouped, x, probs), gradients(truth, d, alone, x, probs), strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(grouped(x, counts)[0], run(alone, x, counts, None))
+
+
+def test_own_parts_are_built_with_megatrons_arguments_and_used() -> None:
+    asked = {}
+
+    class First(GroupedColumnParallelLinear):
+        def __init__(self, *sizes, **arguments):
+            asked["fc1"] = sizes, set(arguments), arguments["skip_bias_add"]
+            super().__init__(*sizes, **arguments)
+
+    class Second(nn.Module):
+        """Somebody else's: expert by expert."""
+
+        def __init__(self, *sizes, **arguments):
+            super().__init__()
+            asked["fc2"] = sizes, set(arguments), arguments["skip_bias_add"]
+            self.own = GroupedRowParallelLinear(*sizes, **arguments)
+
+        def forward(self, x, tokens_per_expert):
+            asked["counts"] = tokens_per_expert
+            parts = [F.linear(a, w) for a, w in zip(x.split(tokens_per_expert), self.own.weight, strict=True)]
+            return torch.cat(parts), self.own.bias
+
+    grouped = build(config(), submodules=GroupedMLPSubmodules(First, Second))
+    common = {"config", "init_method", "bias", "skip_bias_add", "is_expert", "tp_comm_buffer_name", "tp_group"}
+    assert asked["fc1"] == ((EXPERTS, HIDDEN, 2 * FFN), common | {"ep_group", "stride"}, False)
+    assert asked["fc2"] == ((EXPERTS, FFN, HIDDEN), common | {"ep_group"}, True)
+    counts = [2, 0, 3]
+    x, probs, _ = inputs(counts)
+    y, _ = grouped(x, counts, probs)
+    assert asked["counts"] is counts
+    with torch.no_grad():
+        torch.testing.assert_close(y, run(separate(grouped), x, counts, probs))
+
+
+class Counting(_memory.save_on_cpu):
+    """What goes to the CPU and comes back."""
+
+    sent: ClassVar[list] = []
+    back: ClassVar[list] = []
+
+    def __init__(self, pin_memory=False, device_type="cuda"):
+        super().__init__(pin_memory, device_type)
+        assert not pin_memory  # there is no GPU that could read it
+        pack, unpack = self.pack_hook, self.unpack_hook
+
+        def counted(t):
+            self.sent.append((*t.shape, t.dtype))
+            device, moved = pack(t)
+            return device, moved.clone()
+
+        def counted_back(kept):
+            self.back.append((*kept[1].shape, kept[1].dtype))
+            return unpack(kept)
+
+        self.pack_hook, self.unpack_hook = counted, counted_back
+
+
+@pytest.mark.parametrize(
+    ("activation", "memory"), [("silu", "off"), ("silu", "free"), ("silu", "fp8"), ("relu", "off"), ("relu", "free")]
+)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_what_is_kept_between_the_linears_is_moved_to_the_cpu(
+    activation: str, memory: str, grouped: bool, monkeypatch
+) -> None:
+    monkeypatch.setattr(_memory, "save_on_cpu", Counting)
+    gated, relu = activation == "silu", activation == "relu"
+    flags = {"activation_func": activation, "gated_linear_unit": gated, "memory": memory, "params_dtype": torch.float32}
+    counts, h = [2, 0, 3], (5, 2 * FFN if gated else FFN)
+    x, probs, d = inputs(counts, torch.float32, scaled=not relu)  # scaled, ReLU keeps its input
+    others = [x] if relu else [x, probs]
+    results = []
+    for offload in (False, True):
+        Counting.sent.clear(), Counting.back.clear()
+        given = config(ffn_hidden_size=FFN, cpu_offloading=offload, **flags)
+        if grouped:
+            mlp = build(given)
+            y, _ = mlp(x, counts, probs)
+        else:
+            torch.manual_seed(0)
+            mlp = MLP(given)
+            y, _ = mlp(x, probs)
+        wanted = [*others, *mlp.parameters()]
+        results.append([y, *torch.autograd.grad(y, wanted, d, allow_unused=True)])
+        float32, float8 = torch.float32, torch.float8_e4m3fn
+        wanted = {
+            "off": [(*h, float32)] * (not relu) + [(5, FFN, float32)],
+            "free": [(5, FFN, float32) if relu else (*h, float32)],
+            "fp8": [(*h, float8), (5, float32)],
+        }[memory]
+        assert sorted(map(str, Counting.sent)) == sorted(map(str, wanted if offload else []))
+        assert sorted(map(str, Counting.back)) == sorted(map(str, Counting.sent))
+    for a, b in zip(*results, strict=True):
+        assert (a is b is None) or torch.equal(a, b)  # an output bias that is not added here
+    mlp = build(config(cpu_offloading=True, cpu_offloading_activations=False, **flags))
+    Counting.sent.clear()
+    mlp(x, counts, probs)[0].backward(d)
+    assert not Counting.sent
+    kept = []
+    mlp = build(config(cpu_offloading=True, **flags))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # hooks around us decide
+        mlp(x, counts, probs)
+    assert kept and not Counting.sent
+
+
+@pytest.mark.parametrize("memory", ["off", "free"])
+def test_what_an_activation_of_several_functions_keeps_is_moved_and_not_mixed_up(memory: str, monkeypatch) -> None:
+    """Memory of a tensor that was moved is another's soon: here four of one size."""
+    monkeypatch.setattr(_memory, "save_on_cpu", Counting)
+
+    def chain(x):
+        return torch.tanh(torch.exp(torch.sigmoid(torch.sin(x))))
+
+    counts = [20, 0, 30]
+    x, probs, d = inputs(counts)
+    flags = {"activation_func": chain, "gated_linear_unit": False, "memory": memory}
+    results = []
+    for offload in (False, True):
+        mlp = build(config(cpu_offloading=offload, **flags))
+        Counting.sent.clear()
+        y, _ = mlp(x, counts, probs)
+        results.append([y, *gradients(y, d, mlp, x, probs)])
+    assert len(Counting.sent) == {"off": 5, "free": 4}[memory]
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "words"),
+    [
+        ({"moe_ffn_hidden_size": None}, ValueError, "config.moe_ffn_hidden_size"),
+        ({"moe_mlp_glu_interleave_size": 5}, ValueError, "must divide the experts' ffn_hidden_size, 24"),
+        ({"moe_mlp_glu_interleave_size": 0}, ValueError, "moe_mlp_glu_interleave_size=0 .* must divide"),
+        ({"moe_mlp_glu_interleave_size": 2.0}, TypeError, "moe_mlp_glu_interleave_size=2.0 .* integer"),
+        ({"moe_mlp_glu_interleave_size": 4, "gated_linear_unit": False}, ValueError, "without gated_linear_unit"),
+        ({"moe_apply_probs_on_input": True}, ValueError, "moe_router_topk=2"),
+        ({"use_te_activation_func": True}, ValueError, "GroupedMLPSubmodules.activation_func"),
+        ({"cpu_offloading": True, "memory": "input"}, ValueError, "nothing is kept"),
+        ({"memory": "all"}, ValueError, "memory='all'"),
+        ({"activation_func": 3}, TypeError, "activation_func"),
+    ],
+)
+def test_the_constructor_refuses(flags: dict, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        GroupedMLP(EXPERTS, config(**flags))
+
+
+@pytest.mark.parametrize(("count", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
+def test_so_many_experts_are_refused(count: object, error: type) -> None:
+    with pytest.raises(error, match="num_local_experts"):
+        GroupedMLP(count, config())
+
+
+@pytest.mark.parametrize(
+    ("flags", "grouped_alone"),
+    [
+        ({"fp8": "hybrid"}, False),
+        ({"fp4": "e2m1"}, False),
+        ({"quant_recipe": object()}, False),
+        ({"moe_dispatch_fwd_dtype": "mxfp8"}, True),
+        ({"moe_combine_bwd_dtype": "mxfp8"}, True),
+    ],
+)
+def test_another_precision_is_refused(flags: dict, grouped_alone: bool) -> None:
+    (name,) = flags
+    given = SimpleNamespace(**vars(config(ffn_hidden_size=FFN)), **flags)
+    with pytest.raises(ValueError, match=f"{name}=.* is not accepted"):
+        GroupedMLP(EXPERTS, given)
+    if grouped_alone:
+        MLP(given)
+    else:
+        with pytest.raises(ValueError, match=f"{name}=.* is not accepted"):
+            MLP(given)
+    GroupedMLP(EXPERTS, SimpleNamespace(**vars(config()), fp8=None, moe_dispatch_fwd_dtype="bf16", fp4=False))
+
+
+def test_dense_mlps_do_not_read_what_is_for_experts_and_experts_refuse_blocks() -> None:
+    given = config(ffn_hidden_size=FFN, moe_mlp_glu_interleave_size=4)
+    plain, other = (build_mlp(c) for c in (config(ffn_hidden_size=FFN), given))
+    x, _, _ = inputs([5])
+    assert torch.equal(plain(x)[0], other(x)[0])
+    with pytest.raises(ValueError, match="GroupedMLP reads it"):
+        MLP(given, is_expert=True)
+    with pytest.raises(ValueError, match="nothing is kept"):
+        MLP(config(cpu_offloading=True, memory="input"))
+    with pytest.raises(ValueError, match=r"MLPSubmodules\.activation_func"):
+        MLP(config(use_te_activation_func=True), MLPSubmodules())
+
+
+def build_mlp(given):
+    torch.manual_seed(0)
+    return MLP(given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((torch.zeros(5, 8), [2, 0, 3]), ValueError, r"\(5, 8\) are not accepted: they must be \(T, 16\)"),
+        ((torch.zeros(5, 1, 16), [2, 0, 3]), ValueError, "permuted_local_hidden_states"),
+        ((torch.zeros(5, 16), [2, 3]), ValueError, "must have 3 numbers"),
+        ((torch.zeros(5, 16), [2, 0, 4]), ValueError, r"\[2, 0, 4\] is not accepted: there are 5 rows"),
+        ((torch.zeros(5, 16), [6, 0, -1]), ValueError, "there are 5 rows"),
+        ((torch.zeros(5, 16), [2, 0, 3.0]), TypeError, "a tensor or integers"),
+        ((torch.zeros(5, 16), torch.tensor([2, 3])), ValueError, r"shape \(2,\) is not accepted: it must be \(3,\)"),
+        ((torch.zeros(5, 16), torch.tensor([2, 0, 4])), ValueError, r"\[2, 0, 4\] is not accepted"),
+        ((torch.zeros(5, 16), torch.tensor([6, 0, -1])), ValueError, "there are 5 rows"),
+        ((torch.zeros(5, 16), torch.tensor([2.0, 0, 3])), TypeError, "must have integers"),
+        ((torch.zeros(5, 16), [2, 0, 3], torch.ones(4)), ValueError, r"permuted_probs of shape \(4,\)"),
+        ((torch.zeros(5, 16), [2, 0, 3], torch.ones(5, 1)), ValueError, r"they must be \(5,\)"),
+    ],
+)
+def test_a_call_refuses(arguments: tuple, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        GroupedMLP(EXPERTS, config())(*arguments)
+
+
+def group_of(size, rank):
+    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
+
+
+@pytest.mark.parametrize("init", [None, lambda t: nn.init.normal_(t, std=0.02)])
+def test_sizes_and_where_experts_start(init) -> None:
+    """Ranks of an ep_group start, with the same seed, with the experts that one process would start with."""
+    given = config(moe_latent_size=8, params_dtype=None, init_method=init, output_layer_init_method=init)
+
+    def started(*args, **kwargs):
+        torch.manual_seed(0)
+        return GroupedMLP(*args, **kwargs)
+
+    whole = started(4, given)
+    shapes = [tuple(p.shape) for p in whole.parameters()]
+    assert shapes == [(4, 2 * FFN, 8), (4, 2 * FFN), (4, 8, FFN), (4, 8)]
+    assert "experts=4 of 4" in repr(whole)
+    for rank in range(2):
+        own = started(2, given, ep_group=group_of(2, rank))
+        for p, q in zip(own.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(p, q[2 * rank : 2 * rank + 2])
+    # As nn.Linear, or as init_method, of one expert's weight.
+    torch.manual_seed(0)
+    one = nn.Linear(8, 2 * FFN)
+    if init is not None:
+        torch.manual_seed(0)
+        init(one.weight)
+        assert not whole.linear_fc1.bias.any()
+    assert torch.equal(whole.linear_fc1.weight[0], one.weight)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_checkpoints_are_as_many_mlps(gated: bool) -> None:
+    """The same keys, whole shapes and boxes."""
+    given = config(gated_linear_unit=gated)
+    grouped = build(given, 2, ep_group=group_of(3, 1))  # experts 2 and 3 of 6
+    for offsets, apart in itertools.product(((), ((0, 5, 7),)), (False, True)):
+        metadata = {"singleton_local_shards": apart}
+        state = grouped.sharded_state_dict("mlp.", offsets, metadata)
+        found = {
+            (key, tuple(place[: len(offsets)]), place[len(offsets)] + i, *place[len(offsets) + 1 :]): part
+            for key, t in state.items()
+            for place, box in t._boxes()
+            for i, part in enumerate(box.squeeze(0) if offsets else box)
+        }
+        for expert, mlp in zip((2, 3), separate(grouped), strict=True):
+            own = mlp.sharded_state_dict("mlp.", (*offsets, (len(offsets), expert, 6)), metadata)
+            assert {key: t.shape for key, t in own.items()} == {key: t.shape for key, t in state.items()}
+            for key, t in own.items():
+                for place, box in t._boxes():
+                    n = len(offsets)
+                    mine = found.pop((key, tuple(place[:n]), *place[n:]))
+                    assert torch.equal(mine, box.reshape(mine.shape))
+        assert not found
+    blocks = build(config(moe_mlp_glu_interleave_size=4), 2)
+    state = blocks.sharded_state_dict()
+    ((_, box),) = state["linear_fc1.weight"]._boxes()
+    assert torch.equal(box, blocks.linear_fc1.weight)
+    with pytest.raises(ValueError, match=r"singleton_local_shards=True .* moe_mlp_glu_interleave_size=4"):
+        blocks.sharded_state_dict(metadata={"singleton_local_shards": True})
+
+
+# ---- permute ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "k", "experts"), [(7, 2, 4), (5, 1, 3), (6, 3, 3), (0, 2, 4), (4, 2, 9)])
+def test_permute_and_unpermute(tokens: int, k: int, experts: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(tokens, 3, dtype=torch.float64, requires_grad=True)
+    probs, chosen = torch.rand(tokens, experts, dtype=torch.float64).topk(k)
+    probs.requires_grad_()
+    rows, counts, row_probs, order = permute(x, chosen, probs, experts)
+    expected = sorted((e, t, j) for t, row in enumerate(chosen.tolist()) for j, e in enumerate(row))
+    assert torch.equal(rows, x[[t for _, t, _ in expected]])
+    assert torch.equal(row_probs, probs[[t for _, t, _ in expected], [j for *_, j in expected]])
+    assert counts.tolist() == [sum(e == one for e, *_ in expected) for one in range(experts)]
+    assert counts.dtype == torch.int64 and order.shape == (tokens, k)
+    for i, (_, t, j) in enumerate(expected):
+        assert order[t, j] == i
+    torch.testing.assert_close(unpermute(rows, order), k * x)
+    weighted = unpermute(rows * row_probs[:, None], order)
+    torch.testing.assert_close(weighted, x * probs.sum(1, keepdim=True))
+    assert permute(x, chosen.int(), None, experts).probs is None
+
+    def both(x, probs):
+        rows, _, row_probs, order = permute(x, chosen, probs, experts)
+        return unpermute(rows.square() * row_probs[:, None], order)
+
+    assert torch.autograd.gradcheck(both, (x, probs)) and torch.autograd.gradgradcheck(both, (x, probs))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda x, e, p: permute(x, e.float(), p, 4), TypeError, "experts of dtype torch.float32"),
+        (lambda x, e, p: permute(x[None], e, p, 4), ValueError, r"tokens of shape \(1, 5, 3\)"),
+        (lambda x, e, p: permute(x, e[:4], p, 4), ValueError, r"experts of shape \(4, 2\) .* \(5, k\)"),
+        (lambda x, e, p: permute(x, e[:, 0], p, 4), ValueError, r"experts of shape \(5,\)"),
+        (lambda x, e, p: permute(x, e, p[:, :1], 4), ValueError, r"probs of shape \(5, 1\)"),
+        (lambda x, e, p: permute(x, e, p, 3), ValueError, "from 0 to 3 are not accepted: there are num_experts=3"),
+        (lambda x, e, p: permute(x, e - 1, p, 4), ValueError, "from -1"),
+        (lambda x, e, p: unpermute(x, e), ValueError, r"rows of shape \(5, 3\) .* \(10, h\)"),
+        (lambda x, e, p: unpermute(x, e[:, 0]), ValueError, r"order of shape \(5,\)"),
+    ],
+)
+def test_permute_refuses(call, error: type, words: str) -> None:
+    chosen = torch.tensor([[0, 3]] * 5)
+    with pytest.raises(error, match=words):
+        call(
+            torch.zeros(5, 3),
+            chosen,
+            torch.ones(5, 2),
+        )
+
+
+class MoE(nn.Module):
+    """What docs/modules.md shows."""
+
+    def __init__(self, given, experts, k):
+        super().__init__()
+        self.router = nn.Linear(given.hidden_size, experts, bias=False, dtype=given.params_dtype)
+        self.experts, self.num_experts, self.k = GroupedMLP(experts, given), experts, k
+
+    def forward(self, x):
+        probs, experts = self.router(x).softmax(-1).topk(self.k)
+        rows, tokens_per_expert, row_probs, order = permute(x, experts, probs, self.num_experts)
+        output, _ = self.experts(rows, tokens_per_expert, row_probs)
+        return unpermute(output, order)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_is_mixtrals_experts(dtype: torch.dtype) -> None:
+    """The block of transformers, with the same tensors for weights."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    theirs = MixtralConfig(
+        hidden_size=HIDDEN, intermediate_size=FFN, num_local_experts=4, num_experts_per_tok=2,
+        router_jitter_noise=0.0, experts_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    block = MixtralSparseMoeBlock(theirs).to(dtype)
+    with torch.no_grad():
+        for p in block.parameters():
+            p.normal_(std=0.2)
+    ours = GroupedMLP(4, config(params_dtype=dtype, add_bias_linear=False))
+    ours.load_state_dict(
+        {"linear_fc1.weight": block.experts.gate_up_proj, "linear_fc2.weight": block.experts.down_proj}
+    )
+    x = torch.randn(2, 9, HIDDEN, dtype=dtype, requires_grad=True)
+    d = torch.randn_like(x)
+    y = block(x)
+    expected = torch.autograd.grad(y, [x, *block.parameters()], d)
+    tokens = x.flatten(0, 1)
+    _, probs, experts = block.gate(tokens)
+    rows, tokens_per_expert, row_probs, order = permute(tokens, experts, probs, 4)
+    mine = unpermute(ours(rows, tokens_per_expert, row_probs)[0], order).view_as(x)
+    parameters = {
+        "gate.weight": block.gate.weight,
+        "experts.gate_up_proj": ours.linear_fc1.weight,
+        "experts.down_proj": ours.linear_fc2.weight,
+    }
+    found = torch.autograd.grad(mine, [x, *(parameters[name] for name, _ in block.named_parameters())], d)
+    close = {"atol": 1e-6, "rtol": 1e-6}  # transformers' router computes in float32
+    close = {"atol": 1e-12, "rtol": 1e-12} if dtype == torch.float64 else close
+    torch.testing.assert_close(mine, y, **close)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, **(close if dtype == torch.float64 else {"atol": 1e-5, "rtol": 1e-5}))
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+def compare(moe, x, backend, dynamic=None):
+    torch._dynamo.reset()
+    fn = torch.compile(moe, fullgraph=True, backend=backend, dynamic=dynamic)
+    results = []
+    for call in (fn, moe):
+        y = call(x)
+        results.append([y, *torch.autograd.grad(y.sum(), [x, *moe.parameters()])])
+    close = {"atol": 1e-12, "rtol": 1e-12} if x.dtype == torch.float64 else {"atol": 2e-4, "rtol": 1e-3}
+    close = {"atol": 0.05, "rtol": 0.05} if x.dtype == torch.bfloat16 else close
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, **close)
+    return fn
+
+
+def layer(dtype, **flags):
+    torch.manual_seed(0)
+    moe = MoE(config(params_dtype=dtype, **flags), 4, 2)
+    return moe, torch.randn(11, HIDDEN, dtype=dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_is_one_graph(dtype: torch.dtype, bias: bool) -> None:
+    """Whatever goes where, and with gradients that are expanded."""
+    moe, x = layer(dtype, add_bias_linear=bias, moe_mlp_glu_interleave_size=4 if bias else None)
+    fn = compare(moe, x, "aot_eager")
+    other = (-x.detach()).requires_grad_()  # other tokens for other experts, in the same graph
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        torch.testing.assert_close(fn(other), moe(other), atol=0.05, rtol=0.05)
+
+
+def test_compiled_experts_are_fused_and_keep_what_the_policy_says() -> None:
+    def own_silu(x):
+        return x * torch.sigmoid(x)
+
+    grouped = build(config(params_dtype=torch.bfloat16, activation_func=own_silu, add_bias_linear=False))
+    x, _, d = inputs([4, 0, 6], torch.bfloat16)
+    counts = torch.tensor([4, 0, 6])
+    torch._dynamo.reset()
+    fn = torch.compile(lambda x, counts: grouped(x, counts)[0], fullgraph=True, backend="fused")
+    kept = []
+    with (
+        tfo.record() as report,
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t),
+    ):
+        y = fn(x, counts)
+    found = gradients(y, d, grouped, x)
+    assert [site.op for site in report.sites] == ["fused::bias_glu"]
+    assert (10, 2 * FFN) in kept and (10, FFN) not in kept
+    eager, _ = grouped(x, counts)
+    for a, b in zip((y, *found), (eager, *gradients(eager, d, grouped, x)), strict=True):
+        torch.testing.assert_close(a, b, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("flags", [{}, {"moe_mlp_glu_interleave_size": 4, "add_bias_linear": False}], ids=str)
+def test_a_compiled_layer(dtype: torch.dtype, flags: dict) -> None:
+    moe, x = layer(dtype, **flags)
+    compare(moe, x, "fused")
+
+
+@pytest.mark.slow
+def test_a_layer_on_paper_for_a_gpu() -> None:
+    """Six grouped products, nothing that the host waits for, and what is kept is h and small things."""
+    pytest.importorskip("triton")
+    from torch_fused_ops.testing import virtual_gpu
+
+    with torch.device("meta"):
+        given = config(params_dtype=torch.bfloat16, add_bias_linear=False, moe_ffn_hidden_size=2048)
+        given.hidden_size = 1024
+        moe, x = MoE(given, 8, 2), torch.empty(4096, 1024, dtype=torch.bfloat16, requires_grad=True)
+    with tfo.enabled():
+        paper = virtual_gpu.compile_on_paper(moe, x, gpu=virtual_gpu.H200)
+    graphs = (paper.forward, paper.backward)
+    products = [sum("grouped_mm" in call for call in graph.extern) for graph in graphs]
+    assert products == [2, 4]
+    assert not any(wait in graph.code for graph in graphs for wait in (".item()", ".tolist()", ".cpu()"))
+    h = 4096 * 2 * 2 * 2048 * 2
+    assert h <= paper.saved_bytes(include_inputs=False) < 1.01 * h

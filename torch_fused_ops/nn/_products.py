@@ -1,0 +1,295 @@
+"""The three products of a linear layer: of all rows with one weight, or of each expert's rows with the expert's own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["DENSE", "Groups", "Products", "dense_gradient", "readable", "under_autocast"]
+
+
+class Products:
+    """x · weightᵀ and what its gradients are made of; all rows have one weight and one bias."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x · weightᵀ"""
+        return F.linear(x, weight)
+
+    def add(self, y: Tensor, bias: Tensor, scale: Tensor | None = None) -> Tensor:
+        """y + bias · scale[..., None], in y's dtype."""
+        return y + (bias if scale is None else (bias * scale.unsqueeze(-1)).to(y.dtype))
+
+    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """grad · weight: x's gradient"""
+        return grad.matmul(weight)
+
+    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        """gradᵀ · x: weight's gradient"""
+        return grad.reshape(-1, grad.shape[-1]).t().mm(x.reshape(-1, x.shape[-1]))
+
+
+DENSE = Products()
+
+
+def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As autocast gives them to a product, where that is not left to it: in its dtype, but for float64."""
+    kind = tensors[0].device.type
+    available = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)  # torch 2.11's Dynamo cannot ask that
+    if not available or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+#
+# Two products, each the other's derivative, so that no third is needed, to any order:
+#
+#     by_expert(x (T, k), weight (E, n, k), ends) → (T, n)     row t of expert e: weight[e] · x[t]
+#     sums(a (T, n), b (T, k), ends) → (E, n, k)               the sum of a[t] ⊗ b[t] over e's rows t
+#
+# Rows are sorted by expert; ends[e], int32 and on the tensors' device, is where e's rows end. They are operators, as a
+# compiler has no place for loops whose length is in a tensor, and as F.grouped_mm's own derivative refuses gradients
+# that are expanded, as a sum's are.
+
+
+def _grouped(x: Tensor, n: int, k: int) -> bool:
+    """Whether ``F.grouped_mm`` takes it. What it does not is gone through expert by expert."""
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or x.device.type not in ("cpu", "cuda"):
+        return False
+    if n * x.element_size() % 16 or k * x.element_size() % 16:  # "strides should be multiple of 16 bytes"
+        return False
+    return x.device.type == "cpu" or torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """Rows at multiples of 16 bytes, of matrices columns will do: gradients may be expanded, one row has any stride."""
+    *_, row, column = t.stride()
+    dense = column == 1 and row >= t.shape[-1] and row * t.element_size() % 16 == 0
+    if t.ndim == 3:
+        dense = dense or (row == 1 and column >= t.shape[-2] and column * t.element_size() % 16 == 0)
+    return t if dense else t.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("fused_nn::grouped_mm", mutates_args=())
+def _by_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if _grouped(x, *weight.shape[1:]):
+        return F.grouped_mm(_aligned(x), _aligned(weight).transpose(1, 2), offs=ends)
+    y = x.new_zeros(x.shape[0], weight.shape[1])
+    for w, (start, end) in zip(weight, _ranges(ends), strict=True):
+        torch.mm(x[start:end], w.t(), out=y[start:end])
+    return y
+
+
+@torch.library.custom_op("fused_nn::grouped_outer_mm", mutates_args=())
+def _sums(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    if _grouped(a, a.shape[1], b.shape[1]):
+        return F.grouped_mm(_aligned(a).t(), _aligned(b), offs=ends)
+    y = a.new_empty(ends.shape[0], a.shape[1], b.shape[1])
+    for one, (start, end) in zip(y, _ranges(ends), strict=True):
+        torch.mm(a[start:end].t(), b[start:end], out=one)
+    return y
+
+
+def _ranges(ends: Tensor) -> list[tuple[int, int]]:
+    return list(itertools.pairwise([0, *ends.tolist()]))
+
+
+@_by_expert.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@_sums.register_fake
+def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    return a.new_empty(ends.shape[0], a.shape[1], b.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    first, second, ends = inputs
+    of_first, of_second = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(first if of_second else None, second if of_first else None, ends)
+
+
+def _by_expert_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, ends = ctx.saved_tensors
+    dx = None if weight is None else by_expert(grad, weight.transpose(1, 2), ends)
+    return dx, None if x is None else sums(grad, x, ends), None
+
+
+def _sums_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    a, b, ends = ctx.saved_tensors
+    da = None if b is None else by_expert(b, grad, ends)
+    return da, None if a is None else by_expert(a, grad.transpose(1, 2), ends), None
+
+
+_by_expert.register_autograd(_by_expert_backward, setup_context=_keep)
+_sums.register_autograd(_sums_backward, setup_context=_keep)
+
+
+# In eager mode torch.func's transforms, too, want functions; a compiler's recogniser wants the operators.
+
+
+class _ByExpert(torch.autograd.Function):
+    forward = staticmethod(lambda x, weight, ends: _by_expert(x, weight, ends))
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(_by_expert_backward)
+
+
+class _Sums(torch.autograd.Function):
+    forward = staticmethod(lambda a, b, ends: _sums(a, b, ends))
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(_sums_backward)
+
+
+def _native(x: Tensor, n: int, k: int) -> bool:
+    """Whether a compiler gets ``F.grouped_mm`` to see, which it has kernels for: those take bfloat16 alone.
+
+    So does its fake kernel until torch 2.13.
+    """
+    return torch.compiler.is_compiling() and x.dtype == torch.bfloat16 and _grouped(x, n, k)
+
+
+def by_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Each row of x times its expert's weightᵀ."""
+    if _native(x, *weight.shape[1:]):
+        return F.grouped_mm(_aligned(x), _aligned(weight).transpose(1, 2), offs=ends)
+    call: Callable[..., Tensor] = _by_expert if torch.compiler.is_compiling() else _ByExpert.apply
+    return call(x, weight, ends)
+
+
+def sums(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Each expert's aᵀ · b."""
+    if _native(a, a.shape[1], b.shape[1]):
+        return F.grouped_mm(_aligned(a).t(), _aligned(b), offs=ends)
+    call: Callable[..., Tensor] = _sums if torch.compiler.is_compiling() else _Sums.apply
+    return call(a, b, ends)
+
+
+class _Dense(torch.autograd.Function):
+    """y; backward takes expanded gradients, which ``F.grouped_mm``'s own derivative does not."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _aligned(grad)
+
+
+def dense_gradient(y: Tensor) -> Tensor:
+    """The result of ``by_expert`` for whoever may give back any gradient; the operator takes any by itself."""
+    if not torch.compiler.is_compiling():
+        return y
+    same: Tensor = _Dense.apply(y)  # type: ignore[no-untyped-call]
+    return same
+
+
+def _expert_of_rows(rows: int, ends: Tensor) -> Tensor:
+    places = torch.arange(rows, dtype=ends.dtype, device=ends.device)
+    return torch.searchsorted(ends, places, right=True)
+
+
+class _AddBias(torch.autograd.Function):
+    """y + bias[expert of the row] · scale[:, None].
+
+    Indexing's own derivative adds a thousand rows to one, in any order and rounding each time; here the rows are summed
+    in a product. Nothing of y's size is kept.
+    """
+
+    @staticmethod
+    def forward(y: Tensor, bias: Tensor, scale: Tensor | None, ends: Tensor) -> Tensor:
+        rows = bias.to(y.dtype).index_select(0, _expert_of_rows(y.shape[0], ends))
+        if torch.compiler.is_compiling():
+            return y + (rows if scale is None else (rows * scale.unsqueeze(-1)).to(y.dtype))
+        return (rows if scale is None else rows.mul_(scale.unsqueeze(-1))).add_(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, Tensor], output: Tensor) -> None:
+        _, bias, scale, ends = inputs
+        ctx.save_for_backward(bias, scale, ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        bias, scale, ends = ctx.saved_tensors
+        _, of_bias, of_scale, _ = ctx.needs_input_grad
+        d_bias = d_scale = None
+        if of_bias:
+            # Two of eight columns (16 bytes a row): a float32 scale's leading bits, and what they leave.
+            first = grad.new_ones(grad.shape[0]) if scale is None else scale.to(grad.dtype)
+            rest = torch.zeros_like(first) if scale is None else (scale - first).to(grad.dtype)
+            columns = F.pad(torch.stack([first, rest], 1), (0, 6))
+            d_bias = sums(columns, grad, ends)[:, :2].sum(1).to(bias.dtype)
+        if of_scale:
+            rows = bias.index_select(0, _expert_of_rows(grad.shape[0], ends))
+            d_scale = (grad.to(torch.promote_types(grad.dtype, scale.dtype)) * rows).sum(-1).to(scale.dtype)
+        return grad, d_bias, d_scale, None
+
+
+class Groups(Products):
+    """The products of rows that are sorted by expert, with a weight (E, n, k) and a bias (E, n)."""
+
+    def __init__(self, ends: Tensor) -> None:
+        self.ends = ends
+
+    @classmethod
+    def of(cls, x: Tensor, tokens_per_expert: Tensor | Sequence[int], experts: int) -> Groups:
+        """From the numbers of rows, which stay on the device where they are.
+
+        Raises:
+            TypeError, ValueError: they are not E numbers of which the sum is x's number of rows. (For a tensor on a GPU
+                that would mean waiting for it: rows beyond the sum are undefined then.)
+        """
+        given, rows = tokens_per_expert, x.shape[0]
+        if isinstance(given, Tensor):
+            if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+                raise TypeError(f"tokens_per_expert of dtype {given.dtype} is not accepted: it must have integers")
+            if given.shape != (experts,):
+                raise ValueError(
+                    f"tokens_per_expert of shape {tuple(given.shape)} is not accepted: it must be ({experts},)"
+                )
+            if readable(given) and (int(given.sum()) != rows or int(given.min()) < 0):
+                _refuse_counts(given.tolist(), rows)
+            return cls(given.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32))
+        counts = list(given)
+        if any(isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)) for n in counts):
+            raise TypeError(f"tokens_per_expert={given!r} is not accepted: it must be a tensor or integers")
+        if len(counts) != experts:
+            raise ValueError(f"tokens_per_expert={given!r} is not accepted: it must have {experts} numbers")
+        if sum(counts) != rows or min(counts) < 0:
+            _refuse_counts(counts, rows)
+        return cls(torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=x.device))
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        x, weight = under_autocast(x, weight)
+        return by_expert(x, weight, self.ends)
+
+    def add(self, y: Tensor, bias: Tensor, scale: Tensor | None = None) -> Tensor:
+        added: Tensor = _AddBias.apply(y, bias, scale, self.ends)  # type: ignore[no-untyped-call]
+        return added
+
+    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return by_expert(grad, weight.transpose(1, 2), self.ends)
+
+    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        return sums(grad, x, self.ends)
+
+
+def _refuse_counts(counts: Sequence[int], rows: int) -> None:
+    raise ValueError(
+        f"tokens_per_expert={list(counts)!r} is not accepted: there are {rows} rows, and each belongs to one expert"
+    )
+
+
+def readable(t: Tensor) -> bool:
+    """Whether its values are there, to be checked without waiting for anything."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    there = t.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(t, FakeTensor)
+    return there and not torch._C._functorch.is_functorch_wrapped_tensor(t)

@@ -1,0 +1,299 @@
+"""A mixture's experts: Megatron core's ``TEGroupedMLP``, and what sorts tokens for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from torch_fused_ops.nn._products import Groups, dense_gradient, readable
+from torch_fused_ops.nn.config import read, read_interleave, read_probs_on_input
+from torch_fused_ops.nn.linear import GroupedColumnParallelLinear, GroupedLinear, GroupedRowParallelLinear
+from torch_fused_ops.nn.mlp import TEActivationFunctionBuilder, _Block, _check_divides, _sizes
+
+__all__ = [
+    "GroupedLinearBuilder",
+    "GroupedLinearInterface",
+    "GroupedMLP",
+    "GroupedMLPSubmodules",
+    "Permuted",
+    "permute",
+    "unpermute",
+]
+
+
+class GroupedLinearInterface(Protocol):
+    """What the experts' first linear, or their second, must be."""
+
+    def forward(
+        self, hidden_states: Tensor, tokens_per_expert: Tensor | Sequence[int], /
+    ) -> tuple[Tensor, Tensor | None]:
+        """(result, bias (num_local_experts, output size) if that was to be skipped, or None)"""
+        ...
+
+    def backward_dw(self) -> None:
+        """Weight gradients that ``backward`` has left."""
+        ...
+
+
+class GroupedLinearBuilder(Protocol):
+    """What makes one of the experts' linears."""
+
+    def __call__(
+        self,
+        num_local_experts: int,
+        input_size: int,
+        output_size: int,
+        /,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any] | None,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        tp_comm_buffer_name: str | None,
+        tp_group: torch.distributed.ProcessGroup | None,
+        ep_group: torch.distributed.ProcessGroup | None,
+        **stride: int,
+    ) -> GroupedLinearInterface: ...
+
+
+@dataclass
+class GroupedMLPSubmodules:
+    """What a ``GroupedMLP`` builds its parts with.
+
+    Attributes:
+        linear_fc1, linear_fc2: builders. The first is asked to add its bias, the second to hand it on; the first is
+            given ``stride``, too, as ``LinearFc1Builder`` is.
+        activation_func: builder of an activation module, used with ``config.use_te_activation_func`` alone.
+    """
+
+    linear_fc1: GroupedLinearBuilder = GroupedColumnParallelLinear
+    linear_fc2: GroupedLinearBuilder = GroupedRowParallelLinear
+    activation_func: TEActivationFunctionBuilder | None = None
+
+
+class GroupedMLP(_Block):
+    """Several experts as one module: for the rows x of expert e, with probabilities p,
+
+        output = fc2_e(act(fc1_e(x) + bias1_e) · p) + bias2_e · p
+
+    Each linear is one grouped product (``torch.nn.functional.grouped_mm``), which the
+    host does not wait for; where that does not take dtype, device or sizes (rows must be multiples of 16 bytes), it is
+    a product for each expert, and on a GPU the host then waits for ``tokens_per_expert``.
+
+    Attributes:
+        linear_fc1: weight (num_local_experts, ffn, h), or (…, 2 · ffn, h) if gated; bias (num_local_experts, …).
+        linear_fc2: weight (num_local_experts, h, ffn), bias (num_local_experts, h).
+
+    Args:
+        num_local_experts: how many experts this rank has.
+        config: as ``MLP`` takes it; ffn is ``moe_ffn_hidden_size``, and h ``moe_latent_size`` or ``hidden_size``.
+        submodules: builders of the linears; by default ours.
+        tp_group: the processes that hold each expert together, as ``MLP``'s. All get the same rows, and the whole
+            output.
+        ep_group: the processes that have the other experts; this one has those from rank · num_local_experts on.
+            Bringing rows to their experts' ranks is the caller's. The same seed on all ranks gives one process's
+            weights; in checkpoints experts have their places among all.
+
+    Raises:
+        ValueError, TypeError: for flags that do not go together, each with its reason. Nothing is left for ``forward``.
+
+    Source: ``megatron.core.transformer.moe.experts.TEGroupedMLP``, which has parameters weight0, weight1, …
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: Any,
+        submodules: GroupedMLPSubmodules | None = None,
+        tp_group: torch.distributed.ProcessGroup | None = None,
+        ep_group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(config, experts=True)
+        submodules = GroupedMLPSubmodules() if submodules is None else submodules
+        self.num_local_experts = num_local_experts
+        self.input_size, ffn, output_size = _sizes(config, True, None, None)
+        self.ffn_hidden_size = ffn
+        _check_divides(ffn, tp_group)
+        blocks = read_interleave(config, ffn)
+        if blocks is not None and tp_group is not None and ffn // blocks % tp_group.size():
+            raise ValueError(
+                f"moe_mlp_glu_interleave_size={blocks} is not accepted with a tp_group of {tp_group.size()}: "
+                f"{ffn // blocks} blocks do not divide evenly"
+            )
+        self._activation = self._activation._replace(interleave=blocks)
+        self._probs_on_input = read_probs_on_input(config)
+        common: dict[str, Any] = {"config": config, "bias": read(config, "add_bias_linear"), "is_expert": True}
+        common |= {"tp_group": tp_group, "ep_group": ep_group}
+        gated = self._activation.gated
+        self.linear_fc1: Any = submodules.linear_fc1(
+            num_local_experts,
+            self.input_size,
+            ffn * 2 if gated else ffn,
+            init_method=read(config, "init_method"),
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            stride=2 if gated and blocks is None else 1,
+            **common,
+        )
+        self._build(submodules.activation_func, "GroupedMLPSubmodules.activation_func")
+        self.linear_fc2: Any = submodules.linear_fc2(
+            num_local_experts,
+            ffn,
+            output_size,
+            init_method=read(config, "output_layer_init_method"),
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **common,
+        )
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor | Sequence[int],
+        permuted_probs: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """(output (T, h), None).
+
+        Args:
+            permuted_local_hidden_states: (T, h), sorted by expert.
+            tokens_per_expert: (num_local_experts,), how many rows each has: a tensor of integers, or integers. Their
+                sum is T.
+            permuted_probs: (T,), a probability for each row, or None for 1.
+
+        Raises:
+            TypeError, ValueError: for dtypes and shapes that are not accepted.
+        """
+        x, probs = permuted_local_hidden_states, permuted_probs
+        if x.ndim != 2 or x.shape[1] != self.input_size:
+            raise ValueError(
+                f"permuted_local_hidden_states of shape {tuple(x.shape)} are not accepted: they must be (T, "
+                f"{self.input_size})"
+            )
+        if probs is not None and probs.shape != x.shape[:1]:
+            raise ValueError(
+                f"permuted_probs of shape {tuple(probs.shape)} are not accepted: they must be ({x.shape[0]},)"
+            )
+        groups = Groups.of(x, tokens_per_expert, self.num_local_experts)
+        if self._probs_on_input and probs is not None:
+            x, probs = (x * probs.unsqueeze(-1)).to(x.dtype), None
+        ours = isinstance(self.linear_fc1, GroupedLinear) and isinstance(self.linear_fc2, GroupedLinear)
+        output, bias = self._run(x, probs, groups if ours else tokens_per_expert)
+        output = dense_gradient(output)
+        return output if bias is None else groups.add(output, bias, probs), None
+
+
+# ---- which rows go to which expert -----------------------------------------------------------------------------------
+
+
+class Permuted(NamedTuple):
+    """What ``permute`` gives.
+
+    Attributes:
+        rows: (T · k, h), each token once for each of its experts, sorted by expert, then by token.
+        tokens_per_expert: (num_experts,), int64, on the tokens' device.
+        probs: (T · k,), or None.
+        order: (T, k): which row is a token's j-th.
+    """
+
+    rows: Tensor
+    tokens_per_expert: Tensor
+    probs: Tensor | None
+    order: Tensor
+
+
+class _Gather(torch.autograd.Function):
+    """rows[i] = tokens[token_of_row[i]]; backward adds up a token's rows, in their order, and not as they come."""
+
+    @staticmethod
+    def forward(tokens: Tensor, token_of_row: Tensor, order: Tensor) -> Tensor:
+        return tokens.index_select(0, token_of_row)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Sum.apply(grad, *ctx.saved_tensors), None, None  # type: ignore[no-untyped-call]
+
+
+class _Sum(torch.autograd.Function):
+    """tokens[t] = the sum of rows[order[t]]"""
+
+    @staticmethod
+    def forward(rows: Tensor, token_of_row: Tensor, order: Tensor) -> Tensor:
+        of_tokens: Tensor = rows.index_select(0, order.flatten()).unflatten(0, order.shape)
+        return of_tokens.sum(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Gather.apply(grad, *ctx.saved_tensors), None, None  # type: ignore[no-untyped-call]
+
+
+def permute(tokens: Tensor, experts: Tensor, probs: Tensor | None, num_experts: int) -> Permuted:
+    """Sort tokens by the experts that they go to; the host waits for nothing.
+
+        probs, experts = router(x).softmax(-1).topk(k)
+        rows, tokens_per_expert, row_probs, order = permute(x, experts, probs, num_experts)
+        output, _ = grouped_mlp(rows, tokens_per_expert, row_probs)
+        y = unpermute(output, order)
+
+    Args:
+        tokens: (T, h).
+        experts: (T, k), integers from 0 to num_experts - 1.
+        probs: (T, k), or None.
+        num_experts: of all of them.
+
+    Raises:
+        TypeError, ValueError: for dtypes and shapes that are not accepted; on a CPU for an expert that there is not.
+    """
+    if experts.is_floating_point() or experts.is_complex() or experts.dtype == torch.bool:
+        raise TypeError(f"experts of dtype {experts.dtype} are not accepted: they must be integers")
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens of shape {tuple(tokens.shape)} are not accepted: they must be (T, h)")
+    if experts.ndim != 2 or experts.shape[0] != tokens.shape[0]:
+        raise ValueError(
+            f"experts of shape {tuple(experts.shape)} are not accepted: they must be ({tokens.shape[0]}, k)"
+        )
+    if probs is not None and probs.shape != experts.shape:
+        raise ValueError(f"probs of shape {tuple(probs.shape)} are not accepted: they must be as experts")
+    if readable(experts) and experts.numel():
+        low, high = (int(one) for one in experts.aminmax())
+        if low < 0 or high >= num_experts:
+            raise ValueError(f"experts from {low} to {high} are not accepted: there are num_experts={num_experts}")
+    flat = experts.flatten()
+    ordered, source = flat.sort(stable=True)  # source[i]: which of the T · k is row i
+    ends = torch.searchsorted(ordered, torch.arange(num_experts, dtype=flat.dtype, device=flat.device), right=True)
+    order = _inverse(source).view(experts.shape)
+    rows: Tensor = _Gather.apply(tokens, source // max(experts.shape[1], 1), order)  # type: ignore[no-untyped-call]
+    row_probs = None if probs is None else probs.flatten().index_select(0, source)
+    return Permuted(rows, ends.diff(prepend=ends.new_zeros(1)), row_probs, order)
+
+
+def unpermute(rows: Tensor, order: Tensor) -> Tensor:
+    """The sum of each token's rows: (T · k, h), and ``order`` from ``permute`` → (T, h).
+
+    Raises:
+        ValueError: for shapes that are not accepted.
+    """
+    if order.ndim != 2:
+        raise ValueError(f"order of shape {tuple(order.shape)} is not accepted: it must be (T, k)")
+    if rows.ndim != 2 or rows.shape[0] != order.numel():
+        raise ValueError(f"rows of shape {tuple(rows.shape)} are not accepted: they must be ({order.numel()}, h)")
+    token_of_row = _inverse(order.flatten()) // max(order.shape[1], 1)
+    tokens: Tensor = _Sum.apply(rows, token_of_row, order)  # type: ignore[no-untyped-call]
+    return tokens
+
+
+def _inverse(order: Tensor) -> Tensor:
+    places = torch.arange(order.shape[0], dtype=order.dtype, device=order.device)
+    return torch.empty_like(order).scatter_(0, order, places)
