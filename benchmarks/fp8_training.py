@@ -51,14 +51,22 @@ def compiled(model: nn.Module, way: str) -> Callable[..., Tensor]:
     return run
 
 
-def train(way: str, make: Callable[[], nn.Module], steps: int, batch: int, context: int, seed: int) -> list[float]:
-    """The loss of every step."""
+def train(
+    way: str,
+    make: Callable[[], nn.Module],
+    steps: int,
+    batch: int,
+    context: int,
+    seed: int,
+    prepare: Callable[[nn.Module, str], Callable[..., Tensor]] = compiled,
+) -> list[float]:
+    """The loss of every step. ``prepare`` makes of a model and a way what is called."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch._dynamo.reset()
     torch.manual_seed(seed)
     model = make().to(device)
     models.initialise(model, seed)
-    forward, data = compiled(model, way), text()
+    forward, data = prepare(model, way), text()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     draw = torch.Generator().manual_seed(seed)
     losses = []

@@ -71,8 +71,8 @@ def pick_up() -> Any:
         _turn_off(internals.missing())
         if not _off and internals.is_newer(torch.__version__):
             internals.warn(
-                f"torch_fused_ops on torch {torch.__version__}: {internals.tested()}. All that it needs is there; please "
-                "report what does not work."
+                f"torch_fused_ops on torch {torch.__version__}: {internals.tested()}. All that it needs is there; "
+                "please report what does not work."
             )
     return import_module(f"{__name__}.{'without' if _off else 'passes'}")
 

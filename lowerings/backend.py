@@ -32,7 +32,8 @@ def fused(
     policy = settings.pop("policy", None) or passes.active_policy() or FusionPolicy()
     settings = passes.compile_options(policy, settings)
     # What ``torch.compile(mode=mode, options=options)`` compiles with: options checked, mode applied.
-    wrapper = getattr(torch, "_TorchCompileInductorWrapper", None)
-    if wrapper is not None:
-        return wrapper(mode, settings, None)(gm, example_inputs)  # type: ignore[no-any-return]
-    return torch._dynamo.lookup_backend("inductor")(gm, example_inputs, mode=mode, options=settings)
+    compiler = getattr(torch, "_TorchCompileInductorWrapper", None)
+    if compiler is not None:
+        return compiler(mode, settings, None)(gm, example_inputs)  # type: ignore[no-any-return]
+    inductor: Any = torch._dynamo.lookup_backend("inductor")
+    return inductor(gm, example_inputs, config_patches=settings)  # type: ignore[no-any-return]

@@ -103,7 +103,7 @@ def _evaluate(box: Box) -> _Slot:
     return slot
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # bounded, as users' scalars are among the keys
 def _program(
     element: Callable[..., Any],
     given: tuple[bool | torch.dtype, ...],

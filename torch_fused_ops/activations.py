@@ -18,7 +18,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 
@@ -76,9 +79,22 @@ class Activation:
     gradient_from_output: bool = False
 
 
+_for_derivatives: ContextVar[bool] = ContextVar("torch_fused_ops_for_derivatives", default=False)
+
+
+@contextmanager
+def spelled_for_derivatives(yes: bool) -> Iterator[None]:
+    """Inside, formulas are those that may be differentiated, though nothing shows that they will be."""
+    token = _for_derivatives.set(yes)
+    try:
+        yield
+    finally:
+        _for_derivatives.reset(token)
+
+
 def _differentiated(x: Tensor) -> bool:
     """Whether a derivative will be taken *through* this evaluation (torch.func, forward mode, double backward)."""
-    if torch.is_grad_enabled() and x.requires_grad:
+    if (torch.is_grad_enabled() and x.requires_grad) or _for_derivatives.get():
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return True
@@ -204,6 +220,7 @@ _TABLE: dict[str, Activation] = {
 }
 
 _on_change: list[Callable[[], None]] = []  # the lowerings' cache key follows the table
+_alone = threading.RLock()  # one thread changes the table at a time, and traces: what make_fx patches is the process's
 
 
 def names() -> tuple[str, ...]:
@@ -218,7 +235,9 @@ def get(name: str | Activation) -> Activation:
     try:
         return _TABLE[name]
     except (KeyError, TypeError):
-        raise ValueError(f"activation={name!r} is not known; accepted: {', '.join(_TABLE)}") from None
+        raise ValueError(
+            f"activation={name!r} is not known; accepted: {', '.join(_TABLE)}; register_activation adds others"
+        ) from None
 
 
 def register_activation(name: str, fn: Elementwise, derivative: Elementwise | None = None) -> None:
@@ -254,19 +273,20 @@ def register_activation(name: str, fn: Elementwise, derivative: Elementwise | No
             f"derivative is not accepted: at x = {x[apart][0].item():.4g} it gives {given[apart][0].item():.6g}, "
             f"where autograd derives {wanted[apart][0].item():.6g} from fn"
         )
-    if name in _TABLE:
-        old = _TABLE[name]
-        if old.builtin or (_traced(old.value), _traced(old.derivative)) != (_traced(fn), _traced(derivative)):
-            raise ValueError(f"name={name!r} is taken by another activation; choose another name")
-        return
-    _TABLE[name] = Activation(name, fn, derivative, fn, builtin=False)
-    for notify in _on_change:
-        notify()
+    with _alone:
+        if name in _TABLE:
+            old = _TABLE[name]
+            if old.builtin or (_traced(old.value), _traced(old.derivative)) != (_traced(fn), _traced(derivative)):
+                raise ValueError(f"name={name!r} is taken by another activation; choose another name")
+            return
+        _TABLE[name] = Activation(name, fn, derivative, fn, builtin=False)
+        for notify in _on_change:
+            notify()
 
 
 def table_hash() -> str:
     """Identifies what the registered activations compute; this package's sources identify the built-in ones."""
-    parts = [f"{a.name}:{_traced(a.value)}:{_traced(a.derivative)}" for a in _TABLE.values() if not a.builtin]
+    parts = [f"{a.name}:{_traced(a.value)}:{_traced(a.derivative)}" for a in tuple(_TABLE.values()) if not a.builtin]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16] if parts else ""
 
 
@@ -290,7 +310,8 @@ def _check_elementwise(argument: str, fn: Elementwise) -> None:
 def _trace(fn: Elementwise, dtype: torch.dtype) -> torch.fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    return make_fx(lambda x: fn(x))(torch.linspace(-1.0, 1.0, 3, dtype=dtype))
+    with _alone:
+        return make_fx(lambda x: fn(x))(torch.linspace(-1.0, 1.0, 3, dtype=dtype))
 
 
 @cache

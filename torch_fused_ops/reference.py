@@ -510,7 +510,7 @@ def dropout_input_grad(
 
 def row_major(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """(counter, lane) of each element of a tensor of this shape."""
-    index = torch.arange(torch.Size(shape).numel(), device=device).view(tuple(shape))
+    index = torch.arange(math.prod(shape), device=device).view(tuple(shape))  # torch.Size makes symbols numbers
     return index >> 2, index
 
 

@@ -101,6 +101,8 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
     Megatron-LM's ignores requires_grad where keep_graph is True and both where inp is no view, has a version counter
     of its own, so that writes corrupt gradients silently, and breaks graphs under ``torch.compile``.
     """
+    if isinstance(inp, torch.fx.Proxy):  # a call in its graph: what is to be done depends on the tensor
+        return inp.tracer.create_proxy("call_function", make_viewless_tensor, (inp, requires_grad, keep_graph), {})
     _check(inp, requires_grad)
     same = bool(requires_grad) == inp.requires_grad and (keep_graph or inp.is_leaf)
     if same and inp._base is None and (requires_grad or torch.compiler.is_dynamo_compiling() or not in_transform()):

@@ -48,23 +48,27 @@ class Cone:
 
 def find(facts: Facts) -> Iterator[tuple[Node, list[Node]]]:
     """Each site's top call and the GEMMs that read it, in graph order."""
-    sites: dict[Node, list[Node]] = {}
+    sites: dict[Node, dict[Node, None]] = {}
     for node, call in facts.calls.items():
         if call.gemm is None:
             continue
         for i, arg in enumerate(call.args):
             if i in call.gemm and isinstance(arg, Node) and facts.state[arg] == NONLINEAR:
-                users = sites.setdefault(facts.origin(arg), [])
-                if node not in users:
-                    users.append(node)
-    yield from sorted(sites.items(), key=lambda site: facts.index[site[0]])
+                sites.setdefault(facts.origin(arg), {})[node] = None
+    for top in sorted(sites, key=facts.index.__getitem__):
+        yield top, list(sites[top])
 
 
 def readers(facts: Facts, node: Node) -> Iterator[Node]:
-    """Who reads the node's value in the end: its users, and the users of its views, casts and dropout."""
-    for user in node.users:
+    """Who reads the node's value in the end, each once: its users, and the users of its views, casts and dropout."""
+    seen, pending = set(), list(reversed(node.users))
+    while pending:
+        user = pending.pop()
+        if user in seen:
+            continue
+        seen.add(user)
         if facts.passes(user) and not facts.calls[user].inplace:
-            yield from readers(facts, user)
+            pending.extend(reversed(user.users))
         else:
             yield user
 
@@ -191,23 +195,39 @@ def _is_mask(node: Node) -> bool:
 
 def _merge(facts: Facts, cone: Cone) -> dict[Node, Node]:
     """Operands that are the same view taken twice (``h[:, :n] * sigmoid(h[:, :n])``) are one: each one's first."""
-    first: dict[Any, Node] = {}
+    same: dict[Node, Node] = {}  # a node, and the first that is the same view of the same tensor
+    views: dict[Any, Node] = {}
+    first: dict[Node, Node] = {}
 
-    def unwritten(*nodes: Node) -> bool:
-        return not any(facts.writes.get(facts.storage(node)) for node in nodes)
+    def fixed(node: Node) -> bool:
+        written = (facts.writes.get(facts.storage(one)) for one in (node, *node.all_input_nodes))
+        return facts.passes(node) and facts.calls[node].name not in DROPOUTS and not any(written)
 
     def key(argument: Any) -> Any:
         if isinstance(argument, Node):
-            call = facts.calls[argument]
-            fixed = facts.passes(argument) and call.name not in DROPOUTS
-            if fixed and unwritten(argument, *argument.all_input_nodes):
-                return (call.name, key(call.args), key(tuple(sorted(call.kwargs.items()))), facts.region[argument])
-            return argument
+            return same[argument]
         if isinstance(argument, (tuple, list)):
             return tuple(map(key, argument))
         return repr(argument)
 
-    merged = {operand: first.setdefault(key(operand), operand) for operand in cone.operands}
+    pending = list(cone.operands)  # no recursion: chains of views may be long, and join again
+    while pending:
+        node = pending[-1]
+        below = [a for a in node.all_input_nodes if a not in same] if node not in same and fixed(node) else []
+        if below:
+            pending.extend(below)
+            continue
+        pending.pop()
+        if node not in same:
+            call = facts.calls[node]
+            view = (
+                (call.name, key(call.args), key(tuple(sorted(call.kwargs.items()))), facts.region[node])
+                if fixed(node)
+                else node
+            )
+            same[node] = views.setdefault(view, node)
+
+    merged = {operand: first.setdefault(same[operand], operand) for operand in cone.operands}
     cone.operands = list(first.values())
     cone.bypassed += [node for node in merged if node not in cone.operands]
     return merged
@@ -361,13 +381,12 @@ def _check_in_place_call(facts: Facts, cone: Cone, node: Node) -> None:
     """Made functional, the call no longer changes its argument: nothing may read that later, but through the root."""
     if facts.region[node.all_input_nodes[0]] != facts.region[node]:  # under no_grad it would lose the gradient
         raise Refusal(f"{shown(node)} works in place in another grad mode or autocast region than its argument's")
+    of_result = {cone.root}  # and its views
     for alias in facts.aliases[facts.storage(node)]:
         if alias.op in ("placeholder", "get_attr"):
             raise Refusal(f"{shown(node)} writes in place into {shown(alias)}")
-        source = alias
-        while source is not cone.root and facts.passes(source):
-            source = source.all_input_nodes[0]
-        if source is cone.root:  # a view of the result
+        if alias is cone.root or (facts.passes(alias) and alias.all_input_nodes[0] in of_result):
+            of_result.add(alias)
             continue
         for user in alias.users:
             if facts.index[user] > facts.index[node] and user not in cone.calls:

@@ -13,7 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ def _torch_functions() -> dict[object, str]:
     return found
 
 
-@cache
+@lru_cache(maxsize=1024)  # bounded, as users' functions are among the keys
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
@@ -245,8 +245,11 @@ def _tensors(argument: Any) -> Iterator[Node]:
             yield from _tensors(part)
 
 
-def _writes(node: Node, call: Call) -> Iterator[Node]:
-    """The nodes whose memory this one writes: as its schema says; all that it reads, if nobody knows."""
+def _writes(node: Node, call: Call, bodies: dict[GraphModule, bool]) -> Iterator[Node]:
+    """The nodes whose memory this one writes: as its schema says; all that it reads, if nobody knows.
+
+    ``bodies``: what ``_body_writes`` has found; a body may be called twice by one that is called twice, and so on.
+    """
     if node.op not in ("call_function", "call_method"):
         if node.op == "call_module":
             yield from node.all_input_nodes
@@ -257,7 +260,7 @@ def _writes(node: Node, call: Call) -> Iterator[Node]:
             yield from _tensors(call.args[:1])
         return
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        if _body_writes(node):
+        if _body_writes(node, bodies):
             yield from node.all_input_nodes
         return
     written = _written_arguments(node.target)
@@ -269,11 +272,14 @@ def _writes(node: Node, call: Call) -> Iterator[Node]:
         yield from _tensors(node.kwargs.get(name, node.kwargs.get("input") if position == 0 else None))
 
 
-def _body_writes(node: Node) -> bool:
+def _body_writes(node: Node, known: dict[GraphModule, bool]) -> bool:
     """Whether a higher-order operator may write what it reads: by its name, or because something in a body writes."""
-    bodies = [_child(a) for a in _tensors((node.args, node.kwargs)) if a.op == "get_attr"]
-    graphs = [body.graph for body in bodies if body is not None]
-    return not graphs or any(True for graph in graphs for inner in graph.nodes for _ in _writes(inner, Call(inner)))
+    children = [_child(a) for a in _tensors((node.args, node.kwargs)) if a.op == "get_attr"]
+    bodies = [body for body in children if body is not None]
+    for body in bodies:
+        if body not in known:
+            known[body] = any(True for inner in body.graph.nodes for _ in _writes(inner, Call(inner), known))
+    return not bodies or any(known[body] for body in bodies)
 
 
 def _child(node: Node) -> GraphModule | None:
@@ -286,7 +292,7 @@ def _child(node: Node) -> GraphModule | None:
 _HARMLESS = frozenset(RULES) | CASTS | COPIES | DROPOUTS | VIEWS | PLUMBING | REGIONS | frozenset(GEMMS) | CONVOLUTIONS
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _written_arguments(target: Any) -> frozenset[tuple[int, str]] | None:
     """The positions and names of the arguments that a function may write; None where that is not known."""
     if isinstance(target, torch._ops.OpOverload) and target._opname in _UNANNOTATED:
@@ -343,6 +349,8 @@ class Facts:
         self.inference: set[Node] = set()  # what is computed in inference mode
         self.state: dict[Node, int] = {}
         self.fed: dict[Node, bool] = {}  # whether a GEMM lies anywhere before
+        self._origins: dict[Node, Node] = {}
+        self._bodies: dict[GraphModule, bool] = {}  # of higher-order operators: see _body_writes
         self.writes: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that write it, in order
         self.aliases: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that are views of it
         region = inference = 0
@@ -353,13 +361,15 @@ class Facts:
             if inference:
                 self.inference.add(node)
             self.index[node], self.region[node] = i, region
+            moved = self.passes(node) and node.all_input_nodes
+            self._origins[node] = self._origins[node.all_input_nodes[0]] if moved else node
             constant = call.name in CONSTANTS
             # What is gathered is what it is gathered from: an expert's weights do not become data by their index.
             inputs = node.all_input_nodes[: 1 if self.passes(node) else None]
             self.fed[node] = call.gemm is not None or (not constant and any(self.fed[a] for a in inputs))
             self.state[node] = self._state(node, call)
             self.aliases[self.storage(node)].append(node)
-            for written in _writes(node, call):
+            for written in _writes(node, call, self._bodies):
                 self.writes[self.storage(written)].append(node)
 
     def storage(self, node: Node) -> int:
@@ -399,9 +409,7 @@ class Facts:
 
     def origin(self, node: Node) -> Node:
         """The node whose value this one only moves."""
-        while self.passes(node) and node.all_input_nodes:
-            node = node.all_input_nodes[0]
-        return node
+        return self._origins[node]
 
     def sum_of_gemms(self, node: Node) -> bool:
         """Whether the node adds tensors to what GEMMs produced, or scales it: bias, LoRA's adapter, a residual."""

@@ -58,18 +58,21 @@ class Normal:
         self._edits.clear()
 
     def _thread_and_expand(self) -> None:
-        written: dict[Node, Node] = {}  # a tensor, and the result of the last call that wrote it in place
+        written: dict[Node, Node] = {}  # a tensor, and the result of the call that wrote it in place next
         for node in list(self.graph.nodes):
             stale = [a for a in node.all_input_nodes if a in written]
             if stale:
                 self._edits.append((node, (node.args, node.kwargs)))
                 for a in stale:
-                    node.replace_input_with(a, written[a])
+                    last = written[a]
+                    while last in written:
+                        last = written[last]
+                    written[a] = last  # so that a thousand calls on one tensor are not a million steps
+                    node.replace_input_with(a, last)
             call = self.calls[node] = Call(node)
             target = call.args[0] if call.args else None
             if call.inplace and call.name in RULES and isinstance(target, Node):
                 if target.op not in ("placeholder", "get_attr"):
-                    written.update({a: node for a, last in written.items() if last is target})
                     written[target] = node
             elif call.name == "glu":
                 self._expand(node, call)

@@ -14,7 +14,7 @@ from torch_fused_ops import activations
 from torch_fused_ops.report import NOT_AN_MLP
 
 from .graph import read
-from .symbolic import TOLERANCE, Algebra, Poly, Ref, Step, Unprovable, evaluate
+from .symbolic import MAX_NAMES, TOLERANCE, Algebra, Poly, Ref, Step, Unprovable, evaluate
 
 __all__ = ["Verdict", "prove"]
 
@@ -144,6 +144,11 @@ def _short(text: str) -> str:
 
 def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, unary: bool) -> str:
     """Why the expression is none of the table's, and what it is near to if anything."""
+    if algebra.names(expression) > MAX_NAMES:  # the text doubles with every call of x·sin(x) on its own result
+        return (
+            f"a formula of more than {MAX_NAMES} functions and variables is no activation of the table"
+            f"{'' if unary else ' with a gate'}"
+        )
     text = algebra.text(expression)
     if algebra.constant(expression) is not None:
         return f"{NOT_AN_MLP}it is {text} everywhere"  # a gate on a state that starts as zeros

@@ -34,6 +34,10 @@ TOLERANCE = 1e-6  # relative, of each constant in the canonical form
 CANCELLED = 1e-12  # a sum this much smaller than its terms is rounding, not a term
 MAX_TERMS = 128
 MAX_POWER = 8
+# What ends a proof that would take long, for expressions that are no activation.
+MAX_STEPS = 160  # calls
+MAX_WORK = 1_000_000  # terms that sums go through, and atoms that are compared
+MAX_NAMES = 128  # of functions and variables in a text for people
 # The derivative of torch.clamp exactly at a bound: 1 up to torch 2.13, 0 from 2.15 on.
 CLAMP_KINK = 1.0 if CLAMP_KEEPS_BOUNDS else 0.0
 
@@ -51,6 +55,7 @@ class Algebra:
         self.atoms: list[tuple[str, tuple[Poly, ...]]] = list(atoms)
         self.lost: list[float] = []  # for each step evaluated last, the largest term that sums have made vanish
         self.inexact = False  # whether two functions in it were the same only to the tolerance
+        self.work = 0
         self._exact: dict[int, tuple[Poly, ...]] = {}
 
     def fork(self) -> Algebra:
@@ -62,7 +67,13 @@ class Algebra:
     def variable(self, name: str) -> Poly:
         return self._atom(name)
 
+    def _spend(self, work: int) -> None:
+        self.work += work
+        if self.work > MAX_WORK:
+            raise Unprovable(f"more than {MAX_WORK} steps of algebra")
+
     def _atom(self, function: str, *args: Poly) -> Poly:
+        self._spend(len(self.atoms))
         for i, (known, known_args) in enumerate(self.atoms):
             if known == function and all(map(self.same, args, known_args)):
                 exact = self._exact.setdefault(i, args)
@@ -100,17 +111,20 @@ class Algebra:
         if isinstance(value, dict):
             return value
         if isinstance(value, (int, float)):
-            if not math.isfinite(value):
+            if not -math.inf < value < math.inf:
                 raise Unprovable(f"the constant {value} in it")
             return {(): float(value)} if value else {}
         raise Unprovable(f"an argument of type {type(value).__name__}")
 
     def add(self, p: Operand, q: Operand, factor: float = 1.0) -> Poly:
         """p + factor·q"""
-        total = dict(self.lift(p))
-        for m, c in self.lift(q).items():
+        total, q = dict(self.lift(p)), self.lift(q)
+        self._spend(len(total) + len(q))
+        for m, c in q.items():
             c *= factor
             old = total.get(m, 0.0)
+            if not math.isfinite(old + c):
+                raise Unprovable("a constant beyond float64's range in it")
             if abs(old + c) <= CANCELLED * abs(c):
                 total.pop(m, None)
             else:
@@ -299,14 +313,30 @@ class Algebra:
 
     def derivative(self, p: Poly, variable: Poly) -> Poly:
         """dp/dvariable, for functions that have one everywhere."""
+        slopes: dict[int, Poly] = {}  # of the atoms in it, each once, and after those that it is made of
+        for atom in sorted(self._inside(p)):
+            slopes[atom] = self._slope(atom, variable, slopes)
+        return self._chain(p, slopes)
+
+    def _inside(self, p: Poly) -> set[int]:
+        """The atoms in p, and in their arguments, and so on."""
+        found: set[int] = set()
+        pending = [atom for m in p for atom, _ in m]
+        while pending:
+            if (atom := pending.pop()) not in found:
+                found.add(atom)
+                pending.extend(inner for q in self.atoms[atom][1] for m in q for inner, _ in m)
+        return found
+
+    def _chain(self, p: Poly, slopes: dict[int, Poly]) -> Poly:
         total: Poly = {}
         for m, c in p.items():
             for atom, k in m:
                 others = tuple((a, n - (a == atom)) for a, n in m if n > (a == atom))
-                total = self.add(total, self.mul({others: c * k}, self._atom_derivative(atom, variable)))
+                total = self.add(total, self.mul({others: c * k}, slopes[atom]))
         return total
 
-    def _atom_derivative(self, atom: int, variable: Poly) -> Poly:
+    def _slope(self, atom: int, variable: Poly, slopes: dict[int, Poly]) -> Poly:
         function, args = self.atoms[atom]
         value: Poly = {((atom, 1),): 1.0}
         if not args:
@@ -320,9 +350,16 @@ class Algebra:
         }
         if function not in outer:
             raise Unprovable(f"the derivative of {function}")
-        return self.mul(outer[function](), self.derivative(args[0], variable))
+        return self.mul(outer[function](), self._chain(args[0], slopes))
 
     # For people
+
+    def names(self, p: Poly) -> int:
+        """How many functions and variables p's text holds; text and ``constants`` take as long."""
+        sizes: dict[int, int] = {}
+        for atom in sorted(self._inside(p)):
+            sizes[atom] = 1 + sum(sizes[inner] for q in self.atoms[atom][1] for m in q for inner, _ in m)
+        return sum(sizes[atom] for m in p for atom, _ in m)
 
     def text(self, p: Poly) -> str:
         """p, readable: ``x·sigmoid(1.7·x)``."""
@@ -504,6 +541,8 @@ def evaluate(algebra: Algebra, steps: Sequence[Step], operands: Sequence[Poly]) 
         Unprovable: a function has no rule, or is called in a way that its rule does not read.
     """
     values: list[Poly] = []
+    if len(steps) > MAX_STEPS:
+        raise Unprovable(f"more than {MAX_STEPS} calls")
 
     def given(argument: Any) -> Any:
         if isinstance(argument, Ref):
@@ -517,6 +556,8 @@ def evaluate(algebra: Algebra, steps: Sequence[Step], operands: Sequence[Poly]) 
             value = RULES[name](algebra, *given_args, **{k: given(v) for k, v in kwargs})
         except TypeError as e:
             raise Unprovable(f"{name} is called in a way that is not read") from e
+        except (ValueError, ArithmeticError) as e:
+            raise Unprovable(f"{name} of constants beyond float64's range in it") from e
         before = [lost[a.i] if isinstance(a, Ref) and a.kind == "value" else 0.0 for a in args]
         lost.append(_lost(name, given_args, value, before))
         values.append(value)

@@ -186,6 +186,15 @@ def test_without_an_internal_pick_up_is_off_and_the_rest_works(case: str) -> Non
     assert "done" in _run(OFF.format(before=before, after=after, names=names))
 
 
+def test_the_backend_without_torchs_own_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)), torch.randn(4, 8)
+    monkeypatch.delattr(torch, "_TorchCompileInductorWrapper")
+    with torch_fused_ops.record() as report:
+        torch.testing.assert_close(torch.compile(model, backend="fused")(x), model(x))
+    assert [site.op for site in report.sites] == ["fused::bias_act"]
+
+
 def test_a_newer_torch_is_told_once_and_works() -> None:
     out = _run(
         textwrap.dedent("""

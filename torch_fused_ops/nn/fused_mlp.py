@@ -167,7 +167,8 @@ class FusedMLP(nn.Module):
         fc1, fc2, memory, bias = self.fc1, self.fc2, self.memory, None
         first: Callable[[Tensor], Tensor] = fc1
         if type(fc1) is nn.Linear and untouched(fc1):
-            first, bias = (lambda x: F.linear(x, fc1.weight)), fc1.bias
+            weight, bias = fc1.weight, fc1.bias  # those of now: functional_call's are gone when "input" runs it again
+            first = lambda x: F.linear(x, weight)  # noqa: E731
         elif memory == "input":
             memory = "free"
         p = self.dropout if self.training else 0.0

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from torch_fused_ops.nn._products import DENSE, Groups, Products, under_autocast
 from torch_fused_ops.nn.config import read
@@ -70,6 +69,15 @@ class Later:
                     parameter.grad += gradient
 
 
+def _check_once() -> None:
+    """Not ``once_differentiable``, whose error stands where ``torch.autograd.grad`` may never come by."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "delay_wgrad_compute=True is not accepted with create_graph=True: weight gradients that are computed later "
+            "are in no graph"
+        )
+
+
 class _LinearLater(torch.autograd.Function):
     """x · weightᵀ; backward gives x's gradient and leaves weight's."""
 
@@ -82,8 +90,8 @@ class _LinearLater(torch.autograd.Function):
         return products.forward(x, own)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        _check_once()
         (x, weight), parameter, products = ctx.saved_tensors, ctx.parameter, ctx.products
         if x is not None:
             ctx.linear._put(parameter, lambda: products.of_weight(grad, x).to(parameter.dtype))
@@ -101,8 +109,8 @@ class _BiasLater(torch.autograd.Function):
         return own.view_as(own)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        _check_once()
         ctx.linear._put(ctx.parameter, lambda: ctx.linear._bias_gradient(grad))
         return None, None
 

@@ -150,9 +150,14 @@ class _Block(nn.Module):
         if parallel is not None:  # here, so that nothing is gathered again where fc1 runs again
             x, scale, entered = parallel.enter(x), scale if scale is None else parallel.enter(scale), {"entered": True}
 
+        then = dict(fc1.named_parameters()) if self._memory == "input" else {}
+
         def first(x: Tensor) -> Tensor:
             h: Tensor
-            h, biases["fc1"] = fc1(x, *groups, **entered)
+            if then and _are_others(fc1, then):  # functional_call's, which are gone when backward comes here again
+                h, biases["fc1"] = torch.func.functional_call(fc1, then, (x, *groups), entered)
+            else:
+                h, biases["fc1"] = fc1(x, *groups, **entered)
             return h
 
         def activate(h: Tensor) -> Tensor:
@@ -295,6 +300,13 @@ class MLP(_Block):
         if per_token_scale is not None and bias is not None:
             return DENSE.add(output, bias, per_token_scale), None
         return output, bias if bias is None else handed_on(self, bias)
+
+
+def _are_others(module: nn.Module, then: dict[str, Tensor]) -> bool:
+    """Whether its parameters were others then. FSDP2's own come and go by hooks."""
+    if hasattr(module, "set_requires_gradient_sync"):
+        return False
+    return any(p is not then[name] for name, p in module.named_parameters())
 
 
 def _sizes(config: Any, is_expert: bool, input_size: int | None, ffn_hidden_size: int | None) -> tuple[int, int, int]:

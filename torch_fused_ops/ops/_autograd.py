@@ -49,8 +49,18 @@ def define(name: str, schema: str, kernels: Mapping[str, Callable[..., Any]]) ->
 
 
 # Layouts that no kernel here reads. Without a kernel torch says that the operator may not exist, and not what is wrong.
-_NOT_DENSE = ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "QuantizedCPU", "QuantizedCUDA", "MkldnnCPU")
-_NOT_DENSE += ("AutogradNestedTensor", "NestedTensorCPU", "NestedTensorCUDA")
+_NOT_DENSE = (
+    "SparseCPU",
+    "SparseCUDA",
+    "SparseCsrCPU",
+    "SparseCsrCUDA",
+    "QuantizedCPU",
+    "QuantizedCUDA",
+    "MkldnnCPU",
+    "AutogradNestedTensor",
+    "NestedTensorCPU",
+    "NestedTensorCUDA",
+)
 
 
 def _refuses_layout(op: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -80,8 +90,8 @@ def _elsewhere(name: str, check: Callable[..., None] | None) -> Callable[..., An
         if device not in _told:
             _told.add(device)
             warnings.warn(
-                f"torch_fused_ops has no kernels for {device!r} devices: in eager mode its operators run there as plain "
-                "PyTorch, with the same results and more passes over memory",
+                f"torch_fused_ops has no kernels for {device!r} devices: in eager mode its operators run there as "
+                "plain PyTorch, with the same results and more passes over memory",
                 stacklevel=2,
             )
         return plain(*args)

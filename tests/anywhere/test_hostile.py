@@ -1,0 +1,493 @@
+"""Hostile calls: any strides, memory, values and dtypes; in eager mode, compiled, and by Triton's kernels, interpreted.
+
+A case is drawn once and goes through ``testing.precision``'s measure, which compares with the float64 reference. Values
+are ordinary numbers and, here and there, ones at which something happens: NaN, infinities, denormals, zeros of either
+sign, the largest finite numbers, where activations saturate, a clamp's bound and its neighbours.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from torch import Tensor
+
+from torch_fused_ops import activations, reference
+from torch_fused_ops import functional as F
+from torch_fused_ops.testing import dropout, precision, virtual_gpu
+from torch_fused_ops.testing.samples import ACTIVATION_OPERATORS, OPERATORS, Sample
+
+fused = torch.ops.fused
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+NAMES = activations.names()
+CLAMPS = (None, 0.5, 7.0)
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+# Where activations turn (0), saturate in one dtype or another, or have a derivative of 0; and the clamps.
+TURNING = (0.0, 0.5, 0.7517, 1.0, 1.2784, 3.0, 5.5, 7.0, 8.3, 9.3, 14.0, 17.4, 38.5, 88.8, 104.0, 710.0, 746.0)
+
+
+@functools.cache
+def special(dtype: torch.dtype) -> Tensor:
+    """The values of interest, of either sign, each with its two neighbours; then what is not finite."""
+    finfo = torch.finfo(dtype)
+    points = [*TURNING, finfo.max, finfo.max / 2, math.sqrt(finfo.max), finfo.tiny, finfo.smallest_normal * finfo.eps]
+    wide = torch.tensor(points, dtype=torch.float64).to(dtype)
+    around = torch.cat([wide, step(wide, 1), step(wide, -1)])
+    around = around[around.isfinite()]
+    return torch.cat([around, -around, torch.tensor([math.nan, math.inf, -math.inf, -0.0], dtype=dtype)])
+
+
+def step(t: Tensor, by: int) -> Tensor:
+    """The next numbers of t's dtype, up or down in size."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[t.dtype.itemsize]
+    moved = t.view(bits) + by
+    return torch.where(t == 0, t.new_full((), torch.finfo(t.dtype).tiny), moved.view(t.dtype))
+
+
+def values(count: int, dtype: torch.dtype, seed: int, kind: str) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    t = torch.randn(count, generator=g, dtype=torch.float64).mul(2).to(dtype)
+    if kind == "ordinary" or not count:
+        return t
+    pool = special(dtype)
+    if kind == "finite":  # so that no product of up to four of them leaves float32's range, above or below
+        pool = pool[pool.abs() <= 18]
+    chosen = pool[torch.randint(len(pool), (count,), generator=g)]
+    return torch.where(torch.rand(count, generator=g) < 0.4, chosen, t)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+MEMORY = ("contiguous", "permuted", "stepped", "expanded", "overlapping", "far apart", "offset", "flipped", "negated")
+
+
+@st.composite
+def tensors(draw: Any, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> Tensor:
+    """A tensor of this shape, laid out in memory as drawn; a leaf that may require a gradient."""
+    make = functools.partial(values, dtype=dtype, seed=draw(st.integers(0, 1000)), kind=kind)
+    count, layout, offset = math.prod(shape), draw(st.sampled_from(MEMORY)), draw(st.sampled_from((0, 0, 1, 3, 7)))
+    if layout == "overlapping":  # as unfold's windows: neighbours share elements along every axis
+        strides = [draw(st.sampled_from((1, 1, 2, 3))) for _ in shape]
+    elif layout == "far apart":
+        strides = [draw(st.sampled_from((1, 17, 1009))) for _ in shape]
+    elif layout == "expanded":
+        strides = [draw(st.sampled_from((0, 0, n))) for n in torch.empty(shape, device="meta").stride()]
+    elif layout == "permuted":
+        order = draw(st.permutations(range(len(shape))))
+        t = make(count + offset)[offset:].view([shape[i] for i in order])
+        return leaf(draw, t.permute([order.index(i) for i in range(len(shape))]))
+    elif layout == "stepped":
+        steps = [draw(st.integers(1, 3)) for _ in shape]
+        t = make(math.prod(n * s for n, s in zip(shape, steps, strict=True)))
+        t = t.view([n * s for n, s in zip(shape, steps, strict=True)])
+        return leaf(draw, t[tuple(slice(None, None, s) for s in steps)])
+    elif layout == "flipped":
+        return leaf(draw, make(count).view(shape).flip(draw(st.integers(0, len(shape) - 1)) if shape else ()))
+    elif layout == "negated" and count:
+        return leaf(draw, torch._neg_view(make(count).view(shape)))
+    else:
+        return leaf(draw, make(count + offset)[offset:].view(shape))
+    room = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if count else 0
+    return leaf(draw, make(room + offset).as_strided(shape, strides, offset))
+
+
+def leaf(draw: Any, t: Tensor) -> Tensor:
+    return t.detach().requires_grad_(draw(st.booleans()))
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+sizes = st.sampled_from((0, 1, 1, 2, 3, 4, 5, 8, 13))
+
+
+@st.composite
+def calls(
+    draw: Any, ops: tuple[str, ...] = OPERATORS, kinds: tuple[str, ...] = ("ordinary", "finite", "any")
+) -> Sample:
+    op, kind = draw(st.sampled_from(ops)), draw(st.sampled_from(kinds))
+    dtypes = [draw(st.sampled_from(DTYPES)) for _ in range(3)]
+    if draw(st.booleans()):
+        dtypes = dtypes[:1] * 3
+    shape = tuple(draw(st.lists(sizes, min_size=2 if op == "scaled_masked_softmax" else 1, max_size=5)))
+    if math.prod(max(n, 1) for n in shape) > 2000:
+        shape = shape[-3:]
+    if op == "scaled_masked_softmax":
+        return draw(softmaxes(shape, dtypes, kind))
+    if op == "bias_glu":
+        shape = (*shape[:-1], 2 * shape[-1])
+    if op == "dropout_add":
+        shapes = (shape, shape[-1:], shape)
+    else:
+        shapes = (shape, shape if op == "glu" else shape[-1:], shape[:-1])
+    optional = (False, op != "glu", True)
+    given = [
+        None if o and draw(st.booleans()) else draw(tensors(s, d, kind))
+        for s, d, o in zip(shapes, dtypes, optional, strict=True)
+    ]
+    scalars: list[Any]
+    if op == "dropout_add":
+        seed = torch.tensor(draw(st.integers(-(2**63), 2**63 - 1)))
+        seed = seed.reshape(draw(st.sampled_from(((), (1,), (1, 1)))))
+        scalars = [seed, draw(st.sampled_from((0.0, 0.1, 0.5, 1.0, 1e-12, 1 - 2.0**-40)))]
+    else:
+        scalars = [draw(st.sampled_from(NAMES))]
+        if op == "bias_glu":
+            scalars.append(draw(st.sampled_from(reference.LAYOUTS)))
+        if op != "bias_act":
+            scalars += [draw(st.sampled_from((0.0, 1.0, -0.5))), draw(st.sampled_from(CLAMPS))]
+    return Sample(op, kind, (*given, *scalars))
+
+
+@st.composite
+def softmaxes(draw: Any, shape: tuple[int, ...], dtypes: list[torch.dtype], kind: str) -> Sample:
+    x = draw(tensors(shape, dtypes[0], kind))
+    mask = sink = None
+    if draw(st.booleans()):
+        full = tuple(draw(st.sampled_from((1, n))) for n in shape)
+        bits = draw(tensors(full[draw(st.integers(0, len(full) - 1)) :], torch.float32, "ordinary"))
+        mask = bits.detach() > draw(st.sampled_from((-9.0, 0.0, 1.5)))
+    if len(shape) > 2 and draw(st.booleans()):
+        sink = draw(tensors(shape[-3:-2], dtypes[1], "ordinary"))
+    scale = draw(st.sampled_from((1.0, 0.3, 0.0, -0.7, 1e-3, 30.0)))
+    windows = [draw(st.sampled_from((-1, -1, 0, 2))) for _ in range(2)]
+    return Sample("scaled_masked_softmax", kind, (x, mask, sink, scale, draw(st.booleans()), *windows))
+
+
+# ---- what is held ----------------------------------------------------------------------------------------------------
+
+
+def raw(t: Tensor) -> list[int]:
+    """Every bit of the memory that t lies in, whatever its strides, and how often it was written."""
+    bytes_of = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
+    return [t._version, *bytes_of.tolist()]
+
+
+def as_kernels(sample: Sample, grad: Tensor, mask: list[bool]) -> tuple[Tensor, list[Tensor | None]]:
+    """Result and gradients of the operator, through autograd."""
+    out = sample()
+    required = [t for t, wanted in zip(sample.tensors, mask, strict=False) if wanted and t is not None]
+    found = iter(torch.autograd.grad(out, required, grad, materialize_grads=True) if required else ())
+    return out.detach(), [next(found) if wanted else None for wanted in mask]
+
+
+def as_reference(sample: Sample, grad: Tensor, mask: list[bool], dtype: torch.dtype | None) -> Any:
+    """The same by plain torch, in this dtype; by default in what the operator computes in."""
+    args = [a.detach() if isinstance(a, Tensor) else a for a in sample.args]
+    if dtype is not None:
+        args = [a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+        grad = grad.to(dtype)
+    out = getattr(reference, sample.op)(*args)
+    if sample.op == "dropout_add":
+        x, bias, _, seed, p = args
+        found = reference.dropout_add_backward(grad, seed, p, x.dtype, None if bias is None else bias.dtype, mask[:2])
+        return out, [*found, grad if mask[2] else None]
+    if sample.op == "scaled_masked_softmax":
+        sink = args[2]
+        y = out if dtype is None else sample().detach().to(dtype)  # backward has the rounded result alone
+        wanted = (mask[0], mask[2])
+        d_x, d_sink = reference.scaled_masked_softmax_backward(
+            grad, y, *args[3:], None if sink is None else sink.dtype, wanted
+        )
+        return out, [d_x, None, d_sink]
+    return out, list(getattr(reference, f"{sample.op}_backward")(grad, *args, mask))
+
+
+def allowed(sample: Sample, kind: str, dtype: torch.dtype) -> float:
+    """The contract's limit. In float32 input + bias is rounded before the activation: half a unit at 8.4, where
+    gelu_tanh changes 17 times as fast as its argument, is 8e-6 of it already.
+    """
+    more = 2.0 if dtype == torch.float32 and sample.op != "glu" and sample.args[1] is not None else 1.0
+    return precision.LIMITS[kind, dtype] * more
+
+
+def fades(sample: Sample) -> bool:
+    """Whether an activation's value or slope is so small that float32 loses it, which a large factor would show."""
+    if sample.op not in ACTIVATION_OPERATORS:
+        return False
+    a, b, _ = precision._cast(sample.tensors, torch.float64, "cpu")
+    z = a if b is None or sample.op == "glu" else a + b
+    table = activations.get(sample.scalars[0])
+    return any(bool(((v != 0) & (v.abs() < 2.0**-120)).any()) for v in (table.value(z), table.derivative(z)))
+
+
+def is_as_in_torch(sample: Sample, run: Callable[..., Any] = as_kernels) -> None:
+    """Where infinities, NaN and overflow are about: each element within the contract of the float64 reference, or,
+    where float32 itself overflows or underflows on the way, of the same formulas in plain torch. Sums, which depend on
+    their order there, only where nothing overflows.
+    """
+    mask = [t is not None and t.requires_grad for t in sample.tensors[:3]]
+    with torch.no_grad():
+        like = sample()
+    grad = torch.randn(like.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(like.dtype)
+    got, grads = run(sample, grad, mask)
+    plain, plain_grads = as_reference(sample, grad, mask, None)
+    truth, true_grads = as_reference(sample, grad, mask, torch.float64)
+
+    def check(what: str, got: Tensor, near: Tensor | None, *wanted: Tensor) -> None:
+        limit = allowed(sample, what, got.dtype)
+        worst = torch.minimum(*(precision.error(got, one.double(), near) for one in wanted))
+        assert got.dtype == wanted[0].dtype and got.shape == wanted[0].shape
+        assert not (worst > limit).any(), (what, got[worst > limit][:3], [one[worst > limit][:3] for one in wanted])
+
+    terms = None  # that cancel
+    if sample.op == "dropout_add":
+        terms = dropout._absolute(sample, precision._cast(sample.args[:3], torch.float64, "cpu") + sample.args[3:])
+        terms = terms.nan_to_num(0.0, 0.0)
+        x, _, residual, seed, p = sample.args
+        dropped = reference.dropout_add(torch.ones(x.shape), None, None, seed, p) == 0
+        kept_from = torch.zeros(()) if residual is None else residual.detach()
+        truth = torch.where(dropped & truth.isnan(), kept_from.double(), truth)  # what is dropped may be forgotten
+    check("forward", got, terms, plain, truth)
+    sums = {"glu": (2,), "scaled_masked_softmax": (2,), "dropout_add": (1,)}.get(sample.op, (1, 2))
+    for i, (one, by_plain, true) in enumerate(zip(grads, plain_grads, true_grads, strict=True)):
+        if one is None:
+            continue
+        if i in sums:
+            assert one.shape == sample.tensors[i].shape and one.dtype == sample.tensors[i].dtype
+            finite = true.isfinite() & (true.abs() < torch.finfo(one.dtype).max / 4)
+            assert one[true.isnan() & by_plain.isnan()].isnan().all()  # NaN goes through
+            assert sample.name == "any" or one[finite].isfinite().all()
+        elif sample.op != "scaled_masked_softmax":  # its gradient's unit is the row's largest: the measure's business
+            near = precision._near(sample, grad.double())[0] if sample.op != "dropout_add" and i == 0 else None
+            if sample.scalars[0] in ("relu", "relu2"):  # PyTorch's own stops even NaN and infinity where relu does
+                true = torch.where(true.isnan() & (one == 0), 0.0, true)
+            # A factor that overflows is infinite, times a slope of 0.
+            if sample.op == "bias_act" and sample.args[2] is not None:
+                factor = grad.double() * sample.args[2].detach().double().unsqueeze(-1)
+                over = factor.abs() > torch.finfo(torch.float32).max
+                true = torch.where(over & one.isnan(), math.nan, true)
+            check("gradient", one, None if near is None else near.nan_to_num(0.0, 0.0), by_plain, true)
+        else:
+            assert torch.equal(one.isnan(), by_plain.isnan())
+
+
+def holds_the_contract(sample: Sample) -> None:
+    """Result and gradients within the contract, results fresh and contiguous, inputs as they were, bit by bit."""
+    given = [t for t in sample.args if isinstance(t, Tensor)]
+    before = [raw(t.detach()) for t in given]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if sample.name == "any":
+            is_as_in_torch(sample)
+        else:
+            errors = precision.measure(sample)
+            beyond = [(key, e) for key, e in errors.items() if not e <= allowed(sample, *key)]
+            if beyond and fades(sample):
+                is_as_in_torch(sample)
+            else:
+                assert not beyond, beyond
+        out = sample()
+    assert out.is_contiguous() and not out.is_neg()
+    assert all(out.untyped_storage()._cdata != t.untyped_storage()._cdata for t in given)
+    assert [raw(t.detach()) for t in given] == before, "an input was written"
+
+
+def quietly(examples: int, **more: Any) -> Any:
+    checks = list(HealthCheck)
+    return settings(max_examples=examples, deadline=None, database=None, suppress_health_check=checks, **more)
+
+
+@quietly(300, derandomize=True)
+@given(calls())
+def test_any_call_keeps_the_precision_contract(sample: Sample) -> None:
+    holds_the_contract(sample)
+
+
+@pytest.mark.slow
+@quietly(10_000, phases=(Phase.generate, Phase.shrink))
+@given(calls())
+def test_10000_calls_keep_the_precision_contract(sample: Sample) -> None:
+    holds_the_contract(sample)
+
+
+# ---- other ways to the same operators --------------------------------------------------------------------------------
+
+
+@functools.cache
+def compiled(op: str) -> Callable[..., Tensor]:
+    """One compiled function for every call of an operator: sizes, strides and offsets are seen to be dynamic."""
+    return torch.compile(lambda *args: getattr(fused, op)(*args), dynamic=True)
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [
+        ("glu", torch.bfloat16),
+        pytest.param("bias_act", torch.float32, marks=pytest.mark.slow),
+        pytest.param("bias_glu", torch.float16, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_calls_are_as_in_torch(op: str, dtype: torch.dtype) -> None:
+    """Many shapes through one compiled function, and few graphs."""
+    torch.compiler.reset()
+    compiled.cache_clear()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    def run(sample: Sample, grad: Tensor, mask: list[bool]) -> Any:
+        return as_kernels(Compiled(sample.op, sample.name, sample.args), grad, mask)
+
+    @quietly(15, derandomize=True)
+    @given(of_one_kind(op, dtype))
+    def calls_of(sample: Sample) -> None:
+        is_as_in_torch(sample, run)
+
+    calls_of()
+    made = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    assert 0 < made <= 4, f"{made} graphs: sizes were not dynamic"
+
+
+class Compiled(Sample):
+    def __call__(self) -> Any:
+        return compiled(self.op)(*self.args)
+
+
+@st.composite
+def of_one_kind(draw: Any, op: str, dtype: torch.dtype) -> Sample:
+    """Calls of one rank, with every tensor there, and all that a graph is specialised to the same."""
+    rows, n = (draw(st.integers(2, 9)) for _ in range(2))
+    shape = (rows, 2 * n if op == "bias_glu" else n)
+    shapes = (shape, shape if op == "glu" else shape[-1:], shape[:-1])
+    parts = []
+    for one in shapes:
+        t = values(math.prod(one) * 2, dtype, draw(st.integers(0, 1000)), "any").view(*one[:-1], 2 * one[-1])
+        parts.append(t[..., ::2].detach().requires_grad_())
+    scalars = {"bias_act": ("gelu_tanh",), "glu": ("silu", 1.0, 7.0), "bias_glu": ("gelu", "interleaved", 0.0, None)}
+    return Sample(op, "any", (*parts, *scalars[op]))
+
+
+def by_triton(sample: Sample, grad: Tensor, mask: list[bool]) -> tuple[Tensor, list[Tensor | None]]:
+    """Result and gradients by the GPU's kernels, in Triton's interpreter; what the dispatcher does first is done."""
+    from torch_fused_ops.kernels import activation, dropout, launching, softmax
+
+    args = [a.detach().resolve_neg() if isinstance(a, Tensor) else a for a in sample.args]
+    kernels: Any = {"dropout_add": dropout, "scaled_masked_softmax": softmax}.get(sample.op, activation)
+    forward, backward = getattr(kernels, sample.op), getattr(kernels, f"{sample.op}_backward")
+
+    def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *given: Any, **constants: Any) -> None:
+        virtual_gpu.interpret(kernel, *given, grid=grid, **constants)
+
+    with mock.patch.object(launching, "launch", launch):
+        out = forward(*args)
+        if sample.op == "dropout_add":
+            x, bias, _, seed, p = args
+            found = backward(grad, seed, p, x.dtype, None if bias is None else bias.dtype, mask[:2])
+            return out, [*found, grad if mask[2] else None]
+        if sample.op == "scaled_masked_softmax":
+            wanted = (mask[0], mask[2])
+            d_x, d_sink = backward(grad, out, *args[3:], None if args[2] is None else args[2].dtype, wanted)
+            return out, [d_x, None, d_sink]
+        return out, list(backward(grad, *args, mask))
+
+
+def is_so_by_triton(sample: Sample) -> None:
+    given = [t for t in sample.args if isinstance(t, Tensor)]
+    before = [raw(t.detach()) for t in given]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy's, of infinities
+        is_as_in_torch(sample, by_triton)
+    assert [raw(t.detach()) for t in given] == before, "an input was written"
+
+
+@quietly(40, derandomize=True)
+@given(calls())
+def test_triton_s_calls_are_as_in_torch(sample: Sample) -> None:
+    pytest.importorskip("triton")
+    is_so_by_triton(sample)
+
+
+@pytest.mark.slow
+@quietly(1000, phases=(Phase.generate, Phase.shrink))
+@given(calls())
+def test_1000_of_triton_s_calls_are_as_in_torch(sample: Sample) -> None:
+    pytest.importorskip("triton")
+    is_so_by_triton(sample)
+
+
+# ---- memory that is written meanwhile --------------------------------------------------------------------------------
+
+X, N8, ROWS = (3, 8), (8,), (3,)
+HEADS = (2, 3, 8)
+# Shapes of the tensor arguments, the call, the arguments that backward needs as they were, whether it needs the result.
+WRITTEN: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Tensor], set[int], bool]] = {
+    "bias_act": ((X, N8, ROWS), lambda *t: fused.bias_act(*t, "gelu"), {0, 1, 2}, False),
+    "bias_act, recorded": ((X,), lambda x: fused.bias_act(x, None, None, "silu"), {0}, False),
+    "bias_act, ReLU": ((X, N8), lambda x, b: fused.bias_act(x, b, None, "relu"), set(), True),
+    "bias_act, ReLU alone": ((X,), lambda x: fused.bias_act(x, None, None, "relu"), set(), True),
+    "bias_act, fp8": ((X, N8, ROWS), lambda *t: F.bias_act(*t, activation="gelu", memory="fp8"), {1, 2}, False),
+    "glu": ((X, X, ROWS), lambda *t: fused.glu(*t, "silu"), {0, 1, 2}, False),
+    "glu, fp8": ((X, X, ROWS), lambda *t: F.glu(*t, activation="silu", memory="fp8"), {2}, False),
+    "bias_glu": ((X, N8, ROWS), lambda *t: fused.bias_glu(*t, "silu", "interleaved"), {0, 1, 2}, False),
+    "bias_glu, fp8": ((X, N8, ROWS), lambda *t: F.bias_glu(*t, activation="silu", memory="fp8"), {1, 2}, False),
+    "dropout_add": ((X, N8, X), lambda *t: fused.dropout_add(*t, torch.tensor([5]), 0.5), set(), False),
+    "softmax": ((HEADS, (2,)), lambda x, s: fused.scaled_masked_softmax(x, None, s, 0.5), set(), True),
+}
+WRITES = {"itself": lambda t: t, "a view": lambda t: t[...], "what detach gives": lambda t: t.detach()}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_writes_before_backward_raise_where_it_matters(name: str, write: str) -> None:
+    """As for PyTorch's own functions: an error where backward needs what was there, else the right gradient."""
+    shapes, call, kept, keeps_result = WRITTEN[name]
+
+    def gradients(written: int | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        given = [t.clone() for t in leaves]
+        out = call(*given)
+        if written is not None:
+            with torch.no_grad():
+                WRITES[write]([*given, out][written]).add_(1.0)
+        return list(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+
+    wanted = gradients(None)
+    for i in range(len(shapes) + 1):
+        if i in kept or (i == len(shapes) and keeps_result):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                gradients(i)
+        else:
+            for a, b in zip(gradients(i), wanted, strict=True):
+                assert torch.equal(a, b), f"argument {i}"
+
+
+def test_a_seed_that_is_written_before_backward_raises() -> None:
+    seed, x = torch.tensor([5]), torch.ones(3, 8, requires_grad=True)
+    out = fused.dropout_add(x, None, None, seed, 0.5)
+    seed.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_writes_through_a_viewless_tensor_are_seen() -> None:
+    x = torch.ones(4, requires_grad=True).clone()
+    square, same = x * x, fused.make_viewless(x[1:])
+    with torch.no_grad():
+        same.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.sum().backward()
+
+
+@quietly(60, derandomize=True)
+@given(st.data())
+def test_any_viewless_tensor_is_the_same_memory(data: Any) -> None:
+    shape = tuple(data.draw(st.lists(sizes, max_size=4)))
+    x = data.draw(tensors(shape, data.draw(st.sampled_from(DTYPES)), "any"))
+    before = raw(x.detach())
+    out = fused.make_viewless(x)
+    same = (out.shape, out.stride(), out.storage_offset(), out.dtype, out.is_neg(), out.requires_grad)
+    assert same == (x.shape, x.stride(), x.storage_offset(), x.dtype, x.is_neg(), x.requires_grad)
+    assert out._base is None and out.untyped_storage()._cdata == x.untyped_storage()._cdata
+    if x.requires_grad:
+        grad = torch.randn(shape, dtype=torch.float64).to(x.dtype)
+        assert torch.equal(*torch.autograd.grad(out, x, grad), grad)
+    assert raw(x.detach()) == before

@@ -1,0 +1,346 @@
+"""Long runs: nothing grows with the number of compilations, calls or shapes; and training ends where it should."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import pkgutil
+import sys
+import threading
+import tracemalloc
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+from torch import Tensor
+
+import torch_fused_ops as tfo
+from torch_fused_ops import functional
+from torch_fused_ops.benchmarks import harness, long_training, models
+from torch_fused_ops.lowerings import compat, passes
+
+SLOTS = ("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass")
+SLOTS += ("post_grad_custom_post_pass", "custom_partitioner_fn")
+
+# ---- what could grow -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def modules() -> tuple[ModuleType, ...]:
+    """Every module of the package that can be imported here."""
+    found = [tfo]
+    for info in pkgutil.walk_packages(tfo.__path__, "torch_fused_ops.", onerror=lambda name: None):
+        if not info.name.endswith("__main__"):
+            try:
+                found.append(importlib.import_module(info.name))
+            except ImportError:  # what needs an extra
+                continue
+    # In a clone these two are not below the package's folder.
+    for name in ("lowerings", "lowerings.recognise"):
+        module = importlib.import_module(f"torch_fused_ops.{name}")
+        found += [importlib.import_module(f"{module.__name__}.{i.name}") for i in pkgutil.iter_modules(module.__path__)]
+    return tuple(dict.fromkeys(found))
+
+
+def caches() -> dict[str, int]:
+    """The size of every cache, registry and list that a module of the package holds."""
+    sizes = {}
+    for module in modules():
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", module.__name__) != module.__name__:
+                continue  # imported from elsewhere
+            if hasattr(value, "cache_info"):
+                sizes[f"{module.__name__}.{name}"] = value.cache_info().currsize
+            elif isinstance(value, (dict, list, set)) and not name.startswith("__"):
+                sizes[f"{module.__name__}.{name}"] = len(value)
+    return sizes
+
+
+def state() -> dict[str, Any]:
+    """Everything of ours, and where we hook in, by count."""
+    return {
+        **caches(),
+        **{slot: len(compat.passes_in(getattr(inductor_config, slot))) for slot in SLOTS},
+        "threads": threading.active_count(),
+        "users": passes._users,
+        "joined": len(passes._joined),
+        "tag": torch.compiler.config.cache_key_tag,
+        "excepthook": sys.excepthook,
+        "trace": sys.gettrace(),
+        "hooks": len(gc.callbacks),
+    }
+
+
+def grown(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    return {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
+
+
+# ---- compile and run, again and again --------------------------------------------------------------------------------
+
+
+def cheap(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    """Inductor's passes, AOTAutograd and its partitioner; the graphs then run as they are, without code."""
+    from functorch.compile import make_boxed_func
+    from torch._inductor.compile_fx import compile_fx
+
+    def inner(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return make_boxed_func(gm.forward)
+
+    return compile_fx(gm, example_inputs, inner_compile=inner)  # type: ignore[no-any-return]
+
+
+class MLP(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
+def fused_calls(gm: torch.fx.GraphModule) -> int:
+    return sum("fused" in str(node.target) for node in gm.graph.nodes)
+
+
+def cycle(i: int, backend: Any) -> None:
+    """One compilation with pick-up switched on in one of the ways, a training step, and everything off again."""
+    torch._dynamo.reset()
+    model, x = MLP(), torch.randn(3, 4)
+    policy = tfo.FusionPolicy(memory=("free", "fp8", "input", "off")[i % 4])
+    compiled = torch.compile(model, backend=backend)
+    if i % 3 == 0:
+        tfo.enable(policy)
+        compiled(x).sum().backward()
+        tfo.disable()
+    elif i % 3 == 1:
+        with tfo.enabled(policy):
+            compiled(x).sum().backward()
+    else:
+        with tfo.enabled(policy), tfo.record() as report:
+            compiled(x).sum().backward()
+        assert [site.op for site in report.sites] == ["fused::bias_act"]
+    assert model.up.weight.grad is not None
+
+
+def settled() -> None:
+    torch._dynamo.reset()
+    for _ in range(3):
+        gc.collect()
+
+
+def objects() -> Counter[str]:
+    """How many objects live whose class is of our package, or one that graphs are made of."""
+    graphs = (torch.fx.Node, torch.fx.GraphModule, MLP)
+    kinds = map(type, gc.get_objects())
+    ours = [t for t in kinds if issubclass(t, graphs) or str(t.__module__).startswith("torch_fused_ops")]
+    return Counter(t.__qualname__ for t in ours)
+
+
+def test_compilations_leave_nothing_behind() -> None:
+    """Twelve cycles through all ways and memory levels, and as many again: not one object, entry or pass more."""
+    counts = []
+    for _ in range(3):
+        for i in range(12):
+            cycle(i, cheap)
+        settled()
+        counts.append((state(), objects()))
+    assert not grown(counts[1][0], counts[2][0])
+    assert counts[1][1] == counts[2][1]
+    assert not any(counts[2][0][slot] for slot in SLOTS)
+
+
+@pytest.mark.slow
+def test_1000_compilations_leave_nothing_behind() -> None:
+    """From cycle 200 to cycle 1000: no object, cache entry, pass or thread; of Python's memory, under 1 KB a cycle."""
+    tracemalloc.start()
+    try:
+        for i in range(200):
+            cycle(i, cheap)
+        settled()
+        before, alive, (held, _) = state(), objects(), tracemalloc.get_traced_memory()
+        for i in range(200, 1000):
+            cycle(i, cheap)
+        settled()
+        after, left, (now, _) = state(), objects(), tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert not grown(before, after)
+    assert not left - alive
+    assert now - held < 800 * 1024, "Dynamo itself keeps some for each compilation"
+
+
+@pytest.mark.slow
+def test_compilations_by_inductor_leave_nothing_behind() -> None:
+    counts = []
+    for _ in range(2):
+        for i in range(12):
+            cycle(i, "inductor")
+        settled()
+        counts.append((state(), objects()))
+    assert not grown(counts[0][0], counts[1][0]) and counts[0][1] == counts[1][1]
+
+
+def test_a_compiled_model_can_be_freed() -> None:
+    """Caches that are keyed by functions do not keep users' functions, and what hangs on them, alive."""
+
+    class Custom(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return F.silu(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            s = torch.sigmoid(x)
+            return grad * (s * (1 + x * (1 - s)))  # type: ignore[no-any-return]
+
+    class Model(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(Custom.apply(self.up(x)))  # type: ignore[no-any-return, no-untyped-call]
+
+    model = Model()
+    with tfo.enabled():
+        torch.compile(model, backend=cheap)(torch.randn(3, 4)).sum().backward()
+    gone = weakref.ref(model), weakref.ref(model.up.weight)
+    del model
+    settled()
+    assert [one() for one in gone] == [None, None]
+
+
+# ---- caches are bounded ----------------------------------------------------------------------------------------------
+
+# Those without a bound of their own, and what bounds them.
+UNBOUNDED = {
+    "torch_fused_ops.nn.replace._replaced": "the classes of the modules that were replaced",
+    "torch_fused_ops.activations._traced": "functions that were registered as activations",
+    "torch_fused_ops.lowerings.passes.source_hash": "no argument",
+    "torch_fused_ops.lowerings.recognise.graph._torch_functions": "no argument",
+    "torch_fused_ops.testing.virtual_gpu.kernels._source_folder": "no argument",
+    "torch_fused_ops.testing.virtual_gpu.interpreter._libdevice_functions": "no argument",
+    "torch_fused_ops.testing.virtual_gpu.machine_code._nvidia_tools": "no argument",
+    "torch_fused_ops.testing.virtual_gpu.paper._register_patterns": "no argument",
+    "torch_fused_ops.testing.virtual_gpu.kernels._load": "kernels that were assembled on paper, each a file anyway",
+}
+
+
+def test_every_cache_is_bounded_or_known() -> None:
+    unbounded = {
+        f"{module.__name__}.{name}"
+        for module in modules()
+        for name, value in vars(module).items()
+        if hasattr(value, "cache_parameters")
+        and getattr(value, "__module__", "") == module.__name__
+        and value.cache_parameters()["maxsize"] is None
+        and not module.__name__.startswith("torch_fused_ops.benchmarks")  # programs, which end
+    }
+    assert unbounded <= UNBOUNDED.keys(), unbounded - UNBOUNDED.keys()
+
+
+def test_fresh_shapes_do_not_fill_caches() -> None:
+    """Eager calls, each with sizes of its own: the kernels' plans are forgotten in time, and nothing else is kept."""
+    pytest.importorskip("triton")
+    from torch_fused_ops.kernels import activation, dropout, launching, softmax
+
+    x = torch.zeros(1 << 16, dtype=torch.bfloat16, device="meta")
+    seed = torch.zeros(1, dtype=torch.int64, device="meta")
+    with mock.patch.object(launching, "launch", lambda *args, **constants: None):
+        for n in range(1, 1500):
+            for rows in (n, n + 7):
+                t = x[:1].expand(rows, n)
+                activation.bias_act_backward(t, t, None, None, "silu", (True, False, False))
+                softmax.scaled_masked_softmax(t, None, None, 0.1 * n)
+                dropout.dropout_add(t, None, None, seed, 1 / n)
+    plans = activation._plan, activation._row_plan, softmax._plan
+    assert all(plan.cache_info().currsize <= plan.cache_info().maxsize <= 1024 for plan in plans)
+    assert plans[0].cache_info().misses > 2048, "what is tested is that entries were dropped"
+
+
+@pytest.mark.parametrize("calls", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_eager_calls_of_fresh_shapes_leave_nothing_behind(calls: int) -> None:
+    def run(numbers: range) -> None:
+        for n in numbers:
+            x = torch.ones(1 + n % 97, 1 + n // 97, requires_grad=True)
+            out = functional.bias_act(x, x[0], activation="gelu") + functional.swiglu(x, x, clamp=1.0 + n)
+            out = functional.bias_dropout_add(out, None, x, 1 / (2 + n))
+            functional.scaled_masked_softmax(out, scale=float(n)).sum().backward()
+
+    run(range(50))
+    before, alive = state(), len(gc.get_objects())
+    run(range(50, 50 + calls))
+    gc.collect()
+    assert not grown(before, state())
+    assert len(gc.get_objects()) - alive < 20
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def curves(apart: float, noise: float = 1e-4, seeds: int = 5) -> dict[str, list[list[float]]]:
+    """Losses after training, as ``long_training`` would find them: ``fused`` is off by ``apart``, rounding by noise."""
+    g = torch.Generator().manual_seed(0)
+    found: dict[str, list[list[float]]] = {way: [] for way in long_training.WAYS}
+    for _ in range(seeds):
+        base = 2.3 + 0.03 * torch.randn((), generator=g).item()
+        for way in long_training.WAYS:
+            own = 0.0 if way == "eager" else noise * torch.randn((), generator=g).item()
+            found[way].append([4.0, base + own + (apart if way == "fused" else 0.0)])
+    return found
+
+
+@pytest.mark.parametrize(("apart", "same"), [(0.0, True), (2e-3, False), (0.2, False), (-0.2, False)])
+def test_the_statistic_tells_rounding_from_another_function(apart: float, same: bool) -> None:
+    found = long_training.summary(curves(apart))
+    assert long_training.agrees(found, "fused") is same
+    assert long_training.agrees(found, "compile")
+    assert ("DIFFERS" in long_training.table(found)) is not same
+    row = found["minus_eager"]["fused"]
+    assert row["mean"] == pytest.approx(apart, abs=2e-4) and found["between_seeds"] == pytest.approx(0.03, rel=0.6)
+
+
+def test_the_statistic_wants_seeds_that_its_tables_hold() -> None:
+    assert all(n in long_training.F and n - 1 in long_training.T for n in long_training.SEEDS)
+    with pytest.raises(harness.UsageError, match="--seeds 1 is not accepted: it must be from 2 to 10"):
+        long_training.compare(1, 1)
+
+
+def test_500_steps_of_training_agree() -> None:
+    """What was measured: benchmarks/results/long_training.json, and the picture of it."""
+    result = harness.read(harness.results_folder() / "long_training.json", "long_training")
+    assert result["steps"] == 500 and all(len(row) == 500 for rows in result["curves"].values() for row in rows)
+    found = long_training.summary(result["curves"])
+    assert found == result["summary"] and len(found["minus_eager"]["fused"]["each"]) == 5
+    assert long_training.agrees(found, "fused") and long_training.agrees(found, "compile")
+    assert (Path(__file__).parents[2] / "docs" / "images" / "long_training.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_training_agrees_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, shorter; and the statistic sees a model whose activation is another function."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = long_training.compare(120, 3, batch=4)["summary"]
+        assert long_training.agrees(found, "fused") and long_training.agrees(found, "compile"), long_training.table(
+            found
+        )
+
+        def wrong(model: torch.nn.Module, way: str) -> Callable[..., Tensor]:
+            for mlp in model.modules():
+                if way == "fused" and isinstance(mlp, models.GELUMLP):
+                    mlp.forward = lambda x, self=mlp: self.down(F.relu(self.up(x)))
+            return long_training.prepared(model, way if way == "nudged" else "eager")
+
+        found = long_training.compare(120, 3, batch=4, prepare=wrong)["summary"]
+        assert not long_training.agrees(found, "fused"), long_training.table(found)
+    finally:
+        torch.set_num_threads(threads)
