@@ -381,8 +381,6 @@ RAISES: dict[tuple[str, str], tuple[type[Exception], str]] = {
         for t in ("jvp of a graph's backward", "dual gradients")
     },
 }
-# functional_call has put the weights back by the time that backward multiplies by them again.
-MENDED_ELSEWHERE = {("nn.FusedMLP input", t) for t in GRAPHS if t != "jacobian forward"}
 DEAR = {
     *("linearize", "linearize of grad", "jacrev of jacrev", "jacfwd of jacfwd", "vmap of hessian", "hessian by graph"),
     *("jacrev in chunks", "vmap in chunks", "batched double backward", "jacobian by graph", "vmap of jvp of grad"),
@@ -394,8 +392,6 @@ def pairs() -> Iterator[Any]:
     for (name, case), transform in itertools.product(CASES.items(), ALL):
         quick = (case.operator and transform not in DEAR) or (name, transform) in RAISES
         marks = [] if quick or transform in ("jvp", "grad", "forward over reverse") else [pytest.mark.slow]
-        if (name, transform) in MENDED_ELSEWHERE:
-            marks.append(pytest.mark.xfail(reason="the first product is made again with the module's own weights"))
         yield pytest.param(name, transform, marks=marks)
 
 

@@ -309,3 +309,25 @@ def test_linears_alone() -> None:
             linear.backward_dw()
             torch.testing.assert_close(linear.bias.grad, torch.full((6,), 3.0, dtype=torch.float64))
             assert "4, 6, bias=True" in repr(linear)
+
+
+@pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])
+def test_parameters_of_functional_call_are_those_of_backward_too(memory: str) -> None:
+    """Where backward runs the first linear again, the module has its own parameters back."""
+    mlp, x = build(config(memory=memory)), tokens(5, HIDDEN).requires_grad_()
+    others = {name: (p.detach() * 1.5).requires_grad_() for name, p in mlp.named_parameters()}
+    y, bias = torch.func.functional_call(mlp, others, (x,))
+    found = torch.autograd.grad((y + bias).square().sum(), [x, *others.values()])
+    same = build(config(memory=memory))
+    with torch.no_grad():
+        for p in same.parameters():
+            p.mul_(1.5)
+    wanted = torch.autograd.grad(output(same, x).square().sum(), [x, *same.parameters()])
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_second_derivatives_of_delayed_gradients_raise() -> None:
+    mlp, x = build(config(delay_wgrad_compute=True)), tokens(5, HIDDEN).requires_grad_()
+    with pytest.raises(RuntimeError, match="delay_wgrad_compute=True is not accepted with create_graph=True"):
+        torch.autograd.grad(output(mlp, x).square().sum(), x, create_graph=True)

@@ -1,0 +1,176 @@
+"""Write the pages of docs/ that are generated: operators.md from the schemas, compatibility.md from test runs.
+
+python docs/generate.py           # after a schema has changed, or `pytest --record-compatibility` has run
+python docs/generate.py --check   # exit status 1 if a page is not what it would write
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+RECORD = DOCS / "compatibility.json"
+NOTE = "<!-- Written by `python docs/generate.py`; change that, not this page. -->\n"
+
+# ---- compatibility.md ------------------------------------------------------------------------------------------------
+
+ITEMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("Versions", "torch's internals listed and probed; without one of them pick-up is off and operators work; a newer "
+     "torch is told once", ("anywhere/test_versions.py",)),
+    ("Transforms", "`torch.func` and `torch.autograd.functional`, forward mode, double backward, `vmap` over every "
+     "argument, compiled too", ("anywhere/test_transforms.py", "ops/test_activation.py", "ops/test_dropout.py",
+     "ops/test_softmax.py", "ops/test_fp8.py", "ops/test_viewless.py")),
+    ("Autocast", "the dtypes and values of PyTorch's own spelling: eager, compiled, picked up; CPU and CUDA",
+     ("anywhere/test_autocast.py",)),
+    ("Export", "`torch.export`, decompositions, AOTInductor in Python and C++, `torch.jit.trace`, ONNX",
+     ("anywhere/test_export.py",)),
+    ("Checkpointing", "`torch.utils.checkpoint`, selective policies, saved-tensor hooks, offloading",
+     ("anywhere/test_checkpointing.py", "lowerings/test_composition.py", "nn/test_outer_hooks.py")),
+    ("CUDA graphs", "no launch waits for the device; compiled graphs meet Inductor's conditions; replay on a GPU",
+     ("anywhere/test_cuda_graphs.py",)),
+    ("Distributed training", "DDP with and without split graphs, FSDP2, accumulation, `no_sync`; tensor and expert "
+     "parallelism, DTensor, checkpoints", ("distributed/test_data_parallel.py", "distributed/test_tensor_parallel.py",
+     "distributed/test_expert_parallel.py", "distributed/test_sharding.py", "distributed/test_checkpoint.py")),
+    ("Serialisation", "`torch.save`, pickle, copies, compile caches in other processes, fork, spawn, threads",
+     ("anywhere/test_serialisation.py", "lowerings/test_caches.py")),
+    ("Devices", "CPU, CUDA, ROCm, XPU, all others as plain PyTorch; meta and fake tensors; mixtures rejected",
+     ("anywhere/test_devices.py",)),
+    ("Hostile input", "shapes, strides, dtypes and values of every kind against float64; wrong arguments; tensors "
+     "written before backward", ("anywhere/test_hostile.py", "ops/test_errors.py")),
+    ("Limits", "beyond 2³¹ elements; graphs too deep or too wide to read", ("anywhere/test_limits.py",)),
+    ("Long runs", "a thousand compilations, many calls: nothing grows; training against eager",
+     ("anywhere/test_long_runs.py",)),
+    ("GPU code", "kernels in Triton's interpreter and as machine code on paper", ("kernels/test_activation_kernels.py",
+     "kernels/test_dropout_kernels.py", "kernels/test_softmax_kernels.py", "kernels/test_fp8_kernels.py",
+     "codegen/test_figures.py")),
+    ("Docs", "every code block of the README and of docs/ runs; these tables are what is generated",
+     ("test_docs.py", "test_migrate.py")),
+)  # fmt: skip
+
+
+def compatibility() -> str:
+    """The page: each item, its tests, and what became of them on each version."""
+    record: dict[str, dict[str, list[int]]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    versions = sorted(record, key=lambda v: [int(n) for n in v.split()[1].split(".")])
+    lines = [
+        "# Works where PyTorch works",
+        "",
+        NOTE,
+        "What `pytest --record-compatibility` has seen (`.ci/versions` runs it in an environment for each version), on",
+        "CPUs. Numbers are tests that passed, + those skipped, each with its reason; slow ones count where they ran.",
+        "A cell with ✗ has failures.",
+        "",
+        f"| | what | tests | {' | '.join(versions)} |",
+        f"|---|---|---|{'---|' * len(versions)}",
+    ]
+    for name, what, files in ITEMS:
+        cells = []
+        for version in versions:
+            counts = [record[version].get(file, [0, 0, 0]) for file in files]
+            passed, failed, skipped = (sum(column) for column in zip(*counts, strict=True))
+            ran = all(any(count) for count in counts)
+            text = f"{passed}" + f" + {skipped}" * bool(skipped)
+            cells.append(
+                f"✗ {failed} failed" if failed else text if ran else "not run" if not passed else f"part: {text}"
+            )
+        tests = ", ".join(f"`{file}`" for file in files)
+        lines.append(f"| {name} | {what} | {tests} | {' | '.join(cells)} |")
+    totals = []
+    for version in versions:
+        passed, failed, skipped = (sum(column) for column in zip(*record[version].values(), strict=True))
+        totals.append(f"**{passed}** + {skipped}" + f", ✗ {failed}" * bool(failed))
+    lines += [f"| **All tests** | | `tests/` | {' | '.join(totals)} |", ""]
+    return "\n".join(lines)
+
+
+# ---- operators.md ----------------------------------------------------------------------------------------------------
+
+INTRODUCTION = """\
+`torch_fused_ops.functional` (`FF` in these pages) has a typed function for each operator and for each common use of it.
+`torch.ops.fused.*` are the operators themselves. Both are the same call: one kernel forward and one pass backward on
+GPUs in eager mode, ordinary nodes under `torch.compile`.
+
+* Results are new and contiguous. Their dtype is that of the first tensor; arithmetic is in float32 (in float64 if an
+  argument is), rounded once.
+* Any strides; float16, bfloat16, float32 and float64, mixed as you like; sizes 0 and 1. All tensors are on one device.
+* Wrong arguments raise `ValueError` or `TypeError`, which name the argument, its value and what is accepted.
+* Gradients of any order, forward mode, `torch.func`; `memory="fp8"` has first derivatives (and all by `torch.func`).
+
+```python
+import torch
+from torch_fused_ops import functional as FF
+
+x, bias = torch.randn(4, 16), torch.randn(16)
+FF.bias_gelu(x, bias, approximate="tanh")
+torch.ops.fused.bias_act(x, bias, None, "gelu_tanh")  # the same
+```
+"""
+
+
+def _first_line(fn: Callable[..., object] | None) -> str:
+    return (inspect.getdoc(fn) or "").partition("\n")[0].replace("``", "`").replace("|", "\\|") if fn else ""
+
+
+def operators() -> str:
+    """The page: functions and operators, from their signatures, docstrings and schemas."""
+    import torch
+
+    import torch_fused_ops as tfo
+    from torch_fused_ops import activations, functional, reference
+
+    packets = [getattr(torch.ops.fused, name) for name in sorted(dir(torch.ops.fused))]
+    schemas = [p.default._schema for p in packets if isinstance(p, torch._ops.OpOverloadPacket)]
+    lines = ["# Operators", "", NOTE, INTRODUCTION, "## Functions", "", "| | computes |", "|---|---|"]
+    for name in sorted(n for n in functional.__all__ if callable(getattr(functional, n))):
+        fn = getattr(functional, name)
+        called = f"{name}.apply" if isinstance(fn, type) else name
+        signature = inspect.signature(fn.apply if isinstance(fn, type) else fn)
+        plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        signature = signature.replace(parameters=plain, return_annotation=signature.empty)
+        lines.append(f"| `{called}{signature}` | {_first_line(fn)} |")
+    lines += [
+        "",
+        "## Operators",
+        "",
+        "Schemas, as `torch.ops.fused.<name>.default._schema` has them; tensors come first.",
+        "",
+    ]
+    lines += ["| | computes |", "|---|---|"]
+    for schema in schemas:
+        name = schema.name.removeprefix("fused::")
+        formula = _first_line(getattr(reference, name, None) or getattr(functional, f"{name}_tensor", None))
+        text = str(schema).replace("|", "\\|")
+        lines.append(f"| `{text}` | {formula} |")
+    lines += [
+        "",
+        "## Activations",
+        "",
+        f"`{' '.join(activations.names())}`, and what `torch_fused_ops.register_activation` adds:",
+        "",
+        f"> {_first_line(tfo.register_activation)}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+PAGES: dict[str, Callable[[], str]] = {"operators.md": operators, "compatibility.md": compatibility}
+
+
+def main() -> int:
+    """Write the pages, or compare them."""
+    stale = [name for name, page in PAGES.items() if not (DOCS / name).exists() or (DOCS / name).read_text() != page()]
+    if "--check" in sys.argv:
+        print("\n".join(f"docs/{name} is not what docs/generate.py writes" for name in stale))
+        return bool(stale)
+    for name in stale:
+        (DOCS / name).write_text(PAGES[name]())
+        print(f"docs/{name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

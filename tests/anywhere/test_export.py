@@ -1,0 +1,443 @@
+"""Export: operators stay in the graph, become aten when asked, and leave for AOTInductor, ONNX and TorchScript."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import torch_fused_ops as tfo
+from torch_fused_ops import functional as FF
+from torch_fused_ops.nn import FusedMLP
+from torch_fused_ops.testing.samples import FP8_OPERATORS, OPERATORS, Sample, backward_samples, samples
+
+fused = torch.ops.fused
+ROWS = torch.export.Dim("rows", min=2, max=64)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+class Everything(nn.Module):
+    """Every operator, by its typed name; in float8 what can be, and a FusedMLP."""
+
+    def __init__(self, memory: str = "free") -> None:
+        super().__init__()
+        self.memory = memory
+        self.bias, self.packed, self.sink = (nn.Parameter(torch.randn(n)) for n in (8, 16, 3))
+        self.mlp = FusedMLP(8, 32, "silu", gated=True)
+
+    def forward(self, x: Tensor, residual: Tensor, seed: Tensor) -> Tensor:
+        a = FF.bias_gelu(x, self.bias, memory=self.memory)
+        b = FF.swiglu(a, x, x[..., 0].sigmoid(), memory=self.memory)
+        c = FF.bias_geglu(torch.cat((a, b), -1), self.packed, memory=self.memory)
+        d = FF.dropout_add(self.mlp(c), self.bias, residual, seed=seed, p=0.5)
+        scores = d @ d.mT
+        e = FF.scaled_masked_softmax(scores.expand(3, -1, -1), None, self.sink, scale=0.3, causal=True)
+        return FF.make_viewless_tensor(e.sum(0).t(), True, True) * 2
+
+
+def inputs(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(rows, 8), torch.randn(rows, 8), torch.tensor([7])
+
+
+SIZES = ({0: ROWS}, {0: ROWS}, None)
+
+
+def export(model: nn.Module, strict: bool = False) -> torch.export.ExportedProgram:
+    return torch.export.export(model, inputs(6), dynamic_shapes=SIZES, strict=strict)
+
+
+def fused_calls(graph: torch.fx.Graph) -> list[str]:
+    return [str(n.target) for n in graph.nodes if n.op == "call_function" and "fused." in str(n.target)]
+
+
+def in_a_new_process(program: str, *arguments: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+# ---- operators in graphs ---------------------------------------------------------------------------------------------
+
+PLAIN = {f"fused.{name}.default" for name in (*OPERATORS, "make_viewless")}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("memory", ["free", "fp8"])
+def test_every_operator_stays_in_the_graph(memory: str, strict: bool) -> None:
+    model = Everything(memory)
+    program = export(model, strict)
+    stored = {f"fused.{name}.default" for name in FP8_OPERATORS} if memory == "fp8" else set()
+    replaced = {name.replace("_fp8", "") for name in stored} - {"fused.bias_glu.default"}  # which FusedMLP calls, too
+    assert set(fused_calls(program.graph)) == (PLAIN | stored) - replaced
+    for rows in (6, 11):
+        args = inputs(rows)
+        torch.testing.assert_close(program.module()(*args), model(*args), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("level", ["off", "free", "fp8", "input"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_fused_mlp_exports_at_every_memory_level(strict: bool, level: str) -> None:
+    mlp, x = FusedMLP(8, 32, memory=level), torch.randn(5, 8)
+    program = torch.export.export(mlp, (x,), dynamic_shapes=({0: ROWS},), strict=strict)
+    assert fused_calls(program.graph) == ["fused.bias_act.default"]
+    mlp.memory = "free"  # which has the exact gradient: a level is eager mode's, and the graph has none
+    x = torch.randn(9, 8, requires_grad=True)
+    outs = [module(x) for module in (program.module(), mlp)]
+    torch.testing.assert_close(*outs)
+    torch.testing.assert_close(*(torch.autograd.grad(out.sum(), x)[0] for out in outs))
+
+
+# ---- decompositions --------------------------------------------------------------------------------------------------
+
+RTOL = {
+    torch.float64: 1e-11,
+    torch.float32: 3e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1.6e-2,
+    torch.float8_e4m3fn: 0.13,
+}
+
+
+def every_sample() -> Iterator[Any]:
+    """The core samples; all of them but a few of each operator's are slow."""
+    for op, both in itertools.product(OPERATORS + FP8_OPERATORS, (samples, backward_samples)):
+        for i, sample in enumerate(both(op, core=True)):
+            yield pytest.param(sample, id=str(sample), marks=[pytest.mark.slow] * (i % 8 != 0))
+
+
+def call_of(sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
+    """The sample as a function of its tensors, and those."""
+
+    def call(*tensors: Tensor) -> Any:
+        rest = iter(tensors)
+        return sample.overload(*(next(rest) if isinstance(a, Tensor) else a for a in sample.args))
+
+    return call, [a.detach() for a in sample.args if isinstance(a, Tensor)]
+
+
+@pytest.mark.parametrize("differentiable", [True, False])
+@pytest.mark.parametrize("sample", every_sample())
+def test_every_operator_decomposes_into_what_it_computes(sample: Sample, differentiable: bool) -> None:
+    """Values, dtypes, strides and which gradients there are."""
+    call, tensors = call_of(sample)
+    gm = make_fx(call, decomposition_table=tfo.decompositions(differentiable=differentiable))(*tensors)
+    assert not fused_calls(gm.graph)
+    found, wanted = (out if isinstance(out, tuple) else (out,) for out in (gm(*tensors), call(*tensors)))
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+            rtol = RTOL[a.dtype]
+            torch.testing.assert_close(a.double(), b.double(), rtol=rtol, atol=rtol / 10, equal_nan=True)
+
+
+def test_the_table_is_complete() -> None:
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fused::")}
+    assert {op.name() for op in tfo.decompositions()} == registered
+
+
+def test_registered_activations_decompose_and_nothing_is_aliased() -> None:
+    tfo.register_activation("itself_decomposed", lambda x: x)
+
+    def twice(x: Tensor) -> Tensor:
+        y = FF.bias_act(x, activation="itself_decomposed")
+        return y.mul_(2) + x
+
+    x = torch.randn(3, 4)
+    for table in (None, tfo.decompositions()):
+        torch.testing.assert_close(make_fx(twice, decomposition_table=table)(x)(x.clone()), 3 * x)
+
+
+def test_decompositions_refuse_what_the_operators_refuse() -> None:
+    with pytest.raises(ValueError, match=r"bias has shape \(1,\)"):
+        make_fx(lambda x, b: FF.bias_gelu(x, b), decomposition_table=tfo.decompositions())(
+            torch.ones(3, 4), torch.ones(1)
+        )
+    with pytest.raises(TypeError, match="differentiable='no' is not accepted"):
+        tfo.decompositions(differentiable="no")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_program_is_decomposed_with_torchs_table_or_with_ours_alone(alone: bool) -> None:
+    model = Everything()
+    table = {} if alone else torch.export.default_decompositions()
+    table.update(tfo.decompositions())
+    program = export(model).run_decompositions(table)
+    assert not fused_calls(program.graph)
+    assert fused_calls(export(model).run_decompositions().graph)
+    args = inputs(9)
+    torch.testing.assert_close(program.module()(*args), model(*args))
+
+
+@pytest.mark.parametrize("name", tfo.activations.names())
+def test_a_decomposed_program_may_be_trained(name: str) -> None:
+    """At 0, too, where formulas with |x| have no derivative; and twice."""
+
+    class Act(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.fused.bias_act(x, None, None, name)  # type: ignore[no-any-return]
+
+    x = torch.tensor([-9.0, -1.5, -0.0, 0.0, 0.7, 9.0], requires_grad=True)
+    program = torch.export.export(Act(), (x,)).run_decompositions({**tfo.decompositions()}).module()
+    first = [torch.autograd.grad(f(x).sum(), x, create_graph=True)[0] for f in (program, Act())]
+    torch.testing.assert_close(*first, rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(*(torch.autograd.grad(g.sum(), x, allow_unused=True)[0] for g in first))
+
+
+def test_a_joint_graph_decomposes() -> None:
+    """Forward and backward in one trace: the backward operators are traced, and become aten by the same table."""
+    model = Everything()
+
+    def step(x: Tensor, residual: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+        parameters = dict(model.named_parameters())
+        out = torch.func.functional_call(model, parameters, (x, residual, seed))
+        return torch.autograd.grad(out.square().sum(), [x, residual, *parameters.values()], allow_unused=True)
+
+    args = [t.requires_grad_(t.is_floating_point()) for t in inputs(5)]
+    graphs = [make_fx(step, decomposition_table=table)(*args) for table in (None, tfo.decompositions())]
+    backward = {f"fused.{name}_backward.default" for name in OPERATORS}
+    assert backward <= set(fused_calls(graphs[0].graph)) and not fused_calls(graphs[1].graph)
+    for got, wanted in zip(graphs[1](*args), step(*args), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+# ---- files, and processes that never import us -----------------------------------------------------------------------
+
+
+def test_a_program_with_our_operators_is_saved_and_loaded() -> None:
+    model, args, file = Everything(), inputs(9), io.BytesIO()
+    torch.export.save(export(model), file)
+    file.seek(0)
+    loaded = torch.export.load(file)
+    assert set(fused_calls(loaded.graph)) == PLAIN
+    torch.testing.assert_close(loaded.module()(*args), model(*args), rtol=0, atol=0)
+
+
+WITHOUT_US = """
+import sys, torch
+for kind, path, args, expected in torch.load(sys.argv[1]):
+    loaded = torch.export.load(path).module() if kind == "program" else torch._inductor.aoti_load_package(path)
+    for one, wanted in zip(args, expected):
+        torch.testing.assert_close(loaded(*one), wanted)
+assert not any(name.startswith("torch_fused_ops") for name in sys.modules)
+assert not hasattr(torch.ops.fused, "bias_act")
+"""
+
+
+class Spelled(nn.Module):
+    """An MLP that has never heard of us, then the same by our operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.mlp = nn.Linear(8, 32), nn.Linear(32, 8), FusedMLP(8, 32, "silu", gated=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.down(nn.functional.gelu(self.up(x))))  # type: ignore[no-any-return]
+
+
+def packaged(program: torch.export.ExportedProgram, path: Path, how: str) -> str:
+    """The package, compiled with pick-up by ``how``; no call of ours is in it."""
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        if how == "options":
+            options = tfo.compile_options(tfo.FusionPolicy(strict=True))
+            package = torch._inductor.aoti_compile_and_package(
+                program, package_path=str(path), inductor_configs=options
+            )
+        else:
+            with tfo.enabled(tfo.FusionPolicy(strict=True)):
+                package = torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    with zipfile.ZipFile(package) as archive:
+        libraries = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
+    assert libraries and not any(re.search(rb"fused[:.]+\w+", code) for code in libraries)
+    return package
+
+
+@pytest.mark.parametrize("how", [pytest.param("options", marks=pytest.mark.slow), "enabled"])
+def test_what_runs_where_we_never_were(how: str, tmp_path: Path) -> None:
+    """A decomposed program; an AOTInductor package of a plain MLP and a FusedMLP, in the slow run of every operator."""
+    model: nn.Module = Everything()
+    program = export(model)
+    torch.export.save(program.run_decompositions({**tfo.decompositions()}), path := tmp_path / "decomposed.pt2")
+    cases: list[tuple[str, nn.Module, Path | str, int]] = [("program", model, path, 3)]
+    if how == "options":
+        cases.append(("package", model, packaged(program, tmp_path / "everything.pt2", how), 3))
+    model = Spelled()
+    with tfo.record() as report:
+        program = torch.export.export(model, inputs(6)[:1], dynamic_shapes=SIZES[:1])
+        cases.append(("package", model, packaged(program, tmp_path / "mlp.pt2", how), 1))
+    assert {site.activation for site in report.sites if site.op} >= {"gelu"}
+    with torch.no_grad():
+        runs = [
+            (kind, str(path), args := [inputs(rows)[:count] for rows in (6, 13)], [model(*one) for one in args])
+            for kind, model, path, count in cases
+        ]
+    torch.save(runs, tmp_path / "runs.pt")
+    in_a_new_process(WITHOUT_US, tmp_path / "runs.pt")
+
+
+MAIN = """
+#include <ATen/ATen.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <fstream>
+int main(int argc, char** argv) {
+  torch::inductor::AOTIModelPackageLoader loader(argv[1]);
+  std::vector<float> data(13 * 8);
+  std::ifstream(argv[2], std::ios::binary).read(reinterpret_cast<char*>(data.data()), data.size() * 4);
+  std::vector<at::Tensor> outputs = loader.run({at::from_blob(data.data(), {13, 8}).clone()});
+  at::Tensor out = outputs[0].contiguous();
+  std::ofstream(argv[3], std::ios::binary).write(static_cast<const char*>(out.data_ptr()), out.numel() * 4);
+}
+"""
+
+
+@pytest.mark.slow
+def test_packages_run_in_cpp(tmp_path: Path) -> None:
+    """No Python at all: ``AOTIModelPackageLoader`` in a program linked with libtorch."""
+    import numpy
+
+    lib, headers = Path(torch.__file__).parent / "lib", Path(torch.__file__).parent / "include"
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None or not (headers / "torch/csrc/inductor/aoti_package/model_package_loader.h").exists():
+        pytest.skip("needs a C++ compiler and torch's headers")
+    model = Spelled()
+    program = torch.export.export(model, inputs(6)[:1], dynamic_shapes=SIZES[:1])
+    package = packaged(program, tmp_path / "mlp.pt2", "options")
+    (tmp_path / "main.cpp").write_text(MAIN)
+    libraries = ["torch", "torch_cpu", "c10"] + ["torch_cuda", "c10_cuda"] * (lib / "libtorch_cuda.so").exists()
+    includes = [f"-I{headers}", f"-I{headers / 'torch/csrc/api/include'}"]
+    links = [f"-L{lib}", f"-Wl,-rpath,{lib}", "-Wl,--no-as-needed", *(f"-l{name}" for name in libraries)]
+    macros = [] if not (headers / "cuda_runtime.h").exists() else ["-DUSE_CUDA"]
+    build = [compiler, "-std=c++20", "-O0", *macros, *includes, "main.cpp", "-o", "main", *links]
+    done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    x = torch.randn(13, 8)
+    (tmp_path / "in").write_bytes(x.numpy().tobytes())
+    done = subprocess.run([tmp_path / "main", package, "in", "out"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = torch.from_numpy(numpy.fromfile(tmp_path / "out", dtype="float32")).view(13, 8)
+    torch.testing.assert_close(found, model(x).detach())
+
+
+# ---- TorchScript, torch.fx, ONNX -------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")  # deprecated since torch 2.9, and still there in 2.15
+@pytest.mark.parametrize("level", ["off", "free", "fp8", "input"])
+def test_jit_trace(level: str) -> None:
+    """Traced, saved and loaded; other sizes; and the gradient of what was traced."""
+    torch.manual_seed(0)
+    model = nn.Sequential(FusedMLP(8, 32, memory=level), FusedMLP(8, 32, "silu", gated=True, memory=level))
+    traced = torch.jit.trace(model, (torch.randn(4, 8),))
+    file = io.BytesIO()
+    torch.jit.save(traced, file)
+    file.seek(0)
+    loaded = torch.jit.load(file)
+    assert "fused::bias_act" in str(loaded.inlined_graph)
+    for rows in (4, 4, 9):  # the second and third call run what TorchScript has optimised
+        x = torch.randn(rows, 8, requires_grad=True)
+        wanted = model(x)
+        for module in (traced, loaded):
+            found = module(x)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+            if level != "fp8":  # the level is Python's; a traced graph keeps what the operators keep
+                wanted_grad, grad = (torch.autograd.grad(o.sum(), x, retain_graph=True)[0] for o in (wanted, found))
+                torch.testing.assert_close(grad, wanted_grad)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_jit_trace_of_every_operator() -> None:
+    model = Everything().eval()
+    traced = torch.jit.trace(model, inputs(6))
+    for rows in (6, 11):
+        args = inputs(rows)
+        torch.testing.assert_close(traced(*args), model(*args), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_jit_script_takes_the_operators_and_not_the_typed_names() -> None:
+    def operators(x: Tensor, b: Tensor) -> Tensor:
+        y = torch.ops.fused.bias_act(x, b, None, "gelu")
+        return torch.ops.fused.scaled_masked_softmax(torch.ops.fused.glu(y, x, None, "silu"), None, None)
+
+    # By source, as scripting reads this file, whose annotations are strings.
+    scripted = torch.jit.CompilationUnit(
+        """
+def f(x, b):
+    y = torch.ops.fused.bias_act(x, b, None, "gelu")
+    return torch.ops.fused.scaled_masked_softmax(torch.ops.fused.glu(y, x, None, "silu"), None, None)
+"""
+    ).f
+    x, b = torch.randn(4, 8), torch.randn(8)
+    torch.testing.assert_close(scripted(x, b), operators(x, b), rtol=0, atol=0)
+    for refused in (FF.swiglu, FusedMLP(8, 32)):
+        with pytest.raises((torch.jit.frontend.NotSupportedError, RuntimeError)):
+            torch.jit.script(refused)
+
+
+def test_symbolic_trace() -> None:
+    """torch.fx's own tracer, which shows proxies to Python: dropout's seed is drawn anew at each call."""
+
+    class Model(Everything):
+        def forward(self, x: Tensor, residual: Tensor, seed: Tensor) -> Tensor:  # type: ignore[override]
+            return FF.bias_dropout_add(super().forward(x, residual, seed), None, None, 0.5)
+
+    model, args = Model(), inputs(9)
+    traced = torch.fx.symbolic_trace(model)
+    names = {node.target.__name__ for node in traced.graph.nodes if node.op == "call_function"}
+    assert names >= {*OPERATORS, "make_viewless_tensor"}
+    torch.manual_seed(1)
+    wanted = model(*args)
+    torch.manual_seed(1)
+    torch.testing.assert_close(traced(*args), wanted, rtol=0, atol=0)
+
+
+def test_symbolic_trace_at_every_memory_level() -> None:
+    for level in ("off", "free", "fp8", "input"):
+        mlp, x = FusedMLP(8, 32, memory=level), torch.randn(4, 8)
+        torch.testing.assert_close(torch.fx.symbolic_trace(mlp)(x), mlp(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("symbolic", ["real", "symbolic"])
+def test_make_fx_keeps_the_operators(symbolic: str) -> None:
+    model, args = Everything(), inputs(5)
+    gm = make_fx(model, tracing_mode=symbolic, _allow_non_fake_inputs=True)(*args)
+    assert {f"fused.{name}.default" for name in OPERATORS} <= set(fused_calls(gm.graph))
+    torch.testing.assert_close(gm(*args), model(*args), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_onnx() -> None:
+    """Through decompositions, dropout's mask bit for bit; run by onnx's own reference evaluator."""
+    pytest.importorskip("onnxscript")
+    reference = pytest.importorskip("onnx.reference")
+    model = Everything()
+    table = {**torch.export.default_decompositions(), **tfo.decompositions(differentiable=False)}
+    program = torch.onnx.export(export(model).run_decompositions(table), dynamo=True, verbose=False)
+    assert program is not None
+    assert not {"Erf", "Gelu"} & {node.op_type for node in program.model_proto.graph.node}  # they lose the tail
+    session = reference.ReferenceEvaluator(program.model_proto)
+    for rows in (6, 11):
+        args = inputs(rows)
+        (found,) = session.run(None, dict(zip(session.input_names, (t.numpy() for t in args), strict=True)))
+        torch.testing.assert_close(torch.from_numpy(found), model(*args).detach(), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,440 @@
+"""What is pickled, copied, cached and shared: other processes, threads, start methods, imports and exits."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_fused_ops as tfo
+from torch_fused_ops.nn import MLP, FusedMLP, MLPConfig, replace_mlps
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def python(program: str, *arguments: object, folder: Path | None = None, **environment: str) -> str:
+    """What a new interpreter prints; it must end well, and without a word on stderr."""
+    command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
+    if folder is not None:  # a file: what spawn imports again
+        (folder / "program.py").write_text(program)
+        command[3:5] = [str(folder / "program.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = [line for line in done.stderr.splitlines() if not re.match(r"[IW]\d{4} ", line)]  # but torch's own log
+    assert not said, done.stderr[-3000:]
+    return done.stdout
+
+
+# ---- modules, policies, reports --------------------------------------------------------------------------------------
+
+
+def replaced() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    assert replace_mlps(model, memory="input")
+    return model
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "FusedMLP": lambda: FusedMLP(8, 16),
+    "FusedMLP gated": lambda: FusedMLP(8, 16, "silu", gated=True, memory="fp8", dropout=0.1),
+    "MLP": lambda: MLP(MLPConfig(8)),
+    "MLP gated": lambda: MLP(
+        MLPConfig(
+            8,
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            activation_func_clamp_value=2.0,
+            glu_linear_offset=1.0,
+            memory="input",
+        )
+    ),
+    "MLP of a name": lambda: MLP(MLPConfig(8, add_bias_linear=False, activation_func="relu2")),
+    "replaced": replaced,
+}
+
+LOADS = """
+import sys, torch
+for module, x, expected in torch.load(sys.argv[1], weights_only=False):
+    torch.testing.assert_close(module(x), expected)
+print(len(sys.argv))
+"""
+
+
+def first(out: Any) -> Tensor:
+    return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+
+
+def through_a_file(what: Any, weights_only: bool) -> Any:
+    file = io.BytesIO()
+    torch.save(what, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_are_copied_pickled_and_saved(name: str) -> None:
+    module, x = MODULES[name]().eval(), torch.randn(3, 8)
+    expected = first(module(x))
+    twins = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), through_a_file(module, False)]
+    for twin in (*twins, copy.copy(module)):
+        assert type(twin).__name__ == type(module).__name__
+        torch.testing.assert_close(first(twin(x)), expected, rtol=0, atol=0)
+        assert repr(twin) == repr(module) and twin.state_dict().keys() == module.state_dict().keys()
+    for twin in twins:  # of their own
+        with torch.no_grad():
+            [p.zero_() for p in twin.parameters()]
+    torch.testing.assert_close(first(module(x)), expected, rtol=0, atol=0)
+    for twin in twins:
+        twin.load_state_dict(through_a_file(module.state_dict(), True))
+        first(twin(x)).sum().backward()  # and trains
+        torch.testing.assert_close(first(twin(x)), expected, rtol=0, atol=0)
+
+
+def test_a_compiled_models_state_is_the_models() -> None:
+    model = MODULES["FusedMLP"]()
+    compiled = torch.compile(model, backend="fused")  # nothing is compiled before the first call
+    state = through_a_file(compiled.state_dict(), True)
+    assert {key.removeprefix("_orig_mod.") for key in state} == set(model.state_dict())
+    other = torch.compile(MODULES["FusedMLP"](), backend="fused")
+    other.load_state_dict(state)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(other._orig_mod(x), model(x), rtol=0, atol=0)
+
+
+def test_modules_load_in_a_process_that_has_not_imported_us(tmp_path: Path) -> None:
+    x = torch.randn(3, 8)
+    modules = [make().eval() for make in MODULES.values()]
+    torch.save([(m, x, m(x)) for m in modules], tmp_path / "modules.pt")
+    python(LOADS, tmp_path / "modules.pt")
+
+
+def test_policies_reports_and_configs() -> None:
+    policy = tfo.FusionPolicy(memory={"a.*": "fp8", "*": "input"}, exclude=("b",), strict=True)
+    report = tfo.explain(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), torch.randn(2, 8))
+    assert report.sites
+    config = MLPConfig(8, activation_func="silu", gated_linear_unit=True)
+    for twin in (copy.copy, copy.deepcopy, lambda what: pickle.loads(pickle.dumps(what))):
+        assert twin(policy) == policy and hash(twin(policy)) == hash(policy)
+        assert twin(report).sites == report.sites and twin(report).to_json() == report.to_json()
+        assert twin(config) == config
+
+
+NAMES_A_REGISTERED_ACTIVATION = """
+import pickle, sys, torch
+modules = pickle.load(open(sys.argv[1], "rb"))
+for module in modules:
+    try:
+        module(torch.ones(2, 8))
+    except ValueError as error:
+        assert "activation='pickled_twice' is not known" in str(error) and "register_activation" in str(error)
+    else:
+        raise AssertionError("it ran")
+import torch_fused_ops
+torch_fused_ops.register_activation("pickled_twice", lambda x: 2 * x)
+for module in modules:
+    module(torch.ones(2, 8))
+"""
+
+
+def test_a_registered_activation_is_pickled_by_name_and_missed_by_name(tmp_path: Path) -> None:
+    tfo.register_activation("pickled_twice", lambda x: 2 * x)
+    modules = [FusedMLP(8, 16, "pickled_twice"), MLP(MLPConfig(8, activation_func="pickled_twice"))]
+    (tmp_path / "modules.pkl").write_bytes(pickle.dumps(modules))
+    python(NAMES_A_REGISTERED_ACTIVATION, tmp_path / "modules.pkl")
+
+
+# ---- artifacts of the compiler's caches ------------------------------------------------------------------------------
+
+CACHES = """
+import sys, torch
+import torch_fused_ops as tfo
+from torch._dynamo.utils import counters
+
+saves, path, factor = sys.argv[1] == "save", sys.argv[2], float(sys.argv[3])
+x = torch.linspace(-2, 2, 64).view(8, 8)
+w = torch.eye(8)
+
+def compiled(policy, fn, expected):
+    torch._dynamo.reset()
+    counters.clear()
+    y = torch.linspace(-2, 2, 64).view(8, 8).requires_grad_()
+    out = torch.compile(fn, backend="fused", options={"policy": policy})(y)
+    torch.testing.assert_close(out, expected(y), rtol=1e-4, atol=1e-5)
+    grad, wanted = (torch.autograd.grad(o.sum(), y)[0] for o in (out, expected(y)))
+    torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-5)
+    hit = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+    return "hit" if hit else "miss"
+
+gelu = torch.nn.functional.gelu
+mlp = lambda x: gelu(x @ w) @ w
+operator = lambda x: torch.ops.fused.bias_act(x, None, None, "scaled_by_hand")
+if not saves:
+    info = torch.compiler.load_cache_artifacts(open(path, "rb").read())
+    assert info is not None
+found = [compiled(tfo.FusionPolicy(strict=True), mlp, mlp)]
+if not saves:
+    found.append(compiled(tfo.FusionPolicy(strict=True, memory="off"), mlp, mlp))
+tfo.register_activation("scaled_by_hand", lambda x: factor * x * x)
+found.append(compiled(tfo.FusionPolicy(), operator, lambda x: factor * x * x))
+if saves:
+    open(path, "wb").write(torch.compiler.save_cache_artifacts()[0])
+print(*found)
+"""
+
+
+@pytest.mark.slow  # it compiles five times, in two processes
+def test_cache_artifacts_serve_another_process_and_no_other_meaning(tmp_path: Path) -> None:
+    """A hit for the same; a miss for another policy; never another definition of an activation of the same name."""
+
+    def run(what: str, factor: float, caches: str) -> list[str]:
+        settings = {
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / caches),
+            "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+            "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        }
+        return python(CACHES, what, tmp_path / "artifacts", factor, **settings).split()
+
+    assert run("save", 1.0, "first") == ["miss", "miss"]
+    assert run("load", 3.0, "second") == ["hit", "miss", "miss"]
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+PROCESSES = """
+import sys, torch
+import torch.multiprocessing as mp
+import torch_fused_ops as tfo
+from torch_fused_ops import functional as FF
+from torch_fused_ops.nn import FusedMLP
+
+def step(x, seed):
+    x = x.clone().requires_grad_()
+    y = FF.dropout_add(FF.bias_gelu(x, x[0].detach()), residual=FF.swiglu(x, x), seed=seed, p=0.5)
+    y = FF.scaled_masked_softmax(y @ y.mT, causal=True) @ FF.bias_geglu(torch.cat((y, y), -1))
+    return [y.detach(), torch.autograd.grad(y.square().sum(), x)[0]]
+
+def spelled(x):
+    return torch.nn.functional.gelu(x @ torch.eye(8)) @ torch.eye(8)
+
+compiled = torch.compile(spelled, backend="fused", options={"policy": tfo.FusionPolicy(strict=True)})
+
+def child(queue, module, compiles):
+    # As loaders' workers do: OpenMP's threads do not come along through fork, and F.gelu alone waits for them forever.
+    torch.set_num_threads(1)
+    x, seed = torch.linspace(-2, 2, 48).view(6, 8), torch.tensor([3])
+    with torch.no_grad():
+        module.fc1.weight.mul_(2)  # shared with the parent
+    out = [t.numpy().copy() for t in step(x, seed)]
+    if compiles:
+        out.append(compiled(x).numpy().copy())
+    queue.put(out)
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return FF.bias_gelu(torch.full((8,), float(i)))
+
+if __name__ == "__main__":
+    x, seed = torch.linspace(-2, 2, 48).view(6, 8), torch.tensor([3])
+    expected = step(x, seed)  # the parent has used them
+    methods = sys.argv[1].split(",")
+    if "compile" in methods:
+        torch.testing.assert_close(compiled(x), spelled(x))
+    for method in methods:
+        if method == "compile":
+            continue
+        context, module = mp.get_context(method), FusedMLP(8, 16).share_memory()
+        before = module.fc1.weight.detach().clone()
+        queue = context.Queue()
+        process = context.Process(target=child, args=(queue, module, "compile" in methods))
+        process.start()
+        found = [torch.from_numpy(t) for t in queue.get(timeout=60)]
+        process.join()
+        assert process.exitcode == 0, method
+        torch.testing.assert_close(found, expected + [spelled(x)] * ("compile" in methods))
+        torch.testing.assert_close(module.fc1.weight, 2 * before)
+        print(method)
+    if "fork" in methods:
+        loader = torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context="fork")
+        torch.testing.assert_close(torch.cat(list(loader)), torch.stack([Data()[i] for i in range(4)]))
+"""
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        "fork,spawn",
+        pytest.param("compile,fork,forkserver,spawn", marks=pytest.mark.slow),
+    ],
+)
+def test_start_methods(methods: str, tmp_path: Path) -> None:
+    """Operators, shared modules, loaders' workers; in the slow run what the parent has compiled, too."""
+    wanted = [method for method in methods.split(",") if method != "compile"]
+    assert python(PROCESSES, methods, folder=tmp_path).split() == wanted
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+THREADS = """
+import importlib, sys, threading, traceback
+import torch
+
+COUNT, failed = 8, []
+barrier = threading.Barrier(COUNT)
+
+def thread(run):
+    def guarded(i):
+        try:
+            run(i)
+        except BaseException:
+            failed.append(traceback.format_exc())
+            barrier.abort()
+    return guarded
+
+def everywhere(run):
+    threads = [threading.Thread(target=thread(run), args=(i,)) for i in range(COUNT)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not failed, failed[0]
+
+outs = [None] * COUNT
+
+def first_use(i):
+    '''The first import, and the first call of everything, at once.'''
+    barrier.wait()
+    import torch_fused_ops as tfo
+    from torch_fused_ops import functional as FF
+    from torch_fused_ops.nn import FusedMLP
+    x = torch.linspace(-2, 2, 48).view(6, 8).requires_grad_()
+    y = FF.dropout_add(FF.bias_gelu(x, memory="fp8"), residual=FF.swiglu(x, x), seed=torch.tensor([3]), p=0.5)
+    y = FF.scaled_masked_softmax(y @ y.mT, causal=True) @ FF.bias_geglu(torch.cat((y, y), -1))
+    outs[i] = [y.detach(), torch.autograd.grad(y.square().sum(), x)[0]]
+    barrier.wait()
+    if i % 2:
+        importlib.import_module("torch.distributed.tensor")
+    lowering = importlib.import_module("torch._inductor.lowering")
+    assert torch.ops.fused.bias_act.default in lowering.lowerings
+    assert "torch_fused_ops" in torch.compiler.config.cache_key_tag
+
+everywhere(first_use)
+for out in outs[1:]:
+    torch.testing.assert_close(out, outs[0])
+
+import torch_fused_ops as tfo
+from torch_fused_ops import functional as FF
+
+def registers(i):
+    '''Some register, one name all of them; all call, compile nothing.'''
+    act = {0: torch.relu, 1: torch.tanh}
+    barrier.wait()
+    for n in range(6):
+        tfo.register_activation(f"of_{i}_{n}", lambda x, k=float(i + n + 1): x * k)
+        tfo.register_activation("of_all", FUNCTION)
+        x = torch.ones(3, 4)
+        torch.testing.assert_close(FF.bias_act(x, activation=f"of_{i}_{n}"), x * (i + n + 1))
+        torch.testing.assert_close(FF.bias_act(x, activation="of_all"), x * 5)
+
+FUNCTION = lambda x: 5 * x
+# torch 2.11's make_fx replaces CUDA's device guard (_ensureCUDADeviceGuardSet) in CUDA builds that find no device, and
+# other threads crash then: eight of torch.tanh, and of make_fx under a lock, end in a segmentation fault without us.
+if torch.__version__ >= "2.13" or not torch.backends.cuda.is_built() or torch.cuda.is_available():
+    everywhere(registers)
+from torch_fused_ops.lowerings import passes
+tag = torch.compiler.config.cache_key_tag
+assert tag.count("torch_fused_ops") == 1 and tag.endswith(passes.identity()), tag
+
+if sys.argv[1] == "compile":
+    w = torch.eye(8)
+    def compiles(i):
+        policy = tfo.FusionPolicy(strict=True, memory=("free", "off")[i % 2])
+        fn = torch.compile(lambda x: torch.nn.functional.gelu(x @ w) @ w, backend="fused", options={"policy": policy})
+        barrier.wait()
+        for rows in (4, 5):
+            x = torch.randn(rows, 8, requires_grad=True)
+            y = fn(x)
+            y.sum().backward()
+            torch.testing.assert_close(y, torch.nn.functional.gelu(x))
+    everywhere(compiles)
+    shared = torch.compile(lambda x: torch.nn.functional.silu(x @ w) @ w, backend="fused")
+    def calls(i):
+        barrier.wait()
+        x = torch.randn(6, 8)
+        torch.testing.assert_close(shared(x), torch.nn.functional.silu(x))
+    everywhere(calls)
+print("done")
+"""
+
+
+@pytest.mark.parametrize("what", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+def test_threads(what: str) -> None:
+    """First import and first use at once; registering while others call; the slow run compiles in every thread."""
+    assert python(THREADS, what) == "done\n"
+
+
+# ---- imports and exits -----------------------------------------------------------------------------------------------
+
+AGAIN = """
+import importlib, sys
+import torch_fused_ops as tfo
+import torch
+x = torch.randn(3, 4)
+y = tfo.functional.bias_gelu(x)
+again = importlib.reload(tfo)
+assert again is tfo and torch.equal(again.functional.bias_gelu(x), y)
+import torch._inductor.lowering as lowering, torch._inductor.config
+importlib.reload(tfo)
+assert torch.ops.fused.bias_act.default in lowering.lowerings
+assert torch.compiler.config.cache_key_tag.count("torch_fused_ops") == 1
+tfo.enable(); tfo.enable()
+importlib.reload(tfo)
+tfo.disable()
+assert torch._inductor.config.pre_grad_custom_pass is None
+tfo.enable()
+print("ends")
+"""
+
+
+def test_reloaded_and_left_enabled_at_exit() -> None:
+    """The second import finds the operators there; the interpreter ends without a word."""
+    assert python(AGAIN) == "ends\n"
+
+
+LEAVES = """
+import threading, torch, torch_fused_ops as tfo
+from torch_fused_ops.nn import FusedMLP
+mlp, x = FusedMLP(8, 16, memory="fp8"), torch.randn(3, 8)
+y = mlp(x)  # with its graph, which is there at exit
+def at_work():
+    for _ in range(200):
+        mlp(x).sum().backward()
+threading.Thread(target=at_work).start()  # which the end of the main thread waits for
+tfo.enable()
+"""
+
+
+def test_exit_with_a_graph_alive_and_a_thread_at_work() -> None:
+    python(LEAVES)
+
+
+def test_import_hook_is_passive() -> None:
+    """It stays among the finders: to take it out while another thread goes through them would hide one from it."""
+    hooks = [f for f in sys.meta_path if type(f).__name__ == "_AfterImport"]
+    assert hooks
+    importlib.import_module("torch._inductor.lowering")
+    assert [f for f in sys.meta_path if type(f).__name__ == "_AfterImport"] == hooks

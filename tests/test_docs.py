@@ -1,0 +1,180 @@
+"""Documentation: every Python block runs, generated pages are up to date, every message and every link is there."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# What a page's blocks take as given: names that stand for the reader's own.
+GIVEN = {
+    "README.md": """
+        import torch
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.mlp = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
+
+            def forward(self, x):
+                return self.mlp(x).sum()
+
+        model = Model()
+        x = input_ids = residual = gate = up = torch.randn(4, 16)
+        bias, token_scale, packed, packed_bias = (torch.randn(*s) for s in ((16,), (4,), (4, 32), (32,)))
+        scores, mask = torch.randn(1, 2, 8, 8), torch.zeros(1, 1, 8, 8, dtype=torch.bool)
+    """,
+    "distributed.md": """
+        import tempfile
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        group, folder, model = dist.group.WORLD, tempfile.mkdtemp(), torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        torch.set_default_device("meta")  # the MLP of a 70B model
+    """,
+    "modules.md": """
+        import torch
+        from torch import nn
+
+        class Llama(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.gate_proj, self.up_proj = (nn.Linear(4096, 11008, bias=False) for _ in range(2))
+                self.down_proj = nn.Linear(11008, 4096, bias=False)
+
+        torch.set_default_dtype(torch.bfloat16)
+        llama_mlp = Llama()
+        model = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)))
+    """,
+}
+BEFORE = {"distributed.md": {1: "torch.set_default_device('cpu')"}}  # which block: what changes before it
+# A package compiled ahead of time; a small GPT trained and measured; Triton's machine code for four GPUs.
+SLOW = {"export.md", "reports.md", "virtual-gpu.md"}
+
+
+def blocks(page: Path) -> list[tuple[int, str]]:
+    """(line, code) of each block that is marked as Python."""
+    text = page.read_text(encoding="utf-8")
+    return [(text[: m.start(1)].count("\n"), m[1]) for m in re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S)]
+
+
+def test_there_are_blocks_to_run() -> None:
+    assert sum(len(blocks(page)) for page in PAGES) >= 20
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=pytest.mark.slow if p.name in SLOW else []) for p in PAGES if blocks(p)],
+    ids=lambda page: page.name,
+)
+def test_blocks_run(page: Path, tmp_path: Path) -> None:
+    """One after the other, in a process of their own; a traceback has the page's lines."""
+    given, script = tmp_path / "given.py", tmp_path / f"{page.stem.replace('-', '_')}.py"
+    given.write_text(textwrap.dedent(GIVEN.get(page.name, "")))
+    lines = [""] * (page.read_text(encoding="utf-8").count("\n") + 1)
+    for i, (line, code) in enumerate(blocks(page)):
+        lines[line : line + code.count("\n")] = code.splitlines()
+        lines[line - 1] = BEFORE.get(page.name, {}).get(i, "")
+    lines[0] = "from given import *"
+    script.write_text("\n".join(lines))
+    if page.name == "modules.md":
+        pytest.importorskip("transformers")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    found = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500
+    )
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
+
+
+def test_generated_pages_are_what_is_generated() -> None:
+    found = subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"], capture_output=True, text=True, timeout=300
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_every_item_of_the_compatibility_page_has_its_tests() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import generate
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+    for name, _, files in generate.ITEMS:
+        for file in files:
+            assert (ROOT / "tests" / file).exists(), (name, file)
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+# Errors that name an argument carry their cure; refusals are in recognition.md and reports; the rest is for users of
+# the command line, or inside.
+WITH_A_CURE = {
+    "RuntimeError",
+    "ImportError",
+    "NotImplementedError",
+    "UnfusedError",
+    "AssertionError",
+    "FileNotFoundError",
+}
+WARNINGS = {"warnings.warn", "internals.warn", "log.warning"}
+INSIDE = {
+    "torch_fused_ops/testing/check.py",  # what `python -m torch_fused_ops check` prints
+    "torch_fused_ops/figures.py",  # the compiler's own message, handed on
+}
+
+
+def messages() -> Iterator[tuple[str, list[str]]]:
+    """(place, fixed parts) of each message that does not say by itself what to do."""
+    for path in sorted([*(ROOT / "torch_fused_ops").rglob("*.py"), *(ROOT / "lowerings").rglob("*.py")]):
+        name = path.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            call = node.exc if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) else node
+            if not isinstance(call, ast.Call) or not call.args or name in INSIDE:
+                continue
+            kind = ast.unparse(call.func)
+            if kind not in (WITH_A_CURE if call is not node else WARNINGS):
+                continue
+            fixed = [
+                c.value for c in ast.walk(call.args[0]) if isinstance(c, ast.Constant) and isinstance(c.value, str)
+            ]
+            parts = [_words(part) for text in fixed for part in re.split(r"%[rs]|\n", text)]
+            if any(parts):
+                yield f"{name}:{node.lineno}", [part for part in parts if part.count(" ") >= 2]
+
+
+def _words(text: str) -> str:
+    """Without quotes and line ends, and from one word to the next."""
+    return " ".join(re.sub(r"[`'\">]", "", text).split()).strip(" .,:;()")
+
+
+def test_every_warning_and_error_is_in_troubleshooting() -> None:
+    page = _words((ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"))
+    found = list(messages())
+    assert len(found) >= 15
+    ends = lambda part: (" ".join(part.split()[:5]), " ".join(part.split()[-5:]))  # noqa: E731
+    missing = [
+        f"{place}: {parts}" for place, parts in found if not any(e in page for part in parts for e in ends(part))
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), (page.name, target)
+        if page.name == "compatibility.md":  # its paths begin in tests/, and are looked at above
+            continue
+        for path in re.findall(r"`((?:docs|tests|benchmarks|examples|lowerings|torch_fused_ops)/[\w./-]+)`", text):
+            assert (ROOT / path).exists() or (ROOT / path.rstrip("/")).exists(), (page.name, path)
