@@ -177,4 +177,4 @@ def test_links_lead_somewhere() -> None:
         if page.name == "compatibility.md":  # its paths begin in tests/, and are looked at above
             continue
         for path in re.findall(r"`((?:docs|tests|benchmarks|examples|lowerings|torch_fused_ops)/[\w./-]+)`", text):
-            assert (ROOT / path).exists() or (ROOT / path.rstrip("/")).exists(), (page.name, path)
+            assert (ROOT / path).exists(), (page.name, path)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -314,7 +314,7 @@ def _trace(fn: Elementwise, dtype: torch.dtype) -> torch.fx.GraphModule:
         return make_fx(lambda x: fn(x))(torch.linspace(-1.0, 1.0, 3, dtype=dtype))
 
 
-@cache
+@lru_cache(maxsize=256)  # bounded: users' functions are its keys
 def _traced(fn: Elementwise) -> str:
     gm = _trace(fn, torch.float32)
     constants = {k: v.tolist() for k, v in vars(gm).items() if isinstance(v, Tensor)}

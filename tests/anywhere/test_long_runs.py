@@ -222,7 +222,6 @@ def test_a_compiled_model_can_be_freed() -> None:
 # Those without a bound of their own, and what bounds them.
 UNBOUNDED = {
     "torch_fused_ops.nn.replace._replaced": "the classes of the modules that were replaced",
-    "torch_fused_ops.activations._traced": "functions that were registered as activations",
     "torch_fused_ops.lowerings.passes.source_hash": "no argument",
     "torch_fused_ops.lowerings.recognise.graph._torch_functions": "no argument",
     "torch_fused_ops.testing.virtual_gpu.kernels._source_folder": "no argument",

@@ -249,7 +249,7 @@ def test_grids_for_gpus() -> None:
         model.grid(gpu, False, [(1, 2048)], [])
 
 
-@pytest.mark.parametrize("memory", [1, 16, 100])
+@pytest.mark.parametrize("memory", [1, 16, pytest.param(100, marks=pytest.mark.slow)])
 def test_the_largest_batch(memory: int) -> None:
     tried: list[int] = []
 

@@ -21,7 +21,7 @@ spec.loader.exec_module(example)
 SEQUENCE, BATCH, WIDTH, HEADS = 512, 4, 1024, 16
 
 
-@pytest.mark.parametrize("gated", [False, True], ids=["gelu", "swiglu"])
+@pytest.mark.parametrize("gated", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["gelu", "swiglu"])
 def test_one_graph_of_generated_kernels(gated: bool) -> None:
     """Nothing of ours stays a call, no mask of a dropout is kept, and machine code comes out of every kernel."""
     with torch.device("meta"):

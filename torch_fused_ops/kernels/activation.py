@@ -436,11 +436,13 @@ def _backward(
         if scale_sums is not None:
             total = tl.sum(g * (y * u if PAIR else y), 1)
             tl.store(scale_sums + _column_block(WIDE) * rows + r, total, mask=r < rows)
+        if not PAIR:  # in reference's order: a gradient times a large scale must not overflow before the derivative
+            g *= derivative
         if scale is not None:
             g *= _vector(scale, r, scale_stride, rows, COMPUTE)[:, None]
-        dx = g * derivative
+        dx = g
         if PAIR:
-            dx *= u
+            dx = g * u * derivative
             du = g * y
             if CLAMP is not None:
                 dx = tl.where(gate_cut, 0.0, dx)

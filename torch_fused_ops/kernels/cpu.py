@@ -277,9 +277,10 @@ def _input_grads(
     form: _Form | None = row.__dict__["form"] if isinstance(row, _OnCpu) else None
     plain = not up_offset and clamp is None
     if form is not None and form.native is not None and form.native_backward is not None and plain:
-        grad = grad if scale is None else grad * scale
         if len(data) == 1:
-            return (form.native_backward(grad, data[0]),)
+            dx = form.native_backward(grad, data[0])
+            return (dx if scale is None else dx * scale,)
+        grad = grad if scale is None else grad * scale
         gate, up = data
         return form.native_backward(grad * up, gate), grad * form.native(gate)
     if len(data) == 1:

@@ -127,7 +127,8 @@ def scaled_masked_softmax_backward(
         return output.new_empty(output.shape) if output_mask[0] else None, d_sink
     dtype = torch.float64 if sink_dtype == torch.float64 else reference.compute_dtype(grad, output)
     d_input = d_sink = None
-    if not output_mask[1] and grad.dtype == output.dtype and _exact(scale):
+    wide_enough = dtype == output.dtype or dtype != torch.float64  # torch's own works in float32 on halves
+    if not output_mask[1] and grad.dtype == output.dtype and wide_enough and _exact(scale):
         d_input = _input_grad(grad, False, output, scale)
     else:
         g, y = grad.to(dtype), output.to(dtype)
