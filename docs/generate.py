@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +56,7 @@ ITEMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 def compatibility() -> str:
     """The page: each item, its tests, and what became of them on each version."""
     record: dict[str, dict[str, list[int]]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    versions = sorted(record, key=lambda v: [int(n) for n in v.split()[1].split(".")])
+    versions = sorted(record, key=lambda v: [int(n) for n in re.findall(r"\d+", v)])
     lines = [
         "# Works where PyTorch works",
         "",

@@ -293,7 +293,14 @@ def table_hash() -> str:
 def _check_elementwise(argument: str, fn: Elementwise) -> None:
     for dtype in (torch.float32, torch.float64):
         x = torch.linspace(-3.0, 3.0, 12, dtype=dtype)
-        y = fn(x)
+        try:
+            y = fn(x)
+        except Exception as error:
+            raise ValueError(
+                f"{argument} is not accepted: for {dtype} (12,) it raised {type(error).__name__}: {error}"
+            ) from error
+        if isinstance(y, Tensor) and y.requires_grad:
+            raise ValueError(f"{argument} is not accepted: it has parameters, of which no gradient would be computed")
         if not isinstance(y, Tensor) or y.dtype != dtype or y.shape != x.shape:
             got = f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else repr(y)
             raise ValueError(

@@ -1,7 +1,7 @@
 """Dropouts of linear layers: ``residual + F.dropout(linear(x) + bias, p)`` becomes ``fused::dropout_add``.
 
 Its mask is a function of a seed, so backward makes it again, where autograd keeps a byte an element. A *site* is an
-active dropout, in a graph that records gradients, of what a linear layer has produced, or a recognised activation of
+active dropout of what a linear layer has produced, or a recognised activation of
 that. (Attention's probabilities and embeddings are neither: they stay as they are, unlisted.) Other elements are
 dropped than upstream's, by the same distribution, and ``torch.manual_seed`` still decides; who asks for eager's own
 numbers (``fallback_random``) keeps them. All sites of a device share one draw of seeds.
@@ -54,7 +54,8 @@ def find(facts: Facts, policy: FusionPolicy, activations: Collection[Node]) -> l
             continue
         value, source = tensor(node), call.args[0]
         linear = facts.state[source] == AFFINE or facts.origin(source) in activations
-        if value is None or not value.requires_grad or not linear:
+        # Without gradients, too: a reentrant checkpoint runs forward so, and with them again, and must drop the same.
+        if value is None or not linear:
             continue
         site = Site(node)
         try:

@@ -411,3 +411,30 @@ def test_fused_mlp_where_mutation_is_allowed(level: str) -> None:
         torch.testing.assert_close(step(True), wanted)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         step(True)
+
+
+class Dropping(torch.nn.Module):
+    """Linear in the last weight, so that its gradient times it is the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 64), torch.nn.Linear(64, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.nn.functional.dropout(torch.nn.functional.gelu(self.up(x)), 0.5, self.training)
+        return torch.nn.functional.dropout(self.down(h), 0.25, self.training)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_around_a_compiled_model_drops_the_same_again(use_reentrant: bool) -> None:
+    """A reentrant one runs forward without gradients, then again with them: two graphs, one mask."""
+    torch._dynamo.reset()
+    model, x = Dropping(), torch.randn(4, 8, requires_grad=True)
+    compiled = torch.compile(model, backend="fused")
+    torch.manual_seed(1)
+    with tfo.record() as report:
+        y = checkpoint(compiled, x, use_reentrant=use_reentrant)
+        y.sum().backward()
+    assert {site.op for site in report.sites} == {"fused::bias_act", "fused::dropout_add"}
+    assert model.down.weight.grad is not None
+    torch.testing.assert_close((model.down.weight.grad * model.down.weight).sum(), y.sum())

@@ -9,6 +9,7 @@ is then upstream's work, as are replicas, which are written once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import math
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.checkpoint.state_dict_loader import load as _read
 from torch.distributed.checkpoint.state_dict_saver import save as _write
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
 from torch_fused_ops.distributed.tensor_parallel import TensorParallel
@@ -247,11 +249,28 @@ def sharded_state_dict(
         return found
     state: dict[str, Any] = {}
     module._save_to_state_dict(state, prefix, keep_vars=False)
+    packed = {key: one for key, t in state.items() if (one := _packed(key, t, sharded_offsets)) is not None}
     if sharded_offsets:
-        state = {key: ShardedTensor.of_parameter(key, t, offsets=sharded_offsets) for key, t in state.items()}
+        rest = {key: t for key, t in state.items() if key not in packed}
+        state = {key: ShardedTensor.of_parameter(key, t, offsets=sharded_offsets) for key, t in rest.items()}
+    state |= packed
     for name, child in module.named_children():
         state |= sharded_state_dict(child, f"{prefix}{name}.", sharded_offsets, metadata)
     return state
+
+
+def _packed(key: str, t: Any, offsets: Offsets) -> ShardedTensor | None:
+    """A DTensor of which each of several pieces is sharded, as ``tensor_parallel_plan`` makes of packed gate and up.
+
+    ``torch.distributed.checkpoint`` takes its part for one box of the whole, and refuses the overlap.
+    """
+    if not isinstance(t, DTensor) or t.device_mesh.ndim != 1 or not isinstance(t.placements[0], _StridedShard):
+        return None
+    axis, pieces = t.placements[0].dim, t.placements[0].split_factor
+    ranks, rank, local = t.device_mesh.size(), t.device_mesh.get_local_rank(), _local(t).detach()
+    length, whole = t.shape[axis] // (pieces * ranks), t.shape[axis] // pieces
+    runs = tuple(Run(i * length, length, i * whole + rank * length) for i in range(pieces))
+    return ShardedTensor(key, local, Layout(t.shape, axis, runs, (0,) * t.ndim, tuple(offsets)))
 
 
 # ---- a model and its optimizer ---------------------------------------------------------------------------------------
@@ -263,7 +282,12 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, of_model: Mapping[s
     What is as large as a parameter is shared out as it is. A parameter that is two tensors in the checkpoint has two
     states there.
     """
+    fresh = not optimizer.state
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    if fresh:  # no step has been made
+        for of_parameter in state["state"].values():
+            if "step" in of_parameter:
+                of_parameter["step"] = torch.zeros_like(torch.as_tensor(of_parameter["step"]))
     saved: dict[str, Any] = {}
     for name, of_parameter in state["state"].items():
         places = [k for k in (name, f"{name}_w", f"{name}_v") if isinstance(of_model.get(k), ShardedTensor)]
@@ -300,7 +324,22 @@ def save(
         checkpoint_id: a folder.
         metadata: see ``MLP.sharded_state_dict``.
     """
-    _write(_whole(model, optimizer, metadata)[0], checkpoint_id=checkpoint_id, process_group=process_group)
+    with _untouched(optimizer):
+        _write(_whole(model, optimizer, metadata)[0], checkpoint_id=checkpoint_id, process_group=process_group)
+
+
+@contextlib.contextmanager
+def _untouched(optimizer: Optimizer | None) -> Iterator[None]:
+    """Inside, an optimizer that has made no step yet may get its state; behind it, it has none again.
+
+    Upstream makes that state by a step without gradients, which counts as the first one (torch 2.11 to 2.15).
+    """
+    fresh = optimizer is not None and not optimizer.state
+    try:
+        yield
+    finally:
+        if fresh and optimizer is not None:
+            optimizer.state.clear()
 
 
 def _whole(
@@ -332,16 +371,17 @@ def load(
             optimizer are as before.
         RuntimeError: what is stored under a key is damaged; likewise.
     """
-    state, of_optimizer = _whole(model, optimizer, metadata)
-    fresh = _map(state, _empty_like)
-    reader = _Reader(checkpoint_id, verify)
-    try:
-        _read(fresh, storage_reader=reader, planner=_Planner(), process_group=process_group)
-    except CheckpointException as error:
-        for reason, _ in error.failures.values():
-            if isinstance(reason, (_Mismatch, _Damage)):
-                raise type(reason)(f"checkpoint {checkpoint_id}: {reason}; nothing was loaded") from None
-        raise RuntimeError(f"checkpoint {checkpoint_id} cannot be read; nothing was loaded") from error
+    with _untouched(optimizer):
+        state, of_optimizer = _whole(model, optimizer, metadata)
+        fresh = _map(state, _empty_like)
+        reader = _Reader(checkpoint_id, verify)
+        try:
+            _read(fresh, storage_reader=reader, planner=_Planner(), process_group=process_group)
+        except CheckpointException as error:
+            for reason, _ in error.failures.values():
+                if isinstance(reason, (_Mismatch, _Damage)):
+                    raise type(reason)(f"checkpoint {checkpoint_id}: {reason}; nothing was loaded") from None
+            raise RuntimeError(f"checkpoint {checkpoint_id} cannot be read; nothing was loaded") from error
     with torch.no_grad():
         for target, source in zip(_leaves(state), _leaves(fresh), strict=True):
             if isinstance(target, ShardedTensor):

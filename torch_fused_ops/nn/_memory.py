@@ -12,7 +12,7 @@ plain, 654 so, and 895 with checkpoint (torch 2.13).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -40,7 +40,27 @@ def _outer_hooks() -> Hooks:
     Of nested hooks autograd calls the innermost pair alone.
     """
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks or (lambda t: t, lambda kept: kept)
+    return hooks or (_Kept.of, _Kept.get)
+
+
+class _Kept(NamedTuple):
+    """A tensor and how often it was written. Autograd itself does not look at what goes through hooks."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, t: Tensor) -> _Kept:
+        return cls(t, 0 if t.is_inference() else t._version)
+
+    def get(self) -> Tensor:
+        t = self.tensor
+        if not t.is_inference() and t._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{t.type()} {list(t.shape)}] is at version {t._version}; expected version {self.version} instead"
+            )
+        return t
 
 
 def _hooks(h: Tensor, offload: bool) -> Hooks:
@@ -87,13 +107,30 @@ class _Recipe(NamedTuple):
 
     value: _Remade
     shape: torch.Size
+    placed: tuple[Any, ...] | None = None  # of a DTensor made of the value: its local shape, mesh, placements, stride
+
+    @classmethod
+    def of(cls, value: _Remade, saved: Any) -> _Recipe:
+        if not hasattr(saved, "device_mesh"):
+            return cls(value, saved.shape)
+        place = saved.to_local().shape, saved.device_mesh, saved.placements, saved.stride()
+        return cls(value, saved.shape, place)
+
+    def get(self) -> Tensor:
+        value = self.value()
+        if self.placed is None or hasattr(value, "device_mesh"):
+            return value.view(self.shape)
+        from torch.distributed.tensor import DTensor
+
+        local, mesh, placements, stride = self.placed
+        return DTensor.from_local(value.view(local), mesh, placements, run_check=False, shape=self.shape, stride=stride)
 
 
 def _memory_of(t: Tensor) -> tuple[Any, ...]:
     """Whose elements these are: the same for a tensor, its detached twin and its views of all of it."""
-    if is_traceable_wrapper_subclass(t):  # a DTensor: what it wraps
-        names, _ = t.__tensor_flatten__()
-        return tuple(part for name in names for part in _memory_of(getattr(t, name)))
+    if is_traceable_wrapper_subclass(t):  # a DTensor: what it wraps, which is not its mesh
+        inner = (getattr(t, name) for name in t.__tensor_flatten__()[0])
+        return tuple(part for one in inner if isinstance(one, Tensor) for part in _memory_of(one))
     return (t.untyped_storage()._cdata, t.storage_offset(), t.numel(), t.dtype)
 
 
@@ -114,10 +151,10 @@ def _instead_of(values: Values, found: Callable[[Tensor], _Remade | None] | None
         if own not in values:
             return outer_pack(saved)
         values[own].saved()
-        return _Recipe(values[own], saved.shape)
+        return _Recipe.of(values[own], saved)
 
     def unpack(kept: Any) -> Tensor:
-        return kept.value().view(kept.shape) if isinstance(kept, _Recipe) else outer_unpack(kept)
+        return kept.get() if isinstance(kept, _Recipe) else outer_unpack(kept)
 
     with saved_tensors_hooks(pack, unpack):
         yield
@@ -138,16 +175,19 @@ def _watch(seen: set[tuple[Any, ...]]) -> Iterator[None]:
 
 
 class _Again:
-    """A function as it was called: without gradients, under the autocast that was in force."""
+    """A function as it was called: without gradients, under the autocast that was in force, on the same numbers."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, reads: Iterable[Tensor | None]) -> None:
         kind = device.type
+        self.reads = [_Kept.of(t) for t in reads if t is not None]
         self.autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             self.autocast = lambda: torch.autocast(kind, dtype)
 
     def __call__(self, fn: Map, x: Tensor) -> Tensor:
+        for kept in self.reads:
+            kept.get()
         with torch.no_grad(), self.autocast():
             return fn(x)
 
@@ -165,7 +205,15 @@ def _in_selective_checkpoint() -> bool:
     return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
-def through(x: Tensor, first: Map, activate: Map, second: Map, memory: str, offload: bool = False) -> Tensor:
+def through(
+    x: Tensor,
+    first: Map,
+    activate: Map,
+    second: Map,
+    memory: str,
+    offload: bool = False,
+    reads: Callable[[], Iterable[Tensor | None]] = tuple,
+) -> Tensor:
     """``second(activate(first(x)))``, keeping what ``memory`` says between them.
 
     Under ``torch.compile`` the policy decides (``FusionPolicy.memory``), and this is the plain composition.
@@ -175,6 +223,8 @@ def through(x: Tensor, first: Map, activate: Map, second: Map, memory: str, offl
         memory: ``"off"`` h and a; ``"free"`` h, from which a is made again; ``"fp8"`` h in float8_e4m3fn with a scale
             for each row, from which both are; ``"input"`` neither: ``first`` runs again in backward.
         offload: keep it in the CPU's memory.
+        reads: what ``first`` and ``activate`` read besides their argument; written before backward makes something
+            again, it raises.
     """
     plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
     # A torch.func transform's tensors have no memory of their own, nor have those with symbolic sizes and torch.fx's
@@ -186,7 +236,7 @@ def through(x: Tensor, first: Map, activate: Map, second: Map, memory: str, offl
     if plain or (memory == "off" and not offload):
         return second(activate(first(x)))
     h = first(x)
-    again, hooks = _Again(x.device), _hooks(h, offload)
+    again, hooks = _Again(x.device, reads()), _hooks(h, offload)
     remade = _LEVELS[memory](x, h, first, again, hooks)
     values, seen = {_memory_of(h): remade}, set[tuple[Any, ...]]()
     held: list[Tensor] = []  # while values are told by their memory it must not become another tensor's

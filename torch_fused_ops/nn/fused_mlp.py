@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +61,10 @@ class Middle:
         second: Callable[[Tensor], Tensor],
         memory: str,
         p: float = 0.0,
+        reads: Callable[[], Iterable[Tensor | None]] = tuple,
     ) -> Tensor:
-        """``second(dropout(act(first(x) + bias), p))``, keeping for backward what ``memory`` says."""
+        """``second(dropout(act(first(x) + bias), p))``, keeping for backward what ``memory`` says; ``reads``: what
+        ``first`` reads besides its argument."""
         act: Callable[[Tensor], Tensor] = lambda h: self(h, bias)  # noqa: E731
         # ReLU keeps its result. Where that is made again it must not: threshold is ReLU, bit for bit, and keeps what it
         # reads.
@@ -74,7 +76,7 @@ class Middle:
         if p:
             seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=x.device)
             activate = lambda h: functional.dropout_add(act(h), seed=seed, p=p)  # noqa: E731
-        return through(x, first, activate, second, memory)
+        return through(x, first, activate, second, memory, reads=lambda: (bias, *reads()))
 
 
 class FusedMLP(nn.Module):
@@ -173,9 +175,9 @@ class FusedMLP(nn.Module):
             memory = "free"
         p = self.dropout if self.training else 0.0
         if p and type(fc2) is nn.Linear and untouched(fc2):
-            y = middle.run(x, first, bias, lambda a: F.linear(a, fc2.weight), memory)
+            y = middle.run(x, first, bias, lambda a: F.linear(a, fc2.weight), memory, reads=fc1.parameters)
             return functional.bias_dropout_add(y, fc2.bias, None, p)
-        y = middle.run(x, first, bias, fc2, memory)
+        y = middle.run(x, first, bias, fc2, memory, reads=fc1.parameters)
         return functional.bias_dropout_add(y, None, None, p) if p else y
 
     def reset_parameters(self) -> None:

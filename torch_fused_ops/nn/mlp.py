@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -172,7 +172,12 @@ class _Block(nn.Module):
             y, biases["fc2"] = self.linear_fc2(a, *groups)
             return y
 
-        return through(x, first, activate, second, self._memory, self._offload), biases["fc2"]
+        def reads() -> Iterator[Tensor | None]:
+            yield scale
+            yield from fc1.parameters()
+            yield from () if self.activation_func is None else self.activation_func.parameters()
+
+        return through(x, first, activate, second, self._memory, self._offload, reads), biases["fc2"]
 
     def backward_dw(self) -> None:
         """With ``delay_wgrad_compute``: the gradients that the oldest ``backward`` has left, fc2's, then fc1's."""

@@ -96,7 +96,8 @@ class Recipe(NamedTuple):
             def first(x: Tensor) -> Tensor:
                 return _gate_up(x, linears)
 
-        y = self.middle.run(x, first, added, second, memory, self.inner)
+        reads = lambda: (t for pair in linears for t in pair)  # noqa: E731
+        y = self.middle.run(x, first, added, second, memory, self.inner, reads)
         return functional.bias_dropout_add(y, bias, None, self.outer) if self.outer else y
 
 
@@ -702,7 +703,8 @@ class Replacements(Report):
             RuntimeError: something else has since changed a module's class (fully_shard); none is put back then.
         """
         for path, module in self.replaced.items():
-            if isinstance(module, _Replaced) and type(module) is not _class_for(module):
+            mine = "_fused" in module.__dict__  # until it is put back
+            if mine and (not isinstance(module, _Replaced) or type(module) is not _class_for(module)):
                 raise RuntimeError(f"{path or 'the model'} cannot be put back: its class is now {type(module)!r}")
         for module in self.replaced.values():
             _put_back(module)
