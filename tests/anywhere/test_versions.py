@@ -194,8 +194,10 @@ def test_the_backend_without_torchs_own_wrapper(monkeypatch: pytest.MonkeyPatch)
     with torch_fused_ops.record() as report:
         try:
             found = torch.compile(model, backend="fused")(x)
-        except torch._dynamo.exc.InternalTorchDynamoError as error:
-            pytest.skip(f"Dynamo itself cannot do without (2.15): {error}")
+        except Exception as error:  # by the 2.15 Dynamo, which cannot do without it either
+            if "_TorchCompileInductorWrapper" not in str(error):
+                raise
+            pytest.skip(f"Dynamo itself needs it: {error}")
     torch.testing.assert_close(found, wanted)
     assert [site.op for site in report.sites] == ["fused::bias_act"]
 
