@@ -63,7 +63,7 @@ def compatibility() -> str:
         NOTE,
         "What `pytest --record-compatibility` has seen (`.ci/versions` runs it in an environment for each version), on",
         "CPUs. Numbers are tests that passed, + those skipped, each with its reason; slow ones count where they ran.",
-        "A cell with ✗ has failures.",
+        "✗: failures; part: not all of the files were run there.",
         "",
         f"| | what | tests | {' | '.join(versions)} |",
         f"|---|---|---|{'---|' * len(versions)}",
