@@ -69,6 +69,7 @@ class Activation:
         builtin: whether the hand-written Triton kernels know it.
         gradient_from_output: whether f'(f(x)) = f'(x), with f(x) rounded: backward may keep f(x), which the next linear
             keeps anyway, instead of x.
+        gradient: (g, x) → g·f'(x), where PyTorch's own is not the product: a ReLU stops infinity and NaN, too.
     """
 
     name: str
@@ -77,6 +78,11 @@ class Activation:
     definition: Elementwise
     builtin: bool = True
     gradient_from_output: bool = False
+    gradient: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def input_grad(self, grad: Tensor, x: Tensor) -> Tensor:
+        """grad · f'(x)."""
+        return grad * self.derivative(x) if self.gradient is None else self.gradient(grad, x)
 
 
 _for_derivatives: ContextVar[bool] = ContextVar("torch_fused_ops_for_derivatives", default=False)
@@ -190,8 +196,8 @@ def _tanh_derivative(x: Tensor) -> Tensor:
     return 4.0 * _sigmoid_derivative(2.0 * x)
 
 
-def _relu_derivative(x: Tensor) -> Tensor:
-    return torch.where(x <= 0, 0.0, 1.0).to(x.dtype)  # NaN passes the gradient on, as PyTorch's threshold_backward does
+def _relu_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.where(x <= 0, 0.0, grad)  # a NaN x passes the gradient on, as PyTorch's threshold_backward does
 
 
 def _relu2(x: Tensor) -> Tensor:
@@ -199,12 +205,33 @@ def _relu2(x: Tensor) -> Tensor:
     return r * r
 
 
+def _relu2_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    return _relu_gradient(grad * (2.0 * torch.relu(x)), x)
+
+
+def _of_one(gradient: Callable[[Tensor, Tensor], Tensor]) -> Elementwise:
+    return lambda x: gradient(torch.ones_like(x), x)
+
+
 _TABLE: dict[str, Activation] = {
     a.name: a
     for a in (
-        Activation("relu", torch.relu, _relu_derivative, torch.relu, gradient_from_output=True),
+        Activation(
+            "relu",
+            torch.relu,
+            _of_one(_relu_gradient),
+            torch.relu,
+            gradient_from_output=True,
+            gradient=_relu_gradient,
+        ),
         # Not relu2: where x² underflows the gradient 2x does not, and of the rounded x² a root has half the digits.
-        Activation("relu2", _relu2, lambda x: 2.0 * torch.relu(x), lambda x: torch.square(torch.relu(x))),
+        Activation(
+            "relu2",
+            _relu2,
+            _of_one(_relu2_gradient),
+            lambda x: torch.square(torch.relu(x)),
+            gradient=_relu2_gradient,
+        ),
         Activation("silu", _swish(1.0), _swish_derivative(1.0), F.silu),
         Activation("gelu", _gelu, _gelu_derivative, F.gelu),
         Activation("gelu_tanh", _gelu_tanh, _gelu_tanh_derivative, lambda x: F.gelu(x, approximate="tanh")),

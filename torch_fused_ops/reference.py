@@ -60,7 +60,7 @@ def bias_act_element(x: Tensor, bias: Tensor | None, scale: Tensor | None, activ
 
 def bias_act_input_grad(grad: Tensor, x: Tensor, bias: Tensor | None, scale: Tensor | None, activation: str) -> Tensor:
     """grad · scale · act'(x + bias): the gradient of the input, and, summed over rows, of the bias."""
-    dx = grad * activations.get(activation).derivative(x if bias is None else x + bias)
+    dx = activations.get(activation).input_grad(grad, x if bias is None else x + bias)
     return dx if scale is None else dx * scale
 
 
@@ -109,7 +109,7 @@ def glu_input_grads(
     g, u = _clamped(gate, up, clamp)
     if scale is not None:
         grad = grad * scale
-    d_gate = grad * (u + up_offset if up_offset else u) * act.derivative(g)
+    d_gate = act.input_grad(grad * (u + up_offset if up_offset else u), g)
     d_up = grad * act.value(g)
     if clamp is not None:
         d_gate = torch.where(_cut(gate, clamp), 0.0, d_gate)

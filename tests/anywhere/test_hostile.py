@@ -262,8 +262,6 @@ def is_as_in_torch(sample: Sample, run: Callable[..., Any] = as_kernels) -> None
             assert sample.name == "any" or one[finite].isfinite().all()
         elif sample.op != "scaled_masked_softmax":  # its gradient's unit is the row's largest: the measure's business
             near = precision._near(sample, grad.double())[0] if sample.op != "dropout_add" and i == 0 else None
-            if sample.scalars[0] in ("relu", "relu2"):  # PyTorch's own stops even NaN and infinity where relu does
-                true = torch.where(true.isnan() & (one == 0), 0.0, true)
             check("gradient", one, None if near is None else near.nan_to_num(0.0, 0.0), by_plain, true)
         else:
             assert torch.equal(one.isnan(), by_plain.isnan())
@@ -409,6 +407,71 @@ def test_triton_s_calls_are_as_in_torch(sample: Sample) -> None:
 def test_1000_of_triton_s_calls_are_as_in_torch(sample: Sample) -> None:
     pytest.importorskip("triton")
     is_so_by_triton(sample)
+
+
+# ---- gradients that are no numbers -----------------------------------------------------------------------------------
+
+RELUS = {"relu": torch.relu, "relu2": lambda x: torch.relu(x).square()}
+STOPPED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "bias_act": (
+        lambda act, x: fused.bias_act(x[..., :8], x[0, 8:], None, act),
+        lambda act, x: RELUS[act](x[..., :8] + x[0, 8:]),
+    ),
+    "glu": (
+        lambda act, x: fused.glu(x[..., :8], x[..., 8:], None, act, 0.5, None),
+        lambda act, x: RELUS[act](x[..., :8]) * (x[..., 8:] + 0.5),
+    ),
+    "bias_glu": (
+        lambda act, x: fused.bias_glu(x, None, None, act),
+        lambda act, x: RELUS[act](x[..., :8]) * x[..., 8:],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [
+        *(("eager", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)),
+        ("picked up", torch.float32),
+        pytest.param("operator compiled", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("op", STOPPED)
+@pytest.mark.parametrize("activation", RELUS)
+def test_a_relu_stops_gradients_that_are_no_numbers(activation: str, op: str, dtype: torch.dtype, way: str) -> None:
+    """Where it is 0, infinity and NaN come out as 0, as of PyTorch's threshold_backward; where x is NaN they pass."""
+    ours, theirs = STOPPED[op]
+    values = torch.tensor([-1.0, -0.0, 0.0, 1.0, math.nan, -math.inf, math.inf, 2.0])
+    x = torch.stack([values.roll(i) for i in range(8)]).repeat(1, 2).to(dtype)
+    x[:, 8:] = torch.where(x[:, 8:].isfinite(), x[:, 8:], 3.0)
+    grad = torch.tensor([math.inf, -math.inf, math.nan, 1.0, -2.0, 0.0, 3.0, math.inf]).to(dtype).expand(8, 8)
+    fn = {
+        "eager": ours,
+        "operator compiled": torch.compile(ours, fullgraph=True),
+        "picked up": torch.compile(theirs, backend="fused", fullgraph=True),
+    }[way]
+    torch.compiler.reset()
+    x.requires_grad_()
+    (wanted,) = torch.autograd.grad(theirs(activation, x), x, grad)
+    (got,) = torch.autograd.grad(fn(activation, x), x, grad)
+    assert wanted.isnan().any() and (wanted[:, :8] == 0).any()
+    torch.testing.assert_close(got, wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("activation", RELUS)
+def test_so_it_does_by_triton(activation: str) -> None:
+    pytest.importorskip("triton")
+    x = torch.tensor([-1.0, 0.0, -0.0, 1.0, math.nan, -math.inf]).requires_grad_()
+    grad = torch.tensor([math.inf, math.nan, -math.inf, math.inf, 1.0, math.nan])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, found = by_triton(Sample("bias_act", "", (x, None, None, activation)), grad, [True, False, False])
+        up = torch.full_like(x, 2.0)
+        _, of_glu = by_triton(Sample("glu", "", (x, up, None, activation, 0.0, None)), grad, [True, True, False])
+    (wanted,) = torch.autograd.grad(RELUS[activation](x), x, grad)
+    (wanted_of_glu,) = torch.autograd.grad(RELUS[activation](x) * up, x, grad)
+    torch.testing.assert_close(found[0], wanted, equal_nan=True)
+    torch.testing.assert_close(of_glu[0], wanted_of_glu, equal_nan=True)
 
 
 # ---- memory that is written meanwhile --------------------------------------------------------------------------------

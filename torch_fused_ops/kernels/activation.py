@@ -144,6 +144,17 @@ def _activate(x, activation: tl.constexpr):
             return positive * positive, 2.0 * positive
 
 
+@triton.jit
+def _input_grad(grad, x, derivative, activation: tl.constexpr):
+    """grad · act'(x): see Activation.gradient."""
+    if activation == "relu":
+        return tl.where(x <= 0, 0.0, grad)
+    elif activation == "relu2":
+        return tl.where(x <= 0, 0.0, grad * derivative)
+    else:
+        return grad * derivative
+
+
 # ---- kernels -------------------------------------------------------------------------------------------------------
 
 
@@ -437,12 +448,12 @@ def _backward(
             total = tl.sum(g * (y * u if PAIR else y), 1)
             tl.store(scale_sums + _column_block(WIDE) * rows + r, total, mask=r < rows)
         if not PAIR:  # in reference's order: a gradient times a large scale must not overflow before the derivative
-            g *= derivative
+            g = _input_grad(g, x, derivative, ACTIVATION)
         if scale is not None:
             g *= _vector(scale, r, scale_stride, rows, COMPUTE)[:, None]
         dx = g
         if PAIR:
-            dx = g * u * derivative
+            dx = _input_grad(g * u, x, derivative, ACTIVATION)
             du = g * y
             if CLAMP is not None:
                 dx = tl.where(gate_cut, 0.0, dx)

@@ -48,7 +48,7 @@ aten = torch.ops.aten
 
 
 class _Form(NamedTuple):
-    """An activation on float32: value and derivative from ``parts``, what they have in common.
+    """An activation on float32: f(x) and grad·f'(x) from ``parts``, what they have in common.
 
     ``native`` and ``native_backward`` are PyTorch's own x → f(x) and grad, x → grad·f'(x) for any dtype, with one
     rounding, where they are accurate over the whole range. With both, autograd may as well record ``native`` itself.
@@ -56,7 +56,7 @@ class _Form(NamedTuple):
 
     parts: Callable[[Tensor], Any]
     value: Callable[[Tensor, Any], Tensor]
-    derivative: Callable[[Tensor, Any], Tensor]
+    gradient: Callable[[Tensor, Tensor, Any], Tensor]
     native: Callable[[Tensor], Tensor] | None = None
     native_backward: Callable[[Tensor, Tensor], Tensor] | None = None
 
@@ -146,34 +146,38 @@ def _nothing(x: Tensor) -> None:
     return None
 
 
+def _times(derivative: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Tensor, Any], Tensor]:
+    return lambda grad, x, parts: grad * derivative(x, parts)
+
+
 _FORMS = {
     "relu": _Form(
         _nothing,
         lambda x, _: torch.relu(x),
-        lambda x, _: _relu_backward(_ONE.expand_as(x), x),
+        lambda grad, x, _: _relu_backward(grad, x),
         torch.relu,
         _relu_backward,
     ),
-    "relu2": _Form(torch.relu, _relu2, lambda x, r: r + r),
+    "relu2": _Form(torch.relu, _relu2, lambda grad, x, r: _relu_backward(grad * (r + r), x)),
     "silu": _Form(
         torch.sigmoid,
         lambda x, s: x * s,
-        _swish_derivative(1.0),
+        _times(_swish_derivative(1.0)),
         torch.nn.functional.silu,
         aten.silu_backward.default,
     ),
-    "gelu": _Form(_gelu_parts, _gelu, _gelu_derivative),
-    "gelu_tanh": _Form(_gelu_tanh_parts, lambda x, parts: x * parts[1], _gelu_tanh_derivative),
+    "gelu": _Form(_gelu_parts, _gelu, _times(_gelu_derivative)),
+    "gelu_tanh": _Form(_gelu_tanh_parts, lambda x, parts: x * parts[1], _times(_gelu_tanh_derivative)),
     "quick_gelu": _Form(
         lambda x: torch.sigmoid(x * _QUICK_SLOPE),
         lambda x, s: x * s,
-        _swish_derivative(activations.QUICK_GELU_SLOPE),
+        _times(_swish_derivative(activations.QUICK_GELU_SLOPE)),
     ),
-    "sigmoid": _Form(_nothing, lambda x, _: torch.sigmoid(x), lambda x, _: _sigmoid_backward(x), torch.sigmoid),
+    "sigmoid": _Form(_nothing, lambda x, _: torch.sigmoid(x), _times(lambda x, _: _sigmoid_backward(x)), torch.sigmoid),
     "tanh": _Form(
         _nothing,
         lambda x, _: torch.tanh(x),
-        lambda x, _: _sigmoid_backward(x + x).mul_(4.0),
+        _times(lambda x, _: _sigmoid_backward(x + x).mul_(4.0)),
         torch.tanh,
     ),
 }
@@ -184,7 +188,7 @@ def _value(form: _Form, x: Tensor) -> Tensor:
 
 
 class _OnCpu(Activation):
-    """A row for ``reference``: what value and derivative have in common is computed once."""
+    """A row for ``reference``: what value and gradient have in common is computed once."""
 
     def __init__(self, form: _Form) -> None:
         self.__dict__.update(form=form, x=None, parts=None)
@@ -201,8 +205,8 @@ class _OnCpu(Activation):
             return form.native(x)  # type: ignore[no-any-return]
         return form.value(x, self._of(x))  # type: ignore[no-any-return]
 
-    def derivative(self, x: Tensor) -> Tensor:
-        return self.__dict__["form"].derivative(x, self._of(x))  # type: ignore[no-any-return]
+    def input_grad(self, grad: Tensor, x: Tensor) -> Tensor:
+        return self.__dict__["form"].gradient(grad, x, self._of(x))  # type: ignore[no-any-return]
 
 
 def _row(activation: str, dtype: torch.dtype) -> Any:
