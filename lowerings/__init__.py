@@ -37,23 +37,28 @@ def register() -> None:
         return
     _registering.add(me)
     try:
-        _turn_off(internals.missing(imported=True))
+        _turn_off(_lacking(imported=True))
         if not _off:
             for name in ("dropout", "operators", "softmax"):
                 import_module(f"{__name__}.{name}")
             import_module(f"{__name__}.memory").allow_recomputation()
             import_module(f"{__name__}.passes").tag_caches()
     except Exception as error:
-        _turn_off([], f"{type(error).__name__}: {error}")
+        _turn_off(f"{type(error).__name__}: {error}")
     finally:
         _registering.discard(me)
     _registered = True
 
 
-def _turn_off(lacking: list[str], why: str = "") -> None:
+def _lacking(imported: bool = False) -> str:
+    names = internals.missing(imported)
+    return f"it has no {', '.join(names)}" if names else ""
+
+
+def _turn_off(why: str) -> None:
     global _off
-    if (lacking or why) and not _off:
-        _off = why or f"it has no {', '.join(lacking)}"
+    if why and not _off:
+        _off = why
         internals.warn(f"{off()} Operators work as they are; torch.compile does not find MLPs.")
 
 
@@ -68,7 +73,7 @@ def pick_up() -> Any:
     register()
     if not _checked:
         _checked = True
-        _turn_off(internals.missing())
+        _turn_off(_lacking())
         if not _off and internals.is_newer(torch.__version__):
             internals.warn(
                 f"torch_fused_ops on torch {torch.__version__}: {internals.tested()}. All that it needs is there; "
