@@ -80,7 +80,8 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
 
     Under ``torch.compile`` there are no graph breaks; what the table calls a new leaf requires a gradient and passes
     none on, but is no leaf and has no ``.grad``, as Dynamo makes none inside a graph. What it cannot do: a compiled
-    function that returns its own argument, made viewless and nothing else, gets it from Inductor as a view after all.
+    function that returns its own argument, made viewless and nothing else, gets it from Inductor as a view after all;
+    and a new leaf inside a compiled ``torch.func.jvp`` or ``vmap`` raises, as any autograd.Function does there.
 
     The result shares inp's version counter, as views do: a write in place to either makes autograd raise where
     backward needs what was there before. Where the result is in inp's graph, this does not hold under ``torch.func``,
