@@ -221,7 +221,7 @@ differentiate(
 )
 
 
-def _register_autocast(device_type: str, key_name: str) -> None:
+def _register_autocast(key_name: str) -> None:
     """PyTorch's rule for softmax on GPUs: input and sink, unless float64, become float32, and so does the result.
 
     Not ``torch.library.register_autocast``, which torch 2.11's compiler does not see: the Python kernel is for it.
@@ -230,11 +230,11 @@ def _register_autocast(device_type: str, key_name: str) -> None:
 
     def kernel(*args: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            return _FORWARD(*_cast(args, device_type, torch.float32))
+            return _FORWARD(*_cast(args, args[0].device.type, torch.float32))
 
     library.impl(_FORWARD, kernel, key_name)
     _FORWARD.py_impl(key)(kernel)
 
 
-for _device_type, _key in (("cuda", "AutocastCUDA"), ("xpu", "AutocastXPU")):  # on CPUs softmax keeps its dtype
-    _register_autocast(_device_type, _key)
+for _key in ("AutocastCUDA", "AutocastXPU"):  # on CPUs softmax keeps its dtype
+    _register_autocast(_key)

@@ -39,7 +39,7 @@ FLOAT32_RESULT = (
 
 @contextlib.contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """CPU tensors see CUDA's autocast: its state, in place of their own, and its lists."""
+    """CPU tensors see CUDA's autocast: its state, in place of their own, its lists, and operators' Python kernels."""
     state = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
     def mirror() -> None:
@@ -70,11 +70,20 @@ def cuda_autocast() -> Iterator[None]:
             op = getattr(getattr(aten, packet), overload or "default")
             library.impl(name, functools.partial(kernel, op), "AutocastCPU")
             overloads.append(op)
+    libraries = [library]
+    for full_name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"):
+        op = torch._library.utils.lookup_op(full_name)
+        own = op.py_kernels.get(torch._C.DispatchKey.AutocastCUDA)
+        if own is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "AutocastCPU"):
+            libraries.append(torch_library.Library(op.namespace, "FRAGMENT"))
+            libraries[-1].impl(op, functools.partial(_own_kernel, own), "AutocastCPU")
+            overloads.append(op)
     autocast = torch.amp.autocast_mode.autocast
     with contextlib.ExitStack() as stack:
         stack.callback(restore)
         stack.callback(_forget_dispatch, overloads)
-        stack.callback(library._destroy)
+        for each in libraries:
+            stack.callback(each._destroy)
         _forget_dispatch(overloads)
         for name in ("__enter__", "__exit__"):
             stack.enter_context(mock.patch.object(autocast, name, mirrored(getattr(autocast, name))))
@@ -111,6 +120,11 @@ def _float32_result_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
     with _without_autocast():
         return op(*args, **kwargs)
+
+
+def _own_kernel(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _without_autocast():
+        return kernel(*args, **kwargs)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
