@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -492,8 +493,13 @@ def test_what_an_activation_of_several_functions_keeps_is_moved_and_not_mixed_up
     [
         ({"moe_ffn_hidden_size": None}, ValueError, "config.moe_ffn_hidden_size"),
         ({"moe_mlp_glu_interleave_size": 5}, ValueError, "must divide the experts' ffn_hidden_size, 24"),
-        ({"moe_mlp_glu_interleave_size": 0}, ValueError, "moe_mlp_glu_interleave_size=0 .* must divide"),
+        ({"moe_mlp_glu_interleave_size": 0}, ValueError, "moe_mlp_glu_interleave_size=0 .* integer from 1 on"),
         ({"moe_mlp_glu_interleave_size": 2.0}, TypeError, "moe_mlp_glu_interleave_size=2.0 .* integer"),
+        ({"moe_ffn_hidden_size": 0}, ValueError, "moe_ffn_hidden_size=0 is not accepted: it must be an integer"),
+        ({"moe_ffn_hidden_size": 2.5}, TypeError, "moe_ffn_hidden_size=2.5 is not accepted: it must be an integer"),
+        ({"moe_latent_size": 0}, ValueError, "moe_latent_size=0 is not accepted: it must be an integer"),
+        ({"moe_apply_probs_on_input": "no"}, TypeError, "moe_apply_probs_on_input='no' .* True or False"),
+        ({"params_dtype": "bf16"}, TypeError, "params_dtype='bf16' is not accepted: it must be a torch.dtype"),
         ({"moe_mlp_glu_interleave_size": 4, "gated_linear_unit": False}, ValueError, "without gated_linear_unit"),
         ({"moe_apply_probs_on_input": True}, ValueError, "moe_router_topk=2"),
         ({"use_te_activation_func": True}, ValueError, "GroupedMLPSubmodules.activation_func"),
@@ -509,8 +515,29 @@ def test_the_constructor_refuses(flags: dict, error: type, words: str) -> None:
 
 @pytest.mark.parametrize(("count", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
 def test_so_many_experts_are_refused(count: object, error: type) -> None:
-    with pytest.raises(error, match="num_local_experts"):
-        GroupedMLP(count, config())
+    for made in (
+        lambda: GroupedMLP(count, config()),
+        lambda: GroupedColumnParallelLinear(count, 4, 4, config=config()),
+    ):
+        with pytest.raises(
+            error, match=f"num_local_experts={count!r} is not accepted: it must be an integer from 1 on"
+        ):
+            made()
+    assert GroupedMLP(np.int64(2), config()).num_local_experts == 2
+
+
+def test_arguments_in_each_others_places_are_refused() -> None:
+    with pytest.raises(TypeError, match="config=8 is not accepted: it must be an MLPConfig"):
+        GroupedMLP(config(), 8)
+    with pytest.raises(TypeError, match="submodules=8 is not accepted"):
+        GroupedMLP(2, config(), 8)
+
+
+@pytest.mark.parametrize("name", ["tp_group", "ep_group"])
+@pytest.mark.parametrize("group", ["tp", [0, 1], 2], ids=str)
+def test_a_group_is_a_process_group(name: str, group: object) -> None:
+    with pytest.raises(TypeError, match=rf"{name}=.* is not accepted: .*ProcessGroup; mesh\.get_group\(\) gives one"):
+        GroupedMLP(EXPERTS, config(), **{name: group})
 
 
 @pytest.mark.parametrize(
@@ -569,6 +596,8 @@ def build_mlp(given):
         ((torch.zeros(5, 16), torch.tensor([2.0, 0, 3])), TypeError, "must have integers"),
         ((torch.zeros(5, 16), [2, 0, 3], torch.ones(4)), ValueError, r"permuted_probs of shape \(4,\)"),
         ((torch.zeros(5, 16), [2, 0, 3], torch.ones(5, 1)), ValueError, r"they must be \(5,\)"),
+        ((torch.zeros(5, 16), [2, 0, 3], 2.0), TypeError, "permuted_probs of type float is not accepted"),
+        (([1.0], [1, 0, 0]), TypeError, "permuted_local_hidden_states of type list is not accepted"),
     ],
 )
 def test_a_call_refuses(arguments: tuple, error: type, words: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -276,7 +277,9 @@ def test_wrapped_hooked_and_parametrized_linears_are_called():
     "arguments, error, words",
     [
         ({"hidden": 0}, ValueError, "hidden=0 is not accepted"),
-        ({"ffn": 2.5}, TypeError, "ffn=2.5 is not accepted"),
+        ({"ffn": 2.5}, TypeError, "ffn=2.5 is not accepted: it must be an integer from 1 on"),
+        ({"ffn": True}, TypeError, "ffn=True is not accepted"),
+        ({"hidden": None}, TypeError, "hidden=None is not accepted"),
         ({"activation": "mish"}, ValueError, "activation='mish'"),
         ({"activation": F.mish}, TypeError, "gelu_tanh"),
         ({"gated": 1}, TypeError, "gated=1 is not accepted"),
@@ -291,6 +294,37 @@ def test_errors(arguments, error, words):
     with pytest.raises(error) as caught:
         FusedMLP(**{"hidden": 8, "ffn": 16, **arguments})
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_another_width_is_refused(compiled):
+    mlp = FusedMLP(8, 16)
+    called = torch.compile(mlp, backend="eager", dynamic=False) if compiled else mlp
+    for shape in ((2, 7), (7,), (), (2, 3, 16)):
+        with pytest.raises((ValueError, torch._dynamo.exc.TorchRuntimeError)) as caught:
+            called(torch.randn(shape))
+        assert f"x of shape {shape} is not accepted: it must be (..., 8)" in str(caught.value)
+    with pytest.raises(TypeError, match="x of type list is not accepted: it must be a tensor"):
+        called([1.0])
+    whole = torch.compile(mlp, backend="eager", fullgraph=True, dynamic=True)
+    for x in (torch.randn(3, 8), torch.randn(8), torch.randn(0, 8), torch.randn(2, 5, 8)):
+        torch.testing.assert_close(whole(x), mlp(x))
+
+
+def test_a_width_is_the_first_weights_and_what_a_hook_makes_of_it():
+    """A pruned module's, and that of a wrapper which gives the linear something else, as ColwiseParallel may."""
+    mlp, x = FusedMLP(8, 16), torch.randn(3, 8)
+    y = mlp(x)
+    mlp.fc1.register_forward_pre_hook(lambda _, args: (torch.cat([args[0], x[:, 4:]], -1),))
+    torch.testing.assert_close(mlp(x[:, :4]), y)
+    pruned = FusedMLP(8, 16)
+    pruned.fc1.weight = nn.Parameter(pruned.fc1.weight[:, :6].detach())
+    assert pruned(x[:, :6]).shape == (3, 8)
+
+
+def test_numpys_integers_are_sizes():
+    mlp = FusedMLP(np.int64(4), np.int32(8))
+    assert type(mlp.hidden) is type(mlp.ffn) is int and mlp(torch.randn(2, 4)).shape == (2, 4)
 
 
 def test_names_of_activations():

@@ -1,9 +1,11 @@
 """``nn.MLP`` in one process: flags and their formula, memory levels and what they keep, ``backward_dw``."""
 
 import itertools
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -217,8 +219,8 @@ def test_sizes() -> None:
     assert shapes(input_size=4) == [(20, 4), (8, 20)]
     assert shapes(is_expert=True) == [(12, 6), (6, 12)]
     assert shapes(is_expert=True, ffn_hidden_size=14) == [(14, 6), (6, 14)]
-    with pytest.raises(ValueError, match="ffn_hidden_size"):
-        MLP(MLPConfig(8), is_expert=True)
+    with pytest.raises(ValueError, match=r"moe_ffn_hidden_size=None .* config\.ffn_hidden_size is for dense MLPs"):
+        MLP(MLPConfig(8, ffn_hidden_size=20), is_expert=True)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +232,20 @@ def test_sizes() -> None:
         ({"glu_linear_offset": 1.0}, "gated_linear_unit"),
         ({"gated_linear_unit": True, "activation_func_clamp_value": -1.0}, "above 0"),
         ({"gated_linear_unit": True, "glu_linear_offset": float("inf")}, "finite"),
+        ({"activation_func": "swish"}, "activation_func='swish' is not known; accepted: relu,"),
+        ({"gated_linear_unit": "yes"}, "gated_linear_unit='yes' is not accepted: it must be True or False"),
+        ({"gated_linear_unit": 2}, "gated_linear_unit=2 .* True or False"),
+        ({"add_bias_linear": "no"}, "add_bias_linear='no' .* True or False"),
+        ({"delay_wgrad_compute": 1.0}, "delay_wgrad_compute=1.0 .* True or False"),
+        (
+            {"gated_linear_unit": True, "activation_func_clamp_value": "7"},
+            "activation_func_clamp_value='7' .* a number",
+        ),
+        ({"gated_linear_unit": True, "glu_linear_offset": "1"}, "glu_linear_offset='1' .* a number"),
+        ({"gated_linear_unit": True, "glu_linear_offset": True}, "glu_linear_offset=True .* a number"),
+        ({"params_dtype": "bf16"}, "params_dtype='bf16' is not accepted: it must be a torch.dtype"),
+        ({"init_method": 0.02}, "init_method=0.02 is not accepted: it must be a function"),
+        ({"output_layer_init_method": "normal"}, "output_layer_init_method='normal' .* a function"),
         ({"memory": "all"}, "memory"),
         ({"memory": "input", "activation_func_fp8_input_store": True}, "two levels"),
         ({"memory": "fp8", "activation_func": F.mish}, "register_activation"),
@@ -239,6 +255,111 @@ def test_sizes() -> None:
 def test_the_constructor_refuses(flags: dict, words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         MLP(config(**flags))
+
+
+WRONG_SIZES = [(7.5, TypeError), ("256", TypeError), (True, TypeError), (0, ValueError), (-1, ValueError)]
+
+
+@pytest.mark.parametrize(("size", "error"), WRONG_SIZES, ids=str)
+def test_a_size_is_an_integer_from_1_on(size: object, error: type) -> None:
+    def linear(kind, *sizes):
+        return kind(*sizes, config=config())
+
+    for name, made in (
+        ("hidden_size", lambda: MLP(MLPConfig(size))),
+        ("ffn_hidden_size", lambda: MLP(config(ffn_hidden_size=size))),
+        ("ffn_hidden_size", lambda: MLP(config(), ffn_hidden_size=size)),
+        ("input_size", lambda: MLP(config(), input_size=size)),
+        ("moe_ffn_hidden_size", lambda: MLP(config(moe_ffn_hidden_size=size), is_expert=True)),
+        ("moe_latent_size", lambda: MLP(config(moe_ffn_hidden_size=8, moe_latent_size=size), is_expert=True)),
+        ("input_size", lambda: linear(ColumnParallelLinear, size, 4)),
+        ("output_size", lambda: linear(RowParallelLinear, 4, size)),
+    ):
+        with pytest.raises(error, match=re.escape(f"{name}={size!r} is not accepted: it must be an integer from 1 on")):
+            made()
+
+
+def test_what_is_not_given_and_what_is_as_good() -> None:
+    with pytest.raises(TypeError, match="hidden_size=None is not accepted"):
+        MLP(MLPConfig(None))
+    none = dict.fromkeys(("ffn_hidden_size", "init_method", "params_dtype", "activation_func_clamp_value"))
+    assert MLP(MLPConfig(8, **none), input_size=None, ffn_hidden_size=None, tp_group=None).ffn_hidden_size == 32
+    mlp = MLP(MLPConfig(np.int64(8), np.int32(12), gated_linear_unit=1, add_bias_linear=0, glu_linear_offset=1))
+    assert type(mlp.input_size) is type(mlp.ffn_hidden_size) is int
+    assert [tuple(p.shape) for p in mlp.parameters()] == [(24, 8), (8, 12)]
+
+
+def test_arguments_in_each_others_places() -> None:
+    for other in (64, None, {"hidden_size": 64}, MLPConfig, SimpleNamespace(ffn_hidden_size=3)):
+        with pytest.raises(TypeError, match=r"config=.* is not accepted: it must be an MLPConfig, or an object"):
+            MLP(other, 256)
+    with pytest.raises(TypeError, match="submodules=256 is not accepted: it must be an object with the attributes of"):
+        MLP(config(), 256)
+    with pytest.raises(TypeError, match="is_expert=256 is not accepted: it must be True or False"):
+        MLP(config(), None, 256)
+
+
+@pytest.mark.parametrize("group", ["tp", [0, 1], 2], ids=str)
+def test_a_group_is_a_process_group(group: object) -> None:
+    for made in (
+        lambda: MLP(config(), tp_group=group),
+        lambda: ColumnParallelLinear(4, 4, config=config(), tp_group=group),
+        lambda: RowParallelLinear(4, 4, config=config(), tp_group=group),
+    ):
+        with pytest.raises(
+            TypeError, match=r"tp_group=.* is not accepted: .*ProcessGroup; mesh\.get_group\(\) gives one"
+        ):
+            made()
+
+
+@pytest.mark.parametrize("act", [F.gelu, F.mish], ids=["fused", "spelled"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_call_refuses(act, compiled: bool) -> None:
+    mlp, x = MLP(config(activation_func=act)), tokens(2, 3, HIDDEN)
+    called = torch.compile(mlp, backend="eager", dynamic=False) if compiled else mlp
+    for arguments, error, words in (
+        ((tokens(2, 7),), ValueError, "hidden_states of shape (2, 7) are not accepted: they must be (..., 16)"),
+        ((tokens(1)[0],), ValueError, "hidden_states of shape () are not accepted: they must be (..., 16)"),
+        (([1.0],), TypeError, "hidden_states of type list is not accepted: it must be a tensor"),
+        ((x, tokens(2)), ValueError, "per_token_scale of shape (2,) is not accepted: it must be (2, 3)"),
+        ((x, tokens(3)), ValueError, "per_token_scale of shape (3,) is not accepted: it must be (2, 3)"),
+        ((x, tokens(2, 3, 1)), ValueError, "per_token_scale of shape (2, 3, 1) is not accepted: it must be (2, 3)"),
+        ((x[0], tokens(2)), ValueError, "per_token_scale of shape (2,) is not accepted: it must be (3,)"),
+        ((x, 2.0), TypeError, "per_token_scale of type float is not accepted: it must be a tensor"),
+    ):
+        with pytest.raises((error, torch._dynamo.exc.TorchRuntimeError), match=re.escape(words)):
+            called(*arguments)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_what_is_accepted_is_one_graph_of_any_number_of_tokens(dynamic: bool | None) -> None:
+    mlp = MLP(config())
+    compiled = torch.compile(mlp, backend="eager", fullgraph=True, dynamic=dynamic)
+    for rows in (2, 3, 5):
+        x, scale = tokens(rows, 2, HIDDEN), tokens(rows, 2)
+        for one in (None, scale):
+            torch.testing.assert_close(output(compiled, x, one), output(mlp, x, one))
+    rows = torch.export.Dim("rows", min=2)
+    program = torch.export.export(mlp, (x[0], scale[0]), dynamic_shapes=({0: rows}, {0: rows}))
+    x, scale = tokens(7, HIDDEN), tokens(7)
+    torch.testing.assert_close(program.module()(x, scale), mlp(x, scale))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_what_is_refused_leaves_a_compiled_model_as_it_was(fullgraph: bool, dynamic: bool | None) -> None:
+    """An exception that Dynamo sees in Python would leave the frame around it to eager mode from then on."""
+    graphs: list[int] = []
+    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN).double(), (mlp := MLP(config())))
+    called = torch.compile(
+        lambda x, scale: mlp(model[0](x), scale)[0] + 1,
+        backend=lambda gm, _: graphs.append(1) or gm, fullgraph=fullgraph, dynamic=dynamic,
+    )  # fmt: skip
+    for rows in (4, 5):
+        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=r"per_token_scale of shape .* is not accepted"):
+            called(tokens(3, 2, HIDDEN), tokens(rows))
+    called(tokens(3, 2, HIDDEN), tokens(3, 2))
+    assert graphs == [1]
 
 
 def test_any_object_with_megatrons_names_is_a_config() -> None:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from torch_fused_ops.nn.config import checked
 from torch_fused_ops.nn.linear import Linear, Part
 
 __all__ = ["PackedColwiseParallel", "SharedLinear", "TensorParallel", "tensor_parallel_plan"]
@@ -238,7 +239,8 @@ def tensor_parallel_plan(mlp: nn.Module, sequence_parallel: bool | None = None) 
             f"{type(mlp).__name__} is not accepted: of its children, {names or 'none'}, none are an MLP's linears"
         )
     if sequence_parallel is None:
-        sequence_parallel = bool(getattr(getattr(mlp, "config", None), "sequence_parallel", False))
+        config = getattr(mlp, "config", None)
+        sequence_parallel = bool(checked("sequence_parallel", getattr(config, "sequence_parallel", None)))
     if isinstance(children[rows], Linear):
         return {name: SharedLinear(sequence_parallel) for name in (*columns, rows)}
     outside: Any = Shard(0) if sequence_parallel else Replicate()

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["DENSE", "Groups", "Products", "dense_gradient", "readable", "under_autocast"]
+__all__ = ["DENSE", "Groups", "Products", "check_shape", "dense_gradient", "readable", "under_autocast"]
 
 
 class Products:
@@ -44,6 +44,35 @@ def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+def check_shape(name: str, t: Any, accepted: Sequence[Any], rows: str = "") -> None:
+    """That t is a tensor of this shape; with ``rows``, of one axis, behind another of any size, "T", or any, "...".
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    if isinstance(t, torch.fx.Proxy) or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return  # sizes are not there to be compared
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} of type {type(t).__name__} is not accepted: it must be a tensor")
+    axes = t.ndim - len(accepted)
+    if t.shape[max(axes, 0) :] == tuple(accepted) and (rows == "..." or axes == (rows == "T")):
+        return
+    # After an exception of Python's Dynamo leaves the frame to eager mode for good; after an operator's it does not.
+    (_refuse_op if torch.compiler.is_compiling() else _refuse)(name, t.shape, accepted, rows)
+
+
+def _refuse(name: str, shape: Sequence[int], accepted: Sequence[int], rows: str) -> None:
+    wanted = f"({rows}, {accepted[0]})" if rows else f"{tuple(accepted)}"
+    verb, pronoun = ("are", "they") if name.endswith("s") else ("is", "it")
+    raise ValueError(f"{name} of shape {tuple(shape)} {verb} not accepted: {pronoun} must be {wanted}")
+
+
+_refuse_op = torch.library.custom_op(
+    "fused_nn::refuse", _refuse, mutates_args=(), schema="(str name, SymInt[] shape, SymInt[] accepted, str rows) -> ()"
+)
+_refuse_op.register_fake(_refuse)
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------

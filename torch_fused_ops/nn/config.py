@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
+import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ __all__ = [
     "MLPConfig",
     "activation_name",
     "check_precision",
+    "checked",
     "read",
     "read_activation",
     "read_interleave",
@@ -116,10 +119,14 @@ _MODULES: dict[type[nn.Module], str] = {
 _APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
-def activation_name(activation: Any) -> str | None:
+def activation_name(activation: Any, argument: str = "activation") -> str | None:
     """The name in our table of a name, a function or a module; None for any other callable."""
     if isinstance(activation, str):
-        activations.get(activation)
+        if activation not in (names := activations.names()):
+            raise ValueError(
+                f"{argument}={activation!r} is not known; accepted: {', '.join(names)}; "
+                "torch_fused_ops.register_activation adds others"
+            )
         return activation
     if isinstance(activation, nn.GELU):
         return _APPROXIMATE[activation.approximate]
@@ -133,12 +140,87 @@ def activation_name(activation: Any) -> str | None:
         return None
 
 
+class _Accepted(NamedTuple):
+    of: Callable[[Any], bool]
+    what: str
+
+
+def _index(value: Any) -> int | None:
+    try:
+        return operator.index(value)  # numpy's integers, too
+    except TypeError:
+        return None
+
+
+def _has(*names: str) -> Callable[[Any], bool]:
+    return lambda value: all(hasattr(value, name) for name in names)
+
+
+_SIZE = _Accepted(lambda v: not isinstance(v, bool) and _index(v) is not None, "an integer from 1 on")
+_FLAG = _Accepted(lambda v: _index(v) in (0, 1), "True or False")
+_NUMBER = _Accepted(lambda v: not isinstance(v, bool) and isinstance(v, numbers.Real), "a number")
+_FILL = _Accepted(callable, "a function that fills a tensor in place")
+_GROUP = _Accepted(_has("size", "rank"), "a torch.distributed.ProcessGroup; mesh.get_group() gives one")
+
+# Attributes of a config and arguments of the modules. Of other names nothing is checked here.
+_ACCEPTED = {
+    "config": _Accepted(_has("hidden_size"), "an MLPConfig, or an object with its attributes, hidden_size at least"),
+    "submodules": _Accepted(
+        _has("linear_fc1", "linear_fc2", "activation_func"), "an object with the attributes of MLPSubmodules"
+    ),
+    "activation_func": _Accepted(lambda v: isinstance(v, str) or callable(v), "a function, a module or a name"),
+    "params_dtype": _Accepted(lambda v: isinstance(v, torch.dtype), "a torch.dtype"),
+    **dict.fromkeys(("activation_func_clamp_value", "glu_linear_offset"), _NUMBER),
+    **dict.fromkeys(("init_method", "output_layer_init_method"), _FILL),
+    **dict.fromkeys(("tp_group", "ep_group"), _GROUP),
+    **dict.fromkeys(
+        (
+            "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "moe_latent_size", "moe_mlp_glu_interleave_size",
+            "input_size", "output_size", "num_local_experts", "hidden", "ffn",
+        ),
+        _SIZE,
+    ),
+    **dict.fromkeys(
+        (
+            "add_bias_linear", "gated_linear_unit", "activation_func_fp8_input_store", "use_te_activation_func",
+            "moe_apply_probs_on_input", "delay_wgrad_compute", "sequence_parallel", "cpu_offloading",
+            "cpu_offloading_activations", "is_expert",
+        ),
+        _FLAG,
+    ),
+}  # fmt: skip
+
+
+def checked(name: str, value: Any, required: bool = False) -> Any:
+    """The value, if it is what is accepted under this name, or None where that is: sizes as int, flags as bool.
+
+    Raises:
+        TypeError, ValueError: it is not; a size is below 1.
+    """
+    accepted = _ACCEPTED.get(name)
+    if accepted is None or (value is None and not required):
+        return value
+    if not accepted.of(value):
+        raise TypeError(f"{name}={value!r} is not accepted: it must be {accepted.what}")
+    if accepted is _FLAG:
+        return bool(value)
+    if accepted is not _SIZE:
+        return value
+    if (size := operator.index(value)) < 1:
+        raise ValueError(f"{name}={value!r} is not accepted: it must be {accepted.what}")
+    return size
+
+
 _DEFAULTS = {f.name: f.default for f in fields(MLPConfig)}
 
 
 def read(config: Any, name: str) -> Any:
-    """An attribute of the config, ours or Megatron's; what it does not have, or has as None, is at its default."""
-    value = getattr(config, name, None)
+    """An attribute of the config, ours or Megatron's; what it does not have, or has as None, is at its default.
+
+    Raises:
+        TypeError, ValueError: as ``checked``.
+    """
+    value = checked(name, getattr(config, name, None))
     return _DEFAULTS[name] if value is None else value
 
 
@@ -200,8 +282,6 @@ def read_activation(config: Any) -> Activation:
     """
     given, gated = read(config, "activation_func"), read(config, "gated_linear_unit")
     clamp, offset = read(config, "activation_func_clamp_value"), read(config, "glu_linear_offset")
-    if not isinstance(given, str) and not callable(given):
-        raise TypeError(f"activation_func={given!r} is not accepted: it must be a function, a module or a name")
     for flag, value, neutral in (("activation_func_clamp_value", clamp, None), ("glu_linear_offset", offset, 0.0)):
         if value != neutral and not gated:
             raise ValueError(f"{flag}={value!r} is not accepted without gated_linear_unit: only a GLU has it")
@@ -209,8 +289,8 @@ def read_activation(config: Any) -> Activation:
             raise ValueError(f"{flag}={value!r} is not accepted: it must be finite")
     if clamp is not None and clamp <= 0:
         raise ValueError(f"activation_func_clamp_value={clamp!r} is not accepted: it must be above 0, or None")
-    name = activation_name(given)
-    return Activation(name, given if name is None else None, bool(gated), float(offset), clamp)
+    name = activation_name(given, "activation_func")
+    return Activation(name, given if name is None else None, gated, float(offset), clamp)
 
 
 def read_memory(config: Any, fused: bool, levels: Collection[str]) -> str:
@@ -239,7 +319,7 @@ def read_offload(config: Any, memory: str) -> bool:
     Raises:
         ValueError: with a memory level that keeps nothing.
     """
-    offload = bool(read(config, "cpu_offloading") and read(config, "cpu_offloading_activations"))
+    offload: bool = read(config, "cpu_offloading") and read(config, "cpu_offloading_activations")
     if offload and memory == "input":
         raise ValueError("cpu_offloading=True is not accepted with memory='input': nothing is kept that could be moved")
     return offload
@@ -251,14 +331,13 @@ def read_interleave(config: Any, ffn: int) -> int | None:
     Raises:
         ValueError, TypeError: it is no integer that divides ffn, or the MLP is not gated.
     """
-    flag, n = "moe_mlp_glu_interleave_size", read(config, "moe_mlp_glu_interleave_size")
+    flag = "moe_mlp_glu_interleave_size"
+    n: int | None = read(config, flag)
     if n is None:
         return None
-    if isinstance(n, bool) or not isinstance(n, int):
-        raise TypeError(f"{flag}={n!r} is not accepted: it must be an integer or None")
     if not read(config, "gated_linear_unit"):
         raise ValueError(f"{flag}={n!r} is not accepted without gated_linear_unit: only a GLU has it")
-    if n < 1 or ffn % n:
+    if ffn % n:
         raise ValueError(f"{flag}={n!r} is not accepted: it must divide the experts' ffn_hidden_size, {ffn}")
     return None if n == ffn else n
 
@@ -269,12 +348,13 @@ def read_probs_on_input(config: Any) -> bool:
     Raises:
         ValueError: a token has several experts.
     """
+    on_input: bool = read(config, "moe_apply_probs_on_input")
     topk = read(config, "moe_router_topk")
-    if read(config, "moe_apply_probs_on_input") and topk != 1:
+    if on_input and topk != 1:
         raise ValueError(
             f"moe_apply_probs_on_input=True is not accepted with moe_router_topk={topk!r}: a token must have one expert"
         )
-    return bool(read(config, "moe_apply_probs_on_input"))
+    return on_input
 
 
 # Flags of Megatron's that would change the numbers, and the one value of each that is accepted.

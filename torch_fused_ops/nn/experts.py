@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torch_fused_ops.nn._products import Groups, dense_gradient, readable
-from torch_fused_ops.nn.config import read, read_interleave, read_probs_on_input
+from torch_fused_ops.nn._products import Groups, check_shape, dense_gradient, readable
+from torch_fused_ops.nn.config import checked, read, read_interleave, read_probs_on_input
 from torch_fused_ops.nn.linear import GroupedColumnParallelLinear, GroupedLinear, GroupedRowParallelLinear
 from torch_fused_ops.nn.mlp import TEActivationFunctionBuilder, _Block, _check_divides, _sizes
 
@@ -114,8 +114,8 @@ class GroupedMLP(_Block):
         ep_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         super().__init__(config, experts=True)
-        submodules = GroupedMLPSubmodules() if submodules is None else submodules
-        self.num_local_experts = num_local_experts
+        submodules = checked("submodules", submodules) or GroupedMLPSubmodules()
+        self.num_local_experts: int = checked("num_local_experts", num_local_experts, required=True)
         self.input_size, ffn, output_size = _sizes(config, True, None, None)
         self.ffn_hidden_size = ffn
         _check_divides(ffn, tp_group)
@@ -131,7 +131,7 @@ class GroupedMLP(_Block):
         common |= {"tp_group": tp_group, "ep_group": ep_group}
         gated = self._activation.gated
         self.linear_fc1: Any = submodules.linear_fc1(
-            num_local_experts,
+            self.num_local_experts,
             self.input_size,
             ffn * 2 if gated else ffn,
             init_method=read(config, "init_method"),
@@ -142,7 +142,7 @@ class GroupedMLP(_Block):
         )
         self._build(submodules.activation_func, "GroupedMLPSubmodules.activation_func")
         self.linear_fc2: Any = submodules.linear_fc2(
-            num_local_experts,
+            self.num_local_experts,
             ffn,
             output_size,
             init_method=read(config, "output_layer_init_method"),
@@ -169,15 +169,9 @@ class GroupedMLP(_Block):
             TypeError, ValueError: for dtypes and shapes that are not accepted.
         """
         x, probs = permuted_local_hidden_states, permuted_probs
-        if x.ndim != 2 or x.shape[1] != self.input_size:
-            raise ValueError(
-                f"permuted_local_hidden_states of shape {tuple(x.shape)} are not accepted: they must be (T, "
-                f"{self.input_size})"
-            )
-        if probs is not None and probs.shape != x.shape[:1]:
-            raise ValueError(
-                f"permuted_probs of shape {tuple(probs.shape)} are not accepted: they must be ({x.shape[0]},)"
-            )
+        check_shape("permuted_local_hidden_states", x, (self.input_size,), "T")
+        if probs is not None:
+            check_shape("permuted_probs", probs, x.shape[:1])
         groups = Groups.of(x, tokens_per_expert, self.num_local_experts)
         if self._probs_on_input and probs is not None:
             x, probs = (x * probs.unsqueeze(-1)).to(x.dtype), None

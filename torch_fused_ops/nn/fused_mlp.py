@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch_fused_ops import activations, functional
 from torch_fused_ops.nn import layouts
 from torch_fused_ops.nn._memory import LEVELS, through
-from torch_fused_ops.nn.config import activation_name
+from torch_fused_ops.nn._products import check_shape
+from torch_fused_ops.nn.config import activation_name, checked
 
 __all__ = ["FusedMLP", "Middle", "check_memory", "untouched"]
 
@@ -127,10 +128,7 @@ class FusedMLP(nn.Module):
         checkpoint_layout: str | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("hidden", hidden), ("ffn", ffn)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                kind = TypeError if isinstance(size, bool) or not isinstance(size, int) else ValueError
-                raise kind(f"{name}={size!r} is not accepted: it must be an integer from 1 on")
+        hidden, ffn = checked("hidden", hidden, required=True), checked("ffn", ffn, required=True)
         for name, flag in (("gated", gated), ("bias", bias)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}={flag!r} is not accepted: it must be True or False")
@@ -170,6 +168,7 @@ class FusedMLP(nn.Module):
         first: Callable[[Tensor], Tensor] = fc1
         if type(fc1) is nn.Linear and untouched(fc1):
             weight, bias = fc1.weight, fc1.bias  # those of now: functional_call's are gone when "input" runs it again
+            check_shape("x", x, weight.shape[1:], "...")
             first = lambda x: F.linear(x, weight)  # noqa: E731
         elif memory == "input":
             memory = "free"

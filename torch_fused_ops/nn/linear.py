@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fused_ops.nn._products import DENSE, Groups, Products, under_autocast
-from torch_fused_ops.nn.config import read
+from torch_fused_ops.nn.config import checked, read
 
 if TYPE_CHECKING:  # importing DTensor takes 0.4 s
     from torch_fused_ops.distributed.checkpoint import Offsets, ShardedTensor
@@ -148,8 +148,9 @@ class Linear(nn.Module):
         experts: Experts | None = None,
     ) -> None:
         super().__init__()
-        self.input_size, self.output_size, self.experts = input_size, output_size, experts
-        self.skip_bias_add, self.init_method = skip_bias_add, init_method
+        self.input_size = input_size = checked("input_size", input_size, required=True)
+        self.output_size = output_size = checked("output_size", output_size, required=True)
+        self.skip_bias_add, self.init_method, self.experts = skip_bias_add, checked("init_method", init_method), experts
         stacked = () if experts is None else (experts.here,)
         self.weight = nn.Parameter(torch.empty(*stacked, output_size, input_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(*stacked, output_size, device=device, dtype=dtype)) if bias else None
@@ -477,11 +478,8 @@ class GroupedRowParallelLinear(GroupedLinear, RowParallelLinear):
 
 
 def _experts(count: int, ep_group: torch.distributed.ProcessGroup | None) -> Experts:
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"num_local_experts={count!r} is not accepted: it must be an integer")
-    if count < 1:
-        raise ValueError(f"num_local_experts={count!r} is not accepted: it must be 1 or more")
-    ranks, rank = (1, 0) if ep_group is None else (ep_group.size(), ep_group.rank())
+    count = checked("num_local_experts", count, required=True)
+    ranks, rank = (1, 0) if ep_group is None else (checked("ep_group", ep_group).size(), ep_group.rank())
     return Experts(count, rank * count, ranks * count)
 
 
@@ -508,8 +506,8 @@ def _linear_arguments(
 
 
 def _parallel(config: Any, tp_group: torch.distributed.ProcessGroup | None) -> TensorParallel | None:
-    if tp_group is None or tp_group.size() == 1:
+    if tp_group is None or checked("tp_group", tp_group).size() == 1:
         return None
     from torch_fused_ops.distributed.tensor_parallel import TensorParallel
 
-    return TensorParallel.of(tp_group, sequence_parallel=bool(read(config, "sequence_parallel")))
+    return TensorParallel.of(tp_group, sequence_parallel=read(config, "sequence_parallel"))

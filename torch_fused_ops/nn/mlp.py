@@ -10,8 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from torch_fused_ops.nn._memory import LEVELS, through
-from torch_fused_ops.nn._products import DENSE
-from torch_fused_ops.nn.config import Activation, check_precision, read, read_activation, read_memory, read_offload
+from torch_fused_ops.nn._products import DENSE, check_shape
+from torch_fused_ops.nn.config import (
+    Activation,
+    check_precision,
+    checked,
+    read,
+    read_activation,
+    read_memory,
+    read_offload,
+)
 from torch_fused_ops.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear, handed_on
 
 if TYPE_CHECKING:
@@ -130,6 +138,7 @@ class _Block(nn.Module):
 
     def __init__(self, config: Any, experts: bool) -> None:
         super().__init__()
+        checked("config", config, required=True)
         check_precision(config, experts)
         self.config = config
         self._activation = read_activation(config)
@@ -257,8 +266,9 @@ class MLP(_Block):
         ffn_hidden_size: int | None = None,
         tp_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
+        is_expert = checked("is_expert", is_expert, required=True)
         super().__init__(config, is_expert)
-        submodules = MLPSubmodules() if submodules is None else submodules
+        submodules = checked("submodules", submodules) or MLPSubmodules()
         self.is_expert = is_expert
         self.input_size, ffn, output_size = _sizes(config, is_expert, input_size, ffn_hidden_size)
         self.ffn_hidden_size = ffn
@@ -300,7 +310,13 @@ class MLP(_Block):
             per_token_scale: (...), multiplied to what the activation gives (a router's weight of this expert). The
                 output bias is then scaled and added here, and the bias returned is None.
             **kwargs: taken and left, as Megatron's layers pass some on.
+
+        Raises:
+            TypeError, ValueError: for what is no tensor, or of another shape.
         """
+        check_shape("hidden_states", hidden_states, (self.input_size,), "...")
+        if per_token_scale is not None:
+            check_shape("per_token_scale", per_token_scale, hidden_states.shape[:-1])
         output, bias = self._run(hidden_states, per_token_scale)
         if per_token_scale is not None and bias is not None:
             return DENSE.add(output, bias, per_token_scale), None
@@ -316,15 +332,20 @@ def _are_others(module: nn.Module, then: dict[str, Tensor]) -> bool:
 
 def _sizes(config: Any, is_expert: bool, input_size: int | None, ffn_hidden_size: int | None) -> tuple[int, int, int]:
     """(input size, ffn_hidden_size, output size)"""
-    hidden, latent = config.hidden_size, read(config, "moe_latent_size") if is_expert else None
-    ffn = ffn_hidden_size or read(config, "moe_ffn_hidden_size" if is_expert else "ffn_hidden_size")
+    hidden = checked("hidden_size", config.hidden_size, required=True)
+    latent = read(config, "moe_latent_size") if is_expert else None
+    ffn = checked("ffn_hidden_size", ffn_hidden_size)
+    ffn = ffn or read(config, "moe_ffn_hidden_size" if is_expert else "ffn_hidden_size")
     if ffn is None and is_expert:
-        raise ValueError("ffn_hidden_size=None is not accepted of an expert: give it, or config.moe_ffn_hidden_size")
-    return latent or input_size or hidden, ffn or 4 * hidden, latent or hidden
+        raise ValueError(
+            "moe_ffn_hidden_size=None is not accepted of an expert: config.ffn_hidden_size is for dense MLPs. Give "
+            "config.moe_ffn_hidden_size, or MLP's ffn_hidden_size"
+        )
+    return latent or checked("input_size", input_size) or hidden, ffn or 4 * hidden, latent or hidden
 
 
 def _check_divides(ffn: int, tp_group: torch.distributed.ProcessGroup | None) -> None:
-    if tp_group is not None and ffn % tp_group.size():
+    if tp_group is not None and ffn % checked("tp_group", tp_group).size():
         raise ValueError(
             f"ffn_hidden_size={ffn} is not accepted with a tp_group of {tp_group.size()}: it does not divide evenly"
         )
