@@ -12,9 +12,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import ContextDecorator
+from contextvars import ContextVar, Token
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -286,14 +286,28 @@ def disable() -> None:
             _hold(-1)
 
 
-@contextmanager
-def enabled(policy: FusionPolicy | None = None) -> Iterator[None]:
-    """The same for the compilations that happen inside the block, in this thread (or async context) only."""
-    token = _here.set(policy_or_default(policy))
-    _hold(+1)
-    try:
-        yield
-    finally:
+class enabled(ContextDecorator):
+    """The same for the compilations that happen inside the block, in this thread (or async context) only.
+
+    A block may be entered again once it is left. Blocks may be nested, each with an ``enabled()`` of its own.
+    """
+
+    def __init__(self, policy: FusionPolicy | None = None) -> None:
+        self.policy = policy_or_default(policy)
+        self._token: Token[FusionPolicy | None] | None = None
+
+    def _recreate_cm(self) -> enabled:  # a decorated function may call itself
+        return enabled(self.policy)
+
+    def __enter__(self) -> None:
+        if self._token is not None:
+            raise RuntimeError("this enabled() block is open already: nested, and in each thread, call enabled() anew")
+        self._token = _here.set(self.policy)
+        _hold(+1)
+
+    def __exit__(self, *_: object) -> None:
+        token, self._token = self._token, None
+        assert token is not None
         _here.reset(token)
         _hold(-1)
 

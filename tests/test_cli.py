@@ -150,6 +150,20 @@ def test_explain_refuses(models, capsys, spec, message):
     assert f"error: {message}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--json", "--html"])
+@pytest.mark.parametrize("file", ["no_such_folder/report", "."])
+def test_explain_refuses_files_that_cannot_be_written(models, capsys, option, file):
+    assert main(["explain", "some_models:example", option, file]) == 2
+    said = capsys.readouterr()
+    assert f"error: {option} {file} cannot be written" in said.err and not said.out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"torch_fused_ops {tfo.__version__}\n"
+
+
 def test_help_and_no_command(capsys):
     for arguments, code in ((["--help"], 0), ([], 2)):
         with pytest.raises(SystemExit) as stopped:

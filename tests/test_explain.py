@@ -357,3 +357,12 @@ def test_exclude_that_matches_nothing_is_said():
     report = explain(model, torch.randn(4, 8), policy=FusionPolicy(exclude=("mlp.*", "mpl")))
     assert report.sites[0].reason == "the policy excludes 'mlp.*'"
     assert report.notes == ("exclude='mpl' matches no site's modules; the sites' modules are mlp, odd",)
+    policy = FusionPolicy(exclude=("mlp", "mlp.*"), memory={"mlp": "fp8", "od": "fp8", "*": "input"})
+    assert explain(model, torch.randn(4, 8), policy=policy).notes == (
+        "memory='od' matches no site's modules; the sites' modules are mlp, odd",
+    )
+
+
+def test_dropouts_without_mlps_are_summed_up_alone():
+    report = explain(lambda x, w: F.dropout(x @ w, 0.5) + x, torch.randn(4, 4), nn.Parameter(torch.randn(4, 4)))
+    assert report.summary == "1 of 1 dropouts fused (1 graph)"

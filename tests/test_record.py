@@ -136,6 +136,21 @@ def test_strict_raises_and_the_refusal_is_recorded() -> None:
     assert operators(report) == [(None, None)]
 
 
+def test_patterns_that_match_no_site_are_noted() -> None:
+    """Of each policy by itself, once; what another graph of the same policy has is matched."""
+    policies = [tfo.FusionPolicy(memory={"1": "fp8", "typo": "input"}), tfo.FusionPolicy(exclude=("3.*",))]
+    with tfo.record() as report:
+        for policy in policies:
+            torch.compile(nn.Sequential(mlp(), nn.Linear(WIDTH, WIDTH)), backend="fused", options={"policy": policy})(
+                batch()
+            )
+        torch.compile(nn.Sequential(nn.Identity(), mlp()), backend="fused", options={"policy": policies[0]})(batch())
+    assert [note.partition(";")[0] for note in report.notes] == [
+        "memory='typo' matches no site's modules",
+        "exclude='3.*' matches no site's modules",
+    ]
+
+
 def test_a_failing_pass_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("broken <recogniser>")

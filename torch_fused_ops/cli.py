@@ -4,6 +4,7 @@
     check [--device D] [--quick]    opcheck and precision of every operator on a device; exit code 1 if anything fails
     explain MODULE:CALLABLE         which MLP sites of a model are fused, why the others are not, what it saves
     bench NAME                      measure this library beside PyTorch's own ways, or count on paper
+    --version                       this library's version
 
 ``explain`` calls CALLABLE without arguments; it returns ``(model, args)`` or ``(model, args, kwargs)``. MODULE is a
 module's name or a ``.py`` file. Exit code 2 for arguments that make no sense.
@@ -153,6 +154,9 @@ def _load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    for option, file in (("--json", arguments.json), ("--html", arguments.html)):
+        if file and (Path(file).is_dir() or not os.access(Path(file).parent, os.W_OK)):
+            raise _UsageError(f"{option} {file} cannot be written: it must be a file in a folder that is there")
     model, args, kwargs = _load(arguments.spec)
     if isinstance(model, torch.nn.Module):
         model.train(arguments.train)
@@ -192,6 +196,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m torch_fused_ops", description="Fused MLP operators for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"torch_fused_ops {tfo.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     info = commands.add_parser("info", help="versions, devices and what is active")
     info.set_defaults(run=_info)

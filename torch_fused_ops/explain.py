@@ -13,7 +13,7 @@ import torch
 from torch_fused_ops.figures import capture as set_aside
 from torch_fused_ops.figures import graphs_of
 from torch_fused_ops.policy import FusionPolicy, policy_or_default
-from torch_fused_ops.report import EXCLUDED, NOT_AN_MLP, Report, Site
+from torch_fused_ops.report import EXCLUDED, NOT_AN_MLP, Report, Site, unmatched
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -65,12 +65,7 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     report = Report(tuple(sites), len(captures))
     report.title = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "")
     report.unread = tuple(unread)
-    report.notes = tuple(
-        f"exclude={pattern!r} matches no site's modules; the sites' modules are "
-        + (", ".join(dict.fromkeys(site.module or "the model itself" for site in sites)) or "none")
-        for pattern in policy.exclude
-        if not any(site.reason == f"{EXCLUDED}{pattern!r}" for site in sites)
-    )
+    report.notes = unmatched(policy, sites)
     report._captures = captures
     return report
 

@@ -520,6 +520,8 @@ def bias_dropout_add(
         if t is not None:
             _check_optional(name, t)
     _check_probability(p)
+    if not isinstance(training, bool):
+        raise TypeError(f"training={training!r} is not accepted: it must be True or False")
     if not 0 <= p <= 1:
         raise ValueError(f"p={p!r} is not accepted: it must be between 0 and 1")
     # The operator calls it input.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -57,15 +58,20 @@ class FusionPolicy:
                 f"exclude={self.exclude!r} is not accepted: it must be a sequence of patterns, e.g. ('encoder.*',)"
             )
         object.__setattr__(self, "exclude", tuple(self.exclude))
-        for pattern in self.exclude:
-            if not isinstance(pattern, str):
-                raise TypeError(f"exclude={self.exclude!r} is not accepted: {pattern!r} is not a string pattern")
+        for name, patterns in (("exclude", self.exclude), ("memory", self.memory_patterns)):
+            for pattern in patterns:
+                _check_pattern(name, getattr(self, name), pattern)
+
+    @property
+    def memory_patterns(self) -> tuple[str, ...]:
+        """The module patterns of ``memory``; none where it is one level for all."""
+        return () if isinstance(self.memory, str) else tuple(dict(self.memory))
 
     def memory_of(self, modules: Collection[str]) -> str:
         """The memory level of what is in these modules (all around it, as ``enclosing_modules`` gives them)."""
         if isinstance(self.memory, str):
             return self.memory
-        pairs = self.memory.items() if isinstance(self.memory, Mapping) else self.memory
+        pairs = dict(self.memory).items()
         return next((level for pattern, level in pairs if names_module(pattern, modules)), "free")
 
 
@@ -76,14 +82,20 @@ def _pairs(memory: object) -> tuple[tuple[str, str], ...]:
     except (TypeError, ValueError):
         raise TypeError(f"memory={memory!r} is not accepted: it must be {accepted}") from None
     for pattern, level in pairs:
-        if not isinstance(pattern, str):
-            raise TypeError(f"memory={memory!r} is not accepted: {pattern!r} is not a string pattern")
         if level not in MEMORY[1:]:
             raise ValueError(
                 f"memory={level!r} for {pattern!r} is not accepted; accepted: {', '.join(MEMORY[1:])}"
-                + ("; 'off' is for all that is compiled, not for a part of it" if level == "off" else "")
+                + ("; 'off' is for all of a model, not for a part of it" if level == "off" else "")
             )
     return pairs
+
+
+def _check_pattern(name: str, value: object, pattern: object) -> None:
+    if not isinstance(pattern, str):
+        raise TypeError(f"{name}={value!r} is not accepted: {pattern!r} is not a string pattern")
+    # fnmatch takes it for itself, and no module has it in its name.
+    if "[" in re.sub(r"\[(!.|[^!])[^\]]*\]", "", pattern):
+        raise ValueError(f"{name}={value!r} is not accepted: {pattern!r} has a [ without its ]")
 
 
 def enclosing_modules(paths: Iterable[str]) -> set[str]:

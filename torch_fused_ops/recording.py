@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule
 
 from torch_fused_ops.figures import Capture, capture
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.report import Recorded, Report, Site
+from torch_fused_ops.report import Recorded, Report, Site, unmatched
 
 __all__ = ["before", "failed", "nothing_recorded", "record", "tell", "title_of"]
 
@@ -104,6 +104,7 @@ class _Recorder:
     def __init__(self) -> None:
         self.report = Recorded()
         self.graphs: list[_Graph] = []
+        self.failures: tuple[str, ...] = ()
         self.lock = threading.Lock()
 
     def before(self, graph: Graph, policy: FusionPolicy) -> None:
@@ -144,6 +145,13 @@ class _Recorder:
         report.title = ", ".join(dict.fromkeys(one.title for one in self.graphs if one.title))
         report.figures, report.figures_missing = None, ""
         report._captures = [one.capture for one in self.graphs]
+        policies = dict.fromkeys(capture.policy for capture in report._captures)
+        notes = (
+            note
+            for policy in policies
+            for note in unmatched(policy, [s for one in self.graphs if one.capture.policy == policy for s in one.sites])
+        )
+        report.notes = (*dict.fromkeys(notes), *self.failures)
 
 
 _recorders: ContextVar[tuple[_Recorder, ...]] = ContextVar("torch_fused_ops_recorders", default=())
@@ -167,7 +175,9 @@ def tell(graph: Graph, sites: Sequence[Site]) -> None:
 def failed(reason: str) -> None:
     """Pick-up has failed on a graph and left it as it was."""
     for recorder in _recorders.get():
-        recorder.report.notes += (f"pick-up failed on a graph and left it as it was: {reason}",)
+        with recorder.lock:
+            recorder.failures += (f"pick-up failed on a graph and left it as it was: {reason}",)
+            recorder.update()
 
 
 def title_of(graph: Graph) -> str:

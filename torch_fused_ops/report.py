@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_fused_ops.figures import Capture, Figures, measure
+from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
 
 if TYPE_CHECKING:
     from torch.fx import Node
 
     from torch_fused_ops.testing.virtual_gpu import GPU
 
-__all__ = ["Group", "Report", "Site", "grouped", "module_path", "module_stack"]
+__all__ = ["Group", "Report", "Site", "grouped", "module_path", "module_stack", "unmatched"]
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -170,6 +171,20 @@ def module_stack(node: Node) -> list[str]:
     return [module_path(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
 
 
+def unmatched(policy: FusionPolicy, sites: Sequence[Site]) -> tuple[str, ...]:
+    """A note for each of the policy's patterns that fits no site: a typo, or meant for another model."""
+    modules = enclosing_modules(path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
+    reasons = {site.reason for site in sites}  # a pattern may fit a linear layer's own module, too
+    patterns = [("exclude", p) for p in policy.exclude if f"{EXCLUDED}{p!r}" not in reasons]
+    patterns += [("memory", p) for p in policy.memory_patterns]
+    there = ", ".join(dict.fromkeys(group.modules or "the model itself" for group in grouped(sites))) or "none"
+    return tuple(
+        f"{name}={pattern!r} matches no site's modules; the sites' modules are {there}"
+        for name, pattern in patterns
+        if not names_module(pattern, modules)
+    )
+
+
 class Report:
     """What ``explain`` or ``record`` found; printable, and convertible.
 
@@ -201,8 +216,13 @@ class Report:
         dropouts = [s for s in self.sites if s.activation == DROPOUT]
         others = len(self.sites) - len(mlps) - len(dropouts)
         graphs = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
-        unmasked = f", {sum(s.op is not None for s in dropouts)} of {len(dropouts)} dropouts" * bool(dropouts)
-        return f"{fused} of {len(mlps)} MLP sites fused{unmasked}{f', {others} not MLPs' * bool(others)} ({graphs})"
+        parts = [f"{fused} of {len(mlps)} MLP sites fused"] if mlps or not dropouts else []
+        if dropouts:
+            unmasked = sum(s.op is not None for s in dropouts)
+            parts.append(f"{unmasked} of {len(dropouts)} dropouts{'' if mlps else ' fused'}")
+        if others:
+            parts.append(f"{others} not MLPs")
+        return f"{', '.join(parts)} ({graphs})"
 
     def measure(self, gpu: str | GPU = "H200") -> Figures | None:
         """Work out what fusing saves: bytes kept for backward, bytes moved, kernels, each before and after.

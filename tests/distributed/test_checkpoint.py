@@ -119,7 +119,9 @@ def damaged(rank, ranks, folder):
         return at
 
     refuses(harm("shorter", lambda content: content[: len(content) // 2]), RuntimeError, r"linear_fc\d\.(weight|bias)")
-    refuses(harm("gone", None), RuntimeError, r"linear_fc\d\.(weight|bias)")
+    words = r"its file __\d_0\.distcp, which holds .*linear_fc\d\.(weight|bias).*, is missing"
+    refuses(harm("gone", None), FileNotFoundError, words)
+    refuses(folder / "nowhere", FileNotFoundError, "nowhere: there is no such folder; nothing was loaded")
     refuses(harm("flipped", data_of(where, "model.linear_fc1.weight")), RuntimeError, r"model\.linear_fc1\.weight")
     wider = build(config(gated_linear_unit=False), dist.group.WORLD)
     refuses(
@@ -281,6 +283,29 @@ def test_one_process_writes_the_same_keys_and_layout(tmp_path: Path) -> None:
         assert torch.equal(a, b)
     truth = {(name, ""): p.detach() for name, p in mlp.named_parameters()}
     plain(tmp_path / "a", tmp_path / "a.pt", truth)
+
+
+def test_what_is_not_there_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mlp = build(config())
+
+    def refused(error: type[Exception], **kwargs: bool) -> str:
+        with pytest.raises(error) as caught:
+            distributed.load(tmp_path / "a", mlp, **kwargs)
+        assert type(caught.value) is error and not [r for r in caplog.records if "NullHandler" not in r.name]
+        return str(caught.value).removeprefix(f"checkpoint {tmp_path / 'a'}: ")
+
+    assert refused(FileNotFoundError) == "there is no such folder; nothing was loaded"
+    (tmp_path / "a").mkdir()
+    assert refused(FileNotFoundError) == "it has no .metadata; nothing was loaded"
+    distributed.save(tmp_path / "a", mlp)
+    (file,) = (tmp_path / "a").glob("*.distcp")
+    file.unlink()
+    for verify in (True, False):
+        assert refused(FileNotFoundError, verify=verify).startswith(
+            f"its file {file.name}, which holds model.linear_fc"
+        )
+    (tmp_path / "a" / ".metadata").write_bytes(b"no pickle")
+    assert refused(RuntimeError).startswith(".metadata is damaged (")
 
 
 def test_optimizer_state_of_unknown_parts_is_refused(tmp_path: Path) -> None:

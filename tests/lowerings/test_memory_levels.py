@@ -377,8 +377,9 @@ def test_policies_with_levels_compare_and_hash() -> None:
     [
         ("fp4", ValueError, f"memory='fp4' is not known; accepted: {', '.join(MEMORY)}"),
         ({"a": "fp4"}, ValueError, "memory='fp4' for 'a' is not accepted; accepted: free, fp8, input"),
-        ({"a": "off"}, ValueError, "'off' is for all that is compiled"),
+        ({"a": "off"}, ValueError, "'off' is for all of a model, not for a part of it"),
         ({1: "fp8"}, TypeError, "1 is not a string pattern"),
+        ({"a.[0": "fp8"}, ValueError, r"'a\.\[0' has a \[ without its \]"),
         (3, TypeError, "memory=3 is not accepted"),
         (("a", "b", "c"), TypeError, "is not accepted"),
     ],
@@ -386,3 +387,15 @@ def test_policies_with_levels_compare_and_hash() -> None:
 def test_values_that_are_not_accepted(value: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message.replace("(", r"\(")):
         FusionPolicy(memory=value)
+
+
+@pytest.mark.parametrize("pattern", ["[", "a.[!", "a[]", "[!]", "[0-9].["])
+def test_patterns_that_are_not_accepted(pattern: str) -> None:
+    for given in ({"memory": {pattern: "fp8"}}, {"exclude": (pattern,)}):
+        with pytest.raises(ValueError, match=r"has a \[ without its \]"):
+            FusionPolicy(**given)  # type: ignore[arg-type]
+
+
+def test_patterns_with_sets_are_accepted() -> None:
+    patterns = ("layers.[0-3].*", "[]]", "[!]]", "[[]", "a]", "")
+    assert FusionPolicy(exclude=patterns).exclude == patterns

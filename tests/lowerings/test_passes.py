@@ -124,6 +124,25 @@ def test_two_threads_with_two_policies_do_not_mix() -> None:
     assert {m: p.memory for m, p in seen.items() if p} == {"free": "free", "off": "off"}
 
 
+def test_an_enabled_block_is_entered_again_but_not_twice_at_once() -> None:
+    policy = tfo.FusionPolicy(memory="off")
+    block = tfo.enabled(policy)
+    for _ in range(2):
+        with block:
+            assert passes.active_policy() == policy
+            with pytest.raises(RuntimeError, match=r"this enabled\(\) block is open already"), block:
+                pass
+            assert passes.active_policy() == policy
+        assert passes.active_policy() is None
+
+    @tfo.enabled(policy)
+    def depth(n: int) -> int:
+        assert passes.active_policy() == policy
+        return n and depth(n - 1)
+
+    assert depth(2) == 0 and passes.active_policy() is None and passes._users == 0
+
+
 def test_enabled_inside_enable_and_nested() -> None:
     tfo.enable(tfo.FusionPolicy(memory="off"))
     with tfo.enabled():

@@ -449,10 +449,17 @@ ALONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "pre-hook": (lambda: with_hook("register_forward_pre_hook", "act"), "act: GELU has a hook"),
     "backward hook": (lambda: with_hook("register_full_backward_hook", "down"), "down: Linear has a hook"),
     "parametrized": (normed, "weight is computed"),
-    "quantised": (lambda: Plain(F.gelu, Int8(H, N), Int8(N, H)), "no linear layer with weights of its own"),
+    "quantised": (
+        lambda: Plain(F.gelu, Int8(H, N), Int8(N, H)),
+        "at its end stands mul, where a linear layer was looked",
+    ),
     "LoRA": (
         lambda: Plain(F.gelu, Lora(nn.Linear(H, N)), Lora(nn.Linear(N, H))),
         "its activation stands between up.base, up.b and down.base, down.a, in a module that does more",
+    ),
+    "LoRA in front": (
+        lambda: Plain(F.gelu, Lora(nn.Linear(H, N))),
+        "in a module that does more: in front of its activation stands mul, where a linear layer was looked for",
     ),
     "mish": (lambda: Plain(F.mish), "is no activation of the table"),
     "nearly": (lambda: Plain(lambda h: h * torch.sigmoid(1.7 * h)), "but has 1.7 for 1.702"),
@@ -464,10 +471,10 @@ ALONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "listing": (lambda: Listing(F.gelu), "its forward changes the module's attributes"),
     "data-dependent": (lambda: DataDependent(F.gelu), "it cannot be captured in one graph: Data-dependent"),
     "by size": (lambda: BySize(F.gelu), "its forward depends on its input's sizes"),
-    "residual": (lambda: Residual(F.gelu), "add is no linear layer with weights of its own"),
-    "scaled": (lambda: Scaled(F.gelu), "mul is no linear layer with weights of its own"),
+    "residual": (lambda: Residual(F.gelu), "at its end stands add, where a linear layer was looked for: F.linear,"),
+    "scaled": (lambda: Scaled(F.gelu), "at its end stands mul, where a linear layer was looked for"),
     "moved": (lambda: Moved(F.gelu), "does not read its input, but transpose"),
-    "summed": (lambda: Summed(F.gelu), "sum is no linear layer with weights of its own"),
+    "summed": (lambda: Summed(F.gelu), "at its end stands sum, where a linear layer was looked for"),
     "frozen": (lambda: Frozen(F.gelu), ""),
     "written": (lambda: Written(F.gelu).requires_grad_(False), "does not read its input, but mul_"),
     "noisy": (lambda: Noisy(F.gelu), "does not read its input, but add"),
@@ -522,6 +529,65 @@ def test_what_is_no_mlp_is_not_listed():
     )
     report = replace_mlps(model)
     assert not report.sites and "No module of the model" in str(report)
+
+
+def test_embeddings_with_positions_are_no_mlp():
+    class Embeddings(nn.Module):
+        """BERT's: two tables of indices, and no matrix."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.norm, self.dropout = nn.Embedding(9, H), nn.LayerNorm(H), nn.Dropout(0.1)
+            self.register_buffer("position_ids", torch.arange(8)[None])
+            self.register_buffer("token_type_ids", torch.zeros(1, 8, dtype=torch.int64))
+
+        def forward(self, ids: Tensor, more: Tensor) -> Tensor:
+            return self.dropout(self.norm(self.words(ids)))
+
+    report = replace_mlps(nn.Sequential(Embeddings(), Plain(F.gelu)))
+    assert list(report.replaced) == ["1"] and len(report.sites) == 1 and not report.notes
+
+
+class Experts(nn.Module):
+    """Mixtral's (gate and up packed), or three stacks; or attention's projections, which are none."""
+
+    def __init__(self, *shapes: tuple[int, int], count: int = 4) -> None:
+        super().__init__()
+        self.weights = [f"w{i}" for i in range(len(shapes))]
+        for name, shape in zip(self.weights, shapes, strict=True):
+            self.register_parameter(name, nn.Parameter(torch.randn(count, *shape)))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return x * self.w0.sum()
+
+
+UP, DOWN = (N, H), (H, N)
+
+
+@pytest.mark.parametrize("shapes", [((2 * N, H), DOWN), ((H, 2 * N), UP), (UP, DOWN, UP), (UP, DOWN)])
+def test_experts_are_named(shapes):
+    model = nn.ModuleDict({"block": nn.ModuleList([nn.Linear(H, H), nn.Linear(H, 4)]), "experts": Experts(*shapes)})
+    for exclude, reason in (
+        ((), "its weights are stacked, as a mixture's experts are: nn.GroupedMLP"),
+        (("experts",), "exc"),
+    ):
+        (site,) = replace_mlps(model, exclude=exclude).sites
+        assert site.module == "experts" and reason in site.reason and site.is_mlp
+
+
+@pytest.mark.parametrize("shapes", [(UP, UP, UP), (UP,), (UP, (H, 5)), (UP, DOWN) * 2])
+def test_other_stacks_are_not_named(shapes):
+    assert not replace_mlps(nn.ModuleList([Experts(*shapes), Experts(UP, DOWN, count=1)])).sites
+
+
+def test_weights_as_dtensors_say_when_to_call():
+    class AsDTensor(nn.Parameter):
+        device_mesh = None
+
+    model = Plain(F.gelu)
+    model.up.weight = AsDTensor(model.up.weight.detach())
+    (site,) = replace_mlps(model).sites
+    assert "its weights are DTensors: call replace_mlps before fully_shard" in site.reason
 
 
 def test_other_inputs_are_named_or_given():
@@ -727,6 +793,29 @@ def test_exclude_and_again():
     assert type(model["decoder"]) is Plain
 
 
+def test_memory_by_module():
+    shared = Plain(F.gelu)
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleList([Gated(), Gated(), shared]), "tied": shared, "head": nn.Linear(H, 4)}
+    )
+    memory = {"layers.0": "input", "tied": "fp8", "layers.1.*": "fp8", "head": "input"}
+    report = replace_mlps(model, memory=memory)
+    levels = {path: module._fused.memory for path, module in report.replaced.items()}
+    assert levels == {"layers.0": "input", "layers.1": "fp8", "layers.2": "fp8"}
+    assert report.sites[0].reason == "proved from silu, mul; memory='input'"
+    assert report.notes == ("memory='head' names no module that was replaced",)
+    assert copy.deepcopy(model)["layers"][0]._fused.memory == "input"
+    report.restore()
+    replace_mlps(model, memory={"layers.1": "fp8"})
+    assert [layer._fused.memory for layer in model["layers"]] == ["free", "fp8", "free"]
+
+
+def test_exclude_by_any_path_of_a_shared_module():
+    mlp = Plain(F.gelu)
+    report = replace_mlps(nn.ModuleDict({"encoder": mlp, "decoder": mlp}), exclude=("decoder.*",))
+    assert not report.replaced and report.sites[0].reason == "the policy excludes 'decoder.*'"
+
+
 def test_report():
     report = replace_mlps(nn.Sequential(Gated(), Gated(), Plain(F.mish)))
     text = str(report)
@@ -740,7 +829,24 @@ def test_report():
     [
         ({"model": F.gelu}, TypeError, "must be a torch.nn.Module"),
         ({"memory": "least"}, ValueError, "memory='least' is not known; accepted: off, free, fp8, input"),
+        ({"memory": {"up": "off"}}, ValueError, "'off' is for all of a model, not for a part of it"),
         ({"exclude": "encoder"}, TypeError, "exclude='encoder' is not accepted"),
+        (
+            {"exclude": ("u",)},
+            ValueError,
+            "exclude='u' is not accepted: it must fit a module of the model, as 'up' would",
+        ),
+        (
+            {"exclude": ("decoder.*",)},
+            ValueError,
+            "exclude='decoder.*' is not accepted: it must fit a module of the model",
+        ),
+        (
+            {"memory": {"dwn": "fp8"}},
+            ValueError,
+            "memory='dwn' is not accepted: it must fit a module of the model, as 'd",
+        ),
+        ({"memory": {"[0": "fp8"}}, ValueError, "'[0' has a [ without its ]"),
     ],
 )
 def test_errors(arguments, error, words):

@@ -254,6 +254,14 @@ def test_a_scale_in_the_sink_s_place_is_said_to_be_one():
         F.scaled_masked_softmax(X, None, 0.5)
 
 
+@pytest.mark.parametrize("training", ["no", 1, None, torch.tensor(True)])
+def test_bias_dropout_add_takes_training_as_true_or_false(training):
+    with pytest.raises(TypeError, match=r"training=.* is not accepted: it must be True or False"):
+        F.bias_dropout_add(X, None, X, 0.5, training)
+    compiled = torch.compile(F.bias_dropout_add, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X, None, X, 0.5, False), X + X)
+
+
 @pytest.mark.parametrize(("training", "bias"), [(True, X[0]), (False, X[0]), (False, None)])
 def test_bias_dropout_add_calls_its_argument_x(training, bias):
     with pytest.raises(TypeError, match=r"x has dtype torch\.int64; accepted: float16"):

@@ -367,6 +367,7 @@ def load(
         verify: compare what is read with its check sums (``torch.serialization.set_crc32_options(False)`` writes none).
 
     Raises:
+        FileNotFoundError: there is no checkpoint, or a file of it is missing, which is named.
         ValueError: the checkpoint lacks a tensor, or has another shape or dtype for it; the key is named. Model and
             optimizer are as before.
         RuntimeError: what is stored under a key is damaged; likewise.
@@ -379,8 +380,9 @@ def load(
             _read(fresh, storage_reader=reader, planner=_Planner(), process_group=process_group)
         except CheckpointException as error:
             for reason, _ in error.failures.values():
-                if isinstance(reason, (_Mismatch, _Damage)):
-                    raise type(reason)(f"checkpoint {checkpoint_id}: {reason}; nothing was loaded") from None
+                if isinstance(reason, (_Missing, _Mismatch, _Damage)):
+                    kind: Any = type(reason).__base__
+                    raise kind(f"checkpoint {checkpoint_id}: {reason}; nothing was loaded") from None
             raise RuntimeError(f"checkpoint {checkpoint_id} cannot be read; nothing was loaded") from error
     with torch.no_grad():
         for target, source in zip(_leaves(state), _leaves(fresh), strict=True):
@@ -392,6 +394,10 @@ def load(
     if optimizer is not None:
         of_optimizer["param_groups"] = fresh["optimizer"]["param_groups"]
         set_optimizer_state_dict(model, optimizer, of_optimizer)
+
+
+class _Missing(FileNotFoundError):
+    """The checkpoint is not there, or not whole."""
 
 
 class _Mismatch(ValueError):
@@ -408,12 +414,35 @@ class _Reader(FileSystemReader):
     def __init__(self, path: str | os.PathLike[str], verify: bool) -> None:
         super().__init__(path)
         self.verify = verify
+        self.failure: Exception | None = None
+
+    def read_metadata(self, *_: Any) -> Metadata:
+        # Upstream logs what is raised here, and goes on; what set_up_storage_reader raises is told to every process.
+        try:
+            return super().read_metadata()
+        except OSError as error:
+            gone = isinstance(error, FileNotFoundError)
+            what = "it has no .metadata" if os.path.isdir(self.path) else "there is no such folder"
+            self.failure = _Missing(what) if gone else _Damage(f".metadata cannot be read ({error})")
+        except Exception as error:
+            self.failure = _Damage(f".metadata is damaged ({type(error).__name__}: {error})")
+        return Metadata({}, storage_data={})
+
+    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
+        if self.failure is not None:
+            raise self.failure
+        super().set_up_storage_reader(*args, **kwargs)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        for index in {item.storage_index: None for item in plan.items} if self.verify else ():
+        for index in {item.storage_index: None for item in plan.items}:
             item = self.storage_data[index]
+            path = os.path.join(self.path, item.relative_path)
+            if not os.path.exists(path):
+                raise _Missing(f"its file {item.relative_path}, which holds {index.fqn}, is missing")
+            if not self.verify:
+                continue
             try:
-                with open(os.path.join(self.path, item.relative_path), "rb") as file:
+                with open(path, "rb") as file:
                     file.seek(item.offset)
                     with zipfile.ZipFile(io.BytesIO(file.read(item.length))) as archive:
                         whole = archive.testzip() is None

@@ -13,10 +13,11 @@ it is refused, and wherever something was hooked, wrapped or put in place since,
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fused_ops import functional, lowerings
-from torch_fused_ops.nn.fused_mlp import Middle, check_memory, untouched
+from torch_fused_ops.nn.fused_mlp import Middle, untouched
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
 from torch_fused_ops.report import DROPOUT, EXCLUDED, Report, Site
 
@@ -469,7 +470,7 @@ def _read(gm: GraphModule, x: Node | None, given: dict[Node, str], sites: Sequen
         if site.op is None and site.activation != DROPOUT:
             raise _Refused(site.reason)
     node, outer, _ = reader.through(output.args[0][0])
-    second, node = reader.linear(node)
+    second, node = reader.linear(node, "at its end")
     node, inner, casts = reader.through(node)
     ends_in = casts[0] if casts else None
     operator = reader.operator(node)
@@ -479,7 +480,7 @@ def _read(gm: GraphModule, x: Node | None, given: dict[Node, str], sites: Sequen
         operand, p, widened = reader.through(operand)
         if p:
             raise _Refused("an active dropout stands before its activation")
-        linear, source = reader.linear(operand)
+        linear, source = reader.linear(operand, "in front of its activation")
         source, p, more = reader.through(source)
         if source is not x or p or more:
             raise _Refused(f"a linear layer in front of its activation does not read its input, but {_shown(source)}")
@@ -545,8 +546,8 @@ class _Reader:
             return args[:1], Middle(*args[3:])  # type: ignore[arg-type, return-value]
         raise _Refused(f"its last linear layer does not read the activation, but {_shown(node)}")
 
-    def linear(self, node: Node) -> tuple[Linear, Node]:
-        """(the layer, what it reads)"""
+    def linear(self, node: Node, place: str) -> tuple[Linear, Node]:
+        """(the layer, what it reads); place: where it is looked for."""
         call = self.call(node)
         self.read.add(node)
         args, kwargs = call.args, call.kwargs
@@ -562,10 +563,13 @@ class _Reader:
             return Linear(weight, None, transposed), args[0]
         if call.name == "add" and len(args) == 2 and not kwargs and not call.inplace:
             bias, product = sorted(args, key=lambda a: not self.given.get(a))
-            layer, source = self.linear(product)
+            layer, source = self.linear(product, place)
             if layer.bias is None and self.given.get(bias):
                 return layer._replace(bias=self.bias(bias, node)), source
-        raise _Refused(f"{_shown(node)} is no linear layer with weights of its own")
+        raise _Refused(
+            f"{place} stands {_shown(node)}, where a linear layer was looked for: F.linear, addmm, x @ w or x @ w + b, "
+            "of parameters of the module"
+        )
 
     def weight(self, node: Any, transposed: bool) -> tuple[str, bool]:
         """(the parameter's name, whether it is (in, out))"""
@@ -723,7 +727,11 @@ def _put_back(module: Any) -> None:
 
 
 def replace_mlps(
-    model: nn.Module, *args: Any, memory: str = "free", exclude: Collection[str] = (), **kwargs: Any
+    model: nn.Module,
+    *args: Any,
+    memory: str | Mapping[str, str] = "free",
+    exclude: Collection[str] = (),
+    **kwargs: Any,
 ) -> Replacements:
     """Have a model's MLPs run with our operators in eager mode, in place; ``report.restore()`` puts it back.
 
@@ -740,21 +748,23 @@ def replace_mlps(
         model: a module. Its classes are not looked at, only what they compute.
         *args, **kwargs: what to call the model with, once, to see what its modules are called with. Without, each
             candidate is tried with (2, 3, its first linear's input size).
-        memory: what eager autograd keeps between the linears, as ``FusedMLP``.
+        memory: what eager autograd keeps between the linears, as ``FusedMLP``; or, as ``FusionPolicy``'s, a mapping
+            from module patterns to levels: the first that fits counts, and what none names is "free".
         exclude: module paths to leave alone, as shell patterns, e.g. ``("encoder.*",)``.
 
     Returns:
         A report: print it. For each module that looks like an MLP what it runs now, or why it was left alone.
 
     Raises:
-        TypeError, ValueError: for arguments that are not accepted.
+        TypeError, ValueError: for arguments that are not accepted, patterns that fit no module of the model included.
         Whatever the model raises on ``args``. The model is then as it was.
     """
     lowerings.require()
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} is not accepted: it must be a torch.nn.Module")
-    check_memory(memory)
-    exclude = FusionPolicy(exclude=exclude).exclude  # type: ignore[arg-type]
+    policy = FusionPolicy(memory=memory, exclude=exclude)  # type: ignore[arg-type]
+    paths = _paths(model)
+    _check_patterns(policy, [path for several in paths.values() for path in several])
     inputs = _inputs(model, args, kwargs) if args or kwargs else None
     recipes, chosen, sites = _Recipes(), dict[str, nn.Module](), dict[str, Site]()
     settled: list[nn.Module] = []
@@ -764,7 +774,7 @@ def replace_mlps(
     for path, module in _candidates(model):
         if any(_holds(module, inner) for inner in settled):
             continue
-        site = _site(path, module, exclude, compiled, inputs, recipes, refused)
+        site = _site(path, module, paths[id(module)], policy, compiled, inputs, recipes, refused)
         if site is not None and inputs is None and site.reason.startswith(_UNCAPTURED + _OTHER_INPUTS):
             unseen[type(module).__name__] = None
             continue
@@ -778,17 +788,40 @@ def replace_mlps(
     try:
         for module in chosen.values():
             done.append(module)
-            module.__dict__["_fused"] = _Fusing(memory, recipes)
+            module.__dict__["_fused"] = _Fusing(policy.memory_of(enclosing_modules(paths[id(module)])), recipes)
             module.__class__ = _class_for(module)
     except BaseException:
         for module in done:
             _put_back(module)
         raise
-    paths = [path for path, _ in model.named_modules() if path in sites]
-    report = Replacements(tuple(map(sites.__getitem__, paths)), chosen, type(model).__name__)
+    ordered = tuple(sites[path] for path, _ in model.named_modules() if path in sites)
+    report = Replacements(ordered, chosen, type(model).__name__)
+    around = enclosing_modules(path for module in chosen.values() for path in paths[id(module)])
+    report.notes = tuple(
+        f"memory={pattern!r} names no module that was replaced"
+        for pattern in policy.memory_patterns
+        if not names_module(pattern, around)
+    )
     if unseen:
         report.notes = (f"not looked at, for want of inputs to call them with: {', '.join(unseen)}", *report.notes)
     return report
+
+
+def _paths(model: nn.Module) -> dict[int, list[str]]:
+    """All paths of each module: one that is used twice has two."""
+    paths: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(path)
+    return paths
+
+
+def _check_patterns(policy: FusionPolicy, paths: Sequence[str]) -> None:
+    for name, patterns in (("exclude", policy.exclude), ("memory", policy.memory_patterns)):
+        for pattern in patterns:
+            if not names_module(pattern, paths):
+                near = difflib.get_close_matches(pattern.removesuffix(".*"), paths)
+                close = f", as {' or '.join(map(repr, near))} would" if near else ""
+                raise ValueError(f"{name}={pattern!r} is not accepted: it must fit a module of the model{close}")
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -800,16 +833,31 @@ def _holds(outer: nn.Module, inner: nn.Module) -> bool:
 
 
 def _matrices(module: nn.Module) -> list[Tensor]:
+    """What may be linear layers' weights. (Whole numbers of 8 bits may, too; those of 64 are positions.)"""
     owners = (m for m in module.modules() if not isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
     tensors = (t for m in owners for t in (*m._parameters.values(), *m._buffers.values()))
-    return list({id(t): t for t in tensors if t is not None and t.ndim == 2}.values())
+    indices = (torch.int64, torch.bool)
+    return list({id(t): t for t in tensors if t is not None and t.ndim == 2 and t.dtype not in indices}.values())
+
+
+def _are_experts(module: nn.Module) -> bool:
+    """Whether its own parameters are an MLP's weights, stacked: gate and up, packed or not, and down."""
+    weights = [p for p in module._parameters.values() if p is not None and p.ndim == 3]
+    if len(weights) not in (2, 3) or len({p.shape[0] for p in weights}) != 1 or weights[0].shape[0] == 1:
+        return False
+    shapes = [tuple(p.shape[1:]) for p in weights]
+    return any(
+        all(shape in ((b, a), (2 * b, a), (b, 2 * a)) for j, shape in enumerate(shapes) if j != i)
+        for i, (a, b) in enumerate(shapes)
+    )
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules that may be MLPs or hold one, the innermost first."""
     named = list(model.named_modules())
     for path, module in reversed(named):
-        if len(_matrices(module)) in MATRICES and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        many = len(_matrices(module)) in MATRICES and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if many or _are_experts(module):
             yield path, module
 
 
@@ -833,7 +881,8 @@ def _inputs(model: nn.Module, args: Any, kwargs: Any) -> dict[int, tuple[Any, An
 def _site(
     path: str,
     module: nn.Module,
-    exclude: Sequence[str],
+    paths: Sequence[str],
+    policy: FusionPolicy,
     compiled: Sequence[str],
     inputs: dict[int, tuple[Any, Any]] | None,
     recipes: _Recipes,
@@ -845,9 +894,11 @@ def _site(
     # Blocks have attributes of their own (their number, say): one of a kind is looked at.
     kind = None if looks else (tuple(map(type, module.modules())), tuple(p.shape for p in module.parameters()))
     try:
-        for pattern in exclude:
-            if names_module(pattern, enclosing_modules([path])):
+        for pattern in policy.exclude:
+            if names_module(pattern, enclosing_modules(paths)):
                 raise _Refused(f"{EXCLUDED}{pattern!r}")
+        if _are_experts(module):
+            raise _Refused(_EXPERTS, True)
         _check_module(path, module, compiled)
         if kind in refused:
             raise refused[kind]
@@ -861,10 +912,17 @@ def _site(
         shown = refusal.seen or (looks and str(refusal) != _NO_MLP)
         return Site(None, None, where, str(refusal), (), path) if shown else None
     op = "fused::bias_act" if recipe.middle.layout is None else "fused::bias_glu"
-    return Site(op, recipe.middle.activation, where, f"proved from {recipe.proved_from}", ("linear",), path)
+    proof = f"proved from {recipe.proved_from}"
+    if policy.memory_patterns:
+        proof += f"; memory={policy.memory_of(enclosing_modules(paths))!r}"
+    return Site(op, recipe.middle.activation, where, proof, ("linear",), path)
 
 
 _NO_MLP = "there is no activation between linear layers in it"
+_EXPERTS = (
+    "its weights are stacked, as a mixture's experts are: nn.GroupedMLP computes those (docs/modules.md, Experts), and "
+    'torch.compile(model, backend="fused") finds their activations'
+)
 
 
 def _check_module(path: str, module: nn.Module, compiled: Sequence[str]) -> None:
@@ -874,6 +932,11 @@ def _check_module(path: str, module: nn.Module, compiled: Sequence[str]) -> None
         raise _Refused("it is a script")
     if any(path == outer or not outer or path.startswith(f"{outer}.") for outer in compiled):
         raise _Refused("it is compiled already: pick-up reads it there")
+    if any(hasattr(p, "device_mesh") for p in module.parameters()):
+        raise _Refused(
+            "its weights are DTensors: call replace_mlps before fully_shard; a tensor-parallel plan takes nn.FusedMLP "
+            "or nn.MLP instead (docs/distributed.md)"
+        )
     for name, inner in module.named_modules():
         if _is_compiled(inner):
             raise _Refused(f"{name} in it is compiled already")
