@@ -1,6 +1,7 @@
 """Documentation: every Python block runs, generated pages are up to date, every message and every link is there."""
 
 import ast
+import dataclasses
 import os
 import re
 import subprocess
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from torch_fused_ops import FusionPolicy
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -101,6 +104,12 @@ def test_generated_pages_are_what_is_generated() -> None:
         [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"], capture_output=True, text=True, timeout=300
     )
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_the_page_on_policies_has_every_field() -> None:
+    table = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", table, re.M)
+    assert rows == [(f.name, repr(f.default).replace("'", '"')) for f in dataclasses.fields(FusionPolicy)]
 
 
 def test_every_item_of_the_compatibility_page_has_its_tests() -> None:
