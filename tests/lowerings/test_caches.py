@@ -69,10 +69,13 @@ def upgrade(package: Path) -> None:
     """relu := 2·relu, value and derivative."""
     path = package / "activations.py"
     text = path.read_text()
-    row = 'Activation("relu", torch.relu, _relu_derivative, torch.relu, gradient_from_output=True)'
-    assert row in text
-    new = 'Activation("relu", lambda x: 2.0 * torch.relu(x), lambda x: 2.0 * _relu_derivative(x), torch.relu)'
-    path.write_text(text.replace(row, new))
+    for old, new in (
+        ('"relu",\n            torch.relu,', '"relu",\n            lambda x: 2.0 * torch.relu(x),'),
+        ("torch.where(x <= 0, 0.0, grad)", "torch.where(x <= 0, 0.0, 2.0 * grad)"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    path.write_text(text)
 
 
 def test_an_upgrade_is_not_served_the_old_code(package: Path, tmp_path: Path) -> None:
