@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops.activations import register_activation
 from torch_fused_ops.explain import Report, Site, explain
@@ -350,6 +351,119 @@ def test_activations_behind_what_is_no_gemm_and_after_a_break():
     assert reasons[1].startswith("not an MLP: it reads ") and "a site does not reach across a graph break" in str(
         report
     )
+
+
+class Parts(nn.Module):
+    """x → body(self, x), of linears for an MLP; ``again`` checkpoints a part of it."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.body = body
+
+    def forward(self, x):
+        return self.body(self, x)
+
+    @staticmethod
+    def again(fn, *args):
+        return checkpoint(fn, *args, use_reentrant=False)
+
+
+def swiglu(gate, up):
+    return F.silu(gate) * up
+
+
+CHECKPOINT = "tag_activation_checkpoint"
+CUT = {
+    "activation": (lambda s, x: s.down(s.again(F.gelu, s.up(x))), "gelu"),
+    "by hand": (
+        lambda s, x: s.down(s.again(lambda h: 0.5 * h * (1 + torch.erf(h / 2**0.5)), s.up(x))),
+        "erf, add, mul",
+    ),
+    "up": (lambda s, x: s.down(F.gelu(s.again(s.up, x) + 1)), "gelu"),
+    "activation, down": (lambda s, x: s.again(lambda h: s.down(F.gelu(h)), s.up(x)), "gelu"),
+    "up, activation": (lambda s, x: s.down(s.again(lambda x: F.gelu(s.up(x)), x)), "gelu"),
+    "down": (lambda s, x: s.again(s.down, swiglu(s.gate(x), s.up(x))), "silu, mul"),
+    "gated activation": (lambda s, x: s.down(s.again(swiglu, s.gate(x), s.up(x))), "silu, mul"),
+    "one up": (lambda s, x: s.down(swiglu(s.again(s.gate, x), s.up(x))), "silu, mul"),
+    "both ups": (lambda s, x: s.down(swiglu(*s.again(lambda x: (s.gate(x), s.up(x)), x))), "silu, mul"),
+    "activation of the gate": (lambda s, x: s.down(s.again(F.silu, s.gate(x)) * s.up(x)), "silu, mul"),
+    "glu": (lambda s, x: s.down(s.again(F.glu, F.linear(x, torch.cat((s.gate.weight, s.up.weight))))), "glu"),
+    "a body in a body": (lambda s, x: s.again(lambda x: s.down(s.again(F.gelu, s.up(x))), x), "gelu"),
+    "two bodies": (lambda s, x: s.again(s.down, s.again(lambda x: F.gelu(s.up(x)), x)), "gelu"),
+}
+
+
+@pytest.mark.parametrize("part", CUT)
+def test_a_checkpoint_around_a_part_of_an_mlp_is_the_reason(part):
+    """Dynamo puts a checkpoint's body into a graph of its own, and a site is of one graph."""
+    body, spelling = CUT[part]
+    reports = [explain(Parts(body), torch.randn(4, 8))]
+    if part in ("activation", "activation, down", "both ups"):  # compiling takes a second
+        with record() as recorded:
+            torch.compile(Parts(body), backend="fused")(torch.randn(4, 8))
+        reports.append(recorded)
+    for report in reports:
+        (seen,) = report.unread
+        assert report.sites == () and ", ".join(seen.spelling) == spelling
+        assert seen.reason == f"the boundary of {CHECKPOINT} lies between it and a GEMM"
+        assert f"{spelling} is no site: {seen.reason} (test_explain.py:" in str(report)
+        assert seen.users == ("linear",) and seen.op is None
+
+
+WHOLE = {
+    "inside": lambda s, x: s.again(lambda x: s.down(F.gelu(s.up(x))), x),
+    "gated, inside": lambda s, x: s.again(lambda x: s.down(swiglu(s.gate(x), s.up(x))), x),
+    "inside, one after another": lambda s, x: s.again(
+        lambda x: s.down(F.gelu(s.up(x))), s.again(lambda x: s.down(F.silu(s.up(x))), x)
+    ),
+    "beside": lambda s, x: s.down(F.gelu(s.up(x))) + s.again(lambda x: s.down(s.up(x)), x),
+    "inside, read outside, too": lambda s, x: (lambda y, h: y + s.down(h))(
+        *s.again(lambda x: (lambda h: (s.down(h), h))(F.gelu(s.up(x))), x)
+    ),
+}
+
+
+@pytest.mark.parametrize("body", WHOLE)
+def test_a_checkpoint_around_the_whole_or_beside_is_none(body):
+    report = explain(Parts(WHOLE[body]), torch.randn(4, 8))
+    assert report.unread == () and len(report.sites) == 1 + ("one after" in body)
+    assert all(site.op for site in report.sites)
+    assert explain(Parts(lambda s, x: s.down(s.again(lambda h: h + 1, s.up(x)))), torch.randn(4, 8)).unread == ()
+
+
+def test_a_site_that_also_reads_across_a_boundary_is_listed_once():
+    def body(s, x):
+        return s.again(lambda x, up: s.down(F.silu(s.gate(x)) * up), x, s.up(x))
+
+    report = explain(Parts(body), torch.randn(4, 8))
+    assert report.unread == () and [site.op for site in report.sites] == [None]
+    assert report.sites[0].reason.startswith("another tensor takes part")
+
+
+def test_activations_in_other_operators_bodies():
+    w, d = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
+
+    def branches(x):
+        return F.linear(torch.cond(x.sum() > 0, F.gelu, F.silu, (F.linear(x, w),)), d)
+
+    def attention(x):
+        return Parts.again(lambda q, k: F.silu(q) @ k.t(), F.linear(x, w), F.linear(x, w))
+
+    def normed(x):
+        return F.linear(F.layer_norm(Parts.again(lambda x: F.gelu(F.linear(x, w)), x), (16,)), d)
+
+    def mapped(x):
+        return F.linear(torch._higher_order_ops.map(F.gelu, F.linear(x, w)), d)
+
+    reasons = {
+        branches: ["not an MLP: no GEMM reads it, but cond"] * 2,
+        attention: [],
+        normed: ["not an MLP: no GEMM reads it, but layer_norm"],
+        mapped: ["the boundary of map_impl lies between it and a GEMM"],
+    }
+    for fn, wanted in reasons.items():
+        assert [site.reason for site in explain(fn, torch.randn(4, 8)).unread] == wanted
 
 
 def test_exclude_that_matches_nothing_is_said():

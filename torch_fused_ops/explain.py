@@ -56,7 +56,7 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
         captures.append(set_aside(gm, policy))
         for module in graphs_of(gm):
             sites.extend(recognise.rewrite(module.graph, policy, apply=False))
-            unread.extend(recognise.unread(module.graph))
+        unread.extend(recognise.unread(gm.graph))
         return gm.forward
 
     model = getattr(model, "_orig_mod", model)

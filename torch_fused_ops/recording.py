@@ -124,7 +124,7 @@ class _Recorder:
             parts = [one for one in kept if one.graph() in inner]
             copies = {part.graph(): part.capture.graph.gm for part in parts if part.capture.graph}
             sites = tuple(site for part in parts for site in part.sites)
-            unread = (*(site for part in parts for site in part.unread), *recognise.unread(graph))
+            unread = recognise.unread(graph)  # that of its parts, too
             captured = capture(gm, policy, copies)
             new = _Graph(weakref.ref(graph), captured, title_of(graph), sites, unread, compilation, attempt)
             self.graphs = [*(one for one in kept if one not in parts), new]

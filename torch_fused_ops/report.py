@@ -190,7 +190,8 @@ class Report:
 
     Attributes:
         sites: every site, in graph order.
-        unread: activations that are no sites, because no GEMM reads them, or what they read is no GEMM's.
+        unread: activations that are no sites, because no GEMM reads them, or what they read is no GEMM's, or a boundary
+            (of a checkpoint, say) lies between.
         graphs: how many graphs Dynamo captured (``record``: were compiled with pick-up).
         figures: memory, traffic and kernels before and after; None before ``measure`` was called, and where it failed.
         figures_missing: why it failed; "" where it did not.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import cache
 
 import torch
 from torch.fx import Graph, Node
@@ -20,7 +21,7 @@ from torch_fused_ops.report import DROPOUT, module_stack
 
 from . import dropout
 from .cone import Cone, Refusal, examine, find, readers
-from .graph import FREE, NONLINEAR, Facts, shown, tensor
+from .graph import FREE, NONLINEAR, Facts, join, shown, tensor
 from .normal import Normal
 from .rewrite import fuse, operator_of, replace
 from .symbolic import RULES
@@ -80,28 +81,56 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
 def unread(graph: Graph) -> tuple[Site, ...]:
     """Activations that are no sites, because no GEMM reads them, or because what they read is no GEMM's; and why.
 
-    An activation before a norm is one, behind a convolution, or at either end of a graph. Nothing is changed.
+    An activation before a norm is one, behind a convolution, or at either end of a graph. Higher-order operators'
+    bodies are looked at together with the graph: what is cut by the boundary of one is listed, too. Nothing is changed.
     """
+    joined, copied = join(graph)
+    normal = Normal(joined)
+    facts, found = Facts(joined, normal.calls), []
+    for node, call in facts.calls.items():
+        if facts.passes(node) or not (node.users and _is_activation(facts, normal, node)):
+            continue
+        reading = list(readers(facts, node))
+        gemms = [user for user in reading if facts.calls[user].gemm is not None]
+        inside = any(facts.state[user] == NONLINEAR for user in reading)
+        if facts.state[node] == NONLINEAR and not gemms and not inside:
+            reason = f"{NOT_AN_MLP}no GEMM reads it, but {_names(reading)}"
+        elif facts.state[node] == FREE and gemms and call.name in RULES:
+            sources = [facts.origin(a) for a in node.all_input_nodes]
+            reason = f"{NOT_AN_MLP}it reads {_names(sources)}, which no GEMM with weights has produced"
+        else:
+            continue
+        found.append(_site(facts, normal, node, gemms or [node], None, (reason, None)))
+    tops = cache(_tops)
+    for top, gemms in find(facts):
+        own = copied[normal.spelled.get(top, top)][0]
+        around = [copied[normal.spelled.get(part, part)][1] for part in _parts(facts, top, gemms)]
+        cut = [operator for one in around for operator in one if not all(operator in other for other in around)]
+        if cut and own not in tops(own.graph) and any(map(facts.weight_gemm, gemms)):
+            reason = f"the boundary of {_names(cut)} lies between it and a GEMM"
+            found.append(_site(facts, normal, top, gemms, None, (reason, None)))
+    return tuple(found)
+
+
+def _tops(graph: Graph) -> list[Node]:
+    """The top calls of a graph's own sites, as the user has spelled them."""
     normal = Normal(graph)
     try:
-        facts, found = Facts(graph, normal.calls), []
-        for node, call in facts.calls.items():
-            if facts.passes(node) or not (node.users and _is_activation(facts, normal, node)):
-                continue
-            reading = list(readers(facts, node))
-            gemms = [user for user in reading if facts.calls[user].gemm is not None]
-            inside = any(facts.state[user] == NONLINEAR for user in reading)
-            if facts.state[node] == NONLINEAR and not gemms and not inside:
-                reason = f"{NOT_AN_MLP}no GEMM reads it, but {_names(reading)}"
-            elif facts.state[node] == FREE and gemms and call.name in RULES:
-                sources = [facts.origin(a) for a in node.all_input_nodes]
-                reason = f"{NOT_AN_MLP}it reads {_names(sources)}, which no GEMM with weights has produced"
-            else:
-                continue
-            found.append(_site(facts, normal, node, gemms or [node], None, (reason, None)))
-        return tuple(found)
+        return [normal.spelled.get(top, top) for top, _ in find(Facts(graph, normal.calls))]
     finally:
         normal.restore()
+
+
+def _parts(facts: Facts, top: Node, gemms: list[Node]) -> list[Node]:
+    """What lies between the GEMMs that a site's operands come from and those that read it, these included."""
+    found, pending = dict.fromkeys([top, *gemms]), [top]
+    while pending and len(found) < 64:
+        for source in facts.sources(pending.pop()):
+            if source not in found and facts.state[source] != FREE:
+                found[source] = None
+                if facts.calls[source].gemm is None:
+                    pending.append(source)
+    return list(found)
 
 
 def _is_activation(facts: Facts, normal: Normal, node: Node) -> bool:

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .symbolic import LINEAR, RULES, Ref, Step, Unprovable
 
-__all__ = ["AFFINE", "FREE", "NONLINEAR", "Call", "Facts", "read", "record", "shown", "statically", "tensor"]
+__all__ = ["AFFINE", "FREE", "NONLINEAR", "Call", "Facts", "join", "read", "record", "shown", "statically", "tensor"]
 
 
 def _words(text: str) -> frozenset[str]:
@@ -33,6 +33,8 @@ CASTS = _words("to type type_as float double half bfloat16 _to_copy")
 COPIES = _words("contiguous clone alias")
 DROPOUTS = _words("dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d")
 PIECES = _words("chunk split split_with_sizes tensor_split unbind unsafe_chunk unsafe_split")
+# The axis that they split is in their names. hsplit's is the only one of a vector.
+SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
 VIEWS = PIECES | _words(
     """view reshape view_as reshape_as flatten unflatten squeeze unsqueeze ravel _unsafe_view transpose permute t
     movedim moveaxis swapaxes swapdims expand expand_as getitem narrow select slice detach detach_ lift_fresh_copy
@@ -93,6 +95,7 @@ def _torch_functions() -> dict[object, str]:
         *COPIES,
         *DROPOUTS,
         *VIEWS,
+        *SPLITS,
         *GEMMS,
         *CONVOLUTIONS,
         *CONSTANTS,
@@ -170,6 +173,10 @@ class Call:
             for i, keywords in enumerate((("input", "self"), ("other",))):
                 if len(self.args) == i:  # as positions, where they are given as keywords
                     self.args += tuple(self.kwargs.pop(k) for k in keywords if k in self.kwargs)
+        if self.name in SPLITS:
+            value = tensor(node.all_input_nodes[0])
+            is_vector = value is not None and value.ndim == 1
+            self.name, self.kwargs["dim"] = "tensor_split", 0 if is_vector else SPLITS[self.name]
         self.gemm = GEMMS.get(self.name)
         if self.name in CONVOLUTIONS:
             self.gemm = (0,) if _is_pointwise(self.args) else None
@@ -274,12 +281,17 @@ def _writes(node: Node, call: Call, bodies: dict[GraphModule, bool]) -> Iterator
 
 def _body_writes(node: Node, known: dict[GraphModule, bool]) -> bool:
     """Whether a higher-order operator may write what it reads: by its name, or because something in a body writes."""
-    children = [_child(a) for a in _tensors((node.args, node.kwargs)) if a.op == "get_attr"]
-    bodies = [body for body in children if body is not None]
+    bodies = _bodies(node)
     for body in bodies:
         if body not in known:
             known[body] = any(True for inner in body.graph.nodes for _ in _writes(inner, Call(inner), known))
     return not bodies or any(known[body] for body in bodies)
+
+
+def _bodies(node: Node) -> list[GraphModule]:
+    """The graphs that a higher-order operator calls."""
+    children = (_child(a) for a in _tensors((node.args, node.kwargs)) if a.op == "get_attr")
+    return [body for body in children if body is not None]
 
 
 def _child(node: Node) -> GraphModule | None:
@@ -450,6 +462,51 @@ class Facts:
                 break
             scale = scale.all_input_nodes[0]
         return scale is node
+
+
+def join(graph: Graph) -> tuple[Graph, dict[Node, tuple[Node, tuple[Node, ...]]]]:
+    """A copy of the graph, to look at, in which the bodies of higher-order operators stand where they are called.
+
+    A body's second call stays a call, and an autograd function's. An operator with several bodies reads their results.
+
+    Returns:
+        The copy; and of each of its nodes the original, and the operators that this is inside of.
+    """
+    whole, copied, seen = Graph(graph.owning_module), {}, set[GraphModule]()
+
+    def put(graph: Graph, given: Sequence[Any], inside: tuple[Node, ...]) -> Any:
+        known: dict[Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), given, strict=False))
+        for node in graph.nodes:
+            source = node.args[0] if node.target is operator.getitem else None
+            if node in known:
+                continue
+            if node.op == "output" and inside:
+                return torch.fx.map_arg(node.args[0], known.__getitem__)
+            if isinstance(source, Node) and isinstance(known[source], (tuple, list)):
+                known[node] = known[source][node.args[1]]
+                continue
+            calls = isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not _CUSTOM
+            bodies = list(dict.fromkeys(_bodies(node))) if calls else []
+            fresh = [body for body in bodies if body not in seen]
+            seen.update(fresh)
+            results = [put(body.graph, _given(node, body, known), (*inside, node)) for body in fresh]
+            if len(results) == len(bodies) == 1:
+                known[node] = results[0]
+            else:
+                known[node] = copy = whole.node_copy(node, known.__getitem__)
+                copy.args += tuple(results)
+                copied[copy] = node, inside
+        return None
+
+    put(graph, (), ())
+    return whole, copied
+
+
+def _given(node: Node, body: GraphModule, known: Mapping[Node, Any]) -> list[Any]:
+    """What a body is called with: the operator's last arguments, or parts of them (``map``, ``scan``)."""
+    taken = len(body.graph.find_nodes(op="placeholder"))
+    given = [known[a] for a in _tensors((node.args, node.kwargs)) if a.op != "get_attr" or _child(a) is None]
+    return given[len(given) - taken :] if taken <= len(given) else []
 
 
 def read(graph: Graph) -> tuple[tuple[Step, ...], Any]:

@@ -373,6 +373,7 @@ torch.tensor_split({h}, 2, -1) | ({h}[..., :{n}], {h}[..., {n}:]) | ({h}[..., ::
 {h}.transpose(0, -1).chunk(2, -1) | ({h}[..., 0:{n}:1], {h}[..., {n}:2 * {n}]) | ({h}[..., :-1:2], {h}[..., 1::2])
 torch.split({h}, [1, 2 * {n} - 1], -1) | ({h}[..., :{n}].contiguous(), {h}[..., {n}:].clone())
 {h}.unfold(-1, {n}, {n}).unbind(-2) | ({h}[..., :{n}], {h}[..., :{n}])
+{h}.hsplit(2) | torch.hsplit({h}, [{n}]) | {h}.vsplit(2) | torch.dsplit({h}, 2)
 """
 MOVES = """
 {v}.view({v}.shape) | {v}.reshape({v}.shape) | {v}.view_as({v}) | {v}.contiguous() | {v}.clone() | {v}.detach()

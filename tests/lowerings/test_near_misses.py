@@ -402,6 +402,19 @@ SHAPES: dict[str, tuple[Case, str]] = {
         packed(lambda p: swiglu(*p[:, :16].chunk(2, 0))),
         "cut on axis 0 of 2, not on the last",
     ),
+    "hsplit of three axes": (
+        lambda h, u, p, w, m: F.linear(swiglu(*p.view(2, 2, 32)[..., :16].hsplit(2)), w),
+        "cut on axis 1 of 3, not on the last",
+    ),
+    "vsplit": (packed(lambda p: swiglu(*p[:, :16].vsplit(2))), "cut on axis 0 of 2, not on the last"),
+    "dsplit of four axes": (
+        lambda h, u, p, w, m: F.linear(swiglu(*p.view(2, 1, 2, 32)[..., :16].dsplit(2)), w),
+        "cut on axis 2 of 4, not on the last",
+    ),
+    "unequal hsplit": (
+        lambda h, u, p, w, m: F.linear(swiglu(*p.hsplit([31])), m.new_ones(8, 31)),
+        "a broadcast changes the shape",
+    ),
     "rows as gate and up": (
         lambda h, u, p, w, m: F.linear(swiglu(h[:2], h[2:]), w),
         "cut on axis 0 of 2, not on the last",

@@ -12,17 +12,20 @@ PAGE = Path(__file__).parents[2] / "docs" / "recognition.md"
 
 
 def reasons():
-    """The longest fixed part of each message that a Refusal or a Verdict is made of."""
+    """The longest fixed part of each message that a Refusal or a Verdict is made of, or that ``unread`` gives."""
     for source in SOURCES:
-        for call in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-            if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("Refusal", "Verdict"):
-                given = [*call.args, *(k.value for k in call.keywords if k.arg == "reason")]
-                for argument in given:
-                    if isinstance(argument, (ast.JoinedStr, ast.Constant)):
-                        parts = [argument] if isinstance(argument, ast.Constant) else argument.values
-                        texts = [p.value for p in parts if isinstance(p, ast.Constant) and isinstance(p.value, str)]
-                        if texts:
-                            yield max(texts, key=len).strip()
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            given = []
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Refusal", "Verdict"):
+                given = [*node.args, *(k.value for k in node.keywords if k.arg == "reason")]
+            elif isinstance(node, ast.FunctionDef) and node.name == "unread":
+                given = [inner for inner in ast.walk(node) if isinstance(inner, ast.JoinedStr)]
+            for argument in given:
+                if isinstance(argument, (ast.JoinedStr, ast.Constant)):
+                    parts = [argument] if isinstance(argument, ast.Constant) else argument.values
+                    texts = [p.value for p in parts if isinstance(p, ast.Constant) and isinstance(p.value, str)]
+                    if texts:
+                        yield max(texts, key=len).strip()
 
 
 def test_reasons_are_found():

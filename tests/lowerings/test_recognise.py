@@ -206,6 +206,12 @@ PACKED = {
     "split": ("halves", lambda h: gated(*h.split(16, -1))),
     "split sizes": ("halves", lambda h: gated(*torch.split(h, [16, 16], dim=-1))),
     "tensor_split": ("halves", lambda h: gated(*torch.tensor_split(h, 2, dim=-1))),
+    "tensor_split at an index": ("halves", lambda h: gated(*h.tensor_split([16], -1))),
+    "hsplit": ("halves", lambda h: gated(*h.hsplit(2))),
+    "hsplit at an index": ("halves", lambda h: gated(*h.hsplit([16]))),
+    "torch.hsplit": ("halves", lambda h: gated(*torch.hsplit(input=h, sections=2))),
+    "hsplit, swapped": ("swapped", lambda h: gated(*torch.hsplit(h, 2)[::-1])),
+    "vsplit of a transpose": (None, lambda h: gated(*(t.t() for t in h.t().vsplit(2)))),
     "slices": ("halves", lambda h: gated(h[..., :16], h[:, 16:])),
     "negative slice": ("halves", lambda h: gated(h[..., :-16], h[..., -16:])),
     "narrow": ("halves", lambda h: gated(h.narrow(-1, 0, 16), h.narrow(1, 16, 16))),
@@ -233,6 +239,14 @@ def test_packed(cut):
         assert the(sites).op == "fused::bias_glu"
         assert node.args[4] == layout
         assert sum(n.op in ("call_function", "call_method") for n in graphs[0].nodes) == 3
+
+
+@pytest.mark.parametrize(("shape", "cut"), [((8,), "hsplit"), ((4, 8), "hsplit"), ((2, 3, 8), "dsplit")])
+def test_pieces_by_the_name_of_their_axis(shape, cut):
+    """hsplit cuts a vector's only axis, and else the second; dsplit the third."""
+    body = lambda s, x: s.b(gated(*getattr(s.a(x), cut)(2)))  # noqa: E731
+    sites, _ = check(Net(body, packed=True), torch.randn(shape))
+    assert (the(sites).op, the(sites).activation) == ("fused::bias_glu", "silu")
 
 
 def test_part_of_a_wider_projection():
