@@ -98,11 +98,11 @@ def compile_once(name: str, way: str, kind: str, layers: int) -> dict[str, Any]:
         AsyncCompile.cpp_pybinding = lambda *args, **kwargs: lambda *tensors: None  # type: ignore[method-assign]
     model, inputs = model_of(name, layers)
     if way == "fused":
-        from torch_fused_ops.lowerings import memory, passes
+        from torch_fused_ops.lowerings import partition, passes
 
         ours.wrap(passes.Recognise, "__call__", "recognise")
         ours.wrap(passes.Remember, "__call__", "remember")
-        ours.wrap(memory, "min_cut_rematerialization_partition", "remember", -1)
+        ours.wrap(partition, "min_cut_rematerialization_partition", "remember", -1)
         passes.source_hash.cache_clear()
         ours.wrap(passes, "source_hash", "identity")
     wall, cpu = time.perf_counter(), cpu_seconds()

@@ -41,7 +41,7 @@ def register() -> None:
         if not _off:
             for name in ("dropout", "operators", "softmax"):
                 import_module(f"{__name__}.{name}")
-            import_module(f"{__name__}.memory").allow_recomputation()
+            import_module(f"{__name__}.partition").allow_recomputation()
             import_module(f"{__name__}.passes").tag_caches()
     except Exception as error:
         _turn_off(f"{type(error).__name__}: {error}")

@@ -204,6 +204,15 @@ def has_memory_budget(node: torch.fx.Node) -> bool:
     return "memory_budget" in node.meta or region(node) is not None
 
 
+def written_afterwards(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The inputs that AOTAutograd writes once forward has run, from results of it: those that need a gradient."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    results = graph.output_node().meta.get("desc") or ()
+    inputs = {one.mutated_input for one in results if isinstance(one, InputMutationAOTOutput)}
+    return [node for node in graph.find_nodes(op="placeholder") if inputs and node.meta.get("desc") in inputs]
+
+
 def nbytes(t: torch.Tensor) -> int:
     """The bytes of a tensor's elements; where sizes are symbolic, for the sizes that were seen."""
     numel: int | torch.SymInt = t.numel()

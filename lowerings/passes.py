@@ -26,7 +26,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 import torch_fused_ops
 from torch_fused_ops import activations, recording
 from torch_fused_ops.explain import EXCLUDED
-from torch_fused_ops.lowerings import compat, epilogues, memory
+from torch_fused_ops.lowerings import compat, epilogues, handover, memory, partition
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, policy_or_default
 
 log = logging.getLogger("torch_fused_ops")
@@ -165,20 +165,26 @@ class Remember(_Stage, CustomPartitionerFn):
 
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         policy = self.policy_now()
-        if policy is None or policy.memory == "off" or memory.budgeted(gm.graph):
-            return memory.partition(gm, joint_inputs, free=False, **kwargs)
-        asked = memory.unstore(gm.graph)
-        graphs = memory.partition(gm, joint_inputs, free=True, **kwargs)
-        if policy.memory == "free" and not asked:
+        if policy is None:
+            return partition.upstream(gm, joint_inputs, **kwargs)
+        free = policy.memory != "off" and not partition.budgeted(gm.graph)
+        asked = free and memory.unstore(gm.graph)
+        handed = {
+            "outputs": kwargs["num_fwd_outputs"],
+            "static_inputs": kwargs.get("static_lifetime_input_indices") or (),
+        }
+
+        def divide() -> partition.Graphs:
+            graphs = partition.partition(gm, joint_inputs, free=free, **kwargs)
+            handover.check(graphs, **handed)
             return graphs
-        fewer = functools.partial(
-            memory.keep_less,
-            graphs,
-            policy,
-            num_fwd_outputs=kwargs["num_fwd_outputs"],
-            static_inputs=kwargs.get("static_lifetime_input_indices") or (),
-        )
-        return _guarded(self, policy, fewer) or graphs
+
+        graphs = _guarded(self, policy, divide)
+        if graphs is None:  # nothing is rebuilt then that upstream would not rebuild
+            return partition.upstream(gm, joint_inputs, budget=1, **kwargs)
+        if not free or (policy.memory == "free" and not asked):
+            return graphs
+        return _guarded(self, policy, functools.partial(memory.keep_less, graphs, policy, **handed)) or graphs
 
     @staticmethod
     def join(slot: Any, stage: _Stage) -> Any:
@@ -322,8 +328,12 @@ def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] 
     """
     if not isinstance(options, (dict, type(None))):
         raise TypeError(f"options={options!r} is not accepted: it must be a dict of Inductor options, or None")
-    policy, result = policy_or_default(policy), dict(options or {})
+    policy, result = policy_or_default(policy), {**options_without_us(), **(options or {})}
     for name, kind in SLOTS.items():
-        without_ambient = kind.leave(result.get(name, getattr(inductor_config, name)), kind())
-        result[name] = kind.join(without_ambient, kind(policy))
+        result[name] = kind.join(kind.leave(result[name], kind()), kind(policy))
     return result
+
+
+def options_without_us() -> dict[str, Any]:
+    """Options that compile without pick-up, whatever policy is in force: what others have put into the slots stays."""
+    return {name: kind.leave(getattr(inductor_config, name), kind()) for name, kind in SLOTS.items()}

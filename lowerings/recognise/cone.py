@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
+from torch_fused_ops import activations
 from torch_fused_ops.explain import NOT_AN_MLP
 
 from .custom import forward_of
@@ -91,6 +93,7 @@ def examine(facts: Facts, top: Node) -> Cone:
         raise Refusal(cone.verdict.reason)
     _check_values(facts, cone)
     _check_writes(facts, cone)
+    _check_results(facts, cone)
     _find_packed(facts, cone)
     return cone
 
@@ -391,6 +394,48 @@ def _check_in_place_call(facts: Facts, cone: Cone, node: Node) -> None:
         for user in alias.users:
             if facts.index[user] > facts.index[node] and user not in cone.calls:
                 raise Refusal(f"{shown(node)} works in place, and {shown(user)} reads the tensor afterwards")
+
+
+def _check_results(facts: Facts, cone: Cone) -> None:
+    """What the graph hands out its caller may write: the operator may keep it for backward where PyTorch does, too."""
+    name = cone.verdict.activation
+    keeps_result = cone.verdict.up is None and name is not None and activations.get(name).gradient_from_output
+    if keeps_result or not _value(cone.root).requires_grad:
+        return
+    results = {facts.storage(node) for node in cone.root.graph.output_node().all_input_nodes}
+    handed_out = results & {facts.storage(node) for node in cone.operands}
+    if handed_out and not handed_out <= {facts.storage(node) for node in _kept_by_torch(facts, cone)}:
+        raise Refusal("its input is a result of the graph, which may be written before backward needs it")
+
+
+def _kept_by_torch(facts: Facts, cone: Cone) -> set[Node]:
+    """The operands that autograd keeps for the spelling as it is: seen by running it, on tensors without data."""
+    kept: set[int] = set()
+    values: dict[Node, torch.Tensor] = {}
+
+    def value_of(node: Node) -> torch.Tensor:
+        if node not in values:
+            known = _value(node)
+            leaf = torch.empty(2, 2, dtype=known.dtype, device="meta", requires_grad=known.requires_grad)
+            values[node] = leaf.clone()  # what is written in place must not be a leaf
+        return values[node]
+
+    def storage(t: torch.Tensor) -> int:
+        return int(t.untyped_storage()._cdata)
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        kept.add(storage(t))
+        return t
+
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            for node in cone.calls:
+                args, kwargs = map_arg((node.args, node.kwargs), value_of)
+                called = getattr(args[0], node.target) if node.op == "call_method" else node.target
+                values[node] = called(*(args[1:] if node.op == "call_method" else args), **kwargs)
+    except Exception:  # a custom function, say: nothing is known of it
+        return set()
+    return {node for node in cone.operands if storage(value_of(node)) in kept}
 
 
 # Gate and up in one tensor

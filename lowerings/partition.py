@@ -1,0 +1,264 @@
+"""Stage 2, first half: which of a training step's values are handed from forward to backward, and which rebuilt there.
+
+By default Inductor's partitioner keeps both sides of an activation between two GEMMs: its rule is that what backward
+must materialise anyway (the second GEMM's weight gradient reads the activation) is not rebuilt. Taking away that one
+rule, for what linear layers read, is enough (``memory="free"``): the activation is rebuilt in the kernel that computes
+its gradient, from the same loads.
+
+Upstream's knob for this is ``torch._functorch.config.activation_memory_budget``, just below 1. It keeps as little,
+and costs more: it rebuilds a softmax that is spelled out (a T5 block: pointwise work of 3.5 ms by bytes and
+instructions on an H200, where plain and this have 2.4), it also drops the rule against rebuilding values used far
+apart, so chains of residual adds are rebuilt (four Llama blocks, bf16: backward moves 1453 MiB by default, 1601 with
+the budget, 1529 here, and the budget adds kernels), and where nothing pointwise is left to gain it rebuilds a *GEMM*
+(four linear layers: 9 matrix products in backward instead of 8). Here nothing but pointwise work is ever rebuilt,
+unless the policy asks for it. A budget that the user sets is the user's: then it decides.
+
+Two kinds of value must not be what backward rebuilds from, as they may hold something else by then:
+
+* An input that forward writes. Upstream's partitioner does not know (docs/upstream/written-inputs.md): a buffer that is
+  updated in forward is read in backward as if it were not, whatever the budget. Here forward reads a copy of it, which
+  is kept where backward needs it and is no kernel's work where it does not.
+* A result. The caller has it and may write it, so what PyTorch would keep in its place is kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch._functorch.config as functorch_config
+from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
+from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from torch_fused_ops.lowerings import compat
+
+__all__ = [
+    "GEMMS",
+    "LINEAR",
+    "REBUILT",
+    "Graphs",
+    "allow_recomputation",
+    "base",
+    "budgeted",
+    "partition",
+    "upstream",
+    "written",
+]
+
+Graphs: TypeAlias = tuple[GraphModule, GraphModule]  # forward's, backward's
+
+aten = torch.ops.aten
+
+# What forward computes and backward can rebuild without a GEMM. A dropout is rebuilt from its seed: the same mask.
+REBUILT = ("bias_act", "glu", "bias_glu", "dropout_add")
+LINEAR = {aten.mm.default, aten.addmm.default, aten._grouped_mm.default}  # GEMMs of linear layers, and of experts
+GEMMS = LINEAR | {aten.bmm.default, aten.baddbmm.default}
+
+
+def allow_recomputation() -> None:
+    """Tell the partitioner that our forward operators are as cheap to rebuild as aten's pointwise ones. Idempotent."""
+    compat.allow_recomputation(getattr(torch.ops.fused, name) for name in REBUILT)
+
+
+def budgeted(graph: Graph) -> bool:
+    """Whether the user has set a memory budget, process-wide or on nodes of this joint graph: then it decides."""
+    return functorch_config.activation_memory_budget != 1 or any(map(compat.has_memory_budget, graph.nodes))
+
+
+def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) -> Graphs:
+    """Upstream's min-cut partition of a joint graph, sound where forward writes its inputs.
+
+    Args:
+        gm: the joint graph; it is edited.
+        joint_inputs: as for upstream's.
+        free: whether what linear layers read is rebuilt in backward.
+        **kwargs: as for upstream's.
+    """
+    outputs: int = kwargs["num_fwd_outputs"]
+    backward = _backward(gm.graph, outputs)
+    held = _copies_of_written(gm.graph, backward)
+    if free:
+        held += _kept_by_upstream(gm.graph, backward, _exposed(gm, backward, joint_inputs, **kwargs))
+    for node in held:
+        node.meta.update({"recompute": CheckpointPolicy.MUST_SAVE, _HELD: True})  # "if it is needed", upstream reads
+    with functorch_config.patch({"ban_recompute_materialized_backward": False} if free else {}):
+        graphs = upstream(gm, joint_inputs, **kwargs)
+    for graph in graphs:
+        for node in graph.graph.nodes:
+            if node.meta.pop(_HELD, None):
+                del node.meta["recompute"]
+    _drop_copies(graphs[0])
+    return graphs
+
+
+def upstream(gm: GraphModule, joint_inputs: Any, *, budget: float | None = None, **kwargs: Any) -> Graphs:
+    """Upstream's partition; with ``budget`` in place of the memory budget that is set process-wide."""
+    with functorch_config.patch({} if budget is None else {"activation_memory_budget": budget}):
+        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+
+_HELD = "torch_fused_ops_held"
+_COPY = "torch_fused_ops_copy"
+
+
+def _backward(graph: Graph, outputs: int) -> set[Node]:
+    """The nodes of a joint graph that need a tangent, and those that it gives as gradients."""
+    returned = graph.output_node().args[0]
+    found = {node for node in returned[outputs:] if isinstance(node, Node)}  # type: ignore[index]
+    found |= {node for node in graph.find_nodes(op="placeholder") if "tangents" in node.name}
+    for node in graph.nodes:
+        if node in found and node.op != "output":
+            found.update(user for user in node.users if user.op != "output")
+    return found
+
+
+# ---- what forward writes -----------------------------------------------------------------------------------------
+
+
+def base(node: Node) -> Node:
+    """The node whose memory a view is of; any other node itself."""
+    is_view = get_default_op_list().is_view
+    while node.all_input_nodes:
+        source = node.all_input_nodes[0]
+        if not (is_view(node) or node.target in _ALIASES or (node.target is operator.getitem and is_view(source))):
+            break
+        node = source
+    return node
+
+
+_ALIASES = (aten._unsafe_view.default, aten.detach.default, aten.reshape.default)  # not on upstream's list
+
+
+def _destinations(node: Node) -> list[Node]:
+    """What a call writes, as its schema says."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    found = []
+    for i, argument in enumerate(schema.arguments):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Node)]
+    return found
+
+
+def written(graph: Graph, backward: Iterable[Node] = ()) -> dict[Node, list[Node]]:
+    """The inputs that do not hold after a forward what it reads of them: the readers of each, before it is written.
+
+    Forward writes an input in place (``copy_``, at its end), or AOTAutograd does afterwards, from a result.
+
+    Args:
+        graph: a joint graph, or a forward one.
+        backward: nodes that are none of forward's.
+    """
+    after, first = set(backward), {}
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if node not in after and node.op == "call_function":
+            for destination in map(base, _destinations(node)):
+                if destination.op == "placeholder":
+                    first.setdefault(destination, order[node])
+    for node in compat.written_afterwards(graph):
+        first.setdefault(node, len(order))
+    return {
+        node: readers
+        for node, end in first.items()
+        if (readers := [u for u in node.users if (order[u] < end or u in after) and node not in _destinations(u)])
+    }
+
+
+def _copies_of_written(graph: Graph, backward: set[Node]) -> list[Node]:
+    """Copies of the inputs that forward writes and that backward's values are made of, read in their place."""
+    copies: list[Node] = []
+    for node, readers in written(graph, backward).items():
+        if not isinstance(node.meta.get("val"), torch.Tensor) or not _reaches(readers, backward):
+            continue
+        with graph.inserting_after(node):
+            copied = graph.call_function(aten.clone.default, (node,))
+        with torch.no_grad():
+            copied.meta = {"val": node.meta["val"].clone(), "partitioner_tag": "is_forward", _COPY: True}
+        for reader in readers:
+            reader.replace_input_with(node, copied)
+        copies.append(copied)
+    last = graph.find_nodes(op="placeholder")[-1]
+    for copied in copies:  # inputs come first
+        last.append(copied)
+    return copies
+
+
+def _reaches(nodes: Iterable[Node], targets: set[Node]) -> bool:
+    seen, pending = set(), list(nodes)
+    while pending:
+        node = pending.pop()
+        if node in targets:
+            return True
+        if node not in seen:
+            seen.add(node)
+            pending.extend(node.users)
+    return False
+
+
+def _drop_copies(forward: GraphModule) -> None:
+    """Let forward read its inputs themselves where no copy of them is kept."""
+    kept = forward.graph.output_node().all_input_nodes
+    for node in [node for node in forward.graph.nodes if node.meta.pop(_COPY, False)]:
+        if node not in kept and not any(base(one) is node for one in kept):
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            forward.graph.erase_node(node)
+    forward.recompile()
+
+
+# ---- what upstream keeps, and "free" keeps too ------------------------------------------------------------------
+
+
+def _kept_by_upstream(graph: Graph, backward: set[Node], exposed: set[Node]) -> list[Node]:
+    """Forward's values that backward needs in memory, and that it is to find there and not to rebuild.
+
+    Those that something reads there that is no GEMM of a linear layer. Attention's matrix products above all:
+    rebuilding softmax, for the product with the values, moves much and saves little (a T5 block, 16×512 tokens: 26
+    kernels instead of 22, and 1.2 ms on top of 2.4 on an H200, on paper). And those that are ``exposed``.
+    """
+    kinds = get_default_op_list()
+
+    def needed(node: Node, made_of_result: bool) -> bool:
+        return any(
+            needed(user, made_of_result) if kinds.is_view(user) else user in backward and not kinds.is_fusible(user)
+            for user in node.users
+            if made_of_result or user.target not in LINEAR
+        )
+
+    return [
+        node
+        for node in graph.nodes
+        if node.op == "call_function"
+        and node not in backward
+        and "recompute" not in node.meta
+        and not kinds.is_view(node)
+        and needed(node, node in exposed)
+    ]
+
+
+def _exposed(gm: GraphModule, backward: set[Node], joint_inputs: Any, **kwargs: Any) -> set[Node]:
+    """What is pointwise work on a result that upstream does not keep for backward.
+
+    ``h = linear(x); return linear(relu(h)), h``: PyTorch keeps relu's result, and its caller may write ``h``.
+    """
+    kinds = get_default_op_list()
+    results: Sequence[Any] = gm.graph.output_node().args[0]  # type: ignore[assignment]
+    bases = {base(node) for node in results[: kwargs["num_fwd_outputs"]] if isinstance(node, Node)}
+    read = {base(source) for node in backward if node.op == "call_function" for source in node.all_input_nodes}
+    bases = {node for node in bases if node.op != "placeholder" and node not in backward and node not in read}
+    if any(_reaches(node.users, backward) for node in bases):
+        # Seldom: a second cut, of a copy, says what upstream keeps.
+        forward, _ = upstream(GraphModule(gm, copy.deepcopy(gm.graph)), joint_inputs, **kwargs)
+        kept = {base(node).name for node in forward.graph.output_node().args[0][kwargs["num_fwd_outputs"] :]}  # type: ignore
+        bases = {node for node in bases if node.name not in kept}
+    found: set[Node] = set()
+    for node in gm.graph.nodes if bases else ():
+        if node in bases or node in found:
+            found.update(user for user in node.users if kinds.is_view(user) or kinds.is_fusible(user))
+    return found - backward

@@ -1,0 +1,459 @@
+"""Backward computes with forward's values: inputs that forward writes, results that are written, mixed memory levels.
+
+Each of these gave wrong gradients, or an error that eager does not have, before ``partition`` and ``handover``.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import torch_fused_ops as tfo
+from torch_fused_ops import FusionPolicy
+from torch_fused_ops.lowerings import handover, memory, partition, passes
+from torch_fused_ops.lowerings.handover import Handover, UnsoundGraphs
+from torch_fused_ops.verify import interpreted
+
+LEVELS = ("off", "free", "fp8", "input")
+WIDTH, HIDDEN = 16, 64
+
+
+class MLP(nn.Module):
+    def __init__(self, state: Tensor) -> None:
+        super().__init__()
+        self.up, self.down, self.skip = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.register_buffer("state", state)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Centered(MLP):
+    """The running mean is updated, then subtracted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.mul_(0.5).add_(0.5)
+        return self.mlp(x - self.state) + self.skip(x)  # type: ignore[no-any-return]
+
+
+class Counted(MLP):
+    """A step counter that scales."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.add_(1.0)
+        return self.mlp(x * self.state)
+
+
+class Weighted(MLP):
+    """A weight that is a buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.mul_(0.5)
+        return self.mlp(F.linear(x, self.state))
+
+
+class Pointwise(MLP):
+    """Nothing is materialised: plain torch.compile is wrong here, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.mul_(0.5)
+        return torch.tanh(x * self.state * self.scale)
+
+
+class Before(MLP):
+    """The value before the update is read, by something that keeps nothing of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(torch.sin(x + self.state))
+        self.state.mul_(0.5)
+        return y
+
+
+class Viewed(MLP):
+    """It is written, and read, through views."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.view(-1)[:4].mul_(0.5)
+        return self.mlp(x * self.state.unsqueeze(0).flip(-1))
+
+
+class Argument(MLP):
+    """An argument that needs a gradient is written: AOTAutograd does it once forward has run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        column = x[:, :1] * 1.0
+        return self.written(column)
+
+    def written(self, column: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.in_place(column)
+
+    def in_place(self, column: Tensor) -> Tensor:
+        y = self.mlp(column * self.state)
+        column.add_(y.mean())
+        return y + column
+
+
+WRITTEN: dict[str, tuple[type[MLP], Callable[[], Tensor]]] = {
+    "centered": (Centered, lambda: torch.rand(WIDTH)),
+    "counted": (Counted, lambda: torch.ones(())),
+    "weighted": (Weighted, lambda: torch.rand(WIDTH, WIDTH)),
+    "pointwise": (Pointwise, lambda: torch.rand(WIDTH)),
+    "before": (Before, lambda: torch.rand(WIDTH)),
+    "viewed": (Viewed, lambda: torch.rand(WIDTH)),
+    "argument": (Argument, lambda: torch.rand(WIDTH)),
+}
+
+
+def model_of(name: str) -> MLP:
+    torch.manual_seed(0)
+    kind, state = WRITTEN[name]
+    return kind(state())
+
+
+def step(model: nn.Module, fn: Callable[..., Any] | None = None) -> dict[str, Tensor]:
+    """The gradients and the buffers of a step on a copy, called through ``fn(model, x)``."""
+    model = copy.deepcopy(model)
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).to(next(model.parameters())).requires_grad_()
+    (model(x) if fn is None else fn(model, x)).square().sum().backward()
+    seen = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert x.grad is not None
+    return {**seen, **dict(model.named_buffers()), "x": x.grad}
+
+
+def apart(wanted: dict[str, Tensor], got: dict[str, Tensor]) -> float:
+    assert wanted.keys() == got.keys()
+    return max(
+        float((w - g).detach().norm() / w.detach().norm()) for w, g in zip(wanted.values(), got.values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_inputs_that_forward_writes(name: str, level: str) -> None:
+    model = model_of(name).double()
+    if name == "counted":
+        model.state = model.state.float()  # torch 2.13 forgets what is written into a single float64 number
+    policy = FusionPolicy(memory=level, strict=name != "argument")
+    assert apart(step(model), step(model, interpreted(policy, exact=True))) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["centered", "pointwise"])
+def test_inputs_that_forward_writes_in_generated_code(name: str) -> None:
+    """Kernels that read an input and kernels that write it keep their order."""
+    torch._dynamo.reset()
+    model = model_of(name)
+    compiled = torch.compile(lambda model, x: model(x), backend="fused")
+    assert apart(step(model), step(model, compiled)) < 1e-5
+
+
+@pytest.mark.parametrize("budget", [0.99, 0.5, 0.0])
+@inductor_config.patch(force_disable_caches=True)
+def test_under_a_budget_of_the_users(budget: float, caplog: pytest.LogCaptureFixture) -> None:
+    """A budget of 0 keeps nothing but inputs: what forward writes of them cannot be had again, and the budget goes."""
+    model = model_of("centered").double()
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        assert apart(step(model), step(model, interpreted(FusionPolicy()))) < 1e-12
+    assert ("forward writes" in caplog.text) == (budget == 0)
+
+
+@pytest.mark.parametrize("name", ["pointwise", "counted"])
+def test_plain_is_wrong(name: str) -> None:
+    """Why "off" is edited, too. If this fails, upstream has mended it: docs/upstream/written-inputs.md says what."""
+    model = model_of(name)
+    assert apart(step(model), step(model, interpreted(None))) > 0.1
+
+
+def graphs_of(model: nn.Module, level: str = "free") -> partition.Graphs:
+    """What stage 2 makes of a step; of several results of the model the first is trained on."""
+    found: list[partition.Graphs] = []
+
+    def fused(model: nn.Module, x: Tensor) -> Any:
+        result = interpreted(FusionPolicy(memory=level))(model, x)
+        return result[0] if isinstance(result, tuple) else result
+
+    with pytest.MonkeyPatch.context() as patch:
+        divide = passes.Remember.__call__
+        patch.setattr(passes.Remember, "__call__", lambda *a, **k: found.append(divide(*a, **k)) or found[-1])  # type: ignore[func-returns-value]
+        step(model, fused)
+    return found[-1]
+
+
+def test_a_buffer_that_backward_does_not_need_costs_nothing() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.norm(x))  # type: ignore[no-any-return]
+
+    forward, _ = graphs_of(Norm())
+    assert not forward.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+
+
+def test_a_value_made_of_it_is_kept_where_it_is_no_larger() -> None:
+    """Not the buffer's copy besides."""
+    forward, _ = graphs_of(model_of("weighted"))
+    kept = forward.graph.output_node().args[0][1:]  # type: ignore[index]
+    sizes = [tuple(node.meta["val"].shape) for node in kept if node.op == "call_function"]
+    assert sizes.count((WIDTH, WIDTH)) == 1
+
+
+# ---- what the caller writes ------------------------------------------------------------------------------------------
+
+
+class HandsOut(nn.Module):
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.activation = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), activation
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.up(x)
+        return self.down(self.activation(h)), h
+
+
+# What PyTorch keeps is their result (or nothing): the caller may write what they read.
+FREE_TO_WRITE: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "tanh and a cast": lambda h: h.tanh().float(),
+    "relu": F.relu,
+    "double": lambda h: h * 2.0,
+    "view": lambda h: F.relu(h.view(-1)).view(h.shape),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", FREE_TO_WRITE)
+def test_results_may_be_written(name: str, level: str) -> None:
+    model = HandsOut(FREE_TO_WRITE[name])
+
+    def written(model: nn.Module, x: Tensor, fn: Any = None) -> Tensor:
+        y, h = model(x) if fn is None else fn(model, x)
+        with torch.no_grad():
+            h += y.mean()
+        return y  # type: ignore[no-any-return]
+
+    fused = interpreted(FusionPolicy(memory=level), exact=True)
+    assert apart(step(model, written), step(model, lambda model, x: written(model, x, fused))) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "packed tanh"])
+def test_what_pytorch_keeps_is_fused_all_the_same(name: str) -> None:
+    """Eager raises, too, where its caller writes it; and the pre-activation is not kept twice."""
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "gelu": F.gelu,
+        "silu": F.silu,
+        "packed tanh": lambda h: torch.cat([torch.tanh(h[..., :32]) * h[..., 32:]] * 2, -1),
+    }
+    if name == "packed tanh":
+
+        class Packed(HandsOut):
+            def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+                h = self.up(x)
+                return F.linear(torch.tanh(h[..., :32]) * h[..., 32:], self.down.weight[:, :32]), h
+
+        model: nn.Module = Packed(torch.tanh)
+    else:
+        model = HandsOut(functions[name])
+    (site,) = tfo.explain(model, torch.randn(8, WIDTH)).sites
+    assert site.op
+
+
+def test_the_reason() -> None:
+    (site,) = tfo.explain(HandsOut(torch.tanh), torch.randn(8, WIDTH)).sites
+    assert site.op is None and "a result of the graph" in site.reason
+    with torch.no_grad():
+        (site,) = tfo.explain(HandsOut(torch.tanh), torch.randn(8, WIDTH)).sites
+    assert site.op, "nothing is kept"
+
+
+def test_a_result_that_backward_reads_itself_is_kept_alone() -> None:
+    """The normalised stream is rebuilt from it, as plain and eager keep the stream, too."""
+
+    class Stream(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+            self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            stream = self.first(x)
+            return self.down(F.gelu(self.up(self.norm(stream)))), stream
+
+    forward, _ = graphs_of(Stream())
+    kept = forward.graph.output_node().args[0][2:]  # type: ignore[index]
+    assert [n.meta["val"].shape for n in kept if n.op == "call_function"].count((8, WIDTH)) == 1
+
+
+# ---- mixed levels ----------------------------------------------------------------------------------------------------
+
+
+class Half(nn.Module):
+    """A packed GLU and the linear layer behind it."""
+
+    def __init__(self, out: int, width: int | None = None) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, HIDDEN) if width else nn.Identity()
+        self.d = nn.Linear(HIDDEN // 2, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, -1)
+        return self.d(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class Chain(nn.Module):
+    """Each one's linear layer gives what the next one's activation reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Half(HIDDEN, WIDTH), Half(HIDDEN), Half(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x)))  # type: ignore[no-any-return]
+
+
+MIXTURES = [
+    {"a": "fp8", "b": "input"},
+    {"a": "input", "b": "fp8"},
+    {"a": "fp8", "b": "input", "c": "fp8"},
+    {"a": "fp8", "c": "input"},
+    {"b": "fp8", "c": "input"},
+]
+
+
+@pytest.mark.parametrize("levels", MIXTURES, ids=str)
+def test_mixed_levels(levels: dict[str, str]) -> None:
+    """An inlined operator brings names that backward has for other values."""
+    torch.manual_seed(0)
+    model = Chain().double()
+    policy = FusionPolicy(memory=levels, strict=True)
+    assert apart(step(model), step(model, interpreted(policy, exact=True))) < 1e-12
+
+
+def test_what_is_computed_again_is_not_made_of_what_is_rounded() -> None:
+    """``b`` asks for exact gradients: its pre-activation is not computed again from ``a``'s rounded one."""
+    torch.manual_seed(0)
+    model = Chain()
+    wanted, got = step(model), step(model, interpreted(FusionPolicy(memory={"a": "fp8", "b": "input"}, strict=True)))
+    exact = [name for name in wanted if name.startswith(("b", "c"))]
+    assert apart({n: wanted[n] for n in exact}, {n: got[n] for n in exact}) < 1e-5
+    assert 1e-3 < apart({"a": wanted["a.d.weight"]}, {"a": got["a.d.weight"]}) < 0.1
+
+
+READERS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "a list": lambda model, h, x: model.other(torch.cat([h, x], -1)).sin(),
+    "a keyword": lambda model, h, x: model.wide(torch.addcmul(h, tensor1=h, tensor2=h)).sin(),
+    "a result's": lambda model, h, x: model.other(torch.cat([F.gelu(h), x], -1)).sin(),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_fp8_is_seen_by_nothing_else(reader: str) -> None:
+    """A checkpoint computes its GEMM again from what it reads: it has to be exact."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+            self.other, self.wide = nn.Linear(HIDDEN + WIDTH, WIDTH), nn.Linear(HIDDEN, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            read = checkpoint(lambda h, x: READERS[reader](self, h, x), h, x, use_reentrant=False)
+            return self.down(F.gelu(h)) + read  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = Shared()
+    assert apart(step(model), step(model, interpreted(FusionPolicy(memory="fp8", strict=True)))) < 1e-5
+
+
+# ---- the invariant ---------------------------------------------------------------------------------------------------
+
+
+def both_of(model: nn.Module) -> Handover:
+    forward, backward = graphs_of(model)
+    return Handover(forward.graph, backward.graph, 1)
+
+
+def test_graphs_are_found_unsound() -> None:
+    """Each kind of fault that an edit could make."""
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+    both_of(model).check()
+
+    both = both_of(model)  # two of what is kept change places
+    first, second = (
+        next(n for n in both.kept() if n.meta["val"].shape != both.kept()[0].meta["val"].shape),
+        both.kept()[0],
+    )
+    swapped = [{first: second, second: first}.get(n, n) for n in both.returned()]
+    both.output.args = (tuple(swapped),)
+    with pytest.raises(UnsoundGraphs, match="is another value"):
+        both.check()
+    with pytest.raises(UnsoundGraphs, match="is another value"):
+        Handover(both.forward, both.backward, 1)
+
+    both = both_of(model)  # something is kept no longer
+    both.output.args = (tuple(both.returned()[:-1]),)
+    with pytest.raises(UnsoundGraphs, match="does not hand over"):
+        both.check()
+
+    both = both_of(model)  # backward rebuilds another function
+    rebuilt = next(n for n in both.same.values() if n.target is torch.ops.fused.bias_act.default)
+    rebuilt.update_arg(3, "relu")
+    with pytest.raises(UnsoundGraphs, match="is not forward's"):
+        both.check()
+
+
+def test_an_input_that_is_written_is_found_out() -> None:
+    forward, backward = graphs_of(model_of("centered"))
+    copied = forward.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+    for node in copied:  # what upstream would keep
+        node.replace_all_uses_with(node.args[0])
+    written = partition.written(forward.graph)
+    assert len(written) == 1
+    (source,) = written
+    kept = forward.graph.output_node().args[0]
+    placeholder = backward.graph.find_nodes(op="placeholder")[0]
+    if source not in kept:  # a value made of it was smaller, or as small
+        at = next(i for i, n in enumerate(kept) if i and n.name == placeholder.name)  # type: ignore[union-attr]
+        forward.graph.output_node().update_arg(0, (*kept[:at], source, *kept[at + 1 :]))
+    with pytest.raises(UnsoundGraphs):
+        handover.check((forward, backward), 1)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@inductor_config.patch(force_disable_caches=True)
+def test_unsound_edits_are_failures_of_the_pass(
+    strict: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Graphs as they were, one line, an exception under strict."""
+
+    def wrong(both: Handover, node: torch.fx.Node) -> None:
+        placeholder = both.same[node]
+        other = next(n for n in both.backward.find_nodes(op="placeholder") if n is not placeholder)
+        both.same[node] = other
+
+    monkeypatch.setitem(memory._LEVELS, "input", wrong)
+    passes._logged.clear()
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)).double()
+    fused = interpreted(FusionPolicy(memory="input", strict=strict))
+    if strict:
+        with pytest.raises(Exception, match="another value"):
+            step(model, fused)
+        return
+    caplog.set_level(logging.WARNING, "torch_fused_ops")
+    assert apart(step(model), step(model, fused)) < 1e-12
+    assert caplog.text.count("left the graph as it was") == 1
