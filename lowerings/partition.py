@@ -18,14 +18,14 @@ Two kinds of value must not be what backward rebuilds from, as they may hold som
 * An input that forward writes. Upstream's partitioner does not know (docs/upstream/written-inputs.md): a buffer that is
   updated in forward is read in backward as if it were not, whatever the budget. Here forward reads a copy of it, which
   is kept where backward needs it and is no kernel's work where it does not.
-* A result. The caller has it and may write it, so what PyTorch would keep in its place is kept.
+* A result, or an argument. The caller has it and may write it, so what PyTorch would keep in its place is kept.
 """
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -78,19 +78,30 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
         free: whether what linear layers read is rebuilt in backward.
         **kwargs: as for upstream's.
     """
-    outputs: int = kwargs["num_fwd_outputs"]
-    backward = _backward(gm.graph, outputs)
+
+    def divide(held: Iterable[Node]) -> Graphs:
+        for node in held:
+            node.meta.update(
+                {"recompute": CheckpointPolicy.MUST_SAVE, _HELD: True}
+            )  # "if it is needed", upstream reads
+        with functorch_config.patch({"ban_recompute_materialized_backward": False} if free else {}):
+            graphs = upstream(gm, joint_inputs, **kwargs)
+        for graph in graphs:
+            for node in graph.graph.nodes:
+                if node.meta.pop(_HELD, None):
+                    del node.meta["recompute"]
+        return graphs
+
+    backward = _backward(gm.graph, kwargs["num_fwd_outputs"])
     held = _copies_of_written(gm.graph, backward)
-    if free:
-        held += _kept_by_upstream(gm.graph, backward, _exposed(gm, backward, joint_inputs, **kwargs))
-    for node in held:
-        node.meta.update({"recompute": CheckpointPolicy.MUST_SAVE, _HELD: True})  # "if it is needed", upstream reads
-    with functorch_config.patch({"ban_recompute_materialized_backward": False} if free else {}):
-        graphs = upstream(gm, joint_inputs, **kwargs)
-    for graph in graphs:
-        for node in graph.graph.nodes:
-            if node.meta.pop(_HELD, None):
-                del node.meta["recompute"]
+    if not free:
+        graphs = divide(held)
+    else:
+        graphs = divide(held + _kept_by_upstream(gm.graph, backward))
+        exposed = _exposed(gm, graphs, joint_inputs, **kwargs)
+        if exposed:
+            backward = _backward(gm.graph, kwargs["num_fwd_outputs"])
+            graphs = divide(_kept_by_upstream(gm.graph, backward, exposed))
     _drop_copies(graphs[0])
     return graphs
 
@@ -215,20 +226,20 @@ def _drop_copies(forward: GraphModule) -> None:
 # ---- what upstream keeps, and "free" keeps too ------------------------------------------------------------------
 
 
-def _kept_by_upstream(graph: Graph, backward: set[Node], exposed: set[Node]) -> list[Node]:
+def _kept_by_upstream(graph: Graph, backward: set[Node], exposed: Collection[str] = ()) -> list[Node]:
     """Forward's values that backward needs in memory, and that it is to find there and not to rebuild.
 
     Those that something reads there that is no GEMM of a linear layer. Attention's matrix products above all:
     rebuilding softmax, for the product with the values, moves much and saves little (a T5 block, 16×512 tokens: 26
-    kernels instead of 22, and 1.2 ms on top of 2.4 on an H200, on paper). And those that are ``exposed``.
+    kernels instead of 22, and 1.2 ms on top of 2.4 on an H200, on paper). And those that are ``exposed``, by name.
     """
     kinds = get_default_op_list()
 
-    def needed(node: Node, made_of_result: bool) -> bool:
+    def needed(node: Node, anything: bool) -> bool:
         return any(
-            needed(user, made_of_result) if kinds.is_view(user) else user in backward and not kinds.is_fusible(user)
+            needed(user, anything) if kinds.is_view(user) else user in backward and not kinds.is_fusible(user)
             for user in node.users
-            if made_of_result or user.target not in LINEAR
+            if anything or user.target not in LINEAR
         )
 
     return [
@@ -238,27 +249,46 @@ def _kept_by_upstream(graph: Graph, backward: set[Node], exposed: set[Node]) -> 
         and node not in backward
         and "recompute" not in node.meta
         and not kinds.is_view(node)
-        and needed(node, node in exposed)
+        and needed(node, node.name in exposed)
     ]
 
 
-def _exposed(gm: GraphModule, backward: set[Node], joint_inputs: Any, **kwargs: Any) -> set[Node]:
-    """What is pointwise work on a result that upstream does not keep for backward.
+def _exposed(gm: GraphModule, graphs: Graphs, joint_inputs: Any, **kwargs: Any) -> set[str]:
+    """What backward rebuilds from a result of forward's, or an argument, that upstream would not keep for it.
 
     ``h = linear(x); return linear(relu(h)), h``: PyTorch keeps relu's result, and its caller may write ``h``.
+    Parameters and buffers are not meant: those must not be written before backward (docs/memory.md).
     """
-    kinds = get_default_op_list()
-    results: Sequence[Any] = gm.graph.output_node().args[0]  # type: ignore[assignment]
-    bases = {base(node) for node in results[: kwargs["num_fwd_outputs"]] if isinstance(node, Node)}
-    read = {base(source) for node in backward if node.op == "call_function" for source in node.all_input_nodes}
-    bases = {node for node in bases if node.op != "placeholder" and node not in backward and node not in read}
-    if any(_reaches(node.users, backward) for node in bases):
-        # Seldom: a second cut, of a copy, says what upstream keeps.
-        forward, _ = upstream(GraphModule(gm, copy.deepcopy(gm.graph)), joint_inputs, **kwargs)
-        kept = {base(node).name for node in forward.graph.output_node().args[0][kwargs["num_fwd_outputs"] :]}  # type: ignore
-        bases = {node for node in bases if node.name not in kept}
-    found: set[Node] = set()
-    for node in gm.graph.nodes if bases else ():
-        if node in bases or node in found:
-            found.update(user for user in node.users if kinds.is_view(user) or kinds.is_fusible(user))
-    return found - backward
+    outputs: int = kwargs["num_fwd_outputs"]
+    forward, backward = (module.graph for module in graphs)
+    static = kwargs.get("static_lifetime_input_indices") or ()
+    returned: Sequence[Any] = forward.output_node().args[0]  # type: ignore[assignment]
+    results, kept = (
+        [base(n) for n in part if isinstance(n, Node)] for part in (returned[:outputs], returned[outputs:])
+    )
+    own = {n for i, n in enumerate(forward.find_nodes(op="placeholder")) if i in static}
+    names = {n.name for n in kept if n not in own and (n in results or n.op == "placeholder") and _is_floating(n)}
+    handed = [n for n in backward.find_nodes(op="placeholder") if n.name in names]
+    forwards = {node.name for node in forward.nodes}
+    rebuilt: dict[str, set[str]] = {}
+    for node in handed:
+        found, pending = set(), [node]
+        while pending:
+            for user in pending.pop().users:
+                if user.name in forwards and user.name not in found:
+                    found.add(user.name)
+                    pending.append(user)
+        if found:
+            rebuilt[node.name] = found
+    joint = _backward(gm.graph, outputs)
+    if not _kept_by_upstream(gm.graph, joint, set().union(*rebuilt.values())):
+        return set()
+    # Seldom: a second cut, of a copy, says what upstream keeps.
+    plain, _ = upstream(GraphModule(gm, copy.deepcopy(gm.graph)), joint_inputs, **kwargs)
+    by_upstream = {base(node).name for node in plain.graph.output_node().args[0][outputs:]}  # type: ignore
+    return {name for source, found in rebuilt.items() if source not in by_upstream for name in found}
+
+
+def _is_floating(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

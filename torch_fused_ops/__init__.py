@@ -24,12 +24,14 @@ from torch_fused_ops.explain import Report, Site, explain
 from torch_fused_ops.ops.decompositions import decompositions  # importing the operators registers torch.ops.fused.*
 from torch_fused_ops.policy import FusionPolicy, UnfusedError
 from torch_fused_ops.recording import record
+from torch_fused_ops.verify import Verification, verify
 
 __all__ = [
     "FusionPolicy",
     "Report",
     "Site",
     "UnfusedError",
+    "Verification",
     "__version__",
     "compile_options",
     "decompositions",
@@ -40,6 +42,7 @@ __all__ = [
     "functional",
     "record",
     "register_activation",
+    "verify",
 ]
 
 

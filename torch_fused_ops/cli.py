@@ -1,13 +1,14 @@
-"""The command line: ``python -m torch_fused_ops {info, check, explain, bench}``.
+"""The command line: ``python -m torch_fused_ops {info, check, explain, verify, bench}``.
 
     info                            versions, devices and what is active
     check [--device D] [--quick]    opcheck and precision of every operator on a device; exit code 1 if anything fails
     explain MODULE:CALLABLE         which MLP sites of a model are fused, why the others are not, what it saves
+    verify MODULE:CALLABLE          a model's step of training, eager, compiled and fused; exit code 1 if it differs
     bench NAME                      measure this library beside PyTorch's own ways, or count on paper
     --version                       this library's version
 
-``explain`` calls CALLABLE without arguments; it returns ``(model, args)`` or ``(model, args, kwargs)``. MODULE is a
-module's name or a ``.py`` file. Exit code 2 for arguments that make no sense.
+``explain`` and ``verify`` call CALLABLE without arguments; it returns ``(model, args)`` or ``(model, args, kwargs)``.
+MODULE is a module's name or a ``.py`` file. Exit code 2 for arguments that make no sense.
 """
 
 from __future__ import annotations
@@ -153,10 +154,15 @@ def _load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any
     return model, tuple(args), kwargs
 
 
-def _explain(arguments: argparse.Namespace) -> int:
-    for option, file in (("--json", arguments.json), ("--html", arguments.html)):
+def _check_writable(arguments: argparse.Namespace, *options: str) -> None:
+    for option in options:
+        file = getattr(arguments, option)
         if file and (Path(file).is_dir() or not os.access(Path(file).parent, os.W_OK)):
-            raise _UsageError(f"{option} {file} cannot be written: it must be a file in a folder that is there")
+            raise _UsageError(f"--{option} {file} cannot be written: it must be a file in a folder that is there")
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    _check_writable(arguments, "json", "html")
     model, args, kwargs = _load(arguments.spec)
     if isinstance(model, torch.nn.Module):
         model.train(arguments.train)
@@ -174,6 +180,22 @@ def _explain(arguments: argparse.Namespace) -> int:
     if arguments.html:
         report.to_html(arguments.html)
     return 0
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    _check_writable(arguments, "json")
+    model, args, kwargs = _load(arguments.spec)
+    if isinstance(model, torch.nn.Module):
+        model.train(not arguments.eval)
+    policy = tfo.FusionPolicy(memory=arguments.memory, exclude=arguments.exclude)
+    found = tfo.verify(model, *args, policy=policy, compiled=arguments.compiled, **kwargs)
+    print(found)
+    if arguments.json:
+        Path(arguments.json).write_text(found.to_json(), encoding="utf-8")
+    return 0 if found.ok else 1
 
 
 # ---- bench -----------------------------------------------------------------------------------------------------------
@@ -194,6 +216,19 @@ def _bench(arguments: argparse.Namespace) -> int:
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say which model, and by which policy it is picked up."""
+    parser.add_argument(
+        "spec",
+        metavar="MODULE:CALLABLE",
+        help="CALLABLE() returns (model, args) or (model, args, kwargs); MODULE is a module's name or a .py file",
+    )
+    parser.add_argument("--memory", choices=MEMORY, default="free", help="FusionPolicy's memory; free by default")
+    parser.add_argument(
+        "--exclude", metavar="PATTERN", action="append", default=[], help="FusionPolicy's exclude; may be repeated"
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m torch_fused_ops", description="Fused MLP operators for PyTorch.")
     parser.add_argument("--version", action="version", version=f"torch_fused_ops {tfo.__version__}")
@@ -205,11 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--quick", action="store_true", help="fewer samples")
     check.set_defaults(run=_check)
     explain = commands.add_parser("explain", help="which MLPs of a model are fused, and why the others are not")
-    explain.add_argument(
-        "spec",
-        metavar="MODULE:CALLABLE",
-        help="CALLABLE() returns (model, args) or (model, args, kwargs); MODULE is a module's name or a .py file",
-    )
+    _add_model(explain)
     explain.add_argument("--train", action="store_true", help="in training mode, with gradients; by default neither")
     explain.add_argument(
         "--figures",
@@ -218,13 +249,17 @@ def _parser() -> argparse.ArgumentParser:
         const="H200",
         help="memory, bytes moved and kernels before and after, on paper, for a GPU (H200 by default); seconds a layer",
     )
-    explain.add_argument("--memory", choices=MEMORY, default="free", help="FusionPolicy's memory; free by default")
-    explain.add_argument(
-        "--exclude", metavar="PATTERN", action="append", default=[], help="FusionPolicy's exclude; may be repeated"
-    )
     explain.add_argument("--json", metavar="FILE", help="write the report as JSON too")
     explain.add_argument("--html", metavar="FILE", help="write the report as a page too")
     explain.set_defaults(run=_explain)
+    verify = commands.add_parser("verify", help="compare a training step of a model, eager, compiled and fused")
+    _add_model(verify)
+    verify.add_argument("--eval", action="store_true", help="in evaluation mode; by default in training mode")
+    verify.add_argument(
+        "--compiled", action="store_true", help="compile; by default the compilers' graphs are run call by call"
+    )
+    verify.add_argument("--json", metavar="FILE", help="write all that was compared as JSON too")
+    verify.set_defaults(run=_verify)
     bench = commands.add_parser("bench", help="measure this library beside PyTorch's own ways, or count on paper")
     bench.add_argument("benchmark", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
     bench.add_argument("--device", help="cpu, cuda, cuda:1, …; a GPU by default where there is one")

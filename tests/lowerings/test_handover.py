@@ -250,6 +250,31 @@ def test_results_may_be_written(name: str, level: str) -> None:
     assert apart(step(model, written), step(model, lambda model, x: written(model, x, fused))) < 1e-5
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_arguments_may_be_written(level: str) -> None:
+    """PyTorch keeps the product, as it keeps nothing else of a tensor times a number."""
+
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(WIDTH, HIDDEN)
+            self.register_buffer("row", torch.rand(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x * self.row)  # type: ignore[no-any-return]
+
+    def written(model: nn.Module, x: Tensor, fn: Any = None) -> Tensor:
+        column = x[:, :1] * 1.0
+        y = model(column) if fn is None else fn(model, column)
+        with torch.no_grad():
+            column += 1.0
+        return y  # type: ignore[no-any-return]
+
+    fused = interpreted(FusionPolicy(memory=level), exact=True)
+    model = Doubled()
+    assert apart(step(model, written), step(model, lambda model, x: written(model, x, fused))) < 1e-5
+
+
 @pytest.mark.parametrize("name", ["gelu", "silu", "packed tanh"])
 def test_what_pytorch_keeps_is_fused_all_the_same(name: str) -> None:
     """Eager raises, too, where its caller writes it; and the pre-activation is not kept twice."""
@@ -280,7 +305,7 @@ def test_the_reason() -> None:
     assert site.op, "nothing is kept"
 
 
-def test_a_result_that_backward_reads_itself_is_kept_alone() -> None:
+def test_a_result_that_upstream_keeps_is_kept_alone() -> None:
     """The normalised stream is rebuilt from it, as plain and eager keep the stream, too."""
 
     class Stream(nn.Module):

@@ -1,0 +1,333 @@
+"""``tfo.verify``: what it says of models that are right, wrong, wrong without us, rounded, random, not to be run."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import torch_fused_ops as tfo
+from torch_fused_ops import FusionPolicy
+from torch_fused_ops.cli import main
+from torch_fused_ops.lowerings import handover, partition
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int = 16, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))  # type: ignore[no-any-return]
+
+
+class Pointwise(nn.Module):
+    """Plain torch.compile is wrong here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(16))
+        self.register_buffer("b", torch.rand(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.b.mul_(0.5)
+        return torch.tanh(x * self.b * self.w)
+
+
+def x_of(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("level", ["off", "free", "fp8", "input", {"": "fp8"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_is_right(dtype: torch.dtype, level: Any) -> None:
+    torch.manual_seed(0)
+    found = tfo.verify(MLP().to(dtype), x_of(8, 16).to(dtype), policy=FusionPolicy(memory=level))
+    assert found.ok, str(found)
+    assert found.sites == (1, 1) and not found.failures
+    assert found.dtypes == (str(dtype).removeprefix("torch."), "float64")
+    names = {(one.kind, one.name) for one in found.comparisons}
+    assert {("gradient", "up.weight"), ("buffer", "norm.running_mean"), ("output", "0"), ("loss", "")} <= names
+    assert "ok: nothing differs" in str(found) and "1 of 1 MLP sites fused" in str(found)
+
+
+def test_rounding_is_what_the_policy_asks_for_and_no_more() -> None:
+    """In float64 nothing is rounded, and in the model's dtype gradients alone are."""
+    found = tfo.verify(MLP(), x_of(8, 16), policy=FusionPolicy(memory="fp8"))
+    by = {(one.kind, one.name, one.dtype): one for one in found.comparisons}
+    assert 1e-3 < by["gradient", "up.weight", "float32"].fused < 0.1
+    assert by["gradient", "up.weight", "float64"].fused < 1e-12
+    assert by["output", "0", "float32"].allowed < 1e-5
+
+
+def test_where_plain_is_off_it_says_so() -> None:
+    found = tfo.verify(Pointwise(), x_of(8, 16))
+    assert found.ok and not found.differences
+    assert [one.name for one in found.comparisons if not one.plain_ok] == ["w", "w"]
+    assert "plain torch.compile differs, where fused does not" in str(found)
+
+
+def test_a_fault_of_ours_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stage 2 as it was: a buffer is read in backward after forward has updated it."""
+    monkeypatch.setattr(partition, "_copies_of_written", lambda *args: [])
+    monkeypatch.setattr(handover.Handover, "check", lambda self: None)
+    found = tfo.verify(Pointwise(), x_of(8, 16))
+    assert not found.ok
+    assert {(one.kind, one.name) for one in found.differences} == {("gradient", "w")}
+    assert "plain torch.compile is off as well in 2 of these 2" in str(found) and "not ok" in str(found)
+
+
+def test_a_fault_of_one_activation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A derivative that is a tenth of a percent off."""
+
+    def wrong(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        graphs = divide(gm, *args, **kwargs)
+        (node,) = graphs[1].graph.find_nodes(op="call_function", target=torch.ops.fused.bias_act_backward.default)
+        with graphs[1].graph.inserting_before(node):
+            scaled = graphs[1].graph.call_function(torch.ops.aten.mul.Tensor, (node.args[0], 1.001))
+        scaled.meta = dict(node.args[0].meta)
+        node.replace_input_with(node.args[0], scaled)
+        graphs[1].recompile()
+        return graphs
+
+    divide = partition.upstream
+    monkeypatch.setattr(partition, "upstream", wrong)
+    found = tfo.verify(MLP(), x_of(8, 16))
+    assert not found.ok and {one.name for one in found.differences} >= {"up.weight", "up.bias"}
+    assert all(one.plain_ok for one in found.differences)
+    assert "plain torch.compile is not" in str(found)
+
+
+def test_it_changes_nothing() -> None:
+    model, x = MLP(dropout=0.5), x_of(8, 16).requires_grad_()
+    model.up.weight.grad = torch.ones_like(model.up.weight)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    with tfo.record() as report:
+        tfo.verify(model, x)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.up.weight.grad.eq(1).all() and x.grad is None
+    assert not report.graphs, "these are not the user's compilations"
+
+
+def test_dropouts_are_compared_as_pytorch_s_own() -> None:
+    found = tfo.verify(MLP(dropout=0.5), x_of(8, 16))
+    assert found.ok, str(found)
+    assert any("dropouts" in note for note in found.notes)
+    assert not any("dropouts" in note for note in tfo.verify(MLP(dropout=0.5).eval(), x_of(8, 16)).notes)
+
+
+def test_the_loss_is_the_model_s_own() -> None:
+    def with_loss(x: Tensor, w: Tensor) -> dict[str, Tensor]:
+        y = F.silu(x @ w)
+        return {"loss": y.mean(), "logits": y}
+
+    w = torch.rand(16, 4, requires_grad=True)
+    found = tfo.verify(with_loss, x_of(8, 16), w)
+    assert found.ok and found.title == "with_loss"
+    assert ("gradient", "argument 1") in {(one.kind, one.name) for one in found.comparisons}
+
+
+def test_shared_and_written_arguments() -> None:
+    def written(x: Tensor, same: Tensor) -> Tensor:
+        x.add_(1.0)
+        return same * 2.0
+
+    x = torch.zeros(3)
+    found = tfo.verify(written, x, x)
+    assert found.ok and x.eq(0).all()
+    assert any("nothing that the model returned needs a gradient" in note for note in found.notes)
+
+
+def test_without_float64_it_takes_float32() -> None:
+    """As with grouped products, which have no kernels in float64."""
+
+    class NoDouble(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.dtype is torch.float64:
+                raise NotImplementedError("no kernel for Double")
+            return super().forward(x)
+
+    found = tfo.verify(NoDouble().bfloat16(), x_of(8, 16).bfloat16())
+    assert found.ok and found.dtypes == ("bfloat16", "float32")
+    assert any("float64, where eager raises NotImplementedError" in note for note in found.notes)
+    found = tfo.verify(NoDouble(), x_of(8, 16), policy=FusionPolicy(memory="fp8"))
+    assert found.ok, str(found)
+    assert found.dtypes == ("float32", "float32 unrounded")
+
+
+def test_models_that_cast_inside() -> None:
+    def normed(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        n = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+        return F.silu(n.to(x.dtype) @ w) @ v
+
+    w, v = torch.rand(16, 32, requires_grad=True), torch.rand(32, 16, requires_grad=True)
+    found = tfo.verify(normed, x_of(8, 16), w, v)
+    assert found.ok, str(found)
+    assert min(one.allowed for one in found.comparisons if one.dtype == "float64") > 1e-7
+
+
+def test_what_is_not_finite_must_be_so_everywhere() -> None:
+    def overflows(x: Tensor, w: Tensor) -> Tensor:
+        return F.relu(x @ w) / 0.0
+
+    assert tfo.verify(overflows, x_of(8, 16), torch.rand(16, 4, requires_grad=True)).ok
+
+
+def test_generated_code_can_be_compared_too() -> None:
+    torch.manual_seed(0)
+    found = tfo.verify(MLP(), x_of(8, 16), compiled=True)
+    assert found.ok, str(found)
+
+
+def test_json() -> None:
+    found = tfo.verify(Pointwise(), x_of(8, 16))
+    data = json.loads(found.to_json())
+    assert data["ok"] is True and data["policy"]["memory"] == "free"
+    assert len(data["comparisons"]) == len(found.comparisons)
+    assert {"kind", "name", "dtype", "fused", "plain", "eager", "allowed", "ok", "plain_ok"} <= set(
+        data["comparisons"][0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: tfo.verify(3), TypeError, "model=3 is not callable"),  # type: ignore[arg-type]
+        (lambda: tfo.verify(MLP(), x_of(8, 16), policy="fp8"), TypeError, "policy='fp8' is not accepted"),  # type: ignore[arg-type]
+        (lambda: tfo.verify(MLP().to("meta"), x_of(8, 16)), ValueError, "meta device"),
+        (lambda: tfo.verify(MLP(), x_of(8, 15)), RuntimeError, "16"),
+    ],
+)
+def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_what_a_way_raises_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_fused_ops.lowerings import recognise
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(recognise, "rewrite", broken)
+    found = tfo.verify(MLP(), x_of(8, 16), policy=FusionPolicy(strict=True))
+    assert not found.ok and "on purpose" in found.failures["fused, float32"]
+    assert "fused, float32 raised: " in str(found)
+    found = tfo.verify(MLP(), x_of(8, 16))
+    assert found.ok and any("pick-up failed" in note for note in found.notes), "the graph was left as it was"
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+MODELS = """
+import torch
+from torch import nn
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.scale = nn.Parameter(torch.rand(8))
+        self.register_buffer("decay", torch.ones(8))
+
+    def forward(self, x):
+        if self.training:
+            self.decay.mul_(0.5)
+        return self.down(nn.functional.gelu(self.up(x))) + torch.tanh(x * self.decay * self.scale)
+
+def example():
+    return MLP(), (torch.randn(4, 8),)
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "verified_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    yield tmp_path
+    __import__("sys").modules.pop("verified_models", None)
+
+
+def test_the_command(models: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["verify", "verified_models.py:example", "--memory", "input", "--json", "found.json"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "1 of 1 MLP sites fused" in out and "'input'" in out
+    assert json.loads((models / "found.json").read_text())["ok"]
+    monkeypatch.setattr(partition, "_copies_of_written", lambda *args: [])
+    monkeypatch.setattr(handover.Handover, "check", lambda self: None)
+    assert main(["verify", "verified_models.py:example"]) == 1
+    out = capsys.readouterr().out
+    assert "gradient of scale" in out and "not ok" in out
+    assert main(["verify", "verified_models.py:example", "--eval"]) == 0, "nothing is written in evaluation"
+    assert main(["verify", "verified_models.py:example", "--json", "/"]) == 2
+    assert main(["verify", "nowhere.py:example"]) == 2
+
+
+# ---- models of transformers ------------------------------------------------------------------------------------------
+
+
+def mixtral() -> tuple[nn.Module, dict[str, Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4},
+    )
+    ids = torch.arange(16).view(2, 8)
+    return transformers.MixtralForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+def adapted() -> tuple[nn.Module, dict[str, Tensor]]:
+    """LoRA as peft does it: the weights frozen, an adapter beside each linear layer."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1},
+    )
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base_layer = base.requires_grad_(False)
+            self.lora_A, self.lora_B = nn.Linear(base.in_features, 2, False), nn.Linear(2, base.out_features, False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base_layer(x) + self.lora_B(self.lora_A(x)) * 2.0  # type: ignore[no-any-return]
+
+    model = transformers.LlamaForCausalLM(config).requires_grad_(False)
+    for layer in model.model.layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            setattr(layer.mlp, name, Adapted(getattr(layer.mlp, name)))
+    ids = torch.arange(16).view(2, 8)
+    return model, {"input_ids": ids, "labels": ids}
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("make", "level"),
+    [
+        (mixtral, {"*": "fp8"}),
+        (adapted, "input"),
+        *(pytest.param(make, level, marks=SLOW) for make, level in ((mixtral, "free"), (mixtral, "input"))),
+        *(pytest.param(make, level, marks=SLOW) for make, level in ((adapted, "free"), (adapted, {"*": "fp8"}))),
+    ],
+    ids=str,
+)
+def test_models_of_transformers(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], level: Any) -> None:
+    torch.manual_seed(0)
+    model, kwargs = make()
+    found = tfo.verify(model, policy=FusionPolicy(memory=level), **kwargs)
+    assert found.ok, str(found)
+    assert found.sites[0] == found.sites[1] >= 1

@@ -1,0 +1,503 @@
+"""``verify``: one training step of a model, eager, compiled and fused, compared tensor by tensor."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from torch_fused_ops.explain import _call, _throwaway, _unchanged
+from torch_fused_ops.policy import FusionPolicy, policy_or_default
+from torch_fused_ops.recording import nothing_recorded, record
+
+__all__ = ["Comparison", "Verification", "interpreted", "verify"]
+
+WAYS = ("eager", "plain", "fused")
+# What rounding explains, in units of it: of a tensor's norm, and of the error that eager itself makes.
+OF_NORM, OF_EAGER = 4.0, 4.0
+# Of a tensor of few numbers more, as their errors do not average: so many times as much for a single one.
+FEW = 15.0
+# Where eager in the same dtype is the truth, the unit is what rounding grows to in a deep model: in float64 this, where
+# its epsilon is 2.2e-16; in float32 so many epsilons.
+UNIT_EXACT, UNIT_WIDE = 1e-9, 64.0
+# What float8_e4m3fn rounds off at most (3 bits of mantissa): gradients carry it where the policy asks for it.
+UNIT_FP8 = 2.0**-4
+# Gradients that are 0 but for rounding (a bias in front of a norm) have nothing to be compared with but the others.
+OF_LARGEST = 1e-6
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor of one step.
+
+    Attributes:
+        kind: "loss", "output", "gradient", "buffer" or "argument" (as it is after the step).
+        name: the parameter's or buffer's path in the model; which output or argument.
+        dtype: what the step was computed in: the model's own dtype, or a wider one.
+        fused: the distance from the truth, with pick-up, relative to its norm. The truth is eager in the wide dtype.
+        plain: of plain ``torch.compile``.
+        eager: of eager.
+        allowed: what rounding explains.
+    """
+
+    kind: str
+    name: str
+    dtype: str
+    fused: float
+    plain: float
+    eager: float
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether rounding explains what pick-up gives."""
+        return self.fused <= self.allowed
+
+    @property
+    def plain_ok(self) -> bool:
+        """Whether rounding explains what plain ``torch.compile`` gives."""
+        return self.plain <= self.allowed
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return {"gradient": f"gradient of {self.name}", "loss": "loss"}.get(self.kind, f"{self.kind} {self.name}")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What ``verify`` has found: print it, ask ``ok``, or read ``comparisons``.
+
+    Attributes:
+        title: the model's class.
+        policy: what pick-up was allowed to do.
+        comparisons: every tensor that was compared, in each dtype.
+        failures: what raised, by way: ``"fused, float64"`` → the error. Eager's own errors are raised by ``verify``.
+        sites: MLP sites that were fused, and all of them.
+        notes: what a reader must know besides.
+    """
+
+    title: str
+    policy: FusionPolicy
+    comparisons: tuple[Comparison, ...] = ()
+    failures: dict[str, str] = field(default_factory=dict)
+    sites: tuple[int, int] = (0, 0)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def differences(self) -> tuple[Comparison, ...]:
+        """What differs from eager by more than rounding explains, with pick-up."""
+        return tuple(one for one in self.comparisons if not one.ok)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the fused step is the eager one, but for rounding."""
+        return not self.differences and not any(way.startswith("fused") for way in self.failures)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        rows = [{**asdict(one), "ok": one.ok, "plain_ok": one.plain_ok} for one in self.comparisons]
+        return {
+            "title": self.title,
+            "ok": self.ok,
+            "policy": asdict(self.policy),
+            "sites": {"fused": self.sites[0], "found": self.sites[1]},
+            "failures": self.failures,
+            "notes": list(self.notes),
+            "comparisons": rows,
+        }
+
+    def to_json(self) -> str:
+        """All of it as JSON; infinite distances (a missing or a non-finite tensor) as null."""
+        text = json.dumps(self.as_dict(), default=str, indent=2)
+        return text.replace(": Infinity", ": null")
+
+    def __str__(self) -> str:
+        kinds = [one.kind for one in self.comparisons]
+        counts = ", ".join(
+            f"{n // len(self.dtypes)} {kind}{'' if kind == 'loss' or n == len(self.dtypes) else 's'}"
+            for kind in dict.fromkeys(kinds)
+            if (n := kinds.count(kind))
+        )
+        lines = [
+            f"{self.title}: one step, eager, plain torch.compile and fused, in {' and '.join(self.dtypes)}",
+            f"policy: {self.policy}",
+            f"{self.sites[0]} of {self.sites[1]} MLP sites fused; compared: {counts or 'nothing'}",
+        ]
+        lines += [f"{way} raised: {error}" for way, error in self.failures.items()]
+        off = self.differences
+        if off:
+            lines += ["", "fused differs from eager by more than rounding explains:", *_table(off)]
+            both = sum(not one.plain_ok for one in off)
+            lines.append(
+                f"plain torch.compile is off as well in {both} of these {len(off)}"
+                if both
+                else "plain torch.compile is not"
+            )
+        plain = [one for one in self.comparisons if one.ok and not one.plain_ok]
+        if plain:
+            lines += ["", "plain torch.compile differs, where fused does not:", *_table(plain)]
+        lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
+        lines += ["", "not ok" if not self.ok else "ok: nothing differs by more than rounding explains"]
+        return "\n".join(lines)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """What the step was computed in."""
+        return tuple(dict.fromkeys(one.dtype for one in self.comparisons)) or ("no dtype",)
+
+
+def _table(rows: Sequence[Comparison], most: int = 24) -> list[str]:
+    rows = sorted(rows, key=lambda one: min(one.allowed - one.fused, one.allowed - one.plain))
+    width = max(len(one.title) for one in rows[:most])
+    lines = [f"  {'':<{width}}  {'in':<8} {'fused':>8} {'plain':>8} {'eager':>8} {'allowed':>8}"]
+    for one in rows[:most]:
+        figures = " ".join(f"{value:>8.1e}" for value in (one.fused, one.plain, one.eager, one.allowed))
+        lines.append(f"  {one.title:<{width}}  {one.dtype:<8} {figures}")
+    return [*lines, *([f"  and {len(rows) - most} more"] if len(rows) > most else [])]
+
+
+def verify(
+    model: Callable[..., Any],
+    *args: Any,
+    policy: FusionPolicy | None = None,
+    compiled: bool = False,
+    **kwargs: Any,
+) -> Verification:
+    """Compare one training step of a model: eager, plain ``torch.compile``, and with pick-up.
+
+    The step runs on copies of the model and of the arguments, in the model's own dtype and in float64 (in float32 where
+    the model cannot run in float64): forward, a loss, backward. The loss is the result's ``loss`` where it has one, the
+    result where that is one number, and else a fixed random function, linear in all that the model returns. Loss,
+    outputs, every parameter's and every argument's gradient, and buffers and arguments as they are afterwards are
+    compared with eager's in float64. What rounding explains: four times the error that eager makes itself in the
+    model's dtype, or four units of that dtype's rounding; in float64 4e-9. Memory levels that round (``"fp8"``) are
+    allowed their own rounding in the model's dtype; in float64 they keep what they keep as it is, so that everything
+    but the rounding is compared exactly.
+
+    Dropouts are compared as PyTorch's own (Inductor's ``fallback_random``), which drop what eager drops.
+
+    Args:
+        model: a module, as it is, in training or evaluation mode; or a function.
+        *args: what to call it with.
+        policy: what pick-up may do; ``FusionPolicy()`` by default.
+        compiled: generate code as ``torch.compile`` does. By default the graphs that it would generate code for are run
+            call by call, which takes seconds where compiling takes minutes, and leaves out code generation alone.
+        **kwargs: what to call it with.
+
+    Returns:
+        A ``Verification``. Its ``ok`` is False where something differs by more than rounding explains.
+
+    Raises:
+        TypeError: model is not callable, or policy is no FusionPolicy.
+        ValueError: the model is on the meta device, or cannot be copied.
+        Whatever the model raises in eager mode on these arguments.
+    """
+    if not callable(model):
+        raise TypeError(f"model={model!r} is not callable: it must be a module or a function")
+    policy = policy_or_default(policy)
+    from torch_fused_ops import lowerings
+
+    lowerings.require()
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, torch.nn.Module) and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise ValueError(
+            f"model={type(model).__name__} is on the meta device: verify computes with it; give it real data"
+        )
+    own = _own_dtype(model, (args, kwargs))
+    failures: dict[str, str] = {}
+    notes: list[str] = []
+    sites = (0, 0)
+    with _unchanged(model):
+        eager = _step(model, args, kwargs, None, _call)
+        wide = _widest(model, args, kwargs, own, notes)
+        runs = [
+            _Run(own, _name(own), False, _unit(own) if wide is None else torch.finfo(own).eps / 2, {"eager": eager})
+        ]
+        if wide is not None:
+            runs.append(wide)
+        elif _rounds(policy):
+            runs.append(_Run(own, f"{_name(own)} unrounded", True, _unit(own), {"eager": eager}))
+        for run in runs:
+            for way in WAYS[1:]:
+                fn = interpreted(policy if way == "fused" else None, exact=run.exact, compiled=compiled)
+                try:
+                    with _recorded(way) as report:
+                        run.steps[way] = _step(model, args, kwargs, run.dtype if run.exact else None, fn)
+                except Exception as error:
+                    failures[f"{way}, {run.name}"] = _said(error)
+                    continue
+                if report is not None:
+                    found = [site for site in report.sites if site.is_mlp]
+                    sites = (sum(site.op is not None for site in found), len(found))
+                    notes += report.notes
+    truth = runs[-1].steps["eager"]
+    if not truth.gradients:
+        notes.append("nothing that the model returned needs a gradient: forward alone was compared")
+    if truth.random:
+        notes.append("active dropouts were compared as PyTorch's own; with pick-up other elements are dropped")
+    rows = [row for run in runs for row in _compare(truth, run, rounds=_rounds(policy) and not run.exact)]
+    title = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
+    return Verification(title, policy, tuple(rows), failures, sites, tuple(dict.fromkeys(notes)))
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Step:
+    """What a user can see of a step."""
+
+    values: dict[tuple[str, str], Tensor | None]  # by kind and name
+    random: bool  # whether it drew random numbers
+
+    @property
+    def gradients(self) -> bool:
+        return any(kind == "gradient" and value is not None for (kind, _), value in self.values.items())
+
+
+@dataclass
+class _Run:
+    """The step in one dtype, each way."""
+
+    dtype: torch.dtype
+    name: str
+    exact: bool  # nothing is rounded to keep less
+    unit: float  # what it rounds off, relatively
+    steps: dict[str, _Step]
+
+
+def _unit(narrowest: torch.dtype) -> float:
+    """The unit where eager in the same dtype is the truth. Models that cast to float32 inside do so in float64, too."""
+    return UNIT_EXACT if narrowest is torch.float64 else UNIT_WIDE * torch.finfo(narrowest).eps
+
+
+def _widest(model: Callable[..., Any], args: Any, kwargs: Any, own: torch.dtype, notes: list[str]) -> _Run | None:
+    """The step in eager mode in float64, or if that raises in float32; None if neither is wider than the model's."""
+    for dtype in (torch.float64, torch.float32):
+        if torch.finfo(dtype).eps >= torch.finfo(own).eps:
+            break
+        narrowest = _Narrowest(dtype)
+        try:
+            step = _step(model, args, kwargs, dtype, _call, narrowest)
+        except Exception as error:
+            notes.append(f"the step was not computed in {_name(dtype)}, where eager raises {_said(error)}")
+            continue
+        return _Run(dtype, _name(dtype), True, _unit(narrowest.dtype), {"eager": step})
+    return None
+
+
+def _step(
+    model: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    dtype: torch.dtype | None,
+    fn: Callable[..., Any],
+    watching: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 (it can be entered again)
+) -> _Step:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    if isinstance(model, torch.nn.Module):
+        try:
+            model = copy.deepcopy(model)
+        except Exception as error:
+            raise ValueError(f"model={type(model).__name__} cannot be copied: {_said(error)}") from error
+        if dtype is not None:
+            model._apply(functools.partial(_widened, dtype))
+        model.zero_grad(set_to_none=True)
+    args, kwargs = _copied((args, kwargs), dtype)
+    with watching:
+        result = fn(model, *args, **kwargs)
+    outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+    values: dict[tuple[str, str], Tensor | None] = {}
+    loss = _loss(result, outputs)
+    for i, t in enumerate(outputs):
+        values["output", str(i)] = t.detach().clone()
+    if loss is not None:
+        values["loss", ""] = loss.detach().clone()
+        loss.backward()
+    if isinstance(model, torch.nn.Module):
+        values.update({("gradient", name): p.grad for name, p in model.named_parameters() if p.requires_grad})
+        values.update({("buffer", name): b.detach() for name, b in model.named_buffers()})
+    for i, t in enumerate(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
+        values["argument", str(i)] = t.detach()
+        if t.requires_grad:
+            values["gradient", f"argument {i}"] = t.grad
+    return _Step(values, not torch.equal(before, torch.get_rng_state()))
+
+
+def _copied(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Copies of the tensors, one for each; in a wider dtype, if one is given, where they are floating."""
+    copies: dict[int, Tensor] = {}
+
+    def copied(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return copy.deepcopy(t)
+        if id(t) not in copies:
+            new = t.detach().clone()
+            copies[id(t)] = (new if dtype is None else _widened(dtype, new)).requires_grad_(t.requires_grad)
+        return copies[id(t)]
+
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten([copied(leaf) for leaf in leaves], spec)
+
+
+def _widened(dtype: torch.dtype, t: Tensor) -> Tensor:
+    """A tensor in another dtype, if it is floating.
+
+    A single number that is no parameter stays as it is: it narrows no product, and torch 2.13 forgets what a compiled
+    forward writes into one in float64 (docs/upstream/written-inputs.md).
+    """
+    single = t.dim() == 0 and not isinstance(t, torch.nn.Parameter)
+    return t.to(dtype) if t.is_floating_point() and not single else t
+
+
+def _loss(result: Any, outputs: Sequence[Tensor]) -> Tensor | None:
+    own = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
+    for candidate in (own, result):
+        if isinstance(candidate, Tensor) and candidate.numel() == 1 and candidate.requires_grad:
+            return candidate.sum()
+    generator = torch.Generator().manual_seed(0)
+    terms = []
+    for t in outputs:
+        weights = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
+        if t.requires_grad and (t.is_floating_point() or t.is_complex()):
+            terms.append(((t.abs() if t.is_complex() else t).double() * weights).sum())
+    return torch.stack(terms).sum() if terms else None
+
+
+def _own_dtype(model: Callable[..., Any], inputs: Any) -> torch.dtype:
+    """The dtype of most of the model's parameters, or of the first floating argument."""
+    numbers: dict[torch.dtype, int] = {}
+    for p in model.parameters() if isinstance(model, torch.nn.Module) else ():
+        if p.is_floating_point():
+            numbers[p.dtype] = numbers.get(p.dtype, 0) + p.numel()
+    floating = [t.dtype for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.is_floating_point()]
+    return max(numbers, key=numbers.__getitem__) if numbers else (floating or [torch.float32])[0]
+
+
+# ---- the ways --------------------------------------------------------------------------------------------------------
+
+
+def interpreted(policy: FusionPolicy | None, *, exact: bool = False, compiled: bool = False) -> Callable[..., Any]:
+    """``fn(model, *args, **kwargs)``: a call of a model through Dynamo and Inductor.
+
+    Args:
+        policy: pick-up's; None: none of it, whatever policy is in force.
+        exact: keep what memory levels round as it is.
+        compiled: generate code. By default the graphs that code would be generated for are run call by call.
+    """
+    from torch_fused_ops.lowerings import memory, passes
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        options = passes.compile_options(policy) if policy else passes.options_without_us()
+        settings = {**options, "fallback_random": True, "force_disable_caches": True}
+        more = {} if compiled else {"inner_compile": _call_by_call}
+        with memory.unrounded(exact):
+            return compile_fx(gm, example_inputs, config_patches=settings, **more)  # type: ignore[no-any-return]
+
+    fn: Callable[..., Any] = torch.compile(_throwaway(_call), backend=backend)
+
+    def call(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=64):
+            return fn(model, *args, **kwargs)
+
+    return call
+
+
+def _call_by_call(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Callable[..., Any]:
+    """In the place of Inductor's code generation: run the graph that code would be generated for."""
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    return make_boxed_func(gm.forward)
+
+
+@contextmanager
+def _recorded(way: str) -> Iterator[Any]:
+    with ExitStack() as stack:
+        stack.enter_context(nothing_recorded())
+        yield stack.enter_context(record()) if way == "fused" else None
+
+
+class _Narrowest(TorchDispatchMode):
+    """The narrowest floating dtype that anything inside computes in."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and t.is_floating_point() and t.dim():
+                self.dtype = max(self.dtype, t.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        return result
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+
+
+def _rounds(policy: FusionPolicy) -> bool:
+    levels = [policy.memory] if isinstance(policy.memory, str) else [level for _, level in policy.memory]
+    return "fp8" in levels
+
+
+def _compare(truth: _Step, run: _Run, *, rounds: bool) -> Iterator[Comparison]:
+    norms = {key: float(value.detach().double().norm()) for key, value in truth.values.items() if _counts(value)}
+    largest: dict[str, float] = {}
+    for (kind, _), norm in norms.items():
+        if math.isfinite(norm):
+            largest[kind] = max(largest.get(kind, 0.0), norm)
+    for key, wanted in truth.values.items():
+        kind, name = key
+        apart = {way: _apart(wanted, step.values.get(key), run.exact) for way, step in run.steps.items()}
+        norm = norms.get(key, 0.0)
+        norm = norm if norm and math.isfinite(norm) else 1.0
+        unit = UNIT_FP8 if rounds and kind == "gradient" else run.unit
+        unit *= 1 + FEW / max(1, wanted.numel() if wanted is not None else 1)
+        noise = min(unit, OF_LARGEST) * largest.get(kind, 0.0)
+        allowed = max(OF_NORM * unit * norm, OF_EAGER * apart["eager"], noise)
+        fused, plain, eager = (apart.get(way, 0.0) / norm for way in ("fused", "plain", "eager"))
+        yield Comparison(kind, name, run.name, fused, plain, eager, allowed / norm)
+
+
+def _counts(value: Tensor | None) -> bool:
+    return value is not None and (value.is_floating_point() or value.is_complex())
+
+
+def _apart(wanted: Tensor | None, got: Tensor | None, exact: bool) -> float:
+    """The distance in the 2-norm; infinite where one is missing, or not finite where the other is."""
+    if wanted is None or got is None:
+        other = got if wanted is None else wanted
+        return 0.0 if other is None or not other.any() else float("inf")  # zeros are as good as no gradient
+    if wanted.shape != got.shape:
+        return float("inf")
+    if not _counts(wanted):
+        # Decisions (a token, an expert) may fall the other way in the model's dtype: they are compared in float64.
+        return 0.0 if not exact or torch.equal(wanted, got) else float("inf")
+    w, g = wanted.detach().double(), got.detach().double()
+    finite = w.isfinite()
+    if not torch.equal(finite, g.isfinite()):
+        return float("inf")
+    return float((w[finite] - g[finite]).norm())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _said(error: BaseException) -> str:
+    text = str(getattr(error, "inner_exception", error)).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
