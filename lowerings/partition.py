@@ -79,12 +79,15 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
         **kwargs: as for upstream's.
     """
 
-    def divide(held: Iterable[Node]) -> Graphs:
+    def divide(held: Collection[Node]) -> Graphs:
         for node in held:
             node.meta.update(
                 {"recompute": CheckpointPolicy.MUST_SAVE, _HELD: True}
             )  # "if it is needed", upstream reads
-        with functorch_config.patch({"ban_recompute_materialized_backward": False} if free else {}):
+        settings: dict[str, Any] = {"ban_recompute_materialized_backward": False} if free else {}
+        if held and functorch_config.activation_memory_budget == 0:  # upstream then keeps inputs and nothing else
+            settings["activation_memory_budget"] = 1e-6
+        with functorch_config.patch(settings):
             graphs = upstream(gm, joint_inputs, **kwargs)
         for graph in graphs:
             for node in graph.graph.nodes:

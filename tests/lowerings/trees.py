@@ -50,8 +50,9 @@ class MLP(nn.Module):
     def of_hidden(self, h: Tensor) -> Tensor:
         return self.down(ACTIVATIONS[self.activation](h))  # type: ignore[no-any-return]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.of_hidden(self.hidden(x))
+    def forward(self, x: Tensor, with_hidden: bool = False) -> Any:
+        h = self.hidden(x)
+        return (self.of_hidden(h), h) if with_hidden else self.of_hidden(h)
 
     def extra_repr(self) -> str:
         return f"activation={getattr(self, 'activation', '')}, layout={getattr(self, 'layout', '')}"
@@ -76,10 +77,10 @@ class GLU(MLP):
     def of_hidden(self, h: Tensor) -> Tensor:
         return self.down(gated(h, self.layout, ACTIVATIONS[self.activation]))  # type: ignore[no-any-return]
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.layout == "apart":
-            return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
-        return self.of_hidden(self.hidden(x))
+    def forward(self, x: Tensor, with_hidden: bool = False) -> Any:
+        if self.layout == "apart" and not with_hidden:
+            return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+        return super().forward(x, with_hidden)
 
 
 def gated(h: Tensor, layout: str, activation: Callable[[Tensor], Tensor]) -> Tensor:
@@ -350,8 +351,8 @@ class Tree(nn.Module):
         self.register_buffer("row", torch.rand(WIDTH))
 
     def forward(self, x: Tensor, column: Tensor) -> tuple[Tensor, ...]:
-        h = self.first.hidden(x)
-        y = x + self.first.of_hidden(h)
+        y, h = self.first(x, with_hidden=True)
+        y = x + y
         if self.writes:
             y = y + self.side(column * self.row)
             column.add_(1.0)
