@@ -15,7 +15,7 @@ import pytest
 from torch_fused_ops import FusionPolicy
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # What a page's blocks take as given: names that stand for the reader's own.
 GIVEN = {
