@@ -121,13 +121,16 @@ _COPY = "torch_fused_ops_copy"
 
 def _backward(graph: Graph, outputs: int) -> set[Node]:
     """The nodes of a joint graph that need a tangent, and those that it gives as gradients."""
-    returned = graph.output_node().args[0]
-    found = {node for node in returned[outputs:] if isinstance(node, Node)}  # type: ignore[index]
+    found = {node for node in _returned(graph)[outputs:] if isinstance(node, Node)}
     found |= {node for node in graph.find_nodes(op="placeholder") if "tangents" in node.name}
     for node in graph.nodes:
         if node in found and node.op != "output":
             found.update(user for user in node.users if user.op != "output")
     return found
+
+
+def _returned(graph: Graph) -> Sequence[Any]:
+    return graph.output_node().args[0]  # type: ignore[return-value]
 
 
 # ---- what forward writes -----------------------------------------------------------------------------------------
@@ -169,7 +172,7 @@ def written(graph: Graph, backward: Iterable[Node] = ()) -> dict[Node, list[Node
         graph: a joint graph, or a forward one.
         backward: nodes that are none of forward's.
     """
-    after, first = set(backward), {}
+    after, first = set(backward), dict[Node, int]()
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         if node not in after and node.op == "call_function":
@@ -205,7 +208,7 @@ def _copies_of_written(graph: Graph, backward: set[Node]) -> list[Node]:
 
 
 def _reaches(nodes: Iterable[Node], targets: set[Node]) -> bool:
-    seen, pending = set(), list(nodes)
+    seen, pending = set[Node](), list(nodes)
     while pending:
         node = pending.pop()
         if node in targets:
@@ -265,7 +268,7 @@ def _exposed(gm: GraphModule, graphs: Graphs, joint_inputs: Any, **kwargs: Any) 
     outputs: int = kwargs["num_fwd_outputs"]
     forward, backward = (module.graph for module in graphs)
     static = kwargs.get("static_lifetime_input_indices") or ()
-    returned: Sequence[Any] = forward.output_node().args[0]  # type: ignore[assignment]
+    returned = _returned(forward)
     results, kept = (
         [base(n) for n in part if isinstance(n, Node)] for part in (returned[:outputs], returned[outputs:])
     )
@@ -275,7 +278,7 @@ def _exposed(gm: GraphModule, graphs: Graphs, joint_inputs: Any, **kwargs: Any) 
     forwards = {node.name for node in forward.nodes}
     rebuilt: dict[str, set[str]] = {}
     for node in handed:
-        found, pending = set(), [node]
+        found, pending = set[str](), [node]
         while pending:
             for user in pending.pop().users:
                 if user.name in forwards and user.name not in found:
@@ -288,7 +291,7 @@ def _exposed(gm: GraphModule, graphs: Graphs, joint_inputs: Any, **kwargs: Any) 
         return set()
     # Seldom: a second cut, of a copy, says what upstream keeps.
     plain, _ = upstream(GraphModule(gm, copy.deepcopy(gm.graph)), joint_inputs, **kwargs)
-    by_upstream = {base(node).name for node in plain.graph.output_node().args[0][outputs:]}  # type: ignore
+    by_upstream = {base(node).name for node in _returned(plain.graph)[outputs:]}
     return {name for source, found in rebuilt.items() if source not in by_upstream for name in found}
 
 

@@ -404,9 +404,10 @@ def interpreted(policy: FusionPolicy | None, *, exact: bool = False, compiled: b
 
         options = passes.compile_options(policy) if policy else passes.options_without_us()
         settings = {**options, "fallback_random": True, "force_disable_caches": True}
-        more = {} if compiled else {"inner_compile": _call_by_call}
+        more: dict[str, Any] = {} if compiled else {"inner_compile": _call_by_call}
         with memory.unrounded(exact):
-            return compile_fx(gm, example_inputs, config_patches=settings, **more)  # type: ignore[no-any-return]
+            fn: Any = compile_fx(gm, example_inputs, config_patches=settings, **more)
+        return fn  # type: ignore[no-any-return]
 
     fn: Callable[..., Any] = torch.compile(_throwaway(_call), backend=backend)
 
@@ -419,9 +420,14 @@ def interpreted(policy: FusionPolicy | None, *, exact: bool = False, compiled: b
 
 def _call_by_call(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Callable[..., Any]:
     """In the place of Inductor's code generation: run the graph that code would be generated for."""
-    from torch._functorch.aot_autograd import make_boxed_func
 
-    return make_boxed_func(gm.forward)
+    def call(arguments: list[Any]) -> Any:
+        given = list(arguments)
+        arguments.clear()  # AOTAutograd hands them over: what is read no more is freed
+        return gm.forward(*given)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 @contextmanager
@@ -435,7 +441,7 @@ class _Narrowest(TorchDispatchMode):
     """The narrowest floating dtype that anything inside computes in."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dtype = dtype
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -450,12 +456,15 @@ class _Narrowest(TorchDispatchMode):
 
 
 def _rounds(policy: FusionPolicy) -> bool:
-    levels = [policy.memory] if isinstance(policy.memory, str) else [level for _, level in policy.memory]
-    return "fp8" in levels
+    return "fp8" in ([policy.memory] if isinstance(policy.memory, str) else dict(policy.memory).values())
 
 
 def _compare(truth: _Step, run: _Run, *, rounds: bool) -> Iterator[Comparison]:
-    norms = {key: float(value.detach().double().norm()) for key, value in truth.values.items() if _counts(value)}
+    norms = {
+        key: float(value.detach().double().norm())
+        for key, value in truth.values.items()
+        if value is not None and _counts(value)
+    }
     largest: dict[str, float] = {}
     for (kind, _), norm in norms.items():
         if math.isfinite(norm):
@@ -473,8 +482,8 @@ def _compare(truth: _Step, run: _Run, *, rounds: bool) -> Iterator[Comparison]:
         yield Comparison(kind, name, run.name, fused, plain, eager, allowed / norm)
 
 
-def _counts(value: Tensor | None) -> bool:
-    return value is not None and (value.is_floating_point() or value.is_complex())
+def _counts(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 def _apart(wanted: Tensor | None, got: Tensor | None, exact: bool) -> float:

@@ -431,8 +431,9 @@ def _kept_by_torch(facts: Facts, cone: Cone) -> set[Node]:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             for node in cone.calls:
                 args, kwargs = map_arg((node.args, node.kwargs), value_of)
-                called = getattr(args[0], node.target) if node.op == "call_method" else node.target
-                values[node] = called(*(args[1:] if node.op == "call_method" else args), **kwargs)
+                target: Any = node.target
+                called = getattr(torch.Tensor, target) if node.op == "call_method" else target
+                values[node] = called(*args, **kwargs)
     except Exception:  # a custom function, say: nothing is known of it
         return set()
     return {node for node in cone.operands if storage(value_of(node)) in kept}
