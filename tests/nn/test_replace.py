@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import importlib.util
 import io
 import pickle
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -353,6 +356,34 @@ class Listing(Plain):
         return super().forward(x)
 
 
+class CountingElsewhere(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        Counting.calls += 1
+        return super().forward(x)
+
+
+class ByWeight(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.up.weight.alone else self.down(self.up(x))
+
+
+def by_weight() -> nn.Module:
+    mlp = ByWeight(F.gelu)
+    mlp.up.weight.alone = True
+    return mlp
+
+
+class Helped(Plain):
+    """It calls a method of an object that only its forward has."""
+
+    def __init__(self) -> None:
+        class Helper:
+            def act(self, h: Tensor) -> Tensor:
+                return F.gelu(h)
+
+        super().__init__(lambda h: Helper().act(h))
+
+
 class DataDependent(Plain):
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:
@@ -469,6 +500,12 @@ ALONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "counting": (lambda: Counting(F.gelu), "its forward changes the module's attributes"),
     "remembering": (lambda: Remembering(F.gelu), "its forward changes the module's attributes"),
     "listing": (lambda: Listing(F.gelu), "its forward changes the module's attributes"),
+    "counting elsewhere": (
+        lambda: CountingElsewhere(F.gelu),
+        "its forward reads what it changes, or what cannot be watched: ",
+    ),
+    "by a weight's attribute": (by_weight, "what cannot be watched: getattr failed on source self._modules['up']"),
+    "helped": (Helped, "what cannot be watched: act ("),
     "data-dependent": (lambda: DataDependent(F.gelu), "it cannot be captured in one graph: Data-dependent"),
     "by size": (lambda: BySize(F.gelu), "its forward depends on its input's sizes"),
     "residual": (lambda: Residual(F.gelu), "at its end stands add, where a linear layer was looked for: F.linear,"),
@@ -487,7 +524,19 @@ ALONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-MORE = ("nearly", "a number beside", "remembering", "scaled", "moved", "summed", "frozen", "written", "noisy")
+MORE = (
+    "nearly",
+    "a number beside",
+    "remembering",
+    "by a weight's attribute",
+    "helped",
+    "scaled",
+    "moved",
+    "summed",
+    "frozen",
+    "written",
+    "noisy",
+)
 
 
 def some_slow(names: Iterable[str], slow: Collection[str]) -> list[Any]:
@@ -657,6 +706,174 @@ def test_later_hooks_wrappers_and_attributes_count():
     torch.testing.assert_close(mlp(x.double()), expected.double(), atol=1e-5, rtol=1e-5)
     mlp.float()[3].weight.data.zero_()
     torch.testing.assert_close(mlp(x), mlp[3].bias.expand(2, 3, H))
+
+
+KIND = "gelu"
+ACTS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
+of: Any = replace._original_of
+
+
+def gelu(*_: Any, kind: str = "gelu") -> str:
+    return kind
+
+
+def relu(*_: Any) -> str:
+    return "relu"
+
+
+RELU = property(relu)
+
+
+class Config:
+    kind = "gelu"
+
+    def __init__(self, inner: Any = None) -> None:
+        self.inner, self.kinds, self.p = inner, {"up": "gelu"}, 0.0
+
+    def method(self) -> str:
+        return "gelu"
+
+
+class Reading(Plain):
+    """Its activation's name is read elsewhere."""
+
+    KIND = "gelu"
+
+    def __init__(self) -> None:
+        super().__init__(F.dropout)
+        self.config, self.kinds, self.partial = Config(Config()), {"gelu"}, functools.partial(gelu, kind="gelu")
+        self.part, self.elsewhere = nn.Module(), [nn.Identity()]
+        self.part.config = Config()
+
+    @property
+    def read(self) -> str:
+        return self.config.kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.elsewhere[0](ACTS[self.kind()](self.up(x)))
+        return self.down(self.act(h, self.config.p, self.training))
+
+
+def reading(kind: Callable[[Any], str]) -> nn.Module:
+    return type("Kind", (Reading,), {"kind": kind})()
+
+
+def closed(kind: str) -> Callable[[Any], str]:
+    return lambda self: kind
+
+
+READ: dict[str, tuple[Callable[[Any], str], Callable[[Any, pytest.MonkeyPatch], None]]] = {
+    "configuration": (lambda s: s.config.kind, lambda m, patch: patch.setattr(m.config, "kind", "relu")),
+    "its class": (lambda s: s.config.kind, lambda m, patch: patch.setattr(Config, "kind", "relu")),
+    "its method": (lambda s: s.config.method(), lambda m, patch: patch.setattr(Config, "method", relu)),
+    "its dict": (lambda s: s.config.kinds["up"], lambda m, patch: patch.setitem(m.config.kinds, "up", "relu")),
+    "inner one": (lambda s: s.config.inner.kind, lambda m, patch: patch.setattr(m.config.inner, "kind", "relu")),
+    "submodule's": (lambda s: s.part.config.kind, lambda m, patch: patch.setattr(m.part.config, "kind", "relu")),
+    "not there yet": (
+        lambda s: getattr(s.config, "other", "gelu"),
+        lambda m, patch: patch.setattr(m.config, "other", "relu", raising=False),
+    ),
+    "property": (lambda s: s.read, lambda m, patch: patch.setattr(m.config, "kind", "relu")),
+    "property itself": (lambda s: s.read, lambda m, patch: patch.setattr(Reading, "read", RELU)),
+    "class": (lambda s: s.KIND, lambda m, patch: patch.setattr(Reading, "KIND", "relu")),
+    "in front of it": (lambda s: s.KIND, lambda m, patch: patch.setattr(of(m), "KIND", "relu")),
+    "method": (lambda s: "gelu", lambda m, patch: patch.setattr(of(m), "kind", relu)),
+    "method's code": (lambda s: "gelu", lambda m, patch: patch.setattr(of(m).kind, "__code__", relu.__code__)),
+    "default": (lambda s: gelu(), lambda m, patch: patch.setitem(gelu.__kwdefaults__, "kind", "relu")),
+    "global": (lambda s: KIND, lambda m, patch: patch.setitem(globals(), "KIND", "relu")),
+    "table": (lambda s: "gelu", lambda m, patch: patch.setitem(ACTS, "gelu", F.relu)),
+    "function": (lambda s: gelu(), lambda m, patch: patch.setitem(globals(), "gelu", relu)),
+    "closure": (closed("gelu"), lambda m, patch: patch.setattr(of(m).kind.__closure__[0], "cell_contents", "relu")),
+    "partial": (lambda s: s.partial(), lambda m, patch: patch.setitem(m.partial.keywords, "kind", "relu")),
+}
+READ_SLOW = (
+    "its dict",
+    "inner one",
+    "property",
+    "property itself",
+    "in front of it",
+    "method's code",
+    "table",
+    "function",
+)
+
+
+@pytest.mark.parametrize("name", some_slow(READ, READ_SLOW))
+def test_state_that_a_forward_reads(name, monkeypatch):
+    kind, change = READ[name]
+    mlp, x = reading(kind), some()
+    before, changed = mlp(x), mlp.down(F.relu(mlp.up(x)))
+    replaced(mlp)
+    for _ in range(2):  # the second time, both are known
+        torch.testing.assert_close(mlp(x), before)
+        with monkeypatch.context() as patch:
+            change(mlp, patch)
+            torch.testing.assert_close(mlp(x), changed)
+            assert runs_fused(mlp, x)
+        assert runs_fused(mlp, x)
+    assert mlp._fused.proofs == 1
+
+
+def test_state_of_other_kinds():
+    x = some()
+    mlp = replaced(reading(lambda s: "gelu" if "gelu" in s.kinds else "relu"))
+    before, changed = mlp(x), mlp.down(F.relu(mlp.up(x)))
+    mlp.kinds.clear()
+    torch.testing.assert_close(mlp(x), changed)
+    mlp.kinds.add("gelu")
+    mlp.config.p = 1.0
+    torch.testing.assert_close(mlp(x), mlp.down.bias.expand_as(x))
+    torch.testing.assert_close(mlp.eval()(x), before)
+    hook = mlp.elsewhere[0].register_forward_hook(lambda module, args, y: -y)
+    torch.testing.assert_close(mlp(x), mlp.down(-F.gelu(mlp.up(x))))
+    hook.remove()
+    assert runs_fused(mlp, x)
+    mlp = replaced(reading(lambda s: s.KIND))
+    torch.testing.assert_close(mlp(x), mlp.down(F.gelu(mlp.up(x))))
+    type(mlp).KIND = "relu"  # not of the class that was captured: there is no telling what that changes
+    torch.testing.assert_close(mlp(x), mlp.down(F.relu(mlp.up(x))))
+    assert not runs_fused(mlp, x)
+    del type(mlp).KIND
+    assert runs_fused(mlp, x)
+
+
+def test_modules_share_what_is_known_of_their_state():
+    first = reading(lambda s: s.config.kind)
+    model = nn.Sequential(first, copy.copy(first), first.down)
+    model[1]._modules = {**first._modules, "up": nn.Linear(H, N), "down": nn.Linear(N, H)}
+    replaced(model[:2])
+    assert model[0]._fused.recipes.made == 1
+    first.config.kind = "relu"
+    for mlp in model[:2]:
+        torch.testing.assert_close(mlp(x := some()), mlp.down(F.relu(mlp.up(x))))
+        assert runs_fused(mlp, x)
+    assert model[0]._fused.recipes.made == 2
+
+
+def test_what_changes_around_a_forward_is_no_new_state():
+    mlp, x = replaced(reading(lambda s: s.config.kind)), some()
+    mlp(x)
+
+    def proofs() -> int:
+        for reentrant in (True, False) * 2:
+            torch.utils.checkpoint.checkpoint(mlp, x, use_reentrant=reentrant).sum().backward()
+        with torch.autograd.graph.save_on_cpu():
+            mlp(x).sum().backward()
+        return mlp._fused.proofs
+
+    assert proofs() == proofs() and runs_fused(mlp, x)
+    torch.compiler.reset()  # Dynamo forgets, and is asked again
+    for _ in range(2):
+        assert runs_fused(mlp, x)
+
+
+def test_what_is_watched_keeps_no_weights():
+    mlp, x = replaced(), some()
+    mlp(x)
+    weight = weakref.ref(mlp.up.weight)
+    mlp.up = nn.Linear(H, N)
+    gc.collect()
+    assert weight() is None and runs_fused(mlp, x)
 
 
 def test_an_attribute_that_always_changes_costs_no_proof_each(monkeypatch):

@@ -6,8 +6,9 @@ a ``Recipe``. A module with one gets a subclass of its class whose ``forward`` f
 All else about it stays.
 
 A recipe holds for the *situation* it was proved in: the module's attributes, training flags and parameters' shapes and
-dtypes, the input's dtype and number of axes, grad mode and autocast. In a new situation it is proved again, once; where
-it is refused, and wherever something was hooked, wrapped or put in place since, the module's own ``forward`` runs.
+dtypes, the input's dtype and number of axes, grad mode and autocast; and for the *state* that the forward read besides:
+configurations, classes, globals, closures. With a new situation or state it is proved again, once; where it is refused,
+and wherever something was hooked, wrapped or put in place since, the module's own ``forward`` runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import difflib
 import functools
 import inspect
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -152,6 +155,7 @@ class _Replaced:
     """In front of a module's class: its forward follows a recipe where one was proved."""
 
     _original: type[nn.Module]
+    _members: frozenset[str]
     _input_name: str
     _fused: _Fusing
 
@@ -183,7 +187,9 @@ def _replaced(original: Any) -> Any:
         "_original": original,
         "_input_name": parameters[1] if len(parameters) > 1 else "",
     }
-    return type(original.__name__, (_Replaced, original), attributes)
+    made: Any = type(original.__name__, (_Replaced, original), attributes)
+    made._members = frozenset((*vars(made), "_members"))
+    return made
 
 
 def _new(original: Any) -> nn.Module:
@@ -213,21 +219,107 @@ class _Fusing:
 
     def recipe(self, module: nn.Module, x: Any) -> Recipe | None:
         """What to follow, or None: the module's own forward."""
-        known = len(self.recipes.found)
+        known = self.recipes.made
         try:
             return self.recipes.find(module, x, self.proofs < MAX_PROOFS)
         except _Refused:
             return None
         finally:
-            self.proofs += len(self.recipes.found) - known
+            self.proofs += self.recipes.made - known
+
+
+class _State:
+    """What a capture has read besides its situation: configurations, classes, globals, closures, defaults.
+
+    Dynamo's guards watch it, on the twin that was captured: it shares everything with the module but the modules
+    themselves, and those are in the situation. Methods have no guards: classes are compared here.
+
+    Args:
+        code: what was captured; Dynamo keeps its guards with it.
+        scope: what it was called with.
+        values: the modules, and all that has guards.
+        traced: the code of the functions that it called.
+    """
+
+    def __init__(self, code: CodeType, scope: dict[str, Any], values: list[Any], traced: Sequence[CodeType]) -> None:
+        self.code, self.scope = code, scope
+        classes = [vars(kind) for kind in dict.fromkeys(kind for value in values for kind in _classes(value))]
+        self.names = [(members, [*members]) for members in classes]
+        self.functions = [
+            (members, name, member, f, f.__code__)
+            for members in classes
+            for name, member in members.items()
+            if (f := _function(member)) is not None
+        ]
+        watched = [code, *(own for *_, own in self.functions)]
+        watched += [function.__code__ for function in map(_function, values) if function is not None]
+        for each in watched:
+            watched += [inner for inner in each.co_consts if isinstance(inner, CodeType) and each in traced]
+        self.unwatched = [c for c in traced if c not in watched and not c.co_filename.startswith(_TORCH)]
+
+    def is_unchanged(self) -> bool:
+        """Whether all of it is as it was."""
+        for members, names in self.names:
+            if [*members] != names:
+                return False
+        for members, name, member, function, code in self.functions:
+            if members[name] is not member or function.__code__ is not code:
+                return False
+        guards = self._guards()
+        return guards is not None and guards.check(self.scope)
+
+    def fault(self) -> str:
+        """Why it cannot be watched; "" if it can."""
+        if self.unwatched:
+            code = self.unwatched[0]
+            return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno}), called on an object that it makes"
+        if self.is_unchanged():
+            return ""
+        guards = self._guards()
+        failing = guards.check_verbose(self.scope).verbose_code_parts if guards is not None else ()
+        return failing[0].partition("  #")[0].replace("L['module']", "self") if failing else "Dynamo keeps no guards"
+
+    def _guards(self) -> Any:
+        entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(self.code)
+        # torch.compiler.reset() leaves none; one without code is over, as an object that it names has gone.
+        return entries[0].guard_manager if entries and entries[0].code is not None else None
+
+
+def _classes(value: Any) -> list[type]:
+    """Python's classes that a value has its methods from; torch's own are taken to stay."""
+    kinds = (value if isinstance(value, type) else type(value)).__mro__
+    return [kind for kind in kinds if kind.__flags__ & _HEAP and kind.__module__.partition(".")[0] != "torch"]
+
+
+def _function(value: Any) -> FunctionType | None:
+    """The function in a method, a property or the like."""
+    if isinstance(value, (staticmethod, classmethod, MethodType)):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, functools.cached_property):
+        value = value.func
+    return value if isinstance(value, FunctionType) else None
+
+
+_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: classes that Python code has made
+_TORCH = os.path.join(torch.__path__[0], "")
+
+
+class _Proof(NamedTuple):
+    """A recipe, or why there is none."""
+
+    result: Recipe | _Refused
+    state: _State | None  # None: it stays, whatever changes
+    alive: nn.Module  # the twin, as situations name attributes by their ids
 
 
 class _Recipes:
     """Proofs by situation, shared by the modules that were replaced together."""
 
     def __init__(self) -> None:
-        self.found: dict[Any, Recipe | _Refused] = {}
-        self.alive: list[Any] = []  # situations name objects by their ids
+        self.found: dict[Any, list[_Proof]] = {}
+        self.made = 0
 
     def find(self, module: nn.Module, x: Any, prove: bool = True) -> Recipe:
         """The recipe for a module and an input like x: one that is known, or else proved now.
@@ -236,20 +328,20 @@ class _Recipes:
             _Refused: there is none.
         """
         key = _situation(module, x)
-        result = self.found.get(key)
-        if result is None and not prove:
-            raise _Refused("it was in too many situations already")
-        if result is None:
-            try:
-                result = _prove(module, x)
-            except _Refused as refusal:
-                result = refusal.with_traceback(None)
-                log.info("%s runs its own forward: %s", type(module).__name__, result)
-            self.alive += [[v for k, v in m.__dict__.items() if k not in _BASE] for m in module.modules()]
-            self.found[key] = result
-        if isinstance(result, _Refused):
-            raise _Refused(str(result), result.seen)
-        return result
+        for proof in self.found.get(key, ()):
+            if proof.state is None or proof.state.is_unchanged():
+                break
+        else:
+            if not prove:
+                raise _Refused("it was in too many situations already")
+            proof = _prove(module, x)
+            self.found.setdefault(key, []).append(proof)
+            self.made += 1
+            if isinstance(proof.result, _Refused):
+                log.info("%s runs its own forward: %s", type(module).__name__, proof.result)
+        if isinstance(proof.result, _Refused):
+            raise _Refused(str(proof.result), proof.result.seen)
+        return proof.result
 
 
 _BASE = frozenset(nn.Module().__dict__) - {"training"} | {"_fused"}
@@ -268,6 +360,10 @@ def _situation(module: nn.Module, x: Any) -> tuple[Any, ...]:
         raise _Refused("a torch.func transform or a tracer is at work")
     if torch.autograd.forward_ad._current_level >= 0 or nn.modules.module._has_any_global_hook():
         raise _Refused("forward-mode derivatives or global module hooks are at work")
+    if isinstance(module, _Replaced) and len(members := vars(type(module))) != len(module._members):
+        added = [name for name in members.keys() - module._members if not name.startswith("__")]
+        if added:
+            raise _Refused(f"its class got {added[0]} after it was replaced: set it before, or on the module")
     kind = x.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     sizes = tuple(min(size, 2) for size in x.shape[:-1])
@@ -312,6 +408,8 @@ def _token(value: Any) -> Any:
         return kind, value
     if kind in (list, tuple):
         return (kind, *map(_token, value))
+    if kind in (set, frozenset):
+        return kind, frozenset(map(_token, value))
     if kind is dict:
         return (kind, *[(_token(k), _token(v)) for k, v in value.items()])
     return id(value)
@@ -320,22 +418,26 @@ def _token(value: Any) -> Any:
 # ---- proofs ----------------------------------------------------------------------------------------------------------
 
 
-def _prove(module: nn.Module, x: Tensor) -> Recipe:
-    """Capture and read the module's forward on an input like x.
-
-    Raises:
-        _Refused: with the reason.
-    """
-    twin = _twin(module, {})
+def _prove(module: nn.Module, x: Tensor) -> _Proof:
+    """Capture and read the module's forward on an input like x."""
+    made: dict[int, nn.Module] = {}
+    twin = _twin(module, made)
     with torch.utils._python_dispatch._disable_current_modes():
-        example = _like(x)
         before = _structure(twin, {}, True)
-        reading = _capture(twin, (example,), {})
-        if reading.recipe is None:
-            raise _Refused(reading.reason, any(site.is_mlp for site in reading.sites))
-        if _structure(twin, {}, True) != before:
-            raise _Refused("its forward changes the module's attributes")
-    return reading.recipe
+        reading, state = _capture(twin, (_like(x),), {})
+    result = reading.recipe or reading.refusal()
+    try:
+        if reading.recipe is not None and _structure(twin, {}, True) != before:
+            result = _Refused("its forward changes the module's attributes")
+    except _Refused as refusal:
+        result = refusal.with_traceback(None)
+    for inner in made.values():  # neither situations nor what is watched name tensors: they may go
+        for tensors in (inner._parameters, inner._buffers):
+            tensors.update(dict.fromkeys(tensors))
+    fault = state.fault()
+    if fault and isinstance(result, Recipe):
+        result = _Refused(f"its forward reads what it changes, or what cannot be watched: {fault}")
+    return _Proof(result, None if fault else state, twin)
 
 
 def _like(x: Tensor) -> Tensor:
@@ -355,7 +457,7 @@ def _twin(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
         twin = made[id(module)] = object.__new__(_original_of(module))
         twin.__dict__.update(module.__dict__)
         for name, value in module.__dict__.items():
-            if type(value) in (dict, list, set) or name in ("_parameters", "_buffers", "_modules"):
+            if type(value) in (dict, list, set) or (name in _BASE and isinstance(value, dict)):
                 twin.__dict__[name] = value.copy()
         twin.__dict__.pop("_fused", None)
         for name, child in module._modules.items():
@@ -371,9 +473,15 @@ class _Reading:
         self.sites: tuple[Site, ...] = ()
         self.reason = "Dynamo did not capture it (is it disabled?)"
 
+    def refusal(self) -> _Refused:
+        return _Refused(self.reason, any(site.is_mlp for site in self.sites))
 
-def _capture(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Reading:
-    """What a module's forward computes of these arguments; a recipe, if it is one and there is one argument."""
+
+def _capture(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Reading, _State]:
+    """What a module's forward computes of these arguments, and the state that it read.
+
+    A recipe, if it is one and there is one argument.
+    """
     from torch_fused_ops.explain import _throwaway, _unchanged
     from torch_fused_ops.lowerings import recognise
 
@@ -382,12 +490,18 @@ def _capture(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     stand_in: list[Tensor] = []
     several = len(args) + len(kwargs)
     x = args[0] if args else None
+    tensors = {*names, *map(id, twin.buffers()), id(x)}
+    values: list[Any] = []
+    traced: list[CodeType] = []
 
     def backend(gm: GraphModule, _: Any) -> Callable[..., Any]:
         reading.sites = recognise.rewrite(gm.graph, FusionPolicy(dropout=False))
-        outputs = next(node for node in gm.graph.nodes if node.op == "output").args[0]
+        count = len(next(node for node in gm.graph.nodes if node.op == "output").args[0])
+        traced.extend(torch._guards.TracingContext.get_traced_code() or ())
+        captured = [gm]
 
         def run(*args: Any) -> tuple[Tensor, ...]:
+            gm = captured.pop()  # Dynamo keeps this function, and it is all that keeps the graph
             nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
             given = {node: names.get(id(arg), "") for node, arg in zip(nodes, args, strict=True)}
             source = next((node for node, arg in zip(nodes, args, strict=True) if arg is x), None)
@@ -398,14 +512,21 @@ def _capture(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             except _Refused as refusal:  # here, before Dynamo's code goes on to what the forward does to its arguments
                 raise _Refused(_with_place(str(refusal), gm, given)) from None
             stand_in.append(x.new_empty(0))
-            return (*stand_in,) * len(outputs)
+            return (*stand_in,) * count
 
         return run
 
+    def watched(guards: Sequence[Any]) -> list[bool]:
+        values.extend(guard.value for guard in guards)
+        return [id(guard.value) not in tensors and guard.guard_type not in _NOT_WATCHED for guard in guards]
+
+    forward = _throwaway(_forward)
+    options: dict[str, Any] = {"guard_filter_fn": watched}
     try:
         # Not its __call__: the outermost module's own hooks run around the fused forward as around this one.
         with _unchanged(twin), _quiet(), torch._dynamo.config.patch(_DYNAMO):
-            result = torch.compile(_throwaway(_forward), backend=backend, fullgraph=True)(twin, *args, **kwargs)
+            compiled = torch.compile(forward, backend=backend, fullgraph=True, options=options)
+            result = compiled(twin, *args, **kwargs)
         if reading.recipe is not None and result is not stand_in[0]:
             reading.recipe, reading.reason = None, "it gives something else than one tensor"
     except _Refused as refusal:
@@ -414,14 +535,24 @@ def _capture(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         log.debug("a module could not be captured", exc_info=True)
         own = not isinstance(error, torch._dynamo.exc.Unsupported) or any(text in str(error) for text in _ITS_OWN)
         reading.recipe, reading.reason = None, f"{_UNCAPTURED}{own * _OTHER_INPUTS}{_first_line(error)}"
-    return reading
+    scope = {"module": twin, "args": args, "kwargs": kwargs}
+    state = _State(forward.__code__, scope, [*twin.modules(), *values], traced)
+    traced.clear()  # what the backend holds lives as long as the code
+    return reading, state
 
 
+# Sizes are in the situation; and a checkpoint has new hooks for saved tensors each time.
+_NOT_WATCHED = ("SHAPE_ENV", "AUTOGRAD_SAVED_TENSORS_HOOKS")
 _UNCAPTURED = "it cannot be captured in one graph: "
 _OTHER_INPUTS = "it needs other inputs: "
 # How Dynamo tells of errors that the module itself raises, on an input that it does not take.
 _ITS_OWN = ("bserved exception", "Length mismatch when unpacking", "failed to bind arguments")
-_DYNAMO = {"recompile_limit": 64, "suppress_errors": False}
+_DYNAMO = {
+    "recompile_limit": 64,
+    "suppress_errors": False,
+    "guard_nn_modules": True,
+    "skip_nnmodule_hook_guards": False,
+}
 
 
 @contextlib.contextmanager
@@ -960,9 +1091,8 @@ def _try(module: nn.Module, inputs: dict[int, tuple[Any, Any]] | None, recipes: 
         given = (*args, *kwargs.values())
         if len(given) == 1:
             return recipes.find(module, given[0])
-        reading = _capture(_twin(module, {}), args, kwargs)
-        seen = any(site.is_mlp for site in reading.sites)
-        raise _Refused(reading.reason if seen else _NO_MLP, seen)
+        refusal = _capture(_twin(module, {}), args, kwargs)[0].refusal()
+        raise refusal if refusal.seen else _Refused(_NO_MLP)
     if not _takes_one(module):
         raise _Refused(f"{_UNCAPTURED}{_OTHER_INPUTS}more than one argument")
     # Of a linear layer the input size comes second, of GPT-2's Conv1D first.
