@@ -323,7 +323,7 @@ SLOW = pytest.mark.slow
         *(pytest.param(make, level, marks=SLOW) for make, level in ((mixtral, "free"), (mixtral, "input"))),
         *(pytest.param(make, level, marks=SLOW) for make, level in ((adapted, "free"), (adapted, {"*": "fp8"}))),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_models_of_transformers(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], level: Any) -> None:
     torch.manual_seed(0)
