@@ -80,10 +80,8 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
     """
 
     def divide(held: Collection[Node]) -> Graphs:
-        for node in held:
-            node.meta.update(
-                {"recompute": CheckpointPolicy.MUST_SAVE, _HELD: True}
-            )  # "if it is needed", upstream reads
+        for node in held:  # upstream reads it as "if it is needed"
+            node.meta.update({"recompute": CheckpointPolicy.MUST_SAVE, _HELD: True})
         settings: dict[str, Any] = {"ban_recompute_materialized_backward": False} if free else {}
         if held and functorch_config.activation_memory_budget == 0:  # upstream then keeps inputs and nothing else
             settings["activation_memory_budget"] = 1e-6

@@ -299,11 +299,10 @@ class Configured(nn.Module):
         self.config = types.SimpleNamespace(hidden_act=r.choice(("silu", "gelu", "tanh")), factor=1.0)
         self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
         self.reads = r.choice(("config", "class"))
-
-    default = "relu"
+        self.__class__ = type("Configured", (Configured,), {"default": "relu"})  # one that others do not share
 
     def forward(self, x: Tensor) -> Tensor:
-        name = self.config.hidden_act if self.reads == "config" else self.default
+        name = self.config.hidden_act if self.reads == "config" else self.default  # type: ignore[attr-defined]
         return self.down(ACTIVATIONS[name](self.up(x)))  # type: ignore[no-any-return]
 
     def changed(self) -> None:
@@ -311,7 +310,8 @@ class Configured(nn.Module):
         if self.reads == "config":
             self.config.hidden_act = {"silu": "gelu", "gelu": "tanh", "tanh": "silu"}[self.config.hidden_act]
         else:
-            self.__class__ = type("Changed", (Configured,), {"default": "sigmoid"})
+            owner = next(kind for kind in type(self).__mro__ if "default" in vars(kind))
+            owner.default = "sigmoid"  # type: ignore[attr-defined]
 
 
 LEAVES = (MLP, GLU, GLU, Chain, Adapted, Twice, Concatenated, Parametrised, Configured)
