@@ -21,6 +21,7 @@ import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -187,11 +188,17 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     _check_writable(arguments, "json")
-    model, args, kwargs = _load(arguments.spec)
-    if isinstance(model, torch.nn.Module):
-        model.train(not arguments.eval)
     policy = tfo.FusionPolicy(memory=arguments.memory, exclude=arguments.exclude)
-    found = tfo.verify(model, *args, policy=policy, compiled=arguments.compiled, **kwargs)
+    try:
+        model, args, kwargs = _load(arguments.spec)
+        if isinstance(model, torch.nn.Module):
+            model.train(not arguments.eval)
+        found = tfo.verify(model, *args, policy=policy, compiled=arguments.compiled, **kwargs)
+    except _UsageError:
+        raise
+    except Exception as error:  # the model's own; exit code 1 is for one that runs and differs
+        traceback.print_exc()
+        raise _UsageError(f"{arguments.spec} cannot be run in eager mode: {error}") from None
     print(found)
     if arguments.json:
         Path(arguments.json).write_text(found.to_json(), encoding="utf-8")

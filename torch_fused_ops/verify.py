@@ -6,7 +6,7 @@ import copy
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -25,6 +25,9 @@ __all__ = ["Comparison", "Verification", "interpreted", "verify"]
 WAYS = ("eager", "plain", "fused")
 # What rounding explains, in units of it: of a tensor's norm, and of the error that eager itself makes.
 OF_NORM, OF_EAGER = 4.0, 4.0
+# In units of how far a change of a few last bits of all parameters and arguments moves a tensor: what is nothing but
+# rounding (the mean of what a norm gives) has no other measure.
+OF_JITTER = 64.0
 # Of a tensor of few numbers more, as their errors do not average: so many times as much for a single one.
 FEW = 15.0
 # Where eager in the same dtype is the truth, the unit is what rounding grows to in a deep model: in float64 this, where
@@ -82,7 +85,8 @@ class Verification:
         title: the model's class.
         policy: what pick-up was allowed to do.
         comparisons: every tensor that was compared, in each dtype.
-        failures: what raised, by way: ``"fused, float64"`` → the error. Eager's own errors are raised by ``verify``.
+        failures: what raised, by way: ``"fused, float64"`` → the error; ``"eager"``: why nothing can be said. Errors of
+            eager's own are raised by ``verify``.
         sites: MLP sites that were fused, and all of them.
         notes: what a reader must know besides.
     """
@@ -102,7 +106,7 @@ class Verification:
     @property
     def ok(self) -> bool:
         """Whether the fused step is the eager one, but for rounding."""
-        return not self.differences and not any(way.startswith("fused") for way in self.failures)
+        return not self.differences and not any(way.startswith(("eager", "fused")) for way in self.failures)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -134,7 +138,7 @@ class Verification:
             f"policy: {self.policy}",
             f"{self.sites[0]} of {self.sites[1]} MLP sites fused; compared: {counts or 'nothing'}",
         ]
-        lines += [f"{way} raised: {error}" for way, error in self.failures.items()]
+        lines += [f"{way}: {error}" for way, error in self.failures.items()]
         off = self.differences
         if off:
             lines += ["", "fused differs from eager by more than rounding explains:", *_table(off)]
@@ -218,7 +222,7 @@ def verify(
     failures: dict[str, str] = {}
     notes: list[str] = []
     sites = (0, 0)
-    with _unchanged(model):
+    with _unchanged(model), torch.enable_grad():
         eager = _step(model, args, kwargs, None, _call)
         wide = _widest(model, args, kwargs, own, notes)
         runs = [
@@ -235,18 +239,28 @@ def verify(
                     with _recorded(way) as report:
                         run.steps[way] = _step(model, args, kwargs, run.dtype if run.exact else None, fn)
                 except Exception as error:
-                    failures[f"{way}, {run.name}"] = _said(error)
+                    failures[f"{way}, {run.name}"] = f"raised {_said(error)}"
                     continue
                 if report is not None:
                     found = [site for site in report.sites if site.is_mlp]
                     sites = (sum(site.op is not None for site in found), len(found))
                     notes += report.notes
+                    if report.graphs > 1:
+                        notes.append(f"{report.graphs} graphs were captured: an MLP that a graph break cuts is no site")
+        jittered = _step(model, args, kwargs, runs[-1].dtype if runs[-1].exact else None, _call, jitter=True)
     truth = runs[-1].steps["eager"]
-    if not truth.gradients:
+    loss = truth.values.get(("loss", ""))
+    if loss is None:
         notes.append("nothing that the model returned needs a gradient: forward alone was compared")
+    elif not loss.isfinite():
+        failures["eager"] = f"the loss is {loss.item()}: of gradients nothing can be said"
+    if not isinstance(model, torch.nn.Module):
+        notes.append("parameters that a function closes over are not compared: give verify the module itself")
+    if not sites[0]:
+        notes.append("no MLP was fused: this compares what plain torch.compile does, too; explain says why")
     if truth.random:
-        notes.append("active dropouts were compared as PyTorch's own; with pick-up other elements are dropped")
-    rows = [row for run in runs for row in _compare(truth, run, rounds=_rounds(policy) and not run.exact)]
+        notes.append("random numbers were PyTorch's own; dropouts that pick-up takes drop other elements")
+    rows = [row for run in runs for row in _compare(truth, jittered, run, rounds=_rounds(policy) and not run.exact)]
     title = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
     return Verification(title, policy, tuple(rows), failures, sites, tuple(dict.fromkeys(notes)))
 
@@ -260,10 +274,6 @@ class _Step:
 
     values: dict[tuple[str, str], Tensor | None]  # by kind and name
     random: bool  # whether it drew random numbers
-
-    @property
-    def gradients(self) -> bool:
-        return any(kind == "gradient" and value is not None for (kind, _), value in self.values.items())
 
 
 @dataclass
@@ -304,9 +314,8 @@ def _step(
     dtype: torch.dtype | None,
     fn: Callable[..., Any],
     watching: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 (it can be entered again)
+    jitter: bool = False,
 ) -> _Step:
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
     if isinstance(model, torch.nn.Module):
         try:
             model = copy.deepcopy(model)
@@ -316,9 +325,17 @@ def _step(
             model._apply(functools.partial(_widened, dtype))
         model.zero_grad(set_to_none=True)
     args, kwargs = _copied((args, kwargs), dtype)
+    if jitter:
+        _jitter([*(model.parameters() if isinstance(model, torch.nn.Module) else ()), *_tensors((args, kwargs))])
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
     with watching:
         result = fn(model, *args, **kwargs)
-    outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+    outputs = list(_tensors(result))
+    if not outputs:
+        raise ValueError(
+            f"the model returned a {type(result).__name__} in which no tensor is found: nothing to compare"
+        )
     values: dict[tuple[str, str], Tensor | None] = {}
     loss = _loss(result, outputs)
     for i, t in enumerate(outputs):
@@ -334,6 +351,26 @@ def _step(
         if t.requires_grad:
             values["gradient", f"argument {i}"] = t.grad
     return _Step(values, not torch.equal(before, torch.get_rng_state()))
+
+
+def _tensors(tree: Any, depth: int = 4) -> Iterator[Tensor]:
+    """The tensors in a result: in tuples, lists and dicts, and in the fields of other objects."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif (
+            depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, torch.nn.Module)) and not callable(leaf)
+        ):
+            yield from _tensors(list(vars(leaf).values()), depth - 1)
+
+
+def _jitter(tensors: Iterable[Tensor]) -> None:
+    """Change the last bits of every floating number."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for t in {id(t): t for t in tensors if t.is_floating_point()}.values():
+            by = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
+            t.copy_(t.double() * (1 + 4 * torch.finfo(t.dtype).eps * by))
 
 
 def _copied(tree: Any, dtype: torch.dtype | None) -> Any:
@@ -459,11 +496,9 @@ def _rounds(policy: FusionPolicy) -> bool:
     return "fp8" in ([policy.memory] if isinstance(policy.memory, str) else dict(policy.memory).values())
 
 
-def _compare(truth: _Step, run: _Run, *, rounds: bool) -> Iterator[Comparison]:
+def _compare(truth: _Step, jittered: _Step, run: _Run, *, rounds: bool) -> Iterator[Comparison]:
     norms = {
-        key: float(value.detach().double().norm())
-        for key, value in truth.values.items()
-        if value is not None and _counts(value)
+        key: float(_wide(value).norm()) for key, value in truth.values.items() if value is not None and _counts(value)
     }
     largest: dict[str, float] = {}
     for (kind, _), norm in norms.items():
@@ -471,15 +506,23 @@ def _compare(truth: _Step, run: _Run, *, rounds: bool) -> Iterator[Comparison]:
             largest[kind] = max(largest.get(kind, 0.0), norm)
     for key, wanted in truth.values.items():
         kind, name = key
+        if wanted is None and all(step.values.get(key) is None for step in run.steps.values()):
+            continue
         apart = {way: _apart(wanted, step.values.get(key), run.exact) for way, step in run.steps.items()}
         norm = norms.get(key, 0.0)
         norm = norm if norm and math.isfinite(norm) else 1.0
         unit = UNIT_FP8 if rounds and kind == "gradient" else run.unit
         unit *= 1 + FEW / max(1, wanted.numel() if wanted is not None else 1)
         noise = min(unit, OF_LARGEST) * largest.get(kind, 0.0)
-        allowed = max(OF_NORM * unit * norm, OF_EAGER * apart["eager"], noise)
+        jitter = _apart(wanted, jittered.values.get(key), False)
+        jitter = jitter if math.isfinite(jitter) else 0.0
+        allowed = max(OF_NORM * unit * norm, OF_EAGER * apart["eager"], noise, OF_JITTER * jitter)
         fused, plain, eager = (apart.get(way, 0.0) / norm for way in ("fused", "plain", "eager"))
         yield Comparison(kind, name, run.name, fused, plain, eager, allowed / norm)
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.detach().to(torch.complex128 if t.is_complex() else torch.float64)
 
 
 def _counts(value: Tensor) -> bool:
@@ -496,7 +539,7 @@ def _apart(wanted: Tensor | None, got: Tensor | None, exact: bool) -> float:
     if not _counts(wanted):
         # Decisions (a token, an expert) may fall the other way in the model's dtype: they are compared in float64.
         return 0.0 if not exact or torch.equal(wanted, got) else float("inf")
-    w, g = wanted.detach().double(), got.detach().double()
+    w, g = _wide(wanted), _wide(got)
     finite = w.isfinite()
     if not torch.equal(finite, g.isfinite()):
         return float("inf")
