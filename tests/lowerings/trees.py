@@ -345,7 +345,7 @@ class Tree(nn.Module):
         self.head = nn.Linear(width, WIDTH)
         self.mix = nn.Linear(width + WIDTH, WIDTH)
         self.hands_out = r.choice(("nothing", "hidden", "view", "double", "stream"))
-        self.reads = r.choice(("nothing", "sin", "linear", "double", "cat", "cat checkpointed", "keyword"))
+        self.reads = r.choice(("nothing", "sin", "linear", "multiples", "cat", "cat checkpointed", "keyword"))
         self.writes = r.random() < 0.3
         self.side = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("row", torch.rand(WIDTH))
@@ -360,8 +360,8 @@ class Tree(nn.Module):
             y = y + h.sin().sum(-1, keepdim=True)
         elif self.reads == "linear":
             y = y + self.head(h)
-        elif self.reads == "double":
-            y = y + self.head(h * 2.0)
+        elif self.reads == "multiples":  # each as large as h: all are kept, or h
+            y = y + self.head(h * 2.0) + self.head(h * 3.0) - self.head(h * 0.5)
         elif self.reads.startswith("cat"):
             mixed = lambda h, x: self.mix(torch.cat([h, x], -1)).sin()  # noqa: E731
             y = y + (checkpoint(mixed, h, x, use_reentrant=False) if "checkpointed" in self.reads else mixed(h, x))
