@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.lowerings.partition import Graphs, base, written
+from torch_fused_ops.lowerings.partition import Graphs, base, reached, written
 
 __all__ = ["DATA", "SAME_ELEMENTS", "Handover", "UnsoundGraphs", "check"]
 
@@ -75,10 +75,9 @@ class Handover:
         self.made: set[Node] = set()  # backward's nodes that an edit has put in a kept value's place
         self.rounded: set[Node] = set()  # those of them that hold it rounded
         self._pair_rebuilt()
-        self.incoming = set(backward.find_nodes(op="placeholder")).difference(
-            self.same.values()
-        )  # gradients, above all
-        self.gradients = self._gradients()
+        # Gradients, above all; what does not depend on them is forward's values, computed again.
+        self.incoming = set(backward.find_nodes(op="placeholder")).difference(self.same.values())
+        self.gradients = reached(self.incoming)
 
     # ---- reading ----
 
@@ -137,14 +136,6 @@ class Handover:
         seen: set[tuple[Node, bool]] = set()
         return next(walk(node, False), None)
 
-    def _gradients(self) -> set[Node]:
-        """Backward's nodes that depend on a gradient; the others are forward's values, computed again."""
-        found = set(self.incoming)
-        for node in self.backward.nodes:
-            if node in found:
-                found.update(node.users)
-        return found
-
     # ---- editing ----
 
     def keep_instead(self, old: Node, new: Sequence[Node]) -> list[Node]:
@@ -167,7 +158,7 @@ class Handover:
         self.made.add(result)
         if rounded:
             self.rounded.add(result)
-            changed = _descendants(result)  # and what was rebuilt from it is the same no longer
+            changed = reached([result])  # and what was rebuilt from it is the same no longer
             self.same = {ours: theirs for ours, theirs in self.same.items() if theirs not in changed}
         else:
             self.same[old] = result
@@ -265,15 +256,4 @@ def _other_arguments(node: Node) -> list[Node]:
     data = DATA.get(node.target, ())
     found: list[Node] = []
     map_arg((tuple(a for i, a in enumerate(node.args) if i not in data), node.kwargs), found.append)
-    return found
-
-
-def _descendants(node: Node) -> set[Node]:
-    found: set[Node] = set()
-    pending = [node]
-    while pending:
-        for user in pending.pop().users:
-            if user not in found:
-                found.add(user)
-                pending.append(user)
     return found

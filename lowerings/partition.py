@@ -45,6 +45,7 @@ __all__ = [
     "base",
     "budgeted",
     "partition",
+    "reached",
     "upstream",
     "written",
 ]
@@ -119,11 +120,18 @@ _COPY = "torch_fused_ops_copy"
 
 def _backward(graph: Graph, outputs: int) -> set[Node]:
     """The nodes of a joint graph that need a tangent, and those that it gives as gradients."""
-    found = {node for node in _returned(graph)[outputs:] if isinstance(node, Node)}
-    found |= {node for node in graph.find_nodes(op="placeholder") if "tangents" in node.name}
-    for node in graph.nodes:
-        if node in found and node.op != "output":
-            found.update(user for user in node.users if user.op != "output")
+    tangents = [node for node in graph.find_nodes(op="placeholder") if "tangents" in node.name]
+    return reached([*tangents, *(node for node in _returned(graph)[outputs:] if isinstance(node, Node))])
+
+
+def reached(nodes: Iterable[Node]) -> set[Node]:
+    """These nodes and all that is made of them; not the graph's output."""
+    found, pending = set[Node](), list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found and node.op != "output":
+            found.add(node)
+            pending.extend(node.users)
     return found
 
 
@@ -190,7 +198,7 @@ def _copies_of_written(graph: Graph, backward: set[Node]) -> list[Node]:
     """Copies of the inputs that forward writes and that backward's values are made of, read in their place."""
     copies: list[Node] = []
     for node, readers in written(graph, backward).items():
-        if not isinstance(node.meta.get("val"), torch.Tensor) or not _reaches(readers, backward):
+        if not isinstance(node.meta.get("val"), torch.Tensor) or reached(readers).isdisjoint(backward):
             continue
         with graph.inserting_after(node):
             copied = graph.call_function(aten.clone.default, (node,))
@@ -203,18 +211,6 @@ def _copies_of_written(graph: Graph, backward: set[Node]) -> list[Node]:
     for copied in copies:  # inputs come first
         last.append(copied)
     return copies
-
-
-def _reaches(nodes: Iterable[Node], targets: set[Node]) -> bool:
-    seen, pending = set[Node](), list(nodes)
-    while pending:
-        node = pending.pop()
-        if node in targets:
-            return True
-        if node not in seen:
-            seen.add(node)
-            pending.extend(node.users)
-    return False
 
 
 def _drop_copies(forward: GraphModule) -> None:
