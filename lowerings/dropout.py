@@ -16,7 +16,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import register_lowering, to_dtype
 from torch._inductor.virtualized import ops
 
-from torch_fused_ops import reference
+from torch_fused_ops import formulas
 from torch_fused_ops.lowerings import operators  # whole: it may be half way through its own import
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _row_major(size: Sequence[Any]) -> list[Load]:
-    """(counter, lane) of an element, as in ``reference.row_major``."""
+    """(counter, lane) of an element, as in ``formulas.row_major``."""
     strides = ir.FlexibleLayout.contiguous_strides(list(size))
 
     def place(index: Index) -> Value:
@@ -42,7 +42,7 @@ def _single(box: Box) -> Load:
 def _random(size: Sequence[Any], seed: Box, p: float) -> list[Load | None]:
     """What the generator reads, where anything is random."""
     none: list[Load | None] = [None, None, None]
-    return none if reference.keep_threshold(p) in (0, 2**32) else [*_row_major(size), _single(seed)]
+    return none if formulas.keep_threshold(p) in (0, 2**32) else [*_row_major(size), _single(seed)]
 
 
 def _dropout_add(input: Box, bias: Box | None, residual: Box | None, seed: Box, p: float) -> Box:
@@ -54,12 +54,12 @@ def _dropout_add(input: Box, bias: Box | None, residual: Box | None, seed: Box, 
         (residual, operators._here),
         integers=_random(size, seed, p),
     )
-    return e.node(reference.dropout_add_element, p, dtype=(input if residual is None else residual).get_dtype())
+    return e.node(formulas.dropout_add_element, p, dtype=(input if residual is None else residual).get_dtype())
 
 
 def _kept_grad(grad: Tensor, d_input: Tensor, p: float) -> Tensor:
     """The input's gradient before it was rounded to d_input: 0 where that is, which is where nothing was kept."""
-    kept = torch.where(torch.isnan(d_input), d_input, grad * reference.keep_scale(p))
+    kept = torch.where(torch.isnan(d_input), d_input, grad * formulas.keep_scale(p))
     return torch.where(d_input == 0, 0.0, kept)
 
 
@@ -81,7 +81,7 @@ def _dropout_add_backward(
         grad = to_dtype(grad, torch.float64)
     e = operators._Elementwise(size, (grad, operators._here), integers=_random(size, seed, p))
     if output_mask[0]:
-        d_input = e.node(reference.dropout_input_grad, p, dtype=dtype)
+        d_input = e.node(formulas.dropout_input_grad, p, dtype=dtype)
         operators._before_sums(output_mask[1:], d_input)
     if output_mask[1] and bias_dtype is not None:
         if d_input is not None and shows_zeros:
@@ -91,7 +91,7 @@ def _dropout_add_backward(
                 _kept_grad, p
             )
         else:
-            terms = e.node(reference.dropout_input_grad, p)
+            terms = e.node(formulas.dropout_input_grad, p)
         d_bias = operators._sum_rows(terms, bias_dtype)
     return d_input, d_bias
 

@@ -17,19 +17,17 @@ from torch.fx.node import map_arg
 
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.partition import Graphs, base, reached, written
+from torch_fused_ops.operators.declare import elementwise
 
 __all__ = ["DATA", "SAME_ELEMENTS", "Handover", "UnsoundGraphs", "check"]
 
 aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
 
-# The arguments through which each operator reads the data that its activation works on.
+# The arguments through which each operator reads the data that its formula is of.
 DATA: dict[Any, tuple[int, ...]] = {
-    fused.bias_act.default: (0,),
-    fused.glu.default: (0, 1),
-    fused.bias_glu.default: (0,),
-    fused.bias_act_backward.default: (1,),
-    fused.glu_backward.default: (1, 2),
-    fused.bias_glu_backward.default: (1,),
+    getattr(fused, signature.name).default: tuple(range(first, first + op.data))
+    for op in elementwise()
+    for first, signature in enumerate((op.forward, op.backward))
 }
 
 # The same elements in another shape or dtype.

@@ -31,6 +31,7 @@ from torch_fused_ops import reference
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.handover import DATA, SAME_ELEMENTS, Handover
 from torch_fused_ops.lowerings.partition import GEMMS, Graphs, base
+from torch_fused_ops.operators.declare import Signature, elementwise
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 from torch_fused_ops.report import module_stack
 
@@ -38,12 +39,14 @@ log = logging.getLogger("torch_fused_ops")
 
 aten, fused = torch.ops.aten, torch.ops.fused
 
-POINTWISE = ("bias_act", "glu", "bias_glu")
-FORWARD = [getattr(fused, name).default for name in POINTWISE]
-STORING: dict[Any, Any] = {getattr(fused, f"{name}_fp8").default: getattr(fused, name).default for name in POINTWISE}
-STORING_BACKWARD: dict[Any, Any] = {
-    getattr(fused, f"{name}_fp8_backward").default: getattr(fused, f"{name}_backward").default for name in POINTWISE
-}
+
+def _overload(signature: Signature) -> Any:
+    return getattr(fused, signature.name).default
+
+
+OPERATOR = {_overload(op.forward): op for op in elementwise()}
+STORING = {_overload(op.fp8): op for op in elementwise()}
+STORING_BACKWARD = {_overload(op.fp8_backward): op for op in elementwise()}
 SUMS = {aten.add.Tensor, aten.mul.Tensor}  # a bias, an adapter and its factor
 
 
@@ -61,16 +64,15 @@ def unstore(graph: Graph) -> bool:
             if results and all(reader.target in STORING_BACKWARD for reader in readers):
                 edits.append((node, results, readers))
     for node, results, readers in edits:
-        plain: Any = STORING[node.target]
-        data = len(DATA[plain])
+        op = STORING[node.target]
         with graph.inserting_before(node):
-            instead = graph.call_function(plain, node.args)
+            instead = graph.call_function(_overload(op.forward), node.args)
         instead.meta = {**results[0].meta, _LEVEL: "fp8"}
         for reader in readers:
-            grad, *rest = reader.args
-            arguments = (grad, *node.args[:data], *rest[2 * data : -1 - data], rest[-1])
+            given = STORING_BACKWARD[reader.target].stored(reader.args)
+            arguments = (given.grad, *node.args[: op.data], *given.others, *given.scalars, given.output_mask)
             with graph.inserting_before(reader):
-                backward = graph.call_function(STORING_BACKWARD[reader.target], arguments)
+                backward = graph.call_function(_overload(op.backward), arguments)
             backward.meta = dict(reader.meta)
             reader.replace_all_uses_with(backward)
             graph.erase_node(reader)
@@ -123,7 +125,7 @@ def _kept(both: Handover, policy: FusionPolicy) -> list[tuple[Node, str]]:
     """The tensors that activations read and that are kept for backward, with their memory levels."""
     found: dict[Node, str] = {}
     for node in both.forward.nodes:
-        if node.target not in FORWARD:
+        if node.target not in OPERATOR:
             continue
         level = node.meta.get(_LEVEL) or policy.memory_of(enclosing_modules(module_stack(node)))
         for source in (both.kept_source(node.args[i]) for i in DATA[node.target]) if level in _LEVELS else ():
@@ -173,15 +175,16 @@ def _stored(graph: Graph, node: Node, exact: bool) -> Sequence[Node]:
     beside rows of n. There the operator that does both takes the activation's place.
     """
     store = _store_exactly if exact else reference.store_fp8
-    reader = next((user for user in node.users if user.target is fused.bias_glu.default), None)
-    if reader is None or reader.args[0] is not node:
+    packing = ((user, OPERATOR[user.target]) for user in node.users if user.target in OPERATOR)
+    reader, op = next((pair for pair in packing if pair[1].is_packed), (None, None))
+    if reader is None or op is None or reader.args[0] is not node:
         with graph.inserting_before(node.next):
             return _inline(graph, store, node)  # type: ignore[no-any-return]
 
     def both(*tensors: torch.Tensor) -> Any:
         rest = iter(tensors)
         arguments = [next(rest) if isinstance(a, Node) else a for a in reader.args]
-        return (fused.bias_glu(*arguments), *store(tensors[0])) if exact else fused.bias_glu_fp8(*arguments)
+        return (_overload(op.forward)(*arguments), *store(tensors[0])) if exact else _overload(op.fp8)(*arguments)
 
     with graph.inserting_before(reader):
         result, *stored = _inline(graph, both, *(a for a in reader.args if isinstance(a, Node)))

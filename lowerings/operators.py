@@ -1,6 +1,6 @@
-"""Fused operators → Inductor IR: the reference's element functions, traced once, replayed inside ``Pointwise`` nodes.
+"""Fused operators → Inductor IR: the formulas' element functions, traced once, replayed inside ``Pointwise`` nodes.
 
-An operator never reaches generated code as a call. Its arithmetic is the text of ``reference.py``: the element
+An operator never reaches generated code as a call. Its arithmetic is the text of ``formulas.py``: the element
 function is traced to aten on scalars, each aten node goes through Inductor's own lowering, and the ``ops`` calls that
 come out are kept as a flat :class:`Program`. A lowering is then a loader for each argument around that program, so it
 fuses with its neighbours as any pointwise node does, and the formula costs each of its steps once however often a
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,9 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.functions import FloorDiv
 
-from torch_fused_ops import reference
+from torch_fused_ops import formulas
 from torch_fused_ops.lowerings import compat
+from torch_fused_ops.operators.declare import Elementwise, elementwise
 
 Box = Any  # ir.TensorBox
 Index = Sequence[Any]
@@ -255,140 +256,102 @@ def _sum_columns(box: Box, dtype: torch.dtype) -> Box:
     return to_dtype(lowerings[aten.sum.dim_IntList](box, [-1]), dtype)
 
 
-# ---- the activation family -------------------------------------------------------------------------------------------
+# ---- the lowerings of a declared operator ----------------------------------------------------------------------------
 
 
-def _bias_act(input: Box, bias: Box | None, token_scale: Box | None, activation: str) -> Box:
-    e = _Elementwise(input.get_size(), (input, _here), (bias, _column), (token_scale, _row))
-    return e.node(reference.bias_act_element, activation, dtype=input.get_dtype())
+class _Elements(NamedTuple):
+    """A declared operator's formula on scalars, in the order in which its tensors are loaded (``_loads``)."""
+
+    value: Callable[..., Tensor]
+    grads: Callable[..., tuple[Tensor, ...]]
+    scale_grad: Callable[..., Tensor]
+    scale_at: int  # of scale_grad's arguments, that which it does not take
 
 
-def _bias_act_backward(
-    grad: Box,
-    input: Box,
-    bias: Box | None,
-    token_scale: Box | None,
-    activation: str,
-    output_mask: Sequence[bool],
-    dtypes: Sequence[torch.dtype] = (),
-) -> tuple[Box | None, ...]:
-    (dtype,) = dtypes or (input.get_dtype(),)
-    e = _Elementwise(input.get_size(), (grad, _here), (input, _here), (bias, _column), (token_scale, _row))
-    d_input = d_bias = d_scale = None
-    if output_mask[0]:
-        d_input = e.node(reference.bias_act_input_grad, activation, dtype=dtype)
-        _before_sums(output_mask[1:], d_input)
-    if output_mask[1] and bias is not None:
-        d_bias = _sum_rows(e.node(reference.bias_act_input_grad, activation), bias.get_dtype())
-    if output_mask[2] and token_scale is not None:
-        d_scale = _sum_columns(e.node_without(3, reference.bias_act_scale_grad, activation), token_scale.get_dtype())
-    return d_input, d_bias, d_scale
+@functools.cache  # the functions are keys of the cache of programs
+def _elements(op: Elementwise) -> _Elements:
+    data = 2 if op.is_packed else op.data
+    biases = 0 if op.bias is None else data if op.is_packed else 1
+    count, scaled = data + biases, op.scale is not None
+
+    def biased(given: Sequence[Any]) -> list[Any]:
+        x = list(given[:data])
+        for i, bias in enumerate(given[data:count]):
+            x[i] = x[i] if bias is None else x[i] + bias
+        return x
+
+    def value(*given: Any) -> Tensor:
+        return op.value(*biased(given), *given[count:])
+
+    def grads(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        return op.grads(grad, *biased(given), *given[count:])
+
+    def scale_grad(grad: Tensor, *given: Any) -> Tensor:
+        return grad * op.value(*biased(given), *([None] if scaled else []), *given[count:])
+
+    return _Elements(value, grads, scale_grad, 1 + count)
 
 
-def _glu(
-    gate: Box, up: Box, token_scale: Box | None, activation: str, up_offset: float = 0.0, clamp: float | None = None
-) -> Box:
-    e = _Elementwise(gate.get_size(), (gate, _here), (up, _here), (token_scale, _row))
-    return e.node(reference.glu_element, activation, up_offset, clamp, dtype=gate.get_dtype())
-
-
-def _glu_backward(
-    grad: Box,
-    gate: Box,
-    up: Box,
-    token_scale: Box | None,
-    activation: str,
-    up_offset: float,
-    clamp: float | None,
-    output_mask: Sequence[bool],
-    dtypes: Sequence[torch.dtype] = (),
-) -> tuple[Box | None, ...]:
-    e = _Elementwise(gate.get_size(), (grad, _here), (gate, _here), (up, _here), (token_scale, _row))
-    scalars = (activation, up_offset, clamp)
-    d_gate, d_up = (
-        e.node(reference.glu_input_grads, *scalars, dtype=dtype, result=i) if output_mask[i] else None
-        for i, dtype in enumerate(dtypes or (gate.get_dtype(), up.get_dtype()))
-    )
-    _before_sums(output_mask[2:], d_gate, d_up)
-    d_scale = None
-    if output_mask[2] and token_scale is not None:
-        d_scale = _sum_columns(e.node_without(3, reference.glu_scale_grad, *scalars), token_scale.get_dtype())
-    return d_gate, d_up, d_scale
-
-
-def _bias_glu_element(
-    g: Tensor, u: Tensor, gb: Tensor | None, ub: Tensor | None, scale: Tensor | None, *scalars: Any
-) -> Tensor:
-    return reference.glu_element(g if gb is None else g + gb, u if ub is None else u + ub, scale, *scalars)
-
-
-def _bias_glu_input_grads(
-    grad: Tensor, g: Tensor, u: Tensor, gb: Tensor | None, ub: Tensor | None, scale: Tensor | None, *scalars: Any
-) -> tuple[Tensor, Tensor]:
-    g, u = (g if gb is None else g + gb), (u if ub is None else u + ub)
-    return reference.glu_input_grads(grad, g, u, scale, *scalars)
-
-
-def _bias_glu_scale_grad(
-    grad: Tensor, g: Tensor, u: Tensor, gb: Tensor | None, ub: Tensor | None, *scalars: Any
-) -> Tensor:
-    return grad * _bias_glu_element(g, u, gb, ub, None, *scalars)
-
-
-def _packed_arguments(input: Box, bias: Box | None, layout: str) -> tuple[list[Any], list[tuple[Box | None, Any]]]:
-    """The ranges (…, n) and the loads of gate, up and their biases from packed (…, 2n)."""
-    *rows, width = input.get_size()
-    n = V.graph.sizevars.simplify(FloorDiv(width, 2))
-    at = [_packed(layout, n, up) for up in (0, 1)]
-    return [*rows, n], [(input, at[0]), (input, at[1]), *((bias, _compose(_column, a)) for a in at)]
+def _loads(op: Elementwise, tensors: Sequence[Any], layout: str | None) -> tuple[list[Any], list[tuple[Any, Any]]]:
+    """The ranges (…, n), and the loads: the data, packed data in two; the biases, likewise; the scale."""
+    *rows, n = tensors[0].get_size()
+    at: list[Callable[[Index], Index]] = [_here]
+    data = [(t, _here) for t in tensors[: op.data]]
+    if layout is not None:
+        n = V.graph.sizevars.simplify(FloorDiv(n, 2))
+        at = [_packed(layout, n, up) for up in (0, 1)]
+        data = [(tensors[0], a) for a in at]
+    biases = [] if op.bias is None else [(tensors[op.bias], _compose(_column, a)) for a in at]
+    scales = [] if op.scale is None else [(tensors[op.scale], _row)]
+    return [*rows, n], [*data, *biases, *scales]
 
 
 def _compose(outer: Callable[[Index], Index], inner: Callable[[Index], Index]) -> Callable[[Index], Index]:
     return lambda index: outer(inner(index))
 
 
-def _bias_glu(
-    input: Box,
-    bias: Box | None,
-    token_scale: Box | None,
-    activation: str,
-    layout: str = "halves",
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-) -> Box:
-    ranges, loads = _packed_arguments(input, bias, layout)
-    e = _Elementwise(ranges, *loads, (token_scale, _row))
-    return e.node(_bias_glu_element, activation, up_offset, clamp, dtype=input.get_dtype())
+def _forward(op: Elementwise) -> Callable[..., Box]:
+    def lowering(*args: Any) -> Box:
+        tensors, layout, scalars = op.split(args)
+        ranges, loads = _loads(op, tensors, layout)
+        return _Elementwise(ranges, *loads).node(_elements(op).value, *scalars, dtype=tensors[0].get_dtype())
+
+    return lowering
 
 
-def _bias_glu_backward(
-    grad: Box,
-    input: Box,
-    bias: Box | None,
-    token_scale: Box | None,
-    activation: str,
-    layout: str,
-    up_offset: float,
-    clamp: float | None,
-    output_mask: Sequence[bool],
-    dtypes: Sequence[torch.dtype] = (),
-) -> tuple[Box | None, ...]:
-    (own,) = dtypes or (input.get_dtype(),)
-    ranges, loads = _packed_arguments(input, bias, layout)
-    e = _Elementwise(ranges, (grad, _here), *loads, (token_scale, _row))
-    scalars = (activation, up_offset, clamp)
+def _backward(op: Elementwise) -> Callable[..., tuple[Box | None, ...]]:
+    def lowering(grad: Box, *args: Any, dtypes: Sequence[torch.dtype] = ()) -> tuple[Box | None, ...]:
+        """``dtypes``: of the data's gradients, where they are not the data's own."""
+        tensors, layout, scalars = op.split(args[:-1])
+        mask, elements = args[-1], _elements(op)
+        ranges, loads = _loads(op, tensors, layout)
+        e = _Elementwise(ranges, (grad, _here), *loads)
 
-    def half(i: int, dtype: torch.dtype | None = None) -> Box:
-        return e.node(_bias_glu_input_grads, *scalars, dtype=dtype, result=i)
+        def of_data(i: int, dtype: torch.dtype | None = None) -> Box:
+            if layout is None:
+                return e.node(elements.grads, *scalars, dtype=dtype, result=i)
+            halves = (e.node(elements.grads, *scalars, dtype=dtype, result=half) for half in (0, 1))
+            return _pack(*halves, layout)
 
-    d_input = d_bias = d_scale = None
-    if output_mask[0]:
-        d_input = _pack(half(0, own), half(1, own), layout)
-    if output_mask[1] and bias is not None:
-        d_bias = _pack(_sum_rows(half(0), bias.get_dtype()), _sum_rows(half(1), bias.get_dtype()), layout)
-    if output_mask[2] and token_scale is not None:
-        d_scale = _sum_columns(e.node_without(5, _bias_glu_scale_grad, *scalars), token_scale.get_dtype())
-    return d_input, d_bias, d_scale
+        found: list[Box | None] = [None] * len(tensors)
+        own = dtypes or [t.get_dtype() for t in tensors[: op.data]]
+        for i, dtype in enumerate(own):
+            found[i] = of_data(i, dtype) if mask[i] else None
+        if layout is None:
+            _before_sums(mask[op.data :], *found[: op.data])
+        if op.bias is not None and mask[op.bias] and (bias := tensors[op.bias]) is not None:
+            # Of packed data each half is summed by itself.
+            sums = [
+                _sum_rows(e.node(elements.grads, *scalars, result=half), bias.get_dtype())
+                for half in range(1 if layout is None else 2)
+            ]
+            found[op.bias] = sums[0] if layout is None else _pack(*sums, layout)
+        if op.scale is not None and mask[op.scale] and (scale := tensors[op.scale]) is not None:
+            terms = e.node_without(elements.scale_at, elements.scale_grad, *scalars)
+            found[op.scale] = _sum_columns(terms, scale.get_dtype())
+        return tuple(found)
+
+    return lowering
 
 
 # ---- what backward needs, in float8 ----------------------------------------------------------------------------------
@@ -396,19 +359,19 @@ def _bias_glu_backward(
 
 def _row_scale(amax: Box) -> tuple[Box, Box]:
     """(scale, what to multiply with) of each row."""
-    scale = lowerings[aten.div.Tensor](amax, torch.finfo(reference.FP8).max)
+    scale = lowerings[aten.div.Tensor](amax, torch.finfo(formulas.FP8).max)
     small = lowerings[aten.lt.Scalar](scale, torch.finfo(torch.float32).tiny)
     scale = lowerings[aten.where.self](small, 1.0, scale)
     return scale, lowerings[aten.unsqueeze.default](lowerings[aten.reciprocal.default](scale), -1)
 
 
 def _store_fp8(x: Box, halves: bool) -> tuple[Box, Box]:
-    """``reference.store_fp8``; ``halves``: both halves of a row in the loop that computes what is made of them."""
+    """``formulas.store_fp8``; ``halves``: both halves of a row in the loop that computes what is made of them."""
     *rows, last = x.get_size()
     x = to_dtype(x, torch.float32)
     if V.graph.sizevars.statically_known_equals(last, 0):
         ones = lowerings[aten.full.default](rows, 1.0, dtype=torch.float32, device=x.get_device())
-        return to_dtype(x, reference.FP8), ones
+        return to_dtype(x, formulas.FP8), ones
     parts, axis = [x], len(rows)
     if halves:
         n = V.graph.sizevars.simplify(FloorDiv(last, 2))
@@ -417,55 +380,49 @@ def _store_fp8(x: Box, halves: bool) -> tuple[Box, Box]:
     scale, inverse = _row_scale(
         lowerings[aten.amax.default](functools.reduce(lowerings[aten.maximum.default], sizes), [axis])
     )
-    stored = [to_dtype(lowerings[aten.mul.Tensor](part, inverse), reference.FP8) for part in parts]
+    stored = [to_dtype(lowerings[aten.mul.Tensor](part, inverse), formulas.FP8) for part in parts]
     return _pack(stored[0], stored[1], "halves") if halves else stored[0], scale
 
 
 def _load_fp8(stored: Box, scale: Box, dtype: torch.dtype) -> Box:
-    """``reference.load_fp8`` as a loader, in float32, or float64 for ``dtype`` float64: rounded by nothing else."""
+    """``formulas.load_fp8`` as a loader, in float32, or float64 for ``dtype`` float64: rounded by nothing else."""
     rows = lowerings[aten.unsqueeze.default](scale, -1)
     x = lowerings[aten.mul.Tensor](to_dtype(stored, torch.float32), rows)
     return to_dtype(x, torch.float64) if dtype == torch.float64 else x
 
 
-def _fp8(forward: Callable[..., Box], data: int, packed: bool = False) -> Callable[..., Any]:
-    """An operator that also stores its first ``data`` arguments."""
+def _fp8(op: Elementwise) -> Callable[..., tuple[Box, ...]]:
+    """The operator that also stores its data."""
+    forward = _forward(op)
 
     def lowering(*args: Any) -> tuple[Box, ...]:
-        halves = packed and (*args, "halves")[4] != "interleaved"  # the schema's default
-        return forward(*args), *(part for box in args[:data] for part in _store_fp8(box, halves))
+        tensors, layout, _ = op.split(args)
+        halves = layout not in (None, "interleaved")
+        return forward(*args), *(part for box in tensors[: op.data] for part in _store_fp8(box, halves))
 
     return lowering
 
 
-def _fp8_backward(backward: Callable[..., Any], data: int) -> Callable[..., Any]:
-    """A backward operator whose first ``data`` tensors after grad are stored, with their dtypes before the mask."""
+def _fp8_backward(op: Elementwise) -> Callable[..., tuple[Box | None, ...]]:
+    """Its backward operator."""
+    backward = _backward(op)
 
-    def lowering(grad: Box, *args: Any) -> tuple[Box | None, ...]:
-        stored, rest, dtypes, mask = args[: 2 * data], args[2 * data : -1 - data], args[-1 - data : -1], args[-1]
-        loaded = [_load_fp8(stored[2 * i], stored[2 * i + 1], dtype) for i, dtype in enumerate(dtypes)]
-        grads: tuple[Box | None, ...] = backward(grad, *loaded, *rest, mask, dtypes)
-        return grads
+    def lowering(*args: Any) -> tuple[Box | None, ...]:
+        given = op.stored(args)
+        loaded = [_load_fp8(*pair, dtype) for pair, dtype in zip(given.data, given.dtypes, strict=True)]
+        arguments = (given.grad, *loaded, *given.others, *given.scalars, given.output_mask)
+        return backward(*arguments, dtypes=given.dtypes)
 
     return lowering
 
 
-LOWERINGS: dict[str, Callable[..., Any]] = {
-    "bias_act": _bias_act,
-    "bias_act_backward": _bias_act_backward,
-    "glu": _glu,
-    "glu_backward": _glu_backward,
-    "bias_glu": _bias_glu,
-    "bias_glu_backward": _bias_glu_backward,
-    "bias_act_fp8": _fp8(_bias_act, 1),
-    "bias_act_fp8_backward": _fp8_backward(_bias_act_backward, 1),
-    "glu_fp8": _fp8(_glu, 2),
-    "glu_fp8_backward": _fp8_backward(_glu_backward, 2),
-    "bias_glu_fp8": _fp8(_bias_glu, 1, packed=True),
-    "bias_glu_fp8_backward": _fp8_backward(_bias_glu_backward, 1),
-}
+def lower(op: Elementwise) -> None:
+    """Register the lowerings of the four that a declared operator comes in."""
+    for signature, make in zip(op.signatures, (_forward, _backward, _fp8, _fp8_backward), strict=True):
+        # type_promotion_kind=None: the arguments' dtypes differ by design; promotion would widen what is loaded.
+        overload = getattr(torch.ops.fused, signature.name).default
+        register_lowering(overload, type_promotion_kind=None)(make(op))
 
 
-for _name, _lowering in LOWERINGS.items():
-    # type_promotion_kind=None: the arguments' dtypes differ by design; promotion would widen what is loaded.
-    register_lowering(getattr(torch.ops.fused, _name).default, type_promotion_kind=None)(_lowering)
+for _operator in elementwise():
+    lower(_operator)

@@ -35,6 +35,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops.lowerings import compat
+from torch_fused_ops.operators.declare import OPERATORS
 
 __all__ = [
     "GEMMS",
@@ -55,7 +56,7 @@ Graphs: TypeAlias = tuple[GraphModule, GraphModule]  # forward's, backward's
 aten = torch.ops.aten
 
 # What forward computes and backward can rebuild without a GEMM. A dropout is rebuilt from its seed: the same mask.
-REBUILT = ("bias_act", "glu", "bias_glu", "dropout_add")
+REBUILT = tuple(op.name for op in OPERATORS.values() if op.is_pointwise)
 LINEAR = {aten.mm.default, aten.addmm.default, aten._grouped_mm.default}  # GEMMs of linear layers, and of experts
 GEMMS = LINEAR | {aten.bmm.default, aten.baddbmm.default}
 

@@ -8,7 +8,7 @@ The row's maximum comes first, then the sum: Inductor's reduction for both at on
 long row once less, from the cache, for twice the instructions (rows of 4096 on sm_90: 61 an element, 26 so), and takes
 scores that are scaled, and rounded, already.
 
-What belongs to a row (its factor, its sink) is the text of ``reference.py``, traced. What belongs to an element is one
+What belongs to a row (its factor, its sink) is the text of ``formulas.py``, traced. What belongs to an element is one
 line, and stands here: on a GPU its exponent is to base 2, which is the instruction that there is.
 """
 
@@ -24,7 +24,7 @@ from torch._inductor.lowering import lowerings, register_lowering, to_dtype
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
 
-from torch_fused_ops import reference
+from torch_fused_ops import formulas
 from torch_fused_ops.lowerings import operators  # whole: it may be half way through its own import
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _on_gpu(box: Box) -> bool:
 
 def _window(size: Sequence[Any], causal: bool, window_left: int, window_right: int, group: int = 1) -> Load | None:
     """Whether a key, or one of its ``group``, is open to a query, from the index alone; None where every key is."""
-    left, right = reference.window_edges(causal, window_left, window_right)
+    left, right = formulas.window_edges(causal, window_left, window_right)
     if left is None and right is None:
         return None
     shift = size[-1] - size[-2]
@@ -80,7 +80,7 @@ def _unread(load: Load, near: Load | None, otherwise: float) -> Load:
 
 
 def _row_node(function: Callable[..., Any], scalars: tuple[Any, ...], *boxes: Box | None) -> Box:
-    """A function of ``reference.py`` on what rows have one of."""
+    """A function of ``formulas.py`` on what rows have one of."""
     given = tuple(b is not None for b in boxes)
     first, *rest = (b for b in boxes if b is not None)
     loads = [b.make_loader() for b in (first, *rest)]
@@ -104,7 +104,7 @@ def _softmax(
     double = torch.float64 in (input.get_dtype(), None if sink is None else sink.get_dtype())
     dtype = torch.float64 if double else torch.float32
     on_gpu = _on_gpu(input)
-    sign, size = reference.split_scale(scale, dtype)
+    sign, size = formulas.split_scale(scale, dtype)
     load = operators._widening_load(input, lambda index: index, dtype)
     is_open = _window(shape, causal, window_left, window_right)
     near = _window(shape, causal, window_left, window_right, _GROUP) if on_gpu else None
@@ -128,7 +128,7 @@ def _softmax(
     power, log2e = (ops.exp2, 1 / math.log(2)) if on_gpu else (ops.exp, 1.0)
     factor = min(size * log2e, torch.finfo(dtype).max)
     top = lowerings[aten.amax.default](_node(input, dtype, shape, scores), [len(shape) - 1], True)
-    peaks = _row_node(reference.softmax_peak, (), top).make_loader()
+    peaks = _row_node(formulas.softmax_peak, (), top).make_loader()
 
     def weight(index: Index) -> Value:
         x = ops.sub(scores(index), peaks(_row(index)))
@@ -137,7 +137,7 @@ def _softmax(
     total = lowerings[aten.sum.dim_IntList](_node(input, dtype, shape, weight), [len(shape) - 1], True)
     if sink is not None:
         sink = _node(input, dtype, top.get_size(), operators._widening_load(sink, lambda index: index[-3:-2], dtype))
-    factors = _row_node(reference.softmax_factor, (size,), top, total, sink).make_loader()
+    factors = _row_node(formulas.softmax_factor, (size,), top, total, sink).make_loader()
 
     def result(index: Index) -> Value:
         return ops.to_dtype(ops.mul(weight(index), factors(_row(index))), input.get_dtype())
@@ -169,7 +169,7 @@ def _softmax_backward(
     if output_mask[0]:
         inners = inner.make_loader()
         program = operators._program(
-            reference.softmax_input_grad, (True, True, True), (scale,), dtype, output.get_device().type
+            formulas.softmax_input_grad, (True, True, True), (scale,), dtype, output.get_device().type
         )
 
         def d(index: Index) -> Value:
@@ -180,7 +180,7 @@ def _softmax_backward(
         operators._before_sums(output_mask[1:], d_input)
     if output_mask[1] and sink_dtype is not None:
         total = lowerings[aten.sum.dim_IntList](_node(output, dtype, shape, y), last, True)
-        terms = _row_node(reference.softmax_sink_grad, (), inner, total)
+        terms = _row_node(formulas.softmax_sink_grad, (), inner, total)
         terms.realize()  # one number for each row, where the kernel that adds them up would read both of theirs
         axes = [a for a in range(len(shape)) if a != len(shape) - 3]
         d_sink = to_dtype(lowerings[aten.sum.dim_IntList](terms, axes), sink_dtype)

@@ -255,10 +255,8 @@ def names() -> tuple[str, ...]:
     return tuple(_TABLE)
 
 
-def get(name: str | Activation) -> Activation:
-    """The table's row for ``name`` (or that row itself); ValueError, naming the rows there are, if there is none."""
-    if isinstance(name, Activation):  # the CPU kernels' rows are not in the table
-        return name
+def get(name: str) -> Activation:
+    """The table's row for ``name``; ValueError, naming the rows there are, if there is none."""
     try:
         return _TABLE[name]
     except (KeyError, TypeError):

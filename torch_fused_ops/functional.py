@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import activations
-from torch_fused_ops.ops.activation import keeps_output
+from torch_fused_ops.operators import activation as declared
 from torch_fused_ops.viewless import (
     MakeViewlessTensor,
     assert_viewless_tensor,
@@ -73,6 +73,7 @@ __all__ = [
     "swiglu",
 ]
 
+_keeps_result = declared.bias_act.keeps_result
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
@@ -156,7 +157,7 @@ def bias_act(
     _check_activation(activation)
     args = input, bias, token_scale, activation
     # Of ReLU nothing is kept that the next linear does not keep.
-    if memory != "free" and _stores_fp8(memory, input, bias, token_scale) and not keeps_output(*args):
+    if memory != "free" and _stores_fp8(memory, input, bias, token_scale) and not _keeps_result(*args):
         return torch.ops.fused.bias_act_fp8(*args)[0]  # type: ignore[no-any-return]
     out: Tensor = torch.ops.fused.bias_act(*args)
     return out

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fused_ops import functional, reference
-from torch_fused_ops.ops import softmax
+from torch_fused_ops.operators import softmax
 from torch_fused_ops.viewless import (
     MakeViewlessTensor,
     assert_viewless_tensor,

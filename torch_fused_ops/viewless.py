@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops.ops.viewless import in_transform  # which registers torch.ops.fused.make_viewless
+from torch_fused_ops.operators.viewless import in_transform  # which registers torch.ops.fused.make_viewless
 
 __all__ = [
     "MakeViewlessTensor",

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_fused_ops import functional as FF
-from torch_fused_ops.ops import _autograd
+from torch_fused_ops.operators import autograd as _autograd
 
 SEED = torch.tensor([7])
 CALLS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {

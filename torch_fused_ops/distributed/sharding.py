@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import torch_fused_ops.operators.activation  # noqa: F401  (declares the operators)
+from torch_fused_ops.operators.declare import Elementwise, Signature, elementwise
+
 __all__ = ["RULES", "dropout_add_backward_by_shards", "dropout_add_by_shards", "register"]
 
 Placements = Sequence[Any]  # one for each tensor argument or result, None for what is none
@@ -46,55 +49,42 @@ def _dropout_add(input: Any, bias: Any, residual: Any, seed: Any, p: float) -> l
 
 # ---- operators that are computed row by row --------------------------------------------------------------------------
 
-# What shards of each tensor are when the data's axes are sharded, one letter for each result and argument:
-#   x  the data: (..., n)
-#   p  packed data: (..., 2n)
-#   c  a vector along the data's last axis: whole beside shards of another axis; as a gradient, a sum over those shards
-#   r  one number for each row, (...): whole beside shards of the last axis; as a gradient, a sum over those shards
-#   -  no tensor
-_ACTIVATIONS: dict[str, tuple[str, str]] = {
-    "bias_act": ("x", "xcr-"),
-    "bias_act_backward": ("xcr", "xxcr--"),
-    "bias_act_fp8": ("xxr", "xcr-"),
-    "bias_act_fp8_backward": ("xcr", "xxrcr---"),
-    "bias_glu": ("x", "pcr----"),
-    "bias_glu_backward": ("pcr", "xpcr-----"),
-    "bias_glu_fp8": ("xpr", "pcr----"),
-    "bias_glu_fp8_backward": ("pcr", "xprcr------"),
-    "glu": ("x", "xxr---"),
-    "glu_backward": ("xxr", "xxxr----"),
-    "glu_fp8": ("xxrxr", "xxr---"),
-    "glu_fp8_backward": ("xxr", "xxrxrr------"),
-}
 
+def _elementwise(op: Elementwise, signature: Signature) -> Callable[..., list[tuple[Placements, Placements]]]:
+    """The rule of one of a declared operator's four: any axis of the data, but not the last where rows are whole.
 
-def _activation(name: str, results: str, arguments: str) -> Callable[..., list[tuple[Placements, Placements]]]:
-    """The rule of an operator of ``_ACTIVATIONS``: any axis, but not the last where something is of whole rows."""
+    By the tensors' kinds: packed data is sharded so that gate and up of a column stay together; what is one number a
+    column is whole beside shards of another axis, and what is one number a row beside shards of the last; as gradients
+    they are sums over those shards.
+    """
+    kinds, results = [argument.kind for argument in signature.arguments], signature.results
+    stores = signature in (op.fp8, op.fp8_backward)
 
     def rule(*args: Any) -> list[tuple[Placements, Placements]]:
         from torch.distributed.tensor import Partial, Replicate, Shard
 
         last = args[0].ndim - 1
-        columns = Shard if "p" not in arguments else _packed(args[arguments.index("p")], args)
-        wanted = args[-1] if name.endswith("_backward") else [True] * len(results)
+        columns = Shard if "packed" not in kinds else _packed(args[kinds.index("packed")], args)
+        wanted = args[-1] if signature.is_backward else [True] * len(results)
 
         def of(kind: str, axis: int | None, elsewhere: Any) -> Any:
             along = axis == last
             if axis is None:
                 return Replicate()
-            if kind in "cr" and along != (kind == "c"):
+            if kind in ("per_column", "per_row") and along != (kind == "per_column"):
                 return elsewhere
-            return columns(0 if kind == "c" else axis) if along and columns and kind in "pc" else Shard(axis)
+            by_columns = along and columns and kind in ("packed", "per_column")
+            return columns(0 if kind == "per_column" else axis) if by_columns and columns else Shard(axis)
 
         def way(axis: int | None) -> tuple[Placements, Placements]:
             found = [of(kind, axis, Partial()) if w else None for kind, w in zip(results, wanted, strict=True)]
             given = [
-                None if kind == "-" or arg is None else of(kind, axis, Replicate())
-                for kind, arg in zip(arguments, args, strict=False)
+                None if not kind or arg is None else of(kind, axis, Replicate())
+                for kind, arg in zip(kinds, args, strict=False)
             ]
             return found, given
 
-        of_rows = "fp8" in name or columns is None
+        of_rows = stores or columns is None
         return [way(None), *(way(axis) for axis in range(last if of_rows else last + 1))]
 
     return rule
@@ -177,7 +167,7 @@ def _scaled_masked_softmax_backward(
 
 
 RULES: dict[str, Callable[..., list[tuple[Placements, Placements]]]] = {
-    **{name: _activation(name, *kinds) for name, kinds in _ACTIVATIONS.items()},
+    **{signature.name: _elementwise(op, signature) for op in elementwise() for signature in op.signatures},
     "scaled_masked_softmax": _scaled_masked_softmax,
     "scaled_masked_softmax_backward": _scaled_masked_softmax_backward,
     "dropout_add": _dropout_add,

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Triton kernels behind ``fused::bias_act``, ``fused::glu`` and ``fused::bias_glu`` in eager mode on a GPU.
+"""Triton kernels behind the activation family (``operators/activation.py``) in eager mode on a GPU.
 
 Two kernels do all the work, one forward and one backward; a third adds up the backward's partial sums, and a fourth is
 the forward one that also stores its inputs in float8, for which it sees whole rows. Every tensor is seen as a matrix
@@ -22,13 +22,14 @@ two together.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_fused_ops import activations, reference
+from torch_fused_ops import activations, formulas
+from torch_fused_ops.formulas import Gradients
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.launching import (
     INT32_MAX,
@@ -44,22 +45,9 @@ from torch_fused_ops.kernels.launching import (
     tl,
     triton,
 )
-from torch_fused_ops.reference import Grads3
+from torch_fused_ops.operators.declare import Elementwise
 
-__all__ = [
-    "bias_act",
-    "bias_act_backward",
-    "bias_act_fp8",
-    "bias_act_fp8_backward",
-    "bias_glu",
-    "bias_glu_backward",
-    "bias_glu_fp8",
-    "bias_glu_fp8_backward",
-    "glu",
-    "glu_backward",
-    "glu_fp8",
-    "glu_fp8_backward",
-]
+__all__ = ["backward", "forward", "fp8", "fp8_backward"]
 
 LOG2E = tl.constexpr(activations.LOG2E)
 GELU_TANH_SLOPE = tl.constexpr(activations.GELU_TANH_SLOPE)
@@ -70,9 +58,9 @@ INV_SQRT_2PI = tl.constexpr(activations.INV_SQRT_2PI)
 NORMAL_TAIL_P = tl.constexpr(activations.NORMAL_TAIL_P)
 NORMAL_TAIL = tl.constexpr(activations.NORMAL_TAIL)
 NORMAL_TERMS = tl.constexpr(len(activations.NORMAL_TAIL))
-CLAMP_KEEPS_BOUNDS = tl.constexpr(reference.CLAMP_KEEPS_BOUNDS)
+CLAMP_KEEPS_BOUNDS = tl.constexpr(formulas.CLAMP_KEEPS_BOUNDS)
 PROPAGATE_NAN = tl.constexpr(tl.PropagateNan.ALL)
-FP8_LARGEST = tl.constexpr(torch.finfo(reference.FP8).max)
+FP8_LARGEST = tl.constexpr(torch.finfo(formulas.FP8).max)
 FLOAT32_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 # ---- formulas ------------------------------------------------------------------------------------------------------
@@ -196,7 +184,7 @@ def _clamp(x, bound: tl.constexpr):
 
 @triton.jit
 def _cut(x, bound: tl.constexpr):
-    """Where the gradient is 0, as in ``reference``."""
+    """Where the gradient is 0, as in ``formulas``."""
     return x > bound if CLAMP_KEEPS_BOUNDS else x >= bound
 
 
@@ -261,7 +249,7 @@ def _from_fp8(code, NATIVE: tl.constexpr):
 
 @triton.jit
 def _row_scale(amax):
-    """As in ``reference.store_fp8``."""
+    """As in ``formulas.store_fp8``."""
     scale = tl.div_rn(amax, tl.full((1,), FP8_LARGEST, tl.float32))
     return tl.where(scale < FLOAT32_TINY, 1.0, scale)
 
@@ -330,7 +318,7 @@ def _forward_fp8(
     PACKED: tl.constexpr, NATIVE: tl.constexpr, COMPUTE: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """As ``_forward``, and gate and up as ``reference.store_fp8`` stores them. PACKED: one scale for both.
+    """As ``_forward``, and gate and up as ``formulas.store_fp8`` stores them. PACKED: one scale for both.
 
     A program has whole rows: in registers if WHOLE (one tile holds them), else it reads them twice.
     """
@@ -447,7 +435,7 @@ def _backward(
         if scale_sums is not None:
             total = tl.sum(g * (y * u if PAIR else y), 1)
             tl.store(scale_sums + _column_block(WIDE) * rows + r, total, mask=r < rows)
-        if not PAIR:  # in reference's order: a gradient times a large scale must not overflow before the derivative
+        if not PAIR:  # in the formula's order: a gradient times a large scale must not overflow before the derivative
             g = _input_grad(g, x, derivative, ACTIVATION)
         if scale is not None:
             g *= _vector(scale, r, scale_stride, rows, COMPUTE)[:, None]
@@ -626,14 +614,18 @@ class _Operands(NamedTuple):
     up_row_scale: Tensor | None = None
 
     @staticmethod
-    def packed(
-        input: Tensor, bias: Tensor | None, scale: Tensor | None, layout: str, row_scale: Tensor | None = None
-    ) -> _Operands:
+    def of(op: Elementwise, tensors: Sequence[Any], layout: str | None, row_scales: Sequence[Tensor] = ()) -> _Operands:
+        bias, scale = (None if i is None else tensors[i] for i in (op.bias, op.scale))
+        gate_row_scale, up_row_scale = (*row_scales, *row_scales, None, None)[:2]
+        if layout is None:
+            if op.data == 1:
+                return _Operands(tensors[0], None, bias, None, scale, "", gate_row_scale)
+            return _Operands(tensors[0], tensors[1], bias, None, scale, "", gate_row_scale, up_row_scale)
         if layout == "interleaved":
-            return _Operands(input, None, bias, None, scale, layout, row_scale)
-        gate, up = reference.unpack(input, layout)
-        gate_bias, up_bias = (None, None) if bias is None else reference.unpack(bias, layout)
-        return _Operands(gate, up, gate_bias, up_bias, scale, layout, row_scale, row_scale)
+            return _Operands(tensors[0], None, bias, None, scale, layout, gate_row_scale)
+        gate, up = formulas.unpack(tensors[0], layout)
+        gate_bias, up_bias = (None, None) if bias is None else formulas.unpack(bias, layout)
+        return _Operands(gate, up, gate_bias, up_bias, scale, layout, gate_row_scale, up_row_scale)
 
     def vectors(self) -> tuple[Matrix, Tensor | None, Matrix]:
         """The bias (the two biases of a packed input have one stride), and the scale, tensor and matrix."""
@@ -673,7 +665,7 @@ def _run_forward_fp8(
     kept = tuple(
         t.new_empty(shape, dtype=dtype)
         for t in stores
-        for shape, dtype in ((t.shape, reference.FP8), (t.shape[:-1], torch.float32))
+        for shape, dtype in ((t.shape, formulas.FP8), (t.shape[:-1], torch.float32))
     )
     if out.numel() == 0:
         for row_scale in kept[1::2]:
@@ -684,7 +676,7 @@ def _run_forward_fp8(
     plan = _row_plan(out.numel() // columns, columns, (matrix(out)[1], gate_m, up_m))
     bits = [t.view(torch.uint8) for t in kept[::2]]
     if x.layout and x.up is not None:
-        bits = list(reference.unpack(bits[0], x.layout))
+        bits = list(formulas.unpack(bits[0], x.layout))
     separate = len(stores) == 2
     launching.launch(
         _forward_fp8, plan.grid, out.device,
@@ -734,7 +726,7 @@ def _run_backward(
     scale_sums = _partial_sums(scale, plan.column_blocks, dtype)
     gate_sums, up_sums = bias_sums, None
     if bias_sums is not None and x.up is not None:
-        gate_sums, up_sums = reference.unpack(bias_sums, x.layout)
+        gate_sums, up_sums = formulas.unpack(bias_sums, x.layout)
     launching.launch(
         _backward, plan.grid, grad.device,
         g, gate, up, x.gate_bias, x.up_bias, x_scale, x.gate_row_scale, x.up_row_scale,
@@ -773,207 +765,87 @@ def _total(sums: Tensor | None, t: Tensor | None) -> Tensor | None:
     return out
 
 
-# ---- the operators -------------------------------------------------------------------------------------------------
+# ---- the kernels of an operator ------------------------------------------------------------------------------------
 
 
-def bias_act(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> Tensor:
-    """act(input + bias) · token_scale[..., None], in one kernel; see ``reference.bias_act``."""
-    return _run_forward(
-        input.new_empty(input.shape), _Operands(input, None, bias, None, token_scale), activation, 0.0, None
-    )
+def _formula(op: Elementwise, scalars: Sequence[Any]) -> tuple[str, float, float | None]:
+    """(activation, up_offset, clamp)."""
+    given = dict(zip((name for name in op.scalars if name != "layout"), scalars, strict=True))
+    return given["activation"], given.get("up_offset", 0.0), given.get("clamp")
 
 
-def _bias_act_backward(
+def forward(op: Elementwise) -> Callable[..., Tensor]:
+    """The operator, in one kernel."""
+
+    def launch(*args: Any) -> Tensor:
+        tensors, layout, scalars = op.split(args)
+        x = _Operands.of(op, tensors, layout)
+        return _run_forward(_result(tensors[0], layout), x, *_formula(op, scalars))
+
+    return launch
+
+
+def backward(op: Elementwise) -> Callable[..., Gradients]:
+    """Its gradients, in one pass."""
+
+    def launch(grad: Tensor, *args: Any) -> Gradients:
+        tensors, layout, scalars = op.split(args[:-1])
+        dtypes = tuple(t.dtype for t in tensors[: op.data])
+        return _gradients(op, grad, tensors, _Operands.of(op, tensors, layout), dtypes, scalars, args[-1])
+
+    return launch
+
+
+def fp8(op: Elementwise) -> Callable[..., tuple[Tensor, ...]]:
+    """The operator, and what its backward needs of its data in float8, in one kernel."""
+
+    def launch(*args: Any) -> tuple[Tensor, ...]:
+        tensors, layout, scalars = op.split(args)
+        x = _Operands.of(op, tensors, layout)
+        return _run_forward_fp8(_result(tensors[0], layout), x, tensors[: op.data], *_formula(op, scalars))
+
+    return launch
+
+
+def fp8_backward(op: Elementwise) -> Callable[..., Gradients]:
+    """Its gradients at what was stored, in one pass."""
+
+    def launch(*args: Any) -> Gradients:
+        given = op.stored(args)
+        bits = [stored.view(torch.uint8) for stored, _ in given.data]
+        tensors, layout, scalars = op.split((*bits, *given.others, *given.scalars))
+        x = _Operands.of(op, tensors, layout, [scale.contiguous() for _, scale in given.data])
+        return _gradients(op, given.grad, tensors, x, given.dtypes, scalars, given.output_mask)
+
+    return launch
+
+
+def _result(first: Tensor, layout: str | None) -> Tensor:
+    """Room for the operator's result."""
+    return first.new_empty(first.shape if layout is None else (*first.shape[:-1], first.shape[-1] // 2))
+
+
+def _gradients(
+    op: Elementwise,
     grad: Tensor,
+    tensors: Sequence[Tensor | None],
     x: _Operands,
-    d_input: Tensor | None,
-    activation: str,
-    output_mask: Sequence[bool],
-    dtypes: Sequence[torch.dtype] = (),
-) -> Grads3:
-    bias, scale = x.gate_bias if output_mask[1] else None, x.scale if output_mask[2] else None
-    return d_input, *_run_backward(grad, x, d_input, None, bias, scale, activation, 0.0, None, dtypes)
-
-
-def bias_act_backward(
-    grad: Tensor,
-    input: Tensor,
-    bias: Tensor | None,
-    token_scale: Tensor | None,
-    activation: str,
-    output_mask: Sequence[bool],
-) -> Grads3:
-    """The gradients of bias_act for (input, bias, token_scale), in one pass; None where output_mask says no."""
-    x = _Operands(input, None, bias, None, token_scale)
-    return _bias_act_backward(grad, x, room(input, output_mask[0]), activation, output_mask)
-
-
-def bias_act_fp8(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> tuple[Tensor, ...]:
-    """bias_act, and what its backward needs of input in float8, in one kernel; see ``reference.bias_act_fp8``."""
-    x = _Operands(input, None, bias, None, token_scale)
-    return _run_forward_fp8(input.new_empty(input.shape), x, (input,), activation, 0.0, None)
-
-
-def bias_act_fp8_backward(
-    grad: Tensor,
-    stored: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    token_scale: Tensor | None,
-    activation: str,
-    dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> Grads3:
-    """bias_act_backward at what bias_act_fp8 stored."""
-    x = _Operands(stored.view(torch.uint8), None, bias, None, token_scale, gate_row_scale=scale.contiguous())
-    return _bias_act_backward(grad, x, room(stored, output_mask[0], dtype), activation, output_mask, (dtype,))
-
-
-def glu(
-    gate: Tensor,
-    up: Tensor,
-    token_scale: Tensor | None,
-    activation: str,
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-) -> Tensor:
-    """act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset) · token_scale[..., None]; see ``reference.glu``."""
-    return _run_forward(
-        gate.new_empty(gate.shape), _Operands(gate, up, None, None, token_scale), activation, up_offset, clamp
+    dtypes: Sequence[torch.dtype],
+    scalars: Sequence[Any],
+    mask: Sequence[bool],
+) -> Gradients:
+    """What the mask asks for; ``dtypes``: of the data."""
+    found: list[Tensor | None] = [None] * len(tensors)
+    for i, dtype in enumerate(dtypes):
+        found[i] = room(tensors[i], mask[i], dtype)
+    d_gate, d_up = found[0], found[1] if op.data == 2 else None
+    if x.layout and x.up is not None and d_gate is not None:
+        d_gate, d_up = formulas.unpack(d_gate, x.layout)
+    bias, scale = (None if i is None or not mask[i] else tensors[i] for i in (op.bias, op.scale))
+    d_bias, d_scale = _run_backward(
+        grad, x, d_gate, d_up, bias, scale, *_formula(op, scalars), dtypes if x.gate_row_scale is not None else ()
     )
-
-
-def glu_backward(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    token_scale: Tensor | None,
-    activation: str,
-    up_offset: float,
-    clamp: float | None,
-    output_mask: Sequence[bool],
-) -> Grads3:
-    """The gradients of glu for (gate, up, token_scale), in one pass; None where output_mask says no."""
-    d_gate, d_up = room(gate, output_mask[0]), room(up, output_mask[1])
-    x, scale = _Operands(gate, up, None, None, token_scale), token_scale if output_mask[2] else None
-    return d_gate, d_up, _run_backward(grad, x, d_gate, d_up, None, scale, activation, up_offset, clamp)[1]
-
-
-def glu_fp8(
-    gate: Tensor,
-    up: Tensor,
-    token_scale: Tensor | None,
-    activation: str,
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-) -> tuple[Tensor, ...]:
-    """glu, and what its backward needs of gate and up in float8, in one kernel; see ``reference.glu_fp8``."""
-    x = _Operands(gate, up, None, None, token_scale)
-    return _run_forward_fp8(gate.new_empty(gate.shape), x, (gate, up), activation, up_offset, clamp)
-
-
-def glu_fp8_backward(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor,
-    up: Tensor,
-    up_scale: Tensor,
-    token_scale: Tensor | None,
-    activation: str,
-    up_offset: float,
-    clamp: float | None,
-    gate_dtype: torch.dtype,
-    up_dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> Grads3:
-    """glu_backward at what glu_fp8 stored."""
-    d_gate, d_up = room(gate, output_mask[0], gate_dtype), room(up, output_mask[1], up_dtype)
-    x = _Operands(
-        gate.view(torch.uint8), up.view(torch.uint8), None, None, token_scale, "",
-        gate_scale.contiguous(), up_scale.contiguous(),
-    )  # fmt: skip
-    scale, dtypes = token_scale if output_mask[2] else None, (gate_dtype, up_dtype)
-    _, d_scale = _run_backward(grad, x, d_gate, d_up, None, scale, activation, up_offset, clamp, dtypes)
-    return d_gate, d_up, d_scale
-
-
-def bias_glu(
-    input: Tensor,
-    bias: Tensor | None,
-    token_scale: Tensor | None,
-    activation: str,
-    layout: str = "halves",
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-) -> Tensor:
-    """glu of the packed input (..., 2n) + bias (2n,), in one kernel; see ``reference.bias_glu``."""
-    out = input.new_empty((*input.shape[:-1], input.shape[-1] // 2))
-    return _run_forward(out, _Operands.packed(input, bias, token_scale, layout), activation, up_offset, clamp)
-
-
-def _bias_glu_backward(
-    grad: Tensor,
-    x: _Operands,
-    d_input: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    up_offset: float,
-    clamp: float | None,
-    output_mask: Sequence[bool],
-    dtypes: Sequence[torch.dtype] = (),
-) -> Grads3:
-    d_gate, d_up = d_input, None
-    if d_input is not None and x.layout != "interleaved":
-        d_gate, d_up = reference.unpack(d_input, x.layout)
-    sums = bias if output_mask[1] else None, x.scale if output_mask[2] else None
-    return d_input, *_run_backward(grad, x, d_gate, d_up, *sums, activation, up_offset, clamp, dtypes)
-
-
-def bias_glu_backward(
-    grad: Tensor,
-    input: Tensor,
-    bias: Tensor | None,
-    token_scale: Tensor | None,
-    activation: str,
-    layout: str,
-    up_offset: float,
-    clamp: float | None,
-    output_mask: Sequence[bool],
-) -> Grads3:
-    """The gradients of bias_glu for (input, bias, token_scale), in one pass; None where output_mask says no."""
-    x, d_input = _Operands.packed(input, bias, token_scale, layout), room(input, output_mask[0])
-    return _bias_glu_backward(grad, x, d_input, bias, activation, up_offset, clamp, output_mask)
-
-
-def bias_glu_fp8(
-    input: Tensor,
-    bias: Tensor | None,
-    token_scale: Tensor | None,
-    activation: str,
-    layout: str = "halves",
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-) -> tuple[Tensor, ...]:
-    """bias_glu, and what its backward needs of input in float8, in one kernel; see ``reference.bias_glu_fp8``."""
-    out = input.new_empty((*input.shape[:-1], input.shape[-1] // 2))
-    x = _Operands.packed(input, bias, token_scale, layout)
-    return _run_forward_fp8(out, x, (input,), activation, up_offset, clamp)
-
-
-def bias_glu_fp8_backward(
-    grad: Tensor,
-    stored: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    token_scale: Tensor | None,
-    activation: str,
-    layout: str,
-    up_offset: float,
-    clamp: float | None,
-    dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> Grads3:
-    """bias_glu_backward at what bias_glu_fp8 stored."""
-    x = _Operands.packed(stored.view(torch.uint8), bias, token_scale, layout, scale.contiguous())
-    d_input = room(stored, output_mask[0], dtype)
-    return _bias_glu_backward(grad, x, d_input, bias, activation, up_offset, clamp, output_mask, (dtype,))
+    for i, d in ((op.bias, d_bias), (op.scale, d_scale)):
+        if i is not None:
+            found[i] = d
+    return tuple(found)

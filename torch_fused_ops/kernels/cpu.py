@@ -1,13 +1,14 @@
-"""The operators of the activation family on the CPU, in eager mode: ``reference``'s formulas, a block at a time.
+"""Declared operators on the CPU, in eager mode: their formulas, a block at a time.
 
 Three things make them quick, and none of them is another formula for an operator:
 
 * A formula is some ten elementwise steps. On whole tensors each step is a pass over memory and a temporary of the
   tensor's size; on blocks that stay in the cache the only large tensors are the arguments and the results.
-* Each activation has a row here in the CPU's fastest calls (``_FORMS``), handed to ``reference``'s element functions in
-  place of the table's. PyTorch's CPU kernels have costs of their own: ``where`` takes nine times as long as ``mul``
+* Each activation has a spelling here in the CPU's fastest calls (``_SPELLINGS``), which takes the place of its name in
+  the operators' formulas. PyTorch's CPU kernels have costs of their own: ``where`` takes nine times as long as ``mul``
   (84 and 9 µs for 65536 float32 numbers on one core), ``exp2`` twice, ``erfc`` twelve times, while ``silu`` and
-  ``sigmoid`` are one pass of 29 µs and exact to the last digits.
+  ``sigmoid`` are one pass of 29 µs and exact to the last digits. With the table's own formulas backward takes 1.4 to
+  3.2 times as long (float32 and bfloat16, 256×4096, one core), calls on small tensors 1.4 to 6.5 times.
 * Where PyTorch has the very function in one call, and as accurate, that call is all there is.
 
 Float64, and registered activations, take the table's own functions. Tests hold all of it to the precision contract.
@@ -23,42 +24,49 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fused_ops import activations, reference
-from torch_fused_ops.activations import Activation
-from torch_fused_ops.reference import Grads3, unpack
+from torch_fused_ops import activations
+from torch_fused_ops.formulas import FP8, Gradients, Spelling, act_element, load_fp8, over_rows, pack, store_fp8, unpack
+from torch_fused_ops.operators.declare import DATA, Elementwise
 
-__all__ = [
-    "bias_act",
-    "bias_act_backward",
-    "bias_act_fp8",
-    "bias_act_fp8_backward",
-    "bias_glu",
-    "bias_glu_backward",
-    "bias_glu_fp8",
-    "bias_glu_fp8_backward",
-    "glu",
-    "glu_backward",
-    "glu_fp8",
-    "glu_fp8_backward",
-]
+__all__ = ["backward", "forward", "fp8", "fp8_backward", "recorded"]
 
 aten = torch.ops.aten
 
 # ---- the activations in the CPU's fastest calls --------------------------------------------------------------------
 
 
-class _Form(NamedTuple):
-    """An activation on float32: f(x) and grad·f'(x) from ``parts``, what they have in common.
+class _Calls(NamedTuple):
+    """A ``Spelling`` of two calls."""
 
-    ``native`` and ``native_backward`` are PyTorch's own x → f(x) and grad, x → grad·f'(x) for any dtype, with one
-    rounding, where they are accurate over the whole range. With both, autograd may as well record ``native`` itself.
-    """
+    value: Callable[[Tensor], Tensor]
+    input_grad: Callable[[Tensor, Tensor], Tensor]
 
-    parts: Callable[[Tensor], Any]
-    value: Callable[[Tensor, Any], Tensor]
-    gradient: Callable[[Tensor, Tensor, Any], Tensor]
-    native: Callable[[Tensor], Tensor] | None = None
-    native_backward: Callable[[Tensor, Tensor], Tensor] | None = None
+
+class _Shared:
+    """A ``Spelling`` in which f(x) and grad·f'(x) have something in common: ``parts``, computed once."""
+
+    __slots__ = ("_gradient", "_parts", "_value", "known", "of")
+
+    def __init__(
+        self,
+        parts: Callable[[Tensor], Any],
+        value: Callable[[Tensor, Any], Tensor],
+        gradient: Callable[[Tensor, Tensor, Any], Tensor],
+    ) -> None:
+        self._parts, self._value, self._gradient = parts, value, gradient
+        self.of: Tensor | None = None
+        self.known: Any = None
+
+    def _parts_of(self, x: Tensor) -> Any:
+        if self.of is not x:
+            self.of, self.known = x, self._parts(x)
+        return self.known
+
+    def value(self, x: Tensor) -> Tensor:
+        return self._value(x, self._parts_of(x))
+
+    def input_grad(self, grad: Tensor, x: Tensor) -> Tensor:
+        return self._gradient(grad, x, self._parts_of(x))
 
 
 with _disable_current_modes():  # whatever this module is imported under
@@ -135,105 +143,38 @@ def _relu2(x: Tensor, r: Tensor) -> Tensor:
     return r * r
 
 
-def _sigmoid_backward(x: Tensor) -> Tensor:
+def _sigmoid_derivative(x: Tensor) -> Tensor:
     # e/(1 + e)² with e = exp(-|x|): both tails as the left one
     e = torch.abs(x).mul_(-activations.LOG2E).exp2_()
     d = e + _ONE
     return e.div_(d.mul_(d))
 
 
-def _nothing(x: Tensor) -> None:
-    return None
-
-
 def _times(derivative: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Tensor, Any], Tensor]:
     return lambda grad, x, parts: grad * derivative(x, parts)
 
 
-_FORMS = {
-    "relu": _Form(
-        _nothing,
-        lambda x, _: torch.relu(x),
-        lambda grad, x, _: _relu_backward(grad, x),
-        torch.relu,
-        _relu_backward,
-    ),
-    "relu2": _Form(torch.relu, _relu2, lambda grad, x, r: _relu_backward(grad * (r + r), x)),
-    "silu": _Form(
-        torch.sigmoid,
-        lambda x, s: x * s,
-        _times(_swish_derivative(1.0)),
-        torch.nn.functional.silu,
-        aten.silu_backward.default,
-    ),
-    "gelu": _Form(_gelu_parts, _gelu, _times(_gelu_derivative)),
-    "gelu_tanh": _Form(_gelu_tanh_parts, lambda x, parts: x * parts[1], _times(_gelu_tanh_derivative)),
-    "quick_gelu": _Form(
+# PyTorch's own functions and derivatives, of any dtype, with one rounding, where they are accurate everywhere.
+_NATIVE = {
+    "relu": _Calls(torch.relu, _relu_backward),
+    "silu": _Calls(torch.nn.functional.silu, aten.silu_backward.default),
+}
+_NATIVE_VALUE = {"sigmoid": torch.sigmoid, "tanh": torch.tanh, **{name: calls.value for name, calls in _NATIVE.items()}}
+
+# What makes a spelling for float32.
+_SPELLINGS: dict[str, Callable[[], Spelling]] = {
+    **{name: (lambda calls=calls: calls) for name, calls in _NATIVE.items()},
+    "relu2": lambda: _Shared(torch.relu, _relu2, lambda grad, x, r: _relu_backward(grad * (r + r), x)),
+    "gelu": lambda: _Shared(_gelu_parts, _gelu, _times(_gelu_derivative)),
+    "gelu_tanh": lambda: _Shared(_gelu_tanh_parts, lambda x, parts: x * parts[1], _times(_gelu_tanh_derivative)),
+    "quick_gelu": lambda: _Shared(
         lambda x: torch.sigmoid(x * _QUICK_SLOPE),
         lambda x, s: x * s,
         _times(_swish_derivative(activations.QUICK_GELU_SLOPE)),
     ),
-    "sigmoid": _Form(_nothing, lambda x, _: torch.sigmoid(x), _times(lambda x, _: _sigmoid_backward(x)), torch.sigmoid),
-    "tanh": _Form(
-        _nothing,
-        lambda x, _: torch.tanh(x),
-        _times(lambda x, _: _sigmoid_backward(x + x).mul_(4.0)),
-        torch.tanh,
-    ),
+    "sigmoid": lambda: _Calls(torch.sigmoid, lambda grad, x: grad * _sigmoid_derivative(x)),
+    "tanh": lambda: _Calls(torch.tanh, lambda grad, x: grad * _sigmoid_derivative(x + x).mul_(4.0)),
 }
-
-
-def _value(form: _Form, x: Tensor) -> Tensor:
-    return form.value(x, form.parts(x)) if form.native is None else form.native(x)
-
-
-class _OnCpu(Activation):
-    """A row for ``reference``: what value and gradient have in common is computed once."""
-
-    def __init__(self, form: _Form) -> None:
-        self.__dict__.update(form=form, x=None, parts=None)
-
-    def _of(self, x: Tensor) -> Any:
-        mine = self.__dict__
-        if mine["x"] is not x:
-            mine["x"], mine["parts"] = x, mine["form"].parts(x)
-        return mine["parts"]
-
-    def value(self, x: Tensor) -> Tensor:
-        form = self.__dict__["form"]
-        if form.native is not None and self.__dict__["x"] is not x:  # nothing to share: forward alone
-            return form.native(x)  # type: ignore[no-any-return]
-        return form.value(x, self._of(x))  # type: ignore[no-any-return]
-
-    def input_grad(self, grad: Tensor, x: Tensor) -> Tensor:
-        return self.__dict__["form"].gradient(grad, x, self._of(x))  # type: ignore[no-any-return]
-
-
-def _row(activation: str, dtype: torch.dtype) -> Any:
-    """What ``reference`` is handed as the activation."""
-    form = _FORMS.get(activation) if dtype == torch.float32 else None
-    return activation if form is None else _OnCpu(form)
-
-
-def _is_simple(*tensors: Tensor | None) -> bool:
-    """Whether nothing need be widened, cut or laid out anew: float32, contiguous, no more numbers than a grain."""
-    for t in tensors:
-        if t is not None and (t.dtype != torch.float32 or t.numel() > _GRAIN or not t.is_contiguous()):
-            return False
-    return True
-
-
-def record_bias_act(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> Tensor | None:
-    """bias_act as PyTorch's own differentiable function where that is all there is to it, or None.
-
-    It keeps for backward just what the operator keeps. So a recomputation that takes the other way, because some mode
-    is active then, is the same to ``torch.utils.checkpoint``: with GLUs, recorded step by step, it would not be.
-    """
-    form = _FORMS.get(activation)
-    if form is None or form.native is None or form.native_backward is None:
-        return None
-    alone = bias is None and token_scale is None and input.is_contiguous()
-    return form.native(input) if alone else None
 
 
 # ---- blocks --------------------------------------------------------------------------------------------------------
@@ -269,147 +210,204 @@ def _wide(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype == dtype else t.to(dtype)
 
 
-def _input_grads(
-    grad: Tensor,
-    data: Sequence[Tensor],
-    scale: Tensor | None,
-    row: Any,
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-) -> tuple[Tensor, ...]:
-    """reference's; or PyTorch's own derivative where it is the whole of it, bit for bit what record_bias_act's is."""
-    form: _Form | None = row.__dict__["form"] if isinstance(row, _OnCpu) else None
-    plain = not up_offset and clamp is None
-    if form is not None and form.native is not None and form.native_backward is not None and plain:
-        if len(data) == 1:
-            dx = form.native_backward(grad, data[0])
-            return (dx if scale is None else dx * scale,)
-        grad = grad if scale is None else grad * scale
-        gate, up = data
-        return form.native_backward(grad * up, gate), grad * form.native(gate)
-    if len(data) == 1:
-        return (reference.bias_act_input_grad(grad, data[0], None, scale, row),)
-    gate, up = data
-    return reference.glu_input_grads(grad, gate, up, scale, row, up_offset, clamp)
+def _contiguous(t: Tensor) -> Tensor:
+    return t if t.is_contiguous() else t.contiguous()
 
 
-class _Call(NamedTuple):
-    """An operator's arguments: ``data`` is (x,) for bias_act, else (gate, up); ``biases`` likewise, or empty."""
+def _is_simple(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether nothing need be widened, cut or laid out anew: float32, contiguous, no more numbers than a grain."""
+    for t in tensors:
+        if t is not None and (t.dtype != torch.float32 or t.numel() > _GRAIN or not t.is_contiguous()):
+            return False
+    return True
+
+
+def _compute_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
+    for t in tensors:
+        if t is not None and t.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
+
+
+class _Operands(NamedTuple):
+    """An operator's tensors: packed data in two, and its bias likewise."""
 
     data: tuple[Tensor, ...]
-    biases: tuple[Tensor, ...]
-    scale: Tensor | None
-    activation: str
-    up_offset: float = 0.0
-    clamp: float | None = None
-    row_scales: tuple[Tensor, ...] = ()  # of data in float8: see reference.store_fp8
+    biases: tuple[Tensor, ...]  # none, or one for each of the first data
+    scale: tuple[Tensor | None, ...]  # as a column; none where the operator has no such argument
+    row_scales: tuple[Tensor, ...] = ()  # of data in float8
 
     @staticmethod
-    def packed(
-        input: Tensor,
-        bias: Tensor | None,
-        scale: Tensor | None,
-        activation: str,
-        layout: str,
-        up_offset: float,
-        clamp: float | None,
-        row_scale: Tensor | None = None,
-    ) -> _Call:
-        biases = () if bias is None else unpack(bias, layout)
-        row_scales = () if row_scale is None else (row_scale, row_scale)
-        return _Call(unpack(input, layout), biases, scale, activation, up_offset, clamp, row_scales)
+    def of(
+        op: Elementwise,
+        tensors: Sequence[Any],
+        layout: str | None,
+        dtype: torch.dtype,
+        row_scales: tuple[Tensor, ...] = (),
+    ) -> _Operands:
+        """With the small ones in ``dtype``."""
+        bias = None if op.bias is None else tensors[op.bias]
+        scale: tuple[Tensor | None, ...] = ()
+        if op.scale is not None:
+            rows = tensors[op.scale]
+            scale = (None if rows is None else _wide(rows, dtype).unsqueeze(-1),)
+        wide = None if bias is None else _wide(bias, dtype)
+        if layout is None:
+            return _Operands(tuple(tensors[: op.data]), () if wide is None else (wide,), scale, row_scales)
+        biases = () if wide is None else unpack(wide, layout)
+        return _Operands(unpack(tensors[0], layout), biases, scale, row_scales * 2)
 
-    def dtype(self, *more: Tensor) -> torch.dtype:
-        for t in (*self.data, *self.biases, *more):
-            if t.dtype == torch.float64:
-                return torch.float64
-        return torch.float64 if self.scale is not None and self.scale.dtype == torch.float64 else torch.float32
-
-    def wide(self, dtype: torch.dtype) -> _Call:
-        """With the small arguments in ``dtype``, scale as a column, and the activation as ``reference`` takes it."""
-        scale = None if self.scale is None else _wide(self.scale, dtype).unsqueeze(-1)
-        biases = tuple([_wide(b, dtype) for b in self.biases])
-        return self._replace(biases=biases, scale=scale, activation=_row(self.activation, dtype))
-
-    def block(self, index: tuple[Any, ...], dtype: torch.dtype) -> _Call:
-        """A block's part of a wide call, with the biases added."""
+    def block(self, index: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+        """What the formula is called with, of one block: the data, with the biases added, and the scale."""
         data = [t[index] if index else t for t in self.data]
         if self.row_scales:
             scales = [s[index] for s in self.row_scales]
-            data = [reference.load_fp8(t, s, dtype) for t, s in zip(data, scales, strict=True)]
+            data = [load_fp8(t, s, dtype) for t, s in zip(data, scales, strict=True)]
         else:
             data = [_wide(t, dtype) for t in data]
-        if self.biases:
-            data = [t + b for t, b in zip(data, self.biases, strict=True)]
-        scale = self.scale[index] if index and self.scale is not None else self.scale
-        return self._replace(data=tuple(data), scale=scale)
-
-    def value(self) -> Tensor:
-        if len(self.data) == 1:
-            return reference.bias_act_element(self.data[0], None, self.scale, self.activation)
-        gate, up = self.data
-        return reference.glu_element(gate, up, self.scale, self.activation, self.up_offset, self.clamp)
-
-    def input_grads(self, grad: Tensor) -> tuple[Tensor, ...]:
-        return _input_grads(grad, self.data, self.scale, self.activation, self.up_offset, self.clamp)
-
-    def scale_grad(self, grad: Tensor) -> Tensor:
-        if len(self.data) == 1:
-            terms = reference.bias_act_scale_grad(grad, self.data[0], None, self.activation)
-        else:
-            gate, up = self.data
-            terms = reference.glu_scale_grad(grad, gate, up, self.activation, self.up_offset, self.clamp)
-        return terms.sum(-1)
+        for i, bias in enumerate(self.biases):
+            data[i] = data[i] + bias
+        if not index:
+            return (*data, *self.scale)
+        return (*data, *(None if s is None else s[index] for s in self.scale))
 
 
-def _forward(call: _Call) -> Tensor:
-    first, dtype = call.data[0], call.dtype()
-    shape = first.shape
-    if call.activation in _FORMS and first.numel() <= _GRAIN:
-        y = call.wide(dtype).block((), dtype).value()
-        y = y if y.dtype == first.dtype else y.to(first.dtype)
-        return y if y.is_contiguous() else y.contiguous()
-    out = first.new_empty(shape)
-    wide = call.wide(dtype)
-    for i in _blocks(shape, block()):
-        out[i].copy_(wide.block(i, dtype).value())
-    return out
+def _spelled(scalars: tuple[Any, ...], activation: int | None, dtype: torch.dtype) -> tuple[Any, ...]:
+    """The formula's scalars, the activation as it is spelled here."""
+    make = _SPELLINGS.get(scalars[activation]) if activation is not None and dtype == torch.float32 else None
+    if make is None:
+        return scalars
+    return (*scalars[:activation], make(), *scalars[(activation or 0) + 1 :])
 
 
-def _backward(
-    grad: Tensor,
-    call: _Call,
-    outs: Sequence[Tensor | None],
-    bias_outs: Sequence[Tensor],
-    scale_out: Tensor | None,
-    dtypes: Sequence[torch.dtype] = (),
-) -> None:
-    """Fill what is given: the gradients of the data, of the biases and of the scale. ``dtypes``: of data in float8."""
-    dtype = torch.float64 if torch.float64 in dtypes else call.dtype(grad)
-    wide = call.wide(dtype)
-    inputs = bool(bias_outs) or any(o is not None for o in outs)
-    # Hundreds of partial sums: in float64, so that their order costs nothing.
-    totals = [torch.zeros_like(b, dtype=torch.float64) for b in bias_outs]
-    for i in _blocks(grad.shape, block()):
-        g, part = _wide(grad[i] if i else grad, dtype), wide.block(i, dtype)
-        if inputs:
-            ds = part.input_grads(g)
-            for out, d in zip(outs, ds, strict=True):
-                if out is not None:
-                    (out[i] if i else out).copy_(d)
-            for total, d in zip(totals, ds, strict=False):
-                total += reference._over_rows(d)
-        if scale_out is not None:
-            (scale_out[i] if i else scale_out).copy_(part.scale_grad(g))
-    for out, total in zip(bias_outs, totals, strict=True):
-        out.copy_(total)
+# ---- the kernels of an operator --------------------------------------------------------------------------------------
 
 
-# ---- the operators -------------------------------------------------------------------------------------------------
+def _without_scale(op: Elementwise) -> Callable[[Sequence[Any], str | None], tuple[Any, ...]]:
+    """What the formula is called with where no row is scaled and nothing need be widened or cut."""
+    bias_at, data = op.bias, op.data
+    scale = () if op.scale is None else (None,)
+
+    def elements(tensors: Sequence[Any], layout: str | None) -> tuple[Any, ...]:
+        first = tensors[0]
+        if bias_at is not None and tensors[bias_at] is not None:
+            first = first + tensors[bias_at]
+        if layout is not None:
+            return (*unpack(first, layout), *scale)
+        return (first, *tensors[1:data], *scale)
+
+    return elements
 
 
-def _given(t: Tensor | None) -> tuple[Tensor, ...]:
-    return () if t is None else (t,)
+def _activation(op: Elementwise) -> int | None:
+    """Which of the formula's scalars is the activation."""
+    scalars = [name for name in op.scalars if name != "layout"]
+    return scalars.index("activation") if "activation" in scalars else None
+
+
+def _is_activation_alone(op: Elementwise) -> bool:
+    """Whether without bias and scale the operator is nothing but its activation."""
+    return op.value is act_element and op.kinds == ("data", "per_column", "per_row")
+
+
+def forward(op: Elementwise) -> Callable[..., Tensor]:
+    """The operator."""
+    activation, scale, elements = _activation(op), op.scale, _without_scale(op)
+    alone = _is_activation_alone(op)
+
+    def kernel(*args: Any) -> Tensor:
+        if alone and args[1] is None and args[2] is None and (native := _NATIVE_VALUE.get(args[3])) is not None:
+            return _contiguous(native(args[0]))
+        tensors, layout, scalars = op.split(args)
+        first = tensors[0]
+        if (scale is None or tensors[scale] is None) and _is_simple(tensors):
+            spelled = _spelled(scalars, activation, torch.float32)
+            if spelled is not scalars:
+                return _contiguous(op.value(*elements(tensors, layout), *spelled))
+        dtype = _compute_dtype(tensors)
+        operands, spelled = _Operands.of(op, tensors, layout, dtype), _spelled(scalars, activation, dtype)
+        shape = operands.data[0].shape
+        if spelled is not scalars and operands.data[0].numel() <= _GRAIN:
+            return _contiguous(_wide(op.value(*operands.block((), dtype), *spelled), first.dtype))
+        out: Tensor = first.new_empty(shape)
+        for i in _blocks(shape, block()):
+            out[i].copy_(op.value(*operands.block(i, dtype), *_spelled(scalars, activation, dtype)))
+        return out
+
+    return kernel
+
+
+def backward(op: Elementwise) -> Callable[..., Gradients]:
+    """Its backward operator."""
+    activation, bias, scale, elements = _activation(op), op.bias, op.scale, _without_scale(op)
+    alone, data = _is_activation_alone(op), op.data
+
+    def kernel(grad: Tensor, *args: Any) -> Gradients:
+        mask = args[-1]
+        if (
+            alone
+            and mask[0]
+            and args[1] is None
+            and args[2] is None
+            and args[3] in _NATIVE
+            and grad.dtype == args[0].dtype
+        ):
+            return _contiguous(_NATIVE[args[3]].input_grad(grad, args[0])), None, None
+        tensors, layout, scalars = op.split(args[:-1])
+        if (scale is None or tensors[scale] is None) and _is_simple((grad, *tensors)):
+            spelled = _spelled(scalars, activation, torch.float32)
+            if spelled is not scalars:
+                found: Any = op.grads(grad, *elements(tensors, layout), *spelled)
+                found = found if layout is None else (pack(*found, layout),)
+                of_tensors = [found[i] if i < data and w else None for i, w in enumerate(mask)]
+                if bias is not None and mask[bias]:
+                    of_tensors[bias] = over_rows(found[0])
+                return tuple(of_tensors)
+        room = tuple(map(_room, tensors, mask))
+        dtype = _compute_dtype((grad, *tensors))
+        _fill_gradients(op, grad, _Operands.of(op, tensors, layout, dtype), layout, scalars, room, dtype)
+        return room
+
+    return kernel
+
+
+def fp8(op: Elementwise) -> Callable[..., tuple[Tensor, ...]]:
+    """The operator that also stores its data."""
+    plain, data = forward(op), op.data
+    return lambda *args: (plain(*args), *(part for t in args[:data] for part in _store(t)))
+
+
+def fp8_backward(op: Elementwise) -> Callable[..., Gradients]:
+    """That one's backward operator."""
+
+    def kernel(*args: Any) -> Gradients:
+        given = op.stored(args)
+        tensors = (*(stored for stored, _ in given.data), *given.others)
+        _, layout, scalars = op.split((*tensors, *given.scalars))
+        dtypes = (*given.dtypes, *(None if t is None else t.dtype for t in given.others))
+        room = tuple(map(_room, tensors, given.output_mask, dtypes))
+        dtype = torch.float64 if torch.float64 in given.dtypes else _compute_dtype((given.grad, *given.others))
+        operands = _Operands.of(op, tensors, layout, dtype, tuple(scale for _, scale in given.data))
+        _fill_gradients(op, given.grad, operands, layout, scalars, room, dtype)
+        return room
+
+    return kernel
+
+
+def recorded(op: Elementwise) -> Callable[..., Tensor | None] | None:
+    """The operator as PyTorch's own differentiable function where that is all there is to it, or None.
+
+    It keeps for backward just what the operator keeps. So a recomputation that takes the other way, because some mode
+    is active then, is the same to ``torch.utils.checkpoint``: with GLUs, recorded step by step, it would not be.
+    """
+    if not _is_activation_alone(op):
+        return None
+
+    def record(input: Tensor, bias: Tensor | None, scale: Tensor | None, activation: str) -> Tensor | None:
+        alone = bias is None and scale is None and activation in _NATIVE and input.is_contiguous()
+        return _NATIVE[activation].value(input) if alone else None
+
+    return record
 
 
 def _room(t: Tensor | None, wanted: bool, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -418,220 +416,50 @@ def _room(t: Tensor | None, wanted: bool, dtype: torch.dtype | None = None) -> T
 
 
 def _store(t: Tensor) -> tuple[Tensor, Tensor]:
-    """reference.store_fp8, a block at a time."""
+    """``store_fp8``, a block at a time."""
     if t.numel() <= _GRAIN:
-        return reference.store_fp8(t)
-    stored = t.new_empty(t.shape, dtype=reference.FP8)
+        return store_fp8(t)
+    stored = t.new_empty(t.shape, dtype=FP8)
     scale = t.new_empty(t.shape[:-1], dtype=torch.float32)
     for i in _blocks(t.shape, block()):
-        for out, part in zip((stored, scale), reference.store_fp8(t[i]), strict=True):
+        for out, part in zip((stored, scale), store_fp8(t[i]), strict=True):
             out[i].copy_(part)
     return stored, scale
 
 
-def bias_act(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> Tensor:
-    """act(input + bias) · token_scale[..., None]; see ``reference.bias_act``."""
-    form = _FORMS.get(activation)
-    if bias is None and token_scale is None and form is not None and form.native is not None:
-        y = form.native(input)
-        return y if y.is_contiguous() else y.contiguous()
-    if form is not None and token_scale is None and _is_simple(input, bias):
-        return _value(form, input if bias is None else input + bias)
-    return _forward(_Call((input,), _given(bias), token_scale, activation))
-
-
-def bias_act_backward(
+def _fill_gradients(
+    op: Elementwise,
     grad: Tensor,
-    input: Tensor,
-    bias: Tensor | None,
-    token_scale: Tensor | None,
-    activation: str,
-    output_mask: Sequence[bool],
-) -> Grads3:
-    """The gradients of bias_act for (input, bias, token_scale); None where output_mask says no."""
-    form = _FORMS.get(activation)
-    native = form.native_backward if form is not None and bias is None and token_scale is None else None
-    if native is not None and grad.dtype == input.dtype and output_mask[0]:
-        d = native(grad, input)
-        return d if d.is_contiguous() else d.contiguous(), None, None
-    if form is not None and token_scale is None and _is_simple(grad, input, bias):
-        x = input if bias is None else input + bias
-        (d,) = _input_grads(grad, (x,), None, _OnCpu(form))
-        return d if output_mask[0] else None, reference._over_rows(d) if output_mask[1] else None, None
-    d_input, d_bias, d_scale = map(_room, (input, bias, token_scale), output_mask)
-    call = _Call((input,), _given(bias), token_scale, activation)
-    _backward(grad, call, (d_input,), _given(d_bias), d_scale)
-    return d_input, d_bias, d_scale
-
-
-def bias_act_fp8(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> tuple[Tensor, ...]:
-    """bias_act, and what its backward needs of input in float8; see ``reference.bias_act_fp8``."""
-    return bias_act(input, bias, token_scale, activation), *_store(input)
-
-
-def bias_act_fp8_backward(
-    grad: Tensor,
-    stored: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    token_scale: Tensor | None,
-    activation: str,
+    operands: _Operands,
+    layout: str | None,
+    scalars: tuple[Any, ...],
+    room: Sequence[Tensor | None],
     dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> Grads3:
-    """bias_act_backward at what bias_act_fp8 stored."""
-    d_input = _room(stored, output_mask[0], dtype)
-    d_bias, d_scale = map(_room, (bias, token_scale), output_mask[1:])
-    call = _Call((stored,), _given(bias), token_scale, activation, row_scales=(scale,))
-    _backward(grad, call, (d_input,), _given(d_bias), d_scale, (dtype,))
-    return d_input, d_bias, d_scale
+) -> None:
+    """Fill ``room``, which there is for each gradient that is wanted."""
 
+    def parts(t: Tensor | None) -> Sequence[Tensor | None]:
+        return (t,) if layout is None else (None, None) if t is None else unpack(t, layout)
 
-def glu(
-    gate: Tensor,
-    up: Tensor,
-    token_scale: Tensor | None,
-    activation: str,
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-) -> Tensor:
-    """act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset) · token_scale[..., None]; see ``reference.glu``."""
-    if activation in _FORMS and token_scale is None and _is_simple(gate, up):
-        return reference.glu_element(gate, up, None, _row(activation, torch.float32), up_offset, clamp)
-    return _forward(_Call((gate, up), (), token_scale, activation, up_offset, clamp))
-
-
-def glu_backward(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    token_scale: Tensor | None,
-    activation: str,
-    up_offset: float,
-    clamp: float | None,
-    output_mask: Sequence[bool],
-) -> Grads3:
-    """The gradients of glu for (gate, up, token_scale); None where output_mask says no."""
-    if activation in _FORMS and token_scale is None and _is_simple(grad, gate, up):
-        row = _row(activation, torch.float32)
-        found = _input_grads(grad, (gate, up), None, row, up_offset, clamp)
-        return found[0] if output_mask[0] else None, found[1] if output_mask[1] else None, None
-    d_gate, d_up, d_scale = map(_room, (gate, up, token_scale), output_mask)
-    _backward(grad, _Call((gate, up), (), token_scale, activation, up_offset, clamp), (d_gate, d_up), (), d_scale)
-    return d_gate, d_up, d_scale
-
-
-def glu_fp8(
-    gate: Tensor,
-    up: Tensor,
-    token_scale: Tensor | None,
-    activation: str,
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-) -> tuple[Tensor, ...]:
-    """glu, and what its backward needs of gate and up in float8; see ``reference.glu_fp8``."""
-    return glu(gate, up, token_scale, activation, up_offset, clamp), *_store(gate), *_store(up)
-
-
-def glu_fp8_backward(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor,
-    up: Tensor,
-    up_scale: Tensor,
-    token_scale: Tensor | None,
-    activation: str,
-    up_offset: float,
-    clamp: float | None,
-    gate_dtype: torch.dtype,
-    up_dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> Grads3:
-    """glu_backward at what glu_fp8 stored."""
-    d_gate, d_up = _room(gate, output_mask[0], gate_dtype), _room(up, output_mask[1], up_dtype)
-    d_scale = _room(token_scale, output_mask[2])
-    call = _Call((gate, up), (), token_scale, activation, up_offset, clamp, (gate_scale, up_scale))
-    _backward(grad, call, (d_gate, d_up), (), d_scale, (gate_dtype, up_dtype))
-    return d_gate, d_up, d_scale
-
-
-def bias_glu(
-    input: Tensor,
-    bias: Tensor | None,
-    token_scale: Tensor | None,
-    activation: str,
-    layout: str = "halves",
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-) -> Tensor:
-    """glu of the packed input (..., 2n) + bias (2n,); see ``reference.bias_glu``."""
-    if activation in _FORMS and token_scale is None and _is_simple(input, bias):
-        gate, up = unpack(input if bias is None else input + bias, layout)
-        y = reference.glu_element(gate, up, None, _row(activation, torch.float32), up_offset, clamp)
-        return y if y.is_contiguous() else y.contiguous()
-    return _forward(_Call.packed(input, bias, token_scale, activation, layout, up_offset, clamp))
-
-
-def _packed_backward(
-    grad: Tensor, call: _Call, layout: str, outs: Grads3, dtypes: tuple[torch.dtype, ...] = ()
-) -> Grads3:
-    d_input, d_bias, d_scale = outs
-    halves = (None, None) if d_input is None else unpack(d_input, layout)
-    _backward(grad, call, halves, () if d_bias is None else unpack(d_bias, layout), d_scale, dtypes)
-    return outs
-
-
-def bias_glu_backward(
-    grad: Tensor,
-    input: Tensor,
-    bias: Tensor | None,
-    token_scale: Tensor | None,
-    activation: str,
-    layout: str,
-    up_offset: float,
-    clamp: float | None,
-    output_mask: Sequence[bool],
-) -> Grads3:
-    """The gradients of bias_glu for (input, bias, token_scale); None where output_mask says no."""
-    if activation in _FORMS and token_scale is None and _is_simple(grad, input, bias):
-        gate, up = unpack(input if bias is None else input + bias, layout)
-        row = _row(activation, torch.float32)
-        d_gate, d_up = _input_grads(grad, (gate, up), None, row, up_offset, clamp)
-        d = reference.pack(d_gate, d_up, layout)
-        return d if output_mask[0] else None, reference._over_rows(d) if output_mask[1] else None, None
-    d_input, d_bias, d_scale = map(_room, (input, bias, token_scale), output_mask)
-    call = _Call.packed(input, bias, token_scale, activation, layout, up_offset, clamp)
-    return _packed_backward(grad, call, layout, (d_input, d_bias, d_scale))
-
-
-def bias_glu_fp8(
-    input: Tensor,
-    bias: Tensor | None,
-    token_scale: Tensor | None,
-    activation: str,
-    layout: str = "halves",
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-) -> tuple[Tensor, ...]:
-    """bias_glu, and what its backward needs of input in float8; see ``reference.bias_glu_fp8``."""
-    return bias_glu(input, bias, token_scale, activation, layout, up_offset, clamp), *_store(input)
-
-
-def bias_glu_fp8_backward(
-    grad: Tensor,
-    stored: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    token_scale: Tensor | None,
-    activation: str,
-    layout: str,
-    up_offset: float,
-    clamp: float | None,
-    dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> Grads3:
-    """bias_glu_backward at what bias_glu_fp8 stored."""
-    d_input = _room(stored, output_mask[0], dtype)
-    d_bias, d_scale = map(_room, (bias, token_scale), output_mask[1:])
-    call = _Call.packed(stored, bias, token_scale, activation, layout, up_offset, clamp, scale)
-    return _packed_backward(grad, call, layout, (d_input, d_bias, d_scale), (dtype,))
+    outs = [part for t, kind in zip(room, op.kinds, strict=True) if kind in DATA for part in parts(t)]
+    bias_out = None if op.bias is None else room[op.bias]
+    bias_outs = [] if bias_out is None else [t for t in parts(bias_out) if t is not None]
+    scale_out = None if op.scale is None else room[op.scale]
+    inputs = bool(bias_outs) or any(o is not None for o in outs)
+    # Hundreds of partial sums: in float64, so that their order costs nothing.
+    totals = [torch.zeros_like(b, dtype=torch.float64) for b in bias_outs]
+    activation = _activation(op)
+    for i in _blocks(grad.shape, block()):
+        g, part = _wide(grad[i] if i else grad, dtype), operands.block(i, dtype)
+        spelled = _spelled(scalars, activation, dtype)
+        if inputs:
+            ds = op.grads(g, *part, *spelled)
+            for out, d in zip(outs, ds, strict=True):
+                if out is not None:
+                    (out[i] if i else out).copy_(d)
+            for total, d in zip(totals, ds, strict=False):
+                total += over_rows(d)
+        if scale_out is not None:
+            (scale_out[i] if i else scale_out).copy_((g * op.value(*part[:-1], None, *spelled)).sum(-1))
+    for out, total in zip(bias_outs, totals, strict=True):
+        out.copy_(total)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops import reference
+from torch_fused_ops import formulas
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.activation import (
     _columns,
@@ -34,9 +34,9 @@ from torch_fused_ops.kernels.launching import Matrix, compute_type, matrix, tl, 
 
 __all__ = ["dropout_add", "dropout_add_backward"]
 
-PHILOX_ROUNDS = tl.constexpr(reference.PHILOX_ROUNDS)
-PHILOX_FACTORS = tl.constexpr(reference.PHILOX_FACTORS)
-PHILOX_KEY_STEPS = tl.constexpr(reference.PHILOX_KEY_STEPS)
+PHILOX_ROUNDS = tl.constexpr(formulas.PHILOX_ROUNDS)
+PHILOX_FACTORS = tl.constexpr(formulas.PHILOX_FACTORS)
+PHILOX_KEY_STEPS = tl.constexpr(formulas.PHILOX_KEY_STEPS)
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _product(word, FACTOR: tl.constexpr):
 
 @triton.jit
 def _philox(low, high, seed):
-    """``reference.philox``, in uint32."""
+    """``formulas.philox``, in uint32."""
     zero = low * 0
     c0, c1, c2, c3 = low, high, zero, zero
     k0 = seed.to(tl.uint32)
@@ -138,16 +138,16 @@ def _backward(
 
 
 def _constants(p: float, columns: int) -> dict[str, Any]:
-    threshold = reference.keep_threshold(p)
+    threshold = formulas.keep_threshold(p)
     return {
         "THRESHOLD": threshold if 0 < threshold < 2**32 else None,
-        "SCALE": reference.keep_scale(p),
+        "SCALE": formulas.keep_scale(p),
         "FOURS": columns % 4 == 0,
     }
 
 
 def dropout_add(input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor, p: float) -> Tensor:
-    """residual + dropout(input + bias), in one kernel; see ``reference.dropout_add``."""
+    """residual + dropout(input + bias), in one kernel; see ``formulas.dropout_add``."""
     out = (input if residual is None else residual).new_empty(input.shape)
     if out.numel() == 0:
         return out
@@ -178,7 +178,7 @@ def dropout_add_backward(
     bias = grad.new_empty(grad.shape[-1:], dtype=bias_dtype) if output_mask[1] else None  # for its shape and dtype
     if grad.numel() == 0 or not any(output_mask):
         return d_input, _zeros(bias)
-    columns, wide = grad.shape[-1], reference.dropout_backward_dtype(grad, dtype, bias_dtype)
+    columns, wide = grad.shape[-1], formulas.dropout_backward_dtype(grad, dtype, bias_dtype)
     (g, g_m), d_m = matrix(grad), Matrix(columns, 1, columns, dtype.itemsize)
     vectors = () if bias is None else (Matrix(0, 1, 0, bias.element_size()),)
     plan = _plan(grad.numel() // columns, columns, (g_m, d_m), vectors, loads=1, add_rows=bias is not None)

@@ -1,6 +1,6 @@
 """``fused::dropout_add`` on the CPU, in eager mode: blocks of plain torch, a call of the generator for four elements.
 
-The generator is ``reference.philox``, in the steps that are quickest here: int64 throughout, in buffers that stay in
+The generator is ``formulas.philox``, in the steps that are quickest here: int64 throughout, in buffers that stay in
 the cache, 90 passes over a quarter of the elements. (int32 halves read through a view of int64 products save a third of
 the passes, and each takes four times as long, because it is strided: 15 ns an element instead of 9 on one core, where
 ``F.dropout`` takes 6 to 9 and keeps its mask.)
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fused_ops import reference
+from torch_fused_ops import formulas
 from torch_fused_ops.kernels import cpu
 
 __all__ = ["dropout_add", "dropout_add_backward"]
@@ -24,9 +24,9 @@ __all__ = ["dropout_add", "dropout_add_backward"]
 with _disable_current_modes():  # whatever this module is imported under
     # As tensors: a Python number costs a call 1.8 µs.
     _SHIFT, _WORD = (torch.tensor(v, device="cpu") for v in (32, 0xFFFFFFFF))
-    _FACTORS = torch.tensor(reference.PHILOX_FACTORS, device="cpu").unbind()
-    _ROUNDS = torch.arange(reference.PHILOX_ROUNDS, device="cpu").unsqueeze(-1)
-    _KEY_STEPS = _ROUNDS * torch.tensor(reference.PHILOX_KEY_STEPS, device="cpu")
+    _FACTORS = torch.tensor(formulas.PHILOX_FACTORS, device="cpu").unbind()
+    _ROUNDS = torch.arange(formulas.PHILOX_ROUNDS, device="cpu").unsqueeze(-1)
+    _KEY_STEPS = _ROUNDS * torch.tensor(formulas.PHILOX_KEY_STEPS, device="cpu")
 
 
 def _block() -> int:
@@ -36,14 +36,14 @@ def _block() -> int:
 
 
 class _Factors:
-    """``reference.dropout_factor`` of a range of indices. What it returns is overwritten by the next call."""
+    """``formulas.dropout_factor`` of a range of indices. What it returns is overwritten by the next call."""
 
     def __init__(self, seed: Tensor, p: float, dtype: torch.dtype, most: int) -> None:
         words = torch.stack((seed.reshape(()), seed.reshape(()) >> _SHIFT)) & _WORD
         flat = ((words + _KEY_STEPS) & _WORD).view(-1).unbind()
         self.keys = list(zip(flat[::2], flat[1::2], strict=True))
-        self.scale = torch.tensor(reference.keep_scale(p), dtype=dtype)
-        self.threshold = torch.tensor(reference.keep_threshold(p))
+        self.scale = torch.tensor(formulas.keep_scale(p), dtype=dtype)
+        self.threshold = torch.tensor(formulas.keep_threshold(p))
         calls = most // 4 + 2  # a range may begin and end in the middle of four
         self.buffers = torch.empty((6, calls), dtype=torch.int64).unbind()
         self.kept = torch.empty((calls, 4), dtype=torch.bool)
@@ -98,14 +98,14 @@ def _column_part(bias: Tensor | None, index: tuple[Any, ...], ndim: int) -> Tens
 
 def _factor_of(shape: Sequence[int], seed: Tensor, p: float, dtype: torch.dtype) -> _Factors | Tensor:
     """What each element is multiplied with: the same for all where nothing is random."""
-    if reference.keep_threshold(p) in (0, 2**32):
-        return torch.tensor(reference.keep_scale(p), dtype=dtype)
+    if formulas.keep_threshold(p) in (0, 2**32):
+        return torch.tensor(formulas.keep_scale(p), dtype=dtype)
     return _Factors(seed, p, dtype, min(torch.Size(shape).numel(), _block()))
 
 
 def dropout_add(input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor, p: float) -> Tensor:
-    """residual + dropout(input + bias); see ``reference.dropout_add``."""
-    shape, dtype = input.shape, reference.compute_dtype(input, bias, residual)
+    """residual + dropout(input + bias); see ``formulas.dropout_add``."""
+    shape, dtype = input.shape, formulas.compute_dtype(input, bias, residual)
     out = (input if residual is None else residual).new_empty(shape)
     if input.numel() == 0:
         return out
@@ -133,7 +133,7 @@ def dropout_add_backward(
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of dropout_add for (input, bias); None where output_mask says no."""
-    shape, wide = grad.shape, reference.dropout_backward_dtype(grad, dtype, bias_dtype)
+    shape, wide = grad.shape, formulas.dropout_backward_dtype(grad, dtype, bias_dtype)
     d_input = grad.new_empty(shape, dtype=dtype) if output_mask[0] else None
     # Hundreds of partial sums: in float64, so that their order costs nothing.
     total = grad.new_zeros(shape[-1:], dtype=torch.float64) if output_mask[1] else None
@@ -149,5 +149,5 @@ def dropout_add_backward(
             if total is not None:
                 part = _column_part(total, i, len(shape))
                 assert part is not None
-                part += reference._over_rows(d)
+                part += formulas.over_rows(d)
     return d_input, None if total is None else total.to(bias_dtype)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_fused_ops import reference
+from torch_fused_ops import formulas
 
 try:
     import triton
@@ -105,7 +105,7 @@ def power_of_2(size: int) -> int:
 
 
 def compute_type(*tensors: Tensor | None) -> tuple[torch.dtype, Any]:
-    dtype = reference.compute_dtype(*tensors)
+    dtype = formulas.compute_dtype(*tensors)
     return dtype, tl.float64 if dtype == torch.float64 else tl.float32
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_fused_ops import activations, reference
+from torch_fused_ops import activations, formulas
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.launching import (
     INT32_MAX,
@@ -102,7 +102,7 @@ def _scores(
 
 @triton.jit
 def _factor(peak, total, c64, sink, r, queries, heads, sink_stride, COMPUTE: tl.constexpr):
-    """``reference.softmax_factor``; any number where nothing is open."""
+    """``formulas.softmax_factor``; any number where nothing is open."""
     if sink is None:
         return 1.0 / tl.where(total == 0.0, 1.0, total)
     else:
@@ -363,15 +363,15 @@ def scaled_masked_softmax(
     window_left: int = -1,
     window_right: int = -1,
 ) -> Tensor:
-    """softmax(scale·input) where nothing masks it, in one kernel; see ``reference.scaled_masked_softmax``."""
+    """softmax(scale·input) where nothing masks it, in one kernel; see ``formulas.scaled_masked_softmax``."""
     shape = tuple(input.shape)
     out = input.new_empty(shape)
     if out.numel() == 0:
         return out
     dtype, compute = launching.compute_type(input, sink)
     finfo = torch.finfo(dtype)
-    sign, size = reference.split_scale(scale, dtype)
-    left, right = reference.window_edges(causal, window_left, window_right)
+    sign, size = formulas.split_scale(scale, dtype)
+    left, right = formulas.window_edges(causal, window_left, window_right)
     x, x_v = _view(input, shape)
     hidden, mask_v = _view(None if mask is None else mask.view(torch.uint8), shape)
     plan = _plan(shape, (x_v,) if mask is None else (x_v, mask_v), input.element_size(), dtype.itemsize // 4)
@@ -405,7 +405,7 @@ def scaled_masked_softmax_backward(
     dtype, compute = launching.compute_type(grad, output)
     if sink_dtype == torch.float64:
         dtype, compute = torch.float64, tl.float64
-    left, right = reference.window_edges(causal, window_left, window_right)
+    left, right = formulas.window_edges(causal, window_left, window_right)
     (g, g_v), (y, y_v) = _view(grad, shape), _view(output, shape)
     rows, queries, heads = output.numel() // shape[-1], shape[-2], _heads(shape)
     terms = output.new_empty(rows, dtype=dtype) if output_mask[1] else None

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_fused_ops import reference
+from torch_fused_ops import formulas
 
 __all__ = ["scaled_masked_softmax", "scaled_masked_softmax_backward"]
 
@@ -73,12 +73,12 @@ def scaled_masked_softmax(
     window_left: int = -1,
     window_right: int = -1,
 ) -> Tensor:
-    """softmax(scale·input) where nothing masks it; see ``reference.scaled_masked_softmax``."""
+    """softmax(scale·input) where nothing masks it; see ``formulas.scaled_masked_softmax``."""
     if input.numel() == 0:
         return input.new_empty(input.shape)
-    dtype = reference.compute_dtype(input, sink)
-    sign, size = reference.split_scale(scale, dtype)
-    outside = reference.outside_window(input, causal, window_left, window_right)
+    dtype = formulas.compute_dtype(input, sink)
+    sign, size = formulas.split_scale(scale, dtype)
+    outside = formulas.outside_window(input, causal, window_left, window_right)
     hidden = [t.expand(input.shape) for t in (mask, outside) if t is not None]
     factor = sign * size
     # PyTorch's softmax computes float16 and bfloat16 in float32 and rounds once: nothing need be widened.
@@ -90,14 +90,14 @@ def scaled_masked_softmax(
     else:
         x, own = _hide(*_times(x, wide, sign), hidden)
         top = x.amax(-1, keepdim=True)
-        peak = reference.softmax_peak(top)
+        peak = formulas.softmax_peak(top)
         x = (x.sub_(peak) if own else x - peak).mul_(size)
         if sink is None:
             y = _zero_closed_rows(_softmax(x, True), input, sign, hidden)
         else:
             y = x.exp_()
             heads = sink.to(dtype).view(-1, 1, 1)
-            y.mul_(reference.softmax_factor(top, y.sum(-1, keepdim=True), heads, size))
+            y.mul_(formulas.softmax_factor(top, y.sum(-1, keepdim=True), heads, size))
     y = y.to(input.dtype)
     return y if y.is_contiguous() else y.contiguous()
 
@@ -125,7 +125,7 @@ def scaled_masked_softmax_backward(
     if output.numel() == 0:
         d_sink = output.new_zeros(output.shape[-3:-2], dtype=sink_dtype) if output_mask[1] else None
         return output.new_empty(output.shape) if output_mask[0] else None, d_sink
-    dtype = torch.float64 if sink_dtype == torch.float64 else reference.compute_dtype(grad, output)
+    dtype = torch.float64 if sink_dtype == torch.float64 else formulas.compute_dtype(grad, output)
     d_input = d_sink = None
     wide_enough = dtype == output.dtype or dtype != torch.float64  # torch's own works in float32 on halves
     if not output_mask[1] and grad.dtype == output.dtype and wide_enough and _exact(scale):
@@ -134,7 +134,7 @@ def scaled_masked_softmax_backward(
         g, y = grad.to(dtype), output.to(dtype)
         if output_mask[1]:
             inner, total = (g * y).sum(-1, keepdim=True), y.sum(-1, keepdim=True)
-            terms = reference.softmax_sink_grad(inner, total).double()  # so that their order costs nothing
+            terms = formulas.softmax_sink_grad(inner, total).double()  # so that their order costs nothing
             heads = terms.ndim - 3
             d_sink = terms.sum([a for a in range(terms.ndim) if a != heads]).to(sink_dtype)
         if output_mask[0]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import torch_fused_ops.ops.activation  # noqa: F401  (registers torch.ops.fused.*)
+import torch_fused_ops.operators.activation  # noqa: F401  (registers torch.ops.fused.*)
 from torch_fused_ops import activations, reference
 
 __all__ = ["ACTIVATION_OPERATORS", "FP8_OPERATORS", "OPERATORS", "Sample", "backward_samples", "family", "samples"]

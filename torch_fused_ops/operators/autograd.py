@@ -21,9 +21,19 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from torch_fused_ops import reference
+from torch_fused_ops.operators.declare import Signature
 
-__all__ = ["Keep", "define", "differentiate", "differentiate_by_reference", "lead", "library", "register"]
+__all__ = [
+    "REGISTERED",
+    "Keep",
+    "Registered",
+    "define",
+    "differentiate",
+    "differentiate_by_reference",
+    "keep_arguments",
+    "library",
+    "register",
+]
 
 # The backends' own keys, not the "Autograd" alias, which an operator's user may want for himself.
 _AUTOGRAD_KEYS = (
@@ -76,19 +86,18 @@ def _refuses_layout(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 _GPUS = ("CUDA", "XPU")  # which Triton compiles for; ROCm's key is CUDA
 _OTHERS = ("MPS", "HPU", "XLA", "PrivateUse1")
-_told: set[str] = set()
+_warned: set[str] = set()  # device types
 
 
-def _elsewhere(name: str, check: Callable[..., None] | None) -> Callable[..., Any]:
-    """``reference.name`` as the kernel for devices that we have no kernels for; the first call says so."""
-    plain: Callable[..., Any] = getattr(reference, name)
+def _elsewhere(plain: Callable[..., Any], check: Callable[..., None] | None) -> Callable[..., Any]:
+    """``plain`` as the kernel for devices that we have no kernels for; the first call says so."""
 
     def kernel(*args: Any) -> Any:
         if check is not None:
             check(*args)
         device = next(a for a in args if isinstance(a, Tensor)).device.type
-        if device not in _told:
-            _told.add(device)
+        if device not in _warned:
+            _warned.add(device)
             warnings.warn(
                 f"torch_fused_ops has no kernels for {device!r} devices: in eager mode its operators run there as "
                 "plain PyTorch, with the same results and more passes over memory",
@@ -99,31 +108,39 @@ def _elsewhere(name: str, check: Callable[..., None] | None) -> Callable[..., An
     return kernel
 
 
+class Registered(NamedTuple):
+    """One of our operators: its signature, its plain torch, and what raises for arguments that it does not accept."""
+
+    signature: Signature
+    plain: Callable[..., Any]
+    check: Callable[..., None] | None
+
+
+REGISTERED: dict[str, Registered] = {}  # by name
+
+
 def register(
-    name: str,
-    schema: str,
+    signature: Signature,
     on_cpu: Callable[..., Any],
     on_gpu: Callable[..., Any],
+    plain: Callable[..., Any],
     fake: Callable[..., Any],
     vmap: Callable[[torch._ops.OpOverload], Callable[..., Any]],
     check: Callable[..., None] | None = None,
 ) -> torch._ops.OpOverload:
     """``fused::name`` with its kernels, its fake kernel and its vmap rule, which ``vmap`` makes of the operator.
 
-    Both kernels check their arguments by themselves; ``check`` is for devices where ``reference.name`` is the kernel.
+    Both kernels check their arguments by themselves; ``check`` is for devices where ``plain`` is the kernel.
     """
-    others = dict.fromkeys(_OTHERS, _elsewhere(name, check))
-    op = define(name, schema, {"CPU": on_cpu, **dict.fromkeys(_GPUS, on_gpu), **others})
+    name = signature.name
+    REGISTERED[name] = Registered(signature, plain, check)
+    others = dict.fromkeys(_OTHERS, _elsewhere(plain, check))
+    op = define(name, signature.schema, {"CPU": on_cpu, **dict.fromkeys(_GPUS, on_gpu), **others})
     for key in _NOT_DENSE:
         library.impl(op, _refuses_layout(op), key)
     torch.library.register_fake(f"fused::{name}", fake, lib=library)
     torch.library.register_vmap(f"fused::{name}", vmap(op), lib=library)
     return op
-
-
-def lead(info: Any, t: Tensor, axis: int | None) -> Tensor:
-    """In a vmap rule: t with the batch axis in front."""
-    return t.expand(info.batch_size, *t.shape) if axis is None else t.movedim(axis, 0)
 
 
 # ---- what comes after Autograd ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from torch_fused_ops.ops._autograd import define, library
+from torch_fused_ops.operators.autograd import define, library
 
 __all__ = ["in_aten", "in_transform"]
 

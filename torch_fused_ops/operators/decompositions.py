@@ -1,6 +1,6 @@
 """Every operator as plain aten, for graphs that others read: exported programs, ``make_fx``, ONNX.
 
-The formulas are ``reference.py``'s, so rounding and masks are the operators'. Under ``torch.compile`` and AOTInductor
+The formulas are ``formulas.py``'s, so rounding and masks are the operators'. Under ``torch.compile`` and AOTInductor
 nothing of this is needed: lowerings do better.
 """
 
@@ -13,20 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops import activations, reference
-from torch_fused_ops.ops import activation, dropout, softmax, viewless  # viewless registers its operator
+from torch_fused_ops import activations
+from torch_fused_ops.operators import activation, dropout, softmax, viewless  # noqa: F401  (they register themselves)
+from torch_fused_ops.operators.autograd import REGISTERED
 
 __all__ = ["decompositions"]
-
-_CHECKS: dict[str, Callable[..., None]] = {
-    **{
-        f"{name}{fp8}": getattr(activation, f"check_{name}")
-        for name in ("bias_act", "glu", "bias_glu")
-        for fp8 in ("", "_fp8")
-    },
-    "dropout_add": dropout.check,
-    "scaled_masked_softmax": softmax.check,
-}
 
 
 def decompositions(*, differentiable: bool = True) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
@@ -47,12 +38,9 @@ def decompositions(*, differentiable: bool = True) -> dict[torch._ops.OpOverload
     """
     if not isinstance(differentiable, bool):
         raise TypeError(f"differentiable={differentiable!r} is not accepted: it must be True or False")
-    names = (*activation.SCHEMAS, *dropout.SCHEMAS, *softmax.SCHEMAS)
     table: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-        getattr(torch.ops.fused, name).default: functools.partial(
-            _in_aten, getattr(reference, name), _CHECKS.get(name), differentiable
-        )
-        for name in names
+        getattr(torch.ops.fused, name).default: functools.partial(_in_aten, plain, check, differentiable)
+        for name, (_, plain, check) in REGISTERED.items()
     }
     return {**table, torch.ops.fused.make_viewless.default: viewless.in_aten}
 

@@ -1,7 +1,7 @@
 """``fused::scaled_masked_softmax`` and its backward operator.
 
-Read from top to bottom: schemas → what is accepted → fake → vmap → what is kept for backward → registration, autocast
-among it. The kernels are in ``kernels/softmax.py`` for GPUs and ``kernels/softmax_cpu.py`` for CPUs.
+Read from top to bottom: the declaration → what is accepted → fake → vmap → what is kept for backward → registration,
+autocast among it. The kernels are in ``kernels/softmax.py`` for GPUs and ``kernels/softmax_cpu.py`` for CPUs.
 """
 
 from __future__ import annotations
@@ -14,27 +14,43 @@ import torch
 from torch import Tensor
 from torch.amp.autocast_mode import _cast
 
-from torch_fused_ops import reference
+from torch_fused_ops import formulas
 from torch_fused_ops.kernels import softmax_cpu
-from torch_fused_ops.ops._autograd import Keep, differentiate, differentiate_by_reference, lead, library, register
-from torch_fused_ops.ops.activation import _DTYPES
+from torch_fused_ops.operators.autograd import Keep, differentiate, differentiate_by_reference, library, register
+from torch_fused_ops.operators.batching import lead
+from torch_fused_ops.operators.checks import DTYPES
+from torch_fused_ops.operators.declare import Signature, Whole, arguments_of
 
 Grads2: TypeAlias = tuple[Tensor | None, Tensor | None]
 
-# ---- schemas -------------------------------------------------------------------------------------------------------
-
-SCHEMAS = {
-    "scaled_masked_softmax": (
-        "(Tensor input, Tensor? mask, Tensor? sink, float scale=1.0, bool causal=False, int window_left=-1, "
-        "int window_right=-1) -> Tensor"
+scaled_masked_softmax = Whole(
+    "scaled_masked_softmax",
+    "softmax(scale·input) over the last axis, with a sink beside the row's scores, where nothing masks a score.",
+    tensors={"input": "scores", "mask": "mask?", "sink": "per_head?"},
+    scalars={
+        "scale": "float=1.0",
+        "causal": "bool=False",
+        "window_left": "int=-1",
+        "window_right": "int=-1",
+    },
+    gradients=Signature(
+        "scaled_masked_softmax_backward",
+        # Only the output is kept. Of input and sink, what is left to know is sink's dtype; of the masks, what a kernel
+        # may leave unread.
+        arguments_of(
+            grad="Tensor: scores",
+            output="Tensor: scores",
+            scale="float",
+            causal="bool",
+            window_left="int",
+            window_right="int",
+            sink_dtype="ScalarType?",
+            output_mask="bool[2]",
+        ),
+        ("scores", "per_head"),
+        "The gradients of scaled_masked_softmax for (input, sink), from its output; None where output_mask says no.",
     ),
-    # Only the output is kept. Of input and sink, what is left to know is sink's dtype; of the masks, what a kernel may
-    # leave unread.
-    "scaled_masked_softmax_backward": (
-        "(Tensor grad, Tensor output, float scale, bool causal, int window_left, int window_right, "
-        "ScalarType? sink_dtype, bool[2] output_mask) -> (Tensor?, Tensor?)"
-    ),
-}
+)
 
 # ---- what is accepted ----------------------------------------------------------------------------------------------
 
@@ -66,7 +82,7 @@ def check(
     if input is None:  # torch.ops takes it for an undefined tensor
         raise TypeError("input=None is not accepted: it must be a tensor, not NoneType")
     for name, t in (("input", input), ("sink", sink)):
-        if t is not None and t.dtype not in _DTYPES:
+        if t is not None and t.dtype not in DTYPES:
             raise TypeError(f"{name} has dtype {t.dtype}; accepted: {_ACCEPTED}")
     if input.ndim < 2:
         raise ValueError(f"input has shape {tuple(input.shape)}; accepted: at least two axes, queries and keys")
@@ -199,22 +215,23 @@ def _backward_on_gpu(*args: Any) -> Grads2:
     return softmax.scaled_masked_softmax_backward(*args)
 
 
-_NAME = "scaled_masked_softmax"
-_FORWARD = register(_NAME, SCHEMAS[_NAME], _on_cpu, _on_gpu, _fake, lambda _: _rule, check)
+_FORWARD = register(
+    scaled_masked_softmax.forward, _on_cpu, _on_gpu, formulas.scaled_masked_softmax, _fake, lambda _: _rule, check
+)
 _BACKWARD_ON_CPU = softmax_cpu.scaled_masked_softmax_backward
 _BACKWARD = register(
-    f"{_NAME}_backward",
-    SCHEMAS[f"{_NAME}_backward"],
+    scaled_masked_softmax.gradients,
     _BACKWARD_ON_CPU,
     _backward_on_gpu,
+    formulas.scaled_masked_softmax_backward,
     _backward_fake,
     lambda _: _backward_rule,
 )
-differentiate_by_reference(_BACKWARD, reference.scaled_masked_softmax_backward, _BACKWARD_ON_CPU)
+differentiate_by_reference(_BACKWARD, formulas.scaled_masked_softmax_backward, _BACKWARD_ON_CPU)
 differentiate(
     _FORWARD,
     check,
-    reference.scaled_masked_softmax,
+    formulas.scaled_masked_softmax,
     _on_cpu,
     (cast(Any, _for_three(_BACKWARD)), _for_three(_BACKWARD_ON_CPU)),
     lambda *_: _OUTPUT,

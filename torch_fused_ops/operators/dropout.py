@@ -2,7 +2,7 @@
 
 The mask is a function of the seed and of an element's place, so backward makes it again: nothing but the seed is kept.
 
-Read from top to bottom: schemas → what is accepted → fake → vmap → what is kept for backward → registration. The
+Read from top to bottom: the declaration → fake → vmap → what is kept for backward → registration. The
 kernels are in ``kernels/dropout.py`` for GPUs and ``kernels/dropout_cpu.py`` for CPUs.
 """
 
@@ -14,47 +14,38 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from torch_fused_ops import reference
+from torch_fused_ops import formulas
 from torch_fused_ops.kernels import dropout_cpu
-from torch_fused_ops.ops._autograd import Keep, differentiate, differentiate_by_reference, lead, register
-from torch_fused_ops.ops.activation import _check_shape, _check_tensors
+from torch_fused_ops.operators import checks
+from torch_fused_ops.operators.autograd import Keep, differentiate, differentiate_by_reference, register
+from torch_fused_ops.operators.batching import lead
+from torch_fused_ops.operators.declare import Signature, Whole, arguments_of, between
 
 Grads2: TypeAlias = tuple[Tensor | None, Tensor | None]
 
-# ---- schemas -------------------------------------------------------------------------------------------------------
-
-SCHEMAS = {
-    "dropout_add": "(Tensor input, Tensor? bias, Tensor? residual, Tensor seed, float p) -> Tensor",
-    # dtype, bias_dtype: input's and bias's own, which are their gradients'. The residual's gradient is grad itself.
-    "dropout_add_backward": (
-        "(Tensor grad, Tensor seed, float p, ScalarType dtype, ScalarType? bias_dtype, bool[2] output_mask) "
-        "-> (Tensor?, Tensor?)"
+dropout_add = Whole(
+    "dropout_add",
+    "residual + dropout(input + bias); input (..., n), bias (n,), residual as input, seed int64 with one element.",
+    tensors={"input": "data", "bias": "per_column?", "residual": "data?", "seed": "seed"},
+    scalars={"p": "float"},
+    rules=(between("p", 0.0, 1.0),),
+    pointwise=True,
+    gradients=Signature(
+        "dropout_add_backward",
+        # dtype, bias_dtype: input's and bias's own, which are their gradients'. The residual's gradient is grad itself.
+        arguments_of(
+            grad="Tensor: data",
+            seed="Tensor: seed",
+            p="float",
+            dtype="ScalarType",
+            bias_dtype="ScalarType?",
+            output_mask="bool[2]",
+        ),
+        ("data", "per_column"),
+        "The gradients of dropout_add for (input, bias), in their dtypes; None where output_mask says no.",
     ),
-}
-
-# ---- what is accepted ----------------------------------------------------------------------------------------------
-
-
-def check(input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor, p: float) -> None:
-    """Raise ValueError or TypeError, naming the argument, its value and what is accepted; else nothing."""
-    _check_tensors(input, ("input", input), ("bias", bias), ("residual", residual))
-    if input.ndim == 0:
-        raise ValueError("input has shape (); accepted: at least one axis")
-    if bias is not None:
-        _check_shape("bias", bias, input.shape[-1:], "input's last axis")
-    if residual is not None:
-        _check_shape("residual", residual, input.shape, "input's shape")
-    if seed is None:
-        raise TypeError("seed=None is not accepted: it must be a tensor, not NoneType")
-    if seed.dtype != torch.int64:
-        raise TypeError(f"seed has dtype {seed.dtype}; accepted: int64")
-    if seed.numel() != 1:
-        raise ValueError(f"seed has shape {tuple(seed.shape)}; accepted: one element")
-    if seed.device != input.device:
-        raise ValueError(f"seed is on device {seed.device}; accepted: {input.device}, where the first tensor is")
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"p={p!r} is not accepted: it must be between 0 and 1")
-
+)
+check = checks.check(dropout_add)
 
 # ---- fake ------------------------------------------------------------------------------------------------------------
 
@@ -99,15 +90,15 @@ def _rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     x, ndim = lead(info, input, in_dims[0]), input.ndim - (in_dims[0] is not None)
     r = None if residual is None else lead(info, residual, in_dims[2])
     b, key = _column(bias, in_dims[1], ndim), _seeds(seed, in_dims[3], ndim)
-    return reference.dropout_add_at(x, b, r, reference.row_major(x.shape[1:], x.device), key, p), 0
+    return formulas.dropout_add_at(x, b, r, formulas.row_major(x.shape[1:], x.device), key, p), 0
 
 
 def _backward_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     grad, seed, p, dtype, bias_dtype, mask = args
     g = lead(info, grad, in_dims[0])
-    wide = g.to(reference.dropout_backward_dtype(g, dtype, bias_dtype))
-    places, key = reference.row_major(g.shape[1:], g.device), _seeds(seed, in_dims[1], g.ndim - 1)
-    dx = reference.dropout_input_grad(wide, *places, key, p)
+    wide = g.to(formulas.dropout_backward_dtype(g, dtype, bias_dtype))
+    places, key = formulas.row_major(g.shape[1:], g.device), _seeds(seed, in_dims[1], g.ndim - 1)
+    dx = formulas.dropout_input_grad(wide, *places, key, p)
     d_bias = None
     if mask[1]:  # of each example
         d_bias = (dx.sum(tuple(range(1, dx.ndim - 1))) if dx.ndim > 2 else dx).to(bias_dtype)
@@ -157,20 +148,20 @@ def _backward_on_gpu(*args: Any) -> Grads2:
     return dropout.dropout_add_backward(*args)
 
 
-_FORWARD = register("dropout_add", SCHEMAS["dropout_add"], _on_cpu, _on_gpu, _fake, lambda _: _rule, check)
+_FORWARD = register(dropout_add.forward, _on_cpu, _on_gpu, formulas.dropout_add, _fake, lambda _: _rule, check)
 _BACKWARD = register(
-    "dropout_add_backward",
-    SCHEMAS["dropout_add_backward"],
+    dropout_add.gradients,
     dropout_cpu.dropout_add_backward,
     _backward_on_gpu,
+    formulas.dropout_add_backward,
     _backward_fake,
     lambda _: _backward_rule,
 )
-differentiate_by_reference(_BACKWARD, reference.dropout_add_backward, dropout_cpu.dropout_add_backward)
+differentiate_by_reference(_BACKWARD, formulas.dropout_add_backward, dropout_cpu.dropout_add_backward)
 differentiate(
     _FORWARD,
     check,
-    reference.dropout_add,
+    formulas.dropout_add,
     _on_cpu,
     (cast(Any, _for_all(_BACKWARD)), _for_all(dropout_cpu.dropout_add_backward)),
     lambda *_: _SEED,

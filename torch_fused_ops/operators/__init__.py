@@ -1,0 +1,1 @@
+"""The operators: what each of them is (``declare``), and what follows from that."""

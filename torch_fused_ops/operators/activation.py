@@ -1,0 +1,68 @@
+"""The activation family: an activation or a gated linear unit, with the bias and the routing weights around it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torch_fused_ops import activations, formulas
+from torch_fused_ops.formulas import LAYOUTS
+from torch_fused_ops.operators.declare import Elementwise, above_zero, finite, known_activation, one_of
+from torch_fused_ops.operators.registration import register_elementwise
+
+__all__ = ["FAMILY", "bias_act", "bias_glu", "glu"]
+
+_KERNELS = "torch_fused_ops.kernels.activation"
+_GLU = {"up_offset": "float=0.0", "clamp": "float?=None"}
+_GLU_RULES = finite("up_offset"), above_zero("clamp")
+
+
+def _keeps_result(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> bool:
+    """Whether f'(f(x)) = f'(x) (``Activation.gradient_from_output``) of the very result, which the next linear keeps.
+
+    The result must not be 0 where the sum that it rounds is not: a sum of two numbers of a dtype never is.
+    """
+    return (
+        token_scale is None
+        and activations.get(activation).gradient_from_output
+        and (bias is None or bias.dtype == input.dtype)
+    )
+
+
+bias_act = Elementwise(
+    "bias_act",
+    "act(input + bias) · token_scale[..., None]; input (..., n), bias (n,), token_scale (...).",
+    tensors={"input": "data", "bias": "per_column?", "token_scale": "per_row?"},
+    scalars={"activation": "str"},
+    value=formulas.act_element,
+    grads=formulas.act_input_grads,
+    rules=(known_activation,),
+    keeps_result=_keeps_result,
+    kernels=_KERNELS,
+)
+
+glu = Elementwise(
+    "glu",
+    "act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset) · token_scale[..., None]; gate, up (..., n).",
+    tensors={"gate": "data", "up": "data", "token_scale": "per_row?"},
+    scalars={"activation": "str", **_GLU},
+    value=formulas.glu_element,
+    grads=formulas.glu_input_grads,
+    rules=(known_activation, *_GLU_RULES),
+    kernels=_KERNELS,
+)
+
+bias_glu = Elementwise(
+    "bias_glu",
+    "glu of the packed input (..., 2n) + bias (2n,).",
+    tensors={"input": "packed", "bias": "per_column?", "token_scale": "per_row?"},
+    scalars={"activation": "str", "layout": 'str="halves"', **_GLU},
+    value=formulas.glu_element,
+    grads=formulas.glu_input_grads,
+    rules=(known_activation, one_of("layout", LAYOUTS), *_GLU_RULES),
+    kernels=_KERNELS,
+)
+
+FAMILY = bias_act, glu, bias_glu
+
+for _operator in FAMILY:
+    register_elementwise(_operator)

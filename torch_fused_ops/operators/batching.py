@@ -1,0 +1,114 @@
+"""Declared operators' rules for ``torch.vmap``: the operator where the batch axis is one more leading axis, else its
+plain-torch spelling by broadcasting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fused_ops.formulas import Gradients, compute_dtype, load_fp8, widened
+from torch_fused_ops.operators.declare import Elementwise
+from torch_fused_ops.operators.plain import backward as plain_backward
+
+__all__ = ["backward", "forward", "fp8_backward", "lead"]
+
+Rule = Callable[..., Any]  # (info, in_dims, *args) -> (outputs, out_dims)
+
+
+def lead(info: Any, t: Tensor, axis: int | None) -> Tensor:
+    """t with the batch axis in front."""
+    return t.expand(info.batch_size, *t.shape) if axis is None else t.movedim(axis, 0)
+
+
+def _out_dims(outputs: Any) -> Any:
+    return tuple(None if o is None else 0 for o in outputs) if isinstance(outputs, tuple) else 0
+
+
+def _led(info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...], bias: int | None, ndim: int) -> list[Any]:
+    """The arguments with the batch axis in front; a bias that all examples share as it is.
+
+    A bias of each example's own is no (n,) vector: it is made to broadcast to ``ndim`` axes.
+    """
+    found = [
+        a if not isinstance(a, Tensor) or (i == bias and d is None) else lead(info, a, d)
+        for i, (a, d) in enumerate(zip(args, in_dims, strict=True))
+    ]
+    if bias is not None and in_dims[bias] is not None:
+        own = found[bias]
+        found[bias] = own.reshape(own.shape[0], *(1,) * (ndim - 1), own.shape[-1])
+    return found
+
+
+def forward(
+    op: Elementwise, operator: Callable[..., Any], plain: Callable[..., Any], check: Callable[..., None]
+) -> Rule:
+    """Of the operator, or of the one that also stores its data."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        if info.batch_size:  # what one example sees is checked: with a batch axis in front more would be accepted
+            check(*(a if d is None else a.select(d, 0) for a, d in zip(args, in_dims, strict=True)))
+        ndim = args[0].ndim - (in_dims[0] is not None)
+        batched_bias = op.bias is not None and in_dims[op.bias] is not None
+        outputs = (plain if batched_bias else operator)(*_led(info, in_dims, args, op.bias, ndim))
+        return outputs, _out_dims(outputs)
+
+    return rule
+
+
+def backward(op: Elementwise, operator: Callable[..., Any]) -> Rule:
+    """Of its backward operator. A bias's gradient must not be summed over the examples."""
+    bias = None if op.bias is None else op.bias + 1
+    plain = plain_backward(op)
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        wanted = args[-1]
+        led = _led(info, in_dims, args, bias, args[1].ndim - (in_dims[1] is not None))
+        if bias is None or not (in_dims[bias] is not None or wanted[op.bias]):
+            outputs = operator(*led)
+        else:
+            outputs = _per_example(op, plain, op.bias or 0, *led)
+        return outputs, _out_dims(outputs)
+
+    return rule
+
+
+def _per_example(op: Elementwise, plain: Callable[..., Gradients], bias: int, grad: Tensor, *args: Any) -> Gradients:
+    """``plain`` on a leading batch axis, with a bias gradient for each example."""
+    *given, wanted = args
+    first, own = given[0], given[bias]
+    # Wide, so that the summands are not rounded.
+    given[0] = first.to(compute_dtype(grad, *given[: len(op.tensors)]))
+    mask = [w or (i == 0 and wanted[bias]) for i, w in enumerate(wanted)]
+    mask[bias] = False
+    found = list(plain(grad, *given, mask))
+    dx = found[0]
+    if wanted[bias]:
+        assert dx is not None
+        found[bias] = (dx.sum(tuple(range(1, dx.ndim - 1))) if dx.ndim > 2 else dx).to(own.dtype)
+    found[0] = widened(first.dtype, dx) if wanted[0] else None
+    return tuple(found)
+
+
+def fp8_backward(op: Elementwise, _: Callable[..., Any]) -> Rule:
+    """Of a backward operator that loads float8: the plain backward operator's rule, on what was loaded."""
+    loading = backward(op, getattr(torch.ops.fused, op.backward.name).default)
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        given, dims = op.stored(args), op.stored(in_dims)
+        dtype = torch.float64 if torch.float64 in given.dtypes else compute_dtype(given.grad, *given.others)
+        loaded = [
+            load_fp8(lead(info, stored, at), lead(info, scale, at_scale), dtype)
+            for (stored, scale), (at, at_scale) in zip(given.data, dims.data, strict=True)
+        ]
+        plain_dims = (dims.grad, *(0,) * op.data, *dims.others, *dims.scalars, dims.output_mask)
+        arguments = (given.grad, *loaded, *given.others, *given.scalars, given.output_mask)
+        outputs, _ = loading(info, plain_dims, *arguments)
+        rounded = [widened(own, o) for own, o in zip(given.dtypes, outputs, strict=False)]
+        found = (*rounded, *outputs[op.data :])
+        return found, _out_dims(found)
+
+    return rule

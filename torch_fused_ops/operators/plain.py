@@ -1,0 +1,104 @@
+"""Declared operators in plain torch, on whole tensors: the oracle, what transforms differentiate, what exports hold.
+
+What an operator adds to its formula: widening, layout, the sums behind the gradients of biases and scales, and one
+rounding at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+
+from torch_fused_ops.formulas import (
+    Gradients,
+    compute_dtype,
+    load_fp8,
+    over_rows,
+    pack,
+    store_fp8,
+    unpack,
+    widened,
+)
+from torch_fused_ops.operators.declare import DATA, Elementwise
+
+__all__ = ["backward", "forward", "fp8", "fp8_backward"]
+
+
+def _elements(op: Elementwise, tensors: Sequence[Tensor | None], layout: str | None, dtype: torch.dtype) -> list[Any]:
+    """What ``op.value`` is called with: the data, biases added, packed data in two; and the scale as a column."""
+    wide = [widened(dtype, t) for t in tensors]
+    if op.bias is not None and wide[op.bias] is not None:
+        wide[0] = wide[0] + wide[op.bias]  # type: ignore[operator]
+    data: list[Any] = wide[: op.data] if layout is None else list(unpack(wide[0], layout))  # type: ignore[arg-type]
+    if op.scale is not None:
+        scale = wide[op.scale]
+        data.append(None if scale is None else scale.unsqueeze(-1))
+    return data
+
+
+def forward(op: Elementwise) -> Callable[..., Tensor]:
+    """The operator."""
+
+    def plain(*args: Any) -> Tensor:
+        tensors, layout, scalars = op.split(args)
+        out = op.value(*_elements(op, tensors, layout, compute_dtype(*tensors)), *scalars)
+        return out.to(tensors[0].dtype)
+
+    return plain
+
+
+def backward(op: Elementwise) -> Callable[..., Gradients]:
+    """The gradients of its tensors; None where output_mask says no."""
+    summed = [kind in DATA or kind == "per_column" for kind in op.kinds]
+
+    def plain(grad: Tensor, *args: Any) -> Gradients:
+        *args, wanted = args  # type: ignore[assignment]
+        tensors, layout, scalars = op.split(tuple(args))
+        dtype = compute_dtype(grad, *tensors)
+        wide, elements = grad.to(dtype), _elements(op, tensors, layout, dtype)
+        found: Sequence[Tensor] = ()
+        if any(w and s for w, s in zip(wanted, summed, strict=True)):
+            found = op.grads(wide, *elements, *scalars)
+            found = found if layout is None else [pack(*found, layout)]  # type: ignore[call-arg]
+
+        def gradient(i: int, t: Tensor, kind: str) -> Tensor:
+            if kind == "per_row":
+                without = [*elements[:-1], None]
+                return (wide * op.value(*without, *scalars)).sum(-1).to(t.dtype)
+            return (over_rows(found[0]) if kind == "per_column" else found[i]).to(t.dtype)
+
+        every = enumerate(zip(tensors, op.kinds, wanted, strict=True))
+        return tuple(gradient(i, t, kind) if w else None for i, (t, kind, w) in every)
+
+    return plain
+
+
+def fp8(op: Elementwise) -> Callable[..., tuple[Tensor, ...]]:
+    """The operator, and ``store_fp8`` of its data; no derivative goes through that, in any mode."""
+    result = forward(op)
+
+    def plain(*args: Any) -> tuple[Tensor, ...]:
+        with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
+            stored = [part for t in args[: op.data] for part in store_fp8(t)]
+        return result(*args), *stored
+
+    return plain
+
+
+def fp8_backward(op: Elementwise) -> Callable[..., Gradients]:
+    """The gradients of its tensors at ``load_fp8`` of what was stored, unrounded; those of data in its own dtypes."""
+    gradients = backward(op)
+
+    def plain(*args: Any) -> Gradients:
+        given = op.stored(args)
+        dtype = torch.float64 if torch.float64 in given.dtypes else compute_dtype(given.grad, *given.others)
+        data = [load_fp8(stored, scale, dtype) for stored, scale in given.data]
+        found = gradients(given.grad, *data, *given.others, *given.scalars, given.output_mask)
+        rounded = [widened(own, d) for own, d in zip(given.dtypes, found, strict=False)]
+        return (*rounded, *found[op.data :])
+
+    return plain
