@@ -296,7 +296,7 @@ def _loads(op: Elementwise, tensors: Sequence[Any], layout: str | None) -> tuple
     """The ranges (…, n), and the loads: the data, packed data in two; the biases, likewise; the scale."""
     *rows, n = tensors[0].get_size()
     at: list[Callable[[Index], Index]] = [_here]
-    data = [(t, _here) for t in tensors[: op.data]]
+    data: list[tuple[Any, Callable[[Index], Index]]] = [(t, _here) for t in tensors[: op.data]]
     if layout is not None:
         n = V.graph.sizevars.simplify(FloorDiv(n, 2))
         at = [_packed(layout, n, up) for up in (0, 1)]
@@ -330,8 +330,8 @@ def _backward(op: Elementwise) -> Callable[..., tuple[Box | None, ...]]:
         def of_data(i: int, dtype: torch.dtype | None = None) -> Box:
             if layout is None:
                 return e.node(elements.grads, *scalars, dtype=dtype, result=i)
-            halves = (e.node(elements.grads, *scalars, dtype=dtype, result=half) for half in (0, 1))
-            return _pack(*halves, layout)
+            gate, up = (e.node(elements.grads, *scalars, dtype=dtype, result=half) for half in (0, 1))
+            return _pack(gate, up, layout)
 
         found: list[Box | None] = [None] * len(tensors)
         own = dtypes or [t.get_dtype() for t in tensors[: op.data]]
@@ -345,7 +345,7 @@ def _backward(op: Elementwise) -> Callable[..., tuple[Box | None, ...]]:
                 _sum_rows(e.node(elements.grads, *scalars, result=half), bias.get_dtype())
                 for half in range(1 if layout is None else 2)
             ]
-            found[op.bias] = sums[0] if layout is None else _pack(*sums, layout)
+            found[op.bias] = sums[0] if layout is None else _pack(sums[0], sums[1], layout)
         if op.scale is not None and mask[op.scale] and (scale := tensors[op.scale]) is not None:
             terms = e.node_without(elements.scale_at, elements.scale_grad, *scalars)
             found[op.scale] = _sum_columns(terms, scale.get_dtype())

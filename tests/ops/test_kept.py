@@ -7,7 +7,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torch_fused_ops import activations
 from torch_fused_ops import functional as FF
-from torch_fused_ops.ops.activation import keeps_output
+from torch_fused_ops.operators.activation import bias_act
 
 fused = torch.ops.fused
 
@@ -63,10 +63,10 @@ def test_other_activations_keep_their_input(name):
 def test_where_the_result_says_less_than_the_sum_the_sum_is_kept():
     """2⁻²⁰⁰ rounds to a bfloat16 of 0, and its ReLU has the gradient 1."""
     x, b = torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True), torch.full((4,), 2.0**-200, dtype=torch.float64)
-    assert not keeps_output(x, b, None, "relu") and keeps_output(x, b.bfloat16(), None, "relu")
+    assert not bias_act.keeps_result(x, b, None, "relu") and bias_act.keeps_result(x, b.bfloat16(), None, "relu")
     fused.bias_act(x, b, None, "relu").sum().backward()
     assert torch.equal(x.grad, torch.ones_like(x))
-    assert not keeps_output(x, None, torch.ones(2), "relu")  # the result is scaled
+    assert not bias_act.keeps_result(x, None, torch.ones(2), "relu")  # the result is scaled
 
 
 def test_the_smallest_sums_have_their_gradient():

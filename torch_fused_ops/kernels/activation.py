@@ -780,7 +780,7 @@ def forward(op: Elementwise) -> Callable[..., Tensor]:
     def launch(*args: Any) -> Tensor:
         tensors, layout, scalars = op.split(args)
         x = _Operands.of(op, tensors, layout)
-        return _run_forward(_result(tensors[0], layout), x, *_formula(op, scalars))
+        return _run_forward(_room_for_result(tensors[0], layout), x, *_formula(op, scalars))
 
     return launch
 
@@ -802,7 +802,7 @@ def fp8(op: Elementwise) -> Callable[..., tuple[Tensor, ...]]:
     def launch(*args: Any) -> tuple[Tensor, ...]:
         tensors, layout, scalars = op.split(args)
         x = _Operands.of(op, tensors, layout)
-        return _run_forward_fp8(_result(tensors[0], layout), x, tensors[: op.data], *_formula(op, scalars))
+        return _run_forward_fp8(_room_for_result(tensors[0], layout), x, tensors[: op.data], *_formula(op, scalars))
 
     return launch
 
@@ -820,7 +820,7 @@ def fp8_backward(op: Elementwise) -> Callable[..., Gradients]:
     return launch
 
 
-def _result(first: Tensor, layout: str | None) -> Tensor:
+def _room_for_result(first: Tensor, layout: str | None) -> Tensor:
     """Room for the operator's result."""
     return first.new_empty(first.shape if layout is None else (*first.shape[:-1], first.shape[-1] // 2))
 
@@ -845,7 +845,7 @@ def _gradients(
     d_bias, d_scale = _run_backward(
         grad, x, d_gate, d_up, bias, scale, *_formula(op, scalars), dtypes if x.gate_row_scale is not None else ()
     )
-    for i, d in ((op.bias, d_bias), (op.scale, d_scale)):
-        if i is not None:
-            found[i] = d
+    for at, d in ((op.bias, d_bias), (op.scale, d_scale)):
+        if at is not None:
+            found[at] = d
     return tuple(found)

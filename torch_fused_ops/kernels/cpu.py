@@ -17,6 +17,7 @@ Float64, and registered activations, take the table's own functions. Tests hold 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -161,19 +162,39 @@ _NATIVE = {
 }
 _NATIVE_VALUE = {"sigmoid": torch.sigmoid, "tanh": torch.tanh, **{name: calls.value for name, calls in _NATIVE.items()}}
 
-# What makes a spelling for float32.
-_SPELLINGS: dict[str, Callable[[], Spelling]] = {
-    **{name: (lambda calls=calls: calls) for name, calls in _NATIVE.items()},
-    "relu2": lambda: _Shared(torch.relu, _relu2, lambda grad, x, r: _relu_backward(grad * (r + r), x)),
-    "gelu": lambda: _Shared(_gelu_parts, _gelu, _times(_gelu_derivative)),
-    "gelu_tanh": lambda: _Shared(_gelu_tanh_parts, lambda x, parts: x * parts[1], _times(_gelu_tanh_derivative)),
-    "quick_gelu": lambda: _Shared(
+
+class _Spellings(NamedTuple):
+    """An activation in float32: where its value alone is wanted, and what makes a spelling for a gradient."""
+
+    value: Spelling
+    shared: Callable[[], Spelling]
+
+
+def _both(calls: _Calls) -> _Spellings:
+    return _Spellings(calls, lambda: calls)
+
+
+def _sharing(
+    parts: Callable[[Tensor], Any],
+    value: Callable[[Tensor, Any], Tensor],
+    gradient: Callable[[Tensor, Tensor, Any], Tensor],
+) -> _Spellings:
+    alone = _Calls(lambda x: value(x, parts(x)), lambda grad, x: gradient(grad, x, parts(x)))
+    return _Spellings(alone, lambda: _Shared(parts, value, gradient))
+
+
+_SPELLINGS: dict[str, _Spellings] = {
+    **{name: _both(calls) for name, calls in _NATIVE.items()},
+    "relu2": _sharing(torch.relu, _relu2, lambda grad, x, r: _relu_backward(grad * (r + r), x)),
+    "gelu": _sharing(_gelu_parts, _gelu, _times(_gelu_derivative)),
+    "gelu_tanh": _sharing(_gelu_tanh_parts, lambda x, parts: x * parts[1], _times(_gelu_tanh_derivative)),
+    "quick_gelu": _sharing(
         lambda x: torch.sigmoid(x * _QUICK_SLOPE),
         lambda x, s: x * s,
         _times(_swish_derivative(activations.QUICK_GELU_SLOPE)),
     ),
-    "sigmoid": lambda: _Calls(torch.sigmoid, lambda grad, x: grad * _sigmoid_derivative(x)),
-    "tanh": lambda: _Calls(torch.tanh, lambda grad, x: grad * _sigmoid_derivative(x + x).mul_(4.0)),
+    "sigmoid": _both(_Calls(torch.sigmoid, lambda grad, x: grad * _sigmoid_derivative(x))),
+    "tanh": _both(_Calls(torch.tanh, lambda grad, x: grad * _sigmoid_derivative(x + x).mul_(4.0))),
 }
 
 
@@ -272,37 +293,30 @@ class _Operands(NamedTuple):
         return (*data, *(None if s is None else s[index] for s in self.scale))
 
 
-def _spelled(scalars: tuple[Any, ...], activation: int | None, dtype: torch.dtype) -> tuple[Any, ...]:
-    """The formula's scalars, the activation as it is spelled here."""
-    make = _SPELLINGS.get(scalars[activation]) if activation is not None and dtype == torch.float32 else None
-    if make is None:
-        return scalars
-    return (*scalars[:activation], make(), *scalars[(activation or 0) + 1 :])
-
-
 # ---- the kernels of an operator --------------------------------------------------------------------------------------
 
 
-def _without_scale(op: Elementwise) -> Callable[[Sequence[Any], str | None], tuple[Any, ...]]:
-    """What the formula is called with where no row is scaled and nothing need be widened or cut."""
-    bias_at, data = op.bias, op.data
-    scale = () if op.scale is None else (None,)
+class _Call(NamedTuple):
+    """How a kernel reads its arguments, in plain numbers: a call on few elements costs what this costs."""
 
-    def elements(tensors: Sequence[Any], layout: str | None) -> tuple[Any, ...]:
-        first = tensors[0]
-        if bias_at is not None and tensors[bias_at] is not None:
-            first = first + tensors[bias_at]
-        if layout is not None:
-            return (*unpack(first, layout), *scale)
-        return (first, *tensors[1:data], *scale)
+    complete: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    tensors: int
+    total: int  # arguments
+    layout: int | None
+    activation: int | None
+    scalars: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # the formula's, but for the activation, which is its first
 
-    return elements
-
-
-def _activation(op: Elementwise) -> int | None:
-    """Which of the formula's scalars is the activation."""
-    scalars = [name for name in op.scalars if name != "layout"]
-    return scalars.index("activation") if "activation" in scalars else None
+    @staticmethod
+    def of(op: Elementwise) -> _Call:
+        count = len(op.tensors)
+        names = list(op.scalars)
+        activation = count + names.index("activation") if "activation" in names else None
+        at = [count + i for i, name in enumerate(names) if name not in ("layout", "activation")]
+        if len(at) > 1:
+            scalars: Callable[[tuple[Any, ...]], tuple[Any, ...]] = operator.itemgetter(*at)
+        else:
+            scalars = (lambda args: (args[at[0]],)) if at else (lambda args: ())
+        return _Call(op.complete, count, count + len(names), op.layout, activation, scalars)
 
 
 def _is_activation_alone(op: Elementwise) -> bool:
@@ -310,28 +324,48 @@ def _is_activation_alone(op: Elementwise) -> bool:
     return op.value is act_element and op.kinds == ("data", "per_column", "per_row")
 
 
+def _simple_elements(op: Elementwise) -> Callable[[tuple[Any, ...], str | None], tuple[Any, ...]]:
+    """What the formula is called with where no row is scaled and nothing need be widened or cut."""
+    bias_at, data, scale = op.bias, op.data, () if op.scale is None else (None,)
+
+    def elements(args: tuple[Any, ...], layout: str | None) -> tuple[Any, ...]:
+        first = args[0]
+        if bias_at is not None and args[bias_at] is not None:
+            first = first + args[bias_at]
+        if layout is not None:
+            return (*unpack(first, layout), *scale)
+        return (first, *args[1:data], *scale)
+
+    return elements
+
+
 def forward(op: Elementwise) -> Callable[..., Tensor]:
     """The operator."""
-    activation, scale, elements = _activation(op), op.scale, _without_scale(op)
-    alone = _is_activation_alone(op)
+    complete, count, total, layout_at, activation_at, rest = _Call.of(op)
+    alone, scale_at, simple, value = _is_activation_alone(op), op.scale, _simple_elements(op), op.value
 
     def kernel(*args: Any) -> Tensor:
         if alone and args[1] is None and args[2] is None and (native := _NATIVE_VALUE.get(args[3])) is not None:
             return _contiguous(native(args[0]))
-        tensors, layout, scalars = op.split(args)
-        first = tensors[0]
-        if (scale is None or tensors[scale] is None) and _is_simple(tensors):
-            spelled = _spelled(scalars, activation, torch.float32)
-            if spelled is not scalars:
-                return _contiguous(op.value(*elements(tensors, layout), *spelled))
+        if len(args) != total:
+            args = complete(args)
+        tensors = args[:count]
+        layout = None if layout_at is None else args[layout_at]
+        named = () if activation_at is None else (args[activation_at],)
+        spellings = _SPELLINGS.get(named[0]) if named else None
+        if spellings is not None and (scale_at is None or args[scale_at] is None) and _is_simple(tensors):
+            if alone:
+                return spellings.value.value(args[0] if args[1] is None else args[0] + args[1])
+            return _contiguous(value(*simple(args, layout), spellings.value, *rest(args)))
         dtype = _compute_dtype(tensors)
-        operands, spelled = _Operands.of(op, tensors, layout, dtype), _spelled(scalars, activation, dtype)
-        shape = operands.data[0].shape
-        if spelled is not scalars and operands.data[0].numel() <= _GRAIN:
-            return _contiguous(_wide(op.value(*operands.block((), dtype), *spelled), first.dtype))
+        operands, known = _Operands.of(op, tensors, layout, dtype), spellings is not None
+        scalars = (*((spellings.value,) if spellings and dtype == torch.float32 else named), *rest(args))
+        shape, first = operands.data[0].shape, args[0]
+        if known and operands.data[0].numel() <= _GRAIN:
+            return _contiguous(_wide(value(*operands.block((), dtype), *scalars), first.dtype))
         out: Tensor = first.new_empty(shape)
         for i in _blocks(shape, block()):
-            out[i].copy_(op.value(*operands.block(i, dtype), *_spelled(scalars, activation, dtype)))
+            out[i].copy_(value(*operands.block(i, dtype), *scalars))
         return out
 
     return kernel
@@ -339,33 +373,32 @@ def forward(op: Elementwise) -> Callable[..., Tensor]:
 
 def backward(op: Elementwise) -> Callable[..., Gradients]:
     """Its backward operator."""
-    activation, bias, scale, elements = _activation(op), op.bias, op.scale, _without_scale(op)
-    alone, data = _is_activation_alone(op), op.data
+    _, count, _, layout_at, activation_at, rest = _Call.of(op)
+    alone, bias, scale_at, simple = _is_activation_alone(op), op.bias, op.scale, _simple_elements(op)
+    data = op.data
 
     def kernel(grad: Tensor, *args: Any) -> Gradients:
         mask = args[-1]
-        if (
-            alone
-            and mask[0]
-            and args[1] is None
-            and args[2] is None
-            and args[3] in _NATIVE
-            and grad.dtype == args[0].dtype
-        ):
-            return _contiguous(_NATIVE[args[3]].input_grad(grad, args[0])), None, None
-        tensors, layout, scalars = op.split(args[:-1])
-        if (scale is None or tensors[scale] is None) and _is_simple((grad, *tensors)):
-            spelled = _spelled(scalars, activation, torch.float32)
-            if spelled is not scalars:
-                found: Any = op.grads(grad, *elements(tensors, layout), *spelled)
-                found = found if layout is None else (pack(*found, layout),)
-                of_tensors = [found[i] if i < data and w else None for i, w in enumerate(mask)]
-                if bias is not None and mask[bias]:
-                    of_tensors[bias] = over_rows(found[0])
-                return tuple(of_tensors)
+        if alone and mask[0] and args[1] is None and args[2] is None and grad.dtype == args[0].dtype:
+            native = _NATIVE.get(args[3])
+            if native is not None:
+                return _contiguous(native.input_grad(grad, args[0])), None, None
+        tensors = args[:count]
+        layout = None if layout_at is None else args[layout_at]
+        spellings = None if activation_at is None else _SPELLINGS.get(args[activation_at])
+        unscaled = scale_at is None or args[scale_at] is None
+        if spellings is not None and unscaled and _is_simple((grad, *tensors)):
+            found: Any = op.grads(grad, *simple(args, layout), spellings.shared(), *rest(args))
+            if layout is not None:
+                found = (pack(found[0], found[1], layout),)
+            of_tensors = [found[i] if i < data and w else None for i, w in enumerate(mask)]
+            if bias is not None and mask[bias]:
+                of_tensors[bias] = over_rows(found[0])
+            return tuple(of_tensors)
         room = tuple(map(_room, tensors, mask))
         dtype = _compute_dtype((grad, *tensors))
-        _fill_gradients(op, grad, _Operands.of(op, tensors, layout, dtype), layout, scalars, room, dtype)
+        named = () if activation_at is None else (args[activation_at],)
+        _fill_gradients(op, grad, _Operands.of(op, tensors, layout, dtype), layout, (named, rest(args)), room, dtype)
         return room
 
     return kernel
@@ -379,16 +412,19 @@ def fp8(op: Elementwise) -> Callable[..., tuple[Tensor, ...]]:
 
 def fp8_backward(op: Elementwise) -> Callable[..., Gradients]:
     """That one's backward operator."""
+    _, _, _, layout_at, activation_at, rest = _Call.of(op)
 
     def kernel(*args: Any) -> Gradients:
         given = op.stored(args)
         tensors = (*(stored for stored, _ in given.data), *given.others)
-        _, layout, scalars = op.split((*tensors, *given.scalars))
+        plain_args = (*tensors, *given.scalars)
+        layout = None if layout_at is None else plain_args[layout_at]
+        named = () if activation_at is None else (plain_args[activation_at],)
         dtypes = (*given.dtypes, *(None if t is None else t.dtype for t in given.others))
         room = tuple(map(_room, tensors, given.output_mask, dtypes))
         dtype = torch.float64 if torch.float64 in given.dtypes else _compute_dtype((given.grad, *given.others))
         operands = _Operands.of(op, tensors, layout, dtype, tuple(scale for _, scale in given.data))
-        _fill_gradients(op, given.grad, operands, layout, scalars, room, dtype)
+        _fill_gradients(op, given.grad, operands, layout, (named, rest(plain_args)), room, dtype)
         return room
 
     return kernel
@@ -432,11 +468,11 @@ def _fill_gradients(
     grad: Tensor,
     operands: _Operands,
     layout: str | None,
-    scalars: tuple[Any, ...],
+    scalars: tuple[tuple[str, ...], tuple[Any, ...]],
     room: Sequence[Tensor | None],
     dtype: torch.dtype,
 ) -> None:
-    """Fill ``room``, which there is for each gradient that is wanted."""
+    """Fill ``room``, which there is for each gradient that is wanted. ``scalars``: the activation, and the rest."""
 
     def parts(t: Tensor | None) -> Sequence[Tensor | None]:
         return (t,) if layout is None else (None, None) if t is None else unpack(t, layout)
@@ -448,10 +484,11 @@ def _fill_gradients(
     inputs = bool(bias_outs) or any(o is not None for o in outs)
     # Hundreds of partial sums: in float64, so that their order costs nothing.
     totals = [torch.zeros_like(b, dtype=torch.float64) for b in bias_outs]
-    activation = _activation(op)
+    named, rest = scalars
+    spellings = _SPELLINGS.get(named[0]) if named and dtype == torch.float32 else None
     for i in _blocks(grad.shape, block()):
         g, part = _wide(grad[i] if i else grad, dtype), operands.block(i, dtype)
-        spelled = _spelled(scalars, activation, dtype)
+        spelled = (*named, *rest) if spellings is None else (spellings.shared(), *rest)
         if inputs:
             ds = op.grads(g, *part, *spelled)
             for out, d in zip(outs, ds, strict=True):

@@ -6,7 +6,7 @@ Every check raises TypeError or ValueError that names the argument, its value an
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,15 +18,15 @@ __all__ = ["DTYPES", "check"]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _first(name: str, t: Tensor) -> None:
-    if t.ndim == 0:
+def _first(name: str, shape: Any) -> None:
+    if len(shape) == 0:
         raise ValueError(f"{name} has shape (); accepted: at least one axis")
 
 
-def _packed(name: str, t: Tensor) -> None:
-    _first(name, t)
-    if t.shape[-1] % 2:
-        raise ValueError(f"{name} has last axis {t.shape[-1]}; accepted: an even size, gate and up packed")
+def _packed(name: str, shape: Any) -> None:
+    _first(name, shape)
+    if shape[-1] % 2:
+        raise ValueError(f"{name} has last axis {shape[-1]}; accepted: an even size, gate and up packed")
 
 
 # By a tensor's kind: its shape, from the first tensor's, and what that is called.
@@ -37,14 +37,14 @@ _SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-def _is_seed(name: str, t: Tensor) -> None:
-    if t.dtype != torch.int64:
-        raise TypeError(f"{name} has dtype {t.dtype}; accepted: int64")
-    if t.numel() != 1:
-        raise ValueError(f"{name} has shape {tuple(t.shape)}; accepted: one element")
+_DTYPES = {"seed": (torch.int64,)}  # by kind, where it is not DTYPES
 
 
-_OTHERS: dict[str, Callable[[str, Tensor], None]] = {"seed": _is_seed}
+def _refuse(name: str, t: Tensor, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> NoReturn:
+    if t.dtype not in dtypes:
+        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} has dtype {t.dtype}; accepted: {accepted}")
+    raise ValueError(f"{name} is on device {t.device}; accepted: {device}, where the first tensor is")
 
 
 def check(op: Operator) -> Callable[..., None]:
@@ -52,35 +52,32 @@ def check(op: Operator) -> Callable[..., None]:
     count = len(op.tensors)
     first_name, *_ = op.tensors
     first_is = _packed if op.kinds[0] == "packed" else _first
-    tensors = [(a.name, a.type == "Tensor?", _SHAPES.get(a.kind), _OTHERS.get(a.kind)) for a in op.tensor_arguments]
+    # What a call on few elements costs is the loops below: each over what it is about, and nothing else.
+    given = [(i, a.name, _DTYPES.get(a.kind, DTYPES)) for i, a in enumerate(op.tensor_arguments)]
+    required = [(i, a.name) for i, a in enumerate(op.tensor_arguments) if a.type == "Tensor"]
+    shaped = [(i, a.name, *_SHAPES[a.kind]) for i, a in enumerate(op.tensor_arguments) if i and a.kind in _SHAPES]
+    single = [(i, a.name) for i, a in enumerate(op.tensor_arguments) if a.kind == "seed"]
     rules = [(count + list(op.scalars).index(rule.name), rule.check) for rule in op.rules]
 
     def checked(*args: Any) -> None:
+        for i, name in required:
+            if args[i] is None:  # torch.ops takes it for an undefined tensor
+                raise TypeError(f"{name}=None is not accepted: it must be a tensor, not NoneType")
         first = args[0]
-        if first is None:  # torch.ops takes it for an undefined tensor
-            raise TypeError(f"{first_name}=None is not accepted: it must be a tensor, not NoneType")
-        device = first.device
-        for (name, optional, _, special), t in zip(tensors, args, strict=False):
-            if t is None:
-                if not optional:
-                    raise TypeError(f"{name}=None is not accepted: it must be a tensor, not NoneType")
-                continue
-            if special is not None:
-                special(name, t)
-            elif t.dtype not in DTYPES:
-                raise TypeError(f"{name} has dtype {t.dtype}; accepted: float16, bfloat16, float32, float64")
-            if t.device != device:
-                raise ValueError(f"{name} is on device {t.device}; accepted: {device}, where the first tensor is")
-        first_is(first_name, first)
-        for i in range(1, count):
-            t, shape_of = args[i], tensors[i][2]
-            if t is not None and shape_of is not None:
-                expected, meaning = shape_of[0](first.shape), shape_of[1]
-                if t.shape != expected:
-                    raise ValueError(
-                        f"{tensors[i][0]} has shape {tuple(t.shape)}; accepted: {tuple(expected)}, "
-                        f"{first_name}'s {meaning}"
-                    )
+        device, shape = first.device, first.shape
+        for i, name, dtypes in given:
+            t = args[i]
+            if t is not None and (t.dtype not in dtypes or t.device != device):
+                _refuse(name, t, device, dtypes)
+        first_is(first_name, shape)
+        for i, name, of_first, meaning in shaped:
+            t = args[i]
+            if t is not None and t.shape != of_first(shape):
+                accepted = f"{tuple(of_first(shape))}, {first_name}'s {meaning}"
+                raise ValueError(f"{name} has shape {tuple(t.shape)}; accepted: {accepted}")
+        for i, name in single:
+            if args[i].numel() != 1:
+                raise ValueError(f"{name} has shape {tuple(args[i].shape)}; accepted: one element")
         for i, rule in rules:
             if i < len(args):
                 rule(args[i])

@@ -271,6 +271,10 @@ class Stored(NamedTuple):
     output_mask: Sequence[bool]
 
 
+def _never(*args: Any) -> bool:
+    return False
+
+
 @dataclass(frozen=True, eq=False)
 class Elementwise(Operator):
     """An operator whose result is a formula of its data, element by element.
@@ -289,7 +293,7 @@ class Elementwise(Operator):
 
     value: Callable[..., Tensor] = field(kw_only=True)
     grads: Callable[..., tuple[Tensor, ...]] = field(kw_only=True)
-    keeps_result: Callable[..., bool] | None = field(default=None, kw_only=True)
+    keeps_result: Callable[..., bool] = field(default=_never, kw_only=True)
     kernels: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -299,6 +303,8 @@ class Elementwise(Operator):
             raise ValueError(
                 f"tensors={self.tensors!r} is not accepted: data comes first, and packed data is one tensor"
             )
+        if "activation" in self.scalars and next(iter(self.scalars)) != "activation":
+            raise ValueError(f"scalars={self.scalars!r} is not accepted: the activation comes first")
         if self.is_packed != ("layout" in self.scalars):
             raise ValueError(f"scalars={self.scalars!r} is not accepted: packed data has a layout, other has none")
 

@@ -63,7 +63,7 @@ def backward(op: Elementwise) -> Callable[..., Gradients]:
         found: Sequence[Tensor] = ()
         if any(w and s for w, s in zip(wanted, summed, strict=True)):
             found = op.grads(wide, *elements, *scalars)
-            found = found if layout is None else [pack(*found, layout)]  # type: ignore[call-arg]
+            found = found if layout is None else [pack(found[0], found[1], layout)]
 
         def gradient(i: int, t: Tensor, kind: str) -> Tensor:
             if kind == "per_row":

@@ -96,8 +96,6 @@ def _on_gpu(
 def _keep(op: Elementwise) -> Callable[..., Keep]:
     """The arguments; or the result in the data's place, if that is enough."""
     arguments, suffices, bias = keep_arguments(len(op.tensors)), op.keeps_result, op.bias
-    if suffices is None:
-        return lambda *_: arguments
     count = len(op.tensors)
 
     def saved(args: tuple[Any, ...], out: Tensor) -> tuple[tuple[Tensor], Any]:

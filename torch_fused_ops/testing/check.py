@@ -20,7 +20,15 @@ from torch import Tensor
 
 from torch_fused_ops import activations, reference
 from torch_fused_ops.testing import precision
-from torch_fused_ops.testing.samples import DTYPES, FP8_OPERATORS, OPERATORS, Sample, backward_samples, samples
+from torch_fused_ops.testing.samples import (
+    DTYPES,
+    FP8_OPERATORS,
+    OPERATORS,
+    Sample,
+    backward_samples,
+    declared_as,
+    samples,
+)
 
 __all__ = ["Row", "check", "measure_fp8", "run_opcheck", "table"]
 
@@ -104,7 +112,7 @@ def measure_fp8(sample: Sample) -> precision.Errors:
     Its result must be the plain operator's, bit for bit, and what it stored ``reference.store_fp8``'s: an infinite
     error if not.
     """
-    op, data = sample.op.removesuffix("_fp8"), 2 if sample.op == "glu_fp8" else 1
+    op, data = declared_as(sample.op).name, declared_as(sample.op).data
     given = [t for t in sample.tensors[:data] if t is not None]
     errors: precision.Errors = {}
     with torch.no_grad():

@@ -147,7 +147,7 @@ def measure(sample: Sample) -> precision.Errors:
         # What the operator gives unrounded: its gradient in the dtype that it computes in.
         backward = torch.ops.fused.dropout_add_backward
         rows = backward(grad.to(dtype), sample.args[3], p, dtype, None, [True, False])[0].double().cpu()
-        total, absolute = (reference._over_rows(t) for t in (rows, rows.abs()))
+        total, absolute = (reference.over_rows(t) for t in (rows, rows.abs()))
         precision._worst(errors, "sum", precision.sum_error(got[1], total, absolute, dtype), got[1].dtype)
     if got[2] is not None:  # grad itself
         precision._worst(errors, "gradient", precision.error(got[2], grad.double().cpu()), got[2].dtype)

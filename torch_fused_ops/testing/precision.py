@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import activations, reference
-from torch_fused_ops.testing.samples import Sample, family
+from torch_fused_ops.testing.samples import Sample, declared_as, family
 
 __all__ = ["LIMITS", "Errors", "error", "every_value", "measure", "show", "sum_error", "sweep"]
 
@@ -114,13 +114,14 @@ def _cast(args: Iterable[Any], dtype: torch.dtype, device: str | torch.device) -
 def _near(sample: Sample, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The ``near`` of ``error`` for the gradients of the first two tensors; float64."""
     a, b, scale = _cast(sample.tensors, torch.float64, "cpu")
-    name, layout = sample.scalars[0], sample.scalars[1] if sample.op == "bias_glu" else None
+    op = declared_as(sample.op)
+    name, layout = sample.scalars[0], None if op.layout is None else sample.args[op.layout]
     factor = grad.abs() if scale is None else (grad * scale.unsqueeze(-1)).abs()
-    if sample.op == "bias_act":
+    if op.data == 1 and layout is None:
         return factor * near_zero(name, a if b is None else a + b), None
     gate, up = reference.unpack(a if b is None else a + b, layout) if layout else (a, b)
     up_offset, clamp = sample.scalars[-2:]
-    gate, up = reference._clamped(gate, up, clamp)
+    gate, up = reference.clamped(gate, up, clamp)
     near = factor * (up + up_offset).abs() * near_zero(name, gate)
     return (reference.pack(near, torch.zeros_like(near), layout), None) if layout else (near, None)
 
@@ -128,7 +129,8 @@ def _near(sample: Sample, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
 def _summands(sample: Sample, grad: Tensor) -> tuple[Tensor, Tensor]:
     """What the gradients of bias and token_scale add up, as the operator gives it unrounded: over rows, over a row."""
     (grad,), args = (_cast(a, reference.compute_dtype(*sample.tensors), grad.device) for a in ((grad,), sample.args))
-    value = sample.overload(*args[:2], None, *sample.scalars)
+    scale = declared_as(sample.op).scale
+    value = sample.overload(*(None if i == scale else a for i, a in enumerate(args)))
     backward = getattr(torch.ops.fused, f"{sample.op}_backward")
     d_input = backward(grad, *args, [True, False, False])[0]
     return d_input.double().cpu(), grad.double().cpu() * value.double().cpu()
@@ -152,9 +154,11 @@ def measure(sample: Sample) -> Errors:
     wide_grad = grad.double().cpu()
     truths = getattr(reference, f"{sample.op}_backward")(wide_grad, *wide, wanted)
     rows, row = _summands(sample, grad)
-    added: dict[int, tuple[Tensor, Callable[[Tensor], Tensor]]] = {2: (row, lambda t: t.sum(-1))}
-    if sample.op != "glu":
-        added[1] = (rows, reference._over_rows)
+    op = declared_as(sample.op)
+    added: dict[int | None, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
+        op.scale: (row, lambda t: t.sum(-1)),
+        op.bias: (rows, reference.over_rows),
+    }
     for i, (g, truth) in enumerate(zip(got, truths, strict=True)):
         if g is None:
             continue

@@ -14,32 +14,35 @@ import importlib
 import itertools
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import torch_fused_ops.operators.activation  # noqa: F401  (registers torch.ops.fused.*)
 from torch_fused_ops import activations, reference
+from torch_fused_ops.operators.activation import FAMILY
+from torch_fused_ops.operators.declare import Elementwise, elementwise
 
-__all__ = ["ACTIVATION_OPERATORS", "FP8_OPERATORS", "OPERATORS", "Sample", "backward_samples", "family", "samples"]
+__all__ = [
+    "ACTIVATION_OPERATORS",
+    "FP8_OPERATORS",
+    "OPERATORS",
+    "Sample",
+    "backward_samples",
+    "declared_as",
+    "family",
+    "samples",
+]
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# The tensor arguments of each operator, in the schema's order; the ones after the data are optional.
-TENSORS = {
-    "bias_act": ("input", "bias", "token_scale"),
-    "glu": ("gate", "up", "token_scale"),
-    "bias_glu": ("input", "bias", "token_scale"),
-}
-ACTIVATION_OPERATORS = tuple(TENSORS)
-FP8_OPERATORS = tuple(f"{op}_fp8" for op in ACTIVATION_OPERATORS)  # the same; what backward needs, stored in float8
+ACTIVATION_OPERATORS = tuple(op.name for op in FAMILY)
+FP8_OPERATORS = tuple(op.fp8.name for op in FAMILY)  # the same; what backward needs, stored in float8
 # Families with a module of their own beside this one: samples, backward_samples, measure.
 _FAMILIES = {"dropout_add": "dropout", "scaled_masked_softmax": "softmax"}
 OPERATORS = (*ACTIVATION_OPERATORS, *_FAMILIES)
-_BIASED, _GATED = ("bias_act", "bias_glu"), ("glu", "bias_glu")
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class _Case:
     up_offset: float = 0.0
     clamp: float | None = None
     core: bool = False
-    only: tuple[str, ...] = field(default=ACTIVATION_OPERATORS)
+    needs: str = ""  # an argument: for the operators that have it
 
 
 def _cases() -> Iterator[_Case]:
@@ -135,8 +138,8 @@ def _cases() -> Iterator[_Case]:
         yield _Case(f"{view}", (4, 6), view=view, core=True)
         yield _Case(f"{view} 3-D bf16", (2, 3, 10), "bf16", "silu", view=view)
     yield _Case("tensors alone", with_bias=False, with_scale=False, core=True)
-    yield _Case("bias alone", with_scale=False, core=True, only=_BIASED)
-    yield _Case("scale alone", with_bias=False, core=True, only=_BIASED)
+    yield _Case("bias alone", with_scale=False, core=True, needs="bias")
+    yield _Case("scale alone", with_bias=False, core=True, needs="bias")
     for dtype, other in (("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16"), ("bf16", "fp64"), ("fp64", "fp32")):
         yield _Case(f"mixed {dtype} with {other}", (3, 10), dtype, other_dtype=other, core=dtype == "bf16")
     for mask in itertools.product((True, False), repeat=3):
@@ -150,9 +153,9 @@ def _cases() -> Iterator[_Case]:
             up_offset=up_offset,
             clamp=clamp,
             core=True,
-            only=_GATED,
+            needs="clamp",
         )
-    yield _Case("gpt-oss", (4, 64), "bf16", "quick_gelu", up_offset=1.0, clamp=7.0, values="wide", only=_GATED)
+    yield _Case("gpt-oss", (4, 64), "bf16", "quick_gelu", up_offset=1.0, clamp=7.0, values="wide", needs="clamp")
     packed_shapes: tuple[tuple[tuple[int, ...], str, str, float | None], ...] = (
         ((3, 7), "fp32", "contiguous", None),
         ((2, 3, 4), "bf16", "sliced", 1.5),
@@ -169,7 +172,7 @@ def _cases() -> Iterator[_Case]:
             layout=layout,
             clamp=clamp,
             core=packed == (3, 7),
-            only=("bias_glu",),
+            needs="layout",
         )
 
 
@@ -209,33 +212,27 @@ def _tensor(
     return t.expand(shape)
 
 
-def _build(op: str, case: _Case, device: torch.device) -> Sample:
-    g = torch.Generator().manual_seed(zlib.crc32(f"{op} {case.name}".encode()))
+def _build(op: Elementwise, case: _Case, device: torch.device) -> Sample:
+    g = torch.Generator().manual_seed(zlib.crc32(f"{op.name} {case.name}".encode()))
     dtype, other = DTYPES[case.dtype], DTYPES[case.other_dtype or case.dtype]
-    rows, n = case.shape[:-1], case.shape[-1] * (2 if op == "bias_glu" else 1)
+    rows, n = case.shape[:-1], case.shape[-1] * (2 if op.is_packed else 1)
     # Bias and scale have strides as unusual as the data's.
     small = "sliced" if case.view == "transposed" else case.view
 
-    def data(d: torch.dtype) -> Tensor:
-        return _tensor((*rows, n), d, case.view, case.values, device, g)
+    def tensor(i: int, kind: str) -> Tensor | None:
+        if kind == "per_column":
+            return _tensor((n,), other, small, "normal", device, g) if case.with_bias else None
+        if kind == "per_row":
+            return _tensor(rows, other, small, "normal", device, g) if case.with_scale else None
+        return _tensor((*rows, n), other if i else dtype, case.view, case.values, device, g)
 
-    first = data(dtype)
-    if op == "glu":
-        second: Tensor | None = data(other)
-    else:
-        second = _tensor((n,), other, small, "normal", device, g) if case.with_bias else None
-    scale = _tensor(rows, other, small, "normal", device, g) if case.with_scale else None
-    tensors = tuple(
+    tensors = [tensor(i, kind) for i, kind in enumerate(op.kinds)]
+    leaves = tuple(
         # detach() keeps the strides, so that the view itself is the leaf.
         None if t is None else t.detach().requires_grad_(r)
-        for t, r in zip((first, second, scale), case.requires_grad, strict=True)
+        for t, r in zip(tensors, case.requires_grad, strict=False)
     )
-    scalars: tuple[Any, ...] = (case.activation,)
-    if op == "bias_glu":
-        scalars += (case.layout,)
-    if op != "bias_act":
-        scalars += (case.up_offset, case.clamp)
-    return Sample(op, case.name, (*tensors, *scalars), case.core)
+    return Sample(op.name, case.name, (*leaves, *(getattr(case, name) for name in op.scalars)), case.core)
 
 
 def family(op: str) -> ModuleType | None:
@@ -260,10 +257,16 @@ def samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) 
     if (own := family(op)) is not None:
         yield from own.samples(torch.device(device), core=core)
         return
-    plain = op.removesuffix("_fp8")
+    declared = declared_as(op)
     for case in _cases():
-        if plain in case.only and (case.core or not core):
-            yield replace(_build(plain, case, torch.device(device)), op=op)
+        has = not case.needs or case.needs in declared.tensors or case.needs in declared.scalars
+        if has and (case.core or not core):
+            yield replace(_build(declared, case, torch.device(device)), op=op)
+
+
+def declared_as(op: str) -> Elementwise:
+    """The declaration of an operator, or of the one that stores float8."""
+    return next(one for one in elementwise() if op in (one.name, one.fp8.name))
 
 
 def backward_samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) -> Iterator[Sample]:
@@ -280,14 +283,15 @@ def backward_samples(op: str, device: str | torch.device = "cpu", *, core: bool 
             continue
         first = sample.tensors[0]
         assert first is not None
-        width = first.shape[-1] // 2 if op.startswith("bias_glu") else first.shape[-1]
+        declared = declared_as(op)
+        width = first.shape[-1] // 2 if declared.is_packed else first.shape[-1]
         g = torch.Generator().manual_seed(zlib.crc32(f"gradient of {sample}".encode()))
         view = "expanded" if sample.name.startswith("expanded") else "contiguous"
         grad = _tensor((*first.shape[:-1], width), first.dtype, view, "normal", first.device, g)
         tensors = tuple(None if t is None else t.detach() for t in sample.tensors)
         kept, scalars = tensors, sample.scalars
         if op in FP8_OPERATORS:
-            data = tuple(t for t in tensors[: 2 if op == "glu_fp8" else 1] if t is not None)
+            data = tuple(t for t in tensors[: declared.data] if t is not None)
             kept = (*(part for t in data for part in reference.store_fp8(t)), *tensors[len(data) :])
             scalars = (*scalars, *(t.dtype for t in data))
         yield Sample(f"{op}_backward", sample.name, (grad, *kept, *scalars, mask), sample.core)
