@@ -386,7 +386,8 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 def every_kernel(rows: int, n: int, view: Callable[[int, int], Tensor]) -> dict[str, tuple[Any, ...]]:
     """A call of each family's kernels, forward and backward, whose data are ``view``'s."""
     pytest.importorskip("triton")
-    from torch_fused_ops.kernels import activation, dropout, softmax
+    from torch_fused_ops.kernels import dropout, softmax
+    from torch_fused_ops.kernels.activation import launch_of
 
     x, packed, bias, packed_bias, scale = view(rows, n), view(rows, 2 * n), meta(n), meta(2 * n), meta(rows)
     seed, row_scale = meta(1, dtype=torch.int64), meta(rows, dtype=torch.float32)
@@ -395,24 +396,25 @@ def every_kernel(rows: int, n: int, view: Callable[[int, int], Tensor]) -> dict[
     hidden = view(rows, n).to(torch.bool).unsqueeze(0) if view is meta else meta(1, rows, n, dtype=torch.bool)
     scalars, mask = (1.0, True, -1, -1), (True, True)
     return {
-        "bias_act": (activation.bias_act, x, bias, scale, "gelu"),
-        "bias_act backward": (activation.bias_act_backward, x, x, bias, scale, "gelu", EVERYTHING),
-        "glu": (activation.glu, x, x, scale, "silu"),
-        "glu backward": (activation.glu_backward, x, x, x, scale, "silu", 0.0, None, EVERYTHING),
-        "bias_glu": (activation.bias_glu, packed, packed_bias, scale, *rest),
-        "bias_glu backward": (activation.bias_glu_backward, x, packed, packed_bias, scale, *rest, EVERYTHING),
-        "bias_act_fp8": (activation.bias_act_fp8, x, bias, scale, "gelu"),
-        "glu_fp8": (activation.glu_fp8, x, x, scale, "silu"),
-        "bias_glu_fp8": (activation.bias_glu_fp8, packed, packed_bias, scale, *rest),
+        "bias_act": (launch_of("bias_act"), x, bias, scale, "gelu"),
+        "bias_act backward": (launch_of("bias_act_backward"), x, x, bias, scale, "gelu", EVERYTHING),
+        "glu": (launch_of("glu"), x, x, scale, "silu"),
+        "glu backward": (launch_of("glu_backward"), x, x, x, scale, "silu", 0.0, None, EVERYTHING),
+        "bias_glu": (launch_of("bias_glu"), packed, packed_bias, scale, *rest),
+        "bias_glu backward": (launch_of("bias_glu_backward"), x, packed, packed_bias, scale, *rest, EVERYTHING),
+        "bias_act_fp8": (launch_of("bias_act_fp8"), x, bias, scale, "gelu"),
+        "glu_fp8": (launch_of("glu_fp8"), x, x, scale, "silu"),
+        "bias_glu_fp8": (launch_of("bias_glu_fp8"), packed, packed_bias, scale, *rest),
         "bias_act_fp8 backward": (
-            activation.bias_act_fp8_backward, x, stored, row_scale, bias, scale, "gelu", BF16, EVERYTHING,
+            launch_of("bias_act_fp8_backward"), x, stored, row_scale, bias, scale, "gelu", BF16, EVERYTHING,
         ),
         "glu_fp8 backward": (
-            activation.glu_fp8_backward, x, stored, row_scale, stored, row_scale, scale, "silu", 0.0, None, BF16, BF16,
-            EVERYTHING,
+            launch_of("glu_fp8_backward"), x, stored, row_scale, stored, row_scale, scale, "silu", 0.0, None, BF16,
+            BF16, EVERYTHING,
         ),
         "bias_glu_fp8 backward": (
-            activation.bias_glu_fp8_backward, x, packed_stored, row_scale, packed_bias, scale, *rest, BF16, EVERYTHING,
+            launch_of("bias_glu_fp8_backward"), x, packed_stored, row_scale, packed_bias, scale, *rest, BF16,
+            EVERYTHING,
         ),
         "dropout_add": (dropout.dropout_add, x, bias, x, seed, 0.1),
         "dropout_add backward": (dropout.dropout_add_backward, x, seed, 0.1, BF16, BF16, mask),

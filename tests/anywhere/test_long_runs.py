@@ -274,7 +274,7 @@ def test_fresh_shapes_do_not_fill_caches() -> None:
         for n in range(1, 1500):
             for rows in (n, n + 7):
                 t = x[:1].expand(rows, n)
-                activation.bias_act_backward(t, t, None, None, "silu", (True, False, False))
+                activation.launch_of("bias_act_backward")(t, t, None, None, "silu", (True, False, False))
                 softmax.scaled_masked_softmax(t, None, None, 0.1 * n)
                 dropout.dropout_add(t, None, None, seed, 1 / n)
     plans = activation._plan, activation._row_plan, softmax._plan

@@ -22,6 +22,7 @@ from kernel_harness import GPUS, NAMES, Device, assemble, assert_close, meta, re
 from torch_fused_ops import activations, reference
 from torch_fused_ops.kernels import activation as kernels
 from torch_fused_ops.kernels import launching
+from torch_fused_ops.kernels.activation import launch_of
 from torch_fused_ops.testing import virtual_gpu
 
 BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
@@ -46,7 +47,7 @@ def wide(args: Sequence[Any]) -> list[Any]:
 
 def check(device: Device, name: str, args: Sequence[Any], grad: Tensor, mask: Sequence[bool] = EVERYTHING) -> None:
     """Forward and backward of an operator against its float64 reference."""
-    forward, backward = getattr(kernels, name), getattr(kernels, f"{name}_backward")
+    forward, backward = launch_of(name), launch_of(f"{name}_backward")
     actual = device.run(forward, *args)
     expected = getattr(reference, name)(*wide(args))
     assert (actual.dtype, actual.is_contiguous()) == (args[0].dtype, True)
@@ -103,9 +104,9 @@ def test_every_bfloat16_value(device: Device, activation: str) -> None:
     table, finite = activations.get(activation), torch.isfinite(x)
     tile = 8192 if device.name == "cpu" else kernels._THREADS  # larger, for the interpreter's sake
     with mock.patch.object(kernels, "_THREADS", tile):
-        y = device.run(kernels.bias_act, x, None, None, activation)
+        y = device.run(launch_of("bias_act"), x, None, None, activation)
         dx, _, _ = device.run(
-            kernels.bias_act_backward, torch.ones_like(x), x, None, None, activation, (True, False, False)
+            launch_of("bias_act_backward"), torch.ones_like(x), x, None, None, activation, (True, False, False)
         )
     assert_close(y[finite], table.value(x[finite].double()))
     assert_close(dx[finite], table.derivative(x[finite].double()), gradient=True)
@@ -120,9 +121,9 @@ def test_wide_types_keep_their_tails(device: Device, activation: str, dtype: tor
     magnitude = torch.logspace(-6, 2.5 if dtype == torch.float32 else 2.8, 2000, dtype=torch.float64).to(dtype)
     x = torch.cat((magnitude, -magnitude))
     table = activations.get(activation)
-    assert_close(device.run(kernels.bias_act, x, None, None, activation), table.value(x.double()))
+    assert_close(device.run(launch_of("bias_act"), x, None, None, activation), table.value(x.double()))
     dx, _, _ = device.run(
-        kernels.bias_act_backward, torch.ones_like(x), x, None, None, activation, (True, False, False)
+        launch_of("bias_act_backward"), torch.ones_like(x), x, None, None, activation, (True, False, False)
     )
     near_zero = 4 * torch.finfo(dtype).eps * ((x > -2) & (x < 0)).double()  # derivatives cross zero there
     assert_close(dx, table.derivative(x.double()), gradient=True, absolute=near_zero)
@@ -186,9 +187,9 @@ def test_nan_goes_the_references_way(device: Device, name: str) -> None:
                 t[0, ::3] = float("nan")
         grad = normal(2, 12)
         for actual, expected in (
-            (device.run(getattr(kernels, name), *args), getattr(reference, name)(*args)),
+            (device.run(launch_of(name), *args), getattr(reference, name)(*args)),
             *zip(
-                device.run(getattr(kernels, f"{name}_backward"), grad, *args, (True, name == "glu", False)),
+                device.run(launch_of(f"{name}_backward"), grad, *args, (True, name == "glu", False)),
                 getattr(reference, f"{name}_backward")(grad, *args, (True, name == "glu", False)),
                 strict=True,
             ),
@@ -255,7 +256,7 @@ def test_evenly_strided_tensors_are_one_row(device: Device) -> None:
     """Contiguous data, and the expanded gradient of a sum, run as one flat vectorised loop; nothing is copied."""
     x, one = normal(4, 5, 64, dtype=torch.bfloat16), torch.ones(()).expand(4, 5, 64)
     for args in ((x,), (one, x)):
-        operator = kernels.bias_act if len(args) == 1 else kernels.bias_act_backward
+        operator = launch_of("bias_act") if len(args) == 1 else launch_of("bias_act_backward")
         device.run(operator, *args, None, None, "silu", *([(True, False, False)] if len(args) == 2 else []))
         (_, launched, constants), pointers = device.launches[0], [a.data_ptr() for a in args]
         assert constants["FLAT"]
@@ -289,7 +290,7 @@ def test_sums_round_like_short_ones(device: Device, shape: tuple[int, int]) -> N
     grad, x = torch.rand(shape) + 0.5, torch.rand(shape) + 0.5
     bias, scale = torch.zeros(shape[1]), torch.ones(shape[0])
     mask = (False, True, True)
-    _, d_bias, d_scale = device.run(kernels.bias_act_backward, grad, x, bias, scale, "relu", mask)
+    _, d_bias, d_scale = device.run(launch_of("bias_act_backward"), grad, x, bias, scale, "relu", mask)
     assert device.names in (
         ["_backward"] + ["_add_rows"] * n for n in (1, 2)
     )  # a sum of one part needs no second kernel
@@ -302,7 +303,7 @@ def test_sums_round_like_short_ones(device: Device, shape: tuple[int, int]) -> N
 def test_results_are_the_same_in_every_run(device: Device) -> None:
     args = arguments("bias_glu", (300, 40), torch.bfloat16, bias=True, scale=True)
     grad = normal(300, 40, dtype=torch.bfloat16)
-    first, second = (device.run(kernels.bias_glu_backward, grad, *args, EVERYTHING) for _ in range(2))
+    first, second = (device.run(launch_of("bias_glu_backward"), grad, *args, EVERYTHING) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
 
@@ -327,18 +328,29 @@ def test_wide_offsets_are_used_where_needed_and_only_there(rows: int) -> None:
     x, bias, packed = meta(rows, 2**14), meta(2**14), meta(rows // 2, 2**15)
     large = rows * 2**14 > 2**31
     for call in (
-        (kernels.bias_act, x, None, None, "silu"),
-        (kernels.bias_glu, packed, None, None, "silu", "interleaved"),
-        (kernels.bias_act, x, bias, None, "silu"),
-        (kernels.bias_act, meta(2**14, rows).t(), None, None, "silu"),
-        (kernels.bias_act_backward, x, x, bias, None, "silu", (True, True, False)),
-        (kernels.glu_backward, x, x, x, meta(rows), "silu", 0.0, None, EVERYTHING),
-        (kernels.bias_glu_backward, x[: rows // 2], packed, meta(2**15), None, "silu", "halves", 0.0, None, EVERYTHING),
+        (launch_of("bias_act"), x, None, None, "silu"),
+        (launch_of("bias_glu"), packed, None, None, "silu", "interleaved"),
+        (launch_of("bias_act"), x, bias, None, "silu"),
+        (launch_of("bias_act"), meta(2**14, rows).t(), None, None, "silu"),
+        (launch_of("bias_act_backward"), x, x, bias, None, "silu", (True, True, False)),
+        (launch_of("glu_backward"), x, x, x, meta(rows), "silu", 0.0, None, EVERYTHING),
+        (
+            launch_of("bias_glu_backward"),
+            x[: rows // 2],
+            packed,
+            meta(2**15),
+            None,
+            "silu",
+            "halves",
+            0.0,
+            None,
+            EVERYTHING,
+        ),
     ):
         kernel, grid, _, constants = recorded(*call)[0]
         assert constants["WIDE"] == large, kernel
         assert grid[0] < 2**31 and grid[1] <= 65535 and grid[2] <= 65535
-    tall = recorded(kernels.bias_act, meta(2**32, 1), meta(1), None, "silu")[0]
+    tall = recorded(launch_of("bias_act"), meta(2**32, 1), meta(1), None, "silu")[0]
     assert tall[3]["WIDE"] and tall[1][1] <= 65535 and tall[1][1] * tall[1][2] * tall[3]["BLOCK_M"] >= 2**32
 
 
@@ -349,8 +361,8 @@ def calls(activation: str, dtype: torch.dtype, rows: int = 4096, n: int = 8192) 
     """A call of every kind."""
     x, packed, bias, packed_bias = (meta(*s, dtype=dtype) for s in ((rows, n), (rows, 2 * n), (n,), (2 * n,)))
     scale, x_t = meta(rows, dtype=torch.float32), meta(n, rows, dtype=dtype).t()
-    act, act_backward = kernels.bias_act, kernels.bias_act_backward
-    glu, glu_backward = kernels.glu, kernels.glu_backward
+    act, act_backward = launch_of("bias_act"), launch_of("bias_act_backward")
+    glu, glu_backward = launch_of("glu"), launch_of("glu_backward")
     found: dict[str, tuple[Any, ...]] = {
         "flat": (act, x, None, None, activation),
         "flat backward": (act_backward, x, x, None, None, activation, (True, False, False)),
@@ -362,9 +374,15 @@ def calls(activation: str, dtype: torch.dtype, rows: int = 4096, n: int = 8192) 
     }
     for layout in reference.LAYOUTS:
         plain, full = (None, None, activation, layout, 0.0, None), (packed_bias, scale, activation, layout, 1.0, 7.0)
-        found[f"{layout} forward"] = (kernels.bias_glu, packed, *full)
-        found[f"{layout} plain backward"] = (kernels.bias_glu_backward, x, packed, *plain, (True, False, False))
-        found[f"{layout} backward"] = (kernels.bias_glu_backward, x, packed, *full, EVERYTHING)
+        found[f"{layout} forward"] = (launch_of("bias_glu"), packed, *full)
+        found[f"{layout} plain backward"] = (
+            launch_of("bias_glu_backward"),
+            x,
+            packed,
+            *plain,
+            (True, False, False),
+        )
+        found[f"{layout} backward"] = (launch_of("bias_glu_backward"), x, packed, *full, EVERYTHING)
     return found
 
 
@@ -416,11 +434,23 @@ def test_nothing_spills(gpu: virtual_gpu.GPU, dtype: torch.dtype, activation: st
 def test_only_what_is_used_is_read() -> None:
     x, packed = meta(512, 1024), meta(512, 2048)
     for masks, loads, call in (
-        ((False, True, False), 2, (kernels.glu_backward, x, x, x, None, "silu", 0.0, None)),  # up is not read
-        ((True, False, False), 3, (kernels.glu_backward, x, x, x, None, "silu", 0.0, None)),
-        ((True, False, False), 2, (kernels.bias_act_backward, x, x, None, None, "silu")),
-        ((False, False, True), 2, (kernels.bias_act_backward, x, x, None, meta(512, dtype=torch.float32), "silu")),
-        ((True, False, False), 3, (kernels.bias_glu_backward, x, packed, None, None, "silu", "halves", 0.0, None)),
+        (
+            (False, True, False),
+            2,
+            (launch_of("glu_backward"), x, x, x, None, "silu", 0.0, None),
+        ),  # up is not read
+        ((True, False, False), 3, (launch_of("glu_backward"), x, x, x, None, "silu", 0.0, None)),
+        ((True, False, False), 2, (launch_of("bias_act_backward"), x, x, None, None, "silu")),
+        (
+            (False, False, True),
+            2,
+            (launch_of("bias_act_backward"), x, x, None, meta(512, dtype=torch.float32), "silu"),
+        ),
+        (
+            (True, False, False),
+            3,
+            (launch_of("bias_glu_backward"), x, packed, None, None, "silu", "halves", 0.0, None),
+        ),
     ):
         code = assemble(virtual_gpu.H100, *call, masks)[0]
         assert sum(name.startswith("LDG") for name in code.instructions) == loads, (call[0].__name__, masks)

@@ -17,7 +17,8 @@ from kernel_harness import assert_close as within_contract
 
 from torch_fused_ops import activations, reference
 from torch_fused_ops.kernels import activation as kernels
-from torch_fused_ops.kernels import cpu, launching
+from torch_fused_ops.kernels import launching
+from torch_fused_ops.kernels.activation import launch_of
 from torch_fused_ops.testing import virtual_gpu
 
 BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
@@ -78,9 +79,9 @@ def test_stores_and_loads_as_the_reference(
         args = arguments(name, layout, shape, dtype)
         if len(shape) > 1 and args[0].numel():
             args[0][0], args[0][-1, ..., 0] = 0.0, float("nan")
-        out, *kept = device.run(getattr(kernels, f"{name}_fp8"), *args)
+        out, *kept = device.run(launch_of(f"{name}_fp8"), *args)
         assert device.names == (["_forward_fp8"] if out.numel() else [])
-        assert torch.equal(out.nan_to_num(7), device.run(getattr(kernels, name), *args).nan_to_num(7))
+        assert torch.equal(out.nan_to_num(7), device.run(launch_of(name), *args).nan_to_num(7))
         _, *expected = getattr(reference, f"{name}_fp8")(*args)
         for (stored, scale), (e_stored, e_scale) in zip(
             [kept[i : i + 2] for i in (0, 2)[:data]],
@@ -92,7 +93,7 @@ def test_stores_and_loads_as_the_reference(
             assert torch.equal(stored[finite].view(torch.uint8), e_stored[finite].view(torch.uint8))
         grad = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
         backward = (grad, *expected, *args[data:], *[dtype] * data, (True, True, True))
-        got = device.run(getattr(kernels, f"{name}_fp8_backward"), *backward)
+        got = device.run(launch_of(f"{name}_fp8_backward"), *backward)
         assert device.names.count("_backward") == (1 if grad.numel() else 0) and len(device.names) <= 3
         wide = [a.double() if isinstance(a, Tensor) and a.dtype != reference.FP8 else a for a in backward]
         wide[-1 - data : -1] = [torch.float64] * data
@@ -107,11 +108,11 @@ def test_every_activation_at_every_stored_value(device: Device, activation: str)
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).repeat(4, 1)
     stored, scale = codes[:, codes[0].float().isfinite()].contiguous(), torch.tensor([1e-3, 0.02, 1.0, 30.0])
     grad, rest = torch.ones(stored.shape), (None, None, activation, torch.float32, (True, False, False))
-    got = device.run(kernels.bias_act_fp8_backward, grad, stored, scale, *rest)[0]
+    got = device.run(launch_of("bias_act_fp8_backward"), grad, stored, scale, *rest)[0]
     x = reference.load_fp8(stored, scale, torch.float64)
     near_zero = 4 * torch.finfo(torch.float32).eps * ((x > -2) & (x < 0)).double()
     within_contract(got, activations.get(activation).derivative(x), gradient=True, absolute=near_zero)
-    on_cpu = cpu.bias_act_fp8_backward(grad, stored, scale, *rest)[0]
+    on_cpu = torch.ops.fused.bias_act_fp8_backward(grad, stored, scale, *rest)[0]
     assert on_cpu is not None
     within_contract(on_cpu, activations.get(activation).derivative(x), gradient=True, absolute=near_zero)
 
@@ -119,12 +120,12 @@ def test_every_activation_at_every_stored_value(device: Device, activation: str)
 def test_wide_offsets_give_the_same(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, layout in OPERATORS:
         args = arguments(name, layout, (50, 20), torch.float32)
-        narrow = device.run(getattr(kernels, f"{name}_fp8"), *args)
+        narrow = device.run(launch_of(f"{name}_fp8"), *args)
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "INT32_MAX", 0)
             patch.setattr(launching, "GRID_LIMIT", 3)
             kernels._row_plan.cache_clear()
-            wide = device.run(getattr(kernels, f"{name}_fp8"), *args)
+            wide = device.run(launch_of(f"{name}_fp8"), *args)
             assert device.launches[0][2]["WIDE"]
             kernels._row_plan.cache_clear()
         for a, b in zip(narrow, wide, strict=True):
@@ -133,7 +134,7 @@ def test_wide_offsets_give_the_same(device: Device, monkeypatch: pytest.MonkeyPa
 
 def test_strides(device: Device) -> None:
     x, u = torch.randn(24, 6).t(), torch.randn(6, 49)[:, 1::2]
-    out, *kept = device.run(kernels.glu_fp8, x, u, None, "silu", 0.0, None)
+    out, *kept = device.run(launch_of("glu_fp8"), x, u, None, "silu", 0.0, None)
     for got, expected in zip(kept, (*reference.store_fp8(x), *reference.store_fp8(u)), strict=True):
         assert got.is_contiguous() and torch.equal(got.float(), expected.float())
     torch.testing.assert_close(out, reference.glu(x, u, None, "silu"))
@@ -149,20 +150,22 @@ def calls(activation: str, dtype: torch.dtype = torch.bfloat16, rows: int = 4096
     none, both = (None, None), (True, True, False)
     every = (True, True, True)
     found: dict[str, Any] = {
-        "bias_act": (kernels.bias_act_fp8, x, *none, activation),
-        "bias_act full": (kernels.bias_act_fp8, x, b, s, activation),
-        "glu": (kernels.glu_fp8, x, x, None, activation),
-        "bias_act backward": (kernels.bias_act_fp8_backward, x, x8, s, *none, activation, dtype, (True, False, False)),
-        "bias_act full backward": (kernels.bias_act_fp8_backward, x, x8, s, b, s, activation, dtype, every),
+        "bias_act": (launch_of("bias_act_fp8"), x, *none, activation),
+        "bias_act full": (launch_of("bias_act_fp8"), x, b, s, activation),
+        "glu": (launch_of("glu_fp8"), x, x, None, activation),
+        "bias_act backward": (
+            launch_of("bias_act_fp8_backward"), x, x8, s, *none, activation, dtype, (True, False, False),
+        ),  # fmt: skip
+        "bias_act full backward": (launch_of("bias_act_fp8_backward"), x, x8, s, b, s, activation, dtype, every),
         "glu backward": (
-            kernels.glu_fp8_backward, x, x8, s, x8, s, None, activation, 0.0, None, dtype, dtype, both,
+            launch_of("glu_fp8_backward"), x, x8, s, x8, s, None, activation, 0.0, None, dtype, dtype, both,
         ),
     }  # fmt: skip
     for layout in reference.LAYOUTS:
         full = (activation, layout, 1.0, 7.0)
-        found[layout] = (kernels.bias_glu_fp8, packed, packed_b, s, *full)
+        found[layout] = (launch_of("bias_glu_fp8"), packed, packed_b, s, *full)
         found[f"{layout} backward"] = (
-            kernels.bias_glu_fp8_backward, x, packed8, s, packed_b, s, *full, dtype, every,
+            launch_of("bias_glu_fp8_backward"), x, packed8, s, packed_b, s, *full, dtype, every,
         )  # fmt: skip
     return found
 
@@ -191,7 +194,7 @@ def test_wide_loads_and_stores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_that_fit_are_read_once() -> None:
     for n, whole in ((64, True), (4096, True), (kernels._WIDEST_ROW, True), (kernels._WIDEST_ROW + 1, False)):
-        ((kernel, _, _, constants),) = recorded(kernels.bias_act_fp8, meta(512, n), None, None, "silu")
+        ((kernel, _, _, constants),) = recorded(launch_of("bias_act_fp8"), meta(512, n), None, None, "silu")
         assert kernel is kernels._forward_fp8 and constants["WHOLE"] == whole
         assert constants["BLOCK_N"] >= min(n, kernels._WIDEST_ROW)
         assert constants["BLOCK_M"] * constants["BLOCK_N"] >= kernels._LEAST_TILE
@@ -203,10 +206,10 @@ def test_results_are_the_same_in_every_run(device: Device) -> None:
         data = 2 if name == "glu" else 1
         grad, runs = torch.randn(300, 40).bfloat16(), []
         for _ in range(2):
-            out, *kept = device.run(getattr(kernels, f"{name}_fp8"), *args)
+            out, *kept = device.run(launch_of(f"{name}_fp8"), *args)
             rest = (*args[data:], *[torch.bfloat16] * data, (True, True, True))
-            runs.append([out, *kept, *device.run(getattr(kernels, f"{name}_fp8_backward"), grad, *kept, *rest)])
-            plain = getattr(kernels, f"{name}_backward")
+            runs.append([out, *kept, *device.run(launch_of(f"{name}_fp8_backward"), grad, *kept, *rest)])
+            plain = launch_of(f"{name}_backward")
             runs[-1] += device.run(plain, grad, *args, (True, True, True))
         for a, b in zip(*runs, strict=True):
             assert torch.equal(a.double(), b.double())

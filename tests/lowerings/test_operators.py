@@ -179,5 +179,5 @@ def test_programs_evaluate_each_step_once() -> None:
     check(lambda x: fused.bias_act(x, None, None, "gelu"), [leaf(8, 8)])
     from torch_fused_ops import reference
 
-    program = operators._program(reference.bias_act_element, (True, False, False), ("gelu",), torch.float32, "cpu")
+    program = operators._program(reference.act_element, (True, False), ("gelu",), torch.float32, "cpu")
     assert len([s for s in program.steps if s[0] != "constant"]) <= 30

@@ -45,9 +45,9 @@ from torch_fused_ops.kernels.launching import (
     tl,
     triton,
 )
-from torch_fused_ops.operators.declare import Elementwise
+from torch_fused_ops.operators.declare import Elementwise, elementwise
 
-__all__ = ["backward", "forward", "fp8", "fp8_backward"]
+__all__ = ["backward", "forward", "fp8", "fp8_backward", "launch_of"]
 
 LOG2E = tl.constexpr(activations.LOG2E)
 GELU_TANH_SLOPE = tl.constexpr(activations.GELU_TANH_SLOPE)
@@ -818,6 +818,15 @@ def fp8_backward(op: Elementwise) -> Callable[..., Gradients]:
         return _gradients(op, given.grad, tensors, x, given.dtypes, scalars, given.output_mask)
 
     return launch
+
+
+@functools.cache
+def launch_of(name: str) -> Callable[..., Any]:
+    """What runs ``fused::name`` on a GPU in eager mode, arguments unchecked; KeyError if no declared operator is it."""
+    launches = forward, backward, fp8, fp8_backward
+    found = {s.name: (op, make) for op in elementwise() for s, make in zip(op.signatures, launches, strict=True)}
+    op, make = found[name]
+    return make(op)
 
 
 def _room_for_result(first: Tensor, layout: str | None) -> Tensor:

@@ -36,7 +36,7 @@ def register_elementwise(op: Elementwise) -> None:
         operator = register(
             forward,
             on_cpu,
-            _on_gpu(op, family.on_cpu[0].__name__, on_cpu, accepts),
+            _on_gpu(op, forward.name, on_cpu, accepts),
             plain_forward,
             family.fakes[0](op, accepts),
             functools.partial(batching.forward, op, plain=plain_forward, check=accepts),
@@ -45,7 +45,7 @@ def register_elementwise(op: Elementwise) -> None:
         backward_operator = register(
             backward,
             backward_on_cpu,
-            _on_gpu(op, family.on_cpu[1].__name__, backward_on_cpu, None),
+            _on_gpu(op, backward.name, backward_on_cpu, None),
             plain_backward,
             family.fakes[1](op),
             functools.partial(family.batched_backward, op),
@@ -71,7 +71,7 @@ def _checked(kernel: Callable[..., Any], check: Callable[..., None]) -> Callable
 
 
 def _on_gpu(
-    op: Elementwise, form: str, in_torch: Callable[..., Any], check: Callable[..., None] | None
+    op: Elementwise, name: str, in_torch: Callable[..., Any], check: Callable[..., None] | None
 ) -> Callable[..., Any]:
     """The kernel of ``op.kernels``, imported at the first call; blocks of plain torch for registered activations."""
     if op.kernels is None:
@@ -84,7 +84,7 @@ def _on_gpu(
         if check is not None:
             check(*args)
         if not found:
-            found.append(getattr(importlib.import_module(module), form)(op))
+            found.append(importlib.import_module(module).launch_of(name))
         return found[0](*args)
 
     return kernel
