@@ -32,7 +32,7 @@ from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.handover import DATA, SAME_ELEMENTS, Handover
 from torch_fused_ops.lowerings.partition import GEMMS, Graphs, base
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
-from torch_fused_ops.report import module_stack
+from torch_fused_ops.virtual_gpu.modules import module_stack
 
 log = logging.getLogger("torch_fused_ops")
 

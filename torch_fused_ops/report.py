@@ -16,11 +16,9 @@ from torch_fused_ops.figures import Capture, Figures, measure
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
 
 if TYPE_CHECKING:
-    from torch.fx import Node
+    from torch_fused_ops.virtual_gpu import GPU
 
-    from torch_fused_ops.testing.virtual_gpu import GPU
-
-__all__ = ["Group", "Report", "Site", "grouped", "module_path", "module_stack", "unmatched"]
+__all__ = ["Group", "Report", "Site", "grouped", "unmatched"]
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -156,21 +154,6 @@ def _range(names: Sequence[str]) -> str:
     return ",".join(map(str, numbers))
 
 
-def module_path(path: str) -> str:
-    """A module's path in the model, from Dynamo's: ``L['self'].layers['0'].mlp`` is ``layers.0.mlp``.
-
-    Dynamo's begins with the variable that held the model, maybe in a closure.
-    """
-    path = re.sub(r"^[LG]\[(['\"])(.*?)\1\](\.__closure__\[\d+\]\.cell_contents)?", "", path)
-    path = re.sub(r"\._modules(?=\[)|\.?_orig_mod", "", path)
-    return re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", path).strip(".")
-
-
-def module_stack(node: Node) -> list[str]:
-    """The paths of the modules that a captured node is in, outermost first."""
-    return [module_path(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-
-
 def unmatched(policy: FusionPolicy, sites: Sequence[Site]) -> tuple[str, ...]:
     """A note for each of the policy's patterns that fits no site: a typo, or meant for another model."""
     modules = enclosing_modules(path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
@@ -243,7 +226,7 @@ class Report:
             ValueError: for anything else.
         """
         from torch_fused_ops.recording import nothing_recorded
-        from torch_fused_ops.testing.virtual_gpu import GPU, by_name
+        from torch_fused_ops.virtual_gpu import GPU, by_name
 
         described = gpu if isinstance(gpu, GPU) else by_name(gpu)
         if self.figures is None or self.figures.target != described.name:

@@ -536,8 +536,8 @@ def by(way: str, name: str) -> Callable[..., Any]:
     if way == "operators":
         return getattr(torch.ops.fused, name)  # type: ignore[no-any-return]
     pytest.importorskip("triton")
+    from torch_fused_ops import virtual_gpu
     from torch_fused_ops.kernels import activation, dropout, launching, softmax
-    from torch_fused_ops.testing import virtual_gpu
 
     module = dropout if name.startswith("dropout") else softmax if name.startswith("scaled") else activation
 

@@ -15,10 +15,9 @@ import triton.language as tl
 from kernel_harness import GPUS, Device, assemble, meta, recorded
 from kernel_harness import assert_close as within_contract
 
-from torch_fused_ops import activations, reference
+from torch_fused_ops import activations, reference, virtual_gpu
 from torch_fused_ops.kernels import activation as kernels
 from torch_fused_ops.kernels import cpu, launching
-from torch_fused_ops.testing import virtual_gpu
 
 BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

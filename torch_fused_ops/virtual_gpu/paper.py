@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
-from torch_fused_ops.report import module_path
-
 from . import standing_in
 from .gpus import GPU, H200, described
+from .modules import module_path
 
 GraphPass = Callable[[fx.Graph], object]
 
