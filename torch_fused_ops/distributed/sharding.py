@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["RULES", "dropout_add_backward_by_shards", "dropout_add_by_shards", "register"]
+__all__ = ["RULES", "dropout_add_backward_by_shards", "dropout_add_by_shards", "register", "shard_seed"]
 
 Placements = Sequence[Any]  # one for each tensor argument or result, None for what is none
 
@@ -249,6 +249,39 @@ def _meta(a: Any) -> Any:
 # ---- dropout, shard by shard -----------------------------------------------------------------------------------------
 
 
+# SplitMix64's constants, as int64: 0x9E3779B97F4A7C15; 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB with their shifts.
+_SPLITMIX_STEP = 0x9E3779B97F4A7C15 - 2**64
+_SPLITMIX = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)
+
+
+def shard_seed(seed: Tensor, *coordinates: int | Tensor) -> Tensor:
+    """A seed of its own for each shard: ``seed`` with the shard's coordinates mixed in, in tensor arithmetic.
+
+    For each coordinate a step of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), a bijection whose
+    every output bit depends on every bit that goes in. With the same seed, different coordinates give different seeds.
+
+    Args:
+        seed: int64.
+        *coordinates: the shard's place along each mesh dimension (or group of ranks) that shards the tensor. None at
+            all: seed as it is.
+
+    Returns:
+        int64, shaped as seed.
+
+    Raises:
+        TypeError: seed is no tensor.
+    """
+    if isinstance(seed, type) or not hasattr(seed, "__torch_function__"):
+        raise TypeError(f"seed={seed!r} is not accepted: it must be a tensor, not {type(seed).__name__}")
+    one = torch.ones_like(seed)  # so that all wraps as int64
+    for coordinate in coordinates:
+        z = seed + (one * coordinate + one) * _SPLITMIX_STEP
+        for shift, factor in _SPLITMIX:
+            z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * factor
+        seed = z ^ (z >> 31 & (1 << 33) - 1)
+    return seed
+
+
 def _placements(t: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """Where t is worked on, a bias over its last axis with it, and that bias's gradient: partial sums over other axes.
 
@@ -266,15 +299,13 @@ def _placements(t: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ..
     return places, bias, bias_grad
 
 
-def dropout_add_by_shards(x: Any, bias: Any, residual: Any, seed: Tensor, p: float) -> Any:
+def dropout_add_by_shards(x: Any, bias: Any, residual: Any, seed: Tensor, p: float) -> Tensor:
     """``fused::dropout_add`` of every rank's own shard of a DTensor x, with a seed for each shard.
 
     Bias and residual are brought to where x is. Gradients come to x's placements, too, wherever they were, so that
     backward's masks are forward's.
     """
     from torch.distributed.tensor import DTensor, Replicate
-
-    from torch_fused_ops.functional import shard_seed
 
     mesh, (places, bias_places, bias_grad) = x.device_mesh, _placements(x)
 
