@@ -16,9 +16,8 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
-__version__ = "0.1.0"
-
 from torch_fused_ops import functional
+from torch_fused_ops._version import __version__
 from torch_fused_ops.activations import register_activation
 from torch_fused_ops.explain import Report, Site, explain
 from torch_fused_ops.ops.decompositions import decompositions  # importing the operators registers torch.ops.fused.*

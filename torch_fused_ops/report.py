@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_fused_ops.figures import Capture, Figures, measure
+from torch_fused_ops.observers import unobserved
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
 
 if TYPE_CHECKING:
@@ -225,14 +226,13 @@ class Report:
         Raises:
             ValueError: for anything else.
         """
-        from torch_fused_ops.recording import nothing_recorded
         from torch_fused_ops.virtual_gpu import GPU, by_name
 
         described = gpu if isinstance(gpu, GPU) else by_name(gpu)
         if self.figures is None or self.figures.target != described.name:
             self.figures, self.figures_missing = None, ""
             try:
-                with nothing_recorded():
+                with unobserved():
                     self.figures = measure(tuple(self._captures), described)
             except Exception as error:
                 log.debug("figures could not be worked out", exc_info=True)

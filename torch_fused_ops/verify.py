@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from torch_fused_ops.explain import _call, _throwaway, _unchanged
+from torch_fused_ops.observers import unobserved
 from torch_fused_ops.policy import FusionPolicy, policy_or_default
-from torch_fused_ops.recording import nothing_recorded, record
+from torch_fused_ops.recording import record
 
 __all__ = ["Comparison", "Verification", "interpreted", "verify"]
 
@@ -470,7 +471,7 @@ def _call_by_call(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **set
 @contextmanager
 def _recorded(way: str) -> Iterator[Any]:
     with ExitStack() as stack:
-        stack.enter_context(nothing_recorded())
+        stack.enter_context(unobserved())
         yield stack.enter_context(record()) if way == "fused" else None
 
 
