@@ -44,8 +44,9 @@ LAYERS: dict[str, list[str]] = {
     # torch.compile
     "lowerings": ["virtual_gpu", "_version", "policy", "observers", "activations", "reference"],
     "figures": ["virtual_gpu", "policy", "lowerings"],
-    "report": ["virtual_gpu", "policy", "observers", "figures"],
-    "_page": ["figures", "report"],
+    "_text": [],
+    "_page": ["_text"],
+    "report": ["virtual_gpu", "policy", "observers", "figures", "_text", "_page"],
     "recording": ["policy", "observers", "lowerings", "figures", "report"],
     "explain": ["policy", "lowerings", "figures", "report"],
     "verify": ["policy", "observers", "lowerings", "recording", "explain"],
@@ -68,7 +69,7 @@ KNOWN = {
     ("torch_fused_ops.lowerings.recognise.cone", "torch_fused_ops.explain"),
     ("torch_fused_ops.lowerings.recognise.dropout", "torch_fused_ops.report"),
     ("torch_fused_ops.lowerings.recognise.prove", "torch_fused_ops.report"),
-    ("torch_fused_ops.report", "torch_fused_ops._page"),
+    ("torch_fused_ops._text", "torch_fused_ops.report"),
 }
 
 

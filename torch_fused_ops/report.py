@@ -6,12 +6,13 @@ import json
 import logging
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch_fused_ops._page import page
+from torch_fused_ops._text import WIDTH, figures_table, sites_table, unread_of
 from torch_fused_ops.figures import Capture, Figures, measure
 from torch_fused_ops.observers import unobserved
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
@@ -243,7 +244,7 @@ class Report:
         return str(self)
 
     def __str__(self) -> str:
-        parts = [_table(grouped(self.sites)) if self.sites else "", self.summary]
+        parts = [sites_table(grouped(self.sites)) if self.sites else "", self.summary]
         if not self.sites:
             parts.append(self.nothing)
         elif self.graphs > 1:
@@ -253,7 +254,7 @@ class Report:
         hints = dict.fromkeys(site.hint for site in self.sites if site.hint)
         parts += [textwrap.fill(f"hint: {hint}", WIDTH, subsequent_indent="      ") for hint in hints]
         if self.figures is not None:
-            parts += ["", _figures_table(self.figures)]
+            parts += ["", figures_table(self.figures)]
         elif self.figures_missing:
             parts.append(f"figures are not available: {self.figures_missing}")
         text = "\n".join(parts)
@@ -292,10 +293,8 @@ class Report:
 
     def to_html(self, path: str | Path) -> Path:
         """Write the report to ``path`` as one self-contained page; returns the path."""
-        from torch_fused_ops._page import page
-
         path = Path(path)
-        path.write_text(page(self), encoding="utf-8")
+        path.write_text(page(self, grouped(self.sites), grouped(self.unread)), encoding="utf-8")
         return path
 
 
@@ -321,102 +320,3 @@ class Recorded(Report):
             "Nothing was compiled in this block. torch.compile compiles at the first call, and not again for a model\n"
             "that it has compiled: put the first call into the block, or torch._dynamo.reset() before it."
         )
-
-
-# ---- text ------------------------------------------------------------------------------------------------------------
-
-WIDTH = 120
-
-
-def reading(site: Site) -> str:
-    """The functions that read the value, each once: "linear ×2"."""
-    return ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in Counter(site.users).items())
-
-
-def unread_of(groups: Sequence[Group]) -> list[tuple[str, Group]]:
-    """Activations that are no sites, as text: "gelu is no site: no GEMM reads it, but layer_norm"."""
-    return [
-        (f"{', '.join(dict.fromkeys(g.sites[0].spelling))} is no site: {said(g.sites[0]).removeprefix(NOT_AN_MLP)}", g)
-        for g in groups
-    ]
-
-
-def said(site: Site) -> str:
-    """The reason as it is shown: without what the hint says too, and not like an item of a list (a minus in front)."""
-    reason = site.reason.removesuffix(CAN_BE_ADDED)
-    return f"the value {reason}" if reason.startswith(("-", "−", "*", "+")) else reason
-
-
-def _table(groups: Sequence[Group]) -> str:
-    header = ("operator", "activation", "source", "read by", "reason")
-    rows = [header]
-    for group in groups:
-        site = group.sites[0]
-        rows.append((site.op or "-", site.activation or "-", group.source, reading(site), said(site)))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    indent = sum(widths) + 2 * len(widths)
-    room = max(50, WIDTH - indent)
-    lines = []
-    for row in rows:
-        reason = textwrap.wrap(row[4], room, break_long_words=False, break_on_hyphens=False) or [""]
-        lines.append("  ".join((*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), reason[0])))
-        lines += [" " * indent + more for more in reason[1:]]
-    lines.insert(1, "  ".join("-" * w for w in (*widths, len(header[4]))))
-    return "\n".join(lines)
-
-
-def unit_of(nbytes: float) -> tuple[str, int]:
-    """The unit to show so many bytes in, and how many bytes it is."""
-    return next(((unit, n) for unit, n in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if nbytes >= n), ("B", 1))
-
-
-def size(nbytes: float, scale: float | None = None) -> str:
-    """Bytes as text, in the unit that fits ``scale`` (by default themselves): "576.0 MiB"."""
-    scale = nbytes if scale is None else scale
-    unit, factor = unit_of(scale)
-    digits = 0 if factor == 1 else 2 if scale < 10 * factor else 1
-    return f"{nbytes / factor:.{digits}f} {unit}"
-
-
-def change(before: float, after: float) -> str:
-    """What became of a figure: "−36.2 %", "+1.0 %", "≈ 0 %" or "same"."""
-    if before == after:
-        return "same"
-    if not before:
-        return "new"
-    percent = 100 * (after / before - 1)
-    if abs(percent) < 0.05:
-        return "≈ 0 %"
-    return f"{'−' if percent < 0 else '+'}{abs(percent):.1f} %"
-
-
-def rows_of(figures: Figures) -> list[tuple[str, str, str, str]]:
-    """The totals as text: what, before, after, change."""
-    before, after = figures.before, figures.after
-
-    def row(name: str, attribute: str, is_bytes: bool) -> tuple[str, str, str, str]:
-        values = [getattr(side, attribute) for side in (before, after)]
-        text = [size(v, max(values)) if is_bytes else str(v) for v in values]
-        return name, text[0], text[1], change(*values)
-
-    if not figures.training:
-        return [row("bytes moved", "forward_bytes", True), row("kernels", "forward_kernels", False)]
-    return [
-        row("saved for backward", "saved", True),
-        row("bytes moved, forward", "forward_bytes", True),
-        row("bytes moved, backward", "backward_bytes", True),
-        row("kernels, forward", "forward_kernels", False),
-        row("kernels, backward", "backward_kernels", False),
-    ]
-
-
-def _figures_table(figures: Figures) -> str:
-    rows = [(f"on paper, {figures.target}", "torch.compile", "with pick-up", "change"), *rows_of(figures)]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [
-        "  ".join((row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))))
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * w for w in widths))
-    lines += [f"a graph is missing from the figures: {reason}" for reason in dict.fromkeys(figures.skipped)]
-    return "\n".join(lines)
