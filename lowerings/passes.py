@@ -25,9 +25,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 
 from torch_fused_ops import activations, observers
 from torch_fused_ops._version import __version__
-from torch_fused_ops.explain import EXCLUDED
 from torch_fused_ops.lowerings import compat, epilogues, handover, memory, partition
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, policy_or_default
+from torch_fused_ops.reports.explain import EXCLUDED
 
 log = logging.getLogger("torch_fused_ops")
 

@@ -43,16 +43,11 @@ LAYERS: dict[str, list[str]] = {
     "slapo": ["activations", "functional", "megatron"],
     # torch.compile
     "lowerings": ["virtual_gpu", "_version", "policy", "observers", "activations", "reference"],
-    "figures": ["virtual_gpu", "policy", "lowerings"],
-    "_text": [],
-    "_page": ["_text"],
-    "report": ["virtual_gpu", "policy", "observers", "figures", "_text", "_page"],
-    "recording": ["policy", "observers", "lowerings", "figures", "report"],
-    "explain": ["policy", "lowerings", "figures", "report"],
-    "verify": ["policy", "observers", "lowerings", "recording", "explain"],
+    "reports": ["virtual_gpu", "policy", "observers", "lowerings"],
+    "verify": ["policy", "observers", "lowerings", "reports"],
     # modules
-    "nn": [*OPERATORS, "megatron", "policy", "lowerings", "report", "explain"],
-    "torch_fused_ops": ["_version", *OPERATORS, "policy", "lowerings", "recording", "explain", "verify"],
+    "nn": [*OPERATORS, "megatron", "policy", "lowerings", "reports"],
+    "torch_fused_ops": ["_version", *OPERATORS, "policy", "lowerings", "reports", "verify"],
     # tools
     "testing": ["virtual_gpu", *OPERATORS],
     "benchmarks": ["virtual_gpu", *OPERATORS, "policy", "lowerings", "nn", "torch_fused_ops"],
@@ -63,13 +58,13 @@ LAYERS: dict[str, list[str]] = {
 # What is against the table, and is to go: (module, what it imports).
 KNOWN = {
     # A site, and the words that tell of one, are the recogniser's: they belong below it.
-    ("torch_fused_ops.lowerings.passes", "torch_fused_ops.explain"),
-    ("torch_fused_ops.lowerings.recognise", "torch_fused_ops.explain"),
-    ("torch_fused_ops.lowerings.recognise", "torch_fused_ops.report"),
-    ("torch_fused_ops.lowerings.recognise.cone", "torch_fused_ops.explain"),
-    ("torch_fused_ops.lowerings.recognise.dropout", "torch_fused_ops.report"),
-    ("torch_fused_ops.lowerings.recognise.prove", "torch_fused_ops.report"),
-    ("torch_fused_ops._text", "torch_fused_ops.report"),
+    ("torch_fused_ops.lowerings.passes", "torch_fused_ops.reports.explain"),
+    ("torch_fused_ops.lowerings.recognise", "torch_fused_ops.reports.explain"),
+    ("torch_fused_ops.lowerings.recognise", "torch_fused_ops.reports.report"),
+    ("torch_fused_ops.lowerings.recognise.cone", "torch_fused_ops.reports.explain"),
+    ("torch_fused_ops.lowerings.recognise.dropout", "torch_fused_ops.reports.report"),
+    ("torch_fused_ops.lowerings.recognise.prove", "torch_fused_ops.reports.report"),
+    ("torch_fused_ops.reports.text", "torch_fused_ops.reports.report"),
 }
 
 

@@ -19,10 +19,10 @@ from typing import Any
 from torch_fused_ops import functional
 from torch_fused_ops._version import __version__
 from torch_fused_ops.activations import register_activation
-from torch_fused_ops.explain import Report, Site, explain
 from torch_fused_ops.ops.decompositions import decompositions  # importing the operators registers torch.ops.fused.*
 from torch_fused_ops.policy import FusionPolicy, UnfusedError
-from torch_fused_ops.recording import record
+from torch_fused_ops.reports.explain import Report, Site, explain
+from torch_fused_ops.reports.recording import record
 from torch_fused_ops.verify import Verification, verify
 
 __all__ = [

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from torch_fused_ops.explain import _call, _throwaway, _unchanged
 from torch_fused_ops.observers import unobserved
 from torch_fused_ops.policy import FusionPolicy, policy_or_default
-from torch_fused_ops.recording import record
+from torch_fused_ops.reports.explain import _call, _throwaway, _unchanged
+from torch_fused_ops.reports.recording import record
 
 __all__ = ["Comparison", "Verification", "interpreted", "verify"]
 

@@ -15,9 +15,9 @@ from functools import cache
 import torch
 from torch.fx import Graph, Node
 
-from torch_fused_ops.explain import EXCLUDED, NOT_AN_MLP, Site, explain
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
-from torch_fused_ops.report import DROPOUT
+from torch_fused_ops.reports.explain import EXCLUDED, NOT_AN_MLP, Site, explain
+from torch_fused_ops.reports.report import DROPOUT
 from torch_fused_ops.virtual_gpu.modules import module_stack
 
 from . import dropout

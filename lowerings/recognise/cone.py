@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from torch_fused_ops import activations
-from torch_fused_ops.explain import NOT_AN_MLP
+from torch_fused_ops.reports.explain import NOT_AN_MLP
 
 from .custom import forward_of
 from .graph import AFFINE, CASTS, CONSTANTS, COPIES, DROPOUTS, FREE, NONLINEAR, PIECES, Facts, shown, statically, tensor

@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph, Node
 
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.report import DROPOUT
+from torch_fused_ops.reports.report import DROPOUT
 
 from .cone import _PLAIN, FLOATING, Cone, Refusal, _check_in_place_call, _contiguous, _same_shape, _value
 from .graph import AFFINE, Facts, record, shown, statically, tensor

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from torch_fused_ops import activations
-from torch_fused_ops.report import NOT_AN_MLP
+from torch_fused_ops.reports.report import NOT_AN_MLP
 
 from .graph import read
 from .symbolic import MAX_NAMES, TOLERANCE, Algebra, Poly, Ref, Step, Unprovable, evaluate

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from torch_fused_ops.explain import Site
 from torch_fused_ops.lowerings.recognise import rewrite
 from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.reports.explain import Site
 
 POLICY = FusionPolicy(dropout=False)  # a dropout that is picked up drops other elements
 TOLERANCE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.2}

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch_fused_ops import functional, lowerings
 from torch_fused_ops.nn.fused_mlp import Middle, untouched
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
-from torch_fused_ops.report import DROPOUT, EXCLUDED, Report, Site
+from torch_fused_ops.reports.report import DROPOUT, EXCLUDED, Report, Site
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -482,8 +482,8 @@ def _capture(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     A recipe, if it is one and there is one argument.
     """
-    from torch_fused_ops.explain import _throwaway, _unchanged
     from torch_fused_ops.lowerings import recognise
+    from torch_fused_ops.reports.explain import _throwaway, _unchanged
 
     reading = _Reading()
     names = {id(p): name for name, p in reversed(list(twin.named_parameters(remove_duplicate=False)))}
@@ -994,7 +994,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _inputs(model: nn.Module, args: Any, kwargs: Any) -> dict[int, tuple[Any, Any]]:
     """What each candidate is first called with."""
-    from torch_fused_ops.explain import _unchanged
+    from torch_fused_ops.reports.explain import _unchanged
 
     seen: dict[int, tuple[Any, Any]] = {}
 

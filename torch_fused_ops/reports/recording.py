@@ -17,10 +17,10 @@ import torch
 from torch._guards import CompileContext
 from torch.fx import Graph, GraphModule
 
-from torch_fused_ops.figures import Capture, capture
 from torch_fused_ops.observers import observed_by
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.report import Recorded, Report, Site, unmatched
+from torch_fused_ops.reports.figures import Capture, capture
+from torch_fused_ops.reports.report import Recorded, Report, Site, unmatched
 
 __all__ = ["record", "title_of"]
 

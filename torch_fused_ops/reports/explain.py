@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_fused_ops.figures import capture as set_aside
-from torch_fused_ops.figures import graphs_of
 from torch_fused_ops.policy import FusionPolicy, policy_or_default
-from torch_fused_ops.report import EXCLUDED, NOT_AN_MLP, Report, Site, unmatched
+from torch_fused_ops.reports.figures import capture as set_aside
+from torch_fused_ops.reports.figures import graphs_of
+from torch_fused_ops.reports.report import EXCLUDED, NOT_AN_MLP, Report, Site, unmatched
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_fused_ops._page import page
-from torch_fused_ops._text import WIDTH, figures_table, sites_table, unread_of
-from torch_fused_ops.figures import Capture, Figures, measure
 from torch_fused_ops.observers import unobserved
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
+from torch_fused_ops.reports.figures import Capture, Figures, measure
+from torch_fused_ops.reports.page import page
+from torch_fused_ops.reports.text import WIDTH, figures_table, sites_table, unread_of
 
 if TYPE_CHECKING:
     from torch_fused_ops.virtual_gpu import GPU

@@ -1,4 +1,4 @@
-"""A report as one self-contained page: ``_page.html``, filled in."""
+"""A report as one self-contained page: ``page.html``, filled in."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from torch_fused_ops._text import change, reading, rows_of, said, size, unit_of, unread_of, why
+from torch_fused_ops.reports.text import change, reading, rows_of, said, size, unit_of, unread_of, why
 
 if TYPE_CHECKING:
     import jinja2
 
-    from torch_fused_ops.figures import Cost, Figures, LayerFigures
-    from torch_fused_ops.report import Group, Report
+    from torch_fused_ops.reports.figures import Cost, Figures, LayerFigures
+    from torch_fused_ops.reports.report import Group, Report
 
 __all__ = ["page"]
 
@@ -49,7 +49,7 @@ def _template() -> jinja2.Template:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"kind": _kind, "reading": reading, "said": said, "why": why}
-    return environment.from_string(files(__package__).joinpath("_page.html").read_text(encoding="utf-8"))
+    return environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
 
 
 def _kind(difference: str) -> str:
