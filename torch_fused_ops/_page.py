@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from torch_fused_ops.figures import Cost, Figures, LayerFigures
+from torch_fused_ops.reasons import NOT_AN_MLP
 from torch_fused_ops.report import (
-    NOT_AN_MLP,
     Group,
     Report,
     change,
