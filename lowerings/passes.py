@@ -27,7 +27,6 @@ from torch_fused_ops import activations, observers
 from torch_fused_ops._version import __version__
 from torch_fused_ops.lowerings import compat, epilogues, handover, memory, partition
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, policy_or_default
-from torch_fused_ops.reports.explain import EXCLUDED
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -150,7 +149,7 @@ class Recognise(_Pass, CustomGraphPass):
         observers.tell(graph, sites)
         for site in sites:
             log.info("%s: %s", site.source, site.op or f"left alone: {site.reason}")
-        missed = [s for s in sites if s.op is None and s.is_mlp and not s.reason.startswith(EXCLUDED)]
+        missed = [site for site in sites if site.is_missed]
         if policy.strict and missed:
             raise UnfusedError(
                 "strict=True and these MLP sites were not fused:\n"

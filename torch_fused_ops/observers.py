@@ -13,7 +13,7 @@ from torch_fused_ops.policy import FusionPolicy
 if TYPE_CHECKING:
     from torch.fx import Graph
 
-    from torch_fused_ops.reports.report import Site
+    from torch_fused_ops.sites import Site
 
 __all__ = ["Observer", "before", "failed", "observed_by", "tell", "unobserved"]
 

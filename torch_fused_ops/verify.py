@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from torch_fused_ops.capturing import call_model, throwaway, unchanged
 from torch_fused_ops.observers import unobserved
 from torch_fused_ops.policy import FusionPolicy, policy_or_default
-from torch_fused_ops.reports.explain import _call, _throwaway, _unchanged
 from torch_fused_ops.reports.recording import record
 
 __all__ = ["Comparison", "Verification", "interpreted", "verify"]
@@ -223,8 +223,8 @@ def verify(
     failures: dict[str, str] = {}
     notes: list[str] = []
     sites = (0, 0)
-    with _unchanged(model), torch.enable_grad():
-        eager = _step(model, args, kwargs, None, _call)
+    with unchanged(model), torch.enable_grad():
+        eager = _step(model, args, kwargs, None, call_model)
         wide = _widest(model, args, kwargs, own, notes)
         runs = [
             _Run(own, _name(own), False, _unit(own) if wide is None else torch.finfo(own).eps / 2, {"eager": eager})
@@ -248,7 +248,7 @@ def verify(
                     notes += report.notes
                     if report.graphs > 1:
                         notes.append(f"{report.graphs} graphs were captured: an MLP that a graph break cuts is no site")
-        jittered = _step(model, args, kwargs, runs[-1].dtype if runs[-1].exact else None, _call, jitter=True)
+        jittered = _step(model, args, kwargs, runs[-1].dtype if runs[-1].exact else None, call_model, jitter=True)
     truth = runs[-1].steps["eager"]
     loss = truth.values.get(("loss", ""))
     if loss is None:
@@ -300,7 +300,7 @@ def _widest(model: Callable[..., Any], args: Any, kwargs: Any, own: torch.dtype,
             break
         narrowest = _Narrowest(dtype)
         try:
-            step = _step(model, args, kwargs, dtype, _call, narrowest)
+            step = _step(model, args, kwargs, dtype, call_model, narrowest)
         except Exception as error:
             notes.append(f"the step was not computed in {_name(dtype)}, where eager raises {_said(error)}")
             continue
@@ -447,7 +447,7 @@ def interpreted(policy: FusionPolicy | None, *, exact: bool = False, compiled: b
             fn: Any = compile_fx(gm, example_inputs, config_patches=settings, **more)
         return fn  # type: ignore[no-any-return]
 
-    fn: Callable[..., Any] = torch.compile(_throwaway(_call), backend=backend)
+    fn: Callable[..., Any] = torch.compile(throwaway(call_model), backend=backend)
 
     def call(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with torch._dynamo.config.patch(recompile_limit=64):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,9 +12,11 @@ from typing import TYPE_CHECKING
 
 from torch_fused_ops.observers import unobserved
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
+from torch_fused_ops.reasons import Kind
 from torch_fused_ops.reports.figures import Capture, Figures, measure
 from torch_fused_ops.reports.page import page
 from torch_fused_ops.reports.text import WIDTH, figures_table, sites_table, unread_of
+from torch_fused_ops.sites import DROPOUT, Site
 
 if TYPE_CHECKING:
     from torch_fused_ops.virtual_gpu import GPU
@@ -23,80 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["Group", "Report", "Site", "grouped", "unmatched"]
 
 log = logging.getLogger("torch_fused_ops")
-
-NOT_AN_MLP = "not an MLP: "
-EXCLUDED = "the policy excludes "
-DROPOUT = "dropout"  # a site's activation, where the site is a dropout
-
-
-@dataclass(frozen=True)
-class Site:
-    """A place where a GEMM reads a nonlinear pointwise function of what GEMMs produced; or a linear layer's dropout.
-
-    Attributes:
-        op: the operator that it became, e.g. ``"fused::glu"``; None where it was left alone.
-        activation: the activation's name in the table, where it was proved to be one; ``"dropout"`` for a dropout.
-        source: ``"file.py:line in module.path"``.
-        reason: what was proved, and from which functions; or why it was left alone. Begins with ``"not an MLP: "``
-            where the place is of another kind (a gate in attention, for example), which no policy counts as a miss.
-        users: the functions that read the value.
-        module: the path, in the model, of the innermost module that holds the activation and the GEMM: the MLP.
-        location: where the activation is called, ``"/full/path/file.py:line"``; "" if the graph does not record it.
-        code: the text of that line.
-        spelling: the functions between the GEMMs, as the model calls them.
-    """
-
-    op: str | None
-    activation: str | None
-    source: str
-    reason: str
-    users: tuple[str, ...]
-    module: str = ""
-    location: str = ""
-    code: str = ""
-    spelling: tuple[str, ...] = ()
-
-    @property
-    def is_mlp(self) -> bool:
-        """Whether the site counts: an MLP's activation, fused or left alone. A dropout is listed, and counts apart."""
-        return not self.reason.startswith(NOT_AN_MLP) and self.activation != DROPOUT
-
-    @property
-    def hint(self) -> str:
-        """What can be done about a site that was left alone; "" where there is nothing, or nothing to do."""
-        if self.op is None:
-            for pattern, hint in HINTS.items():
-                if re.search(pattern, self.reason, re.S):
-                    return hint
-        return ""
-
-
-CAN_BE_ADDED = " (register_activation can add it)"
-
-# By what a refusal's reason says. An expression of one tensor was read by the same rules that read a registered
-# activation's definition: so registering it is what makes them equal.
-UNKNOWN = (
-    rf"is no activation of the table({re.escape(CAN_BE_ADDED)})?$",
-    r"is like \w+, but has ",
-    "a scaled activation is",
-)
-HINTS = {
-    "|".join(UNKNOWN): (
-        'If it is meant so, torch_fused_ops.register_activation("name", fn) adds it, fn being this function of one '
-        "tensor; then it is proved and fused."
-    ),
-    rf"^{EXCLUDED}": "Take the pattern out of FusionPolicy(exclude=…) to have it looked at.",
-    r"^it is relu, but with another gradient|a comparison in it": "If relu is meant, write F.relu.",
-    r"^a mask takes part": "A mask over rows can be applied after the GEMM, which is the same.",
-    r"^another tensor takes part": (
-        "A factor for each row can be applied to the GEMM's output, which is the same; functional.glu and its kin take "
-        "it as token_scale, shaped as the input without its last axis."
-    ),
-    r"also reads the result of": "Where that reader does not need it, the activation is fused.",
-    r"^autocast or grad mode is switched": "Put the MLP as a whole inside or outside of the block that switches it.",
-    r"in place": "Write the operation that works in place out of place.",
-}
-
 
 BROKEN = (
     "the model was captured in {} graphs: a site does not reach across a graph break "
@@ -159,8 +86,8 @@ def _range(names: Sequence[str]) -> str:
 def unmatched(policy: FusionPolicy, sites: Sequence[Site]) -> tuple[str, ...]:
     """A note for each of the policy's patterns that fits no site: a typo, or meant for another model."""
     modules = enclosing_modules(path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
-    reasons = {site.reason for site in sites}  # a pattern may fit a linear layer's own module, too
-    patterns = [("exclude", p) for p in policy.exclude if f"{EXCLUDED}{p!r}" not in reasons]
+    excluding = {site.excluded_by for site in sites}  # a pattern may fit a linear layer's own module, too
+    patterns = [("exclude", p) for p in policy.exclude if p not in excluding]
     patterns += [("memory", p) for p in policy.memory_patterns]
     there = ", ".join(dict.fromkeys(group.modules or "the model itself" for group in grouped(sites))) or "none"
     return tuple(
@@ -276,8 +203,8 @@ class Report:
         """The report as JSON text.
 
         ``{"title", "summary", "graphs", "sites": [{op, activation, …}, …], "unread", "figures", "figures_missing",
-        "notes"}``: a site's entries are ``Site``'s attributes; figures, if measured, those of ``Figures``, with the
-        totals ``before`` and ``after``, else null.
+        "notes"}``: a site's entries are ``Site``'s attributes, its ``kind`` by its name; figures, if measured, those of
+        ``Figures``, with the totals ``before`` and ``after``, else null.
         """
         report = {
             "title": self.title,
@@ -289,13 +216,18 @@ class Report:
             "figures_missing": self.figures_missing,
             "notes": list(self.notes),
         }
-        return json.dumps(report, indent=2, ensure_ascii=False)
+        return json.dumps(report, indent=2, ensure_ascii=False, default=_name)
 
     def to_html(self, path: str | Path) -> Path:
         """Write the report to ``path`` as one self-contained page; returns the path."""
         path = Path(path)
         path.write_text(page(self, grouped(self.sites), grouped(self.unread)), encoding="utf-8")
         return path
+
+
+def _name(kind: Kind) -> str:
+    """A kind of reason, in JSON."""
+    return kind.name
 
 
 class Recorded(Report):

@@ -7,9 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torch_fused_ops.reasons import CAN_BE_ADDED, NOT_AN_MLP
+
 if TYPE_CHECKING:
     from torch_fused_ops.reports.figures import Figures
-    from torch_fused_ops.reports.report import Group, Site
+    from torch_fused_ops.reports.report import Group
+    from torch_fused_ops.sites import Site
 
 __all__ = [
     "WIDTH",
@@ -40,16 +43,12 @@ def unread_of(groups: Sequence[Group]) -> list[tuple[str, Group]]:
 
 def said(site: Site) -> str:
     """The reason as it is shown: without what the hint says too, and not like an item of a list (a minus in front)."""
-    from torch_fused_ops.reports.report import CAN_BE_ADDED
-
     reason = site.reason.removesuffix(CAN_BE_ADDED)
     return f"the value {reason}" if reason.startswith(("-", "−", "*", "+")) else reason
 
 
 def why(site: Site) -> str:
     """The same where it is known that the site is no MLP."""
-    from torch_fused_ops.reports.report import NOT_AN_MLP
-
     return said(site).removeprefix(NOT_AN_MLP)
 
 
