@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from torch_fused_ops.figures import Cost, Figures, LayerFigures
-from torch_fused_ops.reasons import NOT_AN_MLP
 from torch_fused_ops.report import (
     Group,
     Report,
+    bare_reason,
     change,
     grouped,
-    reading,
+    read_by,
+    reason_text,
     rows_of,
-    said,
     size,
     unit_of,
-    unread_of,
+    unread_text,
 )
 
 __all__ = ["page"]
@@ -206,7 +206,7 @@ def _fused_table(groups: Sequence[Group]) -> str:
         rows.append(
             f'<tr><td class="mono">{_where(group)}</td><td class="mono op">{_text(site.op)}<br>'
             f'<span class="activation">{_text(site.activation)}</span></td>'
-            f'<td class="mono">{_text(reading(site))}</td><td>{_text(said(site))}{code}</td></tr>'
+            f'<td class="mono">{_text(read_by(site))}</td><td>{_text(reason_text(site))}{code}</td></tr>'
         )
     head = "<tr><th>where</th><th>became</th><th>read by</th><th>proof</th></tr>"
     return f'<div class="scroll"><table class="sites"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
@@ -223,7 +223,7 @@ def _refusals(groups: Sequence[Group]) -> str:
         hint = f'<p class="hint">{_text(site.hint)}</p>' if site.hint else ""
         cards.append(
             f'<article><p class="place"><span class="file" title="{_text(site.location)}">{_text(group.where)}</span> '
-            f'{module} {times}</p>{code}<p class="reason">{_text(said(site))}</p>{hint}</article>'
+            f'{module} {times}</p>{code}<p class="reason">{_text(reason_text(site))}</p>{hint}</article>'
         )
     return f'<div class="refusals">{"".join(cards)}</div>'
 
@@ -232,7 +232,7 @@ def _others_table(groups: Sequence[Group]) -> str:
     """What is no MLP: by reason, with where it stands."""
     rows = []
     for group in groups:
-        reason = said(group.sites[0]).removeprefix(NOT_AN_MLP)
+        reason = bare_reason(group.sites[0])
         rows.append(f'<tr><td class="mono">{_where(group)}</td><td>{_text(reason)}</td></tr>')
     lead = "Other places where a matrix product reads something nonlinear. They count neither as fused nor as missed."
     return f'<p>{lead}</p><div class="scroll"><table class="sites"><tbody>{"".join(rows)}</tbody></table></div>'
@@ -241,7 +241,7 @@ def _others_table(groups: Sequence[Group]) -> str:
 def _unread_list(groups: Sequence[Group]) -> str:
     """Activations that do not stand between two GEMMs."""
     rows = [
-        f'<tr><td class="mono">{_where(group)}</td><td>{_text(text)}</td></tr>' for text, group in unread_of(groups)
+        f'<tr><td class="mono">{_where(group)}</td><td>{_text(text)}</td></tr>' for text, group in unread_text(groups)
     ]
     lead = "Activations that do not stand between two matrix products. There is nothing to fuse them with here."
     return f'<p>{lead}</p><div class="scroll"><table class="sites"><tbody>{"".join(rows)}</tbody></table></div>'

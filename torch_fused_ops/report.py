@@ -176,7 +176,7 @@ class Report:
         elif self.graphs > 1:
             parts.append(f"note: {BROKEN.format(self.graphs)}")
         parts += [f"note: {note}" for note in self.notes]
-        parts += [f"{text} ({group.source})" for text, group in unread_of(grouped(self.unread))]
+        parts += [f"{text} ({group.source})" for text, group in unread_text(grouped(self.unread))]
         hints = dict.fromkeys(site.hint for site in self.sites if site.hint)
         parts += [textwrap.fill(f"hint: {hint}", WIDTH, subsequent_indent="      ") for hint in hints]
         if self.figures is not None:
@@ -260,23 +260,26 @@ class Recorded(Report):
 WIDTH = 120
 
 
-def reading(site: Site) -> str:
+def read_by(site: Site) -> str:
     """The functions that read the value, each once: "linear ×2"."""
     return ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in Counter(site.users).items())
 
 
-def unread_of(groups: Sequence[Group]) -> list[tuple[str, Group]]:
+def unread_text(groups: Sequence[Group]) -> list[tuple[str, Group]]:
     """Activations that are no sites, as text: "gelu is no site: no GEMM reads it, but layer_norm"."""
-    return [
-        (f"{', '.join(dict.fromkeys(g.sites[0].spelling))} is no site: {said(g.sites[0]).removeprefix(NOT_AN_MLP)}", g)
-        for g in groups
-    ]
+    sites = [(group.sites[0], group) for group in groups]
+    return [(f"{', '.join(dict.fromkeys(s.spelling))} is no site: {bare_reason(s)}", group) for s, group in sites]
 
 
-def said(site: Site) -> str:
+def reason_text(site: Site) -> str:
     """The reason as it is shown: without what the hint says too, and not like an item of a list (a minus in front)."""
     reason = site.reason.removesuffix(CAN_BE_ADDED)
     return f"the value {reason}" if reason.startswith(("-", "−", "*", "+")) else reason
+
+
+def bare_reason(site: Site) -> str:
+    """The same where a heading says already that it is no MLP."""
+    return reason_text(site).removeprefix(NOT_AN_MLP)
 
 
 def _table(groups: Sequence[Group]) -> str:
@@ -284,7 +287,7 @@ def _table(groups: Sequence[Group]) -> str:
     rows = [header]
     for group in groups:
         site = group.sites[0]
-        rows.append((site.op or "-", site.activation or "-", group.source, reading(site), said(site)))
+        rows.append((site.op or "-", site.activation or "-", group.source, read_by(site), reason_text(site)))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     indent = sum(widths) + 2 * len(widths)
     room = max(50, WIDTH - indent)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torch_fused_ops import FusionPolicy, Site, activations, explain
+from torch_fused_ops import FusionPolicy, Site, UnfusedError, activations, explain, reasons
 from torch_fused_ops import functional as FF
 from torch_fused_ops.lowerings import compat, memory, recognise
+from torch_fused_ops.lowerings.passes import Recognise
 from torch_fused_ops.nn import replace
 from torch_fused_ops.reasons import Family, Kind, Reason, Refusal
 from torch_fused_ops.verify import interpreted
@@ -450,6 +453,23 @@ def texts(monkeypatch: Patch) -> list[Reason]:
     return asked
 
 
+def two_linears(act: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda x, w, d: F.linear(act(F.linear(x, w)), d)
+
+
+def test_strict_and_the_notes_read_kinds(texts: list[Reason]) -> None:
+    x, w, d = torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16)
+    asked: dict[Callable[[Tensor], Tensor], type[Exception] | None] = {F.silu: None, F.mish: UnfusedError}
+    for act, error in asked.items():
+        for exclude in ((), ("",)):
+            graph = recorded(two_linears(act), x, w, d)
+            stage = Recognise(FusionPolicy(strict=True, exclude=exclude))
+            with pytest.raises(error) if error and not exclude else contextlib.nullcontext():
+                stage(graph)
+    report = explain(two_linears(F.silu), x, w, d, policy=FusionPolicy(exclude=("", "encoder")))
+    assert report.sites[0].reason == "x" and len(report.notes) == 1 and "'encoder'" in report.notes[0]
+
+
 def test_each_has_a_program() -> None:
     assert PROGRAMS.keys() == set(Kind)
 
@@ -469,3 +489,43 @@ def test_texts_change_nothing(kind: Kind, monkeypatch: Patch, texts: list[Reason
         assert found.is_missed == (found.is_mlp and kind is not Kind.EXCLUDED)
     said = [reason.text for reason in (*texts, found) if isinstance(reason, Reason) and reason.kind is kind]
     assert any(fits(kind, text) for text in said) and all(text == "x" or fits(kind, text) for text in said), said
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+
+
+def said() -> Iterator[tuple[str, Kind, str]]:
+    """(place, kind, text) of each refusal in the sources that names its kind; "…" stands for what is worked out."""
+    for path in sorted([*(ROOT / "torch_fused_ops").rglob("*.py"), *(ROOT / "lowerings").rglob("*.py")]):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        texts = [n for n in nodes if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "text"]
+        for call in nodes:
+            if (
+                not isinstance(call, ast.Call)
+                or len(call.args) < 2
+                or not ast.unparse(call.args[0]).startswith("Kind.")
+            ):
+                continue
+            text = call.args[1]
+            if isinstance(text, ast.Name):  # assigned right before
+                text = max((n for n in texts if n.lineno < call.lineno), key=lambda n: n.lineno).value
+            if isinstance(text, ast.JoinedStr | ast.Constant):
+                place = f"{path.relative_to(ROOT)}:{call.lineno}"
+                yield place, Kind[ast.unparse(call.args[0]).removeprefix("Kind.")], written(text)
+
+
+def written(text: ast.expr) -> str:
+    parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+    return "".join(
+        str(part.value) if isinstance(part, ast.Constant) else getattr(reasons, ast.unparse(part.value), "…")  # type: ignore[attr-defined]
+        for part in parts
+    )
+
+
+def test_the_page_has_every_text() -> None:
+    """Its tables are the kinds' declarations (``test_docs.py``): these have each text that is raised."""
+    found = list(said())
+    assert len(found) > 75
+    assert not [(place, kind, text) for place, kind, text in found if not fits(kind, text)]
