@@ -191,9 +191,7 @@ class Kind(Enum):
         "One is read where its backward is proved to be the derivative of its forward. Straight-through estimators and "
         "the like stay.",
     )
-    ARGUMENT = _Declared(
-        Family.FUNCTION, ("an argument of type *T* takes part",), "A size, say, that is known only at run time."
-    )
+    ARGUMENT = _Declared(Family.FUNCTION, ("an argument of type *T* takes part",), "A complex number, say.")
     TENSOR_BOUND = _Declared(
         Family.FUNCTION, ("a tensor is a clamp's bound",), cure="Write the clamp's bound as a number."
     )
@@ -456,6 +454,9 @@ class Kind(Enum):
         Family.MEMORY, ("it is made of *x*, which forward writes",), "Backward would make another value of it."
     )
     MADE_OF_SIZE = _Declared(Family.MEMORY, ("it is made of *s*, a size that is not kept",))
+
+    def __repr__(self) -> str:
+        return str(self)  # not the whole declaration, where a site is shown
 
     @property
     def family(self) -> Family:

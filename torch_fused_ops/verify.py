@@ -240,7 +240,7 @@ def verify(
                     with _recorded(way) as report:
                         run.steps[way] = _step(model, args, kwargs, run.dtype if run.exact else None, fn)
                 except Exception as error:
-                    failures[f"{way}, {run.name}"] = f"raised {_said(error)}"
+                    failures[f"{way}, {run.name}"] = f"raised {_error_line(error)}"
                     continue
                 if report is not None:
                     found = [site for site in report.sites if site.is_mlp]
@@ -302,7 +302,7 @@ def _widest(model: Callable[..., Any], args: Any, kwargs: Any, own: torch.dtype,
         try:
             step = _step(model, args, kwargs, dtype, call_model, narrowest)
         except Exception as error:
-            notes.append(f"the step was not computed in {_name(dtype)}, where eager raises {_said(error)}")
+            notes.append(f"the step was not computed in {_name(dtype)}, where eager raises {_error_line(error)}")
             continue
         return _Run(dtype, _name(dtype), True, _unit(narrowest.dtype), {"eager": step})
     return None
@@ -321,7 +321,7 @@ def _step(
         try:
             model = copy.deepcopy(model)
         except Exception as error:
-            raise ValueError(f"model={type(model).__name__} cannot be copied: {_said(error)}") from error
+            raise ValueError(f"model={type(model).__name__} cannot be copied: {_error_line(error)}") from error
         if dtype is not None:
             model._apply(functools.partial(_widened, dtype))
         model.zero_grad(set_to_none=True)
@@ -551,6 +551,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _said(error: BaseException) -> str:
+def _error_line(error: BaseException) -> str:
     text = str(getattr(error, "inner_exception", error)).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"

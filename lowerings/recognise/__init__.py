@@ -206,7 +206,7 @@ def _site(facts: Facts, normal: Normal, top: Node, gemms: list[Node], found: Con
     spelling = tuple("autograd.Function" if facts.custom(node) else shown(node) for node in own)
     users = tuple(map(shown, reading))
     if isinstance(found, _Refused):
-        return Site(None, found.activation, users=users, spelling=spelling, **_why(found.reason), **where)
+        return Site(None, found.activation, users=users, spelling=spelling, **_fields(found.reason), **where)
     proof = f"proved from {', '.join(spelling)}"
     others = [shown(user) for user in reading if facts.calls[user].gemm is None]
     if others:
@@ -215,7 +215,7 @@ def _site(facts: Facts, normal: Normal, top: Node, gemms: list[Node], found: Con
     return Site(op, activation, reason=proof, users=users, spelling=spelling, **where)
 
 
-def _dropouts(facts: Facts, policy: FusionPolicy, cones: dict[Node, Cone]) -> list[dropout.Site]:
+def _dropouts(facts: Facts, policy: FusionPolicy, cones: dict[Node, Cone]) -> list[dropout.Dropout]:
     sites = dropout.find(facts, policy, {cone.root for cone in cones.values()})
     for site in sites:
         try:
@@ -225,19 +225,19 @@ def _dropouts(facts: Facts, policy: FusionPolicy, cones: dict[Node, Cone]) -> li
     return sites
 
 
-def _dropout_site(facts: Facts, site: dropout.Site) -> Site:
+def _dropout_site(facts: Facts, site: dropout.Dropout) -> Site:
     last = site.calls[-1] if site.calls else site.node
     users, spelling = tuple(map(shown, readers(facts, last))), tuple(map(shown, site.calls or [site.node]))
     where = _source(site.node, site.node)
     if site.reason is not None:
-        return Site(None, DROPOUT, users=users, spelling=spelling, **_why(site.reason), **where)
+        return Site(None, DROPOUT, users=users, spelling=spelling, **_fields(site.reason), **where)
     done = "its mask is made again from a seed"
     if site.left:
         done += f"; the sum that reads it stays: {site.left}"
     return Site(dropout.OPERATOR, DROPOUT, reason=done, users=users, spelling=spelling, **where)
 
 
-def _why(reason: Reason) -> dict[str, Any]:
+def _fields(reason: Reason) -> dict[str, Any]:
     """A refusal's reason, as a Site's fields."""
     return {"reason": str(reason), "kind": reason.kind, "excluded_by": reason.excluded_by}
 

@@ -176,8 +176,11 @@ def _foreign(facts: Facts, cone: Cone, operand: Node) -> Reason:
         node = pending.pop()
         if isinstance(tensor(node), torch.nn.Parameter):
             # The activation's own, as in xIELU; in a whole tensor of data, as a norm makes one, it is a gate on that.
-            kind = "learnable parameter" if value_of(node).requires_grad else "parameter"
-            return gated if whole else Reason(Kind.PARAMETER, f"a {kind} takes part: {shown(node)}")
+            if whole:
+                return gated
+            if value_of(node).requires_grad:
+                return Reason(Kind.PARAMETER, f"a learnable parameter takes part: {shown(node)}")
+            return Reason(Kind.PARAMETER, f"a parameter takes part: {shown(node)}")
         new = [a for a in node.all_input_nodes if a not in seen]
         seen.update(new)
         pending.extend(new)

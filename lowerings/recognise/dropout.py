@@ -30,13 +30,13 @@ from .graph import AFFINE, Facts, record, shown, statically, tensor
 from .rewrite import Edit
 from .values import FLOATING, check_plain, is_contiguous, is_plain, same_shape, value_of
 
-__all__ = ["OPERATOR", "Site", "find", "fuse"]
+__all__ = ["OPERATOR", "Dropout", "find", "fuse"]
 
 OPERATOR = f"fused::{DROPOUT}_add"
 
 
 @dataclass
-class Site:
+class Dropout:
     """A dropout in the graph. ``calls`` is in graph order: the bias's sum if any, itself, the residual's."""
 
     node: Node
@@ -48,7 +48,7 @@ class Site:
     reason: Reason | None = None  # why it is left alone; None where it is not
 
 
-def find(facts: Facts, policy: FusionPolicy, activations: Collection[Node]) -> list[Site]:
+def find(facts: Facts, policy: FusionPolicy, activations: Collection[Node]) -> list[Dropout]:
     """Every site, in graph order. ``activations``: the roots of recognised activations that become operators."""
     sites = []
     for node, call in facts.calls.items():
@@ -59,7 +59,7 @@ def find(facts: Facts, policy: FusionPolicy, activations: Collection[Node]) -> l
         # Without gradients, too: a reentrant checkpoint runs forward so, and with them again, and must drop the same.
         if value is None or not linear:
             continue
-        site = Site(node)
+        site = Dropout(node)
         try:
             _examine(facts, policy, site, source)
         except Refusal as refusal:
@@ -68,7 +68,7 @@ def find(facts: Facts, policy: FusionPolicy, activations: Collection[Node]) -> l
     return sites
 
 
-def _examine(facts: Facts, policy: FusionPolicy, site: Site, source: Node) -> None:
+def _examine(facts: Facts, policy: FusionPolicy, site: Dropout, source: Node) -> None:
     import torch._inductor.config as inductor
 
     node, call, value = site.node, facts.calls[site.node], value_of(site.node)
@@ -106,7 +106,7 @@ def _written(facts: Facts, node: Node, first: Node, last: Node) -> bool:
     return any(index[first] < index[w] < index[last] for w in facts.writes.get(facts.storage(node), ()))
 
 
-def _take_bias(facts: Facts, site: Site, source: Node) -> None:
+def _take_bias(facts: Facts, site: Dropout, source: Node) -> None:
     """A vector over the last axis that is added before, for the dropout alone."""
     pair, node = _addends(facts, source), site.node
     if pair is None or list(source.users) != [node] or facts.region[source] != facts.region[node]:
@@ -121,7 +121,7 @@ def _take_bias(facts: Facts, site: Site, source: Node) -> None:
             return
 
 
-def _take_residual(facts: Facts, site: Site) -> None:
+def _take_residual(facts: Facts, site: Dropout) -> None:
     """The sum of the dropout and a tensor like it, where that is all that reads the dropout."""
     node = site.node
     sums = [user for user in node.users if facts.calls[user].name == "add"]
@@ -162,14 +162,14 @@ def _not_taken(facts: Facts, node: Node, total: Node) -> str:
 # ---- the edit --------------------------------------------------------------------------------------------------------
 
 
-def fuse(graph: Graph, sites: Sequence[Site]) -> list[Edit]:
+def fuse(graph: Graph, sites: Sequence[Dropout]) -> list[Edit]:
     """The edits that make each site one ``fused::dropout_add``."""
-    of: dict[torch.device, list[Site]] = {}
+    of: dict[torch.device, list[Dropout]] = {}
     for site in sites:
         of.setdefault(value_of(site.node).device, []).append(site)
     drawn: dict[torch.device, Node] = {}
 
-    def make(site: Site, new: list[Node]) -> Node:
+    def make(site: Dropout, new: list[Node]) -> Node:
         device = value_of(site.node).device
         here = of[device]
         if device not in drawn:
@@ -198,7 +198,7 @@ def _describe(node: Node, like: Node, make: Any) -> None:
         node.meta[key] = make()
 
 
-def _insert(graph: Graph, site: Site, drawn: Node, i: int, new: list[Node]) -> Node:
+def _insert(graph: Graph, site: Dropout, drawn: Node, i: int, new: list[Node]) -> Node:
     root, node = site.calls[-1], site.node
     with graph.inserting_before(root):
         seed = graph.call_function(operator.getitem, (drawn, slice(i, i + 1)))

@@ -151,8 +151,10 @@ def _short(text: str) -> str:
 def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, unary: bool) -> Verdict:
     """Why the expression is none of the table's, and what it is near to if anything."""
     if algebra.names(expression) > MAX_NAMES:  # the text doubles with every call of x·sin(x) on its own result
-        text = f"a formula of more than {MAX_NAMES} functions and variables is no activation of the table"
-        return _refused(Kind.UNKNOWN, text) if unary else _refused(Kind.UNKNOWN_GATED, f"{text} with a gate")
+        many = f"a formula of more than {MAX_NAMES} functions and variables"
+        if unary:
+            return _refused(Kind.UNKNOWN, f"{many} is no activation of the table")
+        return _refused(Kind.UNKNOWN_GATED, f"{many} is no activation of the table with a gate")
     text = algebra.text(expression)
     if algebra.constant(expression) is not None:  # a gate on a state that starts as zeros
         return _refused(Kind.CONSTANT, f"{NOT_AN_MLP}it is {text} everywhere")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from torch_fused_ops.reports.text import change, reading, rows_of, said, size, unit_of, unread_of, why
+from torch_fused_ops.reports.text import bare_reason, change, read_by, reason_text, rows_of, size, unit_of, unread_text
 
 if TYPE_CHECKING:
     import jinja2
@@ -37,7 +37,7 @@ def page(report: Report, groups: Sequence[Group], unread: Sequence[Group]) -> st
         fused=[group for group in groups if group.sites[0].op],
         missed=[group for group in groups if not group.sites[0].op and group.sites[0].is_mlp],
         others=[group for group in groups if not group.sites[0].is_mlp],
-        unread=unread_of(unread),
+        unread=unread_text(unread),
     )
 
 
@@ -48,7 +48,7 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"kind": _kind, "reading": reading, "said": said, "why": why}
+    environment.filters |= {"kind": _kind, "read_by": read_by, "reason_text": reason_text, "bare_reason": bare_reason}
     return environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
 
 

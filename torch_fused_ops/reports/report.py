@@ -15,7 +15,7 @@ from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
 from torch_fused_ops.reasons import Kind
 from torch_fused_ops.reports.figures import Capture, Figures, measure
 from torch_fused_ops.reports.page import page
-from torch_fused_ops.reports.text import WIDTH, figures_table, sites_table, unread_of
+from torch_fused_ops.reports.text import WIDTH, figures_table, sites_table, unread_text
 from torch_fused_ops.sites import DROPOUT, Site
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class Report:
         elif self.graphs > 1:
             parts.append(f"note: {BROKEN.format(self.graphs)}")
         parts += [f"note: {note}" for note in self.notes]
-        parts += [f"{text} ({group.source})" for text, group in unread_of(grouped(self.unread))]
+        parts += [f"{text} ({group.source})" for text, group in unread_text(grouped(self.unread))]
         hints = dict.fromkeys(site.hint for site in self.sites if site.hint)
         parts += [textwrap.fill(f"hint: {hint}", WIDTH, subsequent_indent="      ") for hint in hints]
         if self.figures is not None:

@@ -16,40 +16,42 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WIDTH",
+    "bare_reason",
     "change",
     "figures_table",
-    "reading",
+    "read_by",
+    "reason_text",
     "rows_of",
-    "said",
     "sites_table",
     "size",
     "unit_of",
-    "unread_of",
-    "why",
+    "unread_text",
 ]
 
 WIDTH = 120
 
 
-def reading(site: Site) -> str:
+def read_by(site: Site) -> str:
     """The functions that read the value, each once: "linear ×2"."""
     return ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in Counter(site.users).items())
 
 
-def unread_of(groups: Sequence[Group]) -> list[tuple[str, Group]]:
+def unread_text(groups: Sequence[Group]) -> list[tuple[str, Group]]:
     """Activations that are no sites, as text: "gelu is no site: no GEMM reads it, but layer_norm"."""
-    return [(f"{', '.join(dict.fromkeys(g.sites[0].spelling))} is no site: {why(g.sites[0])}", g) for g in groups]
+    return [
+        (f"{', '.join(dict.fromkeys(g.sites[0].spelling))} is no site: {bare_reason(g.sites[0])}", g) for g in groups
+    ]
 
 
-def said(site: Site) -> str:
+def reason_text(site: Site) -> str:
     """The reason as it is shown: without what the hint says too, and not like an item of a list (a minus in front)."""
     reason = site.reason.removesuffix(CAN_BE_ADDED)
     return f"the value {reason}" if reason.startswith(("-", "−", "*", "+")) else reason
 
 
-def why(site: Site) -> str:
-    """The same where it is known that the site is no MLP."""
-    return said(site).removeprefix(NOT_AN_MLP)
+def bare_reason(site: Site) -> str:
+    """The same where a heading says already that it is no MLP."""
+    return reason_text(site).removeprefix(NOT_AN_MLP)
 
 
 def sites_table(groups: Sequence[Group]) -> str:
@@ -58,7 +60,7 @@ def sites_table(groups: Sequence[Group]) -> str:
     rows = [header]
     for group in groups:
         site = group.sites[0]
-        rows.append((site.op or "-", site.activation or "-", group.source, reading(site), said(site)))
+        rows.append((site.op or "-", site.activation or "-", group.source, read_by(site), reason_text(site)))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     indent = sum(widths) + 2 * len(widths)
     room = max(50, WIDTH - indent)
