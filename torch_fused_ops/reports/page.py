@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,7 +40,6 @@ def page(report: Report, groups: Sequence[Group], unread: Sequence[Group]) -> st
     )
 
 
-@cache
 def _template() -> jinja2.Template:
     import jinja2  # torch requires it
 
