@@ -125,7 +125,7 @@ SITES = (
         ("linear",),
         kind=Kind.OTHER_OPERAND,
     ),
-    Site(None, "gelu", "model.py:40 in head", "sum also reads it", ("linear", "sum"), kind=Kind.INNER_READER),
+    Site(None, "gelu", "model.py:40 in head", "view stands between", ("linear", "sum"), kind=Kind.STANDS_BETWEEN),
 )
 
 
@@ -173,7 +173,7 @@ def test_json():
     as_they_were = {"users": tuple, "spelling": tuple, "kind": lambda name: name and Kind[name]}
     sites = [Site(**{k: as_they_were.get(k, lambda v: v)(v) for k, v in site.items()}) for site in parsed["sites"]]
     assert sites == list(SITES)
-    assert [site["kind"] for site in parsed["sites"]] == [None, "OTHER_OPERAND", "INNER_READER"]
+    assert [site["kind"] for site in parsed["sites"]] == [None, "OTHER_OPERAND", "STANDS_BETWEEN"]
     assert parsed["figures"] is None and parsed["graphs"] == 1
 
 
