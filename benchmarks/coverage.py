@@ -32,6 +32,7 @@ import torch
 import torch_fused_ops as tfo
 from torch_fused_ops import activations
 from torch_fused_ops.lowerings import recognise
+from torch_fused_ops.reasons import Kind
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "coverage.jsonl"
@@ -294,7 +295,8 @@ def capture(config_name: str, model_name: str) -> dict[str, Any]:
 
 
 def _plain(site: dict[str, Any]) -> dict[str, Any]:
-    """Without this machine's paths."""
+    """As JSON has it, without this machine's paths."""
+    site["kind"] = site["kind"] and site["kind"].name
     site["location"] = site["location"].rpartition("/transformers/")[2] or site["location"].rpartition("/")[2]
     return site
 
@@ -397,7 +399,7 @@ def _progress(record: dict[str, Any]) -> str:
 
 def is_mlp(site: dict[str, Any]) -> bool:
     """Whether a recorded site counts."""
-    return tfo.Site(**{**site, "users": tuple(site["users"])}).is_mlp
+    return site["kind"] is None or Kind[site["kind"]].is_mlp
 
 
 def load(path: Path) -> list[dict[str, Any]]:

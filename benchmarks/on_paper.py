@@ -38,7 +38,7 @@ from .harness import UsageError
 from .pointwise import Operator
 
 if TYPE_CHECKING:
-    from torch_fused_ops.testing.virtual_gpu import GeneratedGraph, MachineCode, PaperCompilation
+    from torch_fused_ops.virtual_gpu import GeneratedGraph, MachineCode, PaperCompilation
 
 # What an H200 reaches, measured on one: bytes a second of a large copy, read and written, and FLOP a second of an
 # 8192³ matrix product in bfloat16 on random numbers.
@@ -59,7 +59,7 @@ Compile = dict[str, Any]
 def _virtual_gpu() -> Any:
     if importlib.util.find_spec("triton") is None:
         raise UsageError('on-paper needs Triton: pip install "torch-fused-ops[triton]"')
-    from torch_fused_ops.testing import virtual_gpu
+    from torch_fused_ops import virtual_gpu
 
     return virtual_gpu
 
@@ -169,7 +169,7 @@ _NAME = re.compile(r"(?:def |kernel_name': ')(triton_\w+)")
 
 def _parts(graph: GeneratedGraph) -> list[Part]:
     """The launches of the generated kernels."""
-    from torch_fused_ops.testing.virtual_gpu.kernels import load
+    from torch_fused_ops.virtual_gpu.kernels import load
 
     found = []
     for kernel in graph.kernels:

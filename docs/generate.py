@@ -1,4 +1,5 @@
-"""Write the pages of docs/ that are generated: operators.md from the schemas, compatibility.md from test runs.
+"""Write what is generated of docs/: operators.md from the schemas, compatibility.md from test runs, and the tables of
+recognition.md from the kinds of reasons.
 
 python docs/generate.py           # after a schema has changed, or `pytest --record-compatibility` has run
 python docs/generate.py --check   # exit status 1 if a page is not what it would write
@@ -158,7 +159,39 @@ def operators() -> str:
     return "\n".join(lines)
 
 
-PAGES: dict[str, Callable[[], str]] = {"operators.md": operators, "compatibility.md": compatibility}
+# ---- recognition.md --------------------------------------------------------------------------------------------------
+
+BEGIN = "<!-- Written by `python docs/generate.py` from torch_fused_ops/reasons.py; change that, not this. -->\n"
+END = "<!-- What follows is written by hand. -->\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def recognition() -> str:
+    """The page, with a table for each family of reasons between its two marks."""
+    from torch_fused_ops.reasons import Family, Kind
+
+    lines = []
+    for family in Family:
+        lines += [f"### {family.title}", "", *([family.introduction, ""] if family.introduction else [])]
+        lines += ["| the report says | what it means, and what helps | its kind |", "|---|---|---|"]
+        for kind in Kind:
+            if kind.family is family:
+                says, means = (_cell(text) for text in ("; ".join(kind.texts), f"{kind.means} {kind.cure}".strip()))
+                lines.append(f"| {says} | {means} | `{kind.name}` |")
+        lines.append("")
+    before, begin, rest = (DOCS / "recognition.md").read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return "\n".join([before + begin, *lines, end + after])
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "operators.md": operators,
+    "compatibility.md": compatibility,
+    "recognition.md": recognition,
+}
 
 
 def main() -> int:

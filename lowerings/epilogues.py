@@ -29,8 +29,8 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
-from torch_fused_ops.report import module_stack
+from torch_fused_ops.policy import FusionPolicy, enclosing_modules
+from torch_fused_ops.virtual_gpu.modules import module_stack
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -101,10 +101,9 @@ def find(graph: Graph, policy: FusionPolicy) -> Iterator[Pair]:
     """The pairs of a post-grad graph that the library can compute in one call and that the policy does not exclude."""
     for node in graph.find_nodes(op="call_function", target=fused.bias_act.default):
         pair = _pair(node)
-        if pair is not None and library_computes(pair.work, node.meta["val"]):
-            modules = enclosing_modules(module_stack(node))
-            if not any(names_module(pattern, modules) for pattern in policy.exclude):
-                yield pair
+        excluded = policy.excluding(enclosing_modules(module_stack(node))) is not None
+        if pair is not None and not excluded and library_computes(pair.work, node.meta["val"]):
+            yield pair
 
 
 def _pair(node: Node) -> Pair | None:
@@ -215,7 +214,7 @@ class Lowering:
 
     def _inductor_lowering_output_metadata_fn(self, *operands: Tensor) -> Tensor:
         """The result's fake tensor, which torch ≥ 2.15 renews where what is in front of the node has changed."""
-        return _by_library(self.work, _itself, *operands)  # type: ignore[no-any-return]
+        return _by_library(self.work, _as_operator, *operands)  # type: ignore[no-any-return]
 
     def __call__(self, *operands: Box) -> Box:
         from torch._inductor.lowering import lowerings
@@ -267,14 +266,14 @@ def _times(work: Work) -> tuple[float, float]:
     if key not in _measured:
 
         def ours(*t: Any) -> Any:
-            return _activation(work, _itself, _gemm(work, _itself, *t), t[0])
+            return _activation(work, _as_operator, _gemm(work, _as_operator, *t), t[0])
 
-        library = functools.partial(_by_library, work, _itself)
+        library = functools.partial(_by_library, work, _as_operator)
         _measured[key] = _milliseconds("library", library, work.likes), _milliseconds("ours", ours, work.likes)
     return _measured[key]
 
 
-def _itself(operator: Any) -> Any:
+def _as_operator(operator: Any) -> Any:
     return operator
 
 

@@ -15,9 +15,9 @@ from torch._functorch.partitioners import get_default_op_list
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from torch_fused_ops.declaration import elementwise
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.partition import Graphs, base, reached, written
-from torch_fused_ops.operators.declare import elementwise
 
 __all__ = ["DATA", "SAME_ELEMENTS", "Handover", "UnsoundGraphs", "check"]
 

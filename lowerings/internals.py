@@ -97,9 +97,9 @@ def tested() -> str:
 
 def warn(message: str) -> None:
     """Each message once, as a UserWarning."""
-    if message not in _told:
-        _told.add(message)
+    if message not in _warned:
+        _warned.add(message)
         warnings.warn(message, UserWarning, stacklevel=3)
 
 
-_told: set[str] = set()
+_warned: set[str] = set()

@@ -28,12 +28,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops import reference
+from torch_fused_ops.declaration import Signature, elementwise
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.handover import DATA, SAME_ELEMENTS, Handover
 from torch_fused_ops.lowerings.partition import GEMMS, Graphs, base
-from torch_fused_ops.operators.declare import Signature, elementwise
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
-from torch_fused_ops.report import module_stack
+from torch_fused_ops.reasons import Kind, Refusal
+from torch_fused_ops.virtual_gpu.modules import module_stack
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -88,10 +89,6 @@ _LEVEL = "torch_fused_ops_memory"  # a level that an operator asks for itself, i
 # ---- below "free" --------------------------------------------------------------------------------
 
 
-class _Refusal(Exception):
-    """Why a tensor stays as it is."""
-
-
 def keep_less(graphs: Graphs, policy: FusionPolicy, *, outputs: int, static_inputs: Sequence[int]) -> Graphs:
     """Copies of a forward and a backward graph in which the one hands less to the other, as the policy says.
 
@@ -107,11 +104,11 @@ def keep_less(graphs: Graphs, policy: FusionPolicy, *, outputs: int, static_inpu
         module, before = next(reversed(module_stack(node)), ""), both.nbytes()
         try:
             if isinstance(node.meta.get("recompute"), CheckpointPolicy):
-                raise _Refusal("selective checkpointing has decided to keep it")
+                raise Refusal(Kind.CHECKPOINTED, "selective checkpointing has decided to keep it")
             _LEVELS[level](both, node)
             log.info("%s in %s: memory=%r, %d bytes less kept", node.name, module, level, before - both.nbytes())
-        except _Refusal as reason:
-            log.info("%s in %s: memory=%r, but %s; kept as it is", node.name, module, level, reason)
+        except Refusal as refusal:
+            log.info("%s in %s: memory=%r, but %s; kept as it is", node.name, module, level, refusal)
     from torch._inductor.pattern_matcher import stable_topological_sort  # not earlier: it imports the lowerings
 
     for graph in (forward, backward):
@@ -153,12 +150,12 @@ def unrounded(on: bool = True) -> Iterator[None]:
 def _keep_fp8(both: Handover, node: Node) -> None:
     value, exact = node.meta["val"], _unrounded.get()
     if value.dtype not in (torch.bfloat16, torch.float16, torch.float32) and not exact:
-        raise _Refusal(f"it is {value.dtype}")
+        raise Refusal(Kind.FP8_DTYPE, f"it is {value.dtype}")
     if not compat.converts_to_fp8(value.device) and not exact:
-        raise _Refusal("this GPU has no instruction that makes float8_e4m3fn")
+        raise Refusal(Kind.FP8_DEVICE, "this GPU has no instruction that makes float8_e4m3fn")
     other = both.reader_of_rounding(both.same[node])
     if other is not None:
-        raise _Refusal(f"backward reads it in {other.target}, too")
+        raise Refusal(Kind.ALSO_READ, f"backward reads it in {other.target}, too")
     stored, scale = _stored(both.forward, node, exact)
     first = both.first_reader(node)
     low = both.keep_instead(node, [stored, scale])
@@ -226,10 +223,10 @@ def _keep_input(both: Handover, node: Node) -> None:
     keep: list[Node] = []  # and those to keep for that
     _plan(both, node, False, again, keep)
     if not any(one.target in GEMMS for one in again):
-        raise _Refusal("no GEMM made it")
+        raise Refusal(Kind.NO_GEMM, "no GEMM made it")
     more, less = both.cost(keep), both.cost([node])
     if more >= less:
-        raise _Refusal(f"what it is made of takes {more} bytes, and is not kept otherwise")
+        raise Refusal(Kind.COSTS_MORE, f"what it is made of takes {more} bytes, and is not kept otherwise")
     first = both.first_reader(node)
     both.keep_instead(node, keep)
     copies: dict[Node, Node] = {}
@@ -248,9 +245,9 @@ def _plan(both: Handover, node: Node, operand: bool, again: list[Node], keep: li
         if source in again or source in keep or source in both.same:
             continue
         if base(source) in both.stale:
-            raise _Refusal(f"it is made of {base(source)}, which forward writes")
+            raise Refusal(Kind.MADE_OF_WRITTEN, f"it is made of {base(source)}, which forward writes")
         if not isinstance(source.meta.get("val"), torch.Tensor):
-            raise _Refusal(f"it is made of {source}, a size that is not kept")
+            raise Refusal(Kind.MADE_OF_SIZE, f"it is made of {source}, a size that is not kept")
         if source.target in SAME_ELEMENTS or (not inside and source.target in GEMMS | SUMS):
             _plan(both, source, inside, again, keep)
         else:

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.functions import FloorDiv
 
 from torch_fused_ops import formulas
+from torch_fused_ops.declaration import Elementwise, elementwise
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.operators.declare import Elementwise, elementwise
 
 Box = Any  # ir.TensorBox
 Index = Sequence[Any]

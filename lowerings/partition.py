@@ -34,8 +34,8 @@ from torch._functorch.partitioners import get_default_op_list, min_cut_remateria
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from torch_fused_ops.declaration import OPERATORS
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.operators.declare import OPERATORS
 
 __all__ = [
     "GEMMS",

@@ -23,9 +23,8 @@ import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-import torch_fused_ops
-from torch_fused_ops import activations, recording
-from torch_fused_ops.explain import EXCLUDED
+from torch_fused_ops import activations, observers
+from torch_fused_ops._version import __version__
 from torch_fused_ops.lowerings import compat, epilogues, handover, memory, partition
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, policy_or_default
 
@@ -38,7 +37,7 @@ log = logging.getLogger("torch_fused_ops")
 def source_hash() -> str:
     """A hash of every source file of the package, lowerings included: what an upgrade changes."""
     digest = hashlib.sha256()
-    for root in (Path(torch_fused_ops.__file__).parent, Path(__file__).parent):
+    for root in (Path(activations.__file__).parent, Path(__file__).parent):
         for path in sorted(root.rglob("*.py")):
             digest.update(path.relative_to(root).as_posix().encode())
             digest.update(path.read_bytes())
@@ -47,7 +46,7 @@ def source_hash() -> str:
 
 def identity() -> str:
     """Our version, our sources and the activation table, as they enter every compile key."""
-    parts = ("torch_fused_ops", torch_fused_ops.__version__, source_hash(), activations.table_hash())
+    parts = ("torch_fused_ops", __version__, source_hash(), activations.table_hash())
     return "-".join(filter(None, parts))
 
 
@@ -145,12 +144,12 @@ class Recognise(_Pass, CustomGraphPass):
     def run(self, graph: torch.fx.Graph, policy: FusionPolicy) -> None:
         from torch_fused_ops.lowerings.recognise import rewrite
 
-        recording.before(graph, policy)
+        observers.before(graph, policy)
         sites = rewrite(graph, policy)
-        recording.tell(graph, sites)
+        observers.tell(graph, sites)
         for site in sites:
             log.info("%s: %s", site.source, site.op or f"left alone: {site.reason}")
-        missed = [s for s in sites if s.op is None and s.is_mlp and not s.reason.startswith(EXCLUDED)]
+        missed = [site for site in sites if site.is_missed]
         if policy.strict and missed:
             raise UnfusedError(
                 "strict=True and these MLP sites were not fused:\n"
@@ -227,7 +226,7 @@ def _guarded(stage: _Stage, policy: FusionPolicy, run: Callable[[], Any]) -> Any
         if policy.strict:
             raise
         reason = f"{stage.name}: {type(error).__name__}: {error}"
-        recording.failed(reason)
+        observers.failed(reason)
         if reason not in _logged:
             _logged.add(reason)
             log.warning("a pass failed and left the graph as it was (%s). Please report it.", reason, exc_info=True)

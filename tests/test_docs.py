@@ -138,7 +138,7 @@ WITH_A_CURE = {
 WARNINGS = {"warnings.warn", "internals.warn", "log.warning"}
 INSIDE = {
     "torch_fused_ops/testing/check.py",  # what `python -m torch_fused_ops check` prints
-    "torch_fused_ops/figures.py",  # the compiler's own message, handed on
+    "torch_fused_ops/reports/figures.py",  # the compiler's own message, handed on
 }
 
 

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops.activations import register_activation
-from torch_fused_ops.explain import Report, Site, explain
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.recording import record
-from torch_fused_ops.report import grouped
+from torch_fused_ops.reasons import Kind
+from torch_fused_ops.reports.explain import Report, Site, explain
+from torch_fused_ops.reports.recording import record
+from torch_fused_ops.reports.report import grouped
 
 
 class Block(nn.Module):
@@ -53,7 +54,7 @@ def test_sites():
 def test_functions_and_other_sites():
     report = explain(gate, torch.randn(4, 4), torch.randn(4, 4))
     (site,) = report.sites
-    assert site.op is None and site.reason.startswith("not an MLP: ") and not site.is_mlp
+    assert (site.op, site.kind, site.is_mlp) == (None, Kind.OTHER_OPERAND, False)
     assert report.summary == "0 of 0 MLP sites fused, 1 not MLPs (1 graph)"
 
 
@@ -116,8 +117,15 @@ def test_errors_are_the_models_own():
 
 SITES = (
     Site("fused::glu", "silu", "model.py:12 in layers.0.mlp", "proved from silu, mul", ("linear", "linear")),
-    Site(None, None, "model.py:30 in layers.0.attn", "not an MLP: combined with <softmax>", ("linear",)),
-    Site(None, "gelu", "model.py:40 in head", "sum also reads it", ("linear", "sum")),
+    Site(
+        None,
+        None,
+        "model.py:30 in layers.0.attn",
+        "not an MLP: combined with <softmax>",
+        ("linear",),
+        kind=Kind.OTHER_OPERAND,
+    ),
+    Site(None, "gelu", "model.py:40 in head", "view stands between", ("linear", "sum"), kind=Kind.STANDS_BETWEEN),
 )
 
 
@@ -162,10 +170,10 @@ def test_long_reasons_are_wrapped_and_a_minus_is_no_bullet():
 
 def test_json():
     parsed = json.loads(Report(SITES).to_json())
-    tuples = ("users", "spelling")
-    assert [Site(**{k: tuple(v) if k in tuples else v for k, v in site.items()}) for site in parsed["sites"]] == list(
-        SITES
-    )
+    as_they_were = {"users": tuple, "spelling": tuple, "kind": lambda name: name and Kind[name]}
+    sites = [Site(**{k: as_they_were.get(k, lambda v: v)(v) for k, v in site.items()}) for site in parsed["sites"]]
+    assert sites == list(SITES)
+    assert [site["kind"] for site in parsed["sites"]] == [None, "OTHER_OPERAND", "STANDS_BETWEEN"]
     assert parsed["figures"] is None and parsed["graphs"] == 1
 
 
@@ -285,7 +293,7 @@ def test_no_hint_where_registering_would_not_help():
 
 
 def test_import_is_light():
-    code = "import sys, torch_fused_ops.explain; print([m for m in sys.modules if m.startswith('torch_fused_ops.low')])"
+    code = "import sys, torch_fused_ops; print([m for m in sys.modules if m.startswith('torch_fused_ops.low')])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
 

@@ -77,7 +77,7 @@ def test_explain_shows_every_mlp_fused(name: str, training: bool) -> None:
     make, count, activation = MODELS[name]
     model, inputs = make()
     report = tfo.explain(model.train(training), **inputs)
-    mlps = [s for s in report.sites if not s.reason.startswith("not an MLP")]
+    mlps = [s for s in report.sites if s.is_mlp]
     assert len(mlps) == count
     assert {s.activation for s in mlps if s.op} == {activation} and all(s.op for s in mlps), str(report)
 

@@ -71,6 +71,13 @@ def test_every_package_is_installed() -> None:
             assert f'"{name}"' in text, f"{name} is missing from pyproject.toml"
 
 
+def test_every_data_file_is_installed() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    for file in (ROOT / "torch_fused_ops").rglob("*"):
+        if file.is_file() and file.suffix not in (".py", ".pyc"):
+            assert f'"{file.name}"' in text, f"{file.name} is missing from pyproject.toml"
+
+
 def test_backend_is_found_without_an_import() -> None:
     program = """
 import torch

@@ -19,9 +19,9 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import torch_fused_ops as tfo
-from torch_fused_ops import figures as figures_module
-from torch_fused_ops.figures import layers_of
 from torch_fused_ops.lowerings import recognise
+from torch_fused_ops.reports import figures as figures_module
+from torch_fused_ops.reports.figures import layers_of
 
 ROWS, WIDTH, FFN = 32, 64, 256
 FLOAT = 4

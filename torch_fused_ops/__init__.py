@@ -16,16 +16,15 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
-__version__ = "0.1.0"
-
 from torch_fused_ops import functional
+from torch_fused_ops._version import __version__
 from torch_fused_ops.activations import register_activation
-from torch_fused_ops.explain import Report, Site, explain
-from torch_fused_ops.operators.decompositions import (
-    decompositions,  # importing the operators registers torch.ops.fused.*
-)
+
+# Importing the operators registers torch.ops.fused.*.
+from torch_fused_ops.operators.decompositions import decompositions
 from torch_fused_ops.policy import FusionPolicy, UnfusedError
-from torch_fused_ops.recording import record
+from torch_fused_ops.reports.explain import Report, Site, explain
+from torch_fused_ops.reports.recording import record
 from torch_fused_ops.verify import Verification, verify
 
 __all__ = [

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import activations
+from torch_fused_ops.distributed.sharding import dropout_add_by_shards, shard_seed
 from torch_fused_ops.operators import activation as declared
 from torch_fused_ops.viewless import (
     MakeViewlessTensor,
@@ -537,39 +538,8 @@ def bias_dropout_add(
     else:
         seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=x.device)
     if isinstance(x, Tensor) and hasattr(x, "device_mesh"):  # a DTensor; torch.fx's proxies have every attribute
-        from torch_fused_ops.distributed.sharding import dropout_add_by_shards
-
-        return dropout_add_by_shards(x, bias, residual, seed, p)  # type: ignore[no-any-return]
+        return dropout_add_by_shards(x, bias, residual, seed, p)
     return dropout_add(x, bias, residual, seed=seed, p=p)
-
-
-def shard_seed(seed: Tensor, *coordinates: int | Tensor) -> Tensor:
-    """A seed of its own for each shard: ``seed`` with the shard's coordinates mixed in, in tensor arithmetic.
-
-    For each coordinate a step of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), a bijection whose
-    every output bit depends on every bit that goes in. With the same seed, different coordinates give different seeds.
-
-    Args:
-        seed: int64.
-        *coordinates: the shard's place along each mesh dimension (or group of ranks) that shards the tensor. None at
-            all: seed as it is.
-
-    Returns:
-        int64, shaped as seed.
-    """
-    _check_tensor("seed", seed)
-    one = torch.ones_like(seed)  # so that all wraps as int64
-    for coordinate in coordinates:
-        z = seed + (one * coordinate + one) * _SPLITMIX_STEP
-        for shift, factor in _SPLITMIX:
-            z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * factor
-        seed = z ^ (z >> 31 & (1 << 33) - 1)
-    return seed
-
-
-# SplitMix64's constants, as int64: 0x9E3779B97F4A7C15; 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB with their shifts.
-_SPLITMIX_STEP = 0x9E3779B97F4A7C15 - 2**64
-_SPLITMIX = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)
 
 
 def _check_probability(p: object) -> None:

@@ -74,6 +74,10 @@ class FusionPolicy:
         pairs = dict(self.memory).items()
         return next((level for pattern, level in pairs if names_module(pattern, modules)), "free")
 
+    def excluding(self, modules: Collection[str]) -> str | None:
+        """The first pattern of ``exclude`` that fits what is in these modules (all around it); None if none does."""
+        return next((pattern for pattern in self.exclude if names_module(pattern, modules)), None)
+
 
 def _pairs(memory: object) -> tuple[tuple[str, str], ...]:
     accepted = f"a level ({', '.join(MEMORY)}), or a mapping from module patterns to levels"

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from torch_fused_ops.explain import _call, _throwaway, _unchanged
+from torch_fused_ops.capturing import call_model, throwaway, unchanged
+from torch_fused_ops.observers import unobserved
 from torch_fused_ops.policy import FusionPolicy, policy_or_default
-from torch_fused_ops.recording import nothing_recorded, record
+from torch_fused_ops.reports.recording import record
 
 __all__ = ["Comparison", "Verification", "interpreted", "verify"]
 
@@ -222,8 +223,8 @@ def verify(
     failures: dict[str, str] = {}
     notes: list[str] = []
     sites = (0, 0)
-    with _unchanged(model), torch.enable_grad():
-        eager = _step(model, args, kwargs, None, _call)
+    with unchanged(model), torch.enable_grad():
+        eager = _step(model, args, kwargs, None, call_model)
         wide = _widest(model, args, kwargs, own, notes)
         runs = [
             _Run(own, _name(own), False, _unit(own) if wide is None else torch.finfo(own).eps / 2, {"eager": eager})
@@ -239,7 +240,7 @@ def verify(
                     with _recorded(way) as report:
                         run.steps[way] = _step(model, args, kwargs, run.dtype if run.exact else None, fn)
                 except Exception as error:
-                    failures[f"{way}, {run.name}"] = f"raised {_said(error)}"
+                    failures[f"{way}, {run.name}"] = f"raised {_error_line(error)}"
                     continue
                 if report is not None:
                     found = [site for site in report.sites if site.is_mlp]
@@ -247,7 +248,7 @@ def verify(
                     notes += report.notes
                     if report.graphs > 1:
                         notes.append(f"{report.graphs} graphs were captured: an MLP that a graph break cuts is no site")
-        jittered = _step(model, args, kwargs, runs[-1].dtype if runs[-1].exact else None, _call, jitter=True)
+        jittered = _step(model, args, kwargs, runs[-1].dtype if runs[-1].exact else None, call_model, jitter=True)
     truth = runs[-1].steps["eager"]
     loss = truth.values.get(("loss", ""))
     if loss is None:
@@ -299,9 +300,9 @@ def _widest(model: Callable[..., Any], args: Any, kwargs: Any, own: torch.dtype,
             break
         narrowest = _Narrowest(dtype)
         try:
-            step = _step(model, args, kwargs, dtype, _call, narrowest)
+            step = _step(model, args, kwargs, dtype, call_model, narrowest)
         except Exception as error:
-            notes.append(f"the step was not computed in {_name(dtype)}, where eager raises {_said(error)}")
+            notes.append(f"the step was not computed in {_name(dtype)}, where eager raises {_error_line(error)}")
             continue
         return _Run(dtype, _name(dtype), True, _unit(narrowest.dtype), {"eager": step})
     return None
@@ -320,7 +321,7 @@ def _step(
         try:
             model = copy.deepcopy(model)
         except Exception as error:
-            raise ValueError(f"model={type(model).__name__} cannot be copied: {_said(error)}") from error
+            raise ValueError(f"model={type(model).__name__} cannot be copied: {_error_line(error)}") from error
         if dtype is not None:
             model._apply(functools.partial(_widened, dtype))
         model.zero_grad(set_to_none=True)
@@ -446,7 +447,7 @@ def interpreted(policy: FusionPolicy | None, *, exact: bool = False, compiled: b
             fn: Any = compile_fx(gm, example_inputs, config_patches=settings, **more)
         return fn  # type: ignore[no-any-return]
 
-    fn: Callable[..., Any] = torch.compile(_throwaway(_call), backend=backend)
+    fn: Callable[..., Any] = torch.compile(throwaway(call_model), backend=backend)
 
     def call(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with torch._dynamo.config.patch(recompile_limit=64):
@@ -470,7 +471,7 @@ def _call_by_call(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **set
 @contextmanager
 def _recorded(way: str) -> Iterator[Any]:
     with ExitStack() as stack:
-        stack.enter_context(nothing_recorded())
+        stack.enter_context(unobserved())
         yield stack.enter_context(record()) if way == "fused" else None
 
 
@@ -550,6 +551,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _said(error: BaseException) -> str:
+def _error_line(error: BaseException) -> str:
     text = str(getattr(error, "inner_exception", error)).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"

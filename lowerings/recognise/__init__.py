@@ -8,25 +8,34 @@ graph. ``dropout`` does both for the dropouts behind linear layers.
 
 from __future__ import annotations
 
-import inspect
 import re
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 
-from torch_fused_ops.explain import EXCLUDED, NOT_AN_MLP, Site, explain
-from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
-from torch_fused_ops.report import DROPOUT, module_stack
+from torch_fused_ops import capturing
+from torch_fused_ops.policy import FusionPolicy, enclosing_modules
+from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason, Refusal, excluded
+from torch_fused_ops.sites import DROPOUT, Site
+from torch_fused_ops.virtual_gpu.modules import module_stack
 
 from . import dropout
-from .cone import Cone, Refusal, examine, find, readers
+from .cone import Cone, examine, find, readers
 from .graph import FREE, NONLINEAR, Facts, join, shown, tensor
 from .normal import Normal
 from .rewrite import fuse, operator_of, replace
 from .symbolic import RULES
 
 __all__ = ["rewrite", "unread"]
+
+
+class _Refused(NamedTuple):
+    """Why a site is left alone, and which activation it was proved to be nonetheless."""
+
+    reason: Reason
+    activation: str | None = None
 
 
 def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[Site, ...]:
@@ -51,7 +60,7 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
     try:
         facts = Facts(graph, normal.calls)
         cones: dict[Node, Cone] = {}
-        refused: dict[Node, tuple[str, str | None]] = {}
+        refused: dict[Node, _Refused] = {}
         sites = list(find(facts))
         for top, gemms in sites:
             activation = None
@@ -63,13 +72,13 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
                 _check_freezing(cone)
                 cones[top] = cone
             except Refusal as e:
-                refused[top] = (str(e), activation)
+                refused[top] = _Refused(e.reason, activation)
         _drop_shared(facts, cones, refused)
         dropouts = _dropouts(facts, policy, cones)
-        found = [(top, _site(facts, normal, top, gemms, cones.get(top), refused.get(top))) for top, gemms in sites]
+        found = [(top, _site(facts, normal, top, gemms, cones.get(top) or refused[top])) for top, gemms in sites]
         found += [(site.node, _dropout_site(facts, site)) for site in dropouts]
         report = tuple(site for _, site in sorted(found, key=lambda one: facts.index[one[0]]))
-        fused = [site for site in dropouts if not site.reason]
+        fused = [site for site in dropouts if site.reason is None]
         if apply:
             replace(graph, [*(fuse(graph, cone) for cone in cones.values()), *dropout.fuse(graph, fused)])
             used.update(*(cone.calls for cone in cones.values()), *(site.calls for site in fused))
@@ -94,21 +103,22 @@ def unread(graph: Graph) -> tuple[Site, ...]:
         gemms = [user for user in reading if facts.calls[user].gemm is not None]
         inside = any(facts.state[user] == NONLINEAR for user in reading)
         if facts.state[node] == NONLINEAR and not gemms and not inside:
-            reason = f"{NOT_AN_MLP}no GEMM reads it, but {_names(reading)}"
+            reason = Reason(Kind.NO_GEMM_READS, f"{NOT_AN_MLP}no GEMM reads it, but {_names(reading)}")
         elif facts.state[node] == FREE and gemms and call.name in RULES:
             sources = [facts.origin(a) for a in node.all_input_nodes]
-            reason = f"{NOT_AN_MLP}it reads {_names(sources)}, which no GEMM with weights has produced"
+            text = f"{NOT_AN_MLP}it reads {_names(sources)}, which no GEMM with weights has produced"
+            reason = Reason(Kind.NO_GEMM_BEFORE, text)
         else:
             continue
-        found.append(_site(facts, normal, node, gemms or [node], None, (reason, None)))
+        found.append(_site(facts, normal, node, gemms or [node], _Refused(reason)))
     tops = cache(_tops)
     for top, gemms in find(facts):
         own = copied[normal.spelled.get(top, top)][0]
         around = [copied[normal.spelled.get(part, part)][1] for part in _parts(facts, top, gemms)]
         cut = [operator for one in around for operator in one if not all(operator in other for other in around)]
         if cut and own not in tops(own.graph) and any(map(facts.weight_gemm, gemms)):
-            reason = f"the boundary of {_names(cut)} lies between it and a GEMM"
-            found.append(_site(facts, normal, top, gemms, None, (reason, None)))
+            reason = Reason(Kind.BOUNDARY, f"the boundary of {_names(cut)} lies between it and a GEMM")
+            found.append(_site(facts, normal, top, gemms, _Refused(reason)))
     return tuple(found)
 
 
@@ -147,15 +157,16 @@ def _names(nodes: list[Node]) -> str:
 
 def _check_readers(facts: Facts, top: Node, gemms: list[Node]) -> None:
     if not any(facts.weight_gemm(gemm) for gemm in gemms):
-        raise Refusal(f"{NOT_AN_MLP}read by a product of two computed tensors, as in attention")
+        text = f"{NOT_AN_MLP}read by a product of two computed tensors, as in attention"
+        raise Refusal(Kind.COMPUTED_PRODUCT, text)
 
 
 def _check_excluded(top: Node, gemms: list[Node], policy: FusionPolicy) -> None:
     """A pattern excludes a site by the path of any module that it is in; ``"encoder.*"`` means the encoder, too."""
     modules = enclosing_modules(path for node in (top, gemms[0]) for path in module_stack(node))
-    for pattern in policy.exclude:
-        if names_module(pattern, modules):
-            raise Refusal(f"{EXCLUDED}{pattern!r}")
+    pattern = policy.excluding(modules)
+    if pattern is not None:
+        raise Refusal(*excluded(pattern))
 
 
 def _check_freezing(cone: Cone) -> None:
@@ -163,10 +174,10 @@ def _check_freezing(cone: Cone) -> None:
 
     value = tensor(cone.root)
     if inductor.freezing and not torch.is_grad_enabled() and value is not None and value.device.type == "cpu":
-        raise Refusal("CPU inference under freezing: oneDNN's fused linear and activation is kept")
+        raise Refusal(Kind.FREEZING, "CPU inference under freezing: oneDNN's fused linear and activation is kept")
 
 
-def _drop_shared(facts: Facts, cones: dict[Node, Cone], refused: dict[Node, tuple[str, str | None]]) -> None:
+def _drop_shared(facts: Facts, cones: dict[Node, Cone], refused: dict[Node, _Refused]) -> None:
     """Take out the cones whose inner values stay alive for others: the operator would come on top of what is there.
 
     An inner value may be another fused cone's too (two products of one activation), or its root.
@@ -183,59 +194,52 @@ def _drop_shared(facts: Facts, cones: dict[Node, Cone], refused: dict[Node, tupl
         if not outside:
             return
         for top, (node, user) in outside.items():
-            reason = f"{shown(user)} also reads the result of {shown(node)} inside the activation"
-            refused[top] = (reason, cones.pop(top).verdict.activation)
+            text = f"{shown(user)} also reads the result of {shown(node)} inside the activation"
+            refused[top] = _Refused(Reason(Kind.INNER_READER, text), cones.pop(top).verdict.activation)
 
 
-def _site(
-    facts: Facts,
-    normal: Normal,
-    top: Node,
-    gemms: list[Node],
-    cone: Cone | None,
-    refusal: tuple[str, str | None] | None,
-) -> Site:
-    op = None
-    if cone is None:
-        reason, activation = refusal or ("", None)
-        reading, calls = list(readers(facts, top)), _calls(facts, top)
-    else:
-        op, activation = f"fused::{operator_of(cone)}", cone.verdict.activation
-        reading, calls = list(readers(facts, cone.root)), cone.calls
+def _site(facts: Facts, normal: Normal, top: Node, gemms: list[Node], found: Cone | _Refused) -> Site:
+    where = _source(top, gemms[0])
+    reading = list(readers(facts, found.root if isinstance(found, Cone) else top))
+    calls = found.calls if isinstance(found, Cone) else _calls(facts, top)
     own = dict.fromkeys(normal.spelled.get(node, node) for node in calls)
     spelling = tuple("autograd.Function" if facts.custom(node) else shown(node) for node in own)
-    if cone is not None:
-        reason = f"proved from {', '.join(spelling)}"
-        others = [shown(user) for user in reading if facts.calls[user].gemm is None]
-        if others:
-            reason += f"; {', '.join(dict.fromkeys(others))} keeps the value too"
     users = tuple(map(shown, reading))
-    return Site(op, activation, reason=reason, users=users, spelling=spelling, **_source(top, gemms[0]))
+    if isinstance(found, _Refused):
+        return Site(None, found.activation, users=users, spelling=spelling, **_fields(found.reason), **where)
+    proof = f"proved from {', '.join(spelling)}"
+    others = [shown(user) for user in reading if facts.calls[user].gemm is None]
+    if others:
+        proof += f"; {', '.join(dict.fromkeys(others))} keeps the value too"
+    op, activation = f"fused::{operator_of(found)}", found.verdict.activation
+    return Site(op, activation, reason=proof, users=users, spelling=spelling, **where)
 
 
-def _dropouts(facts: Facts, policy: FusionPolicy, cones: dict[Node, Cone]) -> list[dropout.Site]:
+def _dropouts(facts: Facts, policy: FusionPolicy, cones: dict[Node, Cone]) -> list[dropout.Dropout]:
     sites = dropout.find(facts, policy, {cone.root for cone in cones.values()})
     for site in sites:
         try:
             _check_excluded(site.node, [site.node], policy)
         except Refusal as e:
-            site.reason = str(e)
+            site.reason = e.reason
     return sites
 
 
-def _dropout_site(facts: Facts, site: dropout.Site) -> Site:
+def _dropout_site(facts: Facts, site: dropout.Dropout) -> Site:
     last = site.calls[-1] if site.calls else site.node
-    reason = site.reason or "its mask is made again from a seed"
-    if site.left and not site.reason:
-        reason += f"; the sum that reads it stays: {site.left}"
-    return Site(
-        None if site.reason else dropout.OPERATOR,
-        DROPOUT,
-        reason=reason,
-        users=tuple(map(shown, readers(facts, last))),
-        spelling=tuple(map(shown, site.calls or [site.node])),
-        **_source(site.node, site.node),
-    )
+    users, spelling = tuple(map(shown, readers(facts, last))), tuple(map(shown, site.calls or [site.node]))
+    where = _source(site.node, site.node)
+    if site.reason is not None:
+        return Site(None, DROPOUT, users=users, spelling=spelling, **_fields(site.reason), **where)
+    done = "its mask is made again from a seed"
+    if site.left:
+        done += f"; the sum that reads it stays: {site.left}"
+    return Site(dropout.OPERATOR, DROPOUT, reason=done, users=users, spelling=spelling, **where)
+
+
+def _fields(reason: Reason) -> dict[str, Any]:
+    """A refusal's reason, as a Site's fields."""
+    return {"reason": str(reason), "kind": reason.kind, "excluded_by": reason.excluded_by}
 
 
 def _calls(facts: Facts, top: Node) -> list[Node]:
@@ -262,10 +266,10 @@ def _module(root: Node, gemm: Node) -> str:
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in .*\n(?: +([^\n]*))?')
-_NOT_THE_USERS = (torch.__path__[0], inspect.getfile(explain))
+_NOT_THE_USERS = (torch.__path__[0], capturing.__file__)
 
 
-def _source(root: Node, gemm: Node) -> dict[str, str]:
+def _source(root: Node, gemm: Node) -> dict[str, Any]:
     """Where the user's code calls it (or, in nn.Sequential, torch's own module), as a Site's fields."""
     frames = _FRAME.findall(root.meta.get("stack_trace") or "")
     frames = [f for f in frames if not f[0].startswith(_NOT_THE_USERS)]

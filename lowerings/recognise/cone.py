@@ -8,7 +8,7 @@ raises ``Refusal``. A cone is replaced only where the graph's meaning stays; eac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,21 +17,17 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from torch_fused_ops import activations
-from torch_fused_ops.explain import NOT_AN_MLP
+from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason, Refusal
 
 from .custom import forward_of
 from .graph import AFFINE, CASTS, CONSTANTS, COPIES, DROPOUTS, FREE, NONLINEAR, PIECES, Facts, shown, statically, tensor
 from .prove import Verdict, prove
 from .symbolic import RULES, Ref, Step, Unprovable
+from .values import FLOATING, check_plain, equal, is_contiguous, same_shape, value_of
 
-__all__ = ["Cone", "Refusal", "examine", "find", "readers"]
+__all__ = ["Cone", "check_in_place_call", "examine", "find", "readers"]
 
 MAX_CALLS = 64  # the longest spelling of an activation met in 260 models has 14
-FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class Refusal(Exception):
-    """Why a site is left alone."""
 
 
 @dataclass
@@ -84,13 +80,13 @@ def examine(facts: Facts, top: Node) -> Cone:
     cone = Cone(_root(facts, top))
     _walk(facts, cone)
     steps, result = _steps(facts, cone)
-    cone.verdict = prove(steps, result, len(cone.operands), differentiable=_value(cone.root).requires_grad)
+    cone.verdict = prove(steps, result, len(cone.operands), differentiable=value_of(cone.root).requires_grad)
     if cone.verdict.activation is None:
         for operand in cone.operands:  # x·w: maybe the weight belongs to the activation, as in xIELU
             if facts.calls[operand].name in ("mul", "div"):
-                scales = [_foreign(facts, cone, a) for a in operand.all_input_nodes if facts.state[a] == FREE]
-                raise Refusal(min(scales)[1])
-        raise Refusal(cone.verdict.reason)
+                _refuse_foreign(facts, cone, [a for a in operand.all_input_nodes if facts.state[a] == FREE])
+        assert cone.verdict.reason is not None
+        raise Refusal(*cone.verdict.reason)
     _check_values(facts, cone)
     _check_writes(facts, cone)
     _check_results(facts, cone)
@@ -103,16 +99,9 @@ def _root(facts: Facts, top: Node) -> Node:
     users = list(top.users)
     if len(users) == 1 and facts.calls[users[0]].name in CASTS and facts.region[users[0]] == facts.region[top]:
         value = tensor(users[0])
-        if value is not None and value.dtype in FLOATING and value.device == _value(top).device:
+        if value is not None and value.dtype in FLOATING and value.device == value_of(top).device:
             return users[0]
     return top
-
-
-def _value(node: Node) -> torch.Tensor:
-    value = tensor(node)
-    if value is None:
-        raise Refusal(f"the graph does not record the shape and dtype of {shown(node)}")
-    return value
 
 
 def _loses(source: torch.dtype, target: torch.dtype) -> bool:
@@ -130,13 +119,13 @@ def _is_call(facts: Facts, node: Node) -> bool:
         return False
     moves = call.name in CASTS or call.name in COPIES or (call.name in DROPOUTS and not call.dropout_is_active())
     if state == AFFINE:
-        if call.name in CASTS and _loses(_value(node.all_input_nodes[0]).dtype, _value(node).dtype):
+        if call.name in CASTS and _loses(value_of(node.all_input_nodes[0]).dtype, value_of(node).dtype):
             return False  # the activation is applied to the rounded tensor
         return not facts.sum_of_gemms(node) and (moves or call.name in RULES)
     if call.name in DROPOUTS and not moves:
-        raise Refusal("an active dropout stands inside the activation")
+        raise Refusal(Kind.DROPOUT_INSIDE, "an active dropout stands inside the activation")
     if not moves and call.name not in RULES and facts.custom(node) is None:
-        raise Refusal(f"{shown(node)} stands between the activation's parts")
+        raise Refusal(Kind.STANDS_BETWEEN, f"{shown(node)} stands between the activation's parts")
     return True
 
 
@@ -147,48 +136,57 @@ def _walk(facts: Facts, cone: Cone) -> None:
         node = pending.pop()
         cone.calls.append(node)
         if len(cone.calls) > MAX_CALLS:
-            raise Refusal(f"more than {MAX_CALLS} pointwise calls lie between the GEMMs")
+            raise Refusal(Kind.MANY_CALLS, f"more than {MAX_CALLS} pointwise calls lie between the GEMMs")
         for source in facts.sources(node):
             if source not in seen:
                 seen.add(source)
                 if _is_call(facts, source):
                     pending.append(source)
-                elif facts.calls[source].name in CONSTANTS and _same_shape(source, cone.root):
+                elif facts.calls[source].name in CONSTANTS and same_shape(source, cone.root):
                     cone.bypassed.append(source)
                 else:
                     cone.operands.append(source)
     cone.calls.sort(key=facts.index.__getitem__)
     cone.operands.sort(key=facts.index.__getitem__)
-    foreign = [operand for operand in cone.operands if facts.state[operand] == FREE]
-    if foreign:
-        raise Refusal(min(_foreign(facts, cone, operand) for operand in foreign)[1])
+    _refuse_foreign(facts, cone, [operand for operand in cone.operands if facts.state[operand] == FREE])
 
 
-def _foreign(facts: Facts, cone: Cone, operand: Node) -> tuple[int, str]:
-    """What takes part though no GEMM produced it, and its rank: the most telling reason comes first."""
+_TELLING = (Kind.PARAMETER, Kind.ANOTHER_TENSOR, Kind.MASK, Kind.OTHER_OPERAND)  # the most telling reason first
+
+
+def _refuse_foreign(facts: Facts, cone: Cone, operands: Sequence[Node]) -> None:
+    """Refuse what no GEMM has produced; of several operands, for the one that says most."""
+    reasons = [_foreign(facts, cone, operand) for operand in operands]
+    if reasons:
+        raise Refusal(*min(reasons, key=lambda reason: _TELLING.index(reason.kind)))
+
+
+def _foreign(facts: Facts, cone: Cone, operand: Node) -> Reason:
+    """Why an operand that no GEMM has produced takes no part in an MLP's activation."""
     source = facts.origin(operand)
-    gated = f"{NOT_AN_MLP}combined with the result of {shown(source)}, which no GEMM with weights has produced"
-    whole = source.op not in ("placeholder", "get_attr") and _same_shape(operand, cone.root)
+    gated = Reason(
+        Kind.OTHER_OPERAND,
+        f"{NOT_AN_MLP}combined with the result of {shown(source)}, which no GEMM with weights has produced",
+    )
+    whole = source.op not in ("placeholder", "get_attr") and same_shape(operand, cone.root)
     if facts.fed[source] and whole and not _is_mask(source):
-        return 3, gated
+        return gated
     pending, seen = [operand], {operand}
     while pending and not facts.fed[operand]:
         node = pending.pop()
         if isinstance(tensor(node), torch.nn.Parameter):
             # The activation's own, as in xIELU; in a whole tensor of data, as a norm makes one, it is a gate on that.
-            kind = "learnable parameter" if _value(node).requires_grad else "parameter"
-            return (3, gated) if whole else (0, f"a {kind} takes part: {shown(node)}")
+            if whole:
+                return gated
+            if value_of(node).requires_grad:
+                return Reason(Kind.PARAMETER, f"a learnable parameter takes part: {shown(node)}")
+            return Reason(Kind.PARAMETER, f"a parameter takes part: {shown(node)}")
         new = [a for a in node.all_input_nodes if a not in seen]
         seen.update(new)
         pending.extend(new)
     if _is_mask(source):
-        return 2, f"a mask takes part: {shown(source)}"
-    return 1, f"another tensor takes part: {shown(source)}"
-
-
-def _same_shape(a: Node, b: Node) -> bool:
-    x, y = _value(a), _value(b)
-    return x.ndim == y.ndim and all(map(_equal, x.shape, y.shape))
+        return Reason(Kind.MASK, f"a mask takes part: {shown(source)}")
+    return Reason(Kind.ANOTHER_TENSOR, f"another tensor takes part: {shown(source)}")
 
 
 def _is_mask(node: Node) -> bool:
@@ -246,7 +244,7 @@ def _steps(facts: Facts, cone: Cone) -> tuple[tuple[Step, ...], Ref]:
             return known[argument] if argument in known else CONSTANTS[facts.calls[argument].name]
         if argument is None or isinstance(argument, (bool, int, float, str)):
             return argument
-        raise Refusal(f"an argument of type {type(argument).__name__} takes part")
+        raise Refusal(Kind.ARGUMENT, f"an argument of type {type(argument).__name__} takes part")
 
     for node in cone.calls:
         call, function = facts.calls[node], facts.custom(node)
@@ -255,7 +253,7 @@ def _steps(facts: Facts, cone: Cone) -> tuple[tuple[Step, ...], Ref]:
             cone.bypassed += [function, *(a for a in function.args[:2] if isinstance(a, Node))]
         elif call.name in RULES:
             if call.name.startswith("clamp") and len(node.all_input_nodes) > 1:  # another gradient at the bounds
-                raise Refusal("a tensor is a clamp's bound")
+                raise Refusal(Kind.TENSOR_BOUND, "a tensor is a clamp's bound")
             kwargs = tuple((k, given(v)) for k, v in sorted(call.kwargs.items()))
             steps.append((call.name, tuple(map(given, call.args)), kwargs))
             known[node] = Ref("value", len(steps) - 1)
@@ -267,11 +265,11 @@ def _steps(facts: Facts, cone: Cone) -> tuple[tuple[Step, ...], Ref]:
 def _inline(function: Node, arguments: list[Any], steps: list[Step]) -> Ref:
     """Append what a custom autograd.Function computes."""
     if any(user.args[1] != 0 for user in function.users):
-        raise Refusal("a custom autograd.Function has other results that are read")
+        raise Refusal(Kind.CUSTOM_FUNCTION, "a custom autograd.Function has other results that are read")
     try:
         forward, result = forward_of(function)
     except Unprovable as e:
-        raise Refusal(f"cannot be proved: {e}") from e
+        raise Refusal(*e.reason) from e
     start = len(steps)
 
     def moved(argument: Any) -> Any:
@@ -288,71 +286,50 @@ def _inline(function: Node, arguments: list[Any], steps: list[Step]) -> Ref:
 
 
 def _check_values(facts: Facts, cone: Cone) -> None:
-    root = _value(cone.root)
-    top = _value(cone.root.all_input_nodes[0]) if facts.calls[cone.root].name in CASTS else root
+    root = value_of(cone.root)
+    top = value_of(cone.root.all_input_nodes[0]) if facts.calls[cone.root].name in CASTS else root
     for node in cone.operands + cone.calls:
-        value = _value(node)
-        if type(value) not in _PLAIN:
-            raise Refusal(f"{shown(node)} gives a {type(value).__name__}: tensor subclasses are left alone")
-        if torch._C._functorch.is_functorch_wrapped_tensor(value):
-            raise Refusal("it is computed under a torch.func transform (vmap, grad, …)")
-        if value.dtype not in FLOATING:
-            raise Refusal(f"{shown(node)} gives {value.dtype}: only real floating tensors are fused")
-        if value.device != root.device:
-            raise Refusal(f"it is computed on {value.device} and on {root.device}")
+        check_plain(node)
+        device = value_of(node).device
+        if device != root.device:
+            raise Refusal(Kind.DEVICES, f"it is computed on {device} and on {root.device}")
     for node in cone.operands:
-        value = _value(node)
+        value = value_of(node)
         if facts.origin(node) in facts.inference and cone.root not in facts.inference:
-            raise Refusal(
-                f"the result of {shown(facts.origin(node))}, from inference mode, cannot be saved for backward"
-            )
-        if not (value.ndim and _same_shape(node, cone.root)):
-            raise Refusal(f"a broadcast changes the shape: {tuple(value.shape)} to {tuple(root.shape)}")
+            text = f"the result of {shown(facts.origin(node))}, from inference mode, cannot be saved for backward"
+            raise Refusal(Kind.INFERENCE_MODE, text)
+        if not (value.ndim and same_shape(node, cone.root)):
+            text = f"a broadcast changes the shape: {tuple(value.shape)} to {tuple(root.shape)}"
+            raise Refusal(Kind.BROADCAST, text)
         if facts.calls[node].name in CASTS and (_loses(top.dtype, value.dtype) or _loses(root.dtype, value.dtype)):
-            raise Refusal(f"it works in {value.dtype} on {_value(node.all_input_nodes[0]).dtype} values")
+            text = f"it works in {value.dtype} on {value_of(node.all_input_nodes[0]).dtype} values"
+            raise Refusal(Kind.NARROW_CAST, text)
     widest: dict[Node, torch.dtype] = {}  # of the operands that a call's value is made of
     for node in cone.calls:
         if facts.region[node] != facts.region[cone.root]:
-            raise Refusal("autocast or grad mode is switched between its parts")
-        sources = [widest.get(source, _value(source).dtype) for source in facts.sources(node)]
+            raise Refusal(Kind.REGION, "autocast or grad mode is switched between its parts")
+        sources = [widest.get(source, value_of(source).dtype) for source in facts.sources(node)]
         widest[node] = max(sources, key=lambda dtype: dtype.itemsize)
-        dtype = _value(node).dtype
+        dtype = value_of(node).dtype
         if node is not cone.root and any(_loses(source, dtype) for source in sources):
-            raise Refusal(f"it works in {dtype} on {widest[node]} values")
+            raise Refusal(Kind.NARROW_CAST, f"it works in {dtype} on {widest[node]} values")
     # The operator computes in float32 whatever it reads, and rounds once: a last cast to less is its own rounding.
     cone.dtype = root.dtype if _loses(top.dtype, root.dtype) else top.dtype
     for node in cone.operands:
-        cone.dtype = torch.promote_types(cone.dtype, _value(node).dtype)
+        cone.dtype = torch.promote_types(cone.dtype, value_of(node).dtype)
     cone.order = _order(root)
-
-
-_PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return statically(a == b)
 
 
 def _order(value: torch.Tensor) -> tuple[int, ...] | None:
     """The axes from the slowest to the fastest, where the value is dense but not contiguous as the operator's is."""
-    if _contiguous(value, range(value.ndim)):
+    if is_contiguous(value):
         return None
     strides = value.stride()
     if all(isinstance(stride, int) for stride in strides):
         order = tuple(sorted(range(value.ndim), key=lambda axis: -strides[axis]))
-        if _contiguous(value, order):
+        if is_contiguous(value, order):
             return order
-    raise Refusal("its result is laid out in memory in another order than the operator's")
-
-
-def _contiguous(value: torch.Tensor, order: Sequence[int]) -> bool:
-    expected: Any = 1
-    for axis in reversed(order):
-        if not statically(value.shape[axis] == 1):
-            if not statically(value.stride(axis) == expected):
-                return False
-            expected = expected * value.shape[axis]
-    return True
+    raise Refusal(Kind.ORDER, "its result is laid out in memory in another order than the operator's")
 
 
 def _check_writes(facts: Facts, cone: Cone) -> None:
@@ -366,46 +343,59 @@ def _check_writes(facts: Facts, cone: Cone) -> None:
         for source in facts.sources(node):
             for writer in writers_after(source):
                 if at[writer] < at[node]:
-                    raise Refusal(f"{shown(writer)} writes into it in place before it is read")
+                    raise Refusal(Kind.WRITTEN, f"{shown(writer)} writes into it in place before it is read")
     # After the root too: the operator keeps its input for backward, where relu and others keep their result.
     for operand in cone.operands:
         for writer in writers_after(operand):
             if writer not in calls:
-                raise Refusal(f"{shown(writer)} writes into its input in place")
+                raise Refusal(Kind.WRITTEN, f"{shown(writer)} writes into its input in place")
     for writer in writers_after(cone.root):
         if facts.calls[writer].name not in DROPOUTS:  # a dropout on top stays
-            raise Refusal(f"{shown(writer)} writes into its result in place")
+            raise Refusal(Kind.WRITTEN, f"{shown(writer)} writes into its result in place")
     for node in cone.calls:
         if facts.calls[node].inplace:
-            _check_in_place_call(facts, cone, node)
+            check_in_place_call(facts, node, cone.root, cone.calls)
 
 
-def _check_in_place_call(facts: Facts, cone: Cone, node: Node) -> None:
-    """Made functional, the call no longer changes its argument: nothing may read that later, but through the root."""
+def check_in_place_call(facts: Facts, node: Node, root: Node, calls: Collection[Node]) -> None:
+    """Made functional, the call no longer changes its argument: nothing may read that later, but through the root.
+
+    Args:
+        facts: of the graph.
+        node: a call that works in place.
+        root: the node whose value the operator will give.
+        calls: those that the operator replaces.
+
+    Raises:
+        Refusal: something does, or the argument is the caller's.
+    """
     if facts.region[node.all_input_nodes[0]] != facts.region[node]:  # under no_grad it would lose the gradient
-        raise Refusal(f"{shown(node)} works in place in another grad mode or autocast region than its argument's")
-    of_result = {cone.root}  # and its views
+        text = f"{shown(node)} works in place in another grad mode or autocast region than its argument's"
+        raise Refusal(Kind.IN_PLACE_REGION, text)
+    of_result = {root}  # and its views
     for alias in facts.aliases[facts.storage(node)]:
         if alias.op in ("placeholder", "get_attr"):
-            raise Refusal(f"{shown(node)} writes in place into {shown(alias)}")
-        if alias is cone.root or (facts.passes(alias) and alias.all_input_nodes[0] in of_result):
+            raise Refusal(Kind.WRITES_INPUT, f"{shown(node)} writes in place into {shown(alias)}")
+        if alias is root or (facts.passes(alias) and alias.all_input_nodes[0] in of_result):
             of_result.add(alias)
             continue
         for user in alias.users:
-            if facts.index[user] > facts.index[node] and user not in cone.calls:
-                raise Refusal(f"{shown(node)} works in place, and {shown(user)} reads the tensor afterwards")
+            if facts.index[user] > facts.index[node] and user not in calls:
+                text = f"{shown(node)} works in place, and {shown(user)} reads the tensor afterwards"
+                raise Refusal(Kind.READ_AFTERWARDS, text)
 
 
 def _check_results(facts: Facts, cone: Cone) -> None:
     """What the graph hands out its caller may write: the operator may keep it for backward where PyTorch does, too."""
     name = cone.verdict.activation
     keeps_result = cone.verdict.up is None and name is not None and activations.get(name).gradient_from_output
-    if keeps_result or not _value(cone.root).requires_grad:
+    if keeps_result or not value_of(cone.root).requires_grad:
         return
     results = {facts.storage(node) for node in cone.root.graph.output_node().all_input_nodes}
     handed_out = results & {facts.storage(node) for node in cone.operands}
     if handed_out and not handed_out <= {facts.storage(node) for node in _kept_by_torch(facts, cone)}:
-        raise Refusal("its input is a result of the graph, which may be written before backward needs it")
+        text = "its input is a result of the graph, which may be written before backward needs it"
+        raise Refusal(Kind.GRAPH_RESULT, text)
 
 
 def _kept_by_torch(facts: Facts, cone: Cone) -> set[Node]:
@@ -413,9 +403,9 @@ def _kept_by_torch(facts: Facts, cone: Cone) -> set[Node]:
     kept: set[int] = set()
     values: dict[Node, torch.Tensor] = {}
 
-    def value_of(node: Node) -> torch.Tensor:
+    def stand_in(node: Node) -> torch.Tensor:
         if node not in values:
-            known = _value(node)
+            known = value_of(node)
             leaf = torch.empty(2, 2, dtype=known.dtype, device="meta", requires_grad=known.requires_grad)
             values[node] = leaf.clone()  # what is written in place must not be a leaf
         return values[node]
@@ -430,13 +420,13 @@ def _kept_by_torch(facts: Facts, cone: Cone) -> set[Node]:
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             for node in cone.calls:
-                args, kwargs = map_arg((node.args, node.kwargs), value_of)
+                args, kwargs = map_arg((node.args, node.kwargs), stand_in)
                 target: Any = node.target
                 called = getattr(torch.Tensor, target) if node.op == "call_method" else target
                 values[node] = called(*args, **kwargs)
     except Exception:  # a custom function, say: nothing is known of it
         return set()
-    return {node for node in cone.operands if storage(value_of(node)) in kept}
+    return {node for node in cone.operands if storage(stand_in(node)) in kept}
 
 
 # Gate and up in one tensor
@@ -458,21 +448,21 @@ def _find_packed(facts: Facts, cone: Cone) -> None:
     up = _cut(facts, cone.operands[cone.verdict.up])
     if gate is None or up is None or gate.base is not up.base or gate.axis != up.axis:
         return
-    base, last = gate.base, _value(gate.base).ndim - 1
-    size = _value(base).shape[gate.axis]
+    base, last = gate.base, value_of(gate.base).ndim - 1
+    size = value_of(base).shape[gate.axis]
     layout = None
     if gate.length is None or up.length is None:  # one row of a pair each, [..., 0] and [..., 1]
         swapped = (gate.start, up.start) == (1, 0)
         pair = swapped or (gate.start, up.start) == (0, 1)
         if statically(size == 2) and pair and facts.calls[base].name in _SPLITS_LAST:
             whole = base.all_input_nodes[0]
-            shape, packed = _value(base).shape, _value(whole).shape
-            leading = len(packed) + 1 == len(shape) and all(map(_equal, packed[:-1], shape[:-2]))
+            shape, packed = value_of(base).shape, value_of(whole).shape
+            leading = len(packed) + 1 == len(shape) and all(map(equal, packed[:-1], shape[:-2]))
             if leading and statically(packed[-1] == shape[-1] * shape[-2]):
                 layouts = {(last, False): "interleaved", (last - 1, False): "halves", (last - 1, True): "swapped"}
                 base, layout = whole, layouts.get((gate.axis, swapped))
     elif gate.axis != last:
-        raise Refusal(f"gate and up are cut on axis {gate.axis} of {last + 1}, not on the last")
+        raise Refusal(Kind.CUT_AXIS, f"gate and up are cut on axis {gate.axis} of {last + 1}, not on the last")
     elif statically(size == 2 * gate.length) and statically(size == 2 * up.length):
         starts = {"halves": (1, 0, gate.length), "interleaved": (2, 0, 1), "swapped": (1, gate.length, 0)}
         for name, (step, gate_start, up_start) in starts.items():
@@ -533,7 +523,7 @@ def _piece(facts: Facts, source: Node, i: Any) -> _Cut | None:
     axis = call.kwargs.get("dim", call.args[position] if len(call.args) > position else 0)
     if not isinstance(i, int) or not isinstance(axis, int) or not isinstance(pieces, (tuple, list)):
         return None
-    axis, i = axis % _value(base).ndim, i % len(pieces)
+    axis, i = axis % value_of(base).ndim, i % len(pieces)
     if call.name == "unbind":
         return _Cut(base, axis, i, 1, None)
     start: Any = 0

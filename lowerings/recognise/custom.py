@@ -13,6 +13,8 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from torch_fused_ops.reasons import Kind
+
 from .graph import read
 from .symbolic import Algebra, Ref, Step, Unprovable, evaluate
 
@@ -28,7 +30,9 @@ def forward_of(function: Node) -> tuple[tuple[Step, ...], Ref]:
     # What mark_non_differentiable has marked has no gradient, whatever the backward says.
     marked: Any = function.kwargs.get("non_differentiable_idx", ())
     if 0 in marked:
-        raise Unprovable("the result of a custom autograd.Function is marked as not differentiable")
+        raise Unprovable(
+            "the result of a custom autograd.Function is marked as not differentiable", Kind.CUSTOM_FUNCTION
+        )
     bodies = [_body(function, i) for i in (0, 1)]
     (forward, outputs), (backward, gradients) = map(read, (body.graph for body in bodies))
     results, saved = outputs
@@ -43,7 +47,7 @@ def _body(function: Node, i: int) -> GraphModule:
     attribute = function.args[i]
     body = getattr(function.graph.owning_module, str(attribute.target), None) if isinstance(attribute, Node) else None
     if not isinstance(body, GraphModule):
-        raise Unprovable("a custom autograd.Function without its graphs")
+        raise Unprovable("a custom autograd.Function without its graphs", Kind.CUSTOM_FUNCTION)
     return body
 
 
@@ -72,6 +76,6 @@ def _check_backward(
     for variable, gradient in zip(variables, gradients, strict=True):
         wanted = algebra.mul(grad, algebra.derivative(value(result), variable))
         if gradient is None:
-            raise Unprovable("a custom autograd.Function gives no gradient for an argument")
+            raise Unprovable("a custom autograd.Function gives no gradient for an argument", Kind.CUSTOM_FUNCTION)
         if not algebra.same((given if gradient.kind == "operand" else computed)[gradient.i], wanted):
-            raise Unprovable("the backward of a custom autograd.Function is not its derivative")
+            raise Unprovable("the backward of a custom autograd.Function is not its derivative", Kind.CUSTOM_FUNCTION)

@@ -22,19 +22,21 @@ import torch
 from torch.fx import Graph, Node
 
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.report import DROPOUT
+from torch_fused_ops.reasons import Kind, Reason, Refusal
+from torch_fused_ops.sites import DROPOUT
 
-from .cone import _PLAIN, FLOATING, Cone, Refusal, _check_in_place_call, _contiguous, _same_shape, _value
+from .cone import check_in_place_call
 from .graph import AFFINE, Facts, record, shown, statically, tensor
 from .rewrite import Edit
+from .values import FLOATING, check_plain, is_contiguous, is_plain, same_shape, value_of
 
-__all__ = ["OPERATOR", "Site", "find", "fuse"]
+__all__ = ["OPERATOR", "Dropout", "find", "fuse"]
 
 OPERATOR = f"fused::{DROPOUT}_add"
 
 
 @dataclass
-class Site:
+class Dropout:
     """A dropout in the graph. ``calls`` is in graph order: the bias's sum if any, itself, the residual's."""
 
     node: Node
@@ -43,10 +45,10 @@ class Site:
     bias: Node | None = None
     residual: Node | None = None
     left: str = ""  # why a sum that reads it stays
-    reason: str = ""  # why it is left alone; "" where it is not
+    reason: Reason | None = None  # why it is left alone; None where it is not
 
 
-def find(facts: Facts, policy: FusionPolicy, activations: Collection[Node]) -> list[Site]:
+def find(facts: Facts, policy: FusionPolicy, activations: Collection[Node]) -> list[Dropout]:
     """Every site, in graph order. ``activations``: the roots of recognised activations that become operators."""
     sites = []
     for node, call in facts.calls.items():
@@ -57,36 +59,31 @@ def find(facts: Facts, policy: FusionPolicy, activations: Collection[Node]) -> l
         # Without gradients, too: a reentrant checkpoint runs forward so, and with them again, and must drop the same.
         if value is None or not linear:
             continue
-        site = Site(node)
+        site = Dropout(node)
         try:
             _examine(facts, policy, site, source)
         except Refusal as refusal:
-            site.reason = str(refusal)
+            site.reason = refusal.reason
         sites.append(site)
     return sites
 
 
-def _examine(facts: Facts, policy: FusionPolicy, site: Site, source: Node) -> None:
+def _examine(facts: Facts, policy: FusionPolicy, site: Dropout, source: Node) -> None:
     import torch._inductor.config as inductor
 
-    node, call, value = site.node, facts.calls[site.node], _value(site.node)
+    node, call, value = site.node, facts.calls[site.node], value_of(site.node)
     if not policy.dropout:
-        raise Refusal("the policy leaves dropouts as they are (dropout=False)")
+        raise Refusal(Kind.DROPOUT_POLICY, "the policy leaves dropouts as they are (dropout=False)")
     if inductor.fallback_random:
-        raise Refusal("inductor's fallback_random asks for eager's random numbers")
+        raise Refusal(Kind.FALLBACK_RANDOM, "inductor's fallback_random asks for eager's random numbers")
     if not isinstance(p := call.dropout_arguments()["p"], (int, float)):
-        raise Refusal("its probability is no constant")
+        raise Refusal(Kind.PROBABILITY, "its probability is no constant")
     for one in (node, source):
-        if type(_value(one)) not in _PLAIN:
-            raise Refusal(f"{shown(one)} gives a {type(_value(one)).__name__}: tensor subclasses are left alone")
-        if torch._C._functorch.is_functorch_wrapped_tensor(_value(one)):
-            raise Refusal("it is computed under a torch.func transform (vmap, grad, …)")
-    if value.dtype not in FLOATING:
-        raise Refusal(f"{shown(node)} gives {value.dtype}: only real floating tensors are fused")
-    if not (value.ndim and _contiguous(value, range(value.ndim))):
-        raise Refusal("its result is laid out in memory in another order than the operator's")
+        check_plain(one)
+    if not (value.ndim and is_contiguous(value)):
+        raise Refusal(Kind.ORDER, "its result is laid out in memory in another order than the operator's")
     if call.inplace:
-        _check_in_place_call(facts, Cone(node, [node]), node)
+        check_in_place_call(facts, node, node, [node])
     site.p, site.calls = float(p), [node]
     _take_bias(facts, site, source)
     _take_residual(facts, site)
@@ -109,14 +106,14 @@ def _written(facts: Facts, node: Node, first: Node, last: Node) -> bool:
     return any(index[first] < index[w] < index[last] for w in facts.writes.get(facts.storage(node), ()))
 
 
-def _take_bias(facts: Facts, site: Site, source: Node) -> None:
+def _take_bias(facts: Facts, site: Dropout, source: Node) -> None:
     """A vector over the last axis that is added before, for the dropout alone."""
     pair, node = _addends(facts, source), site.node
     if pair is None or list(source.users) != [node] or facts.region[source] != facts.region[node]:
         return
     for x, bias in (pair, pair[::-1]):
-        wide, vector = _value(x), _value(bias)
-        if type(vector) not in _PLAIN or vector.ndim != 1 or vector.dtype != wide.dtype or not _same_shape(x, node):
+        wide, vector = value_of(x), value_of(bias)
+        if not is_plain(vector) or vector.ndim != 1 or vector.dtype != wide.dtype or not same_shape(x, node):
             continue
         if wide.ndim > 1 and statically(vector.shape[0] == wide.shape[-1]) and vector.device == wide.device:
             if not any(_written(facts, one, source, node) for one in pair):
@@ -124,7 +121,7 @@ def _take_bias(facts: Facts, site: Site, source: Node) -> None:
             return
 
 
-def _take_residual(facts: Facts, site: Site) -> None:
+def _take_residual(facts: Facts, site: Dropout) -> None:
     """The sum of the dropout and a tensor like it, where that is all that reads the dropout."""
     node = site.node
     sums = [user for user in node.users if facts.calls[user].name == "add"]
@@ -149,9 +146,9 @@ def _not_taken(facts: Facts, node: Node, total: Node) -> str:
         return "it is no plain sum of two tensors"
     residual = pair[1] if pair[0] is node else pair[0]
     value, result = tensor(residual), tensor(total)
-    if value is None or result is None or type(value) not in _PLAIN or value.device != _value(node).device:
+    if value is None or result is None or not is_plain(value) or value.device != value_of(node).device:
         return f"{shown(residual)} is no plain tensor beside it"
-    if not (_same_shape(residual, node) and _contiguous(result, range(result.ndim))):
+    if not (same_shape(residual, node) and is_contiguous(result)):
         return "it broadcasts, or is laid out in another order"
     if value.dtype not in FLOATING or result.dtype != value.dtype:
         return f"it is {result.dtype} where {shown(residual)} is {value.dtype}"
@@ -165,15 +162,15 @@ def _not_taken(facts: Facts, node: Node, total: Node) -> str:
 # ---- the edit --------------------------------------------------------------------------------------------------------
 
 
-def fuse(graph: Graph, sites: Sequence[Site]) -> list[Edit]:
+def fuse(graph: Graph, sites: Sequence[Dropout]) -> list[Edit]:
     """The edits that make each site one ``fused::dropout_add``."""
-    of: dict[torch.device, list[Site]] = {}
+    of: dict[torch.device, list[Dropout]] = {}
     for site in sites:
-        of.setdefault(_value(site.node).device, []).append(site)
+        of.setdefault(value_of(site.node).device, []).append(site)
     drawn: dict[torch.device, Node] = {}
 
-    def make(site: Site, new: list[Node]) -> Node:
-        device = _value(site.node).device
+    def make(site: Dropout, new: list[Node]) -> Node:
+        device = value_of(site.node).device
         here = of[device]
         if device not in drawn:
             drawn[device] = _draw(graph, here[0].calls[0], device, len(here), new)
@@ -194,19 +191,19 @@ def _draw(graph: Graph, first: Node, device: torch.device, count: int, new: list
 
 def _describe(node: Node, like: Node, make: Any) -> None:
     """``record`` for a call that must not run now: it would draw."""
-    value = _value(like)
+    value = value_of(like)
     node.meta = {k: v for k, v in like.meta.items() if k not in ("example_value", "val", "tensor_meta")}
     key = "example_value" if "example_value" in like.meta else "val"
     with value.fake_mode if isinstance(value, torch._subclasses.FakeTensor) else torch.no_grad():
         node.meta[key] = make()
 
 
-def _insert(graph: Graph, site: Site, drawn: Node, i: int, new: list[Node]) -> Node:
+def _insert(graph: Graph, site: Dropout, drawn: Node, i: int, new: list[Node]) -> Node:
     root, node = site.calls[-1], site.node
     with graph.inserting_before(root):
         seed = graph.call_function(operator.getitem, (drawn, slice(i, i + 1)))
         new.append(seed)
-        _describe(seed, root, lambda: _value(drawn)[:1])
+        _describe(seed, root, lambda: value_of(drawn)[:1])
         x = node.all_input_nodes[0]
         if site.bias is not None:
             x = next(a for a in x.all_input_nodes if a is not site.bias)

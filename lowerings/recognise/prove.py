@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from torch_fused_ops import activations
-from torch_fused_ops.report import NOT_AN_MLP
+from torch_fused_ops.reasons import CAN_BE_ADDED, NOT_AN_MLP, Kind, Reason
 
 from .graph import read
 from .symbolic import MAX_NAMES, TOLERANCE, Algebra, Poly, Ref, Step, Unprovable, evaluate
@@ -32,7 +32,7 @@ class Verdict:
     up: int | None = None
     up_offset: float = 0.0
     clamp: float | None = None
-    reason: str = ""
+    reason: Reason | None = None
 
 
 def prove(steps: tuple[Step, ...], result: Ref, operands: int, *, differentiable: bool = True) -> Verdict:
@@ -50,7 +50,8 @@ def prove(steps: tuple[Step, ...], result: Ref, operands: int, *, differentiable
 @lru_cache(maxsize=1024)
 def _prove(steps: tuple[Step, ...], result: Ref, operands: int, kinks: bool, table: tuple[str, ...]) -> Verdict:
     if operands > len(NAMES):
-        return Verdict(None, reason=f"{operands} different tensors take part; an MLP's activation reads one or two")
+        text = f"{operands} different tensors take part; an MLP's activation reads one or two"
+        return _refused(Kind.MANY_TENSORS, text)
     algebra = _table(table, kinks)[0].fork()
     variables = [algebra.variable(NAMES[i]) for i in range(operands)]
     forms = _table(table, kinks)[1]
@@ -60,14 +61,19 @@ def _prove(steps: tuple[Step, ...], result: Ref, operands: int, kinks: bool, tab
         rounds = result.kind == "value" and algebra.rounds(result.i, expression)
         found = _unary(algebra, expression, forms) if operands == 1 else _gated(algebra, expression, steps, forms)
     except Unprovable as e:
-        return Verdict(None, reason=f"cannot be proved: {e}")
+        return Verdict(None, reason=e.reason)
     if found is not None and rounds:
-        return Verdict(None, reason=f"it is {found.activation} in real numbers, but large terms cancel, which rounds")
+        return _refused(Kind.ROUNDED, f"it is {found.activation} in real numbers, but large terms cancel, which rounds")
     if found is None and kinks:
         smooth = _prove(steps, result, operands, False, table)
         if smooth.activation is not None:
-            return Verdict(None, reason=f"it is {smooth.activation}, but with another gradient exactly at the kink")
-    return found or Verdict(None, reason=_explained(algebra, expression, steps, forms, operands == 1))
+            kind = Kind.RELU_KINK if smooth.activation == "relu" else Kind.KINK
+            return _refused(kind, f"it is {smooth.activation}, but with another gradient exactly at the kink")
+    return found or _explained(algebra, expression, steps, forms, operands == 1)
+
+
+def _refused(kind: Kind, text: str) -> Verdict:
+    return Verdict(None, reason=Reason(kind, text))
 
 
 Forms: TypeAlias = "dict[tuple[str, int], Poly]"
@@ -142,20 +148,20 @@ def _short(text: str) -> str:
     return text if len(text) <= 160 else f"{text[:160]}…"
 
 
-def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, unary: bool) -> str:
+def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, unary: bool) -> Verdict:
     """Why the expression is none of the table's, and what it is near to if anything."""
     if algebra.names(expression) > MAX_NAMES:  # the text doubles with every call of x·sin(x) on its own result
-        return (
-            f"a formula of more than {MAX_NAMES} functions and variables is no activation of the table"
-            f"{'' if unary else ' with a gate'}"
-        )
+        many = f"a formula of more than {MAX_NAMES} functions and variables"
+        if unary:
+            return _refused(Kind.UNKNOWN, f"{many} is no activation of the table")
+        return _refused(Kind.UNKNOWN_GATED, f"{many} is no activation of the table with a gate")
     text = algebra.text(expression)
-    if algebra.constant(expression) is not None:
-        return f"{NOT_AN_MLP}it is {text} everywhere"  # a gate on a state that starts as zeros
+    if algebra.constant(expression) is not None:  # a gate on a state that starts as zeros
+        return _refused(Kind.CONSTANT, f"{NOT_AN_MLP}it is {text} everywhere")
     if unary and len(steps) == 1 and hasattr(torch.nn.functional, steps[0][0]):
         text = f"{steps[0][0]}(x) = {text}"
     if not unary:
-        return f"{_short(text)} is no activation of the table with a gate"
+        return _refused(Kind.UNKNOWN_GATED, f"{_short(text)} is no activation of the table with a gate")
     shape, constants = algebra.constants(expression)
     near: list[tuple[float, str]] = []
     for (name, i), form in forms.items():
@@ -163,7 +169,7 @@ def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], form
             continue
         factor = algebra.ratio(expression, form)
         if factor is not None:
-            return f"it is {factor:.7g}·{name}(x): a scaled activation is another function"
+            return _refused(Kind.SCALED, f"it is {factor:.7g}·{name}(x): a scaled activation is another function")
         its_shape, its_constants = algebra.constants(form)
         if shape == its_shape:
             pairs = zip(constants, its_constants, strict=True)
@@ -171,5 +177,5 @@ def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], form
             values = ", ".join(f"{c:.7g} for {t:.7g}" for c, t in apart)
             near.append((max(abs(c / t - 1) for c, t in apart), f"{text} is like {name}, but has {values}"))
     if near and min(near)[0] < 0.5:
-        return min(near)[1]
-    return f"{_short(text)} is no activation of the table (register_activation can add it)"
+        return _refused(Kind.NEAR, min(near)[1])
+    return _refused(Kind.UNKNOWN, f"{_short(text)} is no activation of the table{CAN_BE_ADDED}")

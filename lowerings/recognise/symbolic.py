@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
+from torch_fused_ops.reasons import Kind, Reason
 from torch_fused_ops.reference import CLAMP_KEEPS_BOUNDS
 
 __all__ = ["LINEAR", "RULES", "TOLERANCE", "Algebra", "Poly", "Ref", "Step", "Unprovable", "evaluate"]
@@ -44,6 +45,10 @@ CLAMP_KINK = 1.0 if CLAMP_KEEPS_BOUNDS else 0.0
 
 class Unprovable(Exception):
     """The expression is outside of what can be proved; the message says what stopped it."""
+
+    def __init__(self, what: str, kind: Kind = Kind.UNPROVABLE) -> None:
+        super().__init__(what)
+        self.reason = Reason(kind, f"cannot be proved: {what}")
 
 
 class Algebra:
@@ -400,9 +405,9 @@ class Algebra:
 Rule: TypeAlias = Callable[..., Poly]
 
 
-def _refuse(what: str) -> Rule:
+def _refuse(what: str, kind: Kind = Kind.UNPROVABLE) -> Rule:
     def rule(a: Algebra, *args: object, **kwargs: object) -> Poly:
-        raise Unprovable(what)
+        raise Unprovable(what, kind)
 
     return rule
 
@@ -505,7 +510,8 @@ RULES: dict[str, Rule] = {
     # Pointwise, so that the walk sees through them to say what is there; nothing that is in the table holds them.
     # A comparison is not relu: relu(NaN) is NaN, and where(NaN > 0, x, 0) is 0.
     **dict.fromkeys(
-        ("gt", "ge", "lt", "le", "eq", "ne"), _refuse("a comparison in it, which treats NaN in its own way")
+        ("gt", "ge", "lt", "le", "eq", "ne"),
+        _refuse("a comparison in it, which treats NaN in its own way", Kind.COMPARISON),
     ),
     "glu": _refuse("a gate and its activation in one call (glu)"),
     "where": _refuse("a mask or a comparison (where) in it"),

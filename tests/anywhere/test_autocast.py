@@ -277,7 +277,7 @@ def test_transforms_in_a_region(device: str, inside: str) -> None:
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_gradients_on_gpus(low: torch.dtype) -> None:
     """Compiled on paper: the dtypes of results and gradients."""
-    virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+    virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
     def dtypes(fn: Callable[..., Tensor], *args: Tensor) -> list[torch.dtype]:
         def inside(*args: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch_fused_ops import nn as fnn
 from torch_fused_ops.testing.samples import FP8_OPERATORS, OPERATORS, backward_samples, samples
 
 launching = pytest.importorskip("torch_fused_ops.kernels.launching", reason="needs triton")
-virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
 KERNELS = {
     "scaled_masked_softmax": "softmax",

@@ -20,9 +20,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
-from torch_fused_ops import activations, reference
+from torch_fused_ops import activations, reference, virtual_gpu
 from torch_fused_ops import functional as F
-from torch_fused_ops.testing import dropout, precision, virtual_gpu
+from torch_fused_ops.testing import dropout, precision
 from torch_fused_ops.testing.samples import ACTIVATION_OPERATORS, OPERATORS, Sample
 
 fused = torch.ops.fused

@@ -242,11 +242,11 @@ UNBOUNDED = {
     "torch_fused_ops.nn.replace._replaced": "the classes of the modules that were replaced",
     "torch_fused_ops.lowerings.passes.source_hash": "no argument",
     "torch_fused_ops.lowerings.recognise.graph._torch_functions": "no argument",
-    "torch_fused_ops.testing.virtual_gpu.kernels._source_folder": "no argument",
-    "torch_fused_ops.testing.virtual_gpu.interpreter._libdevice_functions": "no argument",
-    "torch_fused_ops.testing.virtual_gpu.machine_code._nvidia_tools": "no argument",
-    "torch_fused_ops.testing.virtual_gpu.paper._register_patterns": "no argument",
-    "torch_fused_ops.testing.virtual_gpu.kernels._load": "kernels that were assembled on paper, each a file anyway",
+    "torch_fused_ops.virtual_gpu.kernels._source_folder": "no argument",
+    "torch_fused_ops.virtual_gpu.interpreter._libdevice_functions": "no argument",
+    "torch_fused_ops.virtual_gpu.machine_code._nvidia_tools": "no argument",
+    "torch_fused_ops.virtual_gpu.paper._register_patterns": "no argument",
+    "torch_fused_ops.virtual_gpu.kernels._load": "kernels that were assembled on paper, each a file anyway",
 }
 
 

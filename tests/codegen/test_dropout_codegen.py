@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.lowerings.passes import compile_options
 
-virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
 fused = torch.ops.fused
 BF16, MIB = torch.bfloat16, 2**20

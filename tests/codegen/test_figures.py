@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.lowerings.passes import compile_options
 
-virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
 MIB = 1 << 20
 TOKENS, WIDTH, FFN = 8192, 4096, 16384

@@ -22,7 +22,7 @@ from torch_fused_ops import FusionPolicy
 from torch_fused_ops.lowerings import epilogues
 from torch_fused_ops.lowerings.passes import compile_options
 
-virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
 BF16 = torch.bfloat16
 aten, fused = torch.ops.aten, torch.ops.fused

@@ -13,7 +13,7 @@ import pytest
 import torch
 from expecttest import TestCase
 
-virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
 fused = torch.ops.fused
 GOLDEN_TORCH = "2.13"  # Inductor's text changes with torch; its meaning is tested on every version elsewhere

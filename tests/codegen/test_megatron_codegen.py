@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
 spec = importlib.util.spec_from_file_location(
     "megatron_block", Path(__file__).parents[2] / "examples" / "megatron_block.py"

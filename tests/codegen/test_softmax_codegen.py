@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
 softmax = torch.ops.fused.scaled_masked_softmax
 MIB, BF16 = 1 << 20, torch.bfloat16

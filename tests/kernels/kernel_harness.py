@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from torch_fused_ops import virtual_gpu
 from torch_fused_ops.kernels import launching
-from torch_fused_ops.testing import virtual_gpu
 
 # The precision contract: ulps of the 16-bit types (forward, gradients), relative errors of the others, and the size
 # below which a result may be lost.

@@ -19,11 +19,10 @@ pytest.importorskip("triton")
 
 from kernel_harness import GPUS, NAMES, Device, assemble, assert_close, meta, recorded
 
-from torch_fused_ops import activations, reference
+from torch_fused_ops import activations, reference, virtual_gpu
 from torch_fused_ops.kernels import activation as kernels
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.activation import launch_of
-from torch_fused_ops.testing import virtual_gpu
 
 BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

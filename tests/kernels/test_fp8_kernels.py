@@ -15,11 +15,10 @@ import triton.language as tl
 from kernel_harness import GPUS, Device, assemble, meta, recorded
 from kernel_harness import assert_close as within_contract
 
-from torch_fused_ops import activations, reference
+from torch_fused_ops import activations, reference, virtual_gpu
 from torch_fused_ops.kernels import activation as kernels
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.activation import launch_of
-from torch_fused_ops.testing import virtual_gpu
 
 BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -155,7 +154,7 @@ def calls(activation: str, dtype: torch.dtype = torch.bfloat16, rows: int = 4096
         "glu": (launch_of("glu_fp8"), x, x, None, activation),
         "bias_act backward": (
             launch_of("bias_act_fp8_backward"), x, x8, s, *none, activation, dtype, (True, False, False),
-        ),  # fmt: skip
+        ),
         "bias_act full backward": (launch_of("bias_act_fp8_backward"), x, x8, s, b, s, activation, dtype, every),
         "glu backward": (
             launch_of("glu_fp8_backward"), x, x8, s, x8, s, None, activation, 0.0, None, dtype, dtype, both,

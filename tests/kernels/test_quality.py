@@ -22,9 +22,8 @@ from kernel_harness import GPUS, assemble, recorded
 from test_activation_kernels import calls as plain_calls
 from test_fp8_kernels import calls as fp8_calls
 
-from torch_fused_ops import activations
+from torch_fused_ops import activations, virtual_gpu
 from torch_fused_ops.kernels import activation as kernels
-from torch_fused_ops.testing import virtual_gpu
 
 BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

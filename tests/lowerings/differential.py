@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from torch_fused_ops.explain import Site
 from torch_fused_ops.lowerings.recognise import rewrite
 from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.reasons import Kind
+from torch_fused_ops.reports.explain import Site
 
 POLICY = FusionPolicy(dropout=False)  # a dropout that is picked up drops other elements
 TOLERANCE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.2}
@@ -20,6 +22,12 @@ TOLERANCE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-4, t
 
 class EagerFails(Exception):
     """The function itself raises: there is nothing to compare with."""
+
+
+def fits(kind: Kind, text: str) -> bool:
+    """Whether a text is what docs/recognition.md has for its kind; behind where it is, in a module that does more."""
+    forms = (".*".join(map(re.escape, form.split("*")[::2])) for form in kind.texts)
+    return any(re.fullmatch(f"(its activation stands between .*: )?{form}", text, re.DOTALL) for form in forms)
 
 
 @contextmanager

@@ -325,7 +325,7 @@ def test_frozen_by_options_we_stand_aside_too() -> None:
 
 def test_pad_mm_pads_the_same_products() -> None:
     """On paper nothing is measured, so the decision is forced; everything else is upstream's own."""
-    virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+    virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1023, 4091), nn.GELU(), nn.Linear(4091, 1023)).bfloat16()
         x = torch.empty(2047, 1023, dtype=BF16, requires_grad=True)
@@ -354,7 +354,7 @@ def weights(*shapes: tuple[int, ...]) -> list[Tensor]:
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_budget_of_the_users_keeps_as_little_with_our_operators(gated: bool, how: str) -> None:
     """Set for the process or on the graph's nodes: our operators are rebuilt as aten's are."""
-    virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+    virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
     def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         h = F.silu(F.linear(x, gate)) * F.linear(x, up) if gated else F.gelu(F.linear(x, gate))
@@ -1051,7 +1051,7 @@ def test_a_hundred_layers() -> None:
 
 @pytest.mark.slow
 def test_a_hundred_layers_on_paper() -> None:
-    virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+    virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
     with torch.device("meta"):
         model, x = Stack(100, MLP).bfloat16(), torch.empty(512, 64, dtype=BF16, requires_grad=True)
     plain = virtual_gpu.compile_on_paper(model, x)

@@ -87,7 +87,7 @@ NUMBERS, SCALES = ROWS * N, 4 * ROWS  # a float8 tensor of the result's size, an
     ],
 )
 def test_kernels_and_bytes(name: str, kernels: tuple[int, int], forward: int, backward: int, saved: int) -> None:
-    virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+    virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
     def tensor(n: int) -> Tensor:
         return torch.empty(ROWS, n, dtype=BF16, device="meta", requires_grad=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from differential import compare, compiled, quick_guards
+from differential import compare, compiled, fits, quick_guards
 from functions import Clipped, StraightThrough
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -829,6 +829,7 @@ def test_left_alone(name):
     (site,) = sites(case, name)
     assert site.op is None
     assert re.search(reason, site.reason), site.reason
+    assert site.kind is not None and fits(site.kind, site.reason), site.kind
 
 
 @pytest.mark.parametrize("name", NO_SITE)

@@ -1,37 +1,531 @@
-"""docs/recognition.md explains every reason that the recogniser gives."""
+"""Reasons are data: each kind has a program that is left alone for it, and what their texts say changes nothing."""
+
+from __future__ import annotations
 
 import ast
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn as nn
+import torch.nn.functional as F
+from differential import fits, quick_guards
+from functions import StraightThrough
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torch_fused_ops.lowerings import recognise
+from torch_fused_ops import FusionPolicy, Site, UnfusedError, activations, explain, reasons
+from torch_fused_ops import functional as FF
+from torch_fused_ops.lowerings import compat, memory, recognise
+from torch_fused_ops.lowerings.passes import Recognise
+from torch_fused_ops.nn import replace
+from torch_fused_ops.reasons import Family, Kind, Reason, Refusal
+from torch_fused_ops.verify import interpreted
 
-SOURCES = sorted(Path(recognise.__file__).parent.glob("*.py"))
-PAGE = Path(__file__).parents[2] / "docs" / "recognition.md"
+Patch = pytest.MonkeyPatch
+Found = Site | Reason
+Program = Callable[[Patch], Found]
 
-
-def reasons():
-    """The longest fixed part of each message that a Refusal or a Verdict is made of, or that ``unread`` gives."""
-    for source in SOURCES:
-        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-            given = []
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Refusal", "Verdict"):
-                given = [*node.args, *(k.value for k in node.keywords if k.arg == "reason")]
-            elif isinstance(node, ast.FunctionDef) and node.name == "unread":
-                given = [inner for inner in ast.walk(node) if isinstance(inner, ast.JoinedStr)]
-            for argument in given:
-                if isinstance(argument, (ast.JoinedStr, ast.Constant)):
-                    parts = [argument] if isinstance(argument, ast.Constant) else argument.values
-                    texts = [p.value for p in parts if isinstance(p, ast.Constant) and isinstance(p.value, str)]
-                    if texts:
-                        yield max(texts, key=len).strip()
-
-
-def test_reasons_are_found():
-    assert len(set(reasons())) > 25
+# ---- sites -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reason", sorted(set(reasons())))
-def test_explained(reason):
-    assert reason in PAGE.read_text(encoding="utf-8")
+def one(report: Any) -> Site:
+    (site,) = report.sites
+    return site  # type: ignore[no-any-return]
+
+
+def mlp(act: Callable[..., Tensor], policy: FusionPolicy | None = None) -> Program:
+    """linear(act(h, u, m)): h and u are linears' results, m is an input like them."""
+
+    def program(patch: Patch) -> Site:
+        x, w, u, d, m = (nn.Parameter(torch.randn(s)) for s in ((4, 8), (16, 8), (16, 8), (8, 16), (4, 16)))
+        return one(
+            explain(
+                lambda x, m: F.linear(act(F.linear(x, w), F.linear(x, u), m), d),
+                x.detach(),
+                m.detach(),
+                policy=policy or FusionPolicy(dropout=False),
+            )
+        )
+
+    return program
+
+
+def first(value: Any, *_: Any) -> Any:
+    """``value``, after the other arguments were evaluated."""
+    return value
+
+
+def within(context: Callable[[], Any], fn: Callable[..., Any], *args: Any) -> Any:
+    with context():
+        return fn(*args)
+
+
+def kink_of_another(patch: Patch) -> Site:
+    activations.register_activation("leaking", lambda x: F.leaky_relu(x, 0.25))
+    return mlp(lambda h, u, m: torch.maximum(h, 0.25 * h))(patch)
+
+
+def sigmoid_of(h: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.sigmoid(h), h
+
+
+def viewed(h: Tensor) -> tuple[Tensor, Tensor]:
+    return h, h.view(-1)
+
+
+def prelu(patch: Patch) -> Site:
+    up, act, down = nn.Linear(8, 16), nn.PReLU(16), nn.Linear(16, 8)
+    return one(explain(nn.Sequential(up, act, down), torch.randn(4, 8)))
+
+
+def subclass(patch: Patch) -> Site:
+    tensors = [TwoTensor(torch.randn(s), torch.randn(s)) for s in ((4, 8),)]  # type: ignore[no-untyped-call]
+    w, d = torch.randn(16, 8), torch.randn(8, 16)
+    return one(explain(lambda x: F.linear(F.silu(F.linear(x, w)), d), *tensors))
+
+
+def recorded(fn: Callable[..., Any], *args: Any) -> torch.fx.Graph:
+    """fn's graph with recorded values, without Dynamo."""
+    graph = torch.fx.symbolic_trace(fn).graph
+
+    class Recorder(torch.fx.Interpreter):
+        def run_node(self, n: torch.fx.Node) -> Any:
+            value = super().run_node(n)
+            n.meta["example_value"] = value
+            return value
+
+    Recorder(torch.fx.GraphModule({}, graph)).run(*args)
+    return graph
+
+
+def devices(patch: Patch) -> Site:
+    """A number may lie on a CPU beside a GPU's tensor. The tensors are fake."""
+    with FakeTensorMode():
+        v, u, w = (torch.empty(s, device=on) for s, on in (((4,), "cpu"), ((4, 4), "cuda"), ((4, 4), "cuda")))
+        graph = recorded(lambda v, u, w: torch.mm(torch.sigmoid(torch.inner(v, v)) * torch.mm(u, w), w), v, u, w)
+        (site,) = recognise.rewrite(graph, FusionPolicy(), apply=False)
+    return site
+
+
+def unrecorded(patch: Patch) -> Site:
+    graph = recorded(
+        lambda x, w, d: F.linear(F.silu(F.linear(x, w)), d), torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16)
+    )
+    for node in graph.nodes:
+        node.meta.clear()
+    (site,) = recognise.rewrite(graph, FusionPolicy())
+    return site
+
+
+def site_of(body: Callable[[Tensor, Tensor, Tensor], Any]) -> Program:
+    """The one site of body(x, w, d), of an input and two weights."""
+
+    def program(patch: Patch) -> Site:
+        w, d = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
+        return one(explain(lambda x: body(x, w, d), torch.randn(4, 8)))
+
+    return program
+
+
+def unread(body: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Program:
+    def program(patch: Patch) -> Site:
+        w, d = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
+        (site,) = explain(lambda x: body(x, w, d), torch.randn(4, 8)).unread
+        return site
+
+    return program
+
+
+def dropout(setting: Callable[[], Any], policy: FusionPolicy, p: float | None = 0.5) -> Program:
+    def program(patch: Patch) -> Site:
+        w, x = nn.Parameter(torch.randn(16, 8)), torch.randn(4, 8)
+        torch._dynamo.mark_dynamic(x, 0)
+        with setting():
+            report = explain(lambda x: F.dropout(F.linear(x, w), p or x.shape[0] / 8), x, policy=policy)
+        return one(report)
+
+    return program
+
+
+def freezing(patch: Patch) -> Site:
+    with torch.no_grad(), inductor_config.patch(freezing=True):
+        return mlp(lambda h, u, m: F.silu(h))(patch)
+
+
+def no_mlp(h: Tensor, u: Tensor, m: Tensor) -> Tensor:
+    return torch.softmax(h @ u.t(), -1) @ u * torch.sigmoid(h)
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    """down(act(up(x))); ``body(self, x)`` is another forward."""
+
+    def __init__(self, body: Callable[..., Any] | None = None, act: Any = F.gelu) -> None:
+        super().__init__()
+        self.up, self.down, self.act, self.body = nn.Linear(8, 16), nn.Linear(16, 8), act, body
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.act(self.up(x))) if self.body is None else self.body(self, x)
+
+
+class Two(Mlp):
+    def forward(self, x: Tensor, scale: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x) * scale
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 16, 8)), nn.Parameter(torch.randn(4, 8, 16))
+
+
+def count(s: Mlp, x: Tensor) -> Tensor:
+    s.calls = getattr(s, "calls", 0) + 1  # type: ignore[assignment]
+    return s.down(s.act(s.up(x)))  # type: ignore[no-any-return]
+
+
+def helped() -> nn.Module:
+    class Helper:
+        def act(self, h: Tensor) -> Tensor:
+            return F.gelu(h)
+
+    return Mlp(act=lambda h: Helper().act(h))
+
+
+def dynamo_is_off(patch: Patch) -> Site:
+    with torch.compiler.set_stance("force_eager"):
+        return module(Mlp)(patch)
+
+
+def module(make: Callable[[], nn.Module], *inputs: Any) -> Program:
+    return lambda patch: one(replace.replace_mlps(make(), *inputs))
+
+
+def refusal(call: Callable[..., Any], *args: Any) -> Reason:
+    with pytest.raises(Refusal) as info:
+        call(*args)
+    return info.value.reason
+
+
+def later(change: Callable[[nn.Module, Patch], Any], x: Tensor | None = None) -> Program:
+    """What a replaced module is refused for at a later call."""
+
+    def program(patch: Patch) -> Reason:
+        model: Any = Mlp()
+        replace.replace_mlps(model)
+        change(model, patch)
+        return refusal(model._fused.recipes.find, model, torch.randn(4, 8) if x is None else x)
+
+    return program
+
+
+def often(model: nn.Module, patch: Patch) -> None:
+    find = replace._Recipes.find
+    patch.setattr(replace._Recipes, "find", lambda self, module, x: find(self, module, x, prove=False))
+    model.eval()
+
+
+def hooked() -> nn.Module:
+    model = Mlp()
+    model.up.register_forward_hook(lambda *_: None)
+    return model
+
+
+def compiled() -> nn.Module:
+    model = Mlp()
+    model.compile(backend="eager")
+    return model
+
+
+def replaced() -> nn.Module:
+    model = Mlp()
+    replace.replace_mlps(model)
+    return model
+
+
+def sharded() -> nn.Module:
+    class AsDTensor(nn.Parameter):
+        device_mesh = None
+
+    model = Mlp()
+    model.up.weight = AsDTensor(model.up.weight.detach())
+    return model
+
+
+class Model(nn.Module):
+    """One of its modules takes two arguments, the other is not called."""
+
+    def __init__(self, *, called: bool) -> None:
+        super().__init__()
+        self.inner = Two() if called else Mlp()
+        self.called = called
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x, x) if self.called else x
+
+
+def no_activation(patch: Patch) -> Reason:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    assert not replace.replace_mlps(model).sites
+    return refusal(replace._Recipes().find, model, torch.randn(4, 8))
+
+
+def other_inputs(patch: Patch) -> Reason:
+    report = replace.replace_mlps(Two())
+    assert not report.sites and "for want of inputs to call them with: Two" in report.notes[0]
+    return refusal(replace._try, Two(), None, replace._Recipes())
+
+
+# ---- memory levels ---------------------------------------------------------------------------------------------------
+
+
+def kept(fn: Callable[..., Tensor], *inputs: Tensor, level: str = "input", **settings: Any) -> Program:
+    """Why a tensor that an activation reads is kept as it is. Nothing is compiled."""
+
+    def program(patch: Patch) -> Reason:
+        found: list[Reason] = []
+
+        def note(text: str, *args: Any) -> None:
+            found.extend(arg.reason for arg in args if isinstance(arg, Refusal))
+
+        patch.setattr(memory.log, "info", note)
+        if settings:
+            patch.setattr(compat, *next(iter(settings.items())))
+        interpreted(FusionPolicy(memory=level))(fn, *inputs).sum().backward()
+        return found[0]
+
+    return program
+
+
+def tensors(dtype: torch.dtype = torch.float32, hidden: int = 16) -> list[Tensor]:
+    return [torch.randn(s, dtype=dtype, requires_grad=True) for s in ((6, 8), (hidden, 8), (8, hidden))]
+
+
+def gelu(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, w)), v)
+
+
+def also_read(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    h = F.linear(x, w)
+    return F.linear(F.gelu(h), v) + h.sin().sum(-1, keepdim=True)
+
+
+def save_the_gemms(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    gemms = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if operator in gemms else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpointed(*inputs: Tensor) -> Tensor:
+    context = functools.partial(create_selective_checkpoint_contexts, save_the_gemms)
+    return checkpoint(gelu, *inputs, use_reentrant=False, context_fn=context)  # type: ignore[return-value]
+
+
+def made_of_written(x: Tensor, w: Tensor, bias: Tensor, v: Tensor) -> Tensor:
+    y = F.linear(F.gelu(F.linear(x, w, bias)), v)
+    x.add_(1)
+    return y
+
+
+def made_of_a_size(patch: Patch) -> Reason:
+    """The partitioner hands backward every size that we have met: the graph is written by hand."""
+    graph = torch.fx.Graph()
+    n, x, w = (graph.placeholder(name) for name in "nxw")
+    n.meta["val"], x.meta["val"], w.meta["val"] = 6, torch.empty(2, 3, 8), torch.empty(8, 16)
+    view = graph.call_function(torch.ops.aten.view.default, (x, [n, 8]))
+    view.meta["val"] = torch.empty(6, 8)
+    product = graph.call_function(torch.ops.aten.mm.default, (view, w))
+    handed = SimpleNamespace(same={}, stale=set())
+    return refusal(memory._plan, handed, product, False, [], [])
+
+
+def frozen() -> list[Tensor]:
+    x, w, v = tensors(hidden=2)
+    return [x, w.detach(), v]
+
+
+PROGRAMS: dict[Kind, Program] = {
+    Kind.OTHER_OPERAND: mlp(no_mlp),
+    Kind.COMPUTED_PRODUCT: site_of(lambda x, w, d: (lambda h: F.silu(h) @ h.t())(F.linear(x, w))),
+    Kind.CONSTANT: mlp(lambda h, u, m: torch.sigmoid(h) * torch.zeros_like(h)),
+    Kind.NO_GEMM_READS: unread(lambda x, w, d: F.linear(F.layer_norm(F.gelu(F.linear(x, w)), (16,)), d)),
+    Kind.NO_GEMM_BEFORE: unread(lambda x, w, d: F.linear(F.gelu(F.layer_norm(F.linear(x, w), (16,))), d)),
+    Kind.UNKNOWN: mlp(lambda h, u, m: F.mish(h)),
+    Kind.UNKNOWN_GATED: mlp(lambda h, u, m: F.silu(h) * u * u),
+    Kind.NEAR: mlp(lambda h, u, m: h * torch.sigmoid(1.7 * h)),
+    Kind.SCALED: mlp(lambda h, u, m: 2 * F.silu(h)),
+    Kind.RELU_KINK: mlp(lambda h, u, m: (h + h.abs()) / 2),
+    Kind.KINK: kink_of_another,
+    Kind.ROUNDED: mlp(lambda h, u, m: F.silu((h + 1.5 * 2**52) - 1.5 * 2**52)),
+    Kind.MANY_TENSORS: site_of(
+        lambda x, w, d: F.linear(F.silu(F.linear(x, w)) * F.linear(x.sin(), w) * F.linear(x.cos(), w), d)
+    ),
+    Kind.PARAMETER: prelu,
+    Kind.ANOTHER_TENSOR: mlp(lambda h, u, m: F.silu(h) * m),
+    Kind.MASK: mlp(lambda h, u, m: F.silu(h) * (m > 0)),
+    Kind.DROPOUT_INSIDE: mlp(lambda h, u, m: F.dropout(F.silu(h)) * u),
+    Kind.COMPARISON: mlp(lambda h, u, m: torch.where(h > 0, h, 0.0)),
+    Kind.UNPROVABLE: mlp(lambda h, u, m: torch.round(h)),
+    Kind.CUSTOM_FUNCTION: mlp(lambda h, u, m: StraightThrough.apply(h)),
+    Kind.ARGUMENT: site_of(lambda x, w, d: F.linear(F.silu(F.linear(x, w)) * 1j, d.cfloat())),
+    Kind.TENSOR_BOUND: mlp(lambda h, u, m: torch.clamp(h, max=u)),
+    Kind.INNER_READER: site_of(lambda x, w, d: (lambda s, h: (F.linear(s * h, d), s))(*sigmoid_of(F.linear(x, w)))),
+    Kind.STANDS_BETWEEN: mlp(lambda h, u, m: F.silu(h).detach() * u),
+    Kind.NARROW_CAST: mlp(lambda h, u, m: F.gelu(h.bfloat16()).float()),
+    Kind.DTYPE: site_of(lambda x, w, d: torch.relu(x.int() @ w.int().t()) @ w.int()),
+    Kind.BROADCAST: mlp(lambda h, u, m: F.silu(h) * u[:, :1]),
+    Kind.CUT_AXIS: mlp(lambda h, u, m: F.silu(h[:2]) * h[2:]),
+    Kind.WRITTEN: mlp(lambda h, u, m: (lambda s: s * first(h, h.cumsum_(0)))(torch.sigmoid(h))),
+    Kind.GRAPH_RESULT: site_of(lambda x, w, d: (lambda h: (F.linear(torch.tanh(h), d), h))(F.linear(x, w))),
+    Kind.READ_AFTERWARDS: site_of(
+        lambda x, w, d: (lambda h, v: F.linear(h.relu_(), d).sum() + v.sum())(*viewed(F.linear(x, w)))
+    ),
+    Kind.WRITES_INPUT: mlp(lambda h, u, m: m.add_(h).relu_()),
+    Kind.IN_PLACE_REGION: mlp(lambda h, u, m: first(h, within(torch.no_grad, torch.sigmoid_, h))),
+    Kind.REGION: mlp(lambda h, u, m: within(torch.no_grad, F.silu, h) * u),
+    Kind.INFERENCE_MODE: site_of(
+        lambda x, w, d: F.linear(F.gelu(F.linear(x, w)) * (within(torch.inference_mode, F.linear, x, w) + 1), d)
+    ),
+    Kind.TRANSFORM: site_of(lambda x, w, d: torch.vmap(lambda r: F.linear(F.silu(F.linear(r, w)), d))(x)),
+    Kind.SUBCLASS: subclass,
+    Kind.DEVICES: devices,
+    Kind.ORDER: site_of(lambda x, w, d: F.linear(F.linear(x, w)[:, ::2].relu_(), d[:, ::2])),
+    Kind.MANY_CALLS: mlp(lambda h, u, m: sum(torch.sigmoid(h) for _ in range(70))),  # type: ignore[arg-type,return-value]
+    Kind.PROBABILITY: dropout(contextlib.nullcontext, FusionPolicy(), None),
+    Kind.UNRECORDED: unrecorded,
+    Kind.BOUNDARY: unread(
+        lambda x, w, d: F.linear(checkpoint(F.gelu, F.linear(x, w), use_reentrant=False), d)  # type: ignore[arg-type]
+    ),
+    Kind.DROPOUT_POLICY: dropout(contextlib.nullcontext, FusionPolicy(dropout=False)),
+    Kind.FALLBACK_RANDOM: dropout(lambda: inductor_config.patch(fallback_random=True), FusionPolicy()),
+    Kind.EXCLUDED: mlp(lambda h, u, m: F.silu(h), FusionPolicy(exclude=("",))),
+    Kind.FREEZING: freezing,
+    Kind.NO_ACTIVATION: no_activation,
+    Kind.LINEAR: module(lambda: Mlp(lambda s, x: x + s.down(s.act(s.up(x))))),
+    Kind.MORE: module(lambda: Mlp(lambda s, x: s.down(s.act(s.up(x.flip(0)))))),
+    Kind.SIZES: module(lambda: Mlp(lambda s, x: s.down(s.act(s.up(x))) if x.shape[0] < 5 else s.up(x))),
+    Kind.RESULTS: module(lambda: Mlp(lambda s, x: (s.down(s.act(s.up(x))), x))),
+    Kind.ARGUMENTS: module(lambda: Model(called=True), torch.randn(4, 8)),
+    Kind.OTHER_INPUTS: other_inputs,
+    Kind.UNCAPTURED: module(lambda: Mlp(lambda s, x: s.down(s.act(s.up(x))) if x.sum() > 0 else x)),
+    Kind.DISABLED: dynamo_is_off,
+    Kind.NOT_CALLED: module(lambda: Model(called=False), torch.randn(4, 8)),
+    Kind.STACKED: module(Experts),
+    Kind.DTENSORS: module(sharded),
+    Kind.REPLACED: module(replaced),
+    Kind.SCRIPT: module(lambda: torch.jit.script(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)))),
+    Kind.COMPILED: module(compiled),
+    Kind.HOOKED: module(hooked),
+    Kind.ATTRIBUTES: module(lambda: Mlp(count)),
+    Kind.UNWATCHED: module(helped),
+    Kind.INPUT: later(lambda model, patch: None, torch.empty(0, 8)),
+    Kind.AT_WORK: later(lambda model, patch: patch.setattr(torch._C, "_get_tracing_state", lambda: 1)),
+    Kind.CLASS_CHANGED: later(lambda model, patch: patch.setattr(type(model), "extra", 1, raising=False)),
+    Kind.SITUATIONS: later(often),
+    Kind.CHECKPOINTED: kept(checkpointed, *tensors()),
+    Kind.FP8_DTYPE: kept(gelu, *tensors(torch.float64), level="fp8"),
+    Kind.FP8_DEVICE: kept(gelu, *tensors(), level="fp8", converts_to_fp8=lambda device: False),
+    Kind.ALSO_READ: kept(also_read, *tensors(), level="fp8"),
+    Kind.NO_GEMM: kept(lambda x, w, v: F.linear(FF.bias_gelu(F.linear(x, w).softmax(-1).cumsum(0)), v), *tensors()),
+    Kind.COSTS_MORE: kept(gelu, *frozen()),
+    Kind.MADE_OF_WRITTEN: kept(
+        made_of_written, torch.randn(6, 8), torch.randn(16, 8), nn.Parameter(torch.randn(16)), tensors()[-1]
+    ),
+    Kind.MADE_OF_SIZE: made_of_a_size,
+}
+
+
+@pytest.fixture
+def texts(monkeypatch: Patch) -> list[Reason]:
+    """What reasons say, gone from the test on: each that is asked says "x"."""
+    asked: list[Reason] = []
+    monkeypatch.setattr(Reason, "__str__", lambda self: (asked.append(self), "x")[1])
+    return asked
+
+
+def two_linears(act: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda x, w, d: F.linear(act(F.linear(x, w)), d)
+
+
+def test_strict_and_the_notes_read_kinds(texts: list[Reason]) -> None:
+    x, w, d = torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16)
+    asked: dict[Callable[[Tensor], Tensor], type[Exception] | None] = {F.silu: None, F.mish: UnfusedError}
+    for act, error in asked.items():
+        for exclude in ((), ("",)):
+            graph = recorded(two_linears(act), x, w, d)
+            stage = Recognise(FusionPolicy(strict=True, exclude=exclude))
+            with pytest.raises(error) if error and not exclude else contextlib.nullcontext():
+                stage(graph)
+    report = explain(two_linears(F.silu), x, w, d, policy=FusionPolicy(exclude=("", "encoder")))
+    assert report.sites[0].reason == "x" and len(report.notes) == 1 and "'encoder'" in report.notes[0]
+
+
+def test_each_has_a_program() -> None:
+    assert PROGRAMS.keys() == set(Kind)
+
+
+@pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.name)
+def test_texts_change_nothing(kind: Kind, monkeypatch: Patch, texts: list[Reason]) -> None:
+    """Each program is refused for its kind, and what is said of it is what is said of the kind, whatever its text."""
+    torch._dynamo.reset()
+    with quick_guards():
+        found = PROGRAMS[kind](monkeypatch)
+    assert found.kind is kind
+    if isinstance(found, Site):
+        mlp = found.activation != "dropout"
+        assert (found.op, found.reason) == (None, "x")
+        assert found.hint == kind.cure
+        assert found.is_mlp == (mlp and kind.family is not Family.NOT_AN_MLP)
+        assert found.is_missed == (found.is_mlp and kind is not Kind.EXCLUDED)
+    said = [reason.text for reason in (*texts, found) if isinstance(reason, Reason) and reason.kind is kind]
+    assert any(fits(kind, text) for text in said) and all(text == "x" or fits(kind, text) for text in said), said
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+
+
+def said() -> Iterator[tuple[str, Kind, str]]:
+    """(place, kind, text) of each refusal in the sources that names its kind; "…" stands for what is worked out."""
+    for path in sorted([*(ROOT / "torch_fused_ops").rglob("*.py"), *(ROOT / "lowerings").rglob("*.py")]):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        texts = [n for n in nodes if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "text"]
+        for call in nodes:
+            if (
+                not isinstance(call, ast.Call)
+                or len(call.args) < 2
+                or not ast.unparse(call.args[0]).startswith("Kind.")
+            ):
+                continue
+            text = call.args[1]
+            if isinstance(text, ast.Name):  # assigned right before
+                text = max((n for n in texts if n.lineno < call.lineno), key=lambda n: n.lineno).value
+            if isinstance(text, ast.JoinedStr | ast.Constant):
+                place = f"{path.relative_to(ROOT)}:{call.lineno}"
+                yield place, Kind[ast.unparse(call.args[0]).removeprefix("Kind.")], written(text)
+
+
+def written(text: ast.expr) -> str:
+    parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+    return "".join(
+        str(part.value) if isinstance(part, ast.Constant) else getattr(reasons, ast.unparse(part.value), "…")  # type: ignore[attr-defined]
+        for part in parts
+    )
+
+
+def test_the_page_has_every_text() -> None:
+    """Its tables are the kinds' declarations (``test_docs.py``): these have each text that is raised."""
+    found = list(said())
+    assert len(found) > 75
+    assert not [(place, kind, text) for place, kind, text in found if not fits(kind, text)]

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_fused_ops
 from torch_fused_ops import activations
-from torch_fused_ops.explain import Site
 from torch_fused_ops.lowerings import recognise
 from torch_fused_ops.lowerings.recognise import prove, rewrite, symbolic
 from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.reports.explain import Site
 
 POLICY = FusionPolicy()
 Elementwise = Callable[[Tensor], Tensor]

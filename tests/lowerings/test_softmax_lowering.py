@@ -138,7 +138,7 @@ TYPES = {"*fp32": F32, "*bf16": BF16, "*fp64": F64, "*i1": torch.bool, "*fp16": 
 
 def interpret(kernel: Any, out: Tensor, *inputs: Tensor) -> Tensor:
     """A generated kernel on inputs that differ in dtype, by which its arguments are told apart."""
-    from torch_fused_ops.testing import virtual_gpu
+    from torch_fused_ops import virtual_gpu
 
     signature = re.search(r"'signature': \{(.*?)\}", kernel.source)
     assert signature
@@ -155,7 +155,7 @@ def interpret(kernel: Any, out: Tensor, *inputs: Tensor) -> Tensor:
 )
 def test_gpu_code_keeps_the_precision_contract(dtype: torch.dtype, sk: int, scale: float) -> None:
     """One kernel for rows that are held (300) and for longer ones (1500), each feature at once."""
-    virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+    virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
     g = torch.Generator().manual_seed(0)
     x = (torch.randn(2, 2, 3, sk, generator=g, dtype=F64) * 4 + 30).to(dtype)
     sink = torch.tensor([30.0, -2.0]) * abs(scale)
@@ -175,7 +175,7 @@ def test_gpu_code_keeps_the_precision_contract(dtype: torch.dtype, sk: int, scal
 
 @pytest.mark.parametrize("sk", [300, 1500])
 def test_gpu_code_of_backward_keeps_the_precision_contract(sk: int) -> None:
-    virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+    virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
     y = softmax(torch.randn(2, 3, sk), None, None, 1.0, True).bfloat16()
     g = torch.randn(2, 3, sk)  # of another dtype, to be told apart
 
@@ -192,7 +192,7 @@ def test_gpu_code_of_backward_keeps_the_precision_contract(sk: int) -> None:
 
 @pytest.mark.parametrize(("causal", "left", "right"), itertools.product((False, True), (-1, 40), (-1, 17)))
 def test_gpu_code_of_windows(causal: bool, left: int, right: int) -> None:
-    virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+    virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
     x = torch.randn(2, 30, 50)
     call = (None, None, 0.3, causal, left, right)
     (kernel,) = virtual_gpu.compile_on_paper(lambda x: softmax(x, *call), x, training=False).inference.kernels

@@ -844,7 +844,7 @@ def test_a_compiled_layer(dtype: torch.dtype, flags: dict) -> None:
 def test_a_layer_on_paper_for_a_gpu() -> None:
     """Six grouped products, nothing that the host waits for, and what is kept is h and small things."""
     pytest.importorskip("triton")
-    from torch_fused_ops.testing import virtual_gpu
+    from torch_fused_ops import virtual_gpu
 
     with torch.device("meta"):
         given = config(params_dtype=torch.bfloat16, add_bias_linear=False, moe_ffn_hidden_size=2048)

@@ -945,7 +945,7 @@ def test_composes():
 
 
 def test_the_compilers_pick_up_still_reads_it():
-    from torch_fused_ops.explain import explain
+    from torch_fused_ops.reports.explain import explain
 
     torch._dynamo.reset()
     (site,) = explain(replaced(), torch.randn(3, H)).sites

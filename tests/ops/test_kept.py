@@ -129,7 +129,7 @@ def test_only_where_it_is_true():
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_compiled_graphs_keep_what_torch_compile_keeps(bias):
-    virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+    virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
     saved = []
     for act in (
         (lambda h, b: torch.relu(h + b if bias else h)),

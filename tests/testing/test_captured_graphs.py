@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-virtual_gpu = pytest.importorskip("torch_fused_ops.testing.virtual_gpu", reason="needs triton")
+virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 pytest.importorskip("triton")
 
 

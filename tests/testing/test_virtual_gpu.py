@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.libdevice import tanh as device_tanh
 
-from torch_fused_ops.testing import virtual_gpu
-from torch_fused_ops.testing.virtual_gpu import compile_on_paper
+from torch_fused_ops import virtual_gpu
+from torch_fused_ops.virtual_gpu import compile_on_paper
 
 MIB = 2**20
 BF16 = torch.bfloat16

@@ -39,8 +39,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
+from torch_fused_ops.distributed.parts import Part
 from torch_fused_ops.distributed.tensor_parallel import TensorParallel
-from torch_fused_ops.nn.linear import Part
 
 __all__ = ["Offsets", "ShardedTensor", "apply_swiglu_sharded_factory", "load", "save", "sharded_state_dict"]
 

@@ -1,6 +1,6 @@
 """DTensor: how the operators are computed on shards.
 
-``register()`` puts the rules of ``RULES`` into DTensor's table; it runs by itself when ``torch.distributed.tensor`` is
+``register()`` puts ``rules()`` into DTensor's table; it runs by itself when ``torch.distributed.tensor`` is
 first imported (see ``torch_fused_ops/__init__.py``). A rule lists the ways of sharding in which every rank's own part
 of the result is the operator of its own parts of the arguments; DTensor takes the one that moves least. Results that
 may be None have no rules: DTensor (2.11 to 2.15) wraps none of a tuple whose first element is not always a tensor. So
@@ -15,16 +15,16 @@ sharded as the result is.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import torch_fused_ops.operators.activation  # noqa: F401  (declares the operators)
-from torch_fused_ops.operators.declare import Elementwise, Signature, elementwise
+from torch_fused_ops.declaration import Elementwise, Signature, elementwise
 
-__all__ = ["RULES", "dropout_add_backward_by_shards", "dropout_add_by_shards", "register"]
+__all__ = ["dropout_add_backward_by_shards", "dropout_add_by_shards", "register", "rules", "shard_seed"]
 
 Placements = Sequence[Any]  # one for each tensor argument or result, None for what is none
 
@@ -166,12 +166,16 @@ def _scaled_masked_softmax_backward(
     return [way(None), *map(way, _softmax_axes(output, causal, window_left, window_right))]
 
 
-RULES: dict[str, Callable[..., list[tuple[Placements, Placements]]]] = {
-    **{signature.name: _elementwise(op, signature) for op in elementwise() for signature in op.signatures},
-    "scaled_masked_softmax": _scaled_masked_softmax,
-    "scaled_masked_softmax_backward": _scaled_masked_softmax_backward,
-    "dropout_add": _dropout_add,
-}
+@functools.cache
+def rules() -> dict[str, Callable[..., list[tuple[Placements, Placements]]]]:
+    """The rule of each operator, by name."""
+    return {
+        **{s.name: _elementwise(op, s) for op in elementwise() for s in op.signatures},
+        "scaled_masked_softmax": _scaled_masked_softmax,
+        "scaled_masked_softmax_backward": _scaled_masked_softmax_backward,
+        "dropout_add": _dropout_add,
+    }
+
 
 _registered = False
 
@@ -188,7 +192,7 @@ def register() -> None:
     dispatcher = DTensor._op_dispatcher
     handlers: dict[Any, Any] = dispatcher._custom_op_handlers
     known = dispatcher.sharding_propagator.op_to_schema_info
-    for name, rule in RULES.items():
+    for name, rule in rules().items():
         op = getattr(torch.ops.fused, name).default
         if name.endswith("_backward"):  # results that may be None: see above
             handlers[op] = _by_shards
@@ -210,7 +214,7 @@ def _by_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
     data = args[1]
     mesh = data.device_mesh
-    ways = RULES[op._schema.name.removeprefix("fused::")](*(getattr(a, "_spec", a) for a in args))
+    ways = rules()[op._schema.name.removeprefix("fused::")](*(getattr(a, "_spec", a) for a in args))
     chosen = [next((way for way in ways if way[1][1] == here), ways[0]) for here in data.placements]
 
     def local(i: int, a: Any) -> Any:
@@ -239,6 +243,39 @@ def _meta(a: Any) -> Any:
 # ---- dropout, shard by shard -----------------------------------------------------------------------------------------
 
 
+# SplitMix64's constants, as int64: 0x9E3779B97F4A7C15; 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB with their shifts.
+_SPLITMIX_STEP = 0x9E3779B97F4A7C15 - 2**64
+_SPLITMIX = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)
+
+
+def shard_seed(seed: Tensor, *coordinates: int | Tensor) -> Tensor:
+    """A seed of its own for each shard: ``seed`` with the shard's coordinates mixed in, in tensor arithmetic.
+
+    For each coordinate a step of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), a bijection whose
+    every output bit depends on every bit that goes in. With the same seed, different coordinates give different seeds.
+
+    Args:
+        seed: int64.
+        *coordinates: the shard's place along each mesh dimension (or group of ranks) that shards the tensor. None at
+            all: seed as it is.
+
+    Returns:
+        int64, shaped as seed.
+
+    Raises:
+        TypeError: seed is no tensor.
+    """
+    if isinstance(seed, type) or not hasattr(seed, "__torch_function__"):
+        raise TypeError(f"seed={seed!r} is not accepted: it must be a tensor, not {type(seed).__name__}")
+    one = torch.ones_like(seed)  # so that all wraps as int64
+    for coordinate in coordinates:
+        z = seed + (one * coordinate + one) * _SPLITMIX_STEP
+        for shift, factor in _SPLITMIX:
+            z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * factor
+        seed = z ^ (z >> 31 & (1 << 33) - 1)
+    return seed
+
+
 def _placements(t: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """Where t is worked on, a bias over its last axis with it, and that bias's gradient: partial sums over other axes.
 
@@ -256,15 +293,13 @@ def _placements(t: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ..
     return places, bias, bias_grad
 
 
-def dropout_add_by_shards(x: Any, bias: Any, residual: Any, seed: Tensor, p: float) -> Any:
+def dropout_add_by_shards(x: Any, bias: Any, residual: Any, seed: Tensor, p: float) -> Tensor:
     """``fused::dropout_add`` of every rank's own shard of a DTensor x, with a seed for each shard.
 
     Bias and residual are brought to where x is. Gradients come to x's placements, too, wherever they were, so that
     backward's masks are forward's.
     """
     from torch.distributed.tensor import DTensor, Replicate
-
-    from torch_fused_ops.functional import shard_seed
 
     mesh, (places, bias_places, bias_grad) = x.device_mesh, _placements(x)
 

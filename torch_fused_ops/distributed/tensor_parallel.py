@@ -29,8 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torch_fused_ops.nn.config import checked
-from torch_fused_ops.nn.linear import Linear, Part
+from torch_fused_ops.distributed.parts import Part, Shareable
 
 __all__ = ["PackedColwiseParallel", "SharedLinear", "TensorParallel", "tensor_parallel_plan"]
 
@@ -168,7 +167,7 @@ class SharedLinear(ParallelStyle):
         self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, Linear):
+        if not isinstance(module, Shareable):
             raise TypeError(f"{type(module).__name__} is not accepted: this is for the linears of torch_fused_ops.nn")
         module.share(TensorParallel(device_mesh, sequence_parallel=self.sequence_parallel), as_dtensors=True)
         return module
@@ -239,9 +238,10 @@ def tensor_parallel_plan(mlp: nn.Module, sequence_parallel: bool | None = None) 
             f"{type(mlp).__name__} is not accepted: of its children, {names or 'none'}, none are an MLP's linears"
         )
     if sequence_parallel is None:
-        config = getattr(mlp, "config", None)
-        sequence_parallel = bool(checked("sequence_parallel", getattr(config, "sequence_parallel", None)))
-    if isinstance(children[rows], Linear):
+        sequence_parallel = getattr(getattr(mlp, "config", None), "sequence_parallel", None) or False
+        if sequence_parallel not in (False, True):
+            raise TypeError(f"sequence_parallel={sequence_parallel!r} is not accepted: it must be True or False")
+    if isinstance(children[rows], Shareable):
         return {name: SharedLinear(sequence_parallel) for name in (*columns, rows)}
     outside: Any = Shard(0) if sequence_parallel else Replicate()
     first: Any = children[columns[0]]

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import activations, formulas
+from torch_fused_ops.declaration import Elementwise, elementwise
 from torch_fused_ops.formulas import Gradients
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.launching import (
@@ -45,7 +46,6 @@ from torch_fused_ops.kernels.launching import (
     tl,
     triton,
 )
-from torch_fused_ops.operators.declare import Elementwise, elementwise
 
 __all__ = ["backward", "forward", "fp8", "fp8_backward", "launch_of"]
 

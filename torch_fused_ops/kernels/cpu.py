@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_fused_ops import activations
+from torch_fused_ops.declaration import DATA, Elementwise
 from torch_fused_ops.formulas import FP8, Gradients, Spelling, act_element, load_fp8, over_rows, pack, store_fp8, unpack
-from torch_fused_ops.operators.declare import DATA, Elementwise
 
 __all__ = ["backward", "forward", "fp8", "fp8_backward", "recorded"]
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torch_fused_ops.distributed.parts import Part, Shareable
 from torch_fused_ops.nn._products import DENSE, Groups, Products, under_autocast
 from torch_fused_ops.nn.config import checked, read
 
@@ -26,16 +27,8 @@ __all__ = [
     "GroupedRowParallelLinear",
     "Later",
     "Linear",
-    "Part",
     "RowParallelLinear",
 ]
-
-
-class Part(NamedTuple):
-    """Which part of a parameter a rank holds: its share of an axis, in each of so many groups; of None, all of it."""
-
-    axis: int | None
-    groups: int = 1  # 2: [gate | up] along the axis
 
 
 class Experts(NamedTuple):
@@ -115,7 +108,7 @@ class _BiasLater(torch.autograd.Function):
         return None, None
 
 
-class Linear(nn.Module):
+class Linear(Shareable):
     """x · weightᵀ + bias, or, with ``skip_bias_add``, x · weightᵀ and the bias beside it.
 
     Attributes:
@@ -203,11 +196,7 @@ class Linear(nn.Module):
                 bias.zero_()
 
     def share(self, parallel: TensorParallel | None, as_dtensors: bool = False) -> None:
-        """Keep this rank's parts of the parameters: plain tensors, or DTensors, in the parameters' places.
-
-        Raises:
-            ValueError: what is to be shared out does not divide evenly.
-        """
+        """As ``Shareable``."""
         if parallel is None:
             return
         for name, whole in list(self.named_parameters(recurse=False)):

@@ -28,9 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fused_ops import functional, lowerings
+from torch_fused_ops.capturing import throwaway, unchanged
 from torch_fused_ops.nn.fused_mlp import Middle, untouched
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
-from torch_fused_ops.report import DROPOUT, EXCLUDED, Report, Site
+from torch_fused_ops.reasons import Kind, Reason, Refusal, excluded
+from torch_fused_ops.reports.report import Report
+from torch_fused_ops.sites import DROPOUT, Site
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -44,12 +47,12 @@ MLPS_MATRICES = 3
 MAX_PROOFS = 64  # of a module, one for each situation: an attribute that changes with every call must not cost one each
 
 
-class _Refused(Exception):
-    """Why a module is left alone, or runs its own forward. ``seen``: an activation between linear layers is in it."""
+class _Refused(Refusal):
+    """A module is left alone, or runs its own forward. ``has_mlp``: an activation between linear layers is in it."""
 
-    def __init__(self, reason: str, seen: bool = False) -> None:
-        super().__init__(reason)
-        self.seen = seen
+    def __init__(self, kind: Kind, text: str, excluded_by: str = "", *, has_mlp: bool = False) -> None:
+        super().__init__(kind, text, excluded_by)
+        self.has_mlp = has_mlp
 
 
 # ---- what is run -----------------------------------------------------------------------------------------------------
@@ -333,14 +336,14 @@ class _Recipes:
                 break
         else:
             if not prove:
-                raise _Refused("it was in too many situations already")
+                raise _Refused(Kind.SITUATIONS, "it was in too many situations already")
             proof = _prove(module, x)
             self.found.setdefault(key, []).append(proof)
             self.made += 1
             if isinstance(proof.result, _Refused):
                 log.info("%s runs its own forward: %s", type(module).__name__, proof.result)
         if isinstance(proof.result, _Refused):
-            raise _Refused(str(proof.result), proof.result.seen)
+            raise _Refused(*proof.result.reason, has_mlp=proof.result.has_mlp)  # each raised once
         return proof.result
 
 
@@ -355,15 +358,17 @@ def _situation(module: nn.Module, x: Any) -> tuple[Any, ...]:
         _Refused: there is no fused way here at all.
     """
     if type(x) not in (Tensor, nn.Parameter) or x.ndim == 0 or x.numel() == 0:
-        raise _Refused("its input is no plain tensor, or empty")
+        raise _Refused(Kind.INPUT, "its input is no plain tensor, or empty")
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
-        raise _Refused("a torch.func transform or a tracer is at work")
+        raise _Refused(Kind.AT_WORK, "a torch.func transform or a tracer is at work")
     if torch.autograd.forward_ad._current_level >= 0 or nn.modules.module._has_any_global_hook():
-        raise _Refused("forward-mode derivatives or global module hooks are at work")
+        raise _Refused(Kind.AT_WORK, "forward-mode derivatives or global module hooks are at work")
     if isinstance(module, _Replaced) and len(members := vars(type(module))) != len(module._members):
         added = [name for name in members.keys() - module._members if not name.startswith("__")]
         if added:
-            raise _Refused(f"its class got {added[0]} after it was replaced: set it before, or on the module")
+            raise _Refused(
+                Kind.CLASS_CHANGED, f"its class got {added[0]} after it was replaced: set it before, or on the module"
+            )
     kind = x.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     sizes = tuple(min(size, 2) for size in x.shape[:-1])
@@ -374,7 +379,7 @@ def _situation(module: nn.Module, x: Any) -> tuple[Any, ...]:
 def _structure(module: nn.Module, seen: dict[int, int], outermost: bool = False) -> tuple[Any, ...]:
     """What a module is made of: classes, attributes, parameters (and which are one), to the leaves."""
     if not outermost and not untouched(module):
-        raise _Refused(f"{_hooked(module)}, which its fused forward would not run")
+        raise _Refused(Kind.HOOKED, f"{_hooked(module)}, which its fused forward would not run")
     if id(module) in seen:
         return (seen[id(module)],)
     seen[id(module)] = len(seen)
@@ -386,7 +391,7 @@ def _structure(module: nn.Module, seen: dict[int, int], outermost: bool = False)
             tensors.append((name,))
             continue
         if type(t) not in (Tensor, nn.Parameter):
-            raise _Refused(f"{name} is a {type(t).__name__}: tensor subclasses are left alone")
+            raise _Refused(Kind.SUBCLASS, f"{name} is a {type(t).__name__}: tensor subclasses are left alone")
         tensors.append((name, seen.setdefault(id(t), len(seen)), t.shape, t.dtype, t.device, t.requires_grad))
     children = [(name, c and _structure(c, seen)) for name, c in module._modules.items()]
     return (kind, kind.forward, own, *tensors, *children)
@@ -428,7 +433,7 @@ def _prove(module: nn.Module, x: Tensor) -> _Proof:
     result = reading.recipe or reading.refusal()
     try:
         if reading.recipe is not None and _structure(twin, {}, True) != before:
-            result = _Refused("its forward changes the module's attributes")
+            result = _Refused(Kind.ATTRIBUTES, "its forward changes the module's attributes")
     except _Refused as refusal:
         result = refusal.with_traceback(None)
     for inner in made.values():  # neither situations nor what is watched name tensors: they may go
@@ -436,7 +441,7 @@ def _prove(module: nn.Module, x: Tensor) -> _Proof:
             tensors.update(dict.fromkeys(tensors))
     fault = state.fault()
     if fault and isinstance(result, Recipe):
-        result = _Refused(f"its forward reads what it changes, or what cannot be watched: {fault}")
+        result = _Refused(Kind.UNWATCHED, f"its forward reads what it changes, or what cannot be watched: {fault}")
     return _Proof(result, None if fault else state, twin)
 
 
@@ -471,10 +476,10 @@ class _Reading:
     def __init__(self) -> None:
         self.recipe: Recipe | None = None
         self.sites: tuple[Site, ...] = ()
-        self.reason = "Dynamo did not capture it (is it disabled?)"
+        self.reason = Reason(Kind.DISABLED, "Dynamo did not capture it (is it disabled?)")
 
     def refusal(self) -> _Refused:
-        return _Refused(self.reason, any(site.is_mlp for site in self.sites))
+        return _Refused(*self.reason, has_mlp=any(site.is_mlp for site in self.sites))
 
 
 def _capture(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Reading, _State]:
@@ -482,7 +487,6 @@ def _capture(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     A recipe, if it is one and there is one argument.
     """
-    from torch_fused_ops.explain import _throwaway, _unchanged
     from torch_fused_ops.lowerings import recognise
 
     reading = _Reading()
@@ -507,10 +511,10 @@ def _capture(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             source = next((node for node, arg in zip(nodes, args, strict=True) if arg is x), None)
             try:
                 if several != 1 or x is None:
-                    raise _Refused(f"it is called with {several} arguments")
+                    raise _Refused(Kind.ARGUMENTS, f"it is called with {several} arguments")
                 reading.recipe = _read(gm, source, given, reading.sites)
             except _Refused as refusal:  # here, before Dynamo's code goes on to what the forward does to its arguments
-                raise _Refused(_with_place(str(refusal), gm, given)) from None
+                raise _Refused(refusal.reason.kind, _with_place(str(refusal), gm, given)) from None
             stand_in.append(x.new_empty(0))
             return (*stand_in,) * count
 
@@ -520,21 +524,21 @@ def _capture(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         values.extend(guard.value for guard in guards)
         return [id(guard.value) not in tensors and guard.guard_type not in _NOT_WATCHED for guard in guards]
 
-    forward = _throwaway(_forward)
+    forward = throwaway(_forward)
     options: dict[str, Any] = {"guard_filter_fn": watched}
     try:
         # Not its __call__: the outermost module's own hooks run around the fused forward as around this one.
-        with _unchanged(twin), _quiet(), torch._dynamo.config.patch(_DYNAMO):
+        with unchanged(twin), _quiet(), torch._dynamo.config.patch(_DYNAMO):
             compiled = torch.compile(forward, backend=backend, fullgraph=True, options=options)
             result = compiled(twin, *args, **kwargs)
         if reading.recipe is not None and result is not stand_in[0]:
-            reading.recipe, reading.reason = None, "it gives something else than one tensor"
+            reading.recipe, reading.reason = None, Reason(Kind.RESULTS, "it gives something else than one tensor")
     except _Refused as refusal:
-        reading.recipe, reading.reason = None, str(refusal)
+        reading.recipe, reading.reason = None, refusal.reason
     except Exception as error:
         log.debug("a module could not be captured", exc_info=True)
         own = not isinstance(error, torch._dynamo.exc.Unsupported) or any(text in str(error) for text in _ITS_OWN)
-        reading.recipe, reading.reason = None, f"{_UNCAPTURED}{own * _OTHER_INPUTS}{_first_line(error)}"
+        reading.recipe, reading.reason = None, _uncaptured(_first_line(error), inputs=own)
     scope = {"module": twin, "args": args, "kwargs": kwargs}
     state = _State(forward.__code__, scope, [*twin.modules(), *values], traced)
     traced.clear()  # what the backend holds lives as long as the code
@@ -543,8 +547,6 @@ def _capture(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 # Sizes are in the situation; and a checkpoint has new hooks for saved tensors each time.
 _NOT_WATCHED = ("SHAPE_ENV", "AUTOGRAD_SAVED_TENSORS_HOOKS")
-_UNCAPTURED = "it cannot be captured in one graph: "
-_OTHER_INPUTS = "it needs other inputs: "
 # How Dynamo tells of errors that the module itself raises, on an input that it does not take.
 _ITS_OWN = ("bserved exception", "Length mismatch when unpacking", "failed to bind arguments")
 _DYNAMO = {
@@ -571,6 +573,12 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module.forward(*args, **kwargs)
 
 
+def _uncaptured(what: str, inputs: bool) -> Reason:
+    """Why a forward was not captured; ``inputs``: because of what it was called with."""
+    kind, needs = (Kind.OTHER_INPUTS, "it needs other inputs: ") if inputs else (Kind.UNCAPTURED, "")
+    return Reason(kind, f"it cannot be captured in one graph: {needs}{what}")
+
+
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:160]
@@ -594,12 +602,13 @@ def _read(gm: GraphModule, x: Node | None, given: dict[Node, str], sites: Sequen
     reader = _Reader(given)
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
     if len(output.args[0]) != 1:
-        raise _Refused(f"it gives {len(output.args[0])} tensors")
+        raise _Refused(Kind.RESULTS, f"it gives {len(output.args[0])} tensors")
     if not any(site.is_mlp for site in sites):
-        raise _Refused(_NO_MLP)
+        raise _Refused(*_NO_ACTIVATION)
     for site in sites:
         if site.op is None and site.activation != DROPOUT:
-            raise _Refused(site.reason)
+            assert site.kind is not None
+            raise _Refused(site.kind if site.is_mlp else Kind.MORE, site.reason)
     node, outer, _ = reader.through(output.args[0][0])
     second, node = reader.linear(node, "at its end")
     node, inner, casts = reader.through(node)
@@ -610,14 +619,16 @@ def _read(gm: GraphModule, x: Node | None, given: dict[Node, str], sites: Sequen
     for operand in operands:
         operand, p, widened = reader.through(operand)
         if p:
-            raise _Refused("an active dropout stands before its activation")
+            raise _Refused(Kind.DROPOUT_INSIDE, "an active dropout stands before its activation")
         linear, source = reader.linear(operand, "in front of its activation")
         source, p, more = reader.through(source)
         if source is not x or p or more:
-            raise _Refused(f"a linear layer in front of its activation does not read its input, but {_shown(source)}")
+            raise _Refused(
+                Kind.MORE, f"a linear layer in front of its activation does not read its input, but {_shown(source)}"
+            )
         # Widened and brought back, it is rounded once, as by the operator itself.
         if widened and ends_in != _dtype(operand):
-            raise _Refused(f"its activation is computed in {widened[0]}")
+            raise _Refused(Kind.MORE, f"its activation is computed in {widened[0]}")
         first.append(linear)
     reader.check_rest(gm)
     _check_sizes(x, output.args[0][0])
@@ -649,10 +660,10 @@ class _Reader:
             call = self.call(node)
             if call.name == "dropout" and call.dropout_is_active():
                 if p:
-                    raise _Refused("two dropouts follow one another")
+                    raise _Refused(Kind.MORE, "two dropouts follow one another")
                 p = call.dropout_arguments()["p"]
                 if not isinstance(p, (int, float)):
-                    raise _Refused("its dropout's probability is no number")
+                    raise _Refused(Kind.PROBABILITY, "its dropout's probability is no number")
             elif call.name in self.graph.CASTS:
                 if _dtype(node) != _dtype(call.args[0]):
                     casts.append(_dtype(node))
@@ -675,7 +686,7 @@ class _Reader:
             return args[:2], Middle(args[3], "halves", *args[4:])  # type: ignore[arg-type, return-value]
         if node.target is ops.bias_glu.default:
             return args[:1], Middle(*args[3:])  # type: ignore[arg-type, return-value]
-        raise _Refused(f"its last linear layer does not read the activation, but {_shown(node)}")
+        raise _Refused(Kind.MORE, f"its last linear layer does not read the activation, but {_shown(node)}")
 
     def linear(self, node: Node, place: str) -> tuple[Linear, Node]:
         """(the layer, what it reads); place: where it is looked for."""
@@ -698,8 +709,9 @@ class _Reader:
             if layer.bias is None and self.given.get(bias):
                 return layer._replace(bias=self.bias(bias, node)), source
         raise _Refused(
+            Kind.LINEAR,
             f"{place} stands {_shown(node)}, where a linear layer was looked for: F.linear, addmm, x @ w or x @ w + b, "
-            "of parameters of the module"
+            "of parameters of the module",
         )
 
     def weight(self, node: Any, transposed: bool) -> tuple[str, bool]:
@@ -716,7 +728,9 @@ class _Reader:
             return self.weight(inner, transposed if same else not transposed)
         name = self.given.get(node)
         if not name:
-            raise _Refused(f"a linear layer's weight is computed ({_shown(node)}): it is no parameter of its own")
+            raise _Refused(
+                Kind.LINEAR, f"a linear layer's weight is computed ({_shown(node)}): it is no parameter of its own"
+            )
         return name, transposed
 
     @staticmethod
@@ -731,7 +745,7 @@ class _Reader:
             return None
         name = self.given.get(node)
         if not name or _sizes(node) != _sizes(result)[-1:]:
-            raise _Refused(f"a linear layer's bias is no vector of its own ({_shown(node)})")
+            raise _Refused(Kind.LINEAR, f"a linear layer's bias is no vector of its own ({_shown(node)})")
         return name
 
     def check_rest(self, gm: GraphModule) -> None:
@@ -742,7 +756,7 @@ class _Reader:
             value = node.meta.get("example_value")
             parts = value if isinstance(value, (tuple, list, torch.Size)) else (value,)
             if node.op == "get_attr" or not all(isinstance(part, (int, torch.SymInt)) for part in parts):
-                raise _Refused(f"its forward also calls {_shown(node)}")
+                raise _Refused(Kind.MORE, f"its forward also calls {_shown(node)}")
 
 
 def _with_place(reason: str, gm: GraphModule, given: dict[Node, str]) -> str:
@@ -778,10 +792,12 @@ def _check_sizes(x: Any, result: Any) -> None:
 
     a, b = _sizes(x), _sizes(result)
     if len(a) != len(b) or not all(statically(m == n) for m, n in zip(a[:-1], b[:-1], strict=True)):
-        raise _Refused("its result has other leading axes than its input")
+        raise _Refused(Kind.MORE, "its result has other leading axes than its input")
     shapes = getattr(getattr(_tensor(x), "fake_mode", None), "shape_env", None)
     if shapes is not None and shapes.guards:
-        raise _Refused(f"its forward depends on its input's sizes: {', '.join(str(g.expr) for g in shapes.guards)}")
+        raise _Refused(
+            Kind.SIZES, f"its forward depends on its input's sizes: {', '.join(str(g.expr) for g in shapes.guards)}"
+        )
 
 
 def _shown(node: Any) -> str:
@@ -793,7 +809,7 @@ def _shown(node: Any) -> str:
 def _tensor(node: Any) -> Tensor:
     value = node.meta.get("example_value")
     if not isinstance(value, Tensor):
-        raise _Refused(f"the capture does not record what {_shown(node)} gives")
+        raise _Refused(Kind.UNRECORDED, f"the capture does not record what {_shown(node)} gives")
     return value
 
 
@@ -906,7 +922,7 @@ def replace_mlps(
         if any(_holds(module, inner) for inner in settled):
             continue
         site = _site(path, module, paths[id(module)], policy, compiled, inputs, recipes, refused)
-        if site is not None and inputs is None and site.reason.startswith(_UNCAPTURED + _OTHER_INPUTS):
+        if site is not None and inputs is None and site.kind is Kind.OTHER_INPUTS:
             unseen[type(module).__name__] = None
             continue
         if site is None:
@@ -994,15 +1010,13 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _inputs(model: nn.Module, args: Any, kwargs: Any) -> dict[int, tuple[Any, Any]]:
     """What each candidate is first called with."""
-    from torch_fused_ops.explain import _unchanged
-
     seen: dict[int, tuple[Any, Any]] = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
         seen.setdefault(id(module), (args, kwargs))
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_unchanged(model))
+        stack.enter_context(unchanged(model))
         for _, module in _candidates(model):
             stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
         model(*args, **kwargs)
@@ -1025,11 +1039,11 @@ def _site(
     # Blocks have attributes of their own (their number, say): one of a kind is looked at.
     kind = None if looks else (tuple(map(type, module.modules())), tuple(p.shape for p in module.parameters()))
     try:
-        for pattern in policy.exclude:
-            if names_module(pattern, enclosing_modules(paths)):
-                raise _Refused(f"{EXCLUDED}{pattern!r}")
+        pattern = policy.excluding(enclosing_modules(paths))
+        if pattern is not None:
+            raise _Refused(*excluded(pattern))
         if _are_experts(module):
-            raise _Refused(_EXPERTS, True)
+            raise _Refused(*_STACKED, has_mlp=True)
         _check_module(path, module, compiled)
         if kind in refused:
             raise refused[kind]
@@ -1040,8 +1054,10 @@ def _site(
                 refused[kind] = refusal
             raise
     except _Refused as refusal:
-        shown = refusal.seen or (looks and str(refusal) != _NO_MLP)
-        return Site(None, None, where, str(refusal), (), path) if shown else None
+        why = refusal.reason
+        if not (refusal.has_mlp or (looks and why.kind is not Kind.NO_ACTIVATION)):
+            return None
+        return Site(None, None, where, str(why), (), path, kind=why.kind, excluded_by=why.excluded_by)
     op = "fused::bias_act" if recipe.middle.layout is None else "fused::bias_glu"
     proof = f"proved from {recipe.proved_from}"
     if policy.memory_patterns:
@@ -1049,30 +1065,32 @@ def _site(
     return Site(op, recipe.middle.activation, where, proof, ("linear",), path)
 
 
-_NO_MLP = "there is no activation between linear layers in it"
-_EXPERTS = (
+_NO_ACTIVATION = Reason(Kind.NO_ACTIVATION, "there is no activation between linear layers in it")
+_STACKED = Reason(
+    Kind.STACKED,
     "its weights are stacked, as a mixture's experts are: nn.GroupedMLP computes those (docs/modules.md, Experts), and "
-    'torch.compile(model, backend="fused") finds their activations'
+    'torch.compile(model, backend="fused") finds their activations',
 )
 
 
 def _check_module(path: str, module: nn.Module, compiled: Sequence[str]) -> None:
     if isinstance(module, _Replaced):
-        raise _Refused("it is replaced already")
+        raise _Refused(Kind.REPLACED, "it is replaced already")
     if isinstance(module, torch.jit.ScriptModule):
-        raise _Refused("it is a script")
+        raise _Refused(Kind.SCRIPT, "it is a script")
     if any(path == outer or not outer or path.startswith(f"{outer}.") for outer in compiled):
-        raise _Refused("it is compiled already: pick-up reads it there")
+        raise _Refused(Kind.COMPILED, "it is compiled already: pick-up reads it there")
     if any(hasattr(p, "device_mesh") for p in module.parameters()):
         raise _Refused(
+            Kind.DTENSORS,
             "its weights are DTensors: call replace_mlps before fully_shard; a tensor-parallel plan takes nn.FusedMLP "
-            "or nn.MLP instead (docs/distributed.md)"
+            "or nn.MLP instead (docs/distributed.md)",
         )
     for name, inner in module.named_modules():
         if _is_compiled(inner):
-            raise _Refused(f"{name} in it is compiled already")
+            raise _Refused(Kind.COMPILED, f"{name} in it is compiled already")
         if not untouched(inner) and (name or "forward" in inner.__dict__):
-            raise _Refused(f"{name or 'it'}: {_hooked(inner)}, which a fused forward would not run")
+            raise _Refused(Kind.HOOKED, f"{name or 'it'}: {_hooked(inner)}, which a fused forward would not run")
 
 
 def _takes_one(module: nn.Module) -> bool:
@@ -1086,15 +1104,15 @@ def _takes_one(module: nn.Module) -> bool:
 def _try(module: nn.Module, inputs: dict[int, tuple[Any, Any]] | None, recipes: _Recipes) -> Recipe:
     if inputs is not None:
         if id(module) not in inputs:
-            raise _Refused("it was not called with these inputs")
+            raise _Refused(Kind.NOT_CALLED, "it was not called with these inputs")
         args, kwargs = inputs[id(module)]
         given = (*args, *kwargs.values())
         if len(given) == 1:
             return recipes.find(module, given[0])
         refusal = _capture(_twin(module, {}), args, kwargs)[0].refusal()
-        raise refusal if refusal.seen else _Refused(_NO_MLP)
+        raise refusal if refusal.has_mlp else _Refused(*_NO_ACTIVATION)
     if not _takes_one(module):
-        raise _Refused(f"{_UNCAPTURED}{_OTHER_INPUTS}more than one argument")
+        raise _Refused(*_uncaptured("more than one argument", inputs=True))
     # Of a linear layer the input size comes second, of GPT-2's Conv1D first.
     matrices = _matrices(module)
     sizes = dict.fromkeys(size for matrix in matrices for size in (matrix.shape[1], matrix.shape[0]))
@@ -1106,6 +1124,6 @@ def _try(module: nn.Module, inputs: dict[int, tuple[Any, Any]] | None, recipes: 
             return recipes.find(module, x.requires_grad_(learns) if x.is_floating_point() else x)
         except _Refused as refusal:
             refusals.append(refusal)
-            if not str(refusal).startswith(_UNCAPTURED):
+            if refusal.reason.kind not in (Kind.UNCAPTURED, Kind.OTHER_INPUTS):
                 raise
     raise refusals[0]

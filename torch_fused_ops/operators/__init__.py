@@ -1,1 +1,1 @@
-"""The operators: what each of them is (``declare``), and what follows from that."""
+"""The operators: what each of them is (``declaration.py``), and what follows from that."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from torch_fused_ops import activations, formulas
+from torch_fused_ops.declaration import Elementwise, above_zero, finite, known_activation, one_of
 from torch_fused_ops.formulas import LAYOUTS
-from torch_fused_ops.operators.declare import Elementwise, above_zero, finite, known_activation, one_of
 from torch_fused_ops.operators.registration import register_elementwise
 
 __all__ = ["FAMILY", "bias_act", "bias_glu", "glu"]

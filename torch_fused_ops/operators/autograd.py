@@ -21,7 +21,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from torch_fused_ops.operators.declare import Signature
+from torch_fused_ops.declaration import Signature
 
 __all__ = [
     "REGISTERED",

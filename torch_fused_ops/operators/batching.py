@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fused_ops.declaration import Elementwise
 from torch_fused_ops.formulas import Gradients, compute_dtype, load_fp8, widened
-from torch_fused_ops.operators.declare import Elementwise
 from torch_fused_ops.operators.plain import backward as plain_backward
 
 __all__ = ["backward", "forward", "fp8_backward", "lead"]

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from torch_fused_ops.operators.declare import Operator
+from torch_fused_ops.declaration import Operator
 
 __all__ = ["DTYPES", "check"]
 

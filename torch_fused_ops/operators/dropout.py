@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import formulas
+from torch_fused_ops.declaration import Signature, Whole, arguments_of, between
 from torch_fused_ops.kernels import dropout_cpu
 from torch_fused_ops.operators import checks
 from torch_fused_ops.operators.autograd import Keep, differentiate, differentiate_by_reference, register
 from torch_fused_ops.operators.batching import lead
-from torch_fused_ops.operators.declare import Signature, Whole, arguments_of, between
 
 Grads2: TypeAlias = tuple[Tensor | None, Tensor | None]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fused_ops.declaration import Elementwise
 from torch_fused_ops.formulas import FP8, Gradients
-from torch_fused_ops.operators.declare import Elementwise
 
 __all__ = ["backward", "forward", "fp8", "fp8_backward"]
 

@@ -13,6 +13,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
+from torch_fused_ops.declaration import DATA, Elementwise
 from torch_fused_ops.formulas import (
     Gradients,
     compute_dtype,
@@ -23,7 +24,6 @@ from torch_fused_ops.formulas import (
     unpack,
     widened,
 )
-from torch_fused_ops.operators.declare import DATA, Elementwise
 
 __all__ = ["backward", "forward", "fp8", "fp8_backward"]
 

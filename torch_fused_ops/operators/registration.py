@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torch_fused_ops import activations
+from torch_fused_ops.declaration import Elementwise
 from torch_fused_ops.kernels import cpu
 from torch_fused_ops.operators import batching, fakes, plain
 from torch_fused_ops.operators.autograd import (
@@ -20,7 +21,6 @@ from torch_fused_ops.operators.autograd import (
     register,
 )
 from torch_fused_ops.operators.checks import check
-from torch_fused_ops.operators.declare import Elementwise
 
 __all__ = ["register_elementwise"]
 

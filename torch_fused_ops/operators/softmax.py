@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.amp.autocast_mode import _cast
 
 from torch_fused_ops import formulas
+from torch_fused_ops.declaration import Signature, Whole, arguments_of
 from torch_fused_ops.kernels import softmax_cpu
 from torch_fused_ops.operators.autograd import Keep, differentiate, differentiate_by_reference, library, register
 from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES
-from torch_fused_ops.operators.declare import Signature, Whole, arguments_of
 
 Grads2: TypeAlias = tuple[Tensor | None, Tensor | None]
 

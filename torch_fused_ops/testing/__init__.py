@@ -1,1 +1,1 @@
-"""Tools for tests: sample inputs, the opcheck runner and the virtual GPU."""
+"""Tools for tests: sample inputs, the precision contract and the opcheck runner."""

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import activations, reference
+from torch_fused_ops.declaration import Elementwise, elementwise
 from torch_fused_ops.operators.activation import FAMILY
-from torch_fused_ops.operators.declare import Elementwise, elementwise
 
 __all__ = [
     "ACTIVATION_OPERATORS",

@@ -8,21 +8,12 @@
 Only torch and Triton are needed; no device, driver or toolkit. `docs/virtual-gpu.md` has examples and limits.
 """
 
+from .captured import CapturedGraph, copy_graph, set_aside
 from .gpus import A100, B200, GPU, H100, H200, MI300X, by_name, described
 from .interpreter import interpret
 from .machine_code import MachineCode, assemble
-from .paper import (
-    CapturedGraph,
-    GeneratedGraph,
-    GeneratedKernel,
-    Launch,
-    PaperCompilation,
-    SavedTensor,
-    compile_graph_on_paper,
-    compile_on_paper,
-    copy_graph,
-    set_aside,
-)
+from .paper import compile_graph_on_paper, compile_on_paper
+from .results import GeneratedGraph, GeneratedKernel, Launch, PaperCompilation, SavedTensor
 
 __all__ = [
     "A100",

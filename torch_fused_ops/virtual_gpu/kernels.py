@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .gpus import GPU, H200, described, import_triton
-from .paper import GeneratedKernel
+from .results import GeneratedKernel
 
 
 @dataclass(frozen=True)

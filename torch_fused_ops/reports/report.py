@@ -4,99 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_fused_ops.figures import Capture, Figures, measure
+from torch_fused_ops.observers import unobserved
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
+from torch_fused_ops.reasons import Kind
+from torch_fused_ops.reports.figures import Capture, Figures, measure
+from torch_fused_ops.reports.page import page
+from torch_fused_ops.reports.text import WIDTH, figures_table, sites_table, unread_text
+from torch_fused_ops.sites import DROPOUT, Site
 
 if TYPE_CHECKING:
-    from torch.fx import Node
+    from torch_fused_ops.virtual_gpu import GPU
 
-    from torch_fused_ops.testing.virtual_gpu import GPU
-
-__all__ = ["Group", "Report", "Site", "grouped", "module_path", "module_stack", "unmatched"]
+__all__ = ["Group", "Report", "Site", "grouped", "unmatched"]
 
 log = logging.getLogger("torch_fused_ops")
-
-NOT_AN_MLP = "not an MLP: "
-EXCLUDED = "the policy excludes "
-DROPOUT = "dropout"  # a site's activation, where the site is a dropout
-
-
-@dataclass(frozen=True)
-class Site:
-    """A place where a GEMM reads a nonlinear pointwise function of what GEMMs produced; or a linear layer's dropout.
-
-    Attributes:
-        op: the operator that it became, e.g. ``"fused::glu"``; None where it was left alone.
-        activation: the activation's name in the table, where it was proved to be one; ``"dropout"`` for a dropout.
-        source: ``"file.py:line in module.path"``.
-        reason: what was proved, and from which functions; or why it was left alone. Begins with ``"not an MLP: "``
-            where the place is of another kind (a gate in attention, for example), which no policy counts as a miss.
-        users: the functions that read the value.
-        module: the path, in the model, of the innermost module that holds the activation and the GEMM: the MLP.
-        location: where the activation is called, ``"/full/path/file.py:line"``; "" if the graph does not record it.
-        code: the text of that line.
-        spelling: the functions between the GEMMs, as the model calls them.
-    """
-
-    op: str | None
-    activation: str | None
-    source: str
-    reason: str
-    users: tuple[str, ...]
-    module: str = ""
-    location: str = ""
-    code: str = ""
-    spelling: tuple[str, ...] = ()
-
-    @property
-    def is_mlp(self) -> bool:
-        """Whether the site counts: an MLP's activation, fused or left alone. A dropout is listed, and counts apart."""
-        return not self.reason.startswith(NOT_AN_MLP) and self.activation != DROPOUT
-
-    @property
-    def hint(self) -> str:
-        """What can be done about a site that was left alone; "" where there is nothing, or nothing to do."""
-        if self.op is None:
-            for pattern, hint in HINTS.items():
-                if re.search(pattern, self.reason, re.S):
-                    return hint
-        return ""
-
-
-CAN_BE_ADDED = " (register_activation can add it)"
-
-# By what a refusal's reason says. An expression of one tensor was read by the same rules that read a registered
-# activation's definition: so registering it is what makes them equal.
-UNKNOWN = (
-    rf"is no activation of the table({re.escape(CAN_BE_ADDED)})?$",
-    r"is like \w+, but has ",
-    "a scaled activation is",
-)
-HINTS = {
-    "|".join(UNKNOWN): (
-        'If it is meant so, torch_fused_ops.register_activation("name", fn) adds it, fn being this function of one '
-        "tensor; then it is proved and fused."
-    ),
-    rf"^{EXCLUDED}": "Take the pattern out of FusionPolicy(exclude=…) to have it looked at.",
-    r"^it is relu, but with another gradient|a comparison in it": "If relu is meant, write F.relu.",
-    r"^a mask takes part": "A mask over rows can be applied after the GEMM, which is the same.",
-    r"^another tensor takes part": (
-        "A factor for each row can be applied to the GEMM's output, which is the same; functional.glu and its kin take "
-        "it as token_scale, shaped as the input without its last axis."
-    ),
-    r"also reads the result of": "Where that reader does not need it, the activation is fused.",
-    r"^autocast or grad mode is switched": "Put the MLP as a whole inside or outside of the block that switches it.",
-    r"in place": "Write the operation that works in place out of place.",
-}
-
 
 BROKEN = (
     "the model was captured in {} graphs: a site does not reach across a graph break "
@@ -156,26 +83,11 @@ def _range(names: Sequence[str]) -> str:
     return ",".join(map(str, numbers))
 
 
-def module_path(path: str) -> str:
-    """A module's path in the model, from Dynamo's: ``L['self'].layers['0'].mlp`` is ``layers.0.mlp``.
-
-    Dynamo's begins with the variable that held the model, maybe in a closure.
-    """
-    path = re.sub(r"^[LG]\[(['\"])(.*?)\1\](\.__closure__\[\d+\]\.cell_contents)?", "", path)
-    path = re.sub(r"\._modules(?=\[)|\.?_orig_mod", "", path)
-    return re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", path).strip(".")
-
-
-def module_stack(node: Node) -> list[str]:
-    """The paths of the modules that a captured node is in, outermost first."""
-    return [module_path(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-
-
 def unmatched(policy: FusionPolicy, sites: Sequence[Site]) -> tuple[str, ...]:
     """A note for each of the policy's patterns that fits no site: a typo, or meant for another model."""
     modules = enclosing_modules(path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
-    reasons = {site.reason for site in sites}  # a pattern may fit a linear layer's own module, too
-    patterns = [("exclude", p) for p in policy.exclude if f"{EXCLUDED}{p!r}" not in reasons]
+    excluding = {site.excluded_by for site in sites}  # a pattern may fit a linear layer's own module, too
+    patterns = [("exclude", p) for p in policy.exclude if p not in excluding]
     patterns += [("memory", p) for p in policy.memory_patterns]
     there = ", ".join(dict.fromkeys(group.modules or "the model itself" for group in grouped(sites))) or "none"
     return tuple(
@@ -242,14 +154,13 @@ class Report:
         Raises:
             ValueError: for anything else.
         """
-        from torch_fused_ops.recording import nothing_recorded
-        from torch_fused_ops.testing.virtual_gpu import GPU, by_name
+        from torch_fused_ops.virtual_gpu import GPU, by_name
 
         described = gpu if isinstance(gpu, GPU) else by_name(gpu)
         if self.figures is None or self.figures.target != described.name:
             self.figures, self.figures_missing = None, ""
             try:
-                with nothing_recorded():
+                with unobserved():
                     self.figures = measure(tuple(self._captures), described)
             except Exception as error:
                 log.debug("figures could not be worked out", exc_info=True)
@@ -260,17 +171,17 @@ class Report:
         return str(self)
 
     def __str__(self) -> str:
-        parts = [_table(grouped(self.sites)) if self.sites else "", self.summary]
+        parts = [sites_table(grouped(self.sites)) if self.sites else "", self.summary]
         if not self.sites:
             parts.append(self.nothing)
         elif self.graphs > 1:
             parts.append(f"note: {BROKEN.format(self.graphs)}")
         parts += [f"note: {note}" for note in self.notes]
-        parts += [f"{text} ({group.source})" for text, group in unread_of(grouped(self.unread))]
+        parts += [f"{text} ({group.source})" for text, group in unread_text(grouped(self.unread))]
         hints = dict.fromkeys(site.hint for site in self.sites if site.hint)
         parts += [textwrap.fill(f"hint: {hint}", WIDTH, subsequent_indent="      ") for hint in hints]
         if self.figures is not None:
-            parts += ["", _figures_table(self.figures)]
+            parts += ["", figures_table(self.figures)]
         elif self.figures_missing:
             parts.append(f"figures are not available: {self.figures_missing}")
         text = "\n".join(parts)
@@ -292,8 +203,8 @@ class Report:
         """The report as JSON text.
 
         ``{"title", "summary", "graphs", "sites": [{op, activation, …}, …], "unread", "figures", "figures_missing",
-        "notes"}``: a site's entries are ``Site``'s attributes; figures, if measured, those of ``Figures``, with the
-        totals ``before`` and ``after``, else null.
+        "notes"}``: a site's entries are ``Site``'s attributes, its ``kind`` by its name; figures, if measured, those of
+        ``Figures``, with the totals ``before`` and ``after``, else null.
         """
         report = {
             "title": self.title,
@@ -305,15 +216,18 @@ class Report:
             "figures_missing": self.figures_missing,
             "notes": list(self.notes),
         }
-        return json.dumps(report, indent=2, ensure_ascii=False)
+        return json.dumps(report, indent=2, ensure_ascii=False, default=_name)
 
     def to_html(self, path: str | Path) -> Path:
         """Write the report to ``path`` as one self-contained page; returns the path."""
-        from torch_fused_ops._page import page
-
         path = Path(path)
-        path.write_text(page(self), encoding="utf-8")
+        path.write_text(page(self, grouped(self.sites), grouped(self.unread)), encoding="utf-8")
         return path
+
+
+def _name(kind: Kind) -> str:
+    """A kind of reason, in JSON."""
+    return kind.name
 
 
 class Recorded(Report):
@@ -338,102 +252,3 @@ class Recorded(Report):
             "Nothing was compiled in this block. torch.compile compiles at the first call, and not again for a model\n"
             "that it has compiled: put the first call into the block, or torch._dynamo.reset() before it."
         )
-
-
-# ---- text ------------------------------------------------------------------------------------------------------------
-
-WIDTH = 120
-
-
-def reading(site: Site) -> str:
-    """The functions that read the value, each once: "linear ×2"."""
-    return ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in Counter(site.users).items())
-
-
-def unread_of(groups: Sequence[Group]) -> list[tuple[str, Group]]:
-    """Activations that are no sites, as text: "gelu is no site: no GEMM reads it, but layer_norm"."""
-    return [
-        (f"{', '.join(dict.fromkeys(g.sites[0].spelling))} is no site: {said(g.sites[0]).removeprefix(NOT_AN_MLP)}", g)
-        for g in groups
-    ]
-
-
-def said(site: Site) -> str:
-    """The reason as it is shown: without what the hint says too, and not like an item of a list (a minus in front)."""
-    reason = site.reason.removesuffix(CAN_BE_ADDED)
-    return f"the value {reason}" if reason.startswith(("-", "−", "*", "+")) else reason
-
-
-def _table(groups: Sequence[Group]) -> str:
-    header = ("operator", "activation", "source", "read by", "reason")
-    rows = [header]
-    for group in groups:
-        site = group.sites[0]
-        rows.append((site.op or "-", site.activation or "-", group.source, reading(site), said(site)))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    indent = sum(widths) + 2 * len(widths)
-    room = max(50, WIDTH - indent)
-    lines = []
-    for row in rows:
-        reason = textwrap.wrap(row[4], room, break_long_words=False, break_on_hyphens=False) or [""]
-        lines.append("  ".join((*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), reason[0])))
-        lines += [" " * indent + more for more in reason[1:]]
-    lines.insert(1, "  ".join("-" * w for w in (*widths, len(header[4]))))
-    return "\n".join(lines)
-
-
-def unit_of(nbytes: float) -> tuple[str, int]:
-    """The unit to show so many bytes in, and how many bytes it is."""
-    return next(((unit, n) for unit, n in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if nbytes >= n), ("B", 1))
-
-
-def size(nbytes: float, scale: float | None = None) -> str:
-    """Bytes as text, in the unit that fits ``scale`` (by default themselves): "576.0 MiB"."""
-    scale = nbytes if scale is None else scale
-    unit, factor = unit_of(scale)
-    digits = 0 if factor == 1 else 2 if scale < 10 * factor else 1
-    return f"{nbytes / factor:.{digits}f} {unit}"
-
-
-def change(before: float, after: float) -> str:
-    """What became of a figure: "−36.2 %", "+1.0 %", "≈ 0 %" or "same"."""
-    if before == after:
-        return "same"
-    if not before:
-        return "new"
-    percent = 100 * (after / before - 1)
-    if abs(percent) < 0.05:
-        return "≈ 0 %"
-    return f"{'−' if percent < 0 else '+'}{abs(percent):.1f} %"
-
-
-def rows_of(figures: Figures) -> list[tuple[str, str, str, str]]:
-    """The totals as text: what, before, after, change."""
-    before, after = figures.before, figures.after
-
-    def row(name: str, attribute: str, is_bytes: bool) -> tuple[str, str, str, str]:
-        values = [getattr(side, attribute) for side in (before, after)]
-        text = [size(v, max(values)) if is_bytes else str(v) for v in values]
-        return name, text[0], text[1], change(*values)
-
-    if not figures.training:
-        return [row("bytes moved", "forward_bytes", True), row("kernels", "forward_kernels", False)]
-    return [
-        row("saved for backward", "saved", True),
-        row("bytes moved, forward", "forward_bytes", True),
-        row("bytes moved, backward", "backward_bytes", True),
-        row("kernels, forward", "forward_kernels", False),
-        row("kernels, backward", "backward_kernels", False),
-    ]
-
-
-def _figures_table(figures: Figures) -> str:
-    rows = [(f"on paper, {figures.target}", "torch.compile", "with pick-up", "change"), *rows_of(figures)]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [
-        "  ".join((row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))))
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * w for w in widths))
-    lines += [f"a graph is missing from the figures: {reason}" for reason in dict.fromkeys(figures.skipped)]
-    return "\n".join(lines)

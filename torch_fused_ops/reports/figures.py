@@ -1,6 +1,6 @@
 """What fusing changes, in figures: bytes saved for backward, bytes moved and kernels, before and after, layer by layer.
 
-A captured graph is compiled twice on paper (``torch_fused_ops.testing.virtual_gpu``): once as it was captured, as plain
+A captured graph is compiled twice on paper (``torch_fused_ops.virtual_gpu``): once as it was captured, as plain
 ``torch.compile`` would, and once rewritten and partitioned by a policy. Nothing is allocated or run, and the process'
 own compilations are not touched.
 """
@@ -20,7 +20,7 @@ from torch_fused_ops.policy import FusionPolicy
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from torch_fused_ops.testing.virtual_gpu import GPU, CapturedGraph, PaperCompilation
+    from torch_fused_ops.virtual_gpu import GPU, CapturedGraph, PaperCompilation
 
 __all__ = ["Capture", "Cost", "Figures", "LayerFigures", "capture", "graphs_of", "measure"]
 
@@ -131,7 +131,7 @@ def capture(gm: GraphModule, policy: FusionPolicy, subgraphs: dict[Any, GraphMod
         subgraphs: copies of subgraphs that *were* rewritten, made before that, by their graph.
     """
     try:
-        from torch_fused_ops.testing.virtual_gpu import set_aside
+        from torch_fused_ops.virtual_gpu import set_aside
 
         return Capture(set_aside(gm, subgraphs), policy)
     except Exception as error:
@@ -194,7 +194,7 @@ def _said(error: Exception) -> str:
 
 def _before_and_after(each: Capture, gpu: GPU) -> tuple[PaperCompilation, PaperCompilation]:
     from torch_fused_ops.lowerings.recognise import rewrite
-    from torch_fused_ops.testing.virtual_gpu import compile_graph_on_paper, copy_graph
+    from torch_fused_ops.virtual_gpu import compile_graph_on_paper, copy_graph
 
     if each.graph is None:
         raise RuntimeError(each.reason)

@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -18,11 +17,12 @@ import torch
 from torch._guards import CompileContext
 from torch.fx import Graph, GraphModule
 
-from torch_fused_ops.figures import Capture, capture
+from torch_fused_ops.observers import observed_by
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.report import Recorded, Report, Site, unmatched
+from torch_fused_ops.reports.figures import Capture, capture
+from torch_fused_ops.reports.report import Recorded, Report, Site, unmatched
 
-__all__ = ["before", "failed", "nothing_recorded", "record", "tell", "title_of"]
+__all__ = ["record", "title_of"]
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -56,24 +56,13 @@ def record(*, figures: bool = False) -> Iterator[Report]:
     recorder = _Recorder()
     captured = _captured_by_dynamo()
     with compat.passes_before_caches():
-        token = _recorders.set((*_recorders.get(), recorder))
         try:
-            yield recorder.report
+            with observed_by(recorder):
+                yield recorder.report
         finally:
-            _recorders.reset(token)
             recorder.report.other_graphs = max(0, _captured_by_dynamo() - captured - recorder.report.graphs)
     if figures and recorder.report.graphs:
         recorder.report.measure()
-
-
-@contextmanager
-def nothing_recorded() -> Iterator[None]:
-    """Compilations inside are not the user's: no open ``record`` block sees them."""
-    token = _recorders.set(())
-    try:
-        yield
-    finally:
-        _recorders.reset(token)
 
 
 def _captured_by_dynamo() -> int:
@@ -137,6 +126,11 @@ class _Recorder:
                     one.sites += tuple(sites)
             self.update()
 
+    def failed(self, reason: str) -> None:
+        with self.lock:
+            self.failures += (f"pick-up failed on a graph and left it as it was: {reason}",)
+            self.update()
+
     def update(self) -> None:
         report = self.report
         report.graphs = len(self.graphs)
@@ -152,32 +146,6 @@ class _Recorder:
             for note in unmatched(policy, [s for one in self.graphs if one.capture.policy == policy for s in one.sites])
         )
         report.notes = (*dict.fromkeys(notes), *self.failures)
-
-
-_recorders: ContextVar[tuple[_Recorder, ...]] = ContextVar("torch_fused_ops_recorders", default=())
-
-
-def before(graph: Graph, policy: FusionPolicy) -> None:
-    """Pick-up is about to run on a graph: open blocks set a copy aside. Never raises."""
-    for recorder in _recorders.get():
-        try:
-            recorder.before(graph, policy)
-        except Exception:
-            log.warning("record: a graph could not be noted", exc_info=True)
-
-
-def tell(graph: Graph, sites: Sequence[Site]) -> None:
-    """Pick-up has run on a graph and found these sites."""
-    for recorder in _recorders.get():
-        recorder.tell(graph, sites)
-
-
-def failed(reason: str) -> None:
-    """Pick-up has failed on a graph and left it as it was."""
-    for recorder in _recorders.get():
-        with recorder.lock:
-            recorder.failures += (f"pick-up failed on a graph and left it as it was: {reason}",)
-            recorder.update()
 
 
 def title_of(graph: Graph) -> str:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_fused_ops.figures import capture as set_aside
-from torch_fused_ops.figures import graphs_of
+from torch_fused_ops.capturing import call_model, throwaway, unchanged
 from torch_fused_ops.policy import FusionPolicy, policy_or_default
-from torch_fused_ops.report import EXCLUDED, NOT_AN_MLP, Report, Site, unmatched
+from torch_fused_ops.reports.figures import capture as set_aside
+from torch_fused_ops.reports.figures import graphs_of
+from torch_fused_ops.reports.report import Report, Site, unmatched
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-__all__ = ["EXCLUDED", "NOT_AN_MLP", "Report", "Site", "explain"]
+__all__ = ["Report", "Site", "explain"]
 
 
 def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None = None, **kwargs: Any) -> Report:
@@ -60,46 +58,11 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
         return gm.forward
 
     model = getattr(model, "_orig_mod", model)
-    with _unchanged(model), torch._dynamo.config.patch(recompile_limit=64):
-        torch.compile(_throwaway(_call), backend=capture)(model, *args, **kwargs)
+    with unchanged(model), torch._dynamo.config.patch(recompile_limit=64):
+        torch.compile(throwaway(call_model), backend=capture)(model, *args, **kwargs)
     report = Report(tuple(sites), len(captures))
     report.title = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "")
     report.unread = tuple(unread)
     report.notes = unmatched(policy, sites)
     report._captures = captures
     return report
-
-
-def _call(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return model(*args, **kwargs)
-
-
-def _throwaway(fn: Any) -> Callable[..., Any]:
-    """fn with a code object of its own. Dynamo keeps what it captures on the code object, and eight captures are its
-    limit: on the model's own code they would count against the user's compilations."""
-    return types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__)
-
-
-@contextmanager
-def _unchanged(model: Callable[..., Any]) -> Iterator[None]:
-    """Put back what a run changes: buffers (batch statistics, caches), random generators, Dynamo's record of sizes.
-
-    Without the last, sizes that were seen here would make a later compilation with others dynamic from the start.
-    """
-    from torch._dynamo import pgo
-
-    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
-    before = [buffer.detach().clone() for buffer in buffers]
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    seen = pgo.get_code_state()
-    seen_before = copy.deepcopy(seen)
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            seen.clear()
-            seen.update(seen_before)
-            with torch.no_grad():
-                for buffer, old in zip(buffers, before, strict=True):
-                    if not torch.equal(buffer, old):
-                        buffer.copy_(old)

@@ -301,3 +301,34 @@ def _origin(node: fx.Node) -> fx.Node:
     while node.target in (operator.getitem, aten.detach.default, aten.alias.default):
         node = node.all_input_nodes[0]
     return node
+
+
+def on_gpu(mode: Any, value: Any) -> Any:
+    """A fake CPU tensor's like on the GPU; anything else as it is."""
+    if not isinstance(value, Tensor) or value.device.type != "cpu":
+        return value
+    with mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+
+def move_graph(gm: fx.GraphModule) -> None:
+    """Move a traced graph from the CPU to the GPU: its inputs, the devices it names, and the values it recorded."""
+    from torch._inductor.virtualized import V
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    gpu = torch.device("cuda", 0)
+
+    def moved(value: Any) -> Any:
+        return gpu if isinstance(value, torch.device) and value.type == "cpu" else value
+
+    replace_cpu_nodes(gm.graph)
+    inputs = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            node.meta["val"] = tree_map(functools.partial(on_gpu, V.fake_mode), node.meta.get("val"))
+            inputs.append(node.meta["val"])
+        node.args, node.kwargs = fx.node.map_aggregate(node.args, moved), fx.node.map_aggregate(node.kwargs, moved)
+        node.meta.pop("tensor_meta", None)
+    gm.recompile()
+    with torch.no_grad():
+        FakeTensorProp(gm, mode=V.fake_mode).propagate_dont_convert_inputs(*inputs)

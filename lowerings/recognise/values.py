@@ -1,0 +1,74 @@
+"""What is recorded of the values in a graph: their shapes, dtypes and layouts, and whether operators take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from torch_fused_ops.reasons import Kind, Refusal
+
+from .graph import shown, statically, tensor
+
+__all__ = ["FLOATING", "check_plain", "equal", "is_contiguous", "is_plain", "same_shape", "value_of"]
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
+
+
+def value_of(node: Node) -> torch.Tensor:
+    """The node's recorded value.
+
+    Raises:
+        Refusal: none is recorded, or it is no tensor.
+    """
+    value = tensor(node)
+    if value is None:
+        raise Refusal(Kind.UNRECORDED, f"the graph does not record the shape and dtype of {shown(node)}")
+    return value
+
+
+def is_plain(value: torch.Tensor) -> bool:
+    """Whether it is a tensor as any other: subclasses have meanings of their own."""
+    return type(value) in _PLAIN
+
+
+def check_plain(node: Node) -> None:
+    """Whether operators may take the node's value.
+
+    Raises:
+        Refusal: it is a subclass's, a transform's, or not of real floating numbers.
+    """
+    value = value_of(node)
+    if not is_plain(value):
+        text = f"{shown(node)} gives a {type(value).__name__}: tensor subclasses are left alone"
+        raise Refusal(Kind.SUBCLASS, text)
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise Refusal(Kind.TRANSFORM, "it is computed under a torch.func transform (vmap, grad, …)")
+    if value.dtype not in FLOATING:
+        raise Refusal(Kind.DTYPE, f"{shown(node)} gives {value.dtype}: only real floating tensors are fused")
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two sizes are one, whatever the symbols in them are."""
+    return statically(a == b)
+
+
+def same_shape(a: Node, b: Node) -> bool:
+    """Whether two nodes' values have one shape."""
+    x, y = value_of(a), value_of(b)
+    return x.ndim == y.ndim and all(map(equal, x.shape, y.shape))
+
+
+def is_contiguous(value: torch.Tensor, order: Sequence[int] | None = None) -> bool:
+    """Whether elements lie densely, in row-major order of these axes, from the slowest to the fastest; of all axes as
+    they come by default."""
+    expected: Any = 1
+    for axis in reversed(range(value.ndim) if order is None else order):
+        if not statically(value.shape[axis] == 1):
+            if not statically(value.stride(axis) == expected):
+                return False
+            expected = expected * value.shape[axis]
+    return True

@@ -1,0 +1,49 @@
+"""How a model is run so that Dynamo captures it, and nothing of it stays: what reports and ``replace_mlps`` share."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["call_model", "throwaway", "unchanged"]
+
+
+def call_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What is compiled in a model's place. Its frame is on every captured stack, and is none of the user's."""
+    return model(*args, **kwargs)
+
+
+def throwaway(fn: Any) -> Callable[..., Any]:
+    """fn with a code object of its own. Dynamo keeps what it captures on the code object, and eight captures are its
+    limit: on the model's own code they would count against the user's compilations."""
+    return types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__)
+
+
+@contextmanager
+def unchanged(model: Callable[..., Any]) -> Iterator[None]:
+    """Put back what a run changes: buffers (batch statistics, caches), random generators, Dynamo's record of sizes.
+
+    Without the last, sizes that were seen here would make a later compilation with others dynamic from the start.
+    """
+    from torch._dynamo import pgo
+
+    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
+    before = [buffer.detach().clone() for buffer in buffers]
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    seen = pgo.get_code_state()
+    seen_before = copy.deepcopy(seen)
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            seen.clear()
+            seen.update(seen_before)
+            with torch.no_grad():
+                for buffer, old in zip(buffers, before, strict=True):
+                    if not torch.equal(buffer, old):
+                        buffer.copy_(old)

@@ -1,0 +1,77 @@
+"""Who is told what pick-up does, while it does it: the ``record`` blocks that are open in this thread (or context)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Protocol
+
+from torch_fused_ops.policy import FusionPolicy
+
+if TYPE_CHECKING:
+    from torch.fx import Graph
+
+    from torch_fused_ops.sites import Site
+
+__all__ = ["Observer", "before", "failed", "observed_by", "tell", "unobserved"]
+
+log = logging.getLogger("torch_fused_ops")
+
+
+class Observer(Protocol):
+    """What stage 1 calls, in the thread that compiles."""
+
+    def before(self, graph: Graph, policy: FusionPolicy) -> None:
+        """Pick-up is about to run on a graph."""
+
+    def tell(self, graph: Graph, sites: Sequence[Site]) -> None:
+        """Pick-up has run on a graph and found these sites."""
+
+    def failed(self, reason: str) -> None:
+        """Pick-up has failed on a graph and left it as it was."""
+
+
+_observers: ContextVar[tuple[Observer, ...]] = ContextVar("torch_fused_ops_observers", default=())
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Inside, the observer is told, too."""
+    token = _observers.set((*_observers.get(), observer))
+    try:
+        yield
+    finally:
+        _observers.reset(token)
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Compilations inside are not the user's: nobody is told."""
+    token = _observers.set(())
+    try:
+        yield
+    finally:
+        _observers.reset(token)
+
+
+def before(graph: Graph, policy: FusionPolicy) -> None:
+    """Pick-up is about to run on a graph. Never raises."""
+    for observer in _observers.get():
+        try:
+            observer.before(graph, policy)
+        except Exception:
+            log.warning("record: a graph could not be noted", exc_info=True)
+
+
+def tell(graph: Graph, sites: Sequence[Site]) -> None:
+    """Pick-up has run on a graph and found these sites."""
+    for observer in _observers.get():
+        observer.tell(graph, sites)
+
+
+def failed(reason: str) -> None:
+    """Pick-up has failed on a graph and left it as it was."""
+    for observer in _observers.get():
+        observer.failed(reason)

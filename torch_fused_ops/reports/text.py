@@ -1,0 +1,131 @@
+"""What reports say of sites and figures, in words, and as plain text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch_fused_ops.reasons import CAN_BE_ADDED, NOT_AN_MLP
+
+if TYPE_CHECKING:
+    from torch_fused_ops.reports.figures import Figures
+    from torch_fused_ops.reports.report import Group
+    from torch_fused_ops.sites import Site
+
+__all__ = [
+    "WIDTH",
+    "bare_reason",
+    "change",
+    "figures_table",
+    "read_by",
+    "reason_text",
+    "rows_of",
+    "sites_table",
+    "size",
+    "unit_of",
+    "unread_text",
+]
+
+WIDTH = 120
+
+
+def read_by(site: Site) -> str:
+    """The functions that read the value, each once: "linear ×2"."""
+    return ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in Counter(site.users).items())
+
+
+def unread_text(groups: Sequence[Group]) -> list[tuple[str, Group]]:
+    """Activations that are no sites, as text: "gelu is no site: no GEMM reads it, but layer_norm"."""
+    return [
+        (f"{', '.join(dict.fromkeys(g.sites[0].spelling))} is no site: {bare_reason(g.sites[0])}", g) for g in groups
+    ]
+
+
+def reason_text(site: Site) -> str:
+    """The reason as it is shown: without what the hint says too, and not like an item of a list (a minus in front)."""
+    reason = site.reason.removesuffix(CAN_BE_ADDED)
+    return f"the value {reason}" if reason.startswith(("-", "−", "*", "+")) else reason
+
+
+def bare_reason(site: Site) -> str:
+    """The same where a heading says already that it is no MLP."""
+    return reason_text(site).removeprefix(NOT_AN_MLP)
+
+
+def sites_table(groups: Sequence[Group]) -> str:
+    """A row for each group: what it became, where, and why."""
+    header = ("operator", "activation", "source", "read by", "reason")
+    rows = [header]
+    for group in groups:
+        site = group.sites[0]
+        rows.append((site.op or "-", site.activation or "-", group.source, read_by(site), reason_text(site)))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    indent = sum(widths) + 2 * len(widths)
+    room = max(50, WIDTH - indent)
+    lines = []
+    for row in rows:
+        reason = textwrap.wrap(row[4], room, break_long_words=False, break_on_hyphens=False) or [""]
+        lines.append("  ".join((*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), reason[0])))
+        lines += [" " * indent + more for more in reason[1:]]
+    lines.insert(1, "  ".join("-" * w for w in (*widths, len(header[4]))))
+    return "\n".join(lines)
+
+
+def unit_of(nbytes: float) -> tuple[str, int]:
+    """The unit to show so many bytes in, and how many bytes it is."""
+    return next(((unit, n) for unit, n in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if nbytes >= n), ("B", 1))
+
+
+def size(nbytes: float, scale: float | None = None) -> str:
+    """Bytes as text, in the unit that fits ``scale`` (by default themselves): "576.0 MiB"."""
+    scale = nbytes if scale is None else scale
+    unit, factor = unit_of(scale)
+    digits = 0 if factor == 1 else 2 if scale < 10 * factor else 1
+    return f"{nbytes / factor:.{digits}f} {unit}"
+
+
+def change(before: float, after: float) -> str:
+    """What became of a figure: "−36.2 %", "+1.0 %", "≈ 0 %" or "same"."""
+    if before == after:
+        return "same"
+    if not before:
+        return "new"
+    percent = 100 * (after / before - 1)
+    if abs(percent) < 0.05:
+        return "≈ 0 %"
+    return f"{'−' if percent < 0 else '+'}{abs(percent):.1f} %"
+
+
+def rows_of(figures: Figures) -> list[tuple[str, str, str, str]]:
+    """The totals as text: what, before, after, change."""
+    before, after = figures.before, figures.after
+
+    def row(name: str, attribute: str, is_bytes: bool) -> tuple[str, str, str, str]:
+        values = [getattr(side, attribute) for side in (before, after)]
+        text = [size(v, max(values)) if is_bytes else str(v) for v in values]
+        return name, text[0], text[1], change(*values)
+
+    if not figures.training:
+        return [row("bytes moved", "forward_bytes", True), row("kernels", "forward_kernels", False)]
+    return [
+        row("saved for backward", "saved", True),
+        row("bytes moved, forward", "forward_bytes", True),
+        row("bytes moved, backward", "backward_bytes", True),
+        row("kernels, forward", "forward_kernels", False),
+        row("kernels, backward", "backward_kernels", False),
+    ]
+
+
+def figures_table(figures: Figures) -> str:
+    """The totals, before and after."""
+    rows = [(f"on paper, {figures.target}", "torch.compile", "with pick-up", "change"), *rows_of(figures)]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = [
+        "  ".join((row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))))
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    lines += [f"a graph is missing from the figures: {reason}" for reason in dict.fromkeys(figures.skipped)]
+    return "\n".join(lines)

@@ -1,0 +1,57 @@
+"""What stage 1 says of a place in a graph, for all who read it: a ``Site``, and the module that it is in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch_fused_ops.reasons import Kind
+
+__all__ = ["DROPOUT", "Site"]
+
+DROPOUT = "dropout"  # a site's activation, where the site is a dropout
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where a GEMM reads a nonlinear pointwise function of what GEMMs produced; or a linear layer's dropout.
+
+    Attributes:
+        op: the operator that it became, e.g. ``"fused::glu"``; None where it was left alone.
+        activation: the activation's name in the table, where it was proved to be one; ``"dropout"`` for a dropout.
+        source: ``"file.py:line in module.path"``.
+        reason: for people: what was proved, and from which functions; or why it was left alone.
+        users: the functions that read the value.
+        module: the path, in the model, of the innermost module that holds the activation and the GEMM: the MLP.
+        location: where the activation is called, ``"/full/path/file.py:line"``; "" if the graph does not record it.
+        code: the text of that line.
+        spelling: the functions between the GEMMs, as the model calls them.
+        kind: the reason's kind, where it was left alone; None where it became an operator.
+        excluded_by: the policy's pattern that excludes it; "" where none does.
+    """
+
+    op: str | None
+    activation: str | None
+    source: str
+    reason: str
+    users: tuple[str, ...]
+    module: str = ""
+    location: str = ""
+    code: str = ""
+    spelling: tuple[str, ...] = ()
+    kind: Kind | None = None
+    excluded_by: str = ""
+
+    @property
+    def is_mlp(self) -> bool:
+        """Whether the site counts: an MLP's activation, fused or left alone. A dropout is listed, and counts apart."""
+        return self.activation != DROPOUT and (self.kind is None or self.kind.is_mlp)
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether ``strict`` counts it: an MLP that was left alone, and not because the policy says so."""
+        return self.op is None and self.is_mlp and not (self.kind is not None and self.kind.is_wanted)
+
+    @property
+    def hint(self) -> str:
+        """What can be done about a site that was left alone; "" where there is nothing, or nothing to do."""
+        return self.kind.cure if self.op is None and self.kind is not None else ""

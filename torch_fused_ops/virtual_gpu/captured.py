@@ -1,0 +1,151 @@
+"""Graphs that Dynamo captured, set aside to be compiled on paper: copied, then freed of devices and symbolic sizes."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """A graph that Dynamo captured, set aside by `set_aside` to be compiled on paper later.
+
+    Attributes:
+        gm: a copy of the graph and of its subgraphs, with their recorded values.
+        parameters: for each placeholder, whether it is a parameter or a buffer of a module.
+        training: whether grad mode was on.
+        autocast: the dtype of the autocast that was on around it for its device; None where none was.
+    """
+
+    gm: fx.GraphModule
+    parameters: tuple[bool, ...]
+    training: bool
+    autocast: torch.dtype | None
+
+
+def set_aside(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] | None = None) -> CapturedGraph:
+    """Copy a graph as Dynamo hands it to its backend, or as a pre-grad pass finds it; cheap, and `gm` stays as it is.
+
+    Args:
+        gm: the graph.
+        subgraphs: copies to take for subgraphs (checkpoint bodies) instead of what they are now, by their graph:
+            Inductor runs its passes on them before it runs them on the graph that calls them.
+
+    Returns:
+        What `compile_graph_on_paper` takes. It keeps no real tensor alive, but for constants inside the graph.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("example_value") for node in placeholders]
+    device = next((v.device.type for v in values if isinstance(v, Tensor)), "cpu")
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    parameters = tuple(map(is_parameter, placeholders))
+    return CapturedGraph(copy_graph(gm, subgraphs), parameters, torch.is_grad_enabled(), autocast)
+
+
+def copy_graph(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] | None = None) -> fx.GraphModule:
+    """A graph and its subgraphs with nodes of their own; attributes and recorded values are shared.
+
+    Args:
+        gm: the graph.
+        subgraphs: as for `set_aside`.
+    """
+    graph = copy.deepcopy(gm.graph)  # nodes and the dictionaries of what they record, not the values in them
+    copied = fx.GraphModule(gm, graph, type(gm).__name__)
+    # What AOTAutograd reads to know which inputs are parameters, and live anyway.
+    copied.meta = dict(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        copied._param_name_to_source = gm._param_name_to_source
+    for old, new in zip(gm.graph.nodes, graph.nodes, strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+        new.meta.pop("grapharg", None)  # holds the real input
+    for name, child in gm.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(copied, name, (subgraphs or {}).get(child.graph) or copy_graph(child, subgraphs))
+    return copied
+
+
+def is_parameter(node: fx.Node) -> bool:
+    """Whether a placeholder of Dynamo's graph is a parameter or a buffer of a module."""
+    if isinstance(node.meta.get("example_value"), nn.Parameter):
+        return True
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", "")
+    return "._buffers[" in (name() if callable(name) else name)
+
+
+def concrete(captured: CapturedGraph, mode: Any) -> tuple[fx.GraphModule, list[Any], list[bool]]:
+    """A copy of the graph to trace on fake CPU tensors of fixed sizes, those tensors, and which of them live anyway."""
+    gm = copy_graph(captured.gm)
+    lives_anyway = dict(zip(gm.graph.find_nodes(op="placeholder"), captured.parameters, strict=True))
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            _fix_sizes(module.graph, keep_inputs=module is not gm)
+            _name_cpu(module.graph)
+            module.recompile()
+    nodes = gm.graph.find_nodes(op="placeholder")
+    return gm, [_fake_on_cpu(node, mode) for node in nodes], [lives_anyway[node] for node in nodes]
+
+
+def _fix_sizes(graph: fx.Graph, *, keep_inputs: bool) -> None:
+    """Put numbers in place of nodes that compute sizes (or, where Dynamo made them inputs, other numbers)."""
+    numbers: dict[fx.Node, Any] = {}
+    for node in list(graph.nodes):
+        value = node.meta.get("example_value")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and value.node.hint is not None:
+            numbers[node] = value.node.hint
+        node.args, node.kwargs = (fx.node.map_arg(a, lambda n: numbers.get(n, n)) for a in (node.args, node.kwargs))
+    for node in reversed(numbers):
+        if not (keep_inputs and node.op == "placeholder"):
+            graph.erase_node(node)
+
+
+def _fake_on_cpu(node: fx.Node, mode: Any) -> Any:
+    """The like of a placeholder's recorded value: fake, on the CPU, its sizes fixed."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    name, value = node.name, node.meta.get("example_value")
+    if isinstance(value, (int, float)):
+        return value
+    if not isinstance(value, Tensor):
+        raise TypeError(f"input {name}: got {type(value).__name__}, expected a tensor or a number")
+    if type(value) not in (Tensor, nn.Parameter, FakeTensor) and not (
+        isinstance(value, nn.Parameter) and isinstance(value, FakeTensor)
+    ):
+        raise TypeError(f"input {name}: got a {type(value).__name__}, expected a plain tensor")
+    shape, stride = ([hint(size) for size in sizes] for sizes in (value.shape, value.stride()))
+    with mode:
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device="cpu", requires_grad=value.requires_grad)
+
+
+def _name_cpu(graph: fx.Graph) -> None:
+    """Name the CPU wherever a graph names a GPU, and the GPU's autocast wherever it enters the CPU's."""
+    for node in graph.nodes:
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            device, dtype, *rest = node.args
+            node.args = ("cuda", dtype or torch.get_autocast_dtype(device), *rest)
+        elif node.op == "call_method" and node.target == "cuda":
+            node.target, node.args, node.kwargs = "cpu", node.args[:1], {}
+        else:
+            node.args, node.kwargs = (fx.node.map_aggregate(a, _cpu_for_gpu) for a in (node.args, node.kwargs))
+
+
+def _cpu_for_gpu(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    return "cpu" if isinstance(value, str) and re.fullmatch(r"cuda(:\d+)?", value) else value
+
+
+def hint(size: Any) -> Any:
+    """A size or another number, or what a dynamic one was when it was captured."""
+    if isinstance(size, (int, float)):
+        return size
+    if size.node.hint is None:
+        raise ValueError(f"the size {size} depends on data: it is not known before the model runs")
+    return size.node.hint

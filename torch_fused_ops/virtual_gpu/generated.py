@@ -1,0 +1,116 @@
+"""What Inductor generated, read: kernels, launches, external calls, saved tensors, and the modules they come from."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .captured import hint
+from .modules import module_path
+from .results import GeneratedGraph, GeneratedKernel, Launch, SavedTensor
+
+
+def generated_graph(
+    code: str, gm: fx.GraphModule, moved: Mapping[Any, int], kernel_nodes: Mapping[str, Sequence[str]]
+) -> GeneratedGraph:
+    kernel_of = {node: kernel for kernel, nodes in kernel_nodes.items() for node in nodes}
+    kernel_bytes: Counter[str] = Counter()
+    for node, nbytes in moved.items():
+        names = [node.get_name(), *(inner.get_name() for inner in node.get_nodes())]
+        kernel = next((kernel_of[name] for name in names if name in kernel_of), None)
+        if kernel is not None:
+            kernel_bytes[kernel] += nbytes
+    sources, launches, extern = _read_code(code)
+    kernels = tuple(
+        GeneratedKernel(name, source, kernel_bytes[name], launches[name]) for name, source in sources.items()
+    )
+    launched = tuple(Launch(nbytes, _modules(node)) for node, nbytes in moved.items() if _is_launched(node))
+    return GeneratedGraph(code, kernels, extern, sum(moved.values()), gm, launched)
+
+
+def _is_launched(node: Any) -> bool:
+    """Whether something runs for a scheduler node: not for one that only names a part of another's result."""
+    from torch._inductor.ir import MultiOutput
+    from torch._inductor.scheduler import NopKernelSchedulerNode
+
+    return not isinstance(node, NopKernelSchedulerNode) and not isinstance(node.node, MultiOutput)
+
+
+def _modules(node: Any) -> tuple[str, ...]:
+    """The modules whose results a scheduler node writes, one entry for each buffer.
+
+    What is computed on the way does not count: a mask that is rebuilt inside a kernel has many operations.
+    """
+    found = []
+    for inner in node.get_nodes():
+        written = getattr(inner.node, "origin_node", None)
+        origins = getattr(inner.node, "origins", ())
+        paths = [_module_of(written)] if written is not None else []
+        found.append(next(filter(None, [*paths, *map(_module_of, reversed(list(origins)))]), ""))
+    return tuple(filter(None, found))
+
+
+def _module_of(node: fx.Node) -> str:
+    """The path in the model of the innermost module that a node comes from, in backward too; "" if it is not known."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return module_path(list(stack.values())[-1][0]) if stack else ""
+
+
+def _read_code(code: str) -> tuple[dict[str, str], Counter[str], tuple[str, ...]]:
+    """Sources of kernels by name, launches by name, and external calls, from Inductor's generated module."""
+    sources: dict[str, str] = {}
+    launches: Counter[str] = Counter()
+    extern: list[str] = []
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
+        function = ast.unparse(call.func)
+        owner, _, name = function.rpartition(".")
+        if function == "async_compile.triton":
+            kernel, source = (ast.literal_eval(argument) for argument in call.args[:2])
+            sources[kernel] = source
+        elif name == "run" and owner in sources:
+            launches[owner] += 1
+        elif owner == "extern_kernels":
+            extern.append(name)
+        elif function.startswith(("torch.ops.", "aten.")):
+            extern.append(function.removeprefix("torch.ops.").removesuffix(".default"))
+    return sources, launches, tuple(extern)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether `node` is a view of its first argument, by its operator's schema."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def saved_tensor(node: fx.Node, origins: Mapping[fx.Node, bool]) -> SavedTensor:
+    root = node
+    while root.op == "call_function" and _is_view(root):
+        root = root.all_input_nodes[0]
+    value = node.meta["val"]
+    shape = tuple(hint(size) for size in value.shape)
+    numel = functools.reduce(operator.mul, shape, 1)
+    is_input = root.op == "placeholder"
+    is_parameter = is_input and origins.get(root, False)
+    return SavedTensor(
+        node.name,
+        shape,
+        value.dtype,
+        numel * value.element_size(),
+        is_parameter,
+        is_input and not is_parameter,
+        "" if is_input else _module_of(root),
+    )
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)

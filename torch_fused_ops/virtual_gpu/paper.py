@@ -1,0 +1,397 @@
+"""Inductor's code for a described GPU: kernels, bytes moved and tensors saved, on a machine without that GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
+
+from . import standing_in
+from .captured import CapturedGraph, concrete, is_parameter
+from .generated import generated_graph, is_tensor, saved_tensor
+from .gpus import GPU, H200, described
+from .results import GeneratedGraph, PaperCompilation, SavedTensor
+
+GraphPass = Callable[[fx.Graph], object]
+
+# What computes matrix products, as settings of Inductor. It chooses among templates by measuring them; in deterministic
+# mode it takes the first instead, which needs no device.
+GEMM: dict[str, dict[str, Any]] = {
+    "library": {},
+    "triton": {"max_autotune_gemm": True, "max_autotune_gemm_backends": "TRITON", "deterministic": True},
+}
+
+
+def compile_on_paper(
+    fn: Callable[..., Any],
+    *inputs: Any,
+    gpu: GPU = H200,
+    training: bool = True,
+    joint_passes: Sequence[GraphPass] = (),
+    pre_grad_passes: Sequence[GraphPass] = (),
+    memory_budget: float | None = None,
+    dynamic: bool = False,
+    gemm: str = "library",
+    config: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> PaperCompilation:
+    """What `torch.compile(fn, fullgraph=True)` generates on `gpu`, without having it.
+
+    Dynamo captures `fn` on fake CPU tensors; AOTAutograd traces forward and backward; the joint graph is moved to the
+    described GPU; from there Inductor's own passes, partitioner, scheduler and code generator run unchanged. Nothing
+    is allocated or executed.
+
+    Args:
+        fn: a function or an `nn.Module`, which may close over other modules.
+        *inputs: its arguments. Of tensors (real, meta or fake, on any device) shape, strides, dtype and
+            `requires_grad` are used; so are those of parameters and buffers.
+        gpu: the GPU to generate code for.
+        training: False compiles under `torch.no_grad()`.
+        joint_passes: run on the joint FX graph, after `torch._inductor.config.joint_custom_pre_pass`.
+        pre_grad_passes: run on the FX graph that Dynamo captured (and on its subgraphs: checkpoint bodies), after
+            `torch._inductor.config.pre_grad_custom_pass`. Its `example_value`s are fake CPU tensors.
+        memory_budget: `torch._functorch.config.activation_memory_budget` for this compilation.
+        dynamic: make sizes symbolic, as `torch.compile(dynamic=True)` does.
+        gemm: what computes matrix products: "library", Inductor's default; or "triton", its templates, into which it
+            fuses what comes before and after. Which template max-autotune would choose, only a device can say: here it
+            is the first.
+        config: settings of `torch._inductor.config` for this compilation.
+        **kwargs: keyword arguments of `fn`.
+
+    Returns:
+        Generated code, kernels, bytes moved and saved tensors.
+
+    Raises:
+        ModuleNotFoundError: when Triton is not installed.
+        TypeError: when `fn` is not callable.
+        ValueError: when `memory_budget` is not in [0, 1], or `gemm` is not known.
+        torch._dynamo.exc.Unsupported: when `fn` does not capture as one graph.
+    """
+    if not callable(fn):
+        raise TypeError(f"fn: got {type(fn).__name__}, expected a function or an nn.Module")
+    if memory_budget is not None and not 0 <= memory_budget <= 1:
+        raise ValueError(f"memory_budget: got {memory_budget}, expected a number from 0 to 1")
+    if gemm not in GEMM:
+        raise ValueError(f"gemm: got {gemm!r}, expected one of {', '.join(map(repr, GEMM))}")
+    return _Paper(gpu, joint_passes, pre_grad_passes, memory_budget, {**GEMM[gemm], **(config or {})}).compile(
+        fn, inputs, kwargs, training, dynamic
+    )
+
+
+def compile_graph_on_paper(
+    captured: CapturedGraph, *, gpu: GPU = H200, config: Mapping[str, Any] | None = None
+) -> PaperCompilation:
+    """What Inductor generates on `gpu` for a graph that was captured earlier, for whichever device.
+
+    The same as `compile_on_paper` from the captured graph on. Sizes that were symbolic are those it was captured with.
+
+    Args:
+        captured: what `set_aside` returned; it stays as it is.
+        gpu: the GPU to generate code for.
+        config: settings of `torch._inductor.config` for this compilation.
+
+    Returns:
+        Generated code, kernels, bytes moved and saved tensors.
+
+    Raises:
+        ModuleNotFoundError: when Triton is not installed.
+        ValueError: when a size depends on data, so that it is not known.
+        TypeError: when an input is a tensor subclass, or neither a tensor nor a number.
+    """
+    return _Paper(gpu, (), (), None, config or {}).compile_graph(captured)
+
+
+class _Compiled(BaseException):
+    """Leaves Dynamo once everything is known; not an Exception, so that Dynamo lets it through."""
+
+
+@dataclass
+class _Passes:
+    """Graph passes run one after the other in one of Inductor's slots, in front of which others may already stand."""
+
+    passes: tuple[GraphPass, ...]
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for graph_pass in self.passes:
+            graph_pass(graph)
+
+    def uuid(self) -> str:
+        """Nothing compiled on paper is cached; without a key Inductor warns that it cannot cache."""
+        return f"on paper {id(self)}"
+
+
+def _append_passes(slot: str, passes: Sequence[GraphPass]) -> dict[str, Any]:
+    """A config patch that runs `passes` after what `slot` holds: one pass, a list (from torch 2.13 on) or None."""
+    from torch._inductor import config
+
+    held = getattr(config, slot)
+    before = tuple(held) if isinstance(held, (list, tuple)) else () if held is None else (held,)
+    return {slot: _Passes(before + tuple(passes))} if passes else {}
+
+
+class _Paper:
+    """One compilation on paper."""
+
+    def __init__(
+        self,
+        gpu: GPU,
+        joint_passes: Sequence[GraphPass],
+        pre_grad_passes: Sequence[GraphPass],
+        memory_budget: float | None,
+        config: Mapping[str, Any],
+    ) -> None:
+        self.gpu = gpu
+        self.inductor_config = {
+            # measured on a device, which there is not
+            "shape_padding": False,
+            **config,
+            **_append_passes("joint_custom_pre_pass", joint_passes),
+            **_append_passes("pre_grad_custom_pass", pre_grad_passes),
+            # no cache is read or written: `generate` stands in for the one that keeps graphs
+            "fx_graph_cache": False,
+            "autotune_local_cache": False,
+            "autotune_remote_cache": False,
+        }
+        self.functorch_config: dict[str, Any] = {
+            "enable_autograd_cache": False,
+            "force_non_lazy_backward_lowering": True,
+        }
+        if memory_budget is not None:
+            self.functorch_config["activation_memory_budget"] = memory_budget
+        self.graphs: dict[str, GeneratedGraph] = {}
+        self.saved: tuple[SavedTensor, ...] = ()
+        self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
+        self.parameters: list[bool] = []
+
+    def compile(
+        self, fn: Callable[..., Any], inputs: Sequence[Any], kwargs: Mapping[str, Any], training: bool, dynamic: bool
+    ) -> PaperCompilation:
+        # A frame of our own, a new one each time: Dynamo's caches and its memory of sizes go by frame.
+        def on_paper(*args: Any, **kwargs: Any) -> Any:
+            return fn(*args, **kwargs)
+
+        on_paper.__code__ = on_paper.__code__.replace(co_name=f"on_paper_{id(self)}")
+        compiled = torch.compile(on_paper, backend=self.backend, fullgraph=True, dynamic=dynamic)
+        with self.patched(), torch.set_grad_enabled(training), contextlib.suppress(_Compiled):
+            compiled(*inputs, **kwargs)
+        if not self.graphs:
+            raise ValueError(f"fn: {fn!r} computes nothing on tensors that a graph could hold")
+        return self.result()
+
+    def compile_graph(self, captured: CapturedGraph) -> PaperCompilation:
+        from torch._guards import TracingContext, tracing
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        with self.patched(), torch.set_grad_enabled(captured.training):
+            gm, inputs, self.parameters = concrete(captured, mode)
+            autocast = torch.autocast("cuda", captured.autocast, enabled=captured.autocast is not None)
+            with autocast, tracing(TracingContext(mode)):
+                self.compile_fx(gm, inputs)
+        return self.result()
+
+    def result(self) -> PaperCompilation:
+        forward, backward, inference = (self.graphs.get(kind) for kind in ("forward", "backward", "inference"))
+        return PaperCompilation(self.gpu, forward, backward, inference, self.saved)
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[None]:
+        import torch._dynamo.config as dynamo_config
+        import torch._functorch.config as functorch_config
+        import torch._inductor.compile_fx as compile_fx
+        import torch._inductor.config as inductor_config
+        from torch._inductor.fx_passes import joint_graph, post_grad
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        _register_patterns()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(described(self.gpu))
+            stack.enter_context(inductor_config.patch(self.inductor_config))
+            stack.enter_context(functorch_config.patch(self.functorch_config))
+            stack.enter_context(
+                dynamo_config.patch(automatic_dynamic_local_pgo=False, automatic_dynamic_remote_pgo=False)
+            )
+            stack.enter_context(standing_in.cuda_autocast())
+            stack.enter_context(standing_in.guardless_tensors())
+            stack.enter_context(standing_in.constants_folded_on_cpu())
+            for module in (joint_graph, post_grad):
+                stack.enter_context(mock.patch.object(module, "lazy_init", lambda *args, **kwargs: None))
+            stack.enter_context(self.wrap(FakeTensorMode, "from_tensor", self.from_tensor))
+            stack.enter_context(self.wrap(compile_fx, "_recursive_joint_graph_passes", self.joint_graph_passes))
+            stack.enter_context(self.wrap(compile_fx, "partition_fn", self.partition))
+            yield
+
+    @staticmethod
+    def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> Any:
+        """Patch `owner.name` with `wrapper`, called with the original first."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        return mock.patch.object(owner, name, wrapped)
+
+    def from_tensor(self, original: Callable[..., Any], mode: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Fake tensors are made on the CPU, whatever the tensor's own device is.
+
+        A CPU build of torch cannot run autograd on fake CUDA tensors: it has no device guard, and aborts.
+        """
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+        if isinstance(tensor, FakeTensor):
+            is_ready = tensor.fake_mode is mode
+        else:  # other subclasses are taken apart by torch, and come back in pieces
+            is_ready = tensor.device.type == "cpu" or type(tensor) not in (Tensor, nn.Parameter)
+        if is_ready:
+            return original(mode, tensor, *args, **kwargs)
+        if id(tensor) not in self.stand_ins:
+            with FakeTensorMode():
+                stand_in = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
+                )
+                if isinstance(tensor, nn.Parameter):
+                    stand_in = nn.Parameter(stand_in, tensor.requires_grad)
+            self.stand_ins[id(tensor)] = (stand_in, tensor)  # the tensor too: it keeps its id from being given away
+        return original(mode, self.stand_ins[id(tensor)][0], *args, **kwargs)
+
+    def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        """Dynamo's backend: `compile_fx`, with code generation in place of compilation."""
+        from torch._guards import TracingContext
+
+        # Dynamo gives its backend a fresh fake mode, since tracing may have changed the tensors of its own.
+        tracing_context: Any = TracingContext
+        context = tracing_context.get()
+
+        def fake(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            symbolic = context.tensor_to_context.get(value)
+            if symbolic is None:
+                return context.fake_mode.from_tensor(value, static_shapes=True)
+            return context.fake_mode.from_tensor(value, symbolic_context=symbolic, source=symbolic.tensor_source)
+
+        self.parameters = [is_parameter(node) for node in gm.graph.find_nodes(op="placeholder")]
+        self.compile_fx(gm, [fake(value) for value in example_inputs])
+        raise _Compiled
+
+    def compile_fx(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        from torch._inductor.compile_fx import compile_fx
+
+        compile_fx(gm, inputs, inner_compile=self.generate, decompositions=standing_in.decompositions())
+
+    def joint_graph_passes(self, original: Callable[..., Any], gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        """Inductor's joint passes, on the graph moved to the GPU."""
+        standing_in.move_graph(gm)
+        kwargs["input_device"] = torch.device("cuda", 0)
+        return original(gm, *args, **kwargs)
+
+    def partition(self, original: Callable[..., Any], gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        forward, backward = original(gm, joint_inputs, **kwargs)
+        outputs = forward.graph.output_node().args[0][kwargs["num_fwd_outputs"] :]
+        origins = dict(zip(forward.graph.find_nodes(op="placeholder"), self.parameters, strict=False))
+        self.saved = tuple(saved_tensor(node, origins) for node in outputs if is_tensor(node))
+        return forward, backward
+
+    def generate(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """Inductor's inner compilation, as far as the code: post-grad passes, lowering, scheduling, code."""
+        from torch._guards import TracingContext
+        from torch._inductor import compile_fx
+        from torch._inductor.debug import DebugContext
+        from torch._inductor.fx_passes.post_grad import view_to_reshape
+        from torch._inductor.graph import GraphLowering
+        from torch._inductor.virtualized import V
+
+        is_backward, is_inference = kwargs.get("is_backward", False), kwargs.get("is_inference", False)
+        inputs = tree_map(functools.partial(standing_in.on_gpu, V.fake_mode), list(example_inputs))
+        kernel_nodes: dict[str, list[str]] = {}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(V.set_debug_handler(DebugContext()))
+            view_to_reshape(gm)
+            with torch.no_grad():
+                compile_fx.fake_tensor_prop(gm, inputs)
+            compile_fx._recursive_record_original_output_strides(gm)
+            compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
+            graph = GraphLowering(
+                gm,
+                example_inputs=inputs,
+                shape_env=V.fake_mode.shape_env,
+                is_inference=is_inference,
+                is_backward=is_backward,
+            )
+            graph.freeze_runtime_asserts()
+            stack.enter_context(V.set_graph_handler(graph))
+            stack.enter_context(V.set_extern_kernel_nodes([]))
+            stack.enter_context(_recorded_kernels(kernel_nodes))
+            graph.run(*inputs)
+            context = TracingContext.try_get()
+            if context is not None and context.output_strides is not None:
+                context.output_strides += [_stride(output) for output in graph.graph_outputs]
+            generated: Any = graph.codegen()[0]
+            code: str = getattr(generated, "value", generated)
+            moved = {node: node.get_read_write_buffers_sizes() for node in graph.scheduler.nodes}
+        kind = "inference" if is_inference else "backward" if is_backward else "forward"
+        self.graphs[kind] = generated_graph(code, gm, moved, kernel_nodes)
+
+        def not_compiled(*args: Any) -> Any:
+            raise RuntimeError("compiled on paper: there is nothing to run")
+
+        not_compiled._boxed_call = True  # type: ignore[attr-defined]
+        return not_compiled
+
+
+@functools.cache
+def _register_patterns() -> None:
+    """Let Inductor register its patterns as it would for the CPU, by passing it a graph that does nothing.
+
+    It does so once a process, on first use, and traces them on the device it compiles for. A second time with other
+    arguments it would find duplicates.
+    """
+    from torch._inductor import config
+    from torch._inductor.fx_passes import joint_graph, post_grad
+
+    slots = (
+        "joint_custom_pre_pass",
+        "joint_custom_post_pass",
+        "post_grad_custom_pre_pass",
+        "post_grad_custom_post_pass",
+    )
+    graph = fx.Graph()
+    graph.output(())
+    nothing = fx.GraphModule(nn.Module(), graph)
+    with config.patch(dict.fromkeys(slots)):
+        joint_graph.joint_graph_passes(nothing, torch.device("cpu"))
+        post_grad.post_grad_passes(nothing, is_inference=False)
+
+
+@contextlib.contextmanager
+def _recorded_kernels(kernel_nodes: dict[str, list[str]]) -> Iterator[None]:
+    """Note which scheduler nodes each Triton kernel holds: kernel name to names of nodes, one list for all launches."""
+    from torch._inductor.codegen.triton import TritonScheduling
+
+    def define_kernel(original: Callable[..., str], self: Any, source: str, nodes: Any, *args: Any) -> str:
+        name = original(self, source, nodes, *args)
+        names = kernel_nodes.setdefault(name, [])
+        names += [node.get_name() for node in nodes if hasattr(node, "get_name")]
+        return name
+
+    with _Paper.wrap(TritonScheduling, "define_kernel", define_kernel):
+        yield
+
+
+def _stride(output: Any) -> tuple[int, ...] | None:
+    """The strides of a lowered output, as AOTAutograd wants them to lay out what backward reads."""
+    if not hasattr(output, "has_tensor_output") or not output.has_tensor_output():
+        return None
+    strides = output.get_layout().stride
+    if any(getattr(stride, "free_symbols", ()) for stride in strides):
+        return None
+    return tuple(int(stride) for stride in strides)

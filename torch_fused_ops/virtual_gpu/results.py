@@ -1,0 +1,160 @@
+"""What a compilation on paper finds: generated code, kernels and their launches, bytes moved, tensors saved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from .gpus import GPU
+
+
+@dataclass(frozen=True)
+class GeneratedKernel:
+    """One Triton kernel of a generated graph.
+
+    Attributes:
+        name: as in the generated code, "triton_poi_fused_gelu_0".
+        source: a Python module: the decorated kernel and its imports. `assemble` and `interpret` take it.
+        bytes_moved: bytes read and written by all launches of this kernel in the graph, as Inductor counts them.
+        launches: how often the graph runs it.
+    """
+
+    name: str
+    source: str
+    bytes_moved: int
+    launches: int = 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One run of a kernel, or one call that leaves the generated code.
+
+    Attributes:
+        bytes_moved: bytes it reads and writes, as Inductor counts them.
+        modules: for each result that it writes, the path in the model of the module it comes from ("layers.0.mlp"),
+            where that is known.
+    """
+
+    bytes_moved: int
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GeneratedGraph:
+    """What Inductor generated for one graph.
+
+    Attributes:
+        code: the whole generated Python module.
+        kernels: its Triton kernels, in order of definition.
+        extern: the calls that leave the generated code, in order: "mm", "addmm", "aten._addmm_activation".
+        bytes_moved: bytes read and written by kernels and external calls together.
+        graph: the FX graph after the post-grad passes.
+        launches: kernels and external calls, as scheduled.
+    """
+
+    code: str
+    kernels: tuple[GeneratedKernel, ...]
+    extern: tuple[str, ...]
+    bytes_moved: int
+    graph: fx.GraphModule = field(repr=False)
+    launches: tuple[Launch, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor that the forward graph keeps for the backward graph.
+
+    Attributes:
+        name: the node's name in the joint graph.
+        shape: sizes; a dynamic size is given by its hint.
+        dtype: element type.
+        nbytes: size in bytes.
+        is_parameter: it is an `nn.Parameter` or a module's buffer, or a view of one: it lives anyway.
+        is_graph_input: it is another input of the function, or a view of one.
+        module: path in the model of the module that computes it; "" where that is not known, as for inputs.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    is_parameter: bool
+    is_graph_input: bool
+    module: str = ""
+
+
+@dataclass(frozen=True)
+class PaperCompilation:
+    """The result of `compile_on_paper`.
+
+    Attributes:
+        gpu: the described GPU.
+        forward: the forward graph of a training step; None in inference.
+        backward: the backward graph of a training step; None in inference.
+        inference: the graph where nothing needs a gradient; None in training.
+        saved: tensors kept from forward for backward.
+    """
+
+    gpu: GPU
+    forward: GeneratedGraph | None
+    backward: GeneratedGraph | None
+    inference: GeneratedGraph | None
+    saved: tuple[SavedTensor, ...]
+
+    @property
+    def graphs(self) -> dict[str, GeneratedGraph]:
+        """The graphs that exist, by name."""
+        named = {"forward": self.forward, "backward": self.backward, "inference": self.inference}
+        return {name: graph for name, graph in named.items() if graph is not None}
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes read and written by all graphs together."""
+        return sum(graph.bytes_moved for graph in self.graphs.values())
+
+    @property
+    def kernels(self) -> tuple[GeneratedKernel, ...]:
+        """The Triton kernels of all graphs."""
+        return tuple(kernel for graph in self.graphs.values() for kernel in graph.kernels)
+
+    def saved_bytes(self, *, include_inputs: bool = True, include_parameters: bool = False) -> int:
+        """Bytes kept from forward for backward.
+
+        Parameters and buffers (and views of them) are left out, since they live whether saved or not. Inputs are
+        counted: in a model the input of one block is the output of another, alive only because it was saved.
+
+        Args:
+            include_inputs: count the function's own inputs, where they are neither parameters nor buffers.
+            include_parameters: count parameters and buffers too.
+
+        Returns:
+            The sum of `SavedTensor.nbytes`.
+        """
+        return sum(
+            tensor.nbytes
+            for tensor in self.saved
+            if (include_parameters or not tensor.is_parameter) and (include_inputs or not tensor.is_graph_input)
+        )
+
+    def __str__(self) -> str:
+        rows = [("", "bytes moved", "launches")]
+        for name, graph in self.graphs.items():
+            rows.append((name, _mib(graph.bytes_moved), str(sum(kernel.launches for kernel in graph.kernels))))
+            rows += [(f"  {kernel.name}", _mib(kernel.bytes_moved), str(kernel.launches)) for kernel in graph.kernels]
+            rows += [(f"  {call}", "", str(count)) for call, count in Counter(graph.extern).items()]
+        if self.saved:
+            rows.append(("saved for backward", _mib(self.saved_bytes()), ""))
+            for tensor in self.saved:
+                kind = "parameter" if tensor.is_parameter else "input" if tensor.is_graph_input else "intermediate"
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                rows.append((f"  {tensor.name} {dtype}{list(tensor.shape)}", _mib(tensor.nbytes), kind))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in rows]
+        return "\n".join([f"on paper: {self.gpu.name} ({self.gpu.arch})", *lines])
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"
