@@ -185,9 +185,7 @@ class Operator:
     def __post_init__(self) -> None:
         unknown = [rule.name for rule in self.rules if rule.name not in self.scalars]
         if unknown:
-            raise ValueError(
-                f"rules={unknown!r} are about no scalar of {self.name}; accepted: {', '.join(self.scalars)}"
-            )
+            raise ValueError(f"rules={unknown!r} are not about scalars; accepted: {', '.join(self.scalars)}")
         if self.name in OPERATORS:
             raise ValueError(f"name={self.name!r} is declared already")
         OPERATORS[self.name] = self
@@ -297,16 +295,14 @@ class Elementwise(Operator):
     kernels: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         data = [kind in DATA for kind in self.kinds]
         if not data[0] or data != sorted(data, reverse=True) or (self.is_packed and sum(data) > 1):
-            raise ValueError(
-                f"tensors={self.tensors!r} is not accepted: data comes first, and packed data is one tensor"
-            )
+            raise ValueError(f"tensors={self.tensors!r} is not accepted: data comes first, packed data alone")
         if "activation" in self.scalars and next(iter(self.scalars)) != "activation":
             raise ValueError(f"scalars={self.scalars!r} is not accepted: the activation comes first")
         if self.is_packed != ("layout" in self.scalars):
             raise ValueError(f"scalars={self.scalars!r} is not accepted: packed data has a layout, other has none")
+        super().__post_init__()
 
     # -- how its arguments are read --
 

@@ -362,7 +362,7 @@ def test_rules_are_registered_with_dtensor_and_not_before() -> None:
         "import torch, torch_fused_ops, torch.distributed.tensor as dt; "
         "from torch_fused_ops.distributed import sharding; "
         "by = dt.DTensor._op_dispatcher; tables = [by._custom_op_handlers, by.sharding_propagator.op_to_schema_info]; "
-        "assert all(any(getattr(torch.ops.fused, n).default in t for t in tables) for n in sharding.RULES)"
+        "assert all(any(getattr(torch.ops.fused, n).default in t for t in tables) for n in sharding.rules())"
     )
     for first in (late, "import torch.distributed.tensor; "):
         subprocess.run([sys.executable, "-W", "ignore", "-c", first + found], check=True)

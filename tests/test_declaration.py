@@ -1,0 +1,173 @@
+"""An operator that is declared gets everything: CONTRIBUTING.md's, and one of packed data.
+
+They are tried in a process of their own, since operators are for good.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from torch_fused_ops.declaration import OPERATORS, Elementwise, above_zero, elementwise, finite, one_of
+
+PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
+
+PACKED = """
+def gated(gate, up, gain):
+    return torch.sin(gate) * up * gain
+
+def gated_grads(grad, gate, up, gain):
+    return grad * torch.cos(gate) * up * gain, grad * torch.sin(gate) * gain
+
+sine_glu = Elementwise(
+    "sine_glu",
+    "sin(gate) · up · gain of the packed input + bias.",
+    tensors={"input": "packed", "bias": "per_column?"},
+    scalars={"layout": 'str="halves"', "gain": "float=1.0"},
+    value=gated,
+    grads=gated_grads,
+)
+register_elementwise(sine_glu)
+"""
+
+TRIED = """
+import torch_fused_ops as tfo
+from torch_fused_ops import reference, formulas
+from torch_fused_ops.testing import check
+
+def close(a, b):
+    torch.testing.assert_close(a, b)
+
+F = torch.ops.fused
+tensors = "Tensor input, Tensor? bias, Tensor? row_scale"
+schemas = {
+    "bias_square": f"({tensors}, float factor=1.) -> Tensor",
+    "bias_square_backward": f"(Tensor grad, {tensors}, float factor, bool[3] output_mask) "
+    "-> (Tensor?, Tensor?, Tensor?)",
+    "bias_square_fp8": f"({tensors}, float factor=1.) -> (Tensor, Tensor, Tensor)",
+    "bias_square_fp8_backward": "(Tensor grad, Tensor stored, Tensor scale, Tensor? bias, Tensor? row_scale, "
+    "float factor, ScalarType dtype, bool[3] output_mask) -> (Tensor?, Tensor?, Tensor?)",
+}
+for name, schema in schemas.items():
+    assert str(getattr(F, name).default._schema) == f"fused::{name}{schema}", getattr(F, name).default._schema
+
+def leaf(*shape, dtype=torch.float64):
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+def square(x, b, s, factor=1.0):
+    y = factor * (x if b is None else x + b) ** 2
+    return y if s is None else y * s.unsqueeze(-1)
+
+def glu(x, b, layout="halves", gain=1.0):
+    gate, up = formulas.unpack(x if b is None else x + b, layout)
+    return torch.sin(gate) * up * gain
+
+calls = [
+    (F.bias_square, square, (leaf(3, 5), leaf(5), leaf(3), 1.5)),
+    (F.bias_square, square, (leaf(2, 3, 5), None, leaf(2, 3))),
+    (F.bias_square, square, (leaf(4, 3).t(), leaf(4), None, -2.0)),
+    (F.sine_glu, glu, (leaf(3, 8), leaf(8), "interleaved", 0.5)),
+    (F.sine_glu, glu, (leaf(8, 2, 6).transpose(0, 1), None, "swapped")),
+]
+for op, truth, args in calls:
+    given = [a for a in args if isinstance(a, torch.Tensor)]
+    def at(*ts, of=op, args=args):
+        ts = iter(ts)
+        return of(*(next(ts) if isinstance(a, torch.Tensor) else a for a in args))
+    close(at(*given), at(*given, of=truth))
+    assert torch.autograd.gradcheck(at, given) and torch.autograd.gradgradcheck(at, given)
+    torch.library.opcheck(op.default, args)
+    close(torch.func.vmap(at)(*(torch.stack((t, 2 * t)) for t in given))[1], at(*(2 * t for t in given)))
+    both = tuple(given), tuple(given)
+    close(torch.func.jvp(at, *both)[1], torch.func.jvp(lambda *t: at(*t, of=truth), *both)[1])
+    close(getattr(reference, op.default.name().removeprefix("fused::"))(*args), at(*given))
+    found = tfo.decompositions()[op.default](*args)
+    close(found, at(*given))
+
+# stored in float8: the gradients at what was stored
+x, b = leaf(4, 16), leaf(16)
+y, stored, scale = F.bias_square_fp8(x, b, None, 1.5)
+close(y, F.bias_square(x, b, None, 1.5))
+loaded = formulas.load_fp8(stored, scale, torch.float64).requires_grad_()
+close(torch.autograd.grad(y.sum(), (x, b)), torch.autograd.grad(square(loaded, b, None, 1.5).sum(), (loaded, b)))
+
+for error, args, text in (
+    (TypeError, (None, leaf(5), None), "input=None is not accepted"),
+    (TypeError, (leaf(3, 5).int(), None, None), "input has dtype torch.int32; accepted: float16"),
+    (ValueError, (leaf(3, 5), leaf(4), None), "bias has shape (4,); accepted: (5,), input's last axis"),
+    (ValueError, (leaf(3, 5), None, leaf(5)), "row_scale has shape (5,); accepted: (3,), input's shape without"),
+    (ValueError, (leaf(3, 5), None, None, float("inf")), "factor=inf is not accepted: it must be finite"),
+):
+    try:
+        F.bias_square(*args)
+    except error as e:
+        assert text in str(e), e
+    else:
+        raise AssertionError(text)
+
+# under the compiler it is an ordinary node; the memory tables know it; DTensor has its rules
+from torch._inductor.utils import run_and_get_code
+from torch_fused_ops.lowerings import handover, memory, partition
+from torch_fused_ops.distributed import sharding
+
+x, b, s = leaf(6, 8), leaf(8), leaf(6)
+fn = torch.compile(lambda x, b, s: F.bias_square(torch.tanh(x), b, s, 1.5) * 2)
+result, codes = run_and_get_code(lambda: torch.autograd.grad(fn(x, b, s).sum(), (x, b, s)))
+close(result, torch.autograd.grad((square(torch.tanh(x), b, s, 1.5) * 2).sum(), (x, b, s)))
+assert codes and not any("fused.bias_square" in code for code in codes)
+assert handover.DATA[F.bias_square_backward.default] == (1,) and F.bias_square.default in memory.OPERATOR
+assert "bias_square" in partition.REBUILT and set(schemas) <= set(sharding.rules())
+print("everything")
+"""
+
+
+def test_a_declared_operator_gets_everything() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (declared,) = (block for block in blocks if "register_elementwise" in block)
+    script = "import torch\ntorch.manual_seed(0)\n" + declared + PACKED + TRIED
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.split() == ["everything"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"tensors": {"bias": "per_column?", "input": "data"}}, "data comes first"),
+        ({"tensors": {"input": "packed", "other": "data"}}, "data comes first, packed data alone"),
+        ({"tensors": {"input": "packed"}}, "packed data has a layout"),
+        ({"scalars": {"gain": "float", "activation": "str"}}, "the activation comes first"),
+        ({"rules": (finite("offset"),)}, "are not about scalars"),
+        ({"name": "bias_act"}, "is declared already"),
+    ],
+)
+def test_wrong_declarations_say_what_is_wrong(changed: dict[str, object], text: str) -> None:
+    before = dict(OPERATORS)
+    given: dict[str, object] = {"name": "wrong", "doc": "", "tensors": {"input": "data"}, "scalars": {}}
+    with pytest.raises(ValueError, match=re.escape(text)):
+        Elementwise(**{**given, "value": lambda x: x, "grads": lambda g, x: (g,), **changed})  # type: ignore[arg-type]
+    assert before == OPERATORS
+
+
+def test_rules_name_the_argument_its_value_and_what_is_accepted() -> None:
+    for rule, value, text in (
+        (finite("gain"), float("nan"), "gain=nan is not accepted: it must be finite"),
+        (above_zero("clamp"), -1.0, "clamp=-1.0 is not accepted: it must be above 0, or None for no clamp"),
+        (one_of("layout", ("a", "b")), "c", "layout='c' is not known; accepted: a, b"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(textwrap.dedent(text))):
+            rule.check(value)
+
+
+def test_what_is_stored_is_read_back_by_name() -> None:
+    for op in elementwise():
+        names = [argument.name for argument in op.fp8_backward.arguments]
+        given = op.stored(names)
+        assert given.grad == "grad" and given.output_mask == "output_mask"
+        assert len(given.data) == op.data == len(given.dtypes)
+        assert (*given.others, *given.scalars) == (*list(op.tensors)[op.data :], *op.scalars)
