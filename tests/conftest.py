@@ -1,38 +1,183 @@
-"""What every test gets: compile caches of the tests' own, and the activation table as it was."""
+"""What every test gets: compile caches of the tests' own, the activation table as it was, a limit of processor time."""
 
+import itertools
 import json
 import os
 import platform
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-# So that no run is served what another run compiled.
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torch_fused_ops_tests_")
+# So that no run is served what another run compiled. A run's processes share one: they precompile C++ headers once.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torch_fused_ops_tests_")
+
+# Which of the processor's vector instructions compiler and system know is otherwise tried out by every process that
+# compiles C++, for 8 s of processor time. With "" it is tried out, with "0" none are used.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+import processor_time
 
 from torch_fused_ops import activations
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """The whole suite, plain ``pytest``, runs in up to four processes: most of it waits for compilers of its own."""
+    """The whole suite, plain ``pytest``, runs in up to four processes.
+
+    A file goes to one of them: what its tests share, figures on paper above all, is compiled once.
+    """
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
     if whole and config.pluginmanager.hasplugin("xdist") and config.getoption("numprocesses") is None:
         processors = os.cpu_count() or 1
         config.option.numprocesses = workers = min(processors, 4)
-        config.option.dist = "worksteal"
+        config.option.dist = "loadfile"
         os.environ.setdefault("OMP_NUM_THREADS", str(processors // workers))  # for the workers: threads spin
 
 
-# ---- docs/compatibility.json, from which docs/generate.py writes the table of docs/compatibility.md -----------------
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--record-compatibility: note what passes on this torch."""
+    """What CONTRIBUTING.md says of them."""
     parser.addoption("--record-compatibility", action="store_true", help="write what passes to docs/compatibility.json")
+    parser.addoption("--processor-time", metavar="FILE", help="write each test's processor time in seconds to FILE")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A meter in every process that runs tests; what reports on all tests in the one that hears of them."""
+    config.pluginmanager.register(processor_time.Meter(), "processor-time-meter")
+    if hasattr(config, "workerinput"):
+        return
+    config.pluginmanager.register(processor_time.Table(config.getoption("--processor-time")), "processor-time-table")
+    if config.getoption("--record-compatibility"):
+        config.pluginmanager.register(_Record(Path(__file__).parent), "record-compatibility")
+
+
+@pytest.fixture(scope="session")
+def inductor() -> Any:
+    """Inductor's compile_fx, imported at nobody's expense: it takes 3 s of whichever test is first."""
+    from torch._inductor import compile_fx
+
+    return compile_fx
+
+
+@pytest.fixture(autouse=True)
+def inductor_code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If "interpreted": Inductor with all its passes and lowerings, but for generated code the graph, run by torch.
+
+    A C++ compiler takes 1.5 to 4 seconds a graph, this 0.1. What the code *computes* is then not tested: tests marked
+    ``codegen_is_slow`` run both ways, the generated code under ``-m slow``.
+    """
+    if getattr(request, "param", "generated") == "generated":
+        return
+    in_process = request.getfixturevalue("inductor")._InProcessFxCompile
+    from torch_fused_ops.lowerings import compat
+
+    generate = in_process.codegen_and_compile
+
+    def codegen_and_compile(self: Any, gm: Any, inputs: Sequence[Any], to_check: Any, settings: Any) -> Any:
+        from torch._inductor.virtualized import V
+
+        if V.aot_compilation:
+            return generate(self, gm, inputs, to_check, settings)
+        return interpreted(gm, inputs, is_inference=settings.get("is_inference", False))
+
+    monkeypatch.setattr(in_process, "codegen_and_compile", codegen_and_compile)
+    compat.update_everywhere(torch.compiler.config, "force_disable_caches", lambda _: True)
+    request.addfinalizer(
+        lambda: compat.update_everywhere(torch.compiler.config, "force_disable_caches", lambda _: False)
+    )
+
+
+def interpreted(gm: Any, inputs: Sequence[Any], is_inference: bool) -> Any:
+    """What Inductor makes of a graph before it generates code, run call by call."""
+    import copy
+
+    from torch._inductor import compile_fx
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.output_code import OutputCode
+    from torch._inductor.virtualized import V
+
+    view_to_reshape(gm)
+    with torch.no_grad():
+        mode = compile_fx.fake_tensor_prop(gm, inputs)
+    compile_fx._recursive_record_original_output_strides(gm)
+    with V.set_fake_mode(mode):
+        compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
+        runs = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))  # a lowered graph does not run
+        lowering = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env, is_inference=is_inference)
+        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
+            lowering.run(*inputs)
+
+    class Interpreted(OutputCode):
+        def __init__(self) -> None:
+            super().__init__()
+            self._boxed_call = True  # of the instance: wrappers copy its attributes
+
+        def __call__(self, inputs: list[Any]) -> Any:
+            given = list(inputs)
+            inputs.clear()  # they are handed over: what is read no more is freed
+            return runs(*given)
+
+        def post_compile(self, *args: Any) -> None:
+            pass
+
+        def set_triton_bundle(self, triton_bundle: Any) -> None:
+            pass
+
+    return Interpreted()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests marked ``codegen_is_slow``: with the graphs run by torch, and, under ``-m slow``, with generated code.
+
+    In a file that is marked as a whole, ``codegen_is_slow(False)`` takes out a test that is about generated code.
+    """
+    mark = metafunc.definition.get_closest_marker("codegen_is_slow")
+    if mark and mark.args != (False,) and not metafunc.definition.get_closest_marker("slow"):
+        generated = pytest.param("generated", marks=pytest.mark.slow)
+        metafunc.parametrize("inductor_code", ["interpreted", generated], indirect=True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m takes tests out
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Marks as slow what ``covering(n, *names)`` and ``every(n)`` leave out of the default suite.
+
+    ``covering``: every n values that parameters (``names``, or all) take together in some case, they take in one of the
+    cases that stay. n = 2 is pairwise testing, n = 1 has every value once. ``every``: each n-th case stays.
+    """
+    products: dict[tuple[str, ...], list[Any]] = defaultdict(list)
+    for item in items:
+        marked = any(item.get_closest_marker(name) for name in ("covering", "every"))
+        if marked and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            device = str(item.callspec.params.get("device"))  # every device that is there gets all
+            products[item.nodeid.partition("::")[0], item.originalname, device].append(item)
+    for cases in products.values():
+        covering, each = (cases[0].get_closest_marker(name) for name in ("covering", "every"))
+        stay = _covering(cases, *covering.args) if covering else set(range(0, len(cases), each.args[0]))
+        for i, case in enumerate(cases):
+            if i not in stay:
+                case.add_marker(pytest.mark.slow)
+
+
+def _covering(cases: list[Any], strength: int, *names: str) -> set[int]:
+    """Which cases cover all: greedily, the first of those that cover most of what is left."""
+    names = names or tuple(name for name in cases[0].callspec.params if name not in ("inductor_code", "device"))
+    values = [[(name, repr(case.callspec.params[name])) for name in names] for case in cases]
+    together = [set(itertools.combinations(each, min(strength, len(names)))) for each in values]
+    left, stay = set().union(*together), set()
+    while left:
+        best = max(range(len(cases)), key=lambda i: len(together[i] & left))
+        left -= together[best]
+        stay.add(best)
+    return stay
+
+
+# ---- docs/compatibility.json, from which docs/generate.py writes the table of docs/compatibility.md -----------------
 
 
 class _Record:
@@ -60,12 +205,6 @@ class _Record:
         for name, counts in self.counts.items():
             ran[name] = [a + b for a, b in zip(ran.get(name, [0, 0, 0]), counts, strict=True)] if slow else counts
         file.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """In the process that hears of all tests."""
-    if config.getoption("--record-compatibility") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Record(Path(__file__).parent), "record-compatibility")
 
 
 @pytest.fixture(autouse=True)

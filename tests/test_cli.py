@@ -60,6 +60,7 @@ def models(tmp_path, monkeypatch):
     sys.modules.pop("some_models", None)
 
 
+@pytest.mark.seconds("a process of its own, which imports the compiler")
 def test_info():
     done = run("info")
     assert done.returncode == 0, done.stderr
@@ -76,6 +77,7 @@ def test_info():
     assert re.search(r"^policy +none in force", done.stdout, re.M)
 
 
+@pytest.mark.slow
 def test_check_quick():
     done = run("check", "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -108,6 +110,7 @@ def test_explain(models, capsys, spec, train):
     assert "gelu" in out and "some_models.py" in out
 
 
+@pytest.mark.slow
 def test_explain_writes_files(models):
     done = run("explain", "some_models:example", "--json", "report.json", "--html", "report.html", cwd=models)
     assert done.returncode == 0, done.stderr

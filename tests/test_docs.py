@@ -61,8 +61,7 @@ GIVEN = {
     """,
 }
 BEFORE = {"distributed.md": {1: "torch.set_default_device('cpu')"}}  # which block: what changes before it
-# A package compiled ahead of time; a small GPT trained and measured; Triton's machine code for four GPUs.
-SLOW = {"export.md", "reports.md", "virtual-gpu.md"}
+DEFAULT = {"memory.md", "operators.md"}  # the quickest; the other pages' blocks run under -m slow
 
 
 def blocks(page: Path) -> list[tuple[int, str]]:
@@ -77,7 +76,7 @@ def test_there_are_blocks_to_run() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, marks=pytest.mark.slow if p.name in SLOW else []) for p in PAGES if blocks(p)],
+    [pytest.param(p, marks=() if p.name in DEFAULT else pytest.mark.slow) for p in PAGES if blocks(p)],
     ids=lambda page: page.name,
 )
 def test_blocks_run(page: Path, tmp_path: Path) -> None:

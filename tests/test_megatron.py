@@ -136,6 +136,7 @@ def test_every_name_is_tested_here():
     assert all(getattr(mg, name).__doc__ for name in mg.__all__)
 
 
+@pytest.mark.slow
 def test_importing_it_imports_no_inductor():
     code = (
         "import sys, torch_fused_ops.megatron, torch_fused_ops.slapo; print('torch._inductor.lowering' in sys.modules)"
@@ -173,6 +174,7 @@ def test_derivatives(name):
         torch.testing.assert_close(t.double(), plain[i].grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", FORWARD)
 def test_compiles_whole(name):
     args, _ = FORWARD[name]
@@ -595,6 +597,7 @@ def test_dtypes(flags, fusion):
         torch.testing.assert_close(out.double(), exact(inp, causal(8, 8)), rtol=1e-2 if flags else 1e-5, atol=1e-6)
 
 
+@pytest.mark.codegen_is_slow
 def test_gradients_and_compile():
     module = softmax(AttnMaskType.causal, scale=0.5, window=(4, 0))
     x, sink = leaves(randn(2, 3, 5, 7), randn(3, seed=1))

@@ -71,6 +71,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], int, str
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_explain_shows_every_mlp_fused(name: str, training: bool) -> None:
@@ -88,7 +89,14 @@ def step(model: Callable[..., Any], parameters: list[Tensor], inputs: dict[str, 
     return [logits.detach(), *torch.autograd.grad(loss, parameters, allow_unused=True)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.codegen_is_slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.seconds("one whole model") if name == "Llama" else pytest.mark.slow)
+        for name in MODELS
+    ],
+)
 def test_compiled_model_matches_eager(name: str) -> None:
     """Forward and gradients, against the same model in float64: as near to it as eager float32 is."""
     make, _, _ = MODELS[name]
@@ -141,6 +149,7 @@ def operators_in(compile_and_run: Callable[[dict[str, Any]], Any]) -> list[str]:
     return seen
 
 
+@pytest.mark.codegen_is_slow
 def test_inside_a_checkpointed_block() -> None:
     mlp = MLP()
     x = torch.randn(4, 16, requires_grad=True)
@@ -159,6 +168,7 @@ def test_inside_a_checkpointed_block() -> None:
     assert site.op and site.activation == "silu"
 
 
+@pytest.mark.codegen_is_slow
 def test_inside_an_autocast_region() -> None:
     mlp = MLP()
     x = torch.randn(4, 16)
@@ -175,6 +185,7 @@ def test_inside_an_autocast_region() -> None:
     assert operators_in(run) == ["fused.glu.default"]
 
 
+@pytest.mark.slow
 def test_under_aot_inductor(tmp_path: Any) -> None:
     mlp, x = MLP().eval(), torch.randn(4, 16)
     exported = torch.export.export(mlp, (x,))

@@ -31,8 +31,10 @@ print(len(set(sys.modules) - before))
     assert heavy == "[]" and int(count) < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "first", ["torch_fused_ops", "torch._inductor.lowering", "torch_fused_ops.lowerings.operators"]
+    "first",
+    ["torch_fused_ops", "torch._inductor.lowering", "torch_fused_ops.lowerings.operators"],
 )
 def test_lowerings_register_whatever_is_imported_first(first: str) -> None:
     program = f"""
@@ -78,6 +80,7 @@ def test_every_data_file_is_installed() -> None:
             assert f'"{file.name}"' in text, f"{file.name} is missing from pyproject.toml"
 
 
+@pytest.mark.slow
 def test_backend_is_found_without_an_import() -> None:
     program = """
 import torch

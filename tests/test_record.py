@@ -23,6 +23,8 @@ from torch_fused_ops.lowerings import recognise
 from torch_fused_ops.reports import figures as figures_module
 from torch_fused_ops.reports.figures import layers_of
 
+pytestmark = pytest.mark.codegen_is_slow
+
 ROWS, WIDTH, FFN = 32, 64, 256
 FLOAT = 4
 
@@ -191,6 +193,8 @@ def test_two_threads_do_not_mix() -> None:
     assert mine.sites == ()
 
 
+@pytest.mark.seconds("machine code, and what caches give for it")
+@pytest.mark.codegen_is_slow(False)
 def test_code_out_of_the_caches_is_recorded() -> None:
     model, x = mlp(nn.Tanh()), batch(ROWS + 1)
     hits = []
@@ -206,6 +210,8 @@ def test_code_out_of_the_caches_is_recorded() -> None:
     assert found == [[("fused::bias_act", "tanh")]] * 2
 
 
+@pytest.mark.seconds("machine code, and what caches give for it")
+@pytest.mark.codegen_is_slow(False)
 def test_a_model_cached_before_the_block_is_recorded() -> None:
     model, x = mlp(nn.Sigmoid()), batch(ROWS + 2)
     torch.compile(model, backend="fused")(x).sum().backward()  # the cache's entry is made when backward is compiled
@@ -318,6 +324,7 @@ def test_autocast_around_the_call_is_measured() -> None:
     assert (found.before.saved, found.after.saved) == (x + 2 * h + weight, x + h), "a cast is pointwise work too"
 
 
+@pytest.mark.seconds("figures of a model of several layers")
 def test_layers_add_up_and_each_has_its_bar(tmp_path: Path) -> None:
     report = tfo.explain(Stack(3), batch(grad=True))
     found = report.measure()

@@ -47,6 +47,7 @@ def x_of(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("level", ["off", "free", "fp8", "input", {"": "fp8"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_is_right(dtype: torch.dtype, level: Any) -> None:
@@ -247,6 +248,7 @@ def test_what_was_not_compared_is_said() -> None:
     assert "closes over" in notes
 
 
+@pytest.mark.slow
 def test_generated_code_can_be_compared_too() -> None:
     torch.manual_seed(0)
     found = tfo.verify(MLP(), x_of(8, 16), compiled=True)
@@ -385,6 +387,7 @@ def adapted() -> tuple[nn.Module, dict[str, Tensor]]:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "level"),
     [

@@ -147,6 +147,7 @@ def test_operators_on_cpus(name: str, low: torch.dtype, region: str) -> None:
         assert theirs.dtype == promoted and (theirs.dtype == expected or expected == low), "the difference on purpose"
 
 
+@pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_compiled_operators_on_cpus(low: torch.dtype) -> None:
     """All of them in one graph, inside the region and around the call."""
@@ -352,6 +353,7 @@ def picked_up_cases() -> Iterator[Any]:
         yield pytest.param(name, weights, low, marks=[] if quick else [pytest.mark.slow], id=f"{name}-{weights}-{low}")
 
 
+@pytest.mark.codegen_is_slow
 @pytest.mark.parametrize(("name", "weights", "low"), picked_up_cases())
 def test_picked_up_on_cpus(name: str, weights: str, low: torch.dtype) -> None:
     """backend="fused" against eager PyTorch: every dtype the same, values as near to float64 as eager's."""

@@ -235,7 +235,7 @@ def dropped_twice(x: Tensor) -> Tensor:
     [
         (None, True),
         (None, False),
-        ("fused", False),
+        pytest.param("fused", False, marks=pytest.mark.slow),
         pytest.param("fused", True, marks=pytest.mark.slow),
         pytest.param("inductor", True, marks=pytest.mark.slow),
         pytest.param("inductor", False, marks=pytest.mark.slow),
@@ -284,6 +284,7 @@ def mlp_of(w: Tensor, v: Tensor) -> Fn:
     return lambda x: torch.nn.functional.gelu(x @ w) @ v
 
 
+@pytest.mark.codegen_is_slow
 @pytest.mark.parametrize(
     ("way", "backend"),
     [
@@ -425,6 +426,7 @@ class Dropping(torch.nn.Module):
         return torch.nn.functional.dropout(self.down(h), 0.25, self.training)
 
 
+@pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_checkpoint_around_a_compiled_model_drops_the_same_again(use_reentrant: bool) -> None:
     """A reentrant one runs forward without gradients, then again with them: two graphs, one mask."""

@@ -105,6 +105,7 @@ class Operators(nn.Module):
         return FF.scaled_masked_softmax(y.unflatten(-1, (4, -1)).transpose(0, 1).unsqueeze(0), scale=0.5)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("memory", ["free", "fp8", "input"])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("net", [Net, Operators])
@@ -168,6 +169,7 @@ def test_captured_operators_replay_to_the_same_bits(op: str) -> None:
                 torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.codegen_is_slow
 @gpu
 def test_reduce_overhead_trains_as_without() -> None:
     torch.manual_seed(0)

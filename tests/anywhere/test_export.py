@@ -135,6 +135,7 @@ def call_of(sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
     return call, [a.detach() for a in sample.args if isinstance(a, Tensor)]
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("differentiable", [True, False])
 @pytest.mark.parametrize("sample", every_sample())
 def test_every_operator_decomposes_into_what_it_computes(sample: Sample, differentiable: bool) -> None:
@@ -177,6 +178,7 @@ def test_decompositions_refuse_what_the_operators_refuse() -> None:
         tfo.decompositions(differentiable="no")  # type: ignore[arg-type]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_program_is_decomposed_with_torchs_table_or_with_ours_alone(alone: bool) -> None:
     model = Everything()
@@ -273,6 +275,7 @@ def packaged(program: torch.export.ExportedProgram, path: Path, how: str) -> str
     return package
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("options", marks=pytest.mark.slow), "enabled"])
 def test_what_runs_where_we_never_were(how: str, tmp_path: Path) -> None:
     """A decomposed program; an AOTInductor package of a plain MLP and a FusedMLP, in the slow run of every operator."""

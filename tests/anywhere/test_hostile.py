@@ -315,6 +315,7 @@ def compiled(op: str) -> Callable[..., Tensor]:
     return torch.compile(lambda *args: getattr(fused, op)(*args), dynamic=True)
 
 
+@pytest.mark.codegen_is_slow
 @pytest.mark.parametrize(
     ("op", "dtype"),
     [
@@ -428,6 +429,7 @@ STOPPED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 }
 
 
+@pytest.mark.codegen_is_slow
 @pytest.mark.parametrize(
     ("way", "dtype"),
     [

@@ -147,6 +147,7 @@ def objects() -> Counter[str]:
     return Counter(t.__qualname__ for t in ours)
 
 
+@pytest.mark.slow
 def test_compilations_leave_nothing_behind() -> None:
     """Twelve cycles through all ways and memory levels, and as many again: not one object, entry or pass more."""
     counts = []
@@ -207,6 +208,7 @@ def test_compilations_by_inductor_leave_nothing_behind() -> None:
     assert not grown(counts[0][0], counts[1][0]) and counts[0][1] == counts[1][1]
 
 
+@pytest.mark.codegen_is_slow
 def test_a_compiled_model_can_be_freed() -> None:
     """Caches that are keyed by functions do not keep users' functions, and what hangs on them, alive."""
 
@@ -263,6 +265,7 @@ def test_every_cache_is_bounded_or_known() -> None:
     assert unbounded <= UNBOUNDED.keys(), unbounded - UNBOUNDED.keys()
 
 
+@pytest.mark.codegen_is_slow
 def test_fresh_shapes_do_not_fill_caches() -> None:
     """Eager calls, each with sizes of its own: the kernels' plans are forgotten in time, and nothing else is kept."""
     pytest.importorskip("triton")

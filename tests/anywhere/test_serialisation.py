@@ -105,6 +105,7 @@ def test_modules_are_copied_pickled_and_saved(name: str) -> None:
         torch.testing.assert_close(first(twin(x)), expected, rtol=0, atol=0)
 
 
+@pytest.mark.codegen_is_slow
 def test_a_compiled_models_state_is_the_models() -> None:
     model = MODULES["FusedMLP"]()
     compiled = torch.compile(model, backend="fused")  # nothing is compiled before the first call
@@ -116,6 +117,7 @@ def test_a_compiled_models_state_is_the_models() -> None:
     torch.testing.assert_close(other._orig_mod(x), model(x), rtol=0, atol=0)
 
 
+@pytest.mark.seconds("a process of its own")
 def test_modules_load_in_a_process_that_has_not_imported_us(tmp_path: Path) -> None:
     x = torch.randn(3, 8)
     modules = [make().eval() for make in MODULES.values()]
@@ -151,6 +153,7 @@ for module in modules:
 """
 
 
+@pytest.mark.slow
 def test_a_registered_activation_is_pickled_by_name_and_missed_by_name(tmp_path: Path) -> None:
     tfo.register_activation("pickled_twice", lambda x: 2 * x)
     modules = [FusedMLP(8, 16, "pickled_twice"), MLP(MLPConfig(8, activation_func="pickled_twice"))]
@@ -276,13 +279,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "methods",
-    [
-        "fork,spawn",
-        pytest.param("compile,fork,forkserver,spawn", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("methods", ["fork,spawn", "compile,fork,forkserver,spawn"])
 def test_start_methods(methods: str, tmp_path: Path) -> None:
     """Operators, shared modules, loaders' workers; in the slow run what the parent has compiled, too."""
     wanted = [method for method in methods.split(",") if method != "compile"]
@@ -381,7 +379,8 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("what", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["eager", "compile"])
 def test_threads(what: str) -> None:
     """First import and first use at once; registering while others call; the slow run compiles in every thread."""
     assert python(THREADS, what) == "done\n"
@@ -410,6 +409,7 @@ print("ends")
 """
 
 
+@pytest.mark.slow
 def test_reloaded_and_left_enabled_at_exit() -> None:
     """The second import finds the operators there; the interpreter ends without a word."""
     assert python(AGAIN) == "ends\n"
@@ -428,6 +428,7 @@ tfo.enable()
 """
 
 
+@pytest.mark.slow
 def test_exit_with_a_graph_alive_and_a_thread_at_work() -> None:
     python(LEAVES)
 

@@ -180,12 +180,14 @@ def _run(code: str) -> str:
     return found.stdout
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c == "really" else pytest.mark.slow) for c in MISSING])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MISSING)
 def test_without_an_internal_pick_up_is_off_and_the_rest_works(case: str) -> None:
     before, after, names = MISSING[case]
     assert "done" in _run(OFF.format(before=before, after=after, names=names))
 
 
+@pytest.mark.codegen_is_slow
 def test_the_backend_without_torchs_own_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     model, x = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)), torch.randn(4, 8)
@@ -202,6 +204,7 @@ def test_the_backend_without_torchs_own_wrapper(monkeypatch: pytest.MonkeyPatch)
     assert [site.op for site in report.sites] == ["fused::bias_act"]
 
 
+@pytest.mark.slow
 def test_a_newer_torch_is_told_once_and_works() -> None:
     out = _run(
         textwrap.dedent("""

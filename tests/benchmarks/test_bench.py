@@ -38,6 +38,9 @@ def check(result: dict[str, Any], benchmark: str) -> None:
                 assert all(r["interval"][0] <= r["median"] <= r["interval"][1] for r in way["ratio_to"].values())
 
 
+@pytest.mark.seconds("the one benchmark that runs from one end to the other")
+@pytest.mark.every(4)
+@pytest.mark.codegen_is_slow
 @pytest.mark.parametrize(
     ("arguments", "cases", "compared"),
     [
@@ -74,15 +77,19 @@ def arguments(*given: str) -> Namespace:
     return _parser().parse_args(["bench", *given])
 
 
+@pytest.mark.seconds("the one benchmark that runs on a stand-in for a GPU")
+@pytest.mark.codegen_is_slow
 @pytest.mark.parametrize(
     "given",
     [
-        ("pointwise", "--only", "glu silu forward", "--quick"),
+        pytest.param(("pointwise", "--only", "glu silu forward", "--quick"), marks=pytest.mark.slow),
         pytest.param(
             ("pointwise", "--only", "bias_act gelu_tanh bias backward", "--sizes", "8x32", "--seconds", "0.01"),
             marks=pytest.mark.slow,
         ),
-        ("mlp", "--only", "gelu_tanh", "--quick", "--ways", "compile", "fused-free"),
+        pytest.param(
+            ("mlp", "--only", "gelu_tanh", "--quick", "--ways", "compile", "fused-free"), marks=pytest.mark.slow
+        ),
         ("inference", "--only", "relu", "--quick", "--ways", "compile", "fused-free", "gemms"),
     ],
     ids=lambda given: given[0],

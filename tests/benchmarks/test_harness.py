@@ -114,6 +114,7 @@ def a_case(**ways: Callable[[], Trial]) -> Case:
     return Case("a case", {}, ways, lambda: [TRUTH], 2, torch.float32, ours=("mine",), unchecked=("other",))
 
 
+@pytest.mark.seconds("machine code, timed")
 @pytest.mark.parametrize("device", [Device(), stand_in()], ids=["cpu", "gpu"])
 def test_every_way_is_reported(device: Device) -> None:
     found = harness.measure(
@@ -169,6 +170,7 @@ def test_a_time_limit_lists_what_is_left(tmp_path: Path) -> None:
     assert ways["mine"]["status"] == "not run" and "limit" in ways["mine"]["reason"]
 
 
+@pytest.mark.seconds("machine code, timed")
 def test_resuming(tmp_path: Path) -> None:
     plan, calls = Plan(0.01, quick=True), []
 
@@ -249,6 +251,8 @@ def test_grids_for_gpus() -> None:
         model.grid(gpu, False, [(1, 2048)], [])
 
 
+@pytest.mark.seconds("machine code, timed")
+@pytest.mark.every(2)
 @pytest.mark.parametrize("memory", [1, 16, pytest.param(100, marks=pytest.mark.slow)])
 def test_the_largest_batch(memory: int) -> None:
     tried: list[int] = []

@@ -31,6 +31,7 @@ def check(now: dict[str, Any], rows: list[dict[str, Any]], versions: dict[str, s
     assert list(on_paper.regressions(now, before, same=versions == on_paper.versions())) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
 def test_operators_are_no_worse(operator: Operator, committed: dict[str, Any]) -> None:
     now = on_paper.operator_figures(operator, ("plain", "ours-off", "ours-free"))
@@ -39,6 +40,7 @@ def test_operators_are_no_worse(operator: Operator, committed: dict[str, Any]) -
         assert now["eager"][phase]["spills"] == 0 and now["eager"][phase]["kernels"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_blocks_are_no_worse(block: str, committed: dict[str, Any]) -> None:
     check(on_paper.block_figures(block, ("plain", "ours-free")), committed["blocks"], committed["versions"])
@@ -80,6 +82,7 @@ def test_occupancy() -> None:
     assert on_paper.occupancy(255, 8) == 8 / 64
 
 
+@pytest.mark.seconds("the one benchmark on paper that runs from one end to the other")
 def test_a_part_from_one_end_to_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "paper.json"
     assert cli(["bench", "on-paper", "--only", "bias_act relu2 bias", "--out", str(out)]) == 0

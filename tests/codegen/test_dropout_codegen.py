@@ -128,6 +128,7 @@ def picked_up(dropout: bool | None) -> Any:
     return virtual_gpu.compile_on_paper(model, tensor(4096, 1024, grad=True), config=config)
 
 
+@pytest.mark.slow
 def test_pick_up_saves_a_byte_an_element() -> None:
     plain, off, ours = picked_up(None), picked_up(False), picked_up(True)
     mib = [round(paper.saved_bytes() / MIB) for paper in (plain, off, ours)]

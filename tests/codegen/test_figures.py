@@ -142,6 +142,7 @@ def on_paper(case: str, way: str) -> Any:
     return virtual_gpu.compile_on_paper(model, tensor(*shape), **WAYS[way])
 
 
+@pytest.mark.seconds("figures on paper, three ways, which other tests share")
 @pytest.mark.parametrize(
     ("case", "plain", "budget"),
     [("GELU MLP", 576, 320), ("SwiGLU MLP", 832, 576), ("Llama-7B block", 1029, 729)],
@@ -158,6 +159,7 @@ BELOW = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("level", BELOW)
 @pytest.mark.parametrize("case", BELOW["fp8"])
 def test_bytes_saved_below_the_knob(case: str, level: str) -> None:
@@ -186,6 +188,7 @@ def test_checkpointed_models_save_no_more() -> None:
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("case", CASES)
 def test_no_more_kernels_and_every_mlp_is_fused(case: str) -> None:
     ours, plain = on_paper(case, "ours"), on_paper(case, "plain")

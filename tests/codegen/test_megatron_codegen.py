@@ -24,6 +24,7 @@ SEQUENCE, BATCH, WIDTH, HEADS = 512, 4, 1024, 16
 OURS = ("bias_act", "bias_glu", "dropout_add", "scaled_masked_softmax")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gated", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["gelu", "swiglu"])
 def test_one_graph_of_generated_kernels(gated: bool) -> None:
     """Nothing of ours stays a call, no mask of a dropout is kept, and machine code comes out of every kernel."""

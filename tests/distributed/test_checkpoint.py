@@ -265,6 +265,7 @@ GROUPS = {"two": [matrix, damaged, other_ways], "four": [matrix, damaged, other_
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_in_four_processes(tmp_path: Path) -> None:
     in_processes(__file__, "four", 4, tmp_path)
 

@@ -182,7 +182,8 @@ def modules(rank, ranks, folder):
 GROUPS = {"few": [modules, ddp, fsdp], "more": [ddp_whole, ddp_of_compiled, fsdp_whole]}
 
 
-@pytest.mark.parametrize("group", ["few", pytest.param("more", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["few", "more"])
 def test_in_two_processes(group: str, tmp_path: Path) -> None:
     in_processes(__file__, group, 2, tmp_path)
 

@@ -246,6 +246,7 @@ GROUPS = {"two": CHECKS, "four": [tensor_parallel, round_trips, as_many_mlps, sa
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_in_two_processes(tmp_path: Path) -> None:
     in_processes(__file__, "two", 2, tmp_path)
 

@@ -352,10 +352,12 @@ GROUPS = {"two": [on_a_line(body) for body in (fronts, rules, compiled, activati
 # ---- the tests -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_in_two_processes(tmp_path: Path) -> None:
     in_processes(__file__, "two", 2, tmp_path)
 
 
+@pytest.mark.slow
 def test_rules_are_registered_with_dtensor_and_not_before() -> None:
     late = "import sys, torch_fused_ops; assert 'torch.distributed.tensor' not in sys.modules; "
     found = (

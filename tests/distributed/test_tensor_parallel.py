@@ -464,7 +464,13 @@ GROUPS = {
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("group", "ranks"), [("two", 2), ("four", 4)])
+@pytest.mark.parametrize(
+    ("group", "ranks"),
+    [
+        pytest.param("two", 2, marks=pytest.mark.seconds("the one test of the default suite in two processes")),
+        pytest.param("four", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_in_processes(group: str, ranks: int, tmp_path: Path) -> None:
     in_processes(__file__, group, ranks, tmp_path)
 

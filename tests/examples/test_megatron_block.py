@@ -17,7 +17,7 @@ ROW = re.compile(r"^(eager|compiled), dropout (0\.\d) +([\d.]+) +([\d.]+) +([\d.
 @pytest.mark.parametrize(
     ("mlp", "backend"),
     [
-        ("swiglu", "aot_eager"),
+        pytest.param("swiglu", "aot_eager", marks=pytest.mark.seconds("the one example of the default suite")),
         pytest.param("gelu", "fused", marks=pytest.mark.slow),
         pytest.param("swiglu", "fused", marks=pytest.mark.slow),
     ],

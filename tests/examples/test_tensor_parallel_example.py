@@ -19,10 +19,11 @@ if not torch.distributed.is_available():
     "arguments",
     [
         ["--mlp", "swiglu"],
-        pytest.param(["--mlp", "gelu"], marks=pytest.mark.slow),
-        pytest.param(["--mlp", "swiglu", "--compile"], marks=pytest.mark.slow),
+        ["--mlp", "gelu"],
+        ["--mlp", "swiglu", "--compile"],
     ],
 )
+@pytest.mark.slow  # of the examples, megatron_block.py runs by default
 def test_it_trains_saves_and_loads(arguments: list[str], tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
     ran = subprocess.run(

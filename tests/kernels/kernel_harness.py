@@ -11,12 +11,7 @@ from torch import Tensor
 
 from torch_fused_ops import virtual_gpu
 from torch_fused_ops.kernels import launching
-
-# The precision contract: ulps of the 16-bit types (forward, gradients), relative errors of the others, and the size
-# below which a result may be lost.
-ULPS = {torch.float16: (1, 2), torch.bfloat16: (1, 2)}
-RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-12}
-FLOOR = {torch.float16: 0.0, torch.bfloat16: 2.0**-120, torch.float32: 1e-30, torch.float64: 1e-290}
+from torch_fused_ops.testing import precision
 
 
 class Device:
@@ -56,18 +51,23 @@ class Device:
 
 
 def assert_close(actual: Tensor, expected: Tensor, gradient: bool = False, absolute: Tensor | float = 0.0) -> None:
-    """Within the contract of actual's dtype of the float64 value; ``absolute``: an error allowed on top."""
+    """Within the contract of actual's dtype of the float64 value; ``absolute``: an error allowed on top.
+
+    A kernel rounds once: where the contract has 1 ulp, the value or its neighbour, it is within half of one of the
+    exact value, and where it has 2 within one and a half.
+    """
     assert expected.dtype == torch.float64
     assert actual.shape == expected.shape
     dtype, error = actual.dtype, (actual.double() - expected).abs()
-    if dtype in RELATIVE:
-        allowed = RELATIVE[dtype] * expected.abs()
+    limit = precision.LIMITS["gradient" if gradient else "forward", dtype]
+    if dtype not in precision.HALF:
+        allowed = limit * expected.abs()
     else:
         tiny = torch.finfo(dtype).tiny  # below it all numbers are as far apart
         exponent = expected.to(dtype).double().abs().clamp(min=tiny).frexp()[1] - 1
         ulp = torch.finfo(dtype).eps * torch.exp2(exponent.double())
-        allowed = (ULPS[dtype][gradient] - 0.5 + 1e-3) * ulp  # in ulps of the rounded result, from the exact one
-    allowed = torch.maximum(allowed, torch.tensor(FLOOR[dtype], dtype=torch.float64)) + absolute
+        allowed = (limit - 0.5 + 1e-3) * ulp  # in ulps of the rounded result, from the exact one
+    allowed = torch.maximum(allowed, torch.tensor(precision.FLOORS[dtype], dtype=torch.float64)) + absolute
     wrong = ~((error <= allowed) | (actual == expected.to(dtype)) | (actual.isnan() & expected.isnan()))
     assert not wrong.any(), f"{wrong.sum()} of {wrong.numel()}: {actual[wrong][:5]} for {expected[wrong][:5]}"
 

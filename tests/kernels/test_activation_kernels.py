@@ -114,6 +114,7 @@ def test_every_bfloat16_value(device: Device, activation: str) -> None:
     torch.testing.assert_close(dx[~finite], table.derivative(special).bfloat16(), equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("activation", BUILTIN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_wide_types_keep_their_tails(device: Device, activation: str, dtype: torch.dtype) -> None:
@@ -131,6 +132,7 @@ def test_wide_types_keep_their_tails(device: Device, activation: str, dtype: tor
 # ---- every operator, option, dtype -----------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("activation", BUILTIN)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations_and_dtypes(device: Device, activation: str, dtype: torch.dtype) -> None:
@@ -138,6 +140,7 @@ def test_activations_and_dtypes(device: Device, activation: str, dtype: torch.dt
     check(device, "bias_glu", args, normal(5, 36, dtype=dtype))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("layout", reference.LAYOUTS)
 @pytest.mark.parametrize(("bias", "scale"), itertools.product([False, True], repeat=2))
 @pytest.mark.parametrize(("offset", "clamp"), [(0.0, None), (1.0, 2.5), (0.1, None), (0.0, float("inf"))])
@@ -200,6 +203,7 @@ def test_nan_goes_the_references_way(device: Device, name: str) -> None:
 # ---- shapes and strides ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize(
     "shape", [(0,), (0, 5), (5, 0), (2, 0, 3), (1,), (1, 1), (3, 1), (7,), (1, 33), (2, 1500), (700, 3)]
@@ -228,6 +232,7 @@ def strided(kind: str, *shape: int) -> Tensor:
 STRIDES = ["transposed", "rows swapped", "sliced", "every other row", "one row", "one value"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", STRIDES)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_strides_of_each_argument(device: Device, name: str, kind: str) -> None:
@@ -266,6 +271,7 @@ def test_evenly_strided_tensors_are_one_row(device: Device) -> None:
 # ---- gradients that are not wanted -----------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("mask", list(itertools.product([False, True], repeat=3)))
 def test_output_masks(device: Device, name: str, mask: tuple[bool, bool, bool]) -> None:
@@ -283,6 +289,7 @@ def test_output_masks(device: Device, name: str, mask: tuple[bool, bool, bool]) 
 # ---- sums ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("shape", [(20000, 3), (4096, 40), (9, 5000)])
 def test_sums_round_like_short_ones(device: Device, shape: tuple[int, int]) -> None:
     """Terms of one sign, where a long chain of roundings would show: within 4 units of the sum in float32."""
@@ -310,6 +317,7 @@ def test_results_are_the_same_in_every_run(device: Device) -> None:
 # ---- large tensors ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("layout", reference.LAYOUTS)
 def test_wide_offsets_give_the_same(device: Device, name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,6 +412,7 @@ def test_instructions_per_element(call: str, activation: str, most: float) -> No
     assert (code.spills, code.shared) == (0, 0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name.replace(" ", "_"))
 @pytest.mark.parametrize("call", ["bias backward", "halves backward", "interleaved backward"])
 def test_compiles_everywhere(gpu: virtual_gpu.GPU, call: str) -> None:

@@ -66,6 +66,7 @@ def arguments(name: str, layout: str, shape: tuple[int, ...], dtype: torch.dtype
     return args + ([layout] if layout else []) + ([] if name == "bias_act" else [0.5, 1.5])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("widest", [kernels._WIDEST_ROW, 16], ids=["row in registers", "row read twice"])
 @pytest.mark.parametrize("shape", [(5, 40), (3, 2, 33), (7,), (0, 4), (4, 0), (70, 3)])
 @pytest.mark.parametrize(("name", "layout"), OPERATORS)
@@ -169,6 +170,7 @@ def calls(activation: str, dtype: torch.dtype = torch.bfloat16, rows: int = 4096
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name.replace(" ", "_"))
 @pytest.mark.parametrize("native", [False, True])
 def test_compiles_where_it_runs(gpu: virtual_gpu.GPU, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +184,7 @@ def test_compiles_where_it_runs(gpu: virtual_gpu.GPU, native: bool, monkeypatch:
         assert code.spills == 0, name
 
 
+@pytest.mark.slow
 def test_wide_loads_and_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_native_fp8", lambda _: True)
     for name, call in calls("gelu_tanh").items():
@@ -199,6 +202,7 @@ def test_rows_that_fit_are_read_once() -> None:
         assert constants["BLOCK_M"] * constants["BLOCK_N"] >= kernels._LEAST_TILE
 
 
+@pytest.mark.slow
 def test_results_are_the_same_in_every_run(device: Device) -> None:
     for name, layout in OPERATORS:
         args = arguments(name, layout, (300, 40), torch.bfloat16)

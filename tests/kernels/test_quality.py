@@ -80,6 +80,7 @@ def conversion(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kernels, "_native_fp8", lambda _: native)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["gelu"])
 def test_machine_code(activation: str) -> None:
     assert_good(virtual_gpu.H100, activation, torch.bfloat16)

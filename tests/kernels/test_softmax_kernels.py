@@ -96,6 +96,7 @@ def test_all_samples(device: Device, rows: bool, sample: Any) -> None:
 WINDOWS = [(True, -1, -1), (False, 9, -1), (False, 20, 3), (True, 5, 7), (False, 0, 0), (False, 90, 90)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("causal", "left", "right"), WINDOWS)
 @pytest.mark.parametrize("shape", [(2, 20, 20), (1, 12, 50), (1, 50, 12)], ids=str)
 def test_windows_over_several_blocks(
@@ -112,6 +113,7 @@ def test_windows_over_several_blocks(
     check(device, (x, None, sink, -2.0, causal, left, right))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1.0, -0.3, 0.0, 40.0])
 def test_large_scores(device: Device, rows: bool, dtype: torch.dtype, scale: float) -> None:
@@ -122,6 +124,7 @@ def test_large_scores(device: Device, rows: bool, dtype: torch.dtype, scale: flo
     check(device, (x.roll(7, -1), None, None, scale, True, -1, -1))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("scale", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("sink", [False, True])
@@ -141,6 +144,7 @@ def test_special_values_go_the_references_way(
     torch.testing.assert_close(got, expected, equal_nan=True)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["transposed", "heads inside", "expanded", "every other"])
 def test_strides(device: Device, rows: bool, kind: str) -> None:
     """Of input, mask and gradient; five axes that no single stride walks are copied."""
@@ -175,6 +179,7 @@ def test_wide_offsets_are_used_where_needed_and_only_there() -> None:
             assert grid[0] < 2**31 and grid[1] <= 65535 and grid[2] <= 65535
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=2)))
 def test_output_masks(device: Device, rows: bool, wanted: tuple[bool, bool]) -> None:
     check(device, (torch.randn(2, 2, 5, 20), None, torch.randn(2), 0.3, True, -1, -1), wanted=wanted)
@@ -227,6 +232,7 @@ def calls(dtype: torch.dtype, sk: int) -> dict[str, tuple[Any, ...]]:
     }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("call", "sk", "most"),
     [
@@ -253,6 +259,7 @@ def test_instructions_per_element(aligned_scale: None, call: str, sk: int, most:
     assert code.registers <= 40
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name.replace(" ", "_"))
 def test_compiles_everywhere(aligned_scale: None, gpu: virtual_gpu.GPU) -> None:
     for dtype, sk, names in ((torch.bfloat16, 2048, ("causal backward",)), (torch.float32, 40000, ("window",))):

@@ -78,6 +78,7 @@ def upgrade(package: Path) -> None:
     path.write_text(text)
 
 
+@pytest.mark.slow
 def test_an_upgrade_is_not_served_the_old_code(package: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     assert run(package, cache, "operator") == (1.0, 1.0, "miss")
@@ -86,6 +87,7 @@ def test_an_upgrade_is_not_served_the_old_code(package: Path, tmp_path: Path) ->
     assert run(package, cache, "operator") == (2.0, 2.0, "miss")
 
 
+@pytest.mark.slow
 def test_policies_do_not_share_entries(package: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     assert run(package, cache, "picked-up", "free") == (1.0, 1.0, "miss")

@@ -289,6 +289,7 @@ FUSIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", FUSIONS)
 def test_upstreams_fusion_fires_next_to_ours(name: str) -> None:
     case = FUSIONS[name]
@@ -350,6 +351,7 @@ def weights(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [(torch.randn(shape) / shape[-1] ** 0.5).requires_grad_() for shape in shapes]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("how", ["config", "nodes"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_budget_of_the_users_keeps_as_little_with_our_operators(gated: bool, how: str) -> None:
@@ -513,6 +515,7 @@ def bodies(mlp: Callable[[Tensor], Tensor]) -> dict[str, Callable[[Tensor], Tens
     }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["checkpoint", "cond", "nested_compile_region", "map", "scan", "while_loop"])
 def test_bodies_of_higher_order_operators_are_picked_up(name: str, training: bool) -> None:
@@ -944,6 +947,7 @@ ask("other-activation", called)
 )
 
 
+@pytest.mark.slow
 def test_a_second_process_hits_for_the_same_and_misses_for_anything_else(
     package: Path,  # noqa: F811
     tmp_path: Path,
@@ -1031,6 +1035,7 @@ def work(fn: Callable[[], Any]) -> int:
     return counted
 
 
+@pytest.mark.seconds("long models: that is what it is about")
 def test_recognising_grows_linearly() -> None:
     def calls_for(layers: int) -> int:
         with torch.device("meta"):
@@ -1042,6 +1047,7 @@ def test_recognising_grows_linearly() -> None:
     assert twelve - six == pytest.approx(2 * (six - three), rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_hundred_layers() -> None:
     with torch.device("meta"):
         model, x = Stack(100, MLP), torch.empty(4, 64)

@@ -90,6 +90,8 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] = {
 FEW = ("every argument", "bf16, fp32 residual", "p 1")
 
 
+@pytest.mark.seconds("machine code of a forward and a backward, by the C++ compiler")
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_compiled_equals_eager(name: str) -> None:
     fn, args = CASES[name]
@@ -106,12 +108,14 @@ def test_compiled_equals_eager_with_vectors(name: str) -> None:
         check(fn, args())
 
 
+@pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("name", ["every argument", pytest.param("bf16, fp32 residual", marks=pytest.mark.slow)])
 def test_dynamic_shapes(name: str) -> None:
     fn, args = CASES[name]
     check(fn, args(), dynamic=True)
 
 
+@pytest.mark.codegen_is_slow
 def test_masks_are_the_same_bit_for_bit() -> None:
     """Whatever the kernel's order is: the index is the tensor's own."""
 
@@ -125,6 +129,7 @@ def test_masks_are_the_same_bit_for_bit() -> None:
         assert all(map(torch.equal, torch.compile(fn, dynamic=dynamic)(x), fn(x)))
 
 
+@pytest.mark.codegen_is_slow
 def test_what_is_zero_or_not_finite_reaches_the_bias() -> None:
     """The bias's sum takes what was kept from d_input, where a zero of the incoming gradient is one too."""
     g = torch.ones(64, 12, dtype=BF16)
@@ -138,12 +143,14 @@ def test_what_is_zero_or_not_finite_reaches_the_bias() -> None:
         torch.testing.assert_close(got, expected, equal_nan=True)
 
 
+@pytest.mark.codegen_is_slow
 def test_the_probability_may_differ_from_call_to_call() -> None:
     compiled = torch.compile(lambda x, p: functional.bias_dropout_add(x, None, None, p))
     for p in (0.1, 0.9):
         assert abs(float((compiled(torch.ones(400, 100), p) == 0).float().mean()) - p) < 0.02
 
 
+@pytest.mark.codegen_is_slow
 def test_the_front_draws_in_the_graph() -> None:
     x, r = torch.ones(64, 64), torch.zeros(64, 64)
     compiled = torch.compile(lambda x: functional.bias_dropout_add(x, None, r, 0.5), fullgraph=True)
@@ -438,6 +445,7 @@ class Block(nn.Module):
         return x + F.dropout(self.down(h), self.p, self.training)
 
 
+@pytest.mark.codegen_is_slow
 def test_training_honours_manual_seed_and_differs_from_step_to_step() -> None:
     """With deterministic algorithms asked for, which are no obstacle."""
     model, x = Block(), torch.linspace(-1, 1, 8 * 16).view(8, 16)
@@ -465,6 +473,7 @@ def test_training_honours_manual_seed_and_differs_from_step_to_step() -> None:
     assert first == again and first[0] != other[0] and len(sums) == 6
 
 
+@pytest.mark.codegen_is_slow
 def test_the_distribution_is_dropouts() -> None:
     """Mean over many steps: what evaluation gives, as with F.dropout (a linear model, so exactly so in expectation)."""
 
@@ -493,6 +502,7 @@ def kept_bytes(fn: Callable[[], Any]) -> int:
     return sum(sizes)
 
 
+@pytest.mark.codegen_is_slow
 @pytest.mark.slow
 def test_no_mask_is_kept() -> None:
     model, x = Block(64), torch.randn(512, 64)
@@ -505,6 +515,7 @@ def test_no_mask_is_kept() -> None:
     assert kept_bytes(lambda: off(x)) - ours == 512 * (64 + 32) - 2 * 8  # a byte an element, for two seeds
 
 
+@pytest.mark.codegen_is_slow
 def test_gradients_are_those_of_the_forward_masks() -> None:
     """The mask is read off the forward result, and the gradients worked out by hand."""
     a = nn.Linear(8, 8, bias=False)
@@ -522,6 +533,8 @@ def test_gradients_are_those_of_the_forward_masks() -> None:
     torch.testing.assert_close(d_w, (g * kept * 2).t() @ x)
 
 
+@pytest.mark.seconds("machine code of a forward and a backward, by the C++ compiler")
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "way", ["checkpoint", "selective: recompute", pytest.param("selective: save", marks=pytest.mark.slow)]
 )
@@ -550,6 +563,7 @@ def test_checkpointing_recomputes_the_same_mask(way: str) -> None:
     torch.testing.assert_close(d_w, (2 * (h * kept * 2) * kept * 2).t() @ x, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.codegen_is_slow
 @pytest.mark.parametrize(
     "memory", ["free", *(pytest.param(m, marks=pytest.mark.slow) for m in ("off", "fp8", "input"))]
 )
@@ -566,6 +580,7 @@ def test_every_memory_level_rebuilds_the_same_mask(memory: str) -> None:
     torch.testing.assert_close(total, expected, rtol=0.05 if memory == "fp8" else 1e-3, atol=1e-2)
 
 
+@pytest.mark.codegen_is_slow
 def test_every_graph_draws_its_own_seeds() -> None:
     a = nn.Linear(8, 8, bias=False)
     nn.init.eye_(a.weight)

@@ -72,7 +72,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gelu": lambda: Residual(False),
     "swiglu": lambda: Residual(True),
     "linear": linear,
+    "two gelu blocks": lambda: Residual(False, blocks=2),
 }
+# By default two blocks stand for four, whose figures take 7 s of processor time for each way of compiling.
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in ("gelu", "swiglu") else ()) for name in MODELS]
 
 
 @cache
@@ -84,7 +87,8 @@ def on_paper(name: str, memory: str | None = None, budget: float | None = None) 
     return virtual_gpu.compile_on_paper(model, x, config=config, memory_budget=budget)
 
 
-@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+@pytest.mark.seconds("figures on paper, three ways, which other tests share")
+@pytest.mark.parametrize("name", [name for name in NAMES if name.values[0] not in ("attention", "linear")])
 def test_free_keeps_what_the_budget_keeps_for_less_work(name: str) -> None:
     plain, budget, free = on_paper(name), on_paper(name, budget=0.99), on_paper(name, "free")
     assert free.saved_bytes() <= budget.saved_bytes() < plain.saved_bytes()
@@ -92,6 +96,7 @@ def test_free_keeps_what_the_budget_keeps_for_less_work(name: str) -> None:
     assert len(free.kernels) <= len(budget.kernels)
 
 
+@pytest.mark.seconds("figures on paper, three ways, which other tests share")
 def test_free_leaves_attention_alone() -> None:
     """Its softmax is kept, as plain torch.compile keeps it; the budget rebuilds it, for more kernels and bytes."""
     plain, budget, free = on_paper("attention"), on_paper("attention", budget=0.99), on_paper("attention", "free")
@@ -101,14 +106,14 @@ def test_free_leaves_attention_alone() -> None:
     assert scores, "the softmax's result, for its product with the values"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_off_is_upstreams_choice(name: str) -> None:
     plain, off = on_paper(name), on_paper(name, "off")
     assert off.saved_bytes() == plain.saved_bytes()
     assert len(off.kernels) <= len(plain.kernels)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_gemm_is_ever_computed_twice(name: str) -> None:
     plain, free = on_paper(name), on_paper(name, "free")
     assert sorted(free.backward.extern) == sorted(plain.backward.extern)
@@ -119,6 +124,7 @@ def test_upstreams_budget_does_compute_one_twice() -> None:
     assert len(on_paper("linear", budget=0.99).backward.extern) > len(on_paper("linear").backward.extern)
 
 
+@pytest.mark.slow
 def test_the_users_budget_wins() -> None:
     assert on_paper("gelu", "free", 0.0).saved_bytes() < on_paper("gelu", "free").saved_bytes()
     assert on_paper("gelu", "off", 0.99).saved_bytes() == on_paper("gelu", budget=0.99).saved_bytes()

@@ -21,6 +21,7 @@ from torch_fused_ops.lowerings import memory, partition
 from torch_fused_ops.policy import MEMORY
 
 LEVELS = ("fp8", "input")
+pytestmark = pytest.mark.codegen_is_slow
 
 
 def compiled(fn: Callable[..., Any], level: Any, strict: bool = True, **kwargs: Any) -> Callable[..., Any]:
@@ -85,6 +86,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {"gelu": gelu, "swiglu": swiglu, "
 # ---- what is kept, and what it gives ---------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_input_gives_the_very_same_gradients(name: str, dtype: torch.dtype) -> None:
@@ -119,6 +121,7 @@ def test_fp8_is_the_gradient_at_what_was_kept() -> None:
     assert apart(got, wanted) < 1e-5
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_fp8_is_near(name: str, dtype: torch.dtype) -> None:
@@ -203,6 +206,7 @@ ASKING: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ASKING)
 def test_operators_that_ask_for_fp8_are_treated_as_the_policy_does(name: str) -> None:
     """Their result is rebuilt, too, for the second weight's gradient; without our passes it is kept as well."""

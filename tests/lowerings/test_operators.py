@@ -101,12 +101,20 @@ CASES: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# By default one of each family, with every argument; the others' machine code is made under -m slow.
+SMOKE = ("bias_act, every argument", "glu, every argument", "bias_glu, interleaved")
+MACHINE_CODE = pytest.mark.seconds("machine code of a forward and a backward, by the C++ compiler")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=MACHINE_CODE if name in SMOKE else pytest.mark.slow) for name in CASES]
+)
 def test_compiled_equals_eager(name: str) -> None:
     fn, args = CASES[name]()
     check(fn, args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["bias_act, every argument", "glu, every argument", "bias_glu, halves", "bias_glu, interleaved"]
 )
@@ -115,6 +123,7 @@ def test_dynamic_shapes(name: str) -> None:
     check(fn, args, dynamic=True)
 
 
+@pytest.mark.codegen_is_slow
 def test_two_compilations_for_ten_batch_sizes() -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("fused")
@@ -131,6 +140,7 @@ def test_two_compilations_for_ten_batch_sizes() -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.seconds("machine code of all activations, by the C++ compiler")
 def test_every_activation_in_one_kernel() -> None:
     names = [a for a in activations.names() if activations.get(a).builtin]
 
@@ -141,11 +151,13 @@ def test_every_activation_in_one_kernel() -> None:
     assert kernels(code) == kernels(backward) == 1
 
 
+@pytest.mark.slow
 def test_fuses_with_neighbours_on_both_sides() -> None:
     code = check(lambda x, b: (fused.bias_act(x.sin() * 2, b, None, "gelu") + 1).cos(), [leaf(33, 24), leaf(24)])
     assert [kernels(c) for c in code] == [1, 1]
 
 
+@pytest.mark.slow
 def test_registered_activation_is_inlined() -> None:
     tfo.register_activation("mish_for_lowering", lambda x: x * torch.tanh(F.softplus(x)))
     code = check(lambda x, b: fused.bias_act(x, b, None, "mish_for_lowering") + 1, [leaf(33, 24), leaf(24)])
@@ -172,6 +184,7 @@ def test_errors_have_the_same_text_under_compile() -> None:
             torch.compile(fn, fullgraph=True)(leaf(4, 4))
 
 
+@pytest.mark.codegen_is_slow
 def test_programs_evaluate_each_step_once() -> None:
     """A formula of n steps is n Inductor ops, however often a value is used: nested loaders would repeat them."""
     from torch._inductor.virtualized import V  # noqa: F401 - the program cache is filled by compiling

@@ -18,6 +18,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 import torch_fused_ops as tfo
 from torch_fused_ops.lowerings import compat, passes
 
+pytestmark = pytest.mark.codegen_is_slow
+
 SLOTS = tuple(passes.SLOTS)
 
 

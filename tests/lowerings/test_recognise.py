@@ -1086,6 +1086,7 @@ def hf_models():
     }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5"])
 def test_transformers(name, train):

@@ -64,12 +64,15 @@ CASES: dict[str, Make] = {
 SLOW = ("plain", "one query", "mask of one row", "scale 0, expanded mask", "attention", "only the sink")
 
 
+@pytest.mark.seconds("machine code of a forward and a backward, by the C++ compiler")
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
 def test_compiled_equals_eager(name: str) -> None:
     fn, args = CASES[name]()
     check(fn, args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["attention", *(pytest.param(n, marks=pytest.mark.slow) for n in ("everything", "more queries than keys"))]
 )
@@ -78,6 +81,7 @@ def test_dynamic_shapes(name: str) -> None:
     check(fn, args, dynamic=True)
 
 
+@pytest.mark.codegen_is_slow
 def test_one_compilation_for_every_length() -> None:
     """Queries, keys and batch: symbolic all three."""
     torch._dynamo.reset()
@@ -90,6 +94,7 @@ def test_one_compilation_for_every_length() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.seconds("machine code, by the C++ compiler")
 def test_fuses_with_neighbours_on_both_sides() -> None:
     """A bias in front, a factor and a cast behind."""
 
@@ -101,6 +106,7 @@ def test_fuses_with_neighbours_on_both_sides() -> None:
     assert [kernels(c) for c in code] == [1, 1]
 
 
+@pytest.mark.codegen_is_slow
 def test_masked_rows_are_zero_where_their_scores_are_infinite() -> None:
     def fn(x: Tensor, m: Tensor, s: Tensor) -> Tensor:
         return softmax(x, m, s, 0.3)
@@ -118,6 +124,7 @@ def test_masked_rows_are_zero_where_their_scores_are_infinite() -> None:
     assert dx[:, :3].isfinite().all()
 
 
+@pytest.mark.slow
 def test_dropout_behind_is_in_the_same_kernel() -> None:
     code = check_code(lambda x: F.dropout(softmax(x, None, None, 0.3), 0.5), leaf(3, 17, 24))
     assert kernels(code) <= 2, "the seed, and all the rest"
@@ -190,6 +197,7 @@ def test_gpu_code_of_backward_keeps_the_precision_contract(sk: int) -> None:
     assert e.max() <= precision.LIMITS["gradient", BF16]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("causal", "left", "right"), itertools.product((False, True), (-1, 40), (-1, 17)))
 def test_gpu_code_of_windows(causal: bool, left: int, right: int) -> None:
     virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")

@@ -135,6 +135,8 @@ def check_replaced(seed: int, model: Tree) -> None:
         assert apart(*results, 1e-9) < 1e-9, f"tree({seed}), replaced, changed={change}\n{model}"
 
 
+@pytest.mark.seconds("some of the random trees are large")
+@pytest.mark.every(3)
 @pytest.mark.parametrize("seed", SAMPLE)
 def test_sample(seed: int) -> None:
     """One level or mapping each, all of them in turn."""
@@ -154,6 +156,7 @@ def test_many(part: range) -> None:
     assert not failures, "\n\n".join(failures[:3]) + f"\n{len(failures)} of {len(part)} trees"
 
 
+@pytest.mark.slow
 def test_rounding_is_there_to_be_seen() -> None:
     """Of these trees the first MLP keeps float8 in some, and in others something else reads what it would round."""
     assert {check_rounding(seed, tree(seed), write=False) for seed in range(8)} == {True, False}

@@ -97,6 +97,7 @@ def inputs(counts, dtype=torch.float64, scaled=True, seed=1):
 COUNTS = [[2, 0, 3], [0, 5, 0], [4, 1, 2], [0, 0, 0], [1, 0, 0]]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("counts", [*COUNTS, [7]], ids=str)
 def test_is_as_many_mlps(counts: list[int], dtype: torch.dtype) -> None:
@@ -809,6 +810,7 @@ def test_a_layer_is_one_graph(dtype: torch.dtype, bias: bool) -> None:
         torch.testing.assert_close(fn(other), moe(other), atol=0.05, rtol=0.05)
 
 
+@pytest.mark.codegen_is_slow
 def test_compiled_experts_are_fused_and_keep_what_the_policy_says() -> None:
     def own_silu(x):
         return x * torch.sigmoid(x)

@@ -206,6 +206,7 @@ def test_transforms_checkpoint_and_double_backward():
         torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected)
 
 
+@pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_compiled(dropout):
     torch._dynamo.reset()
@@ -218,6 +219,7 @@ def test_compiled(dropout):
     close(step(run, x, list(mlp.parameters())), expected, 1e-5)
 
 
+@pytest.mark.codegen_is_slow
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("gated", [False, True])
@@ -489,6 +491,7 @@ def test_layouts_differ():
             assert a.transposed != b.transposed
 
 
+@pytest.mark.slow
 def test_importing_is_light():
     code = "import sys, torch_fused_ops.nn, torch_fused_ops.nn.replace as r, torch_fused_ops.nn.fused_mlp; "
     code += "print([m for m in ('torch._inductor', 'torch._dynamo', 'sympy.core') if m in sys.modules])"
@@ -499,6 +502,7 @@ def test_importing_is_light():
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])
 @pytest.mark.parametrize("of", ["FusedMLP", "MLP", "GroupedMLP", "replaced"])
 def test_a_parameter_that_is_written_before_backward_raises(of: str, memory: str) -> None:

@@ -81,6 +81,7 @@ ACTIVATIONS = {  # what a config may say: the formula
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_flag_with_every_other_is_its_formula(name: str) -> None:
     given, formula = ACTIVATIONS[name]
@@ -345,6 +346,7 @@ def test_what_is_accepted_is_one_graph_of_any_number_of_tokens(dynamic: bool | N
     torch.testing.assert_close(program.module()(x, scale), mlp(x, scale))
 
 
+@pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_what_is_refused_leaves_a_compiled_model_as_it_was(fullgraph: bool, dynamic: bool | None) -> None:

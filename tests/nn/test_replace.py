@@ -271,6 +271,7 @@ def test_training_goes_on():
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ["relu", "silu"])
 def test_dropouts(level, name):
@@ -543,6 +544,7 @@ def some_slow(names: Iterable[str], slow: Collection[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", some_slow(ALONE, MORE))
 def test_left_alone(name):
     if name == "kink" and torch.clamp(torch.zeros((), requires_grad=True), min=0).grad_fn is not None:
@@ -798,6 +800,7 @@ READ_SLOW = (
 )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", some_slow(READ, READ_SLOW))
 def test_state_that_a_forward_reads(name, monkeypatch):
     kind, change = READ[name]
@@ -926,6 +929,7 @@ def test_called_by_keyword():
     assert mlp(torch.empty(0, H)).shape == (0, H)
 
 
+@pytest.mark.codegen_is_slow
 def test_composes():
     torch._dynamo.reset()
     mlp = Gated().double()
@@ -1183,6 +1187,7 @@ def tiny(name: str) -> tuple[nn.Module, int]:
 MODELS = ("gpt2", "llama", "bert", "t5", "t5 gated", "phi", "gemma", "phi3", "qwen2", "mistral", "neox", "opt")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", some_slow(MODELS, MODELS[2:]))
 def test_transformers(name):
     model, mlps = tiny(name)

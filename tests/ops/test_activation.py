@@ -93,6 +93,7 @@ def case_id(case):
 # ---- registration ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("sample", every_sample(core=True), ids=str)
 def test_opcheck(sample):
     assert run_opcheck(sample) is None
@@ -128,6 +129,7 @@ def test_inputs_are_not_written(op):
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=case_id)
 def test_gradcheck(case):
     op, scalars, has = case

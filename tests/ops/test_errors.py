@@ -207,6 +207,7 @@ def wrong(name, argument, kind):
     return fn, {**given, argument: WRONG_KINDS[kind](given[argument])}
 
 
+@pytest.mark.covering(2, "argument", "kind")
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's: some of these layouts are in beta
 @pytest.mark.parametrize(("name", "argument", "kind"), WRONG)
 def test_what_is_no_dense_floating_tensor_is_refused_by_name(name, argument, kind):
@@ -231,6 +232,7 @@ DYNAMO = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "argument", "kind"), DYNAMO)
 def test_so_it_is_under_the_compiler(name, argument, kind):
     fn, given = wrong(name, argument, kind)

@@ -80,6 +80,7 @@ def call(x, mask=None, sink=None, scale=1.0, causal=False, left=-1, right=-1):
 # ---- registration, precision -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("sample", every_sample(core=True), ids=str)
 def test_opcheck(sample):
     assert run_opcheck(sample) is None

@@ -122,6 +122,7 @@ def test_a_leaf_is_its_own_viewless_tensor():
         assert make_viewless_tensor(x, True, keep_graph) is x
 
 
+@pytest.mark.seconds("machine code: what of it is a view")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_table_compiled(backend):
     """The same, in one graph, on tensors made inside; there a new leaf is none, but stops gradients."""
@@ -161,6 +162,7 @@ def test_compiled_results_share_memory(backend):
         assert is_alias(out, fn(x)) and out.requires_grad == fn(x).requires_grad
 
 
+@pytest.mark.codegen_is_slow
 def test_what_inductor_makes_of_an_argument_returned_as_it_came():
     """The docstring's one limit: an alias of an argument, unchanged, is to Inductor the argument."""
     view = torch.randn(4, 6, requires_grad=True).view(24)
@@ -247,6 +249,7 @@ def test_under_a_dispatch_mode_the_counter_is_its_own():
     assert out._base is None and source[0] == 2 and source._version == 0
 
 
+@pytest.mark.codegen_is_slow
 def test_compiled_writes():
     """An alias outside the graph is seen through; one in the graph is the docstring's other limit."""
 

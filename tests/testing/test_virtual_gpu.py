@@ -566,6 +566,7 @@ def state():
     }
 
 
+@pytest.mark.seconds("machine code on the CPU and figures for two GPUs, one after the other")
 def test_leaves_no_trace():
     from torch._inductor.runtime.hints import DeviceProperties
     from torch._inductor.utils import get_gpu_type

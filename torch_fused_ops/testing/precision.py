@@ -16,8 +16,9 @@ The truth is ``reference.py`` in float64 on the same arguments (widened exactly)
     rounding to the argument's dtype. This is about the *adding*: the truth is the float64 sum of the summands as the
     operator itself gives them unrounded, and those are held to the bounds above.
 
-Absolute floors, below which an error counts as none: 2**-120 for bfloat16, the spacing of subnormals for float16, 1e-30
-for float32, 1e-290 for float64. Truth beyond the dtype's range is that dtype's infinity. NaN must meet NaN.
+Absolute floors, below which an error counts as none: 2**-120 for bfloat16, 1e-30 for float32, 1e-290 for float64.
+float16 has none: its subnormals are results like others, 2**-24 apart. Truth beyond the dtype's range is that dtype's
+infinity. NaN must meet NaN.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = ["LIMITS", "Errors", "error", "every_value", "measure", "show", "sum_e
 
 HALF = (torch.bfloat16, torch.float16)
 NEAR_ZERO = 1 / 32  # what errors count relative to where a derivative is smaller and near its zero
-FLOORS = {torch.bfloat16: 2.0**-120, torch.float16: 2.0**-24, torch.float32: 1e-30, torch.float64: 1e-290}
+FLOORS = {torch.bfloat16: 2.0**-120, torch.float16: 0.0, torch.float32: 1e-30, torch.float64: 1e-290}
 _RELATIVE = {torch.bfloat16: 1e-5, torch.float16: 1e-5, torch.float32: 1e-5, torch.float64: 1e-12}
 KINDS = ("forward", "gradient", "sum")
 LIMITS: dict[tuple[str, torch.dtype], float] = {

@@ -1,0 +1,113 @@
+"""The suite itself: what leaves the default run is in one part of .ci/slow, and a default test has its limit."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_fused_ops as tfo
+
+ROOT = Path(__file__).parents[1]
+pytest_plugins = ["pytester"]
+SLOW = ROOT / ".ci" / "slow"
+
+
+@pytest.mark.skipif(not SLOW.exists() or shutil.which("bash") is None, reason="needs a clone and bash")
+def test_every_test_file_is_in_one_part_of_the_slow_run() -> None:
+    listed = subprocess.run(["bash", str(SLOW)], capture_output=True, text=True, check=True).stdout
+    parts = dict(line.split(": ", 1) for line in listed.splitlines())
+    files = [file for part in parts.values() for file in part.split()]
+    assert all(part.strip() for part in parts.values()), "no part is empty"
+    assert sorted(files) == sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "tests").rglob("test_*.py"))
+
+
+@pytest.mark.codegen_is_slow
+def test_graphs_are_lowered_without_code(request: pytest.FixtureRequest) -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    x = torch.randn(4, 8)
+    compiled = torch.compile(lambda x: torch.ops.fused.bias_act(x, None, None, "relu") + 1)
+    result, code = run_and_get_code(compiled, x)
+    torch.testing.assert_close(result, x.relu() + 1)
+    assert len(code) == (request.node.callspec.params["inductor_code"] == "generated")
+    tfo.register_activation("sorted_for_the_suite", lambda x: x.unsqueeze(-1).cumsum(-1).squeeze(-1))
+    with pytest.raises(Exception, match="cannot be part of an activation"):
+        torch.compile(lambda x: torch.ops.fused.bias_act(x, None, None, "sorted_for_the_suite"))(x)
+
+
+TESTS = """
+import itertools, subprocess, sys
+import pytest
+from processor_time import seconds
+
+def work(wanted=0.3):
+    began = seconds()
+    while seconds() - began < wanted:
+        pass
+
+@pytest.fixture(scope="module")
+def shared():
+    work()
+
+def test_light(shared): pass
+
+def test_dear(): work()
+
+def test_dear_in_a_child():
+    program = "import time\\nwhile time.process_time() < 0.3: pass"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+@pytest.mark.seconds("it must")
+def test_says_why(): work()
+
+@pytest.mark.slow
+def test_slow(): work()
+
+@pytest.mark.parametrize("c", range(3))
+@pytest.mark.parametrize("b", range(3))
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.covering(2)
+def test_pairs(a, b, c): pass
+
+@pytest.mark.covering(1, "a")
+@pytest.mark.parametrize(("a", "b"), itertools.product(range(3), range(4)))
+def test_each(a, b): pass
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("a", range(7))
+def test_some(a): pass
+
+@pytest.mark.codegen_is_slow
+def test_both_ways(inductor_code): pass
+"""
+
+
+@pytest.fixture
+def suite(pytester: pytest.Pytester) -> pytest.Pytester:
+    """A suite of its own with this one's conftest.py, and a limit of 0.2 s."""
+    (tests := pytester.path / "tests").mkdir()
+    here = Path(__file__).parent
+    for name in ("conftest.py", "processor_time.py"):
+        (tests / name).write_text((here / name).read_text().replace("LIMIT = 5.0", "LIMIT = 0.2"))
+    (tests / "test_them.py").write_text(TESTS)
+    shutil.copy(ROOT / "pyproject.toml", pytester.path)
+    return pytester
+
+
+@pytest.mark.seconds("a suite of its own in a process of its own")
+def test_what_is_dear_fails_unless_it_says_why(suite: pytest.Pytester) -> None:
+    run = suite.runpytest_subprocess("-p", "no:xdist", "--processor-time", "times.json", "tests")
+    run.assert_outcomes(passed=2 + 10 + 3 + 3 + 1, failed=2, deselected=1 + 17 + 9 + 4 + 1)
+    run.stdout.fnmatch_lines(["*0.?*s of processor time; a default test has 0.2.*", "processor time: * s of it in*"])
+    assert '"tests/test_them.py::test_says_why": 0.3' in (suite.path / "times.json").read_text()
+
+
+@pytest.mark.seconds("a suite of its own in a process of its own")
+def test_the_rest_is_slow(suite: pytest.Pytester) -> None:
+    """Nothing is lost: what the default run leaves out, and no more."""
+    run = suite.runpytest_subprocess("-p", "no:xdist", "-m", "slow", "tests")
+    run.assert_outcomes(passed=1 + 17 + 9 + 4 + 1, deselected=4 + 10 + 3 + 3 + 1)
