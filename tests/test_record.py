@@ -315,6 +315,7 @@ def test_dynamic_sizes_are_measured_as_they_were() -> None:
     assert (report.figures.before.saved, report.figures.after.saved) == by_hand()
 
 
+@pytest.mark.slow
 def test_autocast_around_the_call_is_measured() -> None:
     with torch.autocast("cpu", torch.bfloat16), tfo.record() as report:
         torch.compile(mlp(), backend="fused")(batch())
@@ -378,6 +379,7 @@ def test_a_failure_in_measuring_loses_no_site(monkeypatch: pytest.MonkeyPatch, t
     assert "no &lt;paper&gt; left" in page and "<paper>" not in page
 
 
+@pytest.mark.slow
 def test_a_graph_that_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = figures_module._before_and_after
     calls = []

@@ -47,7 +47,7 @@ def x_of(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("level", ["off", "free", "fp8", "input", {"": "fp8"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_is_right(dtype: torch.dtype, level: Any) -> None:
@@ -189,6 +189,7 @@ def test_a_loss_that_is_not_finite_is_not_ok() -> None:
     assert not found.ok and "of gradients nothing can be said" in found.failures["eager"]
 
 
+@pytest.mark.slow
 def test_what_is_nothing_but_rounding() -> None:
     """The mean of what a norm gives is 0: no two ways of summing agree."""
 
@@ -234,6 +235,7 @@ def test_it_is_a_step_of_training_under_no_grad_too() -> None:
     assert found.ok and ("gradient", "up.weight") in {(one.kind, one.name) for one in found.comparisons}
 
 
+@pytest.mark.slow
 def test_what_was_not_compared_is_said() -> None:
     class Cut(MLP):
         def forward(self, x: Tensor) -> Tensor:

@@ -367,8 +367,9 @@ def by_triton(sample: Sample, grad: Tensor, mask: list[bool]) -> tuple[Tensor, l
     from torch_fused_ops.kernels import activation, dropout, launching, softmax
 
     args = [a.detach().resolve_neg() if isinstance(a, Tensor) else a for a in sample.args]
-    kernels: Any = {"dropout_add": dropout, "scaled_masked_softmax": softmax}.get(sample.op, activation)
-    forward, backward = kernels.launch_of(sample.op), kernels.launch_of(f"{sample.op}_backward")
+    kernels: Any = {"dropout_add": dropout, "scaled_masked_softmax": softmax}.get(sample.op)
+    of = activation.launch_of if kernels is None else functools.partial(getattr, kernels)
+    forward, backward = of(sample.op), of(f"{sample.op}_backward")
 
     def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *given: Any, **constants: Any) -> None:
         virtual_gpu.interpret(kernel, *given, grid=grid, **constants)

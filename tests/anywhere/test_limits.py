@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import mmap
@@ -545,14 +546,15 @@ def by(way: str, name: str) -> Callable[..., Any]:
     from torch_fused_ops import virtual_gpu
     from torch_fused_ops.kernels import activation, dropout, launching, softmax
 
-    module = dropout if name.startswith("dropout") else softmax if name.startswith("scaled") else activation
+    family: Any = dropout if name.startswith("dropout") else softmax if name.startswith("scaled") else None
+    kernel_of = activation.launch_of if family is None else functools.partial(getattr, family)
 
     def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
         virtual_gpu.interpret(kernel, *args, grid=grid, **constants)
 
     def call(*args: Any) -> Any:
         with mock.patch.object(launching, "launch", launch):
-            return getattr(module, name)(*args)
+            return kernel_of(name)(*args)
 
     return call
 

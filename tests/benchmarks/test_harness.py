@@ -114,7 +114,7 @@ def a_case(**ways: Callable[[], Trial]) -> Case:
     return Case("a case", {}, ways, lambda: [TRUTH], 2, torch.float32, ours=("mine",), unchecked=("other",))
 
 
-@pytest.mark.seconds("machine code, timed")
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [Device(), stand_in()], ids=["cpu", "gpu"])
 def test_every_way_is_reported(device: Device) -> None:
     found = harness.measure(
@@ -146,6 +146,7 @@ def test_every_way_is_reported(device: Device) -> None:
         assert said in text
 
 
+@pytest.mark.seconds("machine code, timed")
 def test_results_read_where_memory_was_not_written() -> None:
     """Memory of the results' size is NaN before each check: a way that leaves some of it is found out."""
     big = torch.ones(1 << 16, dtype=torch.float64)
@@ -160,6 +161,7 @@ def test_results_read_where_memory_was_not_written() -> None:
     assert harness.measure(case, Device(), Plan(0.01, quick=True))["ways"]["lazy"]["status"] == "wrong"
 
 
+@pytest.mark.seconds("machine code, timed")
 def test_a_time_limit_lists_what_is_left(tmp_path: Path) -> None:
     plan = Plan(0.01, limit=1e-6, quick=True)
     out = tmp_path / "results.json"
@@ -170,7 +172,7 @@ def test_a_time_limit_lists_what_is_left(tmp_path: Path) -> None:
     assert ways["mine"]["status"] == "not run" and "limit" in ways["mine"]["reason"]
 
 
-@pytest.mark.seconds("machine code, timed")
+@pytest.mark.slow
 def test_resuming(tmp_path: Path) -> None:
     plan, calls = Plan(0.01, quick=True), []
 
@@ -251,8 +253,7 @@ def test_grids_for_gpus() -> None:
         model.grid(gpu, False, [(1, 2048)], [])
 
 
-@pytest.mark.seconds("machine code, timed")
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [1, 16, pytest.param(100, marks=pytest.mark.slow)])
 def test_the_largest_batch(memory: int) -> None:
     tried: list[int] = []

@@ -795,6 +795,7 @@ def sites() -> Iterator[dict[int, list[str]]]:
         logger.setLevel(level)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("way", ["enabled", "options"])
 def test_two_threads_compiling_at_once_do_not_mix(way: str) -> None:
     barrier = threading.Barrier(2, timeout=60)
@@ -842,6 +843,7 @@ def test_a_block_opened_while_another_thread_compiles_holds_afterwards() -> None
     assert inductor_config.pre_grad_custom_pass is None
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("way", ["options", "backend"])
 def test_two_policies_for_one_function(way: str) -> None:
     """Each gets code of its own, and the first one's is still there afterwards."""

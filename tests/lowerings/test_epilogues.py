@@ -378,6 +378,7 @@ def test_other_peoples_passes_run_first_and_stay(cpu_has_it: None) -> None:
 # ---- deterministic mode --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_cpu_runs_are_bit_equal_in_deterministic_mode() -> None:
     model, x = MLP(F.gelu), torch.randn(512, 32, requires_grad=True)
     runs = []

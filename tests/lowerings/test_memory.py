@@ -72,9 +72,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gelu": lambda: Residual(False),
     "swiglu": lambda: Residual(True),
     "linear": linear,
-    "two gelu blocks": lambda: Residual(False, blocks=2),
 }
-# By default two blocks stand for four, whose figures take 7 s of processor time for each way of compiling.
+# Four blocks take 7 s of processor time for each way of compiling; by default codegen/test_figures.py has smaller ones.
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in ("gelu", "swiglu") else ()) for name in MODELS]
 
 
@@ -87,8 +86,8 @@ def on_paper(name: str, memory: str | None = None, budget: float | None = None) 
     return virtual_gpu.compile_on_paper(model, x, config=config, memory_budget=budget)
 
 
-@pytest.mark.seconds("figures on paper, three ways, which other tests share")
-@pytest.mark.parametrize("name", [name for name in NAMES if name.values[0] not in ("attention", "linear")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
 def test_free_keeps_what_the_budget_keeps_for_less_work(name: str) -> None:
     plain, budget, free = on_paper(name), on_paper(name, budget=0.99), on_paper(name, "free")
     assert free.saved_bytes() <= budget.saved_bytes() < plain.saved_bytes()

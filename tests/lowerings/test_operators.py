@@ -190,7 +190,8 @@ def test_programs_evaluate_each_step_once() -> None:
     from torch._inductor.virtualized import V  # noqa: F401 - the program cache is filled by compiling
 
     check(lambda x: fused.bias_act(x, None, None, "gelu"), [leaf(8, 8)])
-    from torch_fused_ops import reference
+    from torch_fused_ops.operators.activation import bias_act
 
-    program = operators._program(reference.act_element, (True, False), ("gelu",), torch.float32, "cpu")
+    value = operators._elements(bias_act).value
+    program = operators._program(value, (True, False, False), ("gelu",), torch.float32, "cpu")
     assert len([s for s in program.steps if s[0] != "constant"]) <= 30

@@ -63,7 +63,7 @@ def twice(x: Tensor) -> Tensor:
 
 
 @pytest.mark.seconds("figures on paper, twice")
-@pytest.mark.covering(1)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("fn", [BLOCK, BLOCKS, twice], ids=["block", "blocks", "checkpointed"])
 def test_it_is_as_if_captured_on_paper(fn: Callable[..., Any], dynamic: bool) -> None:
