@@ -1,8 +1,8 @@
 """Processor time, of this process and of those it waited for: what the suite costs on any machine, busy or not.
 
-A default test that takes more than ``LIMIT`` seconds (twice that on a busy machine) fails, unless a mark says why it may:
-``@pytest.mark.seconds("the one whole model of the default suite")``. Time is counted from the test's setup on, without
-the setup of fixtures that several tests share and without imports, which whichever test comes first would pay.
+A default test that takes more than ``LIMIT`` seconds (twice that on a busy machine) fails, unless a mark says why it
+may: ``@pytest.mark.seconds("the one whole model of the default suite")``. Time is counted from the test's setup on,
+without the setup of fixtures that several tests share and without imports, which whichever test comes first would pay.
 """
 
 from __future__ import annotations
