@@ -26,7 +26,7 @@ from torch_fused_ops import FusionPolicy, Site, UnfusedError, activations, expla
 from torch_fused_ops import functional as FF
 from torch_fused_ops.lowerings import compat, memory, recognise
 from torch_fused_ops.lowerings.passes import Recognise
-from torch_fused_ops.nn import replace
+from torch_fused_ops.nn import proofs, replace
 from torch_fused_ops.reasons import Family, Kind, Reason, Refusal
 from torch_fused_ops.verify import interpreted
 
@@ -231,8 +231,8 @@ def later(change: Callable[[nn.Module, Patch], Any], x: Tensor | None = None) ->
 
 
 def often(model: nn.Module, patch: Patch) -> None:
-    find = replace._Recipes.find
-    patch.setattr(replace._Recipes, "find", lambda self, module, x: find(self, module, x, prove=False))
+    find = proofs.Recipes.find
+    patch.setattr(proofs.Recipes, "find", lambda self, module, x: find(self, module, x, prove=False))
     model.eval()
 
 
@@ -278,13 +278,13 @@ class Model(nn.Module):
 def no_activation(patch: Patch) -> Reason:
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
     assert not replace.replace_mlps(model).sites
-    return refusal(replace._Recipes().find, model, torch.randn(4, 8))
+    return refusal(proofs.Recipes().find, model, torch.randn(4, 8))
 
 
 def other_inputs(patch: Patch) -> Reason:
     report = replace.replace_mlps(Two())
     assert not report.sites and "for want of inputs to call them with: Two" in report.notes[0]
-    return refusal(replace._try, Two(), None, replace._Recipes())
+    return refusal(replace._try, Two(), None, proofs.Recipes())
 
 
 # ---- memory levels ---------------------------------------------------------------------------------------------------

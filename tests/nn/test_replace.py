@@ -23,7 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torch_fused_ops.nn import replace
+from torch_fused_ops.nn import proofs, replace
+from torch_fused_ops.nn import replaced as classes
 from torch_fused_ops.nn.replace import replace_mlps
 
 LEVELS = ("off", "free", "fp8", "input")
@@ -712,7 +713,7 @@ def test_later_hooks_wrappers_and_attributes_count():
 
 KIND = "gelu"
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
-of: Any = replace._original_of
+of: Any = classes.original_of
 
 
 def gelu(*_: Any, kind: str = "gelu") -> str:
@@ -880,7 +881,7 @@ def test_what_is_watched_keeps_no_weights():
 
 
 def test_an_attribute_that_always_changes_costs_no_proof_each(monkeypatch):
-    monkeypatch.setattr(replace, "MAX_PROOFS", 2)
+    monkeypatch.setattr(proofs, "MAX_PROOFS", 2)
     mlp, x = replaced(), some()
     fused = []
     for mlp.step in range(4):
@@ -1082,14 +1083,14 @@ def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
     with pytest.raises(RuntimeError, match=r"mat1 and mat2|size"):
         replace_mlps(model, torch.randn(3, H + 1))
     assert str(state(model)) == before
-    own = replace._replaced
+    own = classes.class_of
 
     def fails(original: type[nn.Module]) -> type[nn.Module]:
         if original is Gated:
             raise RuntimeError("no more classes")
         return own(original)
 
-    monkeypatch.setattr(replace, "_replaced", fails)
+    monkeypatch.setattr(replace, "class_of", fails)
     with pytest.raises(RuntimeError, match="no more classes"):
         replace_mlps(model)
     assert str(state(model)) == before
@@ -1102,7 +1103,7 @@ def test_restore_is_all_or_nothing():
     model[1].__class__ = type("FSDPPlain", (ours,), {})
     with pytest.raises(RuntimeError, match="1 cannot be put back"):
         report.restore()
-    assert isinstance(model[0], replace._Replaced)
+    assert isinstance(model[0], classes.Replaced)
     model[1].__class__ = ours
     report.restore()
     assert type(model[0]) is Gated and type(model[1]) is Plain
