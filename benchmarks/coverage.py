@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import hashlib
 import inspect
+import itertools
 import json
 import multiprocessing
 import os
@@ -287,7 +288,7 @@ def capture(config_name: str, model_name: str) -> dict[str, Any]:
                     with torch.set_grad_enabled(mode == "train"):
                         report = tfo.explain(model, **arguments)
                     sites = [_plain(asdict(site)) for site in report.sites]
-                    result["modes"][mode] = {"graphs": report.graphs, "sites": sites}
+                    result["modes"][mode] = {"graphs": report.graphs, "sites": counted(sites)}
                 except Exception as error:
                     result["modes"][mode] = {"error": _line(error)}
             return result
@@ -392,9 +393,28 @@ def _progress(record: dict[str, Any]) -> str:
         if "error" in found:
             parts.append(f"{mode}: {found['error'][:100]}")
             continue
-        mlps = [s for s in found["sites"] if is_mlp(s)]
+        mlps = [s for s in _each(found) if is_mlp(s)]
         parts.append(f"{mode}: {sum(s['op'] is not None for s in mlps)} of {len(mlps)} fused")
     return "; ".join(parts)
+
+
+# What the page needs to know of a site; sites of a mode that agree in it are one record, with their number.
+FIELDS = ("op", "activation", "reason", "kind", "spelling")
+
+
+def counted(sites: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sites as records, each with its ``count``, in the order in which they were first seen."""
+    found: dict[str, dict[str, Any]] = {}
+    for site in sites:
+        record = {field: site[field] for field in FIELDS}
+        found.setdefault(json.dumps(record), {**record, "count": 0})["count"] += 1
+    return list(found.values())
+
+
+def _each(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The sites of a mode, one by one."""
+    for site in found.get("sites", ()):
+        yield from itertools.repeat(site, site["count"])
 
 
 def is_mlp(site: dict[str, Any]) -> bool:
@@ -429,7 +449,7 @@ def _spelling(site: dict[str, Any]) -> str:
 def _sites(results: list[dict[str, Any]], *modes: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for result in results:
         for mode in modes or MODES:
-            for site in result["modes"].get(mode, {}).get("sites", ()):
+            for site in _each(result["modes"].get(mode, {})):
                 yield result["architecture"], site
 
 
@@ -462,7 +482,7 @@ def _by_architecture(results: list[dict[str, Any]]) -> Iterator[tuple[object, ..
         cells: list[object] = []
         for mode in MODES:
             run = result["modes"].get(mode, {})
-            counts = Counter(outcome(site) for site in run.get("sites", ()))
+            counts = Counter(map(outcome, _each(run)))
             mlps = counts[OUTCOMES[0]] + counts[OUTCOMES[1]]
             cells.append(run["error"].split(":")[0] if "error" in run else f"{counts[OUTCOMES[0]]} of {mlps}")
         sites = [site for _, site in _sites([result])]

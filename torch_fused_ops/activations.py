@@ -247,7 +247,7 @@ _TABLE: dict[str, Activation] = {
 }
 
 _on_change: list[Callable[[], None]] = []  # the lowerings' cache key follows the table
-_alone = threading.RLock()  # one thread changes the table at a time, and traces: what make_fx patches is the process's
+_changing = threading.RLock()  # one thread changes the table at a time, and traces: what make_fx patches is the process's
 
 
 def names() -> tuple[str, ...]:
@@ -298,7 +298,7 @@ def register_activation(name: str, fn: Elementwise, derivative: Elementwise | No
             f"derivative is not accepted: at x = {x[apart][0].item():.4g} it gives {given[apart][0].item():.6g}, "
             f"where autograd derives {wanted[apart][0].item():.6g} from fn"
         )
-    with _alone:
+    with _changing:
         if name in _TABLE:
             old = _TABLE[name]
             if old.builtin or (_traced(old.value), _traced(old.derivative)) != (_traced(fn), _traced(derivative)):
@@ -342,7 +342,7 @@ def _check_elementwise(argument: str, fn: Elementwise) -> None:
 def _trace(fn: Elementwise, dtype: torch.dtype) -> torch.fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with _alone:
+    with _changing:
         return make_fx(lambda x: fn(x))(torch.linspace(-1.0, 1.0, 3, dtype=dtype))
 
 

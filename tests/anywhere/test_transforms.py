@@ -383,7 +383,7 @@ RAISES: dict[tuple[str, str], tuple[type[Exception], str]] = {
 }
 # An operator, a backward operator, the float8 ones, a seed, a mask, a view: what the others share their rules with.
 MECHANISMS = ("bias_glu", "bias_glu_backward", "bias_act_fp8_backward", "dropout_add", "softmax", "make_viewless")
-DEAR = {
+SLOW_TRANSFORMS = {
     *("linearize", "linearize of grad", "jacrev of jacrev", "jacfwd of jacfwd", "vmap of hessian", "hessian by graph"),
     *("jacrev in chunks", "vmap in chunks", "batched double backward", "jacobian by graph", "vmap of jvp of grad"),
 }
@@ -392,7 +392,7 @@ DEAR = {
 def pairs() -> Iterator[Any]:
     """Every case under every transform: by default one operator of each mechanism under all but the dear ones."""
     for (name, case), transform in itertools.product(CASES.items(), ALL):
-        quick = (name in MECHANISMS and transform not in DEAR) or (name, transform) in RAISES
+        quick = (name in MECHANISMS and transform not in SLOW_TRANSFORMS) or (name, transform) in RAISES
         marks = [] if quick or (case.operator and transform in ("jvp", "grad")) else [pytest.mark.slow]
         yield pytest.param(name, transform, marks=marks)
 
