@@ -256,8 +256,8 @@ def operator_figures(operator: Operator, ways: Sequence[str] = OPERATOR_WAYS, ea
 
 def _hand_written(operator: Operator, backward: bool) -> dict[str, Any]:
     """The figures of the eager kernels, from the launches that a call on shapes makes."""
-    from torch_fused_ops.kernels import activation as kernels
     from torch_fused_ops.kernels import launching
+    from torch_fused_ops.kernels.activation import launch_of
 
     given = [None if s is None else tensor(*s, grad=False) for s in operator.shapes(TOKENS, WIDTH)]
     scalars: list[Any] = [operator.activation, *([operator.layout] if operator.layout else [])]
@@ -267,7 +267,7 @@ def _hand_written(operator: Operator, backward: bool) -> dict[str, Any]:
         scalars.append([t is not None for t in given[1:]])
     launches: list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
     with mock.patch.object(launching, "launch", lambda k, grid, device, *a, **c: launches.append((k, grid, a, c))):
-        getattr(kernels, f"{operator.op}{'_backward' if backward else ''}")(*given, *scalars)
+        launch_of(f"{operator.op}{'_backward' if backward else ''}")(*given, *scalars)
     parts = []
     for kernel, grid, values, constants in launches:
         code = _hand_written_code(kernel, values, constants)

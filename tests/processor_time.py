@@ -26,6 +26,11 @@ def seconds(*whose: int) -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
+def busy() -> bool:
+    """Whether more wants to run than the machine has processors for."""
+    return os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1)
+
+
 class Meter:
     """In every process that runs tests: each report carries the processor time of its phase, and long tests fail."""
 
@@ -56,7 +61,7 @@ class Meter:
         self.since, self.shared = now, 0.0
         may = any(item.get_closest_marker(name) for name in ("slow", "seconds"))
         # Next to other work the same instructions take longer: shared caches, and threads that share a core.
-        limit = self.limit * (2 if os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1) else 1)
+        limit = self.limit * (2 if busy() else 1)
         if report.when == "call" and report.passed and self.spent > limit and not may:
             report.outcome = "failed"
             report.longrepr = (

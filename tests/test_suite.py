@@ -92,7 +92,8 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     (tests := pytester.path / "tests").mkdir()
     here = Path(__file__).parent
     for name in ("conftest.py", "processor_time.py"):
-        (tests / name).write_text((here / name).read_text().replace("LIMIT = 5.0", "LIMIT = 0.2"))
+        text = (here / name).read_text().replace("LIMIT = 5.0", "LIMIT = 0.2")
+        (tests / name).write_text(text.replace("return os.getloadavg()", "return False and os.getloadavg()"))
     (tests / "test_them.py").write_text(TESTS)
     shutil.copy(ROOT / "pyproject.toml", pytester.path)
     return pytester

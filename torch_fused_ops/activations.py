@@ -247,7 +247,8 @@ _TABLE: dict[str, Activation] = {
 }
 
 _on_change: list[Callable[[], None]] = []  # the lowerings' cache key follows the table
-_changing = threading.RLock()  # one thread changes the table at a time, and traces: what make_fx patches is the process's
+# One thread changes the table at a time, and traces: what make_fx patches is the process's.
+_changing = threading.RLock()
 
 
 def names() -> tuple[str, ...]:
