@@ -27,8 +27,8 @@ def seconds(*whose: int) -> float:
 
 
 def busy() -> bool:
-    """Whether more wants to run than the machine has processors for."""
-    return os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1)
+    """Whether the machine's processors all have work: the suite's own processes, for one."""
+    return os.getloadavg()[0] > 0.9 * (os.cpu_count() or 1)
 
 
 class Meter:

@@ -208,6 +208,7 @@ def test_compilations_by_inductor_leave_nothing_behind() -> None:
     assert not grown(counts[0][0], counts[1][0]) and counts[0][1] == counts[1][1]
 
 
+@pytest.mark.seconds("a model is compiled and let go twice")
 @pytest.mark.codegen_is_slow
 def test_a_compiled_model_can_be_freed() -> None:
     """Caches that are keyed by functions do not keep users' functions, and what hangs on them, alive."""
