@@ -56,7 +56,7 @@ Graphs: TypeAlias = tuple[GraphModule, GraphModule]  # forward's, backward's
 aten = torch.ops.aten
 
 # What forward computes and backward can rebuild without a GEMM. A dropout is rebuilt from its seed: the same mask.
-REBUILT = tuple(op.name for op in OPERATORS.values() if op.is_pointwise)
+REBUILT = tuple(op.name for op in OPERATORS.values() if op.pointwise)
 LINEAR = {aten.mm.default, aten.addmm.default, aten._grouped_mm.default}  # GEMMs of linear layers, and of experts
 GEMMS = LINEAR | {aten.bmm.default, aten.baddbmm.default}
 

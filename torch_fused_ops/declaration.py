@@ -164,6 +164,7 @@ class Operator:
         tensors: the kind of each tensor, by name, in the schema's order.
         scalars: the type of each scalar, by name, as in a schema, with its default: ``float=0.0``.
         rules: what is accepted of the scalars besides their types.
+        pointwise: whether an element of the result is made of few elements of the arguments: cheap to compute again.
     """
 
     name: str
@@ -171,15 +172,11 @@ class Operator:
     tensors: Mapping[str, str]
     scalars: Mapping[str, str]
     rules: tuple[Rule, ...] = field(default=(), kw_only=True)
+    pointwise: bool = field(default=False, kw_only=True)
 
     @property
     def signatures(self) -> tuple[Signature, ...]:
         """Of all that is registered for it."""
-        raise NotImplementedError
-
-    @property
-    def is_pointwise(self) -> bool:
-        """Whether an element of the result is made of few elements of the arguments: cheap to compute again."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:
@@ -243,18 +240,12 @@ class Whole(Operator):
 
     Attributes:
         gradients: the signature of its backward operator.
-        pointwise: ``is_pointwise``.
     """
 
     gradients: Signature = field(kw_only=True)
-    pointwise: bool = field(default=False, kw_only=True)
 
     @property
-    def is_pointwise(self) -> bool:
-        return self.pointwise
-
-    @property
-    def signatures(self) -> tuple[Signature, ...]:
+    def signatures(self) -> tuple[Signature, Signature]:
         return self.forward, self.gradients
 
 
@@ -293,6 +284,7 @@ class Elementwise(Operator):
     grads: Callable[..., tuple[Tensor, ...]] = field(kw_only=True)
     keeps_result: Callable[..., bool] = field(default=_never, kw_only=True)
     kernels: str | None = field(default=None, kw_only=True)
+    pointwise: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         data = [kind in DATA for kind in self.kinds]
@@ -392,10 +384,6 @@ class Elementwise(Operator):
         )
         doc = f"{self.name}_backward at load_fp8 of what was stored, unrounded; the data's gradients in given dtypes."
         return Signature(f"{self.name}_fp8_backward", arguments, self.kinds, doc)
-
-    @property
-    def is_pointwise(self) -> bool:
-        return True
 
     @property
     def signatures(self) -> tuple[Signature, ...]:

@@ -41,7 +41,6 @@ from torch_fused_ops.kernels.launching import (
     libdevice,
     matrix,
     power_of_2,
-    room,
     row_grid,
     tl,
     triton,
@@ -846,7 +845,7 @@ def _gradients(
     """What the mask asks for; ``dtypes``: of the data."""
     found: list[Tensor | None] = [None] * len(tensors)
     for i, dtype in enumerate(dtypes):
-        found[i] = room(tensors[i], mask[i], dtype)
+        found[i] = formulas.room(tensors[i], mask[i], dtype)
     d_gate, d_up = found[0], found[1] if op.data == 2 else None
     if x.layout and x.up is not None and d_gate is not None:
         d_gate, d_up = formulas.unpack(d_gate, x.layout)

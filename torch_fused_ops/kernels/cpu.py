@@ -27,7 +27,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_fused_ops import activations
 from torch_fused_ops.declaration import DATA, Elementwise
-from torch_fused_ops.formulas import FP8, Gradients, Spelling, act_element, load_fp8, over_rows, pack, store_fp8, unpack
+from torch_fused_ops.formulas import (
+    FP8,
+    Gradients,
+    Spelling,
+    act_element,
+    compute_dtype,
+    load_dtype,
+    load_fp8,
+    over_rows,
+    pack,
+    room,
+    store_fp8,
+    unpack,
+)
 
 __all__ = ["backward", "forward", "fp8", "fp8_backward", "recorded"]
 
@@ -243,13 +256,6 @@ def _is_simple(tensors: Sequence[Tensor | None]) -> bool:
     return True
 
 
-def _compute_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
-    for t in tensors:
-        if t is not None and t.dtype == torch.float64:
-            return torch.float64
-    return torch.float32
-
-
 class _Operands(NamedTuple):
     """An operator's tensors: packed data in two, and its bias likewise."""
 
@@ -357,11 +363,11 @@ def forward(op: Elementwise) -> Callable[..., Tensor]:
             if alone:
                 return spellings.value.value(args[0] if args[1] is None else args[0] + args[1])
             return _contiguous(value(*simple(args, layout), spellings.value, *rest(args)))
-        dtype = _compute_dtype(tensors)
-        operands, known = _Operands.of(op, tensors, layout, dtype), spellings is not None
+        dtype = compute_dtype(*tensors)
+        operands = _Operands.of(op, tensors, layout, dtype)
         scalars = (*((spellings.value,) if spellings and dtype == torch.float32 else named), *rest(args))
         shape, first = operands.data[0].shape, args[0]
-        if known and operands.data[0].numel() <= _GRAIN:
+        if spellings is not None and operands.data[0].numel() <= _GRAIN:
             return _contiguous(_wide(value(*operands.block((), dtype), *scalars), first.dtype))
         out: Tensor = first.new_empty(shape)
         for i in _blocks(shape, block()):
@@ -395,11 +401,13 @@ def backward(op: Elementwise) -> Callable[..., Gradients]:
             if bias is not None and mask[bias]:
                 of_tensors[bias] = over_rows(found[0])
             return tuple(of_tensors)
-        room = tuple(map(_room, tensors, mask))
-        dtype = _compute_dtype((grad, *tensors))
+        gradients = tuple(map(room, tensors, mask))
+        dtype = compute_dtype(grad, *tensors)
         named = () if activation_at is None else (args[activation_at],)
-        _fill_gradients(op, grad, _Operands.of(op, tensors, layout, dtype), layout, (named, rest(args)), room, dtype)
-        return room
+        _fill_gradients(
+            op, grad, _Operands.of(op, tensors, layout, dtype), layout, (named, rest(args)), gradients, dtype
+        )
+        return gradients
 
     return kernel
 
@@ -421,11 +429,11 @@ def fp8_backward(op: Elementwise) -> Callable[..., Gradients]:
         layout = None if layout_at is None else plain_args[layout_at]
         named = () if activation_at is None else (plain_args[activation_at],)
         dtypes = (*given.dtypes, *(None if t is None else t.dtype for t in given.others))
-        room = tuple(map(_room, tensors, given.output_mask, dtypes))
-        dtype = torch.float64 if torch.float64 in given.dtypes else _compute_dtype((given.grad, *given.others))
+        found = tuple(map(room, tensors, given.output_mask, dtypes))
+        dtype = load_dtype(given.dtypes, given.grad, *given.others)
         operands = _Operands.of(op, tensors, layout, dtype, tuple(scale for _, scale in given.data))
-        _fill_gradients(op, given.grad, operands, layout, (named, rest(plain_args)), room, dtype)
-        return room
+        _fill_gradients(op, given.grad, operands, layout, (named, rest(plain_args)), found, dtype)
+        return found
 
     return kernel
 
@@ -446,11 +454,6 @@ def recorded(op: Elementwise) -> Callable[..., Tensor | None] | None:
     return record
 
 
-def _room(t: Tensor | None, wanted: bool, dtype: torch.dtype | None = None) -> Tensor | None:
-    """For the gradient of t."""
-    return t.new_empty(t.shape, dtype=dtype or t.dtype) if wanted and t is not None else None
-
-
 def _store(t: Tensor) -> tuple[Tensor, Tensor]:
     """``store_fp8``, a block at a time."""
     if t.numel() <= _GRAIN:
@@ -469,18 +472,18 @@ def _fill_gradients(
     operands: _Operands,
     layout: str | None,
     scalars: tuple[tuple[str, ...], tuple[Any, ...]],
-    room: Sequence[Tensor | None],
+    found: Sequence[Tensor | None],
     dtype: torch.dtype,
 ) -> None:
-    """Fill ``room``, which there is for each gradient that is wanted. ``scalars``: the activation, and the rest."""
+    """Fill ``found``, room for each gradient that is wanted. ``scalars``: the activation, and the rest."""
 
     def parts(t: Tensor | None) -> Sequence[Tensor | None]:
         return (t,) if layout is None else (None, None) if t is None else unpack(t, layout)
 
-    outs = [part for t, kind in zip(room, op.kinds, strict=True) if kind in DATA for part in parts(t)]
-    bias_out = None if op.bias is None else room[op.bias]
+    outs = [part for t, kind in zip(found, op.kinds, strict=True) if kind in DATA for part in parts(t)]
+    bias_out = None if op.bias is None else found[op.bias]
     bias_outs = [] if bias_out is None else [t for t in parts(bias_out) if t is not None]
-    scale_out = None if op.scale is None else room[op.scale]
+    scale_out = None if op.scale is None else found[op.scale]
     inputs = bool(bias_outs) or any(o is not None for o in outs)
     # Hundreds of partial sums: in float64, so that their order costs nothing.
     totals = [torch.zeros_like(b, dtype=torch.float64) for b in bias_outs]

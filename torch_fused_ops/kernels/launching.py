@@ -33,7 +33,6 @@ __all__ = [
     "libdevice",
     "matrix",
     "power_of_2",
-    "room",
     "row_grid",
     "tl",
     "triton",
@@ -107,8 +106,3 @@ def power_of_2(size: int) -> int:
 def compute_type(*tensors: Tensor | None) -> tuple[torch.dtype, Any]:
     dtype = formulas.compute_dtype(*tensors)
     return dtype, tl.float64 if dtype == torch.float64 else tl.float32
-
-
-def room(t: Tensor | None, wanted: bool, dtype: torch.dtype | None = None) -> Tensor | None:
-    """For the gradient of t."""
-    return t.new_empty(t.shape, dtype=dtype or t.dtype) if wanted and t is not None else None

@@ -28,6 +28,7 @@ __all__ = [
     "REGISTERED",
     "Keep",
     "Registered",
+    "checked",
     "define",
     "differentiate",
     "differentiate_by_reference",
@@ -89,12 +90,22 @@ _GPUS = ("CUDA", "XPU")  # which Triton compiles for; ROCm's key is CUDA
 _warned: set[str] = set()  # device types
 
 
-def _elsewhere(plain: Callable[..., Any], check: Callable[..., None] | None) -> Callable[..., Any]:
+def checked(kernel: Callable[..., Any], check: Callable[..., None] | None) -> Callable[..., Any]:
+    """The kernel, behind ``check``, which raises for arguments that are not accepted."""
+    if check is None:
+        return kernel
+
+    def behind(*args: Any) -> Any:
+        check(*args)
+        return kernel(*args)
+
+    return behind
+
+
+def _elsewhere(plain: Callable[..., Any]) -> Callable[..., Any]:
     """``plain`` as the kernel for devices that we have no kernels for; the first call says so."""
 
     def kernel(*args: Any) -> Any:
-        if check is not None:
-            check(*args)
         device = next(a for a in args if isinstance(a, Tensor)).device.type
         if device not in _warned:
             _warned.add(device)
@@ -130,20 +141,20 @@ def register(
 ) -> torch._ops.OpOverload:
     """``fused::name`` with its kernels, its fake kernel and its vmap rule, which ``vmap`` makes of the operator.
 
-    Both kernels check their arguments by themselves; ``check`` is for devices where ``plain`` is the kernel.
+    ``check`` stands in front of the kernels and of ``plain``.
     """
     name = signature.name
     REGISTERED[name] = Registered(signature, plain, check)
     # custom_op wraps its own kernels in what costs a call 25 µs, and the first one the import of Dynamo (2 s). So plain
     # torch is its kernel, for devices that have none of ours; ours are registered beside it, and go first.
     defined = torch.library.custom_op(
-        f"fused::{name}", _elsewhere(plain, check), mutates_args=(), schema=signature.schema
+        f"fused::{name}", checked(_elsewhere(plain), check), mutates_args=(), schema=signature.schema
     )
     defined.register_fake(fake)
     op: torch._ops.OpOverload = getattr(torch.ops.fused, name).default
     defined.register_vmap(vmap(op))
     for key, kernel in {"CPU": on_cpu, **dict.fromkeys(_GPUS, on_gpu)}.items():
-        library.impl(op, kernel, key)
+        library.impl(op, checked(kernel, check), key)
     for key in _NOT_DENSE:
         library.impl(op, _refuses_layout(op), key)
     return op
@@ -317,7 +328,8 @@ def differentiate(
 
     Args:
         op: an operator whose schema is (tensors…, scalars…) -> Tensor, or a tuple whose first alone has derivatives.
-        check: raises for arguments that op does not accept; the reference broadcasts and would accept more.
+        check: raises for arguments that op does not accept: the kernel takes them for granted, and the reference
+            broadcasts and would accept more.
         reference: the same function in plain torch; differentiable.
         on_cpu: op's CPU kernel.
         backward: the operator (grad, whatever is kept…, bool[] output_mask) -> a gradient or None for each tensor; its
@@ -329,11 +341,8 @@ def differentiate(
     arguments = op._schema.arguments
     tensors = sum("Tensor" in str(a.type) for a in arguments)
     defaults = tuple(a.default_value for a in arguments)
+    in_torch, on_cpu = checked(reference, check), checked(on_cpu, check)
     operator = _Operator(op, on_cpu, tensors, len(arguments), *backward)
-
-    def in_torch(*args: Any) -> Any:
-        check(*args)
-        return reference(*args)
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if _transformed(args):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops.declaration import Elementwise
-from torch_fused_ops.formulas import Gradients, compute_dtype, load_fp8, widened
+from torch_fused_ops.formulas import Gradients, compute_dtype, load_dtype, load_fp8, widened
 from torch_fused_ops.operators.plain import backward as plain_backward
 
-__all__ = ["backward", "forward", "fp8_backward", "lead"]
+__all__ = ["backward", "forward", "fp8_backward", "lead", "over_rows_of_each"]
 
 Rule = Callable[..., Any]  # (info, in_dims, *args) -> (outputs, out_dims)
 
@@ -22,6 +22,11 @@ Rule = Callable[..., Any]  # (info, in_dims, *args) -> (outputs, out_dims)
 def lead(info: Any, t: Tensor, axis: int | None) -> Tensor:
     """t with the batch axis in front."""
     return t.expand(info.batch_size, *t.shape) if axis is None else t.movedim(axis, 0)
+
+
+def over_rows_of_each(t: Tensor) -> Tensor:
+    """``over_rows`` of each example: the sum over all axes but the batch's, in front, and the last."""
+    return t.sum(tuple(range(1, t.ndim - 1))) if t.ndim > 2 else t
 
 
 def _out_dims(outputs: Any) -> Any:
@@ -88,7 +93,7 @@ def _per_example(op: Elementwise, plain: Callable[..., Gradients], bias: int, gr
     dx = found[0]
     if wanted[bias]:
         assert dx is not None
-        found[bias] = (dx.sum(tuple(range(1, dx.ndim - 1))) if dx.ndim > 2 else dx).to(own.dtype)
+        found[bias] = over_rows_of_each(dx).to(own.dtype)
     found[0] = widened(first.dtype, dx) if wanted[0] else None
     return tuple(found)
 
@@ -99,7 +104,7 @@ def fp8_backward(op: Elementwise, _: Callable[..., Any]) -> Rule:
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         given, dims = op.stored(args), op.stored(in_dims)
-        dtype = torch.float64 if torch.float64 in given.dtypes else compute_dtype(given.grad, *given.others)
+        dtype = load_dtype(given.dtypes, given.grad, *given.others)
         loaded = [
             load_fp8(lead(info, stored, at), lead(info, scale, at_scale), dtype)
             for (stored, scale), (at, at_scale) in zip(given.data, dims.data, strict=True)

@@ -9,7 +9,7 @@ kernels are in ``kernels/dropout.py`` for GPUs and ``kernels/dropout_cpu.py`` fo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,8 +18,9 @@ from torch_fused_ops import formulas
 from torch_fused_ops.declaration import Signature, Whole, arguments_of, between
 from torch_fused_ops.kernels import dropout_cpu
 from torch_fused_ops.operators import checks
-from torch_fused_ops.operators.autograd import Keep, differentiate, differentiate_by_reference, register
-from torch_fused_ops.operators.batching import lead
+from torch_fused_ops.operators.autograd import Keep
+from torch_fused_ops.operators.batching import lead, over_rows_of_each
+from torch_fused_ops.operators.registration import Parts, imported, register_pair
 
 Grads2: TypeAlias = tuple[Tensor | None, Tensor | None]
 
@@ -99,9 +100,7 @@ def _backward_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     wide = g.to(formulas.dropout_backward_dtype(g, dtype, bias_dtype))
     places, key = formulas.row_major(g.shape[1:], g.device), _seeds(seed, in_dims[1], g.ndim - 1)
     dx = formulas.dropout_input_grad(wide, *places, key, p)
-    d_bias = None
-    if mask[1]:  # of each example
-        d_bias = (dx.sum(tuple(range(1, dx.ndim - 1))) if dx.ndim > 2 else dx).to(bias_dtype)
+    d_bias = over_rows_of_each(dx).to(bias_dtype) if mask[1] else None
     return (dx.to(dtype) if mask[0] else None, d_bias), tuple(0 if wanted else None for wanted in mask)
 
 
@@ -129,40 +128,25 @@ def _for_all(backward: Callable[..., Grads2]) -> Callable[..., Any]:
 
 # ---- registration ----------------------------------------------------------------------------------------------------
 
+_KERNELS = "torch_fused_ops.kernels.dropout"
 
-def _on_cpu(*args: Any) -> Tensor:
-    check(*args)
-    return dropout_cpu.dropout_add(*args)
-
-
-def _on_gpu(*args: Any) -> Tensor:
-    check(*args)
-    from torch_fused_ops.kernels import dropout
-
-    return dropout.dropout_add(*args)
-
-
-def _backward_on_gpu(*args: Any) -> Grads2:
-    from torch_fused_ops.kernels import dropout
-
-    return dropout.dropout_add_backward(*args)
-
-
-_FORWARD = register(dropout_add.forward, _on_cpu, _on_gpu, formulas.dropout_add, _fake, lambda _: _rule, check)
-_BACKWARD = register(
-    dropout_add.gradients,
-    dropout_cpu.dropout_add_backward,
-    _backward_on_gpu,
-    formulas.dropout_add_backward,
-    _backward_fake,
-    lambda _: _backward_rule,
-)
-differentiate_by_reference(_BACKWARD, formulas.dropout_add_backward, dropout_cpu.dropout_add_backward)
-differentiate(
-    _FORWARD,
+register_pair(
+    dropout_add.signatures,
+    Parts(
+        dropout_cpu.dropout_add,
+        imported(_KERNELS, lambda kernels: kernels.dropout_add),
+        formulas.dropout_add,
+        _fake,
+        lambda _: _rule,
+    ),
+    Parts(
+        dropout_cpu.dropout_add_backward,
+        imported(_KERNELS, lambda kernels: kernels.dropout_add_backward),
+        formulas.dropout_add_backward,
+        _backward_fake,
+        lambda _: _backward_rule,
+    ),
     check,
-    formulas.dropout_add,
-    _on_cpu,
-    (cast(Any, _for_all(_BACKWARD)), _for_all(dropout_cpu.dropout_add_backward)),
     lambda *_: _SEED,
+    adapt=_for_all,
 )

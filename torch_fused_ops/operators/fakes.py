@@ -9,13 +9,9 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops.declaration import Elementwise
-from torch_fused_ops.formulas import FP8, Gradients
+from torch_fused_ops.formulas import FP8, Gradients, room
 
 __all__ = ["backward", "forward", "fp8", "fp8_backward"]
-
-
-def _like(t: Tensor | None, wanted: bool, dtype: torch.dtype | None = None) -> Tensor | None:
-    return t.new_empty(t.shape, dtype=dtype or t.dtype) if wanted and t is not None else None
 
 
 def forward(op: Elementwise, check: Callable[..., None]) -> Callable[..., Tensor]:
@@ -33,7 +29,7 @@ def backward(op: Elementwise) -> Callable[..., Gradients]:
     """Of its backward operator."""
 
     def fake(grad: Tensor, *args: Any) -> Gradients:
-        return tuple(_like(t, wanted) for t, wanted in zip(args, args[-1], strict=False))
+        return tuple(room(t, wanted) for t, wanted in zip(args, args[-1], strict=False))
 
     return fake
 
@@ -61,8 +57,8 @@ def fp8_backward(op: Elementwise) -> Callable[..., Gradients]:
         of_data = zip(given.data, given.output_mask, given.dtypes, strict=False)
         of_others = zip(given.others, given.output_mask[op.data :], strict=True)
         return (
-            *(_like(stored, wanted, dtype) for (stored, _), wanted, dtype in of_data),
-            *(_like(t, wanted) for t, wanted in of_others),
+            *(room(stored, wanted, dtype) for (stored, _), wanted, dtype in of_data),
+            *(room(t, wanted) for t, wanted in of_others),
         )
 
     return fake

@@ -17,6 +17,7 @@ from torch_fused_ops.declaration import DATA, Elementwise
 from torch_fused_ops.formulas import (
     Gradients,
     compute_dtype,
+    load_dtype,
     load_fp8,
     over_rows,
     pack,
@@ -95,7 +96,7 @@ def fp8_backward(op: Elementwise) -> Callable[..., Gradients]:
 
     def plain(*args: Any) -> Gradients:
         given = op.stored(args)
-        dtype = torch.float64 if torch.float64 in given.dtypes else compute_dtype(given.grad, *given.others)
+        dtype = load_dtype(given.dtypes, given.grad, *given.others)
         data = [load_fp8(stored, scale, dtype) for stored, scale in given.data]
         found = gradients(given.grad, *data, *given.others, *given.scalars, given.output_mask)
         rounded = [widened(own, d) for own, d in zip(given.dtypes, found, strict=False)]

@@ -7,10 +7,11 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from torch_fused_ops import activations
-from torch_fused_ops.declaration import Elementwise
+from torch_fused_ops.declaration import Elementwise, Signature
 from torch_fused_ops.kernels import cpu
 from torch_fused_ops.operators import batching, fakes, plain
 from torch_fused_ops.operators.autograd import (
@@ -22,70 +23,82 @@ from torch_fused_ops.operators.autograd import (
 )
 from torch_fused_ops.operators.checks import check
 
-__all__ = ["register_elementwise"]
+__all__ = ["Parts", "imported", "register_elementwise", "register_pair"]
+
+
+class Parts(NamedTuple):
+    """What an operator, or its backward operator, is registered with."""
+
+    on_cpu: Callable[..., Any]
+    on_gpu: Callable[..., Any]
+    plain: Callable[..., Any]  # the same in plain torch
+    fake: Callable[..., Any]
+    vmap: Callable[[torch._ops.OpOverload], Callable[..., Any]]
+
+
+def register_pair(
+    signatures: tuple[Signature, Signature],
+    forward: Parts,
+    backward: Parts,
+    check: Callable[..., None],
+    keep: Callable[..., Keep],
+    record: Callable[..., Tensor | None] | None = None,
+    adapt: Callable[[Any], Any] = lambda backward: backward,
+) -> torch._ops.OpOverload:
+    """An operator and its backward operator, by which it is differentiable.
+
+    Args:
+        signatures: of the two.
+        forward, backward: their parts, whose arguments are unchecked.
+        check: raises for what the operator does not accept.
+        keep, record: see ``differentiate``.
+        adapt: makes of the backward operator what gives a gradient, or None, for each of the operator's tensors.
+    """
+    operator = register(signatures[0], *forward, check)
+    backward_operator = register(signatures[1], *backward)
+    differentiate_by_reference(backward_operator, backward.plain, backward.on_cpu)
+    of_all = adapt(backward_operator), adapt(backward.on_cpu)
+    differentiate(operator, check, forward.plain, forward.on_cpu, of_all, keep, record)
+    return operator
 
 
 def register_elementwise(op: Elementwise) -> None:
     """``fused::name``, ``…_backward``, ``…_fp8`` and ``…_fp8_backward``."""
     accepts = check(op)
-    for fp8 in (False, True):
-        forward, backward = (op.fp8, op.fp8_backward) if fp8 else (op.forward, op.backward)
-        family = _STORING if fp8 else _PLAIN
-        plain_forward, plain_backward = family.plain[0](op), family.plain[1](op)
-        on_cpu, backward_on_cpu = _checked(family.on_cpu[0](op), accepts), family.on_cpu[1](op)
-        operator = register(
-            forward,
-            on_cpu,
-            _on_gpu(op, forward.name, on_cpu, accepts),
-            plain_forward,
-            family.fakes[0](op, accepts),
-            functools.partial(batching.forward, op, plain=plain_forward, check=accepts),
+    for family, forward, backward in ((_PLAIN, op.forward, op.backward), (_STORING, op.fp8, op.fp8_backward)):
+        plain_forward, plain_backward = (make(op) for make in family.plain)
+        on_cpu, backward_on_cpu = (make(op) for make in family.on_cpu)
+        batched = functools.partial(batching.forward, op, plain=plain_forward, check=accepts)
+        batched_backward = functools.partial(family.batched_backward, op)
+        fake, backward_fake = family.fakes[0](op, accepts), family.fakes[1](op)
+        gpu, backward_gpu = (_on_gpu(op, s.name, k) for s, k in ((forward, on_cpu), (backward, backward_on_cpu)))
+        register_pair(
+            (forward, backward),
+            Parts(on_cpu, gpu, plain_forward, fake, batched),
+            Parts(backward_on_cpu, backward_gpu, plain_backward, backward_fake, batched_backward),
             accepts,
-        )
-        backward_operator = register(
-            backward,
-            backward_on_cpu,
-            _on_gpu(op, backward.name, backward_on_cpu, None),
-            plain_backward,
-            family.fakes[1](op),
-            functools.partial(family.batched_backward, op),
-        )
-        differentiate_by_reference(backward_operator, plain_backward, backward_on_cpu)
-        differentiate(
-            operator,
-            accepts,
-            plain_forward,
-            on_cpu,
-            (backward_operator, backward_on_cpu),
             family.keep(op),
-            None if fp8 else cpu.recorded(op),
+            cpu.recorded(op) if family is _PLAIN else None,
         )
 
 
-def _checked(kernel: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    def checked(*args: Any) -> Any:
-        check(*args)
-        return kernel(*args)
-
-    return checked
+def imported(module: str, find: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
+    """``find(module)``, the module imported at the first call: GPUs' kernels need Triton."""
+    load = functools.cache(lambda: find(importlib.import_module(module)))
+    return lambda *args: load()(*args)
 
 
-def _on_gpu(
-    op: Elementwise, name: str, in_torch: Callable[..., Any], check: Callable[..., None] | None
-) -> Callable[..., Any]:
-    """The kernel of ``op.kernels``, imported at the first call; blocks of plain torch for registered activations."""
+def _on_gpu(op: Elementwise, name: str, in_torch: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of ``op.kernels``; blocks of plain torch where there is none, and for registered activations."""
     if op.kernels is None:
         return in_torch
-    module, found, has_activation = op.kernels, list[Callable[..., Any]](), "activation" in op.scalars
+    launch = imported(op.kernels, lambda module: module.launch_of(name))
+    if "activation" not in op.scalars:
+        return launch
 
     def kernel(*args: Any) -> Any:
-        if has_activation and not activations.get(next(a for a in args if isinstance(a, str))).builtin:
-            return in_torch(*args)
-        if check is not None:
-            check(*args)
-        if not found:
-            found.append(importlib.import_module(module).launch_of(name))
-        return found[0](*args)
+        activation = next(a for a in args if isinstance(a, str))  # the first of the strings
+        return (launch if activations.get(activation).builtin else in_torch)(*args)
 
     return kernel
 

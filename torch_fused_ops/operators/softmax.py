@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,9 +17,10 @@ from torch.amp.autocast_mode import _cast
 from torch_fused_ops import formulas
 from torch_fused_ops.declaration import Signature, Whole, arguments_of
 from torch_fused_ops.kernels import softmax_cpu
-from torch_fused_ops.operators.autograd import Keep, differentiate, differentiate_by_reference, library, register
+from torch_fused_ops.operators.autograd import Keep, library
 from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES
+from torch_fused_ops.operators.registration import Parts, imported, register_pair
 
 Grads2: TypeAlias = tuple[Tensor | None, Tensor | None]
 
@@ -196,45 +197,27 @@ def _for_three(backward: Callable[..., Grads2]) -> Callable[..., Any]:
 
 # ---- registration ----------------------------------------------------------------------------------------------------
 
+_KERNELS = "torch_fused_ops.kernels.softmax"
 
-def _on_cpu(*args: Any) -> Tensor:
-    check(*args)
-    return softmax_cpu.scaled_masked_softmax(*args)
-
-
-def _on_gpu(*args: Any) -> Tensor:
-    check(*args)
-    from torch_fused_ops.kernels import softmax
-
-    return softmax.scaled_masked_softmax(*args)
-
-
-def _backward_on_gpu(*args: Any) -> Grads2:
-    from torch_fused_ops.kernels import softmax
-
-    return softmax.scaled_masked_softmax_backward(*args)
-
-
-_FORWARD = register(
-    scaled_masked_softmax.forward, _on_cpu, _on_gpu, formulas.scaled_masked_softmax, _fake, lambda _: _rule, check
-)
-_BACKWARD_ON_CPU = softmax_cpu.scaled_masked_softmax_backward
-_BACKWARD = register(
-    scaled_masked_softmax.gradients,
-    _BACKWARD_ON_CPU,
-    _backward_on_gpu,
-    formulas.scaled_masked_softmax_backward,
-    _backward_fake,
-    lambda _: _backward_rule,
-)
-differentiate_by_reference(_BACKWARD, formulas.scaled_masked_softmax_backward, _BACKWARD_ON_CPU)
-differentiate(
-    _FORWARD,
+_FORWARD = register_pair(
+    scaled_masked_softmax.signatures,
+    Parts(
+        softmax_cpu.scaled_masked_softmax,
+        imported(_KERNELS, lambda kernels: kernels.scaled_masked_softmax),
+        formulas.scaled_masked_softmax,
+        _fake,
+        lambda _: _rule,
+    ),
+    Parts(
+        softmax_cpu.scaled_masked_softmax_backward,
+        imported(_KERNELS, lambda kernels: kernels.scaled_masked_softmax_backward),
+        formulas.scaled_masked_softmax_backward,
+        _backward_fake,
+        lambda _: _backward_rule,
+    ),
     check,
-    formulas.scaled_masked_softmax,
-    _on_cpu,
-    (cast(Any, _for_three(_BACKWARD)), _for_three(_BACKWARD_ON_CPU)),
     lambda *_: _OUTPUT,
+    adapt=_for_three,
 )
 
 
