@@ -12,6 +12,9 @@ share of a run is timed too (``host_ms``).
 
 Before it is timed, every way is compared with float64 on random inputs, after the memory that its results will lie in
 was filled with NaN. A way that cannot run, is wrong, or found no time is listed with its reason.
+
+An error that takes the device along (an illegal address: CUDA then refuses everything until the process ends) is
+``lost``: the run stops there, and going on with its results (``--resume``) in another process leaves that way out.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -137,6 +140,14 @@ class Device:
     def free(self) -> None:
         """Give memory back that nothing holds any more."""
         gc.collect()
+
+    def lost(self) -> bool:
+        """Whether nothing runs any more on the device in this process."""
+        try:
+            self.synchronize()
+        except Exception:
+            return True
+        return False
 
 
 Run = tuple[Callable[[], Any], Callable[[Any], Any]]  # what comes before a run, untimed; the run, of its result
@@ -397,13 +408,14 @@ def _reason(error: BaseException) -> str:
     return f"{type(inner).__name__}: {lines[0][:300]}" if lines else type(inner).__name__
 
 
-def measure(case: Case, device: Device, plan: Plan) -> dict[str, Any]:
+def measure(case: Case, device: Device, plan: Plan, before: dict[str, Any] | None = None) -> dict[str, Any]:
     """One case: compile, check, then time the ways in turns until the time or the rounds are used up.
 
     Args:
         case: what to measure.
         device: where.
         plan: for how long.
+        before: the case's earlier JSON: a way that lost the device then is not tried again.
 
     Returns:
         The case's JSON.
@@ -412,9 +424,13 @@ def measure(case: Case, device: Device, plan: Plan) -> dict[str, Any]:
     device.free()
     found: dict[str, dict[str, Any]] = {}
     trials: dict[str, Trial] = {}
+    earlier = (before or {}).get("ways", {})
     truth = [t.detach() for t in case.truth()]
     eager_error, slowest = 0.0, 0.0
     for name, make in case.ways.items():
+        if earlier.get(name, {}).get("status") == "lost":
+            found[name] = earlier[name]
+            continue
         if plan.left() < slowest + 2 * plan.seconds:
             found[name] = {"status": "not run", "reason": f"the limit of {plan.limit:.0f} s is near"}
             continue
@@ -444,6 +460,12 @@ def measure(case: Case, device: Device, plan: Plan) -> dict[str, Any]:
             entry = {"status": "unavailable", "reason": str(reason)}
         except Exception as error:  # a way that fails is a result
             entry = {"status": "failed", "reason": _reason(error)}
+            if device.lost():
+                found[name] = {**entry, "status": "lost"}
+                reason = f"the device was lost in {name}"
+                left = {other: {"status": "not run", "reason": reason} for other in case.ways}
+                found = {**left, **{n: e for n, e in found.items() if e["status"] != "measured"}}
+                return _entry(case, 0, found)
         found[name] = entry
         device.free()
     del truth
@@ -451,10 +473,14 @@ def measure(case: Case, device: Device, plan: Plan) -> dict[str, Any]:
     trials.clear()
     torch.compiler.reset()  # compiled code holds tensors
     device.free()
+    return _entry(case, rounds, found)
+
+
+def _entry(case: Case, rounds: int, ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
     work = {"flops": case.flops, "bytes": case.bytes}
     dtype = str(case.dtype).removeprefix("torch.")
     about = {"name": case.name, "dtype": dtype, "facts": case.facts, "work": work, "sets": case.sets}
-    return {**about, "rounds": rounds, "ours": list(case.ours), "ways": found}
+    return {**about, "rounds": rounds, "ours": list(case.ours), "ways": ways}
 
 
 def _time(case: Case, trials: dict[str, Trial], device: Device, plan: Plan, found: dict[str, dict[str, Any]]) -> int:
@@ -633,7 +659,7 @@ def overview(cases: Sequence[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(name for case in cases for name in case["ways"]))
     width = max((len(case["name"]) for case in cases), default=4)
     lines = [f"{'milliseconds':<{width}} " + " ".join(f"{name:>{max(9, len(name))}}" for name in names)]
-    marks = {"unavailable": "n/a", "not run": "not run", "failed": "FAILED", "wrong": "WRONG"}
+    marks = {"unavailable": "n/a", "not run": "not run", "failed": "FAILED", "wrong": "WRONG", "lost": "LOST"}
     for case in cases:
         cells = []
         for name in names:
@@ -679,7 +705,8 @@ def run(
     about = machine()
     result: dict[str, Any] = {"benchmark": benchmark, "schema": SCHEMA, "machine": about, "device": device.about()}
     print(", ".join(f"{key} {value}" for key, value in {**about, **result["device"]}.items()), flush=True)
-    kept = {c["name"]: c for c in (before or {}).get("cases", []) if _complete(c)}
+    earlier = {c["name"]: c for c in (before or {}).get("cases", [])}
+    kept = {name: c for name, c in earlier.items() if _complete(c)}
     if before and (before["device"], before["machine"]["torch"]) != (result["device"], about["torch"]):
         raise UsageError("--resume: the results are of another device or of another torch; give another --out")
     dtypes = [torch.float32] if device.type == "cpu" else [torch.bfloat16, torch.float16, torch.float32]
@@ -687,7 +714,9 @@ def run(
     copied, rates = result["ceilings"]["copy_bytes_per_s"], result["ceilings"]["matmul_flop_per_s"]
     print(f"a large copy {copied / 1e9:.4g} GB/s; matrix products "
           + ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in rates.items()), flush=True)  # fmt: skip
-    result.update(quick=plan.quick, seconds_a_case=plan.seconds, cases=[], not_run=[], targets=[])
+    result.update(
+        quick=plan.quick, seconds_a_case=plan.seconds, cases=[], not_run=[], running=None, lost=None, targets=[]
+    )
     device.free()
 
     measured: list[float] = []
@@ -702,30 +731,38 @@ def run(
             result["cases"].append(kept[name])
             continue
         expected = statistics.median(measured) if measured else plan.seconds
-        if plan.left() < max(expected, plan.seconds):
+        if result["lost"] or plan.left() < max(expected, plan.seconds):
             result["not_run"].append(name)
             continue
         gone, rest = time.perf_counter() - plan.began, min((len(cases) - i + 1) * expected, plan.left())
         about_left = f"about {clock(rest)} left" if measured else "no estimate yet"
         print(f"\n[{i}/{len(cases)}, {clock(gone)} gone, {about_left}] {name}", flush=True)
         began = time.perf_counter()
+        result["running"] = name
+        write(out, result)  # what ends the process leaves its name
         try:
             case = make()
             if ways:
                 case = replace(case, ways={name: way for name, way in case.ways.items() if name in ways})
                 if not case.ways:
                     continue
-            entry = measure(case, device, plan)
+            entry = measure(case, device, plan, earlier.get(name))
         except Exception as error:  # one case must not take the others along
-            reason = {"status": "failed", "reason": _reason(error)}
+            reason = {"status": "lost" if device.lost() else "failed", "reason": _reason(error)}
             entry = {"name": name, "dtype": "", "facts": {}, "work": {"flops": 0, "bytes": 0}, "sets": 0}
             entry.update(rounds=0, ours=[], ways={"(all)": reason})
         case = None  # type: ignore[assignment]  # frees its inputs
         measured.append(time.perf_counter() - began)
         result["cases"].append(entry)
+        result["running"] = None
+        if any(
+            w["status"] == "lost" and w is not earlier.get(name, {}).get("ways", {}).get(n)
+            for n, w in entry["ways"].items()
+        ):
+            result["lost"] = name
         print(block(entry), flush=True)
         finish()
-    if extra is not None:
+    if extra is not None and not result["lost"]:
         result.update(extra())
     finish()
     print(f"\n{overview(result['cases'])}\n")
@@ -734,13 +771,16 @@ def run(
     for verdict in result["targets"]:
         print(verdict_line(verdict))
     if result["not_run"]:
-        print(f"not run, for the limit of {plan.limit:.0f} s (--resume measures them): {'; '.join(result['not_run'])}")
+        why = (
+            f"as the device was lost in {result['lost']}" if result["lost"] else f"for the limit of {plan.limit:.0f} s"
+        )
+        print(f"not run, {why} (--resume measures them): {'; '.join(result['not_run'])}")
     print(f"{out or 'nothing written'}, {result['seconds']:.0f} s", flush=True)
     return result
 
 
 def _complete(case: dict[str, Any]) -> bool:
-    return all(way["status"] in ("measured", "unavailable", "wrong") for way in case["ways"].values())
+    return all(way["status"] in ("measured", "unavailable", "wrong", "lost") for way in case["ways"].values())
 
 
 def numbers(text: str, count: tuple[int, ...], what: str) -> tuple[int, ...]:

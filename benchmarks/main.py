@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 from argparse import Namespace
@@ -80,8 +79,7 @@ def bench(arguments: Namespace) -> int:
         return on_paper.main(arguments)
     benchmark = BENCHMARKS[arguments.benchmark]
     if arguments.draw:
-        result = harness.read(arguments.draw, arguments.benchmark)
-        _draw(result, arguments.draw, wanted=True)
+        _draw(harness.read(arguments.draw, arguments.benchmark), arguments.draw)
         return 0
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -109,11 +107,16 @@ def run(benchmark: Benchmark, arguments: Namespace, device: Device) -> dict[str,
     chosen = benchmark.grid(device, quick, sizes, arguments.dtypes)
     names = [benchmark.name(*each) for each in chosen]
     kept = [(n, each) for n, each in zip(names, chosen, strict=True) if all(t in n for t in arguments.only)]
+    kept = [(n, each) for n, each in kept if not any(t in n for t in arguments.skip)]
+    if not kept and arguments.skip:
+        raise UsageError(f"--skip {' '.join(arguments.skip)} leaves no case; there are: {'; '.join(names)}")
     if not kept:
         raise UsageError(f"--only {' '.join(arguments.only)} leaves no case; there are: {'; '.join(names)}")
     slug = re.sub(r"[^a-z0-9]+", "_", device.name.lower()).strip("_") if device.type == "cuda" else device.type
     out = arguments.out
     if out is None and not quick:  # a quick run shows that it runs; its figures are for nobody
+        if device.type == "cuda":  # a GPU is often somebody else's, and a folder of the package goes with the machine
+            raise UsageError(f"--out FILE is needed on a GPU, e.g. --out {arguments.benchmark}_{slug}.json")
         out = harness.results_folder() / f"{arguments.benchmark}_{slug}.json"
     before = None
     if arguments.resume:
@@ -126,7 +129,7 @@ def run(benchmark: Benchmark, arguments: Namespace, device: Device) -> dict[str,
             raise UsageError("--largest needs a GPU: the CPU's memory is everybody's")
         extra = functools.partial(_largest, device, plan, [each for _, each in kept], arguments.ways)
     makers = [functools.partial(benchmark.case, *each, device, plan) for _, each in kept]
-    result = harness.run(
+    return harness.run(
         arguments.benchmark,
         makers,
         [n for n, _ in kept],
@@ -138,20 +141,15 @@ def run(benchmark: Benchmark, arguments: Namespace, device: Device) -> dict[str,
         extra,
         arguments.ways,
     )
-    if out is not None:
-        _draw(result, out, wanted=False)
-    return result
 
 
 def _largest(device: Device, plan: Plan, chosen: Any, names: Sequence[str]) -> dict[str, Any]:
     return {"largest_batches": model.largest_batches(device, plan, chosen, names or ways.TRAINING)}
 
 
-def _draw(result: dict[str, Any], out: Path, wanted: bool) -> None:
+def _draw(result: dict[str, Any], out: Path) -> None:
     try:
         for path in pictures.draw(result, out):
             print(path)
     except ImportError as e:
-        if wanted:
-            raise UsageError(f'pictures need matplotlib: pip install "torch-fused-ops[bench]" ({e})') from None
-        print(f"no pictures: {e}; elsewhere: bench {result['benchmark']} --draw {json.dumps(str(out))}")
+        raise UsageError(f'pictures need matplotlib: pip install "torch-fused-ops[bench]" ({e})') from None

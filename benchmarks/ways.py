@@ -39,15 +39,17 @@ def budgeted(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     return compiled
 
 
-def ours(memory: str, autotune: bool = False, **more: Any) -> Callable[..., Function]:
-    """``backend="fused"``; strict, so that a way of this name is never plain torch.compile. ``more``: of the policy."""
+def ours(memory: str, mode: str = "default", **more: Any) -> Callable[..., Function]:
+    """``backend="fused"`` in a mode of torch.compile; strict, so that it is never plain torch.compile.
+
+    ``more``: of the policy.
+    """
 
     def compiled(fn: Function, **settings: Any) -> Function:
         import torch._inductor as inductor
 
         options: dict[str, Any] = {"policy": FusionPolicy(memory=memory, strict=True, **more)}
-        if autotune:
-            options.update(inductor.list_mode_options(AUTOTUNE))
+        options.update(inductor.list_mode_options(mode))
         return torch.compile(fresh(fn), backend="fused", options=options, **settings)
 
     return compiled
@@ -62,7 +64,7 @@ COMPILED: dict[str, Callable[..., Function]] = {
     "fused-off": ours("off"),
     **{f"fused-{memory}": ours(memory) for memory in MEMORY if memory not in ("free", "off")},
     "autotune": lambda fn, **settings: torch.compile(fresh(fn), mode=AUTOTUNE, **settings),
-    "fused-autotune": ours("free", autotune=True),
+    "fused-autotune": ours("free", AUTOTUNE),
     "fused-library": ours("free", epilogues="library"),
 }
 TRAINING = tuple(name for name in COMPILED if not name.endswith(("autotune", "library")))

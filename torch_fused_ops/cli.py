@@ -276,6 +276,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--only", nargs="+", metavar="TEXT", default=[], help="only cases whose names hold all of these texts"
     )
+    bench.add_argument(
+        "--skip", nargs="+", metavar="TEXT", default=[], help="without the cases whose names hold one of these texts"
+    )
     bench.add_argument("--ways", nargs="+", metavar="WAY", default=[], help="only these: compile, fused-free, eager, …")
     bench.add_argument("--seconds", type=float, help="of timing a case")
     bench.add_argument("--rounds", type=int, default=1000, help="at most so many a case (default: 1000)")
@@ -284,7 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--largest", action="store_true", help="model: the largest batch that fits, for each way, too")
     bench.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's own choice)")
     bench.add_argument("--seed", type=int, default=0)
-    bench.add_argument("--out", type=Path, metavar="FILE", help="results (default: in benchmarks/results; quick: none)")
+    bench.add_argument("--out", type=Path, metavar="FILE", help="results (CPU: in benchmarks/results; quick: none)")
     bench.add_argument("--draw", type=Path, metavar="FILE", help="measure nothing: draw the pictures of these results")
     bench.set_defaults(run=_bench)
     return parser

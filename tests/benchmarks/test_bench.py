@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -64,13 +65,10 @@ def test_end_to_end(
     if arguments[0] in ("mlp", "model"):
         saved = {n: w["saved_bytes"] for n, w in result["cases"][0]["ways"].items() if n in compared - {"gemms"}}
         assert saved["fused-free"] < saved["compile"]
-    pictures = sorted(path.name for path in tmp_path.glob("*.png"))
-    if pictures:  # matplotlib is there
-        assert pictures == ["results.png", "results_roofline.png"]
-        for path in tmp_path.glob("*.png"):
-            path.unlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]  # one file: a borrowed machine gives few back
+    if importlib.util.find_spec("matplotlib"):
         assert cli(["bench", arguments[0], "--draw", str(out)]) == 0
-        assert sorted(path.name for path in tmp_path.glob("*.png")) == pictures
+        assert sorted(path.name for path in tmp_path.glob("*.png")) == ["results.png", "results_roofline.png"]
 
 
 def arguments(*given: str) -> Namespace:
@@ -126,6 +124,7 @@ def test_the_gpu_paths_on_a_stand_in(given: tuple[str, ...], tmp_path: Path, mon
         (["model", "--device", "cpu", "--sizes", "1x100000"], "takes sequences of 128 tokens"),
         (["model", "--device", "cpu", "--largest"], "--largest needs a GPU"),
         (["mlp", "--device", "cpu", "--only", "nonsense"], "--only nonsense leaves no case; there are: gelu_tanh"),
+        (["mlp", "--device", "cpu", "--skip", "gelu", "swiglu"], "--skip gelu swiglu leaves no case"),
         (["mlp", "--device", "cpu", "--ways", "nonsense"], "--ways nonsense not known; accepted: eager, compile"),
         (["mlp", "--device", "cpu", "--seconds", "0"], "they must be above 0"),
         (["mlp", "--device", "cpu", "--quick", "--resume"], "--resume needs the file to go on with"),

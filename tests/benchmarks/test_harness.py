@@ -161,6 +161,40 @@ def test_results_read_where_memory_was_not_written() -> None:
     assert harness.measure(case, Device(), Plan(0.01, quick=True))["ways"]["lazy"]["status"] == "wrong"
 
 
+class Fragile(Device):
+    """A device that an illegal address takes along until the process ends."""
+
+    gone = False
+
+    def synchronize(self) -> None:
+        if self.gone:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_what_loses_the_device_is_left_out_of_the_next_process(tmp_path: Path) -> None:
+    device, out, tried = Fragile(), tmp_path / "results.json", []
+
+    def breaks() -> Tensor:
+        tried.append("breaks")
+        device.gone = True
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
+
+    fine = trial(lambda: TRUTH.float())
+    makers = [lambda: a_case(other=fine, mine=trial(breaks)), lambda: a_case(mine=fine)]
+    names = ["a case", "the next"]
+    first = harness.run("some", makers, names, [], device, Plan(0.01, quick=True), out)
+    assert first["lost"] == "a case" and first["not_run"] == ["the next"] and json.loads(out.read_text()) == first
+    ways = first["cases"][0]["ways"]
+    assert {name: way["status"] for name, way in ways.items()} == {"other": "not run", "mine": "lost"}
+    assert "illegal memory access" in ways["mine"]["reason"] and "\n" not in ways["mine"]["reason"]
+    device.gone = False  # another process
+    second = harness.run("some", makers, names, [], device, Plan(0.01, quick=True), out, before=first)
+    assert tried == ["breaks"] and second["lost"] is None and second["not_run"] == []
+    ways = second["cases"][0]["ways"]
+    assert {name: way["status"] for name, way in ways.items()} == {"other": "measured", "mine": "lost"}
+    assert len(second["cases"]) == 2
+
+
 @pytest.mark.seconds("machine code, timed")
 def test_a_time_limit_lists_what_is_left(tmp_path: Path) -> None:
     plan = Plan(0.01, limit=1e-6, quick=True)
