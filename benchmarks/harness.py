@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 import torch_fused_ops as tfo
+from torch_fused_ops.virtual_gpu.roofline import Rates, Work
 
 SCHEMA = 1  # of the JSON
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -316,6 +317,8 @@ class Case:
         flops: of one run, as a roofline counts them: matrix products alone. 0 where there are none.
         bytes: the least that one run reads and writes.
         calls: how many calls a run makes: times are of one.
+        works: by way, what its kernels do one after the other: its roofline, at the rates that the device reaches in the
+            same run, stands in the results as ``floor_ms``.
     """
 
     name: str
@@ -330,6 +333,7 @@ class Case:
     flops: float = 0.0
     bytes: float = 0.0
     calls: int = 1
+    works: dict[str, Sequence[Work]] = field(default_factory=dict)
 
 
 @dataclass
@@ -588,6 +592,26 @@ def ratios(
     return values
 
 
+def beyond_roofline(
+    ours: str, other: str, where: Callable[[dict[str, Any]], bool] = lambda case: True
+) -> Callable[[list[dict[str, Any]]], list[Value]]:
+    """As ``ratios``, over the ratio of the two ways' rooflines: 1 where ours loses or gains no more than its bytes and FLOP say."""
+
+    def values(cases: list[dict[str, Any]]) -> list[Value]:
+        found = []
+        for c in filter(where, cases):
+            ratio = c["ways"].get(ours, {}).get("ratio_to", {}).get(other)
+            floors = [c["ways"].get(way, {}).get("floor_ms") for way in (ours, other)]
+            if ratio and all(floors):
+                allowed = floors[0] / floors[1]
+                text = f"{c['name']}: {ratio['median']:.3f} where the roofline allows {allowed:.3f};"
+                low, high = ratio["interval"]
+                found.append(Value(text, ratio["median"] / allowed, (low / allowed, high / allowed)))
+        return found
+
+    return values
+
+
 def verdict_line(verdict: dict[str, Any]) -> str:
     """A judged target in one line."""
     met = {True: "met", False: "MISSED", None: "not measured"}[verdict["met"]]
@@ -636,7 +660,7 @@ def block(case: dict[str, Any]) -> str:
     ways = case["ways"]
     lead = next((name for name in case["ours"] if "ms" in ways.get(name, {})), None)
     against = ways[lead]["ratio_to"] if lead else {}
-    head = f"  {'':<15}{'ms':>10}  {'quartiles':<22}{f'{lead} / this':<26}{'kept MiB':>9} {'peak MiB':>9}  error"
+    head = f"  {'':<15}{'ms':>10} {'roofline':>9}  {'quartiles':<22}{f'{lead} / this':<26}{'kept MiB':>9} {'peak MiB':>9}  error"
     lines = [f"{case['name']}  ({case['rounds']} rounds)", head]
     for name, way in ways.items():
         if "ms" not in way:
@@ -650,7 +674,10 @@ def block(case: dict[str, Any]) -> str:
         )
         error = f"{way['error']:.1e}" if "error" in way else ""
         spread = f"{low:.4g} … {high:.4g}"
-        lines.append(f"  {name:<15}{way['ms']['median']:>10.4g}  {spread:<22}{cell:<26}{saved:>9} {peak:>9}  {error}")
+        floor = f"{way['floor_ms']:.4g}" if "floor_ms" in way else ""
+        lines.append(
+            f"  {name:<15}{way['ms']['median']:>10.4g} {floor:>9}  {spread:<22}{cell:<26}{saved:>9} {peak:>9}  {error}"
+        )
     return "\n".join(lines)
 
 
@@ -747,6 +774,11 @@ def run(
                 if not case.ways:
                     continue
             entry = measure(case, device, plan, earlier.get(name))
+            if entry["dtype"] in rates:
+                reached = Rates(rates[entry["dtype"]], copied)
+                for way, works in case.works.items():
+                    if way in entry["ways"]:
+                        entry["ways"][way]["floor_ms"] = 1e3 * reached.seconds(works)
         except Exception as error:  # one case must not take the others along
             reason = {"status": "lost" if device.lost() else "failed", "reason": _reason(error)}
             entry = {"name": name, "dtype": "", "facts": {}, "work": {"flops": 0, "bytes": 0}, "sets": 0}

@@ -105,6 +105,8 @@ def run(benchmark: Benchmark, arguments: Namespace, device: Device) -> dict[str,
         raise UsageError(f"--ways {' '.join(unknown)} not known; accepted: {', '.join(WAYS)}")
     sizes = [benchmark.size(harness.numbers(s, benchmark.counts, benchmark.shape)) for s in arguments.sizes]
     chosen = benchmark.grid(device, quick, sizes, arguments.dtypes)
+    if arguments.ways and not set(arguments.ways) & set(ways.TUNED):  # a case of its own, for them alone
+        chosen = [each for each in chosen if "max-autotune" not in benchmark.name(*each)]
     names = [benchmark.name(*each) for each in chosen]
     kept = [(n, each) for n, each in zip(names, chosen, strict=True) if all(t in n for t in arguments.only)]
     kept = [(n, each) for n, each in kept if not any(t in n for t in arguments.skip)]

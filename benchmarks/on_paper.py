@@ -14,15 +14,12 @@ nothing runs faster.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
-import re
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -39,13 +36,8 @@ from .pointwise import Operator
 
 if TYPE_CHECKING:
     from torch_fused_ops.virtual_gpu import GeneratedGraph, MachineCode, PaperCompilation
+    from torch_fused_ops.virtual_gpu.roofline import KernelRuns, Rates
 
-# What an H200 reaches, measured on one: bytes a second of a large copy, read and written, and FLOP a second of an
-# 8192³ matrix product in bfloat16 on random numbers.
-COPY_BYTES_PER_S = 4.3e12
-MATMUL_FLOP_PER_S = 790e12
-# Its lanes: 132 multiprocessors, 4 schedulers in each that issue an instruction of 32 lanes a clock, at boost clock.
-LANE_INSTRUCTIONS_PER_S = 132 * 4 * 32 * 1.98e9
 # A multiprocessor's registers are handed to warps in units of 256, and hold 64 warps at most.
 REGISTERS, REGISTER_UNIT, WARPS = 65536, 256, 64
 
@@ -62,6 +54,17 @@ def _virtual_gpu() -> Any:
     from torch_fused_ops import virtual_gpu
 
     return virtual_gpu
+
+
+def _roofline() -> Any:
+    _virtual_gpu()
+    from torch_fused_ops.virtual_gpu import roofline
+
+    return roofline
+
+
+def _rates() -> Rates:
+    return _roofline().rates_of(_virtual_gpu().H200)
 
 
 def settings(way: str) -> Compile:
@@ -90,60 +93,7 @@ def occupancy(registers: int, warps: int) -> float:
     return min(WARPS, REGISTERS // max(each, 1)) // warps * warps / WARPS
 
 
-_BRANCH = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?BRA\S*\s+.*?0x([0-9a-f]+)", re.M)
-
-
-def loops(code: MachineCode) -> bool:
-    """Whether the machine code branches back; not to itself, as it does behind its end."""
-    return any(int(target, 16) < int(at, 16) for at, target in _BRANCH.findall(code.asm))
-
-
-_ACCESS = re.compile(r"^(?:LDG|STG)\b(.*)$")
-_WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
-
-
-@dataclass(frozen=True)
-class Part:
-    """A kernel's launch.
-
-    Attributes:
-        code: its machine code.
-        programs: blocks of the grid.
-        elements: how many elements it goes through.
-        nbytes: bytes that it reads and writes.
-        launches: how often it runs.
-    """
-
-    code: MachineCode
-    programs: int
-    elements: float
-    nbytes: int
-    launches: int = 1
-
-    @property
-    def lane_instructions(self) -> float:
-        """Instructions that all lanes together issue.
-
-        Without a loop the machine code's text is what each warp issues. With one, how many tiles the text handles (a
-        compiler unrolls loops) is told from the bytes that its loads and stores move: an estimate.
-        """
-        code, count = self.code, len(self.code.instructions)
-        if not loops(code):
-            return float(count) * code.threads * self.programs
-        accesses = [m[1].split(".") for m in map(_ACCESS.match, code.instructions) if m]
-        moved = sum(next((_WIDTHS[word] for word in words if word in _WIDTHS), 4) for words in accesses)
-        per_thread = code.elements / code.threads
-        tiles = max(1, round(moved / (self.nbytes / self.elements * per_thread)))
-        return count / (tiles * per_thread) * self.elements
-
-    @property
-    def floor(self) -> float:
-        """Seconds that bytes and instructions take at least; instructions where they are exact."""
-        exact = 0.0 if loops(self.code) else self.lane_instructions
-        return self.launches * max(self.nbytes / self.launches / COPY_BYTES_PER_S, exact / LANE_INSTRUCTIONS_PER_S)
-
-
-def cost(parts: Sequence[Part], elements: int) -> dict[str, Any]:
+def cost(parts: Sequence[KernelRuns], elements: int) -> dict[str, Any]:
     """Kernels together; instructions for each of ``elements``, of the operator's result."""
     codes = [part.code for part in parts]
     lanes = sum(part.lane_instructions * part.launches for part in parts)
@@ -151,68 +101,18 @@ def cost(parts: Sequence[Part], elements: int) -> dict[str, Any]:
         "kernels": sum(part.launches for part in parts),
         "bytes": sum(part.nbytes for part in parts),
         "instructions": round(lanes / elements, 2),
-        "estimated": any(map(loops, codes)),
+        "estimated": any(map(_roofline().loops, codes)),
         "registers": max((code.registers for code in codes), default=0),
         "spills": sum(code.spills for code in codes),
         "occupancy": min((occupancy(code.registers, code.threads // 32) for code in codes), default=1.0),
-        "floor_us": round(1e6 * sum(part.floor for part in parts), 2),
+        "floor_us": round(1e6 * _rates().seconds(work for part in parts for work in part.works), 2),
     }
-
-
-@functools.cache
-def _assembled(source: str) -> MachineCode:
-    return _virtual_gpu().assemble(source)
-
-
-_NAME = re.compile(r"(?:def |kernel_name': ')(triton_\w+)")
-
-
-def _parts(graph: GeneratedGraph) -> list[Part]:
-    """The launches of the generated kernels."""
-    from torch_fused_ops.virtual_gpu.kernels import load
-
-    found = []
-    for kernel in graph.kernels:
-        hints = re.search(r"size_hints=\{([^}]*)\}", kernel.source)
-        sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)': (\d+)", hints[1] if hints else "")}
-        sizes.update({axis: int(n) for axis, n in re.findall(r"\b(\w+)numel = (\d+)", kernel.source)})  # exact
-        named = _NAME.sub(lambda m: m[0].replace(m[1], "triton_kernel"), kernel.source)  # one entry for equal kernels
-        code, block = _assembled(named), load(named).block
-        programs = math.prod(
-            -(-n // block.get(f"{axis.upper()}BLOCK", 1)) for axis, n in sizes.items() if axis in "xyz"
-        )
-        nbytes, launches = kernel.bytes_moved, kernel.launches
-        found.append(Part(code, programs, float(math.prod(sizes.values())), nbytes, launches))
-    return found
-
-
-def _grouped_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Of a matrix product in groups, which torch's counter leaves out: rows or columns go to one group each."""
-    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
-    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
-
-
-def flops(graph: GeneratedGraph) -> float:
-    """FLOP of the matrix products and attention in a graph, as torch's own counter has them."""
-    from torch.utils.flop_counter import flop_registry
-
-    counters = {torch.ops.aten._grouped_mm: _grouped_flops, **flop_registry}
-    total = 0.0
-    for node in graph.graph.graph.nodes:
-        count = counters.get(getattr(node.target, "overloadpacket", None))
-        if node.op == "call_function" and count is not None:
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            total += count(*args, **kwargs, out_val=node.meta["val"])
-    return total
 
 
 def graph_cost(graph: GeneratedGraph) -> dict[str, Any]:
     """A whole graph: generated kernels and library calls."""
-    parts = _parts(graph)
+    parts = _roofline().kernel_runs(graph)
     found = cost(parts, elements=1)
-    left = graph.bytes_moved - found["bytes"]  # by library calls
-    count = flops(graph)
-    library = max(count / MATMUL_FLOP_PER_S, left / COPY_BYTES_PER_S)
     return {
         "kernels": found["kernels"],
         "library_calls": len(graph.extern),
@@ -220,8 +120,8 @@ def graph_cost(graph: GeneratedGraph) -> dict[str, Any]:
         "registers": found["registers"],
         "spills": found["spills"],
         "occupancy": found["occupancy"],
-        "flops": count,
-        "floor_us": round(found["floor_us"] + 1e6 * library, 2),
+        "flops": _roofline().flops(graph),
+        "floor_us": round(1e6 * _rates().seconds(_roofline().works_of(graph)), 2),
         "pointwise_floor_us": found["floor_us"],
     }
 
@@ -244,8 +144,8 @@ def operator_figures(operator: Operator, ways: Sequence[str] = OPERATOR_WAYS, ea
         # The weight is an input here, and kept by all ways alike.
         weight = OUTPUT * WIDTH * BF16.itemsize
         found[way] = {
-            "forward": cost(_parts(paper.forward), TOKENS * WIDTH),
-            "backward": cost(_parts(paper.backward), TOKENS * WIDTH),
+            "forward": cost(_roofline().kernel_runs(paper.forward), TOKENS * WIDTH),
+            "backward": cost(_roofline().kernel_runs(paper.backward), TOKENS * WIDTH),
             "saved_bytes": paper.saved_bytes() - weight,
         }
     row: dict[str, Any] = {"name": str(operator), "ways": found}
@@ -276,7 +176,7 @@ def _hand_written(operator: Operator, backward: bool) -> dict[str, Any]:
         if kernel.__name__ == "_add_rows":
             programs *= -(-named["rows"] // constants["BLOCK_M"])
         nbytes = sum(t.numel() * t.element_size() for t in values if isinstance(t, Tensor))
-        parts.append(Part(code, math.prod(grid), float(programs * code.elements), nbytes))
+        parts.append(_roofline().KernelRuns(code, math.prod(grid), float(programs * code.elements), nbytes))
     return cost(parts, TOKENS * WIDTH)
 
 
@@ -509,9 +409,9 @@ def main(arguments: Namespace) -> int:
         "arch": gpu.arch,
         "versions": versions(),
         "constants": {
-            "copy_bytes_per_s": COPY_BYTES_PER_S,
-            "matmul_flop_per_s": MATMUL_FLOP_PER_S,
-            "lane_instructions_per_s": LANE_INSTRUCTIONS_PER_S,
+            "copy_bytes_per_s": _rates().nbytes,
+            "matmul_flop_per_s": _rates().flop,
+            "lane_instructions_per_s": _rates().lane_instructions,
         },
         "sizes": {"tokens": TOKENS, "width": WIDTH, "linear": OUTPUT, "dtype": "bfloat16"},
         "operators": [],

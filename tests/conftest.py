@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import platform
 import tempfile
@@ -48,7 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A meter in every process that runs tests; what reports on all tests in the one that hears of them."""
-    config.pluginmanager.register(processor_time.Meter(), "processor-time-meter")
+    # On a GPU tests do more: its context, and kernels that are compiled for it.
+    limit = math.inf if torch.cuda.is_available() else processor_time.LIMIT
+    config.pluginmanager.register(processor_time.Meter(limit), "processor-time-meter")
     if hasattr(config, "workerinput"):
         return
     config.pluginmanager.register(processor_time.Table(config.getoption("--processor-time")), "processor-time-table")

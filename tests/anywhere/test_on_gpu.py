@@ -1,6 +1,6 @@
 """Picked-up MLPs compiled for a GPU and run there: every memory level, with and without CUDA graphs, against float64.
 
-float64 is eager PyTorch's on the CPU, so nothing is compared with a kernel of its own kind. Where there is no GPU the GPU's
+float64 is eager PyTorch's on the CPU, so nothing is compared with a kernel of its own kind. Where there is no GPU its
 cases are skipped, and a few run on the CPU, their graphs interpreted: that the tests themselves are right is then known
 before there is a GPU to run them on.
 """
@@ -140,7 +140,7 @@ def assert_exact(found: list[Tensor], wanted: list[Tensor], memory: str) -> None
 
 
 def check(name: str, memory: str, mode: str, device: str, rows: tuple[int, ...] = (ROWS,) * 3, **settings: Any) -> None:
-    """Steps of a model with other inputs each: under CUDA graphs the first warms up, the second records, then it replays."""
+    """Steps of a model, each of other inputs: under CUDA graphs the first warms up, the next records, then it replays."""
     model = MODELS[name]().to(BF16).to(device)
     compiled = ways.ours(memory, mode)(model, fullgraph=True, **settings)
     for count in rows:

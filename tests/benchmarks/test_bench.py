@@ -12,6 +12,7 @@ import pytest
 import torch
 from stand_in import stand_in
 
+from torch_fused_ops import FusionPolicy, compile_options
 from torch_fused_ops.benchmarks import harness, main, mlp, models, pointwise, ways
 from torch_fused_ops.cli import BENCHMARKS, _parser
 from torch_fused_ops.cli import main as cli
@@ -178,6 +179,41 @@ def test_eager_operators_in_an_mlp(name: str) -> None:
     weights, inputs, _ = mlp.tensors(name, mlp.Size(6, 8, 16), torch.float64, harness.Device(), 1, 0, grad=False)
     torch.testing.assert_close(mlp.MLPS[name](*inputs[0]), mlp.OPERATORS[name](*inputs[0]))
     assert all(w.shape in ((16, 8), (8, 16), (16,), (8,)) for w in weights)
+
+
+@pytest.mark.codegen_is_slow
+def test_every_memory_level_keeps_less_than_the_one_before() -> None:
+    """What is timed under a level's name is that level."""
+    case = mlp.case("swiglu", mlp.Size(64, 16, 64), torch.float32, False, harness.Device(), harness.Plan(1.0))
+    kept = []
+    for way in ("fused-off", "fused-free", "fused-fp8", "fused-input"):
+        trial = case.ways[way]()
+        assert trial.saved is not None
+        kept.append(trial.saved())
+    assert kept == sorted(set(kept), reverse=True) and kept[-1] == 64 * 16 * 4
+
+
+@pytest.mark.seconds("compiles two steps on paper")
+@pytest.mark.parametrize(
+    "way", ["compile", "fused-free", "fused-fp8", pytest.param("fused-input", marks=pytest.mark.slow)]
+)
+def test_the_roofline_of_an_mlp_counts_what_is_generated(way: str) -> None:
+    virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu")
+    pytest.importorskip("triton")
+    from torch_fused_ops.virtual_gpu import roofline
+
+    size = mlp.Size(2048, 4096, 8192)
+    with torch.device("meta"):
+        shapes = [(size.hidden, size.width)] * 2 + [(size.width, size.hidden)]
+        layers = mlp.Layers(mlp.swiglu, [torch.nn.Parameter(torch.empty(s, dtype=torch.bfloat16)) for s in shapes])
+        x = torch.empty(size.tokens, size.width, dtype=torch.bfloat16, requires_grad=True)
+    policy = FusionPolicy(memory=way.removeprefix("fused-"), strict=True) if way != "compile" else None
+    paper = virtual_gpu.compile_on_paper(layers, x, config=compile_options(policy) if policy else {})
+    works = mlp.works("swiglu", size, torch.bfloat16, way, backward=True)
+    counted = [roofline.Work(roofline.flops(g), sum(k.bytes_moved for k in g.kernels)) for g in paper.graphs.values()]
+    assert sum(w.flop for w in works) == sum(w.flop for w in counted)
+    # fp8's scales are not counted: 4 bytes a row
+    assert sum(w.nbytes for w in works) == pytest.approx(sum(w.nbytes for w in counted), rel=1e-3)
 
 
 def test_work_of_an_mlp() -> None:

@@ -93,5 +93,5 @@ def test_a_part_from_one_end_to_the_other(tmp_path: Path, capsys: pytest.Capture
         for phase in ("forward", "backward"):
             cost = row["ways"][way][phase]
             assert cost["kernels"] >= 1 and cost["registers"] > 0 and 0 < cost["occupancy"] <= 1
-            assert cost["floor_us"] >= 1e6 * cost["bytes"] / on_paper.COPY_BYTES_PER_S - 0.01
+            assert cost["floor_us"] >= 1e6 * cost["bytes"] / on_paper._rates().nbytes - 0.01
     assert "bias_act relu2 bias" in capsys.readouterr().out

@@ -1,0 +1,168 @@
+"""The roofline of programs: the least time that their FLOP, bytes and instructions take at a GPU's rates.
+
+No prediction, but nothing runs faster. One kernel runs after the other, and within one the slowest of the three counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .gpus import GPU, H200
+from .kernels import load
+from .machine_code import MachineCode, assemble
+from .results import GeneratedGraph
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a kernel or a library's call does: FLOP of matrix products, bytes read and written, lanes' instructions."""
+
+    flop: float = 0.0
+    nbytes: float = 0.0
+    lane_instructions: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU reaches in a second.
+
+    Attributes:
+        flop: of a large matrix product in bfloat16 on random numbers.
+        nbytes: of a large copy, read and written.
+        lane_instructions: of all lanes together; infinite where nobody counts them.
+    """
+
+    flop: float
+    nbytes: float
+    lane_instructions: float = math.inf
+
+    def seconds(self, works: Iterable[Work]) -> float:
+        """The least time for works that run one after the other."""
+        return sum(
+            max(w.flop / self.flop, w.nbytes / self.nbytes, w.lane_instructions / self.lane_instructions) for w in works
+        )
+
+
+# Measured on an H200: bytes of a large copy, and FLOP of an 8192³ product in bfloat16 on random numbers. Its lanes: 132
+# multiprocessors with 4 schedulers, each of which issues an instruction of 32 lanes a clock, at boost clock.
+_RATES: Mapping[str, Rates] = {H200.name: Rates(790e12, 4.3e12, 132 * 4 * 32 * 1.98e9)}
+
+
+def rates_of(gpu: GPU) -> Rates | None:
+    """What this GPU was measured to reach; None if nobody has measured it."""
+    return _RATES.get(gpu.name)
+
+
+# ---- generated code --------------------------------------------------------------------------------------------------
+
+_BRANCH = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?BRA\S*\s+.*?0x([0-9a-f]+)", re.M)
+
+
+def loops(code: MachineCode) -> bool:
+    """Whether the machine code branches back; not to itself, as it does behind its end."""
+    return any(int(target, 16) < int(at, 16) for at, target in _BRANCH.findall(code.asm))
+
+
+_ACCESS = re.compile(r"^(?:LDG|STG)\b(.*)$")
+_WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+
+
+@dataclass(frozen=True)
+class KernelRuns:
+    """A kernel's launches.
+
+    Attributes:
+        code: its machine code.
+        programs: blocks of the grid.
+        elements: how many elements it goes through.
+        nbytes: bytes that it reads and writes.
+        launches: how often it runs.
+    """
+
+    code: MachineCode
+    programs: int
+    elements: float
+    nbytes: int
+    launches: int = 1
+
+    @property
+    def lane_instructions(self) -> float:
+        """Instructions that all lanes together issue.
+
+        Without a loop the machine code's text is what each warp issues. With one, how many tiles the text handles (a
+        compiler unrolls loops) is told from the bytes that its loads and stores move: an estimate.
+        """
+        code, count = self.code, len(self.code.instructions)
+        if not loops(code):
+            return float(count) * code.threads * self.programs
+        accesses = [m[1].split(".") for m in map(_ACCESS.match, code.instructions) if m]
+        moved = sum(next((_WIDTHS[word] for word in words if word in _WIDTHS), 4) for words in accesses)
+        per_thread = code.elements / code.threads
+        tiles = max(1, round(moved / (self.nbytes / self.elements * per_thread)))
+        return count / (tiles * per_thread) * self.elements
+
+    @property
+    def works(self) -> list[Work]:
+        """Of each launch; instructions where they are exact."""
+        exact = 0.0 if loops(self.code) else self.lane_instructions
+        return [Work(0.0, self.nbytes / self.launches, exact)] * self.launches
+
+
+@functools.cache
+def _assembled(source: str) -> MachineCode:
+    return assemble(source)
+
+
+_NAME = re.compile(r"(?:def |kernel_name': ')(triton_\w+)")
+
+
+def kernel_runs(graph: GeneratedGraph) -> list[KernelRuns]:
+    """The launches of the generated kernels."""
+    found = []
+    for kernel in graph.kernels:
+        hints = re.search(r"size_hints=\{([^}]*)\}", kernel.source)
+        sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)': (\d+)", hints[1] if hints else "")}
+        sizes.update({axis: int(n) for axis, n in re.findall(r"\b(\w+)numel = (\d+)", kernel.source)})  # exact
+        named = _NAME.sub(lambda m: m[0].replace(m[1], "triton_kernel"), kernel.source)  # one entry for equal kernels
+        code, block = _assembled(named), load(named).block
+        programs = math.prod(
+            -(-n // block.get(f"{axis.upper()}BLOCK", 1)) for axis, n in sizes.items() if axis in "xyz"
+        )
+        nbytes, launches = kernel.bytes_moved, kernel.launches
+        found.append(KernelRuns(code, programs, float(math.prod(sizes.values())), nbytes, launches))
+    return found
+
+
+def _grouped_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Of a matrix product in groups, which torch's counter leaves out: rows or columns go to one group each."""
+    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def flops(graph: GeneratedGraph) -> float:
+    """FLOP of the matrix products and attention in a graph, as torch's own counter has them."""
+    from torch.utils.flop_counter import flop_registry
+
+    counters = {torch.ops.aten._grouped_mm: _grouped_flops, **flop_registry}
+    total = 0.0
+    for node in graph.graph.graph.nodes:
+        count = counters.get(getattr(node.target, "overloadpacket", None))
+        if node.op == "call_function" and count is not None:
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            total += count(*args, **kwargs, out_val=node.meta["val"])
+    return total
+
+
+def works_of(graph: GeneratedGraph) -> list[Work]:
+    """Of a whole graph: each generated kernel's launches, and the library's calls together."""
+    runs = kernel_runs(graph)
+    library = Work(flops(graph), graph.bytes_moved - sum(run.nbytes for run in runs))
+    return [*(work for run in runs for work in run.works), library]
