@@ -317,8 +317,8 @@ class Case:
         flops: of one run, as a roofline counts them: matrix products alone. 0 where there are none.
         bytes: the least that one run reads and writes.
         calls: how many calls a run makes: times are of one.
-        works: by way, what its kernels do one after the other: its roofline, at the rates that the device reaches in the
-            same run, stands in the results as ``floor_ms``.
+        works: by way, what its kernels do one after the other: its roofline, at the rates that the device reaches in
+            the same run, stands in the results as ``floor_ms``.
     """
 
     name: str
@@ -595,7 +595,7 @@ def ratios(
 def beyond_roofline(
     ours: str, other: str, where: Callable[[dict[str, Any]], bool] = lambda case: True
 ) -> Callable[[list[dict[str, Any]]], list[Value]]:
-    """As ``ratios``, over the ratio of the two ways' rooflines: 1 where ours loses or gains no more than its bytes and FLOP say."""
+    """As ``ratios``, over the ratio of the two rooflines: 1 where ours gains and loses what its bytes and FLOP say."""
 
     def values(cases: list[dict[str, Any]]) -> list[Value]:
         found = []
@@ -658,13 +658,15 @@ def read(path: Path, benchmark: str) -> dict[str, Any]:
 def block(case: dict[str, Any]) -> str:
     """A case as a table, a row for each way."""
     ways = case["ways"]
+    wide = max(15, *(len(name) + 1 for name in ways))
     lead = next((name for name in case["ours"] if "ms" in ways.get(name, {})), None)
     against = ways[lead]["ratio_to"] if lead else {}
-    head = f"  {'':<15}{'ms':>10} {'roofline':>9}  {'quartiles':<22}{f'{lead} / this':<26}{'kept MiB':>9} {'peak MiB':>9}  error"
+    head = f"  {'':<{wide}}{'ms':>10} {'roofline':>9}  {'quartiles':<22}{f'{lead} / this':<26}"
+    head += f"{'kept MiB':>9} {'peak MiB':>9}  error"
     lines = [f"{case['name']}  ({case['rounds']} rounds)", head]
     for name, way in ways.items():
         if "ms" not in way:
-            lines.append(f"  {name:<15}{way['status']}: {way['reason']}")
+            lines.append(f"  {name:<{wide}}{way['status']}: {way['reason']}")
             continue
         low, high = way["ms"]["quartiles"]
         ratio = against.get(name)
@@ -675,16 +677,21 @@ def block(case: dict[str, Any]) -> str:
         error = f"{way['error']:.1e}" if "error" in way else ""
         spread = f"{low:.4g} … {high:.4g}"
         floor = f"{way['floor_ms']:.4g}" if "floor_ms" in way else ""
-        lines.append(
-            f"  {name:<15}{way['ms']['median']:>10.4g} {floor:>9}  {spread:<22}{cell:<26}{saved:>9} {peak:>9}  {error}"
-        )
+        times = f"{way['ms']['median']:>10.4g} {floor:>9}  {spread:<22}"
+        lines.append(f"  {name:<{wide}}{times}{cell:<26}{saved:>9} {peak:>9}  {error}")
     return "\n".join(lines)
 
 
 def overview(cases: Sequence[dict[str, Any]]) -> str:
-    """All cases in one table: medians, a column for each way."""
-    names = list(dict.fromkeys(name for case in cases for name in case["ways"]))
+    """All cases: medians, a column for each way."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for case in cases:  # those that have the same ways share a table
+        groups.setdefault(tuple(case["ways"]), []).append(case)
     width = max((len(case["name"]) for case in cases), default=4)
+    return "\n\n".join(_table(names, some, width) for names, some in groups.items())
+
+
+def _table(names: Sequence[str], cases: Sequence[dict[str, Any]], width: int) -> str:
     lines = [f"{'milliseconds':<{width}} " + " ".join(f"{name:>{max(9, len(name))}}" for name in names)]
     marks = {"unavailable": "n/a", "not run": "not run", "failed": "FAILED", "wrong": "WRONG", "lost": "LOST"}
     for case in cases:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import harness, mlp, model, on_paper, pictures, pointwise, ways
+from . import gpu, harness, mlp, model, on_paper, pictures, pointwise, probe, ways
 from .harness import Case, Device, Plan, Target, UsageError
 
 
@@ -67,6 +67,7 @@ BENCHMARKS = {
     "model": Benchmark(
         model.grid, model.name_of, model.case, model.TARGETS, model.SHAPE, (2,), {"cuda": 10.0, "cpu": 60.0}
     ),
+    "probe": Benchmark(probe.grid, probe.name_of, probe.case, (), probe.SHAPE, (2,), {"cuda": 0.4, "cpu": 0.1}),
 }
 WAYS = (*ways.COMPILED, "operators", "gemms", "fused", "liger", "megatron", "copy")
 LIMIT = {"cuda": 540.0, "cpu": math.inf}  # seconds of a whole command
@@ -77,6 +78,8 @@ def bench(arguments: Namespace) -> int:
     """Run a benchmark; returns the exit code. ``UsageError`` for arguments that make no sense."""
     if arguments.benchmark == "on-paper":
         return on_paper.main(arguments)
+    if arguments.benchmark == "gpu":
+        return gpu.main(arguments)
     benchmark = BENCHMARKS[arguments.benchmark]
     if arguments.draw:
         _draw(harness.read(arguments.draw, arguments.benchmark), arguments.draw)
@@ -101,7 +104,7 @@ def run(benchmark: Benchmark, arguments: Namespace, device: Device) -> dict[str,
     )
     if plan.seconds <= 0 or plan.limit <= 0:
         raise UsageError(f"--seconds {plan.seconds:g} --limit {plan.limit:g} are not accepted: they must be above 0")
-    if unknown := [way for way in arguments.ways if way not in WAYS]:
+    if unknown := [way for way in arguments.ways if way not in WAYS and arguments.benchmark != "probe"]:
         raise UsageError(f"--ways {' '.join(unknown)} not known; accepted: {', '.join(WAYS)}")
     sizes = [benchmark.size(harness.numbers(s, benchmark.counts, benchmark.shape)) for s in arguments.sizes]
     chosen = benchmark.grid(device, quick, sizes, arguments.dtypes)

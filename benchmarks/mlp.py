@@ -150,9 +150,9 @@ def work(mlp: str, size: Size, dtype: torch.dtype, backward: bool) -> tuple[floa
 def works(mlp: str, size: Size, dtype: torch.dtype, way: str, backward: bool) -> list[Work]:
     """What a way's kernels do at least: its matrix products, and one pass over the hidden tensors each way.
 
-    Below "off" (``torch.compile`` keeps as much) backward's pass writes the activation again; "fp8" writes and reads what
-    the activation reads in a byte; "input" computes the first products again; cuBLASLt's epilogue needs no pass. The
-    gradients of biases are left out: they are the same for all.
+    Below "off" (``torch.compile`` keeps as much) backward's pass writes the activation again; "fp8" writes and reads
+    what the activation reads in a byte; "input" computes the first products again; cuBLASLt's epilogue needs no pass.
+    The gradients of biases are left out: they are the same for all.
     """
     level = way.removeprefix("fused-") if way.startswith("fused-") else "off"
     level = "free" if level == "autotune" else level

@@ -207,7 +207,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 # ---- bench -----------------------------------------------------------------------------------------------------------
 
-BENCHMARKS = ("pointwise", "mlp", "model", "inference", "on-paper")
+BENCHMARKS = ("pointwise", "mlp", "model", "inference", "probe", "on-paper", "gpu")
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -288,6 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's own choice)")
     bench.add_argument("--seed", type=int, default=0)
     bench.add_argument("--out", type=Path, metavar="FILE", help="results (CPU: in benchmarks/results; quick: none)")
+    bench.add_argument("--part", metavar="PART", help="gpu: correctness, kernels or steps; --out is a folder then")
     bench.add_argument("--draw", type=Path, metavar="FILE", help="measure nothing: draw the pictures of these results")
     bench.set_defaults(run=_bench)
     return parser

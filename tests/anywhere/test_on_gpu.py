@@ -140,7 +140,7 @@ def assert_exact(found: list[Tensor], wanted: list[Tensor], memory: str) -> None
 
 
 def check(name: str, memory: str, mode: str, device: str, rows: tuple[int, ...] = (ROWS,) * 3, **settings: Any) -> None:
-    """Steps of a model, each of other inputs: under CUDA graphs the first warms up, the next records, then it replays."""
+    """Steps of a model, each of other inputs; with CUDA graphs the first warms up, one records, the last replays."""
     model = MODELS[name]().to(BF16).to(device)
     compiled = ways.ours(memory, mode)(model, fullgraph=True, **settings)
     for count in rows:
