@@ -51,7 +51,8 @@ def _ways(cases: Cases) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def _cases(results: dict[str, dict[str, Any]], step: str) -> Cases:
-    return results.get(step, {}).get("cases", [])
+    cases: Cases = results.get(step, {}).get("cases", [])
+    return cases
 
 
 def _ms(way: dict[str, Any]) -> float:

@@ -55,28 +55,30 @@ class Step:
 def steps(part: str, device: str, quick: bool) -> list[Step]:
     """A part's steps, the most telling first. ``quick``: a little of each, for a machine without a GPU too."""
     kind = device.partition(":")[0]
+    models, kernels, graphs = kind, kind, "captured or reduce_overhead"
+    compiled: tuple[str, ...] = ("mlp", "--quick")
+    main: tuple[str, ...] = ("--only", "8192×8192 bfloat16")
+    compared: tuple[str, ...] = ("--only", "gelu_tanh bias ", "8192×8192 bfloat16")
+    if quick:
+        models, kernels, graphs = f"{kind} and glu and free", f"{kind} and masks_are_read", "source and launching"
+        compiled += ("--only", "swiglu", "--ways", "eager", "fused-free")
+        main, compared = (), ("--only", "glu silu forward")
     if part == "correctness":
-        models, kernels, graphs, few = kind, kind, "captured or reduce_overhead", ()
-        if quick:
-            models, kernels, graphs = f"{kind} and glu and free", f"{kind} and masks_are_read", "source and launching"
-            few = ("--only", "swiglu", "--ways", "eager", "fused-free")
         return [
             Step("info", "command", ("info",), 0.5),
-            Step("compiled", "bench", ("mlp", "--quick", *few), 1.5),
+            Step("compiled", "bench", compiled, 1.5),
             Step("models", "tests", ("tests/anywhere/test_on_gpu.py", "-k", models), 3.0),
             Step("kernels", "tests", ("tests/kernels", "-k", kernels), 6.0),
             Step("graphs", "tests", ("tests/anywhere/test_cuda_graphs.py", "-k", graphs), 2.0),
             Step("operators", "command", ("check", "--device", device, "--quick"), 1.5),
-        ]  # fmt: skip
+        ]
     if part == "kernels":
-        main = () if quick else ("--only", "8192×8192", "bfloat16")
-        compared = ("--only", "glu silu forward") if quick else ("--only", "gelu_tanh bias ", "8192×8192 bfloat16")
-        compared += ("--ways", "operators", "compile", "fused", "megatron", "copy")
+        some = ("operators", "compile", "fused", "megatron", "copy")
         return [
             Step("operators", "bench", ("pointwise", *main, "--ways", "operators", "copy"), 4.0),
             Step("probe", "bench", ("probe",), 4.5),
-            Step("compared", "bench", ("pointwise", *compared), 1.0),
-        ]  # fmt: skip
+            Step("compared", "bench", ("pointwise", *compared, "--ways", *some), 1.0),
+        ]
     several = ("compile", "fused-off", "fused-free", "fused-fp8", "gemms")
     return [
         Step("mlp", "bench", ("mlp", "--skip", "max-autotune", "--ways", *several), 6.0),

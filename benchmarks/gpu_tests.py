@@ -77,7 +77,8 @@ class _LeavesWithTheDevice:
 
 def read(file: Path) -> dict[str, Any]:
     """What a run left in its file: how many were collected, passed, skipped; which failed, with their reasons."""
-    collected, outcomes = 0, {}
+    collected = 0
+    outcomes: dict[str, dict[str, Any]] = {}
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         entry = json.loads(line)
         collected = max(collected, entry.get("collected", 0))

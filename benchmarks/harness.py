@@ -466,8 +466,7 @@ def measure(case: Case, device: Device, plan: Plan, before: dict[str, Any] | Non
             entry = {"status": "failed", "reason": _reason(error)}
             if device.lost():
                 found[name] = {**entry, "status": "lost"}
-                reason = f"the device was lost in {name}"
-                left = {other: {"status": "not run", "reason": reason} for other in case.ways}
+                left = {o: {"status": "not run", "reason": f"the device was lost in {name}"} for o in case.ways}
                 found = {**left, **{n: e for n, e in found.items() if e["status"] != "measured"}}
                 return _entry(case, 0, found)
         found[name] = entry

@@ -46,7 +46,7 @@ def swiglu_operators(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tenso
 
 
 MLPS: dict[str, Callable[..., Tensor]] = {"gelu_tanh": gelu_tanh, "relu": relu, "swiglu": swiglu}
-OPERATORS = {"gelu_tanh": gelu_tanh_operators, "swiglu": swiglu_operators}
+OPERATORS: dict[str, Callable[..., Tensor]] = {"gelu_tanh": gelu_tanh_operators, "swiglu": swiglu_operators}
 
 
 class Layers(nn.Module):
@@ -173,7 +173,7 @@ def works(mlp: str, size: Size, dtype: torch.dtype, way: str, backward: bool) ->
 
 def case(mlp: str, size: Size, dtype: torch.dtype, tuned: bool, device: Device, plan: Plan) -> Case:
     """A training step; ``tuned``: with Inductor's autotuning, which takes a minute to compile."""
-    fn = MLPS[mlp]
+    fn: Callable[..., Tensor] = MLPS[mlp]
     sets = sets_of(device, size.tokens * size.width * dtype.itemsize * 2, most=8)
     weights, inputs, tangents = tensors(mlp, size, dtype, device, sets, plan.seed, grad=True)
     settings = {"fullgraph": True, "dynamic": False}

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -82,10 +81,6 @@ class Subject:
     loose: float = 0.0
 
 
-def _products(**choices: Sequence[float]) -> list[Knobs]:
-    return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
-
-
 def _tile(loads: int, warps: int, **more: float) -> Knobs:
     return {"_LOAD_BYTES": loads, "_WARPS": warps, "_THREADS": 32 * warps, **more}
 
@@ -95,16 +90,18 @@ def _rows(numbers: int, warps: int, factor: int = 1, **more: float) -> Knobs:
 
 
 TILES = [_tile(loads, warps) for loads, warps in ((16, 8), (32, 4), (32, 8), (64, 4), (8, 4), (16, 2))]
-SUMS = [
+SUMS: list[Knobs] = [
     *(_tile(16, 4, _MOST_STEPS=steps, _ENOUGH_PROGRAMS=enough)
       for steps, enough in ((64, 512), (64, 2048), (128, 512), (128, 1024), (32, 2048), (16, 4096))),
     *(_tile(loads, warps) for loads, warps in ((32, 4), (32, 8), (16, 8), (8, 4))),
 ]  # fmt: skip
 ROWS = [_rows(numbers, warps) for numbers, warps in ((16, 8), (32, 8), (32, 16), (64, 8), (8, 16), (16, 4))]
-SOFTMAX = [
+SOFTMAX: list[Knobs] = [
     *(_rows(numbers, warps, 2) for numbers, warps in ((16, 8), (32, 8), (32, 16), (8, 16), (64, 8))),
-    *({"_LEAST_TILE": tile} for tile in (2048, 4096)),
-    *({"_LONG_BLOCK": block} for block in (2048, 8192)),
+    {"_LEAST_TILE": 2048},
+    {"_LEAST_TILE": 4096},
+    {"_LONG_BLOCK": 2048},
+    {"_LONG_BLOCK": 8192},
 ]
 
 
@@ -393,7 +390,7 @@ def scaled(a: Tensor, b: Tensor, recipe: str) -> Callable[[], Tensor]:
         return lambda: torch._scaled_mm(qa, qb.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
     if not hasattr(F, "scaled_mm"):
         raise Unavailable("this torch has no torch.nn.functional.scaled_mm")
-    kinds = F.ScalingType  # type: ignore[attr-defined]
+    kinds = F.ScalingType
     of_b = {"1x128·128x128": 128, "1x128·1x128": 1}[name]
     (qa, sa), (qb, sb) = stored(a, 1, 128), stored(b, of_b, 128)
     recipes = kinds.BlockWise1x128, kinds.BlockWise128x128 if of_b == 128 else kinds.BlockWise1x128
@@ -406,9 +403,7 @@ def scaled(a: Tensor, b: Tensor, recipe: str) -> Callable[[], Tensor]:
         outer_b = padded.t()
     else:
         outer_b = sb.t().contiguous().t()
-    return lambda: F.scaled_mm(  # type: ignore[attr-defined]
-        qa, qb.t(), outer_a, recipes[0], outer_b, recipes[1], output_dtype=torch.bfloat16
-    )
+    return lambda: F.scaled_mm(qa, qb.t(), outer_a, recipes[0], outer_b, recipes[1], output_dtype=torch.bfloat16)
 
 
 RECIPES = ("tensor", "tensor fast", "row", "row fast", "1x128·128x128", "1x128·1x128")

@@ -212,10 +212,10 @@ BENCHMARKS = ("pointwise", "mlp", "model", "inference", "probe", "on-paper", "gp
 
 def _bench(arguments: argparse.Namespace) -> int:
     from torch_fused_ops.benchmarks import harness
-    from torch_fused_ops.benchmarks import main as benchmarks
+    from torch_fused_ops.benchmarks.main import bench
 
     try:
-        return benchmarks.bench(arguments)
+        return bench(arguments)
     except harness.UsageError as e:
         raise _UsageError(str(e)) from None
 
