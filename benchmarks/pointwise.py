@@ -14,12 +14,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fused_ops import activations
+from torch_fused_ops import functional as FF
 
 from .harness import DTYPES, Case, Device, Plan, Target, Trial, Unavailable, Value, sets_of
 from .ways import AUTOTUNE, fresh
@@ -32,6 +34,7 @@ SMALL_CUDA_SIZES = [(256, 512), (1024, 4096), (65536, 4096)]  # of the operators
 LARGE = 1 << 26  # elements from which the targets hold
 CALLS = 200  # of one run, where a call's overhead is measured
 OURS = ("operators", "fused", "fused-autotune")
+FP8_GRADIENTS = dict.fromkeys(OURS, 0.15)
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Operator:
         activation: name in the activation table.
         bias, scale: whether it is called with them.
         layout: of the packed input of bias_glu.
+        memory: "fp8": backward is handed the data in a byte each.
     """
 
     op: str
@@ -50,9 +54,12 @@ class Operator:
     bias: bool = False
     scale: bool = False
     layout: str = ""
+    memory: str = "free"
+    unchecked: ClassVar[tuple[str, ...]] = ()
 
     def __str__(self) -> str:
-        extras = (self.activation, self.layout, "bias" * self.bias, "scale" * self.scale)
+        fp8 = self.memory if self.memory != "free" else ""
+        extras = (self.activation, self.layout, "bias" * self.bias, "scale" * self.scale, fp8)
         return f"{self.op} {' '.join(filter(None, extras))}"
 
     def shapes(self, tokens: int, width: int) -> list[tuple[int, ...] | None]:
@@ -68,6 +75,9 @@ class Operator:
         given = iter(tensors)
         args = [None if shape is None else next(given) for shape in self.shapes(1, 1)]
         layout = (self.layout,) if self.layout else ()
+        if self.memory != "free":
+            more = {"layout": self.layout} if self.layout else {}
+            return getattr(FF, self.op)(*args, activation=self.activation, memory=self.memory, **more)
         return getattr(torch.ops.fused, self.op)(*args, self.activation, *layout)
 
     def plain(self, *tensors: Tensor) -> Tensor:
@@ -87,7 +97,75 @@ class Operator:
             y = act(gate) * up
         return y if scale is None else y * scale.unsqueeze(-1)
 
+    exact = plain
 
+    def nbytes(self, backward: bool, tokens: int, width: int, itemsize: int) -> int:
+        """The least bytes: forward reads the data and writes the output; backward reads the data and the gradient, and
+        writes the data's."""
+        data = sum(t * n for t, n in (s for s in self.shapes(tokens, width) if s is not None and len(s) == 2))
+        kept = 1 if self.memory == "fp8" else itemsize
+        if not backward:
+            return data * (itemsize + (kept if self.memory == "fp8" else 0)) + tokens * width * itemsize
+        return data * (kept + itemsize) + tokens * width * itemsize
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Attention's scores to probabilities, nothing masked."""
+
+    unchecked: ClassVar[tuple[str, ...]] = ()
+    op: ClassVar[str] = "scaled_masked_softmax"
+    scale: ClassVar[float] = 0.125
+
+    def __str__(self) -> str:
+        return self.op
+
+    def shapes(self, tokens: int, width: int) -> list[tuple[int, ...] | None]:
+        return [(tokens, width)]
+
+    def ours(self, x: Tensor) -> Tensor:
+        return FF.scaled_masked_softmax(x, scale=self.scale)
+
+    def plain(self, x: Tensor) -> Tensor:
+        return torch.softmax(self.scale * x, -1)
+
+    exact = plain
+
+    def nbytes(self, backward: bool, tokens: int, width: int, itemsize: int) -> int:
+        """Backward reads the gradient and the output."""
+        return tokens * width * itemsize * (3 if backward else 2)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Bias, dropout and residual. PyTorch's own drops other elements, so it is timed and not compared."""
+
+    unchecked: ClassVar[tuple[str, ...]] = ("eager", "compile")
+    op: ClassVar[str] = "dropout_add"
+    p: ClassVar[float] = 0.1
+    seed: ClassVar[int] = 7
+
+    def __str__(self) -> str:
+        return f"{self.op} bias residual"
+
+    def shapes(self, tokens: int, width: int) -> list[tuple[int, ...] | None]:
+        return [(tokens, width), (width,), (tokens, width)]
+
+    def ours(self, x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        seed = torch.full((1,), self.seed, dtype=torch.int64, device=x.device)
+        return FF.dropout_add(x, bias, residual, seed=seed, p=self.p)
+
+    def plain(self, x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return residual + F.dropout(x + bias, self.p, training=True)
+
+    exact = ours
+
+    def nbytes(self, backward: bool, tokens: int, width: int, itemsize: int) -> int:
+        """Backward reads the gradient and writes the input's; the residual's is the gradient itself."""
+        return tokens * width * itemsize * (2 if backward else 3)
+
+
+AnyOperator = Operator | Softmax | Dropout
 BUILTIN = ("gelu_tanh", "gelu", "silu", "relu", "relu2", "quick_gelu", "sigmoid", "tanh")
 OPERATORS = [
     *(Operator("bias_act", act) for act in BUILTIN),
@@ -101,6 +179,12 @@ OPERATORS = [
             ("halves", "interleaved"), ((False, False), (True, False), (True, True))
         )
     ),
+]
+OTHERS: list[AnyOperator] = [
+    Softmax(),
+    Dropout(),
+    Operator("bias_act", "gelu_tanh", memory="fp8"),
+    Operator("glu", "silu", memory="fp8"),
 ]
 MOST_USED = [Operator("bias_act", "gelu_tanh"), Operator("glu", "silu")]
 
@@ -119,7 +203,7 @@ def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> Tensor:
     return (0.5 * (1.0 + t) + 0.5 * y * (1.0 - t * t) * slope) * grad
 
 
-def megatron(operator: Operator) -> Callable[..., Tensor]:
+def megatron() -> Callable[..., Tensor]:
     """Bias and GELU as one function, its derivative as another, both compiled: autograd sees an opaque pair."""
     forward, backward = (
         torch.compile(fresh(f), fullgraph=True, dynamic=False) for f in (bias_gelu, bias_gelu_backward)
@@ -154,7 +238,7 @@ def compiled(fn: Callable[..., Tensor], **settings: Any) -> Callable[..., Tensor
     return torch.compile(fresh(fn), fullgraph=True, dynamic=False, **settings)
 
 
-def callables(operator: Operator, gpu: bool) -> dict[str, Callable[[], Callable[..., Tensor]]]:
+def callables(operator: AnyOperator, gpu: bool) -> dict[str, Callable[[], Callable[..., Tensor]]]:
     """What is compared: eager PyTorch, whose error says what is to be expected, then what matters most."""
     found: dict[str, Callable[[], Callable[..., Tensor]]] = {
         "eager": lambda: operator.plain,
@@ -165,16 +249,16 @@ def callables(operator: Operator, gpu: bool) -> dict[str, Callable[[], Callable[
     if operator in MOST_USED and gpu:
         found["autotune"] = lambda: compiled(lambda *tensors: operator.plain(*tensors), mode=AUTOTUNE)
         found["fused-autotune"] = lambda: compiled(lambda *tensors: operator.ours(*tensors), mode=AUTOTUNE)
-    if operator in (Operator("glu", "silu"), Operator("glu", "gelu_tanh")) and gpu:
+    if isinstance(operator, Operator) and operator in (Operator("glu", "silu"), Operator("glu", "gelu_tanh")) and gpu:
         found["liger"] = lambda: liger(operator)
     if operator == Operator("bias_act", "gelu_tanh", bias=True):
-        found["megatron"] = lambda: megatron(operator)
+        found["megatron"] = lambda: megatron()
     return found
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
 
-Combination = tuple[str, Operator, int, int, torch.dtype]  # the kind: forward, backward or call
+Combination = tuple[str, AnyOperator, int, int, torch.dtype]  # the kind: forward, backward or call
 
 
 def grid(device: Device, quick: bool, sizes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> list[Combination]:
@@ -182,7 +266,9 @@ def grid(device: Device, quick: bool, sizes: Sequence[tuple[int, ...]], dtypes: 
     gpu = device.type == "cuda"
     kinds = [DTYPES[d] for d in dtypes] or [torch.bfloat16 if gpu else torch.float32]
     main = [(s[0], s[1]) for s in sizes] or (QUICK if quick else CUDA_SIZES if gpu else CPU_SIZES)
-    operators = MOST_USED if quick else [*MOST_USED, *(o for o in OPERATORS if o not in MOST_USED)]
+    operators: list[AnyOperator] = [*MOST_USED]
+    if not quick:
+        operators += [*OTHERS, *(o for o in OPERATORS if o not in MOST_USED)]
     sides = ("forward", "backward")
     found: list[Combination] = [
         (side, o, *size, dtype) for o in operators for size in main for dtype in kinds for side in sides
@@ -198,19 +284,17 @@ def grid(device: Device, quick: bool, sizes: Sequence[tuple[int, ...]], dtypes: 
     return found
 
 
-def name_of(kind: str, operator: Operator, tokens: int, width: int, dtype: torch.dtype) -> str:
+def name_of(kind: str, operator: AnyOperator, tokens: int, width: int, dtype: torch.dtype) -> str:
     return f"{operator} {kind} {tokens}×{width} {str(dtype).removeprefix('torch.')}"
 
 
 def case(
-    kind: str, operator: Operator, tokens: int, width: int, dtype: torch.dtype, device: Device, plan: Plan
+    kind: str, operator: AnyOperator, tokens: int, width: int, dtype: torch.dtype, device: Device, plan: Plan
 ) -> Case:
     """One operator, one size, one direction."""
     shapes = [s for s in operator.shapes(tokens, width) if s is not None]
-    elements = sum(t * n for t, n in (s for s in shapes if len(s) == 2))
     output = tokens * width
-    # forward reads the data and writes the output; backward reads that and the gradient, and writes the data's
-    nbytes = dtype.itemsize * ((elements + output) if kind == "forward" else (2 * elements + output))
+    nbytes = operator.nbytes(kind != "forward", tokens, width, dtype.itemsize)
     sets = sets_of(device, nbytes)
     generator = torch.Generator(device=device.where).manual_seed(plan.seed)
     grad = kind in ("backward", "call with gradients")
@@ -232,7 +316,7 @@ def case(
 
     def truth() -> list[Tensor]:
         doubles = [t.detach().double().requires_grad_(grad) for t in inputs[0]]
-        out = operator.plain(*doubles)
+        out = operator.exact(*doubles)
         derived = torch.autograd.grad(out, doubles, tangents[0].double()) if grad else ()
         return [*derived] if kind == "backward" else [out.detach(), *derived]
 
@@ -244,7 +328,8 @@ def case(
         sets,
         dtype,
         ours=OURS,
-        unchecked=("copy",),
+        unchecked=("copy", *operator.unchecked),
+        loose=FP8_GRADIENTS if isinstance(operator, Operator) and operator.memory == "fp8" else {},
         bytes=nbytes,
         calls=CALLS if small else 1,
     )

@@ -167,6 +167,18 @@ def test_plain_and_ours_are_the_same_function(operator: pointwise.Operator) -> N
     torch.testing.assert_close(*pair)
 
 
+@pytest.mark.parametrize("operator", pointwise.OTHERS, ids=str)
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_rows_of_other_operators_are_right(operator: pointwise.AnyOperator, kind: str) -> None:
+    case = pointwise.case(kind, operator, 16, 32, torch.float32, harness.Device(), harness.Plan(1.0, quick=True))
+    truth = case.truth()
+    for way in ("eager", "operators"):
+        if way not in case.unchecked:
+            trial = case.ways[way]()
+            error = harness.relative_error([t.detach() for t in trial.run(trial.prepare(0))], truth)
+            assert error <= case.loose.get(way, 1e-4), way
+
+
 def test_megatrons_derivative() -> None:
     x, b, g = (torch.randn(*s, dtype=torch.float64) for s in ((5, 8), (8,), (5, 8)))
     x.requires_grad_()

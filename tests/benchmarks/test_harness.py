@@ -282,7 +282,7 @@ def test_grids_for_gpus() -> None:
     assert {dtype for *_, dtype, _ in mlp.grid(gpu, False, [], [])} == set(harness.DTYPES.values())
     assert {s.tokens for _, s, _, _ in mlp.inference_grid(gpu, False, [], [])} >= {1, 4, 16}
     large = [c for c in pointwise.grid(gpu, False, [], []) if c[2] * c[3] >= pointwise.LARGE]
-    assert {str(c[1]) for c in large} == set(map(str, pointwise.OPERATORS))
+    assert {str(c[1]) for c in large} == set(map(str, [*pointwise.OPERATORS, *pointwise.OTHERS]))
     with pytest.raises(UsageError, match="takes sequences of 1024"):
         model.grid(gpu, False, [(1, 2048)], [])
 
