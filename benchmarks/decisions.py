@@ -35,11 +35,13 @@ class Decision:
     Attributes:
         part: of ``bench gpu``.
         question: in words, with its threshold.
+        follows: what is done by the answer.
         answer: of the results of the part's benchmarks, by step; None where nothing was measured that says so.
     """
 
     part: str
     question: str
+    follows: str
     answer: Callable[[dict[str, dict[str, Any]]], Answer | None]
 
 
@@ -228,19 +230,28 @@ def models(results: dict[str, dict[str, Any]]) -> Answer | None:
 
 # ---- all -------------------------------------------------------------------------------------------------------------
 
+COMPUTES = "Does everything compute what it should on this device?"
+
 DECISIONS: Sequence[Decision] = (
-    Decision("kernels", f"Do eager operators reach {OF_COPY:.2f} of a copy that moves as many bytes?", bandwidth),
-    Decision("kernels", "Which plan is quickest for each hand-written kernel?", plans),
-    Decision("kernels", "Is Inductor's reduction for a bias' gradient the right one?", reductions),
-    Decision("kernels", f"Do products in fp8 reach {FP8_FLOP_PER_S / 1e15:g} PFLOP/s?", fp8_products),
-    Decision(
-        "kernels", f"Does the host take more than {HOST_US:g} µs beyond the bare launches of an eager call?", launches
-    ),
-    Decision("steps", "Is fused-off as quick as torch.compile, whose bytes and FLOP it has?", lowering),
-    Decision("steps", "Does each memory level cost what its bytes and FLOP say?", levels),
-    Decision("steps", f"Could any fusion gain more than {100 * BOUND:g} % of a step (compile − gemms)?", bound),
-    Decision("steps", "What does a whole model's step pay, and keep?", models),
-)
+    Decision("kernels", f"Do eager operators reach {OF_COPY:.2f} of a copy that moves as many bytes?",
+             "a kernel that does not takes the best plan of the next question", bandwidth),
+    Decision("kernels", "Which plan is quickest for each hand-written kernel?",
+             "its constants become the kernel's, where they gain more than 2 %", plans),
+    Decision("kernels", "Is Inductor's reduction for a bias' gradient the right one?",
+             "where ours in one pass takes less, compiled code calls it", reductions),
+    Decision("kernels", f"Do products in fp8 reach {FP8_FLOP_PER_S / 1e15:g} PFLOP/s?",
+             "from there on fp8 products pay for a quantisation of their own", fp8_products),
+    Decision("kernels", f"Does the host take more than {HOST_US:g} µs beyond the bare launches of an eager call?",
+             "then a cache of compiled launches pays", launches),
+    Decision("steps", "Is fused-off as quick as torch.compile, whose bytes and FLOP it has?",
+             "where it is slower a lowering is wrong", lowering),
+    Decision("steps", "Does each memory level cost what its bytes and FLOP say?",
+             "what costs more than twice as much is not that level's kernel alone: look at the generated code", levels),
+    Decision("steps", f"Could any fusion gain more than {100 * BOUND:g} % of a step (compile − gemms)?",
+             "where not, only the products are worth work", bound),
+    Decision("steps", "What does a whole model's step pay, and keep?",
+             "the figures that README and docs may state", models),
+)  # fmt: skip
 
 
 def failures(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -253,7 +264,7 @@ def failures(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
             files[name] = files.get(name, 0) + 1
         rows += [f"{count} × {name}" for name, count in sorted(files.items(), key=lambda pair: -pair[1])]
     text = "some does not: these first" if rows else "all that ran does"
-    return {"question": "Does everything compute what it should on this device?", "answer": text, "rows": rows}
+    return {"question": COMPUTES, "answer": text, "rows": rows}
 
 
 def of(result: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,5 +1,5 @@
 """Write what is generated of docs/: operators.md from the schemas, compatibility.md from test runs, and the tables of
-recognition.md from the kinds of reasons.
+recognition.md from the kinds of reasons and of gpu.md from a GPU's results.
 
 python docs/generate.py           # after a schema has changed, or `pytest --record-compatibility` has run
 python docs/generate.py --check   # exit status 1 if a page is not what it would write
@@ -16,6 +16,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).parent
 RECORD = DOCS / "compatibility.json"
+RESULTS = DOCS.parent / "benchmarks" / "results"
 NOTE = "<!-- Written by `python docs/generate.py`; change that, not this page. -->\n"
 
 # ---- compatibility.md ------------------------------------------------------------------------------------------------
@@ -162,6 +163,7 @@ def operators() -> str:
 # ---- recognition.md --------------------------------------------------------------------------------------------------
 
 BEGIN = "<!-- Written by `python docs/generate.py` from torch_fused_ops/reasons.py; change that, not this. -->\n"
+BEGIN_GPU = "<!-- Written by `python docs/generate.py` from benchmarks/decisions.py and results; change those. -->\n"
 END = "<!-- What follows is written by hand. -->\n"
 
 
@@ -182,15 +184,47 @@ def recognition() -> str:
                 says, means = (_cell(text) for text in ("; ".join(kind.texts), f"{kind.means} {kind.cure}".strip()))
                 lines.append(f"| {says} | {means} | `{kind.name}` |")
         lines.append("")
-    before, begin, rest = (DOCS / "recognition.md").read_text().partition(BEGIN)
+    return _between("recognition.md", BEGIN, lines)
+
+
+def _between(page: str, mark: str, lines: list[str]) -> str:
+    """The page, with these lines between its two marks."""
+    before, begin, rest = (DOCS / page).read_text().partition(mark)
     _, end, after = rest.partition(END)
     return "\n".join([before + begin, *lines, end + after])
+
+
+# ---- gpu.md ----------------------------------------------------------------------------------------------------------
+
+
+def gpu() -> str:
+    """The page, with what each part's results decide; "not measured yet" where there are none."""
+    from torch_fused_ops.benchmarks import decisions
+    from torch_fused_ops.benchmarks.gpu import PARTS
+
+    lines = []
+    for part in PARTS:
+        file = RESULTS / f"gpu_{part}.json"
+        result = json.loads(file.read_text()) if file.exists() else {"decisions": []}
+        if result.get("quick"):
+            raise ValueError(f"{file} is of a quick run: its figures mean nothing")
+        answers = {d["question"]: d for d in result["decisions"]}
+        where = f": {result['device']['name']}, torch {result['machine']['torch']}" if answers else ""
+        lines += [f"**{part}**{where}", "", "| question | what follows | answer |", "|---|---|---|"]
+        asked = [(d.question, d.follows) for d in decisions.DECISIONS if d.part == part]
+        for question, follows in asked or [(decisions.COMPUTES, "what does not is mended before anything is timed")]:
+            answer = answers.get(question, {"answer": "not measured yet", "rows": []})
+            text = "<br>".join([answer["answer"], *answer["rows"]])
+            lines.append(f"| {_cell(question)} | {_cell(follows)} | {_cell(text)} |")
+        lines.append("")
+    return _between("gpu.md", BEGIN_GPU, lines)
 
 
 PAGES: dict[str, Callable[[], str]] = {
     "operators.md": operators,
     "compatibility.md": compatibility,
     "recognition.md": recognition,
+    "gpu.md": gpu,
 }
 
 

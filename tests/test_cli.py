@@ -131,8 +131,20 @@ def test_explain_with_figures_and_a_policy(models, capsys):
     assert saved == [4 * 16 * 4, 0]  # the activation's value: 4 rows of 16 floats
     assert main(["explain", "some_models:example", "--exclude", "nothing", "--exclude", "*", "--exclude", ""]) == 0
     assert "excludes" in capsys.readouterr().out
+    assert main(["explain", "some_models:example", "--levels"]) == 2
+    assert "error: --levels needs --train" in capsys.readouterr().err
     assert main(["explain", "some_models:example", "--figures", "abacus"]) == 2
     assert "error: --figures abacus: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_explain_at_every_memory_level(models, capsys):
+    pytest.importorskip("triton")
+    assert main(["explain", "some_models:example", "--train", "--levels", "--json", str(models / "levels.json")]) == 0
+    assert "memory level" in capsys.readouterr().out
+    levels = {one["name"]: one for one in json.loads((models / "levels.json").read_text())["figures"]["levels"]}
+    saved = [levels[name]["saved"] for name in ("off", "free", "fp8", "input")]
+    assert saved == sorted(saved, reverse=True) and levels["free"]["seconds"] >= levels["off"]["seconds"] > 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import ast
 import dataclasses
+import importlib
+import json
 import os
 import re
 import subprocess
@@ -9,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,18 +108,59 @@ def test_generated_pages_are_what_is_generated() -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
+@pytest.fixture
+def generate(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module("generate")
+
+
+def test_the_page_on_gpus_is_filled_from_results(
+    generate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "RESULTS", tmp_path)
+    assert generate.gpu().count("not measured yet") == 10
+    question = "Do eager operators reach 0.90 of a copy that moves as many bytes?"
+    result = {
+        "quick": False, "device": {"name": "Some GPU"}, "machine": {"torch": "2.11"},
+        "decisions": [{"question": question, "answer": "1 of 9 is below", "rows": ["0.80  softmax | forward"]}],
+    }  # fmt: skip
+    (tmp_path / "gpu_kernels.json").write_text(json.dumps(result))
+    page = generate.gpu()
+    assert page.count("not measured yet") == 9 and "**kernels**: Some GPU, torch 2.11" in page
+    assert "| 1 of 9 is below<br>0.80  softmax \\| forward |" in page
+    (tmp_path / "gpu_kernels.json").write_text(json.dumps({**result, "quick": True}))
+    with pytest.raises(ValueError, match="quick run"):
+        generate.gpu()
+
+
+def test_the_page_on_memory_states_the_roofline() -> None:
+    import torch
+
+    from torch_fused_ops.benchmarks import mlp
+    from torch_fused_ops.virtual_gpu import H200, roofline
+
+    text = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+GLU|GELU) (\d+) → (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.M)
+    rates = roofline.rates_of(H200)
+    assert len(rows) == 6 and rates is not None
+    assert f"{rates.flop / 1e12:g} TFLOP/s" in text and f"{rates.nbytes / 1e12:g} TB/s" in text
+    narrow = []
+    for name, width, hidden, *stated in rows:
+        size, kind = mlp.Size(8192, int(width), int(hidden)), "swiglu" if name == "SwiGLU" else "gelu_tanh"
+        ways = ("compile", "fused-free", "fused-fp8", "fused-input")
+        plain, *others = (rates.seconds(mlp.works(kind, size, torch.bfloat16, way, True)) for way in ways)
+        assert stated == [f"{other / plain:.3f}" for other in others], name
+        narrow += [others[0] / plain - 1] if size.width <= 2048 else []
+    assert f"costs {100 * min(narrow):.0f} to {100 * max(narrow):.1f} % of an MLP's step" in text
+
+
 def test_the_page_on_policies_has_every_field() -> None:
     table = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", table, re.M)
     assert rows == [(f.name, repr(f.default).replace("'", '"')) for f in dataclasses.fields(FusionPolicy)]
 
 
-def test_every_item_of_the_compatibility_page_has_its_tests() -> None:
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        import generate
-    finally:
-        sys.path.remove(str(ROOT / "docs"))
+def test_every_item_of_the_compatibility_page_has_its_tests(generate: Any) -> None:
     for name, _, files in generate.ITEMS:
         for file in files:
             assert (ROOT / "tests" / file).exists(), (name, file)

@@ -168,6 +168,26 @@ def test_long_reasons_are_wrapped_and_a_minus_is_no_bullet():
     assert shown[0].startswith("the value -1 + ") and " ".join(shown) == f"the value {reason}"
 
 
+def test_memory_levels_say_what_they_save_and_cost():
+    from torch_fused_ops.reports.figures import Figures, LevelFigures
+    from torch_fused_ops.reports.text import PICKED_UP, PLAIN, levels_table, rows_of
+
+    levels = (
+        LevelFigures(PLAIN, 8 << 20, 1e-3),
+        LevelFigures(PICKED_UP, 4 << 20, 1.02e-3),
+        LevelFigures("off", 8 << 20, 1e-3),
+        LevelFigures("input", 1 << 20, 1.2e-3),
+    )
+    figures = Figures("NVIDIA H200", True, (), levels=levels)
+    assert rows_of(figures)[-1] == ("time, at least", "1.000 ms", "1.020 ms", "+2.0 %")
+    head, _, plain, off, given, note = levels_table(figures).splitlines()
+    assert head.split()[:2] == ["memory", "level"] and plain.startswith(PLAIN) and off.split()[-1] == "same"
+    assert given.split() == ["input", "1.00", "MiB", "−87.5", "%", "1.200", "ms", "+20.0", "%"] and "faster" in note
+    unknown = Figures("AMD", True, (), levels=tuple(LevelFigures(one.name, one.saved, None) for one in levels))
+    assert "not known" in levels_table(unknown) and "time, at least" not in dict(row[:2] for row in rows_of(unknown))
+    assert levels_table(Figures("NVIDIA H200", True, (), levels=levels[:2])) == ""
+
+
 def test_json():
     parsed = json.loads(Report(SITES).to_json())
     as_they_were = {"users": tuple, "spelling": tuple, "kind": lambda name: name and Kind[name]}

@@ -170,9 +170,11 @@ def _explain(arguments: argparse.Namespace) -> int:
     policy = tfo.FusionPolicy(memory=arguments.memory, exclude=arguments.exclude)
     with torch.set_grad_enabled(arguments.train):
         report = tfo.explain(model, *args, policy=policy, **kwargs)
-    if arguments.figures is not None:
+    if arguments.levels and not arguments.train:
+        raise _UsageError("--levels needs --train: without a backward nothing is kept")
+    if arguments.figures is not None or arguments.levels:
         try:
-            report.measure(arguments.figures)
+            report.measure(arguments.figures or "H200", levels=arguments.levels)
         except ValueError as e:
             raise _UsageError(f"--figures {arguments.figures}: {e}") from None
     print(report)
@@ -255,6 +257,9 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const="H200",
         help="memory, bytes moved and kernels before and after, on paper, for a GPU (H200 by default); seconds a layer",
+    )
+    explain.add_argument(
+        "--levels", action="store_true", help="with --train: what every memory level keeps and costs, on paper, too"
     )
     explain.add_argument("--json", metavar="FILE", help="write the report as JSON too")
     explain.add_argument("--html", metavar="FILE", help="write the report as a page too")

@@ -1,10 +1,10 @@
 """How good the kernels' machine code is, in the configurations they are launched in: nothing spills, loads are wide,
 and enough of them are in flight.
 
-How many bytes must be in flight is Little's law: bandwidth times latency. An H100 (3.35 TB/s, 132 multiprocessors, some
-600 ns from a load to its data) needs 15 KB a multiprocessor. What is there: the threads that fit, by registers, times
-what each loads of the large tensors before it computes. So a kernel of 116 registers with three loads of 16 bytes (512
-threads, 24 KB) is no worse off than one of 32 registers with one (2048 threads, 32 KB).
+How many bytes must be in flight is Little's law: bandwidth times latency. An H200 (4.3 TB/s measured in a copy, 132
+multiprocessors, some 600 ns from a load to its data) needs 20 KB a multiprocessor. What is there: the threads that fit,
+by registers, times what each loads of the large tensors before it computes. So a kernel of 116 registers with three
+loads of 16 bytes (512 threads, 24 KB) is no worse off than one of 32 registers with one (2048 threads, 32 KB).
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from test_fp8_kernels import calls as fp8_calls
 
 from torch_fused_ops import activations, virtual_gpu
 from torch_fused_ops.kernels import activation as kernels
+from torch_fused_ops.virtual_gpu import roofline
 
 BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 THREADS, REGISTERS = 2048, 65536  # of a multiprocessor, sm_80 to sm_100
-IN_FLIGHT = 3.35e12 * 600e-9 / 132
+RATES = roofline.rates_of(virtual_gpu.H200)
+assert RATES is not None
+IN_FLIGHT = RATES.nbytes * 600e-9 / virtual_gpu.H200.multi_processor_count
 
 
 def compiled(

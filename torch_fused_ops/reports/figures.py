@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.policy import MEMORY, FusionPolicy
+from torch_fused_ops.reports.text import PICKED_UP, PLAIN
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from torch_fused_ops.virtual_gpu import GPU, CapturedGraph, PaperCompilation
 
-__all__ = ["Capture", "Cost", "Figures", "LayerFigures", "capture", "graphs_of", "measure"]
+__all__ = ["Capture", "Cost", "Figures", "LayerFigures", "LevelFigures", "capture", "graphs_of", "measure"]
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -75,6 +76,22 @@ class LayerFigures:
 
 
 @dataclass(frozen=True)
+class LevelFigures:
+    """A whole program at a memory level (``docs/memory.md``).
+
+    Attributes:
+        name: "torch.compile", or a level of ``FusionPolicy(memory=…)``.
+        saved: bytes kept from forward for backward, without parameters and buffers.
+        seconds: the least time that FLOP, bytes and instructions take, one kernel after the other, at the rates that
+            this GPU was measured to reach (``virtual_gpu.roofline``); None for a GPU that nobody has measured.
+    """
+
+    name: str
+    saved: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
 class Figures:
     """Costs of the graphs of a report, each run once: under plain ``torch.compile`` and with pick-up.
 
@@ -84,12 +101,14 @@ class Figures:
         layers: by layer, in the order of the model; they add up to the whole. A kernel that is fused across layers
             counts for the one that most of its results belong to.
         skipped: why graphs are missing from the figures, a reason for each.
+        levels: the whole under plain ``torch.compile`` and with pick-up, and, if asked for, at every memory level.
     """
 
     target: str
     training: bool
     layers: tuple[LayerFigures, ...]
     skipped: tuple[str, ...] = ()
+    levels: tuple[LevelFigures, ...] = ()
 
     @property
     def before(self) -> Cost:
@@ -148,7 +167,7 @@ def graphs_of(gm: GraphModule) -> Iterator[GraphModule]:
     yield gm
 
 
-def measure(captures: Sequence[Capture], gpu: GPU) -> Figures:
+def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figures:
     """Compile graphs on paper, before and after, and add up what they cost; seconds for each.
 
     No other thread may compile in the meantime (``docs/virtual-gpu.md``).
@@ -156,14 +175,20 @@ def measure(captures: Sequence[Capture], gpu: GPU) -> Figures:
     Args:
         captures: what ``capture`` set aside.
         gpu: the GPU to generate code for.
+        levels: compile at every memory level, too.
 
     Raises:
         ValueError: there is no graph, or none could be measured; the message says why.
     """
-    pairs, skipped = [], []
+    pairs, skipped, whole = [], [], []
     for each in captures:
         try:
-            pairs.append(_before_and_after(each, gpu))
+            pair = _compiled(each, gpu, None), _compiled(each, gpu, each.policy)
+            named = dict(zip((PLAIN, PICKED_UP), pair, strict=True))
+            if levels and pair[1].backward is not None:
+                named |= {m: _compiled(each, gpu, replace(each.policy, memory=m)) for m in MEMORY}
+            whole.append({name: _level(name, paper) for name, paper in named.items()})
+            pairs.append(pair)
         except Exception as error:
             log.debug("a graph could not be measured", exc_info=True)
             skipped.append(_said(error))
@@ -183,7 +208,7 @@ def measure(captures: Sequence[Capture], gpu: GPU) -> Figures:
     order = [INPUTS, WHOLE, *dict.fromkeys(layers[path] for path in paths if layers[path] != OTHER), OTHER]
     found = [LayerFigures(n, before.get(n, Cost()), after.get(n, Cost())) for n in order if n in before or n in after]
     training = any(paper.backward is not None for pair in pairs for paper in pair)
-    return Figures(gpu.name, training, tuple(found), tuple(skipped))
+    return Figures(gpu.name, training, tuple(found), tuple(skipped), _together(whole))
 
 
 def _said(error: Exception) -> str:
@@ -192,18 +217,40 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _before_and_after(each: Capture, gpu: GPU) -> tuple[PaperCompilation, PaperCompilation]:
+def _level(name: str, paper: PaperCompilation) -> LevelFigures:
+    from torch_fused_ops.virtual_gpu import roofline
+
+    rates = roofline.rates_of(paper.gpu)
+    works = [work for graph in paper.graphs.values() for work in roofline.works_of(graph)] if rates else []
+    return LevelFigures(name, paper.saved_bytes(), rates.seconds(works) if rates else None)
+
+
+def _together(graphs: Sequence[dict[str, LevelFigures]]) -> tuple[LevelFigures, ...]:
+    """The sums over graphs, at the levels that all of them have."""
+    found = []
+    for name in graphs[0]:
+        if all(name in graph for graph in graphs):
+            each = [graph[name] for graph in graphs]
+            seconds = [level.seconds for level in each if level.seconds is not None]
+            saved = sum(level.saved for level in each)
+            found.append(LevelFigures(name, saved, sum(seconds) if len(seconds) == len(each) else None))
+    return tuple(found)
+
+
+def _compiled(each: Capture, gpu: GPU, policy: FusionPolicy | None) -> PaperCompilation:
+    """A graph on paper as it was captured, or, with a policy, picked up."""
     from torch_fused_ops.lowerings.recognise import rewrite
     from torch_fused_ops.virtual_gpu import compile_graph_on_paper, copy_graph
 
     if each.graph is None:
         raise RuntimeError(each.reason)
-    before = compile_graph_on_paper(each.graph, gpu=gpu, config=_slots(None))
+    if policy is None:
+        return compile_graph_on_paper(each.graph, gpu=gpu, config=_slots(None))
     rewritten = replace(each.graph, gm=copy_graph(each.graph.gm))
     with torch.set_grad_enabled(each.graph.training):
         for module in graphs_of(rewritten.gm):
-            rewrite(module.graph, each.policy)
-    return before, compile_graph_on_paper(rewritten, gpu=gpu, config=_slots(each.policy))
+            rewrite(module.graph, policy)
+    return compile_graph_on_paper(rewritten, gpu=gpu, config=_slots(policy))
 
 
 def _slots(policy: FusionPolicy | None) -> dict[str, Any]:

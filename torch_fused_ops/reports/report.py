@@ -15,7 +15,7 @@ from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
 from torch_fused_ops.reasons import Kind
 from torch_fused_ops.reports.figures import Capture, Figures, measure
 from torch_fused_ops.reports.page import page
-from torch_fused_ops.reports.text import WIDTH, figures_table, sites_table, unread_text
+from torch_fused_ops.reports.text import WIDTH, figures_table, levels_table, sites_table, unread_text
 from torch_fused_ops.sites import DROPOUT, Site
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Report:
             parts.append(f"{others} not MLPs")
         return f"{', '.join(parts)} ({graphs})"
 
-    def measure(self, gpu: str | GPU = "H200") -> Figures | None:
+    def measure(self, gpu: str | GPU = "H200", *, levels: bool = False) -> Figures | None:
         """Work out what fusing saves: bytes kept for backward, bytes moved, kernels, each before and after.
 
         The captured graphs are compiled on paper for a GPU, with and without pick-up, for the sizes and in the grad
@@ -146,6 +146,7 @@ class Report:
 
         Args:
             gpu: "A100", "H100", "H200", "B200", "MI300X", or a described ``GPU``.
+            levels: of a training step, also what every memory level keeps, and what it costs in time at least.
 
         Returns:
             The figures, kept in ``figures`` for everything that shows the report. None where they cannot be worked
@@ -157,11 +158,12 @@ class Report:
         from torch_fused_ops.virtual_gpu import GPU, by_name
 
         described = gpu if isinstance(gpu, GPU) else by_name(gpu)
-        if self.figures is None or self.figures.target != described.name:
+        measured = self.figures
+        if measured is None or measured.target != described.name or (levels and len(measured.levels) < 3):
             self.figures, self.figures_missing = None, ""
             try:
                 with unobserved():
-                    self.figures = measure(tuple(self._captures), described)
+                    self.figures = measure(tuple(self._captures), described, levels)
             except Exception as error:
                 log.debug("figures could not be worked out", exc_info=True)
                 self.figures_missing = str(error) or type(error).__name__
@@ -182,6 +184,7 @@ class Report:
         parts += [textwrap.fill(f"hint: {hint}", WIDTH, subsequent_indent="      ") for hint in hints]
         if self.figures is not None:
             parts += ["", figures_table(self.figures)]
+            parts += ["", levels_table(self.figures)] if levels_table(self.figures) else []
         elif self.figures_missing:
             parts.append(f"figures are not available: {self.figures_missing}")
         text = "\n".join(parts)

@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from torch_fused_ops.sites import Site
 
 __all__ = [
+    "PICKED_UP",
+    "PLAIN",
     "WIDTH",
     "bare_reason",
     "change",
     "figures_table",
+    "levels_table",
     "read_by",
     "reason_text",
     "rows_of",
@@ -29,6 +32,7 @@ __all__ = [
 ]
 
 WIDTH = 120
+PLAIN, PICKED_UP = "torch.compile", "with pick-up"  # the two ways that every report compares
 
 
 def read_by(site: Site) -> str:
@@ -107,20 +111,29 @@ def rows_of(figures: Figures) -> list[tuple[str, str, str, str]]:
         text = [size(v, max(values)) if is_bytes else str(v) for v in values]
         return name, text[0], text[1], change(*values)
 
+    times = [("time, at least", *(f"{1e3 * s:.3f} ms" for s in pair), change(*pair)) for pair in _seconds(figures)]
     if not figures.training:
-        return [row("bytes moved", "forward_bytes", True), row("kernels", "forward_kernels", False)]
+        return [row("bytes moved", "forward_bytes", True), row("kernels", "forward_kernels", False), *times]
     return [
         row("saved for backward", "saved", True),
         row("bytes moved, forward", "forward_bytes", True),
         row("bytes moved, backward", "backward_bytes", True),
         row("kernels, forward", "forward_kernels", False),
         row("kernels, backward", "backward_kernels", False),
+        *times,
     ]
+
+
+def _seconds(figures: Figures) -> list[tuple[float, float]]:
+    """The least seconds before and after, where they are known."""
+    named = {level.name: level.seconds for level in figures.levels}
+    before, after = named.get(PLAIN), named.get(PICKED_UP)
+    return [] if before is None or after is None else [(before, after)]
 
 
 def figures_table(figures: Figures) -> str:
     """The totals, before and after."""
-    rows = [(f"on paper, {figures.target}", "torch.compile", "with pick-up", "change"), *rows_of(figures)]
+    rows = [(f"on paper, {figures.target}", PLAIN, PICKED_UP, "change"), *rows_of(figures)]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = [
         "  ".join((row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))))
@@ -128,4 +141,27 @@ def figures_table(figures: Figures) -> str:
     ]
     lines.insert(1, "  ".join("-" * w for w in widths))
     lines += [f"a graph is missing from the figures: {reason}" for reason in dict.fromkeys(figures.skipped)]
+    return "\n".join(lines)
+
+
+def levels_table(figures: Figures) -> str:
+    """What each memory level keeps for backward, and its roofline beside plain torch.compile's; "" for one without."""
+    if not figures.training or len(figures.levels) < 3:
+        return ""
+    base = figures.levels[0]
+    rows = [("memory level", "saved for backward", "change", "at least", "change")]
+    for level in (one for one in figures.levels if one.name != PICKED_UP):
+        times = ("not known", "")
+        if level.seconds is not None and base.seconds is not None:
+            times = (f"{1e3 * level.seconds:.3f} ms", change(base.seconds, level.seconds))
+        rows.append((level.name, size(level.saved, base.saved), change(base.saved, level.saved), *times))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = [
+        "  ".join((row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))))
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    lines.append(
+        "at least: what FLOP, bytes and instructions take at the rates measured on this GPU; nothing runs faster"
+    )
     return "\n".join(lines)
