@@ -65,7 +65,7 @@ def steps(part: str, device: str, quick: bool) -> list[Step]:
         main, compared = (), ("--only", "glu silu forward")
     if part == "correctness":
         return [
-            Step("info", "command", ("info",), 0.5),
+            Step("info", "command", ("info",), 1.0),
             Step("compiled", "bench", compiled, 1.5),
             Step("models", "tests", ("tests/anywhere/test_on_gpu.py", "-k", models), 3.0),
             Step("kernels", "tests", ("tests/kernels", "-k", kernels), 6.0),
@@ -163,7 +163,7 @@ class Part:
         self.say(f"\n{self.json}, {self.log.name}; {self.result['seconds']:.0f} s")
         return self.result
 
-    def process(self, command: Sequence[str], seconds: float, output: Path) -> int | None:
+    def process(self, command: Sequence[str], seconds: float, output: Path, **variables: str) -> int | None:
         """Run a command, its output to a file and to the log; its exit status, None where it was cut."""
         with output.open("wb") as sink:
             began = time.monotonic()
@@ -174,6 +174,7 @@ class Part:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 cwd=_folder(),
+                env={**os.environ, **variables},
                 preexec_fn=os.setpgrp,
             )
             try:
@@ -276,7 +277,9 @@ def _tests(part: Part, step: Step, seconds: float, work: Path) -> dict[str, Any]
         sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", gpu_tests.__name__, "--gpu-report", str(file),
         "-n", workers, "--dist", "worksteal", "--max-worker-restart", "100", "-p", "no:cacheprovider", *step.arguments,
     ]  # fmt: skip
-    status = part.process(command, seconds, work / f"{step.name}.txt")
+    # Each of the processes would start as many to compile, and as many threads, as there are cores.
+    alone = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    status = part.process(command, seconds, work / f"{step.name}.txt", **alone)
     found = gpu_tests.read(file)
     if status is not None and not found["collected"]:
         lines = (work / f"{step.name}.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()

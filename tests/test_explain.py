@@ -185,7 +185,7 @@ def test_memory_levels_say_what_they_save_and_cost():
     assert given.split() == ["input", "1.00", "MiB", "−87.5", "%", "1.200", "ms", "+20.0", "%"] and "faster" in note
     unknown = Figures("AMD", True, (), levels=tuple(LevelFigures(one.name, one.saved, None) for one in levels))
     assert "not known" in levels_table(unknown) and "time, at least" not in dict(row[:2] for row in rows_of(unknown))
-    assert levels_table(Figures("NVIDIA H200", True, (), levels=levels[:2])) == ""
+    assert levels_table(Figures("NVIDIA H200", False, (), levels=levels[:2])) == ""
 
 
 def test_json():

@@ -101,7 +101,7 @@ class Figures:
         layers: by layer, in the order of the model; they add up to the whole. A kernel that is fused across layers
             counts for the one that most of its results belong to.
         skipped: why graphs are missing from the figures, a reason for each.
-        levels: the whole under plain ``torch.compile`` and with pick-up, and, if asked for, at every memory level.
+        levels: if asked for, the whole under plain ``torch.compile``, with pick-up, and at every memory level.
     """
 
     target: str
@@ -175,7 +175,7 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
     Args:
         captures: what ``capture`` set aside.
         gpu: the GPU to generate code for.
-        levels: compile at every memory level, too.
+        levels: compile at every memory level, too, and assemble what is generated, for its instructions.
 
     Raises:
         ValueError: there is no graph, or none could be measured; the message says why.
@@ -184,10 +184,11 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
     for each in captures:
         try:
             pair = _compiled(each, gpu, None), _compiled(each, gpu, each.policy)
-            named = dict(zip((PLAIN, PICKED_UP), pair, strict=True))
-            if levels and pair[1].backward is not None:
-                named |= {m: _compiled(each, gpu, replace(each.policy, memory=m)) for m in MEMORY}
-            whole.append({name: _level(name, paper) for name, paper in named.items()})
+            if levels:  # machine code takes as long as all the rest
+                named = dict(zip((PLAIN, PICKED_UP), pair, strict=True))
+                if pair[1].backward is not None:
+                    named |= {m: _compiled(each, gpu, replace(each.policy, memory=m)) for m in MEMORY}
+                whole.append({name: _level(name, paper) for name, paper in named.items()})
             pairs.append(pair)
         except Exception as error:
             log.debug("a graph could not be measured", exc_info=True)
@@ -228,7 +229,7 @@ def _level(name: str, paper: PaperCompilation) -> LevelFigures:
 def _together(graphs: Sequence[dict[str, LevelFigures]]) -> tuple[LevelFigures, ...]:
     """The sums over graphs, at the levels that all of them have."""
     found = []
-    for name in graphs[0]:
+    for name in graphs[0] if graphs else ():
         if all(name in graph for graph in graphs):
             each = [graph[name] for graph in graphs]
             seconds = [level.seconds for level in each if level.seconds is not None]
