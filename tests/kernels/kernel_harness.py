@@ -22,12 +22,20 @@ class Device:
         self.really_launch = launching.launch
         self.launches: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
-    def launch(self, kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
-        self.launches.append((kernel.__name__, args, constants))
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        device: torch.device,
+        tensors: tuple[Any, ...],
+        integers: tuple[Any, ...],
+        constants: dict[str, Any],
+    ) -> None:
+        self.launches.append((kernel.__name__, (*tensors, *integers), constants))
         if self.name == "cpu":
-            virtual_gpu.interpret(kernel, *args, grid=grid, **constants)
+            virtual_gpu.interpret(kernel, *tensors, *integers, grid=grid, **constants)
         else:
-            self.really_launch(kernel, grid, device, *args, **constants)
+            self.really_launch(kernel, grid, device, tensors, integers, constants)
 
     def run(self, operator: Callable[..., Any], *args: Any) -> Any:
         """operator(*args) on this device, results on the CPU; ``launches`` are those of this call."""
@@ -77,7 +85,11 @@ def recorded(
 ) -> list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]]:
     """The launches of a call, none of them carried out: kernel, grid, arguments, constants. Tensors may be "meta"."""
     launches: list[Any] = []
-    with mock.patch.object(launching, "launch", lambda k, grid, device, *a, **c: launches.append((k, grid, a, c))):
+
+    def record(kernel: Any, grid: Any, device: Any, tensors: Any, integers: Any, constants: Any) -> None:
+        launches.append((kernel, grid, (*tensors, *integers), constants))
+
+    with mock.patch.object(launching, "launch", record):
         operator(*args)
     return launches
 

@@ -648,11 +648,15 @@ def _run_forward(out: Tensor, x: _Operands, activation: str, up_offset: float, c
     plan = _plan(out.numel() // columns, columns, matrices, (bias_m, scale_m), loads=2, add_rows=False)
     launching.launch(
         _forward, plan.grid, out.device,
-        out, gate, up, x.gate_bias, x.up_bias, scale,
-        plan.rows, plan.columns, plan.packed_columns,
-        gate_m.row, gate_m.column, up_m.row, up_m.column, bias_m.column, scale_m.row,
-        ACTIVATION=activation, OFFSET=up_offset, CLAMP=clamp, INTERLEAVED=x.layout == "interleaved",
-        COMPUTE=compute_type(x.gate, x.up, x.gate_bias, x.scale)[1], **plan.constants,
+        (out, gate, up, x.gate_bias, x.up_bias, scale),
+        (
+            plan.rows, plan.columns, plan.packed_columns,
+            gate_m.row, gate_m.column, up_m.row, up_m.column, bias_m.column, scale_m.row,
+        ),
+        {
+            "ACTIVATION": activation, "OFFSET": up_offset, "CLAMP": clamp, "INTERLEAVED": x.layout == "interleaved",
+            "COMPUTE": compute_type(x.gate, x.up, x.gate_bias, x.scale)[1], **plan.constants,
+        },
     )  # fmt: skip
     return out
 
@@ -679,13 +683,19 @@ def _run_forward_fp8(
     separate = len(stores) == 2
     launching.launch(
         _forward_fp8, plan.grid, out.device,
-        out, gate, up, x.gate_bias, x.up_bias, scale,
-        bits[0], bits[1] if x.up is not None else None, kept[1], kept[3] if separate else None,
-        out.numel() // columns, columns, columns * (2 if x.layout == "interleaved" else 1),
-        gate_m.row, gate_m.column, up_m.row, up_m.column, bias_m.column, scale_m.row, stores[0].shape[-1],
-        ACTIVATION=activation, OFFSET=up_offset, CLAMP=clamp, INTERLEAVED=x.layout == "interleaved",
-        PACKED=not separate, NATIVE=_native_fp8(out.device),
-        COMPUTE=compute_type(x.gate, x.up, x.gate_bias, x.scale)[1], **plan.constants,
+        (
+            out, gate, up, x.gate_bias, x.up_bias, scale,
+            bits[0], bits[1] if x.up is not None else None, kept[1], kept[3] if separate else None,
+        ),
+        (
+            out.numel() // columns, columns, columns * (2 if x.layout == "interleaved" else 1),
+            gate_m.row, gate_m.column, up_m.row, up_m.column, bias_m.column, scale_m.row, stores[0].shape[-1],
+        ),
+        {
+            "ACTIVATION": activation, "OFFSET": up_offset, "CLAMP": clamp, "INTERLEAVED": x.layout == "interleaved",
+            "PACKED": not separate, "NATIVE": _native_fp8(out.device),
+            "COMPUTE": compute_type(x.gate, x.up, x.gate_bias, x.scale)[1], **plan.constants,
+        },
     )  # fmt: skip
     return out, *kept
 
@@ -728,14 +738,19 @@ def _run_backward(
         gate_sums, up_sums = formulas.unpack(bias_sums, x.layout)
     launching.launch(
         _backward, plan.grid, grad.device,
-        g, gate, up, x.gate_bias, x.up_bias, x_scale, x.gate_row_scale, x.up_row_scale,
-        d_gate, d_up, gate_sums, up_sums, scale_sums,
-        plan.rows, plan.columns, plan.packed_columns, plan.steps,
-        g_m.row, g_m.column, gate_m.row, gate_m.column, up_m.row, up_m.column,
-        bias_m.column, scale_m.row, d_m.row, 0 if bias_sums is None else bias_sums.shape[1],
-        ACTIVATION=activation, OFFSET=up_offset, CLAMP=clamp, INTERLEAVED=x.layout == "interleaved",
-        NATIVE=x.gate_row_scale is not None and _native_fp8(grad.device),
-        COMPUTE=compute, **plan.constants,
+        (
+            g, gate, up, x.gate_bias, x.up_bias, x_scale, x.gate_row_scale, x.up_row_scale,
+            d_gate, d_up, gate_sums, up_sums, scale_sums,
+        ),
+        (
+            plan.rows, plan.columns, plan.packed_columns, plan.steps,
+            g_m.row, g_m.column, gate_m.row, gate_m.column, up_m.row, up_m.column,
+            bias_m.column, scale_m.row, d_m.row, 0 if bias_sums is None else bias_sums.shape[1],
+        ),
+        {
+            "ACTIVATION": activation, "OFFSET": up_offset, "CLAMP": clamp, "INTERLEAVED": x.layout == "interleaved",
+            "NATIVE": x.gate_row_scale is not None and _native_fp8(grad.device), "COMPUTE": compute, **plan.constants,
+        },
     )  # fmt: skip
     return _total(bias_sums, bias), _total(scale_sums, scale)
 
@@ -760,7 +775,7 @@ def _total(sums: Tensor | None, t: Tensor | None) -> Tensor | None:
     height, width = min(64, power_of_2(parts)), 64
     wide = (parts + height) * size + width > INT32_MAX
     constants = {"WIDE": wide, "BLOCK_M": height, "BLOCK_N": width, "num_warps": _WARPS, **OPTIONS}
-    launching.launch(_add_rows, (blocks(size, width), 1, 1), t.device, out, sums, parts, size, **constants)
+    launching.launch(_add_rows, (blocks(size, width), 1, 1), t.device, (out, sums), (parts, size), constants)
     return out
 
 

@@ -157,10 +157,12 @@ def dropout_add(input: Tensor, bias: Tensor | None, residual: Tensor | None, see
     plan = _plan(out.numel() // columns, columns, (out_m, x_m, r_m), (bias_m,), loads=1, add_rows=False)
     launching.launch(
         _forward, plan.grid, out.device,
-        out, x, bias, r, seed,
-        plan.rows, plan.columns, x_m.row, x_m.column, r_m.row, r_m.column, bias_m.column,
-        **_constants(p, plan.columns if plan.rows > 1 else 4),
-        COMPUTE=compute_type(input, bias, residual)[1], **plan.constants,
+        (out, x, bias, r, seed),
+        (plan.rows, plan.columns, x_m.row, x_m.column, r_m.row, r_m.column, bias_m.column),
+        {
+            **_constants(p, plan.columns if plan.rows > 1 else 4),
+            "COMPUTE": compute_type(input, bias, residual)[1], **plan.constants,
+        },
     )  # fmt: skip
     return out
 
@@ -185,9 +187,11 @@ def dropout_add_backward(
     sums = _partial_sums(bias, plan.row_blocks, wide)
     launching.launch(
         _backward, plan.grid, grad.device,
-        g, seed, d_input, sums,
-        plan.rows, plan.columns, plan.steps, g_m.row, g_m.column, columns,
-        **_constants(p, plan.columns if plan.rows > 1 else 4),
-        COMPUTE=tl.float64 if wide == torch.float64 else tl.float32, **plan.constants,
+        (g, seed, d_input, sums),
+        (plan.rows, plan.columns, plan.steps, g_m.row, g_m.column, columns),
+        {
+            **_constants(p, plan.columns if plan.rows > 1 else 4),
+            "COMPUTE": tl.float64 if wide == torch.float64 else tl.float32, **plan.constants,
+        },
     )  # fmt: skip
     return d_input, _total(sums, bias)

@@ -377,10 +377,13 @@ def scaled_masked_softmax(
     plan = _plan(shape, (x_v,) if mask is None else (x_v, mask_v), input.element_size(), dtype.itemsize // 4)
     launching.launch(
         _forward, plan.grid, out.device,
-        out, x, hidden, sink,
-        out.numel() // shape[-1], shape[-1], shape[-2], _heads(shape), _bits(min(size * activations.LOG2E, finfo.max)),
-        left, right, *x_v, *mask_v, 0 if sink is None else sink.stride(0),
-        SIGN=int(sign), LOWEST=finfo.min, COMPUTE=compute, **plan.constants,
+        (out, x, hidden, sink),
+        (
+            out.numel() // shape[-1], shape[-1], shape[-2], _heads(shape),
+            _bits(min(size * activations.LOG2E, finfo.max)),
+            left, right, *x_v, *mask_v, 0 if sink is None else sink.stride(0),
+        ),
+        {"SIGN": int(sign), "LOWEST": finfo.min, "COMPUTE": compute, **plan.constants},
     )  # fmt: skip
     return out
 
@@ -413,14 +416,15 @@ def scaled_masked_softmax_backward(
     plan = _plan(shape, (g_v, y_v), itemsize, 2 * dtype.itemsize // 4)
     launching.launch(
         _backward, plan.grid, output.device,
-        d_input, terms, g, y, rows, shape[-1], queries, heads, _bits(scale), left, right, *g_v, *y_v,
-        COMPUTE=compute, **plan.constants,
+        (d_input, terms, g, y),
+        (rows, shape[-1], queries, heads, _bits(scale), left, right, *g_v, *y_v),
+        {"COMPUTE": compute, **plan.constants},
     )  # fmt: skip
     if terms is None:
         return d_input, None
     d_sink = output.new_empty(heads, dtype=sink_dtype)
     launching.launch(
-        _add_terms, (heads, 1, 1), output.device, d_sink, terms, rows // heads, queries, heads,
-        WIDE=rows + _TERMS > INT32_MAX, BLOCK=_TERMS, num_warps=_WARPS, **OPTIONS,
+        _add_terms, (heads, 1, 1), output.device, (d_sink, terms), (rows // heads, queries, heads),
+        {"WIDE": rows + _TERMS > INT32_MAX, "BLOCK": _TERMS, "num_warps": _WARPS, **OPTIONS},
     )  # fmt: skip
     return d_input, d_sink
