@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -98,10 +97,6 @@ def loops(code: MachineCode) -> bool:
     return any(int(target, 16) < int(at, 16) for at, target in _BRANCH.findall(code.asm))
 
 
-_ACCESS = re.compile(r"^(?:LDG|STG)\b(.*)$")
-_WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
-
-
 @dataclass(frozen=True)
 class Part:
     """A kernel's launch.
@@ -130,10 +125,8 @@ class Part:
         code, count = self.code, len(self.code.instructions)
         if not loops(code):
             return float(count) * code.threads * self.programs
-        accesses = [m[1].split(".") for m in map(_ACCESS.match, code.instructions) if m]
-        moved = sum(next((_WIDTHS[word] for word in words if word in _WIDTHS), 4) for words in accesses)
         per_thread = code.elements / code.threads
-        tiles = max(1, round(moved / (self.nbytes / self.elements * per_thread)))
+        tiles = max(1, round(code.bytes_accessed / (self.nbytes / self.elements * per_thread)))
         return count / (tiles * per_thread) * self.elements
 
     @property
@@ -169,17 +162,15 @@ _NAME = re.compile(r"(?:def |kernel_name': ')(triton_\w+)")
 
 def _parts(graph: GeneratedGraph) -> list[Part]:
     """The launches of the generated kernels."""
-    from torch_fused_ops.virtual_gpu.kernels import load
-
     found = []
     for kernel in graph.kernels:
         hints = re.search(r"size_hints=\{([^}]*)\}", kernel.source)
         sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)': (\d+)", hints[1] if hints else "")}
         sizes.update({axis: int(n) for axis, n in re.findall(r"\b(\w+)numel = (\d+)", kernel.source)})  # exact
         named = _NAME.sub(lambda m: m[0].replace(m[1], "triton_kernel"), kernel.source)  # one entry for equal kernels
-        code, block = _assembled(named), load(named).block
+        code = _assembled(named)
         programs = math.prod(
-            -(-n // block.get(f"{axis.upper()}BLOCK", 1)) for axis, n in sizes.items() if axis in "xyz"
+            -(-n // code.block.get(f"{axis.upper()}BLOCK", 1)) for axis, n in sizes.items() if axis in "xyz"
         )
         nbytes, launches = kernel.bytes_moved, kernel.launches
         found.append(Part(code, programs, float(math.prod(sizes.values())), nbytes, launches))
@@ -265,40 +256,23 @@ def _hand_written(operator: Operator, backward: bool) -> dict[str, Any]:
         given.insert(0, tensor(TOKENS, WIDTH, grad=False))
         scalars += [] if operator.op == "bias_act" else [0.0, None]
         scalars.append([t is not None for t in given[1:]])
-    launches: list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
-    with mock.patch.object(launching, "launch", lambda k, grid, device, *a, **c: launches.append((k, grid, a, c))):
+    with launching.recorded() as launches:
         launch_of(f"{operator.op}{'_backward' if backward else ''}")(*given, *scalars)
     parts = []
-    for kernel, grid, values, constants in launches:
-        code = _hand_written_code(kernel, values, constants)
-        named = dict(zip(kernel.arg_names, values, strict=False))
-        programs = math.prod(grid) * named.get("steps", 1)
-        if kernel.__name__ == "_add_rows":
-            programs *= -(-named["rows"] // constants["BLOCK_M"])
-        nbytes = sum(t.numel() * t.element_size() for t in values if isinstance(t, Tensor))
-        parts.append(Part(code, math.prod(grid), float(programs * code.elements), nbytes))
+    for launch in launches:
+        code = _hand_written_code(launch)
+        programs = math.prod(launch.grid) * launch.arguments.get("steps", 1)
+        if launch.kernel.__name__ == "_add_rows":
+            programs *= -(-launch.arguments["rows"] // launch.constants["BLOCK_M"])
+        nbytes = sum(t.numel() * t.element_size() for t in launch.tensors if t is not None)
+        parts.append(Part(code, math.prod(launch.grid), float(programs * code.elements), nbytes))
     return cost(parts, TOKENS * WIDTH)
 
 
-def _hand_written_code(kernel: Any, values: Sequence[Any], constants: dict[str, Any]) -> MachineCode:
-    """Machine code of a launch, specialised as Triton does: absent tensors, ones, divisibility by 16."""
-    constants = dict(constants)
-    num_warps = constants.pop("num_warps")
-    constants.pop("enable_fp_fusion")  # assemble's own
-    types = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-    signature = {}
-    for name, value in zip(kernel.arg_names, values, strict=False):
-        if isinstance(value, Tensor):
-            signature[name] = f"*{types[value.dtype]}"
-        elif value is None or value == 1:
-            constants[name] = value
-        else:
-            signature[name] = "i32" if value < 2**31 else "i64"
-    sizes = {name: constants.pop(name) for name in ("BLOCK_M", "BLOCK_N")}
-    divisible = all(v % 16 == 0 for v in values if isinstance(v, int) and v > 64)
-    return _virtual_gpu().assemble(
-        kernel, signature=signature, constants=constants, block=sizes, num_warps=num_warps, divisible_by_16=divisible
-    )
+def _hand_written_code(launch: Any) -> MachineCode:
+    options = launch.specialisation()
+    options["block"] = {name: options["constants"].pop(name) for name in ("BLOCK_M", "BLOCK_N")}
+    return _virtual_gpu().assemble(launch.kernel, **options)
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernel_harness import GPUS, NAMES, Device, assemble, assert_close, meta, recorded
+from kernel_harness import GPUS, Device, assemble, assert_close, meta, recorded
 
 from torch_fused_ops import activations, reference, virtual_gpu
 from torch_fused_ops.kernels import activation as kernels
@@ -354,11 +354,12 @@ def test_wide_offsets_are_used_where_needed_and_only_there(rows: int) -> None:
             EVERYTHING,
         ),
     ):
-        kernel, grid, _, constants = recorded(*call)[0]
+        kernel, grid, *_, constants = recorded(*call)[0]
         assert constants["WIDE"] == large, kernel
         assert grid[0] < 2**31 and grid[1] <= 65535 and grid[2] <= 65535
     tall = recorded(launch_of("bias_act"), meta(2**32, 1), meta(1), None, "silu")[0]
-    assert tall[3]["WIDE"] and tall[1][1] <= 65535 and tall[1][1] * tall[1][2] * tall[3]["BLOCK_M"] >= 2**32
+    high, deep = tall.grid[1:]
+    assert tall.constants["WIDE"] and high <= 65535 and high * deep * tall.constants["BLOCK_M"] >= 2**32
 
 
 # ---- machine code ----------------------------------------------------------------------------------------------------
@@ -423,7 +424,7 @@ def test_compiles_everywhere(gpu: virtual_gpu.GPU, call: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name.replace(" ", "_"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", BUILTIN)
 def test_nothing_spills(gpu: virtual_gpu.GPU, dtype: torch.dtype, activation: str) -> None:
     if gpu is not virtual_gpu.H100 and activation not in ("gelu", "tanh", "silu"):

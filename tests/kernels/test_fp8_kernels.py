@@ -196,7 +196,7 @@ def test_wide_loads_and_stores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_that_fit_are_read_once() -> None:
     for n, whole in ((64, True), (4096, True), (kernels._WIDEST_ROW, True), (kernels._WIDEST_ROW + 1, False)):
-        ((kernel, _, _, constants),) = recorded(launch_of("bias_act_fp8"), meta(512, n), None, None, "silu")
+        ((kernel, *_, constants),) = recorded(launch_of("bias_act_fp8"), meta(512, n), None, None, "silu")
         assert kernel is kernels._forward_fp8 and constants["WHOLE"] == whole
         assert constants["BLOCK_N"] >= min(n, kernels._WIDEST_ROW)
         assert constants["BLOCK_M"] * constants["BLOCK_N"] >= kernels._LEAST_TILE

@@ -174,7 +174,7 @@ def test_wide_offsets_are_used_where_needed_and_only_there() -> None:
     for rows in (2**15, 2**18):
         x = meta(rows // 2**12, 2**12, 2**14)
         for call in ((forward, x, mask[0], None), (backward, x, x, 1.0, False, -1, -1, None, (True, False))):
-            _, grid, _, constants = recorded(*call)[0]
+            _, grid, *_, constants = recorded(*call)[0]
             assert constants["WIDE"] == (rows * 2**14 > 2**31)
             assert grid[0] < 2**31 and grid[1] <= 65535 and grid[2] <= 65535
 
@@ -249,7 +249,7 @@ def calls(dtype: torch.dtype, sk: int) -> dict[str, tuple[Any, ...]]:
 def test_instructions_per_element(aligned_scale: None, call: str, sk: int, most: float) -> None:
     """All loads and stores of the large tensors are of 16 bytes, causal ones too; nothing spills."""
     code, *_ = assemble(virtual_gpu.H100, *calls(torch.bfloat16, sk)[call])
-    _, _, _, constants = recorded(*calls(torch.bfloat16, sk)[call])[0]
+    *_, constants = recorded(*calls(torch.bfloat16, sk)[call])[0]
     elements = constants["BLOCK_M"] * constants["BLOCK_N"] / (32 * constants["num_warps"])
     loads = [i for i in code.instructions if i.startswith(("LDG", "STG"))]
     assert sum(i.endswith(".128") for i in loads) >= (3 if "backward" in call else 2) * elements / 8

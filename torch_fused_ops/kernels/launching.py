@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -26,6 +29,7 @@ __all__ = [
     "GRID_LIMIT",
     "INT32_MAX",
     "OPTIONS",
+    "Launch",
     "Matrix",
     "blocks",
     "common_stride",
@@ -34,6 +38,7 @@ __all__ = [
     "libdevice",
     "matrix",
     "power_of_2",
+    "recorded",
     "row_grid",
     "tl",
     "triton",
@@ -97,6 +102,59 @@ def launch(
         else:
             compiled, values = found
             compiled[grid](*tensors, *integers, *values)
+
+
+class Launch(NamedTuple):
+    """What ``launch`` was called with."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    tensors: tuple[Tensor | None, ...]
+    integers: tuple[int | None, ...]
+    constants: dict[str, Any]
+
+    @property
+    def arguments(self) -> dict[str, Tensor | int | None]:
+        """Those that are no constants, by name."""
+        return dict(zip(self.kernel.arg_names, (*self.tensors, *self.integers), strict=False))
+
+    def specialisation(self) -> dict[str, Any]:
+        """Keyword arguments of ``virtual_gpu.assemble`` for what Triton compiles. All tensors begin at 16 bytes."""
+        signature, divisible = {}, []
+        constants = {name: value for name, value in self.constants.items() if name not in OPTIONS}
+        num_warps = constants.pop("num_warps")
+        for name, value in self.arguments.items():
+            if value is None or (isinstance(value, int) and value == 1):
+                constants[name] = value
+                continue
+            if isinstance(value, Tensor):
+                signature[name] = f"*{_TYPES[value.dtype]}"
+            else:
+                signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if isinstance(value, Tensor) or value % 16 == 0:
+                divisible.append(name)
+        return {
+            "signature": signature,
+            "constants": constants,
+            "num_warps": num_warps,
+            "divisible_by_16": divisible,
+        }
+
+
+_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+_TYPES |= {torch.uint8: "u8", torch.int64: "i64"}
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Inside, launches are put into the list and not carried out: tensors may be on "meta"."""
+    launches: list[Launch] = []
+
+    def record(kernel: Any, grid: Any, device: torch.device, tensors: Any, integers: Any, constants: Any) -> None:
+        launches.append(Launch(kernel, grid, tensors, integers, constants))
+
+    with mock.patch.object(sys.modules[__name__], "launch", record):
+        yield launches
 
 
 def _found_again(kernel: Any, compiled: Any) -> bool:
