@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ __all__ = [
     "row_grid",
     "tl",
     "triton",
+    "unit",
 ]
 
 INT32_MAX = 2**31 - 1
@@ -172,6 +174,23 @@ def row_grid(row_blocks: int) -> tuple[int, int]:
     """
     deep = blocks(row_blocks, GRID_LIMIT)
     return blocks(row_blocks, deep), deep
+
+
+def unit(columns: int, row_strides: Sequence[int], itemsize: int) -> int:
+    """By what these sizes are divided before a kernel gets them, which multiplies them by it: a ``tl.constexpr``.
+
+    Of an integer argument Triton knows at most that 16 divides it. Where that is not so, as with 1000 columns, it would
+    load and store single elements. A factor of 8, 4 or 2 that the kernel sees gives it as many at once.
+
+    Args:
+        columns: of all tensors, or a divisor of theirs.
+        row_strides: in elements; 0 where there is none.
+        itemsize: the least of the tensors'.
+    """
+    common = math.gcd(16, columns, *row_strides)
+    if common == 16 or (columns % 16 == 0 and common * itemsize < 16):  # then only some tensors' rows are unaligned
+        return 1
+    return common
 
 
 class Matrix(NamedTuple):
