@@ -203,6 +203,18 @@ def test_backends_that_look_at_more_than_alignment(driver: Driver, monkeypatch: 
     assert not launching._COMPILED
 
 
+def test_a_kernel_that_fails_says_how_to_do_without(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **options: Any) -> Any:
+        raise ValueError("ptxas: no")
+
+    monkeypatch.setattr(triton.compiler, "compile", fails)
+    with pytest.raises(
+        RuntimeError, match=r"_kernel of torch_fused_ops .* cpu: ptxas: no\n.*TORCH_FUSED_OPS_KERNELS=torch"
+    ):
+        launching.launch(kernel(), (1, 1, 1), CPU, (None,) * 3, (3, 5, 7), CONSTANTS)
+    assert not launching._COMPILED
+
+
 def test_memory_is_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_MOST_COMPILED", 10)
     jit = kernel()

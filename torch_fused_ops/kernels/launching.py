@@ -23,7 +23,8 @@ try:
 except ImportError as error:
     raise ImportError(
         "torch_fused_ops needs Triton to run its operators on a GPU in eager mode, and it cannot be imported. "
-        'Install it with: pip install "torch-fused-ops[triton]" (GPU builds of PyTorch bring the Triton that fits them)'
+        'Install it with: pip install "torch-fused-ops[triton]" (GPU builds of PyTorch bring the Triton that fits '
+        "them). With TORCH_FUSED_OPS_KERNELS=torch in the environment they run as plain PyTorch"
     ) from error
 
 __all__ = [
@@ -95,7 +96,7 @@ def launch(
         )
         found = _COMPILED.get(key)
         if found is None or kernel.pre_run_hooks or triton.knobs.runtime.add_stages_inspection_hook is not None:
-            compiled = kernel[grid](*tensors, *integers, **constants)
+            compiled = _launched_by_triton(kernel, grid, device, tensors, integers, constants)
             if _found_again(kernel, compiled):
                 if len(_COMPILED) >= _MOST_COMPILED:
                     _COMPILED.clear()
@@ -104,6 +105,24 @@ def launch(
         else:
             compiled, values = found
             compiled[grid](*tensors, *integers, *values)
+
+
+def _launched_by_triton(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    device: torch.device,
+    tensors: tuple[Tensor | None, ...],
+    integers: tuple[int | None, ...],
+    constants: dict[str, Any],
+) -> Any:
+    try:
+        return kernel[grid](*tensors, *integers, **constants)
+    except Exception as error:
+        raise RuntimeError(
+            f"the kernel {kernel.__name__} of torch_fused_ops cannot be compiled or launched on {device}: {error}\n"
+            "With TORCH_FUSED_OPS_KERNELS=torch in the environment eager operators run as plain PyTorch. Please report "
+            "it."
+        ) from error
 
 
 class Launch(NamedTuple):
