@@ -135,7 +135,7 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
 
     @property
-    def arguments(self) -> dict[str, Tensor | int | None]:
+    def arguments(self) -> dict[str, Any]:
         """Those that are no constants, by name."""
         return dict(zip(self.kernel.arg_names, (*self.tensors, *self.integers), strict=False))
 
