@@ -22,7 +22,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -165,40 +164,23 @@ def _hand_written(operator: Operator, backward: bool) -> dict[str, Any]:
         given.insert(0, tensor(TOKENS, WIDTH, grad=False))
         scalars += [] if operator.op == "bias_act" else [0.0, None]
         scalars.append([t is not None for t in given[1:]])
-    launches: list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
-    with mock.patch.object(launching, "launch", lambda k, grid, device, *a, **c: launches.append((k, grid, a, c))):
+    with launching.recorded() as launches:
         launch_of(f"{operator.op}{'_backward' if backward else ''}")(*given, *scalars)
     parts = []
-    for kernel, grid, values, constants in launches:
-        code = _hand_written_code(kernel, values, constants)
-        named = dict(zip(kernel.arg_names, values, strict=False))
-        programs = math.prod(grid) * named.get("steps", 1)
-        if kernel.__name__ == "_add_rows":
-            programs *= -(-named["rows"] // constants["BLOCK_M"])
-        nbytes = sum(t.numel() * t.element_size() for t in values if isinstance(t, Tensor))
-        parts.append(_roofline().KernelRuns(code, math.prod(grid), float(programs * code.elements), nbytes))
+    for launch in launches:
+        code = _hand_written_code(launch)
+        programs = math.prod(launch.grid) * launch.arguments.get("steps", 1)
+        if launch.kernel.__name__ == "_add_rows":
+            programs *= -(-launch.arguments["rows"] // launch.constants["BLOCK_M"])
+        nbytes = sum(t.numel() * t.element_size() for t in launch.tensors if t is not None)
+        parts.append(_roofline().KernelRuns(code, math.prod(launch.grid), float(programs * code.elements), nbytes))
     return cost(parts, TOKENS * WIDTH)
 
 
-def _hand_written_code(kernel: Any, values: Sequence[Any], constants: dict[str, Any]) -> MachineCode:
-    """Machine code of a launch, specialised as Triton does: absent tensors, ones, divisibility by 16."""
-    constants = dict(constants)
-    num_warps = constants.pop("num_warps")
-    constants.pop("enable_fp_fusion")  # assemble's own
-    types = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-    signature = {}
-    for name, value in zip(kernel.arg_names, values, strict=False):
-        if isinstance(value, Tensor):
-            signature[name] = f"*{types[value.dtype]}"
-        elif value is None or value == 1:
-            constants[name] = value
-        else:
-            signature[name] = "i32" if value < 2**31 else "i64"
-    sizes = {name: constants.pop(name) for name in ("BLOCK_M", "BLOCK_N")}
-    divisible = all(v % 16 == 0 for v in values if isinstance(v, int) and v > 64)
-    return _virtual_gpu().assemble(
-        kernel, signature=signature, constants=constants, block=sizes, num_warps=num_warps, divisible_by_16=divisible
-    )
+def _hand_written_code(launch: Any) -> MachineCode:
+    options = launch.specialisation()
+    options["block"] = {name: options["constants"].pop(name) for name in ("BLOCK_M", "BLOCK_N")}
+    return _virtual_gpu().assemble(launch.kernel, **options)
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------

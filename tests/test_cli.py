@@ -75,6 +75,7 @@ def test_info():
         assert fact in done.stdout
     assert re.search(r"^torch features +\S.*: (yes|no)$", done.stdout, re.M)
     assert re.search(r"^policy +none in force", done.stdout, re.M)
+    assert re.search(r"^eager kernels +this library.s$", done.stdout, re.M)
 
 
 @pytest.mark.slow

@@ -62,6 +62,7 @@ def _info(arguments: argparse.Namespace) -> int:
         print(lowerings.off())
         return 1
     from torch_fused_ops.lowerings import compat
+    from torch_fused_ops.operators.registration import IN_TORCH
 
     forward = [n for n in dir(torch.ops.fused) if isinstance(getattr(torch.ops.fused, n), torch._ops.OpOverloadPacket)]
     overloads = [getattr(torch.ops.fused, n).default for n in forward]
@@ -78,6 +79,7 @@ def _info(arguments: argparse.Namespace) -> int:
         ("triton", [importlib.import_module("triton").__version__ if triton else "not installed"]),
         ("devices", _devices()),
         ("operators", [", ".join(f"fused::{n}" for n in forward if not n.endswith("_backward"))]),
+        ("eager kernels", ["plain torch (TORCH_FUSED_OPS_KERNELS=torch)" if IN_TORCH else "this library's"]),
         ("activations", [", ".join(activations.names())]),
         ("lowerings", [f"{len(lowered)} of {len(traced)} operators, backward ones included"]),
         ("backend 'fused'", [backend]),

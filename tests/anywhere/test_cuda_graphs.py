@@ -43,15 +43,13 @@ def _launches(op: str, args: tuple[Any, ...]) -> Iterator[str]:
     """The kernels that a call on a GPU launches, none of them carried out."""
     family = KERNELS.get(op.removesuffix("_backward"))
     module = importlib.import_module(f"torch_fused_ops.kernels.{family or 'activation'}")
-    names: list[str] = []
-    launch = lambda kernel, grid, device, *a, **c: names.append(kernel.__name__)  # noqa: E731
     there = [
         torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") if isinstance(t, Tensor) else t
         for t in args
     ]
-    with mock.patch.object(launching, "launch", launch), Waits():
+    with launching.recorded() as launches, Waits():
         (module.launch_of(op) if family is None else getattr(module, op))(*there)
-    yield from names
+    yield from (launch.kernel.__name__ for launch in launches)
 
 
 @pytest.mark.parametrize("op", (*OPERATORS, *FP8_OPERATORS))

@@ -371,8 +371,8 @@ def by_triton(sample: Sample, grad: Tensor, mask: list[bool]) -> tuple[Tensor, l
     of = activation.launch_of if kernels is None else functools.partial(getattr, kernels)
     forward, backward = of(sample.op), of(f"{sample.op}_backward")
 
-    def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *given: Any, **constants: Any) -> None:
-        virtual_gpu.interpret(kernel, *given, grid=grid, **constants)
+    def launch(kernel: Any, grid: Any, device: torch.device, tensors: Any, integers: Any, constants: Any) -> None:
+        virtual_gpu.interpret(kernel, *tensors, *integers, grid=grid, **constants)
 
     with mock.patch.object(launching, "launch", launch):
         out = forward(*args)

@@ -430,13 +430,12 @@ def every_kernel(rows: int, n: int, view: Callable[[int, int], Tensor]) -> dict[
     }  # fmt: skip
 
 
-def launches(call: tuple[Any, ...]) -> list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]]:
-    """What a call would launch: kernel, grid, arguments, constants."""
+def launches(call: tuple[Any, ...]) -> list[Any]:
+    """What a call would launch."""
     from torch_fused_ops.kernels import activation, launching
 
-    found: list[Any] = []
     with (
-        mock.patch.object(launching, "launch", lambda k, grid, device, *a, **c: found.append((k, grid, a, c))),
+        launching.recorded() as found,
         mock.patch.object(activation, "_native_fp8", lambda device: True),  # there is no device to ask
     ):
         call[0](*call[1:])
@@ -470,14 +469,13 @@ FAR = {
 def test_kernels_count_in_64_bits_where_they_must(size: str) -> None:
     """Every family, float8 and dropout among them. Strides alone are enough, however few elements there are."""
     for name, call in FAR[size]().items():
-        for kernel, grid, args, constants in launches(call):
-            given = [a for a in args if isinstance(a, Tensor)]
-            far = any(reach(t) > INT32_MAX for t in given)
+        for kernel, grid, given, _, constants in launches(call):
+            far = any(reach(t) > INT32_MAX for t in given if t is not None)
             # What adds up partial sums reads these alone, which are short.
             assert constants.get("WIDE", False) or not far, (name, kernel)
             assert grid[0] <= INT32_MAX and max(grid[1:]) <= 65535, (name, grid)
         first = launches(call)[0]
-        assert first[3]["WIDE"], name
+        assert first.constants["WIDE"], name
 
 
 @pytest.mark.parametrize("size", NEAR)
@@ -549,8 +547,8 @@ def by(way: str, name: str) -> Callable[..., Any]:
     family: Any = dropout if name.startswith("dropout") else softmax if name.startswith("scaled") else None
     kernel_of = activation.launch_of if family is None else functools.partial(getattr, family)
 
-    def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
-        virtual_gpu.interpret(kernel, *args, grid=grid, **constants)
+    def launch(kernel: Any, grid: Any, device: torch.device, tensors: Any, integers: Any, constants: Any) -> None:
+        virtual_gpu.interpret(kernel, *tensors, *integers, grid=grid, **constants)
 
     def call(*args: Any) -> Any:
         with mock.patch.object(launching, "launch", launch):

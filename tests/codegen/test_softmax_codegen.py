@@ -100,7 +100,9 @@ def test_instructions_per_element(way: str, sk: int, forward: float, backward: f
     """In rows that are not held there are three loops forward, two backward; a mask is reason enough for Inductor."""
     paper = on_paper(way, sk)
     for graph, most in ((paper.forward, forward), (paper.backward, backward)):
-        code = virtual_gpu.assemble(graph.kernels[-1])
+        # Their number depends on the block: as Inductor tries it first.
+        first = virtual_gpu.kernels.load(graph.kernels[-1]).configurations[0]
+        code = virtual_gpu.assemble(graph.kernels[-1], block=first.block, num_warps=first.num_warps)
         assert code.spills == 0
         assert code.instructions_per_element() <= most, code.instructions_per_element()
         large = [i for i in code.instructions if i.startswith(("LDG", "STG"))]

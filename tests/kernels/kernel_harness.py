@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,12 +21,20 @@ class Device:
         self.really_launch = launching.launch
         self.launches: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
-    def launch(self, kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
-        self.launches.append((kernel.__name__, args, constants))
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        device: torch.device,
+        tensors: tuple[Any, ...],
+        integers: tuple[Any, ...],
+        constants: dict[str, Any],
+    ) -> None:
+        self.launches.append((kernel.__name__, (*tensors, *integers), constants))
         if self.name == "cpu":
-            virtual_gpu.interpret(kernel, *args, grid=grid, **constants)
+            virtual_gpu.interpret(kernel, *tensors, *integers, grid=grid, **constants)
         else:
-            self.really_launch(kernel, grid, device, *args, **constants)
+            self.really_launch(kernel, grid, device, tensors, integers, constants)
 
     def run(self, operator: Callable[..., Any], *args: Any) -> Any:
         """operator(*args) on this device, results on the CPU; ``launches`` are those of this call."""
@@ -72,12 +79,9 @@ def assert_close(actual: Tensor, expected: Tensor, gradient: bool = False, absol
     assert not wrong.any(), f"{wrong.sum()} of {wrong.numel()}: {actual[wrong][:5]} for {expected[wrong][:5]}"
 
 
-def recorded(
-    operator: Callable[..., Any], *args: Any
-) -> list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]]:
-    """The launches of a call, none of them carried out: kernel, grid, arguments, constants. Tensors may be "meta"."""
-    launches: list[Any] = []
-    with mock.patch.object(launching, "launch", lambda k, grid, device, *a, **c: launches.append((k, grid, a, c))):
+def recorded(operator: Callable[..., Any], *args: Any) -> list[launching.Launch]:
+    """The launches of a call, none of them carried out. Tensors may be "meta"."""
+    with launching.recorded() as launches:
         operator(*args)
     return launches
 
@@ -87,26 +91,8 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 GPUS = [virtual_gpu.A100, virtual_gpu.H100, virtual_gpu.B200, virtual_gpu.MI300X]
-NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-NAMES |= {torch.uint8: "u8", torch.int64: "i64"}
 
 
 def assemble(gpu: virtual_gpu.GPU, operator: Callable[..., Any], *args: Any) -> list[virtual_gpu.MachineCode]:
-    """Machine code of each kernel that a call launches, specialised as Triton does: absent tensors, ones."""
-    codes = []
-    for kernel, _, values, constants in recorded(operator, *args):
-        constants = dict(constants)
-        num_warps = constants.pop("num_warps")
-        assert constants.pop("enable_fp_fusion")
-        signature = {}
-        for name, value in zip(kernel.arg_names, values, strict=False):
-            if isinstance(value, Tensor):
-                signature[name] = f"*{NAMES[value.dtype]}"
-            elif value is None or value == 1:
-                constants[name] = value
-            else:
-                signature[name] = "i32" if value < 2**31 else "i64"
-        options: dict[str, Any] = {"signature": signature, "constants": constants, "num_warps": num_warps}
-        options["divisible_by_16"] = all(v % 16 == 0 for v in values if isinstance(v, int) and v > 64)
-        codes.append(virtual_gpu.assemble(kernel, gpu, **options))
-    return codes
+    """Machine code of each kernel that a call launches, specialised as Triton does: absent tensors, ones, alignment."""
+    return [virtual_gpu.assemble(launch.kernel, gpu, **launch.specialisation()) for launch in recorded(operator, *args)]

@@ -194,9 +194,24 @@ def test_wide_loads_and_stores(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "LDG.E.128" in code.instructions and "STG.E.128" in code.instructions, name
 
 
+@pytest.mark.parametrize(("name", "columns"), [("bias_act_fp8", 4096), ("glu_fp8", 4096), ("glu_fp8", 14336)])
+def test_several_rows_are_under_way_at_once(name: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a program waits for its row's largest number, four others or more load and store; loads are wide."""
+    monkeypatch.setattr(kernels, "_native_fp8", lambda _: True)
+    x = meta(512, columns)
+    scalars = ("silu",) if name == "bias_act_fp8" else ("silu", 0.0, None)
+    (code,) = assemble(virtual_gpu.H100, launch_of(name), x, None if name == "bias_act_fp8" else x, None, *scalars)
+    warps, registers = code.threads // 32, -(-code.registers // 8) * 8
+    assert warps <= 8
+    assert 65536 // (registers * code.threads) >= 5
+    assert code.spills == 0
+    large = [i for i in code.instructions if i.startswith(("LDG", "STG")) and i != "STG.E"]  # the rows' scales
+    assert all(i.endswith(".128") for i in large)
+
+
 def test_rows_that_fit_are_read_once() -> None:
     for n, whole in ((64, True), (4096, True), (kernels._WIDEST_ROW, True), (kernels._WIDEST_ROW + 1, False)):
-        ((kernel, _, _, constants),) = recorded(launch_of("bias_act_fp8"), meta(512, n), None, None, "silu")
+        ((kernel, *_, constants),) = recorded(launch_of("bias_act_fp8"), meta(512, n), None, None, "silu")
         assert kernel is kernels._forward_fp8 and constants["WHOLE"] == whole
         assert constants["BLOCK_N"] >= min(n, kernels._WIDEST_ROW)
         assert constants["BLOCK_M"] * constants["BLOCK_N"] >= kernels._LEAST_TILE

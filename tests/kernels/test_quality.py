@@ -40,9 +40,8 @@ def compiled(
     """(what and which kernel, its arguments, its constants, its code) of every launch there is."""
     found = {**plain_calls(activation, dtype), **{f"fp8 {k}": c for k, c in fp8_calls(activation, dtype).items()}}
     for name, call in found.items():
-        for (kernel, _, values, constants), code in zip(recorded(*call), assemble(gpu, *call), strict=True):
-            arguments = dict(zip(kernel.arg_names, values, strict=False))
-            yield f"{name}: {kernel.__name__}", arguments, constants, code
+        for launch, code in zip(recorded(*call), assemble(gpu, *call), strict=True):
+            yield f"{name}: {launch.kernel.__name__}", launch.arguments, launch.constants, code
 
 
 def resident_threads(code: virtual_gpu.MachineCode, warps: int) -> int:

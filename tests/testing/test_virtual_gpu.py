@@ -19,6 +19,7 @@ from triton.language.extra.libdevice import tanh as device_tanh
 
 from torch_fused_ops import virtual_gpu
 from torch_fused_ops.virtual_gpu import compile_on_paper
+from torch_fused_ops.virtual_gpu.kernels import load
 
 MIB = 2**20
 BF16 = torch.bfloat16
@@ -364,6 +365,38 @@ def test_reductions_assemble_with_inductors_blocks():
     assert code.elements % 1024 == 0
     looped = compile_on_paper(lambda x: x.sum(-1), meta(64, 65536), training=False).inference.kernels[0]
     assert virtual_gpu.assemble(looped).shared > 0
+
+
+def test_the_best_of_a_reductions_configurations_is_taken():
+    """Sums over 8192 rows of so many columns that Inductor does not split them: a block of one column reads 2 bytes."""
+    paper = compile_on_paper(lambda x: (x * x).sum(0), meta(8192, 16384), training=False)
+    (kernel,) = paper.inference.kernels
+    first, *others = load(kernel, virtual_gpu.H200).configurations
+    best = virtual_gpu.assemble(kernel)
+    assert best.block in [c.block for c in others]
+    code = virtual_gpu.assemble(kernel, block=first.block, num_warps=first.num_warps)
+    assert first.block == code.block == {"XBLOCK": 1, "R0_BLOCK": 2048}
+    assert (best.spills, code.spills) == (0, 0)
+    assert len(best.instructions) / best.bytes_accessed < 0.75 * len(code.instructions) / code.bytes_accessed
+    assert virtual_gpu.assemble(kernel) is best, "it is sought once"
+
+
+def test_bytes_accessed_in_the_text():
+    for gpu in (virtual_gpu.H100, virtual_gpu.MI300X):
+        code = virtual_gpu.assemble(gate_kernel, gpu, signature=SIGNATURE, block={"BLOCK": 1024})
+        assert code.bytes_accessed == 2 * 4 * code.elements / code.threads
+        half = {**SIGNATURE, "x": "*bf16", "out": "*bf16"}
+        odd = virtual_gpu.assemble(gate_kernel, gpu, signature=half, block={"BLOCK": 1024}, divisible_by_16=False)
+        assert odd.bytes_accessed == 2 * 2 * odd.elements / odd.threads
+
+
+def test_divisible_arguments_by_name():
+    aligned = [
+        virtual_gpu.assemble(gate_kernel, signature=SIGNATURE, block={"BLOCK": 1024}, divisible_by_16=names)
+        for names in (["x", "n"], ["out", "n"], ["x", "out", "n"], ["x", "out"])
+    ]
+    wide = [("LDG.E.128" in code.instructions, "STG.E.128" in code.instructions) for code in aligned]
+    assert wide == [(True, False), (False, True), (True, True), (False, False)]
 
 
 @triton.jit

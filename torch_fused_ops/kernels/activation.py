@@ -6,7 +6,7 @@ the forward one that also stores its inputs in float8, for which it sees whole r
 (rows, columns) with a row and a column stride. A program handles tiles of BLOCK_M × BLOCK_N elements:
 
 * Where nothing depends on the row or the column (no bias, no token scale) and every tensor is one evenly strided
-  sequence, the matrix is one row: a flat loop over memory, 16 bytes a thread.
+  sequence, the matrix is one row: a flat loop over memory, 16 bytes a thread and tensor, twice that in forward.
 * Otherwise a tile spans several rows, which share the loaded bias. In backward a program walks down ``steps`` tiles, so
   that the bias gradient is summed in registers first and leaves few partial sums. There are no atomics: the partial
   sums and their order depend on the shapes and strides alone, so results are the same in every run.
@@ -44,6 +44,7 @@ from torch_fused_ops.kernels.launching import (
     row_grid,
     tl,
     triton,
+    unit,
 )
 
 __all__ = ["backward", "forward", "fp8", "fp8_backward", "launch_of"]
@@ -275,13 +276,16 @@ def _forward(
     out, gate, up, gate_bias, up_bias, scale,
     rows, columns, packed_columns, gate_row, gate_column, up_row, up_column, bias_stride, scale_stride,
     ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, INTERLEAVED: tl.constexpr,
-    COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out = act(min(gate, CLAMP)) · (clamp(up, ±CLAMP) + OFFSET) · scale, without what is None.
 
-    ``columns`` are out's and up's, ``packed_columns`` gate's. INTERLEAVED: gate holds both, g0 u0 g1 u1 …, as does
-    gate_bias, and up is None.
+    ``columns`` are out's and up's, ``packed_columns`` gate's; they and the row strides arrive divided by UNIT.
+    INTERLEAVED: gate holds both, g0 u0 g1 u1 …, as does gate_bias, and up is None.
     """
+    columns, packed_columns = columns * UNIT, packed_columns * UNIT
+    gate_row, up_row = gate_row * UNIT, up_row * UNIT
     PACK: tl.constexpr = 2 if INTERLEAVED else 1
     c = _columns(BLOCK_N, WIDE)
     packed_c = _columns(BLOCK_N * PACK, WIDE)
@@ -315,12 +319,14 @@ def _forward_fp8(
     rows, columns, packed_columns, gate_row, gate_column, up_row, up_column, bias_stride, scale_stride, stored_row,
     ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, INTERLEAVED: tl.constexpr,
     PACKED: tl.constexpr, NATIVE: tl.constexpr, COMPUTE: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """As ``_forward``, and gate and up as ``formulas.store_fp8`` stores them. PACKED: one scale for both.
 
     A program has whole rows: in registers if WHOLE (one tile holds them), else it reads them twice.
     """
+    columns, packed_columns = columns * UNIT, packed_columns * UNIT
+    gate_row, up_row, stored_row = gate_row * UNIT, up_row * UNIT, stored_row * UNIT
     PACK: tl.constexpr = 2 if INTERLEAVED else 1
     PAIR: tl.constexpr = INTERLEAVED or up is not None
     r = _row_block(False, WIDE) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -390,8 +396,8 @@ def _backward(
     rows, columns, packed_columns, steps, grad_row, grad_column, gate_row, gate_column, up_row, up_column,
     bias_stride, scale_stride, d_row, sums_row,
     ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, INTERLEAVED: tl.constexpr,
-    NATIVE: tl.constexpr,
-    COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    NATIVE: tl.constexpr, COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The gradients of ``_forward``: of the inputs, and sums over this program's tiles for those of bias and scale.
 
@@ -400,6 +406,8 @@ def _backward(
     biases are loaded anew for each tile, from the cache: kept, they cost registers (128 of them rather than 96 for an
     interleaved pair on sm_90). INTERLEAVED: d_gate and gate_bias_sums hold both.
     """
+    columns, packed_columns, d_row, sums_row = columns * UNIT, packed_columns * UNIT, d_row * UNIT, sums_row * UNIT
+    grad_row, gate_row, up_row = grad_row * UNIT, gate_row * UNIT, up_row * UNIT
     PACK: tl.constexpr = 2 if INTERLEAVED else 1
     PAIR: tl.constexpr = INTERLEAVED or up is not None
     c = _columns(BLOCK_N, WIDE)
@@ -465,8 +473,12 @@ def _backward(
 
 
 @triton.jit
-def _add_rows(out, sums, rows, columns, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _add_rows(
+    out, sums, rows, columns,
+    WIDE: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """out = the sum of the matrix's rows, of which there may be many: with Kahan's correction."""
+    columns = columns * UNIT
     c = _columns(BLOCK_N, WIDE)
     r = tl.arange(0, BLOCK_M).to(tl.int64 if WIDE else tl.int32)
     total = tl.zeros((BLOCK_M, BLOCK_N), sums.dtype.element_ty)
@@ -482,8 +494,9 @@ def _add_rows(out, sums, rows, columns, WIDE: tl.constexpr, BLOCK_M: tl.constexp
 
 # ---- how the work is cut -------------------------------------------------------------------------------------------
 
-# A tile gives each thread one load of 16 bytes per tensor (two in forward, where two rows then share one load of the
-# bias): enough in flight to hide memory's latency, few enough registers that nothing spills and occupancy stays high.
+# A tile gives each thread one load of 16 bytes per tensor, two in forward (where two rows then share one load of the
+# bias, and a flat loop has 5 % fewer instructions an element): enough in flight to hide memory's latency, few enough
+# registers that nothing spills and occupancy stays high.
 _WARPS = 4
 _THREADS = 32 * _WARPS
 _LOAD_BYTES = 16
@@ -494,6 +507,7 @@ _WIDEST_STRIDED = 64  # where some tensor's memory runs down the columns: tiles 
 _MOST_STEPS = 64
 _FEWEST_STEPS = 4
 _ENOUGH_PROGRAMS = 1024
+_SUM_HEIGHT, _SUM_WIDTH = 128, 16  # of the tiles in which partial sums are added up: many narrow programs, of few trips
 
 
 class _Plan(NamedTuple):
@@ -501,7 +515,8 @@ class _Plan(NamedTuple):
 
     rows: int
     columns: int
-    packed_columns: int
+    sizes: tuple[int, int, int]  # rows, columns and packed columns as the kernels get them: columns in units of UNIT
+    strides: tuple[tuple[int, int], ...]  # of the matrices: (row in units of UNIT, column)
     steps: int
     row_blocks: int
     column_blocks: int
@@ -520,14 +535,14 @@ def _plan(
         loads: how many loads per tensor a thread has in flight.
         add_rows: whether sums over the rows are wanted.
     """
-    matrices = tuple(m for m in matrices if m.itemsize)
+    given, matrices = matrices, tuple(m for m in matrices if m.itemsize)
     vectors = tuple(v for v in vectors if v.itemsize)
     widest = _THREADS * _LOAD_BYTES // max(m.itemsize for m in matrices)
     pack = max(m.columns for m in matrices) // columns
     flat = not vectors and all(rows == 1 or m.row == m.columns * m.column for m in matrices)
     if flat:
         rows, columns = 1, rows * columns
-        height, width = 1, widest
+        height, width = 1, widest * loads
     else:
         strided = columns > 1 and any(m.column > 1 for m in matrices)
         width = min(power_of_2(columns), _WIDEST_STRIDED if strided else widest)
@@ -546,30 +561,45 @@ def _plan(
     last_row, last_column = row_blocks * steps * height - 1, column_blocks * width * pack - 1
     reach = max(last_row * m.row + last_column * m.column for m in (*matrices, *vectors))
     reach = max(reach, column_blocks * last_row, row_blocks * last_column)
+    wide = reach > INT32_MAX
+    strides = [(0 if rows == 1 else m.row, m.column) for m in given]
+    one = 1 if wide else unit(columns, [row for row, _ in strides], min(m.itemsize for m in matrices))
     constants = {
         "FLAT": flat,
-        "WIDE": reach > INT32_MAX,
+        "WIDE": wide,
+        "UNIT": one,
         "BLOCK_M": height,
         "BLOCK_N": width,
         "num_warps": _WARPS,
         **OPTIONS,
     }
     return _Plan(
-        rows, columns, columns * pack, steps, row_blocks, column_blocks, (column_blocks, high, deep), constants
+        rows,
+        columns,
+        (rows, columns // one, columns * pack // one),
+        tuple((row // one, column) for row, column in strides),
+        steps,
+        row_blocks,
+        column_blocks,
+        (column_blocks, high, deep),
+        constants,
     )
 
 
-# Whole rows in registers: 16 numbers a thread, of two tensors eight each, so that two programs of 16 warps fit a
-# multiprocessor: one loads while the other computes. Wider rows are read a second time, from the cache.
-_MOST_WARPS = 16
+# Whole rows in registers: 16 numbers a thread of each tensor, in at most 8 warps, so that five programs or more fit a
+# multiprocessor (40 to 48 registers): while one waits for its row's largest number, the others load and store. With 16
+# warps there were two or three. Wider rows are read a second time, from the cache.
+_MOST_WARPS = 8
 _NUMBERS = 16
 _WIDEST_ROW = 32 * _MOST_WARPS * _NUMBERS
 _LEAST_TILE = 1024
 
 
 class _RowPlan(NamedTuple):
-    """How rows are given to programs."""
+    """How rows are given to programs; ``sizes`` and ``strides`` as in ``_Plan``."""
 
+    sizes: tuple[int, int, int]
+    strides: tuple[tuple[int, int], ...]
     grid: tuple[int, int, int]
     constants: dict[str, Any]
 
@@ -577,24 +607,33 @@ class _RowPlan(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def _row_plan(rows: int, columns: int, matrices: tuple[Matrix, ...]) -> _RowPlan:
     """The plan for programs that see whole rows of these matrices."""
-    matrices = tuple(m for m in matrices if m.itemsize)
+    given, matrices = matrices, tuple(m for m in matrices if m.itemsize)
     pack = max(m.columns for m in matrices) // columns
-    numbers = max(pack, len(matrices) - 1)  # of each place in the result: the first matrix
-    width = min(power_of_2(columns), _WIDEST_ROW // numbers)
+    size = max(1, max(m.itemsize for m in matrices) // 4)  # in registers
+    width = min(power_of_2(columns), _WIDEST_ROW // size)
     height = min(power_of_2(rows), max(1, _LEAST_TILE // width))
     row_blocks = blocks(rows, height)
     high, deep = row_grid(row_blocks)
     last_row, last_column = high * deep * height - 1, blocks(columns, width) * width * pack - 1
     reach = max(last_row * max(m.row, m.columns) + last_column * m.column for m in matrices)
+    wide = reach > INT32_MAX
+    strides = [(m.row, m.column) for m in given]
+    one = 1 if wide else unit(columns, [row for row, _ in strides], min(m.itemsize for m in matrices))
     constants = {
         "WHOLE": width >= columns,
-        "WIDE": reach > INT32_MAX,
+        "WIDE": wide,
+        "UNIT": one,
         "BLOCK_M": height,
         "BLOCK_N": width,
-        "num_warps": min(_MOST_WARPS, max(_WARPS, width * height * numbers // (32 * _NUMBERS))),
+        "num_warps": min(_MOST_WARPS, max(_WARPS, width * height * size // (32 * _NUMBERS))),
         **OPTIONS,
     }
-    return _RowPlan((1, high, deep), constants)
+    return _RowPlan(
+        (rows, columns // one, columns * pack // one),
+        tuple((row // one, column) for row, column in strides),
+        (1, high, deep),
+        constants,
+    )
 
 
 # ---- launches ------------------------------------------------------------------------------------------------------
@@ -634,6 +673,7 @@ class _Operands(NamedTuple):
         return bias, scale, s._replace(column=0)
 
 
+@functools.lru_cache(maxsize=64)
 def _native_fp8(device: torch.device) -> bool:
     """Whether Triton converts float8_e4m3fn there: NVIDIA's from sm_89 on. AMD's gfx942 has another float8."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
@@ -646,13 +686,15 @@ def _run_forward(out: Tensor, x: _Operands, activation: str, up_offset: float, c
     (gate, gate_m), (up, up_m), (bias_m, scale, scale_m) = matrix(x.gate), matrix(x.up), x.vectors()
     matrices = (matrix(out)[1], gate_m, up_m)
     plan = _plan(out.numel() // columns, columns, matrices, (bias_m, scale_m), loads=2, add_rows=False)
+    _, gate_s, up_s = plan.strides
     launching.launch(
         _forward, plan.grid, out.device,
-        out, gate, up, x.gate_bias, x.up_bias, scale,
-        plan.rows, plan.columns, plan.packed_columns,
-        gate_m.row, gate_m.column, up_m.row, up_m.column, bias_m.column, scale_m.row,
-        ACTIVATION=activation, OFFSET=up_offset, CLAMP=clamp, INTERLEAVED=x.layout == "interleaved",
-        COMPUTE=compute_type(x.gate, x.up, x.gate_bias, x.scale)[1], **plan.constants,
+        (out, gate, up, x.gate_bias, x.up_bias, scale),
+        (*plan.sizes, *gate_s, *up_s, bias_m.column, scale_m.row),
+        {
+            "ACTIVATION": activation, "OFFSET": up_offset, "CLAMP": clamp, "INTERLEAVED": x.layout == "interleaved",
+            "COMPUTE": compute_type(x.gate, x.up, x.gate_bias, x.scale)[1], **plan.constants,
+        },
     )  # fmt: skip
     return out
 
@@ -673,19 +715,26 @@ def _run_forward_fp8(
     columns = out.shape[-1]
     (gate, gate_m), (up, up_m), (bias_m, scale, scale_m) = matrix(x.gate), matrix(x.up), x.vectors()
     plan = _row_plan(out.numel() // columns, columns, (matrix(out)[1], gate_m, up_m))
+    _, gate_s, up_s = plan.strides
     bits = [t.view(torch.uint8) for t in kept[::2]]
     if x.layout and x.up is not None:
         bits = list(formulas.unpack(bits[0], x.layout))
     separate = len(stores) == 2
     launching.launch(
         _forward_fp8, plan.grid, out.device,
-        out, gate, up, x.gate_bias, x.up_bias, scale,
-        bits[0], bits[1] if x.up is not None else None, kept[1], kept[3] if separate else None,
-        out.numel() // columns, columns, columns * (2 if x.layout == "interleaved" else 1),
-        gate_m.row, gate_m.column, up_m.row, up_m.column, bias_m.column, scale_m.row, stores[0].shape[-1],
-        ACTIVATION=activation, OFFSET=up_offset, CLAMP=clamp, INTERLEAVED=x.layout == "interleaved",
-        PACKED=not separate, NATIVE=_native_fp8(out.device),
-        COMPUTE=compute_type(x.gate, x.up, x.gate_bias, x.scale)[1], **plan.constants,
+        (
+            out, gate, up, x.gate_bias, x.up_bias, scale,
+            bits[0], bits[1] if x.up is not None else None, kept[1], kept[3] if separate else None,
+        ),
+        (
+            plan.sizes[0], plan.sizes[1], plan.sizes[1] * (2 if x.layout == "interleaved" else 1),
+            *gate_s, *up_s, bias_m.column, scale_m.row, stores[0].shape[-1] // plan.constants["UNIT"],
+        ),
+        {
+            "ACTIVATION": activation, "OFFSET": up_offset, "CLAMP": clamp, "INTERLEAVED": x.layout == "interleaved",
+            "PACKED": not separate, "NATIVE": _native_fp8(out.device),
+            "COMPUTE": compute_type(x.gate, x.up, x.gate_bias, x.scale)[1], **plan.constants,
+        },
     )  # fmt: skip
     return out, *kept
 
@@ -721,6 +770,7 @@ def _run_backward(
     dtype, compute = compute_type(grad, x.gate, x.up, x.gate_bias, x.scale)
     if torch.float64 in dtypes:
         dtype, compute = torch.float64, tl.float64
+    g_s, gate_s, up_s, d_s = plan.strides
     bias_sums = _partial_sums(bias, plan.row_blocks, dtype)
     scale_sums = _partial_sums(scale, plan.column_blocks, dtype)
     gate_sums, up_sums = bias_sums, None
@@ -728,14 +778,18 @@ def _run_backward(
         gate_sums, up_sums = formulas.unpack(bias_sums, x.layout)
     launching.launch(
         _backward, plan.grid, grad.device,
-        g, gate, up, x.gate_bias, x.up_bias, x_scale, x.gate_row_scale, x.up_row_scale,
-        d_gate, d_up, gate_sums, up_sums, scale_sums,
-        plan.rows, plan.columns, plan.packed_columns, plan.steps,
-        g_m.row, g_m.column, gate_m.row, gate_m.column, up_m.row, up_m.column,
-        bias_m.column, scale_m.row, d_m.row, 0 if bias_sums is None else bias_sums.shape[1],
-        ACTIVATION=activation, OFFSET=up_offset, CLAMP=clamp, INTERLEAVED=x.layout == "interleaved",
-        NATIVE=x.gate_row_scale is not None and _native_fp8(grad.device),
-        COMPUTE=compute, **plan.constants,
+        (
+            g, gate, up, x.gate_bias, x.up_bias, x_scale, x.gate_row_scale, x.up_row_scale,
+            d_gate, d_up, gate_sums, up_sums, scale_sums,
+        ),
+        (
+            *plan.sizes, plan.steps, *g_s, *gate_s, *up_s, bias_m.column, scale_m.row, d_s[0],
+            0 if bias_sums is None else bias_sums.shape[1] // plan.constants["UNIT"],
+        ),
+        {
+            "ACTIVATION": activation, "OFFSET": up_offset, "CLAMP": clamp, "INTERLEAVED": x.layout == "interleaved",
+            "NATIVE": x.gate_row_scale is not None and _native_fp8(grad.device), "COMPUTE": compute, **plan.constants,
+        },
     )  # fmt: skip
     return _total(bias_sums, bias), _total(scale_sums, scale)
 
@@ -757,10 +811,11 @@ def _total(sums: Tensor | None, t: Tensor | None) -> Tensor | None:
     if parts == 1:
         return sums.view(t.shape)
     out = t.new_empty(t.shape)
-    height, width = min(64, power_of_2(parts)), 64
+    height, width = min(_SUM_HEIGHT, power_of_2(parts)), _SUM_WIDTH
     wide = (parts + height) * size + width > INT32_MAX
-    constants = {"WIDE": wide, "BLOCK_M": height, "BLOCK_N": width, "num_warps": _WARPS, **OPTIONS}
-    launching.launch(_add_rows, (blocks(size, width), 1, 1), t.device, out, sums, parts, size, **constants)
+    one = 1 if wide else unit(size, (), sums.element_size())
+    constants = {"WIDE": wide, "UNIT": one, "BLOCK_M": height, "BLOCK_N": width, "num_warps": _WARPS, **OPTIONS}
+    launching.launch(_add_rows, (blocks(size, width), 1, 1), t.device, (out, sums), (parts, size // one), constants)
     return out
 
 

@@ -89,9 +89,11 @@ def _forward(
     out, input, bias, residual, seed,
     rows, columns, input_row, input_column, residual_row, residual_column, bias_stride,
     THRESHOLD: tl.constexpr, SCALE: tl.constexpr, FOURS: tl.constexpr,
-    COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out = (input + bias) · keep · SCALE + residual, without what is None. THRESHOLD None: all have one factor."""
+    columns, input_row, residual_row = columns * UNIT, input_row * UNIT, residual_row * UNIT
     c = _columns(BLOCK_N, WIDE)
     r = _row_block(FLAT, WIDE) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = (r < rows)[:, None] & (c < columns)[None, :]
@@ -112,9 +114,11 @@ def _backward(
     grad, seed, d_input, bias_sums,
     rows, columns, steps, grad_row, grad_column, sums_row,
     THRESHOLD: tl.constexpr, SCALE: tl.constexpr, FOURS: tl.constexpr,
-    COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """d_input = grad · keep · SCALE, and its sums over this program's ``steps`` tiles, one below the other."""
+    columns, grad_row, sums_row = columns * UNIT, grad_row * UNIT, sums_row * UNIT
     c = _columns(BLOCK_N, WIDE)
     block = _row_block(FLAT, WIDE)
     total = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
@@ -155,12 +159,15 @@ def dropout_add(input: Tensor, bias: Tensor | None, residual: Tensor | None, see
     (x, x_m), (r, r_m), out_m = matrix(input), matrix(residual), matrix(out)[1]
     bias_m = Matrix() if bias is None else Matrix(0, bias.stride(0), 0, bias.element_size())
     plan = _plan(out.numel() // columns, columns, (out_m, x_m, r_m), (bias_m,), loads=1, add_rows=False)
+    _, x_s, r_s = plan.strides
     launching.launch(
         _forward, plan.grid, out.device,
-        out, x, bias, r, seed,
-        plan.rows, plan.columns, x_m.row, x_m.column, r_m.row, r_m.column, bias_m.column,
-        **_constants(p, plan.columns if plan.rows > 1 else 4),
-        COMPUTE=compute_type(input, bias, residual)[1], **plan.constants,
+        (out, x, bias, r, seed),
+        (*plan.sizes[:2], *x_s, *r_s, bias_m.column),
+        {
+            **_constants(p, plan.columns if plan.rows > 1 else 4),
+            "COMPUTE": compute_type(input, bias, residual)[1], **plan.constants,
+        },
     )  # fmt: skip
     return out
 
@@ -185,9 +192,11 @@ def dropout_add_backward(
     sums = _partial_sums(bias, plan.row_blocks, wide)
     launching.launch(
         _backward, plan.grid, grad.device,
-        g, seed, d_input, sums,
-        plan.rows, plan.columns, plan.steps, g_m.row, g_m.column, columns,
-        **_constants(p, plan.columns if plan.rows > 1 else 4),
-        COMPUTE=tl.float64 if wide == torch.float64 else tl.float32, **plan.constants,
+        (g, seed, d_input, sums),
+        (*plan.sizes[:2], plan.steps, *plan.strides[0], 0 if sums is None else columns // plan.constants["UNIT"]),
+        {
+            **_constants(p, plan.columns if plan.rows > 1 else 4),
+            "COMPUTE": tl.float64 if wide == torch.float64 else tl.float32, **plan.constants,
+        },
     )  # fmt: skip
     return d_input, _total(sums, bias)

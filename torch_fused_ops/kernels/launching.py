@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import math
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -14,17 +18,20 @@ from torch_fused_ops import formulas
 try:
     import triton
     import triton.language as tl
+    from triton.compiler import CompiledKernel
     from triton.language.extra import libdevice
 except ImportError as error:
     raise ImportError(
         "torch_fused_ops needs Triton to run its operators on a GPU in eager mode, and it cannot be imported. "
-        'Install it with: pip install "torch-fused-ops[triton]" (GPU builds of PyTorch bring the Triton that fits them)'
+        'Install it with: pip install "torch-fused-ops[triton]" (GPU builds of PyTorch bring the Triton that fits '
+        "them). With TORCH_FUSED_OPS_KERNELS=torch in the environment they run as plain PyTorch"
     ) from error
 
 __all__ = [
     "GRID_LIMIT",
     "INT32_MAX",
     "OPTIONS",
+    "Launch",
     "Matrix",
     "blocks",
     "common_stride",
@@ -33,9 +40,11 @@ __all__ = [
     "libdevice",
     "matrix",
     "power_of_2",
+    "recorded",
     "row_grid",
     "tl",
     "triton",
+    "unit",
 ]
 
 INT32_MAX = 2**31 - 1
@@ -45,10 +54,136 @@ GRID_LIMIT = 65535  # of the grid's second and third axes, on every vendor's GPU
 OPTIONS = {"enable_fp_fusion": True}
 
 
-def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
-    """The one place that launches kernels: on the tensors' device, which need not be the current one."""
+# What was compiled for launches like one that was made. Triton finds that out anew at every launch, from each argument,
+# in Python: 12 to 22 µs for 22 to 39 arguments, where a look-up here and the launch take 4 to 5 (driver stood in for).
+_COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+_MOST_COMPILED = 4096  # entries of 1 KB; then all are found anew
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    device: torch.device,
+    tensors: tuple[Tensor | None, ...],
+    integers: tuple[int | None, ...],
+    constants: dict[str, Any],
+) -> None:
+    """The one place that launches kernels: on the tensors' device, which need not be the current one.
+
+    Triton specialises a kernel on its constants and, of each argument, on the type, whether it is None or 1 and whether
+    16 divides it. Here a kernel is found by the integers themselves, which the shapes and strides give, by the tensors'
+    dtypes and alignment, and by all else that Triton's ``JITFunction.run`` reads: so never a kernel that is specialised
+    for something else, and a shape's first launch goes Triton's way. So does every launch where more can matter: of a
+    kernel with hooks before it, under Triton's interpreter, and on GPUs whose backends look at more than a tensor's
+    alignment (AMD's: at its size).
+
+    Args:
+        kernel: its arguments are ``tensors``, then ``integers``, then those of ``constants``.
+        grid: how many programs there are along each axis.
+        device: where the tensors are.
+        tensors, integers: arguments by position.
+        constants: ``tl.constexpr`` arguments and Triton's options, by name; in one order in all launches of a kernel.
+    """
     with torch.accelerator.device_index(device.index):
-        kernel[grid](*args, **constants)
+        key = (
+            id(kernel),  # an entry keeps its kernel alive, so no other one gets its id
+            device.index,
+            integers,
+            *[None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors],
+            *constants.values(),
+            triton.knobs.runtime.debug,
+            triton.knobs.compilation.instrumentation_mode,
+        )
+        found = _COMPILED.get(key)
+        if found is None or kernel.pre_run_hooks or triton.knobs.runtime.add_stages_inspection_hook is not None:
+            compiled = _launched_by_triton(kernel, grid, device, tensors, integers, constants)
+            if _found_again(kernel, compiled):
+                if len(_COMPILED) >= _MOST_COMPILED:
+                    _COMPILED.clear()
+                names = kernel.arg_names[len(tensors) + len(integers) :]
+                _COMPILED[key] = compiled, tuple(constants[name] for name in names)
+        else:
+            compiled, values = found
+            compiled[grid](*tensors, *integers, *values)
+
+
+def _launched_by_triton(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    device: torch.device,
+    tensors: tuple[Tensor | None, ...],
+    integers: tuple[int | None, ...],
+    constants: dict[str, Any],
+) -> Any:
+    try:
+        return kernel[grid](*tensors, *integers, **constants)
+    except Exception as error:
+        raise RuntimeError(
+            f"the kernel {kernel.__name__} of torch_fused_ops cannot be compiled or launched on {device}: {error}\n"
+            "With TORCH_FUSED_OPS_KERNELS=torch in the environment eager operators run as plain PyTorch. Please report "
+            "it."
+        ) from error
+
+
+class Launch(NamedTuple):
+    """What ``launch`` was called with."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    tensors: tuple[Tensor | None, ...]
+    integers: tuple[int | None, ...]
+    constants: dict[str, Any]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those that are no constants, by name."""
+        return dict(zip(self.kernel.arg_names, (*self.tensors, *self.integers), strict=False))
+
+    def specialisation(self) -> dict[str, Any]:
+        """Keyword arguments of ``virtual_gpu.assemble`` for what Triton compiles. All tensors begin at 16 bytes."""
+        signature, divisible = {}, []
+        constants = {name: value for name, value in self.constants.items() if name not in OPTIONS}
+        num_warps = constants.pop("num_warps")
+        for name, value in self.arguments.items():
+            if value is None or (isinstance(value, int) and value == 1):
+                constants[name] = value
+                continue
+            if isinstance(value, Tensor):
+                signature[name] = f"*{_TYPES[value.dtype]}"
+            else:
+                signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if isinstance(value, Tensor) or value % 16 == 0:
+                divisible.append(name)
+        return {
+            "signature": signature,
+            "constants": constants,
+            "num_warps": num_warps,
+            "divisible_by_16": divisible,
+        }
+
+
+_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+_TYPES |= {torch.uint8: "u8", torch.int64: "i64"}
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Inside, launches are put into the list and not carried out: tensors may be on "meta"."""
+    launches: list[Launch] = []
+
+    def record(kernel: Any, grid: Any, device: torch.device, tensors: Any, integers: Any, constants: Any) -> None:
+        launches.append(Launch(kernel, grid, tensors, integers, constants))
+
+    with mock.patch.object(sys.modules[__name__], "launch", record):
+        yield launches
+
+
+def _found_again(kernel: Any, compiled: Any) -> bool:
+    """Whether what a launch through Triton returned can be launched by itself the next time."""
+    if not isinstance(compiled, CompiledKernel):  # interpreted, or not compiled because of a hook
+        return False
+    backend = kernel.device_caches[triton.runtime.driver.active.get_current_device()][3]
+    return bool(backend.supports_native_tensor_specialization)
 
 
 def row_grid(row_blocks: int) -> tuple[int, int]:
@@ -58,6 +193,23 @@ def row_grid(row_blocks: int) -> tuple[int, int]:
     """
     deep = blocks(row_blocks, GRID_LIMIT)
     return blocks(row_blocks, deep), deep
+
+
+def unit(columns: int, row_strides: Sequence[int], itemsize: int) -> int:
+    """By what these sizes are divided before a kernel gets them, which multiplies them by it: a ``tl.constexpr``.
+
+    Of an integer argument Triton knows at most that 16 divides it. Where that is not so, as with 1000 columns, it would
+    load and store single elements. A factor of 8, 4 or 2 that the kernel sees gives it as many at once.
+
+    Args:
+        columns: of all tensors, or a divisor of theirs.
+        row_strides: in elements; 0 where there is none.
+        itemsize: the least of the tensors'.
+    """
+    common = math.gcd(16, columns, *row_strides)
+    if common == 16 or (columns % 16 == 0 and common * itemsize < 16):  # then only some tensors' rows are unaligned
+        return 1
+    return common
 
 
 class Matrix(NamedTuple):

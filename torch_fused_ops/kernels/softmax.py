@@ -36,6 +36,7 @@ from torch_fused_ops.kernels.launching import (
     row_grid,
     tl,
     triton,
+    unit,
 )
 
 __all__ = ["scaled_masked_softmax", "scaled_masked_softmax_backward"]
@@ -142,9 +143,14 @@ def _forward(
     rows, columns, queries, heads, c_bits, left, right,
     x_outer, x_head, x_row, x_column, mask_outer, mask_head, mask_row, mask_column, sink_stride,
     SIGN: tl.constexpr, LOWEST: tl.constexpr, GROUP: tl.constexpr, COMPUTE: tl.constexpr,
-    WHOLE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WHOLE: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out = softmax of the rows' scores; LOWEST is COMPUTE's lowest finite number."""
+    """out = softmax of the rows' scores; LOWEST is COMPUTE's lowest finite number.
+
+    ``columns`` and all strides but the columns' arrive divided by UNIT.
+    """
+    columns, x_outer, x_head, x_row = columns * UNIT, x_outer * UNIT, x_head * UNIT, x_row * UNIT
+    mask_outer, mask_head, mask_row = mask_outer * UNIT, mask_head * UNIT, mask_row * UNIT
     r = _rows(WIDE, BLOCK_M)
     there = r < rows
     n = tl.arange(0, BLOCK_N)
@@ -205,9 +211,11 @@ def _backward(
     rows, columns, queries, heads, scale_bits, left, right,
     g_outer, g_head, g_row, g_column, y_outer, y_head, y_row, y_column,
     GROUP: tl.constexpr, COMPUTE: tl.constexpr,
-    WHOLE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WHOLE: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """d_input = scale · y · (g − Σ g·y), and each row's part of the sink's gradient, where they are not None."""
+    columns, g_outer, g_head, g_row = columns * UNIT, g_outer * UNIT, g_head * UNIT, g_row * UNIT
+    y_outer, y_head, y_row = y_outer * UNIT, y_head * UNIT, y_row * UNIT
     r = _rows(WIDE, BLOCK_M)
     there = r < rows
     n = tl.arange(0, BLOCK_N)
@@ -306,8 +314,10 @@ def _view(t: Tensor | None, shape: Sequence[int]) -> tuple[Tensor | None, _View]
 
 
 class _Plan(NamedTuple):
-    """How rows are given to programs."""
+    """How rows are given to programs; ``columns`` and ``views`` as the kernels get them."""
 
+    columns: int
+    views: tuple[_View, ...]
     grid: tuple[int, int, int]
     constants: dict[str, Any]
 
@@ -329,16 +339,20 @@ def _plan(shape: tuple[int, ...], views: tuple[_View, ...], itemsize: int, numbe
         outermost = last_row // (queries * heads)
         ends = blocks(columns, width) * width - 1
         reach = max(reach, outermost * v.outer + (heads - 1) * v.head + (queries - 1) * v.row + ends * v.column)
+    wide = reach > INT32_MAX
+    one = 1 if wide else unit(columns, [n for v in views for n in v[:3]], itemsize)
     constants = {
         "GROUP": _GROUP_BYTES // itemsize if all(v.column in (0, 1) for v in views) else 1,
         "WHOLE": whole,
-        "WIDE": reach > INT32_MAX,
+        "WIDE": wide,
+        "UNIT": one,
         "BLOCK_M": height,
         "BLOCK_N": width,
         "num_warps": min(_MOST_WARPS, max(_WARPS, width * height * numbers // (32 * _NUMBERS))),
         **OPTIONS,
     }
-    return _Plan((1, high, deep), constants)
+    divided = tuple(_View(v.outer // one, v.head // one, v.row // one, v.column) for v in views)
+    return _Plan(columns // one, divided, (1, high, deep), constants)
 
 
 # ---- the operators -------------------------------------------------------------------------------------------------
@@ -375,12 +389,16 @@ def scaled_masked_softmax(
     x, x_v = _view(input, shape)
     hidden, mask_v = _view(None if mask is None else mask.view(torch.uint8), shape)
     plan = _plan(shape, (x_v,) if mask is None else (x_v, mask_v), input.element_size(), dtype.itemsize // 4)
+    x_v, mask_v = (*plan.views, mask_v)[:2]
     launching.launch(
         _forward, plan.grid, out.device,
-        out, x, hidden, sink,
-        out.numel() // shape[-1], shape[-1], shape[-2], _heads(shape), _bits(min(size * activations.LOG2E, finfo.max)),
-        left, right, *x_v, *mask_v, 0 if sink is None else sink.stride(0),
-        SIGN=int(sign), LOWEST=finfo.min, COMPUTE=compute, **plan.constants,
+        (out, x, hidden, sink),
+        (
+            out.numel() // shape[-1], plan.columns, shape[-2], _heads(shape),
+            _bits(min(size * activations.LOG2E, finfo.max)),
+            left, right, *x_v, *mask_v, 0 if sink is None else sink.stride(0),
+        ),
+        {"SIGN": int(sign), "LOWEST": finfo.min, "COMPUTE": compute, **plan.constants},
     )  # fmt: skip
     return out
 
@@ -413,14 +431,15 @@ def scaled_masked_softmax_backward(
     plan = _plan(shape, (g_v, y_v), itemsize, 2 * dtype.itemsize // 4)
     launching.launch(
         _backward, plan.grid, output.device,
-        d_input, terms, g, y, rows, shape[-1], queries, heads, _bits(scale), left, right, *g_v, *y_v,
-        COMPUTE=compute, **plan.constants,
+        (d_input, terms, g, y),
+        (rows, plan.columns, queries, heads, _bits(scale), left, right, *plan.views[0], *plan.views[1]),
+        {"COMPUTE": compute, **plan.constants},
     )  # fmt: skip
     if terms is None:
         return d_input, None
     d_sink = output.new_empty(heads, dtype=sink_dtype)
     launching.launch(
-        _add_terms, (heads, 1, 1), output.device, d_sink, terms, rows // heads, queries, heads,
-        WIDE=rows + _TERMS > INT32_MAX, BLOCK=_TERMS, num_warps=_WARPS, **OPTIONS,
+        _add_terms, (heads, 1, 1), output.device, (d_sink, terms), (rows // heads, queries, heads),
+        {"WIDE": rows + _TERMS > INT32_MAX, "BLOCK": _TERMS, "num_warps": _WARPS, **OPTIONS},
     )  # fmt: skip
     return d_input, d_sink

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +24,24 @@ from torch_fused_ops.operators.autograd import (
 )
 from torch_fused_ops.operators.checks import check
 
-__all__ = ["Parts", "imported", "register_elementwise", "register_pair"]
+__all__ = ["IN_TORCH", "Parts", "imported", "register_elementwise", "register_pair"]
+
+
+def in_torch(value: str) -> bool:
+    """Whether eager operators run as plain torch, the reference's formulas, on every device: the variable's value.
+
+    Raises:
+        ValueError: for another value than "torch" or "".
+    """
+    if value not in ("", "torch"):
+        raise ValueError(
+            f"TORCH_FUSED_OPS_KERNELS={value!r} is not accepted: it must be 'torch' (eager operators run as plain "
+            "PyTorch on every device), or not be set (they run as this library's kernels)"
+        )
+    return value == "torch"
+
+
+IN_TORCH = in_torch(os.environ.get("TORCH_FUSED_OPS_KERNELS", ""))
 
 
 class Parts(NamedTuple):
@@ -34,6 +52,10 @@ class Parts(NamedTuple):
     plain: Callable[..., Any]  # the same in plain torch
     fake: Callable[..., Any]
     vmap: Callable[[torch._ops.OpOverload], Callable[..., Any]]
+
+    def chosen(self) -> Parts:
+        """These, without kernels of ours where the environment says so."""
+        return self._replace(on_cpu=self.plain, on_gpu=self.plain) if IN_TORCH else self
 
 
 def register_pair(
@@ -54,6 +76,9 @@ def register_pair(
         keep, record: see ``differentiate``.
         adapt: makes of the backward operator what gives a gradient, or None, for each of the operator's tensors.
     """
+    forward, backward = forward.chosen(), backward.chosen()
+    if IN_TORCH:
+        record = None  # which is a kernel of ours on CPUs, if one made of PyTorch's
     operator = register(signatures[0], *forward, check)
     backward_operator = register(signatures[1], *backward)
     differentiate_by_reference(backward_operator, backward.plain, backward.on_cpu)

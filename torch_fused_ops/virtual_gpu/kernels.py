@@ -18,6 +18,21 @@ from .results import GeneratedKernel
 
 
 @dataclass(frozen=True)
+class Configuration:
+    """How Inductor may launch a kernel that it generated.
+
+    Attributes:
+        block: sizes of a block by name.
+        num_warps: warps in a block.
+        num_stages: depth of Triton's software pipeline.
+    """
+
+    block: Mapping[str, int] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int | None = None
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A Triton kernel with what a compiler has to know about it.
 
@@ -27,8 +42,7 @@ class Kernel:
         constants: arguments whose value is fixed.
         attrs: divisibility of arguments, by position.
         options: compiler options that go with the kernel.
-        block: block sizes: those Inductor would try first; empty for a hand-written kernel.
-        num_warps: warps in a block that go with `block`.
+        configurations: those Inductor would try on a GPU, in its order; one without block sizes if it is hand-written.
         grid_type: how Inductor computes the launch grid; empty for a hand-written kernel.
     """
 
@@ -37,8 +51,7 @@ class Kernel:
     constants: Mapping[str, Any] = field(default_factory=dict)
     attrs: Mapping[Any, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    block: Mapping[str, int] = field(default_factory=dict)
-    num_warps: int = 4
+    configurations: tuple[Configuration, ...] = (Configuration(),)
     grid_type: str = ""
 
 
@@ -62,17 +75,15 @@ def _load(source: str, gpu: GPU) -> Kernel:
     autotuner = next((v for v in vars(module).values() if hasattr(v, "fn") and hasattr(v, "triton_meta")), None)
     if autotuner is None:
         raise ValueError(f"kernel: its source defines no kernel of Inductor:\n{source[:400]}")
-    meta, first = autotuner.triton_meta, autotuner.configs[0]
-    options = {"enable_fp_fusion": meta.get("enable_fp_fusion", True), "num_stages": first.num_stages}
+    meta = autotuner.triton_meta
     grid_type = autotuner.inductor_meta.get("grid_type", "")
     return Kernel(
         autotuner.fn,
         dict(meta["signature"]),
         dict(meta.get("constants", {})),
         meta["configs"][0],
-        options,
-        dict(first.kwargs),
-        first.num_warps,
+        {"enable_fp_fusion": meta.get("enable_fp_fusion", True)},
+        tuple(Configuration(dict(c.kwargs), c.num_warps, c.num_stages) for c in autotuner.configs),
         grid_type,
     )
 

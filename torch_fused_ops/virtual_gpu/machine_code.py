@@ -9,16 +9,20 @@ import pathlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .gpus import GPU, H200, described, import_triton
-from .kernels import Kernel, load
+from .kernels import Configuration, Kernel, load
 
 # An instruction in cuobjdump's listing: "/*0070*/  @!P0 FMUL R0, R1, R2 ;", by its mnemonic.
 SASS_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", re.M)
 AMD_INSTRUCTION = re.compile(r"^\t([a-z]\w*)", re.M)
+# Global memory's: "LDG.E.128", "STG.E.U16", "global_load_dwordx4", "buffer_store_short"; without a width, 4 bytes.
+_ACCESS = re.compile(r"(?:LDG|STG)\.(.*)|(?:global|buffer|flat)_(?:load|store)_(\w+)")
+_WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+_WIDTHS |= {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "short": 2, "ushort": 2, "sshort": 2, "byte": 1, "ubyte": 1}
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class MachineCode:
         shared: bytes of shared memory a block.
         elements: elements of a block, the product of its sizes.
         threads: threads of a block.
+        block: the block's sizes by name, as far as they are not in the kernel's text.
         ptx: PTX; empty on AMD.
         asm: the machine code's listing.
     """
@@ -46,6 +51,16 @@ class MachineCode:
     threads: int
     ptx: str = field(repr=False)
     asm: str = field(repr=False)
+    block: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def bytes_accessed(self) -> int:
+        """Bytes a thread that the loads and stores in the kernel's text move from and to global memory, each once."""
+        moved = 0
+        for access in filter(None, map(_ACCESS.fullmatch, self.instructions)):
+            words = re.split(r"\.|_d16.*", access[1] or access[2])
+            moved += next((_WIDTHS[word] for word in words if word in _WIDTHS), 4)
+        return moved
 
     def instructions_per_element(self, elements_per_thread: float | None = None) -> float:
         """Instructions in the kernel's text for each element that a thread handles.
@@ -71,7 +86,7 @@ def assemble(
     constants: Mapping[str, Any] | None = None,
     num_warps: int | None = None,
     block: int | Mapping[str, int] | None = None,
-    divisible_by_16: bool = True,
+    divisible_by_16: bool | Collection[str] = True,
 ) -> MachineCode:
     """Compile a kernel for `gpu` with Triton, and take the machine code apart.
 
@@ -81,11 +96,16 @@ def assemble(
         signature: types of a hand-written kernel's arguments by name: {"x": "*bf16", "n": "i32"}. Those in `constants`
             may be left out.
         constants: values of its `tl.constexpr` arguments.
-        num_warps: warps in a block; by default Inductor's first choice, 4 for a hand-written kernel.
-        block: sizes of a block by name, {"BLOCK": 1024}, or XBLOCK alone; their product is its number of elements. By
-            default Inductor's first choice; a hand-written kernel without any counts as one element a block.
+        num_warps: warps in a block; 4 by default for a hand-written kernel.
+        block: sizes of a block by name, {"BLOCK": 1024}, or XBLOCK alone; their product is its number of elements. A
+            hand-written kernel without any counts as one element a block.
         divisible_by_16: compile a hand-written kernel for pointers and integers divisible by 16, as Triton does for
-            such arguments; generated kernels carry their own.
+            such arguments: all, none or those named. Generated kernels carry their own.
+
+    A generated kernel without `block` and `num_warps` is compiled as Inductor would first try it. Of a reduction with a
+    loop, which it would time in several configurations, all are compiled, and that one is taken which spills least and
+    then has the fewest instructions for each byte that its loads and stores move (the kernel moves the same bytes in
+    all of them, however its loop is unrolled). `MachineCode.block` and `threads` say which.
 
     Returns:
         The machine code.
@@ -103,21 +123,44 @@ def assemble(
     for name in blocks:
         if loaded.signature.get(name) != "constexpr":
             raise ValueError(f"block: got {name!r}, expected one of {_constexprs(loaded.signature)}")
-    values = {**loaded.constants, **loaded.block, **blocks}
-    values = {name: value for name, value in values.items() if name in loaded.signature}
-    num_warps = num_warps or loaded.num_warps
-    missing = [name for name in _constexprs(loaded.signature) if name not in values]
+    tried = loaded.configurations
+    if blocks or num_warps or not any(name.startswith("R") for name in tried[0].block):
+        first = tried[0]
+        given = Configuration({**first.block, **blocks}, num_warps or first.num_warps, first.num_stages)
+        return _assemble(loaded, gpu, given)
+    key = gpu, loaded.jit.src, repr((loaded.signature, loaded.constants, loaded.attrs, tried))
+    if key not in _BEST:
+        _BEST[key] = min((_assemble(loaded, gpu, c) for c in tried), key=_price)
+    return _BEST[key]
+
+
+_BEST: dict[Any, MachineCode] = {}  # of reductions that Inductor would try in several configurations
+
+
+def _price(code: MachineCode) -> tuple[int, float]:
+    """What the best of a reduction's configurations has least of."""
+    return code.spills, len(code.instructions) / max(code.bytes_accessed, 1)
+
+
+def _assemble(kernel: Kernel, gpu: GPU, configuration: Configuration) -> MachineCode:
+    values = {**kernel.constants, **configuration.block}
+    values = {name: value for name, value in values.items() if name in kernel.signature}
+    missing = [name for name in _constexprs(kernel.signature) if name not in values]
     if missing:
-        raise ValueError(f"constants: {', '.join(missing)} of {loaded.jit.__name__} have no value")
+        raise ValueError(f"constants: {', '.join(missing)} of {kernel.jit.__name__} have no value")
 
     triton = import_triton()
     ASTSource = import_triton("triton.compiler").ASTSource
-    source = ASTSource(fn=loaded.jit, signature=dict(loaded.signature), constexprs=values, attrs=dict(loaded.attrs))
+    source = ASTSource(fn=kernel.jit, signature=dict(kernel.signature), constexprs=values, attrs=dict(kernel.attrs))
+    options = {**kernel.options, "num_warps": configuration.num_warps}
+    if configuration.num_stages is not None:
+        options["num_stages"] = configuration.num_stages
     with described(gpu):
-        compiled = triton.compile(source, target=gpu.target(), options={**loaded.options, "num_warps": num_warps})
-    sizes = {**_inner_blocks(loaded.jit), **loaded.block, **blocks}
+        compiled = triton.compile(source, target=gpu.target(), options=options)
+    sizes = {**_inner_blocks(kernel.jit), **configuration.block}
     take_apart = _amd_machine_code if gpu.is_amd else _nvidia_machine_code
-    return take_apart(gpu, compiled, math.prod(sizes.values()), num_warps * gpu.warp_size)
+    code = take_apart(gpu, compiled, math.prod(sizes.values()), configuration.num_warps * gpu.warp_size)
+    return replace(code, block=dict(configuration.block))
 
 
 def _inner_blocks(jit: Any) -> dict[str, int]:
@@ -131,7 +174,7 @@ def _constexprs(signature: Mapping[str, str]) -> list[str]:
 
 
 def _with_signature(
-    kernel: Kernel, types: Mapping[str, str], constants: Mapping[str, Any], divisible_by_16: bool
+    kernel: Kernel, types: Mapping[str, str], constants: Mapping[str, Any], divisible_by_16: bool | Collection[str]
 ) -> Kernel:
     """A hand-written kernel with types for all its arguments."""
     names = kernel.jit.arg_names
@@ -143,8 +186,12 @@ def _with_signature(
     if untyped:
         raise ValueError(f"signature: no type for {', '.join(untyped)} of {kernel.jit.__name__}")
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    divisible = [i for i, name in enumerate(names) if signature[name].startswith(("*", "i", "u"))]
-    attrs = {(i,): [["tt.divisibility", 16]] for i in divisible} if divisible_by_16 else {}
+    divisible = names if divisible_by_16 is True else divisible_by_16 or ()
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name in divisible and signature[name].startswith(("*", "i", "u"))
+    }
     return Kernel(kernel.jit, signature, dict(constants), attrs, {"enable_fp_fusion": True})
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from .gpus import GPU, H200
-from .kernels import load
 from .machine_code import MachineCode, assemble
 from .results import GeneratedGraph
 
@@ -71,10 +70,6 @@ def loops(code: MachineCode) -> bool:
     return any(int(target, 16) < int(at, 16) for at, target in _BRANCH.findall(code.asm))
 
 
-_ACCESS = re.compile(r"^(?:LDG|STG)\b(.*)$")
-_WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
-
-
 @dataclass(frozen=True)
 class KernelRuns:
     """A kernel's launches.
@@ -103,10 +98,8 @@ class KernelRuns:
         code, count = self.code, len(self.code.instructions)
         if not loops(code):
             return float(count) * code.threads * self.programs
-        accesses = [m[1].split(".") for m in map(_ACCESS.match, code.instructions) if m]
-        moved = sum(next((_WIDTHS[word] for word in words if word in _WIDTHS), 4) for words in accesses)
         per_thread = code.elements / code.threads
-        tiles = max(1, round(moved / (self.nbytes / self.elements * per_thread)))
+        tiles = max(1, round(code.bytes_accessed / (self.nbytes / self.elements * per_thread)))
         return count / (tiles * per_thread) * self.elements
 
     @property
@@ -132,9 +125,9 @@ def kernel_runs(graph: GeneratedGraph) -> list[KernelRuns]:
         sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)': (\d+)", hints[1] if hints else "")}
         sizes.update({axis: int(n) for axis, n in re.findall(r"\b(\w+)numel = (\d+)", kernel.source)})  # exact
         named = _NAME.sub(lambda m: m[0].replace(m[1], "triton_kernel"), kernel.source)  # one entry for equal kernels
-        code, block = _assembled(named), load(named).block
+        code = _assembled(named)
         programs = math.prod(
-            -(-n // block.get(f"{axis.upper()}BLOCK", 1)) for axis, n in sizes.items() if axis in "xyz"
+            -(-n // code.block.get(f"{axis.upper()}BLOCK", 1)) for axis, n in sizes.items() if axis in "xyz"
         )
         nbytes, launches = kernel.bytes_moved, kernel.launches
         found.append(KernelRuns(code, programs, float(math.prod(sizes.values())), nbytes, launches))
