@@ -32,7 +32,7 @@ THREADS, REGISTERS = 2048, 65536  # of a multiprocessor, sm_80 to sm_100
 RATES = roofline.rates_of(virtual_gpu.H200)
 assert RATES is not None
 IN_FLIGHT = RATES.nbytes * 600e-9 / virtual_gpu.H200.multi_processor_count
-# Backward of packed halves in float8 has 16 KB (110 registers): 84 % of what an H200 needs, enough for an H100's 3.35 TB/s.
+# Backward of packed halves in float8 has 16 KB (110 registers), 84 % of that; an H100, 3.35 TB/s, needs less.
 IN_FLIGHT_FP8 = 3.35e12 * 600e-9 / virtual_gpu.H100.multi_processor_count
 
 
