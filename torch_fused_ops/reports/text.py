@@ -111,7 +111,10 @@ def rows_of(figures: Figures) -> list[tuple[str, str, str, str]]:
         text = [size(v, max(values)) if is_bytes else str(v) for v in values]
         return name, text[0], text[1], change(*values)
 
-    times = [("time, at least", *(f"{1e3 * s:.3f} ms" for s in pair), change(*pair)) for pair in _seconds(figures)]
+    def milliseconds(a: float, b: float) -> tuple[str, str, str, str]:
+        return "time, at least", f"{1e3 * a:.3f} ms", f"{1e3 * b:.3f} ms", change(a, b)
+
+    times = [milliseconds(a, b) for a, b in _seconds(figures)]
     if not figures.training:
         return [row("bytes moved", "forward_bytes", True), row("kernels", "forward_kernels", False), *times]
     return [
