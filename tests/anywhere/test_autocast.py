@@ -241,6 +241,7 @@ INSIDE: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
 BACKWARDS = ("grad", "vmap of grad")  # whose engine asks CUDA for streams: see test_gradients_on_gpus
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("inside", [k for k in INSIDE if k not in BACKWARDS])
 @pytest.mark.parametrize("name", [name for name in SOFTMAXES if name not in SLICED])
 def test_softmax_on_gpus(name: str, inside: str) -> None:

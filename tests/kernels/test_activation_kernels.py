@@ -393,6 +393,7 @@ def calls(activation: str, dtype: torch.dtype, rows: int = 4096, n: int = 8192) 
     return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("call", "activation", "most"),
     [

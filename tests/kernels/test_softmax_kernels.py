@@ -232,7 +232,7 @@ def calls(dtype: torch.dtype, sk: int) -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, "call")
 @pytest.mark.parametrize(
     ("call", "sk", "most"),
     [
