@@ -317,6 +317,7 @@ def test_bad_arguments_are_named():
         explain(Block(), torch.randn(4, 8), policy="free")
 
 
+@pytest.mark.codegen_is_slow
 def test_activations_that_no_gemm_reads():
     class NormFormer(nn.Module):
         def __init__(self):
@@ -394,6 +395,7 @@ CUT = {
 }
 
 
+@pytest.mark.codegen_is_slow
 @pytest.mark.every(2)
 @pytest.mark.parametrize("part", CUT)
 def test_a_checkpoint_around_a_part_of_an_mlp_is_the_reason(part):

@@ -236,6 +236,7 @@ def test_an_attempt_that_dynamo_gives_up_is_not_counted() -> None:
     assert report.graphs == 1 and operators(report) == GELU
 
 
+@pytest.mark.slow
 def test_checkpointed_bodies_belong_to_their_graph() -> None:
     one, two = mlp(), mlp(nn.SiLU())
 
@@ -407,6 +408,7 @@ def test_without_triton_the_report_says_how_to_get_it(monkeypatch: pytest.Monkey
     assert operators(report) == GELU
 
 
+@pytest.mark.slow
 def test_functions_and_names_of_gpus() -> None:
     report = tfo.explain(lambda x, w: F.gelu(x @ w) @ w, torch.randn(4, 4), nn.Parameter(torch.randn(4, 4)))
     found = report.measure("H100")

@@ -147,6 +147,7 @@ def test_operators_on_cpus(name: str, low: torch.dtype, region: str) -> None:
         assert theirs.dtype == promoted and (theirs.dtype == expected or expected == low), "the difference on purpose"
 
 
+@pytest.mark.every(2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_compiled_operators_on_cpus(low: torch.dtype) -> None:

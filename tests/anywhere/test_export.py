@@ -178,7 +178,7 @@ def test_decompositions_refuse_what_the_operators_refuse() -> None:
         tfo.decompositions(differentiable="no")  # type: ignore[arg-type]
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_program_is_decomposed_with_torchs_table_or_with_ours_alone(alone: bool) -> None:
     model = Everything()

@@ -147,8 +147,10 @@ def on_paper(case: str, way: str) -> Any:
     ("case", "plain", "budget"),
     [
         ("GELU MLP", 576, 320),
-        pytest.param("SwiGLU MLP", 832, 576, marks=pytest.mark.slow),
-        ("Llama-7B block", 1029, 729),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("SwiGLU MLP", 832, 576), ("Llama-7B block", 1029, 729))
+        ),
     ],
 )
 def test_bytes_saved_for_backward(case: str, plain: int, budget: int) -> None:
@@ -194,7 +196,7 @@ def test_checkpointed_models_save_no_more() -> None:
     )
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("case", CASES)
 def test_no_more_kernels_and_every_mlp_is_fused(case: str) -> None:
     ours, plain = on_paper(case, "ours"), on_paper(case, "plain")

@@ -171,6 +171,7 @@ def test_at_the_clamps_bounds(device: Device) -> None:
     check(device, "glu", (x, x.flip(-1), None, "silu", 0.0, 2.0), torch.ones(2, 16))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtypes", [d for d in itertools.permutations(DTYPES, 3)][::3])
 def test_mixed_dtypes(device: Device, dtypes: tuple[torch.dtype, ...]) -> None:
     a, b, c = dtypes
@@ -413,7 +414,7 @@ def test_instructions_per_element(call: str, activation: str, most: float) -> No
     assert (code.spills, code.shared) == (0, 0)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, "call")
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name.replace(" ", "_"))
 @pytest.mark.parametrize("call", ["bias backward", "halves backward", "interleaved backward"])
 def test_compiles_everywhere(gpu: virtual_gpu.GPU, call: str) -> None:
@@ -440,6 +441,7 @@ def test_nothing_spills(gpu: virtual_gpu.GPU, dtype: torch.dtype, activation: st
     assert not spilling
 
 
+@pytest.mark.slow
 def test_only_what_is_used_is_read() -> None:
     x, packed = meta(512, 1024), meta(512, 2048)
     for masks, loads, call in (

@@ -324,6 +324,7 @@ def test_frozen_by_options_we_stand_aside_too() -> None:
     assert compiled(MLP(), torch.randn(4, 64), options={**fused_with(), "freezing": True}).fused() == 2  # training
 
 
+@pytest.mark.slow
 def test_pad_mm_pads_the_same_products() -> None:
     """On paper nothing is measured, so the decision is forced; everything else is upstream's own."""
     virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
@@ -351,7 +352,7 @@ def weights(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [(torch.randn(shape) / shape[-1] ** 0.5).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.every(4)
+@pytest.mark.slow  # by default: test_memory.py
 @pytest.mark.parametrize("how", ["config", "nodes"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_budget_of_the_users_keeps_as_little_with_our_operators(gated: bool, how: str) -> None:
@@ -516,7 +517,7 @@ def bodies(mlp: Callable[[Tensor], Tensor]) -> dict[str, Callable[[Tensor], Tens
     }
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["checkpoint", "cond", "nested_compile_region", "map", "scan", "while_loop"])
 def test_bodies_of_higher_order_operators_are_picked_up(name: str, training: bool) -> None:
@@ -540,6 +541,7 @@ def test_bodies_of_higher_order_operators_are_picked_up(name: str, training: boo
         torch.testing.assert_close(x.grad, torch.autograd.grad(wanted.square().mean(), x)[0])
 
 
+@pytest.mark.slow
 def test_flex_attentions_score_functions_are_left_alone() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -797,7 +799,7 @@ def sites() -> Iterator[dict[int, list[str]]]:
         logger.setLevel(level)
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow  # by default: test_passes.py
 @pytest.mark.parametrize("way", ["enabled", "options"])
 def test_two_threads_compiling_at_once_do_not_mix(way: str) -> None:
     barrier = threading.Barrier(2, timeout=60)
@@ -845,7 +847,7 @@ def test_a_block_opened_while_another_thread_compiles_holds_afterwards() -> None
     assert inductor_config.pre_grad_custom_pass is None
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["options", "backend"])
 def test_two_policies_for_one_function(way: str) -> None:
     """Each gets code of its own, and the first one's is still there afterwards."""

@@ -358,6 +358,7 @@ def test_instructions_per_element(fn, tensors, low, high):
     assert ".target sm_90" in code.ptx
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("gpu", [virtual_gpu.A100, virtual_gpu.H100, virtual_gpu.B200, virtual_gpu.MI300X])
 def test_machine_code_of_every_gpu(gpu):
     code = virtual_gpu.assemble(elementwise(copied, 1), gpu, block=1024, num_warps=4)
