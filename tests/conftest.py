@@ -1,6 +1,5 @@
 """What every test gets: compile caches of the tests' own, the activation table as it was, a limit of processor time."""
 
-import gc
 import itertools
 import json
 import os
@@ -144,17 +143,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if mark and mark.args != (False,) and not metafunc.definition.get_closest_marker("slow"):
         generated = pytest.param("generated", marks=pytest.mark.slow)
         metafunc.parametrize("inductor_code", ["interpreted", generated], indirect=True)
-
-
-def pytest_collection_finish() -> None:
-    """What is there now stays: garbage is looked for in what tests make, and not after every 700 objects.
-
-    A tenth of the suite's processor time was Python's collector (5.4 of 54 s in test_handover.py): graphs are made of
-    many small objects, and next to them are all modules and all collected tests.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m takes tests out

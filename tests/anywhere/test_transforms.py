@@ -513,7 +513,7 @@ def compilations() -> Iterator[Any]:
         yield pytest.param(name, transform, backend, marks=[] if quick else [pytest.mark.slow])
 
 
-@pytest.mark.covering(1, "case")
+@pytest.mark.covering(1, "transform")
 @pytest.mark.parametrize(("case", "transform", "backend"), compilations())
 def test_compiled_transform(case: str, transform: str, backend: str) -> None:
     ours, theirs, shapes, _ = CASES[case]
