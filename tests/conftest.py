@@ -45,12 +45,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """What CONTRIBUTING.md says of them."""
     parser.addoption("--record-compatibility", action="store_true", help="write what passes to docs/compatibility.json")
     parser.addoption("--processor-time", metavar="FILE", help="write each test's processor time in seconds to FILE")
+    parser.addini("seconds_limit", "processor time that a default test may take", default=str(processor_time.LIMIT))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """A meter in every process that runs tests; what reports on all tests in the one that hears of them."""
     # On a GPU tests do more: its context, and kernels that are compiled for it.
-    limit = math.inf if torch.cuda.is_available() else processor_time.LIMIT
+    limit = math.inf if torch.cuda.is_available() else float(config.getini("seconds_limit"))
     config.pluginmanager.register(processor_time.Meter(limit), "processor-time-meter")
     if hasattr(config, "workerinput"):
         return

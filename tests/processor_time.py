@@ -34,7 +34,7 @@ def busy() -> bool:
 class Meter:
     """In every process that runs tests: each report carries the processor time of its phase, and long tests fail."""
 
-    def __init__(self, limit: float = LIMIT) -> None:
+    def __init__(self, limit: float) -> None:
         self.limit = limit
         self.since = 0.0
         self.spent = 0.0  # by the test that runs, for itself

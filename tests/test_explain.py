@@ -2,8 +2,6 @@
 
 import copy
 import json
-import subprocess
-import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -312,14 +310,8 @@ def test_no_hint_where_registering_would_not_help():
     assert "exclude" in site.hint
 
 
-def test_import_is_light():
-    code = "import sys, torch_fused_ops; print([m for m in sys.modules if m.startswith('torch_fused_ops.low')])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[]"
-
-
 def test_explaining_does_not_use_up_the_models_compilations():
-    model, x = Block(), torch.randn(4, 8)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), torch.randn(4, 8)
     for _ in range(20):
         assert explain(model, x).sites
     torch.compile(model, fullgraph=True, backend="eager")(x)  # raises where Dynamo's limit is reached
@@ -345,6 +337,7 @@ def test_bad_arguments_are_named():
         explain(Block(), torch.randn(4, 8), policy="free")
 
 
+@pytest.mark.codegen_is_slow
 def test_activations_that_no_gemm_reads():
     class NormFormer(nn.Module):
         def __init__(self):
@@ -422,6 +415,8 @@ CUT = {
 }
 
 
+@pytest.mark.codegen_is_slow
+@pytest.mark.every(2)
 @pytest.mark.parametrize("part", CUT)
 def test_a_checkpoint_around_a_part_of_an_mlp_is_the_reason(part):
     """Dynamo puts a checkpoint's body into a graph of its own, and a site is of one graph."""

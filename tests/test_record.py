@@ -210,7 +210,7 @@ def test_code_out_of_the_caches_is_recorded() -> None:
     assert found == [[("fused::bias_act", "tanh")]] * 2
 
 
-@pytest.mark.seconds("machine code, and what caches give for it")
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow(False)
 def test_a_model_cached_before_the_block_is_recorded() -> None:
     model, x = mlp(nn.Sigmoid()), batch(ROWS + 2)
@@ -236,6 +236,7 @@ def test_an_attempt_that_dynamo_gives_up_is_not_counted() -> None:
     assert report.graphs == 1 and operators(report) == GELU
 
 
+@pytest.mark.slow
 def test_checkpointed_bodies_belong_to_their_graph() -> None:
     one, two = mlp(), mlp(nn.SiLU())
 
@@ -327,12 +328,12 @@ def test_autocast_around_the_call_is_measured() -> None:
 
 @pytest.mark.seconds("figures of a model of several layers")
 def test_layers_add_up_and_each_has_its_bar(tmp_path: Path) -> None:
-    report = tfo.explain(Stack(3), batch(grad=True))
+    report = tfo.explain(Stack(2), batch(grad=True))
     found = report.measure()
     assert found is not None, report.figures_missing
     layers = {layer.name: layer for layer in found.layers}
-    assert {"layers.0", "layers.1", "layers.2", "head"} <= set(layers)
-    for name in ("layers.0", "layers.1", "layers.2"):
+    assert {"layers.0", "layers.1", "head"} <= set(layers)
+    for name in ("layers.0", "layers.1"):
         h = ROWS * FFN * FLOAT
         assert layers[name].before.saved - layers[name].after.saved >= h, "the activation's value is kept no more"
         assert layers[name].before.forward_kernels >= 4  # two GEMMs, a norm, an activation
@@ -340,7 +341,7 @@ def test_layers_add_up_and_each_has_its_bar(tmp_path: Path) -> None:
     saved = sum(bool(layer.before.saved or layer.after.saved) for layer in found.layers)
     moved = sum(bool(layer.before.bytes_moved or layer.after.bytes_moved) for layer in found.layers)
     assert whole.count('<li title="') == saved + moved
-    for name in ("layers.0", "layers.1", "layers.2"):
+    for name in ("layers.0", "layers.1"):
         assert whole.count(f'<span class="name">{name}</span>') == 2
     figures = json.loads(report.to_json())["figures"]
     for side in ("before", "after"):
@@ -407,6 +408,7 @@ def test_without_triton_the_report_says_how_to_get_it(monkeypatch: pytest.Monkey
     assert operators(report) == GELU
 
 
+@pytest.mark.slow
 def test_functions_and_names_of_gpus() -> None:
     report = tfo.explain(lambda x, w: F.gelu(x @ w) @ w, torch.randn(4, 4), nn.Parameter(torch.randn(4, 4)))
     found = report.measure("H100")

@@ -44,7 +44,7 @@ import itertools, subprocess, sys
 import pytest
 from processor_time import seconds
 
-def work(wanted=0.3):
+def work(wanted=0.6):
     began = seconds()
     while seconds() - began < wanted:
         pass
@@ -58,7 +58,7 @@ def test_light(shared): pass
 def test_dear(): work()
 
 def test_dear_in_a_child():
-    program = "import time\\nwhile time.process_time() < 0.3: pass"
+    program = "import time\\nwhile time.process_time() < 0.6: pass"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 @pytest.mark.seconds("it must")
@@ -88,12 +88,11 @@ def test_both_ways(inductor_code): pass
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
-    """A suite of its own with this one's conftest.py, and a limit of 0.2 s."""
+    """A suite of its own with this one's conftest.py."""
     (tests := pytester.path / "tests").mkdir()
     here = Path(__file__).parent
     for name in ("conftest.py", "processor_time.py"):
-        text = (here / name).read_text().replace("LIMIT = 5.0", "LIMIT = 0.2")
-        (tests / name).write_text(text.replace("return os.getloadavg()", "return False and os.getloadavg()"))
+        shutil.copy(here / name, tests)
     (tests / "test_them.py").write_text(TESTS)
     shutil.copy(ROOT / "pyproject.toml", pytester.path)
     return pytester
@@ -101,14 +100,15 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
 
 @pytest.mark.seconds("a suite of its own in a process of its own")
 def test_what_is_dear_fails_unless_it_says_why(suite: pytest.Pytester) -> None:
-    run = suite.runpytest_subprocess("-p", "no:xdist", "--processor-time", "times.json", "tests")
+    limit = ("-o", "seconds_limit=0.2")  # 0.4 next to other work; what is dear takes 0.6
+    run = suite.runpytest_subprocess("-p", "no:xdist", *limit, "--processor-time", "times.json", "tests")
     run.assert_outcomes(passed=2 + 10 + 3 + 3 + 1, failed=2, deselected=1 + 17 + 9 + 4 + 1)
-    run.stdout.fnmatch_lines(["*0.?*s of processor time; a default test has 0.2.*", "processor time: * s of it in*"])
-    assert '"tests/test_them.py::test_says_why": 0.3' in (suite.path / "times.json").read_text()
+    run.stdout.fnmatch_lines(["*0.?*s of processor time; a default test has 0.[24].*", "processor time: * s of it in*"])
+    assert '"tests/test_them.py::test_says_why": 0.6' in (suite.path / "times.json").read_text()
 
 
-@pytest.mark.seconds("a suite of its own in a process of its own")
+@pytest.mark.slow
 def test_the_rest_is_slow(suite: pytest.Pytester) -> None:
-    """Nothing is lost: what the default run leaves out, and no more."""
+    """Nothing is lost: what the default run left out, as many as it said, and no more."""
     run = suite.runpytest_subprocess("-p", "no:xdist", "-m", "slow", "tests")
     run.assert_outcomes(passed=1 + 17 + 9 + 4 + 1, deselected=4 + 10 + 3 + 3 + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +48,7 @@ def x_of(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("level", ["off", "free", "fp8", "input", {"": "fp8"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_is_right(dtype: torch.dtype, level: Any) -> None:
@@ -70,8 +71,13 @@ def test_rounding_is_what_the_policy_asks_for_and_no_more() -> None:
     assert by["output", "0", "float32"].allowed < 1e-5
 
 
+@functools.cache
+def pointwise() -> Any:
+    return tfo.verify(Pointwise(), x_of(8, 16))
+
+
 def test_where_plain_is_off_it_says_so() -> None:
-    found = tfo.verify(Pointwise(), x_of(8, 16))
+    found = pointwise()
     assert found.ok and not found.differences
     assert [one.name for one in found.comparisons if not one.plain_ok] == ["w", "w"]
     assert "plain torch.compile differs, where fused does not" in str(found)
@@ -258,7 +264,7 @@ def test_generated_code_can_be_compared_too() -> None:
 
 
 def test_json() -> None:
-    found = tfo.verify(Pointwise(), x_of(8, 16))
+    found = pointwise()
     data = json.loads(found.to_json())
     assert data["ok"] is True and data["policy"]["memory"] == "free"
     assert len(data["comparisons"]) == len(found.comparisons)

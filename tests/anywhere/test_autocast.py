@@ -147,6 +147,7 @@ def test_operators_on_cpus(name: str, low: torch.dtype, region: str) -> None:
         assert theirs.dtype == promoted and (theirs.dtype == expected or expected == low), "the difference on purpose"
 
 
+@pytest.mark.every(2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_compiled_operators_on_cpus(low: torch.dtype) -> None:
@@ -241,6 +242,7 @@ INSIDE: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
 BACKWARDS = ("grad", "vmap of grad")  # whose engine asks CUDA for streams: see test_gradients_on_gpus
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("inside", [k for k in INSIDE if k not in BACKWARDS])
 @pytest.mark.parametrize("name", [name for name in SOFTMAXES if name not in SLICED])
 def test_softmax_on_gpus(name: str, inside: str) -> None:

@@ -178,7 +178,7 @@ def test_decompositions_refuse_what_the_operators_refuse() -> None:
         tfo.decompositions(differentiable="no")  # type: ignore[arg-type]
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_program_is_decomposed_with_torchs_table_or_with_ours_alone(alone: bool) -> None:
     model = Everything()
@@ -191,6 +191,7 @@ def test_a_program_is_decomposed_with_torchs_table_or_with_ours_alone(alone: boo
     torch.testing.assert_close(program.module()(*args), model(*args))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", tfo.activations.names())
 def test_a_decomposed_program_may_be_trained(name: str) -> None:
     """At 0, too, where formulas with |x| have no derivative; and twice."""

@@ -219,7 +219,7 @@ def test_work_is_linear_in_the_graph(name: str) -> None:
     assert large <= 2.2 * small
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_graph_of_5000_is_read(name: str) -> None:
     """No recursion over a graph's depth, none over its width."""
@@ -248,7 +248,7 @@ STEPS: dict[str, Callable[[Built, Node], Node]] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_expressions_that_double_are_refused(name: str, gated: bool) -> None:

@@ -465,7 +465,7 @@ INSIDE: dict[str, Callable[[Fn, int], Fn]] = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize("name", BATCHES)
 def test_vmap_is_every_example_s_own_call(name: str, inside: str, recwarn: pytest.WarningsRecorder) -> None:
@@ -513,7 +513,7 @@ def compilations() -> Iterator[Any]:
         yield pytest.param(name, transform, backend, marks=[] if quick else [pytest.mark.slow])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, "transform")
 @pytest.mark.parametrize(("case", "transform", "backend"), compilations())
 def test_compiled_transform(case: str, transform: str, backend: str) -> None:
     ours, theirs, shapes, _ = CASES[case]

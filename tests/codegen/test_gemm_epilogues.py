@@ -55,6 +55,7 @@ def inference(model: type[nn.Module], *shape: int, dtype: torch.dtype = BF16, **
     return virtual_gpu.compile_on_paper(made, tensor(*shape, dtype=dtype), training=False, **arguments).inference
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("model", "shape", "dtype", "taken"),
     [
@@ -160,6 +161,7 @@ def packed_with_bias() -> nn.Module:
     return Packed()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("model", "inference", "forward", "backward"),
     [
@@ -203,13 +205,13 @@ def test_swiglu_in_the_gemms_epilogues() -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", [1, 2, 16])
 @pytest.mark.parametrize("model", [GeluMLP, SwigluMLP])
-def test_decoding_takes_no_more_kernels(model: type[nn.Module], rows: int) -> None:
-    for settings in ({}, {"config": {"coordinate_descent_tuning": True}}, {"gemm": "triton"}):
-        config = settings.get("config", {})
-        plain, ours = (
-            inference(model, rows, 256, **{**settings, "config": {**config, **ours}}) for ours in ({}, options())
-        )
-        assert kernels(ours) == kernels(plain)
+@pytest.mark.parametrize("settings", [{}, {"config": {"coordinate_descent_tuning": True}}, {"gemm": "triton"}], ids=str)
+def test_decoding_takes_no_more_kernels(model: type[nn.Module], rows: int, settings: dict[str, Any]) -> None:
+    config = settings.get("config", {})
+    plain, ours = (
+        inference(model, rows, 256, **{**settings, "config": {**config, **ours}}) for ours in ({}, options())
+    )
+    assert kernels(ours) == kernels(plain)
 
 
 def test_decoding_with_products_as_sums() -> None:
@@ -271,7 +273,7 @@ def test_freezing_merges_gate_and_up() -> None:
 # ---- deterministic mode --------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, "gemm")
 @pytest.mark.parametrize("model", [GeluMLP, SwigluMLP, Glu, LlamaBlock, packed_with_bias])
 @pytest.mark.parametrize("gemm", ["library", "triton"])
 def test_nothing_is_added_atomically(model: Callable[[], nn.Module], gemm: str) -> None:
@@ -281,6 +283,7 @@ def test_nothing_is_added_atomically(model: Callable[[], nn.Module], gemm: str) 
     assert not any("tl.atomic" in graph.code for graph in paper.graphs.values())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["bias_act", "glu", "bias_glu"])
 def test_no_gradient_is_added_atomically(name: str) -> None:
     """Of any argument: biases and token scales too."""

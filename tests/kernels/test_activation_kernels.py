@@ -171,6 +171,7 @@ def test_at_the_clamps_bounds(device: Device) -> None:
     check(device, "glu", (x, x.flip(-1), None, "silu", 0.0, 2.0), torch.ones(2, 16))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtypes", [d for d in itertools.permutations(DTYPES, 3)][::3])
 def test_mixed_dtypes(device: Device, dtypes: tuple[torch.dtype, ...]) -> None:
     a, b, c = dtypes
@@ -394,6 +395,7 @@ def calls(activation: str, dtype: torch.dtype, rows: int = 4096, n: int = 8192) 
     return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("call", "activation", "most"),
     [
@@ -443,7 +445,7 @@ def test_sizes_of_every_unit(device: Device, name: str, columns: int) -> None:
         check(device, name, args, normal(5, columns + gap)[:, :columns])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, "call")
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name.replace(" ", "_"))
 @pytest.mark.parametrize("call", ["bias backward", "halves backward", "interleaved backward"])
 def test_compiles_everywhere(gpu: virtual_gpu.GPU, call: str) -> None:
@@ -470,6 +472,7 @@ def test_nothing_spills(gpu: virtual_gpu.GPU, dtype: torch.dtype, activation: st
     assert not spilling
 
 
+@pytest.mark.slow
 def test_only_what_is_used_is_read() -> None:
     x, packed = meta(512, 1024), meta(512, 2048)
     for masks, loads, call in (

@@ -82,6 +82,7 @@ def check(device: Device, args: tuple[Any, ...], grad: Tensor | None = None, wan
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("sample", testing.samples(torch.device("cpu"), core=True), ids=str)
 def test_samples(device: Device, sample: Any) -> None:
     check(device, tuple(a.detach() if isinstance(a, Tensor) else a for a in sample.args))
@@ -226,7 +227,7 @@ def calls(dtype: torch.dtype, sk: int) -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, "call")
 @pytest.mark.parametrize(
     ("call", "sk", "most"),
     [

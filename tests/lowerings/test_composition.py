@@ -289,7 +289,7 @@ FUSIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", FUSIONS)
 def test_upstreams_fusion_fires_next_to_ours(name: str) -> None:
     case = FUSIONS[name]
@@ -324,6 +324,7 @@ def test_frozen_by_options_we_stand_aside_too() -> None:
     assert compiled(MLP(), torch.randn(4, 64), options={**fused_with(), "freezing": True}).fused() == 2  # training
 
 
+@pytest.mark.slow
 def test_pad_mm_pads_the_same_products() -> None:
     """On paper nothing is measured, so the decision is forced; everything else is upstream's own."""
     virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
@@ -351,7 +352,7 @@ def weights(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [(torch.randn(shape) / shape[-1] ** 0.5).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.every(4)
+@pytest.mark.slow  # by default: test_memory.py
 @pytest.mark.parametrize("how", ["config", "nodes"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_budget_of_the_users_keeps_as_little_with_our_operators(gated: bool, how: str) -> None:
@@ -450,6 +451,7 @@ def test_eager_checkpointing_runs_our_operators_again() -> None:
     torch.testing.assert_close(grad, wanted)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("memory", ["free", "off"])
 @pytest.mark.parametrize("verdict", [ALWAYS, NEVER])
 @pytest.mark.parametrize("name", SPELLINGS)
@@ -515,7 +517,7 @@ def bodies(mlp: Callable[[Tensor], Tensor]) -> dict[str, Callable[[Tensor], Tens
     }
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["checkpoint", "cond", "nested_compile_region", "map", "scan", "while_loop"])
 def test_bodies_of_higher_order_operators_are_picked_up(name: str, training: bool) -> None:
@@ -539,6 +541,7 @@ def test_bodies_of_higher_order_operators_are_picked_up(name: str, training: boo
         torch.testing.assert_close(x.grad, torch.autograd.grad(wanted.square().mean(), x)[0])
 
 
+@pytest.mark.slow
 def test_flex_attentions_score_functions_are_left_alone() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -635,6 +638,7 @@ KINDS: dict[str, Callable[[Theirs], Any]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_passes_in_all_slots_run_as_before_and_are_restored(kind: str) -> None:
     if kind in ("a list", "a tuple") and not compat.LISTS_OF_PASSES:
@@ -795,7 +799,7 @@ def sites() -> Iterator[dict[int, list[str]]]:
         logger.setLevel(level)
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow  # by default: test_passes.py
 @pytest.mark.parametrize("way", ["enabled", "options"])
 def test_two_threads_compiling_at_once_do_not_mix(way: str) -> None:
     barrier = threading.Barrier(2, timeout=60)
@@ -843,7 +847,7 @@ def test_a_block_opened_while_another_thread_compiles_holds_afterwards() -> None
     assert inductor_config.pre_grad_custom_pass is None
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["options", "backend"])
 def test_two_policies_for_one_function(way: str) -> None:
     """Each gets code of its own, and the first one's is still there afterwards."""
@@ -1045,8 +1049,8 @@ def test_recognising_grows_linearly() -> None:
         return work(lambda: rewrite(graph, tfo.FusionPolicy()))
 
     calls_for(1)  # the activation table is read, proofs are cached
-    three, six, twelve = map(calls_for, (3, 6, 12))
-    assert twelve - six == pytest.approx(2 * (six - three), rel=0.05)
+    two, four, eight = map(calls_for, (2, 4, 8))
+    assert eight - four == pytest.approx(2 * (four - two), rel=0.05)
 
 
 @pytest.mark.slow

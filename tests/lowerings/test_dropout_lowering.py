@@ -393,6 +393,7 @@ def test_strict_does_not_count_dropouts() -> None:
 # ---- a rewritten graph computes what the original did ----------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", [*FOUND, "two readers", "in-place sum", "narrow residual", "written between"])
 def test_with_the_operators_own_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.dropout given the operator's masks: value and gradients of the original are the rewritten graph's."""
@@ -533,8 +534,7 @@ def test_gradients_are_those_of_the_forward_masks() -> None:
     torch.testing.assert_close(d_w, (g * kept * 2).t() @ x)
 
 
-@pytest.mark.seconds("machine code of a forward and a backward, by the C++ compiler")
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", ["checkpoint", "selective: recompute", pytest.param("selective: save", marks=pytest.mark.slow)]
 )

@@ -230,6 +230,7 @@ def compiled(
     return out, codes[-1]  # what was compiled to be timed comes before
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("activation", [F.relu, F.gelu])
 @pytest.mark.parametrize("shape", [(8, 32), (2, 3, 32)])
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -132,6 +132,7 @@ def apart(wanted: dict[str, Tensor], got: dict[str, Tensor]) -> float:
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_inputs_that_forward_writes(name: str, level: str) -> None:
@@ -142,6 +143,7 @@ def test_inputs_that_forward_writes(name: str, level: str) -> None:
     assert apart(step(model), step(model, interpreted(policy, exact=True))) < 1e-12
 
 
+@pytest.mark.every(2)
 @pytest.mark.seconds("machine code: what it writes where")
 @pytest.mark.parametrize("name", ["centered", "pointwise"])
 def test_inputs_that_forward_writes_in_generated_code(name: str) -> None:
@@ -226,6 +228,7 @@ FREE_TO_WRITE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", FREE_TO_WRITE)
 def test_results_may_be_written(name: str, level: str) -> None:
@@ -241,6 +244,7 @@ def test_results_may_be_written(name: str, level: str) -> None:
     assert apart(step(model, written), step(model, lambda model, x: written(model, x, fused))) < 1e-5
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_result_is_not_kept_in_the_place_of_others(level: str) -> None:
     """Three products that PyTorch keeps are three times as large."""
@@ -261,6 +265,7 @@ def test_a_result_is_not_kept_in_the_place_of_others(level: str) -> None:
     assert apart(step(model, written), step(model, lambda model, x: written(model, x, fused))) < 1e-5
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("level", LEVELS)
 def test_arguments_may_be_written(level: str) -> None:
     """PyTorch keeps the product, as it keeps nothing else of a tensor times a number."""
@@ -370,6 +375,7 @@ MIXTURES = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("levels", MIXTURES, ids=str)
 def test_mixed_levels(levels: dict[str, str]) -> None:
     """An inlined operator brings names that backward has for other values."""

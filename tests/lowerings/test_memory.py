@@ -105,7 +105,7 @@ def test_free_leaves_attention_alone() -> None:
     assert scores, "the softmax's result, for its product with the values"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "linear" else pytest.mark.slow) for n in MODELS])
 def test_off_is_upstreams_choice(name: str) -> None:
     plain, off = on_paper(name), on_paper(name, "off")
     assert off.saved_bytes() == plain.saved_bytes()

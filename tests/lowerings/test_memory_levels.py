@@ -135,6 +135,7 @@ def test_fp8_is_near(name: str, dtype: torch.dtype) -> None:
     assert not any(t.dtype == dtype and t.shape[-1] == stored[0].shape[-1] and t.ndim == 3 for t in kept)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_sizes_may_be_symbolic(level: str) -> None:
     fn = compiled(gelu, level, dynamic=True)
@@ -143,6 +144,7 @@ def test_sizes_may_be_symbolic(level: str) -> None:
         assert apart(step(fn, inputs)[0], step(gelu, inputs)[0]) < (0.06 if level == "fp8" else 1e-5)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_under_autocast(level: str) -> None:
     def model(*inputs: Tensor) -> Tensor:
@@ -310,6 +312,7 @@ def test_a_budget_of_the_users_wins(level: str) -> None:
     assert not any(t.dtype == torch.float8_e4m3fn for t in kept)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("level", LEVELS)
 @inductor_config.patch(force_disable_caches=True)
 def test_a_failure_leaves_free(level: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

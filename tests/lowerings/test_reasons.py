@@ -474,6 +474,7 @@ def test_each_has_a_program() -> None:
     assert PROGRAMS.keys() == set(Kind)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.name)
 def test_texts_change_nothing(kind: Kind, monkeypatch: Patch, texts: list[Reason]) -> None:
     """Each program is refused for its kind, and what is said of it is what is said of the kind, whatever its text."""

@@ -141,6 +141,7 @@ def test_activation(spelling):
     assert sum(n.op in ("call_function", "call_method") for n in graphs[0].nodes) == 3
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_gated(spelling):
     name, act = SPELLINGS[spelling]
@@ -1086,7 +1087,7 @@ def hf_models():
     }
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5"])
 def test_transformers(name, train):

@@ -65,7 +65,7 @@ SLOW = ("plain", "one query", "mask of one row", "scale 0, expanded mask", "atte
 
 
 @pytest.mark.seconds("machine code of a forward and a backward, by the C++ compiler")
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
 def test_compiled_equals_eager(name: str) -> None:
     fn, args = CASES[name]()
@@ -94,7 +94,7 @@ def test_one_compilation_for_every_length() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.seconds("machine code, by the C++ compiler")
+@pytest.mark.slow  # on paper by default: codegen/test_softmax_codegen.py
 def test_fuses_with_neighbours_on_both_sides() -> None:
     """A bias in front, a factor and a cast behind."""
 

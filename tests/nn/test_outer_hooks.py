@@ -56,7 +56,7 @@ def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(10)
 def test_a_checkpoint_keeps_nothing_inside(case: tuple[nn.Module, Tensor, list[Tensor]]) -> None:
     """Every tensor that is kept goes through the checkpoint, which keeps none: only x is seen outside."""
     module, x, expected = case
@@ -75,6 +75,7 @@ def alive() -> set[int]:
     return {id(t) for t in gc.get_objects() if type(t) is Tensor and t.numel() >= ROWS * FFN}
 
 
+@pytest.mark.every(2)
 def test_an_offloader_sees_all_that_is_kept(case: tuple[nn.Module, Tensor, list[Tensor]]) -> None:
     module, x, expected = case
     kept: list[int] = []
@@ -87,6 +88,7 @@ def test_an_offloader_sees_all_that_is_kept(case: tuple[nn.Module, Tensor, list[
     assert_equal(gradients(module, x, y), expected)
 
 
+@pytest.mark.every(2)
 def test_nested_in_a_checkpoint_of_two(case: tuple[nn.Module, Tensor, list[Tensor]]) -> None:
     module, x, _ = case
     expected = gradients(module, x, module(module(x)))

@@ -272,7 +272,7 @@ def test_training_goes_on():
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ["relu", "silu"])
 def test_dropouts(level, name):

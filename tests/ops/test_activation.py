@@ -93,7 +93,7 @@ def case_id(case):
 # ---- registration ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("sample", every_sample(core=True), ids=str)
 def test_opcheck(sample):
     assert run_opcheck(sample) is None

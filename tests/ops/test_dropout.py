@@ -323,6 +323,7 @@ def composed(p=0.5, seed=SEED):
     return fn
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("has", [(True, True, True), (True, False, False), (True, False, True), (True, True, False)])
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
 def test_gradcheck(has, p):

@@ -122,8 +122,7 @@ def test_a_leaf_is_its_own_viewless_tensor():
         assert make_viewless_tensor(x, True, keep_graph) is x
 
 
-@pytest.mark.seconds("machine code: what of it is a view")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS[:-1], pytest.param("fused", marks=pytest.mark.slow)])
 def test_table_compiled(backend):
     """The same, in one graph, on tensors made inside; there a new leaf is none, but stops gradients."""
     plain, asking = torch.randn(4, 6), torch.randn(len(CASES), 4, 6, requires_grad=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import types
+from functools import cache
 
 import pytest
 import torch
@@ -55,9 +56,17 @@ def on_meta(module: type[nn.Module], *args: int) -> nn.Module:
         return module(*args).to(BF16)
 
 
+@cache
+def mlp_on_paper(module: type[nn.Module], tokens: int = 512, hidden: int = 256, budget: float | None = None):
+    """A training step, compiled once for all tests that read it."""
+    x = meta(tokens, hidden, requires_grad=True)
+    return compile_on_paper(on_meta(module, hidden, 4 * hidden), x, memory_budget=budget)
+
+
 # Bytes, kernels and saved tensors
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("module", "budget", "saved", "backward"),
     [
@@ -68,8 +77,7 @@ def on_meta(module: type[nn.Module], *args: int) -> nn.Module:
     ],
 )
 def test_saved_and_moved_bytes(module, budget, saved, backward):
-    x = meta(8192, 4096, requires_grad=True)
-    paper = compile_on_paper(on_meta(module, 4096, 16384), x, memory_budget=budget)
+    paper = mlp_on_paper(module, 8192, 4096, budget)
     assert paper.saved_bytes() == saved * MIB
     assert paper.saved_bytes(include_inputs=False) == (saved - 64) * MIB
     weights = sum(parameter.nbytes for parameter in on_meta(module, 4096, 16384).parameters() if parameter.dim() == 2)
@@ -82,7 +90,7 @@ def test_saved_and_moved_bytes(module, budget, saved, backward):
 
 
 def test_gelu_mlp_graphs():
-    paper = compile_on_paper(on_meta(GeluMLP, 4096, 16384), meta(8192, 4096, requires_grad=True))
+    paper = mlp_on_paper(GeluMLP, 8192, 4096, None)
     assert [kernel.name for kernel in paper.forward.kernels] == ["triton_poi_fused_gelu_0"]
     assert paper.forward.kernels[0].bytes_moved == 512 * MIB
     assert paper.forward.extern == ("addmm", "addmm")
@@ -144,13 +152,13 @@ def test_fake_inputs_and_keyword_arguments():
 
 def test_dynamic_sizes():
     paper = compile_on_paper(on_meta(SwigluMLP, 256, 1024), meta(512, 256, requires_grad=True), dynamic=True)
-    static = compile_on_paper(on_meta(SwigluMLP, 256, 1024), meta(512, 256, requires_grad=True))
+    static = mlp_on_paper(SwigluMLP)
     assert re.search(r"\bs\d+\b", paper.forward.code) and not re.search(r"\bs\d+\b", static.forward.code)
     assert paper.saved_bytes() == static.saved_bytes()
 
 
 def test_str_is_aligned():
-    text = str(compile_on_paper(on_meta(GeluMLP, 256, 1024), meta(512, 256, requires_grad=True)))
+    text = str(mlp_on_paper(GeluMLP, 8192, 4096, None))
     lines = text.splitlines()
     assert lines[0] == "on paper: NVIDIA H200 (sm_90)"
     rows = [line for line in lines if " MiB" in line]
@@ -268,7 +276,7 @@ def test_joint_pass_sets_the_memory_budget():
                 node.meta["memory_budget"] = 0.99
 
     mlp, x = on_meta(SwigluMLP, 256, 1024), meta(512, 256, requires_grad=True)
-    plain, budgeted = compile_on_paper(mlp, x), compile_on_paper(mlp, x, joint_passes=[budget])
+    plain, budgeted = mlp_on_paper(SwigluMLP), compile_on_paper(mlp, x, joint_passes=[budget])
     assert plain.saved_bytes() - budgeted.saved_bytes() == 512 * 1024 * 2
     assert budgeted.saved_bytes() == compile_on_paper(mlp, x, memory_budget=0.99).saved_bytes()
 
@@ -319,16 +327,22 @@ def test_gemm_templates():
 # Machine code
 
 
+def copied(x: Tensor) -> Tensor:
+    return x + 1
+
+
+@cache
 def elementwise(fn, tensors: int):
     paper = compile_on_paper(fn, *(meta(8192, 16384) for _ in range(tensors)), training=False)
     (kernel,) = paper.inference.kernels
     return kernel
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("fn", "tensors", "low", "high"),
     [  # Triton 3.6 to 3.9, in whose versions exp and tanh differ
-        (lambda x: x + 1, 1, 2.3, 2.5),
+        (copied, 1, 2.3, 2.5),
         (lambda x: F.gelu(x, approximate="tanh"), 1, 26, 35),
         (F.gelu, 1, 34, 38),
         (lambda gate, up: F.silu(gate) * up, 2, 22, 27),
@@ -345,9 +359,10 @@ def test_instructions_per_element(fn, tensors, low, high):
     assert ".target sm_90" in code.ptx
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("gpu", [virtual_gpu.A100, virtual_gpu.H100, virtual_gpu.B200, virtual_gpu.MI300X])
 def test_machine_code_of_every_gpu(gpu):
-    code = virtual_gpu.assemble(elementwise(lambda x: x + 1, 1), gpu, block=1024, num_warps=4)
+    code = virtual_gpu.assemble(elementwise(copied, 1), gpu, block=1024, num_warps=4)
     assert code.threads == 4 * gpu.warp_size
     if gpu.is_amd:
         assert code.instructions[-1] == "s_endpgm" and "global_store_dwordx2" in code.instructions
@@ -489,10 +504,10 @@ def test_float32_rounds_to_the_nearest_bfloat16():
     ("fn", "shape"),
     [
         (lambda x: torch.softmax(x, -1), (32, 500)),
-        (lambda x: torch.softmax(x, -1), (4, 8000)),
-        (lambda x: F.layer_norm(x, (500,)), (32, 500)),
+        pytest.param(lambda x: torch.softmax(x, -1), (4, 8000), marks=pytest.mark.slow),
+        pytest.param(lambda x: F.layer_norm(x, (500,)), (32, 500), marks=pytest.mark.slow),
         (lambda x: F.layer_norm(x, (8000,)), (4, 8000)),
-        (lambda x: x.sum(-1), (32, 5000)),
+        pytest.param(lambda x: x.sum(-1), (32, 5000), marks=pytest.mark.slow),
         (lambda x: x.permute(2, 0, 1).contiguous() + 1, (10, 20, 30)),
     ],
     ids=["softmax", "softmax_looped", "layer_norm", "layer_norm_looped", "sum", "transpose"],
@@ -527,7 +542,7 @@ def test_hand_written_kernel_runs():
 
 
 def test_errors_name_argument_value_and_choice():
-    kernel = elementwise(lambda x: x + 1, 1)
+    kernel = elementwise(copied, 1)
     x = torch.ones(4)
     with pytest.raises(ValueError, match=r"name: got 'H300', expected one of A100, H100"):
         virtual_gpu.by_name("H300")
@@ -542,7 +557,7 @@ def test_errors_name_argument_value_and_choice():
     with pytest.raises(torch._dynamo.exc.Unsupported):
         compile_on_paper(lambda x: torch._dynamo.graph_break() or x + 1, x)
     with pytest.raises(TypeError, match=r"kernel: got function"):
-        virtual_gpu.assemble(elementwise)
+        virtual_gpu.assemble(copied)
     with pytest.raises(ValueError, match=r"block: got 'YBLOCK', expected one of \['XBLOCK'\]"):
         virtual_gpu.assemble(kernel, block={"YBLOCK": 4})
     with pytest.raises(ValueError, match=r"signature: no type for n"):
