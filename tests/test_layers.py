@@ -26,7 +26,7 @@ if not all(folder.is_dir() for folder in FOLDERS.values()):
 # The parts, a package or a module each, from the ground up, with what they import. A part stands below all that import
 # it. "torch_fused_ops" is the public face, __init__.py.
 OPERATORS = [
-    *("activations", "formulas", "declaration", "kernels", "distributed", "operators", "reference"),
+    *("activations", "formulas", "float8", "declaration", "kernels", "distributed", "operators", "reference"),
     *("viewless", "functional"),
 ]
 SITES = ["capturing", "reasons", "sites"]
@@ -41,10 +41,11 @@ LAYERS: dict[str, list[str]] = {
     # operators
     "activations": [],
     "formulas": ["activations"],
+    "float8": ["formulas"],
     "declaration": ["activations"],
-    "kernels": ["activations", "formulas", "declaration"],
+    "kernels": ["activations", "formulas", "float8", "declaration"],
     "distributed": ["declaration"],
-    "operators": ["activations", "formulas", "declaration", "kernels", "distributed"],
+    "operators": ["activations", "formulas", "float8", "declaration", "kernels", "distributed"],
     "reference": ["formulas", "operators"],
     "viewless": ["operators"],
     "functional": ["activations", "distributed", "operators", "viewless"],

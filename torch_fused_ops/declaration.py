@@ -345,13 +345,14 @@ class Elementwise(Operator):
         return Argument("output_mask", f"bool[{len(self.tensors)}]")
 
     @cached_property
-    def _required_scalars(self) -> tuple[Argument, ...]:
+    def required_scalars(self) -> tuple[Argument, ...]:
+        """The scalars, as arguments of a backward operator: without defaults."""
         return tuple(Argument(a.name, a.type) for a in self.scalar_arguments)
 
     @cached_property
     def backward(self) -> Signature:
         """The gradients of its tensors."""
-        arguments = (Argument("grad", "Tensor", "data"), *self.tensor_arguments, *self._required_scalars, self._mask)
+        arguments = (Argument("grad", "Tensor", "data"), *self.tensor_arguments, *self.required_scalars, self._mask)
         doc = f"The gradients of {self.name} for ({', '.join(self.tensors)}); None where output_mask says no."
         return Signature(f"{self.name}_backward", arguments, self.kinds, doc)
 
@@ -378,7 +379,7 @@ class Elementwise(Operator):
             Argument("grad", "Tensor", "data"),
             *data,
             *self.tensor_arguments[self.data :],
-            *self._required_scalars,
+            *self.required_scalars,
             *(Argument(name, "ScalarType") for name in dtypes),
             self._mask,
         )

@@ -36,6 +36,7 @@ from torch import Tensor
 from torch_fused_ops import activations
 from torch_fused_ops.distributed.sharding import dropout_add_by_shards, shard_seed
 from torch_fused_ops.operators import activation as declared
+from torch_fused_ops.operators.float8 import RECIPES
 from torch_fused_ops.viewless import (
     MakeViewlessTensor,
     assert_viewless_tensor,
@@ -62,6 +63,7 @@ __all__ = [
     "geglu",
     "gelu",
     "glu",
+    "linear_fp8",
     "make_viewless_tensor",
     "quick_geglu",
     "quick_gelu",
@@ -599,4 +601,51 @@ def scaled_masked_softmax(
         if isinstance(width, bool) or not isinstance(width, (int, torch.SymInt)):
             _refuse(name, width, "an integer")
     out: Tensor = torch.ops.fused.scaled_masked_softmax(input, mask, sink, scale, causal, window_left, window_right)
+    return out
+
+
+# ---- linear layers in float8 -----------------------------------------------------------------------------------------
+
+
+def linear_fp8(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: str = "fp8",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``input · weightᵀ + bias``, and its gradients, as products of float8 with a scale for each block of 128.
+
+    Before each product both operands are stored as float8_e4m3fn along the axis that it sums over, the one with the
+    tokens' axis in blocks of (1, 128), the other in (128, 128), under scales that are powers of two (DeepSeek-V3, arXiv
+    2412.19437; TransformerEngine's ``Float8BlockScaling``). Sums are in float32. For backward the input is kept in
+    float8, a byte an element. On CPUs, and wherever else there are no such products, the same numbers are multiplied in
+    the result's dtype; on GPUs it takes compute capability 9.0 (docs/fp8.md).
+
+    A block with an infinity or a NaN is NaN. Second derivatives raise, and so do ``torch.func`` transforms.
+
+    Args:
+        input: (..., in); bfloat16, float16 or float32.
+        weight: (out, in), both multiples of 128; its gradient has its dtype.
+        bias: (out,).
+        recipe: "fp8" for all three products; "fp8-wgrad-bf16" leaves the weight's gradient to a product in the result's
+            dtype, and keeps the input as it is for that (torchao's ``rowwise_with_gw_hp`` does likewise).
+        dtype: the result's; input's by default.
+
+    Returns:
+        (..., out), contiguous.
+
+    Raises:
+        TypeError, ValueError: see the module's conventions; ValueError for sizes that are no multiples of 128.
+    """
+    for name, t in (("input", input), ("weight", weight)):
+        _check_tensor(name, t)
+    if bias is not None:
+        _check_optional("bias", bias)
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe={recipe!r} is not known; accepted: {', '.join(RECIPES)}")
+    if not isinstance(dtype, (torch.dtype, type(None))):
+        _refuse("dtype", dtype, "a torch.dtype or None")
+    out: Tensor = torch.ops.fused.linear_fp8(input, weight, bias, dtype, RECIPES[recipe])
     return out

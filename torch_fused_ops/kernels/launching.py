@@ -143,7 +143,7 @@ class Launch(NamedTuple):
         """Keyword arguments of ``virtual_gpu.assemble`` for what Triton compiles. All tensors begin at 16 bytes."""
         signature, divisible = {}, []
         constants = {name: value for name, value in self.constants.items() if name not in OPTIONS}
-        num_warps = constants.pop("num_warps")
+        num_warps, max_registers = constants.pop("num_warps"), constants.pop("maxnreg", None)
         for name, value in self.arguments.items():
             if value is None or (isinstance(value, int) and value == 1):
                 constants[name] = value
@@ -159,11 +159,12 @@ class Launch(NamedTuple):
             "constants": constants,
             "num_warps": num_warps,
             "divisible_by_16": divisible,
+            "max_registers": max_registers,
         }
 
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-_TYPES |= {torch.uint8: "u8", torch.int64: "i64"}
+_TYPES |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import activations
-from torch_fused_ops.operators import activation, dropout, softmax, viewless  # noqa: F401  (they register themselves)
+from torch_fused_ops.operators import activation, dropout, float8, quantised, softmax, viewless  # noqa: F401  (they register themselves)
 from torch_fused_ops.operators.autograd import REGISTERED
 
 __all__ = ["decompositions"]
@@ -42,7 +42,8 @@ def decompositions(*, differentiable: bool = True) -> dict[torch._ops.OpOverload
         getattr(torch.ops.fused, name).default: functools.partial(_in_aten, plain, check, differentiable)
         for name, (_, plain, check) in REGISTERED.items()
     }
-    return {**table, torch.ops.fused.make_viewless.default: viewless.in_aten}
+    fused = torch.ops.fused
+    return {**table, fused.make_viewless.default: viewless.in_aten, fused.linear_fp8.default: float8.linear}
 
 
 def _in_aten(

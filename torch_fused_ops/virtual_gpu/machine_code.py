@@ -87,6 +87,7 @@ def assemble(
     num_warps: int | None = None,
     block: int | Mapping[str, int] | None = None,
     divisible_by_16: bool | Collection[str] = True,
+    max_registers: int | None = None,
 ) -> MachineCode:
     """Compile a kernel for `gpu` with Triton, and take the machine code apart.
 
@@ -101,6 +102,7 @@ def assemble(
             hand-written kernel without any counts as one element a block.
         divisible_by_16: compile a hand-written kernel for pointers and integers divisible by 16, as Triton does for
             such arguments: all, none or those named. Generated kernels carry their own.
+        max_registers: the most that a thread may have, on NVIDIA's GPUs: Triton's ``maxnreg``.
 
     A generated kernel without `block` and `num_warps` is compiled as Inductor would first try it. Of a reduction with a
     loop, which it would time in several configurations, all are compiled, and that one is taken which spills least and
@@ -120,6 +122,8 @@ def assemble(
         loaded = _with_signature(loaded, signature or {}, {**(constants or {}), **blocks}, divisible_by_16)
     elif signature is not None or constants is not None:
         raise ValueError("signature, constants: a generated kernel has its own; give block alone")
+    if max_registers is not None:
+        loaded = replace(loaded, options={**loaded.options, "maxnreg": max_registers})
     for name in blocks:
         if loaded.signature.get(name) != "constexpr":
             raise ValueError(f"block: got {name!r}, expected one of {_constexprs(loaded.signature)}")

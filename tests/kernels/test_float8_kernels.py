@@ -1,0 +1,264 @@
+"""The kernels of linear layers in float8: the formula's bits, from both sides of a tile; what the library is handed.
+
+Triton's interpreter truncates where hardware rounds float32 to float8 (3.6 to 3.9), and has no inline PTX. It runs the
+kernels with arithmetic on bits in their place, as GPUs before sm_90 do, so that bits can be compared; on a GPU the same
+tests compare those of the hardware's conversion. In a block whose scale is NaN values are not compared: an infinity is
+448, or NaN, there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+pytest.importorskip("triton")
+
+from kernel_harness import Device, meta, recorded
+
+from torch_fused_ops import float8, reference
+from torch_fused_ops.kernels import float8 as kernels
+from torch_fused_ops.kernels.activation import launch_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+BF16 = torch.bfloat16
+
+
+def numbers(r: int, c: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Of all sizes: blocks of zeros, of denormals, of huge numbers, outliers, infinities, NaN."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(r, c, generator=g) * torch.exp2(torch.randint(-20, 20, (r, c), generator=g).float())
+    if r > 8 and c >= 100:
+        x[0], x[1], x[2] = 0.0, torch.randn(c, generator=g) * 1e-39, torch.randn(c, generator=g) * 1e38
+        x[3, :] = torch.randn(c, generator=g) * 1e-3
+        x[3, 5], x[4, 90] = 3e38, 448.0 * 2**-130
+        x[5, 7], x[6, 40], x[7, 3] = torch.inf, torch.nan, -torch.inf
+    return x.to(dtype)
+
+
+def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """(values, scales), values where the scale is a number."""
+    (values, scales), (e_values, e_scales) = actual, expected
+    assert values.dtype == e_values.dtype and values.shape == e_values.shape and values.is_contiguous()
+    assert scales.dtype == e_scales.dtype and scales.shape == e_scales.shape and scales.is_contiguous()
+    torch.testing.assert_close(scales, e_scales, rtol=0, atol=0, equal_nan=True)
+    if not values.numel():
+        return
+    rows = 1 if scales.shape[1] == values.shape[0] else float8.BLOCK
+    of_blocks = (e_scales.t() if rows == 1 else e_scales).isfinite()
+    compared = of_blocks.repeat_interleave(rows, 0).repeat_interleave(float8.BLOCK, 1)
+    assert torch.equal(values.view(torch.uint8)[compared], e_values.view(torch.uint8)[compared])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((130, 100), BF16),
+        ((9, 130), torch.float32),
+        ((1, 1), torch.float16),
+        ((0, 5), BF16),
+        ((5, 0), BF16),
+        pytest.param((131, 257), torch.float64, marks=pytest.mark.slow),
+        pytest.param((257, 384), torch.float16, marks=pytest.mark.slow),
+    ],
+)
+def test_quantise_gives_the_formula_s_bits_of_both_layouts(
+    device: Device, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x = numbers(*shape, dtype)
+    launched = 1 if x.numel() else 0
+    assert_same(device.run(kernels.quantise, x, 1), float8.quantise(x, 1))
+    assert_same(device.run(kernels.quantise, x.t(), 1), float8.quantise(x.t(), 1))
+    both = device.run(kernels.quantise_both, x)
+    assert len(device.launches) == launched
+    assert_same(both[:2], float8.quantise(x, 1))
+    assert_same(both[2:], float8.quantise(x.t(), 1))
+
+
+def test_what_is_stored_along_rows_is_stored_along_columns(device: Device) -> None:
+    stored = float8.quantise(numbers(200, 384).nan_to_num(0.0, 1e6, -1e6), 1)
+    (values, scales), expected = device.run(kernels.requantise, *stored), reference.requantise(*stored)
+    assert len(device.launches) == 1
+    assert_same((values, scales), expected)
+
+
+@pytest.mark.parametrize("shape", [(60, 9), pytest.param((257, 384), marks=pytest.mark.slow)])
+def test_columns_that_lie_close_are_read_as_rows(device: Device, shape: tuple[int, int]) -> None:
+    x = numbers(*shape).t()
+    values, scales, values_t, scales_t = device.run(kernels.quantise_both, x)
+    assert device.launches[0][1][9:11] == (shape[1], 1), "the strides that the kernel sees"
+    assert_same((values, scales), float8.quantise(x, 1))
+    assert_same((values_t, scales_t), float8.quantise(x.t(), 1))
+
+
+def test_blocks_of_128_rows_any_strides_and_back(device: Device) -> None:
+    w = numbers(128, 200)
+    assert_same(device.run(kernels.quantise, w, 128), float8.quantise(w, 128))
+    assert_same(device.run(kernels.quantise, w.t()[:128], 128), float8.quantise(w.t()[:128], 128))
+    gaps = numbers(20, 400)[::2, ::3]
+    assert_same(device.run(kernels.quantise, gaps, 1), float8.quantise(gaps, 1))
+    for x, rows in ((gaps, 1), (w, 128)):
+        stored = float8.quantise(x, rows)
+        back = device.run(kernels.dequantise, *stored, rows, torch.float32)
+        torch.testing.assert_close(
+            *(torch.where(t.abs() < 3e38, t, torch.nan) for t in (back, float8.dequantise(*stored, rows, back.dtype))),
+            rtol=0, atol=0, equal_nan=True,
+        )  # fmt: skip
+
+
+def test_wide_offsets_give_the_same(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = numbers(40, 150)
+    narrow = device.run(kernels.quantise_both, x)
+    monkeypatch.setattr(kernels, "INT32_MAX", 0)
+    wide = device.run(kernels.quantise_both, x)
+    assert device.launches[0][2]["WIDE"]
+    for a, b in zip(narrow, wide, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "dtype", "shape", "scalars"),
+    [
+        ("bias_act", None, BF16, (130, 128), ("sigmoid",)),
+        ("glu", None, BF16, (128, 128), ("silu", 0.0, None)),
+        ("bias_glu", "swapped", BF16, (3, 256), ("quick_gelu", 1.0, 1.5)),
+        pytest.param("glu", None, torch.float32, (140, 128), ("sigmoid", 0.5, None), marks=SLOW),
+        pytest.param("bias_glu", "halves", torch.float16, (100, 128), ("gelu", 0.0, None), marks=SLOW),
+        pytest.param("bias_act", None, torch.float32, (128, 256), ("relu2",), marks=SLOW),
+    ],
+)
+def test_gradients_are_those_of_separate_operators(
+    device: Device, name: str, layout: str | None, dtype: torch.dtype, shape: tuple[int, int], scalars: tuple[Any, ...]
+) -> None:
+    r, c = shape
+    g = torch.Generator().manual_seed(1)
+    data = [torch.randn(r, c * (2 if layout else 1), generator=g).mul(2).to(dtype) for _ in range(2)]
+    data = data[: 2 if name == "glu" else 1]
+    grad = torch.randn(r, c, generator=g).to(dtype)
+    activation, *rest = scalars
+    none = (None,) * (1 if name == "glu" else 2)
+    given = (*data, *none, activation, *([layout] if layout else []), *rest)
+    gradients = device.run(launch_of(f"{name}_backward"), grad, *given, (True, name == "glu", False))
+    result = device.run(launch_of(name), *given)
+
+    def fused(grad: Tensor, *data: Tensor) -> tuple[Tensor, ...]:
+        return kernels.gradients_quantised(name, grad, data, activation, layout, *rest)
+
+    found = device.run(fused, grad, *data)
+    assert device.names == ["_gradients"] and len(found) == 5 * len(data) + 2
+    for i, d in enumerate(gradients[: len(data)]):
+        assert_same(found[5 * i : 5 * i + 2], float8.quantise(d, 1))
+        assert_same(found[5 * i + 2 : 5 * i + 4], float8.quantise(d.t(), 1))
+        tiles = torch.nn.functional.pad(d.double(), (0, 0, 0, -r % 128)).view(-1, 128, d.shape[1])
+        error = (found[5 * i + 4].double() - tiles.sum(1)).abs()
+        assert (error <= 16 * torch.finfo(torch.float32).eps * tiles.abs().sum(1)).all()
+    assert_same(found[-2:], float8.quantise(result.t(), 128))
+
+
+def test_no_rows_no_launch(device: Device) -> None:
+    x = torch.empty(0, 128, dtype=BF16)
+    found = device.run(lambda x: kernels.gradients_quantised("bias_act", x, (x,), "silu"), x)
+    assert not device.launches and [tuple(t.shape) for t in found] == [
+        (0, 128), (1, 0), (128, 0), (0, 128), (0, 128), (128, 0), (1, 0),
+    ]  # fmt: skip
+
+
+def test_bytes_an_element() -> None:
+    """What an element of the result costs to move: inputs, and all that is returned."""
+    for name, data, expected in (("bias_act", 1, 7.09), ("glu", 2, 11.19)):
+        x = meta(4096, 8192)
+        (launch,) = recorded(kernels.gradients_quantised, name, x, (x,) * data, "silu")
+        assert launch.grid == (32 * 64, 1, 1)
+        moved = sum(t.numel() * t.element_size() for t in launch.tensors if t is not None) / x.numel()
+        assert round(moved, 2) == expected
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(4, 128, dtype=BF16)
+    with pytest.raises(ValueError, match=r"layout='interleaved' .* 'halves' or 'swapped'"):
+        kernels.gradients_quantised("bias_glu", x[:, :64], (x,), "silu", "interleaved")
+    with pytest.raises(ValueError, match=r"grad has shape \(4, 100\); accepted: columns in multiples of 128"):
+        kernels.gradients_quantised("bias_act", x[:, :100], (x[:, :100],), "silu")
+    with pytest.raises(ValueError, match="name='softmax'"):
+        kernels.gradients_quantised("softmax", x, (x,), "silu")
+    with pytest.raises(TypeError, match=r"data has dtype torch\.float64"):
+        kernels.gradients_quantised("bias_act", x, (x.double(),), "silu")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    refused = (
+        lambda: kernels.quantise(x, 1),
+        lambda: kernels.quantise_both(x),
+        lambda: kernels.gradients_quantised("bias_act", x, (x,), "silu"),
+        lambda: kernels.dequantise(*float8.quantise(x, 1), 1, BF16),
+        lambda: kernels.scaled_mm(*float8.quantise(x, 1), *float8.quantise(x, 1), None, 1, BF16),
+    )
+    for call in refused:
+        with pytest.raises(NotImplementedError, match="not accepted on AMD GPUs"):
+            call()
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+class Library:
+    """Stands in for ``torch.nn.functional.scaled_mm``: refuses what ATen's ScaledBlas.cpp refuses on sm_90."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(
+        self, mat_a: Tensor, mat_b: Tensor, *, scale_a: Tensor, scale_recipe_a: ScalingType, scale_b: Tensor,
+        scale_recipe_b: ScalingType, bias: Tensor | None, output_dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        self.calls += 1
+        (m, k), n = mat_a.shape, mat_b.shape[1]
+        assert m and n and k and k % 16 == 0 and n % 16 == 0 and m % 8 == 0
+        assert mat_a.stride() == (k, 1) and mat_b.stride() == (1, k)  # row-major, column-major
+        assert scale_recipe_a is ScalingType.BlockWise1x128
+        assert scale_a.shape == (m, k // 128) and scale_a.stride() == (1, m)
+        if scale_recipe_b is ScalingType.BlockWise1x128:
+            assert scale_b.shape == (n, k // 128) and scale_b.stride() == (1, n)
+            scales, rows = scale_b.t(), 1
+        else:
+            assert scale_recipe_b is ScalingType.BlockWise128x128
+            padded = (k // 128 + 3) // 4 * 4
+            assert scale_b.shape == (padded, n // 128) and scale_b.stride() == (1, padded)
+            scales, rows = scale_b.t()[:, : k // 128], 128
+        assert scale_a.dtype == scale_b.dtype == torch.float32
+        assert output_dtype in (BF16, torch.float32)
+        assert bias is None or (output_dtype == bias.dtype == BF16 and bias.shape == (n,))
+        return float8.product(mat_a, scale_a.t(), mat_b.t(), scales, bias, rows, output_dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "rows"), [(16, 128, 128, 128), (5, 256, 640, 128), (7, 20, 384, 1), (1, 16, 1, 1)]
+)
+def test_products_hand_over_what_the_library_accepts(
+    m: int, n: int, k: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library()
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", library)
+    a, b = (float8.quantise(torch.randn(size, k), block) for size, block in ((m, 1), (n, rows)))
+    for bias in (None, torch.randn(n)):
+        got = kernels.scaled_mm(*a, *b, bias, rows, dtype)
+        assert got.shape == (m, n) and got.dtype == dtype and got.is_contiguous()
+        exact = float8.product(*a, *b, None if bias is None else bias.double(), rows, torch.float64)
+        torch.testing.assert_close(got.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=0.02 * k**0.5)
+    assert library.calls == 2
+
+
+def test_nothing_to_multiply_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", None)
+    bias = torch.randn(128)
+    for m, k in ((0, 128), (3, 0)):
+        a, b = float8.quantise(torch.randn(m, k), 1), float8.quantise(torch.randn(128, k), 128)
+        assert torch.equal(kernels.scaled_mm(*a, *b, bias, 128, torch.float32), bias.expand(m, 128))
+        assert torch.equal(kernels.scaled_mm(*a, *b, None, 128, BF16), torch.zeros(m, 128, dtype=BF16))

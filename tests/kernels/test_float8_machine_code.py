@@ -1,0 +1,94 @@
+"""The kernels of linear layers in float8 as sm_90 and sm_100 run them: registers, spills, instructions an element."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from kernel_harness import assemble, meta
+
+from torch_fused_ops import virtual_gpu
+from torch_fused_ops.kernels import float8 as kernels
+
+ELEMENTS = 128 * 128 / (32 * kernels._WARPS)  # of a tile, for each thread; there are no loops
+ROWS, COLUMNS = 4096, 8192
+
+
+def gradients(name: str, activation: str, rows: int = ROWS) -> tuple[Any, ...]:
+    x, packed = meta(rows, COLUMNS), meta(rows, 2 * COLUMNS)
+    data = {"bias_act": (x,), "glu": (x, x), "bias_glu": (packed,)}[name]
+    return kernels.gradients_quantised, name, x, data, activation, "halves" if name == "bias_glu" else None
+
+
+def turned() -> Tensor:
+    return meta(COLUMNS, ROWS).t()
+
+
+# call: registers, bytes spilled and instructions an element at most; loads of 16 bytes, stores of 16 and of 8 exactly.
+# A tile has 8 loads for each tensor, 4 stores for each float8 transposed and 8 for each that is not; "glu" stores and
+# loads its result, in 16 bits, besides. Its 8 bytes spilled: two words, stored once and loaded twice.
+CALLS: dict[str, tuple[Callable[[], tuple[Any, ...]], int, int, float, int, int, int]] = {
+    "glu": (lambda: gradients("glu", "silu"), 128, 8, 67, 32, 20, 16),
+    "bias_act": (lambda: gradients("bias_act", "gelu_tanh"), 128, 0, 50, 16, 8, 8),
+    "both": (lambda: (kernels.quantise_both, meta(ROWS, COLUMNS)), 128, 0, 17, 8, 4, 8),
+    "straight": (lambda: (kernels.quantise, meta(ROWS, COLUMNS), 1), 64, 0, 10, 8, 0, 8),
+    "turned": (lambda: (kernels.quantise, turned(), 1), 64, 0, 12, 8, 4, 0),
+    "weight": (lambda: (kernels.quantise, meta(ROWS, COLUMNS), 128), 64, 0, 11, 8, 0, 8),
+    "weight turned": (lambda: (kernels.quantise, turned(), 128), 64, 0, 12, 8, 4, 0),
+}
+
+
+def machine_code(
+    call: tuple[Any, ...], gpu: virtual_gpu.GPU, monkeypatch: pytest.MonkeyPatch
+) -> virtual_gpu.MachineCode:
+    monkeypatch.setattr(kernels, "_ptx", lambda _: True)
+    (code,) = assemble(gpu, *call)
+    return code
+
+
+MARKS: dict[str, Any] = {
+    "glu": pytest.mark.seconds("the largest kernel, whose registers are what its plan is for"),
+    "weight": pytest.mark.slow,
+    "weight turned": pytest.mark.slow,
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CALLS])
+def test_fits_sm_90(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, registers, spills, instructions, loads, wide_stores, stores = CALLS[name]
+    code = machine_code(call(), virtual_gpu.H200, monkeypatch)
+    assert code.registers <= registers and code.spills <= spills
+    assert len(code.instructions) <= instructions * ELEMENTS
+    found = Counter(code.instructions)
+    assert (found["LDG.E.128"], found["STG.E.128"], found["STG.E.64"]) == (loads, wide_stores, stores)
+    assert not [i for i in found if "NAN" in i and "MNMX" in i], "ptxas 12.9 stores float8 wrongly after those"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_assembles_for_sm_100(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = machine_code(CALLS[name][0](), virtual_gpu.B200, monkeypatch)
+    assert code.registers <= CALLS[name][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [ROWS, ROWS - 16])
+@pytest.mark.parametrize(("name", "activation"), [("bias_glu", "quick_gelu"), ("glu", "gelu"), ("bias_act", "relu2")])
+def test_two_programs_fit_a_multiprocessor(
+    name: str, activation: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = machine_code(gradients(name, activation, rows), virtual_gpu.H200, monkeypatch)
+    assert code.registers <= 128 and 2 * code.shared <= 228 * 1024 and code.spills <= 48
+    assert len(code.instructions) <= 77 * ELEMENTS
+
+
+def test_before_sm_90_it_is_arithmetic_on_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_ptx", lambda _: False)
+    (code,) = assemble(virtual_gpu.A100, kernels.quantise, turned(), 1)
+    assert code.spills == 0 and not [i for i in code.instructions if i.startswith("F2FP.SATFINITE")]

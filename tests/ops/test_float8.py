@@ -1,0 +1,262 @@
+"""Linear layers in float8: what is stored, products of it, gradients, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torch_fused_ops import float8, reference
+from torch_fused_ops import functional as FF
+from torch_fused_ops.float8 import BLOCK
+
+fused = torch.ops.fused
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def scale_of_each(x: Tensor, rows: int) -> Tensor:
+    """quantise's scales, beside each element."""
+    scales = float8.quantise(x, rows)[1]
+    scales = scales.t() if rows == 1 else scales
+    return scales.repeat_interleave(rows, 0).repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+
+
+def wide_matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers of many sizes: rows, and columns, that are 2⁻¹⁵ to 2¹⁵ of others."""
+    spread = torch.exp2(torch.randint(-8, 8, (rows, 1)) + torch.randint(-7, 7, (1, columns)))
+    return (torch.randn(rows, columns) * spread).to(dtype)
+
+
+# ---- what is stored ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", (1, BLOCK))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_stored_is_off_by_half_a_step(rows: int, dtype: torch.dtype) -> None:
+    x = wide_matrix(256, 384, dtype)
+    values, scales = fused.quantise(x, rows)
+    loaded = fused.dequantise(values, scales, rows, torch.float64)
+    exact, scale = x.to(torch.float32).double(), scale_of_each(x, rows).double()
+    assert ((loaded - exact).abs() <= (2**-4 * exact.abs()).maximum(2**-10 * scale)).all()
+    assert torch.equal(scale.log2(), scale.log2().round())
+    # The scale is the least power of two that keeps 448 above the block.
+    largest = exact.abs().reshape(256 // rows, rows, 3, BLOCK).amax((1, 3))
+    own = (scales.t() if rows == 1 else scales).double()
+    assert (largest <= 448 * own).all() and (largest > 224 * own).all()
+
+
+def test_blocks_of_zeros_denormals_infinities_and_nans() -> None:
+    rows = torch.zeros(7, BLOCK)
+    rows[1] = 1e-40
+    rows[2, 3], rows[3, 3], rows[4, 3], rows[5, 3], rows[6, 3] = math.inf, -math.inf, math.nan, 3e38, 448.0
+    loaded = fused.dequantise(*fused.quantise(rows, 1), 1, torch.float64)
+    assert (loaded[0] == 0).all()
+    assert (loaded[1] - rows[1].double()).abs().max() <= 2.0**-136  # 2⁻¹⁰ of the least scale
+    assert loaded[2:5].isnan().all()
+    assert loaded[5, 3] == pytest.approx(3e38, rel=2**-4) and (loaded[5, 4:] == 0).all()
+    assert loaded[6, 3] == 448
+    assert fused.quantise(rows[6:], 1)[1].item() == 1
+
+
+@pytest.mark.parametrize("shape", ((0, 128), (1, 1), (3, 0), (5, 200), (1, 128)))
+def test_columns_are_filled_with_zeros(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape)
+    values, scales = fused.quantise(x, 1)
+    width = -(-shape[1] // BLOCK) * BLOCK
+    assert values.shape == (shape[0], width) and scales.shape == (width // BLOCK, shape[0])
+    assert (values.float()[:, shape[1] :] == 0).all()
+    assert values.is_contiguous() and scales.is_contiguous()
+
+
+def test_any_strides_are_read() -> None:
+    x = torch.randn(256, 384)
+    for view in (x.t(), x[::2, 1:], x[:, :1].expand(256, 256), x.t()[:BLOCK]):
+        for rows in (1, BLOCK):
+            for a, b in zip(fused.quantise(view, rows), fused.quantise(view.contiguous(), rows), strict=True):
+                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(-100, 100), st.integers(0, 2**31))
+def test_rounding_once_more_in_other_blocks_changes_the_smallest_alone(exponent: int, seed: int) -> None:
+    """Scales are powers of two: what is e4m3 already stays, unless it falls below the least normal number."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(BLOCK, BLOCK, generator=generator) * 2.0**exponent
+    once = fused.dequantise(*fused.quantise(x, 1), 1, torch.float32)
+    values, scales = fused.requantise(*fused.quantise(x, 1))
+    twice = fused.dequantise(values, scales, BLOCK, torch.float32).t()
+    small = once.abs() < 2**-6 * scales.item()
+    assert torch.equal(once[~small], twice[~small])
+    assert ((once - twice)[small].abs() <= 2**-10 * scales.item()).all()
+
+
+# ---- products ------------------------------------------------------------------------------------------------------
+
+
+def product_bound(a: Tensor, b: Tensor, a_rows: int, b_rows: int) -> Tensor:
+    """By how much a · bᵀ of stored numbers may be off: each number by 2⁻⁴, or 2⁻¹⁰ of its scale."""
+
+    def error(x: Tensor, rows: int) -> Tensor:
+        return (2**-4 * x.abs()).maximum(2**-10 * scale_of_each(x, rows).double())
+
+    x, y = a.double(), b.double()
+    ex, ey = error(x, a_rows), error(y, b_rows)
+    return x.abs() @ ey.t() + ex @ y.abs().t() + ex @ ey.t()
+
+
+@pytest.mark.parametrize("rows", (1, BLOCK))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+def test_products_are_within_their_bound(rows: int, dtype: torch.dtype) -> None:
+    a, b = torch.randn(70, 256), torch.randn(128, 256) / 16
+    b[3, 5] = 100.0  # an outlier
+    bias = torch.randn(128, dtype=dtype)
+    out = fused.scaled_mm(*fused.quantise(a, 1), *fused.quantise(b, rows), bias, rows, dtype)
+    exact = a.double() @ b.double().t() + bias.double()
+    rounding = 2 * torch.finfo(dtype).eps * (a.double().abs() @ b.double().abs().t() + bias.double().abs())
+    assert out.dtype == dtype
+    assert ((out.double() - exact).abs() <= product_bound(a, b, 1, rows) + rounding).all()
+
+
+@pytest.mark.parametrize("tokens", (0, 1, 3, 128, 200))
+@pytest.mark.parametrize("recipe", ("fp8", "fp8-wgrad-bf16"))
+def test_gradients_are_within_the_bounds_of_their_products(tokens: int, recipe: str) -> None:
+    x = torch.randn(tokens, 256, requires_grad=True)
+    w, b = (torch.randn(128, 256) / 16).requires_grad_(), torch.randn(128, requires_grad=True)
+    grad = torch.randn(tokens, 128)
+    y = FF.linear_fp8(x, w, b, recipe=recipe)
+    dx, dw, db = torch.autograd.grad(y, (x, w, b), grad)
+    wide = [t.detach().double() for t in (x, w, b)]
+    g, (xd, wd, bd) = grad.double(), wide
+    assert ((y.double() - xd @ wd.t() - bd).abs() <= product_bound(x.detach(), w.detach(), 1, BLOCK) + 1e-4).all()
+    assert ((dx.double() - g @ wd).abs() <= product_bound(grad, w.detach().t(), 1, BLOCK) + 1e-4).all()
+    exact = g.t() @ xd
+    if recipe == "fp8":  # x was rounded for the first product, and is once more
+        padded = torch.nn.functional.pad(x.detach().t(), (0, -tokens % BLOCK))
+        bound = product_bound(torch.nn.functional.pad(grad.t(), (0, -tokens % BLOCK)), padded, 1, BLOCK) * 2
+    else:
+        bound = torch.zeros_like(exact)
+    assert ((dw.double() - exact).abs() <= bound + 1e-4).all()
+    torch.testing.assert_close(db, grad.sum(0))
+
+
+def test_leading_axes_dtypes_and_what_needs_no_gradient() -> None:
+    x = torch.randn(2, 3, 128, dtype=torch.bfloat16)
+    w = torch.randn(256, 128, requires_grad=True)
+    y = FF.linear_fp8(x, w, dtype=torch.bfloat16)
+    assert y.shape == (2, 3, 256) and y.dtype == torch.bfloat16 and y.is_contiguous()
+    y.sum().backward()
+    assert w.grad is not None and w.grad.dtype == torch.float32
+    frozen = FF.linear_fp8(x.requires_grad_(), w.detach())
+    frozen.sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.bfloat16
+
+
+def test_what_is_kept_is_a_byte_an_element() -> None:
+    x, w = torch.randn(256, 128, requires_grad=True), torch.randn(384, 128, requires_grad=True)
+    kept: dict[str, int] = {}
+    for recipe in ("fp8", "fp8-wgrad-bf16"):
+        tensors: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, to=tensors: (to.append(t), t)[1], lambda t: t):
+            FF.linear_fp8(x, w, recipe=recipe)
+        kept[recipe] = sum(t.nbytes for t in tensors if t.data_ptr() != w.data_ptr())
+    assert kept == {"fp8": 256 * 128 + 256 * 4, "fp8-wgrad-bf16": 256 * 128 * 4}
+
+
+# ---- one pass --------------------------------------------------------------------------------------------------------
+
+RESULTS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
+    ("bias_act", lambda a: (a,), ("gelu",)),
+    ("glu", lambda a: (a, a.flip(0)), ("silu", 1.0, 3.0)),
+    ("bias_glu", lambda a: (torch.cat([a, a.flip(0)], 1),), ("silu", "swapped", 0.0, None)),
+]
+
+
+@pytest.mark.parametrize("name, make, scalars", RESULTS)
+def test_the_operators_of_one_pass_are_those_of_several(name: str, make: Any, scalars: tuple[Any, ...]) -> None:
+    grad, data = torch.randn(200, 256).bfloat16(), make(torch.randn(200, 256).bfloat16())
+    found = list(getattr(fused, f"{name}_backward_quantised")(grad, *data, *scalars))
+    others = (None,) * {"bias_act": 2, "glu": 1, "bias_glu": 2}[name]
+    mask = [True] * len(data) + [False] * len(others)
+    gradients = getattr(reference, f"{name}_backward")(grad, *data, *others, *scalars, mask)
+    result = getattr(reference, name)(*data, *others, *scalars)
+    wanted = []
+    for g in gradients[: len(data)]:
+        sums = torch.stack([part.float().sum(0) for part in g.split(BLOCK)])
+        wanted += [*fused.quantise(g, 1), *fused.quantise(g.t(), 1), sums]
+        for a, b in zip(fused.quantise_both(g), wanted[-5:-1], strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    wanted += fused.quantise(result.t(), BLOCK)
+    for a, b in zip(found, wanted, strict=True):
+        if a.dtype == float8.FP8:
+            a, b = a.float(), b.float()
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-2 if a.shape == wanted[4].shape else 0)  # sums' order
+
+
+# ---- what is refused, and what torch asks of operators ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda x, w: FF.linear_fp8(x, w[:100]),
+            r"weight has shape \(100, 128\); accepted: two axes, multiples of 128",
+        ),
+        (lambda x, w: FF.linear_fp8(x[:, :64], w), r"input has shape \(4, 64\); accepted: \(…, 128\)"),
+        (lambda x, w: FF.linear_fp8(x, w, w[0, :3]), r"bias has shape \(3,\); accepted: \(256,\)"),
+        (lambda x, w: FF.linear_fp8(x.double(), w), r"input.dtype=torch.float64 is not accepted"),
+        (lambda x, w: FF.linear_fp8(x, w, recipe="int8"), "recipe='int8' is not known; accepted: fp8, fp8-wgrad-bf16"),
+        (lambda x, w: FF.linear_fp8(x, w, dtype=torch.float64), "dtype=torch.float64 is not accepted"),
+        (lambda x, w: fused.quantise(x[None], 1), r"input has shape \(1, 4, 128\); accepted: two axes"),
+        (lambda x, w: fused.quantise(x, 2), "rows=2 is not accepted: it must be 1 or 128"),
+        (lambda x, w: fused.quantise(x, 128), "accepted: a first axis of a multiple of rows=128"),
+        (
+            lambda x, w: fused.scaled_mm(*fused.quantise(x, 1), *fused.quantise(w, 1), None, 128, torch.float32),
+            r"b's scales have shape \(1, 256\); accepted: \(2, 1\)",
+        ),
+    ],
+)
+def test_what_is_not_accepted_is_named(call: Callable[..., Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(torch.randn(4, 128), torch.randn(256, 128))
+
+
+def test_second_derivatives_and_transforms_raise() -> None:
+    x, w = torch.randn(4, 128, requires_grad=True), torch.randn(128, 128, requires_grad=True)
+    with pytest.raises(RuntimeError, match="a second derivative through fused::linear_fp8 is not accepted"):
+        torch.autograd.grad(FF.linear_fp8(x, w).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: FF.linear_fp8(x, w).sum())(x)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("quantise", lambda x: (x, 1)),
+        ("quantise", lambda x: (x.t(), BLOCK)),
+        ("quantise_both", lambda x: (x,)),
+        ("glu_backward_quantised", lambda x: (x, x, x, "silu", 0.0, None)),
+        ("linear_fp8", lambda x: (x, x.flip(1), None, None, True)),
+    ],
+)
+def test_opcheck(call: tuple[str, Callable[[Tensor], tuple[Any, ...]]]) -> None:
+    name, arguments = call
+    args = arguments(torch.randn(128, 256))
+    utils = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if name == "linear_fp8":
+        del utils[0]  # which multiplies float8 on the CPU, to compare what the operators inside have been given
+    torch.library.opcheck(getattr(fused, name).default, args, test_utils=utils)
+
+
+def test_vmap_is_one_call_for_each() -> None:
+    x = torch.randn(3, 128, 256)
+    values, scales = torch.func.vmap(lambda x: fused.quantise(x, BLOCK))(x)
+    for i in range(3):
+        assert torch.equal(values[i].view(torch.uint8), fused.quantise(x[i], BLOCK)[0].view(torch.uint8))
+        assert torch.equal(scales[i], fused.quantise(x[i], BLOCK)[1])

@@ -1,0 +1,768 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, misc"
+# ruff: noqa: RUF005, SIM300 - Triton knows no (*strips, strip), and compares DTYPE's value from the left alone
+"""Triton kernels behind the operators in float8 (``operators/float8.py``), and the product, which is cuBLASLt's.
+
+A program has a tile of 128 × 128 elements, in which every block of both layouts lies whole: (1, 128) and (128, 128), of
+the tensor and of its transpose. It reads the tile once, along the axis that lies close in memory, and stores each
+layout along the axis that lies close there.
+
+The tile is held as 8 *strips* of 16 rows: strip q has the rows q, q + 8, q + 16 …, so a thread has the same columns of
+8 neighbouring rows. Four neighbouring rows of a column, in float8, are one 32-bit word: what is transposed through
+shared memory is words, not bytes (and not float8, which Triton 3.7 transposes wrongly). Two 16-bit numbers share a
+register from when they are rounded to when they are stored; ``_pair`` says which two.
+
+Largest elements are found among bits, as integers: that is exact, has NaN above infinity above all numbers, and leaves
+no instruction of the kind (min.NaN, max.NaN) after which ptxas 12.9 stores float8 wrongly. In a block whose scale is
+NaN the hardware's conversion leaves 448 for an infinity where torch's leaves NaN: times the scale both are NaN.
+
+The formula is that of ``torch_fused_ops.float8``; those of activations are in ``kernels/activation.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+from torch_fused_ops import float8, formulas
+from torch_fused_ops.float8 import BLOCK, FP8
+from torch_fused_ops.kernels import launching
+from torch_fused_ops.kernels.activation import (
+    _activate,
+    _clamp,
+    _clamp_above,
+    _cut,
+    _from_fp8,
+    _input_grad,
+    _to_fp8,
+)
+from torch_fused_ops.kernels.launching import INT32_MAX, OPTIONS, blocks, matrix, tl, triton
+
+__all__ = ["dequantise", "gradients_quantised", "launch_of", "quantise", "quantise_both", "requantise", "scaled_mm"]
+
+SIDE = tl.constexpr(BLOCK)
+STRIPS = tl.constexpr(8)
+STRIP_ROWS = tl.constexpr(BLOCK // 8)
+# As in ``float8.quantise``, in places: an exponent of 1 is 1 << 23.
+ABOVE_1_75 = tl.constexpr(float8._ABOVE_1_75)
+LOG2_LARGEST = tl.constexpr(float8._LOG2_LARGEST << float8._MANTISSA_BITS)
+LEAST_SCALE = tl.constexpr(1 << float8._MANTISSA_BITS)
+INVERSE = tl.constexpr(254 << float8._MANTISSA_BITS)
+INFINITY = tl.constexpr(float8._INFINITY)
+
+# ---- pairs -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _pair(low, high, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """Two numbers rounded to DTYPE, in one integer of twice its bits."""
+    if DTYPE.primitive_bitwidth == 32:
+        bits = high.to(tl.float32).to(tl.uint32, bitcast=True).to(tl.uint64) << 32
+        return (bits | low.to(tl.float32).to(tl.uint32, bitcast=True)).to(tl.int64, bitcast=True)
+    elif PTX and low.dtype == tl.float32:  # two conversions of one number each take four times as long
+        if DTYPE == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+            )
+    else:
+        bits = high.to(DTYPE).to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return (bits | low.to(DTYPE).to(tl.uint16, bitcast=True)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _of_pair(pair, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+    """One of the two, in float32."""
+    if DTYPE == tl.bfloat16:
+        return ((pair & -0x10000) if HIGH else (pair << 16)).to(tl.float32, bitcast=True)
+    elif DTYPE == tl.float16:
+        return ((pair >> 16) if HIGH else pair).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return ((pair >> 32) if HIGH else pair).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high_once(pair, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """The upper number, by an instruction that ``_of_pair`` does not use.
+
+    ptxas sees through ``_anew``, and spills rather than mask a word twice: 16 words on sm_90.
+    """
+    if PTX and DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, 0x3244;", "=r,r", [pair], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return _of_pair(pair, True, DTYPE)
+
+
+@triton.jit
+def _sizes(pair):
+    """Without signs."""
+    if pair.dtype == tl.int32:
+        return pair & 0x7FFF7FFF
+    else:
+        return pair & 0x7FFFFFFF7FFFFFFF
+
+
+@triton.jit
+def _larger_ptx(a, b):
+    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _larger(a, b):
+    if a.dtype == tl.int32:
+        return tl.maximum(a & 0xFFFF, b & 0xFFFF) | tl.maximum(a & -0x10000, b & -0x10000)
+    else:
+        return tl.maximum(a & 0xFFFFFFFF, b & 0xFFFFFFFF) | tl.maximum(a & -0x100000000, b & -0x100000000)
+
+
+@triton.jit
+def _largest(pairs, AXIS: tl.constexpr, PTX: tl.constexpr):
+    """The largest along an axis, of each half for itself; pairs without signs."""
+    if PTX and pairs.dtype == tl.int32:
+        return tl.reduce(pairs, AXIS, _larger_ptx)
+    else:
+        return tl.reduce(pairs, AXIS, _larger)
+
+
+@triton.jit
+def _largest_of_strips(strips, PTX: tl.constexpr):
+    found = _sizes(strips[0])
+    for i in tl.static_range(1, len(strips)):
+        if PTX and found.dtype == tl.int32:
+            found = _larger_ptx(found, _sizes(strips[i]))
+        else:
+            found = _larger(found, _sizes(strips[i]))
+    return found
+
+
+@triton.jit
+def _anew(strips, PTX: tl.constexpr):
+    """The same, of which the compiler knows nothing: it would keep in float32 what it unpacked before."""
+    if PTX:
+        hidden = ()
+        for i in tl.static_range(len(strips)):
+            if strips[i].dtype == tl.int32:
+                hidden = hidden + (
+                    tl.inline_asm_elementwise(
+                        "mov.b32 $0, $1;", "=r,r", [strips[i]], dtype=tl.int32, is_pure=False, pack=1
+                    ),
+                )
+            else:
+                hidden = hidden + (strips[i],)
+        return hidden
+    else:
+        return strips
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _scale(largest):
+    """(scale, 1 / scale) of a block, ``largest`` being its largest element in float32."""
+    bits = largest.to(tl.int32, bitcast=True)
+    scale = tl.maximum(((bits + ABOVE_1_75) & INFINITY) - LOG2_LARGEST, LEAST_SCALE)
+    inverse = (-scale + INVERSE).to(tl.float32, bitcast=True)
+    return tl.where(bits < INFINITY, scale.to(tl.float32, bitcast=True), float("nan")), inverse
+
+
+@triton.jit
+def _four(a, b, c, d, PTX: tl.constexpr):
+    """Four numbers of at most 448 in float8, in one word."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high}; }""",
+            "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        low = _to_fp8(a, False).to(tl.uint32) | (_to_fp8(b, False).to(tl.uint32) << 8)
+        high = _to_fp8(c, False).to(tl.uint32) | (_to_fp8(d, False).to(tl.uint32) << 8)
+        return (low | (high << 16)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _rows_in_order(s):
+    """(128,) of 8 strips of (16,)."""
+    even = tl.join(tl.join(s[0], s[4]), tl.join(s[2], s[6]))
+    odd = tl.join(tl.join(s[1], s[5]), tl.join(s[3], s[7]))
+    return tl.reshape(tl.join(even, odd), (SIDE,))
+
+
+@triton.jit
+def _strips_of_pairs(pairs, HIGH: tl.constexpr, ALONG: tl.constexpr, DTYPE: tl.constexpr):
+    """8 strips in float32: the halves of 8 pairs, or, ALONG, both halves of 4, which hold neighbouring strips."""
+    strips = ()
+    if ALONG:
+        for i in tl.static_range(len(pairs)):
+            strips = strips + (_of_pair(pairs[i], False, DTYPE), _of_pair(pairs[i], True, DTYPE))
+    else:
+        for i in tl.static_range(len(pairs)):
+            strips = strips + (_of_pair(pairs[i], HIGH, DTYPE),)
+    return strips
+
+
+@triton.jit
+def _store_sums(s, sums):
+    """Over the rows of the tile."""
+    total = s[0]
+    for i in tl.static_range(1, len(s)):
+        total += s[i]
+    tl.store(sums + tl.arange(0, SIDE), tl.sum(total, 0))
+
+
+@triton.jit
+def _store_transposed(s, inverse, values, stride, columns_left, WIDE: tl.constexpr, PTX: tl.constexpr):
+    """8 strips · inverse as (128 columns, 128 rows). ``values`` and ``stride`` count words."""
+    low = _four(s[0] * inverse, s[1] * inverse, s[2] * inverse, s[3] * inverse, PTX)
+    high = _four(s[4] * inverse, s[5] * inverse, s[6] * inverse, s[7] * inverse, PTX)
+    words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (SIDE, SIDE // 4))
+    c = _anew((_places(SIDE, WIDE),), PTX)[0]  # else the addresses would be kept from the first time on
+    mask = None if columns_left is None else (c < columns_left)[:, None]
+    tl.store(values + c[:, None] * stride + tl.arange(0, SIDE // 4)[None, :], words, mask=mask)
+
+
+@triton.jit
+def _places(SIZE: tl.constexpr, WIDE: tl.constexpr):
+    place = tl.arange(0, SIZE)
+    return place.to(tl.int64) if WIDE else place
+
+
+@triton.jit
+def _tile_of(column_blocks):
+    """(row, column) of this program's tile."""
+    program = tl.program_id(0)
+    return (program // column_blocks).to(tl.int64), (program % column_blocks).to(tl.int64)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _quantise(
+    input, input_scales, values, scales, values_t, scales_t,
+    rows, columns, column_blocks, input_row, input_column, values_row, values_t_row,
+    ROWS: tl.constexpr, ROWS_T: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Input (rows, columns) in blocks of (ROWS, 128), its transpose in blocks of (ROWS_T, 128); None is not wanted.
+
+    values (rows, values_row) and scales are ``float8.quantise(input, ROWS)``; values_t (columns, 4 · values_t_row), in
+    words, and scales_t are ``float8.quantise(inputᵀ, ROWS_T)``.
+    """
+    r, c = _tile_of(column_blocks)
+    first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
+    rows_left, columns_left = rows - r * SIDE, columns - c * SIDE
+    # What float8 times a power of two is, bfloat16 holds.
+    OWN: tl.constexpr = tl.bfloat16 if input_scales is not None else input.dtype.element_ty
+    DTYPE: tl.constexpr = tl.float32 if OWN == tl.float64 else OWN
+    input += r * SIDE * input_row + c * SIDE * input_column
+    strips = ()
+    for i in tl.static_range(0, STRIPS, 2):
+        two = ()
+        for j in tl.static_range(i, i + 2):
+            mask = (first + j < rows_left)[:, None] & (place < columns_left)[None, :]
+            places = (first + j)[:, None] * input_row + place[None, :] * input_column
+            if input_scales is None:
+                two = two + (tl.load(input + places, mask=mask, other=0.0).to(DTYPE),)
+            else:
+                row = first + j
+                scale = tl.load(input_scales + c * rows + r * SIDE + row, mask=row < rows_left, other=0.0)
+                two = two + ((_from_fp8(tl.load(input + places, mask=mask, other=0), PTX) * scale[:, None]).to(DTYPE),)
+        strips = strips + (_pair(two[0], two[1], DTYPE, PTX),)
+
+    if ROWS_T is not None or ROWS == SIDE:
+        of_columns = _largest(_largest_of_strips(strips, PTX), 0, PTX)
+        largest = tl.maximum(
+            _of_pair(of_columns, False, DTYPE).to(tl.int32, bitcast=True),
+            _of_pair(of_columns, True, DTYPE).to(tl.int32, bitcast=True),
+        )
+        scale_t, inverse_t = _scale(largest.to(tl.float32, bitcast=True))
+        scale_all, inverse_all = _scale(tl.max(largest, 0).to(tl.float32, bitcast=True))
+
+    if ROWS is not None:
+        values += r * SIDE * values_row + c * SIDE
+        of_rows = ()
+        numbers = _strips_of_pairs(_anew(strips, PTX), False, True, DTYPE)
+        for i in tl.static_range(STRIPS):
+            if ROWS == 1:
+                if i % 2 == 0:
+                    both = _largest(_sizes(strips[i // 2]), 1, PTX)
+                largest_of_rows = _of_pair(both, i % 2 == 1, DTYPE)
+                of_rows = of_rows + (largest_of_rows,)
+                inverse = _scale(largest_of_rows)[1][:, None]
+            else:
+                inverse = inverse_all
+            code = _to_fp8(numbers[i] * inverse, PTX)
+            row = first + i
+            tl.store(values + row[:, None] * values_row + place[None, :], code, mask=(row < rows_left)[:, None])
+        if ROWS == 1:
+            tl.store(scales + c * rows + r * SIDE + place, _scale(_rows_in_order(of_rows))[0], mask=place < rows_left)
+        else:
+            tl.store(scales + r * column_blocks + c, scale_all)
+
+    if ROWS_T is not None:
+        values_t += c * SIDE * values_t_row + r * (SIDE // 4)
+        numbers = _strips_of_pairs(_anew(strips, PTX), False, True, DTYPE)
+        if ROWS_T == 1:
+            tl.store(scales_t + r * columns + c * SIDE + place, scale_t, mask=place < columns_left)
+            _store_transposed(numbers, inverse_t[None, :], values_t, values_t_row, columns_left, WIDE, PTX)
+        else:
+            tl.store(scales_t + c * (values_t_row // (SIDE // 4)) + r, scale_all)
+            _store_transposed(numbers, inverse_all, values_t, values_t_row, columns_left, WIDE, PTX)
+
+
+@triton.jit
+def _dequantise(
+    out, values, scales, rows, columns, column_blocks,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """value · scale; out and values (rows, columns) without gaps."""
+    program = tl.program_id(0)
+    c = (program % column_blocks).to(tl.int64)
+    r = (program // column_blocks).to(tl.int64) * BLOCK_M
+    row, place = _places(BLOCK_M, WIDE), _places(SIDE, WIDE)
+    mask = row < rows - r
+    places = row[:, None] * columns + place[None, :]
+    corner = r * columns + c * SIDE
+    code = tl.load(values + corner + places, mask=mask[:, None], other=0)
+    if ROWS == 1:
+        scale = tl.load(scales + c * rows + r + row, mask=mask, other=0.0)[:, None]
+    else:
+        scale = tl.load(scales + (r // SIDE) * column_blocks + c)
+    tl.store(out + corner + places, _from_fp8(code, PTX) * scale, mask=mask[:, None])
+
+
+@triton.jit
+def _strip(matrix, row, place, row_stride, column_stride, mask):
+    places = matrix + row[:, None] * row_stride + place[None, :] * column_stride
+    if mask is None:
+        return tl.load(places).to(tl.float32)
+    else:
+        return tl.load(places, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _parking(values_t, stride, row, STRIP: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr):
+    """Where one of four strips, in 16 bits, lies in a tile of transposed float8; row: the strip's, 0 to 15."""
+    r, c = row[:, None], _places(SIDE, WIDE)[None, :]
+    half: tl.constexpr = SIDE // 2
+    places = (STRIP * 2 * STRIP_ROWS + r * 2 + c // half) * (stride * 2) + c % half
+    return values_t.to(tl.pointer_type(DTYPE), bitcast=True) + places
+
+
+@triton.jit
+def _parked(values_t, stride, DTYPE: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr):
+    """Four strips, as two of pairs; then the tile is free."""
+    row = _anew((_places(STRIP_ROWS, WIDE),), PTX)[0]
+    a = tl.load(_parking(values_t, stride, row, 0, DTYPE, WIDE))
+    b = tl.load(_parking(values_t, stride, row, 1, DTYPE, WIDE))
+    c = tl.load(_parking(values_t, stride, row, 2, DTYPE, WIDE))
+    d = tl.load(_parking(values_t, stride, row, 3, DTYPE, WIDE))
+    tl.debug_barrier()
+    return _pair(a, b, DTYPE, PTX), _pair(c, d, DTYPE, PTX)
+
+
+@triton.jit
+def _gradients(
+    grad, gate, up,
+    gate_values, gate_scales, gate_values_t, gate_scales_t, gate_sums,
+    up_values, up_scales, up_values_t, up_scales_t, up_sums, out_values_t, out_scales_t,
+    rows, column_blocks, width, row_blocks,
+    grad_row, grad_column, gate_row, gate_column, up_row, up_column,
+    ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr,
+    WHOLE: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The gradients of act(gate) or act(gate) · up in (1, 128), in (1, 128) of the transpose, and summed over each
+    tile's rows; act's result transposed, in (128, 128). ``width``: a row of the gradients. WHOLE: no tile ends early.
+
+    Pairs are (gate's gradient, up's) of an element; without up (gradient, result). With up there is no room for the
+    result: 128 registers a thread let two programs share a multiprocessor, so that one loads while the other computes.
+    In 16 bits it waits in memory where the program's last two transposed tiles go, so in the cache, until it is its
+    turn. That costs half an instruction an element; to compute it anew costs 17.
+    """
+    PAIR: tl.constexpr = up is not None
+    DTYPE: tl.constexpr = gate.dtype.element_ty
+    r, c = _tile_of(column_blocks)
+    first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
+    rows_left = rows - r * SIDE
+    values_t_row = row_blocks * (SIDE // 4)
+    grad += r * SIDE * grad_row + c * SIDE * grad_column
+    gate += r * SIDE * gate_row + c * SIDE * gate_column
+    if PAIR:
+        up += r * SIDE * up_row + c * SIDE * up_column
+    corner = r * SIDE * width + c * SIDE
+    corner_t = c * SIDE * values_t_row + r * (SIDE // 4)
+
+    out_values_t += corner_t
+    if PAIR:
+        up_values_t += corner_t
+    PARKED: tl.constexpr = PAIR and DTYPE.primitive_bitwidth == 16
+
+    strips = ()
+    results = ()
+    of_rows = ()
+    for i in tl.static_range(STRIPS):
+        row = first + i
+        mask = None if WHOLE else (row < rows_left)[:, None]
+        g = _strip(grad, row, place, grad_row, grad_column, mask)
+        x = _strip(gate, row, place, gate_row, gate_column, mask)
+        if PAIR:
+            u = _strip(up, row, place, up_row, up_column, mask)
+            if CLAMP is not None:
+                gate_cut = _cut(x, CLAMP)
+                up_cut = _cut(tl.abs(u), CLAMP)
+                x = _clamp_above(x, CLAMP)
+                u = _clamp(u, CLAMP)
+            if OFFSET != 0.0:
+                u += OFFSET
+            y, derivative = _activate(x, ACTIVATION)
+            dx = _input_grad(g * u, x, derivative, ACTIVATION)
+            du = g * y
+            if CLAMP is not None:
+                dx = tl.where(gate_cut, 0.0, dx)
+                du = tl.where(up_cut, 0.0, du)
+            pair = _pair(dx, du, DTYPE, PTX)
+            result = y * u if WHOLE else tl.where(mask, y * u, 0.0)
+            if PARKED:
+                room = out_values_t if i < 4 else up_values_t
+                tl.store(_parking(room, values_t_row, _places(STRIP_ROWS, WIDE), i % 4, DTYPE, WIDE), result.to(DTYPE))
+            elif i % 2 == 0:
+                above = result
+            else:
+                results = results + (_pair(above, result, DTYPE, PTX),)
+        else:
+            y, derivative = _activate(x, ACTIVATION)
+            result = y if WHOLE else tl.where(mask, y, 0.0)
+            pair = _pair(_input_grad(g, x, derivative, ACTIVATION), result, DTYPE, PTX)
+        strips = strips + (pair,)
+        largest = _largest(_sizes(pair), 1, PTX)
+        of_rows = of_rows + (largest,)
+        places = corner + row[:, None] * width + place[None, :]
+        inverse = _scale(_of_pair(largest, False, DTYPE))[1]
+        tl.store(gate_values + places, _to_fp8(_of_pair(pair, False, DTYPE) * inverse[:, None], PTX), mask=mask)
+        if PAIR:
+            inverse = _scale(_of_pair(largest, True, DTYPE))[1]
+            tl.store(up_values + places, _to_fp8(_high_once(pair, DTYPE, PTX) * inverse[:, None], PTX), mask=mask)
+    place = _anew((place,), PTX)[0]  # else addresses, too, would be kept from the start
+    largest = _rows_in_order(of_rows)
+    places = c * rows + r * SIDE + place
+    tl.store(gate_scales + places, _scale(_of_pair(largest, False, DTYPE))[0], mask=place < rows_left)
+    if PAIR:
+        tl.store(up_scales + places, _scale(_of_pair(largest, True, DTYPE))[0], mask=place < rows_left)
+
+    strips = _anew(strips, PTX)
+    of_columns = _largest(_largest_of_strips(strips, PTX), 0, PTX)
+    places = r * width + c * SIDE
+    scale, inverse = _scale(_of_pair(of_columns, False, DTYPE))
+    tl.store(gate_scales_t + places + place, scale)
+    strips = _anew(strips, PTX)
+    _store_sums(_strips_of_pairs(strips, False, False, DTYPE), gate_sums + places)
+    strips = _anew(strips, PTX)
+    numbers = _strips_of_pairs(strips, False, False, DTYPE)
+    _store_transposed(numbers, inverse[None, :], gate_values_t + corner_t, values_t_row, None, WIDE, PTX)
+
+    strips = _anew(strips, PTX)
+    of_columns = _of_pair(of_columns, True, DTYPE)
+    if PAIR:
+        if PARKED:
+            results = _parked(up_values_t, values_t_row, DTYPE, WIDE, PTX)
+        scale, inverse = _scale(of_columns)
+        tl.store(up_scales_t + places + place, scale)
+        _store_sums(_strips_of_pairs(strips, True, False, DTYPE), up_sums + places)
+        strips = _anew(strips, PTX)
+        numbers = _strips_of_pairs(strips, True, False, DTYPE)
+        _store_transposed(numbers, inverse[None, :], up_values_t, values_t_row, None, WIDE, PTX)
+
+        if PARKED:
+            results = _parked(out_values_t, values_t_row, DTYPE, WIDE, PTX) + results
+        strips = results
+        strips = _anew(strips, PTX)
+        both = _largest(_largest_of_strips(strips, PTX), 0, PTX)
+        of_columns = tl.maximum(
+            _of_pair(both, False, DTYPE).to(tl.int32, bitcast=True),
+            _of_pair(both, True, DTYPE).to(tl.int32, bitcast=True),
+        ).to(tl.float32, bitcast=True)
+    scale, inverse = _scale(tl.max(of_columns.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True))
+    tl.store(out_scales_t + c * row_blocks + r, scale)
+    numbers = _strips_of_pairs(strips, True, PAIR, DTYPE)
+    _store_transposed(numbers, inverse, out_values_t, values_t_row, None, WIDE, PTX)
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
+
+_WARPS = 8  # 64 elements a thread: a strip is one load of 16 bytes for each
+_REGISTERS = 128  # so that two programs fit a multiprocessor of 64 Ki
+_ROWS_OF_DEQUANTISE = 32
+
+
+def _ptx(device: torch.device) -> bool:
+    """Whether kernels may use sm_90's instructions: two conversions in one, two 16-bit comparisons in one.
+
+    Elsewhere (sm_80, Triton's interpreter) they calculate with bits.
+
+    Raises:
+        NotImplementedError: on AMD's GPUs. gfx942 has another float8 (float8_e4m3fnuz) than e4m3fn, and no library
+            there multiplies in these blocks.
+    """
+    if torch.version.hip is not None:
+        raise NotImplementedError(
+            "float8 linear layers are not accepted on AMD GPUs: gfx942 has float8_e4m3fnuz, these layers are in "
+            "float8_e4m3fn with a scale for each block; accepted: NVIDIA GPUs (the products need sm_90)"
+        )
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _wide(*strides: int) -> bool:
+    """Whether an offset within a tile is too large for 32 bits; those of tiles always have 64."""
+    return BLOCK * max(strides) * 2 > INT32_MAX
+
+
+def _in_words(values_t: Tensor) -> Tensor:
+    return values_t.view(torch.int32)
+
+
+def _run_quantise(
+    input: Tensor, rows: int | None, rows_t: int | None, input_scales: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """(values, scales) of input in blocks of (rows, 128) and of its transpose in (rows_t, 128), without what is None.
+
+    One pass over memory, which reads along rows. With ``input_scales`` input is float8 in blocks of (1, 128).
+    """
+    r, c = input.shape
+    ptx = _ptx(input.device)
+    found: list[Tensor | None] = []
+    for height, width, of_blocks in ((r, c, rows), (c, r, rows_t)):
+        if of_blocks is None:
+            found += [None, None]
+            continue
+        wide = float8.padded(width)
+        shape = (wide // BLOCK, height) if of_blocks == 1 else (height // BLOCK, wide // BLOCK)
+        found += [
+            input.new_empty((height, wide), dtype=torch.uint8),
+            input.new_empty(shape, dtype=torch.float32),
+        ]
+    values, scales, values_t, scales_t = found
+    if r and c:
+        width, width_t = float8.padded(c), float8.padded(r)
+        launching.launch(
+            _quantise, (blocks(r, BLOCK) * blocks(c, BLOCK), 1, 1), input.device,
+            (input, input_scales, values, scales, None if values_t is None else _in_words(values_t), scales_t),
+            (r, c, width // BLOCK, input.stride(0), input.stride(1), width, width_t // 4),
+            {
+                "ROWS": rows, "ROWS_T": rows_t, "WIDE": _wide(*input.stride(), width, width_t), "PTX": ptx,
+                "num_warps": _WARPS, **OPTIONS,
+            },
+        )  # fmt: skip
+    return tuple(t.view(FP8) if t.dtype == torch.uint8 else t for t in found if t is not None)
+
+
+def quantise(input: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """``float8.quantise`` in one kernel, which reads and writes along what lies close in memory."""
+    along_rows = input.stride(0) == 1 and input.stride(1) != 1
+    values, scales = _run_quantise(input.t(), None, rows) if along_rows else _run_quantise(input, rows, None)
+    return values, scales
+
+
+def quantise_both(input: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(*quantise(input, 1), *quantise(input.t(), 1)) from one read of input (r, c)."""
+    if input.stride(0) == 1 and input.stride(1) != 1:
+        values_t, scales_t, values, scales = _run_quantise(input.t(), 1, 1)
+    else:
+        values, scales, values_t, scales_t = _run_quantise(input, 1, 1)
+    return values, scales, values_t, scales_t
+
+
+def requantise(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """quantise(dequantise(values, scales, 1).t(), 128) in one kernel. values (r, c) without gaps.
+
+    In float32 but for the last bits of what lies below 2⁻¹²⁶, which go by bfloat16.
+    """
+    found = _run_quantise(values.contiguous().view(torch.uint8), None, BLOCK, scales.contiguous())
+    return found[0], found[1]
+
+
+def dequantise(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """``float8.dequantise`` in one kernel."""
+    r, c = values.shape
+    out = values.new_empty((r, c), dtype=dtype)
+    if out.numel():
+        launching.launch(
+            _dequantise, (blocks(r, _ROWS_OF_DEQUANTISE) * (c // BLOCK), 1, 1), values.device,
+            (out, values.contiguous().view(torch.uint8), scales.contiguous()), (r, c, c // BLOCK),
+            {
+                "ROWS": rows, "WIDE": _wide(c), "PTX": _ptx(values.device), "BLOCK_M": _ROWS_OF_DEQUANTISE,
+                "num_warps": 4, **OPTIONS,
+            },
+        )  # fmt: skip
+    return out
+
+
+def gradients_quantised(
+    name: str,
+    grad: Tensor,
+    data: Sequence[Tensor],
+    activation: str,
+    layout: str | None = None,
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+) -> tuple[Tensor, ...]:
+    """What the two GEMMs around an activation's backward read, from one pass over its inputs.
+
+    For each data tensor d (rows, columns) with gradient g, rounded to d's dtype as ``reference.{name}_backward`` gives
+    it, five tensors: ``*quantise(g, 1)``, ``*quantise(g.t(), 1)``, and g's sums over each 128 rows in float32,
+    (⌈rows / 128⌉, columns). Then, of the operator's result a in d's dtype, two: ``*quantise(a.t(), 128)``.
+
+    Args:
+        name: "bias_act" (data is (x,), and there is no bias), "glu" ((gate, up)) or "bias_glu" ((packed,)).
+        grad: (rows, n), of the result.
+        data: (rows, n) each, or (rows, 2n) packed; n a multiple of 128, rows any.
+        activation: a built-in one.
+        layout: of packed data, "halves" or "swapped".
+        up_offset, clamp: as the operators have them.
+
+    Raises:
+        ValueError: for another name or layout, or columns that are no multiple of 128.
+        TypeError: for data of other dtypes than bfloat16, float16 and float32.
+    """
+    if name not in _DATA or len(data) != _DATA[name]:
+        raise ValueError(f"name={name!r} with {len(data)} data is not accepted: {_DATA} are names and their data")
+    if name == "bias_glu" and layout not in ("halves", "swapped"):
+        raise ValueError(f"layout={layout!r} is not accepted: it must be 'halves' or 'swapped'")
+    if grad.shape[1] % BLOCK:
+        raise ValueError(f"grad has shape {tuple(grad.shape)}; accepted: columns in multiples of {BLOCK}")
+    if data[0].dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(f"data has dtype {data[0].dtype}; accepted: bfloat16, float16, float32")
+    ptx = _ptx(grad.device)
+    (r, c), width = grad.shape, data[0].shape[1]
+    padded = float8.padded(r)
+    per_data = [
+        (
+            grad.new_empty((r, width), dtype=FP8),
+            grad.new_empty((width // BLOCK, r), dtype=torch.float32),
+            grad.new_empty((width, padded), dtype=FP8),
+            grad.new_empty((padded // BLOCK, width), dtype=torch.float32),
+            grad.new_empty((padded // BLOCK, width), dtype=torch.float32),
+        )
+        for _ in data
+    ]
+    out = (
+        grad.new_empty((c, padded), dtype=FP8),
+        grad.new_empty((c // BLOCK, padded // BLOCK), dtype=torch.float32),
+    )
+    found = (*(t for five in per_data for t in five), *out)
+    if grad.numel() == 0:
+        return found
+    if name == "bias_glu":
+        assert layout is not None
+        gate, up = formulas.unpack(data[0], layout)
+        values, scales, values_t, scales_t, sums = per_data[0]
+        columns_of = [formulas.unpack(t, layout) for t in (values, scales_t, sums)]
+        rows_of = [_halves(t, layout) for t in (scales, values_t)]
+        of_gate, of_up = (
+            (columns_of[0][i], rows_of[0][i], rows_of[1][i], columns_of[1][i], columns_of[2][i]) for i in (0, 1)
+        )
+    else:
+        gate, up = data[0], data[1] if len(data) == 2 else None
+        of_gate, of_up = per_data[0], per_data[-1] if len(data) == 2 else (None,) * 5
+    (grad, grad_m), (gate, gate_m), (up, up_m) = matrix(grad), matrix(gate), matrix(up)
+    strides = [stride for m in (grad_m, gate_m, up_m) for stride in (m.row, m.column)]
+    registers = {"maxnreg": _REGISTERS} if ptx and gate.element_size() == 2 else {}
+    launching.launch(
+        _gradients, (padded // BLOCK * (c // BLOCK), 1, 1), grad.device,
+        (grad, gate, up, *_bytes_and_words(of_gate), *_bytes_and_words(of_up), _in_words(out[0]), out[1]),
+        (r, c // BLOCK, width, padded // BLOCK, *strides),
+        {
+            "ACTIVATION": activation, "OFFSET": up_offset, "CLAMP": clamp, "WHOLE": r == padded,
+            "WIDE": _wide(*strides, width, padded), "PTX": ptx, "num_warps": _WARPS, **registers, **OPTIONS,
+        },
+    )  # fmt: skip
+    return found
+
+
+_DATA = {"bias_act": 1, "glu": 2, "bias_glu": 1}
+
+
+def launch_of(name: str) -> Callable[..., Any]:
+    """What computes the operator ``fused::name`` on a GPU."""
+    operator = name.removesuffix("_backward_quantised")
+    if operator == name:
+        return globals()[name]  # type: ignore[no-any-return]
+    data = _DATA[operator]
+
+    def gradients(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        activation, *scalars = args[data:]
+        layout = scalars.pop(0) if operator == "bias_glu" else None
+        return gradients_quantised(operator, grad, args[:data], activation, layout, *scalars)
+
+    return gradients
+
+
+def _halves(t: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """(gate's, up's) rows of a tensor with a row, or a row of blocks, for each packed column."""
+    first, second = t.chunk(2)
+    return (second, first) if layout == "swapped" else (first, second)
+
+
+def _bytes_and_words(five: Sequence[Any]) -> tuple[Any, ...]:
+    values, scales, values_t, scales_t, sums = five
+    if values is None:
+        return tuple(five)
+    return values.view(torch.uint8), scales, _in_words(values_t), scales_t, sums
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+# Of cuBLASLt on sm_90, from CUDA 12.9 on, as ATen's ScaledBlas.cpp checks and hands them over: scales' outer axis lies
+# close in memory, that of (128, 128) is padded to multiples of 4 along k, rows of both operands are in multiples of
+# what the library's tiles need.
+_RECIPES = {1: ScalingType.BlockWise1x128, BLOCK: ScalingType.BlockWise128x128}
+_ROWS_OF_A, _ROWS_OF_B, _BLOCKS_OF_K = 8, 16, 4
+
+
+def _up_to(t: Tensor, axis: int, multiple: int) -> Tensor:
+    """With zeros behind an axis, up to a multiple, and no gaps, not even along axes of size 1: strides are checked."""
+    missing = -t.shape[axis] % multiple
+    if missing:
+        shape = list(t.shape)
+        shape[axis] = missing
+        t = torch.cat((t, t.new_zeros(shape)), axis)
+    return t.contiguous().view(-1).view(t.shape)
+
+
+def scaled_mm(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype
+) -> Tensor:
+    """``float8.product`` by cuBLASLt, without its fast accumulation: float16 and float32 are summed up in float32.
+
+    Raises:
+        NotImplementedError: from torch, on other GPUs than sm_90, or with CUDA before 12.9.
+    """
+    _ptx(a.device)
+    (m, k), n = a.shape, b.shape[0]
+    wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    addend = None if bias is None else bias.to(wide)
+    if not (m and n and k):
+        out = a.new_zeros((m, n), dtype=wide)
+        return (out if addend is None else out + addend).to(dtype)
+    left, left_scales = _up_to(a, 0, _ROWS_OF_A), _up_to(a_scales, 1, _ROWS_OF_A)
+    right, right_scales = _up_to(b, 0, _ROWS_OF_B), _up_to(b_scales, 1, _ROWS_OF_B if rows == 1 else _BLOCKS_OF_K)
+    in_product = addend is not None and wide == torch.bfloat16 and right.shape[0] == n  # none with float32 results
+    out = torch.nn.functional.scaled_mm(
+        left, right.t(),
+        scale_a=left_scales.t(), scale_recipe_a=_RECIPES[1],
+        scale_b=right_scales.t(), scale_recipe_b=_RECIPES[rows],
+        bias=addend if in_product else None, output_dtype=wide,
+    )[:m, :n]  # fmt: skip
+    if addend is not None and not in_product:
+        out = out + addend
+    return out.to(dtype).contiguous()

@@ -1,0 +1,261 @@
+"""``fused::linear_fp8``, a linear layer whose products are in float8, and the operators that it consists of.
+
+    quantise      a tensor as float8 with a scale for each block, (1, 128) or (128, 128)
+    dequantise    back
+    scaled_mm     a product of two of those
+    linear_fp8    input · weightᵀ + bias, and its gradients, in these three
+
+``linear_fp8`` is CompositeImplicitAutograd: compilers see the three, with their blocks, and edit and fuse those
+(``lowerings/float8.py``). What it keeps for backward is its input as it was multiplied, a byte an element.
+
+Weight gradients sum over the tokens: there both operands are quantised along them, the gradient in (1, 128), the input
+in (128, 128), which costs GEMMs less on sm_90 (docs/fp8.md). With ``wgrad=False`` that product is in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fused_ops import float8
+from torch_fused_ops.declaration import Signature, arguments_of
+from torch_fused_ops.float8 import BLOCK, FP8
+from torch_fused_ops.operators.autograd import define, register
+from torch_fused_ops.operators.batching import lead
+from torch_fused_ops.operators.checks import DTYPES
+from torch_fused_ops.operators.registration import imported
+
+__all__ = ["DTYPES_OF_PRODUCTS", "RECIPES", "linear", "register_plain"]
+
+# FusionPolicy.gemm's names for linear layers in float8, and whether their weights' gradients are, too.
+RECIPES = {"fp8": True, "fp8-wgrad-bf16": False}
+
+DTYPES_OF_PRODUCTS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _refuse(name: str, value: object, accepted: str) -> None:
+    raise ValueError(f"{name}={value} is not accepted: it must be {accepted}")
+
+
+def _check_matrix(name: str, t: Tensor, *dtypes: torch.dtype) -> None:
+    if t.dtype not in dtypes:
+        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} has dtype {t.dtype}; accepted: {accepted}")
+    if t.ndim != 2:
+        raise ValueError(f"{name} has shape {tuple(t.shape)}; accepted: two axes")
+
+
+def _check_rows(rows: int) -> None:
+    if rows not in (1, BLOCK):
+        _refuse("rows", rows, f"1 or {BLOCK}, the rows of a block")
+
+
+def _check_quantise(input: Tensor, rows: int) -> None:
+    _check_matrix("input", input, *DTYPES)
+    _check_rows(rows)
+    if input.shape[0] % rows:
+        raise ValueError(f"input has shape {tuple(input.shape)}; accepted: a first axis of a multiple of rows={rows}")
+
+
+def _check_stored(name: str, values: Tensor, scales: Tensor, rows: int) -> None:
+    _check_matrix(name, values, FP8)
+    _check_matrix(f"{name}'s scales", scales, torch.float32)
+    _check_rows(rows)
+    expected = _scales_shape(values, rows)
+    if values.shape[1] % BLOCK or values.shape[0] % rows:
+        raise ValueError(f"{name} has shape {tuple(values.shape)}; accepted: whole blocks of ({rows}, {BLOCK})")
+    if tuple(scales.shape) != expected:
+        raise ValueError(f"{name}'s scales have shape {tuple(scales.shape)}; accepted: {expected}, as quantise gives")
+
+
+def _scales_shape(values: Tensor, rows: int) -> tuple[int, int]:
+    r, blocks = values.shape[0], values.shape[1] // BLOCK
+    return (blocks, r) if rows == 1 else (r // rows, blocks)
+
+
+def _check_dequantise(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> None:
+    _check_stored("values", values, scales, rows)
+    if dtype not in DTYPES:
+        _refuse("dtype", dtype, ", ".join(map(str, DTYPES)))
+
+
+def _check_product(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype
+) -> None:
+    _check_stored("a", a, a_scales, 1)
+    _check_stored("b", b, b_scales, rows)
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"b has shape {tuple(b.shape)}; accepted: (…, {a.shape[1]}), the last axis of a")
+    if bias is not None and tuple(bias.shape) != (b.shape[0],):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; accepted: ({b.shape[0]},), the first axis of b")
+    if dtype not in DTYPES_OF_PRODUCTS:
+        _refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
+
+
+# ---- fakes, vmap -----------------------------------------------------------------------------------------------------
+
+
+def _fake_quantise(input: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    _check_quantise(input, rows)
+    values = input.new_empty((input.shape[0], float8.padded(input.shape[1])), dtype=FP8)
+    return values, input.new_empty(_scales_shape(values, rows), dtype=torch.float32)
+
+
+def _fake_dequantise(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    _check_dequantise(values, scales, rows, dtype)
+    return values.new_empty(values.shape, dtype=dtype)
+
+
+def _fake_product(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype
+) -> Tensor:
+    _check_product(a, a_scales, b, b_scales, bias, rows, dtype)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+def _each(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A vmap rule: one call for each example. Blocks are of one matrix."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        led = [lead(info, a, d) if isinstance(a, Tensor) else a for a, d in zip(args, in_dims, strict=True)]
+        results = [op(*(a[i] if isinstance(a, Tensor) else a for a in led)) for i in range(info.batch_size)]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0, 0)
+
+    return rule
+
+
+# ---- the three -------------------------------------------------------------------------------------------------------
+
+_BLOCKS = f"in blocks of (rows, {BLOCK})"
+
+
+def register_plain(
+    signature: Signature, plain: Callable[..., Any], fake: Callable[..., Any], check: Callable[..., None] | None = None
+) -> torch._ops.OpOverload:
+    """An operator without a derivative; its kernel for GPUs is the function of its name in ``kernels/float8.py``."""
+    on_gpu = imported("torch_fused_ops.kernels.float8", lambda module: module.launch_of(signature.name))
+    return register(signature, plain, on_gpu, plain, fake, _each, check)
+
+
+_quantise = register_plain(
+    Signature(
+        "quantise",
+        arguments_of(input="Tensor: data", rows="int"),
+        ("data", "scales"),
+        f"(float8_e4m3fn, scales) of a matrix {_BLOCKS}.",
+    ),
+    float8.quantise,
+    _fake_quantise,
+    _check_quantise,
+)
+_dequantise = register_plain(
+    Signature(
+        "dequantise",
+        arguments_of(values="Tensor: data", scales="Tensor: scales", rows="int", dtype="ScalarType"),
+        ("data",),
+        "What quantise has stored.",
+    ),
+    float8.dequantise,
+    _fake_dequantise,
+    _check_dequantise,
+)
+_scaled_mm = register_plain(
+    Signature(
+        "scaled_mm",
+        arguments_of(
+            a="Tensor: data",
+            a_scales="Tensor: scales",
+            b="Tensor: data",
+            b_scales="Tensor: scales",
+            bias="Tensor?: per_column",
+            rows="int",
+            dtype="ScalarType",
+        ),
+        ("data",),
+        f"a · bᵀ + bias of what quantise has stored: a in blocks of (1, {BLOCK}), b {_BLOCKS}.",
+    ),
+    float8.product,
+    _fake_product,
+    _check_product,
+)
+
+# ---- linear ----------------------------------------------------------------------------------------------------------
+
+
+class _Linear(torch.autograd.Function):
+    """Of a matrix. Each product's operands are quantised along what it sums over."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, wgrad: bool
+    ) -> Tensor:
+        values, scales = _quantise(input, 1)
+        out: Tensor = _scaled_mm(values, scales, *_quantise(weight, BLOCK), bias, BLOCK, dtype)
+        ctx.save_for_backward(weight, *((values, scales) if wgrad else (input,)))
+        ctx.rest = input.dtype, None if bias is None else bias.dtype, wgrad
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        input_dtype, bias_dtype, wgrad = ctx.rest
+        d_input = d_weight = d_bias = None
+        if torch.is_grad_enabled() and grad.requires_grad:
+            raise RuntimeError(
+                "a second derivative through fused::linear_fp8 is not accepted: what it multiplies is rounded to float8"
+            )
+        if ctx.needs_input_grad[0]:
+            of_weight = _quantise(weight.t(), BLOCK)
+            d_input = _scaled_mm(*_quantise(grad, 1), *of_weight, None, BLOCK, grad.dtype).to(input_dtype)
+        if ctx.needs_input_grad[1]:
+            if wgrad:
+                input = _dequantise(*kept, 1, grad.dtype)
+                of_input = _quantise(input.t(), BLOCK)
+                d_weight = _scaled_mm(*_quantise(grad.t(), 1), *of_input, None, BLOCK, grad.dtype)
+            else:
+                d_weight = torch.mm(grad.t(), kept[0].to(grad.dtype))
+            d_weight = d_weight.to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            d_bias = grad.sum(0).to(bias_dtype)
+        return d_input, d_weight, d_bias, None, None
+
+
+def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    for name, t in (("input", input), ("weight", weight), ("bias", bias)):
+        if t is not None and t.dtype not in DTYPES_OF_PRODUCTS:
+            _refuse(f"{name}.dtype", t.dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
+    if dtype not in DTYPES_OF_PRODUCTS:
+        _refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
+    if weight.ndim != 2 or weight.shape[0] % BLOCK or weight.shape[1] % BLOCK:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; accepted: two axes, multiples of {BLOCK}")
+    if input.ndim < 1 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(f"input has shape {tuple(input.shape)}; accepted: (…, {weight.shape[1]}), weight's last axis")
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; accepted: ({weight.shape[0]},), weight's first axis")
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    wgrad: bool = True,
+) -> Tensor:
+    """``fused::linear_fp8``: see ``functional.linear_fp8``."""
+    dtype = dtype or input.dtype
+    _check_linear(input, weight, bias, dtype)
+    rows = input.reshape(-1, input.shape[-1])
+    out: Tensor = _Linear.apply(rows, weight, bias, dtype, wgrad)  # type: ignore[no-untyped-call]
+    return out.view(*input.shape[:-1], weight.shape[0])
+
+
+_LINEAR = define(
+    "linear_fp8",
+    "(Tensor input, Tensor weight, Tensor? bias=None, ScalarType? dtype=None, bool wgrad=True) -> Tensor",
+    {"CompositeImplicitAutograd": linear},
+)

@@ -1,0 +1,106 @@
+"""What backward makes of an activation for products in float8, each in one pass over memory.
+
+A gradient is multiplied twice: by the weight, quantised along its rows, and by the input, along its columns. Its sum
+over the rows is a bias's gradient. Where it is an activation's, that activation's result is multiplied as well, along
+its columns. Compiled backward graphs call these operators where they find all that (``lowerings/float8.py``).
+
+    quantise_both                      a matrix along its rows and along its columns
+    …_backward_quantised               that of an activation's gradients, with sums, and of its result
+    requantise                         what is quantised along its rows, along its columns, in blocks of (128, 128)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fused_ops import float8
+from torch_fused_ops.declaration import DATA, Elementwise, Signature, arguments_of, elementwise
+from torch_fused_ops.float8 import BLOCK
+from torch_fused_ops.operators import activation, plain  # noqa: F401  (it declares what is registered here)
+from torch_fused_ops.operators.float8 import register_plain
+
+__all__ = ["RESULTS", "signature_of"]
+
+RESULTS = 5  # of each gradient: values and scales along its rows, values and scales along its columns, sums
+
+
+def _both(input: Tensor) -> tuple[Tensor, ...]:
+    return *float8.quantise(input, 1), *float8.quantise(input.t(), 1)
+
+
+def _sums(gradient: Tensor) -> Tensor:
+    """The sums over each 128 rows, in float32: (tiles, columns)."""
+    rows = gradient.shape[0]
+    wide = torch.nn.functional.pad(gradient.to(torch.float32), (0, 0, 0, float8.padded(rows) - rows))
+    return wide.reshape(-1, BLOCK, gradient.shape[1]).sum(1)
+
+
+def _requantise(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    return float8.quantise(float8.dequantise(values, scales, 1, torch.float32).t(), BLOCK)
+
+
+def signature_of(op: Elementwise) -> Signature:
+    """``…_backward_quantised`` of a declared operator, for calls without biases and scales."""
+    return Signature(
+        f"{op.name}_backward_quantised",
+        (*op.backward.arguments[: 1 + op.data], *op.required_scalars),
+        (*("data", "scales", "data", "scales", "sums") * op.data, "data", "scales"),
+        f"For each of {op.backward.name}'s gradients of data what quantise_both gives of it, and its sums over each "
+        f"{BLOCK} rows; and {op.name}'s result along its columns, in blocks of ({BLOCK}, {BLOCK}).",
+    )
+
+
+def _of(op: Elementwise) -> Callable[..., tuple[Tensor, ...]]:
+    forward, backward = plain.forward(op), plain.backward(op)
+    others = (None,) * (len(op.tensors) - op.data)
+    wanted = tuple(kind in DATA for kind in op.kinds)
+
+    def quantised(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        arguments = *args[: op.data], *others, *args[op.data :]
+        gradients = backward(grad, *arguments, wanted)[: op.data]
+        of_each = [part for g in gradients if g is not None for part in (*_both(g), _sums(g))]
+        return *of_each, *float8.quantise(forward(*arguments).t(), BLOCK)
+
+    return quantised
+
+
+def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A fake kernel by the function itself, on tensors without data; results are contiguous as a kernel's are."""
+
+    def fake(*args: Any) -> Any:
+        device = next(a for a in args if isinstance(a, Tensor)).device
+        # On a device that every build of torch has: what is fake is fake there, too.
+        shapes = function(*(a.new_empty(a.shape, device="cpu") if isinstance(a, Tensor) else a for a in args))
+        return tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in shapes)
+
+    return fake
+
+
+def _register(signature: Signature, function: Callable[..., Any]) -> None:
+    register_plain(signature, function, _fake(function))
+
+
+_register(
+    Signature(
+        "quantise_both",
+        arguments_of(input="Tensor: data"),
+        ("data", "scales", "data", "scales"),
+        "quantise(input, 1) and quantise(inputᵀ, 1), in one pass.",
+    ),
+    _both,
+)
+_register(
+    Signature(
+        "requantise",
+        arguments_of(values="Tensor: data", scales="Tensor: scales"),
+        ("data", "scales"),
+        f"quantise(dequantise(values, scales, 1)ᵀ, {BLOCK}), in one pass.",
+    ),
+    _requantise,
+)
+for _op in elementwise():
+    _register(signature_of(_op), _of(_op))
