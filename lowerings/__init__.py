@@ -39,7 +39,7 @@ def register() -> None:
     try:
         _turn_off(_lacking(imported=True))
         if not _off:
-            for name in ("dropout", "operators", "softmax"):
+            for name in ("dropout", "float8", "operators", "softmax"):
                 import_module(f"{__name__}.{name}")
             import_module(f"{__name__}.partition").allow_recomputation()
             import_module(f"{__name__}.passes").tag_caches()

@@ -227,6 +227,25 @@ def converts_to_fp8(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def no_block_scaling(device: torch.device) -> str:
+    """What to call a device that cannot multiply float8 with a scale for each block of 128; "" where it can.
+
+    cuBLASLt of CUDA 12.9 and later can, on compute capability 9.0 alone (``_scaled_mm_v2``'s BlockWise recipes). On
+    CPUs the numbers are read back and multiplied in the model's dtype.
+    """
+    if device.type == "cpu":
+        return ""
+    if device.type != "cuda" or torch.version.hip:
+        return "ROCm" if torch.version.hip and device.type == "cuda" else device.type
+    capability = torch.cuda.get_device_capability(device)
+    version = tuple(map(int, (torch.version.cuda or "99").split(".")[:2]))
+    if capability != (9, 0):
+        return f"sm_{capability[0]}{capability[1]}"
+    if version < (12, 9) or not hasattr(torch.ops.aten, "_scaled_mm_v2"):
+        return f"CUDA {torch.version.cuda}, torch {torch.__version__}"
+    return ""
+
+
 # ---- Inductor's IR -------------------------------------------------------------------------------
 
 

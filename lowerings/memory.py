@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -48,6 +49,7 @@ def _overload(signature: Signature) -> Any:
 OPERATOR = {_overload(op.forward): op for op in elementwise()}
 STORING = {_overload(op.fp8): op for op in elementwise()}
 STORING_BACKWARD = {_overload(op.fp8_backward): op for op in elementwise()}
+QUANTISED = {fused.quantise.default, operator.getitem}  # weights in float8, which takes a pass over them
 SUMS = {aten.add.Tensor, aten.mul.Tensor}  # a bias, an adapter and its factor
 
 
@@ -246,9 +248,9 @@ def _plan(both: Handover, node: Node, operand: bool, again: list[Node], keep: li
             continue
         if base(source) in both.stale:
             raise Refusal(Kind.MADE_OF_WRITTEN, f"it is made of {base(source)}, which forward writes")
-        if not isinstance(source.meta.get("val"), torch.Tensor):
+        if not isinstance(source.meta.get("val"), (torch.Tensor, tuple)):
             raise Refusal(Kind.MADE_OF_SIZE, f"it is made of {source}, a size that is not kept")
-        if source.target in SAME_ELEMENTS or (not inside and source.target in GEMMS | SUMS):
+        if source.target in SAME_ELEMENTS | QUANTISED or (not inside and source.target in GEMMS | SUMS):
             _plan(both, source, inside, again, keep)
         else:
             keep.append(source)

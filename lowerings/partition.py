@@ -56,8 +56,9 @@ Graphs: TypeAlias = tuple[GraphModule, GraphModule]  # forward's, backward's
 aten = torch.ops.aten
 
 # What forward computes and backward can rebuild without a GEMM. A dropout is rebuilt from its seed: the same mask.
-REBUILT = tuple(op.name for op in OPERATORS.values() if op.pointwise)
-LINEAR = {aten.mm.default, aten.addmm.default, aten._grouped_mm.default}  # GEMMs of linear layers, and of experts
+REBUILT = (*(op.name for op in OPERATORS.values() if op.pointwise), "quantise", "dequantise")
+# GEMMs of linear layers, and of experts
+LINEAR = {aten.mm.default, aten.addmm.default, aten._grouped_mm.default, torch.ops.fused.scaled_mm.default}
 GEMMS = LINEAR | {aten.bmm.default, aten.baddbmm.default}
 
 
@@ -80,6 +81,8 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
         free: whether what linear layers read is rebuilt in backward.
         **kwargs: as for upstream's.
     """
+
+    _leave_to_backward(gm.graph, kwargs["num_fwd_outputs"])
 
     def divide(held: Collection[Node]) -> Graphs:
         for node in held:  # upstream reads it as "if it is needed"
@@ -107,6 +110,19 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
             graphs = divide(_kept_by_upstream(gm.graph, backward, exposed))
     _drop_copies(graphs[0])
     return graphs
+
+
+def _leave_to_backward(graph: Graph, outputs: int) -> None:
+    """Let backward make what only it reads of a linear layer's quantised input: what is kept is that input as it is.
+
+    Along the tokens it takes as much room, and more where the other form is kept anyway, for a product made again.
+    """
+    backward, results = _backward(graph, outputs), set(_returned(graph)[:outputs])
+    for node in graph.find_nodes(op="call_function", target=torch.ops.fused.dequantise.default):
+        made = reached([node])
+        if made.isdisjoint(results):
+            for one in made - backward:
+                one.meta["partitioner_tag"] = "must_be_in_backward"
 
 
 def upstream(gm: GraphModule, joint_inputs: Any, *, budget: float | None = None, **kwargs: Any) -> Graphs:

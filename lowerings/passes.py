@@ -178,12 +178,14 @@ class Remember(_Stage, CustomPartitionerFn):
             handover.check(graphs, **handed)
             return graphs
 
+        from torch_fused_ops.lowerings.float8 import merged  # not earlier: it imports the lowerings
+
         graphs = _guarded(self, policy, divide)
         if graphs is None:  # nothing is rebuilt then that upstream would not rebuild
             return partition.upstream(gm, joint_inputs, budget=1, **kwargs)
-        if not free or (policy.memory == "free" and not asked):
-            return graphs
-        return _guarded(self, policy, functools.partial(memory.keep_less, graphs, policy, **handed)) or graphs
+        if free and (policy.memory != "free" or asked):
+            graphs = _guarded(self, policy, functools.partial(memory.keep_less, graphs, policy, **handed)) or graphs
+        return _guarded(self, policy, functools.partial(merged, graphs)) or graphs
 
     @staticmethod
     def join(slot: Any, stage: _Stage) -> Any:

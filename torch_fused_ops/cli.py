@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 import torch_fused_ops as tfo
-from torch_fused_ops.policy import MEMORY
+from torch_fused_ops.policy import GEMM, MEMORY
 
 __all__ = ["main"]
 
@@ -78,7 +78,7 @@ def _info(arguments: argparse.Namespace) -> int:
         ("torch", [f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, HIP {torch.version.hip or 'none'}"]),
         ("triton", [importlib.import_module("triton").__version__ if triton else "not installed"]),
         ("devices", _devices()),
-        ("operators", [", ".join(f"fused::{n}" for n in forward if not n.endswith("_backward"))]),
+        ("operators", [", ".join(f"fused::{n}" for n in forward if "_backward" not in n)]),
         ("eager kernels", ["plain torch (TORCH_FUSED_OPS_KERNELS=torch)" if IN_TORCH else "this library's"]),
         ("activations", [", ".join(activations.names())]),
         ("lowerings", [f"{len(lowered)} of {len(traced)} operators, backward ones included"]),
@@ -169,7 +169,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     model, args, kwargs = _load(arguments.spec)
     if isinstance(model, torch.nn.Module):
         model.train(arguments.train)
-    policy = tfo.FusionPolicy(memory=arguments.memory, exclude=arguments.exclude)
+    policy = tfo.FusionPolicy(memory=arguments.memory, gemm=arguments.gemm, exclude=arguments.exclude)
     with torch.set_grad_enabled(arguments.train):
         report = tfo.explain(model, *args, policy=policy, **kwargs)
     if arguments.levels and not arguments.train:
@@ -192,7 +192,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     _check_writable(arguments, "json")
-    policy = tfo.FusionPolicy(memory=arguments.memory, exclude=arguments.exclude)
+    policy = tfo.FusionPolicy(memory=arguments.memory, gemm=arguments.gemm, exclude=arguments.exclude)
     try:
         model, args, kwargs = _load(arguments.spec)
         if isinstance(model, torch.nn.Module):
@@ -235,6 +235,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="CALLABLE() returns (model, args) or (model, args, kwargs); MODULE is a module's name or a .py file",
     )
     parser.add_argument("--memory", choices=MEMORY, default="free", help="FusionPolicy's memory; free by default")
+    parser.add_argument("--gemm", choices=GEMM, default="bf16", help="FusionPolicy's gemm; bf16 by default")
     parser.add_argument(
         "--exclude", metavar="PATTERN", action="append", default=[], help="FusionPolicy's exclude; may be repeated"
     )

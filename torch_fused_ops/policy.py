@@ -11,6 +11,7 @@ __all__ = ["FusionPolicy", "UnfusedError", "enclosing_modules", "names_module", 
 
 MEMORY = ("off", "free", "fp8", "input")  # each keeps less than the one before
 EPILOGUES = ("measured", "library", "off")
+GEMM = ("bf16", "fp8", "fp8-wgrad-bf16")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class FusionPolicy:
         epilogues: whether a linear layer and its activation (relu, tanh's GELU) may be one call of cuBLASLt, at
             inference on CUDA (``docs/epilogues.md``). ``"measured"``: under max-autotune, where it is the fastest way;
             without, nothing changes. ``"library"``: wherever it is possible, unmeasured. ``"off"``: never.
+        gemm: what the linear layers of an MLP that is picked up multiply in (``docs/fp8.md``). ``"bf16"``: what the
+            model has. ``"fp8"``: float8_e4m3fn with a scale for each block of 128, in all three products of a training
+            step; weights and their gradients stay in their own dtypes. ``"fp8-wgrad-bf16"``: and the weights'
+            gradients are products in the model's dtype. A mapping from module patterns chooses for each MLP; what none
+            names is "bf16".
     """
 
     memory: str | Mapping[str, str] | tuple[tuple[str, str], ...] = "free"
@@ -42,12 +48,15 @@ class FusionPolicy:
     strict: bool = False
     exclude: tuple[str, ...] = ()
     epilogues: str = "measured"
+    gemm: str | Mapping[str, str] | tuple[tuple[str, str], ...] = "bf16"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.memory, str):
-            object.__setattr__(self, "memory", _pairs(self.memory))
-        elif self.memory not in MEMORY:
-            raise ValueError(f"memory={self.memory!r} is not known; accepted: {', '.join(MEMORY)}")
+        for name, known in _BY_MODULE.items():
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                object.__setattr__(self, name, _pairs(name, value))
+            elif value not in known:
+                raise ValueError(f"{name}={value!r} is not known; accepted: {', '.join(known)}")
         if self.epilogues not in EPILOGUES:
             raise ValueError(f"epilogues={self.epilogues!r} is not known; accepted: {', '.join(EPILOGUES)}")
         for name in ("dropout", "strict"):
@@ -58,38 +67,56 @@ class FusionPolicy:
                 f"exclude={self.exclude!r} is not accepted: it must be a sequence of patterns, e.g. ('encoder.*',)"
             )
         object.__setattr__(self, "exclude", tuple(self.exclude))
-        for name, patterns in (("exclude", self.exclude), ("memory", self.memory_patterns)):
+        for name, patterns in self.patterns.items():
             for pattern in patterns:
                 _check_pattern(name, getattr(self, name), pattern)
 
     @property
-    def memory_patterns(self) -> tuple[str, ...]:
-        """The module patterns of ``memory``; none where it is one level for all."""
-        return () if isinstance(self.memory, str) else tuple(dict(self.memory))
+    def patterns(self) -> dict[str, tuple[str, ...]]:
+        """The module patterns of each field that has some, by its name."""
+        fields = {name: getattr(self, name) for name in _BY_MODULE}
+        mappings = {name: tuple(dict(value)) for name, value in fields.items() if not isinstance(value, str)}
+        return {"exclude": self.exclude, **mappings}
 
     def memory_of(self, modules: Collection[str]) -> str:
         """The memory level of what is in these modules (all around it, as ``enclosing_modules`` gives them)."""
-        if isinstance(self.memory, str):
-            return self.memory
-        pairs = dict(self.memory).items()
-        return next((level for pattern, level in pairs if names_module(pattern, modules)), "free")
+        return self._of("memory", modules, "free")
+
+    def gemm_of(self, modules: Collection[str]) -> str:
+        """What the linear layers of an MLP in these modules multiply in."""
+        return self._of("gemm", modules, "bf16")
+
+    def _of(self, name: str, modules: Collection[str], otherwise: str) -> str:
+        value = getattr(self, name)
+        if isinstance(value, str):
+            return value
+        return next((one for pattern, one in value if names_module(pattern, modules)), otherwise)
 
     def excluding(self, modules: Collection[str]) -> str | None:
         """The first pattern of ``exclude`` that fits what is in these modules (all around it); None if none does."""
         return next((pattern for pattern in self.exclude if names_module(pattern, modules)), None)
 
 
-def _pairs(memory: object) -> tuple[tuple[str, str], ...]:
-    accepted = f"a level ({', '.join(MEMORY)}), or a mapping from module patterns to levels"
+# The fields that may be mappings from module patterns, and what they take; "off" is for a whole model.
+_BY_MODULE = {"memory": MEMORY, "gemm": GEMM}
+
+
+def _pairs(name: str, value: object) -> tuple[tuple[str, str], ...]:
+    known = _BY_MODULE[name]
     try:
-        pairs = tuple((pattern, level) for pattern, level in dict(memory).items())  # type: ignore[call-overload]
+        pairs = tuple((pattern, one) for pattern, one in dict(value).items())  # type: ignore[call-overload]
     except (TypeError, ValueError):
-        raise TypeError(f"memory={memory!r} is not accepted: it must be {accepted}") from None
-    for pattern, level in pairs:
-        if level not in MEMORY[1:]:
+        one, many = {"memory": ("a level", "levels"), "gemm": ("a recipe", "recipes")}[name]
+        raise TypeError(
+            f"{name}={value!r} is not accepted: it must be {one} ({', '.join(known)}), or a mapping from module "
+            f"patterns to {many}"
+        ) from None
+    known = tuple(one for one in known if one != "off")
+    for pattern, one in pairs:
+        if one not in known:
             raise ValueError(
-                f"memory={level!r} for {pattern!r} is not accepted; accepted: {', '.join(MEMORY[1:])}"
-                + ("; 'off' is for all of a model, not for a part of it" if level == "off" else "")
+                f"{name}={one!r} for {pattern!r} is not accepted; accepted: {', '.join(known)}"
+                + ("; 'off' is for all of a model, not for a part of it" if one == "off" else "")
             )
     return pairs
 

@@ -30,6 +30,10 @@ class Family(Enum):
         "For any of the reasons above, or because the module is not exactly linear layers around an activation. In a "
         "module of many linear layers the report says first where the activation stands.",
     )
+    GEMM = (
+        "Linear layers that stay in the model's dtype",
+        'Of `gemm="fp8"`. They stand behind the site of their activation.',
+    )
     MEMORY = (
         "Tensors that a memory level leaves as they are",
         'Of `memory="fp8"` and `"input"`, in the log (`torch_fused_ops`, level INFO).',
@@ -431,6 +435,25 @@ class Kind(Enum):
         "An attribute that is another at every call must not cost a proof each.",
     )
 
+    # ---- linear layers that stay in the model's dtype ----------------------------------------------------------------
+    GEMM_DEVICE = _Declared(
+        Family.GEMM,
+        ("this device (*sm_80*) has no products of float8 with a scale for each block of 128",),
+        "GPUs of compute capability 9.0 have them (H100, H200), with torch's cuBLASLt of CUDA 12.9 or later. On CPUs "
+        "they are computed in the model's dtype, of the same numbers.",
+        "Use this policy on such a GPU.",
+    )
+    GEMM_SIZE = _Declared(
+        Family.GEMM,
+        ("its weight is (*1000*, *16*): not multiples of 128",),
+        "Blocks are 128 wide. Adapters of low rank stay as they are, and cost next to nothing.",
+    )
+    GEMM_DTYPE = _Declared(Family.GEMM, ("it gives *float64*",), "Float8 is for bfloat16, float16 and float32.")
+    GEMM_FORM = _Declared(
+        Family.GEMM,
+        ("*grouped_mm* is no linear layer",),
+        "A product of experts, of a batch of matrices, or of another library.",
+    )
     # ---- tensors that a memory level leaves as they are --------------------------------------------------------------
     CHECKPOINTED = _Declared(Family.MEMORY, ("selective checkpointing has decided to keep it",))
     FP8_DTYPE = _Declared(Family.MEMORY, ("it is *float64*",), '`"fp8"` is for float32 and below.')

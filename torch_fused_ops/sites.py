@@ -27,6 +27,10 @@ class Site:
         spelling: the functions between the GEMMs, as the model calls them.
         kind: the reason's kind, where it was left alone; None where it became an operator.
         excluded_by: the policy's pattern that excludes it; "" where none does.
+        gemm: what the linear layers around it multiply in, where the policy asks for float8 and some of them do; else
+            "".
+        gemm_reason: for people: those that do not, and why; "" where all do, or none was asked to.
+        gemm_kind: the kind of the first of those reasons.
     """
 
     op: str | None
@@ -40,6 +44,9 @@ class Site:
     spelling: tuple[str, ...] = ()
     kind: Kind | None = None
     excluded_by: str = ""
+    gemm: str = ""
+    gemm_reason: str = ""
+    gemm_kind: Kind | None = None
 
     @property
     def is_mlp(self) -> bool:
@@ -48,8 +55,11 @@ class Site:
 
     @property
     def is_missed(self) -> bool:
-        """Whether ``strict`` counts it: an MLP that was left alone, and not because the policy says so."""
-        return self.op is None and self.is_mlp and not (self.kind is not None and self.kind.is_wanted)
+        """Whether ``strict`` counts it: an MLP that was left alone, or all of its linear layers were, where the policy
+        asks for float8; and not because the policy says so."""
+        if self.op is not None:
+            return self.gemm_kind is not None and not self.gemm
+        return self.is_mlp and not (self.kind is not None and self.kind.is_wanted)
 
     @property
     def hint(self) -> str:

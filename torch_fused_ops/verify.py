@@ -6,9 +6,9 @@ import copy
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -186,9 +186,9 @@ def verify(
     result where that is one number, and else a fixed random function, linear in all that the model returns. Loss,
     outputs, every parameter's and every argument's gradient, and buffers and arguments as they are afterwards are
     compared with eager's in float64. What rounding explains: four times the error that eager makes itself in the
-    model's dtype, or four units of that dtype's rounding; in float64 4e-9. Memory levels that round (``"fp8"``) are
-    allowed their own rounding in the model's dtype; in float64 they keep what they keep as it is, so that everything
-    but the rounding is compared exactly.
+    model's dtype, or four units of that dtype's rounding; in float64 4e-9. What rounds (``memory="fp8"``, products in
+    float8) is allowed its own rounding in the model's dtype; in float64 it does not round, so that everything but the
+    rounding is compared exactly.
 
     Dropouts are compared as PyTorch's own (Inductor's ``fallback_random``), which drop what eager drops.
 
@@ -231,11 +231,12 @@ def verify(
         ]
         if wide is not None:
             runs.append(wide)
-        elif _rounds(policy):
+        elif _rounded(policy):
             runs.append(_Run(own, f"{_name(own)} unrounded", True, _unit(own), {"eager": eager}))
         for run in runs:
             for way in WAYS[1:]:
-                fn = interpreted(policy if way == "fused" else None, exact=run.exact, compiled=compiled)
+                own_policy = replace(policy, gemm="bf16") if run.exact else policy
+                fn = interpreted(own_policy if way == "fused" else None, exact=run.exact, compiled=compiled)
                 try:
                     with _recorded(way) as report:
                         run.steps[way] = _step(model, args, kwargs, run.dtype if run.exact else None, fn)
@@ -261,7 +262,7 @@ def verify(
         notes.append("no MLP was fused: this compares what plain torch.compile does, too; explain says why")
     if truth.random:
         notes.append("random numbers were PyTorch's own; dropouts that pick-up takes drop other elements")
-    rows = [row for run in runs for row in _compare(truth, jittered, run, rounds=_rounds(policy) and not run.exact)]
+    rows = [row for run in runs for row in _compare(truth, jittered, run, () if run.exact else _rounded(policy))]
     title = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
     return Verification(title, policy, tuple(rows), failures, sites, tuple(dict.fromkeys(notes)))
 
@@ -493,11 +494,18 @@ class _Narrowest(TorchDispatchMode):
 # ---- comparing -------------------------------------------------------------------------------------------------------
 
 
-def _rounds(policy: FusionPolicy) -> bool:
-    return "fp8" in ([policy.memory] if isinstance(policy.memory, str) else dict(policy.memory).values())
+def _rounded(policy: FusionPolicy) -> tuple[str, ...]:
+    """The kinds of quantities that a policy lets float8 round: products in it, all; what is kept in it, gradients."""
+
+    def values(field: Any) -> Iterable[str]:
+        return [field] if isinstance(field, str) else dict(field).values()
+
+    if any(one != "bf16" for one in values(policy.gemm)):
+        return ("loss", "output", "gradient", "buffer", "argument")
+    return ("gradient",) if "fp8" in values(policy.memory) else ()
 
 
-def _compare(truth: _Step, jittered: _Step, run: _Run, *, rounds: bool) -> Iterator[Comparison]:
+def _compare(truth: _Step, jittered: _Step, run: _Run, rounded: Collection[str]) -> Iterator[Comparison]:
     norms = {
         key: float(_wide(value).norm()) for key, value in truth.values.items() if value is not None and _counts(value)
     }
@@ -512,7 +520,7 @@ def _compare(truth: _Step, jittered: _Step, run: _Run, *, rounds: bool) -> Itera
         apart = {way: _apart(wanted, step.values.get(key), run.exact) for way, step in run.steps.items()}
         norm = norms.get(key, 0.0)
         norm = norm if norm and math.isfinite(norm) else 1.0
-        unit = UNIT_FP8 if rounds and kind == "gradient" else run.unit
+        unit = UNIT_FP8 if kind in rounded else run.unit
         unit *= 1 + FEW / max(1, wanted.numel() if wanted is not None else 1)
         noise = min(unit, OF_LARGEST) * largest.get(kind, 0.0)
         jitter = _apart(wanted, jittered.values.get(key), False)

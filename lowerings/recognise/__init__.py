@@ -3,12 +3,14 @@
 ``symbolic`` says what an expression means (the canonical form), ``prove`` which activation it is, ``graph`` reads an
 FX graph in one vocabulary, ``normal`` brings it into an easier form and back, ``custom`` reads autograd functions,
 ``cone`` finds the calls that make an activation and checks that replacing them is sound, and ``rewrite`` edits the
-graph. ``dropout`` does both for the dropouts behind linear layers.
+graph. ``dropout`` does both for the dropouts behind linear layers, ``gemms`` for the linear layers themselves.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import replace as replaced
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,12 +18,13 @@ import torch
 from torch.fx import Graph, Node
 
 from torch_fused_ops import capturing
+from torch_fused_ops.operators.float8 import RECIPES
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason, Refusal, excluded
 from torch_fused_ops.sites import DROPOUT, Site
 from torch_fused_ops.virtual_gpu.modules import module_stack
 
-from . import dropout
+from . import dropout, gemms
 from .cone import Cone, examine, find, readers
 from .graph import FREE, NONLINEAR, Facts, join, shown, tensor
 from .normal import Normal
@@ -60,13 +63,15 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
     try:
         facts = Facts(graph, normal.calls)
         cones: dict[Node, Cone] = {}
+        around: dict[Node, gemms.Linears] = {}
         refused: dict[Node, _Refused] = {}
         sites = list(find(facts))
-        for top, gemms in sites:
+        readers_of = dict(sites)
+        for top, reading in sites:
             activation = None
             try:
-                _check_readers(facts, top, gemms)
-                _check_excluded(top, gemms, policy)
+                _check_readers(facts, top, reading)
+                _check_excluded(top, reading, policy)
                 cone = examine(facts, top)
                 activation = cone.verdict.activation
                 _check_freezing(cone)
@@ -74,13 +79,22 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
             except Refusal as e:
                 refused[top] = _Refused(e.reason, activation)
         _drop_shared(facts, cones, refused)
+        for top, cone in cones.items():
+            recipe = policy.gemm_of(enclosing_modules(_paths(top, readers_of[top])))
+            if recipe in RECIPES:
+                around[top] = gemms.linears(facts, cone, recipe)
         dropouts = _dropouts(facts, policy, cones)
-        found = [(top, _site(facts, normal, top, gemms, cones.get(top) or refused[top])) for top, gemms in sites]
+        found = []
+        for top, reading in sites:
+            site = _site(facts, normal, top, reading, cones.get(top) or refused[top])
+            found.append((top, _with_linears(site, around[top]) if top in around else site))
         found += [(site.node, _dropout_site(facts, site)) for site in dropouts]
         report = tuple(site for _, site in sorted(found, key=lambda one: facts.index[one[0]]))
         fused = [site for site in dropouts if site.reason is None]
         if apply:
-            replace(graph, [*(fuse(graph, cone) for cone in cones.values()), *dropout.fuse(graph, fused)])
+            recipes = {node: one.recipe for one in around.values() for node in one.found}
+            edits = [fuse(graph, cone) for cone in cones.values()]
+            replace(graph, [*edits, *dropout.fuse(graph, fused), *gemms.fuse(graph, facts, recipes)])
             used.update(*(cone.calls for cone in cones.values()), *(site.calls for site in fused))
         return report
     finally:
@@ -161,10 +175,14 @@ def _check_readers(facts: Facts, top: Node, gemms: list[Node]) -> None:
         raise Refusal(Kind.COMPUTED_PRODUCT, text)
 
 
+def _paths(top: Node, gemms: list[Node]) -> Iterator[str]:
+    """The modules that a site is in."""
+    return (path for node in (top, gemms[0]) for path in module_stack(node))
+
+
 def _check_excluded(top: Node, gemms: list[Node], policy: FusionPolicy) -> None:
     """A pattern excludes a site by the path of any module that it is in; ``"encoder.*"`` means the encoder, too."""
-    modules = enclosing_modules(path for node in (top, gemms[0]) for path in module_stack(node))
-    pattern = policy.excluding(modules)
+    pattern = policy.excluding(enclosing_modules(_paths(top, gemms)))
     if pattern is not None:
         raise Refusal(*excluded(pattern))
 
@@ -213,6 +231,12 @@ def _site(facts: Facts, normal: Normal, top: Node, gemms: list[Node], found: Con
         proof += f"; {', '.join(dict.fromkeys(others))} keeps the value too"
     op, activation = f"fused::{operator_of(found)}", found.verdict.activation
     return Site(op, activation, reason=proof, users=users, spelling=spelling, **where)
+
+
+def _with_linears(site: Site, linears: gemms.Linears) -> Site:
+    refused = "; ".join(dict.fromkeys(f"{shown(node)}: {reason}" for node, reason in linears.refused))
+    kind = linears.refused[0][1].kind if linears.refused else None
+    return replaced(site, gemm=linears.recipe if linears.found else "", gemm_reason=refused, gemm_kind=kind)
 
 
 def _dropouts(facts: Facts, policy: FusionPolicy, cones: dict[Node, Cone]) -> list[dropout.Dropout]:

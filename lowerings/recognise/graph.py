@@ -56,7 +56,7 @@ CONVOLUTIONS = _words("conv1d conv2d conv3d convolution")  # a GEMM where the ke
 CONSTANTS: dict[str, float] = {"zeros_like": 0.0, "ones_like": 1.0}
 # Products under other names, custom operators' included (`transformers::grouped_mm_fallback`, `aten::_scaled_mm`, …).
 # What counts as a GEMM decides which sites are listed, never what is sound.
-_OTHER_GEMM = re.compile(r"(?:^|_)(?:mv|mm|bmm|gemm|matmul|linear)(?:_fallback|_v\d+)?$")
+_OTHER_GEMM = re.compile(r"(?:^|_)(?:mv|mm|bmm|gemm|matmul|linear)(?:_fallback|_fp8|_v\d+)?$")
 REGIONS = _words(
     """_enter_autocast _exit_autocast _set_grad_enabled set_grad_enabled _enter_inference_mode _exit_inference_mode
     _saved_tensors_hooks_enable _saved_tensors_hooks_disable"""

@@ -26,6 +26,7 @@ from torch_fused_ops import FusionPolicy, Site, UnfusedError, activations, expla
 from torch_fused_ops import functional as FF
 from torch_fused_ops.lowerings import compat, memory, recognise
 from torch_fused_ops.lowerings.passes import Recognise
+from torch_fused_ops.lowerings.recognise import gemms
 from torch_fused_ops.nn import proofs, replace
 from torch_fused_ops.reasons import Family, Kind, Reason, Refusal
 from torch_fused_ops.verify import interpreted
@@ -354,6 +355,35 @@ def frozen() -> list[Tensor]:
     return [x, w.detach(), v]
 
 
+def two_linears(act: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda x, w, d: F.linear(act(F.linear(x, w)), d)
+
+
+def linear_layer(fn: Callable[..., Any], *args: Tensor, **patched: Any) -> Program:
+    """Why a linear layer of a fused MLP does not multiply in float8."""
+
+    def program(patch: Patch) -> Reason:
+        found: list[Reason] = []
+        linears = gemms.linears
+
+        def recorded(*args: Any) -> Any:
+            result = linears(*args)
+            found.extend(reason for _, reason in result.refused)
+            return result
+
+        patch.setattr(gemms, "linears", recorded)
+        for name, value in patched.items():
+            patch.setattr(compat, name, value)
+        explain(fn, *args, policy=FusionPolicy(gemm="fp8"))
+        return found[0]
+
+    return program
+
+
+def blocks(dtype: torch.dtype = torch.float32, hidden: int = 128) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(shape, dtype=dtype) for shape in ((4, hidden), (256, hidden), (hidden, 256)))
+
+
 PROGRAMS: dict[Kind, Program] = {
     Kind.OTHER_OPERAND: mlp(no_mlp),
     Kind.COMPUTED_PRODUCT: site_of(lambda x, w, d: (lambda h: F.silu(h) @ h.t())(F.linear(x, w))),
@@ -432,6 +462,12 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.AT_WORK: later(lambda model, patch: patch.setattr(torch._C, "_get_tracing_state", lambda: 1)),
     Kind.CLASS_CHANGED: later(lambda model, patch: patch.setattr(type(model), "extra", 1, raising=False)),
     Kind.SITUATIONS: later(often),
+    Kind.GEMM_DEVICE: linear_layer(two_linears(F.gelu), *blocks(), no_block_scaling=lambda device: "sm_80"),
+    Kind.GEMM_SIZE: linear_layer(two_linears(F.gelu), *blocks(hidden=120)),
+    Kind.GEMM_DTYPE: linear_layer(two_linears(F.gelu), *blocks(torch.float64)),
+    Kind.GEMM_FORM: linear_layer(
+        lambda x, w, d: F.linear(F.gelu(F.conv1d(x[..., None], w[..., None]))[..., 0], d), *blocks()
+    ),
     Kind.CHECKPOINTED: kept(checkpointed, *tensors()),
     Kind.FP8_DTYPE: kept(gelu, *tensors(torch.float64), level="fp8"),
     Kind.FP8_DEVICE: kept(gelu, *tensors(), level="fp8", converts_to_fp8=lambda device: False),
@@ -451,10 +487,6 @@ def texts(monkeypatch: Patch) -> list[Reason]:
     asked: list[Reason] = []
     monkeypatch.setattr(Reason, "__str__", lambda self: (asked.append(self), "x")[1])
     return asked
-
-
-def two_linears(act: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    return lambda x, w, d: F.linear(act(F.linear(x, w)), d)
 
 
 def test_strict_and_the_notes_read_kinds(texts: list[Reason]) -> None:

@@ -156,7 +156,7 @@ def replace_mlps(
     around = enclosing_modules(path for module in chosen.values() for path in paths[id(module)])
     report.notes = tuple(
         f"memory={pattern!r} names no module that was replaced"
-        for pattern in policy.memory_patterns
+        for pattern in policy.patterns.get("memory", ())
         if not names_module(pattern, around)
     )
     if unseen:
@@ -173,7 +173,7 @@ def _paths(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _check_patterns(policy: FusionPolicy, paths: Sequence[str]) -> None:
-    for name, patterns in (("exclude", policy.exclude), ("memory", policy.memory_patterns)):
+    for name, patterns in policy.patterns.items():
         for pattern in patterns:
             if not names_module(pattern, paths):
                 near = difflib.get_close_matches(pattern.removesuffix(".*"), paths)
@@ -270,7 +270,7 @@ def _site(
         return Site(None, None, where, str(why), (), path, kind=why.kind, excluded_by=why.excluded_by)
     op = "fused::bias_act" if recipe.middle.layout is None else "fused::bias_glu"
     proof = f"proved from {recipe.proved_from}"
-    if policy.memory_patterns:
+    if "memory" in policy.patterns:
         proof += f"; memory={policy.memory_of(enclosing_modules(paths))!r}"
     return Site(op, recipe.middle.activation, where, proof, ("linear",), path)
 

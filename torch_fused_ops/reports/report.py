@@ -15,7 +15,14 @@ from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
 from torch_fused_ops.reasons import Kind
 from torch_fused_ops.reports.figures import Capture, Figures, measure
 from torch_fused_ops.reports.page import page
-from torch_fused_ops.reports.text import WIDTH, figures_table, levels_table, sites_table, unread_text
+from torch_fused_ops.reports.text import (
+    WIDTH,
+    figures_table,
+    levels_table,
+    reason_text,
+    sites_table,
+    unread_text,
+)
 from torch_fused_ops.sites import DROPOUT, Site
 
 if TYPE_CHECKING:
@@ -59,7 +66,7 @@ def grouped(sites: Iterable[Site]) -> tuple[Group, ...]:
         where, _, path = site.source.partition(" in ")
         names = path.split(".")
         shape = tuple("#" if name.isdigit() else name for name in names)
-        key = (site.op, site.activation, site.reason, site.users, where, shape)
+        key = (site.op, site.activation, reason_text(site), site.users, where, shape)
         groups.setdefault(key, []).append((site, names))
     return tuple(
         Group(
@@ -88,7 +95,7 @@ def unmatched(policy: FusionPolicy, sites: Sequence[Site]) -> tuple[str, ...]:
     modules = enclosing_modules(path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
     excluding = {site.excluded_by for site in sites}  # a pattern may fit a linear layer's own module, too
     patterns = [("exclude", p) for p in policy.exclude if p not in excluding]
-    patterns += [("memory", p) for p in policy.memory_patterns]
+    patterns += [(name, p) for name, found in policy.patterns.items() if name != "exclude" for p in found]
     there = ", ".join(dict.fromkeys(group.modules or "the model itself" for group in grouped(sites))) or "none"
     return tuple(
         f"{name}={pattern!r} matches no site's modules; the sites' modules are {there}"

@@ -50,7 +50,12 @@ def unread_text(groups: Sequence[Group]) -> list[tuple[str, Group]]:
 def reason_text(site: Site) -> str:
     """The reason as it is shown: without what the hint says too, and not like an item of a list (a minus in front)."""
     reason = site.reason.removesuffix(CAN_BE_ADDED)
-    return f"the value {reason}" if reason.startswith(("-", "−", "*", "+")) else reason
+    reason = f"the value {reason}" if reason.startswith(("-", "−", "*", "+")) else reason
+    if site.gemm:
+        reason += "; its linear layers are in float8" + (", but for " if site.gemm_reason else "")
+    elif site.gemm_reason:
+        reason += "; its linear layers are not in float8: "
+    return reason + site.gemm_reason
 
 
 def bare_reason(site: Site) -> str:

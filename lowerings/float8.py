@@ -1,0 +1,279 @@
+"""Stage 3 for linear layers in float8: ``quantise``, ``dequantise`` and ``scaled_mm`` as Inductor IR.
+
+What is quantised along its rows is fused with whatever makes it, an activation or a norm: that is Inductor's own
+work, given the formula in aten. What is quantised along its columns is stored transposed, and Inductor reads or
+writes that across the rows (pytorch#130015): on GPUs a kernel of ours does it (``kernels/float8.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.lowering import fallback_handler, lowerings, make_fallback, register_lowering
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx import Graph, Interpreter, Node
+from torch.fx._lazy_graph_module import _make_graph_module
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torch_fused_ops import activations, float8
+from torch_fused_ops.declaration import elementwise
+from torch_fused_ops.float8 import BLOCK
+from torch_fused_ops.lowerings.partition import Graphs
+from torch_fused_ops.operators.quantised import RESULTS
+
+__all__ = ["merged"]
+
+aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
+Box = Any  # ir.TensorBox
+
+
+class _Lowered(Interpreter):
+    """Runs a graph of aten's calls on Inductor's boxes."""
+
+    def run_node(self, n: Node) -> Any:
+        value = n.meta.get("val")
+        return value.node.expr if isinstance(value, torch.SymInt) else super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return lowerings.get(target, target)(*args, **kwargs)
+
+
+def _inlined(function: Callable[..., Any], *args: Any) -> Any:
+    """``function`` of boxes and of other arguments, as aten's calls, lowered."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    boxes = [a for a in args if isinstance(a, ir.TensorBox)]
+
+    def of_tensors(*tensors: torch.Tensor) -> Any:
+        rest = iter(tensors)
+        return function(*(next(rest) if isinstance(a, ir.TensorBox) else a for a in args))
+
+    with V.fake_mode, torch.no_grad():
+        likes = [ir.ir_node_to_tensor(box) for box in boxes]
+    traced = make_fx(of_tensors, decomposition_table=select_decomp_table())(*likes)
+    return _Lowered(traced).run(*boxes)
+
+
+def _on_gpu(box: Box) -> bool:
+    return bool(box.get_device().type != "cpu")
+
+
+def _is_transposed() -> bool:
+    """Whether what is being lowered reads a matrix the other way round."""
+    from torch._inductor.virtualized import V
+
+    node = V.graph.current_node
+    return bool(node.args) and isinstance(node.args[0], Node) and node.args[0].target in TRANSPOSED
+
+
+_by_kernel = {
+    name: fallback_handler(getattr(fused, name).default, add_to_fallback_set=False)
+    for name in ("quantise", "scaled_mm")
+}
+
+
+def _quantise(input: Box, rows: int) -> Any:
+    if _on_gpu(input) and (rows != 1 or _is_transposed()):
+        return _by_kernel["quantise"](input, rows)
+    return _inlined(float8.quantise, input, rows)
+
+
+def _dequantise(values: Box, scales: Box, rows: int, dtype: torch.dtype) -> Box:
+    return _inlined(float8.dequantise, values, scales, rows, dtype)
+
+
+def _scaled_mm(*args: Any) -> Box:
+    return _by_kernel["scaled_mm"](*args) if _on_gpu(args[0]) else _inlined(float8.product, *args)
+
+
+for _name, _lowering in (("quantise", _quantise), ("dequantise", _dequantise), ("scaled_mm", _scaled_mm)):
+    register_lowering(getattr(fused, _name).default, type_promotion_kind=None)(_lowering)
+
+for _op in (
+    fused.quantise_both,
+    fused.requantise,
+    *(getattr(fused, f"{op.backward.name}_quantised") for op in elementwise()),
+):
+    make_fallback(_op.default, warn=False)
+
+
+# ---- backward graphs -------------------------------------------------------------------------------------------------
+
+OPERATOR = {getattr(fused, op.forward.name).default: op for op in elementwise()}
+BACKWARD = {getattr(fused, op.backward.name).default: op for op in elementwise()}
+TRANSPOSED = {aten.t.default, aten.permute.default, aten.transpose.int}  # of a matrix
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+
+
+def merged(graphs: Graphs) -> Graphs:
+    """A pair of graphs in which what is quantised more than once is so in one pass; without float8 the pair itself.
+
+    Backward does not round twice what it has. On GPUs what is quantised along rows and along columns is one call:
+    elsewhere Inductor's code for the single steps does as well.
+    """
+    forward, backward = graphs
+    if not backward.graph.find_nodes(op="call_function", target=fused.scaled_mm.default):
+        return graphs
+    edited = copy.deepcopy(forward.graph), copy.deepcopy(backward.graph)
+    _round_once(edited[1])
+    for graph in edited:
+        for merge in (_merge_gradients, _merge):
+            for node in list(graph.nodes):
+                if _is_on_gpu(node):
+                    merge(graph, node)
+            stable_topological_sort(graph)
+            graph.eliminate_dead_code()
+    return _make_graph_module(forward, edited[0]), _make_graph_module(backward, edited[1])
+
+
+def _is_on_gpu(node: Node) -> bool:
+    values = node.meta.get("val")
+    first = next((v for v in (values if isinstance(values, (tuple, list)) else [values]) if v is not None), None)
+    return isinstance(first, torch.Tensor) and first.device.type != "cpu"
+
+
+def _round_once(graph: Graph) -> None:
+    """Quantise what a graph has itself, and not what that loads as.
+
+    The input of a linear layer is kept as it was multiplied, or rebuilt. Where it is rebuilt, rounding it in one form
+    of blocks and then in the other is work for nothing: both round to the same numbers, but for the smallest.
+    """
+    for node in graph.find_nodes(op="call_function", target=fused.dequantise.default):
+        values, source = node.args[0], None
+        if values.op == "call_function" and values.args[0].target is fused.quantise.default:
+            source = values.args[0].args[0]
+        if source is not None and source.meta["val"].dtype == node.meta["val"].dtype:
+            node.replace_all_uses_with(source)
+
+
+class _Uses(NamedTuple):
+    """Where a matrix is quantised along its rows, where along its columns, where its columns are summed."""
+
+    rows: list[Node]
+    columns: list[Node]
+    sums: list[Node]
+    others: list[Node]
+
+
+def _uses(node: Node, rows_of_columns: int = 1) -> _Uses:
+    """What reads a matrix, through transpositions; ``rows_of_columns``: of the blocks along its columns."""
+    found = _Uses([], [], [], [])
+    for user in node.users:
+        of_transposed = list(user.users) if user.target in TRANSPOSED else []
+        if user.target is fused.quantise.default and user.args[1] == 1:
+            found.rows.append(user)
+        elif of_transposed and all(_is_quantise(u, rows_of_columns) for u in of_transposed):
+            found.columns.extend(of_transposed)
+        elif user.target is aten.sum.dim_IntList and user.args[1] == [0]:
+            found.sums.append(user)
+        else:
+            found.others.append(user)
+    return found
+
+
+def _is_quantise(node: Node, rows: int) -> bool:
+    return node.target is fused.quantise.default and bool(node.args[1] == rows)
+
+
+def _call(graph: Graph, target: Any, *args: Any) -> Node:
+    """A call with its fake value."""
+    node = graph.call_function(target, args)
+    with torch.no_grad():
+        node.meta["val"] = target(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
+    return node
+
+
+def _replace_pair(graph: Graph, old: Sequence[Node], values: Node, scales: Node) -> None:
+    """Let who reads what ``quantise`` gave read these."""
+    for node in old:
+        for item in list(node.users):
+            item.replace_all_uses_with(scales if item.args[1] else values)
+            values.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+
+
+def _results(graph: Graph, node: Node) -> list[Node]:
+    return [_call(graph, operator.getitem, node, i) for i in range(len(node.meta["val"]))]
+
+
+def _merge(graph: Graph, node: Node) -> None:
+    """A matrix's two quantisations, or the one of what was quantised along its rows, in one pass."""
+    if not isinstance(node.meta["val"], torch.Tensor) or node.meta["val"].ndim != 2:
+        return
+    uses = _uses(node)
+    if uses.rows and uses.columns:
+        with graph.inserting_after(node):
+            both = _call(graph, fused.quantise_both.default, node)
+        with graph.inserting_after(both):
+            parts = _results(graph, both)
+        _replace_pair(graph, uses.rows, *parts[:2])
+        _replace_pair(graph, uses.columns, *parts[2:])
+    if node.target is fused.dequantise.default and node.args[2] == 1:
+        columns = _uses(node, BLOCK).columns
+        if columns:
+            with graph.inserting_after(node):
+                again = _call(graph, fused.requantise.default, *node.args[:2])
+            with graph.inserting_after(again):
+                _replace_pair(graph, columns, *_results(graph, again))
+
+
+def _matrices(node: Node) -> tuple[list[Node], bool]:
+    """A tensor's rows as a matrix, wherever the graph makes one of it, and whether all that reads it reads that."""
+    found, other = ([node], False) if node.meta["val"].ndim == 2 else ([], False)
+    for user in node.users:
+        columns = node.meta["val"].shape[-1]
+        if user.target in VIEWS and user.meta["val"].ndim == 2 and user.meta["val"].shape[-1] == columns:
+            found.append(user)
+        elif node.meta["val"].ndim != 2:
+            other = True
+    return found, not other
+
+
+def _merge_gradients(graph: Graph, node: Node) -> None:
+    """An activation's gradients and its result, where they are read by products in float8 and by nothing else."""
+    op = BACKWARD.get(node.target)
+    if op is None:
+        return
+    args: Any
+    grad, *args, _ = node.args
+    tensors, layout, _ = op.split(tuple(args))
+    data, others = tensors[: op.data], tensors[op.data :]
+    if layout == "interleaved" or any(other is not None for other in others):
+        return
+    if "activation" in op.scalars and not activations.get(args[len(tensors)]).builtin:
+        return
+    items = {user.args[1]: user for user in node.users}
+    of_gradients = []
+    for i in range(op.data):
+        matrices, alone = _matrices(items[i]) if i in items else ([], False)
+        rows, columns, sums, rest = ([u for m in matrices for u in _uses(m)[part]] for part in range(4))
+        rest = [u for u in rest if u not in matrices]
+        if not (alone and rows and columns) or rest:
+            return
+        of_gradients.append((rows, columns, sums))
+    results = [
+        n
+        for n in graph.find_nodes(op="call_function", target=getattr(fused, op.forward.name).default)
+        if list(op.complete(n.args)) == list(op.complete(tuple(args)))
+    ]
+    of_result = [c for n in results for m in _matrices(n)[0] for c in _uses(m, BLOCK).columns]
+    with graph.inserting_before(node):
+        flat = [_call(graph, aten.reshape.default, t, [-1, t.meta["val"].shape[-1]]) for t in (grad, *data)]
+        made = _call(graph, getattr(fused, f"{op.backward.name}_quantised").default, *flat, *args[len(tensors) :])
+        made.meta.update({k: v for k, v in node.meta.items() if k != "val"})
+        parts = _results(graph, made)
+    for i, (rows, columns, sums) in enumerate(of_gradients):
+        values, scales, values_t, scales_t, tiles = parts[RESULTS * i : RESULTS * (i + 1)]
+        _replace_pair(graph, rows, values, scales)
+        _replace_pair(graph, columns, values_t, scales_t)
+        for total in sums:
+            with graph.inserting_before(total):
+                again = _call(graph, aten.sum.dim_IntList, tiles, *total.args[1:])
+                again = _call(graph, prims.convert_element_type.default, again, total.meta["val"].dtype)
+            total.replace_all_uses_with(again)
+    _replace_pair(graph, of_result, *parts[-2:])

@@ -1,0 +1,125 @@
+"""The linear layers of recognised MLPs, in float8: ``F.linear`` becomes ``fused::linear_fp8`` where the policy asks.
+
+Those of an MLP are the ones that its activation reads, through sums with biases and adapters, and those that read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from torch_fused_ops.float8 import BLOCK
+from torch_fused_ops.lowerings import compat
+from torch_fused_ops.operators.float8 import DTYPES_OF_PRODUCTS, RECIPES
+from torch_fused_ops.reasons import Kind, Reason, Refusal
+
+from .cone import Cone, readers
+from .graph import AFFINE, Facts, record, shown, statically, tensor
+from .rewrite import Edit
+from .values import check_plain, value_of
+
+__all__ = ["Linears", "fuse", "linears"]
+
+
+@dataclass
+class Linears:
+    """The linear layers around one activation: those that become float8, and why the others do not."""
+
+    recipe: str
+    found: list[Node] = field(default_factory=list)
+    refused: list[tuple[Node, Reason]] = field(default_factory=list)
+
+
+def linears(facts: Facts, cone: Cone, recipe: str) -> Linears:
+    """The linear layers that produce what an activation reads, and those that read it, in graph order."""
+    result = Linears(recipe)
+    around = {*_producers(facts, cone), *(r for r in readers(facts, cone.root) if facts.weight_gemm(r))}
+    for node in sorted(around, key=facts.index.__getitem__):
+        try:
+            _check(facts, node)
+            result.found.append(node)
+        except Refusal as refusal:
+            result.refused.append((node, refusal.reason))
+    return result
+
+
+def _producers(facts: Facts, cone: Cone) -> Iterator[Node]:
+    """The GEMMs with weights that the operands come from, through views and sums."""
+    pending, seen = list(cone.operands), set[Node]()
+    while pending:
+        node = facts.origin(pending.pop())
+        if node in seen:
+            continue
+        seen.add(node)
+        if facts.weight_gemm(node):
+            yield node
+        elif facts.state[node] == AFFINE:
+            pending.extend(node.all_input_nodes)
+
+
+def _arguments(facts: Facts, node: Node) -> tuple[Node, Node, Node | None, bool]:
+    """(input, weight, bias, whether the weight is (in, out)) of a linear layer.
+
+    Raises:
+        Refusal: it is spelled as none.
+    """
+    call = facts.calls[node]
+    names, order, transposed = _SPELLINGS.get(call.name, ((), (), False))
+    given: dict[str, Any] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    input, weight, bias = (given.pop(names[i], None) if i is not None else None for i in order or (None,) * 3)
+    if isinstance(input, Node) and isinstance(weight, Node) and isinstance(bias, Node | None) and not given:
+        value, matrix = tensor(weight), value_of(input).ndim == 2 or call.name in ("linear", "matmul")
+        if value is not None and value.ndim == 2 and not facts.fed[weight] and matrix:
+            return input, weight, bias, transposed
+    raise Refusal(Kind.GEMM_FORM, f"{shown(node)} is no linear layer")
+
+
+# By a GEMM's name: its arguments, which of them are input, weight and bias, and whether the weight is (in, out).
+_SPELLINGS: dict[str, tuple[tuple[str, ...], tuple[int | None, ...], bool]] = {
+    "linear": (("input", "weight", "bias"), (0, 1, 2), False),
+    "addmm": (("input", "mat1", "mat2"), (1, 2, 0), True),
+    "mm": (("input", "mat2"), (0, 1, None), True),
+    "matmul": (("input", "other"), (0, 1, None), True),
+}
+
+
+def _check(facts: Facts, node: Node) -> None:
+    _, weight, bias, transposed = _arguments(facts, node)
+    for one in (node, weight, *node.all_input_nodes):
+        check_plain(one)
+    value, (n, k) = value_of(node), value_of(weight).shape
+    if value.dtype not in DTYPES_OF_PRODUCTS:
+        raise Refusal(Kind.GEMM_DTYPE, f"it gives {str(value.dtype).removeprefix('torch.')}")
+    if not (statically(n % BLOCK == 0) and statically(k % BLOCK == 0)):
+        raise Refusal(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of 128")
+    if bias is not None and not statically(value_of(bias).shape == (k if transposed else n,)):
+        raise Refusal(Kind.GEMM_FORM, f"{shown(node)} is no linear layer")
+    device = compat.no_block_scaling(value.device)
+    if device:
+        text = f"this device ({device}) has no products of float8 with a scale for each block of 128"
+        raise Refusal(Kind.GEMM_DEVICE, text)
+
+
+def fuse(graph: Graph, facts: Facts, found: dict[Node, str]) -> list[Edit]:
+    """The edits that make linear layers ``fused::linear_fp8``, each by its recipe."""
+    return [(node, partial(_insert, graph, facts, node, RECIPES[recipe]), {node}) for node, recipe in found.items()]
+
+
+def _insert(graph: Graph, facts: Facts, node: Node, wgrad: bool, new: list[Node]) -> Node:
+    input, weight, bias, transposed = _arguments(facts, node)
+    with graph.inserting_before(node):
+        if transposed:
+            weight = graph.call_function(torch.ops.aten.t.default, (weight,))
+            new.append(weight)
+            record(weight, weight.all_input_nodes[0])
+            weight.meta.update({k: v for k, v in node.meta.items() if k not in ("example_value", "val")})
+        dtype = value_of(node).dtype
+        made = graph.call_function(torch.ops.fused.linear_fp8.default, (input, weight, bias, dtype, wgrad))
+        new.append(made)
+        record(made, node)
+    return made

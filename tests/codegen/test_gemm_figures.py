@@ -1,0 +1,161 @@
+"""On paper: what products in float8 move and keep, what makes their operands, and what docs/fp8.md says of it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import torch_fused_ops as tfo
+from torch_fused_ops import FusionPolicy
+from torch_fused_ops import virtual_gpu as gpu
+
+pytest.importorskip("triton")
+
+TOKENS, HIDDEN, FFN = 8192, 4096, 14336
+MIB = 2**20
+BF16, FP8, BYTES = 790e12, 1250e12, 4.3e12  # FLOP/s and bytes/s that the page's roofline has
+PRODUCTS = ("mm", "addmm", "scaled_mm")
+
+
+class SwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(HIDDEN, FFN, bias=False) for _ in range(2))
+        self.down = nn.Linear(FFN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class GELU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))  # type: ignore[no-any-return]
+
+
+@cache
+def on_paper(make: type[nn.Module], **policy: Any) -> gpu.PaperCompilation:
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        module = make().bfloat16()
+        x = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    if not policy:
+        return gpu.compile_on_paper(module, x)
+    with tfo.enabled(FusionPolicy(**policy)):
+        return gpu.compile_on_paper(module, x)
+
+
+def besides_products(graph: gpu.GeneratedGraph) -> int:
+    """Bytes that everything but matrix products moves."""
+    moved = graph.bytes_moved
+    for node in graph.graph.graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "__name__", "").removesuffix(".default") in PRODUCTS:
+            moved -= sum(t.nbytes for t in (node.meta["val"], *(a.meta["val"] for a in node.all_input_nodes)))
+    return moved
+
+
+def extern(graph: gpu.GeneratedGraph) -> dict[str, int]:
+    return dict(Counter(name.removeprefix("fused.") for name in graph.extern))
+
+
+@pytest.mark.seconds("a whole training step, compiled for a GPU")
+def test_kernels_and_calls_of_a_step() -> None:
+    paper = on_paper(SwiGLU, gemm="fp8")
+    forward, backward = paper.forward, paper.backward
+    assert forward is not None and backward is not None
+    # The input, and gate and up with the activation: Inductor's. Three weights: ours.
+    assert sum(k.launches for k in forward.kernels) == 2
+    assert extern(forward) == {"quantise": 3, "scaled_mm": 3}
+    # The two parts of the input's gradient are added; everything else is ours.
+    assert sum(k.launches for k in backward.kernels) == 1
+    ours = {"quantise": 3, "quantise_both": 1, "requantise": 1, "glu_backward_quantised": 1}
+    assert extern(backward) == {**ours, "scaled_mm": 6}
+    (activation,) = [k for k in forward.kernels if "glu" in k.name]
+    assert activation.bytes_moved == TOKENS * FFN * (2 + 2 + 1) + TOKENS * FFN // 128 * 4
+
+
+@pytest.mark.slow
+def test_a_gelu_mlp_with_biases() -> None:
+    backward = on_paper(GELU, gemm="fp8").backward
+    assert backward is not None
+    ours = {"quantise": 2, "quantise_both": 1, "requantise": 1, "bias_act_backward_quantised": 1}
+    assert extern(backward) == {**ours, "scaled_mm": 4}
+
+
+PAPER = pytest.mark.seconds("a whole training step, compiled for a GPU")
+DEFAULT = (("SwiGLU, 14336", "plain"), ("SwiGLU, 14336", '`gemm="fp8"`'))
+POLICIES: dict[str, dict[str, str]] = {
+    "plain": {},
+    '`gemm="fp8"`': {"gemm": "fp8"},
+    '`gemm="fp8", memory="fp8"`': {"gemm": "fp8", "memory": "fp8"},
+    '`gemm="fp8", memory="input"`': {"gemm": "fp8", "memory": "input"},
+    '`gemm="fp8-wgrad-bf16"`': {"gemm": "fp8-wgrad-bf16"},
+}
+# Linear layers, and those in front of the activation.
+MODELS: dict[str, tuple[type[nn.Module], int, int]] = {
+    "SwiGLU, 14336": (SwiGLU, 3, FFN),
+    "GELU, 16384": (GELU, 2, 4 * HIDDEN),
+}
+
+
+def page() -> dict[tuple[str, str], tuple[float, ...]]:
+    """The page's table."""
+    text = (Path(__file__).parents[2] / "docs" / "fp8.md").read_text(encoding="utf-8")
+    found, model = {}, ""
+    row = r"^\| (.*?) ?\| (\S.*?)" + r" \| ([\d.]+)" * 4 + r" \|$"
+    for name, policy, *numbers in re.findall(row, text, re.M):
+        model = name or model
+        found[model, policy] = tuple(map(float, numbers))
+    return found
+
+
+def seconds(model: str, policy: str) -> float:
+    make, layers, ffn = MODELS[model]
+    paper, own = on_paper(make, **POLICIES[policy]), POLICIES[policy]
+    product = 2 * TOKENS * HIDDEN * ffn
+    fp8 = {"fp8": 3 * layers, "fp8-wgrad-bf16": 2 * layers}.get(own.get("gemm", ""), 0)
+    again = layers - 1 if own.get("memory") == "input" else 0
+    moved = sum(besides_products(graph) for graph in paper.graphs.values())
+    return product * ((fp8 + again) / FP8 + (3 * layers - fp8) / BF16) + moved / BYTES
+
+
+def test_the_page_has_every_policy() -> None:
+    assert list(page()) == [(model, policy) for model in MODELS for policy in POLICIES]
+
+
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [
+        pytest.param(model, policy, marks=PAPER if (model, policy) in DEFAULT else pytest.mark.slow)
+        for model in MODELS
+        for policy in POLICIES
+    ],
+)
+def test_the_page_says_what_was_counted(model: str, policy: str) -> None:
+    paper = on_paper(MODELS[model][0], **POLICIES[policy])
+    moved = [besides_products(paper.graphs[name]) / MIB for name in ("forward", "backward")]
+    share = seconds(model, policy) / seconds(model, "plain")
+    counted = *map(round, moved), round(paper.saved_bytes() / MIB), round(share, 2)
+    assert page()[model, policy] == counted
+    if policy == '`gemm="fp8"`':
+        assert share <= 0.70
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ("free", "fp8", "input"))
+@pytest.mark.parametrize("make", (SwiGLU, GELU))
+def test_less_is_kept_at_every_level(make: type[nn.Module], memory: str) -> None:
+    kept = [on_paper(make, memory=memory, gemm=gemm).saved_bytes() for gemm in ("bf16", "fp8")]
+    assert kept[0] - kept[1] == TOKENS * HIDDEN - TOKENS * HIDDEN // 128 * 4
