@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fused_ops import activations, functional
+from torch_fused_ops.float8 import BLOCK
 from torch_fused_ops.nn import layouts
 from torch_fused_ops.nn._memory import LEVELS, through
 from torch_fused_ops.nn._products import check_shape
 from torch_fused_ops.nn.config import activation_name, checked
+from torch_fused_ops.policy import GEMM
 
 __all__ = ["FusedMLP", "Middle", "check_memory", "untouched"]
 
@@ -102,6 +104,8 @@ class FusedMLP(nn.Module):
         memory: "off" keeps what the activation reads and what it gives, "free" what it reads, "fp8" that in
             float8_e4m3fn with a scale for each row, "input" neither: the first product is computed again. (Of ReLU
             "free" keeps what it gives.) Results are the same; so are gradients but with "fp8".
+        gemm: what both linears multiply in, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or in float8,
+            "fp8" or "fp8-wgrad-bf16" (``functional.linear_fp8``), for sizes that are multiples of 128.
         device, dtype: of the parameters.
         checkpoint_layout: the layout of the state dicts that are loaded, for those whose keys and shapes do not tell:
             "gate_up_proj/down_proj interleaved" has the keys and shapes of "gate_up_proj/down_proj".
@@ -123,6 +127,7 @@ class FusedMLP(nn.Module):
         dropout: float = 0.0,
         *,
         memory: str = "free",
+        gemm: str = "bf16",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         checkpoint_layout: str | None = None,
@@ -137,6 +142,14 @@ class FusedMLP(nn.Module):
         if not (math.isfinite(dropout) and 0 <= dropout <= 1):
             raise ValueError(f"dropout={dropout!r} is not accepted: it must be from 0 to 1")
         check_memory(memory)
+        if gemm not in GEMM:
+            raise ValueError(f"gemm={gemm!r} is not known; accepted: {', '.join(GEMM)}")
+        if gemm != "bf16":
+            for name, size in (("hidden", hidden), ("ffn", ffn)):
+                if size % BLOCK:
+                    raise ValueError(
+                        f"{name}={size} is not accepted with gemm={gemm!r}: it must be a multiple of {BLOCK}"
+                    )
         known = activation_name(activation)
         if known is None:
             raise TypeError(
@@ -148,6 +161,7 @@ class FusedMLP(nn.Module):
         self.hidden, self.ffn = hidden, ffn
         self._middle = Middle(known, "halves" if gated else None)  # here: torch 2.11's Dynamo cannot make one
         self.dropout, self.memory, self.checkpoint_layout = float(dropout), memory, checkpoint_layout
+        self.gemm = gemm
         self.fc1 = nn.Linear(hidden, ffn * 2 if gated else ffn, bias, device, dtype)
         self.fc2 = nn.Linear(ffn, hidden, bias, device, dtype)
 
@@ -169,15 +183,22 @@ class FusedMLP(nn.Module):
         if type(fc1) is nn.Linear and untouched(fc1):
             weight, bias = fc1.weight, fc1.bias  # those of now: functional_call's are gone when "input" runs it again
             check_shape("x", x, weight.shape[1:], "...")
-            first = lambda x: F.linear(x, weight)  # noqa: E731
+            first = lambda x: self._linear(x, weight, None)  # noqa: E731
         elif memory == "input":
             memory = "free"
         p = self.dropout if self.training else 0.0
-        if p and type(fc2) is nn.Linear and untouched(fc2):
-            y = middle.run(x, first, bias, lambda a: F.linear(a, fc2.weight), memory, reads=fc1.parameters)
-            return functional.bias_dropout_add(y, fc2.bias, None, p)
+        if type(fc2) is nn.Linear and untouched(fc2) and (p or self.gemm != "bf16"):
+            late = fc2.bias if p else None
+            second = lambda a: self._linear(a, fc2.weight, None if p else fc2.bias)  # noqa: E731
+            y = middle.run(x, first, bias, second, memory, reads=fc1.parameters)
+            return functional.bias_dropout_add(y, late, None, p) if p else y
         y = middle.run(x, first, bias, fc2, memory, reads=fc1.parameters)
         return functional.bias_dropout_add(y, None, None, p) if p else y
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.gemm == "bf16":
+            return F.linear(x, weight, bias)
+        return functional.linear_fp8(x, weight, bias, recipe=self.gemm)
 
     def reset_parameters(self) -> None:
         """Fill the parameters anew, as ``nn.Linear`` does."""
@@ -187,6 +208,7 @@ class FusedMLP(nn.Module):
     def extra_repr(self) -> str:
         parts = [f"activation={self.activation}", *["gated"] * self.gated]
         parts += [f"dropout={self.dropout}"] * bool(self.dropout)
+        parts += [f"gemm={self.gemm}"] * (self.gemm != "bf16")
         return ", ".join((*parts, f"memory={self.memory}"))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
