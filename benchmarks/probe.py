@@ -95,7 +95,7 @@ SUMS: list[Knobs] = [
       for steps, enough in ((16, 1024), (32, 1024), (128, 512), (256, 256))),
     *(_tile(loads, warps) for loads, warps in ((32, 4), (32, 8), (16, 8), (8, 4))),
 ]  # fmt: skip
-ROWS = [_rows(numbers, warps) for numbers, warps in ((16, 8), (32, 8), (32, 16), (64, 8), (8, 16), (16, 4))]
+ROWS = [_rows(numbers, warps) for numbers, warps in ((32, 8), (16, 16), (64, 8), (8, 16), (16, 4))]
 SOFTMAX: list[Knobs] = [
     *(_rows(numbers, warps, 2) for numbers, warps in ((16, 8), (32, 8), (32, 16), (8, 16), (64, 8))),
     {"_LEAST_TILE": 2048},
@@ -201,31 +201,29 @@ def planned(knobs: Knobs) -> Iterator[None]:
         yield
 
 
-Launch = tuple[Any, tuple[int, ...], torch.device, tuple[Any, ...], dict[str, Any]]
+Launch = Any  # launching.Launch
 
 
 def recorded(call: Callable[[], Any]) -> tuple[list[Launch], list[Tensor]]:
     """The launches that a call makes, none carried out, and the tensors that it returns."""
-    found: list[Launch] = []
-
-    def note(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
-        found.append((kernel, grid, device, args, constants))
-
-    with mock.patch.object(kernels("launching"), "launch", note):
+    with kernels("launching").recorded() as found:
         results = call()
     return found, [t for t in tree_leaves(results) if isinstance(t, Tensor)]
 
 
-def launcher(device: Device) -> Callable[..., None]:
+def launcher(device: Device) -> Callable[[Launch], None]:
     """What carries a launch out: Triton, or its interpreter on a CPU."""
-    if device.where.type != "cpu":
-        return kernels("launching").launch
-    from torch_fused_ops.virtual_gpu import interpret
 
-    def interpreted(kernel: Any, grid: tuple[int, ...], _: torch.device, *args: Any, **constants: Any) -> None:
-        interpret(kernel, *args, grid=grid, **constants)
+    def launched(one: Launch) -> None:
+        where = next(t.device for t in one.tensors if t is not None)
+        kernels("launching").launch(one.kernel, one.grid, where, one.tensors, one.integers, one.constants)
 
-    return interpreted
+    def interpreted(one: Launch) -> None:
+        from torch_fused_ops.virtual_gpu import interpret
+
+        interpret(one.kernel, *one.tensors, *one.integers, grid=one.grid, **one.constants)
+
+    return interpreted if device.where.type == "cpu" else launched
 
 
 def _drawn(shapes: Sequence[tuple[int, ...] | int], dtype: torch.dtype, device: Device, seed: int) -> list[Tensor]:
@@ -251,7 +249,7 @@ def distinct(subject: Subject, tensors: Sequence[Tensor]) -> list[Knobs]:
         with planned(knobs):
             launches, _ = recorded(lambda: subject.call(module, *tensors))
         # Constants decide the code; numbers among the arguments (steps, rows of partial sums) what it goes through.
-        plan = str([(g, constants, [a for a in args if isinstance(a, int)]) for _, g, _, args, constants in launches])
+        plan = str([(one.grid, one.constants, one.integers) for one in launches])
         if plan not in seen and knobs:
             found.append(knobs)
         seen.add(plan)
@@ -281,8 +279,8 @@ def kernel_case(
 
         def run(i: int) -> list[Tensor]:
             launches, outputs = ready[i]
-            for kernel, grid, where, args, constants in launches:
-                launch(kernel, grid, where, *args, **constants)
+            for one in launches:
+                launch(one)
             return outputs[:1]
 
         return Trial(run, lambda i: i)
@@ -461,14 +459,13 @@ def product_case(rows: int, contracted: int, columns: int, probe: Probe, device:
 def bare(launches: Sequence[Launch], compiled: bool) -> Callable[[], None]:
     """The launches of a call by Triton's ``kernel[grid]``, or by what it compiled for them."""
     ready: list[Callable[[], Any]] = []
-    for kernel, grid, _, args, constants in launches:
-        full = (*grid, 1, 1)[:3]
+    for one in launches:
+        launch = functools.partial(one.kernel[one.grid], *one.tensors, *one.integers, **one.constants)
         if not compiled:
-            ready.append(functools.partial(kernel[full], *args, **constants))
+            ready.append(launch)
             continue
-        done = kernel[full](*args, **constants)
-        named = {**dict(zip(kernel.arg_names, args, strict=False)), **constants}
-        ready.append(functools.partial(done[full], *(named[name] for name in kernel.arg_names)))
+        named = {**one.arguments, **one.constants}
+        ready.append(functools.partial(launch()[one.grid], *(named[name] for name in one.kernel.arg_names)))
 
     def run() -> None:
         for each in ready:

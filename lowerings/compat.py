@@ -242,7 +242,7 @@ def no_block_scaling(device: torch.device) -> str:
     if capability != (9, 0):
         return f"sm_{capability[0]}{capability[1]}"
     if version < (12, 9) or not hasattr(torch.ops.aten, "_scaled_mm_v2"):
-        return f"CUDA {torch.version.cuda}, torch {torch.__version__}"
+        return f"CUDA {torch.version.cuda}"
     return ""
 
 

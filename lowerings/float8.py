@@ -105,7 +105,6 @@ for _op in (
 
 # ---- backward graphs -------------------------------------------------------------------------------------------------
 
-OPERATOR = {getattr(fused, op.forward.name).default: op for op in elementwise()}
 BACKWARD = {getattr(fused, op.backward.name).default: op for op in elementwise()}
 TRANSPOSED = {aten.t.default, aten.permute.default, aten.transpose.int}  # of a matrix
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
@@ -145,11 +144,14 @@ def _round_once(graph: Graph) -> None:
     of blocks and then in the other is work for nothing: both round to the same numbers, but for the smallest.
     """
     for node in graph.find_nodes(op="call_function", target=fused.dequantise.default):
-        values, source = node.args[0], None
-        if values.op == "call_function" and values.args[0].target is fused.quantise.default:
-            source = values.args[0].args[0]
-        if source is not None and source.meta["val"].dtype == node.meta["val"].dtype:
-            node.replace_all_uses_with(source)
+        values, uses = node.args[0], _uses(node, BLOCK)
+        made: Any = values.args[0] if values.target is operator.getitem else None
+        alone = uses.columns and not (uses.rows or uses.sums or uses.others)  # no rounding that somebody asked for
+        quantised = isinstance(made, Node) and made.target is fused.quantise.default
+        if alone and quantised and made.args[1] == node.args[2]:
+            source = made.args[0]
+            if source.meta["val"].dtype == node.meta["val"].dtype:
+                node.replace_all_uses_with(source)
 
 
 class _Uses(NamedTuple):

@@ -49,7 +49,6 @@ def _overload(signature: Signature) -> Any:
 OPERATOR = {_overload(op.forward): op for op in elementwise()}
 STORING = {_overload(op.fp8): op for op in elementwise()}
 STORING_BACKWARD = {_overload(op.fp8_backward): op for op in elementwise()}
-QUANTISED = {fused.quantise.default, operator.getitem}  # weights in float8, which takes a pass over them
 SUMS = {aten.add.Tensor, aten.mul.Tensor}  # a bias, an adapter and its factor
 
 
@@ -248,13 +247,19 @@ def _plan(both: Handover, node: Node, operand: bool, again: list[Node], keep: li
             continue
         if base(source) in both.stale:
             raise Refusal(Kind.MADE_OF_WRITTEN, f"it is made of {base(source)}, which forward writes")
-        if not isinstance(source.meta.get("val"), (torch.Tensor, tuple)):
+        if not isinstance(source.meta.get("val"), torch.Tensor) and not _is_quantised(source):
             raise Refusal(Kind.MADE_OF_SIZE, f"it is made of {source}, a size that is not kept")
-        if source.target in SAME_ELEMENTS | QUANTISED or (not inside and source.target in GEMMS | SUMS):
+        if source.target in SAME_ELEMENTS or _is_quantised(source) or (not inside and source.target in GEMMS | SUMS):
             _plan(both, source, inside, again, keep)
         else:
             keep.append(source)
     again.append(node)
+
+
+def _is_quantised(node: Node) -> bool:
+    """Whether it is a weight in float8, or a part of that: a pass over the weight."""
+    made = node.args[0] if node.target is operator.getitem else node
+    return isinstance(made, Node) and made.target is fused.quantise.default
 
 
 _LEVELS: dict[str, Callable[[Handover, Node], None]] = {"fp8": _keep_fp8, "input": _keep_input}

@@ -22,6 +22,9 @@ def quick(x):
     return x * torch.sigmoid(1.702 * x)
 
 
+# What float8 and float32 hold exactly.
+INTEGERS, EYE = torch.arange(-8.0, 8.0).repeat(4, 8), torch.eye(128)
+
 FORMULAS = [  # ours, PyTorch's
     ("bias_gelu", (X, B), {}, lambda: F.gelu(X + B)),
     ("bias_gelu", (X, B, "tanh"), {}, lambda: gelu_tanh(X + B)),
@@ -57,6 +60,7 @@ FORMULAS = [  # ours, PyTorch's
     ("bias_glu", (X,), {"activation": "sigmoid", "layout": "halves"}, lambda: torch.sigmoid(GATE) * UP),
     ("dropout_add", (X, B, X), {"seed": torch.tensor([3]), "p": 0.0}, lambda: X + B + X),
     ("bias_dropout_add", (X, B, X, 0.5, False), {}, lambda: X + B + X),
+    ("linear_fp8", (INTEGERS, EYE, INTEGERS[0]), {}, lambda: F.linear(INTEGERS, EYE, INTEGERS[0])),
     ("scaled_masked_softmax", (X,), {"scale": 0.5}, lambda: torch.softmax(0.5 * X, -1)),
 ]
 

@@ -134,15 +134,26 @@ def exact(model: nn.Module, x: Tensor, tangent: Tensor, *more: Tensor) -> list[T
     return step(double, double, *(t.cpu().double() for t in (x, tangent, *more)))
 
 
-def assert_exact(found: list[Tensor], wanted: list[Tensor], memory: str) -> None:
-    allowed = max(harness.LIMIT[BF16], ways.LOOSE.get(f"fused-{memory}", 0.0))
+FLOAT8 = 0.12  # what products in float8 may be off by: each number by 2⁻⁴ at most, in three products one after another
+
+
+def assert_exact(found: list[Tensor], wanted: list[Tensor], memory: str, gemm: str = "bf16") -> None:
+    allowed = max(harness.LIMIT[BF16], ways.LOOSE.get(f"fused-{memory}", 0.0), FLOAT8 if gemm != "bf16" else 0.0)
     assert harness.relative_error([t.cpu() for t in found], wanted) <= allowed
 
 
-def check(name: str, memory: str, mode: str, device: str, rows: tuple[int, ...] = (ROWS,) * 3, **settings: Any) -> None:
+def check(
+    name: str,
+    memory: str,
+    mode: str,
+    device: str,
+    rows: tuple[int, ...] = (ROWS,) * 3,
+    gemm: str = "bf16",
+    **settings: Any,
+) -> None:
     """Steps of a model, each of other inputs; with CUDA graphs the first warms up, one records, the last replays."""
     model = MODELS[name]().to(BF16).to(device)
-    compiled = ways.ours(memory, mode)(model, fullgraph=True, **settings)
+    compiled = ways.ours(memory, mode, gemm=gemm)(model, fullgraph=True, **settings)
     for count in rows:
         x, tangent = inputs(count, device)
         torch.compiler.cudagraph_mark_step_begin()
@@ -150,7 +161,7 @@ def check(name: str, memory: str, mode: str, device: str, rows: tuple[int, ...] 
         kept = [(found[0] != 0).to(BF16)] if name == "dropout" else []
         if kept:
             assert abs(float(kept[0].float().mean()) - (1 - P)) < 0.02
-        assert_exact(found, exact(model, x, tangent, *kept), memory)
+        assert_exact(found, exact(model, x, tangent, *kept), memory, gemm)
 
 
 @everywhere(
@@ -158,6 +169,18 @@ def check(name: str, memory: str, mode: str, device: str, rows: tuple[int, ...] 
 )
 def test_a_training_step(inductor_code: None, device: str, name: str, memory: str, mode: str) -> None:
     check(name, memory, mode, device, dynamic=False)
+
+
+@pytest.mark.seconds("its graphs have three times as many calls")
+@everywhere(
+    "name",
+    "memory",
+    "mode",
+    gpu=[(name, memory, mode) for name in ("gelu", "swiglu", "glu") for memory in MEMORY for mode in MODES],
+    cpu=[("glu", "free", "default")],
+)
+def test_products_in_float8(inductor_code: None, device: str, name: str, memory: str, mode: str) -> None:
+    check(name, memory, mode, device, rows=(ROWS, 200, 200), gemm="fp8", dynamic=False)
 
 
 @everywhere("name", gpu=[("gelu",)], cpu=[("gelu",)])

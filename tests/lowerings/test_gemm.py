@@ -151,6 +151,28 @@ def test_fused_mlp_in_eager_and_compiled(gated: bool) -> None:
         FusedMLP(HIDDEN, FFN, gemm="int8")
 
 
+@pytest.mark.codegen_is_slow
+def test_rounding_that_a_model_asks_for_stays() -> None:
+    """Backward quantises what it has and not what that loads as; but not where the model itself has loaded it."""
+
+    def rounded(x: Tensor) -> Tensor:
+        stored = torch.ops.fused.quantise(x.detach() * 1.01, 1)
+        return x + (torch.ops.fused.dequantise(*stored, 1, x.dtype) - x).detach()
+
+    class Rounding(SwiGLU):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(rounded(x))
+
+    class ByHand(InFloat8):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(rounded(x))
+
+    module, by_hand, x = Rounding(), ByHand(), torch.randn(50, HIDDEN)
+    by_hand.load_state_dict(module.state_dict())
+    got, wanted = step(compiled(module, gemm="fp8", strict=True), module, x), step(by_hand, by_hand, x)
+    assert all(apart(a, b) < 0.02 for a, b in zip(got, wanted, strict=True))
+
+
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
