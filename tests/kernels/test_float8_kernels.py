@@ -80,9 +80,10 @@ def test_quantise_gives_the_formula_s_bits_of_both_layouts(
 
 def test_what_is_stored_along_rows_is_stored_along_columns(device: Device) -> None:
     stored = float8.quantise(numbers(200, 384).nan_to_num(0.0, 1e6, -1e6), 1)
-    (values, scales), expected = device.run(kernels.requantise, *stored), reference.requantise(*stored)
+    (values, scales), (e_values, e_scales) = device.run(kernels.requantise, *stored), reference.requantise(*stored)
     assert len(device.launches) == 1
-    assert_same((values, scales), expected)
+    assert torch.equal(scales, e_scales) and values.is_contiguous()
+    assert torch.equal(values.float(), e_values.float())  # not their bits: 3.6's interpreter gives −0 as 0
 
 
 @pytest.mark.parametrize("shape", [(60, 9), pytest.param((257, 384), marks=pytest.mark.slow)])

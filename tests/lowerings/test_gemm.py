@@ -260,6 +260,7 @@ def test_other_spellings_of_linear_layers(make: type[nn.Module]) -> None:
     assert all(apart(a, b) < 0.12 for a, b in zip(got, exact, strict=True))
 
 
+@pytest.mark.codegen_is_slow
 @pytest.mark.parametrize(
     "make, dtype, kind",
     [
