@@ -21,10 +21,11 @@ from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_fused_ops import activations, float8
-from torch_fused_ops.declaration import elementwise
 from torch_fused_ops.float8 import BLOCK
+from torch_fused_ops.lowerings import operators
+from torch_fused_ops.lowerings.epilogues import VIEWS
 from torch_fused_ops.lowerings.partition import Graphs
-from torch_fused_ops.operators.quantised import RESULTS
+from torch_fused_ops.operators.quantised import QUANTISED, RESULTS
 
 __all__ = ["merged"]
 
@@ -60,10 +61,6 @@ def _inlined(function: Callable[..., Any], *args: Any) -> Any:
     return _Lowered(traced).run(*boxes)
 
 
-def _on_gpu(box: Box) -> bool:
-    return bool(box.get_device().type != "cpu")
-
-
 def _is_transposed() -> bool:
     """Whether what is being lowered reads a matrix the other way round."""
     from torch._inductor.virtualized import V
@@ -79,7 +76,7 @@ _by_kernel = {
 
 
 def _quantise(input: Box, rows: int) -> Any:
-    if _on_gpu(input) and (rows != 1 or _is_transposed()):
+    if operators.is_on_gpu(input) and (rows != 1 or _is_transposed()):
         return _by_kernel["quantise"](input, rows)
     return _inlined(float8.quantise, input, rows)
 
@@ -89,25 +86,20 @@ def _dequantise(values: Box, scales: Box, rows: int, dtype: torch.dtype) -> Box:
 
 
 def _scaled_mm(*args: Any) -> Box:
-    return _by_kernel["scaled_mm"](*args) if _on_gpu(args[0]) else _inlined(float8.product, *args)
+    return _by_kernel["scaled_mm"](*args) if operators.is_on_gpu(args[0]) else _inlined(float8.product, *args)
 
 
 for _name, _lowering in (("quantise", _quantise), ("dequantise", _dequantise), ("scaled_mm", _scaled_mm)):
     register_lowering(getattr(fused, _name).default, type_promotion_kind=None)(_lowering)
 
-for _op in (
-    fused.quantise_both,
-    fused.requantise,
-    *(getattr(fused, f"{op.backward.name}_quantised") for op in elementwise()),
-):
-    make_fallback(_op.default, warn=False)
+for _op in (fused.quantise_both.default, fused.requantise.default, *QUANTISED.values()):
+    make_fallback(_op, warn=False)
 
 
 # ---- backward graphs -------------------------------------------------------------------------------------------------
 
-BACKWARD = {getattr(fused, op.backward.name).default: op for op in elementwise()}
+BACKWARD = {getattr(fused, op.backward.name).default: op for op in QUANTISED}
 TRANSPOSED = {aten.t.default, aten.permute.default, aten.transpose.int}  # of a matrix
-VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
 def merged(graphs: Graphs) -> Graphs:
@@ -266,7 +258,7 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
     of_result = [c for n in results for m in _matrices(n)[0] for c in _uses(m, BLOCK).columns]
     with graph.inserting_before(node):
         flat = [_call(graph, aten.reshape.default, t, [-1, t.meta["val"].shape[-1]]) for t in (grad, *data)]
-        made = _call(graph, getattr(fused, f"{op.backward.name}_quantised").default, *flat, *args[len(tensors) :])
+        made = _call(graph, QUANTISED[op], *flat, *args[len(tensors) :])
         made.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         parts = _results(graph, made)
     for i, (rows, columns, sums) in enumerate(of_gradients):

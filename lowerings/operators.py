@@ -205,6 +205,11 @@ def _widening_load(box: Box, at: Callable[[Index], Index], dtype: torch.dtype) -
     return lambda index: ops.to_dtype(load(at(index)), dtype)
 
 
+def is_on_gpu(box: Box) -> bool:
+    """Whether a box is on another device than the CPU."""
+    return bool(box.get_device().type != "cpu")
+
+
 def _here(index: Index) -> Index:
     return index
 

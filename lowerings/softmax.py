@@ -41,10 +41,6 @@ def _node(like: Box, dtype: torch.dtype, ranges: Sequence[Any], inner: Callable[
     return ir.Pointwise.create(device=like.get_device(), dtype=dtype, inner_fn=inner, ranges=list(ranges))
 
 
-def _on_gpu(box: Box) -> bool:
-    return bool(box.get_device().type != "cpu")
-
-
 def _window(size: Sequence[Any], causal: bool, window_left: int, window_right: int, group: int = 1) -> Load | None:
     """Whether a key, or one of its ``group``, is open to a query, from the index alone; None where every key is."""
     left, right = formulas.window_edges(causal, window_left, window_right)
@@ -103,7 +99,7 @@ def _softmax(
     input.mark_reuse(2)  # as of any value that is read twice: what costs much to make is made once
     double = torch.float64 in (input.get_dtype(), None if sink is None else sink.get_dtype())
     dtype = torch.float64 if double else torch.float32
-    on_gpu = _on_gpu(input)
+    on_gpu = operators.is_on_gpu(input)
     sign, size = formulas.split_scale(scale, dtype)
     load = operators._widening_load(input, lambda index: index, dtype)
     is_open = _window(shape, causal, window_left, window_right)
@@ -160,7 +156,7 @@ def _softmax_backward(
     dtype = torch.float64 if double else torch.float32
     grad.mark_reuse(2)
     output.mark_reuse(2)
-    near = _window(shape, causal, window_left, window_right, _GROUP) if _on_gpu(output) else None
+    near = _window(shape, causal, window_left, window_right, _GROUP) if operators.is_on_gpu(output) else None
     g, y = (_unread(operators._widening_load(b, lambda index: index, dtype), near, 0.0) for b in (grad, output))
     last = [len(shape) - 1]
     product = _node(output, dtype, shape, lambda index: ops.mul(g(index), y(index)))

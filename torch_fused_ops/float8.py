@@ -13,12 +13,14 @@ This is the text that oracle, CPU kernel, lowering and double precision tests sh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from torch_fused_ops.formulas import FP8
 
-__all__ = ["BLOCK", "FP8", "dequantise", "padded", "product", "quantise"]
+__all__ = ["BLOCK", "FP8", "dequantise", "padded", "product", "quantise", "scales_shape"]
 
 BLOCK = 128
 # float32 as integers: 448, float8_e4m3fn's largest, is 1.75·2⁸.
@@ -29,6 +31,12 @@ _WITHOUT_SIGN, _INFINITY, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 def padded(size: int) -> int:
     """``size``, or the next multiple of a block's width."""
     return (size + BLOCK - 1) // BLOCK * BLOCK
+
+
+def scales_shape(stored: Sequence[int], rows: int) -> tuple[int, int]:
+    """Of the scales of stored values (r, c) in blocks of (rows, 128), as GEMMs want them."""
+    r, c = stored
+    return (c // BLOCK, r) if rows == 1 else (r // rows, c // BLOCK)
 
 
 def quantise(input: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -42,8 +50,8 @@ def quantise(input: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         rows: 1 or 128.
 
     Returns:
-        values, float8_e4m3fn: (r, c'), c' the next multiple of 128, zeros behind c. scales, float32, as GEMMs want
-        them: (c' / 128, r) for rows 1, (r / 128, c' / 128) for rows 128.
+        values, float8_e4m3fn: (r, c'), c' the next multiple of 128, zeros behind c. scales, float32, of
+        ``scales_shape``: (c' / 128, r) for rows 1, (r / 128, c' / 128) for rows 128.
     """
     r, c = input.shape
     wide = torch.nn.functional.pad(input.to(torch.float32), (0, padded(c) - c))

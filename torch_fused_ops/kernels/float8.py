@@ -546,7 +546,7 @@ def _run_quantise(
             found += [None, None]
             continue
         wide = float8.padded(width)
-        shape = (wide // BLOCK, height) if of_blocks == 1 else (height // BLOCK, wide // BLOCK)
+        shape = float8.scales_shape((height, wide), of_blocks)
         found += [
             input.new_empty((height, wide), dtype=torch.uint8),
             input.new_empty(shape, dtype=torch.float32),

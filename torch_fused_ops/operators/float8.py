@@ -64,16 +64,11 @@ def _check_stored(name: str, values: Tensor, scales: Tensor, rows: int) -> None:
     _check_matrix(name, values, FP8)
     _check_matrix(f"{name}'s scales", scales, torch.float32)
     _check_rows(rows)
-    expected = _scales_shape(values, rows)
+    expected = float8.scales_shape(values.shape, rows)
     if values.shape[1] % BLOCK or values.shape[0] % rows:
         raise ValueError(f"{name} has shape {tuple(values.shape)}; accepted: whole blocks of ({rows}, {BLOCK})")
     if tuple(scales.shape) != expected:
         raise ValueError(f"{name}'s scales have shape {tuple(scales.shape)}; accepted: {expected}, as quantise gives")
-
-
-def _scales_shape(values: Tensor, rows: int) -> tuple[int, int]:
-    r, blocks = values.shape[0], values.shape[1] // BLOCK
-    return (blocks, r) if rows == 1 else (r // rows, blocks)
 
 
 def _check_dequantise(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> None:
@@ -101,7 +96,7 @@ def _check_product(
 def _fake_quantise(input: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     _check_quantise(input, rows)
     values = input.new_empty((input.shape[0], float8.padded(input.shape[1])), dtype=FP8)
-    return values, input.new_empty(_scales_shape(values, rows), dtype=torch.float32)
+    return values, input.new_empty(float8.scales_shape(values.shape, rows), dtype=torch.float32)
 
 
 def _fake_dequantise(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:

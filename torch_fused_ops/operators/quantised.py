@@ -23,8 +23,10 @@ from torch_fused_ops.float8 import BLOCK
 from torch_fused_ops.operators import activation, plain  # noqa: F401  (it declares what is registered here)
 from torch_fused_ops.operators.float8 import register_plain
 
-__all__ = ["RESULTS", "signature_of"]
+__all__ = ["QUANTISED", "RESULTS"]
 
+# By operator: of those that are declared when this is imported, the ones that a kernel has been written for.
+QUANTISED: dict[Elementwise, torch._ops.OpOverload] = {}
 RESULTS = 5  # of each gradient: values and scales along its rows, values and scales along its columns, sums
 
 
@@ -43,7 +45,7 @@ def _requantise(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return float8.quantise(float8.dequantise(values, scales, 1, torch.float32).t(), BLOCK)
 
 
-def signature_of(op: Elementwise) -> Signature:
+def _signature(op: Elementwise) -> Signature:
     """``…_backward_quantised`` of a declared operator, for calls without biases and scales."""
     return Signature(
         f"{op.name}_backward_quantised",
@@ -80,8 +82,8 @@ def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
     return fake
 
 
-def _register(signature: Signature, function: Callable[..., Any]) -> None:
-    register_plain(signature, function, _fake(function))
+def _register(signature: Signature, function: Callable[..., Any]) -> torch._ops.OpOverload:
+    return register_plain(signature, function, _fake(function))
 
 
 _register(
@@ -103,4 +105,4 @@ _register(
     _requantise,
 )
 for _op in elementwise():
-    _register(signature_of(_op), _of(_op))
+    QUANTISED[_op] = _register(_signature(_op), _of(_op))

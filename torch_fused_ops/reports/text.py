@@ -139,15 +139,21 @@ def _seconds(figures: Figures) -> list[tuple[float, float]]:
     return [] if before is None or after is None else [(before, after)]
 
 
-def figures_table(figures: Figures) -> str:
-    """The totals, before and after."""
-    rows = [(f"on paper, {figures.target}", PLAIN, PICKED_UP, "change"), *rows_of(figures)]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a table: a heading, a rule, and rows whose figures end below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join((row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))))
         for row in rows
     ]
     lines.insert(1, "  ".join("-" * w for w in widths))
+    return lines
+
+
+def figures_table(figures: Figures) -> str:
+    """The totals, before and after."""
+    rows = [(f"on paper, {figures.target}", PLAIN, PICKED_UP, "change"), *rows_of(figures)]
+    lines = _aligned(rows)
     lines += [f"a graph is missing from the figures: {reason}" for reason in dict.fromkeys(figures.skipped)]
     return "\n".join(lines)
 
@@ -163,12 +169,7 @@ def levels_table(figures: Figures) -> str:
         if level.seconds is not None and base.seconds is not None:
             times = (f"{1e3 * level.seconds:.3f} ms", change(base.seconds, level.seconds))
         rows.append((level.name, size(level.saved, base.saved), change(base.saved, level.saved), *times))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    lines = [
-        "  ".join((row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))))
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * w for w in widths))
+    lines = _aligned(rows)
     lines.append(
         "at least: what FLOP, bytes and instructions take at the rates measured on this GPU; nothing runs faster"
     )
