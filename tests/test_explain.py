@@ -3,6 +3,7 @@
 import copy
 import json
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch_fused_ops.reasons import Kind
 from torch_fused_ops.reports.explain import Report, Site, explain
 from torch_fused_ops.reports.recording import record
 from torch_fused_ops.reports.report import grouped
+from torch_fused_ops.virtual_gpu.modules import module_path
 
 
 class Block(nn.Module):
@@ -503,3 +505,42 @@ def test_exclude_that_matches_nothing_is_said():
 def test_dropouts_without_mlps_are_summed_up_alone():
     report = explain(lambda x, w: F.dropout(x @ w, 0.5) + x, torch.randn(4, 4), nn.Parameter(torch.randn(4, 4)))
     assert report.summary == "1 of 1 dropouts fused (1 graph)"
+
+
+@pytest.mark.parametrize(
+    ("by_dynamo", "by_the_model"),
+    [
+        ("L['self'].layers['0'].mlp", "layers.0.mlp"),
+        ("L['self']._modules['layers']['0'].mlp", "layers.0.mlp"),
+        ("L['s'].__dict__['_modules']['layers'].0.__dict__['_modules']['mlp']", "layers.0.mlp"),
+        ("L['self'].__dict__._modules.layers.0", "layers.0"),
+        ("L['fn'].0._orig_mod.layers", "0.layers"),
+        ("L['self'].layers.0._checkpoint_wrapped_module.mlp", "layers.0.mlp"),
+        ("L['self']._fsdp_wrapped_module.layers.0", "layers.0"),
+        ("L['self']", ""),
+        ("L['self'].my_orig_modules.0", "my_orig_modules.0"),
+    ],
+)
+def test_paths_are_as_the_model_names_its_modules(by_dynamo: str, by_the_model: str) -> None:
+    assert module_path(by_dynamo) == by_the_model
+
+
+def test_a_pattern_fits_below_a_class_with_a_getattr_of_its_own() -> None:
+    """PEFT's and diffusers' have one, and so have checkpoint wrappers."""
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Block(), Block()])
+
+        def __getattr__(self, name: str) -> Any:
+            return super().__getattr__(name)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    report = explain(Wrapper(), torch.randn(4, 8), policy=FusionPolicy(exclude=("layers.0.*",)))
+    mlps = [site for site in report.sites if site.module.endswith("mlp")]
+    assert [(site.module, site.op is None) for site in mlps] == [("layers.0.mlp", True), ("layers.1.mlp", False)]

@@ -6,6 +6,13 @@ import re
 
 from torch import fx
 
+# What Dynamo's paths have and ``named_modules()`` of the model as its author wrote it has not: how a module is looked
+# up where its class has a ``__getattr__`` of its own, and the wrappers of torch.compile, checkpointing and FSDP.
+_NO_NAMES = re.compile(
+    r"\.__dict__(\._modules(?=\.|$)|\['_modules'\])|\._modules(?=\[)"
+    r"|\.?(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\b"
+)
+
 
 def module_path(path: str) -> str:
     """A module's path in the model, from Dynamo's: ``L['self'].layers['0'].mlp`` is ``layers.0.mlp``.
@@ -13,8 +20,7 @@ def module_path(path: str) -> str:
     Dynamo's begins with the variable that held the model, maybe in a closure.
     """
     path = re.sub(r"^[LG]\[(['\"])(.*?)\1\](\.__closure__\[\d+\]\.cell_contents)?", "", path)
-    path = re.sub(r"\._modules(?=\[)|\.?_orig_mod", "", path)
-    return re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", path).strip(".")
+    return re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", _NO_NAMES.sub("", path)).strip(".")
 
 
 def module_stack(node: fx.Node) -> list[str]:
