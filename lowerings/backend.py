@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_fused_ops import lowerings
-from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.policy import FIELDS, FusionPolicy, not_known, policy_or_default
 
 
 def fused(
@@ -24,12 +24,13 @@ def fused(
         gm: the graph that Dynamo captured.
         example_inputs: its inputs, fake or real.
         mode: as for ``torch.compile``: "default", "reduce-overhead", "max-autotune", …
-        options: Inductor options, as for ``torch.compile``, and ``"policy"``: a FusionPolicy. Without it the policy of
-            ``enabled`` or ``enable`` holds where one is in force, else ``FusionPolicy()``.
+        options: Inductor options, as for ``torch.compile``, and ``"policy"``: a FusionPolicy; or its fields,
+            ``{"memory": "fp8"}`` for ``{"policy": FusionPolicy(memory="fp8")}``. Without, the policy of ``enabled`` or
+            ``enable`` holds where one is in force, else ``FusionPolicy()``.
     """
     passes = lowerings.pick_up()
     settings = dict(options or {})
-    policy = settings.pop("policy", None) or passes.active_policy() or FusionPolicy()
+    policy = _policy_of(settings) or passes.active_policy() or FusionPolicy()
     settings = passes.compile_options(policy, settings)
     # What ``torch.compile(mode=mode, options=options)`` compiles with: options checked, mode applied.
     compiler = getattr(torch, "_TorchCompileInductorWrapper", None)
@@ -37,3 +38,15 @@ def fused(
         return compiler(mode, settings, None)(gm, example_inputs)  # type: ignore[no-any-return]
     inductor: Any = torch._dynamo.lookup_backend("inductor")
     return inductor(gm, example_inputs, config_patches=settings)  # type: ignore[no-any-return]
+
+
+def _policy_of(settings: dict[str, Any]) -> FusionPolicy | None:
+    """The policy in these options, taken out of them; None where there is none."""
+    policy, fields = settings.pop("policy", None), {name: settings.pop(name) for name in FIELDS if name in settings}
+    if fields and policy is not None:
+        raise TypeError(f"options has a policy, and {', '.join(fields)} besides: it must be the one or the other")
+    known = torch._inductor.config.get_config_copy() if settings else {}
+    for name in settings:
+        if name.replace("-", "_") not in known:
+            raise TypeError(f"options: {not_known(name, ('policy', *FIELDS), known)}, or an option of Inductor's")
+    return FusionPolicy(**fields) if fields else policy_or_default(policy) if policy is not None else None

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
-__all__ = ["FusionPolicy", "UnfusedError", "enclosing_modules", "names_module", "policy_or_default"]
+__all__ = [
+    "FIELDS",
+    "FusionPolicy",
+    "UnfusedError",
+    "enclosing_modules",
+    "names_module",
+    "not_known",
+    "policy_or_default",
+]
 
 MEMORY = ("off", "free", "fp8", "input")  # each keeps less than the one before
 EPILOGUES = ("measured", "library", "off")
@@ -50,6 +60,12 @@ class FusionPolicy:
     epilogues: str = "measured"
     gemm: str | Mapping[str, str] | tuple[tuple[str, str], ...] = "bf16"
 
+    def __new__(cls, *args: Any, **fields: Any) -> FusionPolicy:
+        for name in fields:
+            if name not in FIELDS:
+                raise TypeError(f"FusionPolicy's {not_known(name, FIELDS)}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name, known in _BY_MODULE.items():
             value = getattr(self, name)
@@ -70,6 +86,38 @@ class FusionPolicy:
         for name, patterns in self.patterns.items():
             for pattern in patterns:
                 _check_pattern(name, getattr(self, name), pattern)
+
+    @classmethod
+    def parse(cls, text: str) -> FusionPolicy:
+        """A policy from text, as ``TORCH_FUSED_OPS`` has it: ``"memory=fp8,gemm=fp8,strict=true"``.
+
+        Fields are separated by commas; ``exclude`` may stand several times, a pattern each; ``"1"`` and ``"on"`` are
+        the default policy. Mappings from module patterns are for Python.
+
+        Raises:
+            TypeError: a field is not known.
+            ValueError: its value is not, or the text is no list of fields.
+        """
+        if text.strip().lower() in ("1", "on", "true"):
+            return cls()
+        fields: dict[str, Any] = {}
+        for part in text.split(","):
+            name, equals, value = (word.strip() for word in part.partition("="))
+            if not (name and equals and value):
+                raise ValueError(
+                    f"{part.strip()!r} in {text!r} is not accepted: it must be FIELD=VALUE, or the text be 1"
+                )
+            if name == "exclude":
+                fields[name] = (*fields.get(name, ()), value)
+            elif name in fields:
+                raise ValueError(f"{text!r} is not accepted: {name} stands in it twice")
+            elif FIELDS.get(name) == "bool":
+                if value.lower() not in _BOOLS:
+                    raise ValueError(f"{name}={value} is not accepted: it must be true or false")
+                fields[name] = _BOOLS[value.lower()]
+            else:
+                fields[name] = value
+        return cls(**fields)
 
     @property
     def patterns(self) -> dict[str, tuple[str, ...]]:
@@ -95,6 +143,17 @@ class FusionPolicy:
     def excluding(self, modules: Collection[str]) -> str | None:
         """The first pattern of ``exclude`` that fits what is in these modules (all around it); None if none does."""
         return next((pattern for pattern in self.exclude if names_module(pattern, modules)), None)
+
+
+FIELDS: dict[str, str] = dict(FusionPolicy.__annotations__)  # and their types, as they are written
+_BOOLS = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
+
+
+def not_known(name: str, accepted: Iterable[str], besides: Iterable[str] = ()) -> str:
+    """What an error says of a name that is not known: which one is meant, maybe, and all but those ``besides``."""
+    accepted = tuple(accepted)
+    near = difflib.get_close_matches(name, (*accepted, *besides), 1)
+    return f"{name!r} is not known{f'; did you mean {near[0]!r}?' if near else ''} (accepted: {', '.join(accepted)})"
 
 
 # The fields that may be mappings from module patterns, and what they take; "off" is for a whole model.
@@ -152,5 +211,9 @@ def policy_or_default(policy: FusionPolicy | None) -> FusionPolicy:
     if policy is None:
         return FusionPolicy()
     if not isinstance(policy, FusionPolicy):
-        raise TypeError(f"policy={policy!r} is not accepted: it must be a FusionPolicy or None")
+        meant = [f"FusionPolicy({name}={policy!r})" for name, known in _BY_MODULE.items() if policy in known]
+        raise TypeError(
+            f"policy={policy!r} is not accepted: it must be a FusionPolicy or None"
+            + (f"; did you mean {' or '.join(meant)}?" if meant else "")
+        )
     return policy
