@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from torch_fused_ops import environment
 from torch_fused_ops.lowerings import internals
 
 _registered = _checked = False
@@ -42,7 +43,10 @@ def register() -> None:
             for name in ("dropout", "float8", "operators", "softmax"):
                 import_module(f"{__name__}.{name}")
             import_module(f"{__name__}.partition").allow_recomputation()
-            import_module(f"{__name__}.passes").tag_caches()
+            passes = import_module(f"{__name__}.passes")
+            passes.tag_caches()
+            if environment.POLICY is not None:
+                passes.enable(environment.POLICY)
     except Exception as error:
         _turn_off(f"{type(error).__name__}: {error}")
     finally:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
@@ -137,8 +138,10 @@ class Recognise(_Pass, CustomGraphPass):
     name = "recognise"
 
     def __call__(self, graph: torch.fx.Graph) -> None:
+        global _graphs
         policy = self.policy_now()
         if policy is not None:
+            _graphs += 1
             _guarded(self, policy, functools.partial(self.run, graph, policy))
 
     def run(self, graph: torch.fx.Graph, policy: FusionPolicy) -> None:
@@ -217,6 +220,7 @@ SLOTS: dict[str, type[Recognise] | type[Remember] | type[Epilogues]] = {
 }
 
 
+_graphs = 0  # that stage 1 ran on
 _logged: set[str] = set()
 
 
@@ -279,9 +283,25 @@ def enable(policy: FusionPolicy | None = None) -> None:
     """
     global _everywhere
     policy = policy_or_default(policy)
+    if _everywhere is None:
+        _say_what_came_before()
     with _lock:
         newcomer, _everywhere = _everywhere is None, policy
         _hold(int(newcomer))
+
+
+def _say_what_came_before() -> None:
+    """Once: that what is compiled already stays as it is. (A graph that is being compiled now is counted already.)"""
+    utils = sys.modules.get("torch._dynamo.utils")
+    graphs = (utils.counters["stats"]["unique_graphs"] if utils else 0) - _graphs
+    if graphs > 0 and torch._guards.CompileContext.try_get() is None and "before" not in _logged:
+        _logged.add("before")
+        log.warning(
+            "enable() comes after torch.compile has compiled %d %s without it: what is compiled stays as it is. Call "
+            "enable() first, or torch.compiler.reset() now.",
+            graphs,
+            "graph" if graphs == 1 else "graphs",
+        )
 
 
 def disable() -> None:

@@ -188,3 +188,61 @@ def test_help_and_no_command(capsys):
     help_text = capsys.readouterr().out
     for command in ("info", "check", "explain"):
         assert command in help_text
+
+
+PROGRAM = """
+import multiprocessing, sys
+import torch
+
+def child(queue):
+    import torch_fused_ops.environment
+    queue.put(torch_fused_ops.environment.POLICY.memory)
+
+if __name__ == "__main__":
+    from some_models import example
+    model, args = example()
+    torch.compile(model)(*args).sum().backward()
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    print("child:", queue.get())
+    process.join()
+    print("arguments:", sys.argv)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [["program.py"], ["-m", "program"]])
+def test_run(models, how):
+    """A program as it is: its arguments, its neighbours, its exit code; its children do as it does."""
+    (models / "program.py").write_text(PROGRAM)
+    done = run("run", "--memory", "input", "--strict", "--report", "report.json", *how, "--memory", "x", cwd=models)
+    assert done.returncode == 3, done.stderr
+    assert "child: input" in done.stdout
+    name = "program.py"
+    assert re.search(rf"arguments: \['[^']*{name}', '--memory', 'x'\]", done.stdout), done.stdout
+    report = json.loads((models / "report.json").read_text())
+    assert [site["op"] for site in report["sites"]] == ["fused::bias_act"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
+def test_run_behind_torchrun(models):
+    program = PROGRAM.replace("sys.exit(3)", 'print("fused:", torch_fused_ops.lowerings.passes._graphs)')
+    (models / "program.py").write_text(program.replace("import torch\n", "import torch, torch_fused_ops\n", 1))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "torch_fused_ops", "run", "--memory", "fp8", "--report", "report.txt", "program.py"]
+    done = subprocess.run(command, cwd=models, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("child: fp8") == done.stdout.count("fused: 1") == 2
+    assert "1 of 1 MLP sites fused" in (models / "report.txt").read_text()
+
+
+def test_run_needs_a_program(models, capsys):
+    for arguments in (["run"], ["run", "nothing.py"]):
+        assert main(arguments) == 2
+        assert "is no file: it must be a Python program, or -m and a module's name" in capsys.readouterr().err
+    assert main(["run", "--report", "no/such/folder.txt", "some_models.py"]) == 2
+    assert "--report no/such/folder.txt cannot be written" in capsys.readouterr().err

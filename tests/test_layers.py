@@ -34,6 +34,7 @@ LAYERS: dict[str, list[str]] = {
     "virtual_gpu": [],
     "_version": [],
     "policy": [],
+    "environment": ["policy"],
     "capturing": [],
     "reasons": [],
     "sites": ["reasons"],
@@ -52,16 +53,16 @@ LAYERS: dict[str, list[str]] = {
     "megatron": ["reference", "operators", "viewless", "functional"],
     "slapo": ["activations", "functional", "megatron"],
     # torch.compile
-    "lowerings": ["virtual_gpu", "_version", "policy", *SITES, "observers", *OPERATORS],
+    "lowerings": ["virtual_gpu", "_version", "policy", "environment", *SITES, "observers", *OPERATORS],
     "reports": ["virtual_gpu", "policy", *SITES, "observers", "lowerings"],
     "verify": ["policy", *SITES, "observers", "lowerings", "reports"],
     # modules
     "nn": [*OPERATORS, "megatron", "policy", *SITES, "lowerings", "reports"],
-    "torch_fused_ops": ["_version", *OPERATORS, "policy", "lowerings", "reports", "verify"],
+    "torch_fused_ops": ["_version", *OPERATORS, "policy", "environment", "lowerings", "reports", "verify"],
     # tools
     "testing": ["virtual_gpu", *OPERATORS],
     "benchmarks": ["virtual_gpu", *OPERATORS, "policy", *SITES, "lowerings", "nn", "torch_fused_ops"],
-    "cli": [*OPERATORS, "policy", "lowerings", "torch_fused_ops", "testing", "benchmarks"],
+    "cli": [*OPERATORS, "policy", "environment", "lowerings", "torch_fused_ops", "testing", "benchmarks"],
     "__main__": ["cli"],
 }  # fmt: skip
 

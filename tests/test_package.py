@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ def test_importing_it_does_not_import_the_compiler() -> None:
     program = """
 import sys, torch
 before = set(sys.modules)
+assert "torch_fused_ops_autoload" in before and "torch_fused_ops" not in before
 import torch_fused_ops
 heavy = ("torch._inductor", "torch._dynamo", "torch.distributed.tensor", "triton", "sympy", "transformers",
          "torch_fused_ops.lowerings")
@@ -47,6 +49,29 @@ assert torch.ops.fused.glu in partitioners.get_default_op_list().recomputable_op
 assert torch.compiler.config.cache_key_tag.count("torch_fused_ops") == 1
 """
     run(program)
+
+
+def test_it_is_whole_while_a_clone_is_the_current_folder() -> None:
+    """Also where another copy is installed, and not with -e: without the finder of editable installs."""
+    if not (ROOT / "lowerings").is_dir():
+        pytest.skip("not in a clone")
+    program = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
+import torch_fused_ops
+from importlib.util import find_spec
+print(*(find_spec(f"torch_fused_ops.{part}").origin for part in ("functional", "lowerings", "benchmarks")), sep="\\n")
+"""
+    parts = ("torch_fused_ops/functional.py", "lowerings/__init__.py", "benchmarks/__init__.py")
+    assert run(program, cwd=ROOT).splitlines() == [str(ROOT / part) for part in parts]
+
+
+def test_its_names() -> None:
+    import torch_fused_ops
+
+    assert set(torch_fused_ops.__all__) <= set(dir(torch_fused_ops))
+    assert all(hasattr(torch_fused_ops, name) or find_spec(f"torch_fused_ops.{name}") for name in dir(torch_fused_ops))
+    assert not {"annotations", "Any", "importlib", "sys"} & set(dir(torch_fused_ops))
 
 
 def test_lowerings_have_one_name() -> None:
@@ -79,6 +104,34 @@ def test_every_data_file_is_installed() -> None:
     for file in (ROOT / "torch_fused_ops").rglob("*"):
         if file.is_file() and file.suffix not in (".py", ".pyc"):
             assert f'"{file.name}"' in text, f"{file.name} is missing from pyproject.toml"
+
+
+COMPILED = """
+import torch
+f = torch.compile(lambda x, w: torch.relu(x @ w) @ w, fullgraph=True)
+f(torch.ones(2, 4), torch.eye(4))
+from torch_fused_ops.lowerings import passes
+print(passes.active_policy(), passes._graphs)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [("memory=input,exclude=a.*", "memory='input'"), ("1", "memory='free'"), ("off", "None 0"), ("", "None 0")],
+)
+def test_the_environment_asks_for_it(text: str, printed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FUSED_OPS", text)
+    out = run(COMPILED)
+    assert printed in out and (printed == "None 0" or out.endswith(") 1\n"))
+
+
+def test_what_the_environment_says_wrong_stops_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FUSED_OPS", "memory=fp88")
+    done = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True)
+    assert (
+        done.returncode and "TORCH_FUSED_OPS='memory=fp88' is not accepted: memory='fp88' is not known" in done.stderr
+    )
 
 
 @pytest.mark.slow

@@ -13,9 +13,16 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+# While the current folder is a clone, this package is the clone's, whichever is installed; and what is installed as its
+# parts stands beside it there.
+if importlib.util.find_spec("torch_fused_ops.lowerings") is None:
+    __path__.append(str(Path(__file__).parents[1]))
+
+import torch_fused_ops.environment  # noqa: F401  first: what it says wrong stops here
 from torch_fused_ops import functional
 from torch_fused_ops._version import __version__
 from torch_fused_ops.activations import register_activation
@@ -45,6 +52,10 @@ __all__ = [
     "register_activation",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "distributed", "lowerings", "megatron", "nn", "reference", "slapo", "testing", "virtual_gpu"]
 
 
 # Importing Inductor costs 1.7 s, which `import torch_fused_ops` must not: these four fetch it when they are called.

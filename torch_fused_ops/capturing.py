@@ -26,23 +26,27 @@ def throwaway(fn: Any) -> Callable[..., Any]:
 
 @contextmanager
 def unchanged(model: Callable[..., Any]) -> Iterator[None]:
-    """Put back what a run changes: buffers (batch statistics, caches), random generators, Dynamo's record of sizes.
+    """Put back what a run changes: buffers (batch statistics, caches), random generators, Dynamo's records.
 
-    Without the last, sizes that were seen here would make a later compilation with others dynamic from the start.
+    Sizes that were seen here would make a later compilation with others dynamic from the start; graphs that were
+    captured here would count as the user's.
     """
     from torch._dynamo import pgo
+    from torch._dynamo.utils import counters
 
     buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
     before = [buffer.detach().clone() for buffer in buffers]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     seen = pgo.get_code_state()
-    seen_before = copy.deepcopy(seen)
+    seen_before, counted = copy.deepcopy(seen), dict(counters["stats"])
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
             seen.clear()
             seen.update(seen_before)
+            counters["stats"].clear()
+            counters["stats"].update(counted)
             with torch.no_grad():
                 for buffer, old in zip(buffers, before, strict=True):
                     if not torch.equal(buffer, old):

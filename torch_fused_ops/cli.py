@@ -1,9 +1,10 @@
-"""The command line: ``python -m torch_fused_ops {info, check, explain, verify, bench}``.
+"""The command line: ``python -m torch_fused_ops {info, check, explain, verify, run, bench}``.
 
     info                            versions, devices and what is active
     check [--device D] [--quick]    opcheck and precision of every operator on a device; exit code 1 if anything fails
     explain MODULE:CALLABLE         which MLP sites of a model are fused, why the others are not, what it saves
     verify MODULE:CALLABLE          a model's step of training, eager, compiled and fused; exit code 1 if it differs
+    run SCRIPT [ARGUMENT ...]       a program as it is, with pick-up in every torch.compile
     bench NAME                      measure this library beside PyTorch's own ways, or count on paper
     --version                       this library's version
 
@@ -19,6 +20,7 @@ import importlib
 import importlib.util
 import os
 import platform
+import runpy
 import sys
 import time
 import traceback
@@ -30,6 +32,7 @@ from typing import Any
 import torch
 
 import torch_fused_ops as tfo
+from torch_fused_ops import environment
 from torch_fused_ops.policy import GEMM, MEMORY
 
 __all__ = ["main"]
@@ -209,6 +212,43 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0 if found.ok else 1
 
 
+# ---- run -------------------------------------------------------------------------------------------------------------
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Becomes the program: its name, arguments, folder and exit code. Processes that it starts do as it does."""
+    _check_writable(arguments, "report")
+    name, *rest = arguments.program or [""]
+    script = Path(name)
+    if not arguments.module and not script.is_file():
+        raise _UsageError(f"{name or 'SCRIPT'} is no file: it must be a Python program, or -m and a module's name")
+    fields = [f"memory={arguments.memory}", f"gemm={arguments.gemm}", f"strict={arguments.strict}".lower()]
+    text = ",".join((*fields, *(f"exclude={pattern}" for pattern in arguments.exclude)))
+    environment.ask_for(text)
+    sys.argv = [name, *rest]
+    if arguments.module:
+        program = functools.partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(script.parent.resolve())
+        program = functools.partial(runpy.run_path, name, run_name="__main__")
+    if not arguments.report or os.environ.get("RANK", "0") != "0":
+        program()
+        return 0
+    with tfo.record() as report:
+        try:
+            program()
+        finally:
+            _write(report, Path(arguments.report))
+    return 0
+
+
+def _write(report: tfo.Report, file: Path) -> None:
+    if file.suffix == ".html":
+        report.to_html(file)
+    else:
+        file.write_text(report.to_json() if file.suffix == ".json" else f"{report}\n", encoding="utf-8")
+
+
 # ---- bench -----------------------------------------------------------------------------------------------------------
 
 BENCHMARKS = ("pointwise", "mlp", "model", "inference", "probe", "on-paper", "gpu")
@@ -234,11 +274,18 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:CALLABLE",
         help="CALLABLE() returns (model, args) or (model, args, kwargs); MODULE is a module's name or a .py file",
     )
+    _add_policy(parser)
+
+
+def _add_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", choices=MEMORY, default="free", help="FusionPolicy's memory; free by default")
     parser.add_argument("--gemm", choices=GEMM, default="bf16", help="FusionPolicy's gemm; bf16 by default")
     parser.add_argument(
         "--exclude", metavar="PATTERN", action="append", default=[], help="FusionPolicy's exclude; may be repeated"
     )
+
+
+_RUN = "python -m torch_fused_ops run [--memory M] [--gemm G] [--exclude PATTERN] [--strict] [--report FILE] [-m]"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -275,6 +322,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.add_argument("--json", metavar="FILE", help="write all that was compared as JSON too")
     verify.set_defaults(run=_verify)
+    run = commands.add_parser(
+        "run", help="a Python program as it is, with pick-up in every torch.compile of it", usage=f"{_RUN} SCRIPT ..."
+    )
+    _add_policy(run)
+    run.add_argument("--strict", action="store_true", help="an MLP that is left alone is an error")
+    run.add_argument("--report", metavar="FILE", help="what was fused (rank 0), at the end: .json, .html, or text")
+    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    run.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
+    run.set_defaults(run=_run)
     bench = commands.add_parser("bench", help="measure this library beside PyTorch's own ways, or count on paper")
     bench.add_argument("benchmark", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
     bench.add_argument("--device", help="cpu, cuda, cuda:1, …; a GPU by default where there is one")

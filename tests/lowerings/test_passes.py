@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -313,3 +314,80 @@ def test_bad_policies_are_named() -> None:
         tfo.FusionPolicy(exclude="a")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="strict=1"):
         tfo.FusionPolicy(strict=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="FusionPolicy's 'memroy' is not known; did you mean 'memory'"):
+        tfo.FusionPolicy(memroy="fp8")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"policy='fp8' .*FusionPolicy\(memory='fp8'\) or FusionPolicy\(gemm='fp8'\)"):
+        tfo.enable("fp8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        ({"memory": "input", "strict": True}, tfo.FusionPolicy(memory="input", strict=True)),
+        ({"policy": tfo.FusionPolicy(memory="off")}, tfo.FusionPolicy(memory="off")),
+        ({"exclude": ["mlp"], "max-autotune": False}, tfo.FusionPolicy(exclude=("mlp",))),
+        ({"max_autotune": False}, tfo.FusionPolicy()),
+    ],
+)
+def test_a_policy_s_fields_are_options_of_the_backend(
+    options: dict[str, Any], policy: tfo.FusionPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tfo.FusionPolicy | None] = []
+    monkeypatch.setattr(passes, "compile_options", lambda policy, options: seen.append(policy) or {})
+    torch.compile(lambda x: x + 1, backend="fused", options=options)(torch.ones(2))
+    assert seen == [policy]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"polciy": 1}, "options: 'polciy' is not known; did you mean 'policy'?"),
+        ({"max_autotun": True}, "options: 'max_autotun' is not known; did you mean 'max_autotune'?"),
+        ({"memory": "fp8", "policy": tfo.FusionPolicy()}, "options has a policy, and memory besides"),
+        ({"policy": "fp8"}, "policy='fp8' is not accepted"),
+        ({"memory": "fp9"}, "memory='fp9' is not known"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=re.escape(message)):
+        torch.compile(lambda x: x + 1, backend="fused", options=options)(torch.ones(2))
+
+
+def test_policies_are_read_from_text() -> None:
+    read = tfo.FusionPolicy.parse
+    assert read("memory=fp8, gemm=fp8,strict=true,exclude=a.*,exclude=b") == tfo.FusionPolicy(
+        memory="fp8", gemm="fp8", strict=True, exclude=("a.*", "b")
+    )
+    assert read("1") == read("on") == tfo.FusionPolicy() and not read("dropout=off").dropout
+    for text, error in (("", ValueError), ("fp8", ValueError), ("memory=", ValueError), ("strict=perhaps", ValueError)):
+        with pytest.raises(error, match="is not accepted"):
+            read(text)
+    with pytest.raises(TypeError, match="'memroy' is not known"):
+        read("memroy=fp8")
+    with pytest.raises(ValueError, match="memory stands in it twice"):
+        read("memory=fp8,memory=input")
+
+
+def test_enable_says_once_that_what_is_compiled_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    passes._logged.discard("before")
+    torch._dynamo.utils.counters.clear()
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4)), torch.ones(2, 4)
+    before = passes._graphs
+    passes._graphs = 0
+
+    def said() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "torch_fused_ops"]
+
+    try:
+        tfo.explain(model, x)
+        tfo.enable()
+        tfo.disable()
+        assert not said()
+        torch.compile(model, backend="eager")(x)
+        for _ in range(2):
+            tfo.enable()
+            tfo.disable()
+        (text,) = said()
+        assert "compiled 1 graph without it" in text
+    finally:
+        passes._graphs = before
