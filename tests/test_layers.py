@@ -59,6 +59,7 @@ LAYERS: dict[str, list[str]] = {
     # modules
     "nn": [*OPERATORS, "megatron", "policy", *SITES, "lowerings", "reports"],
     "torch_fused_ops": ["_version", *OPERATORS, "policy", "environment", "lowerings", "reports", "verify"],
+    "integrations": ["reports"],
     # tools
     "testing": ["virtual_gpu", *OPERATORS],
     "benchmarks": ["virtual_gpu", *OPERATORS, "policy", *SITES, "lowerings", "nn", "torch_fused_ops"],

@@ -139,10 +139,9 @@ class _Recorder:
         report.title = ", ".join(dict.fromkeys(one.title for one in self.graphs if one.title))
         report.figures, report.figures_missing = None, ""
         report._captures = [one.capture for one in self.graphs]
-        policies = dict.fromkeys(capture.policy for capture in report._captures)
         notes = (
             note
-            for policy in policies
+            for policy in report.policies
             for note in unmatched(policy, [s for one in self.graphs if one.capture.policy == policy for s in one.sites])
         )
         report.notes = (*dict.fromkeys(notes), *self.failures)

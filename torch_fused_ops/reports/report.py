@@ -129,6 +129,11 @@ class Report:
         self._captures: list[Capture] = []
 
     @property
+    def policies(self) -> tuple[FusionPolicy, ...]:
+        """The policies by which the graphs were picked up; one, unless a ``record`` block has seen several."""
+        return tuple(dict.fromkeys(capture.policy for capture in self._captures))
+
+    @property
     def summary(self) -> str:
         """One line: how many sites, how many fused, how many are no MLPs."""
         mlps = [s for s in self.sites if s.is_mlp]
