@@ -161,7 +161,8 @@ def test_wrong_declarations_say_what_is_wrong(changed: dict[str, object], text: 
 def test_rules_name_the_argument_its_value_and_what_is_accepted() -> None:
     for rule, value, text in (
         (finite("gain"), float("nan"), "gain=nan is not accepted: it must be finite"),
-        (above_zero("clamp"), -1.0, "clamp=-1.0 is not accepted: it must be above 0, or None for no clamp"),
+        (above_zero("clamp", optional=True), -1.0, "clamp=-1.0 is not accepted: it must be above 0, or None for no"),
+        (above_zero("cap"), 0.0, "cap=0.0 is not accepted: it must be above 0"),
         (one_of("layout", ("a", "b")), "c", "layout='c' is not known; accepted: a, b"),
     ):
         with pytest.raises(ValueError, match=re.escape(textwrap.dedent(text))):
