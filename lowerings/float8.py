@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import fallback_handler, lowerings, make_fallback, register_lowering
-from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Interpreter, Node
 from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -108,6 +107,8 @@ def merged(graphs: Graphs) -> Graphs:
     Backward does not round twice what it has. On GPUs what is quantised along rows and along columns is one call:
     elsewhere Inductor's code for the single steps does as well.
     """
+    from torch._inductor.pattern_matcher import stable_topological_sort  # not earlier: it imports the lowerings
+
     forward, backward = graphs
     if not backward.graph.find_nodes(op="call_function", target=fused.scaled_mm.default):
         return graphs

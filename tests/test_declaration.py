@@ -41,7 +41,6 @@ from torch_fused_ops import lowerings
 
 lowerings.require()  # an operator more turns nothing off
 from torch_fused_ops import reference, formulas
-from torch_fused_ops.testing import check
 
 def close(a, b):
     torch.testing.assert_close(a, b)
@@ -125,6 +124,16 @@ close(result, torch.autograd.grad((square(torch.tanh(x), b, s, 1.5) * 2).sum(), 
 assert codes and not any("fused.bias_square" in code for code in codes)
 assert handover.DATA[F.bias_square_backward.default] == (1,) and F.bias_square.default in memory.OPERATOR
 assert "bias_square" in partition.REBUILT and set(schemas) <= set(sharding.rules())
+
+# `python -m torch_fused_ops check` has it, and its samples
+from torch_fused_ops.testing import precision, samples
+
+assert {"bias_square", "sine_glu"} < set(samples.OPERATORS) and "sine_glu_fp8" in samples.FP8_OPERATORS
+for sample in samples.samples("bias_square", core=True):
+    errors = precision.measure(sample)
+    assert all(error <= precision.LIMITS[kind] for kind, error in errors.items()), (str(sample), errors)
+for op in ("bias_square_fp8", "sine_glu", "sine_glu_fp8"):
+    assert len([sample() for make in (samples.samples, samples.backward_samples) for sample in make(op, core=True)]) > 9
 print("everything")
 """
 
@@ -161,7 +170,8 @@ def test_wrong_declarations_say_what_is_wrong(changed: dict[str, object], text: 
 def test_rules_name_the_argument_its_value_and_what_is_accepted() -> None:
     for rule, value, text in (
         (finite("gain"), float("nan"), "gain=nan is not accepted: it must be finite"),
-        (above_zero("clamp"), -1.0, "clamp=-1.0 is not accepted: it must be above 0, or None for no clamp"),
+        (above_zero("clamp", optional=True), -1.0, "clamp=-1.0 is not accepted: it must be above 0, or None for no"),
+        (above_zero("cap"), 0.0, "cap=0.0 is not accepted: it must be above 0"),
         (one_of("layout", ("a", "b")), "c", "layout='c' is not known; accepted: a, b"),
     ):
         with pytest.raises(ValueError, match=re.escape(textwrap.dedent(text))):

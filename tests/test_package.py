@@ -34,16 +34,26 @@ print(len(set(sys.modules) - before))
     assert heavy == "[]" and int(count) < 60
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
-    ["torch_fused_ops", "torch._inductor.lowering", "torch_fused_ops.lowerings.operators"],
+    [
+        pytest.param(  # as torch.library.opcheck does: it imports the lowerings
+            "torch_fused_ops, torch._inductor.pattern_matcher",
+            marks=pytest.mark.seconds("a process that imports Inductor"),
+        ),
+        *(
+            pytest.param(first, marks=pytest.mark.slow)
+            for first in ("torch_fused_ops", "torch._inductor.lowering", "torch_fused_ops.lowerings.operators")
+        ),
+    ],
 )
 def test_lowerings_register_whatever_is_imported_first(first: str) -> None:
     program = f"""
 import {first}
 import torch_fused_ops, torch._inductor.lowering as lowering, torch
 from torch._functorch import partitioners
+from torch_fused_ops import lowerings
+assert lowerings.off() == ""
 assert torch.ops.fused.glu_backward.default in lowering.lowerings
 assert torch.ops.fused.glu in partitioners.get_default_op_list().recomputable_ops
 assert torch.compiler.config.cache_key_tag.count("torch_fused_ops") == 1

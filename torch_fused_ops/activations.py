@@ -32,7 +32,7 @@ from torch import Tensor
 
 __all__ = ["Activation", "get", "names", "register_activation", "table_hash"]
 
-Elementwise = Callable[[Tensor], Tensor]
+Function = Callable[[Tensor], Tensor]
 
 LOG2E = 1 / math.log(2)
 GELU_TANH_SLOPE = 2 * math.sqrt(2 / math.pi)  # gelu_tanh(x) = x·sigmoid(SLOPE·(x + CUBIC·x³))
@@ -73,9 +73,9 @@ class Activation:
     """
 
     name: str
-    value: Elementwise
-    derivative: Elementwise
-    definition: Elementwise
+    value: Function
+    derivative: Function
+    definition: Function
     builtin: bool = True
     gradient_from_output: bool = False
     gradient: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -152,11 +152,11 @@ def _sigmoid_of(slope: float, x: Tensor) -> Tensor:
     return torch.reciprocal(1.0 + torch.exp2(x * (-slope * LOG2E)))
 
 
-def _swish(slope: float) -> Elementwise:
+def _swish(slope: float) -> Function:
     return lambda x: x / (1.0 + torch.exp2(x * (-slope * LOG2E)))
 
 
-def _swish_derivative(slope: float) -> Elementwise:
+def _swish_derivative(slope: float) -> Function:
     def derivative(x: Tensor) -> Tensor:
         s = _sigmoid_of(slope, x)
         slope_x = x * (s * (1.0 - s))  # in this order nothing overflows before s makes it 0
@@ -209,7 +209,7 @@ def _relu2_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return _relu_gradient(grad * (2.0 * torch.relu(x)), x)
 
 
-def _of_one(gradient: Callable[[Tensor, Tensor], Tensor]) -> Elementwise:
+def _of_one(gradient: Callable[[Tensor, Tensor], Tensor]) -> Function:
     return lambda x: gradient(torch.ones_like(x), x)
 
 
@@ -266,7 +266,7 @@ def get(name: str) -> Activation:
         ) from None
 
 
-def register_activation(name: str, fn: Elementwise, derivative: Elementwise | None = None) -> None:
+def register_activation(name: str, fn: Function, derivative: Function | None = None) -> None:
     """Add an activation to the table, for every operator, for the lowerings and for the recogniser.
 
     Args:
@@ -316,7 +316,7 @@ def table_hash() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16] if parts else ""
 
 
-def _check_elementwise(argument: str, fn: Elementwise) -> None:
+def _check_elementwise(argument: str, fn: Function) -> None:
     for dtype in (torch.float32, torch.float64):
         x = torch.linspace(-3.0, 3.0, 12, dtype=dtype)
         try:
@@ -340,7 +340,7 @@ def _check_elementwise(argument: str, fn: Elementwise) -> None:
             )
 
 
-def _trace(fn: Elementwise, dtype: torch.dtype) -> torch.fx.GraphModule:
+def _trace(fn: Function, dtype: torch.dtype) -> torch.fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with _changing:
@@ -348,7 +348,7 @@ def _trace(fn: Elementwise, dtype: torch.dtype) -> torch.fx.GraphModule:
 
 
 @lru_cache(maxsize=256)  # bounded: users' functions are its keys
-def _traced(fn: Elementwise) -> str:
+def _traced(fn: Function) -> str:
     gm = _trace(fn, torch.float32)
     constants = {k: v.tolist() for k, v in vars(gm).items() if isinstance(v, Tensor)}
     return f"{gm.code}{constants}"
@@ -357,7 +357,7 @@ def _traced(fn: Elementwise) -> str:
 class _Derived:
     """The derivative of an elementwise function by autograd, traced once for each dtype into plain torch."""
 
-    def __init__(self, fn: Elementwise) -> None:
+    def __init__(self, fn: Function) -> None:
         self.fn = fn
         self.graphs = {dtype: _trace(self._vjp, dtype) for dtype in (torch.float32, torch.float64)}
 

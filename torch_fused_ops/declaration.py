@@ -7,7 +7,7 @@
         scalars={"activation": "str", "up_offset": "float=0.0", "clamp": "float?=None"},
         value=formulas.glu,
         grads=formulas.glu_grads,
-        rules=(known_activation, finite("up_offset"), above_zero("clamp")),
+        rules=(known_activation, finite("up_offset"), above_zero("clamp", optional=True)),
     )
 
 Everything else follows from that: the schemas (below), what is accepted (``checks``), the plain-torch operators
@@ -137,9 +137,9 @@ def finite(name: str) -> Rule:
     return Rule(name, lambda value: None if math.isfinite(value) else _refuse(name, value, "finite"))
 
 
-def above_zero(name: str) -> Rule:
-    """A number above 0, or None."""
-    accepted = f"above 0, or None for no {name}"
+def above_zero(name: str, *, optional: bool = False) -> Rule:
+    """A number above 0; or None, if its type has a question mark."""
+    accepted = f"above 0, or None for no {name}" if optional else "above 0"
     return Rule(name, lambda value: None if value is None or value > 0 else _refuse(name, value, accepted))
 
 
@@ -277,7 +277,8 @@ class Elementwise(Operator):
         grads: (grad, data…, scale, scalars…) -> the gradient of each of the data, likewise.
         keeps_result: the operator's arguments -> whether backward needs no more than the result, which then takes the
             data's place.
-        kernels: the module with its Triton kernels; without one, GPUs run it in eager mode as blocks of plain torch.
+        kernels: the module with its Triton kernels, whose ``launch_of(name)`` gives what runs each of the four on GPUs,
+            as the operator is called; without one, GPUs run it in eager mode as blocks of plain torch.
     """
 
     value: Callable[..., Tensor] = field(kw_only=True)

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch_fused_ops import formulas
 from torch_fused_ops.formulas import *  # noqa: F403
-from torch_fused_ops.operators import activation, dropout, quantised, softmax  # noqa: F401  (they register themselves)
 from torch_fused_ops.operators.autograd import REGISTERED
 
 __all__ = sorted({*formulas.__all__, *REGISTERED})

@@ -4,6 +4,7 @@ machine code on paper. Where there is a GPU, the same comparisons run on it too.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -19,10 +20,11 @@ pytest.importorskip("triton")
 
 from kernel_harness import GPUS, Device, assemble, assert_close, meta, recorded
 
-from torch_fused_ops import activations, reference, virtual_gpu
+from torch_fused_ops import activations, declaration, reference, virtual_gpu
 from torch_fused_ops.kernels import activation as kernels
-from torch_fused_ops.kernels import launching
+from torch_fused_ops.kernels import cpu, launching
 from torch_fused_ops.kernels.activation import launch_of
+from torch_fused_ops.operators import activation as declared
 
 BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -92,6 +94,20 @@ def arguments(
 
 
 OPERATORS = ["bias_act", "glu", "bias_glu"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"scalars": {"activation": "str", "alpha": "float=1.0"}}, {"value": lambda x, scale, activation: x}],
+    ids=["a scalar more", "another formula"],
+)
+def test_no_other_formula_is_taken_for_theirs(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor by the CPU's one call for an activation alone."""
+    monkeypatch.setattr(declaration, "OPERATORS", dict(declaration.OPERATORS))
+    op = dataclasses.replace(declared.bias_act, name="scaled_act", **changed)
+    with pytest.raises(ValueError, match=r"scaled_act\(activation.*\) is not accepted"):
+        launch_of("scaled_act")
+    assert cpu.recorded(declared.bias_act) is not None and cpu.recorded(op) is None
 
 
 # ---- the formulas are the table's ------------------------------------------------------------------------------------

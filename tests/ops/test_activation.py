@@ -15,13 +15,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torch_fused_ops import activations, reference
 from torch_fused_ops.kernels.cpu import block
+from torch_fused_ops.operators.activation import FAMILY
 from torch_fused_ops.testing.check import run_opcheck
 from torch_fused_ops.testing.samples import ACTIVATION_OPERATORS as OPERATORS
 from torch_fused_ops.testing.samples import backward_samples, samples
 
 fused = torch.ops.fused
 NAMES = activations.names()
-REST = {"bias_act": (), "glu": (0.0, None), "bias_glu": ("halves", 0.0, None)}  # the schemas' defaults
+REST = {op.name: op.defaults[1:] for op in FAMILY}  # the schemas' defaults, behind the activation
 
 
 def every_sample(core):

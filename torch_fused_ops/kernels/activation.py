@@ -15,8 +15,8 @@ What is not asked for is not there: an absent tensor or gradient is ``None``, wh
 arithmetic that nothing uses are dropped by its compiler. Clamp and offset are constants of the kernel, exact in float64
 where an argument would arrive in float32; a model has one or two values of them, each with a kernel of its own.
 
-The formulas are those of ``torch_fused_ops.activations``; this is the only place that repeats them, and tests tie the
-two together.
+The formulas are those of ``torch_fused_ops.activations`` and of ``glu_element`` in ``formulas.py``, repeated here, for
+``kernels/float8.py`` too; tests tie them together. An operator with a scalar that they do not have is refused.
 """
 
 from __future__ import annotations
@@ -822,8 +822,11 @@ def _total(sums: Tensor | None, t: Tensor | None) -> Tensor | None:
 # ---- the kernels of an operator ------------------------------------------------------------------------------------
 
 
+_SCALARS = {"activation", "layout", "up_offset", "clamp"}
+
+
 def _formula(op: Elementwise, scalars: Sequence[Any]) -> tuple[str, float, float | None]:
-    """(activation, up_offset, clamp)."""
+    """(activation, up_offset, clamp): all that the kernels know of."""
     given = dict(zip((name for name in op.scalars if name != "layout"), scalars, strict=True))
     return given["activation"], given.get("up_offset", 0.0), given.get("clamp")
 
@@ -876,10 +879,22 @@ def fp8_backward(op: Elementwise) -> Callable[..., Gradients]:
 
 @functools.cache
 def launch_of(name: str) -> Callable[..., Any]:
-    """What runs ``fused::name`` on a GPU in eager mode, arguments unchecked; KeyError if no declared operator is it."""
+    """What runs ``fused::name`` on a GPU in eager mode, arguments unchecked.
+
+    This is what a declaration's ``kernels`` is asked for, once for each of the four that the operator comes in.
+
+    Raises:
+        KeyError: no declared operator is it.
+        ValueError: its formula is not the kernels', or has a scalar more.
+    """
     launches = forward, backward, fp8, fp8_backward
     found = {s.name: (op, make) for op in elementwise() for s, make in zip(op.signatures, launches, strict=True)}
     op, make = found[name]
+    if op.value not in (formulas.act_element, formulas.glu_element) or not op.scalars.keys() <= _SCALARS:
+        raise ValueError(
+            f"{op.name}({', '.join(op.scalars)}) is not accepted: these kernels compute act_element and glu_element of "
+            f"{', '.join(sorted(_SCALARS))}; write what is new into them, or declare kernels of its own, or none"
+        )
     return make(op)
 
 

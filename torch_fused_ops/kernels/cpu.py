@@ -326,8 +326,8 @@ class _Call(NamedTuple):
 
 
 def _is_activation_alone(op: Elementwise) -> bool:
-    """Whether without bias and scale the operator is nothing but its activation."""
-    return op.value is act_element and op.kinds == ("data", "per_column", "per_row")
+    """Whether without bias and scale the operator is nothing but its activation: with any scalar more it is not."""
+    return op.value is act_element and (op.kinds, *op.scalars) == (("data", "per_column", "per_row"), "activation")
 
 
 def _simple_elements(op: Elementwise) -> Callable[[tuple[Any, ...], str | None], tuple[Any, ...]]:

@@ -13,7 +13,7 @@ __all__ = ["FAMILY", "bias_act", "bias_glu", "glu"]
 
 _KERNELS = "torch_fused_ops.kernels.activation"
 _GLU = {"up_offset": "float=0.0", "clamp": "float?=None"}
-_GLU_RULES = finite("up_offset"), above_zero("clamp")
+_GLU_RULES = finite("up_offset"), above_zero("clamp", optional=True)
 
 
 def _keeps_result(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import activations
-from torch_fused_ops.operators import activation, dropout, float8, quantised, softmax, viewless  # noqa: F401  (they register themselves)
+from torch_fused_ops.operators import float8, viewless
 from torch_fused_ops.operators.autograd import REGISTERED
 
 __all__ = ["decompositions"]

@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import float8
-from torch_fused_ops.declaration import DATA, Elementwise, Signature, arguments_of, elementwise
+from torch_fused_ops.declaration import DATA, Elementwise, Signature, arguments_of
 from torch_fused_ops.float8 import BLOCK
-from torch_fused_ops.operators import activation, plain  # noqa: F401  (it declares what is registered here)
+from torch_fused_ops.operators import plain
+from torch_fused_ops.operators.activation import FAMILY
 from torch_fused_ops.operators.float8 import register_plain
 
 __all__ = ["QUANTISED", "RESULTS"]
 
-# By operator: of those that are declared when this is imported, the ones that a kernel has been written for.
+# By operator: those that ``kernels/float8.py`` has a kernel for.
 QUANTISED: dict[Elementwise, torch._ops.OpOverload] = {}
 RESULTS = 5  # of each gradient: values and scales along its rows, values and scales along its columns, sums
 
@@ -104,5 +105,5 @@ _register(
     ),
     _requantise,
 )
-for _op in elementwise():
+for _op in FAMILY:
     QUANTISED[_op] = _register(_signature(_op), _of(_op))

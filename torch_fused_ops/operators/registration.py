@@ -90,20 +90,20 @@ def register_pair(
 def register_elementwise(op: Elementwise) -> None:
     """``fused::name``, ``…_backward``, ``…_fp8`` and ``…_fp8_backward``."""
     accepts = check(op)
-    for family, forward, backward in ((_PLAIN, op.forward, op.backward), (_STORING, op.fp8, op.fp8_backward)):
-        plain_forward, plain_backward = (make(op) for make in family.plain)
-        on_cpu, backward_on_cpu = (make(op) for make in family.on_cpu)
+    for makers, forward, backward in ((_PLAIN, op.forward, op.backward), (_STORING, op.fp8, op.fp8_backward)):
+        plain_forward, plain_backward = (make(op) for make in makers.plain)
+        on_cpu, backward_on_cpu = (make(op) for make in makers.on_cpu)
         batched = functools.partial(batching.forward, op, plain=plain_forward, check=accepts)
-        batched_backward = functools.partial(family.batched_backward, op)
-        fake, backward_fake = family.fakes[0](op, accepts), family.fakes[1](op)
+        batched_backward = functools.partial(makers.batched_backward, op)
+        fake, backward_fake = makers.fakes[0](op, accepts), makers.fakes[1](op)
         gpu, backward_gpu = (_on_gpu(op, s.name, k) for s, k in ((forward, on_cpu), (backward, backward_on_cpu)))
         register_pair(
             (forward, backward),
             Parts(on_cpu, gpu, plain_forward, fake, batched),
             Parts(backward_on_cpu, backward_gpu, plain_backward, backward_fake, batched_backward),
             accepts,
-            family.keep(op),
-            cpu.recorded(op) if family is _PLAIN else None,
+            makers.keep(op),
+            cpu.recorded(op) if makers is _PLAIN else None,
         )
 
 
@@ -166,7 +166,7 @@ def _keep_fp8(op: Elementwise) -> Callable[..., Keep]:
 # ---- an operator, and the same with its data stored ------------------------------------------------------------------
 
 
-class _Family(NamedTuple):
+class _Makers(NamedTuple):
     """What makes the parts of an operator and of its backward operator."""
 
     plain: tuple[Callable[..., Any], Callable[..., Any]]
@@ -176,14 +176,14 @@ class _Family(NamedTuple):
     keep: Callable[[Elementwise], Callable[..., Keep]]
 
 
-_PLAIN = _Family(
+_PLAIN = _Makers(
     plain=(plain.forward, plain.backward),
     on_cpu=(cpu.forward, cpu.backward),
     fakes=(fakes.forward, fakes.backward),
     batched_backward=batching.backward,
     keep=_keep,
 )
-_STORING = _Family(
+_STORING = _Makers(
     plain=(plain.fp8, plain.fp8_backward),
     on_cpu=(cpu.fp8, cpu.fp8_backward),
     fakes=(fakes.fp8, fakes.fp8_backward),

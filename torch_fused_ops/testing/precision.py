@@ -112,10 +112,12 @@ def _cast(args: Iterable[Any], dtype: torch.dtype, device: str | torch.device) -
     return tuple(a.detach().to(device, dtype) if isinstance(a, Tensor) else a for a in args)
 
 
-def _near(sample: Sample, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The ``near`` of ``error`` for the gradients of the first two tensors; float64."""
-    a, b, scale = _cast(sample.tensors, torch.float64, "cpu")
+def _near(sample: Sample, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The ``near`` of ``error`` for the gradients of the data; float64. None where there is no activation."""
     op = declared_as(sample.op)
+    if "activation" not in op.scalars:
+        return (None,) * op.data
+    a, b, scale = _cast(sample.tensors, torch.float64, "cpu")
     name, layout = sample.scalars[0], None if op.layout is None else sample.args[op.layout]
     factor = grad.abs() if scale is None else (grad * scale.unsqueeze(-1)).abs()
     if op.data == 1 and layout is None:
@@ -133,7 +135,7 @@ def _summands(sample: Sample, grad: Tensor) -> tuple[Tensor, Tensor]:
     scale = declared_as(sample.op).scale
     value = sample.overload(*(None if i == scale else a for i, a in enumerate(args)))
     backward = getattr(torch.ops.fused, f"{sample.op}_backward")
-    d_input = backward(grad, *args, [True, False, False])[0]
+    d_input = backward(grad, *args, [i == 0 for i in range(len(sample.tensors))])[0]
     return d_input.double().cpu(), grad.double().cpu() * value.double().cpu()
 
 

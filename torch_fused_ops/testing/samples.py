@@ -39,10 +39,11 @@ __all__ = [
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 ACTIVATION_OPERATORS = tuple(op.name for op in FAMILY)
-FP8_OPERATORS = tuple(op.fp8.name for op in FAMILY)  # the same; what backward needs, stored in float8
+_DECLARED = tuple(elementwise())  # before this is imported
+FP8_OPERATORS = tuple(op.fp8.name for op in _DECLARED)  # what backward needs, stored in float8
 # Families with a module of their own beside this one: samples, backward_samples, measure.
 _FAMILIES = {"dropout_add": "dropout", "scaled_masked_softmax": "softmax"}
-OPERATORS = (*ACTIVATION_OPERATORS, *_FAMILIES)
+OPERATORS = (*(op.name for op in _DECLARED), *_FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Case:
-    """How to build a sample. ``shape`` is the result's: packed operators double the last axis."""
+    """How to build a sample. ``shape`` is the result's: packed operators double the last axis.
+
+    Scalars are found by their names; one that is not here has its schema's default.
+    """
 
     name: str
     shape: tuple[int, ...] = (3, 8)
@@ -232,7 +236,8 @@ def _build(op: Elementwise, case: _Case, device: torch.device) -> Sample:
         None if t is None else t.detach().requires_grad_(r)
         for t, r in zip(tensors, case.requires_grad, strict=False)
     )
-    return Sample(op.name, case.name, (*leaves, *(getattr(case, name) for name in op.scalars)), case.core)
+    scalars = (getattr(case, a.name, a.value) for a in op.scalar_arguments)
+    return Sample(op.name, case.name, (*leaves, *scalars), case.core)
 
 
 def family(op: str) -> ModuleType | None:
