@@ -936,12 +936,12 @@ for name, other in dict(exclude=tfo.FusionPolicy(exclude=("b",)), memory=tfo.Fus
         ask(name, picked_up)
 ask("same-operator", called)
 
-version, tfo.__version__ = tfo.__version__, "9.9"
+version, passes.__version__ = passes.__version__, "9.9"
 passes.tag_caches()
 with tfo.enabled(same):
     ask("version", picked_up)
 ask("version-operator", called)
-tfo.__version__ = version
+passes.__version__ = version
 passes.tag_caches()
 with tfo.enabled(same):
     ask("same-again", picked_up)
