@@ -45,7 +45,7 @@ def fused(report: tfo.Report | None, count: int) -> None:
     assert len(sites) == count and all(site.op for site in sites), report
 
 
-# ---- transformers' Trainer, which accelerate compiles for ---------------------------------------------------------------
+# ---- transformers' Trainer, which accelerate compiles for ------------------------------------------------------------
 
 
 def trainer(folder: Path, callback: Any, **arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the callbacks of all trainers do: record the first step, in which a model is compiled, and say what was fused."""
+"""What every trainer's callback does: record the first step, in which a model is compiled, and say what was fused."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ class FirstStep:
         policies = "".join(f"\n{policy}" for policy in self.report.policies)
         self.say(f"torch_fused_ops, the first step:{policies}\n{self.report}")
         if not any(site.op for site in self.report.sites):
-            log.warning("torch_fused_ops: nothing was fused in the first step; docs/integrations.md says what to look at")
+            log.warning("nothing was fused in the first step; docs/integrations.md says what to look at")
