@@ -256,13 +256,26 @@ def names() -> tuple[str, ...]:
     return tuple(_TABLE)
 
 
-def get(name: str) -> Activation:
+# What others call them: transformers' ACT2FN, and the names of whole gated MLPs.
+_ELSEWHERE = {
+    "swish": "'silu'",
+    "gelu_new": "'gelu_tanh'",
+    "gelu_pytorch_tanh": "'gelu_tanh'",
+    "swiglu": "'silu', gated (gated=True, glu)",
+    "geglu": "'gelu', gated (gated=True, glu)",
+    "reglu": "'relu', gated (gated=True, glu)",
+}
+
+
+def get(name: str, argument: str = "activation") -> Activation:
     """The table's row for ``name``; ValueError, naming the rows there are, if there is none."""
     try:
         return _TABLE[name]
     except (KeyError, TypeError):
+        meant = _ELSEWHERE.get(name) if isinstance(name, str) else None
         raise ValueError(
-            f"activation={name!r} is not known; accepted: {', '.join(_TABLE)}; register_activation adds others"
+            f"{argument}={name!r} is not known{f': it is {meant} here' if meant else ''}; accepted: "
+            f"{', '.join(_TABLE)}; register_activation adds others"
         ) from None
 
 

@@ -283,6 +283,7 @@ def test_wrapped_hooked_and_parametrized_linears_are_called():
         ({"ffn": True}, TypeError, "ffn=True is not accepted"),
         ({"hidden": None}, TypeError, "hidden=None is not accepted"),
         ({"activation": "mish"}, ValueError, "activation='mish'"),
+        ({"activation": "swiglu"}, ValueError, "activation='swiglu' is not known: it is 'silu', gated (gated=True"),
         ({"activation": F.mish}, TypeError, "gelu_tanh"),
         ({"gated": 1}, TypeError, "gated=1 is not accepted"),
         ({"bias": None}, TypeError, "bias=None is not accepted"),

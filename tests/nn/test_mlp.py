@@ -233,7 +233,7 @@ def test_sizes() -> None:
         ({"glu_linear_offset": 1.0}, "gated_linear_unit"),
         ({"gated_linear_unit": True, "activation_func_clamp_value": -1.0}, "above 0"),
         ({"gated_linear_unit": True, "glu_linear_offset": float("inf")}, "finite"),
-        ({"activation_func": "swish"}, "activation_func='swish' is not known; accepted: relu,"),
+        ({"activation_func": "swish"}, "activation_func='swish' is not known: it is 'silu' here; accepted: relu,"),
         ({"gated_linear_unit": "yes"}, "gated_linear_unit='yes' is not accepted: it must be True or False"),
         ({"gated_linear_unit": 2}, "gated_linear_unit=2 .* True or False"),
         ({"add_bias_linear": "no"}, "add_bias_linear='no' .* True or False"),

@@ -122,11 +122,7 @@ _APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 def activation_name(activation: Any, argument: str = "activation") -> str | None:
     """The name in our table of a name, a function or a module; None for any other callable."""
     if isinstance(activation, str):
-        if activation not in (names := activations.names()):
-            raise ValueError(
-                f"{argument}={activation!r} is not known; accepted: {', '.join(names)}; "
-                "torch_fused_ops.register_activation adds others"
-            )
+        activations.get(activation, argument)  # ValueError for what is not in the table
         return activation
     if isinstance(activation, nn.GELU):
         return _APPROXIMATE[activation.approximate]
