@@ -94,7 +94,9 @@ def test_finite_everywhere(name, dtype):
 
 def test_names_and_get():
     assert activations.names()[:8] == BUILTIN
-    with pytest.raises(ValueError, match=r"activation='swish' is not known: it is 'silu' here; accepted: relu, relu2, silu"):
+    with pytest.raises(
+        ValueError, match=r"activation='swish' is not known: it is 'silu' here; accepted: relu, relu2, silu"
+    ):
         activations.get("swish")
 
 

@@ -126,12 +126,6 @@ class Kind(Enum):
         "A constant is off by more than 1e-6. If it is a slip, mend it.",
         _REGISTER,
     )
-    SCALED = _Declared(
-        Family.FUNCTION,
-        ("it is *2*·*name*(x): a scaled activation is another function",),
-        "The factor may be moved into a weight.",
-        _REGISTER,
-    )
     RELU_KINK = _Declared(
         Family.FUNCTION,
         ("it is relu, but with another gradient exactly at the kink",),

@@ -226,6 +226,10 @@ def _site(facts: Facts, normal: Normal, top: Node, gemms: list[Node], found: Con
     if isinstance(found, _Refused):
         return Site(None, found.activation, users=users, spelling=spelling, **_fields(found.reason), **where)
     proof = f"proved from {', '.join(spelling)}"
+    factors = [f"{factor:.7g}" for factor in (found.verdict.scale, found.verdict.gate_scale)]
+    if factors != ["1", "1"]:
+        inside, outside = (f"{factor}·" if factor != "1" else "" for factor in reversed(factors))
+        proof += f", as {outside}{found.verdict.activation}({inside}x)"
     others = [shown(user) for user in reading if facts.calls[user].gemm is None]
     if others:
         proof += f"; {', '.join(dict.fromkeys(others))} keeps the value too"

@@ -442,7 +442,7 @@ class _Cut:
 
 
 def _find_packed(facts: Facts, cone: Cone) -> None:
-    if cone.verdict.up is None or cone.order is not None:
+    if cone.verdict.up is None or cone.order is not None or cone.verdict.gate_scale != 1:
         return
     gate = _cut(facts, cone.operands[cone.verdict.gate])
     up = _cut(facts, cone.operands[cone.verdict.up])

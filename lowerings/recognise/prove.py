@@ -25,13 +25,16 @@ NAMES = ("x", "y")  # an activation reads one tensor, a gated one two
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was proved: ``activation`` of operand ``gate``, times operand ``up`` if there is one; or why nothing was."""
+    """What was proved: scale · ``activation``(gate_scale · gate), of operand ``gate``, times operand ``up`` if there is
+    one; or why nothing was."""
 
     activation: str | None
     gate: int = 0
     up: int | None = None
     up_offset: float = 0.0
     clamp: float | None = None
+    gate_scale: float = 1.0
+    scale: float = 1.0
     reason: Reason | None = None
 
 
@@ -60,6 +63,7 @@ def _prove(steps: tuple[Step, ...], result: Ref, operands: int, kinks: bool, tab
         expression = (variables if result.kind == "operand" else values)[result.i]
         rounds = result.kind == "value" and algebra.rounds(result.i, expression)
         found = _unary(algebra, expression, forms) if operands == 1 else _gated(algebra, expression, steps, forms)
+        found = found or _scaled(algebra, expression, steps, forms, operands)
     except Unprovable as e:
         return Verdict(None, reason=e.reason)
     if found is not None and rounds:
@@ -144,6 +148,36 @@ def _gated(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: F
     return None
 
 
+def _factors(steps: tuple[Step, ...]) -> list[float]:
+    """The constants, but 1, that something is multiplied by: all candidates for a scale inside of an activation."""
+    found: list[float] = []
+    for name, args, _ in steps:
+        for value in args if name in ("mul", "div") else ():
+            if isinstance(value, (int, float)) and 0 < abs(value) < math.inf:
+                found.append(float(value) if name == "mul" else 1 / value)
+    return [factor for factor in dict.fromkeys(found) if factor != 1]
+
+
+def _scaled(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, operands: int) -> Verdict | None:
+    """scale · act(gate_scale · gate) · up: muP's and Falcon-H1's multipliers.
+
+    A scale inside must stand in the program, and one in front of it, too: silu(1.7·x) / 1.7 is x·sigmoid(1.7·x), which
+    rather is a slip for quick_gelu's 1.702.
+    """
+    variables = [algebra.variable(name) for name in NAMES]
+    factors = _factors(steps)
+    for (name, gate), form in forms.items():
+        up = 1 - gate if operands == 2 else None
+        if gate >= operands:
+            continue
+        for inside in (1.0, *factors):
+            act = form if inside == 1 else _applied(algebra, name, algebra.mul(variables[gate], inside))
+            scale = algebra.ratio(expression, act if up is None else algebra.mul(act, variables[up]))
+            if scale and (inside == 1 or any(math.isclose(scale, f, rel_tol=TOLERANCE) for f in (1.0, *factors))):
+                return Verdict(name, gate, up, gate_scale=inside, scale=1.0 if abs(scale - 1) < TOLERANCE else scale)
+    return None
+
+
 def _short(text: str) -> str:
     return text if len(text) <= 160 else f"{text[:160]}…"
 
@@ -167,9 +201,6 @@ def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], form
     for (name, i), form in forms.items():
         if i:
             continue
-        factor = algebra.ratio(expression, form)
-        if factor is not None:
-            return _refused(Kind.SCALED, f"it is {factor:.7g}·{name}(x): a scaled activation is another function")
         its_shape, its_constants = algebra.constants(form)
         if shape == its_shape:
             pairs = zip(constants, its_constants, strict=True)

@@ -79,9 +79,12 @@ def _insert(graph: Graph, cone: Cone, new: list[Node]) -> Node:
         value = tensor(node)
         return node if value is None or value.dtype == dtype else call(torch.ops.aten.to.dtype, node, dtype)
 
-    def given(i: int) -> Node:
-        node = cast(cone.operands[i], cone.dtype)
+    def given(i: int, scale: float = 1.0) -> Node:
+        node = scaled(cast(cone.operands[i], cone.dtype), scale)
         return node if cone.order is None else call(torch.permute, node, cone.order)
+
+    def scaled(node: Node, scale: float) -> Node:
+        return node if scale == 1 else call(torch.mul, node, scale)
 
     ops = torch.ops.fused
     scalars = (verdict.up_offset, verdict.clamp)
@@ -91,9 +94,12 @@ def _insert(graph: Graph, cone: Cone, new: list[Node]) -> Node:
             base = cast(base, cone.dtype)
             result = call(ops.bias_glu.default, base, None, None, verdict.activation, layout, *scalars)
         elif verdict.up is not None:
-            result = call(ops.glu.default, given(verdict.gate), given(verdict.up), None, verdict.activation, *scalars)
+            gate, up = given(verdict.gate, verdict.gate_scale), given(verdict.up)
+            result = call(ops.glu.default, gate, up, None, verdict.activation, *scalars)
         else:
-            result = call(ops.bias_act.default, given(verdict.gate), None, None, verdict.activation)
+            gate = given(verdict.gate, verdict.gate_scale)
+            result = call(ops.bias_act.default, gate, None, None, verdict.activation)
+        result = scaled(result, verdict.scale)
         if cone.order is not None:
             result = call(torch.permute, result, tuple(map(cone.order.index, range(len(cone.order)))))
         value = tensor(root)

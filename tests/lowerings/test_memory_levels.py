@@ -407,3 +407,16 @@ def test_patterns_that_are_not_accepted(pattern: str) -> None:
 def test_patterns_with_sets_are_accepted() -> None:
     patterns = ("layers.[0-3].*", "[]]", "[!]]", "[[]", "a]", "")
     assert FusionPolicy(exclude=patterns).exclude == patterns
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_scaled_gate_keeps_as_little(level: str) -> None:
+    """The scale stands between the GEMM and the operator, and is computed again with it."""
+
+    def scaled(x: Tensor, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        return F.linear(F.silu(0.7 * F.linear(x, w)) * F.linear(x, u), v)
+
+    inputs = tensors("swiglu")
+    got, kept = step(compiled(scaled, level), inputs)
+    assert sum(t.nbytes for t in kept) == sum(t.nbytes for t in step(compiled(swiglu, level), inputs)[1])
+    assert apart(got, step(scaled, inputs)[0]) < (0.1 if level == "fp8" else 1e-5)

@@ -393,7 +393,6 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.UNKNOWN: mlp(lambda h, u, m: F.mish(h)),
     Kind.UNKNOWN_GATED: mlp(lambda h, u, m: F.silu(h) * u * u),
     Kind.NEAR: mlp(lambda h, u, m: h * torch.sigmoid(1.7 * h)),
-    Kind.SCALED: mlp(lambda h, u, m: 2 * F.silu(h)),
     Kind.RELU_KINK: mlp(lambda h, u, m: (h + h.abs()) / 2),
     Kind.KINK: kink_of_another,
     Kind.ROUNDED: mlp(lambda h, u, m: F.silu((h + 1.5 * 2**52) - 1.5 * 2**52)),

@@ -718,8 +718,8 @@ LEFT_ALONE = {
         "zero_ writes into its input in place",
     ),
     "inner value written": (
-        lambda h, u, w, m: (lambda s: F.linear(first(s, s.mul_(2)) * h, w))(torch.sigmoid(h)),
-        "it is 2·silu(x)",
+        lambda h, u, w, m: (lambda s: F.linear(first(s, s.add_(1)) * h, w))(torch.sigmoid(h)),
+        "x + x·sigmoid(x) is no activation of the table",
     ),
     "inner value read": (
         lambda h, u, w, m: (lambda s: F.linear(s * u, w) + s.sum())(F.silu(h)),
