@@ -9,6 +9,7 @@ passes after the cache        torch ≥ 2.13 asks AOTAutograd's cache before it 
 context-variable config       torch ≥ 2.13: an override is seen in its own context only; before, by the whole process
 partitioner's pointwise list  no way in for operators outside aten (2.11 to 2.15): the function that makes it is wrapped
 budgets on nodes              torch ≥ 2.13 has region_activation_memory_budget beside the older mark on nodes
+loops that were tried         torch ≥ 2.13's scheduler puts back loops that it reordered to see whether two nodes fuse
 ConcatKernel and its node     torch 2.11 asserts that the current FX node's first argument is a list, as aten.cat's is
 ============================  =========================================================================================
 """
@@ -247,6 +248,16 @@ def no_block_scaling(device: torch.device) -> str:
 
 
 # ---- Inductor's IR -------------------------------------------------------------------------------
+
+
+def keeps_loops_it_tried() -> bool:
+    """Whether the scheduler leaves a node's loops as it has reordered them to see whether it fuses with another.
+
+    The two then have a higher score than the same node as a GEMM's epilogue, whose turn would have come first.
+    """
+    from torch._inductor import scheduler
+
+    return not hasattr(scheduler, "_LoopMutationTracker")
 
 
 @contextlib.contextmanager

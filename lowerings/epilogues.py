@@ -90,11 +90,14 @@ def wanted(policy: FusionPolicy) -> bool:
     if policy.epilogues != "measured":
         return policy.epilogues == "library"
     # What is chosen by time differs from run to run; and who leaves ATen out of the backends wants no library's GEMM.
-    return (
-        (inductor_config.max_autotune or inductor_config.max_autotune_gemm)
-        and "ATEN" in inductor_config.max_autotune_gemm_backends.upper().replace(" ", "").split(",")
-        and not (inductor_config.deterministic or torch.are_deterministic_algorithms_enabled())
-    )
+    deterministic = inductor_config.deterministic or torch.are_deterministic_algorithms_enabled()
+    return autotuned("ATEN") and not deterministic
+
+
+def autotuned(backend: str) -> bool:
+    """Whether this backend competes for GEMMs."""
+    backends = inductor_config.max_autotune_gemm_backends.upper().replace(" ", "").split(",")
+    return backend in backends and bool(inductor_config.max_autotune or inductor_config.max_autotune_gemm)
 
 
 def find(graph: Graph, policy: FusionPolicy) -> Iterator[Pair]:

@@ -57,6 +57,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
     "torch._inductor.lowering": ("fallback_handler", "lowerings", "make_fallback", "register_lowering", "to_dtype"),
     "torch._inductor.ops_handler": ("DefaultHandler",),
     "torch._inductor.pattern_matcher": ("stable_topological_sort",),
+    "torch._inductor.runtime.hints": ("DeviceProperties",),
     "torch._inductor.select_algorithm": ("ExternKernelCaller",),
     "torch._inductor.virtualized": ("OpsValue", "V", "ops"),
     "torch._ops": ("HigherOrderOperator", "OpOverload", "OpOverloadPacket"),

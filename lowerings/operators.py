@@ -28,6 +28,7 @@ from torch.utils._sympy.functions import FloorDiv
 from torch_fused_ops import formulas
 from torch_fused_ops.declaration import Elementwise, elementwise
 from torch_fused_ops.lowerings import compat
+from torch_fused_ops.lowerings.row_blocks import ROWS
 
 Box = Any  # ir.TensorBox
 Index = Sequence[Any]
@@ -252,7 +253,15 @@ def _before_sums(wanted: Sequence[bool], *boxes: Box | None) -> None:
             box.realize()
 
 
+def _rows_of_a_block() -> int | None:
+    """Of the node that is being lowered, where it asks for blocks (``row_blocks``)."""
+    rows: int | None = V.graph.current_node.meta.get(ROWS)
+    return rows
+
+
 def _sum_rows(box: Box, dtype: torch.dtype) -> Box:
+    if _rows_of_a_block() is not None:
+        box = lowerings[aten.sum.dim_IntList](box, [1])
     axes = list(range(len(box.get_size()) - 1))
     return to_dtype(lowerings[aten.sum.dim_IntList](box, axes) if axes else box, dtype)
 
@@ -315,13 +324,37 @@ def _compose(outer: Callable[[Index], Index], inner: Callable[[Index], Index]) -
     return lambda index: outer(inner(index))
 
 
+def _over_blocks(lowering: Callable[..., Any], arguments: Sequence[str], results: Sequence[str]) -> Callable[..., Any]:
+    """A lowering on its arguments with their rows in blocks, where its node asks for them; the kinds of both."""
+
+    def viewed(box: Any, kind: str, rows: Sequence[Any]) -> Any:
+        if not isinstance(box, ir.TensorBox) or kind == "per_column":
+            return box
+        return lowerings[aten.view.default](box, [*rows, *([] if kind == "per_row" else box.get_size()[-1:])])
+
+    def over_blocks(*args: Any, **keywords: Any) -> Any:
+        block = _rows_of_a_block()
+        if block is None:
+            return lowering(*args, **keywords)
+        rows = args[0].get_size()[:-1]
+        kinds = [*arguments, *("" for _ in args)]
+        found = lowering(*(viewed(a, kind, [-1, block]) for a, kind in zip(args, kinds, strict=False)), **keywords)
+        one = not isinstance(found, tuple)
+        for box in [found] if one else filter(None, found):
+            box.realize()  # the view of a view of what is no buffer would be copied for a GEMM
+        given = [viewed(box, kind, rows) for box, kind in zip([found] if one else found, results, strict=True)]
+        return given[0] if one else tuple(given)
+
+    return over_blocks
+
+
 def _forward(op: Elementwise) -> Callable[..., Box]:
     def lowering(*args: Any) -> Box:
         tensors, layout, scalars = op.split(args)
         ranges, loads = _loads(op, tensors, layout)
         return _Elementwise(ranges, *loads).node(_elements(op).value, *scalars, dtype=tensors[0].get_dtype())
 
-    return lowering
+    return _over_blocks(lowering, op.kinds, ["data"])
 
 
 def _backward(op: Elementwise) -> Callable[..., tuple[Box | None, ...]]:
@@ -356,7 +389,7 @@ def _backward(op: Elementwise) -> Callable[..., tuple[Box | None, ...]]:
             found[op.scale] = _sum_columns(terms, scale.get_dtype())
         return tuple(found)
 
-    return lowering
+    return _over_blocks(lowering, ["data", *op.kinds], op.kinds)
 
 
 # ---- what backward needs, in float8 ----------------------------------------------------------------------------------

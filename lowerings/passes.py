@@ -1,7 +1,7 @@
 """What stands in Inductor's slots: how it gets there, whose policy it follows, and what it adds to cache keys.
 
 There are three slots: ``pre_grad_custom_pass`` (stage 1, recognise), ``custom_partitioner_fn`` (stage 2, remember) and
-``post_grad_custom_post_pass`` (stage 3's choice of GEMM epilogues).
+``post_grad_custom_post_pass`` (stage 3's sums over rows, and its choice of GEMM epilogues).
 Two kinds of object stand in them. A *fixed* one carries its policy: ``compile_options`` and ``backend="fused"`` put
 it into one compilation's options. The *ambient* one asks which policy is in force in its context: ``enable`` and
 ``enabled`` put it into the process-wide slots; where no policy is in force it does what upstream does.
@@ -26,7 +26,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 
 from torch_fused_ops import activations, observers
 from torch_fused_ops._version import __version__
-from torch_fused_ops.lowerings import compat, epilogues, handover, memory, partition
+from torch_fused_ops.lowerings import compat, epilogues, handover, memory, partition, row_blocks
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, policy_or_default
 
 log = logging.getLogger("torch_fused_ops")
@@ -202,14 +202,17 @@ class Remember(_Stage, CustomPartitionerFn):
 
 
 class Epilogues(_Pass, compat.InferenceAwarePass):
-    """Stage 3's choice of GEMM, one of the passes in ``post_grad_custom_post_pass``."""
+    """Stage 3's choice of GEMM, and its sums over rows: one of the passes in ``post_grad_custom_post_pass``."""
 
     name = "epilogues"
 
     def __call__(self, graph: torch.fx.Graph, is_inference: bool = True) -> None:
         policy = self.policy_now()
-        if policy is not None and is_inference:
-            guard = functools.partial(_guarded, self, policy)
+        if policy is None:
+            return
+        guard = functools.partial(_guarded, self, policy)
+        guard(functools.partial(row_blocks.rewrite, graph))
+        if is_inference:
             guard(functools.partial(epilogues.rewrite, graph, policy, guard))
 
 

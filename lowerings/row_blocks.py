@@ -1,0 +1,127 @@
+"""Stage 3's sums over rows: a bias's gradient without another read of what is summed.
+
+A linear layer's bias in front of an activation gets Σ d over the rows, d the activation's gradient. Where columns alone
+are too few for a GPU, Inductor sums blocks of rows, and reads d again, which a kernel before has written: 2 more bytes
+an element of 16 bits. Its scheduler would fuse the two if their loops had one form. The sum's are (blocks, columns,
+rows); d's, over (blocks, rows, columns), can be put into that order, and over (rows, columns) they cannot.
+
+So the sum is written out as one of blocks and one of what those give, and the activation's nodes are marked with the
+rows of a block: their lowerings loop over blocks (``operators.py``). What fuses with what is then Inductor's choice, as
+before: where d leaves a GEMM's epilogue the sums are two kernels of their own, as they are without this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.fx import Graph, Node
+
+from torch_fused_ops.declaration import Elementwise, elementwise
+from torch_fused_ops.lowerings import compat
+from torch_fused_ops.lowerings.epilogues import VIEWS, autotuned
+
+__all__ = ["ROWS", "rewrite", "rows_of_a_block"]
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+ROWS = "fused_rows_of_a_block"  # in a node's meta
+
+# Of fewer, the sums of blocks are no small part of the traffic: they are written and read in 4 bytes.
+_FEWEST_ROWS = 32
+
+
+def rows_of_a_block(rows: int, columns: int, device: torch.device) -> int | None:
+    """The rows of the blocks in which to sum a matrix's rows; None where Inductor cuts none, or no equal ones.
+
+    As near as a divisor comes to Inductor's own blocks, which leave a remainder where they like. It cuts none from 64
+    columns a multiprocessor on (``Reduction.num_splits`` in torch/_inductor/ir.py, 2.11 to 2.15): 8448 on an H100 or
+    H200. There a sum's loops are (columns, rows), and d joins them as it is.
+    """
+    from torch._inductor.runtime.hints import DeviceProperties
+    from torch._inductor.virtualized import V
+
+    if device.type != "cuda" or rows <= _FEWEST_ROWS:
+        return None
+    if columns >= 64 * DeviceProperties.create(device).multi_processor_count:
+        return None
+    blocks = V.choices.reduction_split_factor(device, rows, columns, inner_reduction=False)
+    near = rows / max(blocks, 1)
+    found = min((n for n in range(1, int(2 * near)) if rows % n == 0), key=lambda n: abs(n - near))
+    return found if blocks > 1 and found >= _FEWEST_ROWS else None
+
+
+class _Edit(NamedTuple):
+    marked: list[Node]
+    sums: list[Node]
+    rows: int
+
+
+def rewrite(graph: Graph) -> int:
+    """Sum over blocks where activations' gradients are summed over their rows; how many activations that concerns."""
+    if autotuned("TRITON") and compat.keeps_loops_it_tried():
+        return 0  # d would leave the epilogues of Inductor's own GEMMs
+    operators = {target: op for op in elementwise() for target in _backwards(op)}
+    found = [edit for node in graph.nodes if node.target in operators and (edit := _edit(node, operators[node.target]))]
+    for marked, sums, rows in found:
+        for node in marked:
+            node.meta[ROWS] = rows
+        for total in sums:
+            _sum_blocks(graph, total, rows)
+    return len(found)
+
+
+def _backwards(op: Elementwise) -> tuple[Any, ...]:
+    return tuple(getattr(torch.ops.fused, s.name).default for s in (op.backward, op.fp8_backward))
+
+
+def _edit(node: Node, op: Elementwise) -> _Edit | None:
+    """What there is to do for an activation's gradients, where something is summed over rows and nothing along them."""
+    grad, data = cast(Node, node.args[0]).meta["val"], cast(Node, node.args[1])
+    rows, columns = grad.numel() // max(grad.shape[-1], 1), grad.shape[-1]
+    gradients = {cast(int, user.args[1]): user for user in node.users if user.users}
+    sums = [total for i, d in gradients.items() if i < op.data for total in _sums(d)]
+    if not sums and op.bias not in gradients:
+        return None
+    # A sum along the rows is in the loop that computes d; packed gradients are two buffers, and no sum's.
+    if op.is_packed or op.scale in gradients or not (isinstance(rows, int) and isinstance(columns, int)):
+        return None
+    block = rows_of_a_block(rows, columns, grad.device)
+    if block is None:
+        return None
+    again = getattr(torch.ops.fused, op.name).default  # what reads the same data stays in one kernel
+    return _Edit([node, *(user for user in data.users if user.target is again)], sums, block)
+
+
+def _sums(d: Node) -> list[Node]:
+    """The sums over all rows of d."""
+    found, value = [], d.meta["val"]
+    for user in d.users:
+        if user.target in VIEWS and user.meta["val"].shape[-1] == value.shape[-1]:
+            found += _sums(user)
+        elif user.target is aten.sum.dim_IntList and "dtype" not in user.kwargs:
+            axes = cast(Sequence[int], user.args[1])
+            if sorted(axis % value.ndim for axis in axes) == list(range(value.ndim - 1)):
+                found.append(user)
+    return found
+
+
+def _sum_blocks(graph: Graph, total: Node, rows: int) -> None:
+    d, value = cast(Node, total.args[0]), total.meta["val"]
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> Node:
+        node = graph.call_function(target, args, kwargs)
+        given = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
+        node.meta = {**total.meta, "val": target(*given, **kwargs)}
+        return node
+
+    with graph.inserting_before(total):
+        wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+        blocks = call(aten.reshape.default, d, [-1, rows, d.meta["val"].shape[-1]])
+        parts = call(aten.sum.dim_IntList, blocks, [1], dtype=wide)
+        summed = call(aten.sum.dim_IntList, parts, [0])
+        rounded = call(prims.convert_element_type.default, summed, value.dtype)
+        result = call(aten.reshape.default, rounded, list(value.shape))
+    total.replace_all_uses_with(result)
+    graph.erase_node(total)

@@ -1,0 +1,231 @@
+"""A bias's gradient is summed where what is summed is computed: bytes, kernels, numbers, and what is left alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import torch_fused_ops as tfo
+from torch_fused_ops.lowerings import row_blocks
+
+virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
+
+BF16 = torch.bfloat16
+fused = torch.ops.fused
+TOKENS = 8192
+
+
+class GELU(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, width), nn.Linear(width, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+class SwiGLU(GELU):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.gate = nn.Linear(64, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+def backward(
+    model: type[GELU], width: int = 3072, rows: Sequence[int] = (TOKENS,), memory: str | None = "free", **settings: Any
+) -> Any:
+    """The backward graph of a step; memory None: upstream's."""
+    with torch.device("meta"):
+        made = model(width).to(BF16)
+    config = {} if memory is None else tfo.compile_options(tfo.FusionPolicy(memory=memory, strict=True))
+    x = torch.empty(*rows, 64, dtype=BF16, device="meta", requires_grad=True)
+    return virtual_gpu.compile_on_paper(made, x, config=config, **settings).backward
+
+
+def moved(graph: Any, elements: int) -> list[float]:
+    """Bytes for each hidden element, of the activation's kernel and of what sums its blocks, the last kernel."""
+    (made,) = [k for k in graph.kernels if "backward" in k.name]
+    return [k.bytes_moved / elements for k in (made, graph.kernels[-1])]
+
+
+@pytest.mark.seconds("Inductor generates a step's code")
+@pytest.mark.parametrize(
+    ("model", "rows", "memory", "nbytes"),
+    [
+        (GELU, (8, 1024), "free", 8),
+        pytest.param(GELU, (TOKENS,), "off", 6, marks=pytest.mark.slow),
+        pytest.param(GELU, (16, 1024), "off", 6, marks=pytest.mark.slow),  # Inductor's blocks: 43, of 382 rows
+        pytest.param(GELU, (3, 1000), "off", 6, marks=pytest.mark.slow),
+        pytest.param(GELU, (TOKENS,), "fp8", 7, marks=pytest.mark.slow),
+        pytest.param(GELU, (TOKENS,), "input", 8, marks=pytest.mark.slow),
+        pytest.param(SwiGLU, (TOKENS,), "off", 10, marks=pytest.mark.slow),
+        pytest.param(SwiGLU, (TOKENS,), "free", 12, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_summed_is_not_read_again(model: type[GELU], rows: tuple[int, ...], memory: str, nbytes: int) -> None:
+    """Bytes for each hidden element: the gradient, the data, its gradients, what the level rebuilds, sums of blocks."""
+    graph = backward(model, rows=rows, memory=memory)
+    kernel, sums = moved(graph, torch.Size(rows).numel() * 3072)
+    assert nbytes < kernel < nbytes + 0.07 and sums < 0.07
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "kernels", "nbytes"), [({}, 3, 10.06), (None, 2, 6.06)])
+def test_an_operators_own_bias_is_summed_there_too(config: Any, kernels: int, nbytes: float) -> None:
+    """Without the pass what the formula reads is read for the sum, too."""
+    x, bias = (torch.empty(s, dtype=BF16, device="meta", requires_grad=True) for s in ((TOKENS, 3072), (3072,)))
+    config = tfo.compile_options(tfo.FusionPolicy(strict=True)) if config is None else config
+    act = lambda x, b: fused.bias_act(x, b, None, "gelu")  # noqa: E731
+    graph = virtual_gpu.compile_on_paper(act, x, bias, config=config).backward
+    assert len(graph.kernels) == kernels
+    assert graph.bytes_moved / (TOKENS * 3072) == pytest.approx(nbytes, abs=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["off", "free"])
+@pytest.mark.parametrize("model", [GELU, SwiGLU])
+def test_in_a_gemms_epilogue_it_stays(model: type[GELU], memory: str) -> None:
+    """With Inductor's templates d leaves the GEMM that makes its gradient, which saves more."""
+    plain, ours = (backward(model, memory=level, gemm="triton") for level in (None, memory))
+    kinds = [sorted(k.name.split("_")[1] for k in graph.kernels) for graph in (plain, ours)]
+    assert kinds[0] == kinds[1]
+    assert ours.bytes_moved <= plain.bytes_moved + (2 * TOKENS * 3072 if memory == "free" else 0)
+
+
+# ---- the width from which Inductor sums in one piece -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("columns", "kernels"), [(8440, 3), (8448, 1)])
+def test_the_bound_is_inductors(columns: int, kernels: int) -> None:
+    """A kernel that writes what is summed, and the sum in two; from the bound on one that does both."""
+
+    def summed(x: Tensor) -> tuple[Tensor, Tensor]:
+        d = x * x.sin()
+        return d @ d.t(), d.sum(0)
+
+    x = torch.empty(TOKENS, columns, dtype=BF16, device="meta")
+    assert len(virtual_gpu.compile_on_paper(summed, x, training=False).inference.kernels) == kernels
+    with virtual_gpu.described(virtual_gpu.H200):
+        found = row_blocks.rows_of_a_block(TOKENS, columns, torch.device("cuda", 0))
+    assert (found is None) == (kernels == 1)
+
+
+@pytest.mark.slow
+def test_wide_steps_are_as_they_were() -> None:
+    plain, ours = (backward(GELU, 8448, memory=memory) for memory in (None, "off"))
+    assert [k.bytes_moved for k in ours.kernels] == [k.bytes_moved for k in plain.kernels]
+
+
+def test_the_rows_of_a_block() -> None:
+    with virtual_gpu.described(virtual_gpu.H200):
+        cuda = torch.device("cuda", 0)
+        assert row_blocks.rows_of_a_block(TOKENS, 3072, cuda) == 128
+        assert row_blocks.rows_of_a_block(16384, 3072, cuda) == 256
+        assert row_blocks.rows_of_a_block(3000, 3072, cuda) == 125
+        assert [row_blocks.rows_of_a_block(rows, 3072, cuda) for rows in (0, 1, 32, 64, 8191)] == [None] * 5  # a prime
+        assert row_blocks.rows_of_a_block(TOKENS, 3072, torch.device("cpu")) is None
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def step(x: Tensor, g: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    d, d_bias, _ = fused.bias_act_backward(g, x, bias, None, "gelu", [True, True, False])
+    y = fused.bias_act(x, bias, None, "gelu")
+    flat = d.reshape(-1, x.shape[-1])
+    return d, d_bias, y, flat.sum(0), flat.sum([0], keepdim=True), d.sum(-1)
+
+
+@pytest.fixture
+def blocks_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_blocks, "rows_of_a_block", lambda rows, columns, device: 8)
+
+
+@pytest.mark.parametrize("leading", [(64,), (2, 32)])
+@pytest.mark.usefixtures("blocks_of_8")
+def test_the_graph_computes_the_same(leading: tuple[int, ...]) -> None:
+    args = [torch.randn(s, dtype=torch.float64) for s in ((*leading, 24), (*leading, 24), (24,))]
+    gm = make_fx(step, tracing_mode="fake")(*args)
+    assert row_blocks.rewrite(gm.graph) == 1
+    gm.graph.lint()
+    gm.recompile()
+    marked = [n.target for n in gm.graph.nodes if row_blocks.ROWS in n.meta]
+    assert marked == [fused.bias_act_backward.default, fused.bias_act.default]
+    assert [n.args[1] for n in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)] == [
+        [1], [0], [1], [0], [-1],
+    ]  # fmt: skip
+    for got, wanted in zip(gm(*args), step(*args), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.seconds("a C++ compiler")
+@pytest.mark.usefixtures("blocks_of_8")
+def test_loops_over_blocks_compute_the_same() -> None:
+    args = [torch.randn(s, dtype=torch.float64) for s in ((2, 32, 24), (2, 32, 24), (24,))]
+    options = tfo.compile_options(tfo.FusionPolicy(strict=True))
+    found = torch.compile(step, options=options)(*args)
+    for got, wanted in zip(found, step(*args), strict=True):
+        assert got.shape == wanted.shape
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_the_kernel_keeps_the_precision_contract() -> None:
+    """Interpreted: the sums of 128 rows are within 4 ulp of the sum of absolute values in float32."""
+    shapes = ((256, 64), (256, 64))
+
+    def gradients(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        d = fused.bias_act_backward(g, x, None, None, "gelu_tanh", [True, False, False])[0]
+        return d, d.sum(0)
+
+    options = tfo.compile_options(tfo.FusionPolicy(strict=True))
+    x, g = (torch.randn(s).to(BF16) for s in shapes)
+    paper = virtual_gpu.compile_on_paper(gradients, x, g, training=False, config=options).inference
+    first, second = paper.kernels
+    d, parts, total = torch.empty(256, 64, dtype=BF16), torch.empty(2, 64), torch.empty(64, dtype=BF16)
+    virtual_gpu.interpret(first, g, x, d, parts)
+    virtual_gpu.interpret(second, parts, total)
+    exact = fused.bias_act_backward(g.double(), x.double(), None, None, "gelu_tanh", [True, False, False])[0]
+    bound = exact.abs().sum(0) * torch.finfo(torch.float32).eps * 4
+    assert ((parts.double().sum(0) - exact.sum(0)).abs() <= bound).all()
+    assert torch.equal(total, parts.sum(0).to(BF16))
+
+
+# ---- what is left alone ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("blocks_of_8")
+def test_what_is_left_alone() -> None:
+    """Where nothing is summed over the rows, where rows are summed too, packed gradients, sizes that are not known."""
+
+    def count(fn: Any, *shapes: tuple[int, ...], mode: str = "fake") -> int:
+        gm = make_fx(fn, tracing_mode=mode)(*(torch.randn(s) for s in shapes))
+        return row_blocks.rewrite(gm.graph)
+
+    def of(mask: list[bool], scale: bool = False) -> Any:
+        return lambda g, x, b, s: fused.bias_act_backward(g, x, b, s if scale else None, "gelu", mask)
+
+    def plain(g: Tensor, x: Tensor) -> Tensor:
+        d: Tensor = fused.bias_act_backward(g, x, None, None, "gelu", [True, False, False])[0]
+        return d
+
+    matrix = (64, 8)
+    assert count(of([True, True, False]), matrix, matrix, (8,), (64,)) == 1
+    assert count(of([True, False, False]), matrix, matrix, (8,), (64,)) == 0
+    assert count(of([True, True, True], True), matrix, matrix, (8,), (64,)) == 0
+    assert count(lambda g, x: plain(g, x).sum(0), matrix, matrix) == 1
+    assert count(lambda g, x: plain(g, x).sum(1), matrix, matrix) == 0
+    assert count(lambda g, x: plain(g, x).sum(), matrix, matrix) == 0
+    assert count(lambda g, x: plain(g, x).sum(0), matrix, matrix, mode="symbolic") == 0
+    mask = [True, True, False]
+    packed = functools.partial(fused.bias_glu_backward, activation="silu", layout="halves", up_offset=0.0, clamp=None)
+    assert count(lambda g, x, b: packed(g, x, b, None, output_mask=mask), matrix, (64, 16), (16,)) == 0
