@@ -33,7 +33,8 @@ SITES = ["capturing", "reasons", "sites"]
 LAYERS: dict[str, list[str]] = {
     "virtual_gpu": [],
     "_version": [],
-    "policy": [],
+    "tiles": [],
+    "policy": ["tiles"],
     "capturing": [],
     "reasons": [],
     "sites": ["reasons"],
@@ -52,11 +53,11 @@ LAYERS: dict[str, list[str]] = {
     "megatron": ["reference", "operators", "viewless", "functional"],
     "slapo": ["activations", "functional", "megatron"],
     # torch.compile
-    "lowerings": ["virtual_gpu", "_version", "policy", *SITES, "observers", *OPERATORS],
+    "lowerings": ["virtual_gpu", "_version", "tiles", "policy", *SITES, "observers", *OPERATORS],
     "reports": ["virtual_gpu", "policy", *SITES, "observers", "lowerings"],
     "verify": ["policy", *SITES, "observers", "lowerings", "reports"],
     # modules
-    "nn": [*OPERATORS, "megatron", "policy", *SITES, "lowerings", "reports"],
+    "nn": [*OPERATORS, "megatron", "tiles", "policy", *SITES, "lowerings", "reports"],
     "torch_fused_ops": ["_version", *OPERATORS, "policy", "lowerings", "reports", "verify"],
     # tools
     "testing": ["virtual_gpu", *OPERATORS],

@@ -7,9 +7,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-__all__ = ["FusionPolicy", "UnfusedError", "enclosing_modules", "names_module", "policy_or_default"]
+from torch_fused_ops import tiles
 
-MEMORY = ("off", "free", "fp8", "input")  # each keeps less than the one before
+__all__ = ["FusionPolicy", "UnfusedError", "enclosing_modules", "is_level", "names_module", "policy_or_default"]
+
+MEMORY = ("off", "free", "fp8", "input", "tiled")  # the levels, each with less in memory than the one before
+LEVELS = f"{', '.join(MEMORY)}, tiled:N"  # all that is accepted, in messages
 EPILOGUES = ("measured", "library", "off")
 GEMM = ("bf16", "fp8", "fp8-wgrad-bf16")
 
@@ -23,9 +26,11 @@ class FusionPolicy:
             choice. ``"free"`` rebuilds in backward whatever costs only pointwise work, never a GEMM. ``"fp8"``: and
             what an MLP's activation reads is kept as float8_e4m3fn with a scale a row; gradients then carry its
             rounding. ``"input"``: what an MLP's activation reads is not kept, and the GEMM in front of it is
-            computed again in backward, from the MLP's own input. A mapping from module patterns (as in ``exclude``) to
-            one of the last three chooses for each MLP; the first that fits counts, and what none names is "free". A
-            budget that you set yourself (``torch._functorch.config.activation_memory_budget``) always wins.
+            computed again in backward, from the MLP's own input. ``"tiled"``: and both are done in tiles of its tokens,
+            one after the other, forward and backward; ``"tiled:16"`` says how many. A mapping from module patterns (as
+            in ``exclude``) to any of them but "off" chooses for each MLP; the first that fits counts, and what none
+            names is "free". A budget that you set yourself (``torch._functorch.config.activation_memory_budget``)
+            always wins.
         dropout: whether active dropouts of linear layers and of fused activations become ``fused::dropout_add``, with
             the residual that they are added to. Nothing but a seed is kept for backward then, where a mask is a byte
             an element; other elements are dropped than plain torch.compile drops, by the same distribution, and
@@ -51,12 +56,12 @@ class FusionPolicy:
     gemm: str | Mapping[str, str] | tuple[tuple[str, str], ...] = "bf16"
 
     def __post_init__(self) -> None:
-        for name, known in _BY_MODULE.items():
+        for name in _ACCEPTED:
             value = getattr(self, name)
             if not isinstance(value, str):
                 object.__setattr__(self, name, _pairs(name, value))
-            elif value not in known:
-                raise ValueError(f"{name}={value!r} is not known; accepted: {', '.join(known)}")
+            elif not _is_known(name, value):
+                raise ValueError(f"{name}={value!r} is not known; accepted: {_ACCEPTED[name]}")
         if self.epilogues not in EPILOGUES:
             raise ValueError(f"epilogues={self.epilogues!r} is not known; accepted: {', '.join(EPILOGUES)}")
         for name in ("dropout", "strict"):
@@ -74,7 +79,7 @@ class FusionPolicy:
     @property
     def patterns(self) -> dict[str, tuple[str, ...]]:
         """The module patterns of each field that has some, by its name."""
-        fields = {name: getattr(self, name) for name in _BY_MODULE}
+        fields = {name: getattr(self, name) for name in _ACCEPTED}
         mappings = {name: tuple(dict(value)) for name, value in fields.items() if not isinstance(value, str)}
         return {"exclude": self.exclude, **mappings}
 
@@ -97,25 +102,32 @@ class FusionPolicy:
         return next((pattern for pattern in self.exclude if names_module(pattern, modules)), None)
 
 
-# The fields that may be mappings from module patterns, and what they take; "off" is for a whole model.
-_BY_MODULE = {"memory": MEMORY, "gemm": GEMM}
+# The fields that may be mappings from module patterns, and what they take, for messages; "off" is for a whole model.
+_ACCEPTED = {"memory": LEVELS, "gemm": ", ".join(GEMM)}
+
+
+def is_level(memory: object) -> bool:
+    """Whether it is a memory level: one of ``MEMORY``, or "tiled:N" with N tiles, from 2."""
+    return isinstance(memory, str) and (memory in MEMORY or tiles.asked(memory) is not None)
+
+
+def _is_known(name: str, value: str) -> bool:
+    return is_level(value) if name == "memory" else value in GEMM
 
 
 def _pairs(name: str, value: object) -> tuple[tuple[str, str], ...]:
-    known = _BY_MODULE[name]
     try:
         pairs = tuple((pattern, one) for pattern, one in dict(value).items())  # type: ignore[call-overload]
     except (TypeError, ValueError):
         one, many = {"memory": ("a level", "levels"), "gemm": ("a recipe", "recipes")}[name]
         raise TypeError(
-            f"{name}={value!r} is not accepted: it must be {one} ({', '.join(known)}), or a mapping from module "
+            f"{name}={value!r} is not accepted: it must be {one} ({_ACCEPTED[name]}), or a mapping from module "
             f"patterns to {many}"
         ) from None
-    known = tuple(one for one in known if one != "off")
     for pattern, one in pairs:
-        if one not in known:
+        if not isinstance(one, str) or one == "off" or not _is_known(name, one):
             raise ValueError(
-                f"{name}={one!r} for {pattern!r} is not accepted; accepted: {', '.join(known)}"
+                f"{name}={one!r} for {pattern!r} is not accepted; accepted: {_ACCEPTED[name].removeprefix('off, ')}"
                 + ("; 'off' is for all of a model, not for a part of it" if one == "off" else "")
             )
     return pairs
