@@ -261,7 +261,7 @@ def _tiling(facts: Facts, policy: FusionPolicy, cone: Cone, top: Node, reading: 
 def _with_tiles(site: Site, found: tiles.Tiling) -> Site:
     if found.reason is None:
         return replaced(site, tiles=found.tiles)
-    return replaced(site, tiles=1, tiles_reason=found.reason.text, tiles_kind=found.reason.kind)
+    return replaced(site, tiles=1, tiles_reason=str(found.reason), tiles_kind=found.reason.kind)
 
 
 def _dropouts(facts: Facts, policy: FusionPolicy, cones: dict[Node, Cone]) -> list[dropout.Dropout]:
