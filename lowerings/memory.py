@@ -7,7 +7,8 @@ becomes something smaller, from which the backward graph makes it again.
 ``"fp8"``    float8_e4m3fn and a scale for each row, made where forward computes the activation; backward's kernels read
              that. Only where nothing else in backward reads the tensor: whatever does would see the rounding.
 ``"input"``  nothing: the GEMM that made it (of an adapted linear layer the GEMMs and their sum) is computed again,
-             from inputs that are kept for the weights' gradients anyway.
+             from inputs that are kept for the weights' gradients anyway. So is what ``"tiled"`` has left whole: the
+             tiles themselves are stage 1's (``recognise/tiles.py``), and keep nothing that could be kept smaller.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_fused_ops import reference
+from torch_fused_ops import reference, tiles
 from torch_fused_ops.declaration import Signature, elementwise
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.handover import DATA, SAME_ELEMENTS, Handover
@@ -126,6 +127,7 @@ def _kept(both: Handover, policy: FusionPolicy) -> list[tuple[Node, str]]:
         if node.target not in OPERATOR:
             continue
         level = node.meta.get(_LEVEL) or policy.memory_of(enclosing_modules(module_stack(node)))
+        level = "input" if tiles.asked(level) is not None else level  # what stage 1 has not cut into tiles
         for source in (both.kept_source(node.args[i]) for i in DATA[node.target]) if level in _LEVELS else ():
             if source is not None:
                 found.setdefault(source, level)

@@ -156,7 +156,7 @@ class Recognise(_Pass, CustomGraphPass):
         if policy.strict and missed:
             raise UnfusedError(
                 "strict=True and these MLP sites were not fused:\n"
-                + "\n".join(f"  {s.source}: {s.reason}" for s in missed)
+                + "\n".join(f"  {s.source}: {s.missed}" for s in missed)
             )
 
 

@@ -33,7 +33,8 @@ SITES = ["capturing", "reasons", "sites"]
 LAYERS: dict[str, list[str]] = {
     "virtual_gpu": [],
     "_version": [],
-    "policy": [],
+    "tiles": [],
+    "policy": ["tiles"],
     "environment": ["policy"],
     "capturing": [],
     "reasons": [],
@@ -53,11 +54,11 @@ LAYERS: dict[str, list[str]] = {
     "megatron": ["reference", "operators", "viewless", "functional"],
     "slapo": ["activations", "functional", "megatron"],
     # torch.compile
-    "lowerings": ["virtual_gpu", "_version", "policy", "environment", *SITES, "observers", *OPERATORS],
+    "lowerings": ["virtual_gpu", "_version", "tiles", "policy", "environment", *SITES, "observers", *OPERATORS],
     "reports": ["virtual_gpu", "policy", *SITES, "observers", "lowerings"],
     "verify": ["policy", *SITES, "observers", "lowerings", "reports"],
     # modules
-    "nn": [*OPERATORS, "megatron", "policy", *SITES, "lowerings", "reports"],
+    "nn": [*OPERATORS, "megatron", "tiles", "policy", *SITES, "lowerings", "reports"],
     "torch_fused_ops": ["_version", *OPERATORS, "policy", "environment", "lowerings", "reports", "verify"],
     "integrations": ["reports"],
     # tools

@@ -9,17 +9,21 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from torch_fused_ops import tiles
+
 __all__ = [
     "FIELDS",
     "FusionPolicy",
     "UnfusedError",
     "enclosing_modules",
+    "is_level",
     "names_module",
     "not_known",
     "policy_or_default",
 ]
 
-MEMORY = ("off", "free", "fp8", "input")  # each keeps less than the one before
+MEMORY = ("off", "free", "fp8", "input", "tiled")  # the levels, each with less in memory than the one before
+LEVELS = f"{', '.join(MEMORY)}, tiled:N"  # all that is accepted, in messages
 EPILOGUES = ("measured", "library", "off")
 GEMM = ("bf16", "fp8", "fp8-wgrad-bf16")
 
@@ -33,9 +37,11 @@ class FusionPolicy:
             choice. ``"free"`` rebuilds in backward whatever costs only pointwise work, never a GEMM. ``"fp8"``: and
             what an MLP's activation reads is kept as float8_e4m3fn with a scale a row; gradients then carry its
             rounding. ``"input"``: what an MLP's activation reads is not kept, and the GEMM in front of it is
-            computed again in backward, from the MLP's own input. A mapping from module patterns (as in ``exclude``) to
-            one of the last three chooses for each MLP; the first that fits counts, and what none names is "free". A
-            budget that you set yourself (``torch._functorch.config.activation_memory_budget``) always wins.
+            computed again in backward, from the MLP's own input. ``"tiled"``: and both are done in tiles of its tokens,
+            one after the other, forward and backward; ``"tiled:16"`` says how many. A mapping from module patterns (as
+            in ``exclude``) to any of them but "off" chooses for each MLP; the first that fits counts, and what none
+            names is "free". A budget that you set yourself (``torch._functorch.config.activation_memory_budget``)
+            always wins.
         dropout: whether active dropouts of linear layers and of fused activations become ``fused::dropout_add``, with
             the residual that they are added to. Nothing but a seed is kept for backward then, where a mask is a byte
             an element; other elements are dropped than plain torch.compile drops, by the same distribution, and
@@ -67,12 +73,12 @@ class FusionPolicy:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, known in _BY_MODULE.items():
+        for name in _ACCEPTED:
             value = getattr(self, name)
             if not isinstance(value, str):
                 object.__setattr__(self, name, _pairs(name, value))
-            elif value not in known:
-                raise ValueError(f"{name}={value!r} is not known; accepted: {', '.join(known)}")
+            elif not _is_known(name, value):
+                raise ValueError(f"{name}={value!r} is not known; accepted: {_ACCEPTED[name]}")
         if self.epilogues not in EPILOGUES:
             raise ValueError(f"epilogues={self.epilogues!r} is not known; accepted: {', '.join(EPILOGUES)}")
         for name in ("dropout", "strict"):
@@ -122,7 +128,7 @@ class FusionPolicy:
     @property
     def patterns(self) -> dict[str, tuple[str, ...]]:
         """The module patterns of each field that has some, by its name."""
-        fields = {name: getattr(self, name) for name in _BY_MODULE}
+        fields = {name: getattr(self, name) for name in _ACCEPTED}
         mappings = {name: tuple(dict(value)) for name, value in fields.items() if not isinstance(value, str)}
         return {"exclude": self.exclude, **mappings}
 
@@ -156,25 +162,32 @@ def not_known(name: str, accepted: Iterable[str], besides: Iterable[str] = ()) -
     return f"{name!r} is not known{f'; did you mean {near[0]!r}?' if near else ''} (accepted: {', '.join(accepted)})"
 
 
-# The fields that may be mappings from module patterns, and what they take; "off" is for a whole model.
-_BY_MODULE = {"memory": MEMORY, "gemm": GEMM}
+# The fields that may be mappings from module patterns, and what they take, for messages; "off" is for a whole model.
+_ACCEPTED = {"memory": LEVELS, "gemm": ", ".join(GEMM)}
+
+
+def is_level(memory: object) -> bool:
+    """Whether it is a memory level: one of ``MEMORY``, or "tiled:N" with N tiles, from 2."""
+    return isinstance(memory, str) and (memory in MEMORY or tiles.asked(memory) is not None)
+
+
+def _is_known(name: str, value: str) -> bool:
+    return is_level(value) if name == "memory" else value in GEMM
 
 
 def _pairs(name: str, value: object) -> tuple[tuple[str, str], ...]:
-    known = _BY_MODULE[name]
     try:
         pairs = tuple((pattern, one) for pattern, one in dict(value).items())  # type: ignore[call-overload]
     except (TypeError, ValueError):
         one, many = {"memory": ("a level", "levels"), "gemm": ("a recipe", "recipes")}[name]
         raise TypeError(
-            f"{name}={value!r} is not accepted: it must be {one} ({', '.join(known)}), or a mapping from module "
+            f"{name}={value!r} is not accepted: it must be {one} ({_ACCEPTED[name]}), or a mapping from module "
             f"patterns to {many}"
         ) from None
-    known = tuple(one for one in known if one != "off")
     for pattern, one in pairs:
-        if one not in known:
+        if not isinstance(one, str) or one == "off" or not _is_known(name, one):
             raise ValueError(
-                f"{name}={one!r} for {pattern!r} is not accepted; accepted: {', '.join(known)}"
+                f"{name}={one!r} for {pattern!r} is not accepted; accepted: {_ACCEPTED[name].removeprefix('off, ')}"
                 + ("; 'off' is for all of a model, not for a part of it" if one == "off" else "")
             )
     return pairs
@@ -211,7 +224,11 @@ def policy_or_default(policy: FusionPolicy | None) -> FusionPolicy:
     if policy is None:
         return FusionPolicy()
     if not isinstance(policy, FusionPolicy):
-        meant = [f"FusionPolicy({name}={policy!r})" for name, known in _BY_MODULE.items() if policy in known]
+        meant = [
+            f"FusionPolicy({name}={policy!r})"
+            for name in _ACCEPTED
+            if isinstance(policy, str) and _is_known(name, policy)
+        ]
         raise TypeError(
             f"policy={policy!r} is not accepted: it must be a FusionPolicy or None"
             + (f"; did you mean {' or '.join(meant)}?" if meant else "")

@@ -34,6 +34,12 @@ class Family(Enum):
         "Linear layers that stay in the model's dtype",
         'Of `gemm="fp8"`. They stand behind the site of their activation.',
     )
+    TILES = (
+        "MLPs that are not cut into tiles",
+        'Of `memory="tiled"`. They stand behind the site of their activation. Of such an MLP its input is kept, as '
+        'with `"input"`. It may be for a reason of the tables above, too: something is written in place, or a product '
+        "is no linear layer.",
+    )
     MEMORY = (
         "Tensors that a memory level leaves as they are",
         'Of `memory="fp8"` and `"input"`, in the log (`torch_fused_ops`, level INFO).',
@@ -447,6 +453,48 @@ class Kind(Enum):
         Family.GEMM,
         ("*grouped_mm* is no linear layer",),
         "A product of experts, of a batch of matrices, or of another library.",
+    )
+    # ---- MLPs that are not cut into tiles ----------------------------------------------------------------------------
+    TILE_FEW = _Declared(
+        Family.TILES,
+        ("*4096* tokens are too few for two tiles of *8192*", "*4* tokens are too few for *8* tiles"),
+        "Shorter tiles take longer: each reads all weights. `strict` does not count these.",
+        wanted=True,
+    )
+    TILE_DROPOUT = _Declared(
+        Family.TILES,
+        ("an active dropout stands inside",),
+        "Its mask would be another one in every tile. Behind the second linear layer dropouts stay, of all tokens.",
+        "Move the dropout behind the MLP's second linear layer.",
+    )
+    TILE_READER = _Declared(
+        Family.TILES,
+        ("*sum* reads the result of *linear*, too", "*2* calls read the hidden layer: *linear*"),
+        "The hidden layer would have to be whole for that.",
+    )
+    TILE_FORM = _Declared(
+        Family.TILES,
+        (
+            "*index* stands between its input and its result",
+            "*mul* combines it with *scale*, which is no vector",
+            "no linear layer stands in front of it",
+            "its tokens do not lie one after the other in memory",
+            "not every row of its input becomes a row of its result",
+            "more than *64* calls stand between its input and its result",
+        ),
+        "A tile consists of linear layers, biases, adapters, casts and the activation: rows that are computed of a row "
+        "each. Experts are none.",
+    )
+    TILE_SIZE = _Declared(
+        Family.TILES,
+        ("the number of its tokens is not known when it is compiled",),
+        "It depends on data, as an expert's tokens do.",
+    )
+    TILE_FP8 = _Declared(
+        Family.TILES,
+        ("its linear layers are in float8",),
+        'Of `gemm="fp8"` and `memory="tiled"` the first holds.',
+        "Name the modules that are to be tiled in memory=, and others in gemm=.",
     )
     # ---- tensors that a memory level leaves as they are --------------------------------------------------------------
     CHECKPOINTED = _Declared(Family.MEMORY, ("selective checkpointing has decided to keep it",))

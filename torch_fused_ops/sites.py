@@ -31,6 +31,9 @@ class Site:
             "".
         gemm_reason: for people: those that do not, and why; "" where all do, or none was asked to.
         gemm_kind: the kind of the first of those reasons.
+        tiles: how many tiles its tokens are cut into, where the policy asks for tiles; 0 where it does not.
+        tiles_reason: for people: why there is but one; "" where there are more, or none was asked for.
+        tiles_kind: the kind of that reason.
     """
 
     op: str | None
@@ -47,6 +50,9 @@ class Site:
     gemm: str = ""
     gemm_reason: str = ""
     gemm_kind: Kind | None = None
+    tiles: int = 0
+    tiles_reason: str = ""
+    tiles_kind: Kind | None = None
 
     @property
     def is_mlp(self) -> bool:
@@ -56,10 +62,16 @@ class Site:
     @property
     def is_missed(self) -> bool:
         """Whether ``strict`` counts it: an MLP that was left alone, or all of its linear layers were, where the policy
-        asks for float8; and not because the policy says so."""
+        asks for float8, or was left whole, where it asks for tiles; and not because the policy says so."""
         if self.op is not None:
-            return self.gemm_kind is not None and not self.gemm
+            whole = self.tiles_kind is not None and not self.tiles_kind.is_wanted
+            return whole or (self.gemm_kind is not None and not self.gemm)
         return self.is_mlp and not (self.kind is not None and self.kind.is_wanted)
+
+    @property
+    def missed(self) -> str:
+        """Why ``strict`` counts it."""
+        return "; ".join(filter(None, (self.gemm_reason, self.tiles_reason))) if self.op is not None else self.reason
 
     @property
     def hint(self) -> str:

@@ -3,7 +3,8 @@
 ``symbolic`` says what an expression means (the canonical form), ``prove`` which activation it is, ``graph`` reads an
 FX graph in one vocabulary, ``normal`` brings it into an easier form and back, ``custom`` reads autograd functions,
 ``cone`` finds the calls that make an activation and checks that replacing them is sound, and ``rewrite`` edits the
-graph. ``dropout`` does both for the dropouts behind linear layers, ``gemms`` for the linear layers themselves.
+graph. ``dropout`` does both for the dropouts behind linear layers, ``gemms`` for the linear layers themselves, and
+``tiles`` for an MLP as a whole.
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ import torch
 from torch.fx import Graph, Node
 
 from torch_fused_ops import capturing
+from torch_fused_ops.lowerings.partition import budgeted
 from torch_fused_ops.operators.float8 import RECIPES
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason, Refusal, excluded
 from torch_fused_ops.sites import DROPOUT, Site
+from torch_fused_ops.tiles import asked
 from torch_fused_ops.virtual_gpu.modules import module_stack
 
-from . import dropout, gemms
+from . import dropout, gemms, tiles
 from .cone import Cone, examine, find, readers
 from .graph import FREE, NONLINEAR, Facts, join, shown, tensor
 from .normal import Normal
 from .rewrite import fuse, operator_of, replace
 from .symbolic import RULES
+from .values import value_of
 
 __all__ = ["rewrite", "unread"]
 
@@ -83,18 +87,22 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
             recipe = policy.gemm_of(enclosing_modules(_paths(top, readers_of[top])))
             if recipe in RECIPES:
                 around[top] = gemms.linears(facts, cone, recipe)
+        cut = {top: one for top, cone in cones.items() if (one := _tiling(facts, policy, cone, top, readers_of[top]))}
         dropouts = _dropouts(facts, policy, cones)
         found = []
         for top, reading in sites:
             site = _site(facts, normal, top, reading, cones.get(top) or refused[top])
-            found.append((top, _with_linears(site, around[top]) if top in around else site))
+            site = _with_linears(site, around[top]) if top in around else site
+            found.append((top, _with_tiles(site, cut[top]) if top in cut else site))
         found += [(site.node, _dropout_site(facts, site)) for site in dropouts]
         report = tuple(site for _, site in sorted(found, key=lambda one: facts.index[one[0]]))
         fused = [site for site in dropouts if site.reason is None]
         if apply:
             recipes = {node: one.recipe for one in around.values() for node in one.found}
-            edits = [fuse(graph, cone) for cone in cones.values()]
-            replace(graph, [*edits, *dropout.fuse(graph, fused), *gemms.fuse(graph, facts, recipes)])
+            in_tiles = {top: one for top, one in cut.items() if one.tiles}
+            edits = [fuse(graph, cone) for top, cone in cones.items() if top not in in_tiles]
+            edits += [*dropout.fuse(graph, fused), *gemms.fuse(graph, facts, recipes)]
+            replace(graph, [*edits, *tiles.fuse(graph, in_tiles.values())])
             used.update(*(cone.calls for cone in cones.values()), *(site.calls for site in fused))
         return report
     finally:
@@ -241,6 +249,23 @@ def _with_linears(site: Site, linears: gemms.Linears) -> Site:
     refused = "; ".join(dict.fromkeys(f"{shown(node)}: {reason}" for node, reason in linears.refused))
     kind = linears.refused[0][1].kind if linears.refused else None
     return replaced(site, gemm=linears.recipe if linears.found else "", gemm_reason=refused, gemm_kind=kind)
+
+
+def _tiling(facts: Facts, policy: FusionPolicy, cone: Cone, top: Node, reading: list[Node]) -> tiles.Tiling | None:
+    """How an MLP is cut into tiles, or why not; None where none are asked for, or nothing is kept for backward."""
+    paths = enclosing_modules(_paths(top, reading))
+    count = asked(policy.memory_of(paths))
+    if count is None or not value_of(cone.root).requires_grad or budgeted(top.graph):
+        return None
+    if policy.gemm_of(paths) in RECIPES:
+        return tiles.Tiling(reason=Reason(Kind.TILE_FP8, "its linear layers are in float8"))
+    return tiles.tiling(facts, cone, count)
+
+
+def _with_tiles(site: Site, found: tiles.Tiling) -> Site:
+    if found.reason is None:
+        return replaced(site, tiles=found.tiles)
+    return replaced(site, tiles=1, tiles_reason=str(found.reason), tiles_kind=found.reason.kind)
 
 
 def _dropouts(facts: Facts, policy: FusionPolicy, cones: dict[Node, Cone]) -> list[dropout.Dropout]:

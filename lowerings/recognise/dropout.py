@@ -16,7 +16,6 @@ import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -26,7 +25,7 @@ from torch_fused_ops.reasons import Kind, Reason, Refusal
 from torch_fused_ops.sites import DROPOUT
 
 from .cone import check_in_place_call
-from .graph import AFFINE, Facts, record, shown, statically, tensor
+from .graph import AFFINE, Facts, describe, record, shown, statically, tensor
 from .rewrite import Edit
 from .values import FLOATING, check_plain, is_contiguous, is_plain, same_shape, value_of
 
@@ -185,17 +184,8 @@ def _draw(graph: Graph, first: Node, device: torch.device, count: int, new: list
     with graph.inserting_before(first):
         node = graph.call_function(torch.randint, (0, 2**63 - 1, shape), {"dtype": torch.int64, "device": device})
     new.append(node)
-    _describe(node, first, lambda: torch.empty(shape, dtype=torch.int64, device=device))
+    describe(node, first, lambda: torch.empty(shape, dtype=torch.int64, device=device))
     return node
-
-
-def _describe(node: Node, like: Node, make: Any) -> None:
-    """``record`` for a call that must not run now: it would draw."""
-    value = value_of(like)
-    node.meta = {k: v for k, v in like.meta.items() if k not in ("example_value", "val", "tensor_meta")}
-    key = "example_value" if "example_value" in like.meta else "val"
-    with value.fake_mode if isinstance(value, torch._subclasses.FakeTensor) else torch.no_grad():
-        node.meta[key] = make()
 
 
 def _insert(graph: Graph, site: Dropout, drawn: Node, i: int, new: list[Node]) -> Node:
@@ -203,7 +193,7 @@ def _insert(graph: Graph, site: Dropout, drawn: Node, i: int, new: list[Node]) -
     with graph.inserting_before(root):
         seed = graph.call_function(operator.getitem, (drawn, slice(i, i + 1)))
         new.append(seed)
-        _describe(seed, root, lambda: value_of(drawn)[:1])
+        describe(seed, root, lambda: value_of(drawn)[:1])
         x = node.all_input_nodes[0]
         if site.bias is not None:
             x = next(a for a in x.all_input_nodes if a is not site.bias)

@@ -23,7 +23,7 @@ from .graph import AFFINE, Facts, record, shown, statically, tensor
 from .rewrite import Edit
 from .values import check_plain, value_of
 
-__all__ = ["Linears", "fuse", "linears"]
+__all__ = ["Linears", "arguments_of", "fuse", "linears", "producers"]
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Linears:
 def linears(facts: Facts, cone: Cone, recipe: str) -> Linears:
     """The linear layers that produce what an activation reads, and those that read it, in graph order."""
     result = Linears(recipe)
-    around = {*_producers(facts, cone), *(r for r in readers(facts, cone.root) if facts.weight_gemm(r))}
+    around = {*producers(facts, cone), *(r for r in readers(facts, cone.root) if facts.weight_gemm(r))}
     for node in sorted(around, key=facts.index.__getitem__):
         try:
             _check(facts, node)
@@ -48,7 +48,7 @@ def linears(facts: Facts, cone: Cone, recipe: str) -> Linears:
     return result
 
 
-def _producers(facts: Facts, cone: Cone) -> Iterator[Node]:
+def producers(facts: Facts, cone: Cone) -> Iterator[Node]:
     """The GEMMs with weights that the operands come from, through views and sums."""
     pending, seen = list(cone.operands), set[Node]()
     while pending:
@@ -62,7 +62,7 @@ def _producers(facts: Facts, cone: Cone) -> Iterator[Node]:
             pending.extend(node.all_input_nodes)
 
 
-def _arguments(facts: Facts, node: Node) -> tuple[Node, Node, Node | None, bool]:
+def arguments_of(facts: Facts, node: Node) -> tuple[Node, Node, Node | None, bool]:
     """(input, weight, bias, whether the weight is (in, out)) of a linear layer.
 
     Raises:
@@ -89,7 +89,7 @@ _SPELLINGS: dict[str, tuple[tuple[str, ...], tuple[int | None, ...], bool]] = {
 
 
 def _check(facts: Facts, node: Node) -> None:
-    _, weight, bias, transposed = _arguments(facts, node)
+    _, weight, bias, transposed = arguments_of(facts, node)
     for one in (node, weight, *node.all_input_nodes):
         check_plain(one)
     value, (n, k) = value_of(node), value_of(weight).shape
@@ -111,7 +111,7 @@ def fuse(graph: Graph, facts: Facts, found: dict[Node, str]) -> list[Edit]:
 
 
 def _insert(graph: Graph, facts: Facts, node: Node, wgrad: bool, new: list[Node]) -> Node:
-    input, weight, bias, transposed = _arguments(facts, node)
+    input, weight, bias, transposed = arguments_of(facts, node)
     with graph.inserting_before(node):
         if transposed:
             weight = graph.call_function(torch.ops.aten.t.default, (weight,))

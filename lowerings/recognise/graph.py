@@ -22,7 +22,20 @@ from torch.fx import Graph, GraphModule, Node
 
 from .symbolic import LINEAR, RULES, Ref, Step, Unprovable
 
-__all__ = ["AFFINE", "FREE", "NONLINEAR", "Call", "Facts", "join", "read", "record", "shown", "statically", "tensor"]
+__all__ = [
+    "AFFINE",
+    "FREE",
+    "NONLINEAR",
+    "Call",
+    "Facts",
+    "describe",
+    "join",
+    "read",
+    "record",
+    "shown",
+    "statically",
+    "tensor",
+]
 
 
 def _words(text: str) -> frozenset[str]:
@@ -229,6 +242,20 @@ def record(node: Node, like: Node) -> None:
     with torch.no_grad(), shapes.suppress_guards() if shapes is not None else nullcontext():
         value = node.target(*args)  # type: ignore[operator]
     node.meta[key] = value.requires_grad_(like.meta[key].requires_grad) if key in like.meta else value
+
+
+def describe(node: Node, like: Node, make: Callable[[], Any]) -> None:
+    """``record`` for a call that must not run now: it would draw random numbers, or be of another dtype for want of the
+    autocast that is in force where the graph is traced. ``make`` gives its value, of fake tensors."""
+    value = tensor(like)
+    mode = value.fake_mode if isinstance(value, torch._subclasses.FakeTensor) else None
+    shapes = mode.shape_env if mode is not None else None
+    node.meta = {k: v for k, v in like.meta.items() if k not in ("example_value", "val", "tensor_meta")}
+    key = "example_value" if "example_value" in like.meta else "val"
+    with torch.no_grad(), mode or nullcontext(), shapes.suppress_guards() if shapes is not None else nullcontext():
+        made = make()
+    needs_gradient = value is not None and value.requires_grad and isinstance(made, torch.Tensor)
+    node.meta[key] = made.requires_grad_() if needs_gradient and made.is_floating_point() else made
 
 
 def shown(node: Node) -> str:

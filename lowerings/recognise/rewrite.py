@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from .cone import Cone
 from .graph import record, tensor
 
-__all__ = ["fuse", "operator_of", "replace"]
+__all__ = ["Edit", "dead_calls", "fuse", "insert", "operator_of", "replace"]
 
 
 def operator_of(cone: Cone) -> str:
@@ -57,16 +57,32 @@ def replace(graph: Graph, edits: Sequence[Edit]) -> None:
 
 def fuse(graph: Graph, cone: Cone) -> Edit:
     """The edit that makes a proved cone one fused operator."""
+    return cone.root, partial(insert, graph, cone), dead_calls(cone)
+
+
+def dead_calls(cone: Cone) -> set[Node]:
+    """What may be dead once the operator has taken the cone's place."""
     dead = {*cone.calls, *cone.bypassed}
     if cone.packed:  # the cuts of the packed tensor
         for node in cone.operands:
             while node is not cone.packed[0]:
                 dead.add(node)
                 node = node.all_input_nodes[0]
-    return cone.root, partial(_insert, graph, cone), dead
+    return dead
 
 
-def _insert(graph: Graph, cone: Cone, new: list[Node]) -> Node:
+def insert(
+    graph: Graph, cone: Cone, new: list[Node], of: Callable[[Node], Node] = lambda n: n, at: Node | None = None
+) -> Node:
+    """Write the operator that a proved cone becomes into the graph.
+
+    Args:
+        graph: changed in place.
+        cone: proved.
+        new: each node that is made is appended.
+        of: what it reads in place of each operand (or of gate and up, packed).
+        at: it is written before this node; by default the cone's root.
+    """
     root, verdict = cone.root, cone.verdict
 
     def call(target: Callable[..., Any], *args: Any) -> Node:
@@ -80,7 +96,7 @@ def _insert(graph: Graph, cone: Cone, new: list[Node]) -> Node:
         return node if value is None or value.dtype == dtype else call(torch.ops.aten.to.dtype, node, dtype)
 
     def given(i: int, scale: float = 1.0) -> Node:
-        node = scaled(cast(cone.operands[i], cone.dtype), scale)
+        node = scaled(cast(of(cone.operands[i]), cone.dtype), scale)
         return node if cone.order is None else call(torch.permute, node, cone.order)
 
     def scaled(node: Node, scale: float) -> Node:
@@ -88,10 +104,10 @@ def _insert(graph: Graph, cone: Cone, new: list[Node]) -> Node:
 
     ops = torch.ops.fused
     scalars = (verdict.up_offset, verdict.clamp)
-    with graph.inserting_before(root):
+    with graph.inserting_before(at or root):
         if cone.packed:
             base, layout = cone.packed
-            base = cast(base, cone.dtype)
+            base = cast(of(base), cone.dtype)
             result = call(ops.bias_glu.default, base, None, None, verdict.activation, layout, *scalars)
         elif verdict.up is not None:
             gate, up = given(verdict.gate, verdict.gate_scale), given(verdict.up)

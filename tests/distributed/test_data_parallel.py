@@ -159,7 +159,7 @@ def modules(rank, ranks, folder):
     from torch_fused_ops import nn as fnn
 
     expected, mesh = truth(), init_device_mesh("cpu", (ranks,))
-    for memory in ("free", "input"):
+    for memory in ("free", "input", "tiled:2"):
         model = net()
         report = fnn.replace_mlps(model, torch.randn(4, WIDTH), memory=memory)
         parallel = DistributedDataParallel(model)
@@ -179,11 +179,49 @@ def modules(rank, ranks, folder):
         assert_trained_alike(model, one)
 
 
-GROUPS = {"few": [modules, ddp, fsdp], "more": [ddp_whole, ddp_of_compiled, fsdp_whole]}
+def in_tiles(rank, ranks, folder):
+    """MLPs in tiles: a parameter has one gradient a step, so each is reduced once."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    expected, options = truth(), {"policy": tfo.FusionPolicy(memory="tiled:2", strict=True)}
+
+    def tiles(report):
+        return [site.tiles for site in report.sites]
+
+    torch._dynamo.reset()
+    model = DistributedDataParallel(net())
+    compiled = torch.compile(model, backend="fused", options=options)
+    with torch._dynamo.config.patch(optimize_ddp=False), tfo.record() as report:
+        train(compiled, model.parameters(), ranks, rank, model.no_sync)
+    assert tiles(report) == [2] * BLOCKS, str(report)
+    assert_trained_alike(model, expected)
+
+    torch._dynamo.reset()
+    model, mesh = net(), init_device_mesh("cpu", (ranks,))
+    for block in model.blocks:
+        block.compile(backend="fused", options=options)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    @contextlib.contextmanager
+    def no_sync():
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    with tfo.record() as report:
+        train(model, model.parameters(), ranks, rank, no_sync)
+    assert set(tiles(report)) == {2}, str(report)
+    assert_trained_alike(model, expected)
+
+
+GROUPS = {"few": [modules, ddp, fsdp], "tiles": [in_tiles], "more": [ddp_whole, ddp_of_compiled, fsdp_whole]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", ["few", "more"])
+@pytest.mark.parametrize("group", list(GROUPS))
 def test_in_two_processes(group: str, tmp_path: Path) -> None:
     in_processes(__file__, group, 2, tmp_path)
 

@@ -384,6 +384,22 @@ def blocks(dtype: torch.dtype = torch.float32, hidden: int = 128) -> tuple[Tenso
     return tuple(torch.randn(shape, dtype=dtype) for shape in ((4, hidden), (256, hidden), (hidden, 256)))
 
 
+def whole(fn: Callable[[Tensor], Any], *shape: int, dynamic_shapes: bool = False, **policy: Any) -> Program:
+    """Why a fused MLP is not cut into tiles."""
+
+    def program(patch: Patch) -> Reason:
+        found: list[Reason] = []
+        recorded = recognise._with_tiles
+        patch.setattr(recognise, "_with_tiles", lambda site, one: (found.append(one.reason), recorded(site, one))[1])
+        x = nn.Parameter(torch.randn(shape or (50, 8)))
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=dynamic_shapes):
+            explain(fn, x, policy=FusionPolicy(**{"memory": "tiled:2", **policy}))
+        return found[0]
+
+    return program
+
+
+UP, DOWN = torch.randn(128, 8), torch.randn(8, 128)
 PROGRAMS: dict[Kind, Program] = {
     Kind.OTHER_OPERAND: mlp(no_mlp),
     Kind.COMPUTED_PRODUCT: site_of(lambda x, w, d: (lambda h: F.silu(h) @ h.t())(F.linear(x, w))),
@@ -467,6 +483,12 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.GEMM_FORM: linear_layer(
         lambda x, w, d: F.linear(F.gelu(F.conv1d(x[..., None], w[..., None]))[..., 0], d), *blocks()
     ),
+    Kind.TILE_FEW: whole(lambda x: F.linear(F.gelu(F.linear(x, UP)), DOWN), memory="tiled"),
+    Kind.TILE_DROPOUT: whole(lambda x: F.linear(F.dropout(F.gelu(F.linear(x, UP)), 0.1), DOWN)),
+    Kind.TILE_READER: whole(lambda x: (lambda a: F.linear(a, DOWN) + a.sum())(F.gelu(F.linear(x, UP)))),
+    Kind.TILE_FORM: whole(lambda x: F.linear(F.gelu(F.linear(x, UP))[:, 1:], DOWN), 5, 10, 8),
+    Kind.TILE_SIZE: whole(lambda x: F.linear(F.gelu(F.linear(x[x[:, 0] > 0], UP)), DOWN), dynamic_shapes=True),
+    Kind.TILE_FP8: whole(lambda x: F.linear(F.gelu(F.linear(x, UP)), DOWN), gemm="fp8"),
     Kind.CHECKPOINTED: kept(checkpointed, *tensors()),
     Kind.FP8_DTYPE: kept(gelu, *tensors(torch.float64), level="fp8"),
     Kind.FP8_DEVICE: kept(gelu, *tensors(), level="fp8", converts_to_fp8=lambda device: False),

@@ -22,11 +22,9 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 
-from torch_fused_ops import reference
+from torch_fused_ops import reference, tiles
 
-__all__ = ["LEVELS", "through"]
-
-LEVELS = ("off", "free", "fp8", "input")
+__all__ = ["in_tiles", "through"]
 
 Map = Callable[[Tensor], Tensor]
 
@@ -205,6 +203,38 @@ def _in_selective_checkpoint() -> bool:
     return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Whether no level is for this call: nothing is kept, somebody else decides, or there is nothing to hook into."""
+    plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+    # A torch.func transform's tensors have no memory of their own, nor have those with symbolic sizes and torch.fx's
+    # proxies; torch.jit.trace traces again without gradients, and compares. Where hooks are disabled there is no level.
+    plain = plain or torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing()
+    plain = plain or not isinstance(x, Tensor) or isinstance(x.numel(), torch.SymInt)
+    plain = plain or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return plain or _in_selective_checkpoint()
+
+
+def in_tiles(x: Tensor, memory: str, run: Callable[[Tensor, str], Tensor]) -> Tensor:
+    """``run(x, memory)``; at the level "tiled" of one tile of x's rows after the other, each at the level "input".
+
+    Args:
+        x: (..., n)
+        memory: a level.
+        run: what to compute, each row of one row: ``through`` at the level that it is handed. It is called once a tile.
+    """
+    asked = tiles.asked(memory)
+    if asked is None:
+        return run(x, memory)
+    # A DTensor's rows are shared out, and what is computed of them may communicate.
+    count = 1 if _is_plain(x) or hasattr(x, "device_mesh") else tiles.number(x.shape[:-1].numel(), asked)
+    if count == 1:
+        return run(x, "input")
+    rows = x.reshape(-1, x.shape[-1])
+    each, last = tiles.lengths(rows.shape[0], count)
+    results = [run(piece, "input") for piece in rows.split([each] * (count - 1) + [last])]
+    return torch.cat(results).view(*x.shape[:-1], results[0].shape[-1])
+
+
 def through(
     x: Tensor,
     first: Map,
@@ -226,14 +256,7 @@ def through(
         reads: what ``first`` and ``activate`` read besides their argument; written before backward makes something
             again, it raises.
     """
-    plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
-    # A torch.func transform's tensors have no memory of their own, nor have those with symbolic sizes and torch.fx's
-    # proxies; torch.jit.trace traces again without gradients, and compares. Where hooks are disabled there is no level.
-    plain = plain or torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing()
-    plain = plain or not isinstance(x, Tensor) or isinstance(x.numel(), torch.SymInt)
-    plain = plain or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    plain = plain or _in_selective_checkpoint()
-    if plain or (memory == "off" and not offload):
+    if _is_plain(x) or (memory == "off" and not offload):
         return second(activate(first(x)))
     h = first(x)
     again, hooks = _Again(x.device, reads()), _hooks(h, offload)

@@ -6,7 +6,7 @@ import functools
 import math
 import numbers
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fused_ops import activations, functional, megatron
+from torch_fused_ops import activations, functional, megatron, tiles
+from torch_fused_ops.policy import LEVELS, is_level
 
 __all__ = [
     "Activation",
@@ -62,7 +63,9 @@ class MLPConfig:
         params_dtype: of weights and biases; by default torch's default dtype.
         cpu_offloading, cpu_offloading_activations: with both, what eager autograd keeps between the two linears waits
             for backward in the CPU's memory (pinned, for a GPU), however much it is by ``memory``.
-        memory: what eager autograd keeps between the two linears: "off", "free", "fp8" or "input".
+        memory: what eager autograd keeps between the two linears: "off", "free", "fp8", "input" or
+            "tiled" (docs/memory.md); experts, token scales, tensor-parallel MLPs and delayed gradients have "input" for
+            "tiled".
     """
 
     hidden_size: int
@@ -289,15 +292,15 @@ def read_activation(config: Any) -> Activation:
     return Activation(name, given if name is None else None, gated, float(offset), clamp)
 
 
-def read_memory(config: Any, fused: bool, levels: Collection[str]) -> str:
+def read_memory(config: Any, fused: bool) -> str:
     """The memory level that the config asks for.
 
     Raises:
         ValueError: it is not known, or two flags ask for two levels, or float8 is asked for where nothing is fused.
     """
     memory, fp8 = read(config, "memory"), read(config, "activation_func_fp8_input_store")
-    if memory not in levels:
-        raise ValueError(f"memory={memory!r} is not known; accepted: {', '.join(levels)}")
+    if not is_level(memory):
+        raise ValueError(f"memory={memory!r} is not known; accepted: {LEVELS}")
     if fp8 and memory not in ("free", "fp8"):
         raise ValueError(f"activation_func_fp8_input_store=True is not accepted with memory={memory!r}: two levels")
     memory = "fp8" if fp8 else memory
@@ -316,8 +319,9 @@ def read_offload(config: Any, memory: str) -> bool:
         ValueError: with a memory level that keeps nothing.
     """
     offload: bool = read(config, "cpu_offloading") and read(config, "cpu_offloading_activations")
-    if offload and memory == "input":
-        raise ValueError("cpu_offloading=True is not accepted with memory='input': nothing is kept that could be moved")
+    if offload and (memory == "input" or tiles.asked(memory) is not None):
+        text = f"cpu_offloading=True is not accepted with memory={memory!r}: nothing is kept that could be moved"
+        raise ValueError(text)
     return offload
 
 

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fused_ops import activations, functional
+from torch_fused_ops import activations, functional, tiles
 from torch_fused_ops.float8 import BLOCK
 from torch_fused_ops.nn import layouts
-from torch_fused_ops.nn._memory import LEVELS, through
+from torch_fused_ops.nn._memory import in_tiles, through
 from torch_fused_ops.nn._products import check_shape
 from torch_fused_ops.nn.config import activation_name, checked
-from torch_fused_ops.policy import GEMM
+from torch_fused_ops.policy import GEMM, LEVELS, is_level
 
 __all__ = ["FusedMLP", "Middle", "check_memory", "untouched"]
 
@@ -30,8 +30,8 @@ def untouched(module: nn.Module) -> bool:
 
 def check_memory(memory: object) -> None:
     """ValueError for what is no memory level."""
-    if memory not in LEVELS:
-        raise ValueError(f"memory={memory!r} is not known; accepted: {', '.join(LEVELS)}")
+    if not is_level(memory):
+        raise ValueError(f"memory={memory!r} is not known; accepted: {LEVELS}")
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,21 @@ class Middle:
     ) -> Tensor:
         """``second(dropout(act(first(x) + bias), p))``, keeping for backward what ``memory`` says; ``reads``: what
         ``first`` reads besides its argument."""
+        return in_tiles(
+            x, memory, lambda rows, level: self._run(rows, first, bias, second, level, p, lambda: (bias, *reads()))
+        )
+
+    def _run(
+        self,
+        x: Tensor,
+        first: Callable[[Tensor], Tensor],
+        bias: Tensor | None,
+        second: Callable[[Tensor], Tensor],
+        memory: str,
+        p: float,
+        reads: Callable[[], Iterable[Tensor | None]],
+    ) -> Tensor:
+        """``run``, of all rows or of a tile's: then with a seed of its own for the dropout."""
         act: Callable[[Tensor], Tensor] = lambda h: self(h, bias)  # noqa: E731
         # ReLU keeps its result. Where that is made again it must not: threshold is ReLU, bit for bit, and keeps what it
         # reads.
@@ -79,7 +94,7 @@ class Middle:
         if p:
             seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=x.device)
             activate = lambda h: functional.dropout_add(act(h), seed=seed, p=p)  # noqa: E731
-        return through(x, first, activate, second, memory, reads=lambda: (bias, *reads()))
+        return through(x, first, activate, second, memory, reads=reads)
 
 
 class FusedMLP(nn.Module):
@@ -102,7 +117,8 @@ class FusedMLP(nn.Module):
         bias: whether both linears have biases.
         dropout: the chance of being dropped behind the second linear, in training. Its mask is made again in backward.
         memory: "off" keeps what the activation reads and what it gives, "free" what it reads, "fp8" that in
-            float8_e4m3fn with a scale for each row, "input" neither: the first product is computed again. (Of ReLU
+            float8_e4m3fn with a scale for each row, "input" neither: the first product is computed again. "tiled" does
+            both products in tiles of rows, forward and backward; "tiled:16" says how many. (Of ReLU
             "free" keeps what it gives.) Results are the same; so are gradients but with "fp8".
         gemm: what both linears multiply in, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or in float8,
             "fp8" or "fp8-wgrad-bf16" (``functional.linear_fp8``), for sizes that are multiples of 128.
@@ -114,7 +130,7 @@ class FusedMLP(nn.Module):
         ValueError, TypeError: for arguments that are not accepted.
 
     A linear that is hooked, wrapped or parametrized is called as it is: then its bias is added there, and "input" is
-    "free", since what a wrapper does need not be the same twice.
+    "free", since what a wrapper does need not be the same twice. So is "tiled"; where it is the second one, "input".
     """
 
     def __init__(
@@ -184,10 +200,13 @@ class FusedMLP(nn.Module):
             weight, bias = fc1.weight, fc1.bias  # those of now: functional_call's are gone when "input" runs it again
             check_shape("x", x, weight.shape[1:], "...")
             first = lambda x: self._linear(x, weight, None)  # noqa: E731
-        elif memory == "input":
+        elif memory == "input" or tiles.asked(memory) is not None:
             memory = "free"
+        own = type(fc2) is nn.Linear and untouched(fc2)
+        if not own and tiles.asked(memory) is not None:  # what stands around it must run once
+            memory = "input"
         p = self.dropout if self.training else 0.0
-        if type(fc2) is nn.Linear and untouched(fc2) and (p or self.gemm != "bf16"):
+        if own and (p or self.gemm != "bf16"):
             late = fc2.bias if p else None
             second = lambda a: self._linear(a, fc2.weight, None if p else fc2.bias)  # noqa: E731
             y = middle.run(x, first, bias, second, memory, reads=fc1.parameters)

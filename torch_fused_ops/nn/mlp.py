@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from torch_fused_ops.nn._memory import LEVELS, through
+from torch_fused_ops import tiles
+from torch_fused_ops.nn._memory import in_tiles, through
 from torch_fused_ops.nn._products import DENSE, check_shape
 from torch_fused_ops.nn.config import (
     Activation,
@@ -20,6 +21,7 @@ from torch_fused_ops.nn.config import (
     read_memory,
     read_offload,
 )
+from torch_fused_ops.nn.fused_mlp import untouched
 from torch_fused_ops.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear, handed_on
 
 if TYPE_CHECKING:
@@ -147,8 +149,9 @@ class _Block(nn.Module):
         """What the activation is, and what is kept of it."""
         self.activation_func = _activation_module(self.config, builder, where, self._activation)
         fused = self._activation.name is not None and self.activation_func is None
-        self._memory = read_memory(self.config, fused, LEVELS)
+        self._memory = read_memory(self.config, fused)
         self._offload = read_offload(self.config, self._memory)
+        self._delayed: bool = read(self.config, "delay_wgrad_compute")
 
     def _run(self, x: Tensor, scale: Tensor | None, *groups: Any) -> tuple[Tensor, Tensor | None]:
         """(fc2's result, its bias to be added); ``groups``: what the linears take besides."""
@@ -159,7 +162,11 @@ class _Block(nn.Module):
         if parallel is not None:  # here, so that nothing is gathered again where fc1 runs again
             x, scale, entered = parallel.enter(x), scale if scale is None else parallel.enter(scale), {"entered": True}
 
-        then = dict(fc1.named_parameters()) if self._memory == "input" else {}
+        level = self._memory
+        tiled = tiles.asked(level) is not None
+        if tiled and not (scale is None and not groups and parallel is None and self._calls_may_repeat()):
+            level = "input"  # probabilities, experts, collectives and delayed gradients go with all tokens at once
+        then = dict(fc1.named_parameters()) if tiled or level == "input" else {}
 
         def first(x: Tensor) -> Tensor:
             h: Tensor
@@ -186,7 +193,15 @@ class _Block(nn.Module):
             yield from fc1.parameters()
             yield from () if self.activation_func is None else self.activation_func.parameters()
 
-        return through(x, first, activate, second, self._memory, self._offload, reads), biases["fc2"]
+        def run(x: Tensor, level: str) -> Tensor:
+            return through(x, first, activate, second, level, self._offload, reads)
+
+        return in_tiles(x, level, run), biases["fc2"]
+
+    def _calls_may_repeat(self) -> bool:
+        """Whether the linears may run once a tile: nobody notices, and nothing is counted by calls."""
+        linears = self.linear_fc1, self.linear_fc2
+        return all(isinstance(one, Linear) and untouched(one) for one in linears) and not self._delayed
 
     def backward_dw(self) -> None:
         """With ``delay_wgrad_compute``: the gradients that the oldest ``backward`` has left, fc2's, then fc1's."""

@@ -55,7 +55,10 @@ def reason_text(site: Site) -> str:
         reason += "; its linear layers are in float8" + (", but for " if site.gemm_reason else "")
     elif site.gemm_reason:
         reason += "; its linear layers are not in float8: "
-    return reason + site.gemm_reason
+    reason += site.gemm_reason
+    if site.tiles_reason:
+        return f"{reason}; not in tiles: {site.tiles_reason}"
+    return f"{reason}; in {site.tiles} tiles" if site.tiles else reason
 
 
 def bare_reason(site: Site) -> str:

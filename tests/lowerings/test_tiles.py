@@ -1,0 +1,356 @@
+"""FusionPolicy(memory="tiled"): what a step in tiles computes and keeps, how tokens are cut, and what stays whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import torch_fused_ops as tfo
+from torch_fused_ops import FusionPolicy, Site, tiles
+from torch_fused_ops.lowerings import recognise
+from torch_fused_ops.lowerings.recognise import tiles as edit
+from torch_fused_ops.reasons import Kind
+
+HIDDEN, FFN = 8, 12
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, hidden: int = HIDDEN, ffn: int = FFN, bias: bool = False) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(hidden, ffn, bias=bias) for _ in range(2))
+        self.down = nn.Linear(ffn, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class Packed(nn.Module):
+    """Gate and up in one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(HIDDEN, 2 * FFN), nn.Linear(FFN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return self.down(F.gelu(gate) * up)  # type: ignore[no-any-return]
+
+
+class Adapted(nn.Module):
+    """LoRA on both linear layers; the first weight is frozen. Dropouts that do nothing; views between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, FFN), nn.Linear(FFN, HIDDEN)
+        self.a, self.b = nn.Linear(HIDDEN, 2, bias=False), nn.Linear(2, FFN, bias=False)
+        self.up.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, HIDDEN)
+        h = self.up(rows) + 2 * self.b(self.a(F.dropout(rows, 0.5, training=False)))
+        return self.down(F.gelu(h.view(*x.shape[:-1], FFN))) + x  # type: ignore[no-any-return]
+
+
+class Conv1D(nn.Module):
+    """As GPT-2's: addmm with a weight of (in, out), and the residual behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(HIDDEN, FFN) / 3), nn.Parameter(torch.randn(FFN) / 3)
+        self.v, self.c = nn.Parameter(torch.randn(FFN, HIDDEN) / 3), nn.Parameter(torch.randn(HIDDEN) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.addmm(self.b, x.view(-1, x.size(-1)), self.w).view(*x.shape[:-1], FFN)
+        h = 0.5 * h * (1.0 + torch.tanh(0.7978845608028654 * (h + 0.044715 * torch.pow(h, 3.0))))
+        return x + torch.addmm(self.c, h.view(-1, h.size(-1)), self.v).view(x.shape)
+
+
+def gelu_mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(HIDDEN, FFN), nn.GELU(), nn.Linear(FFN, HIDDEN))
+
+
+def normed() -> nn.Module:
+    """Two in a row, behind norms."""
+    return nn.Sequential(nn.LayerNorm(HIDDEN), SwiGLU(), nn.LayerNorm(HIDDEN), SwiGLU(bias=True))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "swiglu": SwiGLU,
+    "gelu": gelu_mlp,
+    "packed": Packed,
+    "adapted": Adapted,
+    "conv1d": Conv1D,
+    "normed": normed,
+    "relu": lambda: nn.Sequential(nn.Linear(HIDDEN, FFN), nn.ReLU(inplace=True), nn.Linear(FFN, HIDDEN)),
+}
+
+
+def step(fn: Callable[..., Tensor], module: nn.Module, x: Tensor) -> list[Tensor]:
+    """The result and all gradients."""
+    x = x.detach().clone().requires_grad_()
+    y = fn(x)
+    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+    learning = [p for p in module.parameters() if p.requires_grad]
+    return [y.detach(), *torch.autograd.grad((y * weight).sum(), (x, *learning))]
+
+
+def compiled(module: Any, memory: Any = "tiled:3", strict: bool = True, **settings: Any) -> Any:
+    torch._dynamo.reset()
+    options = {"policy": FusionPolicy(memory=memory, strict=strict)}
+    return torch.compile(module, backend="fused", options=options, fullgraph=True, **settings)
+
+
+def sites(fn: Callable[..., Any], *args: Any, memory: Any = "tiled:3", **policy: Any) -> tuple[Site, ...]:
+    return tfo.explain(fn, *args, policy=FusionPolicy(memory=memory, **policy)).sites
+
+
+def kept(fn: Callable[..., Any], *args: Any) -> int:
+    """Bytes that autograd keeps for backward, each storage once."""
+    found: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        found[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        fn(*args)
+    return sum(found.values())
+
+
+# ---- what it computes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.codegen_is_slow
+@pytest.mark.parametrize("dynamic", (False, True))
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_the_plain_one(name: str, dynamic: bool) -> None:
+    torch.manual_seed(0)
+    module = MODELS[name]().double()
+    x = torch.randn(2, 25, HIDDEN, dtype=torch.double)
+    assert [site.tiles for site in sites(module, x)] == [3] * len(sites(module, x))
+    fn = compiled(module, dynamic=dynamic)
+    torch.testing.assert_close(step(fn, module, x), step(module, module, x), rtol=1e-12, atol=1e-12)
+    if dynamic:
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for shape in ((2, 31), (5, 16)):
+                x = torch.randn(*shape, HIDDEN, dtype=torch.double)
+                torch.testing.assert_close(step(fn, module, x), step(module, module, x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.codegen_is_slow
+def test_its_input_is_all_that_is_kept() -> None:
+    module, x = SwiGLU(), torch.randn(1000, HIDDEN, requires_grad=True)
+    weights = sum(p.numel() * 4 for p in module.parameters())
+    assert kept(compiled(module), x) == kept(compiled(module, "input"), x) == x.numel() * 4 + weights
+    assert kept(compiled(module, "free"), x) > 3 * x.numel() * 4
+
+
+@pytest.mark.codegen_is_slow
+def test_the_products_are_those_of_input() -> None:
+    """Backward's: 4/3 of plain's. Results are not marked: else the residual stream would be made of products again."""
+    module, x = normed(), torch.randn(64, HIDDEN, requires_grad=True)
+
+    def flops(memory: str) -> int:
+        y = compiled(lambda x: module(x + module(x)), memory)(x).sum()
+        with FlopCounterMode(display=False) as counter:
+            y.backward()
+        return int(counter.get_total_flops())
+
+    assert flops("tiled:3") == flops("input") == flops("free") * 4 // 3
+
+
+@pytest.mark.codegen_is_slow
+def test_autocast() -> None:
+    """Weights' gradients are added up in the parameters' own dtype."""
+    module, x = SwiGLU(64, 128), torch.randn(96, 64)
+
+    def run(fn: Any) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return step(fn, module, x)
+
+    for a, b in zip(run(compiled(module)), run(compiled(module, "free")), strict=True):
+        assert a.dtype == b.dtype and float((a - b).norm() / b.norm()) < 5e-3
+
+
+@pytest.mark.codegen_is_slow
+def test_inside_a_checkpoint() -> None:
+    module, x = normed().double(), torch.randn(50, HIDDEN, dtype=torch.double)
+    fn = compiled(lambda x: x + checkpoint(module, x, use_reentrant=False))
+    torch.testing.assert_close(step(fn, module, x), step(lambda x: x + module(x), module, x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.codegen_is_slow
+def test_a_dropout_behind_it_is_of_all_tokens() -> None:
+    """The same mask as without tiles: it is a function of the seed and of the element's place."""
+    module, x = SwiGLU().double(), torch.randn(50, HIDDEN, dtype=torch.double)
+    results = []
+    for memory in ("tiled:3", "input"):
+        fn = compiled(lambda x: x + F.dropout(module(x), 0.5), memory)
+        torch.manual_seed(3)
+        results.append(step(fn, module, x))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.codegen_is_slow
+def test_a_buffer_that_forward_writes() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = SwiGLU()
+            self.register_buffer("scale", torch.ones(HIDDEN, dtype=torch.double))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.mlp(x + self.scale)
+            self.scale.mul_(0.5)
+            return y  # type: ignore[no-any-return]
+
+    one, two = (Counting().double() for _ in range(2))
+    two.load_state_dict(one.state_dict())
+    fn, x = compiled(one), torch.randn(50, HIDDEN, dtype=torch.double)
+    for _ in range(2):
+        torch.testing.assert_close(step(fn, one, x), step(two, two, x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.codegen_is_slow
+def test_hooks_of_a_parameter_run_once() -> None:
+    module, x = SwiGLU(), torch.randn(50, HIDDEN)
+    calls: list[Tensor] = []
+    for p in module.parameters():
+        p.register_post_accumulate_grad_hook(calls.append)
+    compiled(module)(x).sum().backward()
+    assert len(calls) == len(list(module.parameters()))
+
+
+@pytest.mark.codegen_is_slow
+def test_inference_is_whole() -> None:
+    module, x = SwiGLU(), torch.randn(50, HIDDEN)
+    with torch.no_grad():
+        (site,) = sites(module, x)
+        assert (site.op, site.tiles, site.tiles_kind) == ("fused::glu", 0, None)
+        torch.testing.assert_close(compiled(module)(x), module(x))
+
+
+# ---- how tokens are cut ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tokens, asked, expected", ((16383, 0, 1), (16384, 0, 2), (65536, 0, 8), (1 << 20, 0, 16), (64, 8, 8), (8, 8, 1))
+)
+def test_the_number_of_tiles(tokens: int, asked: int, expected: int) -> None:
+    assert tiles.number(tokens, asked) == expected
+
+
+@pytest.mark.parametrize("tokens", (9, 50, 8191, 65536, 100_003))
+@pytest.mark.parametrize("count", (2, 3, 8))
+def test_tiles_cover_all_tokens(tokens: int, count: int) -> None:
+    each, last = tiles.lengths(tokens, count)
+    assert each > 0 and (count - 1) * each + last == tokens and each <= last
+    if tokens > 1000 * count:
+        assert last <= 1.3 * each + 128 * count
+
+
+def test_the_level_by_module() -> None:
+    model = nn.Sequential(SwiGLU(), SwiGLU())
+    found = sites(model, torch.randn(50, HIDDEN), memory={"1": "tiled:4", "*": "input"})
+    assert {site.module: site.tiles for site in found} == {"0": 0, "1": 4}
+
+
+@pytest.mark.parametrize("memory", ("tiled:", "tiled:0", "tiled:1", "tiled:-2", "tiled:x", "tiled:04", "tiles"))
+def test_what_is_no_level(memory: str) -> None:
+    with pytest.raises(ValueError, match=r"memory='.*' is not known; accepted: off, free, fp8, input, tiled, tiled:N"):
+        FusionPolicy(memory=memory)
+    with pytest.raises(ValueError, match="for 'a' is not accepted; accepted: free, fp8, input, tiled, tiled:N"):
+        FusionPolicy(memory={"a": memory})
+
+
+# ---- what stays whole ------------------------------------------------------------------------------------------------
+
+
+def weights(*shapes: tuple[int, int]) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(shape)) for shape in shapes]
+
+
+def refused(kind: Kind, fn: Callable[[Tensor], Any], shape: tuple[int, ...] = (50, HIDDEN), **policy: Any) -> None:
+    """It is fused, and in one piece, for a reason of this kind; what is kept is what "input" keeps."""
+    found = [site for site in sites(fn, torch.randn(shape), **policy) if site.tiles_kind is not None]
+    assert [site.tiles_kind for site in found] == [kind], found
+    assert found[0].op and found[0].tiles == 1
+
+
+def test_what_is_left_whole() -> None:
+    up, down = weights((FFN, HIDDEN), (HIDDEN, FFN))
+    linear = F.linear
+    refused(Kind.TILE_READER, lambda x: (lambda a: linear(a, down) + a.sum())(F.gelu(linear(x, up))))
+    refused(Kind.TILE_READER, lambda x: (lambda h: linear(F.gelu(h), down) + h.sum())(linear(x, up)))
+    refused(Kind.TILE_READER, lambda x: (lambda a: linear(a, down) + linear(a, down))(F.gelu(linear(x, up))))
+    refused(Kind.TILE_DROPOUT, lambda x: linear(F.dropout(F.gelu(linear(x, up)), 0.1), down))
+    refused(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up))[:, 1:], down), (5, 10, HIDDEN))
+    refused(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up) + x.sum(-1, keepdim=True)), down))
+    refused(Kind.TILE_FORM, lambda x: linear(F.silu(linear(x, up)) * linear(x.flip(0), up), down))
+    refused(Kind.TILE_FEW, lambda x: linear(F.gelu(linear(x, up)), down), memory="tiled")
+
+    def written(x: Tensor) -> Tensor:
+        x = x * 2
+        h = linear(x, up)
+        x.add_(1)
+        return linear(F.gelu(h), down) + x
+
+    refused(Kind.WRITTEN, written)
+
+
+def test_float8_products_come_first() -> None:
+    module = SwiGLU(128, 128)
+    refused(Kind.TILE_FP8, module, (50, 128), gemm="fp8")
+
+
+def test_a_miss_is_strict_where_it_is_no_choice() -> None:
+    up, down = weights((FFN, HIDDEN), (HIDDEN, FFN))
+    x = torch.randn(50, HIDDEN)
+    (site,) = (s for s in sites(lambda x: F.linear(F.dropout(F.gelu(F.linear(x, up)), 0.1), down), x) if s.tiles)
+    assert site.is_missed and site.missed == "an active dropout stands inside"
+    (site,) = sites(SwiGLU(), x, memory="tiled")
+    assert not site.is_missed and site.missed == "50 tokens are too few for two tiles of 8192"
+
+
+def test_a_failure_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = SwiGLU(), torch.randn(50, HIDDEN)
+    captured: list[torch.fx.GraphModule] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        captured.append(gm)
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(module, backend=backend)(x)
+    (gm,) = captured
+    before = str(gm.graph)
+    calls = 0
+
+    def fails(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("the second tile")
+        return original(*args)
+
+    original = edit._linear
+    monkeypatch.setattr(edit, "_linear", fails)
+    with pytest.raises(RuntimeError, match="the second tile"):
+        recognise.rewrite(gm.graph, FusionPolicy(memory="tiled:3"))
+    assert str(gm.graph) == before
+
+
+def test_a_budget_of_the_users_decides() -> None:
+    import torch._functorch.config as functorch_config
+
+    with functorch_config.patch(activation_memory_budget=0.5):
+        (site,) = sites(SwiGLU(), torch.randn(50, HIDDEN))
+    assert site.tiles == 0 and site.tiles_kind is None

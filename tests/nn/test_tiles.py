@@ -1,0 +1,182 @@
+"""memory="tiled" in eager mode: FusedMLP, MLP and replace_mlps compute and keep what they do with "input", by tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_fused_ops import nn as fnn
+
+HIDDEN, FFN, ROWS = 8, 16, (2, 25)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(HIDDEN, FFN) for _ in range(2))
+        self.down = nn.Linear(FFN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+def replaced(memory: str) -> nn.Module:
+    module = Plain().double()
+    assert all(site.op for site in fnn.replace_mlps(module, memory=memory).sites)
+    return module
+
+
+def megatron(memory: str, **config: Any) -> nn.Module:
+    return fnn.MLP(fnn.MLPConfig(HIDDEN, FFN, memory=memory, params_dtype=torch.double, **config))
+
+
+MODULES: dict[str, Callable[[str], nn.Module]] = {
+    "gelu": lambda memory: fnn.FusedMLP(HIDDEN, FFN, memory=memory, dtype=torch.double),
+    "relu": lambda memory: fnn.FusedMLP(HIDDEN, FFN, "relu", memory=memory, dtype=torch.double),
+    "swiglu": lambda memory: fnn.FusedMLP(HIDDEN, FFN, "silu", gated=True, memory=memory, dtype=torch.double),
+    "megatron": lambda memory: megatron(memory, gated_linear_unit=True, activation_func=F.silu),
+    "replaced": replaced,
+}
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any operator's result has, and how many matrix products there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = self.products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.mm.out)
+        self.products += func is torch.ops.aten.addmm.out
+        if isinstance(result, Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def step(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """The result and all gradients."""
+    x = x.detach().clone().requires_grad_()
+    y = module(x)
+    y = y[0] if isinstance(y, tuple) else y
+    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+    module.zero_grad()
+    (y * weight).sum().backward()
+    return [y.detach(), *(p.grad for p in (x, *module.parameters()) if p.grad is not None)]
+
+
+def pair(name: str) -> tuple[nn.Module, nn.Module]:
+    one, two = MODULES[name]("tiled:3"), MODULES[name]("off")
+    two.load_state_dict(one.state_dict())
+    return one, two
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_step_is_the_plain_one(name: str) -> None:
+    tiled, plain = pair(name)
+    x = torch.randn(*ROWS, HIDDEN, dtype=torch.double)
+    torch.testing.assert_close(step(tiled, x), step(plain, x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(step(tiled, x.mT.contiguous().mT), step(plain, x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_hidden_layer_is_never_whole(name: str) -> None:
+    tiled, plain = pair(name)
+    x = torch.randn(600, HIDDEN, dtype=torch.double)
+    with Largest() as one:
+        step(tiled, x)
+    with Largest() as two:
+        step(plain, x)
+    assert one.elements < 600 * FFN <= two.elements
+    assert one.products > two.products
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_its_input_is_all_that_is_kept(name: str) -> None:
+    tiled, _ = pair(name)
+    x = torch.randn(600, HIDDEN, dtype=torch.double, requires_grad=True)
+    found: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        found[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = tiled(x)
+    weights = {p.untyped_storage()._cdata for p in tiled.parameters()}
+    assert sum(nbytes for storage, nbytes in found.items() if storage not in weights) == x.numel() * 8, y
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_hooks_of_a_parameter_run_once(name: str) -> None:
+    tiled, _ = pair(name)
+    calls: list[Tensor] = []
+    for p in tiled.parameters():
+        p.register_post_accumulate_grad_hook(calls.append)
+    step(tiled, torch.randn(50, HIDDEN, dtype=torch.double))
+    learning = [p for p in tiled.parameters() if p.grad is not None]
+    assert len(calls) == len(learning)
+
+
+def test_a_dropout_inside_differs_from_tile_to_tile() -> None:
+    module = nn.Sequential(nn.Linear(HIDDEN, FFN), nn.GELU(), nn.Dropout(0.5), nn.Linear(FFN, HIDDEN)).double()
+    fnn.replace_mlps(module, memory="tiled:2")
+    each, last = 40, 52  # of 92 rows
+    x = torch.randn(1, HIDDEN, dtype=torch.double).expand(each + last, -1).contiguous().requires_grad_()
+    y = module(x)
+    assert not torch.equal(y[:each], y[each : 2 * each])
+    torch.manual_seed(0)
+    a = module(x)
+    (by_hand,) = torch.autograd.grad(a.sum(), x)
+    eps = 1e-6 * torch.ones_like(x)
+    torch.manual_seed(0)
+    b = module((x + eps).detach())
+    # Forward's mask is backward's: the derivative along a line.
+    torch.testing.assert_close((b - a).sum(), (by_hand * eps).sum(), rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("where", ("fc1", "fc2"))
+def test_a_linear_layer_with_a_hook_runs_once(where: str) -> None:
+    module = fnn.FusedMLP(HIDDEN, FFN, memory="tiled:3", dtype=torch.double)
+    calls: list[Any] = []
+    getattr(module, where).register_forward_hook(lambda *args: calls.append(args))
+    step(module, torch.randn(50, HIDDEN, dtype=torch.double))
+    assert len(calls) == 1
+
+
+def test_delayed_gradients_and_token_scales_go_with_all_tokens() -> None:
+    x, scale = torch.randn(50, HIDDEN, dtype=torch.double), torch.rand(50, dtype=torch.double)
+    results = []
+    for memory in ("tiled:3", "off"):
+        torch.manual_seed(0)
+        module = megatron(memory, delay_wgrad_compute=True)
+        y, _ = module(x.requires_grad_(), per_token_scale=scale)
+        y.sum().backward()
+        module.backward_dw()
+        results.append([y.detach(), *(p.grad for p in module.parameters() if p.grad is not None)])
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+def test_float8_products_in_tiles() -> None:
+    """Blocks of float8 are of a row each: tiles change where those of weights' gradients begin."""
+    torch.manual_seed(0)
+    one, two = (fnn.FusedMLP(128, 128, memory=m, gemm="fp8") for m in ("tiled:2", "input"))
+    two.load_state_dict(one.state_dict())
+    x = torch.randn(512, 128)
+    for a, b in zip(step(one, x), step(two, x), strict=True):
+        assert float((a - b).norm() / b.norm()) < 1e-3
+
+
+@pytest.mark.parametrize("make", (lambda m: fnn.FusedMLP(8, 8, memory=m), megatron))
+def test_what_is_no_level(make: Callable[[str], nn.Module]) -> None:
+    with pytest.raises(ValueError, match="memory='tiled:1' is not known; accepted: off, free, fp8, input, tiled"):
+        make("tiled:1")
+    with pytest.raises(ValueError, match="memory='tiled:4': nothing is kept"):
+        megatron("tiled:4", cpu_offloading=True, cpu_offloading_activations=True)
