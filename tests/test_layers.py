@@ -37,6 +37,7 @@ LAYERS: dict[str, list[str]] = {
     "capturing": [],
     "reasons": [],
     "sites": ["reasons"],
+    "known_gemms": [],
     "observers": ["policy"],
     # operators
     "activations": [],
@@ -52,12 +53,12 @@ LAYERS: dict[str, list[str]] = {
     "megatron": ["reference", "operators", "viewless", "functional"],
     "slapo": ["activations", "functional", "megatron"],
     # torch.compile
-    "lowerings": ["virtual_gpu", "_version", "policy", *SITES, "observers", *OPERATORS],
+    "lowerings": ["virtual_gpu", "_version", "policy", *SITES, "observers", "known_gemms", *OPERATORS],
     "reports": ["virtual_gpu", "policy", *SITES, "observers", "lowerings"],
     "verify": ["policy", *SITES, "observers", "lowerings", "reports"],
     # modules
     "nn": [*OPERATORS, "megatron", "policy", *SITES, "lowerings", "reports"],
-    "torch_fused_ops": ["_version", *OPERATORS, "policy", "lowerings", "reports", "verify"],
+    "torch_fused_ops": ["_version", *OPERATORS, "known_gemms", "policy", "lowerings", "reports", "verify"],
     # tools
     "testing": ["virtual_gpu", *OPERATORS],
     "benchmarks": ["virtual_gpu", *OPERATORS, "policy", *SITES, "lowerings", "nn", "torch_fused_ops"],

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from torch_fused_ops.float8 import BLOCK
@@ -23,7 +24,7 @@ from .graph import AFFINE, Facts, record, shown, statically, tensor
 from .rewrite import Edit
 from .values import check_plain, value_of
 
-__all__ = ["Linears", "fuse", "linears"]
+__all__ = ["Linears", "check_float8", "fuse", "linears", "producers"]
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Linears:
 def linears(facts: Facts, cone: Cone, recipe: str) -> Linears:
     """The linear layers that produce what an activation reads, and those that read it, in graph order."""
     result = Linears(recipe)
-    around = {*_producers(facts, cone), *(r for r in readers(facts, cone.root) if facts.weight_gemm(r))}
+    around = {*producers(facts, cone), *(r for r in readers(facts, cone.root) if facts.weight_gemm(r))}
     for node in sorted(around, key=facts.index.__getitem__):
         try:
             _check(facts, node)
@@ -48,7 +49,7 @@ def linears(facts: Facts, cone: Cone, recipe: str) -> Linears:
     return result
 
 
-def _producers(facts: Facts, cone: Cone) -> Iterator[Node]:
+def producers(facts: Facts, cone: Cone) -> Iterator[Node]:
     """The GEMMs with weights that the operands come from, through views and sums."""
     pending, seen = list(cone.operands), set[Node]()
     while pending:
@@ -93,13 +94,23 @@ def _check(facts: Facts, node: Node) -> None:
     for one in (node, weight, *node.all_input_nodes):
         check_plain(one)
     value, (n, k) = value_of(node), value_of(weight).shape
-    if value.dtype not in DTYPES_OF_PRODUCTS:
-        raise Refusal(Kind.GEMM_DTYPE, f"it gives {str(value.dtype).removeprefix('torch.')}")
-    if not (statically(n % BLOCK == 0) and statically(k % BLOCK == 0)):
-        raise Refusal(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of 128")
+    check_float8(value_of(weight), value.dtype)
     if bias is not None and not statically(value_of(bias).shape == (k if transposed else n,)):
         raise Refusal(Kind.GEMM_FORM, f"{shown(node)} is no linear layer")
-    device = compat.no_block_scaling(value.device)
+
+
+def check_float8(weight: Tensor, dtype: torch.dtype) -> None:
+    """Whether a linear layer with this weight, either way round, whose result has this dtype, can be in float8.
+
+    Raises:
+        Refusal: it cannot.
+    """
+    if dtype not in DTYPES_OF_PRODUCTS:
+        raise Refusal(Kind.GEMM_DTYPE, f"it gives {str(dtype).removeprefix('torch.')}")
+    if not all(statically(size % BLOCK == 0) for size in weight.shape):
+        n, k = weight.shape
+        raise Refusal(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of 128")
+    device = compat.no_block_scaling(weight.device)
     if device:
         text = f"this device ({device}) has no products of float8 with a scale for each block of 128"
         raise Refusal(Kind.GEMM_DEVICE, text)
