@@ -7,11 +7,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from torch_fused_ops.float8 import RECIPES
+
 __all__ = ["FusionPolicy", "UnfusedError", "enclosing_modules", "names_module", "policy_or_default"]
 
 MEMORY = ("off", "free", "fp8", "input")  # each keeps less than the one before
 EPILOGUES = ("measured", "library", "off")
-GEMM = ("bf16", "fp8", "fp8-wgrad-bf16")
+GEMM = ("bf16", *RECIPES)
 
 
 @dataclass(frozen=True)

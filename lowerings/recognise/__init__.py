@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from torch_fused_ops import capturing
-from torch_fused_ops.operators.float8 import RECIPES
+from torch_fused_ops.float8 import RECIPES
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason, Refusal, excluded
 from torch_fused_ops.sites import DROPOUT, Site

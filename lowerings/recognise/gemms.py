@@ -5,18 +5,19 @@ Those of an MLP are the ones that its activation reads, through sums with biases
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from torch_fused_ops.float8 import BLOCK
+from torch_fused_ops.float8 import BLOCK, RECIPES
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.operators.float8 import DTYPES_OF_PRODUCTS, RECIPES
+from torch_fused_ops.operators.float8 import DTYPES_OF_PRODUCTS
 from torch_fused_ops.reasons import Kind, Reason, Refusal
 
 from .cone import Cone, readers
@@ -25,6 +26,8 @@ from .rewrite import Edit
 from .values import check_plain, value_of
 
 __all__ = ["Linears", "check_float8", "fuse", "linears", "producers"]
+
+log = logging.getLogger("torch_fused_ops")
 
 
 @dataclass
@@ -118,7 +121,18 @@ def check_float8(weight: Tensor, dtype: torch.dtype) -> None:
 
 def fuse(graph: Graph, facts: Facts, found: dict[Node, str]) -> list[Edit]:
     """The edits that make linear layers ``fused::linear_fp8``, each by its recipe."""
+    if any(value_of(node).device.type == "cpu" for node in found):
+        _warn_of_cpu()
     return [(node, partial(_insert, graph, facts, node, RECIPES[recipe]), {node}) for node, recipe in found.items()]
+
+
+@lru_cache(maxsize=1)
+def _warn_of_cpu() -> None:
+    """Once in a process."""
+    log.warning(
+        "products in float8 on a CPU are right, and slower than without: the numbers that a GPU multiplies are read "
+        "back and multiplied in the model's dtype (docs/fp8.md)"
+    )
 
 
 def _insert(graph: Graph, facts: Facts, node: Node, wgrad: bool, new: list[Node]) -> Node:

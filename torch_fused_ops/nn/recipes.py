@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from torch_fused_ops import functional
-from torch_fused_ops.lowerings.recognise.gemms import check_float8
 from torch_fused_ops.nn._products import linear
 from torch_fused_ops.nn.fused_mlp import Middle
 from torch_fused_ops.reasons import Kind, Refusal
@@ -53,6 +52,8 @@ class Recipe(NamedTuple):
 
     def in_float8(self, module: nn.Module) -> Iterator[Refusal | None]:
         """Of each linear layer, the last one last, why it cannot multiply in float8; None where it can."""
+        from torch_fused_ops.lowerings.recognise.gemms import check_float8
+
         for layer in (*self.first, self.second):
             weight, _ = layer.of(module)
             try:
