@@ -31,6 +31,9 @@ class Config:
 
 QUICK = Config(layers=1, width=64, hidden=256, heads=4, context=32, vocabulary=64)
 SMALL = Config(layers=3, width=256, hidden=1024, heads=4, context=128, vocabulary=256)  # examples/quickstart.py's
+# What trains in a minute on one core of a CPU: a GPT, and a Llama of its size.
+TINY = Config(layers=2, width=128, hidden=512, heads=4, context=64, vocabulary=256)
+TINY_LLAMA = Config(layers=2, width=128, hidden=384, heads=4, context=64, vocabulary=256)
 GPT2 = Config(layers=12, width=768, hidden=3072, heads=12, context=1024, vocabulary=50257)  # 124 M parameters
 LLAMA = Config(layers=4, width=4096, hidden=14336, heads=32, context=8192, vocabulary=128256, kv_heads=8)  # 8B's layers
 

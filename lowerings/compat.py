@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -166,6 +167,17 @@ def _is_unset(value: Any) -> bool:
     from torch.utils import _config_module
 
     return value is _config_module._UNSET_SENTINEL
+
+
+# ---- Dynamo's graphs ------------------------------------------------------------------------------
+
+
+def traced_function(target: Any) -> type[torch.autograd.Function] | None:
+    """The ``torch.autograd.Function`` that a call is of, where Dynamo does not look into it (``allow_in_graph``)."""
+    if getattr(target, "__name__", "") != "trampoline_autograd_apply":
+        return None
+    function = inspect.getclosurevars(target).nonlocals.get("fn_cls")
+    return function if isinstance(function, type) and issubclass(function, torch.autograd.Function) else None
 
 
 # ---- the partitioner -----------------------------------------------------------------------------

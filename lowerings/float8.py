@@ -40,6 +40,10 @@ class _Lowered(Interpreter):
         return value.node.expr if isinstance(value, torch.SymInt) else super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in VIEWS and len(args[1]) < len(args[0].get_size()) and not operators.is_on_gpu(args[0]):
+            # Blocks are written as blocks. As rows, the index of their scales is a quotient; Inductor's C++ then splits
+            # the loop, and where it fused loops of another order with it, that is an assertion (try_loop_split).
+            args[0].realize()
         return lowerings.get(target, target)(*args, **kwargs)
 
 

@@ -33,7 +33,7 @@ from torch_fused_ops import reference, tiles
 from torch_fused_ops.declaration import Signature, elementwise
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.handover import DATA, SAME_ELEMENTS, Handover
-from torch_fused_ops.lowerings.partition import GEMMS, Graphs, base
+from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 from torch_fused_ops.reasons import Kind, Refusal
 from torch_fused_ops.virtual_gpu.modules import module_stack
@@ -225,7 +225,7 @@ def _keep_input(both: Handover, node: Node) -> None:
     again: list[Node] = []  # forward's nodes to compute again in backward, in order
     keep: list[Node] = []  # and those to keep for that
     _plan(both, node, False, again, keep)
-    if not any(one.target in GEMMS for one in again):
+    if not any(map(is_gemm, again)):
         raise Refusal(Kind.NO_GEMM, "no GEMM made it")
     more, less = both.cost(keep), both.cost([node])
     if more >= less:
@@ -244,14 +244,15 @@ def _keep_input(both: Handover, node: Node) -> None:
 def _plan(both: Handover, node: Node, operand: bool, again: list[Node], keep: list[Node]) -> None:
     """What it takes to have ``node`` in backward: GEMMs, sums of them, and views of what is there or kept for it."""
     for source in node.all_input_nodes:
-        inside = operand or node.target in GEMMS
+        inside = operand or is_gemm(node)
         if source in again or source in keep or source in both.same:
             continue
         if base(source) in both.stale:
             raise Refusal(Kind.MADE_OF_WRITTEN, f"it is made of {base(source)}, which forward writes")
         if not isinstance(source.meta.get("val"), torch.Tensor) and not _is_quantised(source):
             raise Refusal(Kind.MADE_OF_SIZE, f"it is made of {source}, a size that is not kept")
-        if source.target in SAME_ELEMENTS or _is_quantised(source) or (not inside and source.target in GEMMS | SUMS):
+        product = not inside and (is_gemm(source) or source.target in SUMS)
+        if source.target in SAME_ELEMENTS or _is_quantised(source) or product:
             _plan(both, source, inside, again, keep)
         else:
             keep.append(source)

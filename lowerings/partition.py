@@ -35,16 +35,17 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops.declaration import OPERATORS
+from torch_fused_ops.known_gemms import is_known
 from torch_fused_ops.lowerings import compat
 
 __all__ = [
-    "GEMMS",
-    "LINEAR",
     "REBUILT",
     "Graphs",
     "allow_recomputation",
     "base",
     "budgeted",
+    "is_gemm",
+    "is_linear",
     "partition",
     "reached",
     "upstream",
@@ -58,8 +59,19 @@ aten = torch.ops.aten
 # What forward computes and backward can rebuild without a GEMM. A dropout is rebuilt from its seed: the same mask.
 REBUILT = (*(op.name for op in OPERATORS.values() if op.pointwise), "quantise", "dequantise")
 # GEMMs of linear layers, and of experts
-LINEAR = {aten.mm.default, aten.addmm.default, aten._grouped_mm.default, torch.ops.fused.scaled_mm.default}
-GEMMS = LINEAR | {aten.bmm.default, aten.baddbmm.default}
+_LINEAR = {aten.mm, aten.addmm, aten._grouped_mm, aten._scaled_mm, torch.ops.fused.scaled_mm}
+_LINEAR |= {getattr(aten, name) for name in ("_scaled_mm_v2",) if hasattr(aten, name)}
+_OTHERS = {aten.bmm, aten.baddbmm}
+
+
+def is_linear(node: Node) -> bool:
+    """Whether a call is a GEMM of a linear layer, of PyTorch or by name (``known_gemms``)."""
+    return getattr(node.target, "overloadpacket", None) in _LINEAR or is_known(node.target)
+
+
+def is_gemm(node: Node) -> bool:
+    """Whether a call is a GEMM of a linear layer, or a batch of products."""
+    return is_linear(node) or getattr(node.target, "overloadpacket", None) in _OTHERS
 
 
 def allow_recomputation() -> None:
@@ -256,7 +268,7 @@ def _kept_by_upstream(graph: Graph, backward: set[Node], exposed: Collection[str
         return any(
             needed(user, anything) if kinds.is_view(user) else user in backward and not kinds.is_fusible(user)
             for user in node.users
-            if anything or user.target not in LINEAR
+            if anything or not is_linear(user)
         )
 
     return [

@@ -24,7 +24,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-from torch_fused_ops import activations, observers
+from torch_fused_ops import activations, known_gemms, observers
 from torch_fused_ops._version import __version__
 from torch_fused_ops.lowerings import compat, epilogues, handover, memory, partition, row_blocks
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, policy_or_default
@@ -46,8 +46,8 @@ def source_hash() -> str:
 
 
 def identity() -> str:
-    """Our version, our sources and the activation table, as they enter every compile key."""
-    parts = ("torch_fused_ops", __version__, source_hash(), activations.table_hash())
+    """Our version, our sources, the activation table and the registered GEMMs, as they enter every compile key."""
+    parts = ("torch_fused_ops", __version__, source_hash(), activations.table_hash(), known_gemms.registered_hash())
     return "-".join(filter(None, parts))
 
 
@@ -70,8 +70,9 @@ def tag_caches() -> None:
     compat.update_everywhere(compiler_config, "cache_key_tag", update)
     global _tag
     _tag = f"|{identity()}"
-    if tag_caches not in activations._on_change:
-        activations._on_change.append(tag_caches)
+    for tables in (activations, known_gemms):
+        if tag_caches not in tables._on_change:
+            tables._on_change.append(tag_caches)
 
 
 # ---- whose policy --------------------------------------------------------------------------------

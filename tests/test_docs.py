@@ -48,6 +48,13 @@ GIVEN = {
         optimizer = torch.optim.AdamW(model.parameters())
         torch.set_default_device("meta")  # the MLP of a 70B model
     """,
+    "fp8.md": """
+        import torch
+        import torch_fused_ops as tfo
+
+        class TheirLinear(torch.autograd.Function):
+            pass
+    """,
     "modules.md": """
         import torch
         from torch import nn

@@ -30,36 +30,38 @@ OPERATORS = [
     *("viewless", "functional"),
 ]
 SITES = ["capturing", "reasons", "sites"]
+POLICY = ["policy", "environment"]
 LAYERS: dict[str, list[str]] = {
     "virtual_gpu": [],
     "_version": [],
     "tiles": [],
-    "policy": ["tiles"],
-    "environment": ["policy"],
     "capturing": [],
     "reasons": [],
     "sites": ["reasons"],
-    "observers": ["policy"],
+    "known_gemms": [],
     # operators
     "activations": [],
     "formulas": ["activations"],
     "float8": ["formulas"],
+    "policy": ["float8", "tiles"],
+    "environment": ["policy"],
+    "observers": ["policy"],
     "declaration": ["activations"],
     "kernels": ["activations", "formulas", "float8", "declaration"],
     "distributed": ["declaration"],
     "operators": ["activations", "formulas", "float8", "declaration", "kernels", "distributed"],
     "reference": ["formulas", "operators"],
     "viewless": ["operators"],
-    "functional": ["activations", "distributed", "operators", "viewless"],
+    "functional": ["activations", "float8", "distributed", "operators", "viewless"],
     "megatron": ["reference", "operators", "viewless", "functional"],
     "slapo": ["activations", "functional", "megatron"],
     # torch.compile
-    "lowerings": ["virtual_gpu", "_version", "tiles", "policy", "environment", *SITES, "observers", *OPERATORS],
+    "lowerings": ["virtual_gpu", "_version", "tiles", *POLICY, *SITES, "observers", "known_gemms", *OPERATORS],
     "reports": ["virtual_gpu", "policy", *SITES, "observers", "lowerings"],
     "verify": ["policy", *SITES, "observers", "lowerings", "reports"],
     # modules
     "nn": [*OPERATORS, "megatron", "tiles", "policy", *SITES, "lowerings", "reports"],
-    "torch_fused_ops": ["_version", *OPERATORS, "policy", "environment", "lowerings", "reports", "verify"],
+    "torch_fused_ops": ["_version", *OPERATORS, "known_gemms", *POLICY, "lowerings", "reports", "verify"],
     "integrations": ["reports"],
     # tools
     "testing": ["virtual_gpu", *OPERATORS],

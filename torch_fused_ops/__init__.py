@@ -26,6 +26,7 @@ import torch_fused_ops.environment  # noqa: F401  first: what it says wrong stop
 from torch_fused_ops import functional
 from torch_fused_ops._version import __version__
 from torch_fused_ops.activations import register_activation
+from torch_fused_ops.known_gemms import register_gemm
 
 # Importing the operators registers torch.ops.fused.*.
 from torch_fused_ops.operators.decompositions import decompositions
@@ -50,6 +51,7 @@ __all__ = [
     "functional",
     "record",
     "register_activation",
+    "register_gemm",
     "verify",
 ]
 

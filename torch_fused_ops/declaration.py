@@ -57,6 +57,7 @@ __all__ = [
     "finite",
     "known_activation",
     "one_of",
+    "refuse",
 ]
 
 DATA = ("data", "packed")
@@ -115,7 +116,8 @@ class Rule(NamedTuple):
     check: Callable[[Any], object]
 
 
-def _refuse(name: str, value: object, accepted: str) -> None:
+def refuse(name: str, value: object, accepted: str) -> None:
+    """ValueError for an argument's value."""
     raise ValueError(f"{name}={value!r} is not accepted: it must be {accepted}")
 
 
@@ -134,19 +136,19 @@ def one_of(name: str, accepted: Sequence[str]) -> Rule:
 
 def finite(name: str) -> Rule:
     """A finite number."""
-    return Rule(name, lambda value: None if math.isfinite(value) else _refuse(name, value, "finite"))
+    return Rule(name, lambda value: None if math.isfinite(value) else refuse(name, value, "finite"))
 
 
 def above_zero(name: str, *, optional: bool = False) -> Rule:
     """A number above 0; or None, if its type has a question mark."""
     accepted = f"above 0, or None for no {name}" if optional else "above 0"
-    return Rule(name, lambda value: None if value is None or value > 0 else _refuse(name, value, accepted))
+    return Rule(name, lambda value: None if value is None or value > 0 else refuse(name, value, accepted))
 
 
 def between(name: str, low: float, high: float) -> Rule:
     """A number from ``low`` to ``high``."""
     accepted = f"between {low:g} and {high:g}"
-    return Rule(name, lambda value: None if low <= value <= high else _refuse(name, value, accepted))
+    return Rule(name, lambda value: None if low <= value <= high else refuse(name, value, accepted))
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch_fused_ops import tiles
+from torch_fused_ops.float8 import RECIPES
 
 __all__ = [
     "FIELDS",
@@ -25,7 +26,7 @@ __all__ = [
 MEMORY = ("off", "free", "fp8", "input", "tiled")  # the levels, each with less in memory than the one before
 LEVELS = f"{', '.join(MEMORY)}, tiled:N"  # all that is accepted, in messages
 EPILOGUES = ("measured", "library", "off")
-GEMM = ("bf16", "fp8", "fp8-wgrad-bf16")
+GEMM = ("bf16", *RECIPES)
 
 
 @dataclass(frozen=True)

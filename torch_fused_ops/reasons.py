@@ -195,6 +195,12 @@ class Kind(Enum):
         "One is read where its backward is proved to be the derivative of its forward. Straight-through estimators and "
         "the like stay.",
     )
+    UNKNOWN_PRODUCT = _Declared(
+        Family.FUNCTION,
+        ("it is not known whether *F*, a custom autograd.Function, is a matrix product",),
+        "It reads a matrix of weights, and shows no product: it calls an operator or a kernel of its own.",
+        "If it is a matrix product of its input with weights, torch_fused_ops.register_gemm(F) says so.",
+    )
     ARGUMENT = _Declared(Family.FUNCTION, ("an argument of type *T* takes part",), "A complex number, say.")
     TENSOR_BOUND = _Declared(
         Family.FUNCTION, ("a tensor is a clamp's bound",), cure="Write the clamp's bound as a number."

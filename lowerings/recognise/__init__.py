@@ -19,8 +19,8 @@ import torch
 from torch.fx import Graph, Node
 
 from torch_fused_ops import capturing
+from torch_fused_ops.float8 import RECIPES
 from torch_fused_ops.lowerings.partition import budgeted
-from torch_fused_ops.operators.float8 import RECIPES
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason, Refusal, excluded
 from torch_fused_ops.sites import DROPOUT, Site
@@ -75,9 +75,11 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
             activation = None
             try:
                 _check_readers(facts, top, reading)
+                _check_known(facts, reading)
                 _check_excluded(top, reading, policy)
                 cone = examine(facts, top)
                 activation = cone.verdict.activation
+                _check_known(facts, list(gemms.producers(facts, cone)))
                 _check_freezing(cone)
                 cones[top] = cone
             except Refusal as e:
@@ -193,6 +195,14 @@ def _check_excluded(top: Node, gemms: list[Node], policy: FusionPolicy) -> None:
     pattern = policy.excluding(enclosing_modules(_paths(top, gemms)))
     if pattern is not None:
         raise Refusal(*excluded(pattern))
+
+
+def _check_known(facts: Facts, products: list[Node]) -> None:
+    """Of what stands on one side of an activation one function at least must be known to be a product."""
+    if products and all(facts.calls[node].unknown for node in products):
+        name = shown(products[0])
+        text = f"it is not known whether {name}, a custom autograd.Function, is a matrix product"
+        raise Refusal(Kind.UNKNOWN_PRODUCT, text)
 
 
 def _check_freezing(cone: Cone) -> None:

@@ -5,17 +5,19 @@ Those of an MLP are the ones that its activation reads, through sums with biases
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
-from torch_fused_ops.float8 import BLOCK
+from torch_fused_ops.float8 import BLOCK, RECIPES
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.operators.float8 import DTYPES_OF_PRODUCTS, RECIPES
+from torch_fused_ops.operators.float8 import DTYPES_OF_PRODUCTS
 from torch_fused_ops.reasons import Kind, Reason, Refusal
 
 from .cone import Cone, readers
@@ -23,7 +25,9 @@ from .graph import AFFINE, Facts, record, shown, statically, tensor
 from .rewrite import Edit
 from .values import check_plain, value_of
 
-__all__ = ["Linears", "arguments_of", "fuse", "linears", "producers"]
+__all__ = ["Linears", "arguments_of", "check_float8", "fuse", "linears", "producers"]
+
+log = logging.getLogger("torch_fused_ops")
 
 
 @dataclass
@@ -93,13 +97,23 @@ def _check(facts: Facts, node: Node) -> None:
     for one in (node, weight, *node.all_input_nodes):
         check_plain(one)
     value, (n, k) = value_of(node), value_of(weight).shape
-    if value.dtype not in DTYPES_OF_PRODUCTS:
-        raise Refusal(Kind.GEMM_DTYPE, f"it gives {str(value.dtype).removeprefix('torch.')}")
-    if not (statically(n % BLOCK == 0) and statically(k % BLOCK == 0)):
-        raise Refusal(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of 128")
+    check_float8(value_of(weight), value.dtype)
     if bias is not None and not statically(value_of(bias).shape == (k if transposed else n,)):
         raise Refusal(Kind.GEMM_FORM, f"{shown(node)} is no linear layer")
-    device = compat.no_block_scaling(value.device)
+
+
+def check_float8(weight: Tensor, dtype: torch.dtype) -> None:
+    """Whether a linear layer with this weight, either way round, whose result has this dtype, can be in float8.
+
+    Raises:
+        Refusal: it cannot.
+    """
+    if dtype not in DTYPES_OF_PRODUCTS:
+        raise Refusal(Kind.GEMM_DTYPE, f"it gives {str(dtype).removeprefix('torch.')}")
+    if not all(statically(size % BLOCK == 0) for size in weight.shape):
+        n, k = weight.shape
+        raise Refusal(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of 128")
+    device = compat.no_block_scaling(weight.device)
     if device:
         text = f"this device ({device}) has no products of float8 with a scale for each block of 128"
         raise Refusal(Kind.GEMM_DEVICE, text)
@@ -107,7 +121,18 @@ def _check(facts: Facts, node: Node) -> None:
 
 def fuse(graph: Graph, facts: Facts, found: dict[Node, str]) -> list[Edit]:
     """The edits that make linear layers ``fused::linear_fp8``, each by its recipe."""
+    if any(value_of(node).device.type == "cpu" for node in found):
+        _warn_of_cpu()
     return [(node, partial(_insert, graph, facts, node, RECIPES[recipe]), {node}) for node, recipe in found.items()]
+
+
+@lru_cache(maxsize=1)
+def _warn_of_cpu() -> None:
+    """Once in a process."""
+    log.warning(
+        "products in float8 on a CPU are right, and slower than without: the numbers that a GPU multiplies are read "
+        "back and multiplied in the model's dtype (docs/fp8.md)"
+    )
 
 
 def _insert(graph: Graph, facts: Facts, node: Node, wgrad: bool, new: list[Node]) -> Node:

@@ -20,6 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
+from torch_fused_ops import known_gemms
+from torch_fused_ops.lowerings import compat
+
 from .symbolic import LINEAR, RULES, Ref, Step, Unprovable
 
 __all__ = [
@@ -172,6 +175,8 @@ class Call:
         args, kwargs: what it is called with, ``inplace`` taken out, the first two arguments by position.
         inplace: whether it writes its first argument.
         gemm: the positions of a GEMM's data arguments; None for what is no GEMM.
+        known: whether it is a GEMM by name, in ``known_gemms``: then it writes nothing.
+        unknown: a custom function reads a matrix of weights, and nobody says that it is a GEMM.
     """
 
     def __init__(self, node: Node) -> None:
@@ -195,6 +200,10 @@ class Call:
             self.gemm = (0,) if _is_pointwise(self.args) else None
         elif not self.name and _is_other_gemm(node.target):
             self.gemm = (0, 1)
+        self.unknown = False
+        self.known = not self.name and known_gemms.is_known(compat.traced_function(node.target) or node.target)
+        if self.known:
+            self.gemm = _tensor_positions(node)
 
     def _take_inplace(self, node: Node) -> None:
         signature = None if isinstance(node.target, (str, torch._ops.OpOverload)) else _signature(node.target)
@@ -214,6 +223,10 @@ class Call:
     def dropout_is_active(self) -> bool:
         given = self.dropout_arguments()
         return not (given["p"] == 0 or given["training"] is False)
+
+
+def _tensor_positions(node: Node) -> tuple[int, ...]:
+    return tuple(i for i, a in enumerate(node.args) if isinstance(a, Node) and tensor(a) is not None)
 
 
 def tensor(node: Node) -> torch.Tensor | None:
@@ -265,7 +278,19 @@ def shown(node: Node) -> str:
         name = re.sub(r"^L_args_(\d+)_$", lambda m: f"argument {int(m[1]) + 1}", name)
         return re.sub(r"^[LG]_(?:kwargs_)?(.*?)_?$", r"\1", name)
     target = node.target
+    function = compat.traced_function(target)
+    if function is not None:
+        return function.__name__
+    if target is _CUSTOM:  # the graph does not name it, but has the line that calls it
+        called = re.findall(r"([\w.]+)\.apply\(", node.meta.get("stack_trace") or "")
+        return called[-1] if called else "autograd.Function"
     return target if isinstance(target, str) else str(getattr(target, "__name__", target)).removesuffix(".default")
+
+
+def _frames(node: Node) -> Iterator[tuple[str, int]]:
+    """Where a call stands: the file and line of each frame."""
+    for file, line in re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or ""):
+        yield file, int(line)
 
 
 def _tensors(argument: Any) -> Iterator[Node]:
@@ -279,16 +304,18 @@ def _tensors(argument: Any) -> Iterator[Node]:
             yield from _tensors(part)
 
 
-def _writes(node: Node, call: Call, bodies: dict[GraphModule, bool]) -> Iterator[Node]:
+def _writes(node: Node, call: Call, bodies: dict[GraphModule, Facts]) -> Iterator[Node]:
     """The nodes whose memory this one writes: as its schema says; all that it reads, if nobody knows.
 
-    ``bodies``: what ``_body_writes`` has found; a body may be called twice by one that is called twice, and so on.
+    ``bodies``: those that have been read; a body may be called twice by one that is called twice, and so on.
     """
     if node.op not in ("call_function", "call_method"):
         if node.op == "call_module":
             yield from node.all_input_nodes
         return
     yield from _tensors(node.kwargs.get("out"))
+    if call.known and not isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return
     if call.name in _HARMLESS:
         if call.inplace:
             yield from _tensors(call.args[:1])
@@ -306,13 +333,16 @@ def _writes(node: Node, call: Call, bodies: dict[GraphModule, bool]) -> Iterator
         yield from _tensors(node.kwargs.get(name, node.kwargs.get("input") if position == 0 else None))
 
 
-def _body_writes(node: Node, known: dict[GraphModule, bool]) -> bool:
-    """Whether a higher-order operator may write what it reads: by its name, or because something in a body writes."""
+def _body_writes(node: Node, known: dict[GraphModule, Facts]) -> bool:
+    """Whether a higher-order operator may write what it reads: by its name, or because a body writes its inputs."""
     bodies = _bodies(node)
-    for body in bodies:
-        if body not in known:
-            known[body] = any(True for inner in body.graph.nodes for _ in _writes(inner, Call(inner), known))
-    return not bodies or any(known[body] for body in bodies)
+    return not bodies or any(_facts_of(body, known).writes_inputs() for body in bodies)
+
+
+def _facts_of(body: GraphModule, known: dict[GraphModule, Facts]) -> Facts:
+    if body not in known:
+        known[body] = Facts(body.graph, {}, known)
+    return known[body]
 
 
 def _bodies(node: Node) -> list[GraphModule]:
@@ -380,8 +410,10 @@ _WRITTEN_BY_FUNCTIONAL = {
 class Facts:
     """One forward pass over a graph; linear in its size."""
 
-    def __init__(self, graph: Graph, known: Mapping[Node, Call]) -> None:
-        """``known``: the calls that have been read already."""
+    def __init__(
+        self, graph: Graph, known: Mapping[Node, Call], bodies: dict[GraphModule, Facts] | None = None
+    ) -> None:
+        """``known``: the calls that have been read already; ``bodies``: higher-order operators' that have been."""
         self.index: dict[Node, int] = {}
         self.calls: dict[Node, Call] = {}
         self.region: dict[Node, int] = {}  # nodes of one region have no autocast or grad-mode switch between them
@@ -389,12 +421,14 @@ class Facts:
         self.state: dict[Node, int] = {}
         self.fed: dict[Node, bool] = {}  # whether a GEMM lies anywhere before
         self._origins: dict[Node, Node] = {}
-        self._bodies: dict[GraphModule, bool] = {}  # of higher-order operators: see _body_writes
+        self._bodies = {} if bodies is None else bodies
         self.writes: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that write it, in order
         self.aliases: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that are views of it
         region = inference = 0
         for i, node in enumerate(graph.nodes):
             call = self.calls[node] = known[node] if node in known else Call(node)
+            if node.target is _CUSTOM or (compat.traced_function(node.target) and not call.known):
+                self._read_custom(node, call)
             region += call.name in REGIONS
             inference += (call.name == "_enter_inference_mode") - (call.name == "_exit_inference_mode")
             if inference:
@@ -410,6 +444,34 @@ class Facts:
             self.aliases[self.storage(node)].append(node)
             for written in _writes(node, call, self._bodies):
                 self.writes[self.storage(written)].append(node)
+
+    def _read_custom(self, node: Node, call: Call) -> None:
+        """Whether a custom autograd.Function is a GEMM: by its name, or as its forward's result is one's.
+
+        What reads a matrix of weights and shows no product may be one.
+        """
+        body = _child(node.args[0]) if node.target is _CUSTOM and isinstance(node.args[0], Node) else None
+        operands = tuple(i for i in _tensor_positions(node) if node.target is not _CUSTOM or i > 1)
+        if body is not None:
+            call.known = known_gemms.function_at(frame for n in body.graph.nodes for frame in _frames(n))
+        seen = body is not None and _facts_of(body, self._bodies).multiplies()
+        read = [tensor(self.origin(a)) for i, a in enumerate(node.args) if i in operands and isinstance(a, Node)]
+        has_weights = any(isinstance(value, torch.nn.Parameter) and value.ndim == 2 for value in read)
+        call.unknown = has_weights and not (call.known or seen)
+        if call.known or seen or call.unknown:
+            call.gemm = operands
+
+    def multiplies(self) -> bool:
+        """Whether the graph's result, of several the first, is a product's, but for biases, casts and views."""
+        results = next(iter(self.calls)).graph.output_node().args[0]
+        while isinstance(results, (tuple, list)) and results:
+            results = results[0]
+        return isinstance(results, Node) and self.state[results] == AFFINE
+
+    def writes_inputs(self) -> bool:
+        """Whether the graph may write one of its inputs."""
+        inputs = {self.storage(node) for node in self.calls if node.op in ("placeholder", "get_attr")}
+        return any(storage in inputs or storage <= 0 for storage in self.writes)
 
     def storage(self, node: Node) -> int:
         """Identifies the memory that the node's value lives in: fake tensors share storages as the real ones will."""
@@ -431,7 +493,7 @@ class Facts:
         """The call of a ``torch.autograd.Function`` whose first result the node is."""
         if self.calls[node].name != "getitem" or node.args[1] != 0 or not isinstance(node.args[0], Node):
             return None
-        return node.args[0] if node.args[0].target is _CUSTOM else None
+        return node.args[0] if node.args[0].target is _CUSTOM and self.calls[node.args[0]].gemm is None else None
 
     def sources(self, node: Node) -> list[Node]:
         """The nodes whose values the node's value is computed of."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import torch_fused_ops as tfo
 from torch_fused_ops import functional
-from torch_fused_ops.benchmarks import harness, long_training, models
+from torch_fused_ops.benchmarks import fp8_training, harness, long_training, models
 from torch_fused_ops.lowerings import compat, passes
 
 SLOTS = ("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass")
@@ -346,6 +346,55 @@ def test_500_steps_of_training_agree() -> None:
     assert found == result["summary"] and len(found["minus_eager"]["fused"]["each"]) == 5
     assert long_training.agrees(found, "fused") and long_training.agrees(found, "compile")
     assert (Path(__file__).parents[2] / "docs" / "images" / "long_training.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("study", "page"), [("memory", "memory.md"), ("gemm", "fp8.md")])
+def test_what_float8_does_to_training(study: str, page: str) -> None:
+    """The tables of the pages are what was measured, and the statistic is of the curves."""
+    kind, docs = fp8_training.STUDIES[study], Path(__file__).parents[2] / "docs"
+    result = harness.read(harness.results_folder() / f"{kind.out}.json", kind.out)
+    assert result["steps"] == 300 and result["models"] == {
+        name: vars(config) for name, (_, config) in kind.models.items()
+    }
+    for name, curves in result["curves"].items():
+        assert {way: [len(row) for row in rows] for way, rows in curves.items()} == dict.fromkeys(kind.ways, [300] * 5)
+        assert fp8_training.summary(kind, curves) == result["summary"][name]
+    text = (docs / page).read_text(encoding="utf-8")
+    rows = fp8_training.table(result).splitlines()
+    assert len(rows) == len(kind.pairs) * len(kind.models) and all(row in text for row in rows)
+    assert (docs / "images" / f"{kind.out}.png").stat().st_size > 10_000
+    if study == "gemm":  # what the page says of them
+        bounds = [row["interval_95"] for found in result["summary"].values() for row in found["differences"].values()]
+        assert all(-0.02 < low < 0 < high < 0.02 for low, high in bounds)
+        late = {way: [fp8_training.final(row, 200) for row in rows] for way, rows in result["curves"]["GELU"].items()}
+        found = fp8_training.differences(late, "fp8", "plain")
+        low, high = found["interval_95"]
+        assert f"{found['mean']:+.4f} ({low:+.4f} to {high:+.4f})".replace("-", "−") in text
+        assert round(result["summary"]["GELU"]["between_seeds"] / found["mean"]) == 14
+
+
+def test_a_study_goes_on_where_it_was() -> None:
+    small = models.Config(layers=1, width=16, hidden=32, heads=2, context=8, vocabulary=256)
+    study = fp8_training.Study({"a": None, "b": None}, (("b", "a"),), {"GELU": (models.GPT, small)}, 1, "none")
+    result: dict[str, Any] = {}
+    lines: list[str] = []
+    fp8_training.measure(study, 2, 1, result, lines.append)
+    assert "summary" not in result, "of one seed there is none"
+    fp8_training.measure(study, 2, 2, result, lines.append)
+    fp8_training.measure(study, 2, 2, result, lines.append)
+    assert len(lines) == 4 and result["curves"]["GELU"]["a"] == result["curves"]["GELU"]["b"]
+    first, second = result["curves"]["GELU"]["a"]
+    assert first != second and result["summary"]["GELU"]["differences"]["b − a"]["mean"] == 0
+
+
+def test_a_study_is_of_what_it_says() -> None:
+    model = models.GPT(models.QUICK)  # too narrow for float8
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    policy = tfo.FusionPolicy(gemm="fp8")
+    report = tfo.explain(model, tokens, tokens, policy=policy)
+    with pytest.raises(RuntimeError, match="1 MLPs were to multiply in fp8, but what was compiled is"):
+        fp8_training.check_sites(model, report, policy)
+    fp8_training.check_sites(model, tfo.explain(model, tokens, tokens), tfo.FusionPolicy())
 
 
 @pytest.mark.slow

@@ -45,3 +45,17 @@ class Clipped(torch.autograd.Function):
     def backward(ctx, grad):
         (y,) = ctx.saved_tensors
         return (grad * (1 - y * y)).clamp(-0.1, 0.1)
+
+
+class Spread(torch.autograd.Function):
+    """x · wᵀ, spelled without a product."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return (x.unsqueeze(-2) * w).sum(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return (grad.unsqueeze(-1) * w).sum(-2), (grad.unsqueeze(-1) * x.unsqueeze(-2)).sum(0)

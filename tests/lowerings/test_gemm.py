@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy, Site
 from torch_fused_ops import functional as FF
+from torch_fused_ops.lowerings.recognise import gemms, rewrite
 from torch_fused_ops.nn import FusedMLP
 from torch_fused_ops.reasons import Kind
 
@@ -102,6 +103,15 @@ def test_biases_dropout_and_residuals_around_it() -> None:
         assert apart(mine, plain) < 0.12
     train = block.train()
     assert compiled(train, gemm="fp8", strict=True)(x).isfinite().all()
+
+
+@pytest.mark.codegen_is_slow
+def test_biases_under_autocast() -> None:
+    """A gradient is quantised along rows and along columns, which Inductor's C++ fuses as loops of two orders."""
+    module, x = gelu_mlp(), torch.randn(128, HIDDEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, exact = step(compiled(module, gemm="fp8", strict=True), module, x), step(module, module, x)
+    assert all(apart(a, b) < 0.12 for a, b in zip(got, exact, strict=True))
 
 
 @pytest.mark.slow  # symbolic sizes take their time: 10 s of a processor for each of two graphs
@@ -286,6 +296,22 @@ def test_products_of_computed_tensors_are_no_linear_layers() -> None:
     args = [torch.randn(s) for s in shapes]
     for site in sites(fn, *args):
         assert site.gemm_kind in (None, Kind.GEMM_FORM)
+
+
+def test_a_cpu_is_slow_at_it_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    gemms._warn_of_cpu.cache_clear()
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.compile(SwiGLU(), backend=stage_one)(torch.randn(4, HIDDEN))
+    said = [r.levelname for r in caplog.records if "products in float8 on a CPU are right, and slower" in r.message]
+    assert said == ["WARNING"]
+
+
+def stage_one(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+    """Runs what stage 1 makes of a graph as it is."""
+    rewrite(gm.graph, FusionPolicy(gemm="fp8"))
+    gm.recompile()
+    return gm.forward
 
 
 def test_attention_is_left_alone() -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from torch_fused_ops import float8, formulas
+from torch_fused_ops.declaration import elementwise
 from torch_fused_ops.float8 import BLOCK, FP8
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.activation import (
@@ -634,8 +635,9 @@ def gradients_quantised(
         ValueError: for another name or layout, or columns that are no multiple of 128.
         TypeError: for data of other dtypes than bfloat16, float16 and float32.
     """
-    if name not in _DATA or len(data) != _DATA[name]:
-        raise ValueError(f"name={name!r} with {len(data)} data is not accepted: {_DATA} are names and their data")
+    if name not in _WRITTEN_FOR or len(data) != _data_of(name):
+        known = {name: _data_of(name) for name in _WRITTEN_FOR}
+        raise ValueError(f"name={name!r} with {len(data)} data is not accepted: {known} are names and their data")
     if name == "bias_glu" and layout not in ("halves", "swapped"):
         raise ValueError(f"layout={layout!r} is not accepted: it must be 'halves' or 'swapped'")
     if grad.shape[1] % BLOCK:
@@ -689,7 +691,12 @@ def gradients_quantised(
     return found
 
 
-_DATA = {"bias_act": 1, "glu": 2, "bias_glu": 1}
+_WRITTEN_FOR = ("bias_act", "glu", "bias_glu")  # the operators whose gradients the kernel above computes
+
+
+def _data_of(name: str) -> int:
+    """How many tensors of data a declared operator has."""
+    return next(op.data for op in elementwise() if op.name == name)
 
 
 def launch_of(name: str) -> Callable[..., Any]:
@@ -697,7 +704,7 @@ def launch_of(name: str) -> Callable[..., Any]:
     operator = name.removesuffix("_backward_quantised")
     if operator == name:
         return globals()[name]  # type: ignore[no-any-return]
-    data = _DATA[operator]
+    data = _data_of(operator)
 
     def gradients(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         activation, *scalars = args[data:]

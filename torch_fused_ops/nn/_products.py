@@ -10,7 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["DENSE", "Groups", "Products", "check_shape", "dense_gradient", "readable", "under_autocast"]
+from torch_fused_ops import functional
+from torch_fused_ops.float8 import BLOCK
+from torch_fused_ops.policy import GEMM
+
+__all__ = [
+    "DENSE",
+    "Groups",
+    "InFloat8",
+    "Products",
+    "check_gemm",
+    "check_shape",
+    "dense_gradient",
+    "linear",
+    "readable",
+    "under_autocast",
+]
 
 
 class Products:
@@ -34,6 +49,37 @@ class Products:
 
 
 DENSE = Products()
+
+
+class InFloat8(Products):
+    """x · weightᵀ in float8, and, by its own derivative, its gradients: ``functional.linear_fp8``.
+
+    Args:
+        gemm: a recipe of ``FusionPolicy.gemm``.
+    """
+
+    def __init__(self, gemm: str) -> None:
+        self.gemm = gemm
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return linear(self.gemm, x, weight)
+
+
+def linear(gemm: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x · weightᵀ + bias, multiplied in what ``gemm`` says; under autocast in its dtype."""
+    if gemm == "bf16":
+        return F.linear(x, weight, bias)
+    x, weight = under_autocast(x, weight)
+    return functional.linear_fp8(x, weight, bias, recipe=gemm)
+
+
+def check_gemm(gemm: object, **sizes: int) -> None:
+    """ValueError for what is no recipe, and for sizes that float8 does not have."""
+    if gemm not in GEMM:
+        raise ValueError(f"gemm={gemm!r} is not known; accepted: {', '.join(GEMM)}")
+    for name, size in sizes.items() if gemm != "bf16" else ():
+        if size % BLOCK:
+            raise ValueError(f"{name}={size} is not accepted with gemm={gemm!r}: it must be a multiple of {BLOCK}")
 
 
 def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

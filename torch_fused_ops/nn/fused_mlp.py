@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fused_ops import activations, functional, tiles
-from torch_fused_ops.float8 import BLOCK
 from torch_fused_ops.nn import layouts
 from torch_fused_ops.nn._memory import in_tiles, through
-from torch_fused_ops.nn._products import check_shape
+from torch_fused_ops.nn._products import check_gemm, check_shape, linear
 from torch_fused_ops.nn.config import activation_name, checked
-from torch_fused_ops.policy import GEMM, LEVELS, is_level
+from torch_fused_ops.policy import LEVELS, is_level
 
 __all__ = ["FusedMLP", "Middle", "check_memory", "untouched"]
 
@@ -158,14 +157,7 @@ class FusedMLP(nn.Module):
         if not (math.isfinite(dropout) and 0 <= dropout <= 1):
             raise ValueError(f"dropout={dropout!r} is not accepted: it must be from 0 to 1")
         check_memory(memory)
-        if gemm not in GEMM:
-            raise ValueError(f"gemm={gemm!r} is not known; accepted: {', '.join(GEMM)}")
-        if gemm != "bf16":
-            for name, size in (("hidden", hidden), ("ffn", ffn)):
-                if size % BLOCK:
-                    raise ValueError(
-                        f"{name}={size} is not accepted with gemm={gemm!r}: it must be a multiple of {BLOCK}"
-                    )
+        check_gemm(gemm, hidden=hidden, ffn=ffn)
         known = activation_name(activation)
         if known is None:
             raise TypeError(
@@ -199,7 +191,7 @@ class FusedMLP(nn.Module):
         if type(fc1) is nn.Linear and untouched(fc1):
             weight, bias = fc1.weight, fc1.bias  # those of now: functional_call's are gone when "input" runs it again
             check_shape("x", x, weight.shape[1:], "...")
-            first = lambda x: self._linear(x, weight, None)  # noqa: E731
+            first = lambda x: linear(self.gemm, x, weight)  # noqa: E731
         elif memory == "input" or tiles.asked(memory) is not None:
             memory = "free"
         own = type(fc2) is nn.Linear and untouched(fc2)
@@ -208,16 +200,11 @@ class FusedMLP(nn.Module):
         p = self.dropout if self.training else 0.0
         if own and (p or self.gemm != "bf16"):
             late = fc2.bias if p else None
-            second = lambda a: self._linear(a, fc2.weight, None if p else fc2.bias)  # noqa: E731
+            second = lambda a: linear(self.gemm, a, fc2.weight, None if p else fc2.bias)  # noqa: E731
             y = middle.run(x, first, bias, second, memory, reads=fc1.parameters)
             return functional.bias_dropout_add(y, late, None, p) if p else y
         y = middle.run(x, first, bias, fc2, memory, reads=fc1.parameters)
         return functional.bias_dropout_add(y, None, None, p) if p else y
-
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.gemm == "bf16":
-            return F.linear(x, weight, bias)
-        return functional.linear_fp8(x, weight, bias, recipe=self.gemm)
 
     def reset_parameters(self) -> None:
         """Fill the parameters anew, as ``nn.Linear`` does."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fused_ops.distributed.parts import Part, Shareable
-from torch_fused_ops.nn._products import DENSE, Groups, Products, under_autocast
+from torch_fused_ops.nn._products import DENSE, Groups, InFloat8, Products, under_autocast
 from torch_fused_ops.nn.config import checked, read
 
 if TYPE_CHECKING:  # importing DTensor takes 0.4 s
@@ -126,6 +126,7 @@ class Linear(Shareable):
 
     parallel: TensorParallel | None = None
     _as_dtensors = False
+    _products: Products = DENSE
 
     def __init__(
         self,
@@ -199,6 +200,7 @@ class Linear(Shareable):
         """As ``Shareable``."""
         if parallel is None:
             return
+        self._check_products(self._products, parallel)
         for name, whole in list(self.named_parameters(recurse=False)):
             part = self.parts[name]
             local: Tensor = parallel.share(whole.detach(), part)
@@ -209,9 +211,34 @@ class Linear(Shareable):
 
     def forward(self, x: Tensor, /, entered: bool = False) -> tuple[Tensor, Tensor | None]:
         """(result, bias to be added, or None); ``entered``: x is what ``_enter`` gives."""
-        if self.parallel is None and not self.skip_bias_add and not (self._later and torch.is_grad_enabled()):
+        alone = self.parallel is None and not self.skip_bias_add and not (self._later and torch.is_grad_enabled())
+        if alone and self._products is DENSE:
             return F.linear(x, self.weight, self.bias), None
-        return self._forward(x, entered, DENSE)
+        return self._forward(x, entered, self._products)
+
+    def multiply_in(self, gemm: str) -> None:
+        """Multiply in what ``FusionPolicy.gemm`` calls so; sizes are the caller's to check.
+
+        Raises:
+            ValueError: float8 is not for this linear, and why.
+        """
+        products = DENSE if gemm == "bf16" else InFloat8(gemm)
+        self._check_products(products, self.parallel)
+        self._products = products
+
+    def _check_products(self, products: Products, parallel: TensorParallel | None) -> None:
+        if not isinstance(products, InFloat8):
+            return
+        if parallel is not None:
+            raise ValueError(
+                f"gemm={products.gemm!r} is not accepted where {parallel.size} processes hold a weight together: they "
+                "communicate through DTensors, which products in float8 do not take"
+            )
+        if self._later is not None:
+            raise ValueError(
+                f"gemm={products.gemm!r} is not accepted with delay_wgrad_compute=True: a weight's gradient in float8 "
+                "is computed in backward"
+            )
 
     def _forward(self, x: Tensor, entered: bool, products: Products) -> tuple[Tensor, Tensor | None]:
         later, bias = self._later if torch.is_grad_enabled() else None, self.bias

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torch_fused_ops import tiles
 from torch_fused_ops.nn._memory import in_tiles, through
-from torch_fused_ops.nn._products import DENSE, check_shape
+from torch_fused_ops.nn._products import DENSE, check_gemm, check_shape
 from torch_fused_ops.nn.config import (
     Activation,
     check_precision,
@@ -264,6 +264,8 @@ class MLP(_Block):
             has its rows, gate rows and up rows if gated, of fc2's its columns, as plain parameters, cut from those that
             one process would have started with. Every rank gets the whole output, or with
             ``config.sequence_parallel`` its tokens'.
+        gemm: what both linears multiply in, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or in float8,
+            "fp8" or "fp8-wgrad-bf16" (``functional.linear_fp8``), for sizes that are multiples of 128, in one process.
 
     Raises:
         ValueError, TypeError: for flags that do not go together, each with its reason. Nothing is left for ``forward``.
@@ -280,6 +282,7 @@ class MLP(_Block):
         input_size: int | None = None,
         ffn_hidden_size: int | None = None,
         tp_group: torch.distributed.ProcessGroup | None = None,
+        gemm: str = "bf16",
     ) -> None:
         is_expert = checked("is_expert", is_expert, required=True)
         super().__init__(config, is_expert)
@@ -288,6 +291,8 @@ class MLP(_Block):
         self.input_size, ffn, output_size = _sizes(config, is_expert, input_size, ffn_hidden_size)
         self.ffn_hidden_size = ffn
         _check_divides(ffn, tp_group)
+        check_gemm(gemm, input_size=self.input_size, ffn_hidden_size=ffn, hidden_size=output_size)
+        self.gemm = gemm
         if is_expert and (blocks := read(config, "moe_mlp_glu_interleave_size")) is not None:
             raise ValueError(
                 f"moe_mlp_glu_interleave_size={blocks!r} is not accepted with is_expert: GroupedMLP reads it, and "
@@ -314,6 +319,14 @@ class MLP(_Block):
             tp_comm_buffer_name="fc2",
             **common,
         )
+        for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
+            if isinstance(linear, Linear):
+                linear.multiply_in(gemm)
+            elif gemm != "bf16":
+                raise ValueError(
+                    f"gemm={gemm!r} is not accepted with a {name} of type {type(linear).__name__}, which multiplies as "
+                    "it does"
+                )
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any

@@ -41,15 +41,18 @@ MAX_PROOFS = 64  # of a module, one for each situation: an attribute that change
 
 
 class Fusing:
-    """What a replaced module knows: its level, and the recipes by situation. A copy of it starts without recipes."""
+    """What a replaced module knows: its level, what it multiplies in, and the recipes by situation.
 
-    def __init__(self, memory: str, recipes: Recipes | None = None) -> None:
-        self.memory = memory
+    A copy of it starts without recipes.
+    """
+
+    def __init__(self, memory: str, gemm: str = "bf16", recipes: Recipes | None = None) -> None:
+        self.memory, self.gemm = memory, gemm
         self.recipes = Recipes() if recipes is None else recipes
         self.proofs = 0
 
     def __reduce__(self) -> Any:
-        return Fusing, (self.memory,)
+        return Fusing, (self.memory, self.gemm)
 
     def recipe(self, module: nn.Module, x: Any) -> Recipe | None:
         """What to follow, or None: the module's own forward."""

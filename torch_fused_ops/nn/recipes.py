@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fused_ops import functional
+from torch_fused_ops.nn._products import linear
 from torch_fused_ops.nn.fused_mlp import Middle
 from torch_fused_ops.reasons import Kind, Refusal
 
@@ -50,25 +50,41 @@ class Recipe(NamedTuple):
     cast: bool = False  # what the second linear reads is brought to its weight's dtype
     proved_from: str = ""
 
-    def run(self, module: nn.Module, x: Tensor, memory: str) -> Tensor:
-        """The module's result."""
-        linears = [linear.of(module) for linear in self.first]
+    def in_float8(self, module: nn.Module) -> Iterator[Refusal | None]:
+        """Of each linear layer, the last one last, why it cannot multiply in float8; None where it can."""
+        from torch_fused_ops.lowerings.recognise.gemms import check_float8
+
+        for layer in (*self.first, self.second):
+            weight, _ = layer.of(module)
+            try:
+                check_float8(weight, weight.dtype)
+                yield None
+            except Refusal as refusal:
+                yield refusal
+
+    def run(self, module: nn.Module, x: Tensor, memory: str, gemm: str = "bf16") -> Tensor:
+        """The module's result; ``gemm``: what the linear layers multiply in that can."""
+        linears = [layer.of(module) for layer in self.first]
         weight, bias = self.second.of(module)
         last = None if self.outer else bias
+        refused = [None] * (len(linears) + 1) if gemm == "bf16" else self.in_float8(module)
+        *of_first, of_second = (gemm if refusal is None else "bf16" for refusal in refused)
 
         def second(a: Tensor) -> Tensor:
-            return F.linear(a.to(weight.dtype) if self.cast else a, weight, last)
+            return linear(of_second, a.to(weight.dtype) if self.cast else a, weight, last)
 
         if len(linears) == 1:
             ((own, added),) = linears
 
             def first(x: Tensor) -> Tensor:
-                return F.linear(x, own)
+                return linear(of_first[0], x, own)
         else:
             added = None
 
             def first(x: Tensor) -> Tensor:
-                return _gate_up(x, linears)
+                if of_first == ["bf16", "bf16"]:
+                    return _gate_up(x, linears)
+                return torch.cat([linear(g, x, *pair) for g, pair in zip(of_first, linears, strict=True)], -1)
 
         reads = lambda: (t for pair in linears for t in pair)  # noqa: E731
         y = self.middle.run(x, first, added, second, memory, self.inner, reads)

@@ -12,6 +12,7 @@ import contextlib
 import difflib
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace as replaced
 from typing import Any
 
 import torch
@@ -87,6 +88,7 @@ def replace_mlps(
     model: nn.Module,
     *args: Any,
     memory: str | Mapping[str, str] = "free",
+    gemm: str | Mapping[str, str] = "bf16",
     exclude: Collection[str] = (),
     **kwargs: Any,
 ) -> Replacements:
@@ -107,6 +109,8 @@ def replace_mlps(
             candidate is tried with (2, 3, its first linear's input size).
         memory: what eager autograd keeps between the linears, as ``FusedMLP``; or, as ``FusionPolicy``'s, a mapping
             from module patterns to levels: the first that fits counts, and what none names is "free".
+        gemm: what the linear layers multiply in, as ``FusionPolicy.gemm``, a mapping from module patterns too. Those
+            that cannot be in float8 stay in their own dtype; the report says which, and why.
         exclude: module paths to leave alone, as shell patterns, e.g. ``("encoder.*",)``.
 
     Returns:
@@ -119,7 +123,7 @@ def replace_mlps(
     lowerings.require()
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} is not accepted: it must be a torch.nn.Module")
-    policy = FusionPolicy(memory=memory, exclude=exclude)  # type: ignore[arg-type]
+    policy = FusionPolicy(memory=memory, gemm=gemm, exclude=exclude)  # type: ignore[arg-type]
     paths = _paths(model)
     _check_patterns(policy, [path for several in paths.values() for path in several])
     inputs = _inputs(model, args, kwargs) if args or kwargs else None
@@ -145,7 +149,8 @@ def replace_mlps(
     try:
         for module in chosen.values():
             done.append(module)
-            module.__dict__["_fused"] = Fusing(policy.memory_of(enclosing_modules(paths[id(module)])), recipes)
+            around = enclosing_modules(paths[id(module)])
+            module.__dict__["_fused"] = Fusing(policy.memory_of(around), policy.gemm_of(around), recipes)
             module.__class__ = _class_for(module)
     except BaseException:
         for module in done:
@@ -155,8 +160,9 @@ def replace_mlps(
     report = Replacements(ordered, chosen, type(model).__name__)
     around = enclosing_modules(path for module in chosen.values() for path in paths[id(module)])
     report.notes = tuple(
-        f"memory={pattern!r} names no module that was replaced"
-        for pattern in policy.patterns.get("memory", ())
+        f"{name}={pattern!r} names no module that was replaced"
+        for name in ("memory", "gemm")
+        for pattern in policy.patterns.get(name, ())
         if not names_module(pattern, around)
     )
     if unseen:
@@ -272,7 +278,15 @@ def _site(
     proof = f"proved from {recipe.proved_from}"
     if "memory" in policy.patterns:
         proof += f"; memory={policy.memory_of(enclosing_modules(paths))!r}"
-    return Site(op, recipe.middle.activation, where, proof, ("linear",), path)
+    site = Site(op, recipe.middle.activation, where, proof, ("linear",), path)
+    gemm = policy.gemm_of(enclosing_modules(paths))
+    if gemm == "bf16":
+        return site
+    refusals = [refusal.reason for refusal in recipe.in_float8(module) if refusal is not None]
+    text = "; ".join(dict.fromkeys(f"linear: {reason}" for reason in refusals))
+    some = len(refusals) <= len(recipe.first)
+    gemm_kind = refusals[0].kind if refusals else None
+    return replaced(site, gemm=gemm if some else "", gemm_reason=text, gemm_kind=gemm_kind)
 
 
 _STACKED = Reason(

@@ -33,7 +33,7 @@ class Replaced:
         recipe = self._fused.recipe(self, x)  # type: ignore[arg-type]
         if recipe is None:
             return original(self, *args, **kwargs)
-        return recipe.run(self, x, self._fused.memory)  # type: ignore[arg-type]
+        return recipe.run(self, x, self._fused.memory, self._fused.gemm)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)

@@ -40,10 +40,15 @@ _SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
 _DTYPES = {"seed": (torch.int64,)}  # by kind, where it is not DTYPES
 
 
+def refuse_dtype(name: str, t: Tensor, dtypes: tuple[torch.dtype, ...]) -> NoReturn:
+    """TypeError for a tensor whose dtype is none of these."""
+    accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    raise TypeError(f"{name} has dtype {t.dtype}; accepted: {accepted}")
+
+
 def _refuse(name: str, t: Tensor, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> NoReturn:
     if t.dtype not in dtypes:
-        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{name} has dtype {t.dtype}; accepted: {accepted}")
+        refuse_dtype(name, t, dtypes)
     raise ValueError(f"{name} is on device {t.device}; accepted: {device}, where the first tensor is")
 
 

@@ -21,36 +21,28 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import float8
-from torch_fused_ops.declaration import Signature, arguments_of
+from torch_fused_ops.declaration import Signature, arguments_of, refuse
 from torch_fused_ops.float8 import BLOCK, FP8
 from torch_fused_ops.operators.autograd import define, register
 from torch_fused_ops.operators.batching import lead
-from torch_fused_ops.operators.checks import DTYPES
+from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
 from torch_fused_ops.operators.registration import imported
 
-__all__ = ["DTYPES_OF_PRODUCTS", "RECIPES", "linear", "register_plain"]
-
-# FusionPolicy.gemm's names for linear layers in float8, and whether their weights' gradients are, too.
-RECIPES = {"fp8": True, "fp8-wgrad-bf16": False}
+__all__ = ["DTYPES_OF_PRODUCTS", "linear", "register_plain"]
 
 DTYPES_OF_PRODUCTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _refuse(name: str, value: object, accepted: str) -> None:
-    raise ValueError(f"{name}={value} is not accepted: it must be {accepted}")
-
-
 def _check_matrix(name: str, t: Tensor, *dtypes: torch.dtype) -> None:
     if t.dtype not in dtypes:
-        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{name} has dtype {t.dtype}; accepted: {accepted}")
+        refuse_dtype(name, t, dtypes)
     if t.ndim != 2:
         raise ValueError(f"{name} has shape {tuple(t.shape)}; accepted: two axes")
 
 
 def _check_rows(rows: int) -> None:
     if rows not in (1, BLOCK):
-        _refuse("rows", rows, f"1 or {BLOCK}, the rows of a block")
+        refuse("rows", rows, f"1 or {BLOCK}, the rows of a block")
 
 
 def _check_quantise(input: Tensor, rows: int) -> None:
@@ -74,7 +66,7 @@ def _check_stored(name: str, values: Tensor, scales: Tensor, rows: int) -> None:
 def _check_dequantise(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> None:
     _check_stored("values", values, scales, rows)
     if dtype not in DTYPES:
-        _refuse("dtype", dtype, ", ".join(map(str, DTYPES)))
+        refuse("dtype", dtype, ", ".join(map(str, DTYPES)))
 
 
 def _check_product(
@@ -87,7 +79,7 @@ def _check_product(
     if bias is not None and tuple(bias.shape) != (b.shape[0],):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; accepted: ({b.shape[0]},), the first axis of b")
     if dtype not in DTYPES_OF_PRODUCTS:
-        _refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
+        refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
 
 
 # ---- fakes, vmap -----------------------------------------------------------------------------------------------------
@@ -223,9 +215,9 @@ class _Linear(torch.autograd.Function):
 def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
     for name, t in (("input", input), ("weight", weight), ("bias", bias)):
         if t is not None and t.dtype not in DTYPES_OF_PRODUCTS:
-            _refuse(f"{name}.dtype", t.dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
+            refuse(f"{name}.dtype", t.dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
     if dtype not in DTYPES_OF_PRODUCTS:
-        _refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
+        refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
     if weight.ndim != 2 or weight.shape[0] % BLOCK or weight.shape[1] % BLOCK:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; accepted: two axes, multiples of {BLOCK}")
     if input.ndim < 1 or input.shape[-1] != weight.shape[1]:

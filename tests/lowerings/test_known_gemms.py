@@ -1,0 +1,284 @@
+"""Products of other libraries around an activation: custom autograd.Functions, and operators, seen or registered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import torch_fused_ops as tfo
+from torch_fused_ops import FusionPolicy, known_gemms
+from torch_fused_ops.lowerings import passes
+from torch_fused_ops.reasons import Kind
+
+D, H, TOKENS = 16, 64, 32
+
+
+@torch.library.custom_op("torch_fused_ops_tests::opaque", mutates_args=())
+def opaque(x: Tensor, w: Tensor) -> Tensor:
+    """A product whose name does not say so."""
+    return x @ w.t()
+
+
+@opaque.register_fake
+def _(x: Tensor, w: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], w.shape[0])
+
+
+class Visible(torch.autograd.Function):
+    """A linear layer whose forward and backward are torch's products."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class Hidden(Visible):
+    """The same; forward is an operator of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return opaque(x, w)
+
+
+@torch._dynamo.allow_in_graph
+class Closed(Hidden):
+    """The same; Dynamo does not look into it."""
+
+
+class WritesWhatItSaved(Visible):
+    """Its backward uses the memory of its input."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        d_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        return x.zero_() + grad @ w, d_weight
+
+
+class WritesItsOwn(Visible):
+    """Its backward writes what it has made itself."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return (grad @ w).mul_(1.0), grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class Norm(torch.autograd.Function):
+    """No product: its weights are a vector."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (w,) = ctx.saved_tensors
+        return grad * w, grad.sum((0, 1))
+
+
+class Layer(nn.Module):
+    def __init__(self, function: Any, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function.apply(x, self.weight)  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """SwiGLU, or GELU, between linear layers of some Function."""
+
+    def __init__(self, function: Any, gated: bool = True) -> None:
+        super().__init__()
+        self.gated = gated
+        self.up, self.down = Layer(function, D, H), Layer(function, H, D)
+        if gated:
+            self.gate = Layer(function, D, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        return self.down(F.silu(self.gate(x)) * up if self.gated else F.gelu(up))  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    """Takes out what a test registers."""
+    before = dict(known_gemms._registered)
+    yield
+    known_gemms._registered.clear()
+    known_gemms._registered.update(before)
+    passes.tag_caches()
+
+
+def step(fn: Any, module: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
+    """The result and all gradients, and the bytes that are kept for backward besides the weights."""
+    x = x.detach().clone().requires_grad_()
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = fn(x)
+    for t in module.state_dict().values():
+        kept.pop(t.untyped_storage().data_ptr(), None)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), (x, *trained))], sum(kept.values())
+
+
+def compiled(module: nn.Module, memory: str = "free", strict: bool = True) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(module, backend="fused", options={"policy": FusionPolicy(memory=memory, strict=strict)})
+
+
+def data() -> Tensor:
+    return torch.randn(2, TOKENS // 2, D)
+
+
+ELEMENTS = 4 * TOKENS  # bytes of a float32 column of all tokens
+
+
+@pytest.mark.codegen_is_slow
+@pytest.mark.parametrize("function", (Visible, Hidden, Closed))
+def test_an_activation_between_custom_products_is_fused(function: Any) -> None:
+    """Eager = compiled with all gradients; and of gate, up and the activation is kept what the level says."""
+    if function is not Visible:
+        tfo.register_gemm(function)
+    module, x = MLP(function), data()
+    eager, _ = step(module, module, x)
+    # The input is kept for the weights' gradients; and silu(gate), gate, up and the product; gate and up; neither.
+    for memory, columns in {"free": D + 2 * H, "input": D}.items():
+        got, kept = step(compiled(module, memory), module, x)
+        for mine, exact in zip(got, eager, strict=True):
+            torch.testing.assert_close(mine, exact)
+        recomputable = memory != "input" or function is Visible
+        assert kept == ELEMENTS * (columns if recomputable else D + 2 * H)
+
+
+@pytest.mark.codegen_is_slow
+def test_a_registered_operator_is_computed_again() -> None:
+    """ "input" computes a product again in backward: where it is registered itself, an operator's, too."""
+    tfo.register_gemm(Hidden)
+    tfo.register_gemm(opaque)
+    module, x = MLP(Hidden), data()
+    (got, kept), (eager, _) = step(compiled(module, "input"), module, x), step(module, module, x)
+    for mine, exact in zip(got, eager, strict=True):
+        torch.testing.assert_close(mine, exact)
+    assert kept == ELEMENTS * D
+
+
+@pytest.mark.parametrize("function", (Hidden, Closed))
+def test_what_is_not_registered_is_named(function: Any) -> None:
+    module, x = MLP(function, gated=False), data()
+    (site,) = tfo.explain(module, x).sites
+    assert (site.op, site.kind) == (None, Kind.UNKNOWN_PRODUCT)
+    name = "Closed" if function is Closed else "self.function"
+    assert site.reason == f"it is not known whether {name}, a custom autograd.Function, is a matrix product"
+    assert "register_gemm" in site.hint and site.is_missed
+    with pytest.raises(Exception, match=f"not known whether {name}, a custom autograd.Function, is a matrix product"):
+        compiled(module)(x)
+    tfo.register_gemm(function)
+    (site,) = tfo.explain(module, x).sites
+    assert site.op == "fused::bias_act"
+
+
+def test_a_registered_operator_alone() -> None:
+    """Without gradients Dynamo shows what a Function calls."""
+
+    def fn(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return opaque(F.gelu(opaque(x, w)), v)
+
+    args = data(), torch.randn(H, D), torch.randn(D, H)
+    assert not tfo.explain(fn, *args).sites
+    tfo.register_gemm(torch.ops.torch_fused_ops_tests.opaque)
+    (site,) = tfo.explain(fn, *args).sites
+    assert site.op == "fused::bias_act"
+
+
+def test_what_a_function_writes() -> None:
+    """What it saved, it read from the activation: that must stay as it was. What it has made itself it may write."""
+    (site,) = tfo.explain(MLP(WritesWhatItSaved, gated=False), data()).sites
+    assert (site.op, site.kind) == (None, Kind.WRITTEN)
+    (site,) = tfo.explain(MLP(WritesItsOwn, gated=False), data()).sites
+    assert site.op == "fused::bias_act"
+
+
+def test_functions_that_are_no_products() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.weight = nn.Linear(D, H), nn.Parameter(torch.ones(H))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Norm.apply(F.gelu(self.up(x)), self.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+    report = tfo.explain(Normed(), data())
+    assert not report.sites and {site.kind for site in report.unread} == {Kind.NO_GEMM_READS}
+
+
+def test_what_can_be_registered() -> None:
+    before = passes.identity()
+    with pytest.raises(TypeError, match="fn=<built-in function tanh> is not accepted: it must be a subclass of"):
+        tfo.register_gemm(math.tanh)
+    tfo.register_gemm(Hidden)
+    tfo.register_gemm(Hidden)
+    assert passes.identity() != before, "what is registered changes what is compiled, so it is in every cache's key"
+    for one in (opaque, torch.ops.torch_fused_ops_tests.opaque, torch.ops.torch_fused_ops_tests.opaque.default):
+        tfo.register_gemm(one)
+    assert len(known_gemms._registered) == 2
+
+
+# ---- the libraries themselves ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ("tensorwise", "rowwise", "rowwise_with_gw_hp"))
+def test_torchao(recipe: str) -> None:
+    float8 = pytest.importorskip("torchao.float8")
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(D, H), nn.GELU(), nn.Linear(H, D)).bfloat16()
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    module = float8.convert_to_float8_training(module, config=config)
+    x = data().bfloat16()
+    assert [site.op for site in tfo.explain(module, x).sites] == ["fused::bias_act"]
+    for memory in ("free", "input"):
+        (got, kept), (eager, more) = step(compiled(module, memory), module, x), step(module, module, x)
+        # Two numbers of bfloat16 next to each other may be two of float8.
+        assert all((a - b).float().norm() < 0.05 * b.float().norm() for a, b in zip(got, eager, strict=True))
+        assert kept < more
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", (4, 8))
+def test_bitsandbytes(bits: int) -> None:
+    layers = pytest.importorskip("bitsandbytes.nn")
+    torch.manual_seed(0)
+    kind, settings = {
+        4: (layers.Linear4bit, {"compute_dtype": torch.float32, "quant_type": "nf4"}),
+        8: (layers.Linear8bitLt, {"has_fp16_weights": False, "threshold": 0.0}),
+    }[bits]
+    module = nn.Sequential(kind(64, 128, bias=False, **settings), nn.GELU(), kind(128, 64, bias=False, **settings))
+    module, x = module.to("cpu"), torch.randn(2, 8, 64)
+    assert [site.op for site in tfo.explain(module, x).sites] == ["fused::bias_act"]
+    for memory in ("free", "input"):
+        got, eager = step(compiled(module, memory), module, x)[0], step(module, module, x)[0]
+        for mine, exact in zip(got, eager, strict=True):
+            torch.testing.assert_close(mine, exact)
