@@ -55,9 +55,10 @@ LAYERS: dict[str, list[str]] = {
     "lowerings": ["virtual_gpu", "_version", "policy", *SITES, "observers", *OPERATORS],
     "reports": ["virtual_gpu", "policy", *SITES, "observers", "lowerings"],
     "verify": ["policy", *SITES, "observers", "lowerings", "reports"],
+    "planner": ["virtual_gpu", "policy", *SITES, "lowerings", "reports"],
     # modules
     "nn": [*OPERATORS, "megatron", "policy", *SITES, "lowerings", "reports"],
-    "torch_fused_ops": ["_version", *OPERATORS, "policy", "lowerings", "reports", "verify"],
+    "torch_fused_ops": ["_version", *OPERATORS, "policy", "lowerings", "reports", "verify", "planner"],
     # tools
     "testing": ["virtual_gpu", *OPERATORS],
     "benchmarks": ["virtual_gpu", *OPERATORS, "policy", *SITES, "lowerings", "nn", "torch_fused_ops"],
