@@ -65,7 +65,7 @@ def mixtral() -> nn.Module:
 
 CASES = {
     "quickstart": Case(
-        lambda: models.GPT(models.SMALL), (16, 128), "H200", ("200MiB", "170MiB", "150MiB"), dtype=torch.float32
+        lambda: models.GPT(models.SMALL), (16, 128), "H200", ("150MiB", "115MiB", "100MiB"), dtype=torch.float32
     ),
     "GPT-2": Case(lambda: models.GPT(models.GPT2), (32, 1024), "A100", ("40GiB", "20GiB", "18GiB")),
     "Llama-3-8B": Case(

@@ -50,7 +50,7 @@ def test_sizes(memory: str | int, nbytes: int) -> None:
 
 @pytest.mark.parametrize("memory", ["", "72 gigs", "GiB", "-1GiB", "0MiB", "1e9", 0, -1, True, 1.5, None])
 def test_what_is_no_size(memory: Any) -> None:
-    with pytest.raises(ValueError, match="memory=.* is not accepted: it must be a size"):
+    with pytest.raises(ValueError, match=r"memory=.* is not accepted: it must be a size"):
         bytes_of(memory)
 
 

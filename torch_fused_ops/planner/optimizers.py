@@ -40,11 +40,12 @@ def optimizer_memory(name: str, parameters: Sequence[Tensor]) -> OptimizerMemory
     if make is None or not parameters:
         return OptimizerMemory(0, 0)
     twins = [torch.nn.Parameter(torch.empty_like(p, device="meta")) for p in parameters]
-    for twin in twins:
-        twin.grad = torch.empty_like(twin)
+    gradients = [torch.empty_like(twin) for twin in twins]
+    for twin, gradient in zip(twins, gradients, strict=True):
+        twin.grad = gradient
     optimizer: Any = make(twins)
     storages = Storages()
-    for tensor in (*twins, *(twin.grad for twin in twins)):
+    for tensor in (*twins, *gradients):
         storages.add(tensor, counted=False)
     with storages:
         optimizer.step()

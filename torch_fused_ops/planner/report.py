@@ -38,11 +38,9 @@ def cost(plan: Plan) -> str:
 def chosen(plan: Plan) -> str:
     """The policy, as it is written."""
     memory = plan.policy.memory
-    return (
-        f"FusionPolicy(memory={memory if isinstance(memory, str) else dict(memory)!r})"
-        if not isinstance(memory, str)
-        else f'FusionPolicy(memory="{memory}")'
-    )
+    if isinstance(memory, str):
+        return f'FusionPolicy(memory="{memory}")'
+    return f"FusionPolicy(memory={dict(memory)!r})"
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:
@@ -78,18 +76,11 @@ def layer_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def level_rows(plan: Plan) -> list[tuple[str, ...]]:
-    head = ("every MLP at", "peak", "least time", "")
-    return [head] + [
-        (
-            row.level,
-            size(row.peak),
-            duration(row.seconds),
-            "fits" if row.fits else f"{size(row.peak - plan.limit)} over",
-        )
-        if row.peak > plan.limit or row.fits
-        else (row.level, size(row.peak), duration(row.seconds), "the optimizer's step does not fit")
-        for row in plan.levels
-    ]
+    rows: list[tuple[str, ...]] = [("every MLP at", "peak", "least time", "")]
+    for row in plan.levels:
+        over = f"{size(row.peak - plan.limit)} over" if row.peak > plan.limit else "the optimizer's step does not fit"
+        rows.append((row.level, size(row.peak), duration(row.seconds), "fits" if row.fits else over))
+    return rows
 
 
 def text(plan: Plan) -> str:

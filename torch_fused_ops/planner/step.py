@@ -20,7 +20,7 @@ from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
 from torch_fused_ops.virtual_gpu.roofline import Rates, Work, launches_of
 from torch_fused_ops.virtual_gpu.timeline import Moment, Timeline, timeline_of
 
-__all__ = ["MARGIN", "KEPT", "OFF", "Curve", "Segment", "Step", "compiled_timeline", "measured_step", "policy_of"]
+__all__ = ["KEPT", "MARGIN", "OFF", "Curve", "Segment", "Step", "compiled_timeline", "measured_step", "policy_of"]
 
 OFF = "off"  # a level of a whole model, never of a part
 # Inductor puts some of the last layers' work off to the end of backward. So two of them stand for themselves; of the

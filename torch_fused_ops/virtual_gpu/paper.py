@@ -358,7 +358,8 @@ class _Paper:
             moved = {node: nbytes_moved(node) for node in graph.scheduler.nodes}
         kind = "inference" if is_inference else "backward" if is_backward else "forward"
         arguments = [graph_input(value, is_parameter) for value, is_parameter in zip(inputs, parameters, strict=True)]
-        results = self.results if kind == "forward" else len(gm.graph.output_node().args[0])
+        outputs: Any = gm.graph.output_node().args[0]
+        results = self.results if kind == "forward" else len(outputs)
         self.graphs[kind] = generated_graph(code, gm, moved, kernel_nodes, scheduled, arguments, results)
 
         def not_compiled(*args: Any) -> Any:

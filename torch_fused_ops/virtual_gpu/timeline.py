@@ -183,7 +183,7 @@ class Storages(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.most = 0
         self._known: set[int] = set()
 
@@ -357,7 +357,9 @@ class _Extern:
 
 
 def _reinterpret_tensor(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
-    return torch._C._dynamo.guards._reinterpret_tensor(tensor, size, stride, offset)
+    guards: Any = torch._C._dynamo.guards
+    view: Tensor = guards._reinterpret_tensor(tensor, size, stride, offset)
+    return view
 
 
 _MARK = re.compile(r"^(\s*)# node (\d+)$", re.M)
@@ -399,12 +401,15 @@ def _wrapper(code: str, memory: _Memory) -> Callable[[list[Any]], Sequence[Any]]
         try:
             exec(compile(ast.Module([statement], []), "<generated>", "exec"), names)
         except (ImportError, AttributeError):  # of a device that this build of torch does not have
-            bound = getattr(statement, "names", None) or getattr(statement, "targets", ())
-            named = [
-                getattr(one, "asname", None) or getattr(one, "name", None) or getattr(one, "id", "") for one in bound
-            ]
-            names |= dict.fromkeys(named, _Nothing())
+            names |= dict.fromkeys(_bound(statement), _Nothing())
         if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
             names |= stand_ins
     call: Callable[[list[Any]], Sequence[Any]] = names["call"]
     return call
+
+
+def _bound(statement: ast.stmt) -> list[str]:
+    """The names that an import or an assignment binds."""
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return [alias.asname or alias.name for alias in statement.names]
+    return [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
