@@ -1,5 +1,5 @@
 """Write what is generated of docs/: operators.md from the schemas, compatibility.md from test runs, and the tables of
-recognition.md from the kinds of reasons and of gpu.md from a GPU's results.
+recognition.md from the kinds of reasons, of gpu.md from a GPU's results and of plan.md from plans.
 
 python docs/generate.py           # after a schema has changed, or `pytest --record-compatibility` has run
 python docs/generate.py --check   # exit status 1 if a page is not what it would write
@@ -8,6 +8,7 @@ python docs/generate.py --check   # exit status 1 if a page is not what it would
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import re
 import sys
@@ -164,6 +165,9 @@ def operators() -> str:
 
 BEGIN = "<!-- Written by `python docs/generate.py` from torch_fused_ops/reasons.py; change that, not this. -->\n"
 BEGIN_GPU = "<!-- Written by `python docs/generate.py` from benchmarks/decisions.py and results; change those. -->\n"
+BEGIN_PLAN = (
+    "<!-- Written by `python docs/generate.py` from benchmarks/results/plans.json; change that, not this. -->\n"
+)
 END = "<!-- What follows is written by hand. -->\n"
 
 
@@ -220,11 +224,46 @@ def gpu() -> str:
     return _between("gpu.md", BEGIN_GPU, lines)
 
 
+# ---- plan.md ---------------------------------------------------------------------------------------------------------
+
+
+def plan() -> str:
+    """The page, with what each model comes to at each level, and what is chosen for each limit."""
+    lines = []
+    for name, case in json.loads((RESULTS / "plans.json").read_text()).items():
+        first = case["plans"][0]
+        batch, length = case["tokens"]
+        fixed = f"parameters {_bytes(first['parameters'])}, optimizer state {_bytes(first['optimizer_state'])}"
+        lines += [f"**{name}**, {batch} × {length} tokens, {first['gpu']}: {fixed}", ""]
+        lines += ["| every MLP at | peak of the step | least time | |", "|---|---|---|---|"]
+        for row in first["levels"]:
+            time = f"{1000 * row['seconds']:.3g} ms | {100 * (row['seconds'] / first['off_seconds'] - 1):+.1f} %"
+            lines.append(f"| {row['level']} | {_bytes(row['peak'])} | {time} |".replace("-", "−"))
+        lines += ["", "| limit | | peak | least time | levels chosen |", "|---|---|---|---|---|"]
+        for limit, each in zip(case["limits"], case["plans"], strict=True):
+            verdict = "fits" if each["fits"] else f"{_bytes(each['missing'])} missing"
+            cost = f"{100 * (each['seconds'] / each['off_seconds'] - 1):+.1f} %".replace("-", "−")
+            lines.append(f"| {limit} | {verdict} | {_bytes(each['peak_bytes'])} | {cost} | {_runs(each['choices'])} |")
+        lines.append("")
+    return _between("plan.md", BEGIN_PLAN, lines)
+
+
+def _bytes(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def _runs(choices: dict[str, str]) -> str:
+    """Levels of MLPs in their order: "free ×12, input ×4"."""
+    runs = [(level, len(list(run))) for level, run in itertools.groupby(choices.values())]
+    return ", ".join(f"{level} ×{count}" for level, count in runs) or "none to choose"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "operators.md": operators,
     "compatibility.md": compatibility,
     "recognition.md": recognition,
     "gpu.md": gpu,
+    "plan.md": plan,
 }
 
 

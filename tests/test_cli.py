@@ -174,6 +174,21 @@ def test_explain_refuses_files_that_cannot_be_written(models, capsys, option, fi
     assert f"error: {option} {file} cannot be written" in said.err and not said.out
 
 
+@pytest.mark.seconds("three compilations on paper, and Inductor's import")
+def test_plan(models, capsys):
+    pytest.importorskip("triton")
+    arguments = ["plan", "some_models:example", "--gpu", "H100", "--optimizer", "sgd", "--meta", "--lossless"]
+    assert main([*arguments, "--memory", "1MiB", "--json", "plan.json", "--html", "plan.html"]) == 0
+    assert "MLP in 1.0 MiB of an NVIDIA H100 80GB HBM3: fits" in capsys.readouterr().out
+    found = json.loads((models / "plan.json").read_text())
+    assert found["fits"] and found["optimizer"] == "sgd" and found["memory"] == "off"
+    assert {row["level"] for row in found["levels"]} >= {"off", "free", "input"}
+    assert (models / "plan.html").read_text().count("<polyline") == 2
+    for option, value in (("--memory", "lots"), ("--gpu", "abacus"), ("--optimizer", "lion")):
+        assert main([*arguments, "--memory", "1MiB", option, value]) == 2
+        assert f"error: {option[2:]}='{value}' is not" in capsys.readouterr().err
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])

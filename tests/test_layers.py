@@ -59,9 +59,10 @@ LAYERS: dict[str, list[str]] = {
     "lowerings": ["virtual_gpu", "_version", "tiles", *POLICY, *SITES, "observers", "known_gemms", *OPERATORS],
     "reports": ["virtual_gpu", "policy", *SITES, "observers", "lowerings"],
     "verify": ["policy", *SITES, "observers", "lowerings", "reports"],
+    "planner": ["virtual_gpu", "policy", *SITES, "lowerings", "reports"],
     # modules
     "nn": [*OPERATORS, "megatron", "tiles", "policy", *SITES, "lowerings", "reports"],
-    "torch_fused_ops": ["_version", *OPERATORS, "known_gemms", *POLICY, "lowerings", "reports", "verify"],
+    "torch_fused_ops": ["_version", *OPERATORS, "known_gemms", *POLICY, "lowerings", "reports", "verify", "planner"],
     "integrations": ["reports"],
     # tools
     "testing": ["virtual_gpu", *OPERATORS],

@@ -30,6 +30,7 @@ from torch_fused_ops.known_gemms import register_gemm
 
 # Importing the operators registers torch.ops.fused.*.
 from torch_fused_ops.operators.decompositions import decompositions
+from torch_fused_ops.planner.plan import Plan, plan
 from torch_fused_ops.policy import FusionPolicy, UnfusedError
 from torch_fused_ops.reports.explain import Report, Site, explain
 from torch_fused_ops.reports.recording import record
@@ -37,6 +38,7 @@ from torch_fused_ops.verify import Verification, verify
 
 __all__ = [
     "FusionPolicy",
+    "Plan",
     "Report",
     "Site",
     "UnfusedError",
@@ -49,6 +51,7 @@ __all__ = [
     "enabled",
     "explain",
     "functional",
+    "plan",
     "record",
     "register_activation",
     "register_gemm",

@@ -34,7 +34,7 @@ def unchanged(model: Callable[..., Any]) -> Iterator[None]:
     from torch._dynamo import pgo
     from torch._dynamo.utils import counters
 
-    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
+    buffers = [b for b in model.buffers() if not b.is_meta] if isinstance(model, torch.nn.Module) else []
     before = [buffer.detach().clone() for buffer in buffers]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     seen = pgo.get_code_state()

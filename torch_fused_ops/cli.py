@@ -1,20 +1,22 @@
-"""The command line: ``python -m torch_fused_ops {info, check, explain, verify, run, bench}``.
+"""The command line: ``python -m torch_fused_ops {info, check, explain, plan, verify, run, bench}``.
 
     info                            versions, devices and what is active
     check [--device D] [--quick]    opcheck and precision of every operator on a device; exit code 1 if anything fails
     explain MODULE:CALLABLE         which MLP sites of a model are fused, why the others are not, what it saves
+    plan MODULE:CALLABLE            whether a step of training fits into a GPU's memory, and at which memory levels
     verify MODULE:CALLABLE          a model's step of training, eager, compiled and fused; exit code 1 if it differs
     run SCRIPT [ARGUMENT ...]       a program as it is, with pick-up in every torch.compile
     bench NAME                      measure this library beside PyTorch's own ways, or count on paper
     --version                       this library's version
 
-``explain`` and ``verify`` call CALLABLE without arguments; it returns ``(model, args)`` or ``(model, args, kwargs)``.
-MODULE is a module's name or a ``.py`` file. Exit code 2 for arguments that make no sense.
+``explain``, ``plan`` and ``verify`` call CALLABLE without arguments; it returns ``(model, args)`` or
+``(model, args, kwargs)``. MODULE is a module's name or a ``.py`` file. Exit code 2 for arguments that make no sense.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -190,6 +192,32 @@ def _explain(arguments: argparse.Namespace) -> int:
     return 0
 
 
+# ---- plan ------------------------------------------------------------------------------------------------------------
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    _check_writable(arguments, "json", "html")
+    settings = {name: getattr(arguments, name) for name in ("memory", "gpu", "optimizer", "lossless")}
+    with torch.device("meta") if arguments.meta else contextlib.nullcontext():
+        model, args, kwargs = _load(arguments.spec)
+    if isinstance(model, torch.nn.Module):
+        model.train()
+    try:
+        found = tfo.plan(model, *args, **settings, **kwargs)
+        if arguments.recompile:
+            peak = found.recompiled_peak_bytes()
+    except ValueError as e:
+        raise _UsageError(str(e)) from None
+    print(found)
+    if arguments.recompile:
+        print(f"the whole model compiled with this policy: a peak of {peak} bytes, {found.step_peak} above")
+    if arguments.json:
+        Path(arguments.json).write_text(found.to_json(), encoding="utf-8")
+    if arguments.html:
+        found.to_html(arguments.html)
+    return 0 if found.fits else 1
+
+
 # ---- verify ----------------------------------------------------------------------------------------------------------
 
 
@@ -267,13 +295,18 @@ def _bench(arguments: argparse.Namespace) -> int:
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say which model, and by which policy it is picked up."""
+def _add_spec(parser: argparse.ArgumentParser) -> None:
+    """The argument that says which model."""
     parser.add_argument(
         "spec",
         metavar="MODULE:CALLABLE",
         help="CALLABLE() returns (model, args) or (model, args, kwargs); MODULE is a module's name or a .py file",
     )
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say which model, and by which policy it is picked up."""
+    _add_spec(parser)
     _add_policy(parser)
 
 
@@ -314,6 +347,17 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", metavar="FILE", help="write the report as JSON too")
     explain.add_argument("--html", metavar="FILE", help="write the report as a page too")
     explain.set_defaults(run=_explain)
+    plan = commands.add_parser("plan", help="whether a step of training fits into a GPU's memory; exit code 1 if not")
+    _add_spec(plan)
+    plan.add_argument("--memory", required=True, help='what may be used: "72GiB", "800MiB" or bytes')
+    plan.add_argument("--gpu", default="H200", help="A100, H100, H200 (default), B200 or MI300X")
+    plan.add_argument("--optimizer", default="adamw", help="adamw (default), sgd or none")
+    plan.add_argument("--lossless", action="store_true", help="without levels that round gradients")
+    plan.add_argument("--meta", action="store_true", help="make the model on the meta device: sizes, and no data")
+    plan.add_argument("--recompile", action="store_true", help="compile the whole model, too; seconds for each layer")
+    plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")
+    plan.add_argument("--html", metavar="FILE", help="write the plan as a page too, with the curve of a step")
+    plan.set_defaults(run=_plan)
     verify = commands.add_parser("verify", help="compare a training step of a model, eager, compiled and fused")
     _add_model(verify)
     verify.add_argument("--eval", action="store_true", help="in evaluation mode; by default in training mode")

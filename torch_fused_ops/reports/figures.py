@@ -23,7 +23,18 @@ if TYPE_CHECKING:
 
     from torch_fused_ops.virtual_gpu import GPU, CapturedGraph, PaperCompilation
 
-__all__ = ["Capture", "Cost", "Figures", "LayerFigures", "LevelFigures", "capture", "graphs_of", "measure"]
+__all__ = [
+    "Capture",
+    "Cost",
+    "Figures",
+    "LayerFigures",
+    "LevelFigures",
+    "capture",
+    "graphs_of",
+    "layers_of",
+    "measure",
+    "on_paper",
+]
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -183,11 +194,11 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
     pairs, skipped, whole = [], [], []
     for each in captures:
         try:
-            pair = _compiled(each, gpu, None), _compiled(each, gpu, each.policy)
+            pair = on_paper(each, gpu, None), on_paper(each, gpu, each.policy)
             if levels:  # machine code takes as long as all the rest
                 named = dict(zip((PLAIN, PICKED_UP), pair, strict=True))
                 if pair[1].backward is not None:
-                    named |= {m: _compiled(each, gpu, replace(each.policy, memory=m)) for m in MEMORY}
+                    named |= {m: on_paper(each, gpu, replace(each.policy, memory=m)) for m in MEMORY}
                 whole.append({name: _level(name, paper) for name, paper in named.items()})
             pairs.append(pair)
         except Exception as error:
@@ -238,7 +249,7 @@ def _together(graphs: Sequence[dict[str, LevelFigures]]) -> tuple[LevelFigures, 
     return tuple(found)
 
 
-def _compiled(each: Capture, gpu: GPU, policy: FusionPolicy | None) -> PaperCompilation:
+def on_paper(each: Capture, gpu: GPU, policy: FusionPolicy | None) -> PaperCompilation:
     """A graph on paper as it was captured, or, with a policy, picked up."""
     from torch_fused_ops.lowerings.recognise import rewrite
     from torch_fused_ops.virtual_gpu import compile_graph_on_paper, copy_graph

@@ -43,6 +43,7 @@ def set_aside(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] |
     placeholders = gm.graph.find_nodes(op="placeholder")
     values = [node.meta.get("example_value") for node in placeholders]
     device = next((v.device.type for v in values if isinstance(v, Tensor)), "cpu")
+    device = "cuda" if device == "meta" else device  # it is there to be planned for one
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     parameters = tuple(map(is_parameter, placeholders))
     return CapturedGraph(copy_graph(gm, subgraphs), parameters, torch.is_grad_enabled(), autocast)
@@ -125,7 +126,7 @@ def _fake_on_cpu(node: fx.Node, mode: Any) -> Any:
 
 
 def _name_cpu(graph: fx.Graph) -> None:
-    """Name the CPU wherever a graph names a GPU, and the GPU's autocast wherever it enters the CPU's."""
+    """Name the CPU wherever a graph names a GPU or meta, and the GPU's autocast wherever it enters the CPU's."""
     for node in graph.nodes:
         if node.target is torch.amp.autocast_mode._enter_autocast:
             device, dtype, *rest = node.args
@@ -138,8 +139,8 @@ def _name_cpu(graph: fx.Graph) -> None:
 
 def _cpu_for_gpu(value: Any) -> Any:
     if isinstance(value, torch.device):
-        return torch.device("cpu") if value.type == "cuda" else value
-    return "cpu" if isinstance(value, str) and re.fullmatch(r"cuda(:\d+)?", value) else value
+        return torch.device("cpu") if value.type in ("cuda", "meta") else value
+    return "cpu" if isinstance(value, str) and re.fullmatch(r"cuda(:\d+)?|meta", value) else value
 
 
 def hint(size: Any) -> Any:

@@ -14,12 +14,20 @@ from torch import Tensor, fx
 
 from .captured import hint
 from .modules import module_path
-from .results import GeneratedGraph, GeneratedKernel, Launch, SavedTensor
+from .results import GeneratedGraph, GeneratedKernel, GraphInput, Launch, SavedTensor
+from .timeline import unmarked
 
 
 def generated_graph(
-    code: str, gm: fx.GraphModule, moved: Mapping[Any, int], kernel_nodes: Mapping[str, Sequence[str]]
+    marked_code: str,
+    gm: fx.GraphModule,
+    moved: Mapping[Any, int],
+    kernel_nodes: Mapping[str, Sequence[str]],
+    scheduled: Sequence[tuple[Any, int]],
+    inputs: Sequence[GraphInput],
+    results: int,
 ) -> GeneratedGraph:
+    code = unmarked(marked_code)
     kernel_of = {node: kernel for kernel, nodes in kernel_nodes.items() for node in nodes}
     kernel_bytes: Counter[str] = Counter()
     for node, nbytes in moved.items():
@@ -31,8 +39,19 @@ def generated_graph(
     kernels = tuple(
         GeneratedKernel(name, source, kernel_bytes[name], launches[name]) for name, source in sources.items()
     )
-    launched = tuple(Launch(nbytes, _modules(node)) for node, nbytes in moved.items() if _is_launched(node))
-    return GeneratedGraph(code, kernels, extern, sum(moved.values()), gm, launched)
+    launched = tuple(Launch(nbytes, modules_of(node)) for node, nbytes in moved.items() if _is_launched(node))
+    in_order = tuple(Launch(nbytes, modules_of(node)) for node, nbytes in scheduled)
+    return GeneratedGraph(
+        code, kernels, extern, sum(moved.values()), gm, launched, tuple(inputs), results, in_order, marked_code
+    )
+
+
+def graph_input(value: Any, is_parameter: bool) -> GraphInput:
+    """What a graph was traced with, as the argument that it takes."""
+    if not isinstance(value, Tensor):
+        return GraphInput(number=hint(value))
+    shape, stride = (tuple(map(hint, sizes)) for sizes in (value.shape, value.stride()))
+    return GraphInput(shape, stride, value.dtype, is_parameter)
 
 
 def _is_launched(node: Any) -> bool:
@@ -43,7 +62,7 @@ def _is_launched(node: Any) -> bool:
     return not isinstance(node, NopKernelSchedulerNode) and not isinstance(node.node, MultiOutput)
 
 
-def _modules(node: Any) -> tuple[str, ...]:
+def modules_of(node: Any) -> tuple[str, ...]:
     """The modules whose results a scheduler node writes, one entry for each buffer.
 
     What is computed on the way does not count: a mask that is rebuilt inside a kernel has many operations.

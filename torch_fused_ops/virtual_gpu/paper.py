@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,11 @@ from torch.utils._pytree import tree_map
 
 from . import standing_in
 from .captured import CapturedGraph, concrete, is_parameter
-from .generated import generated_graph, is_tensor, saved_tensor
+from .generated import generated_graph, graph_input, is_tensor, saved_tensor
 from .gpus import GPU, H200, described
 from .results import GeneratedGraph, PaperCompilation, SavedTensor
+from .timeline import mark
+from .work import nbytes_moved
 
 GraphPass = Callable[[fx.Graph], object]
 
@@ -169,6 +172,10 @@ class _Paper:
         self.saved: tuple[SavedTensor, ...] = ()
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         self.parameters: list[bool] = []
+        self.outputs: list[str | None] = []  # forward's, as the partitioner names them
+        self.results = 0
+        self.handed: tuple[int | None, ...] = ()
+        self.tangents: tuple[int, ...] = ()
 
     def compile(
         self, fn: Callable[..., Any], inputs: Sequence[Any], kwargs: Mapping[str, Any], training: bool, dynamic: bool
@@ -200,7 +207,7 @@ class _Paper:
 
     def result(self) -> PaperCompilation:
         forward, backward, inference = (self.graphs.get(kind) for kind in ("forward", "backward", "inference"))
-        return PaperCompilation(self.gpu, forward, backward, inference, self.saved)
+        return PaperCompilation(self.gpu, forward, backward, inference, self.saved, self.handed, self.tangents)
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
@@ -291,14 +298,17 @@ class _Paper:
     def joint_graph_passes(self, original: Callable[..., Any], gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         """Inductor's joint passes, on the graph moved to the GPU."""
         standing_in.move_graph(gm)
-        kwargs["input_device"] = torch.device("cuda", 0)
-        return original(gm, *args, **kwargs)
+        bound = inspect.signature(original).bind(gm, *args, **kwargs)  # it is given by name, and by position to bodies
+        bound.arguments["input_device"] = torch.device("cuda", 0)
+        return original(*bound.args, **bound.kwargs)
 
     def partition(self, original: Callable[..., Any], gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         forward, backward = original(gm, joint_inputs, **kwargs)
         outputs = forward.graph.output_node().args[0][kwargs["num_fwd_outputs"] :]
         origins = dict(zip(forward.graph.find_nodes(op="placeholder"), self.parameters, strict=False))
         self.saved = tuple(saved_tensor(node, origins) for node in outputs if is_tensor(node))
+        self.results = kwargs["num_fwd_outputs"]
+        self.outputs = [getattr(node, "name", None) for node in forward.graph.output_node().args[0]]
         return forward, backward
 
     def generate(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -311,6 +321,13 @@ class _Paper:
         from torch._inductor.virtualized import V
 
         is_backward, is_inference = kwargs.get("is_backward", False), kwargs.get("is_inference", False)
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        if is_backward:
+            kept = {name: i for i, name in enumerate(self.outputs) if i >= self.results}
+            self.handed = tuple(kept.get(name) for name in names)
+            self.tangents = _differentiable_results()
+        parameters = [False] * len(names) if is_backward else [*self.parameters, *[False] * len(names)][: len(names)]
+        scheduled: list[tuple[Any, int]] = []
         inputs = tree_map(functools.partial(standing_in.on_gpu, V.fake_mode), list(example_inputs))
         kernel_nodes: dict[str, list[str]] = {}
         with contextlib.ExitStack() as stack:
@@ -331,15 +348,19 @@ class _Paper:
             stack.enter_context(V.set_graph_handler(graph))
             stack.enter_context(V.set_extern_kernel_nodes([]))
             stack.enter_context(_recorded_kernels(kernel_nodes))
+            stack.enter_context(_marked_nodes(scheduled))
             graph.run(*inputs)
             context = TracingContext.try_get()
             if context is not None and context.output_strides is not None:
                 context.output_strides += [_stride(output) for output in graph.graph_outputs]
             generated: Any = graph.codegen()[0]
             code: str = getattr(generated, "value", generated)
-            moved = {node: node.get_read_write_buffers_sizes() for node in graph.scheduler.nodes}
+            moved = {node: nbytes_moved(node) for node in graph.scheduler.nodes}
         kind = "inference" if is_inference else "backward" if is_backward else "forward"
-        self.graphs[kind] = generated_graph(code, gm, moved, kernel_nodes)
+        arguments = [graph_input(value, is_parameter) for value, is_parameter in zip(inputs, parameters, strict=True)]
+        outputs: Any = gm.graph.output_node().args[0]
+        results = self.results if kind == "forward" else len(outputs)
+        self.graphs[kind] = generated_graph(code, gm, moved, kernel_nodes, scheduled, arguments, results)
 
         def not_compiled(*args: Any) -> Any:
             raise RuntimeError("compiled on paper: there is nothing to run")
@@ -385,6 +406,33 @@ def _recorded_kernels(kernel_nodes: dict[str, list[str]]) -> Iterator[None]:
 
     with _Paper.wrap(TritonScheduling, "define_kernel", define_kernel):
         yield
+
+
+@contextlib.contextmanager
+def _marked_nodes(scheduled: list[tuple[Any, int]]) -> Iterator[None]:
+    """Note the scheduler's nodes in the order of their code, with the bytes that they move, and mark them in it."""
+    from torch._inductor.scheduler import Scheduler
+    from torch._inductor.virtualized import V
+
+    def enter_context(original: Callable[..., None], self: Any, node: Any) -> None:
+        original(self, node)
+        V.graph.wrapper_code.writeline(mark(len(scheduled)))
+        scheduled.append((node, nbytes_moved(node)))
+
+    with _Paper.wrap(Scheduler, "enter_context", enter_context):
+        yield
+
+
+def _differentiable_results() -> tuple[int, ...]:
+    """Which of forward's results have a gradient that backward is given, in its order; () where that is not known."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    meta = getattr(context, "fw_metadata", None)
+    if meta is None:
+        return ()
+    first = meta.num_mutated_inp_runtime_indices
+    return tuple(first + i for i, info in enumerate(meta.output_info) if info.requires_grad)
 
 
 def _stride(output: Any) -> tuple[int, ...] | None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from .gpus import GPU
+
+if TYPE_CHECKING:
+    from .timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,25 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class GraphInput:
+    """An argument of a generated graph.
+
+    Attributes:
+        shape: sizes; dynamic ones are given by their hints.
+        stride: strides, likewise.
+        dtype: element type.
+        is_parameter: it is a parameter or a buffer of a module.
+        number: where it is no tensor: a size or another number.
+    """
+
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    is_parameter: bool = False
+    number: Any = None
+
+
+@dataclass(frozen=True)
 class GeneratedGraph:
     """What Inductor generated for one graph.
 
@@ -53,6 +76,10 @@ class GeneratedGraph:
         bytes_moved: bytes read and written by kernels and external calls together.
         graph: the FX graph after the post-grad passes.
         launches: kernels and external calls, as scheduled.
+        inputs: its arguments, in order.
+        results: how many of its outputs are the caller's; the others are kept for backward.
+        scheduled: what the compiler scheduled, in the order of the code; not all of it is launched.
+        marked_code: the code, with a mark before each of them (`timeline.mark`).
     """
 
     code: str
@@ -61,6 +88,10 @@ class GeneratedGraph:
     bytes_moved: int
     graph: fx.GraphModule = field(repr=False)
     launches: tuple[Launch, ...] = field(default=(), repr=False)
+    inputs: tuple[GraphInput, ...] = field(default=(), repr=False)
+    results: int = 0
+    scheduled: tuple[Launch, ...] = field(default=(), repr=False)
+    marked_code: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -96,6 +127,8 @@ class PaperCompilation:
         backward: the backward graph of a training step; None in inference.
         inference: the graph where nothing needs a gradient; None in training.
         saved: tensors kept from forward for backward.
+        handed: for each input of backward, which output of forward it is; None for a result's gradient.
+        tangents: the results of forward whose gradients backward is given, in the order of its inputs.
     """
 
     gpu: GPU
@@ -103,6 +136,8 @@ class PaperCompilation:
     backward: GeneratedGraph | None
     inference: GeneratedGraph | None
     saved: tuple[SavedTensor, ...]
+    handed: tuple[int | None, ...] = field(default=(), repr=False)
+    tangents: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def graphs(self) -> dict[str, GeneratedGraph]:
@@ -138,6 +173,23 @@ class PaperCompilation:
             for tensor in self.saved
             if (include_parameters or not tensor.is_parameter) and (include_inputs or not tensor.is_graph_input)
         )
+
+    def timeline(self) -> Timeline:
+        """The curve of live bytes over forward and backward: the generated wrapper, executed on meta tensors.
+
+        Counted are the function's arguments, its results, all that the graphs allocate, and gradients; not counted are
+        parameters and buffers. The caller holds arguments and results to the end.
+
+        Raises:
+            ValueError: when a graph calls an operator that does not run without data.
+        """
+        from .timeline import timeline_of
+
+        return timeline_of([self], {})
+
+    def peak_bytes(self) -> int:
+        """The most bytes that are alive at once during forward and backward, without parameters (`timeline`)."""
+        return self.timeline().peak
 
     def __str__(self) -> str:
         rows = [("", "bytes moved", "launches")]

@@ -10,14 +10,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from .gpus import GPU, H200
 from .machine_code import MachineCode, assemble
 from .results import GeneratedGraph
+from .work import flop_of
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,31 @@ class Rates:
 _RATES: Mapping[str, Rates] = {H200.name: Rates(790e12, 4.3e12, 132 * 4 * 32 * 1.98e9)}
 
 
+# FLOP/s of dense bfloat16 products and bytes/s of memory, from the makers' data sheets.
+_SHEETS: Mapping[str, tuple[float, float]] = {
+    "NVIDIA A100-SXM4-80GB": (312e12, 2.039e12),
+    "NVIDIA H100 80GB HBM3": (989.5e12, 3.35e12),
+    "NVIDIA H200": (989.5e12, 4.8e12),
+    "NVIDIA B200": (2250e12, 8.0e12),
+    "AMD Instinct MI300X": (1307.4e12, 5.3e12),
+}
+
+
 def rates_of(gpu: GPU) -> Rates | None:
     """What this GPU was measured to reach; None if nobody has measured it."""
     return _RATES.get(gpu.name)
+
+
+def estimated_rates(gpu: GPU) -> Rates | None:
+    """What a GPU was measured to reach, or else what it does with the H200's share of its data sheet; None of others.
+
+    An H200 reaches 80 % of its sheet's FLOP and 90 % of its bytes. Enough to compare programs on one GPU.
+    """
+    if gpu.name not in _SHEETS or gpu.name in _RATES:
+        return rates_of(gpu)
+    reached, sheet = _RATES[H200.name], _SHEETS[H200.name]
+    flop, nbytes = _SHEETS[gpu.name]
+    return Rates(flop * reached.flop / sheet[0], nbytes * reached.nbytes / sheet[1])
 
 
 # ---- generated code --------------------------------------------------------------------------------------------------
@@ -134,23 +155,13 @@ def kernel_runs(graph: GeneratedGraph) -> list[KernelRuns]:
     return found
 
 
-def _grouped_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Of a matrix product in groups, which torch's counter leaves out: rows or columns go to one group each."""
-    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
-    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
-
-
 def flops(graph: GeneratedGraph) -> float:
-    """FLOP of the matrix products and attention in a graph, as torch's own counter has them."""
-    from torch.utils.flop_counter import flop_registry
-
-    counters = {torch.ops.aten._grouped_mm: _grouped_flops, **flop_registry}
+    """FLOP of the matrix products and attention in a graph."""
     total = 0.0
     for node in graph.graph.graph.nodes:
-        count = counters.get(getattr(node.target, "overloadpacket", None))
-        if node.op == "call_function" and count is not None:
+        if node.op == "call_function" and hasattr(node.target, "overloadpacket"):
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            total += count(*args, **kwargs, out_val=node.meta["val"])
+            total += flop_of(node.target.overloadpacket, args, kwargs, node.meta.get("val"))
     return total
 
 
@@ -159,3 +170,11 @@ def works_of(graph: GeneratedGraph) -> list[Work]:
     runs = kernel_runs(graph)
     library = Work(flops(graph), graph.bytes_moved - sum(run.nbytes for run in runs))
     return [*(work for run in runs for work in run.works), library]
+
+
+def launches_of(graph: GeneratedGraph) -> dict[str, float]:
+    """The instructions of all lanes in one launch of each generated kernel, by its name, where they are exact."""
+    return {
+        kernel.name: run.works[0].lane_instructions
+        for kernel, run in zip(graph.kernels, kernel_runs(graph), strict=True)
+    }

@@ -1,0 +1,104 @@
+"""What ``plan`` says of four models' training steps, from which docs/plan.md has its tables: on paper, minutes.
+
+python -m torch_fused_ops.benchmarks.plans [NAME …]     writes benchmarks/results/plans.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import torch_fused_ops as tfo
+from torch_fused_ops.benchmarks import models
+
+RESULTS = Path(__file__).parent / "results" / "plans.json"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its tokens, and the limits that it is planned for."""
+
+    make: Callable[[], nn.Module]
+    tokens: tuple[int, int]
+    gpu: str
+    limits: tuple[str, ...]
+    optimizer: str = "adamw"
+    dtype: torch.dtype = torch.bfloat16
+
+
+class MixtralMLP(nn.Module):
+    """Eight experts, each token's two of them run as one group of rows each, as many rows for every expert."""
+
+    def __init__(self, width: int, hidden: int, experts: int, chosen: int) -> None:
+        super().__init__()
+        self.router, self.chosen = nn.Linear(width, experts, bias=False), chosen
+        self.gate, self.up = (nn.Parameter(torch.empty(experts, width, hidden)) for _ in range(2))
+        self.down = nn.Parameter(torch.empty(experts, hidden, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weights, experts = self.router(rows).float().softmax(-1).topk(self.chosen)
+        order = experts.flatten().argsort()
+        token = order // self.chosen
+        grouped = rows[token].unflatten(0, (self.gate.shape[0], -1))
+        y = nn.functional.silu(grouped @ self.gate) * (grouped @ self.up)
+        y = (y @ self.down).flatten(0, 1) * weights.flatten()[order, None].to(x.dtype)
+        return torch.zeros_like(rows).index_add(0, token, y).view_as(x)
+
+
+def mixtral() -> nn.Module:
+    """Llama's attention and Mixtral 8x7B's experts: two layers."""
+    c = models.Config(layers=2, width=4096, hidden=14336, heads=32, context=4096, vocabulary=32000, kv_heads=8)
+    model = models.Llama(c)
+    for block in model.blocks:
+        block.mlp = MixtralMLP(c.width, c.hidden, experts=8, chosen=2)
+    return model
+
+
+CASES = {
+    "quickstart": Case(
+        lambda: models.GPT(models.SMALL), (16, 128), "H200", ("150MiB", "115MiB", "100MiB"), dtype=torch.float32
+    ),
+    "GPT-2": Case(lambda: models.GPT(models.GPT2), (32, 1024), "A100", ("40GiB", "20GiB", "18GiB")),
+    "Llama-3-8B": Case(
+        lambda: models.Llama(replace(models.LLAMA, layers=32)), (1, 32768), "H200", ("80GB", "120GiB", "135GiB")
+    ),
+    "Mixtral, two layers": Case(mixtral, (4, 4096), "H200", ("60GiB", "50GiB", "45GiB")),
+}
+
+
+def planned(case: Case) -> tuple[list[dict[str, Any]], float]:
+    """A plan for each limit, and the seconds that the first took."""
+    with torch.device("meta"):
+        model = case.make().to(case.dtype)
+        tokens = torch.zeros(case.tokens, dtype=torch.long)
+    start = time.perf_counter()
+    first = tfo.plan(model, tokens, tokens, memory=case.limits[0], gpu=case.gpu, optimizer=case.optimizer)
+    took = time.perf_counter() - start
+    plans = [first, *(first.within(limit) for limit in case.limits[1:])]
+    for plan in plans:
+        print(plan, flush=True)
+    return [plan.as_dict() for plan in plans], took
+
+
+def main(names: list[str]) -> None:
+    """Plan the cases of these names, or all, and write what is found beside what is there."""
+    found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    for name in names or CASES:
+        plans, took = planned(CASES[name])
+        print(f"{name}: {took:.0f} s, {time.process_time():.0f} s of processor time so far\n", flush=True)
+        tokens = CASES[name].tokens
+        found[name] = {"tokens": tokens, "limits": CASES[name].limits, "torch": torch.__version__, "plans": plans}
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,351 @@
+"""``plan``: sizes, the curve of a step put together from its layers, the choice of levels, and what it says."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+import torch_fused_ops as tfo
+from torch_fused_ops.benchmarks import models
+from torch_fused_ops.planner import search
+from torch_fused_ops.planner.model import Stack, _stacks, captured_model
+from torch_fused_ops.planner.optimizers import optimizer_memory
+from torch_fused_ops.planner.plan import bytes_of
+from torch_fused_ops.planner.step import MARGIN, Parts, Segment, Step, compiled_timeline, measured_step, policy_of
+from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.virtual_gpu import H100, roofline
+
+MiB = 2**20
+LEVELS = ("free", "fp8", "input")
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("memory", "nbytes"),
+    [
+        ("72GiB", 72 * 2**30),
+        ("800MiB", 800 * MiB),
+        ("1.5 GiB", 3 * 2**29),
+        ("80GB", 80 * 10**9),
+        ("9", 9),
+        (12345, 12345),
+    ],
+)
+def test_sizes(memory: str | int, nbytes: int) -> None:
+    assert bytes_of(memory) == nbytes
+
+
+@pytest.mark.parametrize("memory", ["", "72 gigs", "GiB", "-1GiB", "0MiB", "1e9", 0, -1, True, 1.5, None])
+def test_what_is_no_size(memory: Any) -> None:
+    with pytest.raises(ValueError, match=r"memory=.* is not accepted: it must be a size"):
+        bytes_of(memory)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"memory": "lots"}, "memory='lots' is not accepted"),
+        ({"gpu": "RTX9"}, "gpu='RTX9' is not known; accepted: A100, H100, H200, B200, MI300X"),
+        ({"optimizer": "lion"}, "optimizer='lion' is not known; accepted: adamw, sgd, none"),
+    ],
+)
+def test_what_is_not_known(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tfo.plan(nn.Linear(2, 2), torch.empty(1, 2), **{"memory": "1GiB", **arguments})
+
+
+def test_a_model_is_callable() -> None:
+    with pytest.raises(TypeError, match="model=3 is not callable"):
+        tfo.plan(3, memory="1GiB")  # type: ignore[arg-type]
+
+
+def test_optimizers() -> None:
+    parameters = [torch.empty(1024, 512, device="meta", dtype=torch.bfloat16) for _ in range(3)]
+    adamw, sgd, none = (optimizer_memory(name, parameters) for name in ("adamw", "sgd", "none"))
+    assert (adamw.state, adamw.transient) == (2 * 3 * MiB, 3 * MiB)  # two moments; the roots of one, all at once
+    assert (sgd.state, sgd.transient, none.state, none.transient) == (0, 0, 0, 0)
+
+
+# ---- equal layers ----------------------------------------------------------------------------------------------------
+
+
+class Numbered(nn.Module):
+    def __init__(self, number: int, heads: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.layer_idx, self.heads, self.linear = number, heads, nn.Linear(width, width)
+
+
+@pytest.mark.parametrize(
+    ("layers", "found"),
+    [
+        ([Numbered(i) for i in range(6)], 1),  # layer 4 has heads of its own number
+        ([Numbered(i, heads=4 + (i == 3)) for i in range(6)], 0),
+        ([Numbered(i, width=8 * (1 + i % 2)) for i in range(6)], 0),
+        ([Numbered(0)] * 6, 0),  # one layer, run six times
+        ([Numbered(i) for i in range(4)], 0),  # no more than are kept
+        ([nn.ReLU() for _ in range(6)], 0),
+    ],
+)
+def test_which_layers_are_equal(layers: list[nn.Module], found: int) -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList(layers)
+    assert list(_stacks(model, 4)) == [Stack("layers", 6, 4)] * found
+
+
+# ---- curves and the choice, on made-up segments ----------------------------------------------------------------------
+
+
+def made_up(units: int, seed: int, equal: bool) -> Step:
+    """A step whose units keep and need what chance says; each level keeps less and takes longer than the one before."""
+    rng = random.Random(seed)
+    names = [f"layers.{i}" for i in range(units)]
+    stacks = (Stack("layers", units, 4),) if equal else ()
+    compiled = [f"layers.{i}" for i in range(4)] if equal else names
+    sizes = {unit: [rng.randint(50, 100), rng.randint(20, 60)] for unit in compiled}
+    if equal:
+        sizes = dict.fromkeys(compiled, sizes[compiled[0]])
+    parts = {}
+    for level, (keeps, slower) in {
+        "off": (1.5, 0.99),
+        "free": (1.0, 1.0),
+        "fp8": (0.6, 1.01),
+        "input": (0.2, 1.2),
+    }.items():
+        forward, backward = {}, {}
+        for unit, (kept, transient) in sizes.items():
+            net = 10 + int(keeps * kept)
+            forward[unit] = Segment((net + transient, net), net, slower * (kept + 1))
+            again = kept - int(keeps * kept) if level == "input" else 0
+            backward[unit] = Segment((again + transient,), 3 - net, 2 * slower * (kept + 1))
+        ends = (Segment((40,), 20, 1.0), Segment((30,), -20, 1.0))
+        parts[level] = Parts(100, Segment((5,), 5, 1.0), forward, ends, backward, Segment((2,), -5, 1.0))
+    return Step(tuple(names), stacks, {name: (f"{name}.mlp",) for name in names}, parts)
+
+
+def test_a_curve_by_hand() -> None:
+    step = made_up(2, 0, equal=False)
+    (k0, t0), (k1, t1) = ((s.net - 10, s.points[0] - s.net) for s in step.parts["free"].forward.values())
+    curve = step.at({})
+    assert curve.kept == 100 + 5 + (10 + k0) + (10 + k1) + 20
+    lives = [105 + 10 + k0 + t0, 115 + k0 + 10 + k1 + t1, curve.kept - 20 + 40, curve.kept + 30, curve.kept - 20 + t1]
+    assert curve.peak == max(lives)
+    assert curve.end == 100 + 2 * 3
+    assert curve.seconds == pytest.approx(4 + 3 * (k0 + 1) + 3 * (k1 + 1))
+    points = step.points({})
+    assert max(points) == curve.peak and points[-1] == curve.end and points[0] == 100
+    off = step.at({"layers.0": "off", "layers.1": "off"})
+    assert off.kept > curve.kept and off.seconds < curve.seconds
+
+
+def test_a_checkpoint_keeps_the_input_and_runs_again() -> None:
+    step = made_up(6, 0, equal=True)
+    kept = step.parts["free"].forward["layers.1"].net
+    found = step.checkpointed(dict.fromkeys(("layers.0", "layers.1", "layers.2", "layers.3"), 7))
+    assert found.kept == step.at({}).kept - 6 * (kept - 7)
+    assert found.end == step.at({}).end
+    assert found.seconds == pytest.approx(step.at({}).seconds + 6 * step.parts["free"].forward["layers.1"].seconds)
+
+
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_choice_is_within_2_percent_of_the_best_of_all(seed: int, equal: bool) -> None:
+    step = made_up(7, seed, equal)
+    counted = search.candidates(step, LEVELS)
+    rows = search._rows(step)
+    greedy = [search.Candidate(one, step.at(one)) for one in search.greedy(step, rows, LEVELS)]
+    greedy.sort(key=lambda one: one.curve.seconds)
+    every = [step.at(dict(zip(step.mlps, chosen, strict=True))) for chosen in itertools.product(LEVELS, repeat=7)]
+    low, high = min(curve.peak for curve in every), max(curve.peak for curve in every)
+    for limit in range(low, high, max(1, (high - low) // 12)):
+        fastest = min(curve.seconds for curve in every if curve.peak <= limit)
+        found = search.best(counted, limit)
+        assert found is not None and found.curve.seconds <= 1.02 * fastest, limit
+        steps = search.best(greedy, limit)
+        assert limit == low or (steps is not None and steps.curve.seconds <= 1.02 * fastest), limit
+
+
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("units", [7, 40])
+def test_more_memory_is_never_slower(units: int, equal: bool) -> None:
+    every = search.candidates(made_up(units, 1, equal), LEVELS)
+    peaks = sorted({one.curve.peak for one in every})
+    chosen = [search.best(every, limit) for limit in peaks]
+    seconds = [one.curve.seconds for one in chosen if one is not None]
+    assert len(seconds) == len(peaks) and seconds == sorted(seconds, reverse=True)
+    assert search.best(every, peaks[0] - 1) is None
+    assert all(one is not None and one.curve.peak <= limit for one, limit in zip(chosen, peaks, strict=True))
+
+
+def test_lossless_leaves_fp8_out() -> None:
+    assert search.levels_for(False)[:3] == LEVELS
+    assert search.levels_for(True)[:2] == ("free", "input") and "fp8" not in search.levels_for(True)
+
+
+def test_the_policy_of_levels() -> None:
+    mlps = {"a.0": ("a.0.mlp",), "a.1": ("a.1.mlp", "a.1.other")}
+    assert policy_of(mlps, {"a.0": "off", "a.1": "off"}) == FusionPolicy(memory="off")
+    assert policy_of(mlps, {"a.1": "input"}) == FusionPolicy(memory={"a.1.mlp": "input", "a.1.other": "input"})
+
+
+# ---- real models -----------------------------------------------------------------------------------------------------
+
+
+class Loss(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.float().square().mean()
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return y
+
+
+def on_meta(*layers: nn.Module) -> tuple[nn.Module, Tensor]:
+    x = torch.empty(8192, 256, device="meta", dtype=torch.bfloat16)
+    return Loss(*layers).bfloat16().to("meta"), x
+
+
+@functools.cache
+def two_mlps() -> tfo.Plan:
+    model, x = on_meta(MLP(256, 1024), MLP(256, 1024))
+    return tfo.plan(model, x, memory="1GiB", gpu="H100", lossless=True)
+
+
+@pytest.mark.seconds("three compilations on paper, and Inductor's import; the tests below share them")
+def test_a_plan_takes_what_fits() -> None:
+    rich = two_mlps()
+    rows = {row.level: row for row in rich.levels}
+    assert rich.fits and rich.policy == FusionPolicy(memory="off") and rich.help == ()
+    assert rich.choices == {"layers.0": "off", "layers.1": "off"}
+    assert rows["input"].peak < rows["free"].peak < rows["off"].peak == rich.peak_bytes
+    assert rows["off"].seconds < rows["free"].seconds < rows["input"].seconds
+    assert {"fp8"}.isdisjoint(rows)
+    weights = 2 * 2 * (2 * 256 * 1024 + 256 + 1024)
+    assert (rich.parameters, rich.gradients, rich.optimizer_state) == (weights, weights, 2 * weights)
+    assert sum(row.parameters for row in rich.layers) == weights
+    assert sum(row.kept for row in rich.layers) == rich.kept
+    assert sum(row.seconds for row in rich.layers) == pytest.approx(rich.seconds)
+    free = rich.within(int(rows["free"].peak * (1 + MARGIN)))
+    assert free.fits and free.policy == FusionPolicy(memory="free") and free.seconds > rich.seconds
+    assert free.step_peak == rows["free"].peak
+
+
+def test_where_nothing_fits_it_says_what_is_missing() -> None:
+    rich = two_mlps()
+    lowest = rich.within("1MiB").step_peak
+    poor = rich.within(lowest - MiB)
+    assert not poor.fits and poor.missing == MiB and poor.peak_bytes == lowest
+    assert any("torch.utils.checkpoint" in line or "shards" in line.lower() for line in poor.help)
+    assert "does not fit: 1.0 MiB are missing" in str(poor)
+
+
+def test_a_plan_as_json_and_as_a_page(tmp_path: Path) -> None:
+    found = json.loads(two_mlps().to_json())
+    assert found["memory"] == "off" and found["peak_bytes"] == two_mlps().peak_bytes and found["fits"] is True
+    two_mlps().to_html(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert page.count("<polyline") == 2 and 'class="limit"' in page and "Loss in 1.0 GiB of an NVIDIA H100" in page
+
+
+def test_a_model_without_mlps_is_planned_too() -> None:
+    model, x = on_meta(nn.Linear(256, 256))
+    found = tfo.plan(model, x, memory="1GiB", gpu="H100", optimizer="none")
+    assert found.fits and found.choices == {} and found.policy == FusionPolicy() and found.optimizer_state == 0
+    assert found.help == ("There is no MLP that is picked up, so there is no level to choose.",)
+
+
+def test_nothing_to_train() -> None:
+    with pytest.raises(ValueError, match="nothing in it needs a gradient"):
+        tfo.plan(torch.relu, torch.empty(4, 4), memory="1GiB", gpu="H100")
+
+
+SMALL = models.Config(layers=8, width=256, hidden=1024, heads=4, context=128, vocabulary=256, kv_heads=2)
+
+
+@functools.cache
+def measured(kind: str) -> tuple[Step, Any]:
+    """The step of a model of 8 layers put together, and the whole model captured."""
+    with torch.device("meta"):
+        model = {"GPT": models.GPT, "Llama": models.Llama}[kind](SMALL).bfloat16()
+        tokens = torch.zeros(16, 128, dtype=torch.long)
+    rates = roofline.estimated_rates(H100)
+    assert rates is not None
+    few = captured_model(model, (tokens, tokens), {}, 4)
+    assert few.stacks == (Stack("blocks", 8, 4),)
+    return measured_step(few, H100, rates, False, LEVELS), captured_model(model, (tokens, tokens), {}, 100)
+
+
+MIXED = {
+    "free": ["free"] * 8,
+    "off": ["off"] * 8,
+    "input": ["input"] * 8,
+    "input first": ["input"] * 4 + ["free"] * 4,
+    "input last": ["free"] * 4 + ["input"] * 4,
+    "three": ["fp8"] * 3 + ["input"] * 3 + ["free"] * 2,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed", MIXED)
+@pytest.mark.parametrize("kind", ["GPT", "Llama"])
+def test_the_curve_put_together_is_the_whole_models(kind: str, mixed: str) -> None:
+    """It is short by no more than the margin that plans leave, and over by less than 6 %."""
+    step, whole = measured(kind)
+    levels = dict(zip(step.units, MIXED[mixed], strict=True))
+    found = compiled_timeline(whole, H100, policy_of(step.mlps, levels))[0]
+    composed = step.at(levels)
+    assert found.peak / (1 + MARGIN) <= composed.peak <= 1.06 * found.peak
+    assert composed.kept == pytest.approx(found.kept, rel=0.07)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.25, 0.6])
+def test_the_chosen_plan_recompiled_meets_the_limit(share: float) -> None:
+    with torch.device("meta"):
+        model, tokens = models.GPT(SMALL).bfloat16(), torch.zeros(16, 128, dtype=torch.long)
+    found = tfo.plan(model, tokens, tokens, memory="10GiB", gpu="H100", optimizer="none")
+    rows = {row.level: row.peak for row in found.levels}
+    limit = int(1.02 * rows["input"] + share * (rows["off"] - rows["input"]))
+    tight = found.within(limit)
+    assert tight.fits and tight.composed and len(set(tight.choices.values())) > 1
+    assert tight.recompiled_peak_bytes() <= limit
+
+
+@pytest.mark.slow
+def test_a_plan_of_all_layers_is_exact() -> None:
+    assert two_mlps().recompiled_peak_bytes() == two_mlps().step_peak
+
+
+@pytest.mark.slow
+def test_unequal_layers_are_compiled_whole_and_sure() -> None:
+    model, x = on_meta(MLP(256, 1024), MLP(256, 2048), MLP(256, 512))
+    found = tfo.plan(model, x, memory="10GiB", gpu="H100", optimizer="none")
+    rows = {row.level: row.peak for row in found.levels}
+    for share in (0.2, 0.5, 0.8):
+        limit = int(1.02 * rows["input"] + share * (rows["free"] - rows["input"]))
+        tight = found.within(limit)
+        assert tight.fits and not tight.composed and tight.recompiled_peak_bytes() <= limit

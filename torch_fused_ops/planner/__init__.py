@@ -1,0 +1,8 @@
+"""``plan``: whether a step of training fits into a GPU's memory, and which memory levels make it fit at the least cost.
+
+model.py        what is compiled in the model's place: with few of its equal layers
+step.py         the memory and the time of a step, put together from the layers' own
+search.py       the levels to choose among, and the choice
+optimizers.py   what an optimizer keeps and needs
+plan.py         the call, and its result
+"""

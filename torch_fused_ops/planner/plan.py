@@ -1,0 +1,477 @@
+"""``plan``: does a training step fit into a GPU's memory, which memory levels make it fit, and what do they cost?"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fused_ops.policy import FusionPolicy
+
+if TYPE_CHECKING:
+    from torch_fused_ops.planner.model import CapturedModel
+    from torch_fused_ops.planner.search import Candidate
+    from torch_fused_ops.planner.step import Curve, Step
+
+__all__ = ["LayerRow", "LevelRow", "Plan", "bytes_of", "plan"]
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for unit, base in (("iB", 1024), ("B", 1000))
+}
+
+
+def bytes_of(memory: str | int) -> int:
+    """Bytes that are written as a number with a unit: "72GiB", "800 MiB", "80GB", or as a number.
+
+    Raises:
+        ValueError: it is none of these, or not above 0.
+    """
+    if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
+        return memory
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory) if isinstance(memory, str) else None
+    size = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
+    if size <= 0:
+        raise ValueError(f'memory={memory!r} is not accepted: it must be a size such as "72GiB", "800MiB" or bytes')
+    return size
+
+
+@dataclass(frozen=True)
+class LevelRow:
+    """A whole step with every MLP at one memory level.
+
+    Attributes:
+        level: a level of ``FusionPolicy(memory=…)``; "checkpoint": a checkpoint around each whole layer, by arithmetic.
+        peak: the most bytes alive at once, with parameters and optimizer state.
+        seconds: the least time of forward and backward.
+        fits: whether the peak is within the limit.
+    """
+
+    level: str
+    peak: int
+    seconds: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """A layer of the model, or several equal ones with the same level.
+
+    Attributes:
+        name: its path, "model.layers.0"; of several "model.layers.0 to 15". "(other)": what is in no layer with an MLP.
+        count: how many layers.
+        level: the memory level chosen for its MLPs; "" where it has none.
+        parameters: bytes of parameters and buffers, of all of them together; so are the others.
+        gradients: bytes of gradients.
+        optimizer_state: bytes of optimizer state.
+        kept: bytes that forward leaves alive for backward.
+        seconds: the least time of forward and backward.
+    """
+
+    name: str
+    count: int
+    level: str
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    kept: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model's training step in a GPU's memory.
+
+    Attributes:
+        title: the model's class.
+        gpu: the GPU's name.
+        limit: bytes that may be used.
+        optimizer: its name.
+        fits: whether the step, and the optimizer's, stay within the limit.
+        peak_bytes: the most bytes alive at once: parameters, optimizer state, and the curve's peak; or the
+            optimizer's step, where that is more.
+        step_peak: of forward and backward alone, with parameters and optimizer state.
+        optimizer_peak: of the optimizer's step: parameters, gradients, state, and what it allocates.
+        parameters: bytes of parameters and buffers.
+        gradients: bytes of gradients.
+        optimizer_state: bytes that the optimizer keeps.
+        kept: bytes alive between forward and backward, without parameters.
+        transient: bytes at the peak beyond what is kept, parameters and optimizer state.
+        seconds: the least time of forward and backward on this GPU (roofline).
+        off_seconds: the same with ``memory="off"``, whether that fits or not.
+        off_peak: its peak.
+        policy: what to compile with.
+        choices: the memory level of each MLP, by module.
+        levels: what the whole step comes to at each level.
+        layers: where the bytes are.
+        missing: bytes beyond the limit, 0 where it fits. A curve that was put together is held to 2 % less, so that the
+            whole model's stays within the limit.
+        help: what would make it fit, or make it cheaper.
+        composed: whether the curve was put together from few compiled layers.
+    """
+
+    title: str
+    gpu: str
+    limit: int
+    optimizer: str
+    fits: bool
+    peak_bytes: int
+    step_peak: int
+    optimizer_peak: int
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    kept: int
+    transient: int
+    seconds: float
+    off_seconds: float
+    off_peak: int
+    policy: FusionPolicy
+    choices: Mapping[str, str]
+    levels: tuple[LevelRow, ...]
+    layers: tuple[LayerRow, ...]
+    missing: int
+    help: tuple[str, ...]
+    composed: bool
+    curve: tuple[int, ...] = field(default=(), repr=False)
+    off_curve: tuple[int, ...] = field(default=(), repr=False)
+    _recompiled: Callable[[], int] | None = field(default=None, repr=False, compare=False)
+    _within: Callable[[int], Plan] | None = field(default=None, repr=False, compare=False)
+
+    def within(self, memory: str | int) -> Plan:
+        """The plan for another limit; nothing is compiled again."""
+        assert self._within is not None
+        return self._within(bytes_of(memory))
+
+    def recompiled_peak_bytes(self) -> int:
+        """``step_peak`` anew: the whole model, all of its layers, compiled on paper with the plan's policy.
+
+        Some seconds for each layer.
+        """
+        assert self._recompiled is not None
+        return self._recompiled()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the attributes, but for curves; the policy as its memory levels."""
+        left_out = {"policy", "curve", "off_curve", "_recompiled", "_within"}
+        shallow = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
+        rows = {name: [asdict(row) for row in getattr(self, name)] for name in ("levels", "layers")}
+        memory = self.policy.memory
+        return {**shallow, **rows, "memory": memory if isinstance(memory, str) else dict(memory)}
+
+    def to_json(self) -> str:
+        """The plan as JSON."""
+        return json.dumps(self.as_dict(), indent=1)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the plan as one self-contained page, with the curve of the step before and after."""
+        from torch_fused_ops.planner.report import page
+
+        Path(path).write_text(page(self), encoding="utf-8")
+
+    def __str__(self) -> str:
+        from torch_fused_ops.planner.report import text
+
+        return text(self)
+
+
+def plan(
+    model: Callable[..., Any],
+    *args: Any,
+    memory: str | int,
+    gpu: str = "H200",
+    optimizer: str = "adamw",
+    lossless: bool = False,
+    **kwargs: Any,
+) -> Plan:
+    """Plan a training step: what it needs of a GPU's memory, and the cheapest memory levels with which it fits.
+
+    The model is compiled on paper, for a GPU that need not be there; of equal layers a few are compiled. Nothing is
+    allocated on a device; a model that is captured as one graph does not run.
+
+    Args:
+        model: a module or a function that returns its loss. What it returns is what backward begins with.
+        *args: what to call it with. Model and arguments may be meta tensors: sizes and dtypes are all that counts.
+        memory: what may be used, "72GiB", "800MiB" or bytes. Leave some for what is not counted (``docs/plan.md``).
+        gpu: "A100", "H100", "H200", "B200" or "MI300X".
+        optimizer: "adamw", "sgd", PyTorch's own with their default settings, or "none".
+        lossless: do not choose levels that round gradients ("fp8").
+        **kwargs: what to call the model with.
+
+    Returns:
+        A ``Plan``: print it, take its ``policy``, write it as JSON or as a page.
+
+    Raises:
+        TypeError: model is not callable.
+        ValueError: memory, gpu or optimizer is not known; nothing in the model needs a gradient.
+        ModuleNotFoundError: Triton is not installed.
+    """
+    from torch_fused_ops import lowerings
+    from torch_fused_ops.planner import model as models
+    from torch_fused_ops.planner import search
+    from torch_fused_ops.planner.optimizers import OPTIMIZERS
+    from torch_fused_ops.planner.step import KEPT, MARGIN, measured_step
+    from torch_fused_ops.virtual_gpu import gpus, roofline
+
+    if not callable(model):
+        raise TypeError(f"model={model!r} is not callable: it must be a module or a function")
+    limit = bytes_of(memory)
+    if str(gpu).upper() not in gpus.GPUS:
+        raise ValueError(f"gpu={gpu!r} is not known; accepted: {', '.join(gpus.GPUS)}")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer={optimizer!r} is not known; accepted: {', '.join(OPTIMIZERS)}")
+    described = gpus.by_name(gpu)
+    rates = roofline.estimated_rates(described)
+    assert rates is not None
+    lowerings.require()
+    levels = search.levels_for(lossless)
+    captured = models.captured_model(model, args, kwargs, kept=KEPT)
+    step = measured_step(captured, described, rates, roofline.rates_of(described) is not None, levels)
+    fixed = _Fixed.of(model, captured, optimizer)
+    every = search.candidates(step, levels)
+    seen: dict[tuple[tuple[str, str], ...], int] = {}
+
+    def recompiled(levels: Mapping[str, str]) -> int:
+        key = tuple(levels.items())
+        if key not in seen:
+            seen[key] = fixed.resident + _recompiled(model, args, kwargs, described, step, levels)
+        return seen[key]
+
+    def within(limit: int) -> Plan:
+        room = limit - fixed.resident
+        chosen = search.best(every, int(room / (1 + MARGIN)))
+        if not captured.stacks:  # what was compiled is the whole model: be sure where levels are mixed
+            chosen = next((one for one in every if one.curve.peak <= room and (
+                len(set(one.levels.values())) == 1 or recompiled(one.levels) <= limit)), None)  # fmt: skip
+        met = chosen is not None
+        chosen = chosen or min(every, key=lambda one: one.curve.peak)
+        return _plan(
+            model, captured, step, fixed, every, chosen, met, limit, described.name, optimizer, recompiled, within
+        )
+
+    return within(limit)
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """Bytes that do not depend on levels."""
+
+    optimizer: str
+    parameters: int
+    gradients: int
+    state: int
+    transient: int
+    by_unit: Mapping[str, tuple[int, int]]  # parameters and buffers, of these trained
+
+    @property
+    def resident(self) -> int:
+        """What is alive all the time."""
+        return self.parameters + self.state
+
+    @classmethod
+    def of(cls, model: Callable[..., Any], captured: CapturedModel, optimizer: str) -> _Fixed:
+        from torch_fused_ops.planner.optimizers import optimizer_memory
+
+        model = getattr(model, "_orig_mod", model)
+        tensors: dict[str, Tensor] = {}
+        if isinstance(model, nn.Module):
+            tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        trained = [t for t in tensors.values() if t.requires_grad]
+        needs = optimizer_memory(optimizer, trained)
+        by_unit: dict[str, tuple[int, int]] = {}
+        for name, tensor in tensors.items():
+            unit = _unit_of(name.rpartition(".")[0], captured)
+            all_of, own = by_unit.get(unit, (0, 0))
+            by_unit[unit] = (all_of + tensor.nbytes, own + tensor.nbytes * tensor.requires_grad)
+        total, of_trained = (sum(each[i] for each in by_unit.values()) for i in (0, 1))
+        return cls(optimizer, total, of_trained, needs.state, needs.transient, by_unit)
+
+
+def _unit_of(path: str, captured: CapturedModel) -> str:
+    for stack in captured.stacks:
+        if path.startswith(f"{stack.path}."):
+            return f"{stack.path}.{path.removeprefix(f'{stack.path}.').partition('.')[0]}"
+    unit = captured.unit_of.get(path, "")
+    return unit if unit in captured.units else ""
+
+
+def _recompiled(
+    model: Callable[..., Any], args: Any, kwargs: Any, gpu: Any, step: Step, levels: Mapping[str, str]
+) -> int:
+    """The peak of forward and backward, without parameters, of the whole model."""
+    from torch_fused_ops.planner.model import captured_model
+    from torch_fused_ops.planner.step import compiled_timeline, policy_of
+
+    whole = captured_model(model, args, kwargs, kept=2**31)
+    return compiled_timeline(whole, gpu, policy_of(step.mlps, levels))[0].peak
+
+
+def _plan(
+    model: Callable[..., Any],
+    captured: CapturedModel,
+    step: Step,
+    fixed: _Fixed,
+    every: list[Candidate],
+    chosen: Candidate,
+    met: bool,
+    limit: int,
+    gpu: str,
+    optimizer: str,
+    recompiled: Callable[[Mapping[str, str]], int],
+    within: Callable[[int], Plan],
+) -> Plan:
+    from torch_fused_ops.planner.step import MARGIN, OFF, policy_of
+
+    curve = chosen.curve
+    step_peak = fixed.resident + curve.peak
+    optimizer_peak = fixed.resident + fixed.gradients + fixed.transient
+    peak = max(step_peak, optimizer_peak)
+    off = step.at(dict.fromkeys(step.mlps, OFF)) if step.mlps else curve
+    off_levels = dict.fromkeys(step.mlps, OFF)
+    uniform = [one for one in every if len(set(one.levels.values())) == 1]
+    rows = [LevelRow(_only(one), fixed.resident + one.curve.peak, one.curve.seconds, False) for one in uniform]
+    inputs = _unit_inputs(captured)
+    checkpointed = step.checkpointed(inputs) if inputs and step.units else None
+    if checkpointed is not None:
+        rows.append(LevelRow("checkpoint", fixed.resident + checkpointed.peak, checkpointed.seconds, False))
+    rows = [LevelRow(row.level, row.peak, row.seconds, max(row.peak, optimizer_peak) <= limit) for row in rows]
+    short = step_peak - limit if met or not captured.stacks else step_peak + int(MARGIN * curve.peak) - limit
+    missing = max(0, short, optimizer_peak - limit)
+    return Plan(
+        title=type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", ""),
+        gpu=gpu,
+        limit=limit,
+        optimizer=optimizer,
+        fits=met and not missing,
+        peak_bytes=peak,
+        step_peak=step_peak,
+        optimizer_peak=optimizer_peak,
+        parameters=fixed.parameters,
+        gradients=fixed.gradients,
+        optimizer_state=fixed.state,
+        kept=curve.kept,
+        transient=curve.peak - curve.kept,
+        seconds=curve.seconds,
+        off_seconds=off.seconds,
+        off_peak=fixed.resident + off.peak,
+        policy=policy_of(step.mlps, chosen.levels) if step.mlps else FusionPolicy(),
+        choices={mlp: level for unit, level in chosen.levels.items() for mlp in step.mlps.get(unit, ())},
+        levels=tuple(rows),
+        layers=tuple(_layers(step, fixed, chosen.levels)),
+        missing=missing,
+        help=tuple(_help(fixed, curve, checkpointed, limit, met, bool(step.mlps))),
+        composed=bool(captured.stacks),
+        curve=tuple(fixed.resident + point for point in step.points(chosen.levels)),
+        off_curve=tuple(fixed.resident + point for point in step.points(off_levels)),
+        _recompiled=lambda: recompiled(chosen.levels),
+        _within=within,
+    )
+
+
+def _only(one: Candidate) -> str:
+    return next(iter(one.levels.values()))
+
+
+def _layers(step: Step, fixed: _Fixed, levels: Mapping[str, str]) -> list[LayerRow]:
+    """A row for each run of neighbouring layers with the same figures, and one for all else."""
+    factor = fixed.state / fixed.gradients if fixed.gradients else 0.0
+    off = "off" in levels.values()
+    rows: list[LayerRow] = []
+    left = dict(fixed.by_unit)
+    for unit in step.units:
+        level = levels.get(unit, "off" if off else "free") if unit in step.mlps else ""
+        forward, backward = step.segments(unit, level or ("off" if off else "free"))
+        total, trained = left.pop(unit, (0, 0))
+        own = (total, trained, round(factor * trained), forward.net)
+        row = LayerRow(unit, 1, level, *own, forward.seconds + backward.seconds)
+        before = rows[-1] if rows else None
+        if (
+            before
+            and before.level == level
+            and before.name.partition(" ")[0].rpartition(".")[0] == unit.rpartition(".")[0]
+        ):
+            first = before.name.partition(" ")[0]
+            row = LayerRow(
+                f"{first} to {unit.rpartition('.')[2]}",
+                before.count + 1,
+                level,
+                before.parameters + total,
+                before.gradients + trained,
+                before.optimizer_state + own[2],
+                before.kept + forward.net,
+                before.seconds + row.seconds,
+            )
+            rows.pop()
+        rows.append(row)
+    curve = step.at(levels)
+    total, trained = (sum(each[i] for each in left.values()) for i in (0, 1))
+    kept, seconds = curve.kept - sum(row.kept for row in rows), curve.seconds - sum(row.seconds for row in rows)
+    rows.append(LayerRow("(other)", 1, "", total, trained, round(factor * trained), kept, seconds))
+    return rows
+
+
+def _unit_inputs(captured: CapturedModel) -> dict[str, int]:
+    """The bytes of what each unit is given by the one before it, in the graph that was captured."""
+    found: dict[str, int] = {}
+    seen: set[torch.fx.Node] = set()
+    for each in captured.graphs:
+        if each.graph is None:
+            continue
+        for node in each.graph.gm.graph.nodes:
+            unit = _unit_of_node(node, captured)
+            for source in node.all_input_nodes if unit else ():
+                value = source.meta.get("example_value")
+                outside = source.op not in ("placeholder", "get_attr") and _unit_of_node(source, captured) != unit
+                if outside and source not in seen and isinstance(value, Tensor):
+                    seen.add(source)
+                    found[unit] = found.get(unit, 0) + value.numel() * value.element_size()
+    return found
+
+
+def _unit_of_node(node: torch.fx.Node, captured: CapturedModel) -> str:
+    from torch_fused_ops.virtual_gpu.modules import module_stack
+
+    unit = captured.unit_of.get(next(reversed(module_stack(node)), ""), "")
+    return unit if unit in captured.units else ""
+
+
+def _help(fixed: _Fixed, curve: Curve, checkpointed: Curve | None, limit: int, met: bool, has_mlps: bool) -> list[str]:
+    from torch_fused_ops.planner.report import size
+
+    found = []
+    if not has_mlps:
+        found.append("There is no MLP that is picked up, so there is no level to choose.")
+    optimizer_peak = fixed.resident + fixed.gradients + fixed.transient
+    if optimizer_peak > limit and optimizer_peak - fixed.transient <= limit:
+        found.append(
+            f"The optimizer's step allocates {size(fixed.transient)} beside its state; fused=True in its constructor "
+            "does without."
+        )
+    if not met:
+        if checkpointed is not None and checkpointed.peak < curve.peak:
+            peak = fixed.resident + checkpointed.peak
+            verdict = "fits" if max(peak, optimizer_peak) <= limit else f"{size(peak - limit)} are missing then, too"
+            if peak <= limit < optimizer_peak:
+                verdict = "forward and backward fit then"
+            found.append(
+                f"torch.utils.checkpoint around each whole layer: a peak of {size(peak)}, by arithmetic, "
+                f"{checkpointed.seconds / curve.seconds:.2f} times as long; {verdict}."
+            )
+        moving = curve.peak
+        shards = next(
+            (n for n in (2, 4, 8, 16, 32, 64, 128) if (fixed.resident + fixed.gradients) / n + moving <= limit), 0
+        )
+        if shards:
+            found.append(f"Parameters, gradients and optimizer state in {shards} shards: it fits, by arithmetic.")
+        else:
+            found.append(
+                f"Shards alone do not help: the activations' peak is {size(moving)}. Fewer tokens, or checkpoints."
+            )
+    return found

@@ -1,0 +1,135 @@
+"""A plan as text, and as a page: ``plan.html``, filled in."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_fused_ops.planner.plan import Plan
+
+__all__ = ["page", "size", "text"]
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: "12.3 GiB"."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
+        if abs(nbytes) >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes / 1024:.1f} KiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: "1.23 ms"."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def headline(plan: Plan) -> str:
+    """Whether it fits, in one line."""
+    verdict = "fits" if plan.fits else f"does not fit: {size(plan.missing)} are missing"
+    return f"{plan.title} in {size(plan.limit)} of an {plan.gpu}: {verdict}"
+
+
+def cost(plan: Plan) -> str:
+    """What the levels cost, beside "off"."""
+    return f"{100 * (plan.seconds / plan.off_seconds - 1):+.1f} %".replace("-", "−")
+
+
+def chosen(plan: Plan) -> str:
+    """The policy, as it is written."""
+    memory = plan.policy.memory
+    if isinstance(memory, str):
+        return f'FusionPolicy(memory="{memory}")'
+    return f"FusionPolicy(memory={dict(memory)!r})"
+
+
+def table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Columns: the first to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            f"{c:<{w}}" if i == 0 else f"{c:>{w}}" for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def parts(plan: Plan) -> list[tuple[str, int]]:
+    """What the peak consists of."""
+    return [
+        ("parameters and buffers", plan.parameters),
+        (f"optimizer state ({plan.optimizer})", plan.optimizer_state),
+        ("kept from forward for backward", plan.kept),
+        ("transient, gradients so far included", plan.transient),
+        ("peak of forward and backward", plan.step_peak),
+        ("peak of the optimizer's step, gradients included", plan.optimizer_peak),
+    ]
+
+
+def layer_rows(plan: Plan) -> list[tuple[str, ...]]:
+    head = ("layers", "level", "parameters", "gradients", "optimizer", "kept", "least time")
+    return [head] + [
+        (row.name, row.level, *map(size, (row.parameters, row.gradients, row.optimizer_state, row.kept)),
+         duration(row.seconds))
+        for row in plan.layers
+    ]  # fmt: skip
+
+
+def level_rows(plan: Plan) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("every MLP at", "peak", "least time", "")]
+    for row in plan.levels:
+        over = f"{size(row.peak - plan.limit)} over" if row.peak > plan.limit else "the optimizer's step does not fit"
+        rows.append((row.level, size(row.peak), duration(row.seconds), "fits" if row.fits else over))
+    return rows
+
+
+def text(plan: Plan) -> str:
+    """The plan as lines of text."""
+    how = "put together from a few of its equal layers" if plan.composed else "of the whole model"
+    lines = [
+        headline(plan),
+        "",
+        *table([("", "bytes"), *((name, size(nbytes)) for name, nbytes in parts(plan))]),
+        "",
+        *table(layer_rows(plan)),
+        "",
+        *table(level_rows(plan)),
+        "",
+        f"chosen: {chosen(plan)}",
+        f'least time of forward and backward: {duration(plan.seconds)}, {cost(plan)} beside "off"; figures {how}',
+        *plan.help,
+    ]
+    return "\n".join(lines)
+
+
+def page(plan: Plan) -> str:
+    """The plan as a self-contained page. What comes from the model is escaped."""
+    import jinja2  # torch requires it
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(files(__package__).joinpath("plan.html").read_text(encoding="utf-8"))
+    highest = 1.05 * max(plan.limit, *plan.curve, *plan.off_curve)
+    return template.render(
+        plan=plan,
+        headline=headline(plan),
+        cost=cost(plan),
+        chosen=chosen(plan),
+        duration=duration(plan.seconds),
+        parts=[(name, size(nbytes)) for name, nbytes in parts(plan)],
+        layers=layer_rows(plan),
+        levels=level_rows(plan),
+        before=_polyline(plan.off_curve, highest),
+        after=_polyline(plan.curve, highest),
+        limit_at=f"{300 * (1 - plan.limit / highest):.1f}",
+        base=f"{300 * (1 - (plan.parameters + plan.optimizer_state) / highest):.1f}",
+        limit=size(plan.limit),
+        resident=size(plan.parameters + plan.optimizer_state),
+    )
+
+
+def _polyline(points: tuple[int, ...], highest: float) -> str:
+    """Points of a curve in a box of 1000 by 300; a step's calls, evenly spaced."""
+    count = max(len(points) - 1, 1)
+    return " ".join(f"{1000 * i / count:.1f},{300 * (1 - point / highest):.1f}" for i, point in enumerate(points))

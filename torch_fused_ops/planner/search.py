@@ -1,0 +1,106 @@
+"""The levels to choose among, and the choice: the fastest of a fixed list of assignments whose peak meets the limit.
+
+The list does not depend on the limit. So more memory never gives a slower plan: what met the smaller limit meets the
+larger one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch_fused_ops.planner.step import OFF, Curve, Step
+from torch_fused_ops.policy import MEMORY
+
+__all__ = ["LOSSY", "Candidate", "best", "candidates", "levels_for"]
+
+LOSSY = ("fp8",)  # levels whose gradients are not the plain ones
+ENUMERATED = 20_000  # so many assignments are tried one by one; beyond, the greedy ones
+
+
+def levels_for(lossless: bool) -> tuple[str, ...]:
+    """The levels that an MLP can have for itself, from the one that keeps most."""
+    return tuple(level for level in MEMORY if level != OFF and not (lossless and level in LOSSY))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Levels by unit, and what the step comes to with them."""
+
+    levels: Mapping[str, str]
+    curve: Curve
+
+
+def candidates(step: Step, levels: Sequence[str]) -> list[Candidate]:
+    """Assignments of levels, the fastest first, whatever the limit.
+
+    In a row of equal layers those at one level stand together, in both orders; how many there are of each is tried out.
+    Where there are too many ways, the greedy ones: from all at the first level, always the change that lowers the peak
+    most for its time.
+    """
+    if not step.mlps:
+        return [Candidate({}, step.at({}))]
+    rows = _rows(step)
+    ways = math.prod(2 * math.comb(len(row) + len(levels) - 1, len(levels) - 1) for row in rows)
+    found = _counted(rows, levels) if ways <= ENUMERATED else greedy(step, rows, levels)
+    assigned = {tuple(sorted(one.items())): one for one in (*found, *(dict.fromkeys(step.mlps, one) for one in levels))}
+    assigned[(OFF,)] = dict.fromkeys(step.mlps, OFF)  # type: ignore[index]
+    every = [Candidate(one, step.at(one)) for one in assigned.values()]
+    return sorted(every, key=lambda one: (one.curve.seconds, one.curve.peak))
+
+
+def best(every: Sequence[Candidate], limit: int) -> Candidate | None:
+    """The fastest whose peak is no more than ``limit`` bytes; None if there is none."""
+    return next((one for one in every if one.curve.peak <= limit), None)
+
+
+def _rows(step: Step) -> list[list[str]]:
+    """Units with MLPs; equal ones in one row."""
+    rows: dict[str, list[str]] = {}
+    for unit in step.mlps:
+        path = unit.rpartition(".")[0]
+        rows.setdefault(path if any(stack.path == path for stack in step.stacks) else unit, []).append(unit)
+    return list(rows.values())
+
+
+def _counted(rows: Sequence[Sequence[str]], levels: Sequence[str]) -> Iterator[dict[str, str]]:
+    ways = []
+    for row in rows:
+        runs = itertools.combinations_with_replacement(range(len(levels)), len(row))  # from the first level to the last
+        ordered = [tuple(levels[i] for i in run) for run in runs]
+        ways.append([dict(zip(row, run, strict=True)) for one in ordered for run in {one, one[::-1]}])
+    for chosen in itertools.product(*ways):
+        yield {unit: level for way in chosen for unit, level in way.items()}
+
+
+def greedy(step: Step, rows: Sequence[Sequence[str]], levels: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Always the next change of one unit of a row that lowers the peak most for the time that it costs."""
+    now = dict.fromkeys(step.mlps, levels[0])
+    at = step.at(now)
+    yield dict(now)
+    while True:
+        moves = []
+        for row in rows:
+            for end in {row[0], row[-1], *_borders(row, now)}:
+                for level in levels[levels.index(now[end]) + 1 :]:
+                    changed = {**now, end: level}
+                    curve = step.at(changed)
+                    gain = at.peak - curve.peak
+                    moves.append((gain / max(curve.seconds - at.seconds, 1e-12), gain, changed, curve))
+        lower = [move for move in moves if move[1] > 0]
+        # Where no single change lowers the peak, two together may: go on with the one that keeps least.
+        chosen = max(lower, key=lambda move: move[0]) if lower else min(moves, key=lambda m: m[3].kept, default=None)
+        if chosen is None:
+            return
+        now, at = chosen[2], chosen[3]
+        yield dict(now)
+
+
+def _borders(row: Sequence[str], levels: Mapping[str, str]) -> Iterator[str]:
+    """Units whose neighbour has another level."""
+    for first, second in itertools.pairwise(row):
+        if levels[first] != levels[second]:
+            yield first
+            yield second

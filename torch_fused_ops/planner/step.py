@@ -1,0 +1,288 @@
+"""The memory and the time of a training step, put together from its layers' own.
+
+A compiled step is cut into segments, one for each layer (unit) forward and one backward: bytes alive relative to the
+segment's beginning, what it leaves, and its seconds. Equal layers have equal segments, and a layer's memory level
+changes its own segments: so the curve of a model with any number of layers, at any levels, is a sum over segments. What
+is not exact in it: where neighbours differ in their levels, Inductor may order their work in another way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch_fused_ops.planner.model import CapturedModel, Stack
+from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.reports.figures import Capture, on_paper
+from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
+from torch_fused_ops.virtual_gpu.roofline import Rates, Work, launches_of
+from torch_fused_ops.virtual_gpu.timeline import Moment, Timeline, timeline_of
+
+__all__ = ["KEPT", "MARGIN", "OFF", "Curve", "Segment", "Step", "compiled_timeline", "measured_step", "policy_of"]
+
+OFF = "off"  # a level of a whole model, never of a part
+# Inductor puts some of the last layers' work off to the end of backward. So two of them stand for themselves; of the
+# others one does, and the first.
+ENDING = 2
+KEPT = 2 + ENDING
+# What a curve that was put together may be short of the whole model's: up to 1.5 % where it was measured.
+MARGIN = 0.02
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a step.
+
+    Attributes:
+        points: bytes alive at each of its calls, relative to its beginning.
+        net: bytes alive at its end, relative to its beginning.
+        seconds: the least time of its calls.
+    """
+
+    points: tuple[int, ...] = ()
+    net: int = 0
+    seconds: float = 0.0
+
+    @cached_property
+    def peak(self) -> int:
+        return max(self.points, default=0)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A step's curve.
+
+    Attributes:
+        peak: the most bytes alive at once.
+        kept: bytes alive between forward and backward.
+        end: bytes alive behind backward.
+        seconds: the least time of the step.
+    """
+
+    peak: int
+    kept: int
+    end: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A compiled step, cut: what stands before, in and behind its units."""
+
+    entry: int
+    before: Segment
+    forward: Mapping[str, Segment]
+    between: tuple[Segment, Segment]  # behind the last unit's forward, before its backward
+    backward: Mapping[str, Segment]
+    behind: Segment
+
+
+@dataclass(frozen=True)
+class Step:
+    """All that is known of a model's step.
+
+    Attributes:
+        units: of the whole model, in the order of forward.
+        stacks: lists of equal units, of which the first, the last and some between were compiled.
+        mlps: the units that have MLPs, for which levels are chosen.
+        parts: the compiled steps, by the level that all of their units are at.
+    """
+
+    units: tuple[str, ...]
+    stacks: tuple[Stack, ...]
+    mlps: Mapping[str, tuple[str, ...]]
+    parts: Mapping[str, Parts]
+    _found: dict[tuple[str, str], tuple[Segment, Segment]] = field(default_factory=dict, repr=False, compare=False)
+
+    def segments(self, unit: str, level: str) -> tuple[Segment, Segment]:
+        """A unit's forward and backward at a level."""
+        if (unit, level) not in self._found:
+            self._found[unit, level] = self._look_up(unit, level)
+        return self._found[unit, level]
+
+    def _look_up(self, unit: str, level: str) -> tuple[Segment, Segment]:
+        part, like = self.parts[level], self.like(unit)
+        return part.forward.get(like, Segment()), part.backward.get(like, Segment())
+
+    def like(self, unit: str) -> str:
+        """The unit that was compiled in its place: of a list the first, the second for all between, the last two."""
+        path, _, number = unit.rpartition(".")
+        for stack in self.stacks:
+            if path == stack.path:
+                i, from_end = int(number), stack.length - int(number)
+                return f"{path}.{min(i, 1) if from_end > ENDING else stack.kept - from_end}"
+        return unit
+
+    def pieces(self, levels: Mapping[str, str]) -> Iterator[tuple[str, str, Segment]]:
+        """("forward" or "backward", unit or "", segment), in the order of the step."""
+        default = next((level for level in levels.values() if level == OFF), "free")
+        ends = self.parts[default]
+        yield "forward", "", ends.before
+        for unit in self.units:
+            yield "forward", unit, self.segments(unit, levels.get(unit, default))[0]
+        yield "forward", "", ends.between[0]
+        yield "backward", "", ends.between[1]
+        for unit in reversed(self.units):
+            yield "backward", unit, self.segments(unit, levels.get(unit, default))[1]
+        yield "backward", "", ends.behind
+
+    @property
+    def entry(self) -> int:
+        """Bytes alive before the step: its arguments."""
+        return self.parts["free"].entry
+
+    def curve(self, pieces: Iterator[tuple[str, str, Segment]]) -> Curve:
+        """What segments one after the other come to."""
+        live = peak = kept = self.entry
+        seconds = 0.0
+        for graph, _, segment in pieces:
+            peak = max(peak, live + segment.peak)
+            live += segment.net
+            seconds += segment.seconds
+            kept = live if graph == "forward" else kept
+        return Curve(peak, kept, live, seconds)
+
+    def at(self, levels: Mapping[str, str]) -> Curve:
+        """The step with a memory level for each unit; those that are not named are at "free"."""
+        return self.curve(self.pieces(levels))
+
+    def checkpointed(self, inputs: Mapping[str, int]) -> Curve:
+        """The step with a checkpoint around each whole unit, by arithmetic: it keeps its input, and runs again.
+
+        Args:
+            inputs: the bytes of what each compiled unit is given by the one before.
+        """
+
+        def pieces() -> Iterator[tuple[str, str, Segment]]:
+            for graph, unit, segment in self.pieces({}):
+                if unit:
+                    forward, backward = self.segments(unit, "free")
+                    given = inputs.get(self.like(unit), 0)
+                    if graph == "forward":
+                        segment = Segment(forward.points, given, forward.seconds)
+                    else:
+                        again = (*forward.points, *(forward.net + point for point in backward.points))
+                        net = forward.net + backward.net - given
+                        segment = Segment(again, net, forward.seconds + backward.seconds)
+                yield graph, unit, segment
+
+        return self.curve(pieces())
+
+    def points(self, levels: Mapping[str, str]) -> list[int]:
+        """Bytes alive at each call of the step."""
+        live, found = self.entry, [self.entry]
+        for _, _, segment in self.pieces(levels):
+            found += [live + point for point in segment.points]
+            live += segment.net
+        return [*found, live]
+
+
+# ---- compiled and cut ------------------------------------------------------------------------------------------------
+
+
+def policy_of(mlps: Mapping[str, Sequence[str]], levels: Mapping[str, str]) -> FusionPolicy:
+    """The policy that gives the MLPs of each unit its level."""
+    chosen = {module: levels.get(unit, "free") for unit, modules in mlps.items() for module in modules}
+    if len(set(chosen.values())) == 1:
+        return FusionPolicy(memory=next(iter(chosen.values())))
+    return FusionPolicy(memory={module: level for module, level in chosen.items() if level != "free"})
+
+
+def compiled_timeline(
+    model: CapturedModel, gpu: GPU, policy: FusionPolicy
+) -> tuple[Timeline, tuple[PaperCompilation, ...]]:
+    """A captured model's curve under a policy, and the graphs on paper.
+
+    Raises:
+        ValueError: a graph could not be set aside, or has no backward.
+    """
+    papers = tuple(on_paper(Capture(each.graph, policy, each.reason), gpu, policy) for each in model.graphs)
+    if all(paper.backward is None for paper in papers):
+        raise ValueError("model: nothing in it needs a gradient, so there is no training step to plan")
+    return timeline_of(papers, model.links), papers
+
+
+def measured_step(model: CapturedModel, gpu: GPU, rates: Rates, instructions: bool, levels: Sequence[str]) -> Step:
+    """Compile a captured model at each level.
+
+    Args:
+        model: what was captured.
+        gpu: the GPU to generate code for.
+        rates: what it reaches.
+        instructions: whether kernels are assembled, and their instructions counted.
+        levels: memory levels for MLPs, without "off".
+    """
+    parts = {}
+    for level in (*levels, OFF) if model.mlps else levels[:1]:
+        timeline, papers = compiled_timeline(model, gpu, FusionPolicy(memory=level))
+        parts[level] = _cut(timeline, model, _clock(papers, rates, instructions))
+    whole = [*model.units]
+    for stack in model.stacks:
+        first = whole.index(f"{stack.path}.0")
+        whole[first : first + stack.kept] = [f"{stack.path}.{i}" for i in range(stack.length)]
+    mlps = {unit: _renamed(model, unit) for unit in whole}
+    return Step(tuple(whole), model.stacks, {unit: found for unit, found in mlps.items() if found}, parts)
+
+
+def _renamed(model: CapturedModel, unit: str) -> tuple[str, ...]:
+    """The MLPs of a unit that is like one that was captured."""
+    path = unit.rpartition(".")[0]
+    if any(stack.path == path for stack in model.stacks):
+        return tuple(f"{unit}{mlp.removeprefix(f'{path}.0')}" for mlp in model.mlps.get(f"{path}.0", ()))
+    return model.mlps.get(unit, ())
+
+
+def _clock(papers: Sequence[PaperCompilation], rates: Rates, instructions: bool) -> Callable[[Moment], float]:
+    """The least time of a call."""
+    counted: dict[tuple[str, str], float] = {}
+    for paper in papers if instructions else ():
+        for kind, graph in paper.graphs.items():
+            for name, lane_instructions in launches_of(graph).items():
+                counted[kind, name] = max(counted.get((kind, name), 0.0), lane_instructions)
+    return lambda call: rates.seconds([Work(call.flop, call.nbytes, counted.get((call.graph, call.call), 0.0))])
+
+
+def _cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Moment], float]) -> Parts:
+    sides = {
+        kind: [moment for moment in timeline.moments if (moment.graph == "backward") == (kind == "backward")]
+        for kind in ("forward", "backward")
+    }
+    before, forward, after = _side(sides["forward"], timeline.entry, model, seconds)
+    first, backward, behind = _side(sides["backward"], timeline.kept, model, seconds)
+    return Parts(timeline.entry, before, forward, (after, first), backward, behind)
+
+
+def _side(
+    moments: Sequence[Moment], start: int, model: CapturedModel, seconds: Callable[[Moment], float]
+) -> tuple[Segment, dict[str, Segment], Segment]:
+    """What stands before the units, the units, and what stands behind the last: a unit begins with its first call."""
+    found: dict[str, tuple[int, list[Moment]]] = {}
+    current, last = "", 0
+    for i, moment in enumerate(moments):
+        unit = _unit(moment, model)
+        if unit and unit not in found:
+            current = unit
+        last = i if unit and unit == current else last
+        beginning = moments[i - 1].after if i else start
+        found.setdefault(current, (beginning, []))[1].append(moment)
+    begun, own = found.get(current, (start, []))
+    behind = len(moments) - 1 - last if current else 0
+    tail = own[len(own) - behind :] if behind else []
+    if tail:
+        found[current] = (begun, own[: len(own) - behind])
+    segments = {unit: _segment(beginning, each, seconds) for unit, (beginning, each) in found.items()}
+    rest = _segment(found[current][1][-1].after, tail, seconds) if tail else Segment()
+    return segments.pop("", Segment()), segments, rest
+
+
+def _unit(moment: Moment, model: CapturedModel) -> str:
+    votes = Counter(model.unit_of.get(path, "") for path in moment.modules)
+    unit = votes.most_common(1)[0][0] if votes else ""
+    return unit if unit in model.units else ""
+
+
+def _segment(start: int, moments: Sequence[Moment], seconds: Callable[[Moment], float]) -> Segment:
+    points = tuple(moment.live - start for moment in moments)
+    return Segment(points, moments[-1].after - start if moments else 0, sum(map(seconds, moments)))

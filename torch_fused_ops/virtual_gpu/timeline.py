@@ -1,0 +1,415 @@
+"""The curve of live bytes of a step: Inductor's generated wrapper, executed on meta tensors.
+
+The wrapper is Python: it allocates, launches, deletes and reuses. On meta tensors, which have sizes and no data, it
+runs on any machine. Kernels do nothing, a library's call returns its `out`, what else it calls runs on meta. Each
+storage is counted while it lives, so that Python's own lifetimes say what is freed when, views and reuse included.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .work import flop_of
+
+if TYPE_CHECKING:
+    from .results import GeneratedGraph, Launch, PaperCompilation
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A launch of a kernel, or a call that leaves the generated code, in the order in which they run.
+
+    Attributes:
+        graph: "forward", "backward" or "inference".
+        call: the kernel's name, or the operator's: "triton_poi_fused_gelu_0", "addmm".
+        live: the most bytes that are alive between the call before and the end of this one.
+        after: bytes alive once what this call was the last to read is freed.
+        nbytes: bytes that it reads and writes (`Launch.bytes_moved`).
+        flop: of matrix products and attention, as torch's counter has them.
+        modules: as `Launch.modules`.
+    """
+
+    graph: str
+    call: str
+    live: int
+    after: int
+    nbytes: int
+    flop: float
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The bytes alive during forward and backward, without parameters and buffers, with gradients.
+
+    Attributes:
+        moments: the calls, in order.
+        entry: bytes alive before the first: the function's own inputs.
+        kept: bytes alive between forward and backward: inputs, results, and what was saved.
+        end: bytes alive after the last call: inputs, results and gradients.
+    """
+
+    moments: tuple[Moment, ...]
+    entry: int
+    kept: int
+    end: int
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive at once."""
+        return max((moment.live for moment in self.moments), default=self.entry)
+
+    @property
+    def at_peak(self) -> Moment | None:
+        """The first call at which the most bytes are alive; None where nothing is called."""
+        return max(self.moments, key=lambda moment: moment.live, default=None)
+
+
+def timeline_of(
+    papers: Sequence[PaperCompilation],
+    links: Mapping[tuple[int, int], tuple[int, int]] | None = None,
+    *,
+    device: str = "cuda",
+) -> Timeline:
+    """The curve of a step that runs several graphs, forward one after the other and backward the other way round.
+
+    Args:
+        papers: the graphs, in the order of forward.
+        links: (graph, input) that is (an earlier graph, its result): both are one tensor. Inputs and results are
+            numbered as the graphs' own; the gradient goes the same way back.
+        device: the type of the device whose memory is counted.
+
+    Raises:
+        ValueError: when a graph has an operator that does not run without data.
+    """
+    return _Step(papers, links or {}, device).run()
+
+
+class _Step:
+    """A step of training, or a call in inference, on meta tensors."""
+
+    def __init__(
+        self, papers: Sequence[PaperCompilation], links: Mapping[tuple[int, int], tuple[int, int]], device: str
+    ) -> None:
+        self.papers, self.links, self.memory = papers, links, _Memory(device)
+
+    def run(self) -> Timeline:
+        last_reader = {
+            result: max(i for (i, _), read in self.links.items() if read == result) for result in self.links.values()
+        }
+        held: list[Any] = []  # the caller's: arguments and what the last graph returns
+        results: dict[tuple[int, int], Any] = {}  # what later graphs read
+        handed: list[list[Any]] = []
+        entry = 0
+        with self.memory:
+            for i, paper in enumerate(self.papers):
+                graph = paper.forward or paper.inference
+                assert graph is not None
+                inputs = []
+                for j, spec in enumerate(graph.inputs):
+                    if (i, j) in self.links:
+                        inputs.append(results[self.links[i, j]])
+                    else:
+                        inputs.append(self.memory.new(spec, counted=not spec.is_parameter))
+                        held.append(inputs[-1])
+                entry = entry or self.memory.live
+                outputs = self._call(graph, "forward" if paper.forward else "inference", inputs)
+                for j, output in enumerate(outputs[: graph.results]):
+                    if (i, j) in last_reader:
+                        results[i, j] = output
+                    else:
+                        held.append(output)
+                handed.append([None if j is None else outputs[j] for j in paper.handed])
+                del outputs, output
+                for result in [result for result in results if last_reader[result] <= i]:
+                    del results[result]
+            kept = self.memory.live
+            tangents: dict[tuple[int, int], Any] = {}
+            for i, paper in reversed(list(enumerate(self.papers))):
+                if paper.backward is None:
+                    continue
+                inputs, saved, positions = [], handed.pop(), iter(paper.tangents)
+                for j, spec in enumerate(paper.backward.inputs):
+                    if paper.handed[j] is not None:
+                        inputs.append(saved[j])
+                        continue
+                    made = tangents.pop((i, next(positions, -1)), None)
+                    inputs.append(self.memory.new(spec, counted=True) if made is None else made)
+                    del made
+                del saved
+                gradients = self._call(paper.backward, "backward", inputs)
+                for j, gradient in enumerate(gradients):
+                    if (i, j) not in self.links:
+                        held.append(gradient)
+                    elif self.links[i, j] not in tangents:  # else it is added to that one
+                        tangents[self.links[i, j]] = gradient
+                del gradients, gradient
+            end = self.memory.live
+        return Timeline(tuple(self.memory.moments), entry, kept, end)
+
+    def _call(self, graph: GeneratedGraph, kind: str, inputs: list[Any]) -> list[Any]:
+        self.memory.begin(kind, graph.scheduled)
+        boxed = list(inputs)
+        inputs.clear()
+        call = _wrapper(graph.marked_code, self.memory)
+        try:
+            return list(call(boxed))
+        except RuntimeError as error:  # no kernel for meta tensors, or a value is asked for
+            raise ValueError(f"the {kind} graph cannot run without data: {str(error).splitlines()[0]}") from error
+        finally:
+            self.memory.finish()
+
+
+class Storages(TorchDispatchMode):
+    """While it is on, the storages of meta tensors that operators make are counted as long as they live.
+
+    Attributes:
+        live: bytes alive now.
+        most: the most bytes that were alive at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and value.device.type == "meta":
+                self.add(value)
+        return result
+
+    def add(self, tensor: Tensor, counted: bool = True) -> Tensor:
+        """Count a tensor's storage from now on, unless it is known; or know it, and do not count it."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._known:
+            self._known.add(key)
+            nbytes = storage.nbytes() if counted else 0
+            self.live += nbytes
+            self.most = max(self.most, self.live)
+            weakref.finalize(storage, self._freed, key, nbytes)
+        return tensor
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.live -= nbytes
+
+
+class _Memory(Storages):
+    """Counts the storages that are alive; while it is on, what is called runs on meta tensors."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+        self.moments: list[Moment] = []
+        self.kind = ""
+        self.scheduled: Sequence[Launch] = ()
+        self.launch: Launch | None = None
+        self.call, self.flop = "", 0.0
+
+    def new(self, spec: Any, counted: bool) -> Any:
+        if spec.number is not None:
+            return spec.number
+        with _quiet():
+            return self.add(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta"), counted)
+
+    def empty_strided(self, size: Any, stride: Any, dtype: torch.dtype, device: Any) -> Tensor:
+        with _quiet():
+            tensor = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return self.add(tensor, counted=torch.device(device).type == self.device)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        meta = torch.device("meta")
+
+        def moved(value: Any) -> Any:
+            return meta if isinstance(value, torch.device) else value
+
+        args, kwargs = tree_map(moved, (args, kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if not _is_view(func):
+            self.note(str(func).removesuffix(".default"), flop_of(func.overloadpacket, args, kwargs, result))
+            extra = _WORKSPACE.get(func.overloadpacket)
+            if extra is not None:
+                self.most = max(self.most, self.live + extra(args))
+        return result
+
+    # -- calls
+
+    def begin(self, kind: str, scheduled: Sequence[Launch]) -> None:
+        self.finish()
+        self.kind, self.scheduled, self.most = kind, scheduled, self.live
+
+    def enter(self, index: int) -> None:
+        """The code of a scheduler's node begins: what the one before it was the last to read has been freed."""
+        self.finish()
+        self.launch = self.scheduled[index]
+
+    def note(self, call: str, flop: float = 0.0) -> None:
+        """A call is made: the first after `enter` gives the moment its name."""
+        self.call, self.flop = self.call or call, self.flop + flop
+
+    def finish(self) -> None:
+        if self.call:
+            nbytes, modules = (self.launch.bytes_moved, self.launch.modules) if self.launch else (0, ())
+            self.moments.append(Moment(self.kind, self.call, self.most, self.live, nbytes, self.flop, modules))
+            self.most = self.live
+        self.call, self.flop, self.launch = "", 0.0, None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing that happens inside is a call of the program."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
+def _flash_backward(args: Any) -> int:
+    """Flash attention 2's backward sums dq in float32: batch · heads · rows rounded up to 128 · width up to 32."""
+    query = args[1]
+    batch, heads, rows, width = query.shape
+    return int(batch * heads * -(-rows // 128) * 128 * -(-width // 32) * 32 * 4)
+
+
+# What a library allocates inside a call, where its source says how much: mha_bwd in flash-attention's flash_api.cpp.
+_WORKSPACE: dict[Any, Callable[[Any], int]] = {aten._scaled_dot_product_flash_attention_backward: _flash_backward}
+
+
+# ---- the generated module --------------------------------------------------------------------------------------------
+
+
+class _Nothing:
+    """Stands for what the wrapper asks of a device: streams, guards, hooks."""
+
+    def __getattr__(self, name: str) -> _Nothing:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+        return self
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+class _Torch:
+    """The module torch, without its devices."""
+
+    cuda = _Nothing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class _Kernel:
+    """A generated kernel: it has its arguments, and does nothing with them."""
+
+    def __init__(self, name: str, memory: _Memory) -> None:
+        self.name, self.memory = name, memory
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        self.memory.note(self.name)
+
+    __call__ = run
+
+
+class _Extern:
+    """`extern_kernels`: a library's call. It writes to `out`, or else runs on meta."""
+
+    def __init__(self, memory: _Memory) -> None:
+        self.memory = memory
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, out: Any = None, **kwargs: Any) -> Any:
+            if out is not None:
+                self.memory.note(name, flop_of(getattr(aten, name, None), args, kwargs, out))
+                return out
+            from torch._inductor.select_algorithm import extern_kernels
+
+            self.memory.note(name)
+            return getattr(extern_kernels, name)(*args, **kwargs)
+
+        return call
+
+
+def _reinterpret_tensor(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
+    guards: Any = torch._C._dynamo.guards
+    view: Tensor = guards._reinterpret_tensor(tensor, size, stride, offset)
+    return view
+
+
+_MARK = re.compile(r"^(\s*)# node (\d+)$", re.M)
+
+
+def mark(index: int) -> str:
+    """The line of generated code that says which of the scheduler's nodes begins."""
+    return f"# node {index}"
+
+
+def unmarked(code: str) -> str:
+    """Generated code as it is without marks."""
+    return re.sub(r"^\s*# node \d+\n", "", code, flags=re.M)
+
+
+def _wrapper(code: str, memory: _Memory) -> Callable[[list[Any]], Sequence[Any]]:
+    """The function `call` of a generated module, with stand-ins for its kernels."""
+    stand_ins: dict[str, Any] = {
+        "empty_strided_cuda": functools.partial(memory.empty_strided, device="cuda"),
+        "empty_strided_cpu": functools.partial(memory.empty_strided, device="cpu"),
+        "empty_strided_cpu_pinned": functools.partial(memory.empty_strided, device="cpu"),
+        **dict.fromkeys(("assert_size_stride", "assert_alignment"), _Nothing()),
+        **dict.fromkeys(("get_raw_stream", "run_intermediate_hooks"), _Nothing()),
+        "empty_strided": memory.empty_strided,
+        "extern_kernels": _Extern(memory),
+        "reinterpret_tensor": _reinterpret_tensor,
+        "torch": _Torch(),
+        "_enter": memory.enter,
+    }  # fmt: skip
+    names = dict(stand_ins)
+    skipped = {"get_args", "benchmark_compiled_module"}
+    for statement in ast.parse(_MARK.sub(r"\1_enter(\2)", code)).body:
+        if isinstance(statement, (ast.If, ast.Delete, ast.Expr)) or getattr(statement, "name", "") in skipped:
+            continue
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.value).startswith("async_compile."):
+            targets = [ast.unparse(target) for target in statement.targets]
+            names |= {target: _Kernel(target, memory) for target in targets}
+            continue
+        try:
+            exec(compile(ast.Module([statement], []), "<generated>", "exec"), names)
+        except (ImportError, AttributeError):  # of a device that this build of torch does not have
+            names |= dict.fromkeys(_bound(statement), _Nothing())
+        if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            names |= stand_ins
+    call: Callable[[list[Any]], Sequence[Any]] = names["call"]
+    return call
+
+
+def _bound(statement: ast.stmt) -> list[str]:
+    """The names that an import or an assignment binds."""
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return [alias.asname or alias.name for alias in statement.names]
+    return [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
