@@ -21,7 +21,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -477,6 +477,43 @@ def block_rows(row: dict[str, Any]) -> str:
             f"{total['floor_us'] / 1e3:>10.3f}{total['pointwise_floor_us'] / 1e3:>17.3f}"
         )
     return "\n".join(lines)
+
+
+COMPARED = (("plain", "ours-off"), ("budget", "ours-free"))  # what keeps alike for backward
+LOSSES_FROM = {"kernels": 1.0, "bytes": 1.001, "instructions": INSTRUCTION_TOLERANCE}  # less than that is noise
+
+
+class Loss(NamedTuple):
+    """Where ours needs more than torch.compile: of what, and how much; an operator's bytes are of an element."""
+
+    name: str
+    phase: str
+    theirs: str
+    ours: str
+    figure: str
+    values: str
+
+
+def losses(result: dict[str, Any]) -> list[Loss]:
+    """All of a result's: a kernel more, or bytes and instructions beyond ``LOSSES_FROM``."""
+    found = []
+    for row, elements in (*((r, TOKENS * WIDTH) for r in result["operators"]), *((r, 0) for r in result["blocks"])):
+        for theirs, ours in COMPARED:
+            for phase in ("forward", "backward"):
+                sides = [row["ways"][way][phase] for way in (theirs, ours)]
+                for key, factor in LOSSES_FROM.items():
+                    if key in sides[0] and sides[1][key] > factor * sides[0][key]:
+                        values = " → ".join(_figure(side, key, elements) for side in sides)
+                        found.append(Loss(row["name"], phase, theirs, ours, key, values))
+    return found
+
+
+def _figure(side: dict[str, Any], key: str, elements: int) -> str:
+    if key == "instructions":
+        return _instructions(side)
+    if key == "bytes":
+        return f"{side[key] / elements:.3g}" if elements else f"{side[key] / 2**20:.1f} MiB"
+    return str(side[key])
 
 
 def regressions(now: dict[str, Any], committed: dict[str, Any], same: bool) -> Iterator[str]:

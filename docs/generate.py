@@ -1,5 +1,6 @@
 """Write what is generated of docs/: operators.md from the schemas, compatibility.md from test runs, and the tables of
-recognition.md from the kinds of reasons, of gpu.md from a GPU's results and of plan.md from plans.
+recognition.md from the kinds of reasons, of gpu.md from a GPU's results, of plan.md from plans and of benchmarks.md
+from figures on paper.
 
 python docs/generate.py           # after a schema has changed, or `pytest --record-compatibility` has run
 python docs/generate.py --check   # exit status 1 if a page is not what it would write
@@ -168,6 +169,7 @@ BEGIN_GPU = "<!-- Written by `python docs/generate.py` from benchmarks/decisions
 BEGIN_PLAN = (
     "<!-- Written by `python docs/generate.py` from benchmarks/results/plans.json; change that, not this. -->\n"
 )
+BEGIN_LOSSES = "<!-- Written by `python docs/generate.py` from benchmarks/results/on_paper.json; change that. -->\n"
 END = "<!-- What follows is written by hand. -->\n"
 
 
@@ -258,7 +260,26 @@ def _runs(choices: dict[str, str]) -> str:
     return ", ".join(f"{level} ×{count}" for level, count in runs) or "none to choose"
 
 
+# ---- benchmarks.md ---------------------------------------------------------------------------------------------------
+
+
+def benchmarks() -> str:
+    """The page, with what ours loses on paper."""
+    from torch_fused_ops.benchmarks import on_paper
+
+    rows: dict[str, dict[str, list[str]]] = {}
+    for loss in on_paper.losses(json.loads((RESULTS / "on_paper.json").read_text())):
+        cells = rows.setdefault(f"{loss.name}, {loss.phase}", {ours: [] for _, ours in on_paper.COMPARED})
+        cells[loss.ours].append(f"{loss.figure} {loss.values}")
+    heads = [" → ".join(pair) for pair in on_paper.COMPARED]
+    lines = [f"| | {' | '.join(heads)} |", "|---|---|---|"]
+    for name, cells in rows.items():
+        lines.append(f"| {name} | {' | '.join('; '.join(found) for found in cells.values())} |")
+    return _between("benchmarks.md", BEGIN_LOSSES, [*lines, ""])
+
+
 PAGES: dict[str, Callable[[], str]] = {
+    "benchmarks.md": benchmarks,
     "operators.md": operators,
     "compatibility.md": compatibility,
     "recognition.md": recognition,

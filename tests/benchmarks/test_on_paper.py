@@ -52,6 +52,33 @@ def test_what_is_committed_is_whole(committed: dict[str, Any]) -> None:
     assert len(committed["operators"]) == len(on_paper.pointwise.OPERATORS)
 
 
+def test_what_the_faq_says_of_losses(committed: dict[str, Any]) -> None:
+    """docs/benchmarks.md has them all: it is generated."""
+    losses, rows = on_paper.losses(committed), [*committed["operators"], *committed["blocks"]]
+    assert all(loss.phase == "backward" and loss.figure != "kernels" for loss in losses)
+    blocks = {row["name"] for row in committed["blocks"]}
+    without = len({row["name"] for row in rows} - {loss.name for loss in losses})
+    assert not blocks & {loss.name for loss in losses}
+    page = (Path(__file__).parents[2] / "docs" / "faq.md").read_text(encoding="utf-8")
+    assert f"for {without} of {len(rows)} operators and blocks" in " ".join(page.split())
+
+
+def test_losses_are_found() -> None:
+    def row(way: dict[str, Any]) -> dict[str, Any]:
+        ways = {name: figures() for name in ("plain", "budget", "ours-off")} | {"ours-free": figures(**way)}
+        for side in (side for each in ways.values() for side in (each["forward"], each["backward"])):
+            side["estimated"] = False
+        return {"operators": [{"name": "row", "ways": ways}], "blocks": []}
+
+    assert on_paper.losses(row({"instructions": 14.2})) == []
+    found = on_paper.losses(row({"instructions": 15.0, "kernels": 2}))
+    assert [(x.phase, x.theirs, x.ours, x.figure, x.values) for x in found] == [
+        (phase, "budget", "ours-free", *figure)
+        for phase in ("forward", "backward")
+        for figure in (("kernels", "1 → 2"), ("instructions", "14 → 15"))
+    ]
+
+
 def figures(saved: int = 10, kernels: int = 1, nbytes: int = 100, instructions: float = 14.0) -> dict[str, Any]:
     side = {"kernels": kernels, "bytes": nbytes, "instructions": instructions}
     return {"forward": side, "backward": side, "saved_bytes": saved}
