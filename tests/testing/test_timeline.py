@@ -52,7 +52,7 @@ class GLU(nn.Module):
 class Transformer(nn.Module):
     """A model of transformers: its loss of predicting its own input."""
 
-    def __init__(self, name: str, checkpointed: bool) -> None:
+    def __init__(self, name: str, checkpointed: bool, attention: str = "sdpa") -> None:
         super().__init__()
         transformers = pytest.importorskip("transformers")
         common = {"vocab_size": 512, "num_hidden_layers": 3}
@@ -67,7 +67,7 @@ class Transformer(nn.Module):
                 **common, hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
                 num_local_experts=4,
             )  # fmt: skip
-        config.use_cache = False
+        config.use_cache, config._attn_implementation = False, attention
         self.model = transformers.AutoModelForCausalLM.from_config(config)
         self.model.loss_type = "ForCausalLM"  # else it looks for one, and logs that
         if checkpointed:
@@ -117,8 +117,11 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "GPT2, checkpointed": lambda: (Transformer("GPT2", True), ids()),
     "Llama": lambda: (Transformer("Llama", False), ids()),
     "Llama, checkpointed": lambda: (Transformer("Llama", True), ids()),
+    "Llama, checkpointed, attention by hand": lambda: (Transformer("Llama", True, "eager"), ids()),
     "Mixtral": lambda: (Transformer("Mixtral", False), ids()),
 }  # fmt: skip
+# What attention's kernel for CPUs allocates inside its backward cannot be seen from outside, where the peak is there.
+UNSEEN = {"attention": 0.12, "Llama, checkpointed": 0.03}
 DEFAULT = {"GELU MLP", "GELU MLPs, checkpointed"}
 
 
@@ -207,8 +210,7 @@ def test_the_profiler_sees_the_same_peak(name: str, record_property: Any) -> Non
     profiler, on_meta = peaks(name)
     record_property("peaks", (profiler, on_meta))
     assert profiler > MiB, "too small to tell"
-    # What attention's kernel for CPUs allocates inside its backward nobody can see from outside.
-    unseen = 0.12 if name == "attention" else 0.01
+    unseen = UNSEEN.get(name, 0.01)
     assert -0.01 * profiler <= profiler - on_meta <= unseen * profiler, (profiler / MiB, on_meta / MiB)
 
 
@@ -278,6 +280,7 @@ def test_a_slice_counts_as_what_is_read_of_it() -> None:
     assert product.bytes_moved == 2 * MiB + 8 * MiB + MiB // 2
 
 
+@pytest.mark.slow
 def test_higher_order_operators_compile() -> None:
     """Inductor's joint passes call themselves on bodies, with the device given by position."""
     from torch._higher_order_ops.map import map as mapped

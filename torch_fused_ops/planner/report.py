@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
@@ -36,11 +37,14 @@ def cost(plan: Plan) -> str:
 
 
 def chosen(plan: Plan) -> str:
-    """The policy, as it is written."""
+    """The policy, as it is written; long mappings counted."""
     memory = plan.policy.memory
     if isinstance(memory, str):
         return f'FusionPolicy(memory="{memory}")'
-    return f"FusionPolicy(memory={dict(memory)!r})"
+    if len(memory) <= 4:
+        return f"FusionPolicy(memory={dict(memory)!r})"
+    counted = ", ".join(f"{count} at {level!r}" for level, count in Counter(dict(memory).values()).items())
+    return f"FusionPolicy(memory={{…}}), a level for each of {len(memory)} MLPs: {counted}"
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:

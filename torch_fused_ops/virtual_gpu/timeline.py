@@ -234,7 +234,11 @@ class _Memory(Storages):
             tensor = torch.empty_strided(size, stride, dtype=dtype, device="meta")
         return self.add(tensor, counted=torch.device(device).type == self.device)
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return self._with_random_state(func.name(), list(args), dict(kwargs or {}))
         meta = torch.device("meta")
 
         def moved(value: Any) -> Any:
@@ -248,6 +252,15 @@ class _Memory(Storages):
             if extra is not None:
                 self.most = max(self.most, self.live + extra(args))
         return result
+
+    def _with_random_state(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """What checkpointed regions call attention and dropout through: an operator, with a state kept or given."""
+        position = next((i for i, arg in enumerate(args) if isinstance(arg, torch._ops.OpOverload)), None)
+        if position is None or "rng_state" not in name:
+            raise NotImplementedError(f"{name} has no kernel for meta tensors")
+        kwargs.pop("rng_state", None)
+        result = self.__torch_dispatch__(args[position], (), tuple(args[position + 1 :]), kwargs)
+        return (torch.empty(0, dtype=torch.uint8), result) if name == "run_and_save_rng_state" else result
 
     # -- calls
 
