@@ -62,7 +62,7 @@ COMPILED: dict[str, Callable[..., Function]] = {
     "fused-free": ours("free"),
     "budget": lambda fn, **settings: torch.compile(fresh(fn), backend=budgeted, **settings),
     "fused-off": ours("off"),
-    **{f"fused-{memory}": ours(memory) for memory in MEMORY if memory not in ("free", "off")},
+    **{f"fused-{memory}": ours(memory) for memory in MEMORY if memory not in ("free", "off", "tiled")},
     "autotune": lambda fn, **settings: torch.compile(fresh(fn), mode=AUTOTUNE, **settings),
     "fused-autotune": ours("free", AUTOTUNE),
     "fused-library": ours("free", epilogues="library"),

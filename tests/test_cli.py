@@ -132,6 +132,11 @@ def test_explain_with_figures_and_a_policy(models, capsys):
     assert saved == [4 * 16 * 4, 0]  # the activation's value: 4 rows of 16 floats
     assert main(["explain", "some_models:example", "--exclude", "nothing", "--exclude", "*", "--exclude", ""]) == 0
     assert "excludes" in capsys.readouterr().out
+    assert main(["explain", "some_models:example", "--train", "--memory", "tiled:2"]) == 0
+    assert "in 2 tiles" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["explain", "some_models:example", "--memory", "tiled:1"])
+    assert "'tiled:1' is not known; accepted: off, free, fp8, input, tiled, tiled:N" in capsys.readouterr().err
     assert main(["explain", "some_models:example", "--levels"]) == 2
     assert "error: --levels needs --train" in capsys.readouterr().err
     assert main(["explain", "some_models:example", "--figures", "abacus"]) == 2

@@ -35,7 +35,7 @@ import torch
 
 import torch_fused_ops as tfo
 from torch_fused_ops import environment
-from torch_fused_ops.policy import GEMM, MEMORY
+from torch_fused_ops.policy import GEMM, LEVELS, is_level
 
 __all__ = ["main"]
 
@@ -295,6 +295,12 @@ def _bench(arguments: argparse.Namespace) -> int:
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
+def _level(text: str) -> str:
+    if not is_level(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not known; accepted: {LEVELS}")
+    return text
+
+
 def _add_spec(parser: argparse.ArgumentParser) -> None:
     """The argument that says which model."""
     parser.add_argument(
@@ -311,7 +317,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_policy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--memory", choices=MEMORY, default="free", help="FusionPolicy's memory; free by default")
+    parser.add_argument(
+        "--memory",
+        type=_level,
+        default="free",
+        metavar="LEVEL",
+        help=f"FusionPolicy's memory: {LEVELS}; free by default",
+    )
     parser.add_argument("--gemm", choices=GEMM, default="bf16", help="FusionPolicy's gemm; bf16 by default")
     parser.add_argument(
         "--exclude", metavar="PATTERN", action="append", default=[], help="FusionPolicy's exclude; may be repeated"

@@ -487,6 +487,7 @@ class Kind(Enum):
             "its tokens do not lie one after the other in memory",
             "not every row of its input becomes a row of its result",
             "more than *64* calls stand between its input and its result",
+            "*linear* is in the tiles of the MLP before it",
         ),
         "A tile consists of linear layers, biases, adapters, casts and the activation: rows that are computed of a row "
         "each. Experts are none.",

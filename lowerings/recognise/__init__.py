@@ -90,6 +90,7 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
             if recipe in RECIPES:
                 around[top] = gemms.linears(facts, cone, recipe)
         cut = {top: one for top, cone in cones.items() if (one := _tiling(facts, policy, cone, top, readers_of[top]))}
+        cut = dict(zip(cut, tiles.apart(cut.values()), strict=True))
         dropouts = _dropouts(facts, policy, cones)
         found = []
         for top, reading in sites:

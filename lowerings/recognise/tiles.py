@@ -33,9 +33,9 @@ from .gemms import arguments_of, producers
 from .graph import CASTS, COPIES, DROPOUTS, FREE, PIECES, VIEWS, Facts, describe, shown, tensor
 from .rewrite import Edit, dead_calls, insert
 from .symbolic import LINEAR
-from .values import check_plain, equal, value_of
+from .values import check_plain, equal, is_contiguous, value_of
 
-__all__ = ["Tiling", "fuse", "tiling"]
+__all__ = ["Tiling", "apart", "fuse", "tiling"]
 
 MAX_CALLS = 64  # an MLP with adapters on three linear layers has 20
 
@@ -74,6 +74,18 @@ def tiling(facts: Facts, cone: Cone, asked: int) -> Tiling:
     except Refusal as refusal:
         return Tiling(reason=refusal.reason)
     return found
+
+
+def apart(found: Iterable[Tiling]) -> list[Tiling]:
+    """The same, but for those that begin with a linear layer that another one before them ends with."""
+    result, taken = [], set[Node]()
+    for one in found:
+        shared = next((node for node in one.forms if node in taken), None)
+        if shared is not None:
+            one = Tiling(reason=Reason(Kind.TILE_FORM, f"{shown(shared)} is in the tiles of the MLP before it"))
+        taken.update(one.forms)
+        result.append(one)
+    return result
 
 
 def _examine(facts: Facts, found: Tiling, asked: int) -> None:
@@ -116,8 +128,8 @@ def _keeps_rows(facts: Facts, node: Node) -> bool:
         and bool(value.ndim and source.ndim)
         and equal(value.shape[-1], source.shape[-1])
         and equal(value.numel(), source.numel())
-        and value.is_contiguous()
-        and source.is_contiguous()
+        and is_contiguous(value)
+        and is_contiguous(source)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,13 +64,26 @@ def test_a_tile_of_the_hidden_layer_is_alive_at_a_time(model: type[nn.Module], m
     assert products(tiled[0]) == products(whole[0]) == round(more * products(plain[0]))
 
 
+WAYS = {
+    "plain `torch.compile`": "plain",
+    '`"free"`': "free",
+    '`"input"`': "input",
+    '`"tiled"`: 8 tiles': "tiled",
+    '`"tiled:16"`': "tiled:16",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("way, peak, moved", (("tiled", 3174, 54192), ("tiled:16", 2523, 66736)))
-def test_the_figures_of_the_page(way: str, peak: int, moved: int) -> None:
-    """docs/memory.md has them."""
+@pytest.mark.parametrize("row", WAYS)
+def test_the_figures_of_the_page(row: str) -> None:
+    """docs/memory.md has them, and the targets: 3200 and 2550 MiB at the peak, 1.5 times plain's bytes with 8 tiles."""
     sizes = (65536, 4096, 14336)
-    plain, tiled = compiled("plain", SwiGLU, *sizes), compiled(way, SwiGLU, *sizes)
-    assert tiled[0].saved_bytes() == 512 * MIB
-    assert (tiled[1].peak // MIB, tiled[1].moved // MIB) == (peak, moved)
-    assert (plain[1].peak // MIB, plain[1].moved // MIB) == (7792, 36592)
-    assert products(tiled[0]) * 9 == products(plain[0]) * 11
+    paper, memory = compiled(WAYS[row], SwiGLU, *sizes)
+    kept, peak, moved = (n // MIB for n in (paper.saved_bytes(), memory.peak, memory.moved))
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    assert f"| {row} | {kept} | {peak} | {moved} |" in page
+    plain = compiled("plain", SwiGLU, *sizes)
+    if "tiled" in row:
+        assert kept == 512 and products(paper) * 9 == products(plain[0]) * 11
+        assert peak <= (2550 if "16" in row else 3200)
+        assert "16" in row or memory.moved <= 1.5 * plain[1].moved

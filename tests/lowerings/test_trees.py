@@ -26,7 +26,7 @@ from torch_fused_ops.lowerings import passes
 from torch_fused_ops.nn import replace_mlps
 from torch_fused_ops.verify import interpreted
 
-LEVELS = ("off", "free", "fp8", "input")
+LEVELS = ("off", "free", "fp8", "input", "tiled:2")
 SAMPLE = range(18)
 PARTS = [range(start, start + 250) for start in range(100, 1100, 250)]
 

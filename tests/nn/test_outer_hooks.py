@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_fused_ops.nn import MLP, FusedMLP, MLPConfig, replace_mlps
 
 ROWS, WIDTH, FFN = 64, 8, 128
-LEVELS = ("off", "free", "fp8", "input")
+LEVELS = ("off", "free", "fp8", "input", "tiled:2")
 
 
 def replaced(memory: str) -> nn.Module:
