@@ -135,6 +135,16 @@ def made_up(units: int, seed: int, equal: bool) -> Step:
     return Step(tuple(names), stacks, {name: (f"{name}.mlp",) for name in names}, parts)
 
 
+def test_what_a_curve_put_together_may_be_short() -> None:
+    equal, whole = made_up(6, 0, equal=True), made_up(6, 0, equal=False)
+    assert whole.reserve({"layers.0": "free", "layers.1": "input"}) == 0
+    alike = dict.fromkeys(equal.mlps, "free")
+    assert equal.reserve(alike) == int(MARGIN * equal.at(alike).peak)
+    mixed = {**alike, "layers.2": "input"}
+    nets = [equal.segments("layers.2", level)[0].net for level in ("free", "input")]
+    assert equal.reserve(mixed) == nets[0] - nets[1] + int(MARGIN * equal.at(mixed).peak)
+
+
 def test_a_curve_by_hand() -> None:
     step = made_up(2, 0, equal=False)
     (k0, t0), (k1, t1) = ((s.net - 10, s.points[0] - s.net) for s in step.parts["free"].forward.values())
@@ -163,7 +173,7 @@ def test_a_checkpoint_keeps_the_input_and_runs_again() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_choice_is_within_2_percent_of_the_best_of_all(seed: int, equal: bool) -> None:
     step = made_up(7, seed, equal)
-    counted = search.candidates(step, LEVELS)
+    counted = [search.Candidate(one.levels, one.curve) for one in search.candidates(step, LEVELS)]
     rows = search._rows(step)
     greedy = [search.Candidate(one, step.at(one)) for one in search.greedy(step, rows, LEVELS)]
     greedy.sort(key=lambda one: one.curve.seconds)
@@ -181,12 +191,14 @@ def test_the_choice_is_within_2_percent_of_the_best_of_all(seed: int, equal: boo
 @pytest.mark.parametrize("units", [7, 40])
 def test_more_memory_is_never_slower(units: int, equal: bool) -> None:
     every = search.candidates(made_up(units, 1, equal), LEVELS)
-    peaks = sorted({one.curve.peak for one in every})
+    peaks = sorted({one.curve.peak + one.reserve for one in every})
     chosen = [search.best(every, limit) for limit in peaks]
     seconds = [one.curve.seconds for one in chosen if one is not None]
     assert len(seconds) == len(peaks) and seconds == sorted(seconds, reverse=True)
     assert search.best(every, peaks[0] - 1) is None
-    assert all(one is not None and one.curve.peak <= limit for one, limit in zip(chosen, peaks, strict=True))
+    assert all(
+        one is not None and one.curve.peak + one.reserve <= limit for one, limit in zip(chosen, peaks, strict=True)
+    )
 
 
 def test_lossless_leaves_fp8_out() -> None:
@@ -313,23 +325,21 @@ MIXED = {
 @pytest.mark.parametrize("mixed", MIXED)
 @pytest.mark.parametrize("kind", ["GPT", "Llama"])
 def test_the_curve_put_together_is_the_whole_models(kind: str, mixed: str) -> None:
-    """It is short by no more than the margin that plans leave, and over by less than 6 %."""
+    """It is short by no more than what plans leave for that, and over by no more than as much."""
     step, whole = measured(kind)
     levels = dict(zip(step.units, MIXED[mixed], strict=True))
     found = compiled_timeline(whole, H100, policy_of(step.mlps, levels))[0]
     composed = step.at(levels)
-    assert found.peak / (1 + MARGIN) <= composed.peak <= 1.06 * found.peak
-    assert composed.kept == pytest.approx(found.kept, rel=0.07)
+    assert abs(found.peak - composed.peak) <= step.reserve(levels)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.25, 0.6])
-def test_the_chosen_plan_recompiled_meets_the_limit(share: float) -> None:
+def test_the_chosen_plan_recompiled_meets_the_limit() -> None:
     with torch.device("meta"):
         model, tokens = models.GPT(SMALL).bfloat16(), torch.zeros(16, 128, dtype=torch.long)
     found = tfo.plan(model, tokens, tokens, memory="10GiB", gpu="H100", optimizer="none")
     rows = {row.level: row.peak for row in found.levels}
-    limit = int(1.02 * rows["input"] + share * (rows["off"] - rows["input"]))
+    limit = int(1.02 * rows["input"] + 0.4 * (rows["free"] - rows["input"]))
     tight = found.within(limit)
     assert tight.fits and tight.composed and len(set(tight.choices.values())) > 1
     assert tight.recompiled_peak_bytes() <= limit

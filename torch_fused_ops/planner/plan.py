@@ -111,8 +111,8 @@ class Plan:
         choices: the memory level of each MLP, by module.
         levels: what the whole step comes to at each level.
         layers: where the bytes are.
-        missing: bytes beyond the limit, 0 where it fits. A curve that was put together is held to 2 % less, so that the
-            whole model's stays within the limit.
+        missing: bytes beyond the limit, 0 where it fits. What a curve that was put together may be
+            short of the whole model's is kept free, and counts.
         help: what would make it fit, or make it cheaper.
         composed: whether the curve was put together from few compiled layers.
     """
@@ -217,7 +217,7 @@ def plan(
     from torch_fused_ops.planner import model as models
     from torch_fused_ops.planner import search
     from torch_fused_ops.planner.optimizers import OPTIMIZERS
-    from torch_fused_ops.planner.step import KEPT, MARGIN, measured_step
+    from torch_fused_ops.planner.step import KEPT, measured_step
     from torch_fused_ops.virtual_gpu import gpus, roofline
 
     if not callable(model):
@@ -246,12 +246,12 @@ def plan(
 
     def within(limit: int) -> Plan:
         room = limit - fixed.resident
-        chosen = search.best(every, int(room / (1 + MARGIN)))
+        chosen = search.best(every, room)
         if not captured.stacks:  # what was compiled is the whole model: be sure where levels are mixed
             chosen = next((one for one in every if one.curve.peak <= room and (
                 len(set(one.levels.values())) == 1 or recompiled(one.levels) <= limit)), None)  # fmt: skip
         met = chosen is not None
-        chosen = chosen or min(every, key=lambda one: one.curve.peak)
+        chosen = chosen or min(every, key=lambda one: one.curve.peak + one.reserve)
         return _plan(
             model, captured, step, fixed, every, chosen, met, limit, described.name, optimizer, recompiled, within
         )
@@ -327,7 +327,7 @@ def _plan(
     recompiled: Callable[[Mapping[str, str]], int],
     within: Callable[[int], Plan],
 ) -> Plan:
-    from torch_fused_ops.planner.step import MARGIN, OFF, policy_of
+    from torch_fused_ops.planner.step import OFF, policy_of
 
     curve = chosen.curve
     step_peak = fixed.resident + curve.peak
@@ -342,7 +342,7 @@ def _plan(
     if checkpointed is not None:
         rows.append(LevelRow("checkpoint", fixed.resident + checkpointed.peak, checkpointed.seconds, False))
     rows = [LevelRow(row.level, row.peak, row.seconds, max(row.peak, optimizer_peak) <= limit) for row in rows]
-    short = step_peak - limit if met or not captured.stacks else step_peak + int(MARGIN * curve.peak) - limit
+    short = step_peak - limit if met else step_peak + chosen.reserve - limit
     missing = max(0, short, optimizer_peak - limit)
     return Plan(
         title=type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", ""),

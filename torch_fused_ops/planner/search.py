@@ -27,10 +27,11 @@ def levels_for(lossless: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Levels by unit, and what the step comes to with them."""
+    """Levels by unit, what the step comes to with them, and the bytes that its peak may be short (``Step.reserve``)."""
 
     levels: Mapping[str, str]
     curve: Curve
+    reserve: int = 0
 
 
 def candidates(step: Step, levels: Sequence[str]) -> list[Candidate]:
@@ -41,19 +42,19 @@ def candidates(step: Step, levels: Sequence[str]) -> list[Candidate]:
     most for its time.
     """
     if not step.mlps:
-        return [Candidate({}, step.at({}))]
+        return [Candidate({}, step.at({}), step.reserve({}))]
     rows = _rows(step)
     ways = math.prod(2 * math.comb(len(row) + len(levels) - 1, len(levels) - 1) for row in rows)
     found = _counted(rows, levels) if ways <= ENUMERATED else greedy(step, rows, levels)
     assigned = {tuple(sorted(one.items())): one for one in (*found, *(dict.fromkeys(step.mlps, one) for one in levels))}
     assigned[(OFF,)] = dict.fromkeys(step.mlps, OFF)  # type: ignore[index]
-    every = [Candidate(one, step.at(one)) for one in assigned.values()]
+    every = [Candidate(one, step.at(one), step.reserve(one)) for one in assigned.values()]
     return sorted(every, key=lambda one: (one.curve.seconds, one.curve.peak))
 
 
 def best(every: Sequence[Candidate], limit: int) -> Candidate | None:
-    """The fastest whose peak is no more than ``limit`` bytes; None if there is none."""
-    return next((one for one in every if one.curve.peak <= limit), None)
+    """The fastest whose peak, and what it may be short of, is no more than ``limit`` bytes; None if there is none."""
+    return next((one for one in every if one.curve.peak + one.reserve <= limit), None)
 
 
 def _rows(step: Step) -> list[list[str]]:
