@@ -370,7 +370,7 @@ def test_a_failure_in_measuring_loses_no_site(monkeypatch: pytest.MonkeyPatch, t
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no <paper> left\nand pages of advice")
 
-    monkeypatch.setattr(figures_module, "_compiled", fails)
+    monkeypatch.setattr(figures_module, "on_paper", fails)
     with tfo.record(figures=True) as report:
         torch.compile(mlp(), backend="fused")(batch())
     assert operators(report) == GELU and report.figures is None
@@ -382,7 +382,7 @@ def test_a_failure_in_measuring_loses_no_site(monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.mark.slow
 def test_a_graph_that_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = figures_module._compiled
+    measured = figures_module.on_paper
     calls = []
 
     def fails_once(*args: Any) -> Any:
@@ -391,7 +391,7 @@ def test_a_graph_that_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatc
             raise RuntimeError("not this one")
         return measured(*args)
 
-    monkeypatch.setattr(figures_module, "_compiled", fails_once)
+    monkeypatch.setattr(figures_module, "on_paper", fails_once)
     with tfo.record(figures=True) as report:
         for _ in range(2):
             torch.compile(mlp(), backend="fused")(batch(grad=True))

@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torch_fused_ops.lowerings import partition
-
 TOKENS, WIDTH, HIDDEN = 5, 8, 12
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -247,8 +245,12 @@ class Concatenated(nn.Module):
         return f"of={self.of}, checkpointed={self.checkpointed}"
 
 
+aten = torch.ops.aten
+GEMMS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+
+
 def _save_gemms(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in partition.GEMMS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in GEMMS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Checkpointed(nn.Module):
