@@ -171,7 +171,7 @@ class Fragile(Device):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-@pytest.mark.seconds("the other process imports what this one has")
+@pytest.mark.slow
 def test_what_loses_the_device_is_left_out_of_the_next_process(tmp_path: Path) -> None:
     device, out, tried = Fragile(), tmp_path / "results.json", []
 

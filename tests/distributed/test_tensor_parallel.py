@@ -454,7 +454,8 @@ def wrapped(rank, ranks, folder):
 
 
 GROUPS = {
-    "two": [flags, training, plan, odds, selective_checkpointing, on_paper, wrapped, traced],
+    "two": [training, plan, odds, wrapped],
+    "two more": [flags, selective_checkpointing, on_paper, traced],
     "four": [two_dimensions, plan, odds, training, data_parallel],
     "many": [flags, on_paper, compiled],
     "compiled": [compiled],
@@ -468,6 +469,7 @@ GROUPS = {
     ("group", "ranks"),
     [
         pytest.param("two", 2, marks=pytest.mark.seconds("the one test of the default suite in two processes")),
+        pytest.param("two more", 2, marks=pytest.mark.slow),
         pytest.param("four", 4, marks=pytest.mark.slow),
     ],
 )

@@ -122,7 +122,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 }  # fmt: skip
 # What attention's kernel for CPUs allocates inside its backward cannot be seen from outside, where the peak is there.
 UNSEEN = {"attention": 0.12, "Llama, checkpointed": 0.03}
-DEFAULT = {"GELU MLP", "GELU MLPs, checkpointed"}
+DEFAULT = {"GELU MLPs, checkpointed"}
 
 
 # ---- reality ---------------------------------------------------------------------------------------------------------
