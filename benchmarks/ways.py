@@ -155,9 +155,9 @@ OURS = (
     "operators",
 )
 # What is kept in 8 bits is rebuilt to a few per cent. Of products in float8 each operand is off by 2.6 % in the 2-norm
-# (e4m3; of gradients in e5m2, torchao's tensorwise, 5 %), and three follow one another: measured on CPUs, of MLPs up to
-# 2048 wide, are 0.070 at most, and 0.095 tensorwise.
-LOOSE = {"fused-fp8": 0.15, **dict.fromkeys(FLOAT8, 0.12)}
+# (e4m3; gradients in e5m2, torchao's tensorwise, by 5 %). Measured on CPUs, of MLPs and of models with 1 to 12 layers:
+# 0.092 at most, and 0.129 tensorwise; it grows little with depth.
+LOOSE = {"fused-fp8": 0.15, **dict.fromkeys(FLOAT8, 0.12), "torchao-tensorwise": 0.16}
 
 
 def inference(way: str, fn: Function, sets: Sequence[Sequence[Tensor]], **settings: Any) -> Callable[[], Trial]:
