@@ -49,6 +49,11 @@ class GELU(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))  # type: ignore[no-any-return]
 
 
+class TanhGELU(GELU):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
 @cache
 def on_paper(make: type[nn.Module], **policy: Any) -> gpu.PaperCompilation:
     torch._dynamo.reset()
@@ -87,6 +92,16 @@ def test_a_gelu_mlp_with_biases() -> None:
     assert backward is not None
     ours = {"quantise": 2, "quantise_both": 1, "requantise": 1, "bias_act_backward_quantised": 1}
     assert extern(backward) == {**ours, "scaled_mm": 4}
+
+
+@pytest.mark.slow
+def test_what_tanh_costs_where_weights_gradients_are_in_bf16() -> None:
+    moved = []
+    for make in (GELU, TanhGELU):
+        backward = on_paper(make, gemm="fp8-wgrad-bf16").backward
+        assert backward is not None
+        moved.append(bytes_besides_products(backward))
+    assert moved[1] - moved[0] == TOKENS * 4 * HIDDEN * 2  # it reads both operands of the gradient again, not itself
 
 
 PAPER = pytest.mark.seconds("a whole training step, compiled for a GPU")
