@@ -314,6 +314,7 @@ class Case:
         ours: which ways are this library's: ratios are of these to all others. The first that runs leads the table.
         unchecked: ways that do something else (a copy, bare matrix products): not compared with float64.
         loose: ways that keep less exact numbers, with their own limit on the error.
+        named_only: ways that run only where ``--ways`` names them.
         flops: of one run, as a roofline counts them: matrix products alone. 0 where there are none.
         bytes: the least that one run reads and writes.
         calls: how many calls a run makes: times are of one.
@@ -330,6 +331,7 @@ class Case:
     ours: tuple[str, ...]
     unchecked: tuple[str, ...] = ()
     loose: dict[str, float] = field(default_factory=dict)
+    named_only: tuple[str, ...] = ()
     flops: float = 0.0
     bytes: float = 0.0
     calls: int = 1
@@ -730,7 +732,7 @@ def run(
         out: the JSON to write; None for none.
         before: earlier results of the same benchmark, whose complete cases are kept and not measured again.
         extra: more to measure once all cases are done; put into the results.
-        ways: of each case, only these; all by default.
+        ways: of each case, only these; all by default but those that run only where they are named.
 
     Returns:
         The results, as written.
@@ -775,10 +777,10 @@ def run(
         write(out, result)  # what ends the process leaves its name
         try:
             case = make()
-            if ways:
-                case = replace(case, ways={name: way for name, way in case.ways.items() if name in ways})
-                if not case.ways:
-                    continue
+            wanted = ways or [name for name in case.ways if name not in case.named_only]
+            case = replace(case, ways={name: way for name, way in case.ways.items() if name in wanted})
+            if not case.ways:
+                continue
             entry = measure(case, device, plan, earlier.get(name))
             if entry["dtype"] in rates:
                 reached = Rates(rates[entry["dtype"]], copied)

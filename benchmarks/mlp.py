@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch_fused_ops import functional as FF
 from torch_fused_ops.virtual_gpu.roofline import Work
 
-from . import ways
+from . import models, ways
 from .harness import DTYPES, Case, Device, Plan, Target, Trial, beyond_roofline, ratios, sets_of
 
 
@@ -49,15 +49,17 @@ MLPS: dict[str, Callable[..., Tensor]] = {"gelu_tanh": gelu_tanh, "relu": relu, 
 OPERATORS: dict[str, Callable[..., Tensor]] = {"gelu_tanh": gelu_tanh_operators, "swiglu": swiglu_operators}
 
 
-class Layers(nn.Module):
-    """An MLP with its weights as parameters: they live anyway, so "input" computes the first products again."""
+MODULES: dict[str, Callable[[int, int], nn.Module]] = {"gelu_tanh": models.GELUMLP, "swiglu": models.SwiGLUMLP}
 
-    def __init__(self, fn: Callable[..., Tensor], weights: Sequence[nn.Parameter]) -> None:
-        super().__init__()
-        self.fn, self.weights = fn, nn.ParameterList(weights)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fn(x, *self.weights)
+def module_of(mlp: str, size: Size, weights: Sequence[nn.Parameter]) -> nn.Module:
+    """An MLP with these as its parameters: they live anyway, so "input" computes the first products again."""
+    with torch.device("meta"):
+        module = MODULES[mlp](size.width, size.hidden)
+    for (path, _), weight in zip(list(module.named_parameters()), weights, strict=True):
+        layer, _, name = path.rpartition(".")
+        setattr(module.get_submodule(layer), name, weight)
+    return module
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Size:
 
 
 SHAPE = "TOKENSxWIDTH or TOKENSxWIDTHxHIDDEN, e.g. 8192x4096 or 8192x4096x14336"
-QUICK = [Size(32, 16, 64)]
+QUICK = [Size(32, 128, 256)]  # products in float8 need multiples of 128
 CPU_SIZES = [Size(256, 256, 1024), Size(1024, 512, 2048), Size(2048, 1024, 4096)]
 CUDA_SIZES = [Size.of(s) for s in (
     (8192, 4096), (8192, 1024), (16384, 2048), (2048, 8192), (65536, 1024), (256, 512), (2048, 16384, 32768),
@@ -177,14 +179,14 @@ def case(mlp: str, size: Size, dtype: torch.dtype, tuned: bool, device: Device, 
     sets = sets_of(device, size.tokens * size.width * dtype.itemsize * 2, most=8)
     weights, inputs, tangents = tensors(mlp, size, dtype, device, sets, plan.seed, grad=True)
     settings = {"fullgraph": True, "dynamic": False}
-    names = ("compile", "fused-free", *ways.TUNED) if tuned else ways.TRAINING
+    names = ("compile", "fused-free", *ways.TUNED) if tuned else (*ways.TRAINING, *ways.FLOAT8)
     xs = [each[:1] for each in inputs]
     made: dict[str, Callable[[], Trial]] = {
-        name: ways.training(name, Layers(fn, weights), xs, tangents, weights, **settings) for name in names
+        name: ways.training(name, module_of(mlp, size, weights), xs, tangents, weights, **settings) for name in names
     }
     if not tuned and mlp in OPERATORS:
-        eager = Layers(OPERATORS[mlp], weights)
-        made["operators"] = ways.training(lambda fn, **_: fn, eager, xs, tangents, weights)
+        operators = OPERATORS[mlp]
+        made["operators"] = ways.training(lambda fn, **_: lambda x: fn(x, *weights), operators, xs, tangents, weights)
     made["gemms"] = functools.partial(gemms, mlp, size, dtype, device, True)
     flops, nbytes = work(mlp, size, dtype, backward=True)
     return Case(
@@ -197,6 +199,7 @@ def case(mlp: str, size: Size, dtype: torch.dtype, tuned: bool, device: Device, 
         ours=ways.OURS,
         unchecked=("gemms",),
         loose=ways.LOOSE,
+        named_only=ways.FLOAT8,
         flops=flops,
         bytes=nbytes,
         works={way: works(mlp, size, dtype, way, True) for way in made if way in ROOFLINES},

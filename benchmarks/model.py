@@ -77,7 +77,7 @@ def batches(name: str, shape: tuple[int, int], sets: int, device: Device, seed: 
 def training(way: str, model: nn.Module, sets: Sequence[Sequence[Tensor]], **settings: Any) -> Callable[[], Trial]:
     """A way of a training step of a model; results are the loss and each parameter's gradient."""
     parameters = list(model.parameters())
-    return ways.training(way, lambda *inputs: model(*inputs), sets, [None] * len(sets), parameters, **settings)
+    return ways.training(way, model, sets, [None] * len(sets), parameters, **settings)
 
 
 def truth(model: nn.Module, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
@@ -111,7 +111,7 @@ def case(name: str, batch: int, length: int, dtype: torch.dtype, tuned: bool, de
     model = build(name, dtype, device, plan.seed)
     sets = min(4, sets_of(device, batch * length * 16))
     inputs = batches(name, (batch, length), sets, device, plan.seed)
-    names = ("compile", "fused-free", *ways.TUNED) if tuned else ways.TRAINING
+    names = ("compile", "fused-free", *ways.TUNED) if tuned else (*ways.TRAINING, *ways.FLOAT8)
     settings = {"fullgraph": True, "dynamic": False}
     config = MODELS[name][1]
     return Case(
@@ -124,6 +124,7 @@ def case(name: str, batch: int, length: int, dtype: torch.dtype, tuned: bool, de
         dtype,
         ours=ways.OURS,
         loose=ways.LOOSE,
+        named_only=ways.FLOAT8,
         flops=flops(model, config, batch * length, length),
         bytes=3.0 * sum(p.numel() * p.element_size() for p in model.parameters()),
     )  # fmt: skip
@@ -182,7 +183,7 @@ def largest_batches(
             device.free()
             try:
                 model = build(name, dtype, device, plan.seed)
-                compiled = ways.COMPILED[way](lambda *inputs, model=model: model(*inputs), fullgraph=True, dynamic=True)
+                compiled = ways.COMPILED[way](model, fullgraph=True, dynamic=True)
                 parameters = list(model.parameters())
 
                 def step(size: int) -> None:

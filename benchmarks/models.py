@@ -29,7 +29,7 @@ class Config:
     kv_heads: int = 0
 
 
-QUICK = Config(layers=1, width=64, hidden=256, heads=4, context=32, vocabulary=64)
+QUICK = Config(layers=1, width=128, hidden=256, heads=4, context=32, vocabulary=64)
 SMALL = Config(layers=3, width=256, hidden=1024, heads=4, context=128, vocabulary=256)  # examples/quickstart.py's
 # What trains in a minute on one core of a CPU: a GPT, and a Llama of its size.
 TINY = Config(layers=2, width=128, hidden=512, heads=4, context=64, vocabulary=256)

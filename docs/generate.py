@@ -1,6 +1,6 @@
 """Write what is generated of docs/: operators.md from the schemas, compatibility.md from test runs, and the tables of
-recognition.md from the kinds of reasons, of gpu.md from a GPU's results, of plan.md from plans and of benchmarks.md
-from figures on paper.
+recognition.md from the kinds of reasons, of gpu.md from a GPU's results, of plan.md from plans, and of benchmarks.md
+and fp8.md from figures on paper.
 
 python docs/generate.py           # after a schema has changed, or `pytest --record-compatibility` has run
 python docs/generate.py --check   # exit status 1 if a page is not what it would write
@@ -170,6 +170,7 @@ BEGIN_PLAN = (
     "<!-- Written by `python docs/generate.py` from benchmarks/results/plans.json; change that, not this. -->\n"
 )
 BEGIN_LOSSES = "<!-- Written by `python docs/generate.py` from benchmarks/results/on_paper.json; change that. -->\n"
+BEGIN_RECIPES = "<!-- Written by `python docs/generate.py` from benchmarks/results/fp8_recipes.json; change that. -->\n"
 END = "<!-- What follows is written by hand. -->\n"
 
 
@@ -278,8 +279,20 @@ def benchmarks() -> str:
     return _between("benchmarks.md", BEGIN_LOSSES, [*lines, ""])
 
 
+# ---- fp8.md ----------------------------------------------------------------------------------------------------------
+
+
+def fp8() -> str:
+    """The page, with torchao's recipes beside ours."""
+    from torch_fused_ops.benchmarks import fp8_recipes
+
+    result = json.loads((RESULTS / "fp8_recipes.json").read_text())
+    return _between("fp8.md", BEGIN_RECIPES, fp8_recipes.tables(result))
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "benchmarks.md": benchmarks,
+    "fp8.md": fp8,
     "operators.md": operators,
     "compatibility.md": compatibility,
     "recognition.md": recognition,

@@ -134,11 +134,8 @@ def exact(model: nn.Module, x: Tensor, tangent: Tensor, *more: Tensor) -> list[T
     return step(double, double, *(t.cpu().double() for t in (x, tangent, *more)))
 
 
-FLOAT8 = 0.12  # what products in float8 may be off by: each number by 2⁻⁴ at most, in three products one after another
-
-
 def assert_exact(found: list[Tensor], wanted: list[Tensor], memory: str, gemm: str = "bf16") -> None:
-    allowed = max(harness.LIMIT[BF16], ways.LOOSE.get(f"fused-{memory}", 0.0), FLOAT8 if gemm != "bf16" else 0.0)
+    allowed = max(harness.LIMIT[BF16], *(ways.LOOSE.get(way, 0.0) for way in (f"fused-{memory}", f"gemm-{gemm}")))
     assert harness.relative_error([t.cpu() for t in found], wanted) <= allowed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,53 @@ def test_every_memory_level_keeps_less_than_the_one_before() -> None:
     assert kept == sorted(set(kept), reverse=True) and kept[-1] == 64 * 16 * 4
 
 
+@pytest.mark.codegen_is_slow
+def test_products_in_float8() -> None:
+    """They are timed only where they are named; within their bound, beyond bfloat16's; and keep fewer bytes."""
+    torch.manual_seed(0)
+    case = mlp.case("swiglu", mlp.QUICK[0], torch.bfloat16, False, harness.Device(), harness.Plan(1.0))
+    assert set(ways.FLOAT8) == set(case.named_only) <= case.ways.keys() and not set(ways.FLOAT8) & set(ways.TRAINING)
+    truth, kept = case.truth(), []
+    for way in ("fused-free", "gemm-fp8"):
+        trial = case.ways[way]()
+        assert trial.saved is not None
+        kept.append(trial.saved())
+        error = harness.relative_error([t.detach() for t in trial.run(trial.prepare(0))], truth)
+        assert (error <= harness.LIMIT[torch.bfloat16]) is (way == "fused-free") and error <= case.loose.get(way, 1.0)
+    assert kept[1] < kept[0]
+
+
+def test_where_products_in_float8_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = models.SwiGLUMLP(64, 200)
+    with pytest.raises(harness.Unavailable, match=r"multiples of 128: the weight of gate is \(200, 64\)"):
+        ways.COMPILED["gemm-fp8"](narrow)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(harness.Unavailable, match="torchao cannot be imported"):
+        ways.COMPILED["torchao-rowwise"](narrow)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [way for way in ways.FLOAT8 if way.startswith("torchao-")])
+def test_torchao(way: str) -> None:
+    """It shares the parameters, leaves the module as it was, and is within its bound; sizes it refuses are named."""
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    with pytest.raises(harness.Unavailable, match=r"multiples of 16: the weight of gate is \(200, 64\)"):
+        ways.COMPILED[way](models.SwiGLUMLP(64, 200))
+    model = models.GPT(models.QUICK)
+    copied = ways.by_torchao(model, ways.TORCHAO[0])
+    converted = [name for name, layer in copied.named_modules() if type(layer).__name__ == "Float8Linear"]
+    assert converted == list(ways.mlp_layers(model)) == ["blocks.0.mlp.up", "blocks.0.mlp.down"]
+    assert all(a is b for a, b in zip(copied.parameters(), model.parameters(), strict=True))
+    assert all(type(layer) is torch.nn.Linear for layer in ways.mlp_layers(model).values())
+    case = mlp.case("swiglu", mlp.QUICK[0], torch.bfloat16, False, harness.Device(), harness.Plan(1.0))
+    trial = case.ways[way]()
+    error = harness.relative_error([t.detach() for t in trial.run(trial.prepare(0))], case.truth())
+    assert harness.LIMIT[torch.bfloat16] < error <= case.loose[way]
+
+
 @pytest.mark.seconds("compiles two steps on paper")
 @pytest.mark.parametrize(
     "way", ["compile", "fused-free", "fused-fp8", pytest.param("fused-input", marks=pytest.mark.slow)]
@@ -217,7 +265,8 @@ def test_the_roofline_of_an_mlp_counts_what_is_generated(way: str) -> None:
     size = mlp.Size(2048, 4096, 8192)
     with torch.device("meta"):
         shapes = [(size.hidden, size.width)] * 2 + [(size.width, size.hidden)]
-        layers = mlp.Layers(mlp.swiglu, [torch.nn.Parameter(torch.empty(s, dtype=torch.bfloat16)) for s in shapes])
+        weights = [torch.nn.Parameter(torch.empty(s, dtype=torch.bfloat16)) for s in shapes]
+        layers = mlp.module_of("swiglu", size, weights)
         x = torch.empty(size.tokens, size.width, dtype=torch.bfloat16, requires_grad=True)
     policy = FusionPolicy(memory=way.removeprefix("fused-"), strict=True) if way != "compile" else None
     paper = virtual_gpu.compile_on_paper(layers, x, config=compile_options(policy) if policy else {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from functools import cache
@@ -17,13 +18,16 @@ from torch import Tensor
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops import virtual_gpu as gpu
+from torch_fused_ops.benchmarks import fp8_recipes, harness
+from torch_fused_ops.benchmarks.fp8_recipes import FP8_FLOP, bytes_besides_products
+from torch_fused_ops.virtual_gpu.roofline import rates_of
 
 pytest.importorskip("triton")
 
 TOKENS, HIDDEN, FFN = 8192, 4096, 14336
 MIB = 2**20
-BF16, FP8, BYTES = 790e12, 1250e12, 4.3e12  # FLOP/s and bytes/s that the page's roofline has
-PRODUCTS = ("mm", "addmm", "scaled_mm")
+RATES = rates_of(gpu.H200)
+RECIPES = Path(fp8_recipes.__file__).resolve().with_name("results") / "fp8_recipes.json"
 
 
 class SwiGLU(nn.Module):
@@ -45,6 +49,11 @@ class GELU(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))  # type: ignore[no-any-return]
 
 
+class TanhGELU(GELU):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
 @cache
 def on_paper(make: type[nn.Module], **policy: Any) -> gpu.PaperCompilation:
     torch._dynamo.reset()
@@ -55,15 +64,6 @@ def on_paper(make: type[nn.Module], **policy: Any) -> gpu.PaperCompilation:
         return gpu.compile_on_paper(module, x)
     with tfo.enabled(FusionPolicy(**policy)):
         return gpu.compile_on_paper(module, x)
-
-
-def besides_products(graph: gpu.GeneratedGraph) -> int:
-    """Bytes that everything but matrix products moves."""
-    moved = graph.bytes_moved
-    for node in graph.graph.graph.nodes:
-        if node.op == "call_function" and getattr(node.target, "__name__", "").removesuffix(".default") in PRODUCTS:
-            moved -= sum(t.nbytes for t in (node.meta["val"], *(a.meta["val"] for a in node.all_input_nodes)))
-    return moved
 
 
 def extern(graph: gpu.GeneratedGraph) -> dict[str, int]:
@@ -94,6 +94,16 @@ def test_a_gelu_mlp_with_biases() -> None:
     assert extern(backward) == {**ours, "scaled_mm": 4}
 
 
+@pytest.mark.slow
+def test_what_tanh_costs_where_weights_gradients_are_in_bf16() -> None:
+    moved = []
+    for make in (GELU, TanhGELU):
+        backward = on_paper(make, gemm="fp8-wgrad-bf16").backward
+        assert backward is not None
+        moved.append(bytes_besides_products(backward))
+    assert moved[1] - moved[0] == TOKENS * 4 * HIDDEN * 2  # it reads both operands of the gradient again, not itself
+
+
 PAPER = pytest.mark.seconds("a whole training step, compiled for a GPU")
 DEFAULT = (("SwiGLU, 14336", "plain"), ("SwiGLU, 14336", '`gemm="fp8"`'))
 POLICIES: dict[str, dict[str, str]] = {
@@ -111,8 +121,9 @@ MODELS: dict[str, tuple[type[nn.Module], int, int]] = {
 
 
 def page() -> dict[tuple[str, str], tuple[float, ...]]:
-    """The page's table."""
+    """The page's own table."""
     text = (Path(__file__).parents[2] / "docs" / "fp8.md").read_text(encoding="utf-8")
+    text = text.partition("## Beside torchao's recipes")[0]
     found, model = {}, ""
     row = r"^\| (.*?) ?\| (\S.*?)" + r" \| ([\d.]+)" * 4 + r" \|$"
     for name, policy, *numbers in re.findall(row, text, re.M):
@@ -127,8 +138,9 @@ def seconds(model: str, policy: str) -> float:
     product = 2 * TOKENS * HIDDEN * ffn
     fp8 = {"fp8": 3 * layers, "fp8-wgrad-bf16": 2 * layers}.get(own.get("gemm", ""), 0)
     again = layers - 1 if own.get("memory") == "input" else 0
-    moved = sum(besides_products(graph) for graph in paper.graphs.values())
-    return product * ((fp8 + again) / FP8 + (3 * layers - fp8) / BF16) + moved / BYTES
+    moved = sum(bytes_besides_products(graph) for graph in paper.graphs.values())
+    assert RATES is not None
+    return product * ((fp8 + again) / FP8_FLOP + (3 * layers - fp8) / RATES.flop) + moved / RATES.nbytes
 
 
 def test_the_page_has_every_policy() -> None:
@@ -145,7 +157,7 @@ def test_the_page_has_every_policy() -> None:
 )
 def test_the_page_says_what_was_counted(model: str, policy: str) -> None:
     paper = on_paper(MODELS[model][0], **POLICIES[policy])
-    moved = [besides_products(paper.graphs[name]) / MIB for name in ("forward", "backward")]
+    moved = [bytes_besides_products(paper.graphs[name]) / MIB for name in ("forward", "backward")]
     share = seconds(model, policy) / seconds(model, "plain")
     counted = *map(round, moved), round(paper.saved_bytes() / MIB), round(share, 2)
     assert page()[model, policy] == counted
@@ -159,3 +171,57 @@ def test_the_page_says_what_was_counted(model: str, policy: str) -> None:
 def test_less_is_kept_at_every_level(make: type[nn.Module], memory: str) -> None:
     kept = [on_paper(make, memory=memory, gemm=gemm).saved_bytes() for gemm in ("bf16", "fp8")]
     assert kept[0] - kept[1] == TOKENS * HIDDEN - TOKENS * HIDDEN // 128 * 4
+
+
+# ---- beside torchao's recipes ----------------------------------------------------------------------------------------
+
+
+@cache
+def recipes() -> dict[str, Any]:
+    """What is committed."""
+    if not RECIPES.exists():
+        pytest.skip("installed without results")
+    return harness.read(RECIPES, "fp8-recipes")
+
+
+def test_recipes_are_all_there() -> None:
+    """No case is missing; all multiply as much, and ours and plain's are what the page's own table has."""
+    result, found = recipes(), {}
+    assert {(c["mlp"], c["width"]) for c in result["cases"]} == {
+        (mlp, width) for mlp in fp8_recipes.MLPS for width in fp8_recipes.WIDTHS
+    }
+    for case in result["cases"]:
+        assert tuple(case["ways"]) == fp8_recipes.WAYS
+        plain, layers = case["ways"]["plain"], {"SwiGLU": 3, "GELU": 2}[case["mlp"]]
+        step = 3 * layers * 2 * result["tokens"] * case["width"] * case["hidden"]
+        for way, f in case["ways"].items():
+            third = 0 if way == "plain" else 2 if "wgrad" in way or "gw_hp" in way else 3
+            assert f["flop"] == {"bf16": step * (3 - third) // 3, "fp8": step * third // 3}, (case["mlp"], way)
+            if case["width"] == HIDDEN and not way.startswith("torchao"):
+                numbers = [f["forward"]["bytes"], f["backward"]["bytes"], f["saved_bytes"]]
+                name = way if way == "plain" else f'`gemm="{way}"`'
+                share = round(f["seconds"] / plain["seconds"], 2)
+                found[f"{case['mlp']}, {case['hidden']}", name] = (*(round(n / MIB) for n in numbers), share)
+    assert found == {row: numbers for row, numbers in page().items() if "memory" not in row[1]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mlp", fp8_recipes.MLPS)
+@pytest.mark.parametrize("way", fp8_recipes.WAYS)
+def test_recipes_are_what_was_counted(mlp: str, way: str) -> None:
+    result = recipes()
+    if way.startswith("torchao"):
+        pytest.importorskip("torchao")
+    if fp8_recipes.versions() != result["versions"]:
+        pytest.skip(f"counted with {result['versions']}")
+    (case,) = [case for case in result["cases"] if (case["mlp"], case["width"]) == (mlp, 1024)]
+    assert fp8_recipes.figures(fp8_recipes.compiled(mlp, 1024, way)) == case["ways"][way]
+
+
+def test_a_recipe_that_is_not_there_is_in_the_tables() -> None:
+    result = json.loads(json.dumps(recipes()))
+    for case in result["cases"]:
+        case["ways"]["torchao rowwise"] = {"unavailable": "torchao cannot be imported"}
+    lines = fp8_recipes.tables(result)
+    assert sum("| unavailable | unavailable |" in line for line in lines) == 6
+    assert not any("than torchao rowwise |" in line for line in lines)

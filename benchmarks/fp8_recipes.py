@@ -1,0 +1,267 @@
+"""Recipes of float8 products on paper, ours beside torchao's: what a training step of an MLP launches, moves and keeps.
+
+    python -m torch_fused_ops.benchmarks.fp8_recipes [--widths 4096 …] [--out FILE]
+
+*plain*, ``fp8`` and ``fp8-wgrad-bf16`` are the model in bfloat16 under ``torch.compile`` and our ``gemm=``; *torchao …*
+are torchao's recipes by its own ``convert_to_float8_training``, under plain ``torch.compile``. All are compiled for an
+H200 that is not there (``docs/virtual-gpu.md``). torchao's linear layers do not ask which device they run on, so what
+is captured is what a GPU would be given.
+
+Kernels and bytes are of everything but the matrix products. The step's time is a roofline: the products by the rate of
+what they multiply, and all those bytes by the rate of a copy. All products in float8 count at one rate, whatever their
+scales: it says what is around them, not which recipe's products are quickest.
+
+The JSON is written after every case.
+"""
+
+# mypy: disable-error-code="no-any-return, no-untyped-call"
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import torch_fused_ops as tfo
+from torch_fused_ops.benchmarks import harness, models, on_paper, ways
+
+if TYPE_CHECKING:
+    from torch_fused_ops.virtual_gpu import GeneratedGraph, PaperCompilation
+
+TOKENS = 8192
+WIDTHS = (4096, 1024, 2048, 8192, 16384)
+FP8_FLOP = 1250e12  # FLOP/s of products in float8 that the roofline has; in bfloat16, and bytes: measured (roofline.py)
+# torch's products and ours, and which of their arguments are multiplied.
+OPERANDS = {"mm": (0, 1), "addmm": (1, 2), "_scaled_mm": (0, 1), "scaled_mm": (0, 2)}
+
+
+class GELUMLP(models.GELUMLP):
+    """With GELU itself, not its approximation by tanh."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+MLPS: dict[str, tuple[type[nn.Module], float]] = {  # hidden ÷ width
+    "SwiGLU": (models.SwiGLUMLP, 3.5),
+    "GELU": (GELUMLP, 4),
+}
+OURS = ("fp8", "fp8-wgrad-bf16")
+WAYS = ("plain", *OURS, *(f"torchao {recipe}" for recipe in ways.TORCHAO))
+
+
+def products(graph: GeneratedGraph) -> Iterator[tuple[fx.Node, bool]]:
+    """The matrix products of a graph, and whether each multiplies float8."""
+    for node in graph.graph.graph.nodes:
+        name = getattr(node.target, "__name__", "").removesuffix(".default")
+        if node.op == "call_function" and name in OPERANDS:
+            yield node, name.endswith("scaled_mm")
+
+
+def bytes_besides_products(graph: GeneratedGraph) -> int:
+    """Bytes that everything but matrix products moves."""
+    moved = graph.bytes_moved
+    for node, _ in products(graph):
+        moved -= sum(t.nbytes for t in (node.meta["val"], *(a.meta["val"] for a in node.all_input_nodes)))
+    return moved
+
+
+def kernels_besides_products(graph: GeneratedGraph) -> int:
+    """Launches of generated kernels, and calls that are no matrix products: our kernels, one launch each."""
+    calls = [name.rpartition(".")[2] for name in graph.extern]
+    return sum(kernel.launches for kernel in graph.kernels) + sum(name not in OPERANDS for name in calls)
+
+
+def flop(graph: GeneratedGraph) -> dict[str, int]:
+    """FLOP of the matrix products, by what they multiply."""
+    found = {"bf16": 0, "fp8": 0}
+    for node, fp8 in products(graph):
+        name = node.target.__name__.removesuffix(".default")  # type: ignore[union-attr]
+        a, b = (node.args[i].meta["val"] for i in OPERANDS[name])  # type: ignore[union-attr]
+        # (rows, inner) and (inner, columns), in whichever layout: √(rows·inner · inner·columns · rows·columns).
+        found["fp8" if fp8 else "bf16"] += 2 * math.isqrt(a.numel() * b.numel() * node.meta["val"].numel())
+    return found
+
+
+def compiled(mlp: str, width: int, way: str, tokens: int = TOKENS) -> PaperCompilation:
+    """A training step of an MLP, compiled on paper.
+
+    Args:
+        mlp: of ``MLPS``.
+        width: of its input and result.
+        way: of ``WAYS``.
+        tokens: rows of its input.
+
+    Raises:
+        harness.Unavailable: where torchao cannot be imported.
+    """
+    virtual_gpu = on_paper._virtual_gpu()
+    torch._dynamo.reset()
+    make, factor = MLPS[mlp]
+    with torch.device("meta"):
+        module = make(width, int(factor * width)).bfloat16()
+        x = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+    if way in OURS:
+        with tfo.enabled(tfo.FusionPolicy(gemm=way, strict=True)):
+            return virtual_gpu.compile_on_paper(module, x)
+    if way != "plain":
+        module = ways.by_torchao(module, way.removeprefix("torchao "))
+    return virtual_gpu.compile_on_paper(module, x)
+
+
+def figures(paper: PaperCompilation) -> dict[str, Any]:
+    """What a step launches, moves and keeps, and the roofline of its time."""
+    rates = on_paper._rates()
+    found: dict[str, Any] = {"saved_bytes": paper.saved_bytes()}
+    total = {"bf16": 0, "fp8": 0}
+    for name, graph in paper.graphs.items():
+        found[name] = {
+            "kernels": kernels_besides_products(graph),
+            "products": sum(1 for _ in products(graph)),
+            "bytes": bytes_besides_products(graph),
+        }
+        for kind, each in flop(graph).items():
+            total[kind] += each
+    moved = sum(found[name]["bytes"] for name in paper.graphs)
+    found["flop"] = total
+    found["seconds"] = total["bf16"] / rates.flop + total["fp8"] / FP8_FLOP + moved / rates.nbytes
+    return found
+
+
+def case(mlp: str, width: int) -> dict[str, Any]:
+    """All ways of an MLP; one that is not there says why."""
+    found: dict[str, Any] = {"mlp": mlp, "width": width, "hidden": int(MLPS[mlp][1] * width), "ways": {}}
+    for way in WAYS:
+        try:
+            found["ways"][way] = figures(compiled(mlp, width, way))
+        except harness.Unavailable as reason:
+            found["ways"][way] = {"unavailable": str(reason)}
+        print(f"{mlp} {width} {way}: {found['ways'][way]}", flush=True)
+    return found
+
+
+def versions() -> dict[str, str]:
+    """What the figures depend on."""
+    there = importlib.util.find_spec("torchao") is not None
+    return {**on_paper.versions(), "torchao": importlib.metadata.version("torchao") if there else "not installed"}
+
+
+def default_out() -> Path:
+    return harness.results_folder() / "fp8_recipes.json"
+
+
+# ---- the page's tables -----------------------------------------------------------------------------------------------
+
+COLUMNS = ("kernels", "forward, MiB", "backward, MiB", "kept, MiB", "step ÷ plain")
+# Ours beside those that multiply the same in float8: everything, and everything but the weights' gradients.
+COMPARED = (
+    ("fp8", "torchao tensorwise"),
+    ("fp8", "torchao rowwise"),
+    ("fp8-wgrad-bf16", "torchao rowwise_with_gw_hp"),
+)
+FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
+    "kernels, forward": lambda f: f["forward"]["kernels"],
+    "kernels, backward": lambda f: f["backward"]["kernels"],
+    "bytes, forward": lambda f: f["forward"]["bytes"],
+    "bytes, backward": lambda f: f["backward"]["bytes"],
+    "bytes kept": lambda f: f["saved_bytes"],
+    "the step's roofline": lambda f: f["seconds"],
+}
+
+
+def tables(result: dict[str, Any]) -> list[str]:
+    """In Markdown: every figure at width 4096; the step at every width; what its order rests on; what ours loses."""
+    cases = {(case["mlp"], case["width"]): case["ways"] for case in result["cases"]}
+    widths = sorted({width for _, width in cases})
+    lines = [*_row("MLP", "", *COLUMNS), *_row(*["---"] * (2 + len(COLUMNS)))]
+    for mlp in MLPS:
+        ways_of, head = cases[mlp, 4096], f"{mlp}, {int(4096 * MLPS[mlp][1])}"
+        for way, f in ways_of.items():
+            lines += _row(head if way == "plain" else "", _named(way), *_cells(f, ways_of["plain"]))
+
+    def by_width(title: str, pairs: Sequence[Any], name: Callable[[Any], str], cell: Callable[..., str]) -> None:
+        lines.extend(["", *_row(title, "", *widths), *_row(*["---"] * (2 + len(widths)))])
+        for mlp in MLPS:
+            rows = [(name(pair), [cell(cases[mlp, width], pair) for width in widths]) for pair in pairs]
+            for i, (text, cells) in enumerate([(text, cells) for text, cells in rows if any(cells)]):
+                lines.extend(_row(mlp if i == 0 else "", text, *cells))
+
+    by_width("step ÷ plain", WAYS[1:], _named, lambda found, way: _cells(found[way], found["plain"])[-1])
+    by_width("level at", COMPARED, lambda pair: pair[1], _draws_level)
+    lost = [(*pair, figure) for pair in COMPARED for figure in FIGURES]
+    by_width("ours has more", lost, lambda row: f"{row[2]}: {_named(row[0])} than {row[1]}", _more)
+    return [*lines, ""]
+
+
+def _row(*cells: Any) -> list[str]:
+    return [f"| {' | '.join(map(str, cells))} |"]
+
+
+def _named(way: str) -> str:
+    return f'`gemm="{way}"`' if way in OURS else way
+
+
+def _cells(f: dict[str, Any], plain: dict[str, Any]) -> list[str]:
+    if "unavailable" in f:
+        return ["unavailable"] * len(COLUMNS)
+    sides = [f[side] for side in ("forward", "backward")]
+    mib = [each / 2**20 for each in (*(side["bytes"] for side in sides), f["saved_bytes"])]
+    kernels = " + ".join(str(side["kernels"]) for side in sides)
+    return [kernels, *(f"{each:.0f}" for each in mib), f"{f['seconds'] / plain['seconds']:.2f}"]
+
+
+def _draws_level(found: dict[str, Any], pair: tuple[str, str]) -> str:
+    """How much quicker than ours torchao's float8 products have to be for its step to take as long as ours."""
+    ours, theirs = (found[way] for way in pair)
+    if "unavailable" in theirs:
+        return "unavailable"
+    products = theirs["flop"]["fp8"] / FP8_FLOP
+    return f"{100 * (products / (ours['seconds'] - theirs['seconds'] + products) - 1):+.1f} %".replace("-", "−")
+
+
+def _more(found: dict[str, Any], row: tuple[str, str, str]) -> str:
+    """By how much a figure of ours is above torchao's; "" where it is not."""
+    ours, theirs, figure = found[row[0]], found[row[1]], FIGURES[row[2]]
+    if "unavailable" in theirs or figure(ours) <= figure(theirs):
+        return ""
+    return f"+{100 * (figure(ours) / figure(theirs) - 1):.1f} %"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Count every case and write the JSON after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", type=int, nargs="*", default=WIDTHS)
+    parser.add_argument("--out", type=Path, default=default_out())
+    given = parser.parse_args(arguments)
+    rates = on_paper._rates()
+    result: dict[str, Any] = {
+        "benchmark": "fp8-recipes",
+        "schema": harness.SCHEMA,
+        "versions": versions(),
+        "gpu": on_paper._virtual_gpu().H200.name,
+        "constants": {
+            "copy_bytes_per_s": rates.nbytes,
+            "bf16_flop_per_s": rates.flop,
+            "fp8_flop_per_s": FP8_FLOP,
+        },
+        "tokens": TOKENS,
+        "cases": [],
+    }
+    for width in given.widths:
+        for mlp in MLPS:
+            result["cases"].append(case(mlp, width))
+            harness.write(given.out, result)
+    print("\n".join(tables(result)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
