@@ -96,6 +96,7 @@ def _call(graph: GeneratedGraph, memory: Memory, args: list[_Buffer]) -> tuple[_
             cuda=cuda, **{str(d).removeprefix("torch."): d for d in (torch.bfloat16, torch.float32)}
         ),
         "assert_size_stride": lambda *args: None,
+        "assert_size_stride_grouped": lambda *args: None,  # torch 2.15's
         "get_raw_stream": lambda index: 0,
         "extern_kernels": _Products(memory),
         "empty_strided_cuda": lambda size, stride, dtype: _Buffer(

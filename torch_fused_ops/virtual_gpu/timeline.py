@@ -394,7 +394,7 @@ def _wrapper(code: str, memory: _Memory) -> Callable[[list[Any]], Sequence[Any]]
         "empty_strided_cuda": functools.partial(memory.empty_strided, device="cuda"),
         "empty_strided_cpu": functools.partial(memory.empty_strided, device="cpu"),
         "empty_strided_cpu_pinned": functools.partial(memory.empty_strided, device="cpu"),
-        **dict.fromkeys(("assert_size_stride", "assert_alignment"), _Nothing()),
+        **dict.fromkeys(("assert_size_stride", "assert_size_stride_grouped", "assert_alignment"), _Nothing()),
         **dict.fromkeys(("get_raw_stream", "run_intermediate_hooks"), _Nothing()),
         "empty_strided": memory.empty_strided,
         "extern_kernels": _Extern(memory),
