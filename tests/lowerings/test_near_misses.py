@@ -922,7 +922,7 @@ def test_a_subclass_that_computes_something_else():
     y = compiled(fn, "eager", found)(x, w1, w2)
     (site,) = found
     assert site.op and site.reason.endswith("as 2·silu(x)")
-    wanted = compiled(fn, "eager", None)(x, w1, w2)  # in 2.11 that is not what eager gives
+    wanted = fn(x, w1, w2)  # which in 2.11 is not what Dynamo's graph gives: there it doubles twice
     torch.testing.assert_close(y.as_subclass(torch.Tensor), wanted.as_subclass(torch.Tensor))
 
 
