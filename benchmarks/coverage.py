@@ -526,7 +526,7 @@ architectures, all of them. {every["not an MLP"]} sites more are no MLPs.
 
 {_table(("mode", *OUTCOMES, "fused, of the MLPs"), modes)}
 
-![Sites by spelling](images/coverage.png)
+![Sites by what they are fused as, left alone, and no MLPs](images/coverage.png)
 
 ## What is left alone
 
@@ -559,35 +559,34 @@ def _share(counts: Counter[str]) -> float:
     return 100 * counts["fused"] / max(1, counts["fused"] + counts["left alone"])
 
 
+FORMS = {"fused::bias_act": "", "fused::glu": " · up", "fused::bias_glu": " · up, packed"}
+
+
 def _draw(results: list[dict[str, Any]]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
-    found: dict[str, Counter[str]] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     for _, site in _sites(results):
-        found.setdefault(_spelling(site), Counter())[outcome(site)] += 1
-    top = sorted(found.items(), key=lambda item: item[1].total())[-24:]
+        found.setdefault(f"{site['activation']}{FORMS[site['op']]}" if site["op"] else outcome(site), []).append(site)
+    rows = sorted(found.items(), key=lambda item: (item[0] in OUTCOMES, -len(item[1])))
     colours = dict(zip(OUTCOMES, ("#2a7f62", "#d1495b", "#b8c0c8"), strict=True))
-    figure, axes = plt.subplots(figsize=(9, 0.3 * len(top) + 1.2), layout="constrained")
-    left = [0] * len(top)
-    for kind in OUTCOMES:
-        widths = [counts[kind] for _, counts in top]
-        axes.barh(range(len(top)), widths, left=left, color=colours[kind], label=kind, height=0.72)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    for i, total in enumerate(left):
-        axes.text(total * 1.03, i, str(total), va="center", fontsize=8, color="#44505c")
-    axes.set_yticks(range(len(top)), [spelling if len(spelling) < 48 else f"{spelling[:46]}…" for spelling, _ in top])
-    axes.set_xscale("symlog", linthresh=10)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    figure = Figure(figsize=(7, 0.3 * len(rows) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    names = [name for name, _ in rows]
+    axes.barh(names, [len(sites) for _, sites in rows], color=[colours.get(n, colours["fused"]) for n in names])
+    for name, sites in rows:
+        spellings = len({_spelling(site) for site in sites})
+        said = f"{len(sites)}, in {spellings} spellings" if spellings > 1 else str(len(sites))
+        axes.annotate(said, (len(sites), name), (4, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_xlabel("sites, training and evaluation mode together")
-    axes.legend(loc="lower right", frameon=False)
+    axes.margins(x=0.2, y=0.01)
+    axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
     PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PICTURE, dpi=130, metadata={"Software": None})
-    plt.close(figure)
+    figure.savefig(PICTURE, dpi=110, metadata={"Software": None})
 
 
 def main(argv: list[str] | None = None) -> None:

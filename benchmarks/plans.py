@@ -1,6 +1,7 @@
 """What ``plan`` says of four models' training steps, from which docs/plan.md has its tables: on paper, minutes.
 
-python -m torch_fused_ops.benchmarks.plans [NAME …]     writes benchmarks/results/plans.json
+python -m torch_fused_ops.benchmarks.plans [NAME …]     writes benchmarks/results/plans.json and the README's picture
+python -m torch_fused_ops.benchmarks.plans --draw       draws it of what is there
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import torch_fused_ops as tfo
-from torch_fused_ops.benchmarks import models
+from torch_fused_ops.benchmarks import models, pictures
 
 RESULTS = Path(__file__).parent / "results" / "plans.json"
+PICTURE, DRAWN = Path(__file__).parents[1] / "docs" / "images" / "levels.png", "Llama-3-8B"
 
 
 @dataclass(frozen=True)
@@ -90,14 +92,15 @@ def planned(case: Case) -> tuple[list[dict[str, Any]], float]:
 
 
 def main(names: list[str]) -> None:
-    """Plan the cases of these names, or all, and write what is found beside what is there."""
+    """Plan the cases of these names, or all, write what is found beside what is there, and draw it."""
     found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    for name in names or CASES:
+    for name in () if names == ["--draw"] else names or CASES:
         plans, took = planned(CASES[name])
         print(f"{name}: {took:.0f} s, {time.process_time():.0f} s of processor time so far\n", flush=True)
         tokens = CASES[name].tokens
         found[name] = {"tokens": tokens, "limits": CASES[name].limits, "torch": torch.__version__, "plans": plans}
         RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    pictures.levels(DRAWN, found[DRAWN]).savefig(PICTURE, dpi=110, metadata={"Software": None})
 
 
 if __name__ == "__main__":

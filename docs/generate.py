@@ -1,6 +1,6 @@
 """Write what is generated of docs/: operators.md from the schemas, compatibility.md from test runs, and the tables of
-recognition.md from the kinds of reasons, of gpu.md from a GPU's results, of plan.md from plans, and of benchmarks.md
-and fp8.md from figures on paper.
+recognition.md from the kinds of reasons, of gpu.md from a GPU's results, of plan.md from plans, and of the README,
+benchmarks.md and fp8.md from figures on paper.
 
 python docs/generate.py           # after a schema has changed, or `pytest --record-compatibility` has run
 python docs/generate.py --check   # exit status 1 if a page is not what it would write
@@ -169,7 +169,7 @@ BEGIN_GPU = "<!-- Written by `python docs/generate.py` from benchmarks/decisions
 BEGIN_PLAN = (
     "<!-- Written by `python docs/generate.py` from benchmarks/results/plans.json; change that, not this. -->\n"
 )
-BEGIN_LOSSES = "<!-- Written by `python docs/generate.py` from benchmarks/results/on_paper.json; change that. -->\n"
+BEGIN_ON_PAPER = "<!-- Written by `python docs/generate.py` from benchmarks/results/on_paper.json; change that. -->\n"
 BEGIN_RECIPES = "<!-- Written by `python docs/generate.py` from benchmarks/results/fp8_recipes.json; change that. -->\n"
 END = "<!-- What follows is written by hand. -->\n"
 
@@ -261,6 +261,32 @@ def _runs(choices: dict[str, str]) -> str:
     return ", ".join(f"{level} ×{count}" for level, count in runs) or "none to choose"
 
 
+# ---- README.md -------------------------------------------------------------------------------------------------------
+
+WAYS = {
+    "plain": "plain",
+    "budget": "budget 0.99",
+    "ours-free": '`"free"`, the default',
+    "ours-fp8": '`"fp8"`',
+    "ours-input": '`"input"`',
+}
+
+
+def readme() -> str:
+    """The page, with what blocks keep and what their steps take at least."""
+    blocks = json.loads((RESULTS / "on_paper.json").read_text())["blocks"]
+    lines = [f"| kept, MiB; step | {' | '.join(WAYS.values())} |", f"|---|{'---|' * len(WAYS)}"]
+    for block in blocks:
+        figures = [block["ways"][way] for way in WAYS]
+        times = [sum(figure[phase]["floor_us"] for phase in ("forward", "backward")) for figure in figures]
+        cells = [
+            f"{figure['saved_bytes'] / 2**20:.0f}" + f"; {100 * (time / times[0] - 1):+.1f} %" * (way != "plain")
+            for way, figure, time in zip(WAYS, figures, times, strict=True)
+        ]
+        lines.append(f"| {block['name']} | {' | '.join(cells)} |".replace("-0.0", "+0.0").replace("; -", "; −"))
+    return _between("../README.md", BEGIN_ON_PAPER, [*lines, ""])
+
+
 # ---- benchmarks.md ---------------------------------------------------------------------------------------------------
 
 
@@ -276,7 +302,7 @@ def benchmarks() -> str:
     lines = [f"| | {' | '.join(heads)} |", "|---|---|---|"]
     for name, cells in rows.items():
         lines.append(f"| {name} | {' | '.join('; '.join(found) for found in cells.values())} |")
-    return _between("benchmarks.md", BEGIN_LOSSES, [*lines, ""])
+    return _between("benchmarks.md", BEGIN_ON_PAPER, [*lines, ""])
 
 
 # ---- fp8.md ----------------------------------------------------------------------------------------------------------
@@ -291,6 +317,7 @@ def fp8() -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "../README.md": readme,
     "benchmarks.md": benchmarks,
     "fp8.md": fp8,
     "operators.md": operators,

@@ -140,6 +140,39 @@ def test_the_page_on_gpus_is_filled_from_results(
         generate.gpu()
 
 
+def test_the_readme_and_the_questions_state_results() -> None:
+    """What of them is not a generated table; the tail of GELU is in test_precision.py."""
+    from torch_fused_ops.benchmarks import coverage, on_paper
+
+    results = ROOT / "benchmarks" / "results"
+    readme, questions = (" ".join((ROOT / p).read_text(encoding="utf-8").split()) for p in ("README.md", "docs/faq.md"))
+    ratios: dict[str, list[float]] = {}
+    for case in json.loads((results / "mlp_cpu.json").read_text())["cases"]:
+        ours, plain = (case["ways"][way]["ms"]["median"] for way in ("fused-free", "compile"))
+        ratios.setdefault(case["name"].split()[0], []).append(ours / plain)
+    steps = [f"{min(found):.2f} to {max(found):.2f} times" for found in (ratios["gelu_tanh"], ratios["swiglu"])]
+    built = [each for each in coverage.load(coverage.RESULTS) if "modes" in each]
+    outcomes = [coverage.outcome(site) for _, site in coverage._sites(built)]
+    share = 100 * outcomes.count("fused") / (outcomes.count("fused") + outcomes.count("left alone"))
+    for page in (readme, questions):
+        assert steps[0] in page and steps[1].removesuffix(" times") in page
+        assert f"{len(built)}" in page and f"{share:.1f} %" in page
+    trained = json.loads((results / "long_training.json").read_text())["summary"]["minus_eager"]
+    apart = [f"{trained[way]['root_mean_square']:.5f}" for way in ("fused", "compile", "nudged")]
+    assert re.search(r"by {} .* by {}, and .* by {} ".format(*apart), questions)
+    paper = json.loads((results / "on_paper.json").read_text())
+    rows, losses = [row["name"] for row in (*paper["operators"], *paper["blocks"])], on_paper.losses(paper)
+    whole = [len(rows) - len({loss.name for loss in losses if loss.ours == way}) for way in ("ours-free", "ours-off")]
+    assert (
+        f"for {whole[0]} of {len(rows)} operators and blocks" in questions
+        and f'(with `memory="off"`: {whole[1]})' in questions
+    )
+    assert (
+        all(loss.figure != "kernels" for loss in losses)
+        and "nothing that is counted (16384 columns) takes a kernel more" in questions
+    )
+
+
 def test_the_page_on_memory_states_the_roofline() -> None:
     import torch
 
