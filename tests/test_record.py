@@ -193,7 +193,7 @@ def test_two_threads_do_not_mix() -> None:
     assert mine.sites == ()
 
 
-@pytest.mark.seconds("machine code, and what caches give for it")
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow(False)
 def test_code_out_of_the_caches_is_recorded() -> None:
     model, x = mlp(nn.Tanh()), batch(ROWS + 1)

@@ -98,7 +98,7 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     return pytester
 
 
-@pytest.mark.seconds("a suite of its own in a process of its own")
+@pytest.mark.slow
 def test_what_is_dear_fails_unless_it_says_why(suite: pytest.Pytester) -> None:
     limit = ("-o", "seconds_limit=0.2")  # 0.4 next to other work; what is dear takes 0.6
     run = suite.runpytest_subprocess("-p", "no:xdist", *limit, "--processor-time", "times.json", "tests")

@@ -126,6 +126,7 @@ def test_it_changes_nothing() -> None:
     assert not report.graphs, "these are not the user's compilations"
 
 
+@pytest.mark.slow
 def test_dropouts_are_compared_as_pytorch_s_own() -> None:
     found = tfo.verify(MLP(dropout=0.5), x_of(8, 16))
     assert found.ok, str(found)
@@ -155,6 +156,7 @@ def test_shared_and_written_arguments() -> None:
     assert any("nothing that the model returned needs a gradient" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_without_float64_it_takes_float32() -> None:
     """As with grouped products, which have no kernels in float64."""
 
@@ -172,6 +174,7 @@ def test_without_float64_it_takes_float32() -> None:
     assert found.dtypes == ("float32", "float32 unrounded")
 
 
+@pytest.mark.slow
 def test_models_that_cast_inside() -> None:
     def normed(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         n = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
@@ -235,6 +238,7 @@ def test_results_in_objects() -> None:
         tfo.verify(lambda x: None, x_of(8, 16))
 
 
+@pytest.mark.slow
 def test_it_is_a_step_of_training_under_no_grad_too() -> None:
     with torch.no_grad():
         found = tfo.verify(MLP(), x_of(8, 16))
@@ -287,6 +291,7 @@ def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -
         call()
 
 
+@pytest.mark.slow
 def test_what_a_way_raises_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_fused_ops.lowerings import recognise
 

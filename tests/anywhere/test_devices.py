@@ -58,6 +58,7 @@ def test_every_operator_has_a_kernel_for_every_kind_of_device() -> None:
 # ---- a device that nobody has heard of -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_plain_pytorch_where_we_have_no_kernels() -> None:
     """In a process of its own: a device's name is given once."""
     found = subprocess.run(

@@ -209,7 +209,7 @@ def test_compilations_by_inductor_leave_nothing_behind() -> None:
     assert not grown(counts[0][0], counts[1][0]) and counts[0][1] == counts[1][1]
 
 
-@pytest.mark.seconds("a model is compiled and let go twice")
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_a_compiled_model_can_be_freed() -> None:
     """Caches that are keyed by functions do not keep users' functions, and what hangs on them, alive."""
@@ -292,7 +292,7 @@ def test_fresh_shapes_do_not_fill_caches() -> None:
 
 
 @pytest.mark.parametrize("calls", [200, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_eager_calls_of_fresh_shapes_leave_nothing_behind(calls: int) -> None:
+def test_eager_calls_of_fresh_shapes_leave_nothing_behind(calls: int, only_new_garbage: None) -> None:
     def run(numbers: range) -> None:
         for n in numbers:
             x = torch.ones(1 + n % 97, 1 + n // 97, requires_grad=True)

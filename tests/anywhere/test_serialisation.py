@@ -117,7 +117,7 @@ def test_a_compiled_models_state_is_the_models() -> None:
     torch.testing.assert_close(other._orig_mod(x), model(x), rtol=0, atol=0)
 
 
-@pytest.mark.seconds("a process of its own")
+@pytest.mark.slow
 def test_modules_load_in_a_process_that_has_not_imported_us(tmp_path: Path) -> None:
     x = torch.randn(3, 8)
     modules = [make().eval() for make in MODULES.values()]

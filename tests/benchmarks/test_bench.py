@@ -18,6 +18,8 @@ from torch_fused_ops.benchmarks import harness, main, mlp, models, pointwise, wa
 from torch_fused_ops.cli import BENCHMARKS, _parser
 from torch_fused_ops.cli import main as cli
 
+pytestmark = pytest.mark.usefixtures("only_new_garbage")
+
 
 def check(result: dict[str, Any], benchmark: str) -> None:
     """The schema of results."""
@@ -77,19 +79,13 @@ def arguments(*given: str) -> Namespace:
     return _parser().parse_args(["bench", *given])
 
 
-@pytest.mark.seconds("the one benchmark that runs on a stand-in for a GPU")
-@pytest.mark.codegen_is_slow
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [
-        pytest.param(("pointwise", "--only", "glu silu forward", "--quick"), marks=pytest.mark.slow),
-        pytest.param(
-            ("pointwise", "--only", "bias_act gelu_tanh bias backward", "--sizes", "8x32", "--seconds", "0.01"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ("mlp", "--only", "gelu_tanh", "--quick", "--ways", "compile", "fused-free"), marks=pytest.mark.slow
-        ),
+        ("pointwise", "--only", "glu silu forward", "--quick"),
+        ("pointwise", "--only", "bias_act gelu_tanh bias backward", "--sizes", "8x32", "--seconds", "0.01"),
+        ("mlp", "--only", "gelu_tanh", "--quick", "--ways", "compile", "fused-free"),
         ("inference", "--only", "relu", "--quick", "--ways", "compile", "fused-free", "gemms"),
     ],
     ids=lambda given: given[0],

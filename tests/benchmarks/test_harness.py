@@ -16,6 +16,8 @@ from torch import Tensor
 from torch_fused_ops.benchmarks import harness, mlp, model, pointwise
 from torch_fused_ops.benchmarks.harness import Case, Device, Plan, Summary, Target, Trial, Unavailable, UsageError
 
+pytestmark = pytest.mark.usefixtures("only_new_garbage")
+
 # ---- statistics ------------------------------------------------------------------------------------------------------
 
 

@@ -61,6 +61,8 @@ def test_what_the_faq_says_of_losses(committed: dict[str, Any]) -> None:
     assert not blocks & {loss.name for loss in losses}
     page = (Path(__file__).parents[2] / "docs" / "faq.md").read_text(encoding="utf-8")
     assert f"for {without} of {len(rows)} operators and blocks" in " ".join(page.split())
+    by_default = len(rows) - len({loss.name for loss in losses if loss.ours == "ours-free"})
+    assert f"(at the default level: {by_default})" in page
 
 
 def test_losses_are_found() -> None:
@@ -109,7 +111,7 @@ def test_occupancy() -> None:
     assert on_paper.occupancy(255, 8) == 8 / 64
 
 
-@pytest.mark.seconds("the one benchmark on paper that runs from one end to the other")
+@pytest.mark.slow
 def test_a_part_from_one_end_to_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "paper.json"
     assert cli(["bench", "on-paper", "--only", "bias_act relu2 bias", "--out", str(out)]) == 0

@@ -66,6 +66,7 @@ def test_instructions_per_element(name: str) -> None:
     assert products == 0 if name == "p 0" else 30 <= products <= 44
 
 
+@pytest.mark.slow
 def test_fewer_instructions_than_upstream() -> None:
     assert kernel(FORMS["input"][0], x(), seed())[0] < kernel(lambda x: F.dropout(x, 0.1), x())[0]
     ours = kernel(FORMS["bias, residual"][0], x(), tensor(COLUMNS), x(), seed())[0]

@@ -109,6 +109,7 @@ def test_instructions_per_element(way: str, sk: int, forward: float, backward: f
         assert sum(i.endswith(".128") for i in large) >= len(large) // 2, "not vectorised"
 
 
+@pytest.mark.slow
 def test_fewer_instructions_than_plain_pytorch() -> None:
     counts = [
         [virtual_gpu.assemble(k[-1]).instructions_per_element() for k in (p.forward.kernels, p.backward.kernels)]
@@ -154,6 +155,7 @@ class Attention(torch.nn.Module):
         return self.out((p @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("free", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_attention_saves_the_output_and_no_more(free: bool) -> None:
     """Of the (b, h, s, s) tensors one, whatever the memory policy."""

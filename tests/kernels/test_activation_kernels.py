@@ -434,6 +434,7 @@ def test_instructions_per_element(call: str, activation: str, most: float) -> No
     assert (code.spills, code.shared) == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "width"), [(1000, ".128"), (1004, ".64")])
 def test_sizes_that_16_does_not_divide_are_vectorised_all_the_same(columns: int, width: str) -> None:
     """Of an integer Triton knows no more than whether 16 divides it: single elements were loaded and stored."""

@@ -289,7 +289,7 @@ FUSIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("name", FUSIONS)
 def test_upstreams_fusion_fires_next_to_ours(name: str) -> None:
     case = FUSIONS[name]
@@ -1041,7 +1041,7 @@ def work(fn: Callable[[], Any]) -> int:
     return counted
 
 
-@pytest.mark.seconds("long models: that is what it is about")
+@pytest.mark.slow
 def test_recognising_grows_linearly() -> None:
     def calls_for(layers: int) -> int:
         with torch.device("meta"):

@@ -251,8 +251,7 @@ def test_late_bias_on_cpu(cpu_has_it: None) -> None:
     torch.testing.assert_close(out, torch.relu(x @ w + b))
 
 
-@pytest.mark.every(3)
-@pytest.mark.seconds("machine code of a forward and a backward, by the C++ compiler")
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", ["all", "second linear", "checkpointed"])
 def test_training_is_left_alone(cpu_has_it: None, trained: str) -> None:
     """Also where nothing but the activation reads the pre-activation: frozen, or recomputed in backward."""

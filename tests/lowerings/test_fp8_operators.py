@@ -47,8 +47,7 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.seconds("machine code of a forward and a backward, by the C++ compiler")
-@pytest.mark.every(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True])
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_equals_eager(name: str, dynamic: bool) -> None:

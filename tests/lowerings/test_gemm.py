@@ -127,6 +127,7 @@ def test_sizes_that_change() -> None:
             assert apart(mine, plain) < 0.12
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_inference_autocast_and_checkpoints() -> None:
     module, x = SwiGLU(), torch.randn(64, HIDDEN)

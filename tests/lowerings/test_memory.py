@@ -95,7 +95,7 @@ def test_free_keeps_what_the_budget_keeps_for_less_work(name: str) -> None:
     assert len(free.kernels) <= len(budget.kernels)
 
 
-@pytest.mark.seconds("figures on paper, three ways, which other tests share")
+@pytest.mark.slow
 def test_free_leaves_attention_alone() -> None:
     """Its softmax is kept, as plain torch.compile keeps it; the budget rebuilds it, for more kernels and bytes."""
     plain, budget, free = on_paper("attention"), on_paper("attention", budget=0.99), on_paper("attention", "free")

@@ -64,8 +64,7 @@ CASES: dict[str, Make] = {
 SLOW = ("plain", "one query", "mask of one row", "scale 0, expanded mask", "attention", "only the sink")
 
 
-@pytest.mark.seconds("machine code of a forward and a backward, by the C++ compiler")
-@pytest.mark.every(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
 def test_compiled_equals_eager(name: str) -> None:
     fn, args = CASES[name]()

@@ -148,7 +148,7 @@ def check_replaced(seed: int, model: Tree) -> None:
 
 
 @pytest.mark.seconds("some of the random trees are large")
-@pytest.mark.every(5)
+@pytest.mark.every(10)
 @pytest.mark.parametrize("seed", SAMPLE)
 def test_sample(seed: int) -> None:
     """One level or mapping each, all of them in turn."""

@@ -871,7 +871,7 @@ def test_what_changes_around_a_forward_is_no_new_state():
         assert runs_fused(mlp, x)
 
 
-def test_what_is_watched_keeps_no_weights():
+def test_what_is_watched_keeps_no_weights(only_new_garbage):
     mlp, x = replaced(), some()
     mlp(x)
     weight = weakref.ref(mlp.up.weight)

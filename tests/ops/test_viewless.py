@@ -302,7 +302,7 @@ def test_safely_set_viewless_tensor_data():
     assert torch.equal(x, torch.ones(3))
 
 
-def test_setting_data_frees_the_memory():
+def test_setting_data_frees_the_memory(only_new_garbage):
     import gc
     import weakref
 

@@ -38,7 +38,7 @@ print([name for name in files if "torch_fused_ops/kernels/" in name])
 """
 
 
-@pytest.mark.seconds("a process of its own")
+@pytest.mark.slow
 def test_plain_torch_alone_runs() -> None:
     done = run(PROGRAM, "torch")
     assert done.returncode == 0, done.stderr

@@ -382,6 +382,7 @@ def test_reductions_assemble_with_inductors_blocks():
     assert virtual_gpu.assemble(looped).shared > 0
 
 
+@pytest.mark.slow
 def test_the_best_of_a_reductions_configurations_is_taken():
     """Sums over 8192 rows of so many columns that Inductor does not split them: a block of one column reads 2 bytes."""
     paper = compile_on_paper(lambda x: (x * x).sum(0), meta(8192, 16384), training=False)
@@ -405,6 +406,7 @@ def test_bytes_accessed_in_the_text():
         assert odd.bytes_accessed == 2 * 2 * odd.elements / odd.threads
 
 
+@pytest.mark.slow
 def test_divisible_arguments_by_name():
     aligned = [
         virtual_gpu.assemble(gate_kernel, signature=SIGNATURE, block={"BLOCK": 1024}, divisible_by_16=names)
@@ -444,6 +446,7 @@ def test_hand_written_kernel_assembles():
     assert not any(name.startswith("LDG.E.128") for name in unaligned.instructions)
 
 
+@pytest.mark.slow
 def test_spills_are_seen():
     signature = {"x": "*fp32", "out": "*fp32"}
 
@@ -614,7 +617,7 @@ def state():
     }
 
 
-@pytest.mark.seconds("machine code on the CPU and figures for two GPUs, one after the other")
+@pytest.mark.slow
 def test_leaves_no_trace():
     from torch._inductor.runtime.hints import DeviceProperties
     from torch._inductor.utils import get_gpu_type
