@@ -20,6 +20,7 @@ from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_fused_ops import activations, float8
+from torch_fused_ops.declaration import Elementwise
 from torch_fused_ops.float8 import BLOCK
 from torch_fused_ops.lowerings import operators
 from torch_fused_ops.lowerings.epilogues import VIEWS
@@ -102,7 +103,7 @@ for _op in (fused.quantise_both.default, fused.requantise.default, *QUANTISED.va
 
 # ---- backward graphs -------------------------------------------------------------------------------------------------
 
-BACKWARD = {op.backward.overload: op for op in QUANTISED}
+BACKWARD: dict[Any, Elementwise] = {op.backward.overload: op for op in QUANTISED}
 TRANSPOSED = {aten.t.default, aten.permute.default, aten.transpose.int}  # of a matrix
 
 

@@ -30,7 +30,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops import reference, tiles
-from torch_fused_ops.declaration import elementwise
+from torch_fused_ops.declaration import Elementwise, elementwise
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.handover import DATA, SAME_ELEMENTS, Handover
 from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm
@@ -42,9 +42,9 @@ log = logging.getLogger("torch_fused_ops")
 
 aten, fused = torch.ops.aten, torch.ops.fused
 
-OPERATOR = {op.forward.overload: op for op in elementwise()}
-STORING = {op.fp8.overload: op for op in elementwise()}
-STORING_BACKWARD = {op.fp8_backward.overload: op for op in elementwise()}
+OPERATOR: dict[Any, Elementwise] = {op.forward.overload: op for op in elementwise()}
+STORING: dict[Any, Elementwise] = {op.fp8.overload: op for op in elementwise()}
+STORING_BACKWARD: dict[Any, Elementwise] = {op.fp8_backward.overload: op for op in elementwise()}
 SUMS = {aten.add.Tensor, aten.mul.Tensor}  # a bias, an adapter and its factor
 
 

@@ -319,7 +319,7 @@ def _insert(graph: Graph, found: Tiling, new: list[Node]) -> Node:
             while new[-1].next is not last:
                 new.append(new[-1].next)
             for node in new[start:]:
-                known[node] = node.target(*(known.get(a, a) for a in node.args))  # type: ignore[operator]
+                known[node] = node.target(*(known.get(a, a) for a in node.args))
                 describe(node, source, partial(known.get, node))
             given = [one.node] * (found.tiles - 1) + [left.node]
         pieces = call(torch.split, (rows, given), source, lambda: tuple(value.new_empty((n, width)) for n in sizes))
