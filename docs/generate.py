@@ -232,27 +232,25 @@ def gpu() -> str:
 
 def plan() -> str:
     """The page, with what each model comes to at each level, and what is chosen for each limit."""
+    from torch_fused_ops.reports.text import size
+
     lines = []
     for name, case in json.loads((RESULTS / "plans.json").read_text()).items():
         first = case["plans"][0]
         batch, length = case["tokens"]
-        fixed = f"parameters {_bytes(first['parameters'])}, optimizer state {_bytes(first['optimizer_state'])}"
+        fixed = f"parameters {size(first['parameters'])}, optimizer state {size(first['optimizer_state'])}"
         lines += [f"**{name}**, {batch} × {length} tokens, {first['gpu']}: {fixed}", ""]
         lines += ["| every MLP at | peak of the step | least time | |", "|---|---|---|---|"]
         for row in first["levels"]:
             time = f"{1000 * row['seconds']:.3g} ms | {100 * (row['seconds'] / first['off_seconds'] - 1):+.1f} %"
-            lines.append(f"| {row['level']} | {_bytes(row['peak'])} | {time} |".replace("-", "−"))
+            lines.append(f"| {row['level']} | {size(row['peak'])} | {time} |".replace("-", "−"))
         lines += ["", "| limit | | peak | least time | levels chosen |", "|---|---|---|---|---|"]
         for limit, each in zip(case["limits"], case["plans"], strict=True):
-            verdict = "fits" if each["fits"] else f"{_bytes(each['missing'])} missing"
+            verdict = "fits" if each["fits"] else f"{size(each['missing'])} missing"
             cost = f"{100 * (each['seconds'] / each['off_seconds'] - 1):+.1f} %".replace("-", "−")
-            lines.append(f"| {limit} | {verdict} | {_bytes(each['peak_bytes'])} | {cost} | {_runs(each['choices'])} |")
+            lines.append(f"| {limit} | {verdict} | {size(each['peak_bytes'])} | {cost} | {_runs(each['choices'])} |")
         lines.append("")
     return _between("plan.md", BEGIN_PLAN, lines)
-
-
-def _bytes(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def _runs(choices: dict[str, str]) -> str:

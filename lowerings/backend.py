@@ -49,4 +49,6 @@ def _policy_of(settings: dict[str, Any]) -> FusionPolicy | None:
     for name in settings:
         if name.replace("-", "_") not in known:
             raise TypeError(f"options: {not_known(name, ('policy', *FIELDS), known)}, or an option of Inductor's")
-    return FusionPolicy(**fields) if fields else policy_or_default(policy) if policy is not None else None
+    if fields:
+        return FusionPolicy(**fields)
+    return None if policy is None else policy_or_default(policy)

@@ -7,7 +7,7 @@ then finds that four of them ask the generator for the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,10 +96,5 @@ def _dropout_add_backward(
     return d_input, d_bias
 
 
-LOWERINGS: dict[str, Callable[..., Any]] = {
-    "dropout_add": _dropout_add,
-    "dropout_add_backward": _dropout_add_backward,
-}
-
-for _name, _lowering in LOWERINGS.items():
-    register_lowering(getattr(torch.ops.fused, _name).default, type_promotion_kind=None)(_lowering)
+register_lowering(torch.ops.fused.dropout_add.default, type_promotion_kind=None)(_dropout_add)
+register_lowering(torch.ops.fused.dropout_add_backward.default, type_promotion_kind=None)(_dropout_add_backward)

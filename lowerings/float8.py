@@ -20,6 +20,7 @@ from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_fused_ops import activations, float8
+from torch_fused_ops.declaration import Elementwise
 from torch_fused_ops.float8 import BLOCK
 from torch_fused_ops.lowerings import operators
 from torch_fused_ops.lowerings.epilogues import VIEWS
@@ -92,8 +93,9 @@ def _scaled_mm(*args: Any) -> Box:
     return _by_kernel["scaled_mm"](*args) if operators.is_on_gpu(args[0]) else _inlined(float8.product, *args)
 
 
-for _name, _lowering in (("quantise", _quantise), ("dequantise", _dequantise), ("scaled_mm", _scaled_mm)):
-    register_lowering(getattr(fused, _name).default, type_promotion_kind=None)(_lowering)
+register_lowering(fused.quantise.default, type_promotion_kind=None)(_quantise)
+register_lowering(fused.dequantise.default, type_promotion_kind=None)(_dequantise)
+register_lowering(fused.scaled_mm.default, type_promotion_kind=None)(_scaled_mm)
 
 for _op in (fused.quantise_both.default, fused.requantise.default, *QUANTISED.values()):
     make_fallback(_op, warn=False)
@@ -101,7 +103,7 @@ for _op in (fused.quantise_both.default, fused.requantise.default, *QUANTISED.va
 
 # ---- backward graphs -------------------------------------------------------------------------------------------------
 
-BACKWARD = {getattr(fused, op.backward.name).default: op for op in QUANTISED}
+BACKWARD: dict[Any, Elementwise] = {op.backward.overload: op for op in QUANTISED}
 TRANSPOSED = {aten.t.default, aten.permute.default, aten.transpose.int}  # of a matrix
 
 
@@ -257,7 +259,7 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
         of_gradients.append((rows, columns, sums))
     results = [
         n
-        for n in graph.find_nodes(op="call_function", target=getattr(fused, op.forward.name).default)
+        for n in graph.find_nodes(op="call_function", target=op.forward.overload)
         if list(op.complete(n.args)) == list(op.complete(tuple(args)))
     ]
     of_result = [c for n in results for m in _matrices(n)[0] for c in _uses(m, BLOCK).columns]

@@ -21,11 +21,11 @@ from torch_fused_ops.lowerings.partition import Graphs, base, reached, written
 
 __all__ = ["DATA", "SAME_ELEMENTS", "Handover", "UnsoundGraphs", "check"]
 
-aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
+aten, prims = torch.ops.aten, torch.ops.prims
 
 # The arguments through which each operator reads the data that its formula is of.
 DATA: dict[Any, tuple[int, ...]] = {
-    getattr(fused, signature.name).default: tuple(range(first, first + op.data))
+    signature.overload: tuple(range(first, first + op.data))
     for op in elementwise()
     for first, signature in enumerate((op.forward, op.backward))
 }

@@ -30,7 +30,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops import reference, tiles
-from torch_fused_ops.declaration import Signature, elementwise
+from torch_fused_ops.declaration import Elementwise, elementwise
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.handover import DATA, SAME_ELEMENTS, Handover
 from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm
@@ -42,14 +42,9 @@ log = logging.getLogger("torch_fused_ops")
 
 aten, fused = torch.ops.aten, torch.ops.fused
 
-
-def _overload(signature: Signature) -> Any:
-    return getattr(fused, signature.name).default
-
-
-OPERATOR = {_overload(op.forward): op for op in elementwise()}
-STORING = {_overload(op.fp8): op for op in elementwise()}
-STORING_BACKWARD = {_overload(op.fp8_backward): op for op in elementwise()}
+OPERATOR: dict[Any, Elementwise] = {op.forward.overload: op for op in elementwise()}
+STORING: dict[Any, Elementwise] = {op.fp8.overload: op for op in elementwise()}
+STORING_BACKWARD: dict[Any, Elementwise] = {op.fp8_backward.overload: op for op in elementwise()}
 SUMS = {aten.add.Tensor, aten.mul.Tensor}  # a bias, an adapter and its factor
 
 
@@ -69,13 +64,13 @@ def unstore(graph: Graph) -> bool:
     for node, results, readers in edits:
         op = STORING[node.target]
         with graph.inserting_before(node):
-            instead = graph.call_function(_overload(op.forward), node.args)
+            instead = graph.call_function(op.forward.overload, node.args)
         instead.meta = {**results[0].meta, _LEVEL: "fp8"}
         for reader in readers:
             given = STORING_BACKWARD[reader.target].stored(reader.args)
             arguments = (given.grad, *node.args[: op.data], *given.others, *given.scalars, given.output_mask)
             with graph.inserting_before(reader):
-                backward = graph.call_function(_overload(op.backward), arguments)
+                backward = graph.call_function(op.backward.overload, arguments)
             backward.meta = dict(reader.meta)
             reader.replace_all_uses_with(backward)
             graph.erase_node(reader)
@@ -184,7 +179,7 @@ def _stored(graph: Graph, node: Node, exact: bool) -> Sequence[Node]:
     def both(*tensors: torch.Tensor) -> Any:
         rest = iter(tensors)
         arguments = [next(rest) if isinstance(a, Node) else a for a in reader.args]
-        return (_overload(op.forward)(*arguments), *store(tensors[0])) if exact else _overload(op.fp8)(*arguments)
+        return (op.forward.overload(*arguments), *store(tensors[0])) if exact else op.fp8.overload(*arguments)
 
     with graph.inserting_before(reader):
         result, *stored = _inline(graph, both, *(a for a in reader.args if isinstance(a, Node)))

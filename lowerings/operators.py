@@ -458,8 +458,7 @@ def lower(op: Elementwise) -> None:
     """Register the lowerings of the four that a declared operator comes in."""
     for signature, make in zip(op.signatures, (_forward, _backward, _fp8, _fp8_backward), strict=True):
         # type_promotion_kind=None: the arguments' dtypes differ by design; promotion would widen what is loaded.
-        overload = getattr(torch.ops.fused, signature.name).default
-        register_lowering(overload, type_promotion_kind=None)(make(op))
+        register_lowering(signature.overload, type_promotion_kind=None)(make(op))
 
 
 for _operator in elementwise():

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import sys
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
@@ -26,6 +25,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 
 from torch_fused_ops import activations, known_gemms, observers
 from torch_fused_ops._version import __version__
+from torch_fused_ops.capturing import captured_graphs
 from torch_fused_ops.lowerings import compat, epilogues, handover, memory, partition, row_blocks
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, policy_or_default
 
@@ -296,8 +296,7 @@ def enable(policy: FusionPolicy | None = None) -> None:
 
 def _say_what_came_before() -> None:
     """Once: that what is compiled already stays as it is. (A graph that is being compiled now is counted already.)"""
-    utils = sys.modules.get("torch._dynamo.utils")
-    graphs = (utils.counters["stats"]["unique_graphs"] if utils else 0) - _graphs
+    graphs = captured_graphs() - _graphs
     if graphs > 0 and torch._guards.CompileContext.try_get() is None and "before" not in _logged:
         _logged.add("before")
         log.warning(

@@ -62,7 +62,7 @@ def rewrite(graph: Graph) -> int:
     """Sum over blocks where activations' gradients are summed over their rows; how many activations that concerns."""
     if autotuned("TRITON") and compat.keeps_loops_it_tried():
         return 0  # d would leave the epilogues of Inductor's own GEMMs
-    operators = {target: op for op in elementwise() for target in _backwards(op)}
+    operators = {s.overload: op for op in elementwise() for s in (op.backward, op.fp8_backward)}
     found = [edit for node in graph.nodes if node.target in operators and (edit := _edit(node, operators[node.target]))]
     for marked, sums, rows in found:
         for node in marked:
@@ -70,10 +70,6 @@ def rewrite(graph: Graph) -> int:
         for total in sums:
             _sum_blocks(graph, total, rows)
     return len(found)
-
-
-def _backwards(op: Elementwise) -> tuple[Any, ...]:
-    return tuple(getattr(torch.ops.fused, s.name).default for s in (op.backward, op.fp8_backward))
 
 
 def _edit(node: Node, op: Elementwise) -> _Edit | None:
@@ -90,7 +86,7 @@ def _edit(node: Node, op: Elementwise) -> _Edit | None:
     block = rows_of_a_block(rows, columns, grad.device)
     if block is None:
         return None
-    again = getattr(torch.ops.fused, op.name).default  # what reads the same data stays in one kernel
+    again = op.forward.overload  # what reads the same data stays in one kernel
     return _Edit([node, *(user for user in data.users if user.target is again)], sums, block)
 
 

@@ -183,9 +183,6 @@ def _softmax_backward(
     return d_input, d_sink
 
 
-for _name, _lowering in (
-    ("scaled_masked_softmax", _softmax),
-    ("scaled_masked_softmax_backward", _softmax_backward),
-):
-    # type_promotion_kind=None: promotion would widen what is loaded.
-    register_lowering(getattr(torch.ops.fused, _name).default, type_promotion_kind=None)(_lowering)
+# type_promotion_kind=None: promotion would widen what is loaded.
+register_lowering(torch.ops.fused.scaled_masked_softmax.default, type_promotion_kind=None)(_softmax)
+register_lowering(torch.ops.fused.scaled_masked_softmax_backward.default, type_promotion_kind=None)(_softmax_backward)

@@ -142,6 +142,11 @@ def test_the_table_goes_from_the_ground_up() -> None:
         assert all(parts.index(one) < parts.index(part) for one in below), part
 
 
+def test_every_part_has_its_place_in_the_page() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert not [part for part in LAYERS if not any(f" {part}{end}" in page for end in (".py", "/"))]
+
+
 @pytest.mark.parametrize("part", LAYERS)
 def test_a_part_imports_what_is_below_it(part: str) -> None:
     accepted = (part, *LAYERS[part])

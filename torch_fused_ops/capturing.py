@@ -1,8 +1,9 @@
-"""How a model is run so that Dynamo captures it, and nothing of it stays: what reports and ``replace_mlps`` share."""
+"""How a model is run so that Dynamo captures it, and nothing of it stays; and how much it has captured."""
 
 from __future__ import annotations
 
 import copy
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["call_model", "throwaway", "unchanged"]
+__all__ = ["call_model", "captured_graphs", "throwaway", "unchanged"]
+
+
+def captured_graphs() -> int:
+    """How many graphs Dynamo has captured in this process, or since somebody set its counters back."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils.counters["stats"]["unique_graphs"] if utils else 0
 
 
 def call_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

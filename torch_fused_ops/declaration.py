@@ -99,6 +99,12 @@ class Signature:
         return self.arguments[-1].name == "output_mask"
 
     @property
+    def overload(self) -> torch._ops.OpOverload:
+        """``torch.ops.fused.<name>.default``; AttributeError before it is registered."""
+        found: torch._ops.OpOverload = getattr(torch.ops.fused, self.name).default
+        return found
+
+    @property
     def schema(self) -> str:
         """As ``torch.library`` reads it, without the name."""
         one = "Tensor?" if self.is_backward else "Tensor"

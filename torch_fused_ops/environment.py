@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.policy import BOOLS, FusionPolicy
 
 __all__ = ["NAME", "POLICY", "ask_for"]
 
@@ -24,7 +24,7 @@ def ask_for(text: str) -> None:
 
 def _policy() -> FusionPolicy | None:
     text = os.environ.get(NAME, "").strip()
-    if text.lower() in ("", "0", "off", "false"):
+    if not text or BOOLS.get(text.lower()) is False:
         return None
     try:
         return FusionPolicy.parse(text)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_fused_ops import tiles
 from torch_fused_ops.float8 import RECIPES
 
 __all__ = [
+    "BOOLS",
     "FIELDS",
     "FusionPolicy",
     "UnfusedError",
+    "check_known",
     "enclosing_modules",
     "is_level",
     "names_module",
@@ -74,12 +76,12 @@ class FusionPolicy:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in _ACCEPTED:
+        for name in _KNOWN:
             value = getattr(self, name)
-            if not isinstance(value, str):
+            if isinstance(value, str):
+                check_known(name, value)
+            else:
                 object.__setattr__(self, name, _pairs(name, value))
-            elif not _is_known(name, value):
-                raise ValueError(f"{name}={value!r} is not known; accepted: {_ACCEPTED[name]}")
         if self.epilogues not in EPILOGUES:
             raise ValueError(f"epilogues={self.epilogues!r} is not known; accepted: {', '.join(EPILOGUES)}")
         for name in ("dropout", "strict"):
@@ -105,7 +107,7 @@ class FusionPolicy:
             TypeError: a field is not known.
             ValueError: its value is not, or the text is no list of fields.
         """
-        if text.strip().lower() in ("1", "on", "true"):
+        if BOOLS.get(text.strip().lower()):
             return cls()
         fields: dict[str, Any] = {}
         for part in text.split(","):
@@ -119,9 +121,9 @@ class FusionPolicy:
             elif name in fields:
                 raise ValueError(f"{text!r} is not accepted: {name} stands in it twice")
             elif FIELDS.get(name) == "bool":
-                if value.lower() not in _BOOLS:
+                if value.lower() not in BOOLS:
                     raise ValueError(f"{name}={value} is not accepted: it must be true or false")
-                fields[name] = _BOOLS[value.lower()]
+                fields[name] = BOOLS[value.lower()]
             else:
                 fields[name] = value
         return cls(**fields)
@@ -129,7 +131,7 @@ class FusionPolicy:
     @property
     def patterns(self) -> dict[str, tuple[str, ...]]:
         """The module patterns of each field that has some, by its name."""
-        fields = {name: getattr(self, name) for name in _ACCEPTED}
+        fields = {name: getattr(self, name) for name in _KNOWN}
         mappings = {name: tuple(dict(value)) for name, value in fields.items() if not isinstance(value, str)}
         return {"exclude": self.exclude, **mappings}
 
@@ -153,7 +155,7 @@ class FusionPolicy:
 
 
 FIELDS: dict[str, str] = dict(FusionPolicy.__annotations__)  # and their types, as they are written
-_BOOLS = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
+BOOLS = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
 
 
 def not_known(name: str, accepted: Iterable[str], besides: Iterable[str] = ()) -> str:
@@ -163,32 +165,43 @@ def not_known(name: str, accepted: Iterable[str], besides: Iterable[str] = ()) -
     return f"{name!r} is not known{f'; did you mean {near[0]!r}?' if near else ''} (accepted: {', '.join(accepted)})"
 
 
-# The fields that may be mappings from module patterns, and what they take, for messages; "off" is for a whole model.
-_ACCEPTED = {"memory": LEVELS, "gemm": ", ".join(GEMM)}
-
-
 def is_level(memory: object) -> bool:
     """Whether it is a memory level: one of ``MEMORY``, or "tiled:N" with N tiles, from 2."""
     return isinstance(memory, str) and (memory in MEMORY or tiles.asked(memory) is not None)
 
 
-def _is_known(name: str, value: str) -> bool:
-    return is_level(value) if name == "memory" else value in GEMM
+class _Known(NamedTuple):
+    has: Callable[[object], bool]
+    accepted: str  # in messages
+    noun: str
+
+
+# The fields that may be mappings from module patterns, and what they take. "off" is for a whole model.
+_KNOWN = {
+    "memory": _Known(is_level, LEVELS, "level"),
+    "gemm": _Known(lambda value: isinstance(value, str) and value in GEMM, ", ".join(GEMM), "recipe"),
+}
+
+
+def check_known(name: str, value: object) -> None:
+    """ValueError for what is no memory level (``name`` is "memory"), or nothing to multiply in ("gemm")."""
+    if not _KNOWN[name].has(value):
+        raise ValueError(f"{name}={value!r} is not known; accepted: {_KNOWN[name].accepted}")
 
 
 def _pairs(name: str, value: object) -> tuple[tuple[str, str], ...]:
+    has, accepted, noun = _KNOWN[name]
     try:
         pairs = tuple((pattern, one) for pattern, one in dict(value).items())  # type: ignore[call-overload]
     except (TypeError, ValueError):
-        one, many = {"memory": ("a level", "levels"), "gemm": ("a recipe", "recipes")}[name]
         raise TypeError(
-            f"{name}={value!r} is not accepted: it must be {one} ({_ACCEPTED[name]}), or a mapping from module "
-            f"patterns to {many}"
+            f"{name}={value!r} is not accepted: it must be a {noun} ({accepted}), or a mapping from module patterns to "
+            f"{noun}s"
         ) from None
     for pattern, one in pairs:
-        if not isinstance(one, str) or one == "off" or not _is_known(name, one):
+        if one == "off" or not has(one):
             raise ValueError(
-                f"{name}={one!r} for {pattern!r} is not accepted; accepted: {_ACCEPTED[name].removeprefix('off, ')}"
+                f"{name}={one!r} for {pattern!r} is not accepted; accepted: {accepted.removeprefix('off, ')}"
                 + ("; 'off' is for all of a model, not for a part of it" if one == "off" else "")
             )
     return pairs
@@ -225,11 +238,7 @@ def policy_or_default(policy: FusionPolicy | None) -> FusionPolicy:
     if policy is None:
         return FusionPolicy()
     if not isinstance(policy, FusionPolicy):
-        meant = [
-            f"FusionPolicy({name}={policy!r})"
-            for name in _ACCEPTED
-            if isinstance(policy, str) and _is_known(name, policy)
-        ]
+        meant = [f"FusionPolicy({name}={policy!r})" for name, known in _KNOWN.items() if known.has(policy)]
         raise TypeError(
             f"policy={policy!r} is not accepted: it must be a FusionPolicy or None"
             + (f"; did you mean {' or '.join(meant)}?" if meant else "")

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, Proxy
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops import tiles
@@ -313,13 +313,15 @@ def _insert(graph: Graph, found: Tiling, new: list[Node]) -> Node:
         sizes: list[Any] = [each] * (found.tiles - 1) + [rest]
         given: list[Any] = sizes
         if not isinstance(tokens, int):  # the same, as calls
-            n = found.tiles
             whole = size(rows, 0)
-            four = call(operator.mul, (4, whole), source, lambda: 4 * tokens)
-            one = call(operator.floordiv, (four, 4 * n + 1), source, lambda: each)
-            others = call(operator.mul, (n - 1, one), source, lambda: (n - 1) * each)
-            left = call(operator.sub, (whole, others), source, lambda: rest)
-            given = [one] * (n - 1) + [left]
+            one, left = tiles.lengths(Proxy(whole), found.tiles)
+            known, start = {whole: tokens}, len(new)
+            while new[-1].next is not last:
+                new.append(new[-1].next)
+            for node in new[start:]:
+                known[node] = node.target(*(known.get(a, a) for a in node.args))
+                describe(node, source, partial(known.get, node))
+            given = [one.node] * (found.tiles - 1) + [left.node]
         pieces = call(torch.split, (rows, given), source, lambda: tuple(value.new_empty((n, width)) for n in sizes))
         results = []
         for i, length in enumerate(sizes):

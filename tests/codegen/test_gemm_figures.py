@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from torch import Tensor
 
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops import virtual_gpu as gpu
-from torch_fused_ops.benchmarks import fp8_recipes, harness
-from torch_fused_ops.benchmarks.fp8_recipes import FP8_FLOP, bytes_besides_products
+from torch_fused_ops.benchmarks import fp8_recipes, harness, models
+from torch_fused_ops.benchmarks.fp8_recipes import FP8_FLOP, GELUMLP, bytes_besides_products
+from torch_fused_ops.benchmarks.models import SwiGLUMLP
 from torch_fused_ops.virtual_gpu.roofline import rates_of
 
 pytest.importorskip("triton")
@@ -30,35 +29,11 @@ RATES = rates_of(gpu.H200)
 RECIPES = Path(fp8_recipes.__file__).resolve().with_name("results") / "fp8_recipes.json"
 
 
-class SwiGLU(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(HIDDEN, FFN, bias=False) for _ in range(2))
-        self.down = nn.Linear(FFN, HIDDEN, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
-
-
-class GELU(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))  # type: ignore[no-any-return]
-
-
-class TanhGELU(GELU):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))  # type: ignore[no-any-return]
-
-
 @cache
 def on_paper(make: type[nn.Module], **policy: Any) -> gpu.PaperCompilation:
     torch._dynamo.reset()
     with torch.device("meta"):
-        module = make().bfloat16()
+        module = make(HIDDEN, FFN if make is SwiGLUMLP else 4 * HIDDEN).bfloat16()
         x = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     if not policy:
         return gpu.compile_on_paper(module, x)
@@ -72,7 +47,7 @@ def extern(graph: gpu.GeneratedGraph) -> dict[str, int]:
 
 @pytest.mark.seconds("a whole training step, compiled for a GPU")
 def test_kernels_and_calls_of_a_step() -> None:
-    paper = on_paper(SwiGLU, gemm="fp8")
+    paper = on_paper(SwiGLUMLP, gemm="fp8")
     forward, backward = paper.forward, paper.backward
     assert forward is not None and backward is not None
     # The input, and gate and up with the activation: Inductor's. Three weights: ours.
@@ -88,7 +63,7 @@ def test_kernels_and_calls_of_a_step() -> None:
 
 @pytest.mark.slow
 def test_a_gelu_mlp_with_biases() -> None:
-    backward = on_paper(GELU, gemm="fp8").backward
+    backward = on_paper(GELUMLP, gemm="fp8").backward
     assert backward is not None
     ours = {"quantise": 2, "quantise_both": 1, "requantise": 1, "bias_act_backward_quantised": 1}
     assert extern(backward) == {**ours, "scaled_mm": 4}
@@ -97,7 +72,7 @@ def test_a_gelu_mlp_with_biases() -> None:
 @pytest.mark.slow
 def test_what_tanh_costs_where_weights_gradients_are_in_bf16() -> None:
     moved = []
-    for make in (GELU, TanhGELU):
+    for make in (GELUMLP, models.GELUMLP):
         backward = on_paper(make, gemm="fp8-wgrad-bf16").backward
         assert backward is not None
         moved.append(bytes_besides_products(backward))
@@ -115,8 +90,8 @@ POLICIES: dict[str, dict[str, str]] = {
 }
 # Linear layers, and those in front of the activation.
 MODELS: dict[str, tuple[type[nn.Module], int, int]] = {
-    "SwiGLU, 14336": (SwiGLU, 3, FFN),
-    "GELU, 16384": (GELU, 2, 4 * HIDDEN),
+    "SwiGLU, 14336": (SwiGLUMLP, 3, FFN),
+    "GELU, 16384": (GELUMLP, 2, 4 * HIDDEN),
 }
 
 
@@ -167,7 +142,7 @@ def test_the_page_says_what_was_counted(model: str, policy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ("free", "fp8", "input"))
-@pytest.mark.parametrize("make", (SwiGLU, GELU))
+@pytest.mark.parametrize("make", (SwiGLUMLP, GELUMLP))
 def test_less_is_kept_at_every_level(make: type[nn.Module], memory: str) -> None:
     kept = [on_paper(make, memory=memory, gemm=gemm).saved_bytes() for gemm in ("bf16", "fp8")]
     assert kept[0] - kept[1] == TOKENS * HIDDEN - TOKENS * HIDDEN // 128 * 4

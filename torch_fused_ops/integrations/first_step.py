@@ -17,9 +17,15 @@ log = logging.getLogger("torch_fused_ops")
 class FirstStep:
     """Between ``begin`` and ``end``: what pick-up does is recorded; at the end it is said, once.
 
+    It switches nothing on: ``tfo.enable()`` does, before the model is compiled. Where nothing was fused it warns.
+
     Args:
         say: takes the text: ``print``, a logger's ``info``, a run's notes.
-        figures: also work out on paper what fusing saves (``Report.measure``): memory, bytes moved, kernels.
+        figures: also work out on paper what fusing saves (``Report.measure``): memory, bytes moved, kernels; takes
+            seconds for each layer.
+
+    Attributes:
+        report: the report on the first step; None before it began.
     """
 
     def __init__(self, say: Callable[[str], object] = print, figures: bool = False) -> None:

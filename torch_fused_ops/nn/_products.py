@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_fused_ops import functional
 from torch_fused_ops.float8 import BLOCK
-from torch_fused_ops.policy import GEMM
+from torch_fused_ops.policy import check_known
 
 __all__ = [
     "DENSE",
@@ -75,8 +75,7 @@ def linear(gemm: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 def check_gemm(gemm: object, **sizes: int) -> None:
     """ValueError for what is no recipe, and for sizes that float8 does not have."""
-    if gemm not in GEMM:
-        raise ValueError(f"gemm={gemm!r} is not known; accepted: {', '.join(GEMM)}")
+    check_known("gemm", gemm)
     for name, size in sizes.items() if gemm != "bf16" else ():
         if size % BLOCK:
             raise ValueError(f"{name}={size} is not accepted with gemm={gemm!r}: it must be a multiple of {BLOCK}")

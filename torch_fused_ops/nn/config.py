@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fused_ops import activations, functional, megatron, tiles
-from torch_fused_ops.policy import LEVELS, is_level
+from torch_fused_ops.policy import check_known
 
 __all__ = [
     "Activation",
@@ -299,8 +299,7 @@ def read_memory(config: Any, fused: bool) -> str:
         ValueError: it is not known, or two flags ask for two levels, or float8 is asked for where nothing is fused.
     """
     memory, fp8 = read(config, "memory"), read(config, "activation_func_fp8_input_store")
-    if not is_level(memory):
-        raise ValueError(f"memory={memory!r} is not known; accepted: {LEVELS}")
+    check_known("memory", memory)
     if fp8 and memory not in ("free", "fp8"):
         raise ValueError(f"activation_func_fp8_input_store=True is not accepted with memory={memory!r}: two levels")
     memory = "fp8" if fp8 else memory

@@ -16,21 +16,15 @@ from torch_fused_ops.nn import layouts
 from torch_fused_ops.nn._memory import in_tiles, through
 from torch_fused_ops.nn._products import check_gemm, check_shape, linear
 from torch_fused_ops.nn.config import activation_name, checked
-from torch_fused_ops.policy import LEVELS, is_level
+from torch_fused_ops.policy import check_known
 
-__all__ = ["FusedMLP", "Middle", "check_memory", "untouched"]
+__all__ = ["FusedMLP", "Middle", "untouched"]
 
 
 def untouched(module: nn.Module) -> bool:
     """Whether calling the module is calling its class's ``forward``: nobody has hooked into it or replaced it."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return not hooks and "forward" not in module.__dict__ and module._compiled_call_impl is None
-
-
-def check_memory(memory: object) -> None:
-    """ValueError for what is no memory level."""
-    if not is_level(memory):
-        raise ValueError(f"memory={memory!r} is not known; accepted: {LEVELS}")
 
 
 @dataclass(frozen=True)
@@ -67,33 +61,23 @@ class Middle:
     ) -> Tensor:
         """``second(dropout(act(first(x) + bias), p))``, keeping for backward what ``memory`` says; ``reads``: what
         ``first`` reads besides its argument."""
-        return in_tiles(
-            x, memory, lambda rows, level: self._run(rows, first, bias, second, level, p, lambda: (bias, *reads()))
-        )
 
-    def _run(
-        self,
-        x: Tensor,
-        first: Callable[[Tensor], Tensor],
-        bias: Tensor | None,
-        second: Callable[[Tensor], Tensor],
-        memory: str,
-        p: float,
-        reads: Callable[[], Iterable[Tensor | None]],
-    ) -> Tensor:
-        """``run``, of all rows or of a tile's: then with a seed of its own for the dropout."""
-        act: Callable[[Tensor], Tensor] = lambda h: self(h, bias)  # noqa: E731
-        # ReLU keeps its result. Where that is made again it must not: threshold is ReLU, bit for bit, and keeps what it
-        # reads.
-        if self.layout is None and self.activation == "relu" and memory in ("fp8", "input"):
-            own, added, bias = first, bias, None
-            first = own if added is None else lambda x: own(x) + added
-            act = lambda h: F.threshold(h, 0.0, 0.0)  # noqa: E731
-        activate = act
-        if p:
-            seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=x.device)
-            activate = lambda h: functional.dropout_add(act(h), seed=seed, p=p)  # noqa: E731
-        return through(x, first, activate, second, memory, reads=reads)
+        def of_rows(rows: Tensor, level: str) -> Tensor:
+            """Of all rows, or of a tile's: then with a seed of its own for the dropout."""
+            produce: Callable[[Tensor], Tensor] = first
+            act: Callable[[Tensor], Tensor] = lambda h: self(h, bias)  # noqa: E731
+            # ReLU keeps its result. Where that is made again it must not: threshold is ReLU, bit for bit, and keeps
+            # what it reads.
+            if self.layout is None and self.activation == "relu" and level in ("fp8", "input"):
+                produce = first if bias is None else lambda x: first(x) + bias
+                act = lambda h: F.threshold(h, 0.0, 0.0)  # noqa: E731
+            activate = act
+            if p:
+                seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=rows.device)
+                activate = lambda h: functional.dropout_add(act(h), seed=seed, p=p)  # noqa: E731
+            return through(rows, produce, activate, second, level, reads=lambda: (bias, *reads()))
+
+        return in_tiles(x, memory, of_rows)
 
 
 class FusedMLP(nn.Module):
@@ -156,7 +140,7 @@ class FusedMLP(nn.Module):
             raise TypeError(f"dropout={dropout!r} is not accepted: it must be a number from 0 to 1")
         if not (math.isfinite(dropout) and 0 <= dropout <= 1):
             raise ValueError(f"dropout={dropout!r} is not accepted: it must be from 0 to 1")
-        check_memory(memory)
+        check_known("memory", memory)
         check_gemm(gemm, hidden=hidden, ffn=ffn)
         known = activation_name(activation)
         if known is None:

@@ -264,10 +264,14 @@ def _prove(module: nn.Module, x: Tensor) -> _Proof:
     with torch.utils._python_dispatch._disable_current_modes():
         before = _structure(twin, {}, True)
         reading, state = capture(twin, (_like(x),), {})
-    result = reading.recipe or reading.refusal()
+    result: Recipe | Refused
     try:
-        if reading.recipe is not None and _structure(twin, {}, True) != before:
+        if reading.recipe is None:
+            result = reading.refusal()
+        elif _structure(twin, {}, True) != before:
             result = Refused(Kind.ATTRIBUTES, "its forward changes the module's attributes")
+        else:
+            result = reading.recipe.examined(twin)
     except Refused as refusal:
         result = refusal.with_traceback(None)
     for inner in made.values():  # neither situations nor what is watched name tensors: they may go

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_fused_ops import functional
 from torch_fused_ops.nn._products import linear
 from torch_fused_ops.nn.fused_mlp import Middle
-from torch_fused_ops.reasons import Kind, Refusal
+from torch_fused_ops.reasons import Kind, Reason, Refusal
 
 __all__ = ["Linear", "Recipe", "Refused"]
 
@@ -49,26 +49,28 @@ class Recipe(NamedTuple):
     outer: float = 0.0
     cast: bool = False  # what the second linear reads is brought to its weight's dtype
     proved_from: str = ""
+    not_in_float8: tuple[Reason | None, ...] = ()  # why, of each linear layer, the last one last; None where it can be
 
-    def in_float8(self, module: nn.Module) -> Iterator[Refusal | None]:
-        """Of each linear layer, the last one last, why it cannot multiply in float8; None where it can."""
+    def examined(self, module: nn.Module) -> Recipe:
+        """The recipe with ``not_in_float8``: what shapes, dtypes and devices of the module's weights say."""
         from torch_fused_ops.lowerings.recognise.gemms import check_float8
 
+        found: list[Reason | None] = []
         for layer in (*self.first, self.second):
             weight, _ = layer.of(module)
             try:
                 check_float8(weight, weight.dtype)
-                yield None
+                found.append(None)
             except Refusal as refusal:
-                yield refusal
+                found.append(refusal.reason)
+        return self._replace(not_in_float8=tuple(found))
 
     def run(self, module: nn.Module, x: Tensor, memory: str, gemm: str = "bf16") -> Tensor:
         """The module's result; ``gemm``: what the linear layers multiply in that can."""
         linears = [layer.of(module) for layer in self.first]
         weight, bias = self.second.of(module)
         last = None if self.outer else bias
-        refused = [None] * (len(linears) + 1) if gemm == "bf16" else self.in_float8(module)
-        *of_first, of_second = (gemm if refusal is None else "bf16" for refusal in refused)
+        *of_first, of_second = (gemm if reason is None else "bf16" for reason in self.not_in_float8)
 
         def second(a: Tensor) -> Tensor:
             return linear(of_second, a.to(weight.dtype) if self.cast else a, weight, last)

@@ -151,7 +151,7 @@ def register(
         f"fused::{name}", checked(_elsewhere(plain), check), mutates_args=(), schema=signature.schema
     )
     defined.register_fake(fake)
-    op: torch._ops.OpOverload = getattr(torch.ops.fused, name).default
+    op = signature.overload
     defined.register_vmap(vmap(op))
     for key, kernel in {"CPU": on_cpu, **dict.fromkeys(_GPUS, on_gpu)}.items():
         library.impl(op, checked(kernel, check), key)

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torch_fused_ops.declaration import Elementwise
@@ -100,7 +99,7 @@ def _per_example(op: Elementwise, plain: Callable[..., Gradients], bias: int, gr
 
 def fp8_backward(op: Elementwise, _: Callable[..., Any]) -> Rule:
     """Of a backward operator that loads float8: the plain backward operator's rule, on what was loaded."""
-    loading = backward(op, getattr(torch.ops.fused, op.backward.name).default)
+    loading = backward(op, op.backward.overload)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         given, dims = op.stored(args), op.stored(in_dims)

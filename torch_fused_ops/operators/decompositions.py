@@ -39,8 +39,8 @@ def decompositions(*, differentiable: bool = True) -> dict[torch._ops.OpOverload
     if not isinstance(differentiable, bool):
         raise TypeError(f"differentiable={differentiable!r} is not accepted: it must be True or False")
     table: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-        getattr(torch.ops.fused, name).default: functools.partial(_in_aten, plain, check, differentiable)
-        for name, (_, plain, check) in REGISTERED.items()
+        signature.overload: functools.partial(_in_aten, plain, check, differentiable)
+        for signature, plain, check in REGISTERED.values()
     }
     fused = torch.ops.fused
     return {**table, fused.make_viewless.default: viewless.in_aten, fused.linear_fp8.default: float8.linear}

@@ -60,7 +60,7 @@ def _facts(report: Report) -> Iterator[str]:
     if report.figures:
         yield "training step" if report.figures.training else "inference"
         yield f"figures on paper, for an {report.figures.target}"
-    for policy in dict.fromkeys(capture.policy for capture in report._captures):
+    for policy in report.policies:
         gemm = "" if policy.gemm == "bf16" else f", gemm={policy.gemm!r}"
         yield f"FusionPolicy(memory={policy.memory!r}{gemm})"
     yield f"torch {torch.__version__.partition('+')[0]}"

@@ -17,6 +17,7 @@ import torch
 from torch._guards import CompileContext
 from torch.fx import Graph, GraphModule
 
+from torch_fused_ops.capturing import captured_graphs
 from torch_fused_ops.observers import observed_by
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.figures import Capture, capture
@@ -54,21 +55,15 @@ def record(*, figures: bool = False) -> Iterator[Report]:
     from torch_fused_ops.lowerings import compat
 
     recorder = _Recorder()
-    captured = _captured_by_dynamo()
+    before = captured_graphs()
     with compat.passes_before_caches():
         try:
             with observed_by(recorder):
                 yield recorder.report
         finally:
-            recorder.report.other_graphs = max(0, _captured_by_dynamo() - captured - recorder.report.graphs)
+            recorder.report.other_graphs = max(0, captured_graphs() - before - recorder.report.graphs)
     if figures and recorder.report.graphs:
         recorder.report.measure()
-
-
-def _captured_by_dynamo() -> int:
-    """How many graphs Dynamo has captured in this process, or since somebody set its counters back."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    return utils.counters["stats"]["unique_graphs"] if utils else 0
 
 
 # ---- what the stage tells --------------------------------------------------------------------------------------------
