@@ -71,7 +71,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], int, str
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_explain_shows_every_mlp_fused(name: str, training: bool) -> None:

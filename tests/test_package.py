@@ -34,17 +34,14 @@ print(len(set(sys.modules) - before))
     assert heavy == "[]" and int(count) < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [
-        pytest.param(  # as torch.library.opcheck does: it imports the lowerings
-            "torch_fused_ops, torch._inductor.pattern_matcher",
-            marks=pytest.mark.seconds("a process that imports Inductor"),
-        ),
-        *(
-            pytest.param(first, marks=pytest.mark.slow)
-            for first in ("torch_fused_ops", "torch._inductor.lowering", "torch_fused_ops.lowerings.operators")
-        ),
+        "torch_fused_ops, torch._inductor.pattern_matcher",  # as torch.library.opcheck does: it imports the lowerings
+        "torch_fused_ops",
+        "torch._inductor.lowering",
+        "torch_fused_ops.lowerings.operators",
     ],
 )
 def test_lowerings_register_whatever_is_imported_first(first: str) -> None:

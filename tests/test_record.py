@@ -309,6 +309,7 @@ def test_inference_has_bytes_and_kernels_by_hand_and_nothing_saved() -> None:
     assert not found.training and "saved for backward" not in str(report) and "backward" not in str(report)
 
 
+@pytest.mark.slow
 def test_dynamic_sizes_are_measured_as_they_were() -> None:
     with tfo.record(figures=True) as report:
         torch.compile(mlp(), backend="fused", dynamic=True)(batch(grad=True))

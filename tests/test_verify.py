@@ -48,7 +48,7 @@ def x_of(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("level", ["off", "free", "fp8", "input", {"": "fp8"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_is_right(dtype: torch.dtype, level: Any) -> None:

@@ -208,6 +208,7 @@ def ends_in(found: Any, wanted: str | None) -> bool:
     return bool(found) and all(s.op if wanted == FUSED else s.reason.startswith(wanted) for s in found)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_work_is_linear_in_the_graph(name: str) -> None:
     """Twice as large a graph, twice as much work: no chain is walked for each of its nodes, no join doubles it."""
@@ -219,7 +220,7 @@ def test_work_is_linear_in_the_graph(name: str) -> None:
     assert large <= 2.2 * small
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(16)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_graph_of_5000_is_read(name: str) -> None:
     """No recursion over a graph's depth, none over its width."""

@@ -55,7 +55,7 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]], float]] =
 }  # fmt: skip
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_instructions_per_element(name: str) -> None:
     fn, args, limit = FORMS[name]

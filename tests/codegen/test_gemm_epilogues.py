@@ -273,7 +273,7 @@ def test_freezing_merges_gate_and_up() -> None:
 # ---- deterministic mode --------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1, "gemm")
+@pytest.mark.every(10)
 @pytest.mark.parametrize("model", [GeluMLP, SwigluMLP, Glu, LlamaBlock, packed_with_bias])
 @pytest.mark.parametrize("gemm", ["library", "triton"])
 def test_nothing_is_added_atomically(model: Callable[[], nn.Module], gemm: str) -> None:

@@ -14,14 +14,8 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "megatron_block.py"
 ROW = re.compile(r"^(eager|compiled), dropout (0\.\d) +([\d.]+) +([\d.]+) +([\d.]+) MiB$", re.M)
 
 
-@pytest.mark.parametrize(
-    ("mlp", "backend"),
-    [
-        pytest.param("swiglu", "aot_eager", marks=pytest.mark.seconds("the one example of the default suite")),
-        pytest.param("gelu", "fused", marks=pytest.mark.slow),
-        pytest.param("swiglu", "fused", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mlp", "backend"), [("swiglu", "aot_eager"), ("gelu", "fused"), ("swiglu", "fused")])
 def test_megatron_block(mlp: str, backend: str, tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, str(SCRIPT), "--mlp", mlp, "--backend", backend, "--layers", "1", "--steps", "3"],

@@ -518,6 +518,7 @@ def test_only_what_is_used_is_read() -> None:
 # ---- without Triton --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_missing_triton_says_what_to_install() -> None:
     program = "import sys; sys.modules['triton'] = None; import torch_fused_ops.kernels.activation"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

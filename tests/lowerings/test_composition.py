@@ -638,7 +638,7 @@ KINDS: dict[str, Callable[[Theirs], Any]] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_passes_in_all_slots_run_as_before_and_are_restored(kind: str) -> None:
     if kind in ("a list", "a tuple") and not compat.LISTS_OF_PASSES:

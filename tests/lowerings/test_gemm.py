@@ -71,8 +71,8 @@ def apart(a: Tensor, b: Tensor) -> float:
 # ---- what it computes ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(4)
 @pytest.mark.codegen_is_slow
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", ("fp8", "fp8-wgrad-bf16"))
 @pytest.mark.parametrize("memory", ("off", "free", "fp8", "input"))
 def test_a_compiled_step_is_the_eager_one_in_float8(recipe: str, memory: str) -> None:
@@ -89,6 +89,7 @@ def test_a_compiled_step_is_the_eager_one_in_float8(recipe: str, memory: str) ->
         assert 1e-4 < apart(mine, plain) < 0.12
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_biases_dropout_and_residuals_around_it() -> None:
     class Block(nn.Module):
@@ -144,6 +145,7 @@ def test_inference_autocast_and_checkpoints() -> None:
     assert all(apart(a, b) < 0.12 for a, b in zip(around, step(module, module, x), strict=True))
 
 
+@pytest.mark.every(2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("gated", (False, True))
 def test_fused_mlp_in_eager_and_compiled(gated: bool) -> None:
@@ -262,6 +264,7 @@ class Conv1D(nn.Module):
         return torch.addmm(self.c, F.gelu(h), self.v).view(x.shape)
 
 
+@pytest.mark.every(2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("make", (Adapted, Conv1D))
 def test_other_spellings_of_linear_layers(make: type[nn.Module]) -> None:

@@ -143,8 +143,7 @@ def test_inputs_that_forward_writes(name: str, level: str) -> None:
     assert apart(step(model), step(model, interpreted(policy, exact=True))) < 1e-12
 
 
-@pytest.mark.every(2)
-@pytest.mark.seconds("machine code: what it writes where")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["centered", "pointwise"])
 def test_inputs_that_forward_writes_in_generated_code(name: str) -> None:
     """Kernels that read an input and kernels that write it keep their order."""

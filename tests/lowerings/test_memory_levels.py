@@ -411,6 +411,7 @@ def test_patterns_with_sets_are_accepted() -> None:
     assert FusionPolicy(exclude=patterns).exclude == patterns
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_scaled_gate_keeps_as_little(level: str) -> None:
     """The scale stands between the GEMM and the operator, and is computed again with it."""

@@ -155,6 +155,7 @@ def test_its_input_is_all_that_is_kept() -> None:
     assert kept(compiled(module, "free"), x) > 3 * x.numel() * 4
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_the_products_are_those_of_input() -> None:
     """Backward's: 4/3 of plain's. Results are not marked: else the residual stream would be made of products again."""

@@ -1195,6 +1195,7 @@ def test_transformers(name):
     check_model(model, mlps, torch.randint(3, 64, (2, 9)))
 
 
+@pytest.mark.slow
 def test_an_mlp_in_two_modules_says_so():
     model, _ = tiny("bert")
     (site,) = replace_mlps(model).sites

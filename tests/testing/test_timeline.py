@@ -122,8 +122,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 }  # fmt: skip
 # What attention's kernel for CPUs allocates inside its backward cannot be seen from outside, where the peak is there.
 UNSEEN = {"attention": 0.12, "Llama, checkpointed": 0.03}
-DEFAULT = {"GELU MLPs, checkpointed"}
-RUNS = pytest.mark.seconds("machine code by the C++ compiler, run under the profiler")
 
 
 # ---- reality ---------------------------------------------------------------------------------------------------------
@@ -204,9 +202,8 @@ def peaks(name: str) -> tuple[int, int]:
     return most, timeline_of([seen.paper()], device="cpu").peak
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=RUNS if name in DEFAULT else pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.slow  # machine code by the C++ compiler, run under the profiler
+@pytest.mark.parametrize("name", MODELS)
 def test_the_profiler_sees_the_same_peak(name: str, record_property: Any) -> None:
     profiler, on_meta = peaks(name)
     record_property("peaks", (profiler, on_meta))

@@ -269,6 +269,7 @@ def test_pre_grad_pass_sees_checkpoint_bodies_and_changes_the_program():
     assert [kernel.name for kernel in paper.forward.kernels] == ["triton_poi_fused_mul_relu_0"]
 
 
+@pytest.mark.slow
 def test_joint_pass_sets_the_memory_budget():
     def budget(graph):
         for node in graph.nodes:
@@ -373,6 +374,7 @@ def test_machine_code_of_every_gpu(gpu):
     assert code.registers > 0 and code.spills == 0
 
 
+@pytest.mark.slow
 def test_reductions_assemble_with_inductors_blocks():
     paper = compile_on_paper(lambda x: torch.softmax(x, -1), meta(4096, 1024), training=False)
     (kernel,) = paper.inference.kernels
