@@ -1,17 +1,19 @@
-"""A small GPT learns to write Python, four ways, and each way shows what it costs.
+"""A small GPT learns to write Python, five ways, and each way shows what it costs.
 
     pip install -e . && python examples/quickstart.py
 
-The text is the Python standard library on this machine; torch is all it needs. The four ways start from the same
-weights and see the same batches:
+The text is the Python standard library on this machine; torch is all it needs. The ways start from the same weights
+and see the same batches:
 
     eager           no compiler
     torch.compile   Inductor as it comes
-    budget 0.99     Inductor with upstream's activation memory budget set by hand
     fused           torch.compile(model, backend="fused"): this library
+    fused, fp8      the same with options={"memory": "fp8"}: what the activation reads is kept in 8 bits
+    fused, input    the same with options={"memory": "input"}: an MLP keeps its input alone
 
-They take turns step by step, in shuffled order, so that whatever else this machine is doing hits them alike. At the
-end: what each keeps for backward, how long a step takes, whether the losses agree, and a picture, ``quickstart.svg``.
+and, with --budget, ``budget 0.99``: Inductor with upstream's activation memory budget set by hand. They take turns step
+by step, in shuffled order, so that whatever else this machine is doing hits them alike. At the end: what each keeps for
+backward, how long a step takes, how far the losses are apart, and a picture, ``quickstart.svg``.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -25,8 +27,11 @@ import random
 import statistics
 import sysconfig
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +39,8 @@ from typing import Any
 # A compile cache of our own, thrown away at the end: the compile times shown are those of a first run.
 cache = tempfile.TemporaryDirectory(prefix="quickstart-", ignore_cleanup_errors=True)
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache.name)
+
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's; nothing here needs it
 
 import torch  # noqa: E402
 import torch._functorch.config as functorch_config  # noqa: E402
@@ -130,7 +137,7 @@ def standard_library(limit: int = 4_000_000) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-# ---- four ways to train it -------------------------------------------------------------------------------------------
+# ---- ways to train it ------------------------------------------------------------------------------------------------
 
 
 def budget(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -147,6 +154,8 @@ WAYS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
     "torch.compile": lambda model: torch.compile(model),
     "budget 0.99": lambda model: torch.compile(model, backend=budget),
     "fused": lambda model: torch.compile(model, backend="fused"),
+    "fused, fp8": lambda model: torch.compile(model, backend="fused", options={"memory": "fp8"}),
+    "fused, input": lambda model: torch.compile(model, backend="fused", options={"memory": "input"}),
 }
 
 
@@ -212,39 +221,77 @@ def paired(ours: Run, other: Run) -> tuple[float, float, float]:
     return statistics.median(ratios), ratios[low], ratios[high]
 
 
+def pace(ours: Run, other: Run) -> str:
+    """How much less time a step takes: of pairs of steps, or that this cannot be told."""
+    ratio, low, high = paired(ours, other)
+    if len(ours.seconds) < 8:
+        return "too few steps to compare times"
+    if low <= 1 <= high:
+        return "no measurable difference in time"
+    return f"{abs(ratio - 1):.1%} {'faster' if ratio < 1 else 'SLOWER'}"
+
+
 def verdict(name: str, ours: Run, other: Run) -> str:
-    memory, (ratio, low, high) = ours.saved / other.saved - 1, paired(ours, other)
+    memory, (_, low, high) = ours.saved / other.saved - 1, paired(ours, other)
     kept = "the same memory" if abs(memory) < 0.0005 else f"{abs(memory):.1%} {'less' if memory < 0 else 'MORE'} memory"
-    pace = f"{abs(ratio - 1):.1%} {'faster' if ratio < 1 else 'SLOWER'}"
-    if low <= 1 <= high or len(ours.seconds) < 8:  # fewer steps prove nothing
-        pace = f"no measurable difference in time: {ratio - 1:+.1%}"
-    return f"  against {name:<13}  {kept} kept for backward, {pace} (95 % interval {low - 1:+.1%} … {high - 1:+.1%})"
+    interval = f" (95 % interval {low - 1:+.1%} … {high - 1:+.1%})" if len(ours.seconds) >= 8 else ""
+    return f"  {name:<13}  {kept}, {pace(ours, other)}{interval}"
+
+
+def lost_tail() -> str:
+    """How many bfloat16 results of GELU for inputs in [−10, −3] are off by more than a unit in the last place."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = x[(x >= -10) & (x <= -3)]
+    exact = 0.5 * x.double() * torch.erfc(-x.double() / math.sqrt(2))
+    ulp = torch.nextafter(exact.bfloat16().abs(), torch.tensor(math.inf).bfloat16()).double() - exact.bfloat16().abs()
+    off = [((y.double() - exact).abs() > ulp).double().mean().item() for y in (F.gelu(x), tfo.functional.gelu(x))]
+    return f"bfloat16 GELU of −10 … −3: {off[0]:.0%} of PyTorch's results are off by more than an ulp, {off[1]:.0%} of ours"
+
+
+@contextmanager
+def dots(text: str) -> Iterator[None]:
+    """The text, and a dot every three seconds until it is done."""
+    print(text, end=" ", flush=True)
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.wait(3):
+            print(".", end="", flush=True)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def picture(runs: dict[str, Run], subtitle: str) -> str:
     """Two panels of bars side by side, as SVG: no plotting library is needed."""
     plain = runs["torch.compile"]
-    panels: dict[str, list[tuple[tuple[float, float, float], float]]] = {  # quartiles, ratio to torch.compile
-        "Kept for backward, MiB": [((r.saved / 2**20,) * 3, r.saved / plain.saved) for r in runs.values()],
-        "One training step, ms": [
-            (quartiles([1e3 * s for s in r.seconds]), paired(r, plain)[0]) for r in runs.values()
-        ],
+    changes = {name: f"{r.saved / plain.saved - 1:+.1%}".replace("-", "−") for name, r in runs.items()}
+    paces = {name: pace(r, plain).removesuffix(" in time") for name, r in runs.items()}
+    panels: dict[str, list[tuple[tuple[float, float, float], str]]] = {  # quartiles, beside torch.compile
+        "Kept for backward, MiB": [((r.saved / 2**20,) * 3, changes[name]) for name, r in runs.items()],
+        "One training step, ms": [(quartiles([1e3 * s for s in r.seconds]), paces[name]) for name, r in runs.items()],
     }
+    height = 152 + 34 * len(runs)
     grey, blue, ink, faint = "#c3c9d1", "#2563eb", "#1f2937", "#6b7280"
     out = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 288" width="880" height="288" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 {height}" width="880" height="{height}" '
         'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="14">',
-        '<rect width="880" height="288" fill="#ffffff"/>',
-        f'<text x="28" y="38" font-size="18" font-weight="600" fill="{ink}">A small GPT trained four ways</text>',
+        f'<rect width="880" height="{height}" fill="#ffffff"/>',
+        f'<text x="28" y="38" font-size="18" font-weight="600" fill="{ink}">A small GPT, {len(runs)} ways</text>',
         f'<text x="28" y="60" font-size="13" fill="{faint}">{subtitle}</text>',
     ]
     for left, (title, rows) in zip((28, 466), panels.items(), strict=True):
-        start, scale = left + 108, 160 / max(high for (_, _, high), _ in rows)
+        start, scale = left + 108, 150 / max(high for (_, _, high), _ in rows)
         out.append(f'<text x="{left}" y="98" font-weight="600" fill="{ink}">{title}</text>')
-        for row, (name, ((low, middle, high), ratio)) in enumerate(zip(runs, rows, strict=True)):
+        for row, (name, ((low, middle, high), change)) in enumerate(zip(runs, rows, strict=True)):
             y, text = 112 + 34 * row, 129 + 34 * row
             x1, x2, end = start + scale * low, start + scale * high, start + scale * high + 8
-            fill, weight = (blue, 600) if name == "fused" else (grey, 400)
+            fill, weight = (blue, 600) if name.startswith("fused") else (grey, 400)
             bold = f'font-weight="{weight}" fill="{ink}"'
             out += [
                 f'<text x="{start - 8}" y="{text}" text-anchor="end" {bold}>{name}</text>',
@@ -252,13 +299,13 @@ def picture(runs: dict[str, Run], subtitle: str) -> str:
                 f'<text x="{end:.1f}" y="{text}" {bold}>{middle:.1f}</text>',
             ]
             if name != "torch.compile":
-                change = f"{ratio - 1:+.1%}".replace("-", "−")
-                out.append(f'<text x="{end + 58:.1f}" y="{text}" font-size="13" fill="{faint}">{change}</text>')
+                small = f'font-size="{13 if left < 400 else 11}" fill="{faint}"'
+                out.append(f'<text x="{end + 58:.1f}" y="{text}" {small}>{change}</text>')
             if low < high:
                 whisker = f"M{x1:.1f} {y + 12}H{x2:.1f}M{x1:.1f} {y + 8}v8M{x2:.1f} {y + 8}v8"
                 out.append(f'<path d="{whisker}" stroke="{ink}" stroke-width="1.2" fill="none"/>')
-    note = "Lower is better. Percentages: against torch.compile, step by step. Whiskers: quartiles."
-    out.append(f'<text x="28" y="270" font-size="12" fill="{faint}">{note}</text>')
+    note = "Lower is better. Beside the bars: against torch.compile, step by step. Whiskers: quartiles."
+    out.append(f'<text x="28" y="{height - 18}" font-size="12" fill="{faint}">{note}</text>')
     return "\n".join([*out, "</svg>\n"])
 
 
@@ -272,6 +319,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3, help="blocks of the model (default: 3)")
     parser.add_argument("--batch", type=int, default=8, help="sequences in a batch (default: 8)")
     parser.add_argument("--mlp", choices=("gelu", "swiglu"), default="gelu", help="the model's MLPs (default: gelu)")
+    parser.add_argument("--budget", action="store_true", help="upstream's activation memory budget, 0.99, too")
     parser.add_argument("--out", type=Path, default="quickstart.svg", help="the picture (default: quickstart.svg)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's own choice)")
     parser.add_argument("--seed", type=int, default=0)
@@ -300,18 +348,22 @@ def main() -> None:
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     first = batch()
-    print("What backend='fused' does with this model:\n")
-    print(tfo.explain(model, *first), end="\n\n")
+    with dots("What backend='fused' does with this model"):
+        report = tfo.explain(model, *first)
+    print(f"\n\n{report}\n")
 
     runs = {}
     for name, way in WAYS.items():
+        if name == "budget 0.99" and not args.budget:
+            continue
         copied = copy.deepcopy(model)
         runs[name] = Run(copied, way(copied), torch.optim.AdamW(copied.parameters(), lr=1e-3, fused=True))
 
     print("Compiling, with the first step (not compared: a later way may reuse kernels that an earlier one built)")
     for name, run in runs.items():
-        run.step(*first)
-        print(f"  {name:<13}  {run.seconds.pop():5.1f} s   loss {run.losses[-1]:.4f}", flush=True)
+        with dots(f"  {name:<13}"):
+            run.step(*first)
+        print(f" {run.seconds.pop():.1f} s, loss {run.losses[-1]:.4f}", flush=True)
 
     print(f"\nTraining, {args.steps} steps each, taking turns\n  step   " + "".join(f"{name:>15}" for name in runs))
     order, shuffle, start = list(runs.values()), random.Random(args.seed), time.perf_counter()
@@ -335,9 +387,16 @@ def main() -> None:
         apart = max(abs(a - b) for a, b in zip(run.losses, runs["eager"].losses, strict=True))
         kept, spread = f"{run.saved / 2**20:.2f} MiB", f"{low:.1f} … {high:.1f}"
         print(f"  {name:<13}  {kept:>18} {middle:>12.1f} {spread:>18} {apart:>16.1e}")
-    print("\nbackend='fused'")
-    for name in ("eager", "torch.compile", "budget 0.99"):
-        print(verdict(name, runs["fused"], runs[name]))
+    print("\nagainst torch.compile, kept for backward and a step")
+    for name, run in runs.items():
+        if name.startswith("fused"):
+            print(verdict(name, run, runs["torch.compile"]))
+    print(f"""
+fused         keeps what upstream's activation_memory_budget=0.99 keeps of MLPs (--budget shows it)
+fp8, input    keep less than that knob can: fp8 rounds gradients, input multiplies again
+the tail      {lost_tail()}
+float8        options={{"gemm": "fp8"}}, on an H100 or H200
+will it fit?  python -m torch_fused_ops plan your_module:make_model --gpu H100 --memory 72GiB""")
 
     about = f"{config.layers} layers of width {config.width}, {args.mlp} MLPs; {where}"
     args.out.write_text(picture(runs, about), encoding="utf-8")
