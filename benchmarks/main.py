@@ -69,7 +69,6 @@ BENCHMARKS = {
     ),
     "probe": Benchmark(probe.grid, probe.name_of, probe.case, (), probe.SHAPE, (2,), {"cuda": 0.4, "cpu": 0.1}),
 }
-WAYS = (*ways.COMPILED, "operators", "gemms", "fused", "liger", "megatron", "copy")
 LIMIT = {"cuda": 540.0, "cpu": math.inf}  # seconds of a whole command
 QUICK_SECONDS = 0.1
 
@@ -104,8 +103,9 @@ def run(benchmark: Benchmark, arguments: Namespace, device: Device) -> dict[str,
     )
     if plan.seconds <= 0 or plan.limit <= 0:
         raise UsageError(f"--seconds {plan.seconds:g} --limit {plan.limit:g} are not accepted: they must be above 0")
-    if unknown := [way for way in arguments.ways if way not in WAYS and arguments.benchmark != "probe"]:
-        raise UsageError(f"--ways {' '.join(unknown)} not known; accepted: {', '.join(WAYS)}")
+    known = [way for meaning in ways.MEANINGS if arguments.benchmark in meaning.benchmarks for way in meaning.ways]
+    if known and (unknown := [way for way in arguments.ways if way not in known]):
+        raise UsageError(f"--ways {' '.join(unknown)} not known; accepted: {', '.join(known)}")
     sizes = [benchmark.size(harness.numbers(s, benchmark.counts, benchmark.shape)) for s in arguments.sizes]
     chosen = benchmark.grid(device, quick, sizes, arguments.dtypes)
     if arguments.ways and not set(arguments.ways) & set(ways.TUNED):  # a case of its own, for them alone

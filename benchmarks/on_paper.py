@@ -360,18 +360,12 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__.split("+")[0], "triton": triton.__version__}
 
 
-ELSEWHERE = ("device", "sizes", "dtypes", "ways", "seconds", "limit", "resume", "largest")  # what measuring takes
-
-
 def default_out() -> Path:
     return harness.results_folder() / "on_paper.json"
 
 
 def main(arguments: Namespace) -> int:
     """``bench on-paper``: count everything, print, write the JSON and the picture."""
-    given = [f"--{name}" for name in ELSEWHERE if getattr(arguments, name)]
-    if given:
-        raise UsageError(f"{', '.join(given)} mean nothing on paper; accepted: --only, --quick, --out, --draw")
     if arguments.draw:
         _draw(harness.read(arguments.draw, "on-paper"), arguments.draw)
         return 0

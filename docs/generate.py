@@ -170,6 +170,7 @@ BEGIN_PLAN = (
     "<!-- Written by `python docs/generate.py` from benchmarks/results/plans.json; change that, not this. -->\n"
 )
 BEGIN_ON_PAPER = "<!-- Written by `python docs/generate.py` from benchmarks/results/on_paper.json; change that. -->\n"
+BEGIN_WAYS = "<!-- Written by `python docs/generate.py` from benchmarks/ways.py; change that. -->\n"
 BEGIN_RECIPES = "<!-- Written by `python docs/generate.py` from benchmarks/results/fp8_recipes.json; change that. -->\n"
 END = "<!-- What follows is written by hand. -->\n"
 
@@ -194,9 +195,9 @@ def recognition() -> str:
     return _between("recognition.md", BEGIN, lines)
 
 
-def _between(page: str, mark: str, lines: list[str]) -> str:
-    """The page, with these lines between its two marks."""
-    before, begin, rest = (DOCS / page).read_text().partition(mark)
+def _between(page: str, mark: str, lines: list[str], text: str | None = None) -> str:
+    """The page (or this text of it), with these lines between its two marks."""
+    before, begin, rest = (text or (DOCS / page).read_text()).partition(mark)
     _, end, after = rest.partition(END)
     return "\n".join([before + begin, *lines, end + after])
 
@@ -289,8 +290,13 @@ def readme() -> str:
 
 
 def benchmarks() -> str:
-    """The page, with what ours loses on paper."""
-    from torch_fused_ops.benchmarks import on_paper
+    """The page, with the ways that are compared, and with what ours loses on paper."""
+    from torch_fused_ops.benchmarks import on_paper, ways
+
+    table = [
+        f"| {', '.join(f'`{way}`' for way in m.ways)} | {', '.join(m.benchmarks)} | {m.text} |" for m in ways.MEANINGS
+    ]
+    page = _between("benchmarks.md", BEGIN_WAYS, ["| way | of | |", "|---|---|---|", *table, ""])
 
     rows: dict[str, dict[str, list[str]]] = {}
     for loss in on_paper.losses(json.loads((RESULTS / "on_paper.json").read_text())):
@@ -300,7 +306,7 @@ def benchmarks() -> str:
     lines = [f"| | {' | '.join(heads)} |", "|---|---|---|"]
     for name, cells in rows.items():
         lines.append(f"| {name} | {' | '.join('; '.join(found) for found in cells.values())} |")
-    return _between("benchmarks.md", BEGIN_ON_PAPER, [*lines, ""])
+    return _between("benchmarks.md", BEGIN_ON_PAPER, [*lines, ""], page)
 
 
 # ---- fp8.md ----------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import importlib
 import importlib.util
 import os
 import platform
+import re
 import runpy
 import sys
 import time
@@ -279,7 +280,44 @@ def _write(report: tfo.Report, file: Path) -> None:
 
 # ---- bench -----------------------------------------------------------------------------------------------------------
 
-BENCHMARKS = ("pointwise", "mlp", "model", "inference", "probe", "on-paper", "gpu")
+_BENCH_OPTIONS: dict[str, dict[str, Any]] = {
+    "device": {"help": "cpu, cuda, cuda:1, …; a GPU by default where there is one"},
+    "quick": {"action": "store_true", "help": "the least, tiny: does it run at all?"},
+    "sizes": {"nargs": "+", "metavar": "SIZE", "default": [], "help": "8192x4096, …; its own else"},
+    "dtypes": {"nargs": "+", "choices": ("bfloat16", "float16", "float32"), "default": [], "help": "its own else"},
+    "only": {"nargs": "+", "metavar": "TEXT", "default": [], "help": "only cases whose names hold all of these texts"},
+    "skip": {"nargs": "+", "metavar": "TEXT", "default": [], "help": "without those whose names hold one of these"},
+    "ways": {"nargs": "+", "metavar": "WAY", "default": [], "help": "only these ways (below)"},
+    "seconds": {"type": float, "help": "of timing a case"},
+    "rounds": {"type": int, "default": 1000, "help": "at most so many a case (default: 1000)"},
+    "limit": {"type": float, "help": "seconds of it all (GPU: 540); what is left then is listed"},
+    "resume": {"action": "store_true", "help": "keep what --out holds and measure the rest"},
+    "threads": {"type": int, "default": 0, "help": "CPU threads (default: torch's own choice)"},
+    "seed": {"type": int, "default": 0, "help": "of random numbers, and of the order of ways (default: 0)"},
+    "out": {"type": Path, "metavar": "FILE", "help": "results (CPU: in benchmarks/results; quick: none), or a folder"},
+    "draw": {"type": Path, "metavar": "FILE", "help": "measure nothing: draw the pictures of these results"},
+    "largest": {"action": "store_true", "help": "the largest batch that fits, for each way, too"},
+    "part": {"metavar": "PART", "help": "correctness, kernels or steps"},
+}  # fmt: skip
+_TIMED = tuple(option for option in _BENCH_OPTIONS if option not in ("largest", "part"))
+# What each is, and which options it takes.
+BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "pointwise": ("every operator by itself, forward and backward, and what a call costs", _TIMED),
+    "mlp": ("a training step of GELU and SwiGLU MLPs", _TIMED),
+    "model": ("a training step of whole models", (*_TIMED, "largest")),
+    "inference": ("MLPs without gradients, decoding included", _TIMED),
+    "probe": ("our eager kernels at every block size and number of warps; float8 products; launches", _TIMED),
+    "on-paper": ("every operator and six blocks, counted for an absent H200", ("only", "quick", "out", "draw")),
+    "gpu": ("a GPU's first half hour, a part of it", ("part", "out", "device", "quick", "limit")),
+}  # fmt: skip
+
+
+def _ways(benchmark: str) -> str:
+    """The ways that a benchmark has, a line each."""
+    from torch_fused_ops.benchmarks.ways import MEANINGS
+
+    found = [(", ".join(m.ways), re.sub(r"`| \(\[.*?\)\)", "", m.text)) for m in MEANINGS if benchmark in m.benchmarks]
+    return "\n".join(["ways:", *(f"  {names}\n      {text}" for names, text in found)]) if found else ""
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -388,29 +426,14 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
     run.set_defaults(run=_run)
     bench = commands.add_parser("bench", help="measure this library beside PyTorch's own ways, or count on paper")
-    bench.add_argument("benchmark", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
-    bench.add_argument("--device", help="cpu, cuda, cuda:1, …; a GPU by default where there is one")
-    bench.add_argument("--quick", action="store_true", help="tiny sizes, a few rounds: does it run at all?")
-    bench.add_argument("--sizes", nargs="+", metavar="SIZE", default=[], help="8192x4096, …; each has its defaults")
-    bench.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float16", "float32"), default=[])
-    bench.add_argument(
-        "--only", nargs="+", metavar="TEXT", default=[], help="only cases whose names hold all of these texts"
-    )
-    bench.add_argument(
-        "--skip", nargs="+", metavar="TEXT", default=[], help="without the cases whose names hold one of these texts"
-    )
-    bench.add_argument("--ways", nargs="+", metavar="WAY", default=[], help="only these: compile, fused-free, eager, …")
-    bench.add_argument("--seconds", type=float, help="of timing a case")
-    bench.add_argument("--rounds", type=int, default=1000, help="at most so many a case (default: 1000)")
-    bench.add_argument("--limit", type=float, help="seconds of it all (GPU: 540); what is left then is listed")
-    bench.add_argument("--resume", action="store_true", help="keep what --out holds and measure the rest")
-    bench.add_argument("--largest", action="store_true", help="model: the largest batch that fits, for each way, too")
-    bench.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's own choice)")
-    bench.add_argument("--seed", type=int, default=0)
-    bench.add_argument("--out", type=Path, metavar="FILE", help="results (CPU: in benchmarks/results; quick: none)")
-    bench.add_argument("--part", metavar="PART", help="gpu: correctness, kernels or steps; --out is a folder then")
-    bench.add_argument("--draw", type=Path, metavar="FILE", help="measure nothing: draw the pictures of these results")
-    bench.set_defaults(run=_bench)
+    names = bench.add_subparsers(required=True, metavar="NAME", dest="benchmark")
+    for name, (text, options) in BENCHMARKS.items():
+        one = names.add_parser(
+            name, help=text, description=text, epilog=_ways(name), formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        for option in options:
+            one.add_argument(f"--{option}", **_BENCH_OPTIONS[option])
+        one.set_defaults(run=_bench)
     return parser
 
 

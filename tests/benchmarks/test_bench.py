@@ -28,7 +28,9 @@ def check(result: dict[str, Any], benchmark: str) -> None:
     assert result["ceilings"]["copy_bytes_per_s"] > 0 and result["seconds"] > 0 and result["not_run"] == []
     for verdict in result["targets"]:
         assert {"name", "limit", "met", "value", "cases"} <= verdict.keys()
+    known = {way for meaning in ways.MEANINGS if benchmark in meaning.benchmarks for way in meaning.ways}
     for case in result["cases"]:
+        assert case["ways"].keys() <= known, "--help has them all"
         assert {"name", "dtype", "facts", "work", "sets", "rounds", "ours", "ways"} <= case.keys()
         assert case["work"]["bytes"] > 0
         for name, way in case["ways"].items():
@@ -95,7 +97,8 @@ def test_the_gpu_paths_on_a_stand_in(given: tuple[str, ...], tmp_path: Path, mon
     options = arguments(*given, "--out", str(tmp_path / "gpu.json"))
     options.rounds = 3
     result = main.run(main.BENCHMARKS[given[0]], options, stand_in())
-    assert result["device"]["name"] == "Stand-in 9000" and result["targets"]
+    assert result["device"]["name"] == "Stand-in 9000"
+    assert bool(result["targets"]) == ("--quick" not in given), "a quick run's figures mean nothing"
     for case in result["cases"]:
         assert case["sets"] > 1
         for name, way in case["ways"].items():
@@ -124,10 +127,10 @@ def test_the_gpu_paths_on_a_stand_in(given: tuple[str, ...], tmp_path: Path, mon
         (["mlp", "--device", "cpu", "--only", "nonsense"], "--only nonsense leaves no case; there are: gelu_tanh"),
         (["mlp", "--device", "cpu", "--skip", "gelu", "swiglu"], "--skip gelu swiglu leaves no case"),
         (["mlp", "--device", "cpu", "--ways", "nonsense"], "--ways nonsense not known; accepted: eager, compile"),
+        (["inference", "--device", "cpu", "--ways", "budget"], "--ways budget not known; accepted: eager, compile"),
         (["mlp", "--device", "cpu", "--seconds", "0"], "they must be above 0"),
         (["mlp", "--device", "cpu", "--quick", "--resume"], "--resume needs the file to go on with"),
         (["mlp", "--draw", "no_such_file.json"], "no_such_file.json cannot be read"),
-        (["on-paper", "--device", "cpu"], "--device mean nothing on paper; accepted: --only, --quick, --out, --draw"),
         (["on-paper", "--only", "nonsense"], "leaves nothing to count"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -141,7 +144,12 @@ def test_what_makes_no_sense_is_refused(given: list[str], message: str, capsys: 
 
 
 def test_unknown_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for given in (["bench", "nonsense"], ["bench"]):
+    for given in (
+        ["bench", "nonsense"],
+        ["bench"],
+        ["bench", "on-paper", "--device", "cpu"],
+        ["bench", "mlp", "--part"],
+    ):
         with pytest.raises(SystemExit) as stopped:
             cli(given)
         assert stopped.value.code == 2

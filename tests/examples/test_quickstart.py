@@ -48,7 +48,7 @@ def test_quickstart(mlp: str, cache: Path, tmp_path: Path) -> None:
     assert all(apart < 1e-4 for apart in exact), ran.stdout  # float32: rounding alone
     against = re.search(r"^  fused +([\d.]+)% less memory, too few steps to compare times$", ran.stdout, re.M)
     assert against and abs(float(against[1]) / 100 - (1 - saved["fused"] / saved["torch.compile"])) < 0.005
-    assert re.search(r"6\d% of PyTorch's results are off by more than an ulp, 0% of ours", ran.stdout)
+    assert re.search(r"6\d% of PyTorch's are off by more than an ulp, 0% of ours", ran.stdout)
 
     picture = ElementTree.parse(tmp_path / "picture.svg").getroot()
     bars = picture.findall("{http://www.w3.org/2000/svg}rect")[1:]  # the first is the background
