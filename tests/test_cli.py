@@ -74,6 +74,15 @@ def test_info(capsys):
     assert re.search(r"^lowerings +(\d+) of \1 operators", out, re.M)
     assert re.search(r"^torch features +\S.*: (yes|no)$", out, re.M)
     assert re.search(r"^policy +none in force", out, re.M)
+    assert re.search(r"^numpy +[\d.]+$", out, re.M)
+    for what in (
+        "torch.compile on CPUs",
+        "torch.compile on GPUs",
+        "products in float8",
+        "figures on paper",
+        "pictures",
+    ):
+        assert re.search(rf"^(works here)? +{what}.*: .+$", out, re.M), what
     assert re.search(r"^eager kernels +this library.s$", out, re.M)
 
 

@@ -27,7 +27,7 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,6 +57,27 @@ def _devices() -> list[str]:
     ]
 
 
+def _version(package: str) -> str:
+    return getattr(importlib.import_module(package), "__version__", "?") if importlib.util.find_spec(package) else ""
+
+
+def _works() -> Iterator[tuple[str, str]]:
+    """(what, "yes" or what is missing) of everything that needs more than torch."""
+    from torch_fused_ops.lowerings import compat
+
+    compiler = compat.cpp_compiler()
+    missing = "no C++ compiler was found: install g++ or clang++, or set CXX"
+    yield "torch.compile on CPUs", f"yes, with {compiler}" if compiler else missing
+    gpu, triton = torch.cuda.is_available(), _version("triton")
+    yield "torch.compile on GPUs", ("yes" if triton else "Triton is missing") if gpu else "no GPU is seen"
+    device = torch.device("cuda" if gpu else "cpu")
+    slow = "" if gpu else ", multiplied in the model's dtype: right, and slower than without"
+    without = compat.no_block_scaling(device)
+    yield 'products in float8, gemm="fp8"', f"none on {without}" if without else f"yes{slow}"
+    yield "figures on paper, plan", "yes" if triton else 'pip install "torch-fused-ops[triton]"'
+    yield "pictures of benchmarks", "yes" if _version("matplotlib") else 'pip install "torch-fused-ops[bench]"'
+
+
 def _info(arguments: argparse.Namespace) -> int:
     import torch._dynamo
     import torch._inductor.lowering as inductor
@@ -77,12 +98,11 @@ def _info(arguments: argparse.Namespace) -> int:
     lowered = [op for op in traced if op in inductor.lowerings]
     backend = "found" if "fused" in torch._dynamo.list_backends() else "not found: install with `pip install -e .`"
     policy = passes.active_policy()
-    triton = importlib.util.find_spec("triton")
     sections: list[tuple[str, list[str]]] = [
         ("torch_fused_ops", [f"{tfo.__version__} in {Path(tfo.__file__).parent}"]),
         ("python", [f"{platform.python_version()} on {platform.platform()}"]),
         ("torch", [f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, HIP {torch.version.hip or 'none'}"]),
-        ("triton", [importlib.import_module("triton").__version__ if triton else "not installed"]),
+        *((package, [_version(package) or "not installed"]) for package in ("triton", "numpy")),
         ("devices", _devices()),
         ("operators", [", ".join(f"fused::{n}" for n in forward if "_backward" not in n)]),
         ("eager kernels", ["plain torch (TORCH_FUSED_OPS_KERNELS=torch)" if IN_TORCH else "this library's"]),
@@ -90,6 +110,7 @@ def _info(arguments: argparse.Namespace) -> int:
         ("lowerings", [f"{len(lowered)} of {len(traced)} operators, backward ones included"]),
         ("backend 'fused'", [backend]),
         ("policy", [repr(policy) if policy else "none in force: plain torch.compile picks nothing up before enable()"]),
+        ("works here", [f"{what}: {how}" for what, how in _works()]),
         ("torch features", [f"{name}: {'yes' if there else 'no'}" for name, there in compat.features().items()]),
         ("identity", [passes.identity()]),
     ]
