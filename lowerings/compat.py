@@ -240,17 +240,6 @@ def converts_to_fp8(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def cpp_compiler() -> str:
-    """The C++ compiler that Inductor calls for CPUs; "" where it finds none."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        return str(get_cpp_compiler())
-    except InvalidCxxCompiler:
-        return ""
-
-
 def no_block_scaling(device: torch.device) -> str:
     """What to call a device that cannot multiply float8 with a scale for each block of 128; "" where it can.
 

@@ -24,6 +24,7 @@ import os
 import platform
 import re
 import runpy
+import shutil
 import sys
 import time
 import traceback
@@ -65,7 +66,7 @@ def _works() -> Iterator[tuple[str, str]]:
     """(what, "yes" or what is missing) of everything that needs more than torch."""
     from torch_fused_ops.lowerings import compat
 
-    compiler = compat.cpp_compiler()
+    compiler = next(filter(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))), None)
     missing = "no C++ compiler was found: install g++ or clang++, or set CXX"
     yield "torch.compile on CPUs", f"yes, with {compiler}" if compiler else missing
     gpu, triton = torch.cuda.is_available(), _version("triton")
