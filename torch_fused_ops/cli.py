@@ -66,7 +66,8 @@ def _works() -> Iterator[tuple[str, str]]:
     """(what, "yes" or what is missing) of everything that needs more than torch."""
     from torch_fused_ops.lowerings import compat
 
-    compiler = next(filter(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))), None)
+    asked = os.environ.get("CXX")
+    compiler = next(filter(shutil.which, [asked] if asked else ["g++", "clang++"]), None)
     missing = "no C++ compiler was found: install g++ or clang++, or set CXX"
     yield "torch.compile on CPUs", f"yes, with {compiler}" if compiler else missing
     gpu, triton = torch.cuda.is_available(), _version("triton")
