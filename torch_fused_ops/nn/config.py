@@ -20,11 +20,13 @@ from torch_fused_ops.policy import LEVELS, is_level
 __all__ = [
     "Activation",
     "MLPConfig",
+    "ParallelGroups",
     "activation_name",
     "check_precision",
     "checked",
     "read",
     "read_activation",
+    "read_groups",
     "read_interleave",
     "read_memory",
     "read_offload",
@@ -172,6 +174,7 @@ _ACCEPTED = {
     **dict.fromkeys(("activation_func_clamp_value", "glu_linear_offset"), _NUMBER),
     **dict.fromkeys(("init_method", "output_layer_init_method"), _FILL),
     **dict.fromkeys(("tp_group", "ep_group"), _GROUP),
+    "name": _Accepted(lambda v: isinstance(v, str), "a string"),
     **dict.fromkeys(
         (
             "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "moe_latent_size", "moe_mlp_glu_interleave_size",
@@ -221,6 +224,61 @@ def read(config: Any, name: str) -> Any:
     """
     value = checked(name, getattr(config, name, None))
     return _DEFAULTS[name] if value is None else value
+
+
+class ParallelGroups(NamedTuple):
+    """The processes that a module's weights are shared out over.
+
+    Attributes:
+        tp: those that hold a weight, or an expert, together.
+        ep: those that have the other experts.
+        expt_dp: those that have the same experts.
+    """
+
+    tp: torch.distributed.ProcessGroup | None = None
+    ep: torch.distributed.ProcessGroup | None = None
+    expt_dp: torch.distributed.ProcessGroup | None = None
+
+
+def read_groups(
+    config: Any,
+    is_expert: bool,
+    tp_group: torch.distributed.ProcessGroup | None = None,
+    ep_group: torch.distributed.ProcessGroup | None = None,
+    pg_collection: Any = None,
+    grouped: bool = False,
+) -> ParallelGroups:
+    """The groups that a module was given, by themselves or in Megatron's ``ProcessGroupCollection``.
+
+    Args:
+        grouped: whether the module holds several experts, and so has an ep group.
+
+    Raises:
+        TypeError: for what are no groups, or not those that are needed.
+        ValueError: the config shares weights out over more processes than one, and there is no group of them.
+    """
+    given = {"tp": checked("tp_group", tp_group), "ep": checked("ep_group", ep_group), "expt_dp": None}
+    if pg_collection is not None:
+        names = {"tp": "expt_tp", "ep": "ep"} if grouped else {"tp": "expt_tp" if is_expert else "tp"}
+        for of, name in names.items():
+            if given[of] is None and not hasattr(pg_collection, name):
+                raise TypeError(
+                    f"pg_collection={pg_collection!r} is not accepted: it must have the process group {name}, as "
+                    "Megatron's ProcessGroupCollection has it"
+                )
+            given[of] = given[of] or checked(f"{of}_group", getattr(pg_collection, name, None))
+        given["expt_dp"] = getattr(pg_collection, "expt_dp", None)
+    sizes = {"tp": "expert_tensor_parallel_size" if is_expert else "tensor_model_parallel_size"}
+    if grouped:
+        sizes["ep"] = "expert_model_parallel_size"
+    for of, flag in sizes.items():
+        size = getattr(config, flag, None) or 1
+        if size > 1 and given[of] is None:
+            raise ValueError(
+                f"{flag}={size} is not accepted without {of}_group or pg_collection: which processes those are is "
+                "asked of no global state"
+            )
+    return ParallelGroups(**given)
 
 
 class Activation(NamedTuple):

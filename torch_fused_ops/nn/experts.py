@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops.nn._products import Groups, check_shape, dense_gradient, readable
-from torch_fused_ops.nn.config import checked, read, read_interleave, read_probs_on_input
+from torch_fused_ops.nn.config import checked, read, read_groups, read_interleave, read_probs_on_input
 from torch_fused_ops.nn.linear import GroupedColumnParallelLinear, GroupedLinear, GroupedRowParallelLinear
-from torch_fused_ops.nn.mlp import TEActivationFunctionBuilder, _Block, _check_divides, _sizes
+from torch_fused_ops.nn.mlp import TEActivationFunctionBuilder, _Block, _check_divides, _from_megatron, _sizes
 
 __all__ = [
     "GroupedLinearBuilder",
@@ -40,7 +40,11 @@ class GroupedLinearInterface(Protocol):
 
 
 class GroupedLinearBuilder(Protocol):
-    """What makes one of the experts' linears."""
+    """What makes one of the experts' linears.
+
+    ``groups_and_stride``: tp_group and ep_group, or pg_collection if the MLP was given that; name, if it was given; of
+    the first linear stride, as ``LinearFc1Builder``'s.
+    """
 
     def __call__(
         self,
@@ -55,9 +59,7 @@ class GroupedLinearBuilder(Protocol):
         skip_bias_add: bool,
         is_expert: bool,
         tp_comm_buffer_name: str | None,
-        tp_group: torch.distributed.ProcessGroup | None,
-        ep_group: torch.distributed.ProcessGroup | None,
-        **stride: int,
+        **groups_and_stride: Any,
     ) -> GroupedLinearInterface: ...
 
 
@@ -93,8 +95,11 @@ class GroupedMLP(_Block):
         num_local_experts: how many experts this rank has.
         config: as ``MLP`` takes it; ffn is ``moe_ffn_hidden_size``, and h ``moe_latent_size`` or ``hidden_size``.
         submodules: builders of the linears; by default ours.
+        pg_collection: Megatron's ``ProcessGroupCollection``: its ``expt_tp`` and ``ep``, where the next two are not
+            given, and its ``expt_dp``, which Megatron's checkpoints need.
+        name: as ``MLP`` takes it.
         tp_group: the processes that hold each expert together, as ``MLP``'s. All get the same rows, and the whole
-            output.
+            output; with a config of Megatron's its summand, which Megatron's token dispatchers add up.
         ep_group: the processes that have the other experts; this one has those from rank · num_local_experts on.
             Bringing rows to their experts' ranks is the caller's. The same seed on all ranks gives one process's
             weights; in checkpoints experts have their places among all.
@@ -102,14 +107,20 @@ class GroupedMLP(_Block):
     Raises:
         ValueError, TypeError: for flags that do not go together, each with its reason. Nothing is left for ``forward``.
 
-    Source: ``megatron.core.transformer.moe.experts.TEGroupedMLP``, which has parameters weight0, weight1, …
+    Source: ``megatron.core.transformer.moe.experts.TEGroupedMLP``, which has parameters weight0, weight1, …;
+    ``load_state_dict`` takes those, too.
     """
+
+    _grouped = True
 
     def __init__(
         self,
         num_local_experts: int,
         config: Any,
         submodules: GroupedMLPSubmodules | None = None,
+        pg_collection: Any = None,
+        name: str | None = None,
+        *,
         tp_group: torch.distributed.ProcessGroup | None = None,
         ep_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
@@ -118,6 +129,11 @@ class GroupedMLP(_Block):
         self.num_local_experts: int = checked("num_local_experts", num_local_experts, required=True)
         self.input_size, ffn, output_size = _sizes(config, True, None, None)
         self.ffn_hidden_size = ffn
+        groups = read_groups(config, True, tp_group, ep_group, pg_collection, grouped=True)
+        given = {"tp_group": tp_group, "ep_group": ep_group}
+        if pg_collection is not None:  # the linears find the same groups in it
+            given = {of: group for of, group in given.items() if group is not None}
+        tp_group = groups.tp
         _check_divides(ffn, tp_group)
         blocks = read_interleave(config, ffn)
         if blocks is not None and tp_group is not None and ffn // blocks % tp_group.size():
@@ -128,7 +144,7 @@ class GroupedMLP(_Block):
         self._activation = self._activation._replace(interleave=blocks)
         self._probs_on_input = read_probs_on_input(config)
         common: dict[str, Any] = {"config": config, "bias": read(config, "add_bias_linear"), "is_expert": True}
-        common |= {"tp_group": tp_group, "ep_group": ep_group}
+        common |= given
         gated = self._activation.gated
         self.linear_fc1: Any = submodules.linear_fc1(
             self.num_local_experts,
@@ -139,6 +155,7 @@ class GroupedMLP(_Block):
             tp_comm_buffer_name="fc1",
             stride=2 if gated and blocks is None else 1,
             **common,
+            **_from_megatron(name, "linear_fc1", pg_collection),
         )
         self._build(submodules.activation_func, "GroupedMLPSubmodules.activation_func")
         self.linear_fc2: Any = submodules.linear_fc2(
@@ -149,6 +166,7 @@ class GroupedMLP(_Block):
             skip_bias_add=True,
             tp_comm_buffer_name="fc2",
             **common,
+            **_from_megatron(name, "linear_fc2", pg_collection),
         )
 
     def forward(
