@@ -219,7 +219,8 @@ def _places(entry: Any) -> tuple[Offsets, Offsets]:
 def gate_and_up(entry: Any, axis: int = 0, apart: bool = False) -> Any:
     """The entry of a packed [gate; up] parameter, whose part is placed as if it were one, as a factory of two.
 
-    Of p ranks' parts the whole is [gate_0 … gate_p, up_0 … up_p]; with ``apart`` it is two, ``{key}_w`` and ``{key}_v``.
+    Of p ranks' parts the whole is [gate_0 … gate_p, up_0 … up_p]; with ``apart`` there are two, ``{key}_w`` and
+    ``{key}_v``.
 
     Source: ``apply_swiglu_sharded_factory`` of ``megatron.core.transformer.mlp``.
     """

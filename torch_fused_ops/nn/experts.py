@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torch_fused_ops.nn._products import Groups, check_shape, dense_gradient, readable
+from torch_fused_ops.nn._products import Groups, check_shape, dense_gradient
 from torch_fused_ops.nn.config import checked, read, read_groups, read_interleave, read_probs_on_input
 from torch_fused_ops.nn.linear import GroupedColumnParallelLinear, GroupedLinear, GroupedRowParallelLinear
 from torch_fused_ops.nn.mlp import TEActivationFunctionBuilder, _Block, _check_divides, _from_megatron, _sizes
+from torch_fused_ops.routing import readable, rows_of_tokens, tokens_of_rows
 
 __all__ = [
     "GroupedLinearBuilder",
@@ -218,41 +219,10 @@ class Permuted(NamedTuple):
     order: Tensor
 
 
-class _Gather(torch.autograd.Function):
-    """rows[i] = tokens[token_of_row[i]]; backward adds up a token's rows, in their order, and not as they come."""
-
-    @staticmethod
-    def forward(tokens: Tensor, token_of_row: Tensor, order: Tensor) -> Tensor:
-        return tokens.index_select(0, token_of_row)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Sum.apply(grad, *ctx.saved_tensors), None, None  # type: ignore[no-untyped-call]
-
-
-class _Sum(torch.autograd.Function):
-    """tokens[t] = the sum of rows[order[t]]"""
-
-    @staticmethod
-    def forward(rows: Tensor, token_of_row: Tensor, order: Tensor) -> Tensor:
-        of_tokens: Tensor = rows.index_select(0, order.flatten()).unflatten(0, order.shape)
-        return of_tokens.sum(1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Gather.apply(grad, *ctx.saved_tensors), None, None  # type: ignore[no-untyped-call]
-
-
 def permute(tokens: Tensor, experts: Tensor, probs: Tensor | None, num_experts: int) -> Permuted:
-    """Sort tokens by the experts that they go to; the host waits for nothing.
+    """Sort tokens by the experts that they go to, as many each; the host waits for nothing.
+
+    With a routing map, capacities or padding: ``megatron.permute``.
 
         probs, experts = router(x).softmax(-1).topk(k)
         rows, tokens_per_expert, row_probs, order = permute(x, experts, probs, num_experts)
@@ -286,7 +256,7 @@ def permute(tokens: Tensor, experts: Tensor, probs: Tensor | None, num_experts: 
     ordered, source = flat.sort(stable=True)  # source[i]: which of the T · k is row i
     ends = torch.searchsorted(ordered, torch.arange(num_experts, dtype=flat.dtype, device=flat.device), right=True)
     order = _inverse(source).view(experts.shape)
-    rows: Tensor = _Gather.apply(tokens, source // max(experts.shape[1], 1), order)  # type: ignore[no-untyped-call]
+    rows = rows_of_tokens(tokens, source // max(experts.shape[1], 1), order)
     row_probs = None if probs is None else probs.flatten().index_select(0, source)
     return Permuted(rows, ends.diff(prepend=ends.new_zeros(1)), row_probs, order)
 
@@ -302,8 +272,7 @@ def unpermute(rows: Tensor, order: Tensor) -> Tensor:
     if rows.ndim != 2 or rows.shape[0] != order.numel():
         raise ValueError(f"rows of shape {tuple(rows.shape)} are not accepted: they must be ({order.numel()}, h)")
     token_of_row = _inverse(order.flatten()) // max(order.shape[1], 1)
-    tokens: Tensor = _Sum.apply(rows, token_of_row, order)  # type: ignore[no-untyped-call]
-    return tokens
+    return tokens_of_rows(rows, token_of_row, order.shape[0], order)
 
 
 def _inverse(order: Tensor) -> Tensor:
