@@ -263,7 +263,8 @@ def _experts_apart(entry: Any, first: int, tail: str, packed: bool) -> Any:
     places = [(axis - 1, *place) for axis, *place in own]
 
     def build(key: str, t: Tensor, replica_id: Any, flattened_range: Any = None) -> list[Any]:
-        head, pieces = key.removesuffix(tail), []
+        head = key.removesuffix(tail)
+        pieces: list[Any] = []
         for i, one in enumerate(t.detach().unbind()):
             alone = ShardedTensor.from_rank_offsets(
                 f"{head}{first + i}.{tail}",

@@ -292,40 +292,30 @@ class Activation(NamedTuple):
     interleave: int | None = None  # features of gate, features of up, and so on, so many at a time
 
     def __call__(self, h: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-        layout = "halves"
-        if self.interleave == 1 and self.name is not None:
-            layout = "interleaved"
-        elif self.interleave is not None:
-            # Each block is halves, with its row's scale.
-            blocks = h.unflatten(-1, (-1, 2 * self.interleave))
-            scales = scale if scale is None else scale.unsqueeze(-1).expand(blocks.shape[:-1])
-            assert bias is None
-            return self._replace(interleave=None)(blocks, None, scales).flatten(-2)
         if self.name is not None and self.gated:
+            layout = "halves" if self.interleave is None else self.interleave
             return functional.bias_glu(
                 h, bias, scale, activation=self.name, layout=layout, up_offset=self.up_offset, clamp=self.clamp
             )
         if self.name is not None:
             return functional.bias_act(h, bias, scale, activation=self.name)
-        return self.spelled(h, bias, scale)
+        return self.spelled(h if bias is None else h + bias, scale)
 
     def halves(self, h: Tensor) -> Tensor:
         """h with gate and up apart, for who knows of no blocks."""
-        if self.interleave is None:
-            return h
-        apart: Tensor = h.unflatten(-1, (-1, 2, self.interleave)).transpose(-2, -3)
-        return apart.flatten(-3)
+        return h if self.interleave is None else functional.convert_glu_layout(h, self.interleave, "halves")
 
-    def spelled(self, h: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    def spelled(self, h: Tensor, scale: Tensor | None) -> Tensor:
         """The same in PyTorch's own functions; under ``torch.compile`` the recogniser may well find it."""
-        act = self.function
+        act, y = self.function, h
         assert act is not None
-        y = h if bias is None else h + bias
         if self.gated:
-            gate, up = y.chunk(2, -1)
+            n = self.interleave
+            gate, up = h.chunk(2, -1) if n is None else h.unflatten(-1, (-1, 2, n)).unbind(-2)
             if self.clamp is not None:
                 gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
             y = act(gate) * (up + self.up_offset)
+            y = y if n is None else y.flatten(-2)
         else:
             y = act(y)
         return y if scale is None else (y * scale.unsqueeze(-1)).to(y.dtype)

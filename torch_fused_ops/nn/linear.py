@@ -311,8 +311,9 @@ class Linear(Shareable):
         """
         for key in [key for key in state_dict if key.startswith(f"{prefix}_extra_state")]:
             del state_dict[key]
-        for name in ("weight", "bias") if self.experts is not None else ():
-            keys = [f"{prefix}{name}{i}" for i in range(self.experts.here)]
+        here = 0 if self.experts is None else self.experts.here
+        for name in ("weight", "bias") if here else ():
+            keys = [f"{prefix}{name}{i}" for i in range(here)]
             if f"{prefix}{name}" not in state_dict and all(key in state_dict for key in keys):
                 state_dict[f"{prefix}{name}"] = torch.stack([state_dict.pop(key) for key in keys])
         super()._load_from_state_dict(state_dict, prefix, *arguments)

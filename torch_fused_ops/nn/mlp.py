@@ -53,7 +53,7 @@ class LinearFc1Interface(Protocol):
 
 
 class LinearFc1Builder(Protocol):
-    """What makes a first linear; ``from_megatron``: pg_collection and name, if the MLP was given them."""
+    """What makes a first linear; it is given name and pg_collection if the MLP was."""
 
     def __call__(
         self,
@@ -70,7 +70,8 @@ class LinearFc1Builder(Protocol):
         tp_comm_buffer_name: str | None,
         tp_group: torch.distributed.ProcessGroup | None,
         stride: int = 1,
-        **from_megatron: Any,
+        name: str | None = None,
+        pg_collection: Any = None,
     ) -> LinearFc1Interface: ...
 
 
@@ -101,7 +102,7 @@ class LinearFc2Interface(Protocol):
 
 
 class LinearFc2Builder(Protocol):
-    """What makes a second linear; ``from_megatron``: as ``LinearFc1Builder``."""
+    """What makes a second linear; it is given name and pg_collection if the MLP was."""
 
     def __call__(
         self,
@@ -117,7 +118,8 @@ class LinearFc2Builder(Protocol):
         is_expert: bool,
         tp_comm_buffer_name: str | None,
         tp_group: torch.distributed.ProcessGroup | None,
-        **from_megatron: Any,
+        name: str | None = None,
+        pg_collection: Any = None,
     ) -> LinearFc2Interface: ...
 
 
