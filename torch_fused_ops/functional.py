@@ -312,7 +312,8 @@ def convert_glu_layout(packed: Tensor, source: str | int, target: str | int, dim
     if swapped != swap:
         pairs = pairs.flip(dim + 1)
     halves = pairs.transpose(dim, dim + 1).flatten(dim + 1, dim + 2)  # (2, n)
-    return halves.unflatten(dim + 1, (-1, after)).transpose(dim, dim + 1).contiguous().flatten(dim, dim + 2)
+    converted: Tensor = halves.unflatten(dim + 1, (-1, after)).transpose(dim, dim + 1).contiguous()
+    return converted.flatten(dim, dim + 2)
 
 
 # ---- activations, with a bias or without -----------------------------------------------------------------------------

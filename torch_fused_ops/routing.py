@@ -31,6 +31,10 @@ def readable(t: Tensor) -> bool:
     return there and not torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
+# Compiled, nothing in these is written in place, and no result comes out of a ``to`` that changes nothing: torch 2.11's
+# Dynamo then gives zeros for gradients.
+
+
 class _Gather(torch.autograd.Function):
     """rows[i] = tokens[token_of_row[i]], 0 for a token of -1; backward adds up a token's rows."""
 
@@ -40,7 +44,8 @@ class _Gather(torch.autograd.Function):
             return tokens.index_select(0, token_of_row)
         some = tokens if tokens.shape[0] else tokens.new_zeros(1, *tokens.shape[1:])
         rows = some.index_select(0, token_of_row.clamp(min=0))
-        return rows.masked_fill_(token_of_row.lt(0).unsqueeze(-1), 0)
+        of_none = token_of_row.lt(0).unsqueeze(-1)
+        return rows.masked_fill(of_none, 0) if torch.compiler.is_compiling() else rows.masked_fill_(of_none, 0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -68,8 +73,10 @@ class _Sum(torch.autograd.Function):
         # The row behind the last token takes what is no token's.
         sums = torch.zeros(tokens + padded, *rows.shape[1:], dtype=wide, device=rows.device)
         places = torch.where(token_of_row < 0, tokens, token_of_row) if padded else token_of_row
-        sums = sums.index_add_(0, places, rows.to(wide))
-        return (sums[:tokens].clone() if padded else sums).to(rows.dtype)
+        add = sums.index_add if torch.compiler.is_compiling() else sums.index_add_
+        sums = add(0, places, rows.to(wide))
+        sums = sums[:tokens].clone() if padded else sums
+        return sums if rows.dtype == wide else sums.to(rows.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
