@@ -46,6 +46,8 @@ FORMULAS = [  # ours, PyTorch's
     ("bias_swiglu", (X,), {}, lambda: F.silu(GATE) * UP),
     ("bias_swiglu", (X, B, S), {}, lambda: F.silu((X + B)[:, :4]) * (X + B)[:, 4:] * S[:, None]),
     ("bias_swiglu", (X,), {"layout": "interleaved"}, lambda: F.silu(X[:, ::2]) * X[:, 1::2]),
+    ("bias_swiglu", (X,), {"layout": 2}, lambda: F.silu(X[:, [0, 1, 4, 5]]) * X[:, [2, 3, 6, 7]]),
+    ("convert_glu_layout", (X, "halves", 2), {}, lambda: X[:, [0, 1, 4, 5, 2, 3, 6, 7]]),
     ("bias_geglu", (X,), {}, lambda: F.gelu(GATE) * UP),
     ("bias_geglu", (X,), {"approximate": "tanh"}, lambda: gelu_tanh(GATE) * UP),
     ("bias_reglu", (X,), {}, lambda: F.relu(GATE) * UP),
@@ -137,3 +139,76 @@ def test_exports():
     program = torch.export.export(MLP(), (X, B))
     assert torch.equal(program.module()(X, B), tf.bias_gelu(X, B))
     assert any(n.target is torch.ops.fused.bias_act.default for n in program.graph.nodes)
+
+
+# ---- gate and up in blocks -------------------------------------------------------------------------------------------
+
+LAYOUTS = ("halves", "swapped", "interleaved", 1, 2, 3, 6)
+
+
+def places(layout, n):
+    """Where gate's features are, and up's, by counting."""
+    if layout in ("halves", "swapped"):
+        return [list(range(n)), list(range(n, 2 * n))][:: 1 if layout == "halves" else -1]
+    block = 1 if layout == "interleaved" else layout
+    of_gate = [i for i in range(2 * n) if i // block % 2 == 0]
+    return [of_gate, [i for i in range(2 * n) if i not in of_gate]]
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("source", LAYOUTS)
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_layouts_are_converted(source, target, dim):
+    packed = torch.randn(2, 12).t() if dim == 0 else torch.randn(3, 12)  # any strides
+    packed.requires_grad_()
+    found = tf.convert_glu_layout(packed, source, target, dim)
+    for before, after in zip(places(source, 6), places(target, 6), strict=True):
+        a, b = (torch.tensor(at) for at in (before, after))
+        assert torch.equal(found.index_select(dim, b), packed.index_select(dim, a))
+    assert found.shape == packed.shape and found.dtype == packed.dtype
+    weights = torch.randn_like(found)
+    (dx,) = torch.autograd.grad((found * weights).sum(), packed)
+    assert torch.equal(dx, tf.convert_glu_layout(weights, target, source, dim))
+    assert (found is packed) == (places(source, 6) == places(target, 6))
+
+
+@pytest.mark.parametrize("block", [1, 2, 3])
+@pytest.mark.parametrize("memory", ["free", "fp8"])
+def test_blocks_are_what_halves_are(block, memory):
+    """Value and gradients, with a bias, a token scale, an offset and a clamp; a bias is added on its own first."""
+    torch.manual_seed(0)
+    halves = torch.randn(5, 2, 12, dtype=torch.float64, requires_grad=True)
+    bias, scale = torch.randn(12, dtype=torch.float64, requires_grad=True), torch.rand(5, 2, dtype=torch.float64)
+    scale.requires_grad_()
+    d = torch.randn(5, 2, 6, dtype=torch.float64)
+    for b in (None, bias):
+        # A stored value may lie on the other side of a clamp.
+        flags = {"activation": "silu", "up_offset": 1.0, "clamp": 2.0 if memory == "free" else None}
+        wanted = tf.bias_glu(halves, b, scale, **flags)
+        inputs = [t for t in (halves, b, scale) if t is not None]
+        own = None if b is None else tf.convert_glu_layout(b, "halves", block)
+        found = tf.bias_glu(
+            tf.convert_glu_layout(halves, "halves", block), own, scale, layout=block, memory=memory, **flags
+        )
+        torch.testing.assert_close(found, wanted)
+        tolerance = {} if memory == "free" else {"rtol": 0.25, "atol": 0.25}
+        for x, y in zip(*(torch.autograd.grad(y, inputs, d) for y in (found, wanted)), strict=True):
+            torch.testing.assert_close(x, y, **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: tf.bias_swiglu(X, layout=3), ValueError, "layout=3 .* twice it must divide the packed axis, 8"),
+        (lambda: tf.bias_swiglu(X, layout=0), ValueError, "layout=0 is not accepted"),
+        (lambda: tf.bias_swiglu(X, layout=2.0), TypeError, "layout=2.0 .* a number of features"),
+        (lambda: tf.bias_swiglu(X, layout=True), TypeError, "layout=True"),
+        (lambda: tf.convert_glu_layout(X, "half", 2), TypeError, "source='half' .* 'interleaved'"),
+        (lambda: tf.convert_glu_layout(X, 2, "halves", 2), ValueError, "dim=2 is not accepted: packed has 2 axes"),
+        (lambda: tf.convert_glu_layout(X[:, :7], "halves", 1), ValueError, "source=3 .* divide the packed axis, 7"),
+        (lambda: tf.convert_glu_layout([1], 1, 2), TypeError, "packed"),
+    ],
+)
+def test_what_is_no_layout(call, error, words):
+    with pytest.raises(error, match=words):
+        call()

@@ -27,7 +27,7 @@ if not all(folder.is_dir() for folder in FOLDERS.values()):
 # it. "torch_fused_ops" is the public face, __init__.py.
 OPERATORS = [
     *("activations", "formulas", "float8", "declaration", "kernels", "distributed", "operators", "reference"),
-    *("viewless", "functional"),
+    *("viewless", "routing", "functional"),
 ]
 SITES = ["capturing", "reasons", "sites"]
 POLICY = ["policy", "environment"]
@@ -52,8 +52,9 @@ LAYERS: dict[str, list[str]] = {
     "operators": ["activations", "formulas", "float8", "declaration", "kernels", "distributed"],
     "reference": ["formulas", "operators"],
     "viewless": ["operators"],
+    "routing": [],
     "functional": ["activations", "float8", "distributed", "operators", "viewless"],
-    "megatron": ["reference", "operators", "viewless", "functional"],
+    "megatron": ["reference", "operators", "viewless", "routing", "functional"],
     "slapo": ["activations", "functional", "megatron"],
     # torch.compile
     "lowerings": ["virtual_gpu", "_version", "tiles", *POLICY, *SITES, "observers", "known_gemms", *OPERATORS],

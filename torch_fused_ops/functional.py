@@ -23,7 +23,8 @@ Conventions shared by all of them:
   infinity or a NaN has NaN for its gradient. Bias and token_scale are kept as they are. Second derivatives of a
   backward pass raise; ``torch.func`` transforms are exact, to any order.
 * GLU layouts of a packed last axis ``2n``: ``"halves"`` is ``[gate | up]``, ``"interleaved"`` is ``g0 u0 g1 u1 …``, and
-  ``"swapped"`` is ``[up | gate]``, as in ``F.glu``. The activation acts on the *gate*.
+  ``"swapped"`` is ``[up | gate]``, as in ``F.glu``; a number b is b features of gate, b of up, and so on, which must
+  divide n. The activation acts on the *gate*. ``convert_glu_layout`` packs a weight anew.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ __all__ = [
     "bias_relu2",
     "bias_silu",
     "bias_swiglu",
+    "convert_glu_layout",
     "dropout_add",
     "geglu",
     "gelu",
@@ -97,6 +99,17 @@ def _check_optional(name: str, t: Any) -> None:
 def _check_activation(activation: object) -> None:
     if not isinstance(activation, str):
         _refuse("activation", activation, f"a string, one of {', '.join(activations.names())}")
+
+
+def _check_block(name: str, block: Any, size: int) -> int:
+    """How many features of gate, then of up, are next to each other, of ``size`` in all."""
+    if isinstance(block, bool) or not isinstance(block, int):
+        _refuse(name, block, "'halves', 'interleaved', 'swapped' or a number of features")
+    if block < 1 or size % (2 * block):
+        raise ValueError(
+            f"{name}={block!r} is not accepted: it must be from 1 on, and twice it must divide the packed axis, {size}"
+        )
+    return block
 
 
 def _check_glu_scalars(up_offset: object, clamp: object) -> None:
@@ -216,7 +229,7 @@ def bias_glu(
     token_scale: Tensor | None = None,
     *,
     activation: str,
-    layout: str = "halves",
+    layout: str | int = "halves",
     up_offset: float = 0.0,
     clamp: float | None = None,
     memory: str = "free",
@@ -228,7 +241,9 @@ def bias_glu(
         bias: (2n,), packed likewise, added before clamping.
         token_scale: (...), one factor for each row.
         activation: a name in the activation table.
-        layout: "halves", "interleaved" or "swapped".
+        layout: "halves", "interleaved" or "swapped", or a number b: blocks of b features of gate, then of up. Those are
+            read as they lie; a bias is then added on its own first, rounded to input's dtype, and what ``memory="fp8"``
+            stores has a scale for each 2b features.
         up_offset: added to up after clamping; finite.
         clamp: above 0: gate is cut above it, up on both sides. None does not clamp.
         memory: "free" or "fp8".
@@ -247,13 +262,58 @@ def bias_glu(
         _check_optional("token_scale", token_scale)
     _check_activation(activation)
     if not isinstance(layout, str):
-        _refuse("layout", layout, "a string: 'halves', 'interleaved' or 'swapped'")
+        block = _check_block("layout", layout, input.shape[-1] if input.ndim else 0)
+        layout = "interleaved" if block == 1 else "halves"
+        if block > 1:
+            # A row of blocks is as many rows of halves.
+            h = input if bias is None else (input + bias).to(input.dtype)
+            blocks = h.unflatten(-1, (-1, 2 * block))
+            scales = token_scale if token_scale is None else token_scale.unsqueeze(-1).expand(blocks.shape[:-1])
+            flags: Any = {"activation": activation, "up_offset": up_offset, "clamp": clamp, "memory": memory}
+            whole: Tensor = bias_glu(blocks, None, scales, **flags).flatten(-2)
+            return whole
     _check_glu_scalars(up_offset, clamp)
     args = input, bias, token_scale, activation, layout, up_offset, clamp
     if memory != "free" and _stores_fp8(memory, input, bias, token_scale):
         return torch.ops.fused.bias_glu_fp8(*args)[0]  # type: ignore[no-any-return]
     out: Tensor = torch.ops.fused.bias_glu(*args)
     return out
+
+
+def convert_glu_layout(packed: Tensor, source: str | int, target: str | int, dim: int = -1) -> Tensor:
+    """``[gate | up] → g0 … g31 u0 … u31 g32 …``, or any layout into any other, along an axis: weights, biases, results.
+
+        weight = convert_glu_layout(weight, "halves", 32, dim=0)
+
+    Args:
+        packed: 2n along ``dim``.
+        source, target: as ``bias_glu`` takes them: "halves", "interleaved", "swapped", or a number that divides n.
+
+    Returns:
+        A contiguous tensor of packed's shape, and its gradient; or packed itself where the layouts are the same.
+
+    Raises:
+        TypeError, ValueError: for what is no layout, and for sizes that it does not divide.
+    """
+    if not isinstance(packed, Tensor):
+        _check_tensor("packed", packed)
+    if not -packed.ndim <= dim < packed.ndim:
+        raise ValueError(f"dim={dim!r} is not accepted: packed has {packed.ndim} axes")
+    size, dim = packed.shape[dim], dim % packed.ndim
+    whole = max(size // 2, 1)
+    before, after = (
+        _check_block(name, 1 if layout == "interleaved" else whole if layout in ("halves", "swapped") else layout, size)
+        for name, layout in (("source", source), ("target", target))
+    )
+    swapped, swap = source == "swapped", target == "swapped"
+    if (before, swapped) == (after, swap):
+        return packed
+    pairs = packed.unflatten(dim, (-1, 2, before))
+    if swapped != swap:
+        pairs = pairs.flip(dim + 1)
+    halves = pairs.transpose(dim, dim + 1).flatten(dim + 1, dim + 2)  # (2, n)
+    converted: Tensor = halves.unflatten(dim + 1, (-1, after)).transpose(dim, dim + 1).contiguous()
+    return converted.flatten(dim, dim + 2)
 
 
 # ---- activations, with a bias or without -----------------------------------------------------------------------------
@@ -388,7 +448,7 @@ def bias_swiglu(
     bias: Tensor | None = None,
     token_scale: Tensor | None = None,
     *,
-    layout: str = "halves",
+    layout: str | int = "halves",
     up_offset: float = 0.0,
     clamp: float | None = None,
     memory: str = "free",
@@ -405,7 +465,7 @@ def bias_geglu(
     token_scale: Tensor | None = None,
     *,
     approximate: str = "none",
-    layout: str = "halves",
+    layout: str | int = "halves",
     up_offset: float = 0.0,
     clamp: float | None = None,
     memory: str = "free",
@@ -422,7 +482,7 @@ def bias_reglu(
     bias: Tensor | None = None,
     token_scale: Tensor | None = None,
     *,
-    layout: str = "halves",
+    layout: str | int = "halves",
     up_offset: float = 0.0,
     clamp: float | None = None,
     memory: str = "free",
@@ -438,7 +498,7 @@ def bias_quick_geglu(
     bias: Tensor | None = None,
     token_scale: Tensor | None = None,
     *,
-    layout: str = "halves",
+    layout: str | int = "halves",
     up_offset: float = 0.0,
     clamp: float | None = None,
     memory: str = "free",

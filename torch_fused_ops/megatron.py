@@ -5,7 +5,8 @@
 Names, signatures and return conventions are those of ``megatron.core.fusions`` (``fused_bias_gelu``,
 ``fused_bias_geglu``, ``fused_bias_swiglu``, ``fused_weighted_squared_relu``, ``fused_bias_dropout``,
 ``fused_softmax``), ``megatron.core.activations``, ``megatron.core.utils`` (viewless tensors) and, as far as softmax
-needs it, ``megatron.core.transformer.enums`` and ``.utils``. Read at commit d98e8a64; "upstream" below.
+needs it, ``megatron.core.transformer.enums`` and ``.utils``; ``permute``, ``unpermute`` and ``sort_chunks_by_idxs``,
+which are in ``routing.py``, of ``megatron.core.transformer.moe.moe_utils``. Read at commit d98e8a64; "upstream" below.
 
 What holds for all of them, unlike upstream: any number of axes and any strides; float16, bfloat16, float32 and float64,
 mixed, with float32 arithmetic rounded once and the result in the first data tensor's dtype; frozen arguments cost no
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 
 from torch_fused_ops import functional, reference
 from torch_fused_ops.operators import softmax
+from torch_fused_ops.routing import permute, sort_chunks_by_idxs, unpermute
 from torch_fused_ops.viewless import (
     MakeViewlessTensor,
     assert_viewless_tensor,
@@ -88,13 +90,16 @@ __all__ = [
     "get_sliding_window_causal_mask",
     "make_viewless_tensor",
     "openai_gelu",
+    "permute",
     "quick_geglu",
     "quick_geglu_back",
     "quick_gelu",
     "safely_set_viewless_tensor_data",
+    "sort_chunks_by_idxs",
     "squared_relu",
     "swiglu",
     "swiglu_back",
+    "unpermute",
     "weighted_bias_quick_geglu",
     "weighted_bias_quick_geglu_back",
     "weighted_bias_quick_geglu_impl",

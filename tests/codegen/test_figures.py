@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops import FusionPolicy
+from torch_fused_ops import functional as FF
 from torch_fused_ops.lowerings.passes import compile_options
 
 virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
@@ -263,3 +264,10 @@ def test_instructions_per_element(name: str, limit: float) -> None:
 @pytest.mark.parametrize("name", ["gelu_tanh", "gelu", "silu·up"])
 def test_fewer_instructions_than_upstream(name: str) -> None:
     assert instructions(name)[0] < instructions(f"upstream's {name}")[0]
+
+
+def test_blocks_of_gate_and_up_cost_what_halves_do() -> None:
+    """One kernel each way, of what is read and written: blocks are read as they lie."""
+    paper = virtual_gpu.compile_on_paper(lambda x: FF.bias_swiglu(x, layout=32), tensor(256, 1024))
+    found = [(len(graph.kernels), graph.bytes_moved) for graph in (paper.forward, paper.backward)]
+    assert found == [(1, 256 * 1024 * 3), (1, 256 * 1024 * 5)]

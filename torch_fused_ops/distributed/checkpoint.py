@@ -219,8 +219,17 @@ def apply_swiglu_sharded_factory(
     Returns:
         {key: [gate_0 … gate_p, up_0 … up_p]}, or the two.
 
+    Raises:
+        TypeError: for another kind of tensor: Megatron's are for its function.
+
     Source: the function of this name in ``megatron.core.transformer.mlp``, which returns a factory of such.
     """
+    if not isinstance(original_sh_ten, ShardedTensor):
+        raise TypeError(
+            f"original_sh_ten of type {type(original_sh_ten).__module__}.{type(original_sh_ten).__name__} is not "
+            "accepted: it must be a torch_fused_ops.distributed.checkpoint.ShardedTensor. Megatron's function of this "
+            "name takes Megatron's"
+        )
     key, local = original_sh_ten.key, original_sh_ten.local
     layout = dataclasses.replace(original_sh_ten.sharding, offsets=tuple(sharded_offsets))
     ((_, length, place),) = layout.runs

@@ -40,23 +40,26 @@ class TensorParallel:
     Args:
         meshes: one-dimensional, of the same processes, for each kind of device where tensors may be.
         sequence_parallel: outside, each rank holds a share of the tokens, that of its place along the first axis.
+        summed_outside: each rank gives its summand of the output, which somebody else adds up, and sums gradients of
+            the input likewise: nothing is sent here.
     """
 
-    def __init__(self, *meshes: DeviceMesh, sequence_parallel: bool = False) -> None:
+    def __init__(self, *meshes: DeviceMesh, sequence_parallel: bool = False, summed_outside: bool = False) -> None:
         for mesh in meshes:
             if mesh.ndim != 1:
                 raise ValueError(f"mesh has {mesh.ndim} dimensions; accepted: one, for instance mesh['tp']")
         self.meshes, self.sequence_parallel = {mesh.device_type: mesh for mesh in meshes}, sequence_parallel
         self.size, self.rank = meshes[0].size(), meshes[0].get_local_rank()
         self._outside: Any = Shard(0) if sequence_parallel else Replicate()
+        self.summed_outside = summed_outside
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, sequence_parallel: bool = False) -> TensorParallel:
+    def of(cls, group: dist.ProcessGroup, **arguments: bool) -> TensorParallel:
         """The processes of a group."""
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         here = {"cpu", accelerator.type if accelerator is not None else "cpu"}
         kinds = [device.type for device in group._device_types if device.type in here]
-        return cls(*(DeviceMesh.from_group(group, kind) for kind in kinds), sequence_parallel=sequence_parallel)
+        return cls(*(DeviceMesh.from_group(group, kind) for kind in kinds), **arguments)
 
     def _mesh(self, t: Tensor) -> DeviceMesh:
         return self.meshes[t.device.type]
@@ -72,12 +75,16 @@ class TensorParallel:
 
     def enter(self, x: Tensor) -> Tensor:
         """What each rank has of x → all of x; what each rank has of its gradient is added up."""
+        if self.summed_outside:
+            return x
         given = DTensor.from_local(x, self._mesh(x), [self._outside], run_check=False)
         whole: Tensor = given.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         return whole
 
     def leave(self, y: Tensor) -> Tensor:
         """Each rank's summand of y → its share of the sum."""
+        if self.summed_outside:
+            return y
         given = DTensor.from_local(y, self._mesh(y), [Partial()], run_check=False)
         summed: Tensor = given.redistribute(placements=[self._outside]).to_local()
         return summed

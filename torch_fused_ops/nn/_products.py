@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_fused_ops import functional
 from torch_fused_ops.float8 import BLOCK
 from torch_fused_ops.policy import check_known
+from torch_fused_ops.routing import readable
 
 __all__ = [
     "DENSE",
@@ -23,7 +24,6 @@ __all__ = [
     "check_shape",
     "dense_gradient",
     "linear",
-    "readable",
     "under_autocast",
 ]
 
@@ -359,11 +359,3 @@ def _refuse_counts(counts: Sequence[int], rows: int) -> None:
     raise ValueError(
         f"tokens_per_expert={list(counts)!r} is not accepted: there are {rows} rows, and each belongs to one expert"
     )
-
-
-def readable(t: Tensor) -> bool:
-    """Whether its values are there, to be checked without waiting for anything."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    there = t.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(t, FakeTensor)
-    return there and not torch._C._functorch.is_functorch_wrapped_tensor(t)

@@ -20,11 +20,13 @@ from torch_fused_ops.policy import check_known
 __all__ = [
     "Activation",
     "MLPConfig",
+    "ParallelGroups",
     "activation_name",
     "check_precision",
     "checked",
     "read",
     "read_activation",
+    "read_groups",
     "read_interleave",
     "read_memory",
     "read_offload",
@@ -172,6 +174,7 @@ _ACCEPTED = {
     **dict.fromkeys(("activation_func_clamp_value", "glu_linear_offset"), _NUMBER),
     **dict.fromkeys(("init_method", "output_layer_init_method"), _FILL),
     **dict.fromkeys(("tp_group", "ep_group"), _GROUP),
+    "name": _Accepted(lambda v: isinstance(v, str), "a string"),
     **dict.fromkeys(
         (
             "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "moe_latent_size", "moe_mlp_glu_interleave_size",
@@ -223,6 +226,61 @@ def read(config: Any, name: str) -> Any:
     return _DEFAULTS[name] if value is None else value
 
 
+class ParallelGroups(NamedTuple):
+    """The processes that a module's weights are shared out over.
+
+    Attributes:
+        tp: those that hold a weight, or an expert, together.
+        ep: those that have the other experts.
+        expt_dp: those that have the same experts.
+    """
+
+    tp: torch.distributed.ProcessGroup | None = None
+    ep: torch.distributed.ProcessGroup | None = None
+    expt_dp: torch.distributed.ProcessGroup | None = None
+
+
+def read_groups(
+    config: Any,
+    is_expert: bool,
+    tp_group: torch.distributed.ProcessGroup | None = None,
+    ep_group: torch.distributed.ProcessGroup | None = None,
+    pg_collection: Any = None,
+    grouped: bool = False,
+) -> ParallelGroups:
+    """The groups that a module was given, by themselves or in Megatron's ``ProcessGroupCollection``.
+
+    Args:
+        grouped: whether the module holds several experts, and so has an ep group.
+
+    Raises:
+        TypeError: for what are no groups, or not those that are needed.
+        ValueError: the config shares weights out over more processes than one, and there is no group of them.
+    """
+    given = {"tp": checked("tp_group", tp_group), "ep": checked("ep_group", ep_group), "expt_dp": None}
+    if pg_collection is not None:
+        names = {"tp": "expt_tp", "ep": "ep"} if grouped else {"tp": "expt_tp" if is_expert else "tp"}
+        for of, name in names.items():
+            if given[of] is None and not hasattr(pg_collection, name):
+                raise TypeError(
+                    f"pg_collection={pg_collection!r} is not accepted: it must have the process group {name}, as "
+                    "Megatron's ProcessGroupCollection has it"
+                )
+            given[of] = given[of] or checked(f"{of}_group", getattr(pg_collection, name, None))
+        given["expt_dp"] = getattr(pg_collection, "expt_dp", None)
+    sizes = {"tp": "expert_tensor_parallel_size" if is_expert else "tensor_model_parallel_size"}
+    if grouped:
+        sizes["ep"] = "expert_model_parallel_size"
+    for of, flag in sizes.items():
+        size = getattr(config, flag, None) or 1
+        if size > 1 and given[of] is None:
+            raise ValueError(
+                f"{flag}={size} is not accepted without {of}_group or pg_collection: which processes those are is "
+                "asked of no global state"
+            )
+    return ParallelGroups(**given)
+
+
 class Activation(NamedTuple):
     """What stands between the two linears: ``y = act(h + bias) · scale[..., None]``, or a GLU of packed [gate | up]."""
 
@@ -234,40 +292,30 @@ class Activation(NamedTuple):
     interleave: int | None = None  # features of gate, features of up, and so on, so many at a time
 
     def __call__(self, h: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-        layout = "halves"
-        if self.interleave == 1 and self.name is not None:
-            layout = "interleaved"
-        elif self.interleave is not None:
-            # Each block is halves, with its row's scale.
-            blocks = h.unflatten(-1, (-1, 2 * self.interleave))
-            scales = scale if scale is None else scale.unsqueeze(-1).expand(blocks.shape[:-1])
-            assert bias is None
-            return self._replace(interleave=None)(blocks, None, scales).flatten(-2)
         if self.name is not None and self.gated:
+            layout = "halves" if self.interleave is None else self.interleave
             return functional.bias_glu(
                 h, bias, scale, activation=self.name, layout=layout, up_offset=self.up_offset, clamp=self.clamp
             )
         if self.name is not None:
             return functional.bias_act(h, bias, scale, activation=self.name)
-        return self.spelled(h, bias, scale)
+        return self.spelled(h if bias is None else h + bias, scale)
 
     def halves(self, h: Tensor) -> Tensor:
         """h with gate and up apart, for who knows of no blocks."""
-        if self.interleave is None:
-            return h
-        apart: Tensor = h.unflatten(-1, (-1, 2, self.interleave)).transpose(-2, -3)
-        return apart.flatten(-3)
+        return h if self.interleave is None else functional.convert_glu_layout(h, self.interleave, "halves")
 
-    def spelled(self, h: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    def spelled(self, h: Tensor, scale: Tensor | None) -> Tensor:
         """The same in PyTorch's own functions; under ``torch.compile`` the recogniser may well find it."""
-        act = self.function
+        act, y = self.function, h
         assert act is not None
-        y = h if bias is None else h + bias
         if self.gated:
-            gate, up = y.chunk(2, -1)
+            n = self.interleave
+            gate, up = h.chunk(2, -1) if n is None else h.unflatten(-1, (-1, 2, n)).unbind(-2)
             if self.clamp is not None:
                 gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
             y = act(gate) * (up + self.up_offset)
+            y = y if n is None else y.flatten(-2)
         else:
             y = act(y)
         return y if scale is None else (y * scale.unsqueeze(-1)).to(y.dtype)

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torch_fused_ops.nn._products import Groups, check_shape, dense_gradient, readable
-from torch_fused_ops.nn.config import checked, read, read_interleave, read_probs_on_input
+from torch_fused_ops.nn._products import Groups, check_shape, dense_gradient
+from torch_fused_ops.nn.config import checked, read, read_groups, read_interleave, read_probs_on_input
 from torch_fused_ops.nn.linear import GroupedColumnParallelLinear, GroupedLinear, GroupedRowParallelLinear
-from torch_fused_ops.nn.mlp import TEActivationFunctionBuilder, _Block, _check_divides, _sizes
+from torch_fused_ops.nn.mlp import TEActivationFunctionBuilder, _Block, _check_divides, _from_megatron, _sizes
+from torch_fused_ops.routing import readable, rows_of_tokens, tokens_of_rows
 
 __all__ = [
     "GroupedLinearBuilder",
@@ -40,7 +41,11 @@ class GroupedLinearInterface(Protocol):
 
 
 class GroupedLinearBuilder(Protocol):
-    """What makes one of the experts' linears."""
+    """What makes one of the experts' linears.
+
+    ``groups_and_stride``: tp_group and ep_group, or pg_collection if the MLP was given that; name, if it was given; of
+    the first linear stride, as ``LinearFc1Builder``'s.
+    """
 
     def __call__(
         self,
@@ -55,9 +60,7 @@ class GroupedLinearBuilder(Protocol):
         skip_bias_add: bool,
         is_expert: bool,
         tp_comm_buffer_name: str | None,
-        tp_group: torch.distributed.ProcessGroup | None,
-        ep_group: torch.distributed.ProcessGroup | None,
-        **stride: int,
+        **groups_and_stride: Any,
     ) -> GroupedLinearInterface: ...
 
 
@@ -93,8 +96,11 @@ class GroupedMLP(_Block):
         num_local_experts: how many experts this rank has.
         config: as ``MLP`` takes it; ffn is ``moe_ffn_hidden_size``, and h ``moe_latent_size`` or ``hidden_size``.
         submodules: builders of the linears; by default ours.
+        pg_collection: Megatron's ``ProcessGroupCollection``: its ``expt_tp`` and ``ep``, where the next two are not
+            given, and its ``expt_dp``, which Megatron's checkpoints need.
+        name: as ``MLP`` takes it.
         tp_group: the processes that hold each expert together, as ``MLP``'s. All get the same rows, and the whole
-            output.
+            output; with a config of Megatron's its summand, which Megatron's token dispatchers add up.
         ep_group: the processes that have the other experts; this one has those from rank · num_local_experts on.
             Bringing rows to their experts' ranks is the caller's. The same seed on all ranks gives one process's
             weights; in checkpoints experts have their places among all.
@@ -102,14 +108,20 @@ class GroupedMLP(_Block):
     Raises:
         ValueError, TypeError: for flags that do not go together, each with its reason. Nothing is left for ``forward``.
 
-    Source: ``megatron.core.transformer.moe.experts.TEGroupedMLP``, which has parameters weight0, weight1, …
+    Source: ``megatron.core.transformer.moe.experts.TEGroupedMLP``, which has parameters weight0, weight1, …;
+    ``load_state_dict`` takes those, too.
     """
+
+    _grouped = True
 
     def __init__(
         self,
         num_local_experts: int,
         config: Any,
         submodules: GroupedMLPSubmodules | None = None,
+        pg_collection: Any = None,
+        name: str | None = None,
+        *,
         tp_group: torch.distributed.ProcessGroup | None = None,
         ep_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
@@ -118,6 +130,11 @@ class GroupedMLP(_Block):
         self.num_local_experts: int = checked("num_local_experts", num_local_experts, required=True)
         self.input_size, ffn, output_size = _sizes(config, True, None, None)
         self.ffn_hidden_size = ffn
+        groups = read_groups(config, True, tp_group, ep_group, pg_collection, grouped=True)
+        given = {"tp_group": tp_group, "ep_group": ep_group}
+        if pg_collection is not None:  # the linears find the same groups in it
+            given = {of: group for of, group in given.items() if group is not None}
+        tp_group = groups.tp
         _check_divides(ffn, tp_group)
         blocks = read_interleave(config, ffn)
         if blocks is not None and tp_group is not None and ffn // blocks % tp_group.size():
@@ -128,7 +145,7 @@ class GroupedMLP(_Block):
         self._activation = self._activation._replace(interleave=blocks)
         self._probs_on_input = read_probs_on_input(config)
         common: dict[str, Any] = {"config": config, "bias": read(config, "add_bias_linear"), "is_expert": True}
-        common |= {"tp_group": tp_group, "ep_group": ep_group}
+        common |= given
         gated = self._activation.gated
         self.linear_fc1: Any = submodules.linear_fc1(
             self.num_local_experts,
@@ -139,6 +156,7 @@ class GroupedMLP(_Block):
             tp_comm_buffer_name="fc1",
             stride=2 if gated and blocks is None else 1,
             **common,
+            **_from_megatron(name, "linear_fc1", pg_collection),
         )
         self._build(submodules.activation_func, "GroupedMLPSubmodules.activation_func")
         self.linear_fc2: Any = submodules.linear_fc2(
@@ -149,6 +167,7 @@ class GroupedMLP(_Block):
             skip_bias_add=True,
             tp_comm_buffer_name="fc2",
             **common,
+            **_from_megatron(name, "linear_fc2", pg_collection),
         )
 
     def forward(
@@ -200,41 +219,10 @@ class Permuted(NamedTuple):
     order: Tensor
 
 
-class _Gather(torch.autograd.Function):
-    """rows[i] = tokens[token_of_row[i]]; backward adds up a token's rows, in their order, and not as they come."""
-
-    @staticmethod
-    def forward(tokens: Tensor, token_of_row: Tensor, order: Tensor) -> Tensor:
-        return tokens.index_select(0, token_of_row)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Sum.apply(grad, *ctx.saved_tensors), None, None  # type: ignore[no-untyped-call]
-
-
-class _Sum(torch.autograd.Function):
-    """tokens[t] = the sum of rows[order[t]]"""
-
-    @staticmethod
-    def forward(rows: Tensor, token_of_row: Tensor, order: Tensor) -> Tensor:
-        of_tokens: Tensor = rows.index_select(0, order.flatten()).unflatten(0, order.shape)
-        return of_tokens.sum(1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Gather.apply(grad, *ctx.saved_tensors), None, None  # type: ignore[no-untyped-call]
-
-
 def permute(tokens: Tensor, experts: Tensor, probs: Tensor | None, num_experts: int) -> Permuted:
-    """Sort tokens by the experts that they go to; the host waits for nothing.
+    """Sort tokens by the experts that they go to, as many each; the host waits for nothing.
+
+    With a routing map, capacities or padding: ``megatron.permute``.
 
         probs, experts = router(x).softmax(-1).topk(k)
         rows, tokens_per_expert, row_probs, order = permute(x, experts, probs, num_experts)
@@ -268,7 +256,7 @@ def permute(tokens: Tensor, experts: Tensor, probs: Tensor | None, num_experts: 
     ordered, source = flat.sort(stable=True)  # source[i]: which of the T · k is row i
     ends = torch.searchsorted(ordered, torch.arange(num_experts, dtype=flat.dtype, device=flat.device), right=True)
     order = _inverse(source).view(experts.shape)
-    rows: Tensor = _Gather.apply(tokens, source // max(experts.shape[1], 1), order)  # type: ignore[no-untyped-call]
+    rows = rows_of_tokens(tokens, source // max(experts.shape[1], 1), order)
     row_probs = None if probs is None else probs.flatten().index_select(0, source)
     return Permuted(rows, ends.diff(prepend=ends.new_zeros(1)), row_probs, order)
 
@@ -284,8 +272,7 @@ def unpermute(rows: Tensor, order: Tensor) -> Tensor:
     if rows.ndim != 2 or rows.shape[0] != order.numel():
         raise ValueError(f"rows of shape {tuple(rows.shape)} are not accepted: they must be ({order.numel()}, h)")
     token_of_row = _inverse(order.flatten()) // max(order.shape[1], 1)
-    tokens: Tensor = _Sum.apply(rows, token_of_row, order)  # type: ignore[no-untyped-call]
-    return tokens
+    return tokens_of_rows(rows, token_of_row, order.shape[0], order)
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from torch_fused_ops.distributed.parts import Part, Shareable
 from torch_fused_ops.nn._products import DENSE, Groups, InFloat8, Products, under_autocast
-from torch_fused_ops.nn.config import checked, read
+from torch_fused_ops.nn.config import ParallelGroups, checked, read, read_groups
 
 if TYPE_CHECKING:  # importing DTensor takes 0.4 s
-    from torch_fused_ops.distributed.checkpoint import Offsets, ShardedTensor
+    from torch_fused_ops.distributed.checkpoint import Offsets
     from torch_fused_ops.distributed.tensor_parallel import TensorParallel
 
 __all__ = [
@@ -115,6 +115,7 @@ class Linear(Shareable):
         weight: (output_size, input_size), or this rank's part of it.
         bias: (output_size,), or this rank's part of it, or None.
         parallel: the processes that hold the weight together, or None.
+        replica: which of the processes that have the same experts this one is, or None where that is not known.
 
     Args:
         skip_bias_add: hand the bias on, to be added where that costs nothing.
@@ -125,6 +126,7 @@ class Linear(Shareable):
     """
 
     parallel: TensorParallel | None = None
+    replica: int | None = None
     _as_dtensors = False
     _products: Products = DENSE
 
@@ -209,6 +211,27 @@ class Linear(Shareable):
             setattr(self, name, nn.Parameter(local, requires_grad=whole.requires_grad))
         self.parallel, self._as_dtensors = parallel, as_dtensors
 
+    def _mark(self, config: Any, is_expert: bool) -> None:
+        """Say on the parameters what Megatron reads there, where the config is its.
+
+        Its gradient clipping counts a parameter without ``tensor_model_parallel`` on the first rank alone, and its DDP
+        sums a gradient over the ranks that have the same experts where ``allreduce`` is False.
+        """
+        if not hasattr(config, "tensor_model_parallel_size"):
+            return
+        tensor, expert, experts = (
+            getattr(config, f"{which}_parallel_size", None) or 1
+            for which in ("tensor_model", "expert_tensor", "expert_model")
+        )
+        apart = is_expert and (experts > 1 or expert != tensor)
+        for name, parameter in self.named_parameters(recurse=False):
+            part = self.parts[name]
+            marks: dict[str, Any] = {"allreduce": not apart}
+            if part.axis is not None:
+                marks |= {"tensor_model_parallel": True, "partition_dim": part.axis, "partition_stride": part.groups}
+            for mark, value in marks.items():
+                setattr(parameter, mark, value)
+
     def forward(self, x: Tensor, /, entered: bool = False) -> tuple[Tensor, Tensor | None]:
         """(result, bias to be added, or None); ``entered``: x is what ``_enter`` gives."""
         alone = self.parallel is None and not self.skip_bias_add and not (self._later and torch.is_grad_enabled())
@@ -257,13 +280,17 @@ class Linear(Shareable):
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, ShardedTensor]:
+    ) -> dict[str, Any]:
         """This rank's parts of the parameters, for ``torch.distributed.checkpoint``: see ``MLP.sharded_state_dict``.
 
-        A packed parameter's part is placed as if it were one: ``apply_swiglu_sharded_factory`` then places its halves.
+        A packed parameter's part is placed as if it were one: ``apply_swiglu_sharded_factory`` then places its halves,
+        or Megatron's function of that name, whose tensors these are with metadata["dp_cp_group"].
         """
+        from torch_fused_ops.distributed import megatron_checkpoint
         from torch_fused_ops.distributed.checkpoint import ShardedTensor
 
+        if megatron_checkpoint.asked_for(metadata):
+            return megatron_checkpoint.of_linear(self, prefix, sharded_offsets, metadata)
         return {
             f"{prefix}{name}": ShardedTensor.of_parameter(
                 f"{prefix}{name}",
@@ -276,6 +303,20 @@ class Linear(Shareable):
             )
             for name, parameter in self.named_parameters(recurse=False)
         }
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        """As ``nn.Module``, of what Megatron's linears save, too.
+
+        Those have an ``_extra_state``, of which nothing is read here, and grouped ones a weight0, weight1, … each.
+        """
+        for key in [key for key in state_dict if key.startswith(f"{prefix}_extra_state")]:
+            del state_dict[key]
+        here = 0 if self.experts is None else self.experts.here
+        for name in ("weight", "bias") if here else ():
+            keys = [f"{prefix}{name}{i}" for i in range(here)]
+            if f"{prefix}{name}" not in state_dict and all(key in state_dict for key in keys):
+                state_dict[f"{prefix}{name}"] = torch.stack([state_dict.pop(key) for key in keys])
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     # What the processes that share a linear do besides; one alone does nothing.
 
@@ -319,6 +360,11 @@ class ColumnParallelLinear(Linear):
     Args:
         gather_output: not accepted where the weight is shared out: the second linear takes shares.
         stride: how many tensors are packed in the output, 2 for [gate | up]; a rank has its share of each.
+        is_expert: with a config of Megatron's, whose token dispatchers gather and add up for experts, the linears send
+            nothing: each rank gets all rows, and the second linear gives its summand.
+        pg_collection: Megatron's ``ProcessGroupCollection``: its ``tp``, or ``expt_tp`` of an expert, where there is no
+            tp_group.
+        name: taken, as Megatron's layers pass it on, and not used.
         (the rest): as ``Linear``; what the config says of ``delay_wgrad_compute``, ``params_dtype`` and
             ``sequence_parallel``.
 
@@ -342,16 +388,20 @@ class ColumnParallelLinear(Linear):
         is_expert: bool = False,
         tp_comm_buffer_name: str | None = None,
         tp_group: torch.distributed.ProcessGroup | None = None,
+        pg_collection: Any = None,
         stride: int = 1,
+        name: str | None = None,
         experts: Experts | None = None,
     ) -> None:
         arguments = _linear_arguments(config, bias, skip_bias_add, init_method, experts)
         super().__init__(input_size, output_size, **arguments)
         self.stride = stride
-        parallel = _parallel(config, tp_group)
+        groups = read_groups(config, is_expert, tp_group, pg_collection=pg_collection)
+        parallel = _parallel(config, groups, is_expert, bias)
         if gather_output and parallel is not None:
             raise ValueError("gather_output=True is not accepted: the second linear takes each rank's own features")
         self.share(parallel)
+        self._mark(config, is_expert)
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -389,14 +439,18 @@ class RowParallelLinear(Linear):
         is_expert: bool = False,
         tp_comm_buffer_name: str | None = None,
         tp_group: torch.distributed.ProcessGroup | None = None,
+        pg_collection: Any = None,
+        name: str | None = None,
         experts: Experts | None = None,
     ) -> None:
         arguments = _linear_arguments(config, bias, skip_bias_add, init_method, experts)
         super().__init__(input_size, output_size, **arguments)
-        parallel = _parallel(config, tp_group)
+        groups = read_groups(config, is_expert, tp_group, pg_collection=pg_collection)
+        parallel = _parallel(config, groups, is_expert, bias)
         if not input_is_parallel and parallel is not None:
             raise ValueError("input_is_parallel=False is not accepted: the first linear gives each rank's own features")
         self.share(parallel)
+        self._mark(config, is_expert)
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -456,6 +510,8 @@ class GroupedColumnParallelLinear(GroupedLinear, ColumnParallelLinear):
     Args:
         num_local_experts: how many experts this rank has.
         ep_group: the processes that have the others, as many each.
+        pg_collection: Megatron's ``ProcessGroupCollection``: its ``expt_tp`` and ``ep``, where those groups are not
+            given, and its ``expt_dp``, which Megatron's checkpoints need.
         (the rest): as ``ColumnParallelLinear``.
     """
 
@@ -466,11 +522,18 @@ class GroupedColumnParallelLinear(GroupedLinear, ColumnParallelLinear):
         output_size: int,
         /,
         *,
+        config: Any,
+        is_expert: bool = True,
+        tp_group: torch.distributed.ProcessGroup | None = None,
         ep_group: torch.distributed.ProcessGroup | None = None,
+        pg_collection: Any = None,
         **arguments: Any,
     ) -> None:
-        experts = _experts(num_local_experts, ep_group)
+        groups = read_groups(config, True, tp_group, ep_group, pg_collection, grouped=True)
+        arguments |= {"config": config, "is_expert": True, "tp_group": groups.tp}
+        experts = _experts(num_local_experts, groups.ep)
         ColumnParallelLinear.__init__(self, input_size, output_size, experts=experts, **arguments)
+        self.replica = None if groups.expt_dp is None else groups.expt_dp.rank()
 
 
 class GroupedRowParallelLinear(GroupedLinear, RowParallelLinear):
@@ -486,11 +549,18 @@ class GroupedRowParallelLinear(GroupedLinear, RowParallelLinear):
         output_size: int,
         /,
         *,
+        config: Any,
+        is_expert: bool = True,
+        tp_group: torch.distributed.ProcessGroup | None = None,
         ep_group: torch.distributed.ProcessGroup | None = None,
+        pg_collection: Any = None,
         **arguments: Any,
     ) -> None:
-        experts = _experts(num_local_experts, ep_group)
+        groups = read_groups(config, True, tp_group, ep_group, pg_collection, grouped=True)
+        arguments |= {"config": config, "is_expert": True, "tp_group": groups.tp}
+        experts = _experts(num_local_experts, groups.ep)
         RowParallelLinear.__init__(self, input_size, output_size, experts=experts, **arguments)
+        self.replica = None if groups.expt_dp is None else groups.expt_dp.rank()
 
 
 def _experts(count: int, ep_group: torch.distributed.ProcessGroup | None) -> Experts:
@@ -521,9 +591,17 @@ def _linear_arguments(
     }
 
 
-def _parallel(config: Any, tp_group: torch.distributed.ProcessGroup | None) -> TensorParallel | None:
-    if tp_group is None or checked("tp_group", tp_group).size() == 1:
+def _parallel(config: Any, groups: ParallelGroups, is_expert: bool, bias: bool) -> TensorParallel | None:
+    if groups.tp is None or groups.tp.size() == 1:
         return None
     from torch_fused_ops.distributed.tensor_parallel import TensorParallel
 
-    return TensorParallel.of(tp_group, sequence_parallel=read(config, "sequence_parallel"))
+    # Megatron's token dispatchers gather an expert's rows from the ranks that share it out, and add up its outputs.
+    if not (is_expert and hasattr(config, "expert_tensor_parallel_size")):
+        return TensorParallel.of(groups.tp, sequence_parallel=read(config, "sequence_parallel"))
+    if bias:
+        raise ValueError(
+            f"add_bias_linear=True is not accepted with expert_tensor_parallel_size={groups.tp.size()}: Megatron's "
+            "token dispatcher adds up the ranks' outputs, and would add the bias that often"
+        )
+    return TensorParallel.of(groups.tp, summed_outside=True)

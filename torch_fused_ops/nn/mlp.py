@@ -18,6 +18,7 @@ from torch_fused_ops.nn.config import (
     checked,
     read,
     read_activation,
+    read_groups,
     read_memory,
     read_offload,
 )
@@ -52,7 +53,7 @@ class LinearFc1Interface(Protocol):
 
 
 class LinearFc1Builder(Protocol):
-    """What makes a first linear."""
+    """What makes a first linear; it is given name and pg_collection if the MLP was."""
 
     def __call__(
         self,
@@ -69,6 +70,8 @@ class LinearFc1Builder(Protocol):
         tp_comm_buffer_name: str | None,
         tp_group: torch.distributed.ProcessGroup | None,
         stride: int = 1,
+        name: str | None = None,
+        pg_collection: Any = None,
     ) -> LinearFc1Interface: ...
 
 
@@ -99,7 +102,7 @@ class LinearFc2Interface(Protocol):
 
 
 class LinearFc2Builder(Protocol):
-    """What makes a second linear."""
+    """What makes a second linear; it is given name and pg_collection if the MLP was."""
 
     def __call__(
         self,
@@ -115,6 +118,8 @@ class LinearFc2Builder(Protocol):
         is_expert: bool,
         tp_comm_buffer_name: str | None,
         tp_group: torch.distributed.ProcessGroup | None,
+        name: str | None = None,
+        pg_collection: Any = None,
     ) -> LinearFc2Interface: ...
 
 
@@ -137,6 +142,7 @@ class _Block(nn.Module):
 
     linear_fc1: Any
     linear_fc2: Any
+    _grouped = False
 
     def __init__(self, config: Any, experts: bool) -> None:
         super().__init__()
@@ -222,11 +228,15 @@ class _Block(nn.Module):
             prefix: of the keys.
             sharded_offsets: (axis, place, size) for each axis in front of the parameters' own, if modules' parameters
                 are stacked in the checkpoint: ((0, layer, layers),).
-            metadata: {"singleton_local_shards": True} saves gate and up under two keys, ``…_w`` and ``…_v``.
+            metadata: {"singleton_local_shards": True} saves gate and up under two keys, ``…_w`` and ``…_v``. With
+                {"dp_cp_group": group}, as Megatron's layers call it, or with linears of Megatron's, the tensors are
+                those of its ``dist_checkpointing``, and so are a ``GroupedMLP``'s keys:
+                ``{prefix}experts.linear_fc1…``.
 
         Raises:
             ValueError: for singleton_local_shards where gate and up are in blocks (moe_mlp_glu_interleave_size).
         """
+        from torch_fused_ops.distributed import megatron_checkpoint
         from torch_fused_ops.distributed.checkpoint import apply_swiglu_sharded_factory, sharded_state_dict
 
         apart = bool((metadata or {}).get("singleton_local_shards", False))
@@ -236,10 +246,14 @@ class _Block(nn.Module):
                 f"singleton_local_shards=True is not accepted with moe_mlp_glu_interleave_size={blocks}: gate and up "
                 "are not two pieces of the weight"
             )
+        packed = ("linear_fc1",) if self._activation.gated and blocks is None else ()
+        theirs = megatron_checkpoint.with_group(self, metadata)
+        if theirs is not None:
+            return megatron_checkpoint.of_block(self, prefix, sharded_offsets, theirs, packed, self._grouped)
         state: dict[str, Any] = {}
         for name, module in self.named_children():
             found = sharded_state_dict(module, f"{prefix}{name}.", sharded_offsets, metadata)
-            if self._activation.gated and blocks is None and name == "linear_fc1":
+            if name in packed:
                 for one in found.values():
                     state |= apply_swiglu_sharded_factory(one, sharded_offsets, apart)
             else:
@@ -258,12 +272,16 @@ class MLP(_Block):
         config: an ``MLPConfig``, or any object with some of its attributes.
         submodules: builders of the linears; by default ours.
         is_expert: whether this is an expert of a mixture: its sizes are ``moe_ffn_hidden_size``, ``moe_latent_size``.
+            With a tp_group and a config of Megatron's see ``ColumnParallelLinear``.
         input_size: by default ``config.hidden_size``.
         ffn_hidden_size: by default ``config.ffn_hidden_size``, for both linears.
         tp_group: the processes that hold the weights together (``distributed.tensor_parallel``): of fc1's weight each
             has its rows, gate rows and up rows if gated, of fc2's its columns, as plain parameters, cut from those that
             one process would have started with. Every rank gets the whole output, or with
             ``config.sequence_parallel`` its tokens'.
+        name, is_mtp_layer: taken, as Megatron's ``TransformerLayer`` passes them; the name is handed on to the linears.
+        pg_collection: Megatron's ``ProcessGroupCollection``, whose ``tp`` (of an expert ``expt_tp``) is the tp_group
+            where none is given; handed on to the linears.
         gemm: what both linears multiply in, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or in float8,
             "fp8" or "fp8-wgrad-bf16" (``functional.linear_fp8``), for sizes that are multiples of 128, in one process.
 
@@ -282,6 +300,9 @@ class MLP(_Block):
         input_size: int | None = None,
         ffn_hidden_size: int | None = None,
         tp_group: torch.distributed.ProcessGroup | None = None,
+        name: str | None = None,
+        pg_collection: Any = None,
+        is_mtp_layer: bool = False,
         gemm: str = "bf16",
     ) -> None:
         is_expert = checked("is_expert", is_expert, required=True)
@@ -290,6 +311,7 @@ class MLP(_Block):
         self.is_expert = is_expert
         self.input_size, ffn, output_size = _sizes(config, is_expert, input_size, ffn_hidden_size)
         self.ffn_hidden_size = ffn
+        tp_group = read_groups(config, is_expert, tp_group, pg_collection=pg_collection).tp
         _check_divides(ffn, tp_group)
         check_gemm(gemm, input_size=self.input_size, ffn_hidden_size=ffn, hidden_size=output_size)
         self.gemm = gemm
@@ -309,6 +331,7 @@ class MLP(_Block):
             tp_comm_buffer_name="fc1",
             stride=2 if gated else 1,
             **common,
+            **_from_megatron(name, "linear_fc1", pg_collection),
         )
         self._build(submodules.activation_func, "MLPSubmodules.activation_func")
         self.linear_fc2: Any = submodules.linear_fc2(
@@ -318,15 +341,24 @@ class MLP(_Block):
             input_is_parallel=True,
             tp_comm_buffer_name="fc2",
             **common,
+            **_from_megatron(name, "linear_fc2", pg_collection),
         )
-        for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
+        for child, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
             if isinstance(linear, Linear):
                 linear.multiply_in(gemm)
             elif gemm != "bf16":
                 raise ValueError(
-                    f"gemm={gemm!r} is not accepted with a {name} of type {type(linear).__name__}, which multiplies as "
-                    "it does"
+                    f"gemm={gemm!r} is not accepted with a {child} of type {type(linear).__name__}, which multiplies "
+                    "as it does"
                 )
+
+    @classmethod
+    def as_mlp_submodule(cls, submodules: MLPSubmodules | None = None, **arguments: Any) -> MLP:
+        """As the constructor: what Megatron's layer specs are given, with ``functools.partial``, to build an MLP.
+
+        Source: the method of this name in ``megatron.core.transformer.mlp.MLP``.
+        """
+        return cls(submodules=submodules, **arguments)
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
@@ -349,6 +381,12 @@ class MLP(_Block):
         if per_token_scale is not None and bias is not None:
             return DENSE.add(output, bias, per_token_scale), None
         return output, bias if bias is None else handed_on(self, bias)
+
+
+def _from_megatron(name: str | None, child: str, pg_collection: Any) -> dict[str, Any]:
+    """What Megatron's layers give a linear besides, of which its older releases know nothing."""
+    given = {"name": checked("name", name) and f"{name}.{child}", "pg_collection": pg_collection}
+    return {argument: value for argument, value in given.items() if value is not None}
 
 
 def _are_others(module: nn.Module, then: dict[str, Tensor]) -> bool:

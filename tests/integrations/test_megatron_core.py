@@ -1,0 +1,307 @@
+"""Megatron core's GPT with our MLP and experts in the places of its own: outputs, gradients, marks, checkpoints and
+optimizers', either way. Runs where it is installed, with psutil, which it saves with; what of it needs a GPU is put out
+of the way (``on_cpus``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import multiprocessing
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from processes import in_processes, main
+
+from torch_fused_ops import nn as fnn
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
+]
+
+
+def on_cpus() -> None:
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
+
+    warnings.simplefilter("ignore")
+    if not torch.cuda.is_available():
+        torch.cuda.synchronize = lambda *_: None
+        torch.cuda.current_device = lambda: "cpu"  # of tensors that are made there
+    CudaRNGStatesTracker.fork = lambda self, *_: contextlib.nullcontext()
+    if not hasattr(moe_utils, "te_general_gemm"):  # without TransformerEngine 0.16 has no such name, and asks for it
+        moe_utils.te_general_gemm = None
+
+
+def setting(tp: int = 1, ep: int = 1, etp: int = 1, **flags: Any) -> tuple[Any, Any]:
+    """(Megatron's configuration, its process groups)"""
+    on_cpus()
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
+    )
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        ffn_hidden_size=64,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        use_cpu_initialization=True,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        **flags,
+    )
+    return config, ProcessGroupCollection.use_mpu_process_groups()
+
+
+def model(config: Any, groups: Any, ours: bool) -> Any:
+    """As a user puts ours into a layer's specification."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    mlp = spec.submodules.mlp
+    released = isinstance(mlp, ModuleSpec)  # up to 0.16 a ModuleSpec, later what builds one
+    if ours and config.num_moe_experts is None:
+        spec.submodules.mlp = ModuleSpec(module=fnn.MLP, params={"pg_collection": groups}) if released else fnn.MLP
+    elif ours:
+        where = mlp.submodules if released else mlp.keywords["submodules"]
+        where.experts = ModuleSpec(module=fnn.GroupedMLP) if released else fnn.GroupedMLP
+    torch.manual_seed(3)
+    return GPTModel(config, spec, vocab_size=64, max_sequence_length=16, pg_collection=groups)
+
+
+def loss_of(gpt: Any) -> Any:
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    mask = torch.triu(torch.ones(1, 1, 16, 16), 1).bool()
+    return gpt(ids, torch.arange(16).expand(2, 16), mask, labels=ids).mean()
+
+
+def state_of(gpt: Any, optimizer: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing.optimizer import (
+        get_param_id_to_sharded_param_map,
+        optim_state_to_sharding_state,
+    )
+
+    state = gpt.sharded_state_dict(metadata=dict(metadata))
+    of_optimizer = optimizer.state_dict()
+    ids = get_param_id_to_sharded_param_map(state, gpt.parameters())
+    optim_state_to_sharding_state(of_optimizer, ids, ("step",))
+    return {"model": gpt.sharded_state_dict(metadata=dict(metadata)), "optimizer": of_optimizer}
+
+
+def shapes(folder: Path) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+
+    return {key: one.global_shape for key, one in load_sharded_metadata(folder).items()}
+
+
+def made(rank: int, folder: Path) -> Path:
+    if rank == 0:
+        folder.mkdir()
+    dist.barrier()
+    return folder
+
+
+def trains_saves_and_loads(rank: int, folder: Path, config: Any, groups: Any) -> None:
+    from megatron.core import dist_checkpointing
+
+    theirs, ours = (model(config, groups, mine) for mine in (False, True))
+    kind = fnn.MLP if config.num_moe_experts is None else fnn.GroupedMLP
+    assert sum(isinstance(module, kind) for module in ours.modules()) == 2
+
+    for apart in (False, True):
+        metadata = {"dp_cp_group": groups.dp_cp, "singleton_local_shards": apart}
+        optimizers = [torch.optim.Adam(gpt.parameters(), lr=1e-2) for gpt in (theirs, ours)]
+        # theirs → ours
+        at = made(rank, folder / f"theirs{apart}")
+        dist_checkpointing.save({"model": theirs.sharded_state_dict(metadata=dict(metadata))}, at)
+        found = dist_checkpointing.load({"model": ours.sharded_state_dict(metadata=dict(metadata))}, at)
+        ours.load_state_dict(found["model"])
+
+        losses = [loss_of(gpt) for gpt in (theirs, ours)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        mine = {name: p for name, p in ours.named_parameters()}
+        for name, p in theirs.named_parameters():
+            if name in mine:  # all but SequentialMLP's
+                torch.testing.assert_close(mine[name].grad, p.grad, rtol=1e-4, atol=1e-7, msg=name)
+                for mark in ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce"):
+                    assert getattr(mine[name], mark, None) == getattr(p, mark, None), (name, mark)
+        for optimizer in optimizers:
+            optimizer.step()
+
+        # ours → theirs, with the optimizer's state, and into a fresh one of ours
+        at = made(rank, folder / f"ours{apart}")
+        dist_checkpointing.save(state_of(ours, optimizers[1], metadata), at)
+        again = model(config, groups, True)
+        restored = torch.optim.Adam(again.parameters(), lr=1e-2)
+        loss_of(again).backward()
+        restored.step()
+        for gpt, optimizer in ((theirs, optimizers[0]), (again, restored)):
+            found = dist_checkpointing.load(state_of(gpt, optimizer, metadata), at)
+            gpt.load_state_dict(found["model"])
+            torch.testing.assert_close(loss_of(gpt), loss_of(ours), rtol=1e-6, atol=0)
+        saved = optimizers[1].state_dict()["state"]
+        for i, state in found["optimizer"]["state"].items():
+            for name, value in state.items():
+                assert torch.equal(value, saved[i][name])
+        if apart is False:
+            dense = {key: shape for key, shape in shapes(at).items() if not key.startswith("optimizer.")}
+            assert dense == shapes(folder / f"theirs{apart}")
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def saving(check: Any) -> Any:
+    """A check behind which the process is gone that Megatron has started to save with, and would leave behind."""
+
+    @functools.wraps(check)
+    def wrapped(*arguments: Any) -> None:
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        try:
+            check(*arguments)
+        finally:
+            filesystem_async._results_queue = None
+            for child in multiprocessing.active_children():
+                child.terminate()
+                child.join()
+
+    return wrapped
+
+
+@saving
+def dense(rank: int, ranks: int, folder: Path) -> None:
+    for bias in (False, True):
+        config, groups = setting(tp=ranks, add_bias_linear=bias)
+        trains_saves_and_loads(rank, made(rank, folder / f"dense{bias}"), config, groups)
+
+
+@saving
+def experts(rank: int, ranks: int, folder: Path) -> None:
+    """All experts on each rank; half of them; half of each."""
+    shared = [{}, {"ep": 2}, {"etp": 2}]
+    for i, flags in enumerate(shared if ranks == 2 else shared[:1]):
+        config, groups = setting(
+            num_moe_experts=4,
+            moe_ffn_hidden_size=64,
+            moe_token_dispatcher_type="allgather",
+            moe_router_load_balancing_type="none",
+            add_bias_linear=False,
+            **flags,
+        )
+        trains_saves_and_loads(rank, made(rank, folder / f"experts{i}"), config, groups)
+
+
+@saving
+def mixed_linears(rank: int, ranks: int, folder: Path) -> None:
+    """Megatron's linears in our MLP, and ours in Megatron's: each reads what Megatron's own MLP wrote."""
+    for i, parallel in enumerate((False, True)[:ranks]):
+        config, groups = setting(tp=ranks, add_bias_linear=True, sequence_parallel=parallel)
+        _mixed_linears(rank, made(rank, folder / f"mixed{i}"), config, groups)
+
+
+def _mixed_linears(rank: int, folder: Path, config: Any, groups: Any) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+
+    theirs = {"linear_fc1": ColumnParallelLinear, "linear_fc2": RowParallelLinear}
+    ours = {"linear_fc1": fnn.ColumnParallelLinear, "linear_fc2": fnn.RowParallelLinear}
+    sizes = {"ffn_hidden_size": 64, "tp_group": groups.tp}
+    one = MLP(config, MLPSubmodules(**theirs), **sizes)
+    others = [
+        fnn.MLP(config, fnn.MLPSubmodules(**theirs), **sizes),
+        MLP(config, MLPSubmodules(**ours), **sizes),
+        fnn.MLP(config, **sizes),
+    ]
+    x = torch.randn(
+        4, 2, 32, generator=torch.Generator().manual_seed(1 + rank * config.sequence_parallel)
+    ).requires_grad_()
+    for offsets in ((), ((0, 0, 1),)):
+        at = made(rank, folder / f"mixed{len(offsets)}")
+        metadata = {"dp_cp_group": groups.dp_cp}
+        dist_checkpointing.save(one.sharded_state_dict("mlp.", offsets, metadata), at)
+        for other in others:
+            found = dist_checkpointing.load(other.sharded_state_dict("mlp.", offsets, metadata), at)
+            other.load_state_dict({k.removeprefix("mlp."): t for k, t in found.items() if k.startswith("mlp.")})
+            (y, bias), (truth, theirs_bias) = other(x), one(x)
+            torch.testing.assert_close((y, bias), (truth, theirs_bias))
+            found, wanted = (
+                torch.autograd.grad(
+                    (z * z.detach().cos()).sum(), [x, module.linear_fc1.weight, module.linear_fc2.weight]
+                )
+                for z, module in ((y, other), (truth, one))
+            )
+            torch.testing.assert_close(found, wanted)
+    plain = fnn.MLP(config, fnn.MLPSubmodules(**theirs), **sizes).sharded_state_dict()  # the group is Megatron's own
+    assert {"linear_fc1.weight", "linear_fc1._extra_state"} <= plain.keys()
+
+
+def permutes(rank: int, ranks: int, folder: Path) -> None:
+    """Megatron's functions, unfused, and ours."""
+    on_cpus()
+    from megatron.core.transformer.moe import moe_utils
+
+    from torch_fused_ops import megatron
+
+    torch.manual_seed(0)
+    for case in range(20):
+        tokens, count = 6 + case % 3, 5
+        routing_map = torch.rand(tokens, count) < 0.4
+        if full := case % 2:  # each expert's capacity is full
+            routing_map = torch.zeros(tokens, count).scatter_(0, torch.rand(tokens, count).argsort(0)[:3], 1).bool()
+        limit = 3 * count if full else int(routing_map.sum())
+        x, probs = torch.randn(tokens, 4).requires_grad_(), torch.rand(tokens, count).requires_grad_()
+        given = {"num_out_tokens": limit, "drop_and_pad": bool(full)}
+        results = []
+        for those in (moe_utils, megatron):
+            rows, row_probs, indices, *_ = those.permute(x, routing_map, probs, **given)
+            merged = {"probs": probs, "routing_map": routing_map, "drop_and_pad": bool(full)}
+            y = those.unpermute(rows.square(), indices, x.shape, **merged)
+            sizes = torch.tensor([limit // 2, limit - limit // 2])
+            chunks, of_probs = those.sort_chunks_by_idxs(rows, sizes, torch.tensor([1, 0]), row_probs)
+            total = y.square().sum() + (chunks * of_probs[:, None] * torch.arange(limit)[:, None]).sum()
+            results.append([rows, row_probs, indices, y, chunks, of_probs, *torch.autograd.grad(total, [x, probs])])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+GROUPS = {"one": [dense, experts, mixed_linears, permutes], "two": [mixed_linears, dense, experts]}
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [pytest.param("one", id="one"), pytest.param("two", id="two")])
+def test_with_megatron(tmp_path: Path, group: str) -> None:
+    in_processes(__file__, group, 1 if group == "one" else 2, tmp_path)
+
+
+if __name__ == "__main__":
+    main(GROUPS)
