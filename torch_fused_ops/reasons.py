@@ -44,6 +44,10 @@ class Family(Enum):
         "Tensors that a memory level leaves as they are",
         'Of `memory="fp8"` and `"input"`, in the log (`torch_fused_ops`, level INFO).',
     )
+    CAPTURE = (
+        "Graph breaks",
+        "Where Dynamo ends a graph and begins another. A site does not reach across one. They stand below the sites.",
+    )
 
     @property
     def title(self) -> str:
@@ -111,6 +115,18 @@ class Kind(Enum):
         Family.NOT_AN_MLP,
         (f"{NOT_AN_MLP}it reads *op*, which no GEMM with weights has produced",),
         "Likewise: a convolution, a norm or an operator of another library stands in front of it, or a graph break.",
+    )
+    OPAQUE = _Declared(
+        Family.NOT_AN_MLP,
+        (
+            f"{NOT_AN_MLP}*F* stands between matrix products, and is not looked into",
+            f"{NOT_AN_MLP}it is not known whether *F* is a matrix product",
+        ),
+        "Listed under the sites. A custom operator, a kernel of its own, or a function that Dynamo does not look into "
+        "(`allow_in_graph`): attention's and norms' are meant so, and stay.",
+        "If it computes an MLP's activation, write that in torch's own functions, or take it from "
+        "torch_fused_ops.functional. If it is a matrix product of its input with weights, "
+        "torch_fused_ops.register_gemm says so.",
     )
 
     # ---- another function --------------------------------------------------------------------------------------------
@@ -526,6 +542,22 @@ class Kind(Enum):
         Family.MEMORY, ("it is made of *x*, which forward writes",), "Backward would make another value of it."
     )
     MADE_OF_SIZE = _Declared(Family.MEMORY, ("it is made of *s*, a size that is not kept",))
+    # ---- graph breaks ------------------------------------------------------------------------------------------------
+    GRAPH_BREAK = _Declared(
+        Family.CAPTURE,
+        ("a graph break: *reason*",),
+        "Dynamo's own words.",
+        "Take the line out of the model's forward, or out of the MLP. TORCH_LOGS=graph_breaks has Dynamo's hints; "
+        "torch.compile(fullgraph=True) makes a break an error.",
+    )
+    EXPERT_LOOP = _Declared(
+        Family.CAPTURE,
+        ("a graph break in a loop over experts: *reason*",),
+        "A mixture of experts of transformers' that computes one expert after the other, on as many tokens as the data "
+        "give it.",
+        'model.set_experts_implementation("grouped_mm") computes all experts in grouped products, in which pick-up '
+        "finds the activation.",
+    )
 
     def __repr__(self) -> str:
         return str(self)  # not the whole declaration, where a site is shown
@@ -549,6 +581,11 @@ class Kind(Enum):
     def cure(self) -> str:
         """What can be done about it, for a report's hints; "" where there is nothing, or nothing to do."""
         return self.value.cure
+
+    @property
+    def row(self) -> str:
+        """Where the kind stands in the docs: "docs/recognition.md#near"."""
+        return f"docs/recognition.md#{self.name.lower().replace('_', '-')}"
 
     @property
     def is_mlp(self) -> bool:

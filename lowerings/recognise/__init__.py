@@ -4,7 +4,7 @@
 FX graph in one vocabulary, ``normal`` brings it into an easier form and back, ``custom`` reads autograd functions,
 ``cone`` finds the calls that make an activation and checks that replacing them is sound, and ``rewrite`` edits the
 graph. ``dropout`` does both for the dropouts behind linear layers, ``gemms`` for the linear layers themselves, and
-``tiles`` for an MLP as a whole.
+``tiles`` for an MLP as a whole. ``opaque`` names, for people, the calls that hide what they compute.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch_fused_ops.sites import DROPOUT, Site
 from torch_fused_ops.tiles import asked
 from torch_fused_ops.virtual_gpu.modules import module_stack
 
-from . import dropout, gemms, tiles
+from . import dropout, gemms, opaque, tiles
 from .cone import Cone, examine, find, readers
 from .graph import FREE, NONLINEAR, Facts, join, shown, tensor
 from .normal import Normal
@@ -89,13 +89,16 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
             recipe = policy.gemm_of(enclosing_modules(_paths(top, readers_of[top])))
             if recipe in RECIPES:
                 around[top] = gemms.linears(facts, cone, recipe)
-        cut = {top: one for top, cone in cones.items() if (one := _tiling(facts, policy, cone, top, readers_of[top]))}
+        free = not budgeted(graph)
+        kept = {top: cone for top, cone in cones.items() if free and value_of(cone.root).requires_grad}  # for backward
+        cut = {top: one for top, cone in kept.items() if (one := _tiling(facts, policy, cone, top, readers_of[top]))}
         cut = dict(zip(cut, tiles.apart(cut.values()), strict=True))
         dropouts = _dropouts(facts, policy, cones)
         found = []
         for top, reading in sites:
             site = _site(facts, normal, top, reading, cones.get(top) or refused[top])
             site = _with_linears(site, around[top]) if top in around else site
+            site = replaced(site, memory=_level(policy, top, reading)) if top in kept else site
             found.append((top, _with_tiles(site, cut[top]) if top in cut else site))
         found += [(site.node, _dropout_site(facts, site)) for site in dropouts]
         report = tuple(site for _, site in sorted(found, key=lambda one: facts.index[one[0]]))
@@ -116,7 +119,8 @@ def unread(graph: Graph) -> tuple[Site, ...]:
     """Activations that are no sites, because no GEMM reads them, or because what they read is no GEMM's; and why.
 
     An activation before a norm is one, behind a convolution, or at either end of a graph. Higher-order operators'
-    bodies are looked at together with the graph: what is cut by the boundary of one is listed, too. Nothing is changed.
+    bodies are looked at together with the graph: what is cut by the boundary of one is listed, too; and so are calls
+    between products that are not looked into. Nothing is changed.
     """
     joined, copied = join(graph)
     normal = Normal(joined)
@@ -144,6 +148,7 @@ def unread(graph: Graph) -> tuple[Site, ...]:
         if cut and own not in tops(own.graph) and any(map(facts.weight_gemm, gemms)):
             reason = Reason(Kind.BOUNDARY, f"the boundary of {_names(cut)} lies between it and a GEMM")
             found.append(_site(facts, normal, top, gemms, _Refused(reason)))
+    found += [_site(facts, normal, node, [node], _Refused(reason)) for node, reason in opaque.find(facts)]
     return tuple(found)
 
 
@@ -262,13 +267,17 @@ def _with_linears(site: Site, linears: gemms.Linears) -> Site:
     return replaced(site, gemm=linears.recipe if linears.found else "", gemm_reason=refused, gemm_kind=kind)
 
 
+def _level(policy: FusionPolicy, top: Node, reading: list[Node]) -> str:
+    """The policy's memory level for a site."""
+    return policy.memory_of(enclosing_modules(_paths(top, reading)))
+
+
 def _tiling(facts: Facts, policy: FusionPolicy, cone: Cone, top: Node, reading: list[Node]) -> tiles.Tiling | None:
-    """How an MLP is cut into tiles, or why not; None where none are asked for, or nothing is kept for backward."""
-    paths = enclosing_modules(_paths(top, reading))
-    count = asked(policy.memory_of(paths))
-    if count is None or not value_of(cone.root).requires_grad or budgeted(top.graph):
+    """How an MLP is cut into tiles, or why not; None where none are asked for."""
+    count = asked(_level(policy, top, reading))
+    if count is None:
         return None
-    if policy.gemm_of(paths) in RECIPES:
+    if policy.gemm_of(enclosing_modules(_paths(top, reading))) in RECIPES:
         return tiles.Tiling(reason=Reason(Kind.TILE_FP8, "its linear layers are in float8"))
     return tiles.tiling(facts, cone, count)
 

@@ -29,10 +29,12 @@ from torch_fused_ops.lowerings.passes import Recognise
 from torch_fused_ops.lowerings.recognise import gemms
 from torch_fused_ops.nn import proofs, replace
 from torch_fused_ops.reasons import Family, Kind, Reason, Refusal
+from torch_fused_ops.reports import breaks
+from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.verify import interpreted
 
 Patch = pytest.MonkeyPatch
-Found = Site | Reason
+Found = Site | Reason | Break
 Program = Callable[[Patch], Found]
 
 # ---- sites -----------------------------------------------------------------------------------------------------------
@@ -399,6 +401,23 @@ def whole(fn: Callable[[Tensor], Any], *shape: int, dynamic_shapes: bool = False
     return program
 
 
+@torch.library.custom_op("test_reasons::hidden", mutates_args=())
+def hidden(x: Tensor) -> Tensor:
+    return x.tanh()
+
+
+hidden.register_fake(torch.empty_like)
+
+
+def broken(*, in_experts: bool) -> Program:
+    def program(patch: Patch) -> Break:
+        patch.setattr(breaks, "_loops_over_experts", lambda frames: in_experts)
+        report = explain(lambda x: first(x + 1, torch._dynamo.graph_break()) * 2, torch.randn(4))
+        return report.breaks[0]
+
+    return program
+
+
 UP, DOWN = torch.randn(128, 8), torch.randn(8, 128)
 PROGRAMS: dict[Kind, Program] = {
     Kind.OTHER_OPERAND: mlp(no_mlp),
@@ -406,6 +425,7 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.CONSTANT: mlp(lambda h, u, m: torch.sigmoid(h) * torch.zeros_like(h)),
     Kind.NO_GEMM_READS: unread(lambda x, w, d: F.linear(F.layer_norm(F.gelu(F.linear(x, w)), (16,)), d)),
     Kind.NO_GEMM_BEFORE: unread(lambda x, w, d: F.linear(F.gelu(F.layer_norm(F.linear(x, w), (16,))), d)),
+    Kind.OPAQUE: unread(lambda x, w, d: F.linear(hidden(F.linear(x, w)), d)),
     Kind.UNKNOWN: mlp(lambda h, u, m: F.mish(h)),
     Kind.UNKNOWN_GATED: mlp(lambda h, u, m: F.silu(h) * u * u),
     Kind.NEAR: mlp(lambda h, u, m: h * torch.sigmoid(1.7 * h)),
@@ -500,6 +520,8 @@ PROGRAMS: dict[Kind, Program] = {
         made_of_written, torch.randn(6, 8), torch.randn(16, 8), nn.Parameter(torch.randn(16)), tensors()[-1]
     ),
     Kind.MADE_OF_SIZE: made_of_a_size,
+    Kind.GRAPH_BREAK: broken(in_experts=False),
+    Kind.EXPERT_LOOP: broken(in_experts=True),
 }
 
 

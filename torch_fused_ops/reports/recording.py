@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule
 
 from torch_fused_ops.observers import observed_by
 from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.reports.breaks import Break, break_of
 from torch_fused_ops.reports.figures import Capture, capture
 from torch_fused_ops.reports.report import Recorded, Report, Site, unmatched
 
@@ -83,6 +84,7 @@ class _Graph:
     title: str
     sites: tuple[Site, ...]  # those of its parts (checkpoint bodies) too, which come before it
     unread: tuple[Site, ...]
+    broken: Break | None
     compilation: Any  # Dynamo's, and which attempt it was
     attempt: int
 
@@ -115,7 +117,9 @@ class _Recorder:
             sites = tuple(site for part in parts for site in part.sites)
             unread = recognise.unread(graph)  # that of its parts, too
             captured = capture(gm, policy, copies)
-            new = _Graph(weakref.ref(graph), captured, title_of(graph), sites, unread, compilation, attempt)
+            new = _Graph(
+                weakref.ref(graph), captured, title_of(graph), sites, unread, break_of(gm), compilation, attempt
+            )
             self.graphs = [*(one for one in kept if one not in parts), new]
             self.update()
 
@@ -136,6 +140,7 @@ class _Recorder:
         report.graphs = len(self.graphs)
         report.sites = tuple(site for one in self.graphs for site in one.sites)
         report.unread = tuple(site for one in self.graphs for site in one.unread)
+        report.breaks = tuple(one.broken for one in self.graphs if one.broken is not None)
         report.title = ", ".join(dict.fromkeys(one.title for one in self.graphs if one.title))
         report.figures, report.figures_missing = None, ""
         report._captures = [one.capture for one in self.graphs]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,15 +12,16 @@ from typing import TYPE_CHECKING
 from torch_fused_ops.observers import unobserved
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
 from torch_fused_ops.reasons import Kind
+from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.reports.figures import Capture, Figures, measure
 from torch_fused_ops.reports.page import page
 from torch_fused_ops.reports.text import (
-    WIDTH,
+    breaks_text,
     figures_table,
     levels_table,
     reason_text,
     sites_table,
-    unread_text,
+    unread_lines,
 )
 from torch_fused_ops.sites import DROPOUT, Site
 
@@ -32,10 +32,7 @@ __all__ = ["Group", "Report", "Site", "grouped", "unmatched"]
 
 log = logging.getLogger("torch_fused_ops")
 
-BROKEN = (
-    "the model was captured in {} graphs: a site does not reach across a graph break "
-    "(TORCH_LOGS=graph_breaks shows where they are)."
-)
+BROKEN = "the model was captured in {} graphs: a site does not reach across a graph break"
 
 
 @dataclass(frozen=True)
@@ -112,6 +109,7 @@ class Report:
         unread: activations that are no sites, because no GEMM reads them, or what they read is no GEMM's, or a boundary
             (of a checkpoint, say) lies between.
         graphs: how many graphs Dynamo captured (``record``: were compiled with pick-up).
+        breaks: the graph breaks that these end with, in their order; what is met again is listed again.
         figures: memory, traffic and kernels before and after; None before ``measure`` was called, and where it failed.
         figures_missing: why it failed; "" where it did not.
         title: the name of the model or function.
@@ -122,6 +120,7 @@ class Report:
         self.sites = sites
         self.unread: tuple[Site, ...] = ()
         self.graphs = graphs
+        self.breaks: tuple[Break, ...] = ()
         self.figures: Figures | None = None
         self.figures_missing = ""
         self.title = ""
@@ -189,12 +188,10 @@ class Report:
         parts = [sites_table(grouped(self.sites)) if self.sites else "", self.summary]
         if not self.sites:
             parts.append(self.nothing)
-        elif self.graphs > 1:
-            parts.append(f"note: {BROKEN.format(self.graphs)}")
         parts += [f"note: {note}" for note in self.notes]
-        parts += [f"{text} ({group.source})" for text, group in unread_text(grouped(self.unread))]
-        hints = dict.fromkeys(site.hint for site in self.sites if site.hint)
-        parts += [textwrap.fill(f"hint: {hint}", WIDTH, subsequent_indent="      ") for hint in hints]
+        parts += unread_lines(grouped(self.unread))
+        if self.breaks:
+            parts += [f"note: {self.broken}:", breaks_text(self.breaks)]
         if self.figures is not None:
             parts += ["", figures_table(self.figures)]
             parts += ["", levels_table(self.figures)] if levels_table(self.figures) else []
@@ -204,28 +201,32 @@ class Report:
         return text.removeprefix("\n") if not self.sites else text.replace("\n" + self.summary, "\n\n" + self.summary)
 
     @property
+    def broken(self) -> str:
+        """That the model was captured in several graphs."""
+        return BROKEN.format(self.graphs)
+
+    @property
     def nothing(self) -> str:
         """What to look at where there are no sites."""
-        hint = (
+        return (
             "A site is a matrix product that reads a pointwise function of matrix products, through views, casts and\n"
             "dropout. There is none: between the products stands something else (a norm, a convolution, an operator\n"
-            "that is already fused), a function that is not read, or nothing nonlinear."
+            "that is already fused), a function that is not read, a graph break, or nothing nonlinear."
         )
-        if self.graphs > 1:
-            hint += f"\n{BROKEN.format(self.graphs)}"
-        return hint
 
     def to_json(self) -> str:
         """The report as JSON text.
 
-        ``{"title", "summary", "graphs", "sites": [{op, activation, …}, …], "unread", "figures", "figures_missing",
-        "notes"}``: a site's entries are ``Site``'s attributes, its ``kind`` by its name; figures, if measured, those of
-        ``Figures``, with the totals ``before`` and ``after``, else null.
+        ``{"title", "summary", "graphs", "breaks", "sites": [{op, activation, …}, …], "unread", "figures",
+        "figures_missing", "notes"}``: a site's entries are ``Site``'s attributes, its ``kind`` by its name; a break's
+        those of ``Break``; figures, if measured, those of ``Figures``, with the totals ``before`` and ``after``, else
+        null.
         """
         report = {
             "title": self.title,
             "summary": self.summary,
             "graphs": self.graphs,
+            "breaks": [asdict(one) for one in self.breaks],
             "sites": [asdict(site) for site in self.sites],
             "unread": [asdict(site) for site in self.unread],
             "figures": self.figures.as_dict() if self.figures else None,
