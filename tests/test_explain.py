@@ -302,14 +302,18 @@ def test_each_graph_break_has_its_line_its_reason_and_what_helps(tmp_path):
     assert text.count(f"<pre>{one.code}</pre>") == 1 and f"{times} times" in text and "Graph breaks" in text
     assert any(Kind.GRAPH_BREAK.row in t for t in parser.texts)
     assert [b["kind"] for b in json.loads(report.to_json())["breaks"]] == ["GRAPH_BREAK"] * times
-    torch._dynamo.reset()
-    with record() as recorded:
-        torch.compile(breaks_twice, backend="aot_eager")(*arguments)
-        torch._dynamo.reset()
-        torch.compile(breaks_twice, backend="fused")(*arguments)
-    assert recorded.breaks == report.breaks and str(recorded).count(one.reason) == 1
     whole = explain(lambda x, w: torch.relu(x @ w) @ w, *arguments)
     assert whole.breaks == () and "graph break" not in str(whole)
+
+
+@pytest.mark.codegen_is_slow
+def test_recorded_graph_breaks():
+    with record() as report:
+        torch.compile(breaks, backend="aot_eager")(torch.randn(4, 4), torch.randn(4, 4))
+        torch._dynamo.reset()
+        torch.compile(breaks, backend="fused")(torch.randn(4, 4), torch.randn(4, 4))
+    (one,) = report.breaks
+    assert one.code == "torch._dynamo.graph_break()" and one.reason in " ".join(str(report).split())
 
 
 def test_where_nothing_is_captured_dynamos_reasons_are_said():

@@ -69,8 +69,8 @@ def reasons_noted() -> Mapping[str, int]:
 def since(before: Mapping[str, int]) -> tuple[Break, ...]:
     """What Dynamo has stopped for since then; where it is in the program it does not say."""
     new = [reason for reason, times in reasons_noted().items() if times > before.get(reason, 0)]
-    texts = dict.fromkeys(f"a graph break: {_said(reason)}" for reason in new)
-    return tuple(Break(Kind.GRAPH_BREAK, str(Reason(Kind.GRAPH_BREAK, text))) for text in texts)
+    reasons = [Reason(Kind.GRAPH_BREAK, f"a graph break: {what}") for what in dict.fromkeys(map(_said, new))]
+    return tuple(Break(reason.kind, str(reason)) for reason in reasons)
 
 
 def _said(text: str) -> str:
