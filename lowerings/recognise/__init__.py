@@ -28,7 +28,7 @@ from torch_fused_ops.tiles import asked
 from torch_fused_ops.virtual_gpu.modules import module_stack
 
 from . import dropout, gemms, opaque, tiles
-from .cone import Cone, examine, find, readers
+from .cone import Cone, examine, find, readers, results
 from .graph import FREE, NONLINEAR, Facts, join, shown, tensor
 from .normal import Normal
 from .rewrite import fuse, operator_of, replace
@@ -69,6 +69,7 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
         cones: dict[Node, Cone] = {}
         around: dict[Node, gemms.Linears] = {}
         refused: dict[Node, _Refused] = {}
+        roots: dict[Node, Cone] = {}
         sites = list(find(facts))
         readers_of = dict(sites)
         for top, reading in sites:
@@ -78,10 +79,14 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
                 _check_known(facts, reading)
                 _check_excluded(top, reading, policy)
                 cone = examine(facts, top)
+                if cone.root in roots:  # of two products with factors, or of one and a GEMM: one site
+                    roots[cone.root].factors += cone.factors
+                    continue
                 activation = cone.verdict.activation
                 _check_known(facts, list(gemms.producers(facts, cone)))
                 _check_freezing(cone)
                 cones[top] = cone
+                roots[cone.root] = cone
             except Refusal as e:
                 refused[top] = _Refused(e.reason, activation)
         _drop_shared(facts, cones, refused)
@@ -96,6 +101,8 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
         dropouts = _dropouts(facts, policy, cones)
         found = []
         for top, reading in sites:
+            if top not in cones and top not in refused:
+                continue
             site = _site(facts, normal, top, reading, cones.get(top) or refused[top])
             site = _with_linears(site, around[top]) if top in around else site
             site = replaced(site, memory=_level(policy, top, reading)) if top in kept else site
@@ -241,8 +248,8 @@ def _drop_shared(facts: Facts, cones: dict[Node, Cone], refused: dict[Node, _Ref
 
 
 def _site(facts: Facts, normal: Normal, top: Node, gemms: list[Node], found: Cone | _Refused) -> Site:
-    where = _source(top, gemms[0])
-    reading = list(readers(facts, found.root if isinstance(found, Cone) else top))
+    where = _source(found.root if isinstance(found, Cone) and found.factors else top, gemms[0])
+    reading = results(facts, found) if isinstance(found, Cone) else list(readers(facts, top))
     calls = found.calls if isinstance(found, Cone) else _calls(facts, top)
     own = dict.fromkeys(normal.spelled.get(node, node) for node in calls)
     spelling = tuple("autograd.Function" if facts.custom(node) else shown(node) for node in own)
@@ -257,6 +264,8 @@ def _site(facts: Facts, normal: Normal, top: Node, gemms: list[Node], found: Con
     others = [shown(user) for user in reading if facts.calls[user].gemm is None]
     if others:
         proof += f"; {', '.join(dict.fromkeys(others))} keeps the value too"
+    if found.factors:
+        proof += f"; {_names(found.factors)} by another tensor stays behind it"
     op, activation = f"fused::{operator_of(found)}", found.verdict.activation
     return Site(op, activation, reason=proof, users=users, spelling=spelling, **where)
 
