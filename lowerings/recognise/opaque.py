@@ -14,8 +14,8 @@ from torch.fx import Node
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason
 
-from .graph import LINEAR, Facts, shown, tensor
-from .symbolic import RULES
+from .graph import Facts, shown, tensor
+from .symbolic import LINEAR, RULES
 
 __all__ = ["find"]
 

@@ -17,8 +17,6 @@ from torch_fused_ops.reports.figures import Capture, Figures, measure
 from torch_fused_ops.reports.page import page
 from torch_fused_ops.reports.text import (
     breaks_text,
-    figures_table,
-    levels_table,
     reason_text,
     sites_table,
     unread_lines,
@@ -108,7 +106,8 @@ class Report:
         sites: every site, in graph order.
         unread: activations that are no sites, because no GEMM reads them, or what they read is no GEMM's, or a boundary
             (of a checkpoint, say) lies between.
-        graphs: how many graphs Dynamo captured (``record``: were compiled with pick-up).
+        graphs: how many graphs Dynamo captured (``record``: were compiled with pick-up), each once.
+        recompilations: how often one of them was compiled anew, for other sizes: that is no new site.
         breaks: the graph breaks that these end with, in their order; what is met again is listed again.
         figures: memory, traffic and kernels before and after; None before ``measure`` was called, and where it failed.
         figures_missing: why it failed; "" where it did not.
@@ -120,6 +119,7 @@ class Report:
         self.sites = sites
         self.unread: tuple[Site, ...] = ()
         self.graphs = graphs
+        self.recompilations = 0
         self.breaks: tuple[Break, ...] = ()
         self.figures: Figures | None = None
         self.figures_missing = ""
@@ -140,6 +140,8 @@ class Report:
         dropouts = [s for s in self.sites if s.activation == DROPOUT]
         others = len(self.sites) - len(mlps) - len(dropouts)
         graphs = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
+        if self.recompilations:
+            graphs += f", compiled anew {self.recompilations} time{'s' * (self.recompilations != 1)}"
         parts = [f"{fused} of {len(mlps)} MLP sites fused"] if mlps or not dropouts else []
         if dropouts:
             unmasked = sum(s.op is not None for s in dropouts)
@@ -193,8 +195,7 @@ class Report:
         if self.breaks:
             parts += [f"note: {self.broken}:", breaks_text(self.breaks)]
         if self.figures is not None:
-            parts += ["", figures_table(self.figures)]
-            parts += ["", levels_table(self.figures)] if levels_table(self.figures) else []
+            parts += ["", str(self.figures), *([f"note: {self.rebuilt}"] if self.rebuilt else [])]
         elif self.figures_missing:
             parts.append(f"figures are not available: {self.figures_missing}")
         text = "\n".join(parts)
@@ -204,6 +205,24 @@ class Report:
     def broken(self) -> str:
         """That the model was captured in several graphs."""
         return BROKEN.format(self.graphs)
+
+    @property
+    def rebuilt(self) -> str:
+        """Why layers keep less although no MLP in them is fused; "" where none does, or figures were not asked for."""
+        if self.figures is None:
+            return ""
+        less = [layer.name for layer in self.figures.layers if layer.after.saved < layer.before.saved]
+
+        def of(sites: Iterable[Site]) -> set[str]:
+            return {n for site in sites for n in less if f"{site.module}.".startswith(f"{n}.")}
+
+        alone = of(s for s in self.sites if s.op is None and s.is_mlp) - of(s for s in self.sites if s.op is not None)
+        if not alone:
+            return ""
+        return (
+            f"{', '.join(name for name in less if name in alone)}: left alone, and less is saved for backward all the "
+            "same: in the whole graph backward rebuilds what costs only pointwise work, as memory='free' says"
+        )
 
     @property
     def nothing(self) -> str:
@@ -217,15 +236,16 @@ class Report:
     def to_json(self) -> str:
         """The report as JSON text.
 
-        ``{"title", "summary", "graphs", "breaks", "sites": [{op, activation, …}, …], "unread", "figures",
-        "figures_missing", "notes"}``: a site's entries are ``Site``'s attributes, its ``kind`` by its name; a break's
-        those of ``Break``; figures, if measured, those of ``Figures``, with the totals ``before`` and ``after``, else
-        null.
+        ``{"title", "summary", "graphs", "recompilations", "breaks", "sites": [{op, activation, …}, …], "unread",
+        "figures", "figures_missing", "notes"}``: a site's entries are ``Site``'s attributes, its ``kind`` by its name;
+        a break's those of ``Break``; figures, if measured, those of ``Figures``, with the totals ``before`` and
+        ``after``, else null.
         """
         report = {
             "title": self.title,
             "summary": self.summary,
             "graphs": self.graphs,
+            "recompilations": self.recompilations,
             "breaks": [asdict(one) for one in self.breaks],
             "sites": [asdict(site) for site in self.sites],
             "unread": [asdict(site) for site in self.unread],

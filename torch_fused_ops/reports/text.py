@@ -116,8 +116,8 @@ def sites_table(groups: Sequence[Group]) -> str:
     rows = [header]
     for group in groups:
         site = group.sites[0]
-        reason = "\n".join(_advised(reason_text(site), site.refusals))
-        rows.append((site.op or "-", site.activation or "-", group.source, read_by(site), reason))
+        said = "\n".join(_advised(reason_text(site), site.refusals))
+        rows.append((site.op or "-", site.activation or "-", group.source, read_by(site), said))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     indent = sum(widths) + 2 * len(widths)
     room = max(50, WIDTH - indent)
