@@ -6,6 +6,7 @@ Where a near miss *is* something that an operator expresses exactly, it must be 
 """
 
 import math
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,9 @@ from functions import Clipped, StraightThrough
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from torch_fused_ops import activations
+from torch_fused_ops import FusionPolicy, activations
+from torch_fused_ops.lowerings.recognise import rewrite
+from torch_fused_ops.reasons import Kind
 from torch_fused_ops.reference import CLAMP_KEEPS_BOUNDS
 
 C = math.sqrt(2 / math.pi)
@@ -47,6 +50,12 @@ def packed(act: Callable[[Tensor], Tensor]) -> Case:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
+
+
+def spatial(u: Tensor, v: Tensor) -> Tensor:
+    """gMLP's gate: one part times a linear layer over the tokens of the other's norm."""
+    mixes = torch.linspace(-1, 1, 16, dtype=v.dtype).view(4, 4)
+    return u * (F.linear(F.layer_norm(v, (16,)).t(), mixes) + 1).t()
 
 
 def first(value: Any, *_: Any) -> Any:
@@ -447,6 +456,27 @@ CASTS: dict[str, tuple[Case, str]] = {
 
 # ---- something is switched, detached or hooked in between ------------------------------------------------------------
 
+# What is a piece of the activation's result, and something else beside.
+PIECES: dict[str, tuple[Case, str]] = {
+    "the whole is read, too": (
+        lambda h, u, p, w, m: (lambda y: F.linear(spatial(*y.chunk(2, -1)), w) + y.sum())(F.gelu(p)),
+        "getitem stands between",
+    ),
+    "a piece that is written afterwards": (
+        packed(lambda p: (lambda c: first(spatial(c[0], c[1]), c[0].mul_(2)))(F.gelu(p).chunk(2, -1))),
+        "mul_ also reads the result of gelu inside the activation",
+    ),
+    "the input written in between": (
+        packed(lambda p: spatial(*first(F.gelu(p), p.mul_(2)).chunk(2, -1))),
+        "mul_ writes into its input in place",
+    ),
+    "the result written as a whole": (
+        packed(lambda p: spatial(*F.gelu(p).mul_(2).chunk(2, -1))),
+        "getitem stands between",
+    ),
+    "of something unknown": (packed(lambda p: spatial(*F.mish(p).chunk(2, -1))), NO_GATE),
+}
+
 REGIONS: dict[str, tuple[Case, str]] = {
     "sigmoid without gradient": (
         one(lambda x: x * within(torch.no_grad, torch.sigmoid, x)),
@@ -679,6 +709,19 @@ NO_SITE: dict[str, Case] = {
 # ---- what is exactly something else ----------------------------------------------------------------------------------
 
 FUSED: dict[str, tuple[Case, str, str]] = {
+    "a part of an activation's result": (packed(lambda p: spatial(*F.gelu(p).chunk(2, -1))), "fused::glu", "gelu"),
+    "the other part": (packed(lambda p: spatial(*reversed(F.silu(p).split(16, -1)))), "fused::glu", "silu"),
+    "and a dropout that is off": (
+        packed(lambda p: spatial(*F.dropout(F.relu(p), 0.5, False).tensor_split(2, dim=1))),
+        "fused::glu",
+        "relu",
+    ),
+    "a piece that is written": (
+        packed(lambda p: (lambda c: first(c, c[0].mul_(2)) and spatial(c[0], c[1]))(F.gelu(p).chunk(2, -1))),
+        "fused::glu",
+        "gelu",
+    ),
+    "of its method": (packed(lambda p: spatial(*p.tanh().chunk(2, 1))), "fused::glu", "tanh"),
     "grad switched off and on": (
         one(lambda x: x * first(torch.sigmoid(x), within(torch.no_grad, torch.sum, x))),
         "fused::bias_act",
@@ -778,6 +821,7 @@ LEFT_ALONE = {
             "shape": SHAPES,
             "cast": CASTS,
             "region": REGIONS,
+            "piece": PIECES,
         },
         "write": WRITTEN,
     }.items()
@@ -794,6 +838,9 @@ WITHOUT_GRAD = {
     "write: its result, after the GEMM",
     "write: the packed tensor",
     "write: the other half",
+    "piece: a piece that is written afterwards",
+    "a piece that is written",
+    "piece: the input written in between",
 }
 
 
@@ -820,6 +867,30 @@ def test_left_alone(name):
     assert site.op is None
     assert re.search(reason, site.reason), site.reason
     assert site.kind is not None and fits(site.kind, site.reason), site.kind
+
+
+def test_a_piece_that_is_taken_twice_and_written_is_left_alone():
+    """Dynamo takes each piece once; a graph by hand may take it again behind the write."""
+    x, w, d = torch.randn(4, 8), torch.randn(32, 8), torch.randn(8, 16)
+
+    def model(x, w, d):
+        c = F.gelu(F.linear(x, w)).chunk(2, -1)
+        c[0].mul_(2)
+        return F.linear(spatial(c[0], c[1]), d)
+
+    gm = torch.fx.symbolic_trace(model, concrete_args=None)
+    assert len([n for n in gm.graph.nodes if n.target is operator.getitem and n.args[1] == 0]) == 2
+
+    class Recorder(torch.fx.Interpreter):
+        def run_node(self, n):
+            n.meta["example_value"] = super().run_node(n)
+            return n.meta["example_value"]
+
+    Recorder(gm).run(x, w, d)
+    (site,) = rewrite(gm.graph, FusionPolicy())
+    assert site.op is None and site.kind is Kind.STANDS_BETWEEN
+    gm.recompile()
+    torch.testing.assert_close(gm(x, w, d), model(x, w, d))
 
 
 @pytest.mark.parametrize("name", NO_SITE)
