@@ -542,6 +542,19 @@ def test_activations_that_no_gemm_reads():
     assert [site.spelling for site in recorded.unread] == [("gelu",)]
 
 
+def test_a_cut_behind_an_activation():
+    """gMLP's: the part that goes on to the gate is a site, the one that a norm reads is none."""
+
+    def fn(x, w, v, d):
+        up, gate = F.gelu(F.linear(x, w)).chunk(2, -1)
+        return F.linear(up * F.linear(F.layer_norm(gate, (8,)), v), d)
+
+    shapes = (4, 8), (16, 8), (8, 8), (8, 8)
+    report = explain(fn, *(torch.randn(shape) for shape in shapes))
+    assert [(site.op, site.spelling) for site in report.sites] == [("fused::glu", ("gelu", "mul"))]
+    assert [site.reason for site in report.unread] == ["not an MLP: no GEMM reads it, but layer_norm"]
+
+
 def test_activations_behind_what_is_no_gemm_and_after_a_break():
     def fn(x, w, d):
         h = F.linear(F.gelu(F.layer_norm(F.linear(x, w), (16,))), d)
@@ -643,8 +656,9 @@ def test_a_site_that_also_reads_across_a_boundary_is_listed_once():
         return s.again(lambda x, up: s.down(F.silu(s.gate(x)) * up), x, s.up(x))
 
     report = explain(Parts(body), torch.randn(4, 8))
-    assert report.unread == () and [site.op for site in report.sites] == [None]
-    assert report.sites[0].reason.startswith("another tensor takes part")
+    (site,) = report.sites
+    assert report.unread == () and site.op == "fused::bias_act", "of this side of the boundary"
+    assert site.reason.endswith("mul by another tensor stays behind it")
 
 
 def test_activations_in_other_operators_bodies():

@@ -170,20 +170,23 @@ class Kind(Enum):
     PARAMETER = _Declared(
         Family.FUNCTION,
         ("a learnable parameter takes part: *alpha*", "a parameter takes part: *alpha*"),
-        "xIELU, PReLU: no operator of ours has the parameter, nor its gradient.",
+        "xIELU, PReLU: no operator of ours has the parameter, nor its gradient. A factor of the result stays behind the "
+        "operator.",
     )
     ANOTHER_TENSOR = _Declared(
         Family.FUNCTION,
         ("another tensor takes part: *name*",),
-        "An input, or something computed without a GEMM, such as a routing weight on the activation.",
+        "An input, or something computed without a GEMM, inside of the activation or added to it. A factor of the result, "
+        "such as a routing weight, stays behind the operator, unless it is computed of the same GEMMs.",
         "A factor for each row can be applied to the GEMM's output, which is the same; functional.glu and its kin take "
         "it as token_scale, shaped as the input without its last axis.",
     )
     MASK = _Declared(
         Family.FUNCTION,
         ("a mask takes part: *op*",),
-        "One over hidden units is another function.",
-        "A mask over rows can be applied after the GEMM, which is the same.",
+        "One that selects (`where`, `masked_fill`), or stands between activation and gate. As a factor of the result it "
+        "stays behind the operator.",
+        "A mask over rows can be applied after the GEMM, which is the same; any other as a factor of the result.",
     )
     DROPOUT_INSIDE = _Declared(
         Family.FUNCTION,
@@ -237,7 +240,8 @@ class Kind(Enum):
     NARROW_CAST = _Declared(
         Family.SOUNDNESS,
         ("it works in *bfloat16* on *float32* values",),
-        "A cast through a narrower dtype: its rounding would be lost.",
+        "A cast through a narrower dtype: its rounding would be lost. A last cast to a wider one stays behind the "
+        "operator.",
     )
     DTYPE = _Declared(Family.SOUNDNESS, ("*op* gives *int64*: only real floating tensors are fused",))
     BROADCAST = _Declared(
@@ -286,7 +290,7 @@ class Kind(Enum):
     REGION = _Declared(
         Family.SOUNDNESS,
         ("autocast or grad mode is switched between its parts",),
-        "A cone stays within one region.",
+        "A cone stays within one region. What is entered and left again between its calls is no matter.",
         "Put the MLP as a whole inside or outside of the block that switches it.",
     )
     INFERENCE_MODE = _Declared(

@@ -136,6 +136,8 @@ def unread(graph: Graph) -> tuple[Site, ...]:
         if facts.passes(node) or not (node.users and _is_activation(facts, normal, node)):
             continue
         reading = list(readers(facts, node))
+        if not reading:  # its pieces have taken its place
+            continue
         gemms = [user for user in reading if facts.calls[user].gemm is not None]
         inside = any(facts.state[user] == NONLINEAR for user in reading)
         if facts.state[node] == NONLINEAR and not gemms and not inside:
