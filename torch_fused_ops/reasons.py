@@ -170,22 +170,22 @@ class Kind(Enum):
     PARAMETER = _Declared(
         Family.FUNCTION,
         ("a learnable parameter takes part: *alpha*", "a parameter takes part: *alpha*"),
-        "xIELU, PReLU: no operator of ours has the parameter, nor its gradient. A factor of the result stays behind the "
-        "operator.",
+        "xIELU, PReLU: no operator of ours has the parameter, nor its gradient. A factor of the result stays behind "
+        "the operator.",
     )
     ANOTHER_TENSOR = _Declared(
         Family.FUNCTION,
         ("another tensor takes part: *name*",),
-        "An input, or something computed without a GEMM, inside of the activation or added to it. A factor of the result, "
-        "such as a routing weight, stays behind the operator, unless it is computed of the same GEMMs.",
+        "An input, or something computed without a GEMM, inside of the activation or added to it. A factor of the "
+        "result, such as a routing weight, stays behind the operator, unless it is computed of the same GEMMs.",
         "A factor for each row can be applied to the GEMM's output, which is the same; functional.glu and its kin take "
         "it as token_scale, shaped as the input without its last axis.",
     )
     MASK = _Declared(
         Family.FUNCTION,
         ("a mask takes part: *op*",),
-        "One that selects (`where`, `masked_fill`), or stands between activation and gate. As a factor of the result it "
-        "stays behind the operator.",
+        "One that selects (`where`, `masked_fill`), or stands between activation and gate. As a factor of the result "
+        "it stays behind the operator.",
         "A mask over rows can be applied after the GEMM, which is the same; any other as a factor of the result.",
     )
     DROPOUT_INSIDE = _Declared(
