@@ -190,7 +190,8 @@ def recognition() -> str:
         for kind in Kind:
             if kind.family is family:
                 says, means = (_cell(text) for text in ("; ".join(kind.texts), f"{kind.means} {kind.cure}".strip()))
-                lines.append(f"| {says} | {means} | `{kind.name}` |")
+                anchor = kind.row.partition("#")[2]
+                lines.append(f'| {says} | {means} | <a id="{anchor}"></a>`{kind.name}` |')
         lines.append("")
     return _between("recognition.md", BEGIN, lines)
 

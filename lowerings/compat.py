@@ -9,6 +9,7 @@ passes after the cache        torch ≥ 2.13 asks AOTAutograd's cache before it 
 context-variable config       torch ≥ 2.13: an override is seen in its own context only; before, by the whole process
 partitioner's pointwise list  no way in for operators outside aten (2.11 to 2.15): the function that makes it is wrapped
 budgets on nodes              torch ≥ 2.13 has region_activation_memory_budget beside the older mark on nodes
+the end of a compiled call    nobody is told of it (2.11 to 2.15): read off the stack
 loops that were tried         torch ≥ 2.13's scheduler puts back loops that it reordered to see whether two nodes fuse
 ConcatKernel and its node     torch 2.11 asserts that the current FX node's first argument is a list, as aten.cat's is
 ============================  =========================================================================================
@@ -20,13 +21,16 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._guards import CompileContext
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -101,16 +105,22 @@ def slot_of(passes: Sequence[Any]) -> Any:
     return passes[0] if len(passes) == 1 else PassChain(passes)
 
 
-@contextlib.contextmanager
-def passes_before_caches() -> Iterator[None]:
-    """Have pre-grad passes run before AOTAutograd's cache is asked, for compilations in this context.
+def before_caches() -> dict[str, Any]:
+    """Inductor's options to have pre-grad passes run before AOTAutograd's cache is asked.
 
     Where torch asks the cache first, a hit leaves the passes out. The key is then made of the graph that they left.
     """
     import torch._inductor.config as config
 
-    settings = {"pre_grad_pass_timing": "early"} if hasattr(config, "pre_grad_pass_timing") else {}
-    with config.patch(settings):
+    return {"pre_grad_pass_timing": "early"} if hasattr(config, "pre_grad_pass_timing") else {}
+
+
+@contextlib.contextmanager
+def passes_before_caches() -> Iterator[None]:
+    """``before_caches`` for compilations in this context."""
+    import torch._inductor.config as config
+
+    with config.patch(before_caches()):
         yield
 
 
@@ -178,6 +188,48 @@ def traced_function(target: Any) -> type[torch.autograd.Function] | None:
         return None
     function = inspect.getclosurevars(target).nonlocals.get("fn_cls")
     return function if isinstance(function, type) and issubclass(function, torch.autograd.Function) else None
+
+
+def why_it_ended(graph: torch.fx.Graph) -> Any:
+    """Why Dynamo ended a graph, its ``GraphCompileReason``; None for a body's graph, or where it is not Dynamo's."""
+    return getattr(graph.owning_module, "compile_subgraph_reason", None)
+
+
+class CompiledCall(NamedTuple):
+    """The call of a compiled function that is going on, and in which something is compiled now.
+
+    Attributes:
+        function: identifies what ``torch.compile`` returned.
+        at_its_end: what is called when the call ends; a list, to be added to. It is no more than a list that nobody
+            reads where torch has none.
+        is_whole: whether what is compiled now is the function itself, not one that it calls, nor what follows a break.
+        is_first: whether that code was not compiled before in this process.
+    """
+
+    function: Any
+    at_its_end: list[Callable[[], Any]]
+    is_whole: bool
+    is_first: bool
+
+
+def compiled_call() -> CompiledCall | None:
+    """The innermost one, None where there is none: read off the stack, as torch tells nobody (2.11 to 2.15)."""
+    compilation = CompileContext.try_get()
+    compiled = compilation.compile_id if compilation is not None else None
+    frame: FrameType | None = sys._getframe()
+    is_whole = False
+    while frame is not None:
+        module = frame.f_globals.get("__name__")
+        if module == "torch._dynamo.eval_frame" and frame.f_code.co_name == "compile_wrapper":
+            here = frame.f_locals
+            is_first = compiled is not None and compiled.frame_compile_id == 0
+            return CompiledCall(here.get("self"), here.get("cleanups", []), is_whole, is_first)
+        if module == "torch._dynamo.convert_frame":
+            is_whole = True
+        elif module not in ("torch._dynamo.eval_frame", "torch._dynamo.external_utils", "torch.nn.modules.module"):
+            is_whole = False
+        frame = frame.f_back
+    return None
 
 
 # ---- the partitioner -----------------------------------------------------------------------------

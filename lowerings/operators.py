@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.functions import FloorDiv
 
-from torch_fused_ops import formulas
+from torch_fused_ops import activations, formulas
 from torch_fused_ops.declaration import Elementwise, elementwise
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.row_blocks import ROWS
@@ -135,6 +135,9 @@ def _program(
         boxes = lower.run(*(lower.scalar(_Slot(i), d) for i, d in enumerate(dtypes)))
         program.results = tuple(_evaluate(b) for b in boxes)
     return program
+
+
+activations._on_change.append(_program.cache_clear)  # a name among the scalars may stand for another function
 
 
 # ---- boxes -----------------------------------------------------------------------------------------------------------

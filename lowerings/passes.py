@@ -28,6 +28,7 @@ from torch_fused_ops._version import __version__
 from torch_fused_ops.capturing import captured_graphs
 from torch_fused_ops.lowerings import compat, epilogues, handover, memory, partition, row_blocks
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, policy_or_default
+from torch_fused_ops.sites import Site
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -157,8 +158,17 @@ class Recognise(_Pass, CustomGraphPass):
         if policy.strict and missed:
             raise UnfusedError(
                 "strict=True and these MLP sites were not fused:\n"
-                + "\n".join(f"  {s.source}: {s.missed}" for s in missed)
+                + "\n".join(f"  {s.source}: {s.missed}{_helps(s)}" for s in missed)
             )
+        if policy.strict:
+            from torch_fused_ops.lowerings import nothing_found  # not earlier: it imports the operators
+
+            nothing_found.check(graph, sites)
+
+
+def _helps(site: Site) -> str:
+    """What helps where a site was missed, for an error's text."""
+    return "".join(f" → {kind.cure} ({kind.row})" if kind.cure else f" ({kind.row})" for kind in site.refusals)
 
 
 class Remember(_Stage, CustomPartitionerFn):
@@ -353,6 +363,8 @@ def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] 
     if not isinstance(options, (dict, type(None))):
         raise TypeError(f"options={options!r} is not accepted: it must be a dict of Inductor options, or None")
     policy, result = policy_or_default(policy), {**options_without_us(), **(options or {})}
+    if policy.strict:  # what a cache answers has been looked at in another process, and maybe not as a whole
+        result = {**compat.before_caches(), **result}
     for name, kind in SLOTS.items():
         result[name] = kind.join(kind.leave(result[name], kind()), kind(policy))
     return result

@@ -150,6 +150,38 @@ def test_register_again(table):
             tfo.register_activation(name, fn)
 
 
+def test_register_in_place_of_another(table):
+    """As a cell of a notebook is run again: what is the same does nothing, and what is another is asked for."""
+    tfo.register_activation("celled", lambda x: x * torch.tanh(x), lambda x: torch.tanh(x) + x / torch.cosh(x) ** 2)
+    tfo.register_activation("celled", lambda x: x * torch.tanh(x), lambda x: torch.tanh(x) + x / torch.cosh(x) ** 2)
+    with pytest.raises(ValueError, match="replace=True takes it out, or choose another name"):
+        tfo.register_activation("celled", mish)
+    before, x, w = activations.table_hash(), torch.randn(4, 8), torch.nn.Parameter(torch.randn(8, 8))
+
+    def spelled(fn):
+        torch._dynamo.reset()
+        (site,) = tfo.explain(lambda x, w: fn(x @ w) @ w, x, w).sites
+        return site.activation
+
+    def compiled(x):
+        torch._dynamo.reset()
+        return torch.compile(lambda x: torch.ops.fused.bias_act(x, None, None, "celled"), fullgraph=True)(x)
+
+    assert (spelled(lambda x: x * torch.tanh(x)), spelled(mish)) == ("celled", None)
+    torch.testing.assert_close(compiled(x), x * torch.tanh(x))
+    tfo.register_activation("celled", mish, replace=True)
+    assert activations.table_hash() != before
+    assert (spelled(lambda x: x * torch.tanh(x)), spelled(mish)) == (None, "celled")
+    torch.testing.assert_close(compiled(x), mish(x))
+    y = x.clone().requires_grad_()
+    torch.ops.fused.bias_act(y, None, None, "celled").sum().backward()
+    torch.testing.assert_close(y.grad, torch.func.grad(lambda x: mish(x).sum())(x))
+    with pytest.raises(ValueError, match="name='gelu' is taken by a built-in activation; choose another name"):
+        tfo.register_activation("gelu", mish, replace=True)
+    with pytest.raises(TypeError, match="replace='yes'"):
+        tfo.register_activation("celled", mish, replace="yes")
+
+
 def test_register_notifies(table, monkeypatch):
     calls = []
     monkeypatch.setattr(activations, "_on_change", [lambda: calls.append(activations.names()[-1])])

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import sys
+import types
 from html.parser import HTMLParser
 from typing import Any
 
@@ -133,7 +135,8 @@ def test_print():
     lines = str(Report(SITES)).splitlines()
     assert lines[0].split() == ["operator", "activation", "source", "read", "by", "reason"]
     column = lines[0].index("reason")
-    assert [line[column:] for line in lines[2:5]] == [site.reason for site in SITES]
+    said = [SITES[0].reason, *(text for s in SITES[1:] for text in (s.reason, f"→ {s.kind.row}"))]
+    assert [line[column:] for line in lines[2:7]] == said, "what was refused has its place in the docs below it"
     assert "linear ×2" in lines[2]
     assert lines[-1] == "1 of 2 MLP sites fused, 1 not MLPs (1 graph)"
     assert str(Report(())).startswith("0 of 0 MLP sites fused (1 graph)\n")
@@ -272,7 +275,182 @@ def test_html_of_refusals_shows_the_line_and_what_to_do(tmp_path):
 
 def test_html_of_nothing(tmp_path):
     text, _ = read(Report((), graphs=3).to_html(tmp_path / "report.html"))
-    assert "graph break" in text and "Left alone" not in text
+    assert "graph break" in text and "Left alone" not in text and "<h2>Graph breaks" not in text
+
+
+def breaks(x, w):
+    x = x @ w
+    torch._dynamo.graph_break()
+    return x
+
+
+def breaks_twice(x, w):
+    return torch.relu(breaks(breaks(x, w), w)) @ w
+
+
+def test_each_graph_break_has_its_line_its_reason_and_what_helps(tmp_path):
+    arguments = torch.randn(4, 4), nn.Parameter(torch.randn(4, 4))
+    report = explain(breaks_twice, *arguments)
+    assert report.graphs > 2 and report.sites == ()
+    (one,), times = set(report.breaks), len(report.breaks)
+    assert times > 1
+    assert one.code == "torch._dynamo.graph_break()" and one.kind is Kind.GRAPH_BREAK
+    assert one.location.startswith(__file__) and one.source.startswith("test_explain.py:")
+    shown = " ".join(str(report).split())
+    assert f"{one.source} ×{times}: {one.code} {one.reason} → {Kind.GRAPH_BREAK.cure} ({Kind.GRAPH_BREAK.row})" in shown
+    text, parser = read(report.to_html(tmp_path / "report.html"))
+    assert text.count(f"<pre>{one.code}</pre>") == 1 and f"{times} times" in text and "Graph breaks" in text
+    assert any(Kind.GRAPH_BREAK.row in t for t in parser.texts)
+    assert [b["kind"] for b in json.loads(report.to_json())["breaks"]] == ["GRAPH_BREAK"] * times
+    whole = explain(lambda x, w: torch.relu(x @ w) @ w, *arguments)
+    assert whole.breaks == () and "graph break" not in str(whole)
+
+
+@pytest.mark.codegen_is_slow
+def test_recorded_graph_breaks():
+    with record() as report:
+        torch.compile(breaks, backend="aot_eager")(torch.randn(4, 4), torch.randn(4, 4))
+        torch._dynamo.reset()
+        torch.compile(breaks, backend="fused")(torch.randn(4, 4), torch.randn(4, 4))
+    (one,) = report.breaks
+    assert one.code == "torch._dynamo.graph_break()" and one.reason in " ".join(str(report).split())
+
+
+def test_where_nothing_is_captured_dynamos_reasons_are_said():
+    def loop(x, w):
+        for _ in range(2):
+            x = x @ w
+            torch._dynamo.graph_break()
+        return torch.relu(x) @ w
+
+    report = explain(loop, torch.randn(4, 4), nn.Parameter(torch.randn(4, 4)))
+    assert report.graphs == 0 and "0 graphs" in str(report)
+    assert report.breaks and {one.kind for one in report.breaks} == {Kind.GRAPH_BREAK}
+    assert "torch._dynamo.graph_break()" in str(report)
+    assert explain(lambda x: x + 1, torch.randn(4)).breaks == ()
+
+
+class Loop(nn.Module):
+    """Experts one after the other, as transformers' are where they are eager."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(2, 16, 8)), nn.Parameter(torch.randn(2, 8, 16))
+
+    def forward(self, x, chosen):
+        y = torch.zeros_like(x)
+        for i in chosen.unique().tolist():
+            rows = (chosen == i).nonzero()[:, 0]
+            y[rows] = F.linear(F.gelu(F.linear(x[rows], self.up[i])), self.down[i])
+        return y
+
+
+@pytest.mark.parametrize("dispatched", [True, False])
+def test_loops_over_experts_that_transformers_can_compute_otherwise_are_told_so(monkeypatch, tmp_path, dispatched):
+    """By the class, whose forward is a wrapper of transformers': a loop that nobody can switch gets no such hint."""
+    wrappers = tmp_path / "moe.py"
+    wrappers.write_text(
+        "from functools import wraps\ndef dispatch(forward):\n    @wraps(forward)\n"
+        "    def wrapper(self, *args):\n        return forward(self, *args)\n    return wrapper\n"
+    )
+    module = types.ModuleType("transformers.integrations.moe")
+    module.__file__ = str(wrappers)
+    exec(compile(wrappers.read_text(), str(wrappers), "exec"), vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    if dispatched:
+        monkeypatch.setattr(Loop, "forward", module.dispatch(Loop.forward))
+    report = explain(Loop(), torch.randn(6, 8), torch.tensor([0, 1, 1, 0, 1, 0]))
+    kinds = {one.kind for one in report.breaks}
+    assert kinds == {Kind.EXPERT_LOOP if dispatched else Kind.GRAPH_BREAK}
+    assert ('set_experts_implementation("grouped_mm")' in str(report)) == dispatched
+
+
+def test_the_hint_for_experts_is_an_implementation_that_transformers_has():
+    moe = pytest.importorskip("transformers.integrations.moe")
+    assert "grouped_mm" in moe.ALL_EXPERTS_FUNCTIONS
+    from transformers import PreTrainedModel
+
+    assert callable(PreTrainedModel.set_experts_implementation)
+
+
+@torch.library.custom_op("test_explain::product", mutates_args=())
+def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w.t()
+
+
+@product.register_fake
+def _(x, w):
+    return x.new_empty(*x.shape[:-1], w.shape[0])
+
+
+@torch.library.custom_op("test_explain::same", mutates_args=())
+def same(x: torch.Tensor) -> torch.Tensor:
+    return x.tanh()
+
+
+@same.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+class Traced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+torch._dynamo.allow_in_graph(Traced)
+
+BETWEEN = "not an MLP: {} stands between matrix products, and is not looked into"
+PRODUCT = "not an MLP: it is not known whether {} is a matrix product"
+W, D = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
+HIDDEN = {
+    "an operator": (lambda x: F.linear(same(F.linear(x, W)), D), [BETWEEN.format("torch.ops.test_explain.same")]),
+    "a function": (lambda x: F.linear(Traced.apply(F.linear(x, W) + 1)[None], D), [BETWEEN.format("Traced")]),
+    "products": (lambda x: product(F.silu(product(x, W)), D), [PRODUCT.format("torch.ops.test_explain.product")] * 2),
+    "the second product": (
+        lambda x: product(F.silu(F.linear(x, W)), D),
+        [PRODUCT.format("torch.ops.test_explain.product")],
+    ),
+    "a norm of a sum": (lambda x: F.linear(same(x + F.linear(F.linear(x, W), D)), W), []),
+    "at an end": (lambda x: same(F.linear(F.linear(same(x), W), D)), []),
+    "torch's own": (lambda x: F.linear(torch.fft.rfft(F.linear(x, W)).abs(), D[:, :9]), []),
+    "in a checkpoint": (
+        lambda x: checkpoint(lambda x: F.linear(same(F.linear(x, W)), D), x, use_reentrant=False),
+        [BETWEEN.format("torch.ops.test_explain.same")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_calls_that_are_not_looked_into_are_named_where_they_stand_between_products(name, tmp_path):
+    fn, wanted = HIDDEN[name]
+    report = explain(fn, torch.randn(4, 8))
+    hidden = [site for site in report.unread if site.kind is Kind.OPAQUE]
+    assert [site.reason for site in hidden] == wanted and not any(site.is_mlp for site in hidden)
+    assert ("register_gemm says so" in " ".join(str(report).split())) == bool(wanted)
+    assert ("register_gemm says so" in read(report.to_html(tmp_path / "report.html"))[0]) == bool(wanted)
+
+
+def test_the_policys_memory_level_stands_with_each_site():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4)))
+    policy = FusionPolicy(memory={"0": "fp8", "[12]": "input"})
+    report = explain(model, torch.randn(4, 8), policy=policy)
+    assert [site.memory for site in report.sites] == ["fp8", "input", "input", "free"]
+    rows = str(report).splitlines()[2:5]
+    for row, end in zip(rows, ("memory='fp8'", "memory='input'", "from gelu"), strict=True):
+        assert row.endswith(end)
+    for memory in ("off", "fp8", "tiled:2"):
+        text = str(explain(model, torch.randn(4, 8), policy=FusionPolicy(memory=memory)))
+        assert f"memory={memory!r}" in text
+    with torch.no_grad():  # nothing is kept
+        assert {site.memory for site in explain(model, torch.randn(4, 8), policy=policy).sites} == {""}
+    with torch._functorch.config.patch(activation_memory_budget=0.5):  # which decides alone
+        assert {site.memory for site in explain(model, torch.randn(4, 8), policy=policy).sites} == {""}
 
 
 UNKNOWN = {
@@ -293,7 +471,8 @@ def test_the_hint_to_register_works(name):
     x, w = torch.randn(4, 8), nn.Parameter(torch.randn(8, 8))
     (site,) = explain(mlp, x, w).sites
     assert site.op is None and "register_activation" in site.hint
-    assert "hint: " in str(explain(mlp, x, w))
+    shown = " ".join(str(explain(mlp, x, w)).split())
+    assert f"→ {site.hint} ({site.kind.row})" in shown, "beside the refusal"
     register_activation(f"hinted_{name}", fn)
     (site,) = explain(mlp, x, w).sites
     assert (site.op, site.activation, site.hint) == ("fused::bias_act", f"hinted_{name}", "")
@@ -335,6 +514,8 @@ def test_nothing_found_says_what_to_look_at():
 def test_bad_arguments_are_named():
     with pytest.raises(TypeError, match="model=3"):
         explain(3)
+    with pytest.raises(TypeError, match=r"model=<class .*Block'> is a class: it must be an instance of it, Block\(…\)"):
+        explain(Block, torch.randn(4, 8))
     with pytest.raises(TypeError, match="policy='free'"):
         explain(Block(), torch.randn(4, 8), policy="free")
 
@@ -359,6 +540,19 @@ def test_activations_that_no_gemm_reads():
     with record() as recorded:
         torch.compile(NormFormer(), backend="fused")(torch.randn(4, 8))
     assert [site.spelling for site in recorded.unread] == [("gelu",)]
+
+
+def test_a_cut_behind_an_activation():
+    """gMLP's: the part that goes on to the gate is a site, the one that a norm reads is none."""
+
+    def fn(x, w, v, d):
+        up, gate = F.gelu(F.linear(x, w)).chunk(2, -1)
+        return F.linear(up * F.linear(F.layer_norm(gate, (8,)), v), d)
+
+    shapes = (4, 8), (16, 8), (8, 8), (8, 8)
+    report = explain(fn, *(torch.randn(shape) for shape in shapes))
+    assert [(site.op, site.spelling) for site in report.sites] == [("fused::glu", ("gelu", "mul"))]
+    assert [site.reason for site in report.unread] == ["not an MLP: no GEMM reads it, but layer_norm"]
 
 
 def test_activations_behind_what_is_no_gemm_and_after_a_break():
@@ -462,8 +656,9 @@ def test_a_site_that_also_reads_across_a_boundary_is_listed_once():
         return s.again(lambda x, up: s.down(F.silu(s.gate(x)) * up), x, s.up(x))
 
     report = explain(Parts(body), torch.randn(4, 8))
-    assert report.unread == () and [site.op for site in report.sites] == [None]
-    assert report.sites[0].reason.startswith("another tensor takes part")
+    (site,) = report.sites
+    assert report.unread == () and site.op == "fused::bias_act", "of this side of the boundary"
+    assert site.reason.endswith("mul by another tensor stays behind it")
 
 
 def test_activations_in_other_operators_bodies():

@@ -54,6 +54,20 @@ class Normed(nn.Module):
         return x + self.mlp(self.norm(x))  # type: ignore[no-any-return]
 
 
+class Odd(nn.Module):
+    """An MLP with a number of its own, which makes each instance's code another."""
+
+    count = 0
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.mlp, self.number = mlp(act), Odd.count
+        Odd.count += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) + self.number  # type: ignore[no-any-return]
+
+
 class Stack(nn.Module):
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -226,8 +240,25 @@ def test_dynamic_sizes_and_recompilations() -> None:
     with tfo.record() as report:
         for rows in (3, 5, 7):
             compiled(batch(rows))
-    assert report.graphs == 2, "static, then dynamic, which holds for the third size"
-    assert operators(report) == GELU * 2
+    assert (report.graphs, report.recompilations) == (1, 1), "static, then dynamic, which holds for the third size"
+    assert operators(report) == GELU and "(1 graph, compiled anew 1 time)" in str(report)
+
+
+def test_layers_that_share_their_code_are_no_recompilation() -> None:
+    """Where Dynamo captures each layer by itself, its second one is the first one's code with other parameters."""
+    layers = nn.ModuleList([Odd(nn.GELU()), Odd(nn.GELU()), Odd(nn.SiLU())])
+
+    def model(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+    with tfo.record() as report:
+        for rows in (3, 5):
+            torch.compile(model, backend="fused")(batch(rows))
+    assert (report.graphs, report.recompilations) == (3, 3)
+    assert [site.activation for site in report.sites] == ["gelu", "gelu", "silu"]
 
 
 def test_an_attempt_that_dynamo_gives_up_is_not_counted() -> None:
@@ -269,6 +300,7 @@ def test_saved_bytes_are_those_by_hand() -> None:
     assert found is not None, report.figures_missing
     assert (found.before.saved, found.after.saved) == by_hand()
     assert found.training and found.target == "NVIDIA H200" and found.skipped == ()
+    assert str(found) == repr(found) and str(found) in str(report) and "saved for backward" in str(found)
     assert report.measure() is found, "they are kept"
     for nonsense in ("H300", 3):
         with pytest.raises(ValueError, match=f"name: got {nonsense!r}, expected one of A100"):
@@ -348,6 +380,18 @@ def test_layers_add_up_and_each_has_its_bar(tmp_path: Path) -> None:
     for side in ("before", "after"):
         for key, value in figures[side].items():
             assert value == sum(layer[side][key] for layer in figures["layers"])
+
+
+def test_layers_that_keep_less_though_left_alone_are_explained(tmp_path: Path) -> None:
+    from torch_fused_ops.reports.figures import Cost, Figures, LayerFigures
+
+    report = tfo.explain(Stack(3), batch(grad=True), policy=tfo.FusionPolicy(exclude=("layers.[12]",)))
+    less = [LayerFigures(f"layers.{i}", Cost(saved=9), Cost(saved=8 if i < 2 else 9)) for i in range(3)]
+    report.figures = Figures("NVIDIA H200", True, tuple(less))
+    assert report.rebuilt.startswith("layers.1: left alone") and f"note: {report.rebuilt}" in str(report)
+    assert report.rebuilt.partition("=")[0] in report.to_html(tmp_path / "r.html").read_text(encoding="utf-8")
+    report.figures = Figures("NVIDIA H200", True, (less[0], less[2]))
+    assert report.rebuilt == "", "nothing is fused in layers.1, and nothing is saved in layers.2"
 
 
 @pytest.mark.parametrize(

@@ -279,7 +279,7 @@ def get(name: str, argument: str = "activation") -> Activation:
         ) from None
 
 
-def register_activation(name: str, fn: Function, derivative: Function | None = None) -> None:
+def register_activation(name: str, fn: Function, derivative: Function | None = None, *, replace: bool = False) -> None:
     """Add an activation to the table, for every operator, for the lowerings and for the recogniser.
 
     Args:
@@ -288,12 +288,16 @@ def register_activation(name: str, fn: Function, derivative: Function | None = N
             float64, no randomness, no data-dependent control flow. Compiled code inlines it; in eager mode it runs as
             it is on every device.
         derivative: f'(x), likewise. By default it is derived from ``fn`` by autograd.
+        replace: whether other functions may take the place of those that were registered under this name. What is
+            compiled stays as it is until ``torch.compiler.reset()``.
 
     Raises:
-        ValueError: name is not an identifier, or taken by other functions; fn changes shape or dtype or is not
-            elementwise; derivative is not fn's.
-        TypeError: fn or derivative is not callable.
+        ValueError: name is not an identifier, or taken by other functions and replace does not say so, or built in; fn
+            changes shape or dtype or is not elementwise; derivative is not fn's.
+        TypeError: fn or derivative is not callable, or replace is no bool.
     """
+    if not isinstance(replace, bool):
+        raise TypeError(f"replace={replace!r} is not accepted: it must be True or False")
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"name={name!r} is not accepted: an activation's name is a Python identifier")
     for argument, value in (("fn", fn), ("derivative", derivative)):
@@ -315,9 +319,15 @@ def register_activation(name: str, fn: Function, derivative: Function | None = N
     with _changing:
         if name in _TABLE:
             old = _TABLE[name]
-            if old.builtin or (_traced(old.value), _traced(old.derivative)) != (_traced(fn), _traced(derivative)):
-                raise ValueError(f"name={name!r} is taken by another activation; choose another name")
-            return
+            if old.builtin:
+                raise ValueError(f"name={name!r} is taken by a built-in activation; choose another name")
+            if (_traced(old.value), _traced(old.derivative)) == (_traced(fn), _traced(derivative)):
+                return
+            if not replace:
+                raise ValueError(
+                    f"name={name!r} is taken by another activation, which was registered before; replace=True takes it "
+                    "out, or choose another name"
+                )
         _TABLE[name] = Activation(name, fn, derivative, fn, builtin=False)
         for notify in _on_change:
             notify()

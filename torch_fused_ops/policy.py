@@ -50,7 +50,8 @@ class FusionPolicy:
             an element; other elements are dropped than plain torch.compile drops, by the same distribution, and
             ``torch.manual_seed`` decides as before. Never under inductor's ``fallback_random``.
         strict: raise at compile time where an MLP site is left unfused (``UnfusedError``) or a pass fails, naming each
-            reason, instead of logging it and going on with the graph as it was. What ``exclude`` names is no miss.
+            reason, instead of logging it and going on with the graph as it was. What ``exclude`` names is no miss. And
+            raise where a model has linear layers, but no site at all (``docs/policies.md``, Strict).
         exclude: module paths to leave alone, as shell patterns against the path in the model, e.g. ``("encoder.*",)``.
         epilogues: whether a linear layer and its activation (relu, tanh's GELU) may be one call of cuBLASLt, at
             inference on CUDA (``docs/epilogues.md``). ``"measured"``: under max-autotune, where it is the fastest way;
@@ -227,9 +228,10 @@ def names_module(pattern: str, modules: Collection[str]) -> bool:
 
 
 class UnfusedError(RuntimeError):
-    """Under ``FusionPolicy(strict=True)``: MLP sites were left unfused. The message names each and its reason.
+    """Under ``FusionPolicy(strict=True)``: MLP sites were left unfused, or none was found. The message says why.
 
-    Dynamo raises ``torch._dynamo.exc.BackendCompilerFailed``, whose ``inner_exception`` it is.
+    Dynamo raises ``torch._dynamo.exc.BackendCompilerFailed``, whose ``inner_exception`` it is; but where none was found
+    in a model of several graphs: that is known when its first call ends.
     """
 
 

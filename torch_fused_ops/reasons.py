@@ -44,6 +44,10 @@ class Family(Enum):
         "Tensors that a memory level leaves as they are",
         'Of `memory="fp8"` and `"input"`, in the log (`torch_fused_ops`, level INFO).',
     )
+    CAPTURE = (
+        "Graph breaks",
+        "Where Dynamo ends a graph and begins another. A site does not reach across one. They stand below the sites.",
+    )
 
     @property
     def title(self) -> str:
@@ -112,6 +116,18 @@ class Kind(Enum):
         (f"{NOT_AN_MLP}it reads *op*, which no GEMM with weights has produced",),
         "Likewise: a convolution, a norm or an operator of another library stands in front of it, or a graph break.",
     )
+    OPAQUE = _Declared(
+        Family.NOT_AN_MLP,
+        (
+            f"{NOT_AN_MLP}*F* stands between matrix products, and is not looked into",
+            f"{NOT_AN_MLP}it is not known whether *F* is a matrix product",
+        ),
+        "Listed under the sites. A custom operator, a kernel of its own, or a function that Dynamo does not look into "
+        "(`allow_in_graph`): attention's and norms' are meant so, and stay.",
+        "If it computes an MLP's activation, write that in torch's own functions, or take it from "
+        "torch_fused_ops.functional. If it is a matrix product of its input with weights, "
+        "torch_fused_ops.register_gemm says so.",
+    )
 
     # ---- another function --------------------------------------------------------------------------------------------
     UNKNOWN = _Declared(
@@ -154,20 +170,23 @@ class Kind(Enum):
     PARAMETER = _Declared(
         Family.FUNCTION,
         ("a learnable parameter takes part: *alpha*", "a parameter takes part: *alpha*"),
-        "xIELU, PReLU: no operator of ours has the parameter, nor its gradient.",
+        "xIELU, PReLU: no operator of ours has the parameter, nor its gradient. A factor of the result stays behind "
+        "the operator.",
     )
     ANOTHER_TENSOR = _Declared(
         Family.FUNCTION,
         ("another tensor takes part: *name*",),
-        "An input, or something computed without a GEMM, such as a routing weight on the activation.",
+        "An input, or something computed without a GEMM, inside of the activation or added to it. A factor of the "
+        "result, such as a routing weight, stays behind the operator, unless it is computed of the same GEMMs.",
         "A factor for each row can be applied to the GEMM's output, which is the same; functional.glu and its kin take "
         "it as token_scale, shaped as the input without its last axis.",
     )
     MASK = _Declared(
         Family.FUNCTION,
         ("a mask takes part: *op*",),
-        "One over hidden units is another function.",
-        "A mask over rows can be applied after the GEMM, which is the same.",
+        "One that selects (`where`, `masked_fill`), or stands between activation and gate. As a factor of the result "
+        "it stays behind the operator.",
+        "A mask over rows can be applied after the GEMM, which is the same; any other as a factor of the result.",
     )
     DROPOUT_INSIDE = _Declared(
         Family.FUNCTION,
@@ -221,7 +240,8 @@ class Kind(Enum):
     NARROW_CAST = _Declared(
         Family.SOUNDNESS,
         ("it works in *bfloat16* on *float32* values",),
-        "A cast through a narrower dtype: its rounding would be lost.",
+        "A cast through a narrower dtype: its rounding would be lost. A last cast to a wider one stays behind the "
+        "operator.",
     )
     DTYPE = _Declared(Family.SOUNDNESS, ("*op* gives *int64*: only real floating tensors are fused",))
     BROADCAST = _Declared(
@@ -270,7 +290,7 @@ class Kind(Enum):
     REGION = _Declared(
         Family.SOUNDNESS,
         ("autocast or grad mode is switched between its parts",),
-        "A cone stays within one region.",
+        "A cone stays within one region. What is entered and left again between its calls is no matter.",
         "Put the MLP as a whole inside or outside of the block that switches it.",
     )
     INFERENCE_MODE = _Declared(
@@ -526,6 +546,22 @@ class Kind(Enum):
         Family.MEMORY, ("it is made of *x*, which forward writes",), "Backward would make another value of it."
     )
     MADE_OF_SIZE = _Declared(Family.MEMORY, ("it is made of *s*, a size that is not kept",))
+    # ---- graph breaks ------------------------------------------------------------------------------------------------
+    GRAPH_BREAK = _Declared(
+        Family.CAPTURE,
+        ("a graph break: *reason*",),
+        "Dynamo's own words.",
+        "Take the line out of the model's forward, or out of the MLP. TORCH_LOGS=graph_breaks has Dynamo's hints; "
+        "torch.compile(fullgraph=True) makes a break an error.",
+    )
+    EXPERT_LOOP = _Declared(
+        Family.CAPTURE,
+        ("a graph break in a loop over experts: *reason*",),
+        "A mixture of experts of transformers' that computes one expert after the other, on as many tokens as the data "
+        "give it.",
+        'model.set_experts_implementation("grouped_mm") computes all experts in grouped products, in which pick-up '
+        "finds the activation.",
+    )
 
     def __repr__(self) -> str:
         return str(self)  # not the whole declaration, where a site is shown
@@ -549,6 +585,11 @@ class Kind(Enum):
     def cure(self) -> str:
         """What can be done about it, for a report's hints; "" where there is nothing, or nothing to do."""
         return self.value.cure
+
+    @property
+    def row(self) -> str:
+        """Where the kind stands in the docs: "docs/recognition.md#near"."""
+        return f"docs/recognition.md#{self.name.lower().replace('_', '-')}"
 
     @property
     def is_mlp(self) -> bool:

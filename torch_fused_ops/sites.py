@@ -34,6 +34,7 @@ class Site:
         tiles: how many tiles its tokens are cut into, where the policy asks for tiles; 0 where it does not.
         tiles_reason: for people: why there is but one; "" where there are more, or none was asked for.
         tiles_kind: the kind of that reason.
+        memory: the policy's memory level there, where the operator's input would be kept for backward; else "".
     """
 
     op: str | None
@@ -53,6 +54,7 @@ class Site:
     tiles: int = 0
     tiles_reason: str = ""
     tiles_kind: Kind | None = None
+    memory: str = ""
 
     @property
     def is_mlp(self) -> bool:
@@ -77,3 +79,9 @@ class Site:
     def hint(self) -> str:
         """What can be done about a site that was left alone; "" where there is nothing, or nothing to do."""
         return self.kind.cure if self.op is None and self.kind is not None else ""
+
+    @property
+    def refusals(self) -> tuple[Kind, ...]:
+        """The kinds of all that was refused there, each once: the activation, linear layers in float8, tiles."""
+        kinds = (self.kind, self.gemm_kind, self.tiles_kind)
+        return tuple(dict.fromkeys(kind for kind in kinds if kind is not None))

@@ -4,7 +4,7 @@
 FX graph in one vocabulary, ``normal`` brings it into an easier form and back, ``custom`` reads autograd functions,
 ``cone`` finds the calls that make an activation and checks that replacing them is sound, and ``rewrite`` edits the
 graph. ``dropout`` does both for the dropouts behind linear layers, ``gemms`` for the linear layers themselves, and
-``tiles`` for an MLP as a whole.
+``tiles`` for an MLP as a whole. ``opaque`` names, for people, the calls that hide what they compute.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch_fused_ops.sites import DROPOUT, Site
 from torch_fused_ops.tiles import asked
 from torch_fused_ops.virtual_gpu.modules import module_stack
 
-from . import dropout, gemms, tiles
-from .cone import Cone, examine, find, readers
+from . import dropout, gemms, opaque, tiles
+from .cone import Cone, examine, find, readers, results
 from .graph import FREE, NONLINEAR, Facts, join, shown, tensor
 from .normal import Normal
 from .rewrite import fuse, operator_of, replace
@@ -69,6 +69,7 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
         cones: dict[Node, Cone] = {}
         around: dict[Node, gemms.Linears] = {}
         refused: dict[Node, _Refused] = {}
+        roots: dict[Node, Cone] = {}
         sites = list(find(facts))
         readers_of = dict(sites)
         for top, reading in sites:
@@ -78,10 +79,14 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
                 _check_known(facts, reading)
                 _check_excluded(top, reading, policy)
                 cone = examine(facts, top)
+                if cone.root in roots:  # of two products with factors, or of one and a GEMM: one site
+                    roots[cone.root].factors += cone.factors
+                    continue
                 activation = cone.verdict.activation
                 _check_known(facts, list(gemms.producers(facts, cone)))
                 _check_freezing(cone)
                 cones[top] = cone
+                roots[cone.root] = cone
             except Refusal as e:
                 refused[top] = _Refused(e.reason, activation)
         _drop_shared(facts, cones, refused)
@@ -89,13 +94,18 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
             recipe = policy.gemm_of(enclosing_modules(_paths(top, readers_of[top])))
             if recipe in RECIPES:
                 around[top] = gemms.linears(facts, cone, recipe)
-        cut = {top: one for top, cone in cones.items() if (one := _tiling(facts, policy, cone, top, readers_of[top]))}
+        free = not budgeted(graph)
+        kept = {top: cone for top, cone in cones.items() if free and value_of(cone.root).requires_grad}  # for backward
+        cut = {top: one for top, cone in kept.items() if (one := _tiling(facts, policy, cone, top, readers_of[top]))}
         cut = dict(zip(cut, tiles.apart(cut.values()), strict=True))
         dropouts = _dropouts(facts, policy, cones)
         found = []
         for top, reading in sites:
+            if top not in cones and top not in refused:
+                continue
             site = _site(facts, normal, top, reading, cones.get(top) or refused[top])
             site = _with_linears(site, around[top]) if top in around else site
+            site = replaced(site, memory=_level(policy, top, reading)) if top in kept else site
             found.append((top, _with_tiles(site, cut[top]) if top in cut else site))
         found += [(site.node, _dropout_site(facts, site)) for site in dropouts]
         report = tuple(site for _, site in sorted(found, key=lambda one: facts.index[one[0]]))
@@ -116,7 +126,8 @@ def unread(graph: Graph) -> tuple[Site, ...]:
     """Activations that are no sites, because no GEMM reads them, or because what they read is no GEMM's; and why.
 
     An activation before a norm is one, behind a convolution, or at either end of a graph. Higher-order operators'
-    bodies are looked at together with the graph: what is cut by the boundary of one is listed, too. Nothing is changed.
+    bodies are looked at together with the graph: what is cut by the boundary of one is listed, too; and so are calls
+    between products that are not looked into. Nothing is changed.
     """
     joined, copied = join(graph)
     normal = Normal(joined)
@@ -125,6 +136,8 @@ def unread(graph: Graph) -> tuple[Site, ...]:
         if facts.passes(node) or not (node.users and _is_activation(facts, normal, node)):
             continue
         reading = list(readers(facts, node))
+        if not reading:  # its pieces have taken its place
+            continue
         gemms = [user for user in reading if facts.calls[user].gemm is not None]
         inside = any(facts.state[user] == NONLINEAR for user in reading)
         if facts.state[node] == NONLINEAR and not gemms and not inside:
@@ -144,6 +157,7 @@ def unread(graph: Graph) -> tuple[Site, ...]:
         if cut and own not in tops(own.graph) and any(map(facts.weight_gemm, gemms)):
             reason = Reason(Kind.BOUNDARY, f"the boundary of {_names(cut)} lies between it and a GEMM")
             found.append(_site(facts, normal, top, gemms, _Refused(reason)))
+    found += [_site(facts, normal, node, [node], _Refused(reason)) for node, reason in opaque.find(facts)]
     return tuple(found)
 
 
@@ -236,8 +250,8 @@ def _drop_shared(facts: Facts, cones: dict[Node, Cone], refused: dict[Node, _Ref
 
 
 def _site(facts: Facts, normal: Normal, top: Node, gemms: list[Node], found: Cone | _Refused) -> Site:
-    where = _source(top, gemms[0])
-    reading = list(readers(facts, found.root if isinstance(found, Cone) else top))
+    where = _source(found.root if isinstance(found, Cone) and found.factors else top, gemms[0])
+    reading = results(facts, found) if isinstance(found, Cone) else list(readers(facts, top))
     calls = found.calls if isinstance(found, Cone) else _calls(facts, top)
     own = dict.fromkeys(normal.spelled.get(node, node) for node in calls)
     spelling = tuple("autograd.Function" if facts.custom(node) else shown(node) for node in own)
@@ -252,6 +266,8 @@ def _site(facts: Facts, normal: Normal, top: Node, gemms: list[Node], found: Con
     others = [shown(user) for user in reading if facts.calls[user].gemm is None]
     if others:
         proof += f"; {', '.join(dict.fromkeys(others))} keeps the value too"
+    if found.factors:
+        proof += f"; {_names(found.factors)} by another tensor stays behind it"
     op, activation = f"fused::{operator_of(found)}", found.verdict.activation
     return Site(op, activation, reason=proof, users=users, spelling=spelling, **where)
 
@@ -262,13 +278,17 @@ def _with_linears(site: Site, linears: gemms.Linears) -> Site:
     return replaced(site, gemm=linears.recipe if linears.found else "", gemm_reason=refused, gemm_kind=kind)
 
 
+def _level(policy: FusionPolicy, top: Node, reading: list[Node]) -> str:
+    """The policy's memory level for a site."""
+    return policy.memory_of(enclosing_modules(_paths(top, reading)))
+
+
 def _tiling(facts: Facts, policy: FusionPolicy, cone: Cone, top: Node, reading: list[Node]) -> tiles.Tiling | None:
-    """How an MLP is cut into tiles, or why not; None where none are asked for, or nothing is kept for backward."""
-    paths = enclosing_modules(_paths(top, reading))
-    count = asked(policy.memory_of(paths))
-    if count is None or not value_of(cone.root).requires_grad or budgeted(top.graph):
+    """How an MLP is cut into tiles, or why not; None where none are asked for."""
+    count = asked(_level(policy, top, reading))
+    if count is None:
         return None
-    if policy.gemm_of(paths) in RECIPES:
+    if policy.gemm_of(enclosing_modules(_paths(top, reading))) in RECIPES:
         return tiles.Tiling(reason=Reason(Kind.TILE_FP8, "its linear layers are in float8"))
     return tiles.tiling(facts, cone, count)
 

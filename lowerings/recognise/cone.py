@@ -25,7 +25,7 @@ from .prove import Verdict, prove
 from .symbolic import RULES, Ref, Step, Unprovable
 from .values import FLOATING, check_plain, equal, is_contiguous, same_shape, value_of
 
-__all__ = ["Cone", "check_in_place_call", "examine", "find", "readers"]
+__all__ = ["Cone", "check_in_place_call", "examine", "find", "readers", "results"]
 
 MAX_CALLS = 64  # the longest spelling of an activation met in 260 models has 14
 
@@ -42,6 +42,7 @@ class Cone:
     verdict: Verdict = field(default_factory=lambda: Verdict(None))
     packed: tuple[Node, str] | None = None  # gate and up as one tensor, and their layout
     order: tuple[int, ...] | None = None  # the axes as they lie in memory, where the result is not contiguous
+    factors: list[Node] = field(default_factory=list)  # products with others' tensors on its way to the GEMMs
 
 
 def find(facts: Facts) -> Iterator[tuple[Node, list[Node]]]:
@@ -72,11 +73,53 @@ def readers(facts: Facts, node: Node) -> Iterator[Node]:
 
 
 def examine(facts: Facts, top: Node) -> Cone:
-    """The proved cone under a site's top call.
+    """The proved cone under a site's top call, or, where that is a product with another's tensor, under its other side.
+
+    A learnable scale of the columns, a routing weight or a mask of the rows stays where it is, behind the operator.
 
     Raises:
         Refusal: it is no activation of the table, or replacing it could change what the graph computes.
     """
+    try:
+        return _examine(facts, top)
+    except Refusal as refusal:
+        inner = _scaled(facts, top) if refusal.reason.kind in _SCALES else None
+        if inner is None:
+            raise
+    cone = examine(facts, inner)
+    cone.factors.append(top)
+    return cone
+
+
+_SCALES = (Kind.PARAMETER, Kind.ANOTHER_TENSOR, Kind.MASK)
+
+
+def _scaled(facts: Facts, top: Node) -> Node | None:
+    """What a product multiplies with a tensor that no GEMM has produced."""
+    if facts.calls[top].name not in ("mul", "div") or facts.calls[top].inplace:
+        return None
+    sides = [a for a in facts.calls[top].args[:2] if isinstance(a, Node)]
+    own = [a for a in sides if facts.state[a] == NONLINEAR]
+    given = [a for a in sides if facts.state[a] == FREE and not facts.fed[a]]
+    if (len(own), len(given)) != (1, 1) or (facts.calls[top].name == "div" and own[0] is not sides[0]):
+        return None
+    return facts.origin(own[0])
+
+
+def results(facts: Facts, cone: Cone) -> list[Node]:
+    """Who reads the cone's value in the end, each once: its ``readers``, and for a factor among them the factor's."""
+    found: dict[Node, None] = {}
+    pending = list(reversed(list(readers(facts, cone.root))))
+    while pending:
+        reader = pending.pop()
+        if reader in cone.factors:
+            pending.extend(reversed(list(readers(facts, reader))))
+        else:
+            found[reader] = None
+    return list(found)
+
+
+def _examine(facts: Facts, top: Node) -> Cone:
     cone = Cone(_root(facts, top))
     _walk(facts, cone)
     steps, result = _steps(facts, cone)
@@ -95,11 +138,16 @@ def examine(facts: Facts, top: Node) -> Cone:
 
 
 def _root(facts: Facts, top: Node) -> Node:
-    """A single cast right after the top call belongs to the cone: the operator rounds to that dtype itself."""
+    """A single cast right after the top call belongs to the cone: the operator rounds to that dtype itself.
+
+    Not one to a wider dtype, in front of a product in float32 for example: what is rounded before it stays rounded.
+    """
     users = list(top.users)
     if len(users) == 1 and facts.calls[users[0]].name in CASTS and facts.region[users[0]] == facts.region[top]:
         value = tensor(users[0])
-        if value is not None and value.dtype in FLOATING and value.device == value_of(top).device:
+        own = value_of(top)
+        widens = value is not None and value.dtype != own.dtype and not _loses(own.dtype, value.dtype)
+        if value is not None and value.dtype in FLOATING and value.device == own.device and not widens:
             return users[0]
     return top
 

@@ -20,7 +20,7 @@ from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.float8 import DTYPES_OF_PRODUCTS
 from torch_fused_ops.reasons import Kind, Reason, Refusal
 
-from .cone import Cone, readers
+from .cone import Cone, results
 from .graph import AFFINE, Facts, record, shown, statically, tensor
 from .rewrite import Edit
 from .values import check_plain, value_of
@@ -42,7 +42,7 @@ class Linears:
 def linears(facts: Facts, cone: Cone, recipe: str) -> Linears:
     """The linear layers that produce what an activation reads, and those that read it, in graph order."""
     result = Linears(recipe)
-    around = {*producers(facts, cone), *(r for r in readers(facts, cone.root) if facts.weight_gemm(r))}
+    around = {*producers(facts, cone), *(r for r in results(facts, cone) if facts.weight_gemm(r))}
     for node in sorted(around, key=facts.index.__getitem__):
         try:
             _check(facts, node)

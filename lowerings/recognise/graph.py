@@ -395,16 +395,65 @@ def _written_by(overloads: Sequence[torch._ops.OpOverload]) -> frozenset[tuple[i
     )
 
 
-# Running statistics, which these operators' schemas are silent about.
-_UNANNOTATED = dict.fromkeys(
-    ("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "instance_norm"),
-    frozenset({(3, "running_mean"), (4, "running_var")}),
-)
+# What these functions write, where there is no schema, or it is silent about running statistics.
+_UNANNOTATED: dict[str, frozenset[tuple[int, str]]] = {
+    **dict.fromkeys(
+        ("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "instance_norm"),
+        frozenset({(3, "running_mean"), (4, "running_var")}),
+    ),
+    "_get_data_attr": frozenset(),  # how Dynamo spells x.data
+}
 # The Python functions of torch.nn.functional that write an argument; the activations' ``inplace`` is Call's.
 _WRITTEN_BY_FUNCTIONAL = {
     **dict.fromkeys(("batch_norm", "instance_norm"), frozenset({(1, "running_mean"), (2, "running_var")})),
     **dict.fromkeys(("embedding", "embedding_bag"), frozenset({(1, "weight")})),
 }
+
+
+class _Modes:
+    """Which grad mode, autocast, inference mode and hooks are in force, on the way through a graph.
+
+    What is entered and left again between two calls does not come between them: bitsandbytes sets a parameter under
+    ``no_grad`` in each of its layers.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.grad: bool | None = _grad_mode(graph)
+        self.entered: list[tuple[Node, str]] = []  # blocks of autocast and inference mode
+        self.hooks = ""
+        self.known: dict[Any, int] = {}
+        self.region = self._region()
+
+    def _region(self) -> int:
+        state = (self.grad, self.hooks, tuple(arguments for _, arguments in self.entered))
+        return self.known.setdefault(state, len(self.known))
+
+    def switch(self, name: str, node: Node) -> None:
+        """A call of ``REGIONS``."""
+        if name.startswith("_exit"):
+            self.entered = [block for block in self.entered if block[0] is not node.args[0]]
+        elif name.startswith("_enter"):
+            self.entered.append((node, f"{name}{node.args}{node.kwargs}"))
+        elif name.startswith("_saved"):
+            self.hooks = "" if name.endswith("_enable") else node.name
+        else:
+            self.grad = bool(node.args[0]) if node.args and isinstance(node.args[0], bool) else None
+        self.region = self._region()
+
+
+def _grad_mode(graph: Graph) -> bool | None:
+    """The grad mode that a graph begins with, as its first products show; None where they do not.
+
+    It may be that of a body, whose caller has switched it: what is in force now says nothing.
+    """
+    for node in graph.nodes:
+        if _target_name(node).endswith("set_grad_enabled"):
+            break
+        value = tensor(node)
+        read = [one.requires_grad for a in node.all_input_nodes if (one := tensor(a)) is not None]
+        if value is not None and any(read) and _target_name(node) in GEMMS:
+            return value.requires_grad
+    return None
 
 
 class Facts:
@@ -416,7 +465,7 @@ class Facts:
         """``known``: the calls that have been read already; ``bodies``: higher-order operators' that have been."""
         self.index: dict[Node, int] = {}
         self.calls: dict[Node, Call] = {}
-        self.region: dict[Node, int] = {}  # nodes of one region have no autocast or grad-mode switch between them
+        self.region: dict[Node, int] = {}  # nodes of one region have one grad mode, autocast and inference mode
         self.inference: set[Node] = set()  # what is computed in inference mode
         self.state: dict[Node, int] = {}
         self.fed: dict[Node, bool] = {}  # whether a GEMM lies anywhere before
@@ -424,16 +473,18 @@ class Facts:
         self._bodies = {} if bodies is None else bodies
         self.writes: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that write it, in order
         self.aliases: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that are views of it
-        region = inference = 0
+        inference = 0
+        modes = _Modes(graph)
         for i, node in enumerate(graph.nodes):
             call = self.calls[node] = known[node] if node in known else Call(node)
             if node.target is _CUSTOM or (compat.traced_function(node.target) and not call.known):
                 self._read_custom(node, call)
-            region += call.name in REGIONS
+            if call.name in REGIONS:
+                modes.switch(call.name, node)
             inference += (call.name == "_enter_inference_mode") - (call.name == "_exit_inference_mode")
             if inference:
                 self.inference.add(node)
-            self.index[node], self.region[node] = i, region
+            self.index[node], self.region[node] = i, modes.region
             moved = self.passes(node) and node.all_input_nodes
             self._origins[node] = self._origins[node.all_input_nodes[0]] if moved else node
             constant = call.name in CONSTANTS

@@ -1,19 +1,21 @@
 """A graph in a form that is easier to read, and back: nothing of it stays but what a rewrite has used.
 
-Two spellings stand between an activation and the GEMM that reads it. A call that works in place and whose result is
-dropped (``h.relu_()`` as a statement): here the tensor's later readers read that result. And a call that is several in
-one: ``F.glu`` becomes two cuts, a sigmoid and a product.
+Three spellings stand between an activation and the GEMM that reads it. A call that works in place and whose result is
+dropped (``h.relu_()`` as a statement): here the tensor's later readers read that result. A call that is several in
+one: ``F.glu`` becomes two cuts, a sigmoid and a product. And a cut behind an activation, of which only one part goes on
+to a gate, as in gMLP (arXiv:2105.08050): the activation of the cut is the same, and is what the gate's product reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import operator
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from .graph import Call, record, tensor
+from .graph import PIECES, Call, describe, record, statically, tensor
 from .symbolic import RULES
 
 __all__ = ["Normal"]
@@ -76,6 +78,57 @@ class Normal:
                     written[target] = node
             elif call.name == "glu":
                 self._expand(node, call)
+            elif call.name == "getitem":
+                self._cut_before(node)
+
+    def _cut_before(self, node: Node) -> None:
+        """A piece of an activation's result, all of which is cut: it becomes the activation of a piece.
+
+        Nothing else reads what is cut, so that who writes into a piece writes into no other. The new calls stand where
+        the activation stood: what is written between is seen.
+        """
+        cut, i = node.args
+        call = self.calls.get(cut) if isinstance(cut, Node) else None
+        if call is None or call.name not in PIECES - {"unbind"} or not isinstance(i, int):
+            return
+        pieces = cut.meta.get("example_value", cut.meta.get("val"))
+        if not isinstance(pieces, (tuple, list)) or not _is_taken_once(cut, i % len(pieces), len(pieces)):
+            return
+        act = call.args[0] if call.args else None
+        while isinstance(act, Node) and len(act.users) == 1 and self._is_no_dropout(act):
+            act = self.calls[act].args[0]
+        of = self.calls.get(act) if isinstance(act, Node) else None
+        if of is None or of.name not in RULES or of.inplace or len(act.all_input_nodes) != 1 or len(act.users) != 1:
+            return
+        source = act.all_input_nodes[0]
+        value, whole = tensor(source), tensor(act)
+        if value is None or whole is None or value.shape != whole.shape:
+            return
+        axis = _axis(whole, pieces)
+        if axis is None:
+            return
+        start = sum(piece.shape[axis] for piece in pieces[: i % len(pieces)])
+        length = pieces[i % len(pieces)].shape[axis]
+        if not (isinstance(start, int) and isinstance(length, int)):
+            return
+        parts: list[Node] = []
+        try:
+            with self.graph.inserting_before(act.next):
+                parts.append(self.graph.call_function(torch.narrow, (source, axis, start, length)))
+                record(parts[0], source)
+                parts.append(self.graph.node_copy(act, lambda one: parts[0] if one is source else one))
+                describe(parts[1], act, lambda: _called(act, tensor(parts[0])))
+        except BaseException:
+            for part in reversed(parts):
+                self.graph.erase_node(part)
+            raise
+        self.spelled[parts[0]], self.spelled[parts[1]] = node, act
+        self._edits.append((node, parts))
+        node.replace_all_uses_with(parts[1])
+
+    def _is_no_dropout(self, node: Node) -> bool:
+        call = self.calls.get(node)
+        return call is not None and call.name == "dropout" and not call.dropout_is_active()
 
     def _expand(self, node: Node, call: Call) -> None:
         given = dict(zip(("input", "dim"), call.args, strict=False)) | call.kwargs
@@ -103,3 +156,27 @@ class Normal:
             raise
         self._edits.append((node, parts))
         node.replace_all_uses_with(product)
+
+
+def _is_taken_once(cut: Node, i: int, count: int) -> bool:
+    """Whether a piece is read through one node alone: what writes into it is then seen by all who read it."""
+    taken = [user.args[1] for user in cut.users if user.target is operator.getitem and user.args[0] is cut]
+    numbers = [one % count for one in taken if isinstance(one, int)]
+    return len(numbers) == len(cut.users) and numbers.count(i) == 1
+
+
+def _axis(whole: torch.Tensor, pieces: Sequence[torch.Tensor]) -> int | None:
+    """The axis along which these are the pieces of a tensor; None where there is not the one."""
+
+    def is_cut(axis: int) -> bool:
+        return not all(statically(piece.shape[axis] == whole.shape[axis]) for piece in pieces)
+
+    axes = list(filter(is_cut, range(whole.ndim)))
+    return axes[0] if len(axes) == 1 else None
+
+
+def _called(node: Node, value: torch.Tensor | None) -> Any:
+    """What a call gives with this value in place of its one tensor."""
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda one: value)
+    target: Any = node.target
+    return getattr(torch.Tensor, target)(*args, **kwargs) if node.op == "call_method" else target(*args, **kwargs)

@@ -109,6 +109,15 @@ def _definition(name: str) -> tuple[tuple[Step, ...], Ref]:
         return read(make_fx(lambda x: definition(x))(torch.zeros(2, dtype=torch.float64)).graph)
 
 
+def _forget() -> None:
+    """What is known of activations by their names: one may have been registered anew."""
+    for known in (_prove, _table, _definition):
+        known.cache_clear()
+
+
+activations._on_change.append(_forget)
+
+
 def _applied(algebra: Algebra, name: str, x: Poly) -> Poly:
     steps, result = _definition(name)
     return evaluate(algebra, steps, [x])[result.i] if result.kind == "value" else x

@@ -6,6 +6,7 @@ Where a near miss *is* something that an operator expresses exactly, it must be 
 """
 
 import math
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,9 @@ from functions import Clipped, StraightThrough
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from torch_fused_ops import activations
+from torch_fused_ops import FusionPolicy, activations
+from torch_fused_ops.lowerings.recognise import rewrite
+from torch_fused_ops.reasons import Kind
 from torch_fused_ops.reference import CLAMP_KEEPS_BOUNDS
 
 C = math.sqrt(2 / math.pi)
@@ -47,6 +50,12 @@ def packed(act: Callable[[Tensor], Tensor]) -> Case:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
+
+
+def spatial(u: Tensor, v: Tensor) -> Tensor:
+    """gMLP's gate: one part times a linear layer over the tokens of the other's norm."""
+    mixes = torch.linspace(-1, 1, 16, dtype=v.dtype).view(4, 4)
+    return u * (F.linear(F.layer_norm(v, (16,)).t(), mixes) + 1).t()
 
 
 def first(value: Any, *_: Any) -> Any:
@@ -300,19 +309,15 @@ FUNCTIONS: dict[str, tuple[Case, str]] = {
 # ---- another tensor takes part ---------------------------------------------------------------------------------------
 
 OTHERS: dict[str, tuple[Case, str]] = {
-    "mask": (lambda h, u, p, w, m: F.linear(F.gelu(h) * (m > 0), w), MASK + "gt"),
     "mask in a GLU": (lambda h, u, p, w, m: F.linear(F.silu(h) * (m > 0) * u, w), MASK + "gt"),
     "masked_fill": (lambda h, u, p, w, m: F.linear(F.gelu(h).masked_fill(m > 0, 0.0), w), MASK + "gt"),
     "where": (lambda h, u, p, w, m: F.linear(torch.where(m > 0, F.silu(h), h), w), MASK + "gt"),
-    "float mask": (lambda h, u, p, w, m: F.linear(F.silu(h) * m, w), ANOTHER + "m"),
-    "an input as the up": (lambda h, u, p, w, m: F.linear(m * F.gelu(h), w), ANOTHER + "m"),
-    "an input as the gate": (lambda h, u, p, w, m: F.linear(F.gelu(m) * F.tanh(h), w), ANOTHER + "(m|gelu)"),
     "a residual inside": (lambda h, u, p, w, m: F.linear(F.gelu(h) + m, w), ANOTHER + "m"),
-    "a row of scales": (lambda h, u, p, w, m: F.linear(torch.sigmoid(h) * m[0], w), ANOTHER + "(m|getitem)"),
-    "a column of scales": (lambda h, u, p, w, m: F.linear(torch.sigmoid(h) * m[:, :1], w), ANOTHER + "(m|getitem)"),
-    "a scale that is a tensor": (lambda h, u, p, w, m: F.linear(torch.sigmoid(h) * m[0, 0], w), ANOTHER),
     "prelu": (lambda h, u, p, w, m: F.linear(F.prelu(h, m[0]), w), ANOTHER + "m"),
     "a limit that is a tensor": (lambda h, u, p, w, m: F.linear(torch.maximum(h, m), w), ANOTHER + "m"),
+    "a divisor": (lambda h, u, p, w, m: F.linear(m / F.silu(h), w), ANOTHER + "m"),
+    "a scale of something unknown": (lambda h, u, p, w, m: F.linear(F.mish(h) * m[0], w), NO_ACTIVATION),
+    "a scale that is written": (lambda h, u, p, w, m: F.linear(F.silu(h).mul_(m.detach()), w), ANOTHER + "m"),
     "mean of a row": (one(lambda x: x.sigmoid() * x.mean(-1, keepdim=True)), "another tensor takes part: mean"),
     "maximum over the row": (one(lambda x: F.relu(x) * x.amax(-1, keepdim=True)), "another tensor takes part: amax"),
     "softmax in between": (
@@ -365,7 +370,6 @@ LEARNED: dict[str, tuple[Case, str]] = {
         "a learnable parameter takes part: beta|" + NO_GATE,
     ),
     "xIELU": (one(Learned(xielu)), "a learnable parameter takes part: beta"),
-    "layer scale": (one(Learned(lambda s, x: F.gelu(x) * s.alpha)), "a learnable parameter takes part: alpha"),
     "learned offset": (one(Learned(lambda s, x: F.relu(x) - s.beta)), "a learnable parameter takes part: beta"),
 }
 
@@ -436,13 +440,11 @@ SHAPES: dict[str, tuple[Case, str]] = {
 # ---- rounding in between ---------------------------------------------------------------------------------------------
 
 CASTS: dict[str, tuple[Case, str]] = {
-    "bf16 work": (one(lambda x: F.gelu(x.bfloat16()).to(x.dtype)), "it works in torch.bfloat16 on"),
     "bf16 sigmoid": (one(lambda x: x * torch.sigmoid(x.bfloat16()).to(x.dtype)), "it works in torch.bfloat16 on"),
     "fp16 in the middle": (
         one(lambda x: x / 2 * (1 + torch.tanh(x / 2).half().to(x.dtype))),
         "it works in torch.float16 on",
     ),
-    "float32 on float64": (one(lambda x: F.gelu(x.float()).to(x.dtype)), "it works in torch.float32 on torch.float64"),
     "half of the gate": (two(lambda h, u: F.silu(h).bfloat16().to(h.dtype) * u), "it works in torch.bfloat16 on"),
     "half of up": (two(lambda h, u: F.silu(h) * u.half().to(h.dtype)), "it works in torch.float16 on"),
     "type_as the mask": (two(lambda h, u: F.silu(h).type_as(u.bfloat16()).to(h.dtype) * u), "bfloat16"),
@@ -453,6 +455,27 @@ CASTS: dict[str, tuple[Case, str]] = {
 }
 
 # ---- something is switched, detached or hooked in between ------------------------------------------------------------
+
+# What is a piece of the activation's result, and something else beside.
+PIECES: dict[str, tuple[Case, str]] = {
+    "the whole is read, too": (
+        lambda h, u, p, w, m: (lambda y: F.linear(spatial(*y.chunk(2, -1)), w) + y.sum())(F.gelu(p)),
+        "getitem stands between",
+    ),
+    "a piece that is written afterwards": (
+        packed(lambda p: (lambda c: first(spatial(c[0], c[1]), c[0].mul_(2)))(F.gelu(p).chunk(2, -1))),
+        "mul_ also reads the result of gelu inside the activation",
+    ),
+    "the input written in between": (
+        packed(lambda p: spatial(*first(F.gelu(p), p.mul_(2)).chunk(2, -1))),
+        "mul_ writes into its input in place",
+    ),
+    "the result written as a whole": (
+        packed(lambda p: spatial(*F.gelu(p).mul_(2).chunk(2, -1))),
+        "getitem stands between",
+    ),
+    "of something unknown": (packed(lambda p: spatial(*F.mish(p).chunk(2, -1))), NO_GATE),
+}
 
 REGIONS: dict[str, tuple[Case, str]] = {
     "sigmoid without gradient": (
@@ -465,10 +488,6 @@ REGIONS: dict[str, tuple[Case, str]] = {
     ),
     "product without gradient": (
         two(lambda h, u: (lambda s: within(torch.no_grad, torch.mul, s, u))(F.silu(h))),
-        "autocast or grad mode is switched between its parts",
-    ),
-    "grad switched off and on": (
-        one(lambda x: x * first(torch.sigmoid(x), within(torch.no_grad, torch.sum, x))),
         "autocast or grad mode is switched between its parts",
     ),
     "autocast in between": (
@@ -690,6 +709,29 @@ NO_SITE: dict[str, Case] = {
 # ---- what is exactly something else ----------------------------------------------------------------------------------
 
 FUSED: dict[str, tuple[Case, str, str]] = {
+    "a part of an activation's result": (packed(lambda p: spatial(*F.gelu(p).chunk(2, -1))), "fused::glu", "gelu"),
+    "the other part": (packed(lambda p: spatial(*reversed(F.silu(p).split(16, -1)))), "fused::glu", "silu"),
+    "and a dropout that is off": (
+        packed(lambda p: spatial(*F.dropout(F.relu(p), 0.5, False).tensor_split(2, dim=1))),
+        "fused::glu",
+        "relu",
+    ),
+    "a piece that is written": (
+        packed(lambda p: (lambda c: first(c, c[0].mul_(2)) and spatial(c[0], c[1]))(F.gelu(p).chunk(2, -1))),
+        "fused::glu",
+        "gelu",
+    ),
+    "of its method": (packed(lambda p: spatial(*p.tanh().chunk(2, 1))), "fused::glu", "tanh"),
+    "grad switched off and on": (
+        one(lambda x: x * first(torch.sigmoid(x), within(torch.no_grad, torch.sum, x))),
+        "fused::bias_act",
+        "silu",
+    ),
+    "the same autocast entered twice": (
+        two(lambda h, u: (lambda s: within(bf16, torch.mul, s, u))(within(bf16, F.silu, h))),
+        "fused::glu",
+        "silu",
+    ),
     "swapped halves": (packed(lambda p: swiglu(*p.chunk(2, -1)[::-1])), "fused::bias_glu", "silu"),
     "F.glu's order": (packed(lambda p: p[:, :16] * torch.sigmoid(p[:, 16:])), "fused::bias_glu", "sigmoid"),
     "swapped interleaving": (packed(lambda p: swiglu(p[:, 1::2], p[:, ::2])), "fused::glu", "silu"),
@@ -779,6 +821,7 @@ LEFT_ALONE = {
             "shape": SHAPES,
             "cast": CASTS,
             "region": REGIONS,
+            "piece": PIECES,
         },
         "write": WRITTEN,
     }.items()
@@ -795,11 +838,14 @@ WITHOUT_GRAD = {
     "write: its result, after the GEMM",
     "write: the packed tensor",
     "write: the other half",
+    "piece: a piece that is written afterwards",
+    "a piece that is written",
+    "piece: the input written in between",
 }
 
 
-def sites(case: Case, name: str) -> list[Any]:
-    """The sites found in case(h, u, p, w, m); it computes the same rewritten."""
+def sites(case: Case, name: str, dtype: torch.dtype | None = None) -> list[Any]:
+    """The sites found in case(h, u, p, w, m); it computes the same rewritten, to the precision of ``dtype``."""
     grad = name not in WITHOUT_GRAD
 
     def model(x, wh, wu, wp, w, m):
@@ -811,7 +857,7 @@ def sites(case: Case, name: str) -> list[Any]:
     arguments[0][0] = 0.0  # so are h, u and p there: exactly at relu's kink
     torch._dynamo.reset()
     with quick_guards():
-        return compare(model, [a.requires_grad_(grad and i < 5) for i, a in enumerate(arguments)])
+        return compare(model, [a.requires_grad_(grad and i < 5) for i, a in enumerate(arguments)], dtype=dtype)
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
@@ -821,6 +867,30 @@ def test_left_alone(name):
     assert site.op is None
     assert re.search(reason, site.reason), site.reason
     assert site.kind is not None and fits(site.kind, site.reason), site.kind
+
+
+def test_a_piece_that_is_taken_twice_and_written_is_left_alone():
+    """Dynamo takes each piece once; a graph by hand may take it again behind the write."""
+    x, w, d = torch.randn(4, 8), torch.randn(32, 8), torch.randn(8, 16)
+
+    def model(x, w, d):
+        c = F.gelu(F.linear(x, w)).chunk(2, -1)
+        c[0].mul_(2)
+        return F.linear(spatial(c[0], c[1]), d)
+
+    gm = torch.fx.symbolic_trace(model, concrete_args=None)
+    assert len([n for n in gm.graph.nodes if n.target is operator.getitem and n.args[1] == 0]) == 2
+
+    class Recorder(torch.fx.Interpreter):
+        def run_node(self, n):
+            n.meta["example_value"] = super().run_node(n)
+            return n.meta["example_value"]
+
+    Recorder(gm).run(x, w, d)
+    (site,) = rewrite(gm.graph, FusionPolicy())
+    assert site.op is None and site.kind is Kind.STANDS_BETWEEN
+    gm.recompile()
+    torch.testing.assert_close(gm(x, w, d), model(x, w, d))
 
 
 @pytest.mark.parametrize("name", NO_SITE)
@@ -854,6 +924,55 @@ def test_scales_stand_beside_the_operator(name):
     case, function = SCALED[name]
     (site,) = sites(case, "")
     assert site.op and site.reason.endswith(f", as {function}"), site.reason
+
+
+# A factor that no GEMM has produced stays behind the operator.
+FACTORS: dict[str, tuple[Case, str]] = {
+    "mask": (lambda h, u, p, w, m: F.linear(F.gelu(h) * (m > 0), w), "gelu"),
+    "float mask": (lambda h, u, p, w, m: F.linear(F.silu(h) * m, w), "silu"),
+    "an input as the up": (lambda h, u, p, w, m: F.linear(m * F.gelu(h), w), "gelu"),
+    "an input as the gate": (lambda h, u, p, w, m: F.linear(F.gelu(m) * F.tanh(h), w), "tanh"),
+    "a row of scales": (lambda h, u, p, w, m: F.linear(torch.sigmoid(h) * m[0], w), "sigmoid"),
+    "a column of scales": (lambda h, u, p, w, m: F.linear(torch.sigmoid(h) * m[:, :1], w), "sigmoid"),
+    "a column of divisors": (lambda h, u, p, w, m: F.linear(torch.sigmoid(h) / (1 + m[:, :1] ** 2), w), "sigmoid"),
+    "a scale that is a tensor": (lambda h, u, p, w, m: F.linear(torch.sigmoid(h) * m[0, 0], w), "sigmoid"),
+    "layer scale": (one(Learned(lambda s, x: F.gelu(x) * s.alpha)), "gelu"),
+    "x-transformers' GLU": (packed(Learned(lambda s, p: p[:, :16] * F.gelu(p[:, 16:]) * s.alpha)), "gelu"),
+    "a row, then a column": (lambda h, u, p, w, m: F.linear(F.silu(h) * u * m[0] * m[:, :1], w), "silu"),
+    "in front of two GEMMs": (lambda h, u, p, w, m: F.linear(F.silu(h) * m[0], w) + F.linear(F.silu(h), w), "silu"),
+    "one of two readers": (lambda h, u, p, w, m: (lambda a: F.linear(a * m[0], w) + F.linear(a, w))(F.silu(h)), "silu"),
+    "two factors of one": (
+        lambda h, u, p, w, m: (lambda a: F.linear(a * m[0], w) + F.linear(a * m[1], w))(F.silu(h)),
+        "silu",
+    ),
+    "behind a dropout": (lambda h, u, p, w, m: F.linear(F.dropout(F.silu(h), 0.0) * m[0], w), "silu"),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors_stay_behind_the_operator(name):
+    case, activation = FACTORS[name]
+    found = sites(case, name)
+    assert [site.activation for site in found] == [activation] * (2 if name == "in front of two GEMMs" else 1)
+    assert all(site.op and set(site.users) == {"linear"} for site in found)
+    factor = "div" if name == "a column of divisors" else "mul"
+    assert f"; {factor.replace('div', 'truediv')} by another tensor stays behind it" in "".join(s.reason for s in found)
+
+
+# The dtype that the activation is computed in, and is rounded to before it is widened.
+WIDENED: dict[str, tuple[Case, torch.dtype]] = {
+    "bf16 work": (one(lambda x: F.gelu(x.bfloat16()).to(x.dtype)), torch.bfloat16),
+    "float32 on float64": (one(lambda x: F.gelu(x.float()).to(x.dtype)), torch.float32),
+    "a GLU in half": (two(lambda h, u: (F.silu(h.half()) * u.half()).to(h.dtype)), torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", WIDENED)
+def test_what_is_rounded_before_it_is_widened_stays_rounded(name):
+    """As in front of a product in float32: bitsandbytes' layers with ``compute_dtype``, in a model in bfloat16."""
+    case, dtype = WIDENED[name]
+    (site,) = sites(case, name, dtype)
+    assert site.op and site.activation in ("gelu", "silu")
 
 
 @pytest.mark.parametrize("name", FUSED)

@@ -29,10 +29,12 @@ from torch_fused_ops.lowerings.passes import Recognise
 from torch_fused_ops.lowerings.recognise import gemms
 from torch_fused_ops.nn import proofs, replace
 from torch_fused_ops.reasons import Family, Kind, Reason, Refusal
+from torch_fused_ops.reports import breaks
+from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.verify import interpreted
 
 Patch = pytest.MonkeyPatch
-Found = Site | Reason
+Found = Site | Reason | Break
 Program = Callable[[Patch], Found]
 
 # ---- sites -----------------------------------------------------------------------------------------------------------
@@ -399,6 +401,23 @@ def whole(fn: Callable[[Tensor], Any], *shape: int, dynamic_shapes: bool = False
     return program
 
 
+@torch.library.custom_op("test_reasons::hidden", mutates_args=())
+def hidden(x: Tensor) -> Tensor:
+    return x.tanh()
+
+
+hidden.register_fake(torch.empty_like)
+
+
+def broken(*, in_experts: bool) -> Program:
+    def program(patch: Patch) -> Break:
+        patch.setattr(breaks, "_loops_over_experts", lambda frames: in_experts)
+        report = explain(lambda x: first(x + 1, torch._dynamo.graph_break()) * 2, torch.randn(4))
+        return report.breaks[0]
+
+    return program
+
+
 UP, DOWN = torch.randn(128, 8), torch.randn(8, 128)
 PROGRAMS: dict[Kind, Program] = {
     Kind.OTHER_OPERAND: mlp(no_mlp),
@@ -406,6 +425,7 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.CONSTANT: mlp(lambda h, u, m: torch.sigmoid(h) * torch.zeros_like(h)),
     Kind.NO_GEMM_READS: unread(lambda x, w, d: F.linear(F.layer_norm(F.gelu(F.linear(x, w)), (16,)), d)),
     Kind.NO_GEMM_BEFORE: unread(lambda x, w, d: F.linear(F.gelu(F.layer_norm(F.linear(x, w), (16,))), d)),
+    Kind.OPAQUE: unread(lambda x, w, d: F.linear(hidden(F.linear(x, w)), d)),
     Kind.UNKNOWN: mlp(lambda h, u, m: F.mish(h)),
     Kind.UNKNOWN_GATED: mlp(lambda h, u, m: F.silu(h) * u * u),
     Kind.NEAR: mlp(lambda h, u, m: h * torch.sigmoid(1.7 * h)),
@@ -416,8 +436,8 @@ PROGRAMS: dict[Kind, Program] = {
         lambda x, w, d: F.linear(F.silu(F.linear(x, w)) * F.linear(x.sin(), w) * F.linear(x.cos(), w), d)
     ),
     Kind.PARAMETER: prelu,
-    Kind.ANOTHER_TENSOR: mlp(lambda h, u, m: F.silu(h) * m),
-    Kind.MASK: mlp(lambda h, u, m: F.silu(h) * (m > 0)),
+    Kind.ANOTHER_TENSOR: mlp(lambda h, u, m: F.silu(h) + m),
+    Kind.MASK: mlp(lambda h, u, m: F.silu(h).masked_fill(m > 0, 0.0)),
     Kind.DROPOUT_INSIDE: mlp(lambda h, u, m: F.dropout(F.silu(h)) * u),
     Kind.COMPARISON: mlp(lambda h, u, m: torch.where(h > 0, h, 0.0)),
     Kind.UNPROVABLE: mlp(lambda h, u, m: torch.round(h)),
@@ -427,7 +447,7 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.TENSOR_BOUND: mlp(lambda h, u, m: torch.clamp(h, max=u)),
     Kind.INNER_READER: site_of(lambda x, w, d: (lambda s, h: (F.linear(s * h, d), s))(*sigmoid_of(F.linear(x, w)))),
     Kind.STANDS_BETWEEN: mlp(lambda h, u, m: F.silu(h).detach() * u),
-    Kind.NARROW_CAST: mlp(lambda h, u, m: F.gelu(h.bfloat16()).float()),
+    Kind.NARROW_CAST: mlp(lambda h, u, m: F.gelu(h).bfloat16() * u),
     Kind.DTYPE: site_of(lambda x, w, d: torch.relu(x.int() @ w.int().t()) @ w.int()),
     Kind.BROADCAST: mlp(lambda h, u, m: F.silu(h) * u[:, :1]),
     Kind.CUT_AXIS: mlp(lambda h, u, m: F.silu(h[:2]) * h[2:]),
@@ -500,6 +520,8 @@ PROGRAMS: dict[Kind, Program] = {
         made_of_written, torch.randn(6, 8), torch.randn(16, 8), nn.Parameter(torch.randn(16)), tensors()[-1]
     ),
     Kind.MADE_OF_SIZE: made_of_a_size,
+    Kind.GRAPH_BREAK: broken(in_experts=False),
+    Kind.EXPERT_LOOP: broken(in_experts=True),
 }
 
 

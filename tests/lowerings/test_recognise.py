@@ -725,7 +725,7 @@ LEFT_ALONE = {
         lambda h, u, w, m: (lambda s: F.linear(s * u, w) + s.sum())(F.silu(h)),
         "sum also reads the result of silu inside the activation",
     ),
-    "float mask": (lambda h, u, w, m: F.linear(F.gelu(h) * m, w), "another tensor takes part: m"),
+    "float mask": (lambda h, u, w, m: F.linear(F.gelu(h) + m, w), "another tensor takes part: m"),
     "three GEMMs": (lambda h, u, w, m: F.linear(F.silu(h) * u * (m @ w.t() @ w), w), "3 different tensors take part"),
     "linear attention": (
         lambda h, u, w, m: F.relu(h) @ torch.softmax(u, -1).t(),

@@ -9,6 +9,7 @@ import torch
 
 from torch_fused_ops.capturing import call_model, throwaway, unchanged
 from torch_fused_ops.policy import FusionPolicy, policy_or_default
+from torch_fused_ops.reports.breaks import break_of, reasons_noted, since
 from torch_fused_ops.reports.figures import capture as set_aside
 from torch_fused_ops.reports.figures import graphs_of
 from torch_fused_ops.reports.report import Report, Site, unmatched
@@ -35,11 +36,13 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
         A ``Report``: print it, read its ``sites``, or let it ``measure`` what fusing saves.
 
     Raises:
-        TypeError: model is not callable, or policy is no FusionPolicy.
+        TypeError: model is not callable, or a class, or policy is no FusionPolicy.
         Whatever the model raises on these arguments.
     """
     if not callable(model):
         raise TypeError(f"model={model!r} is not callable: it must be a module or a function")
+    if isinstance(model, type):
+        raise TypeError(f"model={model!r} is a class: it must be an instance of it, {model.__name__}(…), or a function")
     policy = policy_or_default(policy)
     from torch_fused_ops import lowerings
 
@@ -49,20 +52,24 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     sites: list[Site] = []
     unread: list[Site] = []
     captures = []
+    breaks = []
 
     def capture(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         captures.append(set_aside(gm, policy))
         for module in graphs_of(gm):
             sites.extend(recognise.rewrite(module.graph, policy, apply=False))
         unread.extend(recognise.unread(gm.graph))
+        breaks.append(break_of(gm))
         return gm.forward
 
     model = getattr(model, "_orig_mod", model)
+    noted = reasons_noted()
     with unchanged(model), torch._dynamo.config.patch(recompile_limit=64):
         torch.compile(throwaway(call_model), backend=capture)(model, *args, **kwargs)
     report = Report(tuple(sites), len(captures))
     report.title = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "")
     report.unread = tuple(unread)
+    report.breaks = tuple(one for one in breaks if one is not None) if captures else since(noted)
     report.notes = unmatched(policy, sites)
     report._captures = captures
     return report

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_fused_ops.policy import MEMORY, FusionPolicy
-from torch_fused_ops.reports.text import PICKED_UP, PLAIN
+from torch_fused_ops.reports.text import PICKED_UP, PLAIN, figures_table, levels_table
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -102,9 +102,9 @@ class LevelFigures:
     seconds: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Figures:
-    """Costs of the graphs of a report, each run once: under plain ``torch.compile`` and with pick-up.
+    """Costs of the graphs of a report, each run once: under plain ``torch.compile`` and with pick-up. Printable.
 
     Attributes:
         target: the GPU that code was generated for, on paper: "NVIDIA H200".
@@ -130,6 +130,12 @@ class Figures:
     def after(self) -> Cost:
         """The whole with pick-up."""
         return sum((layer.after for layer in self.layers), Cost())
+
+    def __str__(self) -> str:
+        return "\n\n".join(filter(None, (figures_table(self), levels_table(self))))
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the attributes, and the totals ``before`` and ``after``."""

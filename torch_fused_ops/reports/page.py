@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from torch_fused_ops.reports.text import bare_reason, change, read_by, reason_text, rows_of, size, unit_of, unread_text
+from torch_fused_ops.reports.text import (
+    advice,
+    bare_reason,
+    change,
+    counted,
+    read_by,
+    reason_text,
+    rows_of,
+    size,
+    unit_of,
+    unread_text,
+)
 
 if TYPE_CHECKING:
     import jinja2
@@ -37,6 +48,7 @@ def page(report: Report, groups: Sequence[Group], unread: Sequence[Group]) -> st
         missed=[group for group in groups if not group.sites[0].op and group.sites[0].is_mlp],
         others=[group for group in groups if not group.sites[0].is_mlp],
         unread=unread_text(unread),
+        breaks=counted(report.breaks),
     )
 
 
@@ -47,6 +59,7 @@ def _template() -> jinja2.Template:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"kind": _kind, "read_by": read_by, "reason_text": reason_text, "bare_reason": bare_reason}
+    environment.filters["advice"] = advice
     return environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
 
 

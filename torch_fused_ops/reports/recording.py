@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule
 from torch_fused_ops.capturing import captured_graphs
 from torch_fused_ops.observers import observed_by
 from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.reports.breaks import Break, break_of
 from torch_fused_ops.reports.figures import Capture, capture
 from torch_fused_ops.reports.report import Recorded, Report, Site, unmatched
 
@@ -61,7 +62,7 @@ def record(*, figures: bool = False) -> Iterator[Report]:
             with observed_by(recorder):
                 yield recorder.report
         finally:
-            recorder.report.other_graphs = max(0, captured_graphs() - before - recorder.report.graphs)
+            recorder.report.other_graphs = max(0, captured_graphs() - before - len(recorder.graphs))
     if figures and recorder.report.graphs:
         recorder.report.measure()
 
@@ -78,8 +79,10 @@ class _Graph:
     title: str
     sites: tuple[Site, ...]  # those of its parts (checkpoint bodies) too, which come before it
     unread: tuple[Site, ...]
+    broken: Break | None
     compilation: Any  # Dynamo's, and which attempt it was
     attempt: int
+    code: object  # the same for what is compiled anew
 
 
 class _Recorder:
@@ -110,7 +113,8 @@ class _Recorder:
             sites = tuple(site for part in parts for site in part.sites)
             unread = recognise.unread(graph)  # that of its parts, too
             captured = capture(gm, policy, copies)
-            new = _Graph(weakref.ref(graph), captured, title_of(graph), sites, unread, compilation, attempt)
+            title, broken, code = title_of(graph), break_of(gm), _code_of(graph, compilation)
+            new = _Graph(weakref.ref(graph), captured, title, sites, unread, broken, compilation, attempt, code)
             self.graphs = [*(one for one in kept if one not in parts), new]
             self.update()
 
@@ -128,18 +132,33 @@ class _Recorder:
 
     def update(self) -> None:
         report = self.report
-        report.graphs = len(self.graphs)
-        report.sites = tuple(site for one in self.graphs for site in one.sites)
-        report.unread = tuple(site for one in self.graphs for site in one.unread)
-        report.title = ", ".join(dict.fromkeys(one.title for one in self.graphs if one.title))
+        graphs = list({one.code or one: one for one in self.graphs}.values())  # of what was compiled anew the last
+        report.graphs, report.recompilations = len(graphs), len(self.graphs) - len(graphs)
+        report.sites = tuple(site for one in graphs for site in one.sites)
+        report.unread = tuple(site for one in graphs for site in one.unread)
+        report.breaks = tuple(one.broken for one in graphs if one.broken is not None)
+        report.title = ", ".join(dict.fromkeys(one.title for one in graphs if one.title))
         report.figures, report.figures_missing = None, ""
-        report._captures = [one.capture for one in self.graphs]
+        report._captures = [one.capture for one in graphs]
         notes = (
             note
             for policy in report.policies
-            for note in unmatched(policy, [s for one in self.graphs if one.capture.policy == policy for s in one.sites])
+            for note in unmatched(policy, [s for one in graphs if one.capture.policy == policy for s in one.sites])
         )
         report.notes = (*dict.fromkeys(notes), *self.failures)
+
+
+def _code_of(graph: Graph, compilation: Any) -> object:
+    """What a graph is captured of: Dynamo's number of the code, and the parameters, as layers share their code.
+
+    None where that is not known: nothing is the same then.
+    """
+    number = getattr(getattr(compilation, "compile_id", None), "frame_id", None)
+    placed = [node.meta.get("grapharg") for node in graph.find_nodes(op="placeholder")]
+    if number is None or None in placed:
+        return None
+    examples = [getattr(one, "example", None) for one in placed]
+    return number, frozenset(id(one) for one in examples if isinstance(one, torch.nn.Parameter))
 
 
 def title_of(graph: Graph) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,15 +12,14 @@ from typing import TYPE_CHECKING
 from torch_fused_ops.observers import unobserved
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
 from torch_fused_ops.reasons import Kind
+from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.reports.figures import Capture, Figures, measure
 from torch_fused_ops.reports.page import page
 from torch_fused_ops.reports.text import (
-    WIDTH,
-    figures_table,
-    levels_table,
+    breaks_text,
     reason_text,
     sites_table,
-    unread_text,
+    unread_lines,
 )
 from torch_fused_ops.sites import DROPOUT, Site
 
@@ -32,10 +30,7 @@ __all__ = ["Group", "Report", "Site", "grouped", "unmatched"]
 
 log = logging.getLogger("torch_fused_ops")
 
-BROKEN = (
-    "the model was captured in {} graphs: a site does not reach across a graph break "
-    "(TORCH_LOGS=graph_breaks shows where they are)."
-)
+BROKEN = "the model was captured in {} graphs: a site does not reach across a graph break"
 
 
 @dataclass(frozen=True)
@@ -111,7 +106,9 @@ class Report:
         sites: every site, in graph order.
         unread: activations that are no sites, because no GEMM reads them, or what they read is no GEMM's, or a boundary
             (of a checkpoint, say) lies between.
-        graphs: how many graphs Dynamo captured (``record``: were compiled with pick-up).
+        graphs: how many graphs Dynamo captured (``record``: were compiled with pick-up), each once.
+        recompilations: how often one of them was compiled anew, for other sizes: that is no new site.
+        breaks: the graph breaks that these end with, in their order; what is met again is listed again.
         figures: memory, traffic and kernels before and after; None before ``measure`` was called, and where it failed.
         figures_missing: why it failed; "" where it did not.
         title: the name of the model or function.
@@ -122,6 +119,8 @@ class Report:
         self.sites = sites
         self.unread: tuple[Site, ...] = ()
         self.graphs = graphs
+        self.recompilations = 0
+        self.breaks: tuple[Break, ...] = ()
         self.figures: Figures | None = None
         self.figures_missing = ""
         self.title = ""
@@ -141,6 +140,8 @@ class Report:
         dropouts = [s for s in self.sites if s.activation == DROPOUT]
         others = len(self.sites) - len(mlps) - len(dropouts)
         graphs = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
+        if self.recompilations:
+            graphs += f", compiled anew {self.recompilations} time{'s' * (self.recompilations != 1)}"
         parts = [f"{fused} of {len(mlps)} MLP sites fused"] if mlps or not dropouts else []
         if dropouts:
             unmasked = sum(s.op is not None for s in dropouts)
@@ -189,43 +190,63 @@ class Report:
         parts = [sites_table(grouped(self.sites)) if self.sites else "", self.summary]
         if not self.sites:
             parts.append(self.nothing)
-        elif self.graphs > 1:
-            parts.append(f"note: {BROKEN.format(self.graphs)}")
         parts += [f"note: {note}" for note in self.notes]
-        parts += [f"{text} ({group.source})" for text, group in unread_text(grouped(self.unread))]
-        hints = dict.fromkeys(site.hint for site in self.sites if site.hint)
-        parts += [textwrap.fill(f"hint: {hint}", WIDTH, subsequent_indent="      ") for hint in hints]
+        parts += unread_lines(grouped(self.unread))
+        if self.breaks:
+            parts += [f"note: {self.broken}:", breaks_text(self.breaks)]
         if self.figures is not None:
-            parts += ["", figures_table(self.figures)]
-            parts += ["", levels_table(self.figures)] if levels_table(self.figures) else []
+            parts += ["", str(self.figures), *([f"note: {self.rebuilt}"] if self.rebuilt else [])]
         elif self.figures_missing:
             parts.append(f"figures are not available: {self.figures_missing}")
         text = "\n".join(parts)
         return text.removeprefix("\n") if not self.sites else text.replace("\n" + self.summary, "\n\n" + self.summary)
 
     @property
+    def broken(self) -> str:
+        """That the model was captured in several graphs."""
+        return BROKEN.format(self.graphs)
+
+    @property
+    def rebuilt(self) -> str:
+        """Why layers keep less although no MLP in them is fused; "" where none does, or figures were not asked for."""
+        if self.figures is None:
+            return ""
+        less = [layer.name for layer in self.figures.layers if layer.after.saved < layer.before.saved]
+
+        def of(sites: Iterable[Site]) -> set[str]:
+            return {n for site in sites for n in less if f"{site.module}.".startswith(f"{n}.")}
+
+        alone = of(s for s in self.sites if s.op is None and s.is_mlp) - of(s for s in self.sites if s.op is not None)
+        if not alone:
+            return ""
+        return (
+            f"{', '.join(name for name in less if name in alone)}: left alone, and less is saved for backward all the "
+            "same: in the whole graph backward rebuilds what costs only pointwise work, as memory='free' says"
+        )
+
+    @property
     def nothing(self) -> str:
         """What to look at where there are no sites."""
-        hint = (
+        return (
             "A site is a matrix product that reads a pointwise function of matrix products, through views, casts and\n"
             "dropout. There is none: between the products stands something else (a norm, a convolution, an operator\n"
-            "that is already fused), a function that is not read, or nothing nonlinear."
+            "that is already fused), a function that is not read, a graph break, or nothing nonlinear."
         )
-        if self.graphs > 1:
-            hint += f"\n{BROKEN.format(self.graphs)}"
-        return hint
 
     def to_json(self) -> str:
         """The report as JSON text.
 
-        ``{"title", "summary", "graphs", "sites": [{op, activation, …}, …], "unread", "figures", "figures_missing",
-        "notes"}``: a site's entries are ``Site``'s attributes, its ``kind`` by its name; figures, if measured, those of
-        ``Figures``, with the totals ``before`` and ``after``, else null.
+        ``{"title", "summary", "graphs", "recompilations", "breaks", "sites": [{op, activation, …}, …], "unread",
+        "figures", "figures_missing", "notes"}``: a site's entries are ``Site``'s attributes, its ``kind`` by its name;
+        a break's those of ``Break``; figures, if measured, those of ``Figures``, with the totals ``before`` and
+        ``after``, else null.
         """
         report = {
             "title": self.title,
             "summary": self.summary,
             "graphs": self.graphs,
+            "recompilations": self.recompilations,
+            "breaks": [asdict(one) for one in self.breaks],
             "sites": [asdict(site) for site in self.sites],
             "unread": [asdict(site) for site in self.unread],
             "figures": self.figures.as_dict() if self.figures else None,

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from torch_fused_ops.reasons import CAN_BE_ADDED, NOT_AN_MLP
 
 if TYPE_CHECKING:
+    from torch_fused_ops.reasons import Kind
+    from torch_fused_ops.reports.breaks import Break
     from torch_fused_ops.reports.figures import Figures
     from torch_fused_ops.reports.report import Group
     from torch_fused_ops.sites import Site
@@ -18,8 +20,11 @@ __all__ = [
     "PICKED_UP",
     "PLAIN",
     "WIDTH",
+    "advice",
     "bare_reason",
+    "breaks_text",
     "change",
+    "counted",
     "figures_table",
     "levels_table",
     "read_by",
@@ -28,6 +33,7 @@ __all__ = [
     "sites_table",
     "size",
     "unit_of",
+    "unread_lines",
     "unread_text",
 ]
 
@@ -38,6 +44,42 @@ PLAIN, PICKED_UP = "torch.compile", "with pick-up"  # the two ways that every re
 def read_by(site: Site) -> str:
     """The functions that read the value, each once: "linear ×2"."""
     return ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in Counter(site.users).items())
+
+
+def advice(kind: Kind) -> str:
+    """What helps, and where the docs say more: "If relu is meant, write F.relu. (docs/recognition.md#relu-kink)"."""
+    return f"{kind.cure} ({kind.row})" if kind.cure else kind.row
+
+
+def _advised(text: str, kinds: Sequence[Kind]) -> list[str]:
+    """A reason, and below it what helps, one line each; to be wrapped."""
+    return [text, *(f"→ {advice(kind)}" for kind in kinds)]
+
+
+def counted(breaks: Sequence[Break]) -> list[tuple[Break, int]]:
+    """Graph breaks, each once, and how often it was met."""
+    return list(Counter(breaks).items())
+
+
+def breaks_text(breaks: Sequence[Break]) -> str:
+    """Where the graphs end, and why; "" where nothing breaks."""
+    lines: list[str] = []
+    for one, times in counted(breaks):
+        where = f"{one.source or 'unknown'}{f' ×{times}' if times > 1 else ''}"
+        lines.append(f"{where}: {one.code}" if one.code else where)
+        for part in _advised(one.reason, (one.kind,)):
+            lines += textwrap.wrap(part, WIDTH, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def unread_lines(groups: Sequence[Group]) -> list[str]:
+    """Activations that are no sites, where they are, and what helps; as lines."""
+    lines: list[str] = []
+    for text, group in unread_text(groups):
+        lines.append(f"{text} ({group.source})")
+        for part in _advised("", group.sites[0].refusals)[1:]:
+            lines += textwrap.wrap(part, WIDTH, initial_indent="  ", subsequent_indent="    ")
+    return lines
 
 
 def unread_text(groups: Sequence[Group]) -> list[tuple[str, Group]]:
@@ -56,6 +98,8 @@ def reason_text(site: Site) -> str:
     elif site.gemm_reason:
         reason += "; its linear layers are not in float8: "
     reason += site.gemm_reason
+    if site.memory not in ("", "free"):
+        reason += f"; memory={site.memory!r}"
     if site.tiles_reason:
         return f"{reason}; not in tiles: {site.tiles_reason}"
     return f"{reason}; in {site.tiles} tiles" if site.tiles else reason
@@ -72,13 +116,18 @@ def sites_table(groups: Sequence[Group]) -> str:
     rows = [header]
     for group in groups:
         site = group.sites[0]
-        rows.append((site.op or "-", site.activation or "-", group.source, read_by(site), reason_text(site)))
+        said = "\n".join(_advised(reason_text(site), site.refusals))
+        rows.append((site.op or "-", site.activation or "-", group.source, read_by(site), said))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     indent = sum(widths) + 2 * len(widths)
     room = max(50, WIDTH - indent)
     lines = []
     for row in rows:
-        reason = textwrap.wrap(row[4], room, break_long_words=False, break_on_hyphens=False) or [""]
+        reason = [
+            line
+            for part in row[4].split("\n")
+            for line in textwrap.wrap(part, room, break_long_words=False, break_on_hyphens=False)
+        ] or [""]
         lines.append("  ".join((*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), reason[0])))
         lines += [" " * indent + more for more in reason[1:]]
     lines.insert(1, "  ".join("-" * w for w in (*widths, len(header[4]))))

@@ -1,0 +1,106 @@
+"""Calls that hide what they compute, where they stand between matrix products: for people, who may say what they are.
+
+Custom operators, Triton kernels and functions that Dynamo does not look into (``allow_in_graph``). A custom
+``torch.autograd.Function`` that Dynamo traces is read (``custom.py``), and is a site, or a product (``graph.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch.fx import Node
+
+from torch_fused_ops.lowerings import compat
+from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason
+
+from .graph import Facts, shown, tensor
+from .symbolic import LINEAR, RULES
+
+__all__ = ["find"]
+
+# Operators' namespaces that are PyTorch's, or ours: what has no name in ``graph.py`` is known to be no product.
+_KNOWN = {
+    *("aten", "prim", "prims", "fused", "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"),
+    *("inductor", "inductor_prims", "rngprims", "debugprims", "export", "streams", "profiler"),
+}
+_LONGEST = 64  # nodes that are looked at around a call
+
+
+def find(facts: Facts) -> Iterator[tuple[Node, Reason]]:
+    """The calls of a graph that are not looked into and stand between products, or beside an activation."""
+    hidden = {node: name for node in facts.calls if (name := _name(facts, node))}
+
+    def is_product(node: Node) -> bool:
+        return node in hidden or facts.weight_gemm(node)
+
+    for node, name in hidden.items():
+        before = _reached(facts, node.all_input_nodes, is_product, lambda n: n.all_input_nodes)
+        after = _reached(facts, _readers(node), is_product, lambda n: n.users)
+        if True in before or True in after:
+            text = f"{NOT_AN_MLP}it is not known whether {name} is a matrix product"
+        elif before and after:
+            text = f"{NOT_AN_MLP}{name} stands between matrix products, and is not looked into"
+        else:
+            continue
+        yield node, Reason(Kind.OPAQUE, text)
+
+
+def _name(facts: Facts, node: Node) -> str:
+    """What to call what a call hides; "" for what hides nothing."""
+    call, target = facts.calls[node], node.target
+    if node.op != "call_function" or call.name or call.gemm is not None:
+        return ""
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+        namespace, _, name = packet._qualified_op_name.partition("::")
+        return "" if namespace in _KNOWN else f"torch.ops.{namespace}.{name}"
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return "a Triton kernel" if shown(node).startswith("triton_kernel_wrapper") else ""
+    if compat.traced_function(target) is not None:
+        return shown(node)
+    module = str(getattr(target, "__module__", None) or "")
+    return "" if module.partition(".")[0] in ("", "torch", "builtins", "math", "_operator") else shown(node)
+
+
+def _readers(node: Node) -> list[Node]:
+    """Who reads what a call gives; a Triton kernel gives what it writes, and it does not say which of its tensors."""
+    found = list(node.users)
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        later = set[Node]()
+        following = node.next
+        while following.op != "root":
+            later.add(following)
+            following = following.next
+        found += [user for a in node.all_input_nodes for user in a.users if user in later]
+    return found
+
+
+def _reached(
+    facts: Facts, start: Iterable[Node], is_product: Callable[[Node], bool], on: Callable[[Node], Iterable[Node]]
+) -> set[bool]:
+    """For each product reached through views and pointwise functions, whether one of these is nonlinear.
+
+    A sum of two tensors, a residual stream's, ends the way: a norm's input is no activation's.
+    """
+    found, seen = set[bool](), set[tuple[Node, bool]]()
+    pending = [(node, False) for node in start]
+    while pending and len(seen) < _LONGEST:
+        node, bent = pending.pop()
+        if (node, bent) in seen:
+            continue
+        seen.add((node, bent))
+        name = facts.calls[node].name
+        if is_product(node):
+            found.add(bent)
+        elif facts.passes(node):
+            pending += [(one, bent) for one in on(node)]
+        elif name in RULES and not (name in ("add", "sub") and len(_larger(node)) > 1):
+            pending += [(one, bent or name not in LINEAR) for one in on(node)]
+    return found
+
+
+def _larger(node: Node) -> list[Node]:
+    """The tensors that a call reads which are more than a bias."""
+    values = ((a, tensor(a)) for a in node.all_input_nodes)
+    return [a for a, value in values if value is not None and value.ndim > 1]

@@ -1,0 +1,105 @@
+"""Graph breaks, as Dynamo records them with the graph that ends there: where in the user's code, and why."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch_fused_ops.reasons import Kind, Reason
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+__all__ = ["Break", "break_of", "reasons_noted", "since"]
+
+
+@dataclass(frozen=True)
+class Break:
+    """Where a graph ends although the model goes on: no site reaches across.
+
+    Attributes:
+        kind: ``GRAPH_BREAK``, or what is known of its place besides.
+        reason: for people: Dynamo's own words.
+        source: "file.py:line in function".
+        location: ``"/full/path/file.py:line"``.
+        code: the text of that line.
+    """
+
+    kind: Kind
+    reason: str
+    source: str = ""
+    location: str = ""
+    code: str = ""
+
+
+def break_of(gm: GraphModule) -> Break | None:
+    """The graph break that a graph ends with; None where it ends because its function returns, or nobody recorded it.
+
+    Args:
+        gm: from Dynamo, which keeps what it stopped for with every graph (torch 2.11 to 2.15).
+    """
+    stopped: Any = getattr(gm, "compile_subgraph_reason", None)
+    if stopped is None or not stopped.graph_break:
+        return None
+    frames = [(frame.filename, frame.lineno or 0) for frame in stopped.user_stack]
+    what = _said(stopped.reason)
+    reason = (
+        Reason(Kind.EXPERT_LOOP, f"a graph break in a loop over experts: {what}")
+        if _loops_over_experts(frames)
+        else Reason(Kind.GRAPH_BREAK, f"a graph break: {what}")
+    )
+    if not frames:
+        return Break(reason.kind, str(reason))
+    frame = stopped.user_stack[-1]
+    where = f"{frame.filename}:{frame.lineno}"
+    source = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+    return Break(reason.kind, str(reason), source, where, (frame.line or "").strip())
+
+
+def reasons_noted() -> Mapping[str, int]:
+    """How often Dynamo has stopped in this process for each reason, whether or not a graph came of it."""
+    from torch._dynamo.utils import counters
+
+    return dict(counters["unimplemented"])
+
+
+def since(before: Mapping[str, int]) -> tuple[Break, ...]:
+    """What Dynamo has stopped for since then; where it is in the program it does not say."""
+    new = [reason for reason, times in reasons_noted().items() if times > before.get(reason, 0)]
+    reasons = [Reason(Kind.GRAPH_BREAK, f"a graph break: {what}") for what in dict.fromkeys(map(_said, new))]
+    return tuple(Break(reason.kind, str(reason)) for reason in reasons)
+
+
+def _said(text: str) -> str:
+    """Dynamo's headline and its explanation in one line; advice and links follow them."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason given"]
+    explained = [line.removeprefix("Explanation:").strip() for line in lines[1:2] if line.startswith("Explanation:")]
+    return ": ".join((lines[0], *explained))
+
+
+def _loops_over_experts(frames: Sequence[tuple[str, int]]) -> bool:
+    """Whether a frame is in the own forward of experts for which transformers (5 and later) has other implementations.
+
+    Such a class' forward is a wrapper, from ``transformers.integrations.moe``, of the loop that its author wrote.
+    """
+    wrappers = getattr(sys.modules.get("transformers.integrations.moe"), "__file__", None)
+    return wrappers is not None and any(
+        first <= line <= last for file, line in frames for first, last in _wrapped_forwards(file, wrappers)
+    )
+
+
+def _wrapped_forwards(file: str, wrappers: str) -> Iterator[tuple[int, int]]:
+    """The first and last line of each forward in a file that is wrapped by a function of another file."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) != file:
+            continue
+        for cls in list(vars(module).values()):
+            forward = getattr(cls, "forward", None) if isinstance(cls, type) else None
+            code = getattr(getattr(forward, "__wrapped__", None), "__code__", None)
+            outer = getattr(forward, "__code__", None)
+            if code is not None and outer is not None and outer.co_filename == wrappers and code.co_filename == file:
+                lines = [line for *_, line in code.co_lines() if line is not None]
+                yield code.co_firstlineno, max(lines)
