@@ -272,7 +272,7 @@ def test_where_nothing_fits_it_says_what_is_missing() -> None:
     poor = rich.within(lowest - MiB)
     assert not poor.fits and poor.missing == MiB and poor.peak_bytes == lowest
     assert any("torch.utils.checkpoint" in line or "shards" in line.lower() for line in poor.help)
-    assert "does not fit: 1.0 MiB are missing" in str(poor)
+    assert "does not fit: 1.00 MiB are missing" in str(poor)
 
 
 def test_a_plan_as_json_and_as_a_page(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_a_plan_as_json_and_as_a_page(tmp_path: Path) -> None:
     assert found["memory"] == "off" and found["peak_bytes"] == two_mlps().peak_bytes and found["fits"] is True
     two_mlps().to_html(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
-    assert page.count("<polyline") == 2 and 'class="limit"' in page and "Loss in 1.0 GiB of an NVIDIA H100" in page
+    assert page.count("<polyline") == 2 and 'class="limit"' in page and "Loss in 1.00 GiB of an NVIDIA H100" in page
 
 
 def test_a_model_without_mlps_is_planned_too() -> None:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from importlib.resources import files
 from typing import TYPE_CHECKING
+
+from torch_fused_ops.reports.page import template
+from torch_fused_ops.reports.text import aligned, change, size
 
 if TYPE_CHECKING:
     from torch_fused_ops.planner.plan import Plan
 
-__all__ = ["page", "size", "text"]
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people: "12.3 GiB"."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
-        if abs(nbytes) >= factor:
-            return f"{nbytes / factor:.1f} {unit}"
-    return f"{nbytes / 1024:.1f} KiB"
+__all__ = ["page", "text"]
 
 
 def duration(seconds: float) -> str:
@@ -33,7 +27,7 @@ def headline(plan: Plan) -> str:
 
 def cost(plan: Plan) -> str:
     """What the levels cost, beside "off"."""
-    return f"{100 * (plan.seconds / plan.off_seconds - 1):+.1f} %".replace("-", "−")
+    return change(plan.off_seconds, plan.seconds)
 
 
 def chosen(plan: Plan) -> str:
@@ -47,20 +41,9 @@ def chosen(plan: Plan) -> str:
     return f"FusionPolicy(memory={{…}}), a level for each of {len(memory)} MLPs: {counted}"
 
 
-def table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns: the first to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            f"{c:<{w}}" if i == 0 else f"{c:>{w}}" for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def parts(plan: Plan) -> list[tuple[str, int]]:
+def part_rows(plan: Plan) -> list[tuple[str, ...]]:
     """What the peak consists of."""
-    return [
+    parts = [
         ("parameters and buffers", plan.parameters),
         (f"optimizer state ({plan.optimizer})", plan.optimizer_state),
         ("kept from forward for backward", plan.kept),
@@ -68,6 +51,7 @@ def parts(plan: Plan) -> list[tuple[str, int]]:
         ("peak of forward and backward", plan.step_peak),
         ("peak of the optimizer's step, gradients included", plan.optimizer_peak),
     ]
+    return [("", "bytes"), *((name, size(nbytes)) for name, nbytes in parts)]
 
 
 def layer_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -93,11 +77,11 @@ def text(plan: Plan) -> str:
     lines = [
         headline(plan),
         "",
-        *table([("", "bytes"), *((name, size(nbytes)) for name, nbytes in parts(plan))]),
+        *aligned(part_rows(plan)),
         "",
-        *table(layer_rows(plan)),
+        *aligned(layer_rows(plan)),
         "",
-        *table(level_rows(plan)),
+        *aligned(level_rows(plan)),
         "",
         f"chosen: {chosen(plan)}",
         f'least time of forward and backward: {duration(plan.seconds)}, {cost(plan)} beside "off"; figures {how}',
@@ -108,20 +92,14 @@ def text(plan: Plan) -> str:
 
 def page(plan: Plan) -> str:
     """The plan as a self-contained page. What comes from the model is escaped."""
-    import jinja2  # torch requires it
-
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(files(__package__).joinpath("plan.html").read_text(encoding="utf-8"))
     highest = 1.05 * max(plan.limit, *plan.curve, *plan.off_curve)
-    return template.render(
+    return template("planner/plan.html").render(
         plan=plan,
         headline=headline(plan),
         cost=cost(plan),
         chosen=chosen(plan),
         duration=duration(plan.seconds),
-        parts=[(name, size(nbytes)) for name, nbytes in parts(plan)],
+        parts=part_rows(plan),
         layers=layer_rows(plan),
         levels=level_rows(plan),
         before=_polyline(plan.off_curve, highest),
