@@ -287,19 +287,11 @@ class _Fixed:
         needs = optimizer_memory(optimizer, trained)
         by_unit: dict[str, tuple[int, int]] = {}
         for name, tensor in tensors.items():
-            unit = _unit_of(name.rpartition(".")[0], captured)
+            unit = captured.unit_of(name.rpartition(".")[0])
             all_of, own = by_unit.get(unit, (0, 0))
             by_unit[unit] = (all_of + tensor.nbytes, own + tensor.nbytes * tensor.requires_grad)
         total, of_trained = (sum(each[i] for each in by_unit.values()) for i in (0, 1))
         return cls(optimizer, total, of_trained, needs.state, needs.transient, by_unit)
-
-
-def _unit_of(path: str, captured: CapturedModel) -> str:
-    for stack in captured.stacks:
-        if path.startswith(f"{stack.path}."):
-            return f"{stack.path}.{path.removeprefix(f'{stack.path}.').partition('.')[0]}"
-    unit = captured.unit_of.get(path, "")
-    return unit if unit in captured.units else ""
 
 
 def _recompiled(
@@ -333,15 +325,18 @@ def _plan(
     step_peak = fixed.resident + curve.peak
     optimizer_peak = fixed.resident + fixed.gradients + fixed.transient
     peak = max(step_peak, optimizer_peak)
-    off = step.at(dict.fromkeys(step.mlps, OFF)) if step.mlps else curve
     off_levels = dict.fromkeys(step.mlps, OFF)
-    uniform = [one for one in every if len(set(one.levels.values())) == 1]
-    rows = [LevelRow(_only(one), fixed.resident + one.curve.peak, one.curve.seconds, False) for one in uniform]
+    off = step.at(off_levels)
+    curves = {next(iter(one.levels.values())): one.curve for one in every if len(set(one.levels.values())) == 1}
     inputs = _unit_inputs(captured)
     checkpointed = step.checkpointed(inputs) if inputs and step.units else None
     if checkpointed is not None:
-        rows.append(LevelRow("checkpoint", fixed.resident + checkpointed.peak, checkpointed.seconds, False))
-    rows = [LevelRow(row.level, row.peak, row.seconds, max(row.peak, optimizer_peak) <= limit) for row in rows]
+        curves["checkpoint"] = checkpointed
+    rows = [
+        LevelRow(level, of_all, each.seconds, max(of_all, optimizer_peak) <= limit)
+        for level, each in curves.items()
+        for of_all in [fixed.resident + each.peak]
+    ]
     short = step_peak - limit if met else step_peak + chosen.reserve - limit
     missing = max(0, short, optimizer_peak - limit)
     return Plan(
@@ -375,19 +370,18 @@ def _plan(
     )
 
 
-def _only(one: Candidate) -> str:
-    return next(iter(one.levels.values()))
-
-
 def _layers(step: Step, fixed: _Fixed, levels: Mapping[str, str]) -> list[LayerRow]:
     """A row for each run of neighbouring layers with the same figures, and one for all else."""
+    from torch_fused_ops.planner.step import default_level
+
     factor = fixed.state / fixed.gradients if fixed.gradients else 0.0
-    off = "off" in levels.values()
+    default = default_level(levels)
     rows: list[LayerRow] = []
     left = dict(fixed.by_unit)
     for unit in step.units:
-        level = levels.get(unit, "off" if off else "free") if unit in step.mlps else ""
-        forward, backward = step.segments(unit, level or ("off" if off else "free"))
+        at = levels.get(unit, default)
+        level = at if unit in step.mlps else ""
+        forward, backward = step.segments(unit, at)
         total, trained = left.pop(unit, (0, 0))
         own = (total, trained, round(factor * trained), forward.net)
         row = LayerRow(unit, 1, level, *own, forward.seconds + backward.seconds)
@@ -438,12 +432,11 @@ def _unit_inputs(captured: CapturedModel) -> dict[str, int]:
 def _unit_of_node(node: torch.fx.Node, captured: CapturedModel) -> str:
     from torch_fused_ops.virtual_gpu.modules import module_stack
 
-    unit = captured.unit_of.get(next(reversed(module_stack(node)), ""), "")
-    return unit if unit in captured.units else ""
+    return captured.unit_of(next(reversed(module_stack(node)), ""))
 
 
 def _help(fixed: _Fixed, curve: Curve, checkpointed: Curve | None, limit: int, met: bool, has_mlps: bool) -> list[str]:
-    from torch_fused_ops.planner.report import size
+    from torch_fused_ops.reports.text import size
 
     found = []
     if not has_mlps:

@@ -13,14 +13,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from torch_fused_ops.planner.model import CapturedModel, Stack
+from torch_fused_ops.planner.model import CapturedModel, Stack, stack_of
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.figures import Capture, on_paper
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
 from torch_fused_ops.virtual_gpu.roofline import Rates, Work, launches_of
 from torch_fused_ops.virtual_gpu.timeline import Moment, Timeline, timeline_of
 
-__all__ = ["KEPT", "MARGIN", "OFF", "Curve", "Segment", "Step", "compiled_timeline", "measured_step", "policy_of"]
+__all__ = [
+    "KEPT",
+    "MARGIN",
+    "OFF",
+    "Curve",
+    "Segment",
+    "Step",
+    "compiled_timeline",
+    "default_level",
+    "measured_step",
+    "policy_of",
+]
 
 OFF = "off"  # a level of a whole model, never of a part
 # Inductor puts some of the last layers' work off to the end of backward. So two of them stand for themselves; of the
@@ -29,6 +40,11 @@ ENDING = 2
 KEPT = 2 + ENDING
 # What a curve that was put together may be short of the whole model's, all at one level: 1.5 % where it was measured.
 MARGIN = 0.02
+
+
+def default_level(levels: Mapping[str, str]) -> str:
+    """The level of units that are not named: "off" is a whole model's."""
+    return OFF if OFF in levels.values() else "free"
 
 
 @dataclass(frozen=True)
@@ -108,16 +124,16 @@ class Step:
 
     def like(self, unit: str) -> str:
         """The unit that was compiled in its place: of a list the first, the second for all between, the last two."""
-        path, _, number = unit.rpartition(".")
-        for stack in self.stacks:
-            if path == stack.path:
-                i, from_end = int(number), stack.length - int(number)
-                return f"{path}.{min(i, 1) if from_end > ENDING else stack.kept - from_end}"
-        return unit
+        found = stack_of(unit, self.stacks)
+        if found is None:
+            return unit
+        stack, number = found
+        from_end = stack.length - number
+        return stack.layer(min(number, 1) if from_end > ENDING else stack.kept - from_end)
 
     def pieces(self, levels: Mapping[str, str]) -> Iterator[tuple[str, str, Segment]]:
         """("forward" or "backward", unit or "", segment), in the order of the step."""
-        default = next((level for level in levels.values() if level == OFF), "free")
+        default = default_level(levels)
         ends = self.parts[default]
         yield "forward", "", ends.before
         for unit in self.units:
@@ -240,18 +256,17 @@ def measured_step(model: CapturedModel, gpu: GPU, rates: Rates, instructions: bo
         parts[level] = _cut(timeline, model, _clock(papers, rates, instructions))
     whole = [*model.units]
     for stack in model.stacks:
-        first = whole.index(f"{stack.path}.0")
-        whole[first : first + stack.kept] = [f"{stack.path}.{i}" for i in range(stack.length)]
+        first = whole.index(stack.layer(0))
+        whole[first : first + stack.kept] = map(stack.layer, range(stack.length))
     mlps = {unit: _renamed(model, unit) for unit in whole}
     return Step(tuple(whole), model.stacks, {unit: found for unit, found in mlps.items() if found}, parts)
 
 
 def _renamed(model: CapturedModel, unit: str) -> tuple[str, ...]:
     """The MLPs of a unit that is like one that was captured."""
-    path = unit.rpartition(".")[0]
-    if any(stack.path == path for stack in model.stacks):
-        return tuple(f"{unit}{mlp.removeprefix(f'{path}.0')}" for mlp in model.mlps.get(f"{path}.0", ()))
-    return model.mlps.get(unit, ())
+    found = stack_of(unit, model.stacks)
+    like = found[0].layer(0) if found else unit
+    return tuple(f"{unit}{mlp.removeprefix(like)}" for mlp in model.mlps.get(like, ()))
 
 
 def _clock(papers: Sequence[PaperCompilation], rates: Rates, instructions: bool) -> Callable[[Moment], float]:
@@ -298,7 +313,7 @@ def _side(
 
 
 def _unit(moment: Moment, model: CapturedModel) -> str:
-    votes = Counter(model.unit_of.get(path, "") for path in moment.modules)
+    votes = Counter(model.layers.get(path, "") for path in moment.modules)
     unit = votes.most_common(1)[0][0] if votes else ""
     return unit if unit in model.units else ""
 

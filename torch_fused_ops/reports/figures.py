@@ -21,6 +21,7 @@ from torch_fused_ops.reports.text import PICKED_UP, PLAIN
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
+    from torch_fused_ops.sites import Site
     from torch_fused_ops.virtual_gpu import GPU, CapturedGraph, PaperCompilation
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "layers_of",
     "measure",
     "on_paper",
+    "sites_of",
 ]
 
 log = logging.getLogger("torch_fused_ops")
@@ -176,6 +178,14 @@ def graphs_of(gm: GraphModule) -> Iterator[GraphModule]:
         if name in called and isinstance(child, torch.fx.GraphModule):
             yield from graphs_of(child)
     yield gm
+
+
+def sites_of(gm: GraphModule, policy: FusionPolicy) -> Iterator[Site]:
+    """What pick-up would find in a graph from Dynamo, and in those of the operators it calls; nothing is edited."""
+    from torch_fused_ops.lowerings import recognise
+
+    for module in graphs_of(gm):
+        yield from recognise.rewrite(module.graph, policy, apply=False)
 
 
 def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figures:
