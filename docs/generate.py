@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).parent
 RECORD = DOCS / "compatibility.json"
@@ -248,7 +249,23 @@ def plan() -> str:
             cost = f"{100 * (each['seconds'] / each['off_seconds'] - 1):+.1f} %".replace("-", "−")
             lines.append(f"| {limit} | {verdict} | {_bytes(each['peak_bytes'])} | {cost} | {_runs(each['choices'])} |")
         lines.append("")
+        if case.get("largest"):
+            lines += [*_largest(case["largest"]), ""]
     return _between("plan.md", BEGIN_PLAN, lines)
+
+
+def _largest(found: dict[str, Any]) -> list[str]:
+    """The largest batch or sequence at each level."""
+    what = found["dimension"]
+    off = next(row["size"] for row in found["rows"] if row["level"] == "off")
+    lines = [f"| {found['memory']}, every MLP at | {what}, at most | beside off | peak | {what} a second, at most |"]
+    lines.append("|---|---|---|---|---|")
+    for row in found["rows"]:
+        rate = f"{row['size'] / row['seconds']:.3g}" if row["size"] else ""
+        lines.append(f"| {row['level']} | {row['size']} | {row['size'] / off:.2f} | {_bytes(row['peak'])} | {rate} |")
+    if found["stopped"]:
+        lines += ["", f"With more the model does not run: {what} {found['stopped']}."]
+    return lines
 
 
 def _bytes(nbytes: int) -> str:

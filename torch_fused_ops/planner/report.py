@@ -9,6 +9,7 @@ from torch_fused_ops.reports.page import template
 from torch_fused_ops.reports.text import aligned, change, size
 
 if TYPE_CHECKING:
+    from torch_fused_ops.planner.largest import Largest
     from torch_fused_ops.planner.plan import Plan
 
 __all__ = ["page", "text"]
@@ -71,6 +72,37 @@ def level_rows(plan: Plan) -> list[tuple[str, ...]]:
     return rows
 
 
+def largest_rows(plan: Plan, found: Largest) -> list[tuple[str, ...]]:
+    """The largest size at each level, what of the limit is left, and by how much the next size is over it."""
+    head = (
+        "every MLP at",
+        f"{found.dimension}, at most",
+        "beside off",
+        "peak",
+        "one step more",
+        "least time",
+        "for each",
+    )
+    off = next((row.size for row in found.rows if row.level == "off"), 0)
+    rows: list[tuple[str, ...]] = [head]
+    for row in found.rows:
+        if not row.size:
+            rows.append((row.level, "none", "", "", f"{size(row.over)} over" if row.over else "", "", ""))
+            continue
+        more = f"{size(row.over)} over" if row.over else "does not run"
+        times = f"{row.size / off:.2f}" if off else ""
+        each = duration(row.seconds / row.size)
+        rows.append((row.level, str(row.size), times, size(row.peak), more, duration(row.seconds), each))
+    return rows
+
+
+def largest_note(found: Largest) -> str:
+    """How the sizes were found."""
+    steps = f"in steps of {found.step}, " if found.step > 1 else ""
+    note = f"each size, and the next that does not fit, was compiled on paper; {steps}from {found.given}"
+    return f"{note}; the model does not run with {found.dimension} {found.stopped}" if found.stopped else note
+
+
 def text(plan: Plan) -> str:
     """The plan as lines of text."""
     how = "put together from a few of its equal layers" if plan.composed else "of the whole model"
@@ -83,6 +115,7 @@ def text(plan: Plan) -> str:
         "",
         *aligned(level_rows(plan)),
         "",
+        *([*aligned(largest_rows(plan, plan.largest)), largest_note(plan.largest), ""] if plan.largest else ()),
         f"chosen: {chosen(plan)}",
         f'least time of forward and backward: {duration(plan.seconds)}, {cost(plan)} beside "off"; figures {how}',
         *plan.help,
@@ -102,6 +135,8 @@ def page(plan: Plan) -> str:
         parts=part_rows(plan),
         layers=layer_rows(plan),
         levels=level_rows(plan),
+        largest=largest_rows(plan, plan.largest) if plan.largest else (),
+        largest_note=largest_note(plan.largest) if plan.largest else "",
         before=_polyline(plan.off_curve, highest),
         after=_polyline(plan.curve, highest),
         limit_at=f"{300 * (1 - plan.limit / highest):.1f}",

@@ -8,6 +8,7 @@ is not exact in it: where neighbours differ in their levels, Inductor may order 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +26,18 @@ __all__ = [
     "MARGIN",
     "OFF",
     "Curve",
+    "Parts",
     "Segment",
     "Step",
+    "assembled",
+    "clock",
     "compiled_timeline",
-    "default_level",
+    "cut",
     "measured_step",
     "policy_of",
 ]
+
+log = logging.getLogger("torch_fused_ops.planner")
 
 OFF = "off"  # a level of a whole model, never of a part
 # Inductor puts some of the last layers' work off to the end of backward. So two of them stand for themselves; of the
@@ -40,11 +46,6 @@ ENDING = 2
 KEPT = 2 + ENDING
 # What a curve that was put together may be short of the whole model's, all at one level: 1.5 % where it was measured.
 MARGIN = 0.02
-
-
-def default_level(levels: Mapping[str, str]) -> str:
-    """The level of units that are not named: "off" is a whole model's."""
-    return OFF if OFF in levels.values() else "free"
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,14 @@ class Step:
         from_end = stack.length - number
         return stack.layer(min(number, 1) if from_end > ENDING else stack.kept - from_end)
 
+    def default(self, levels: Mapping[str, str]) -> str:
+        """The level of what is in no unit with MLPs: that of all of those, or "free" where they differ."""
+        found = {levels.get(unit, "free") for unit in self.mlps}
+        return found.pop() if len(found) == 1 else "free"
+
     def pieces(self, levels: Mapping[str, str]) -> Iterator[tuple[str, str, Segment]]:
         """("forward" or "backward", unit or "", segment), in the order of the step."""
-        default = default_level(levels)
+        default = self.default(levels)
         ends = self.parts[default]
         yield "forward", "", ends.before
         for unit in self.units:
@@ -147,7 +153,7 @@ class Step:
     @property
     def entry(self) -> int:
         """Bytes alive before the step: its arguments."""
-        return self.parts["free"].entry
+        return next(iter(self.parts.values())).entry
 
     def curve(self, pieces: Iterator[tuple[str, str, Segment]]) -> Curve:
         """What segments one after the other come to."""
@@ -252,8 +258,14 @@ def measured_step(model: CapturedModel, gpu: GPU, rates: Rates, instructions: bo
     """
     parts = {}
     for level in (*levels, OFF) if model.mlps else levels[:1]:
+        log.info('compiling on paper: every MLP at "%s"', level)
         timeline, papers = compiled_timeline(model, gpu, FusionPolicy(memory=level))
-        parts[level] = _cut(timeline, model, _clock(papers, rates, instructions))
+        parts[level] = cut(timeline, model, clock(papers, rates, instructions))
+    return assembled(model, parts)
+
+
+def assembled(model: CapturedModel, parts: Mapping[str, Parts]) -> Step:
+    """The step of the whole model, of which a few equal layers were compiled."""
     whole = [*model.units]
     for stack in model.stacks:
         first = whole.index(stack.layer(0))
@@ -269,8 +281,8 @@ def _renamed(model: CapturedModel, unit: str) -> tuple[str, ...]:
     return tuple(f"{unit}{mlp.removeprefix(like)}" for mlp in model.mlps.get(like, ()))
 
 
-def _clock(papers: Sequence[PaperCompilation], rates: Rates, instructions: bool) -> Callable[[Moment], float]:
-    """The least time of a call."""
+def clock(papers: Sequence[PaperCompilation], rates: Rates, instructions: bool) -> Callable[[Moment], float]:
+    """The least time of a call; as for ``measured_step``."""
     counted: dict[tuple[str, str], float] = {}
     for paper in papers if instructions else ():
         for kind, graph in paper.graphs.items():
@@ -279,7 +291,8 @@ def _clock(papers: Sequence[PaperCompilation], rates: Rates, instructions: bool)
     return lambda call: rates.seconds([Work(call.flop, call.nbytes, counted.get((call.graph, call.call), 0.0))])
 
 
-def _cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Moment], float]) -> Parts:
+def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Moment], float]) -> Parts:
+    """A compiled step, cut at its units, with the least time of each call."""
     sides = {
         kind: [moment for moment in timeline.moments if (moment.graph == "backward") == (kind == "backward")]
         for kind in ("forward", "backward")

@@ -35,6 +35,7 @@ __all__ = [
     "layers_of",
     "measure",
     "on_paper",
+    "said",
     "sites_of",
 ]
 
@@ -168,7 +169,7 @@ def capture(gm: GraphModule, policy: FusionPolicy, subgraphs: dict[Any, GraphMod
         return Capture(set_aside(gm, subgraphs), policy)
     except Exception as error:
         log.debug("a graph could not be set aside to be measured", exc_info=True)
-        return Capture(None, policy, _said(error))
+        return Capture(None, policy, said(error))
 
 
 def graphs_of(gm: GraphModule) -> Iterator[GraphModule]:
@@ -213,7 +214,7 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
             pairs.append(pair)
         except Exception as error:
             log.debug("a graph could not be measured", exc_info=True)
-            skipped.append(_said(error))
+            skipped.append(said(error))
     if not pairs:
         raise ValueError("; ".join(dict.fromkeys(skipped)) or "no graph was captured")
     costs: list[dict[str, Cost]] = []
@@ -233,7 +234,7 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
     return Figures(gpu.name, training, tuple(found), tuple(skipped), _together(whole))
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
     """An exception in one line: compilers append pages of advice."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
