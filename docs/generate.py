@@ -1,6 +1,6 @@
 """Write what is generated of docs/: operators.md from the schemas, compatibility.md from test runs, and the tables of
-recognition.md from the kinds of reasons, of gpu.md from a GPU's results, of plan.md from plans, and of benchmarks.md
-and fp8.md from figures on paper.
+recognition.md from the kinds of reasons, of gpu.md from a GPU's results, of plan.md from plans, and of benchmarks.md,
+fp8.md and memory.md from figures on paper.
 
 python docs/generate.py           # after a schema has changed, or `pytest --record-compatibility` has run
 python docs/generate.py --check   # exit status 1 if a page is not what it would write
@@ -170,6 +170,7 @@ BEGIN_GPU = "<!-- Written by `python docs/generate.py` from benchmarks/decisions
 BEGIN_PLAN = (
     "<!-- Written by `python docs/generate.py` from benchmarks/results/plans.json; change that, not this. -->\n"
 )
+BEGIN_UPSTREAM = "<!-- Written by `python docs/generate.py` from benchmarks/results/upstream_memory.json. -->\n"
 BEGIN_LOSSES = "<!-- Written by `python docs/generate.py` from benchmarks/results/on_paper.json; change that. -->\n"
 BEGIN_RECIPES = "<!-- Written by `python docs/generate.py` from benchmarks/results/fp8_recipes.json; change that. -->\n"
 END = "<!-- What follows is written by hand. -->\n"
@@ -307,9 +308,21 @@ def fp8() -> str:
     return _between("fp8.md", BEGIN_RECIPES, fp8_recipes.tables(result))
 
 
+# ---- memory.md -------------------------------------------------------------------------------------------------------
+
+
+def memory() -> str:
+    """The page, with PyTorch's own ways beside ours."""
+    from torch_fused_ops.benchmarks import upstream_memory
+
+    result = json.loads((RESULTS / "upstream_memory.json").read_text())
+    return _between("memory.md", BEGIN_UPSTREAM, upstream_memory.tables(result))
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "benchmarks.md": benchmarks,
     "fp8.md": fp8,
+    "memory.md": memory,
     "operators.md": operators,
     "compatibility.md": compatibility,
     "recognition.md": recognition,

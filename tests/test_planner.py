@@ -427,6 +427,7 @@ def measured(kind: str) -> tuple[Step, Any]:
 MIXED = {
     "free": ["free"] * 8,
     "off": ["off"] * 8,
+    "fp8": ["fp8"] * 8,
     "input": ["input"] * 8,
     "input first": ["input"] * 4 + ["free"] * 4,
     "input last": ["free"] * 4 + ["input"] * 4,
