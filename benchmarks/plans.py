@@ -34,6 +34,7 @@ class Case:
     limits: tuple[str, ...]
     optimizer: str = "adamw"
     dtype: torch.dtype = torch.bfloat16
+    maximum: tuple[str, str] | None = None  # what is to be as large as fits, and into how many bytes
 
 
 class MixtralMLP(nn.Module):
@@ -69,12 +70,31 @@ CASES = {
     "quickstart": Case(
         lambda: models.GPT(models.SMALL), (16, 128), "H200", ("150MiB", "115MiB", "100MiB"), dtype=torch.float32
     ),
-    "GPT-2": Case(lambda: models.GPT(models.GPT2), (32, 1024), "A100", ("14GiB", "11GiB", "9GiB")),
+    "GPT-2": Case(
+        lambda: models.GPT(models.GPT2), (32, 1024), "A100", ("14GiB", "11GiB", "9GiB"), maximum=("batch", "72GiB")
+    ),
     "Llama-3-8B": Case(
-        lambda: models.Llama(replace(models.LLAMA, layers=32)), (1, 32768), "H200", ("80GB", "120GiB", "135GiB")
+        lambda: models.Llama(replace(models.LLAMA, layers=32)),
+        (1, 32768),
+        "H200",
+        ("80GB", "120GiB", "135GiB"),
+        maximum=("tokens", "130GiB"),
     ),
     "Mixtral, two layers": Case(mixtral, (4, 4096), "H200", ("60GiB",)),
 }
+
+
+def enlarged(case: Case) -> dict[str, Any] | None:
+    """The largest batch or sequence at each level."""
+    if case.maximum is None:
+        return None
+    dimension, memory = case.maximum
+    with torch.device("meta"):
+        model = case.make().to(case.dtype)
+        tokens = torch.zeros(case.tokens, dtype=torch.long)
+    plan = tfo.plan(model, tokens, tokens, memory=memory, gpu=case.gpu, optimizer=case.optimizer, maximum=dimension)
+    print(plan, flush=True)
+    return {"memory": memory, **plan.as_dict()["largest"]}
 
 
 def planned(case: Case) -> tuple[list[dict[str, Any]], float]:
@@ -99,6 +119,7 @@ def main(names: list[str]) -> None:
         print(f"{name}: {took:.0f} s, {time.process_time():.0f} s of processor time so far\n", flush=True)
         tokens = CASES[name].tokens
         found[name] = {"tokens": tokens, "limits": CASES[name].limits, "torch": torch.__version__, "plans": plans}
+        found[name]["largest"] = enlarged(CASES[name])
         RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     pictures.levels(DRAWN, found[DRAWN]).savefig(PICTURE, dpi=110, metadata={"Software": None})
 

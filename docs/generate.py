@@ -1,6 +1,6 @@
 """Write what is generated of docs/: operators.md from the schemas, compatibility.md from test runs, and the tables of
 recognition.md from the kinds of reasons, of gpu.md from a GPU's results, of plan.md from plans, and of the README,
-benchmarks.md and fp8.md from figures on paper.
+benchmarks.md, fp8.md and memory.md from figures on paper.
 
 python docs/generate.py           # after a schema has changed, or `pytest --record-compatibility` has run
 python docs/generate.py --check   # exit status 1 if a page is not what it would write
@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).parent
 RECORD = DOCS / "compatibility.json"
@@ -171,6 +172,7 @@ BEGIN_PLAN = (
 )
 BEGIN_ON_PAPER = "<!-- Written by `python docs/generate.py` from benchmarks/results/on_paper.json; change that. -->\n"
 BEGIN_WAYS = "<!-- Written by `python docs/generate.py` from benchmarks/ways.py; change that. -->\n"
+BEGIN_UPSTREAM = "<!-- Written by `python docs/generate.py` from benchmarks/results/upstream_memory.json. -->\n"
 BEGIN_RECIPES = "<!-- Written by `python docs/generate.py` from benchmarks/results/fp8_recipes.json; change that. -->\n"
 END = "<!-- What follows is written by hand. -->\n"
 
@@ -252,7 +254,25 @@ def plan() -> str:
             cost = f"{100 * (each['seconds'] / each['off_seconds'] - 1):+.1f} %".replace("-", "−")
             lines.append(f"| {limit} | {verdict} | {size(each['peak_bytes'])} | {cost} | {_runs(each['choices'])} |")
         lines.append("")
+        if case.get("largest"):
+            lines += [*_largest(case["largest"]), ""]
     return _between("plan.md", BEGIN_PLAN, lines)
+
+
+def _largest(found: dict[str, Any]) -> list[str]:
+    """The largest batch or sequence at each level."""
+    from torch_fused_ops.reports.text import size
+
+    what = found["dimension"]
+    off = next(row["size"] for row in found["rows"] if row["level"] == "off")
+    lines = [f"| {found['memory']}, every MLP at | {what}, at most | beside off | peak | {what} a second, at most |"]
+    lines.append("|---|---|---|---|---|")
+    for row in found["rows"]:
+        rate = f"{row['size'] / row['seconds']:,.0f}" if row["size"] else ""
+        lines.append(f"| {row['level']} | {row['size']} | {row['size'] / off:.2f} | {size(row['peak'])} | {rate} |")
+    if found["stopped"]:
+        lines += ["", f"With more the model does not run: {what} {found['stopped']}."]
+    return lines
 
 
 def _runs(choices: dict[str, str]) -> str:
@@ -321,10 +341,22 @@ def fp8() -> str:
     return _between("fp8.md", BEGIN_RECIPES, fp8_recipes.tables(result))
 
 
+# ---- memory.md -------------------------------------------------------------------------------------------------------
+
+
+def memory() -> str:
+    """The page, with PyTorch's own ways beside ours."""
+    from torch_fused_ops.benchmarks import upstream_memory
+
+    result = json.loads((RESULTS / "upstream_memory.json").read_text())
+    return _between("memory.md", BEGIN_UPSTREAM, upstream_memory.tables(result))
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "../README.md": readme,
     "benchmarks.md": benchmarks,
     "fp8.md": fp8,
+    "memory.md": memory,
     "operators.md": operators,
     "compatibility.md": compatibility,
     "recognition.md": recognition,

@@ -23,6 +23,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch._functorch.partitioners import get_default_op_list
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _make_graph_module
@@ -33,7 +34,7 @@ from torch_fused_ops import reference, tiles
 from torch_fused_ops.declaration import Elementwise, elementwise
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.handover import DATA, SAME_ELEMENTS, Handover
-from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm
+from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 from torch_fused_ops.reasons import Kind, Refusal
 from torch_fused_ops.virtual_gpu.modules import module_stack
@@ -83,6 +84,94 @@ def unstore(graph: Graph) -> bool:
 
 _LEVEL = "torch_fused_ops_memory"  # a level that an operator asks for itself, in its node's meta
 
+# ---- "free" --------------------------------------------------------------------------------------
+
+
+def rebuild(graphs: Graphs, *, outputs: int, static_inputs: Sequence[int]) -> Graphs:
+    """Copies of both graphs in which backward rebuilds what linear layers read of what it is handed anyway.
+
+    The partitioner does so, but for what a matrix product stands between: of two readers of a value, one behind a
+    product that reads the value, too, the far one is kept ("used far apart"). It means a frozen layer's product beside
+    its adapter's dropout, and a router's beside the tokens gathered for experts; and sees it or not by how the program
+    is written: with tokens in three dimensions a view stands in front of the product, with two none does. Here
+    nothing is rebuilt from what is not handed over for something else.
+
+    Args:
+        graphs: what ``partition`` made; not touched, and handed back where there is nothing to do.
+        outputs: how many of forward's results are the user's, before what is kept for backward.
+        static_inputs: which of forward's inputs live on in any case: parameters and buffers.
+    """
+    as_it_is = Handover(graphs[0].graph, graphs[1].graph, outputs, static_inputs)
+    if not any(_again(as_it_is, node) for node in as_it_is.kept()):
+        return graphs
+    forward, backward = (copy.deepcopy(module.graph) for module in graphs)
+    both = Handover(forward, backward, outputs, static_inputs)
+    for node in both.kept():
+        again = _again(both, node)
+        if again:
+            log.info("%s: backward rebuilds it of what is kept, %d bytes less", node.name, both.cost([node]))
+            both.keep_instead(node, [])
+            _compute_again(both, node, again)
+    return _finished(graphs, both)
+
+
+def _again(both: Handover, node: Node) -> list[Node]:
+    """The calls that make a kept tensor of what backward has, for linear layers' products alone; none if it is kept."""
+    if (
+        node in both.static
+        or node in both.returned()[: both.outputs]
+        or isinstance(base(node).meta.get("recompute"), CheckpointPolicy)
+        or not both.same[node].users
+        or not all(map(is_linear, _readers(both.same[node])))
+    ):
+        return []
+    again: list[Node] = []
+    pending = [node]
+    while pending:
+        one = pending[-1]
+        sources = [n for n in one.all_input_nodes if n is not node and n not in both.same and n not in again]
+        if not _is_rebuilt(one) or len(again) + len(pending) > CALLS or base(one) in both.stale:
+            return []
+        pending += sources
+        if not sources:
+            again.append(pending.pop())
+    return list(dict.fromkeys(again))
+
+
+CALLS = 32  # as many as are rebuilt for one tensor: an activation that was left alone, not a model's residual sums
+
+
+def _is_rebuilt(node: Node) -> bool:
+    """Whether a call is a view, pointwise, or picks rows: what the partitioner rebuilds, without sums and chance."""
+    kinds = get_default_op_list()
+    if node.op != "call_function" or kinds.is_random(node):
+        return False
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in OPERATOR
+    gathers = node.target in (aten.index.Tensor, aten.gather.default, aten.index_select.default)
+    return pointwise or gathers or node.target in SAME_ELEMENTS or node.target is fused.dropout_add.default
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """What reads a tensor of backward's, by way of views."""
+    for user in node.users:
+        if user.target in SAME_ELEMENTS:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _compute_again(both: Handover, node: Node, again: Sequence[Node]) -> None:
+    """Let backward make ``node``, kept until now, by copies of forward's calls, the last of which is ``node``."""
+    first = both.first_reader(node)
+    copies: dict[Node, Node] = {}
+    with both.backward.inserting_before(first):
+        for one in again:
+            copies[one] = both.backward.node_copy(one, lambda n: copies.get(n) or both.same[n])
+            copies[one].meta["autograd_backward"] = True
+    both.make_again(node, copies.pop(node))
+    both.same.update(copies)
+
+
 # ---- below "free" --------------------------------------------------------------------------------
 
 
@@ -106,13 +195,18 @@ def keep_less(graphs: Graphs, policy: FusionPolicy, *, outputs: int, static_inpu
             log.info("%s in %s: memory=%r, %d bytes less kept", node.name, module, level, before - both.nbytes())
         except Refusal as refusal:
             log.info("%s in %s: memory=%r, but %s; kept as it is", node.name, module, level, refusal)
+    return _finished(graphs, both)
+
+
+def _finished(graphs: Graphs, both: Handover) -> Graphs:
+    """The edited graphs, in order and checked, as modules like those they were copied from."""
     from torch._inductor.pattern_matcher import stable_topological_sort  # not earlier: it imports the lowerings
 
-    for graph in (forward, backward):
+    for graph in (both.forward, both.backward):
         stable_topological_sort(graph)
         graph.lint()
     both.check()
-    return _make_graph_module(graphs[0], forward), _make_graph_module(graphs[1], backward)
+    return _make_graph_module(graphs[0], both.forward), _make_graph_module(graphs[1], both.backward)
 
 
 def _kept(both: Handover, policy: FusionPolicy) -> list[tuple[Node, str]]:
@@ -225,15 +319,8 @@ def _keep_input(both: Handover, node: Node) -> None:
     more, less = both.cost(keep), both.cost([node])
     if more >= less:
         raise Refusal(Kind.COSTS_MORE, f"what it is made of takes {more} bytes, and is not kept otherwise")
-    first = both.first_reader(node)
     both.keep_instead(node, keep)
-    copies: dict[Node, Node] = {}
-    with both.backward.inserting_before(first):
-        for one in again:
-            copies[one] = both.backward.node_copy(one, lambda n: copies.get(n) or both.same[n])
-            copies[one].meta["autograd_backward"] = True
-    both.make_again(node, copies.pop(node))
-    both.same.update(copies)
+    _compute_again(both, node, again)
 
 
 def _plan(both: Handover, node: Node, operand: bool, again: list[Node], keep: list[Node]) -> None:

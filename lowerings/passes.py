@@ -197,6 +197,8 @@ class Remember(_Stage, CustomPartitionerFn):
         graphs = _guarded(self, policy, divide)
         if graphs is None:  # nothing is rebuilt then that upstream would not rebuild
             return partition.upstream(gm, joint_inputs, budget=1, **kwargs)
+        if free:
+            graphs = _guarded(self, policy, functools.partial(memory.rebuild, graphs, **handed)) or graphs
         if free and (policy.memory != "free" or asked):
             graphs = _guarded(self, policy, functools.partial(memory.keep_less, graphs, policy, **handed)) or graphs
         return _guarded(self, policy, functools.partial(merged, graphs)) or graphs

@@ -1,6 +1,7 @@
 """``python -m torch_fused_ops``, as a user runs it."""
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import torch_fused_ops as tfo
+from torch_fused_ops import cli
 from torch_fused_ops.cli import main
 from torch_fused_ops.testing import check as runner
 
@@ -192,14 +194,30 @@ def test_plan(models, capsys):
     pytest.importorskip("triton")
     arguments = ["plan", "some_models:example", "--gpu", "H100", "--optimizer", "sgd", "--meta", "--lossless"]
     assert main([*arguments, "--memory", "1MiB", "--json", "plan.json", "--html", "plan.html"]) == 0
-    assert "MLP in 1.0 MiB of an NVIDIA H100 80GB HBM3: fits" in capsys.readouterr().out
+    assert "MLP in 1.00 MiB of an NVIDIA H100 80GB HBM3: fits" in capsys.readouterr().out
     found = json.loads((models / "plan.json").read_text())
     assert found["fits"] and found["optimizer"] == "sgd" and found["memory"] == "off"
     assert {row["level"] for row in found["levels"]} >= {"off", "free", "input"}
     assert (models / "plan.html").read_text().count("<polyline") == 2
-    for option, value in (("--memory", "lots"), ("--gpu", "abacus"), ("--optimizer", "lion")):
+    for option, name, value in (
+        ("--memory", "memory", "lots"),
+        ("--gpu", "gpu", "abacus"),
+        ("--optimizer", "optimizer", "lion"),
+        ("--max", "maximum", "width"),
+    ):
         assert main([*arguments, "--memory", "1MiB", option, value]) == 2
-        assert f"error: {option[2:]}='{value}' is not" in capsys.readouterr().err
+        assert f"error: {name}='{value}' is not" in capsys.readouterr().err
+
+
+def test_what_takes_long_is_said_while_it_does(capsys):
+    logger = logging.getLogger("torch_fused_ops.planner")
+    with cli._progress(logger.name, seconds=60):
+        logger.info("soon done")
+    with cli._progress(logger.name, seconds=0):
+        logger.info("compiling")
+    logger.info("nobody asked")
+    said = capsys.readouterr()
+    assert said.err == "compiling\n" and not said.out and not logger.handlers
 
 
 def test_version(capsys):

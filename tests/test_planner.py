@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ pytest.importorskip("triton")
 
 import torch_fused_ops as tfo
 from torch_fused_ops.benchmarks import models
-from torch_fused_ops.planner import search
+from torch_fused_ops.planner import largest, search
 from torch_fused_ops.planner.model import Stack, _stacks, captured_model
 from torch_fused_ops.planner.optimizers import optimizer_memory
 from torch_fused_ops.planner.plan import bytes_of
@@ -60,6 +61,7 @@ def test_what_is_no_size(memory: Any) -> None:
         ({"memory": "lots"}, "memory='lots' is not accepted"),
         ({"gpu": "RTX9"}, "gpu='RTX9' is not known; accepted: A100, H100, H200, B200, MI300X"),
         ({"optimizer": "lion"}, "optimizer='lion' is not known; accepted: adamw, sgd, none"),
+        ({"maximum": "width"}, "maximum='width' is not known; accepted: batch, tokens"),
     ],
 )
 def test_what_is_not_known(arguments: dict[str, Any], message: str) -> None:
@@ -212,6 +214,78 @@ def test_the_policy_of_levels() -> None:
     assert policy_of(mlps, {"a.1": "input"}) == FusionPolicy(memory={"a.1.mlp": "input", "a.1.other": "input"})
 
 
+# ---- the largest size ------------------------------------------------------------------------------------------------
+
+
+def sampled(points: Callable[[int], Sequence[int]], bound: int = 2**40) -> tuple[Callable[[int], Any], list[int]]:
+    """What is sampled of a step with these bytes at its calls, and the sizes that were asked for."""
+    asked: list[int] = []
+
+    def sample(size: int) -> largest.Sample | int:
+        asked.append(size)
+        return largest.Sample(size, points(size), 0, lambda: 0.0) if size <= bound else bound
+
+    return sample, asked
+
+
+@pytest.mark.parametrize("first", [1, 7, 100, 5000])
+@pytest.mark.parametrize(
+    ("points", "limit"),
+    [
+        (lambda n: (10 + 7 * n, 400 + 3 * n), 1000),  # affine: the first call is the highest from 98 on
+        (lambda n: (10 + 7 * n, 400 + 3 * n), 500),
+        (lambda n: (7 * n,), 6),  # not even one fits
+        (lambda n: (10 + 7 * (-(-n // 8) * 8),), 1000),  # rounded up
+        (lambda n: (3 * n,) if n < 50 else (4 * n, 2), 350),  # other calls from 50 on
+        (lambda n: (n * n,), 10_000),
+    ],
+)
+def test_the_largest_size_fits_and_the_next_does_not(points: Any, limit: int, first: int) -> None:
+    sample, asked = sampled(points)
+    fits, over = largest.bisected(sample, limit, sample(first), 1)
+    expected = max((n for n in range(1, 1000) if max(points(n)) <= limit), default=0)
+    assert (fits.size if fits else 0) == expected and over is not None and over.size == expected + 1
+    assert {expected, expected + 1} - {0} <= set(asked)
+
+
+def test_affine_bytes_need_four_samples() -> None:
+    sample, asked = sampled(lambda n: (10**9 + 7 * n, 10**8 + 2 * 10**6 * n, 3))
+    fits, over = largest.bisected(sample, 10**10, sample(8), 1)
+    assert fits is not None and over is not None and (fits.size, over.size) == (4950, 4951) and len(asked) == 4
+
+
+def test_sizes_go_in_steps() -> None:
+    sample, asked = sampled(lambda n: (n,))
+    fits, over = largest.bisected(sample, 1000, sample(384), 128)
+    assert fits is not None and over is not None and (fits.size, over.size) == (896, 1024)
+    assert all(size % 128 == 0 for size in asked)
+    assert [largest.step_of(n, "tokens") for n in (4096, 96, 7)] == [128, 32, 1] and largest.step_of(32, "batch") == 1
+
+
+def test_a_model_that_does_not_run_with_more() -> None:
+    sample, _ = sampled(lambda n: (n,), bound=1024)
+    fits, over = largest.bisected(sample, 10**6, sample(128), 128)
+    assert fits is not None and fits.size == 1024 and over is None
+
+
+def test_the_calls_that_two_sizes_share_say_where_the_third_is() -> None:
+    a, b = (largest.Sample(n, (100 + n, 10 * n), 5, lambda: 0.0) for n in (2, 4))
+    assert largest.crossing(a, b, room=205) == 20.0
+    flat = largest.Sample(4, (102, 20), 0, lambda: 0.0)
+    assert largest.crossing(a, flat, room=205) == float("inf")
+
+
+def test_arguments_of_another_size() -> None:
+    x, mask, token = torch.randn(2, 8, 4, requires_grad=True), torch.zeros(8, 8), torch.tensor([[3], [4]])
+    (a, b, c), named = largest.resized(((x, mask, token), {"n": 2}), "batch", 5)
+    assert a.shape == (5, 8, 4) and a.requires_grad and torch.equal(a[2:4], x) and b is mask
+    assert torch.equal(c, torch.tensor([[3], [4], [3], [4], [3]])) and named == {"n": 2}
+    (a, b, c), _ = largest.resized(((x, mask, token), {}), "tokens", 3)
+    assert a.shape == (2, 3, 4) and b.shape == (8, 3) and c is token
+    with pytest.raises(ValueError, match=r"maximum='tokens' is not accepted: no tensor .* has a dimension 1"):
+        largest.size_of((torch.zeros(3), 4), "tokens")
+
+
 # ---- real models -----------------------------------------------------------------------------------------------------
 
 
@@ -272,7 +346,7 @@ def test_where_nothing_fits_it_says_what_is_missing() -> None:
     poor = rich.within(lowest - MiB)
     assert not poor.fits and poor.missing == MiB and poor.peak_bytes == lowest
     assert any("torch.utils.checkpoint" in line or "shards" in line.lower() for line in poor.help)
-    assert "does not fit: 1.0 MiB are missing" in str(poor)
+    assert "does not fit: 1.00 MiB are missing" in str(poor)
 
 
 def test_a_plan_as_json_and_as_a_page(tmp_path: Path) -> None:
@@ -280,7 +354,7 @@ def test_a_plan_as_json_and_as_a_page(tmp_path: Path) -> None:
     assert found["memory"] == "off" and found["peak_bytes"] == two_mlps().peak_bytes and found["fits"] is True
     two_mlps().to_html(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
-    assert page.count("<polyline") == 2 and 'class="limit"' in page and "Loss in 1.0 GiB of an NVIDIA H100" in page
+    assert page.count("<polyline") == 2 and 'class="limit"' in page and "Loss in 1.00 GiB of an NVIDIA H100" in page
 
 
 def test_a_model_without_mlps_is_planned_too() -> None:
@@ -288,6 +362,45 @@ def test_a_model_without_mlps_is_planned_too() -> None:
     found = tfo.plan(model, x, memory="1GiB", gpu="H100", optimizer="none")
     assert found.fits and found.choices == {} and found.policy == FusionPolicy() and found.optimizer_state == 0
     assert found.help == ("There is no MLP that is picked up, so there is no level to choose.",)
+
+
+class Positions(nn.Module):
+    """A linear layer over at most 2048 positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Parameter(torch.zeros(2048, 256)), nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x + self.table[: x.shape[1]])
+        return y.float().square().mean()
+
+
+@pytest.mark.seconds("where it runs alone, the first compilation on paper is its own")
+def test_the_largest_batch_of_a_model(inductor: Any) -> None:
+    model, x = Positions().bfloat16().to("meta"), torch.empty(4, 512, 256, device="meta", dtype=torch.bfloat16)
+    settings: dict[str, Any] = {"gpu": "H100", "optimizer": "none"}
+    found = tfo.plan(model, x, memory="64MiB", maximum="batch", **settings)
+    assert found.largest is not None and (found.largest.dimension, found.largest.given) == ("batch", 4)
+    (row,) = found.largest.rows
+    assert row.level == "free" and row.size > 4 and row.peak <= 64 * MiB and row.over > 0
+    again = tfo.plan(model, x.new_empty(row.size + 1, 512, 256), memory="64MiB", **settings)
+    assert not again.fits and again.peak_bytes == 64 * MiB + row.over and again.missing == row.over
+    assert found.within("1GiB").largest is None
+
+
+def test_the_longest_sequence_that_a_model_runs_with(tmp_path: Path, inductor: Any) -> None:
+    model, x = Positions().bfloat16().to("meta"), torch.empty(1, 512, 256, device="meta", dtype=torch.bfloat16)
+    found = tfo.plan(model, x, memory="1GiB", gpu="H100", optimizer="none", maximum="tokens")
+    assert found.largest is not None
+    (row,) = found.largest.rows
+    assert (row.size, row.over, found.largest.step) == (2048, 0, 128)
+    assert "the model does not run with tokens 2176: RuntimeError: Attempting to broadcast" in str(found)
+    assert json.loads(found.to_json())["largest"]["rows"][0]["size"] == 2048
+    found.to_html(tmp_path / "plan.html")
+    assert "<h2>Tokens, at most</h2>" in (tmp_path / "plan.html").read_text(encoding="utf-8")
+    small = tfo.plan(model, x, memory="1MiB", gpu="H100", maximum="tokens").largest  # parameters alone are more
+    assert small is not None and small.rows[0].size == 0
 
 
 def test_nothing_to_train() -> None:
@@ -314,6 +427,7 @@ def measured(kind: str) -> tuple[Step, Any]:
 MIXED = {
     "free": ["free"] * 8,
     "off": ["off"] * 8,
+    "fp8": ["fp8"] * 8,
     "input": ["input"] * 8,
     "input first": ["input"] * 4 + ["free"] * 4,
     "input last": ["free"] * 4 + ["input"] * 4,

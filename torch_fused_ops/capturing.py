@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["call_model", "captured_graphs", "throwaway", "unchanged"]
+__all__ = ["call_model", "captured_graphs", "run_captured", "throwaway", "unchanged"]
 
 
 def captured_graphs() -> int:
@@ -29,6 +29,22 @@ def throwaway(fn: Any) -> Callable[..., Any]:
     """fn with a code object of its own. Dynamo keeps what it captures on the code object, and eight captures are its
     limit: on the model's own code they would count against the user's compilations."""
     return types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__)
+
+
+def run_captured(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], backend: Any, **options: Any
+) -> None:
+    """Run a model once under ``torch.compile(backend=…)``, a compiled one as it was before; nothing of it stays.
+
+    Args:
+        model: a module or a function.
+        args: what to call it with; so are ``kwargs``.
+        backend: is given the graphs that Dynamo captures.
+        **options: of ``torch.compile``.
+    """
+    model = getattr(model, "_orig_mod", model)
+    with unchanged(model), torch._dynamo.config.patch(recompile_limit=64):
+        torch.compile(throwaway(call_model), backend=backend, **options)(model, *args, **kwargs)
 
 
 @contextmanager

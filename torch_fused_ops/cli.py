@@ -20,6 +20,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import logging
 import os
 import platform
 import re
@@ -221,15 +222,16 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     _check_writable(arguments, "json", "html")
-    settings = {name: getattr(arguments, name) for name in ("memory", "gpu", "optimizer", "lossless")}
+    settings = {name: getattr(arguments, name) for name in ("memory", "gpu", "optimizer", "lossless", "maximum")}
     with torch.device("meta") if arguments.meta else contextlib.nullcontext():
         model, args, kwargs = _load(arguments.spec)
     if isinstance(model, torch.nn.Module):
         model.train()
     try:
-        found = tfo.plan(model, *args, **settings, **kwargs)
-        if arguments.recompile:
-            peak = found.recompiled_peak_bytes()
+        with _progress("torch_fused_ops.planner"):
+            found = tfo.plan(model, *args, **settings, **kwargs)
+            if arguments.recompile:
+                peak = found.recompiled_peak_bytes()
     except ValueError as e:
         raise _UsageError(str(e)) from None
     print(found)
@@ -240,6 +242,21 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.html:
         found.to_html(arguments.html)
     return 0 if found.fits else 1
+
+
+@contextlib.contextmanager
+def _progress(name: str, seconds: float = 5.0) -> Iterator[None]:
+    """What a logger says from now on, on standard error, once so many seconds have passed."""
+    logger, handler, start = logging.getLogger(name), logging.StreamHandler(sys.stderr), time.time()
+    handler.addFilter(lambda record: record.created - start > seconds)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 # ---- verify ----------------------------------------------------------------------------------------------------------
@@ -426,6 +443,12 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--gpu", default="H200", help="A100, H100, H200 (default), B200 or MI300X")
     plan.add_argument("--optimizer", default="adamw", help="adamw (default), sgd or none")
     plan.add_argument("--lossless", action="store_true", help="without levels that round gradients")
+    plan.add_argument(
+        "--max",
+        dest="maximum",
+        metavar="WHAT",
+        help="batch or tokens: the largest that fits at each level, too; minutes",
+    )
     plan.add_argument("--meta", action="store_true", help="make the model on the meta device: sizes, and no data")
     plan.add_argument("--recompile", action="store_true", help="compile the whole model, too; seconds for each layer")
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")

@@ -198,6 +198,104 @@ def test_an_adapted_layer_is_summed_again() -> None:
     assert not any(t.numel() == 51 * 96 for t in kept)
 
 
+# ---- what a product stands between, at "free" ------------------------------------------------------------------------
+
+
+def adapted(x: Tensor, w: Tensor, v: Tensor, s: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """A frozen layer, and an adapter that reads the activation by way of pointwise work."""
+    h = F.gelu(F.linear(x, w))
+    return F.linear(h, v) + F.linear(F.linear(h * s, a), b)
+
+
+def dropped(x: Tensor, w: Tensor, v: Tensor, s: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    h = F.gelu(F.linear(x, w))
+    return F.linear(h, v) + F.linear(F.linear(F.dropout(h, 0.5), a), b)
+
+
+def routed(x: Tensor, w: Tensor, v: Tensor, s: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Experts' tokens, gathered behind the router's product, which reads them, too."""
+    h = (x * s[: x.shape[-1]]).flatten(0, 1)
+    token = torch.arange(2 * h.shape[0]) % h.shape[0]
+    weights = F.linear(h, a[:, : x.shape[-1]])[token].mean(-1, keepdim=True)
+    y = F.linear(F.gelu(F.linear(h[token], w)), v) * weights
+    return torch.zeros_like(h).index_add(0, token, y) @ b[: x.shape[-1], :1]
+
+
+def behind_a_product(tokens: tuple[int, ...], frozen: bool) -> list[Tensor]:
+    x, w, v, s, a, b = (
+        normal(*shape, dtype=torch.float64, seed=i)
+        for i, shape in enumerate([(*tokens, 32), (96, 32), (32, 96), (96,), (4, 96), (32, 4)])
+    )
+    return [x, *(t.detach() if frozen else t for t in (w, v, s)), a, b]
+
+
+@pytest.mark.parametrize(
+    ("fn", "tokens", "frozen", "size"),
+    [
+        (adapted, (51,), True, 51 * 96),
+        (adapted, (3, 17), True, 51 * 96),
+        (dropped, (3, 17), True, 51 * 96),
+        (routed, (3, 17), False, 2 * 51 * 32),
+    ],
+)
+def test_what_a_product_reads_is_rebuilt_behind_another(
+    monkeypatch: pytest.MonkeyPatch, fn: Any, tokens: tuple[int, ...], frozen: bool, size: int
+) -> None:
+    inputs = behind_a_product(tokens, frozen)
+    steps = []
+    for rebuild in (memory.rebuild, lambda graphs, **_: graphs):
+        monkeypatch.setattr(memory, "rebuild", rebuild)
+        torch.manual_seed(0)
+        steps.append(step(compiled(fn, "free", strict=False), inputs))
+    (ours, kept), (theirs, more) = steps
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    of_size = [sum(t.numel() == size and t.shape[-1] != 1 for t in each) for each in (kept, more)]
+    assert of_size[0] == of_size[1] - (len(tokens) > 1), "with tokens in two dimensions upstream rebuilds it itself"
+    if fn is not dropped:
+        assert apart(ours, step(fn, inputs)[0]) < 1e-12
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_levels_below_take_what_is_left(level: str) -> None:
+    inputs = [t.detach().float().requires_grad_(t.requires_grad) for t in behind_a_product((3, 17), True)]
+    got, kept = step(compiled(adapted, level, strict=False), inputs)
+    hidden = [t.dtype for t in kept if t.numel() == 51 * 96]
+    assert hidden == ([torch.float8_e4m3fn] if level == "fp8" else [])
+    assert apart(got, step(adapted, inputs)[0]) < (1e-6 if level == "input" else 0.1)
+
+
+def also_returned(x: Tensor, w: Tensor, v: Tensor, s: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    h = F.gelu(F.linear(x, w))
+    scaled = h * s
+    y = F.linear(h, v) + F.linear(F.linear(scaled, a), b)
+    return torch.cat([y, scaled], -1)
+
+
+def also_read(x: Tensor, w: Tensor, v: Tensor, s: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    h = F.gelu(F.linear(x, w))
+    scaled = h * s
+    return F.linear(h, v) + F.linear(F.linear(scaled, a), b) + scaled.softmax(-1)[..., :32]
+
+
+def checkpointed(x: Tensor, w: Tensor, v: Tensor, s: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """A policy that keeps products of elements."""
+
+    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mul.Tensor else CheckpointPolicy.PREFER_RECOMPUTE
+
+    context = functools.partial(create_selective_checkpoint_contexts, decide)
+    return checkpoint(adapted, x, w, v, s, a, b, use_reentrant=False, context_fn=context)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("fn", "there"), [(also_returned, 0), (also_read, 0), (checkpointed, 1)])
+def test_what_is_left_as_it_is_at_free(fn: Any, there: int) -> None:
+    """What something else reads, what selective checkpointing keeps; and what is a result is right all the same."""
+    inputs = behind_a_product((3, 17), True)
+    got, kept = step(compiled(fn, "free", strict=False), inputs)
+    assert apart(got, step(fn, inputs)[0]) < 1e-12
+    assert sum(t.numel() == 51 * 96 for t in kept) >= there
+
+
 # ---- operators that ask for it themselves ----------------------------------------------------------------------------
 
 

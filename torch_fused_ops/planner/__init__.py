@@ -2,6 +2,7 @@
 
 model.py        what is compiled in the model's place: with few of its equal layers
 step.py         the memory and the time of a step, put together from the layers' own
+largest.py      the largest batch or sequence that fits
 search.py       the levels to choose among, and the choice
 optimizers.py   what an optimizer keeps and needs
 plan.py         the call, and its result

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fused_ops.capturing import call_model, throwaway, unchanged
+from torch_fused_ops.capturing import run_captured
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reports.figures import Capture, graphs_of, layers_of
+from torch_fused_ops.reports.figures import Capture, layers_of, sites_of
 from torch_fused_ops.reports.figures import capture as set_aside
 from torch_fused_ops.sites import Site
 
-__all__ = ["CapturedModel", "Stack", "captured_model"]
+__all__ = ["CapturedModel", "Stack", "captured_model", "stack_of"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,25 @@ class Stack:
     length: int
     kept: int
 
+    def number(self, path: str) -> int | None:
+        """The number of the layer that a module or a tensor is in, by its path; None if it is in none."""
+        inside = path.startswith(f"{self.path}.")
+        return int(path.removeprefix(f"{self.path}.").partition(".")[0]) if inside else None
+
+    def layer(self, number: int) -> str:
+        """A layer's path."""
+        return f"{self.path}.{number}"
+
+    @property
+    def captured(self) -> Iterator[str]:
+        """The paths of the layers that were captured."""
+        return map(self.layer, range(self.kept))
+
+
+def stack_of(path: str, stacks: Sequence[Stack]) -> tuple[Stack, int] | None:
+    """The list of equal layers that a path leads into, and the layer's number in it."""
+    return next(((stack, i) for stack in stacks if (i := stack.number(path)) is not None), None)
+
 
 @dataclass(frozen=True)
 class CapturedModel:
@@ -44,7 +63,7 @@ class CapturedModel:
         units: the layers, in the order in which they are in the captured model: what a memory level is chosen for.
         mlps: the modules of the MLPs that are picked up, by unit.
         stacks: the lists that were shortened.
-        unit_of: the unit that a module is in, by its path.
+        layers: the layer that a module of the captured model is in, by its path.
     """
 
     graphs: tuple[Capture, ...]
@@ -52,7 +71,15 @@ class CapturedModel:
     units: tuple[str, ...]
     mlps: Mapping[str, tuple[str, ...]]
     stacks: tuple[Stack, ...]
-    unit_of: Mapping[str, str]
+    layers: Mapping[str, str]
+
+    def unit_of(self, path: str) -> str:
+        """The unit that a module of the whole model is in; "" if it is in none."""
+        found = stack_of(path, self.stacks)
+        if found is not None:
+            return found[0].layer(found[1])
+        layer = self.layers.get(path, "")
+        return layer if layer in self.units else ""
 
 
 class _Captured(BaseException):
@@ -71,7 +98,7 @@ def captured_model(
         try:
             with _shortened(model, stacks):
                 found = _captured(model, args, kwargs, stacks)
-            expected = {f"{stack.path}.{i}" for stack in stacks for i in range(stack.kept)}
+            expected = {layer for stack in stacks for layer in stack.captured}
             if expected <= set(found.units):
                 return found
         except Exception:  # a model that counts on all of its layers
@@ -88,7 +115,8 @@ def _stacks(model: nn.Module, kept: int) -> Iterator[Stack]:
         inside = any(path.startswith(f"{outer}.") for outer in found)
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > kept and not inside:
             layers = list(module)
-            if len(set(map(id, layers))) == len(layers) and _are_equal(layers):
+            numbered = [name for name, _ in module.named_children()] == [str(i) for i in range(len(layers))]
+            if numbered and _are_equal(layers):  # a layer that stands in it twice has one name
                 found.append(path)
                 yield Stack(path, len(layers), kept)
 
@@ -144,8 +172,6 @@ def _shortened(model: Any, stacks: Sequence[Stack]) -> Iterator[None]:
 def _captured(
     model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], stacks: tuple[Stack, ...]
 ) -> CapturedModel:
-    from torch_fused_ops.lowerings import recognise
-
     policy = FusionPolicy()
     sites: list[Site] = []
     graphs: list[Capture] = []
@@ -154,8 +180,7 @@ def _captured(
 
     def capture(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         graphs.append(set_aside(gm, policy))
-        for module in graphs_of(gm):
-            sites.extend(recognise.rewrite(module.graph, policy, apply=False))
+        sites.extend(sites_of(gm, policy))
         if whole:
             raise _Captured
         number = len(graphs) - 1
@@ -168,11 +193,10 @@ def _captured(
 
         return run
 
-    model = getattr(model, "_orig_mod", model)
     for whole in (True, False):
         try:
-            with unchanged(model), torch._dynamo.config.patch(recompile_limit=64), torch.enable_grad():
-                torch.compile(throwaway(call_model), backend=capture, fullgraph=whole)(model, *args, **kwargs)
+            with torch.enable_grad():
+                run_captured(model, args, kwargs, capture, fullgraph=whole)
             break
         except _Captured:
             break
@@ -181,25 +205,19 @@ def _captured(
                 raise
             graphs.clear()
             sites.clear()
+    model = getattr(model, "_orig_mod", model)
     paths = [path for path, _ in model.named_modules()] if isinstance(model, nn.Module) else []
     paths += [site.module for site in sites if site.module not in paths]
     layers = layers_of(paths)
+    layers |= {path: found[0].layer(found[1]) for path in paths if (found := stack_of(path, stacks))}
     mlps: dict[str, list[str]] = {}
     for site in sites:
         if site.op is not None and site.is_mlp:
-            modules = mlps.setdefault(_unit(site.module, stacks, layers), [])
+            modules = mlps.setdefault(layers[site.module], [])
             if site.module not in modules:
                 modules.append(site.module)
-    unit_of = {path: _unit(path, stacks, layers) for path in paths}
-    members = {f"{stack.path}.{i}" for stack in stacks for i in range(stack.kept)}
-    units = [unit for unit in dict.fromkeys(unit_of.values()) if unit in mlps or unit in members]
+    members = {layer for stack in stacks for layer in stack.captured}
+    units = [unit for unit in dict.fromkeys(layers.values()) if unit in mlps or unit in members]
     return CapturedModel(
-        tuple(graphs), links, tuple(units), {unit: tuple(found) for unit, found in mlps.items()}, stacks, unit_of
+        tuple(graphs), links, tuple(units), {unit: tuple(found) for unit, found in mlps.items()}, stacks, layers
     )
-
-
-def _unit(path: str, stacks: Sequence[Stack], layers: Mapping[str, str]) -> str:
-    for stack in stacks:
-        if path.startswith(f"{stack.path}."):
-            return f"{stack.path}.{path.removeprefix(f'{stack.path}.').partition('.')[0]}"
-    return layers[path]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch_fused_ops.policy import FusionPolicy
 
 if TYPE_CHECKING:
+    from torch_fused_ops.planner.largest import Largest
     from torch_fused_ops.planner.model import CapturedModel
     from torch_fused_ops.planner.search import Candidate
     from torch_fused_ops.planner.step import Curve, Step
@@ -115,6 +116,7 @@ class Plan:
             short of the whole model's is kept free, and counts.
         help: what would make it fit, or make it cheaper.
         composed: whether the curve was put together from few compiled layers.
+        largest: the largest batch or sequence that fits, if ``maximum`` asked for it.
     """
 
     title: str
@@ -140,13 +142,14 @@ class Plan:
     missing: int
     help: tuple[str, ...]
     composed: bool
+    largest: Largest | None = None
     curve: tuple[int, ...] = field(default=(), repr=False)
     off_curve: tuple[int, ...] = field(default=(), repr=False)
     _recompiled: Callable[[], int] | None = field(default=None, repr=False, compare=False)
     _within: Callable[[int], Plan] | None = field(default=None, repr=False, compare=False)
 
     def within(self, memory: str | int) -> Plan:
-        """The plan for another limit; nothing is compiled again."""
+        """The plan for another limit, without ``largest``; nothing is compiled again."""
         assert self._within is not None
         return self._within(bytes_of(memory))
 
@@ -162,7 +165,8 @@ class Plan:
         """For JSON: the attributes, but for curves; the policy as its memory levels."""
         left_out = {"policy", "curve", "off_curve", "_recompiled", "_within"}
         shallow = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
-        rows = {name: [asdict(row) for row in getattr(self, name)] for name in ("levels", "layers")}
+        rows: dict[str, Any] = {name: [asdict(row) for row in getattr(self, name)] for name in ("levels", "layers")}
+        rows["largest"] = asdict(self.largest) if self.largest else None
         memory = self.policy.memory
         return {**shallow, **rows, "memory": memory if isinstance(memory, str) else dict(memory)}
 
@@ -189,6 +193,7 @@ def plan(
     gpu: str = "H200",
     optimizer: str = "adamw",
     lossless: bool = False,
+    maximum: str | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Plan a training step: what it needs of a GPU's memory, and the cheapest memory levels with which it fits.
@@ -203,6 +208,9 @@ def plan(
         gpu: "A100", "H100", "H200", "B200" or "MI300X".
         optimizer: "adamw", "sgd", PyTorch's own with their default settings, or "none".
         lossless: do not choose levels that round gradients ("fp8").
+        maximum: "batch" or "tokens": find the largest that fits at each level, too (``Plan.largest``): dimension 0, or
+            1, of the tensors that the model is called with, of all that have the first one's size in it. Minutes;
+            ``logging.getLogger("torch_fused_ops.planner")`` says at level INFO what is being compiled.
         **kwargs: what to call the model with.
 
     Returns:
@@ -210,12 +218,12 @@ def plan(
 
     Raises:
         TypeError: model is not callable.
-        ValueError: memory, gpu or optimizer is not known; nothing in the model needs a gradient.
+        ValueError: memory, gpu, optimizer or maximum is not known; nothing in the model needs a gradient.
         ModuleNotFoundError: Triton is not installed.
     """
     from torch_fused_ops import lowerings
+    from torch_fused_ops.planner import largest, search
     from torch_fused_ops.planner import model as models
-    from torch_fused_ops.planner import search
     from torch_fused_ops.planner.optimizers import OPTIMIZERS
     from torch_fused_ops.planner.step import KEPT, measured_step
     from torch_fused_ops.virtual_gpu import gpus, roofline
@@ -227,13 +235,17 @@ def plan(
         raise ValueError(f"gpu={gpu!r} is not known; accepted: {', '.join(gpus.GPUS)}")
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r} is not known; accepted: {', '.join(OPTIMIZERS)}")
+    if maximum is not None and maximum not in largest.DIMENSIONS:
+        raise ValueError(f"maximum={maximum!r} is not known; accepted: {', '.join(largest.DIMENSIONS)}, None")
+    given = largest.size_of((args, kwargs), maximum) if maximum is not None else 0
     described = gpus.by_name(gpu)
     rates = roofline.estimated_rates(described)
     assert rates is not None
     lowerings.require()
     levels = search.levels_for(lossless)
     captured = models.captured_model(model, args, kwargs, kept=KEPT)
-    step = measured_step(captured, described, rates, roofline.rates_of(described) is not None, levels)
+    instructions = roofline.rates_of(described) is not None
+    step = measured_step(captured, described, rates, instructions, levels)
     fixed = _Fixed.of(model, captured, optimizer)
     every = search.candidates(step, levels)
     seen: dict[tuple[tuple[str, str], ...], int] = {}
@@ -256,7 +268,17 @@ def plan(
             model, captured, step, fixed, every, chosen, met, limit, described.name, optimizer, recompiled, within
         )
 
-    return within(limit)
+    found = within(limit)
+    if maximum is None:
+        return found
+
+    def capture(size: int) -> CapturedModel:
+        sized, named = largest.resized((args, kwargs), maximum, size)
+        return models.captured_model(model, sized, named, kept=KEPT)
+
+    sizes = largest.Sizes(capture, maximum, given, described, rates, instructions)
+    room = limit - fixed.resident if fixed.optimizer_peak <= limit else 0
+    return replace(found, largest=sizes.largest(step, fixed.resident, room))
 
 
 @dataclass(frozen=True)
@@ -275,6 +297,11 @@ class _Fixed:
         """What is alive all the time."""
         return self.parameters + self.state
 
+    @property
+    def optimizer_peak(self) -> int:
+        """What is alive at most in the optimizer's step."""
+        return self.resident + self.gradients + self.transient
+
     @classmethod
     def of(cls, model: Callable[..., Any], captured: CapturedModel, optimizer: str) -> _Fixed:
         from torch_fused_ops.planner.optimizers import optimizer_memory
@@ -287,19 +314,11 @@ class _Fixed:
         needs = optimizer_memory(optimizer, trained)
         by_unit: dict[str, tuple[int, int]] = {}
         for name, tensor in tensors.items():
-            unit = _unit_of(name.rpartition(".")[0], captured)
+            unit = captured.unit_of(name.rpartition(".")[0])
             all_of, own = by_unit.get(unit, (0, 0))
             by_unit[unit] = (all_of + tensor.nbytes, own + tensor.nbytes * tensor.requires_grad)
         total, of_trained = (sum(each[i] for each in by_unit.values()) for i in (0, 1))
         return cls(optimizer, total, of_trained, needs.state, needs.transient, by_unit)
-
-
-def _unit_of(path: str, captured: CapturedModel) -> str:
-    for stack in captured.stacks:
-        if path.startswith(f"{stack.path}."):
-            return f"{stack.path}.{path.removeprefix(f'{stack.path}.').partition('.')[0]}"
-    unit = captured.unit_of.get(path, "")
-    return unit if unit in captured.units else ""
 
 
 def _recompiled(
@@ -331,19 +350,21 @@ def _plan(
 
     curve = chosen.curve
     step_peak = fixed.resident + curve.peak
-    optimizer_peak = fixed.resident + fixed.gradients + fixed.transient
-    peak = max(step_peak, optimizer_peak)
-    off = step.at(dict.fromkeys(step.mlps, OFF)) if step.mlps else curve
+    peak = max(step_peak, fixed.optimizer_peak)
     off_levels = dict.fromkeys(step.mlps, OFF)
-    uniform = [one for one in every if len(set(one.levels.values())) == 1]
-    rows = [LevelRow(_only(one), fixed.resident + one.curve.peak, one.curve.seconds, False) for one in uniform]
+    off = step.at(off_levels)
+    curves = {next(iter(one.levels.values())): one.curve for one in every if len(set(one.levels.values())) == 1}
     inputs = _unit_inputs(captured)
     checkpointed = step.checkpointed(inputs) if inputs and step.units else None
     if checkpointed is not None:
-        rows.append(LevelRow("checkpoint", fixed.resident + checkpointed.peak, checkpointed.seconds, False))
-    rows = [LevelRow(row.level, row.peak, row.seconds, max(row.peak, optimizer_peak) <= limit) for row in rows]
+        curves["checkpoint"] = checkpointed
+    rows = [
+        LevelRow(level, of_all, each.seconds, max(of_all, fixed.optimizer_peak) <= limit)
+        for level, each in curves.items()
+        for of_all in [fixed.resident + each.peak]
+    ]
     short = step_peak - limit if met else step_peak + chosen.reserve - limit
-    missing = max(0, short, optimizer_peak - limit)
+    missing = max(0, short, fixed.optimizer_peak - limit)
     return Plan(
         title=type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", ""),
         gpu=gpu,
@@ -352,7 +373,7 @@ def _plan(
         fits=met and not missing,
         peak_bytes=peak,
         step_peak=step_peak,
-        optimizer_peak=optimizer_peak,
+        optimizer_peak=fixed.optimizer_peak,
         parameters=fixed.parameters,
         gradients=fixed.gradients,
         optimizer_state=fixed.state,
@@ -375,19 +396,16 @@ def _plan(
     )
 
 
-def _only(one: Candidate) -> str:
-    return next(iter(one.levels.values()))
-
-
 def _layers(step: Step, fixed: _Fixed, levels: Mapping[str, str]) -> list[LayerRow]:
     """A row for each run of neighbouring layers with the same figures, and one for all else."""
     factor = fixed.state / fixed.gradients if fixed.gradients else 0.0
-    off = "off" in levels.values()
+    default = step.default(levels)
     rows: list[LayerRow] = []
     left = dict(fixed.by_unit)
     for unit in step.units:
-        level = levels.get(unit, "off" if off else "free") if unit in step.mlps else ""
-        forward, backward = step.segments(unit, level or ("off" if off else "free"))
+        at = levels.get(unit, default)
+        level = at if unit in step.mlps else ""
+        forward, backward = step.segments(unit, at)
         total, trained = left.pop(unit, (0, 0))
         own = (total, trained, round(factor * trained), forward.net)
         row = LayerRow(unit, 1, level, *own, forward.seconds + backward.seconds)
@@ -438,17 +456,16 @@ def _unit_inputs(captured: CapturedModel) -> dict[str, int]:
 def _unit_of_node(node: torch.fx.Node, captured: CapturedModel) -> str:
     from torch_fused_ops.virtual_gpu.modules import module_stack
 
-    unit = captured.unit_of.get(next(reversed(module_stack(node)), ""), "")
-    return unit if unit in captured.units else ""
+    return captured.unit_of(next(reversed(module_stack(node)), ""))
 
 
 def _help(fixed: _Fixed, curve: Curve, checkpointed: Curve | None, limit: int, met: bool, has_mlps: bool) -> list[str]:
-    from torch_fused_ops.planner.report import size
+    from torch_fused_ops.reports.text import size
 
     found = []
     if not has_mlps:
         found.append("There is no MLP that is picked up, so there is no level to choose.")
-    optimizer_peak = fixed.resident + fixed.gradients + fixed.transient
+    optimizer_peak = fixed.optimizer_peak
     if optimizer_peak > limit and optimizer_peak - fixed.transient <= limit:
         found.append(
             f"The optimizer's step allocates {size(fixed.transient)} beside its state; fused=True in its constructor "

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from torch_fused_ops.reports.page import template
+from torch_fused_ops.reports.text import aligned, change, size
+
 if TYPE_CHECKING:
+    from torch_fused_ops.planner.largest import Largest
     from torch_fused_ops.planner.plan import Plan
 
-__all__ = ["page", "size", "text"]
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people: "12.3 GiB"."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
-        if abs(nbytes) >= factor:
-            return f"{nbytes / factor:.1f} {unit}"
-    return f"{nbytes / 1024:.1f} KiB"
+__all__ = ["page", "text"]
 
 
 def duration(seconds: float) -> str:
@@ -33,7 +28,7 @@ def headline(plan: Plan) -> str:
 
 def cost(plan: Plan) -> str:
     """What the levels cost, beside "off"."""
-    return f"{100 * (plan.seconds / plan.off_seconds - 1):+.1f} %".replace("-", "−")
+    return change(plan.off_seconds, plan.seconds)
 
 
 def chosen(plan: Plan) -> str:
@@ -47,20 +42,9 @@ def chosen(plan: Plan) -> str:
     return f"FusionPolicy(memory={{…}}), a level for each of {len(memory)} MLPs: {counted}"
 
 
-def table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns: the first to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            f"{c:<{w}}" if i == 0 else f"{c:>{w}}" for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def parts(plan: Plan) -> list[tuple[str, int]]:
+def part_rows(plan: Plan) -> list[tuple[str, ...]]:
     """What the peak consists of."""
-    return [
+    parts = [
         ("parameters and buffers", plan.parameters),
         (f"optimizer state ({plan.optimizer})", plan.optimizer_state),
         ("kept from forward for backward", plan.kept),
@@ -68,6 +52,7 @@ def parts(plan: Plan) -> list[tuple[str, int]]:
         ("peak of forward and backward", plan.step_peak),
         ("peak of the optimizer's step, gradients included", plan.optimizer_peak),
     ]
+    return [("", "bytes"), *((name, size(nbytes)) for name, nbytes in parts)]
 
 
 def layer_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -87,18 +72,50 @@ def level_rows(plan: Plan) -> list[tuple[str, ...]]:
     return rows
 
 
+def largest_rows(plan: Plan, found: Largest) -> list[tuple[str, ...]]:
+    """The largest size at each level, what of the limit is left, and by how much the next size is over it."""
+    head = (
+        "every MLP at",
+        f"{found.dimension}, at most",
+        "beside off",
+        "peak",
+        "one step more",
+        "least time",
+        "for each",
+    )
+    off = next((row.size for row in found.rows if row.level == "off"), 0)
+    rows: list[tuple[str, ...]] = [head]
+    for row in found.rows:
+        if not row.size:
+            rows.append((row.level, "none", "", "", f"{size(row.over)} over" if row.over else "", "", ""))
+            continue
+        more = f"{size(row.over)} over" if row.over else "does not run"
+        times = f"{row.size / off:.2f}" if off else ""
+        each = duration(row.seconds / row.size)
+        rows.append((row.level, str(row.size), times, size(row.peak), more, duration(row.seconds), each))
+    return rows
+
+
+def largest_note(found: Largest) -> str:
+    """How the sizes were found."""
+    steps = f"in steps of {found.step}, " if found.step > 1 else ""
+    note = f"each size, and the next that does not fit, was compiled on paper; {steps}from {found.given}"
+    return f"{note}; the model does not run with {found.dimension} {found.stopped}" if found.stopped else note
+
+
 def text(plan: Plan) -> str:
     """The plan as lines of text."""
     how = "put together from a few of its equal layers" if plan.composed else "of the whole model"
     lines = [
         headline(plan),
         "",
-        *table([("", "bytes"), *((name, size(nbytes)) for name, nbytes in parts(plan))]),
+        *aligned(part_rows(plan)),
         "",
-        *table(layer_rows(plan)),
+        *aligned(layer_rows(plan)),
         "",
-        *table(level_rows(plan)),
+        *aligned(level_rows(plan)),
         "",
+        *([*aligned(largest_rows(plan, plan.largest)), largest_note(plan.largest), ""] if plan.largest else ()),
         f"chosen: {chosen(plan)}",
         f'least time of forward and backward: {duration(plan.seconds)}, {cost(plan)} beside "off"; figures {how}',
         *plan.help,
@@ -108,22 +125,18 @@ def text(plan: Plan) -> str:
 
 def page(plan: Plan) -> str:
     """The plan as a self-contained page. What comes from the model is escaped."""
-    import jinja2  # torch requires it
-
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(files(__package__).joinpath("plan.html").read_text(encoding="utf-8"))
     highest = 1.05 * max(plan.limit, *plan.curve, *plan.off_curve)
-    return template.render(
+    return template("planner/plan.html").render(
         plan=plan,
         headline=headline(plan),
         cost=cost(plan),
         chosen=chosen(plan),
         duration=duration(plan.seconds),
-        parts=[(name, size(nbytes)) for name, nbytes in parts(plan)],
+        parts=part_rows(plan),
         layers=layer_rows(plan),
         levels=level_rows(plan),
+        largest=largest_rows(plan, plan.largest) if plan.largest else (),
+        largest_note=largest_note(plan.largest) if plan.largest else "",
         before=_polyline(plan.off_curve, highest),
         after=_polyline(plan.curve, highest),
         limit_at=f"{300 * (1 - plan.limit / highest):.1f}",

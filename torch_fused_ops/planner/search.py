@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch_fused_ops.planner.model import stack_of
 from torch_fused_ops.planner.step import OFF, Curve, Step
 from torch_fused_ops.policy import MEMORY
 
@@ -61,8 +62,8 @@ def _rows(step: Step) -> list[list[str]]:
     """Units with MLPs; equal ones in one row."""
     rows: dict[str, list[str]] = {}
     for unit in step.mlps:
-        path = unit.rpartition(".")[0]
-        rows.setdefault(path if any(stack.path == path for stack in step.stacks) else unit, []).append(unit)
+        found = stack_of(unit, step.stacks)
+        rows.setdefault(found[0].path if found else unit, []).append(unit)
     return list(rows.values())
 
 

@@ -8,19 +8,36 @@ is not exact in it: where neighbours differ in their levels, Inductor may order 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from torch_fused_ops.planner.model import CapturedModel, Stack
+from torch_fused_ops.planner.model import CapturedModel, Stack, stack_of
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.figures import Capture, on_paper
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
 from torch_fused_ops.virtual_gpu.roofline import Rates, Work, launches_of
 from torch_fused_ops.virtual_gpu.timeline import Moment, Timeline, timeline_of
 
-__all__ = ["KEPT", "MARGIN", "OFF", "Curve", "Segment", "Step", "compiled_timeline", "measured_step", "policy_of"]
+__all__ = [
+    "KEPT",
+    "MARGIN",
+    "OFF",
+    "Curve",
+    "Parts",
+    "Segment",
+    "Step",
+    "assembled",
+    "clock",
+    "compiled_timeline",
+    "cut",
+    "measured_step",
+    "policy_of",
+]
+
+log = logging.getLogger("torch_fused_ops.planner")
 
 OFF = "off"  # a level of a whole model, never of a part
 # Inductor puts some of the last layers' work off to the end of backward. So two of them stand for themselves; of the
@@ -108,16 +125,21 @@ class Step:
 
     def like(self, unit: str) -> str:
         """The unit that was compiled in its place: of a list the first, the second for all between, the last two."""
-        path, _, number = unit.rpartition(".")
-        for stack in self.stacks:
-            if path == stack.path:
-                i, from_end = int(number), stack.length - int(number)
-                return f"{path}.{min(i, 1) if from_end > ENDING else stack.kept - from_end}"
-        return unit
+        found = stack_of(unit, self.stacks)
+        if found is None:
+            return unit
+        stack, number = found
+        from_end = stack.length - number
+        return stack.layer(min(number, 1) if from_end > ENDING else stack.kept - from_end)
+
+    def default(self, levels: Mapping[str, str]) -> str:
+        """The level of what is in no unit with MLPs: that of all of those, or "free" where they differ."""
+        found = {levels.get(unit, "free") for unit in self.mlps}
+        return found.pop() if len(found) == 1 else "free"
 
     def pieces(self, levels: Mapping[str, str]) -> Iterator[tuple[str, str, Segment]]:
         """("forward" or "backward", unit or "", segment), in the order of the step."""
-        default = next((level for level in levels.values() if level == OFF), "free")
+        default = self.default(levels)
         ends = self.parts[default]
         yield "forward", "", ends.before
         for unit in self.units:
@@ -131,7 +153,7 @@ class Step:
     @property
     def entry(self) -> int:
         """Bytes alive before the step: its arguments."""
-        return self.parts["free"].entry
+        return next(iter(self.parts.values())).entry
 
     def curve(self, pieces: Iterator[tuple[str, str, Segment]]) -> Curve:
         """What segments one after the other come to."""
@@ -236,26 +258,31 @@ def measured_step(model: CapturedModel, gpu: GPU, rates: Rates, instructions: bo
     """
     parts = {}
     for level in (*levels, OFF) if model.mlps else levels[:1]:
+        log.info('compiling on paper: every MLP at "%s"', level)
         timeline, papers = compiled_timeline(model, gpu, FusionPolicy(memory=level))
-        parts[level] = _cut(timeline, model, _clock(papers, rates, instructions))
+        parts[level] = cut(timeline, model, clock(papers, rates, instructions))
+    return assembled(model, parts)
+
+
+def assembled(model: CapturedModel, parts: Mapping[str, Parts]) -> Step:
+    """The step of the whole model, of which a few equal layers were compiled."""
     whole = [*model.units]
     for stack in model.stacks:
-        first = whole.index(f"{stack.path}.0")
-        whole[first : first + stack.kept] = [f"{stack.path}.{i}" for i in range(stack.length)]
+        first = whole.index(stack.layer(0))
+        whole[first : first + stack.kept] = map(stack.layer, range(stack.length))
     mlps = {unit: _renamed(model, unit) for unit in whole}
     return Step(tuple(whole), model.stacks, {unit: found for unit, found in mlps.items() if found}, parts)
 
 
 def _renamed(model: CapturedModel, unit: str) -> tuple[str, ...]:
     """The MLPs of a unit that is like one that was captured."""
-    path = unit.rpartition(".")[0]
-    if any(stack.path == path for stack in model.stacks):
-        return tuple(f"{unit}{mlp.removeprefix(f'{path}.0')}" for mlp in model.mlps.get(f"{path}.0", ()))
-    return model.mlps.get(unit, ())
+    found = stack_of(unit, model.stacks)
+    like = found[0].layer(0) if found else unit
+    return tuple(f"{unit}{mlp.removeprefix(like)}" for mlp in model.mlps.get(like, ()))
 
 
-def _clock(papers: Sequence[PaperCompilation], rates: Rates, instructions: bool) -> Callable[[Moment], float]:
-    """The least time of a call."""
+def clock(papers: Sequence[PaperCompilation], rates: Rates, instructions: bool) -> Callable[[Moment], float]:
+    """The least time of a call; as for ``measured_step``."""
     counted: dict[tuple[str, str], float] = {}
     for paper in papers if instructions else ():
         for kind, graph in paper.graphs.items():
@@ -264,7 +291,8 @@ def _clock(papers: Sequence[PaperCompilation], rates: Rates, instructions: bool)
     return lambda call: rates.seconds([Work(call.flop, call.nbytes, counted.get((call.graph, call.call), 0.0))])
 
 
-def _cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Moment], float]) -> Parts:
+def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Moment], float]) -> Parts:
+    """A compiled step, cut at its units, with the least time of each call."""
     sides = {
         kind: [moment for moment in timeline.moments if (moment.graph == "backward") == (kind == "backward")]
         for kind in ("forward", "backward")
@@ -298,7 +326,7 @@ def _side(
 
 
 def _unit(moment: Moment, model: CapturedModel) -> str:
-    votes = Counter(model.unit_of.get(path, "") for path in moment.modules)
+    votes = Counter(model.layers.get(path, "") for path in moment.modules)
     unit = votes.most_common(1)[0][0] if votes else ""
     return unit if unit in model.units else ""
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_fused_ops.capturing import call_model, throwaway, unchanged
+from torch_fused_ops.capturing import run_captured
 from torch_fused_ops.policy import FusionPolicy, policy_or_default
 from torch_fused_ops.reports.breaks import break_of, reasons_noted, since
 from torch_fused_ops.reports.figures import capture as set_aside
-from torch_fused_ops.reports.figures import graphs_of
+from torch_fused_ops.reports.figures import sites_of
 from torch_fused_ops.reports.report import Report, Site, unmatched
 
 if TYPE_CHECKING:
@@ -56,16 +56,14 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
 
     def capture(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         captures.append(set_aside(gm, policy))
-        for module in graphs_of(gm):
-            sites.extend(recognise.rewrite(module.graph, policy, apply=False))
+        sites.extend(sites_of(gm, policy))
         unread.extend(recognise.unread(gm.graph))
         breaks.append(break_of(gm))
         return gm.forward
 
-    model = getattr(model, "_orig_mod", model)
     noted = reasons_noted()
-    with unchanged(model), torch._dynamo.config.patch(recompile_limit=64):
-        torch.compile(throwaway(call_model), backend=capture)(model, *args, **kwargs)
+    run_captured(model, args, kwargs, capture)
+    model = getattr(model, "_orig_mod", model)
     report = Report(tuple(sites), len(captures))
     report.title = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "")
     report.unread = tuple(unread)

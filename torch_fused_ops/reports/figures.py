@@ -21,6 +21,7 @@ from torch_fused_ops.reports.text import PICKED_UP, PLAIN, figures_table, levels
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
+    from torch_fused_ops.sites import Site
     from torch_fused_ops.virtual_gpu import GPU, CapturedGraph, PaperCompilation
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
     "layers_of",
     "measure",
     "on_paper",
+    "said",
+    "sites_of",
 ]
 
 log = logging.getLogger("torch_fused_ops")
@@ -172,7 +175,7 @@ def capture(gm: GraphModule, policy: FusionPolicy, subgraphs: dict[Any, GraphMod
         return Capture(set_aside(gm, subgraphs), policy)
     except Exception as error:
         log.debug("a graph could not be set aside to be measured", exc_info=True)
-        return Capture(None, policy, _said(error))
+        return Capture(None, policy, said(error))
 
 
 def graphs_of(gm: GraphModule) -> Iterator[GraphModule]:
@@ -182,6 +185,14 @@ def graphs_of(gm: GraphModule) -> Iterator[GraphModule]:
         if name in called and isinstance(child, torch.fx.GraphModule):
             yield from graphs_of(child)
     yield gm
+
+
+def sites_of(gm: GraphModule, policy: FusionPolicy) -> Iterator[Site]:
+    """What pick-up would find in a graph from Dynamo, and in those of the operators it calls; nothing is edited."""
+    from torch_fused_ops.lowerings import recognise
+
+    for module in graphs_of(gm):
+        yield from recognise.rewrite(module.graph, policy, apply=False)
 
 
 def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figures:
@@ -209,7 +220,7 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
             pairs.append(pair)
         except Exception as error:
             log.debug("a graph could not be measured", exc_info=True)
-            skipped.append(_said(error))
+            skipped.append(said(error))
     if not pairs:
         raise ValueError("; ".join(dict.fromkeys(skipped)) or "no graph was captured")
     costs: list[dict[str, Cost]] = []
@@ -229,7 +240,7 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
     return Figures(gpu.name, training, tuple(found), tuple(skipped), _together(whole))
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
     """An exception in one line: compilers append pages of advice."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from importlib.resources import files
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,13 +27,15 @@ if TYPE_CHECKING:
     from torch_fused_ops.reports.figures import Cost, Figures, LayerFigures
     from torch_fused_ops.reports.report import Group, Report
 
-__all__ = ["page"]
+__all__ = ["page", "template"]
 
 
 def page(report: Report, groups: Sequence[Group], unread: Sequence[Group]) -> str:
     """The report, its sites and its unread activations in groups, as HTML. What comes from the model is escaped."""
     mlps = [site for site in report.sites if site.is_mlp]
-    return _template().render(
+    filters: dict[str, Callable[..., str]] = {"kind": _kind, "read_by": read_by}
+    filters |= {"reason_text": reason_text, "bare_reason": bare_reason, "advice": advice}
+    return template("reports/page.html", filters).render(
         report=report,
         figures=report.figures,
         facts=_facts(report),
@@ -52,15 +53,19 @@ def page(report: Report, groups: Sequence[Group], unread: Sequence[Group]) -> st
     )
 
 
-def _template() -> jinja2.Template:
+def template(file: str, filters: Mapping[str, Callable[..., Any]] | None = None) -> jinja2.Template:
+    """A page to fill in: ``file`` of this library's, a child of ``reports/base.html``. Values are escaped."""
     import jinja2  # torch requires it
 
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.PackageLoader("torch_fused_ops", ""),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters |= {"kind": _kind, "read_by": read_by, "reason_text": reason_text, "bare_reason": bare_reason}
-    environment.filters["advice"] = advice
-    return environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    environment.filters.update(filters or {})
+    return environment.get_template(file)
 
 
 def _kind(difference: str) -> str:

@@ -21,6 +21,7 @@ __all__ = [
     "PLAIN",
     "WIDTH",
     "advice",
+    "aligned",
     "bare_reason",
     "breaks_text",
     "change",
@@ -136,14 +137,15 @@ def sites_table(groups: Sequence[Group]) -> str:
 
 def unit_of(nbytes: float) -> tuple[str, int]:
     """The unit to show so many bytes in, and how many bytes it is."""
-    return next(((unit, n) for unit, n in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if nbytes >= n), ("B", 1))
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    return next(((unit, n) for unit, n in units if abs(nbytes) >= n), ("B", 1))
 
 
 def size(nbytes: float, scale: float | None = None) -> str:
     """Bytes as text, in the unit that fits ``scale`` (by default themselves): "576.0 MiB"."""
     scale = nbytes if scale is None else scale
     unit, factor = unit_of(scale)
-    digits = 0 if factor == 1 else 2 if scale < 10 * factor else 1
+    digits = 0 if factor == 1 else 2 if abs(scale) < 10 * factor else 1
     return f"{nbytes / factor:.{digits}f} {unit}"
 
 
@@ -191,7 +193,7 @@ def _seconds(figures: Figures) -> list[tuple[float, float]]:
     return [] if before is None or after is None else [(before, after)]
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Lines of a table: a heading, a rule, and rows whose figures end below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -205,7 +207,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def figures_table(figures: Figures) -> str:
     """The totals, before and after."""
     rows = [(f"on paper, {figures.target}", PLAIN, PICKED_UP, "change"), *rows_of(figures)]
-    lines = _aligned(rows)
+    lines = aligned(rows)
     lines += [f"a graph is missing from the figures: {reason}" for reason in dict.fromkeys(figures.skipped)]
     return "\n".join(lines)
 
@@ -221,7 +223,7 @@ def levels_table(figures: Figures) -> str:
         if level.seconds is not None and base.seconds is not None:
             times = (f"{1e3 * level.seconds:.3f} ms", change(base.seconds, level.seconds))
         rows.append((level.name, size(level.saved, base.saved), change(base.saved, level.saved), *times))
-    lines = _aligned(rows)
+    lines = aligned(rows)
     lines.append(
         "at least: what FLOP, bytes and instructions take at the rates measured on this GPU; nothing runs faster"
     )

@@ -1,0 +1,288 @@
+"""The largest batch, or sequence, with which a step fits, at each memory level.
+
+Bytes alive at a call are affine in the size as long as the compiler makes the same calls. So of two sizes that were
+compiled on paper follows where the first call meets the limit. That is a guess: what is said to fit was compiled at
+that size, and so was the next size, which does not fit.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torch_fused_ops.planner.model import CapturedModel
+from torch_fused_ops.planner.step import Step, assembled, clock, compiled_timeline, cut
+from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.reports.figures import said
+from torch_fused_ops.virtual_gpu import GPU
+from torch_fused_ops.virtual_gpu.roofline import Rates
+
+__all__ = ["DIMENSIONS", "Largest", "LargestRow", "Sample", "Sizes", "bisected", "crossing", "resized", "size_of"]
+
+log = logging.getLogger("torch_fused_ops.planner")
+
+DIMENSIONS = {"batch": 0, "tokens": 1}  # of the tensors that a model is called with
+GUESSES = 6  # from affine bytes; then the interval is halved
+
+
+@dataclass(frozen=True)
+class LargestRow:
+    """The largest size with every MLP at one memory level.
+
+    Attributes:
+        level: a level of ``FusionPolicy(memory=…)``.
+        size: the largest that fits; 0 if none does.
+        peak: the most bytes alive at once with it, with parameters and optimizer state.
+        seconds: the least time of forward and backward with it.
+        over: bytes beyond the limit at the next size; 0 where the model does not run with that.
+    """
+
+    level: str
+    size: int
+    peak: int
+    seconds: float
+    over: int
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest sizes that fit.
+
+    Attributes:
+        dimension: "batch" or "tokens".
+        given: the size that the model was called with.
+        step: sizes are multiples of it.
+        rows: a row for each level.
+        stopped: why the model runs with no larger size, if that is the bound; else "".
+    """
+
+    dimension: str
+    given: int
+    step: int
+    rows: tuple[LargestRow, ...]
+    stopped: str = ""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A step at one size.
+
+    Attributes:
+        size: the size.
+        points: bytes alive at each call.
+        reserve: bytes by which the peak may be short (``Step.reserve``).
+        seconds: the least time of the step.
+    """
+
+    size: int
+    points: Sequence[int]
+    reserve: int
+    seconds: Callable[[], float]
+
+    @property
+    def peak(self) -> int:
+        return max(self.points)
+
+    @property
+    def need(self) -> int:
+        """The room that the step is given."""
+        return self.peak + self.reserve
+
+
+def size_of(args: Any, dimension: str) -> int:
+    """The size that a model is called with: of the first tensor that has such a dimension.
+
+    Raises:
+        ValueError: there is none.
+    """
+    i = DIMENSIONS[dimension]
+    found = next((t.shape[i] for t in tree_leaves(args) if isinstance(t, Tensor) and t.dim() > i and t.shape[i]), None)
+    if found is None:
+        raise ValueError(
+            f"maximum={dimension!r} is not accepted: no tensor that the model is called with has a dimension {i}"
+        )
+    return int(found)
+
+
+def resized(args: Any, dimension: str, size: int) -> Any:
+    """Arguments with another size: tensors that have the given one in that dimension are cut, or repeated."""
+    i, given = DIMENSIONS[dimension], size_of(args, dimension)
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() <= i or value.shape[i] != given:
+            return value
+        index = torch.arange(size, device=value.device) % given
+        return value.detach().index_select(i, index).requires_grad_(value.requires_grad)
+
+    return tree_map(one, args)
+
+
+def step_of(given: int, dimension: str) -> int:
+    """Batches go by one; tokens by the largest power of two that divides what was given, 128 at most."""
+    return 1 if dimension == "batch" else min(given & -given, 128)
+
+
+class Sizes:
+    """A model at the sizes that are asked for: captured once at each, and compiled on paper at a level.
+
+    Args:
+        capture: the model at a size.
+        dimension: "batch" or "tokens".
+        given: the size that the model was called with.
+        gpu: as for ``measured_step``, as are ``rates`` and ``instructions``.
+    """
+
+    def __init__(
+        self,
+        capture: Callable[[int], CapturedModel],
+        dimension: str,
+        given: int,
+        gpu: GPU,
+        rates: Rates,
+        instructions: bool,
+    ) -> None:
+        self.capture, self.dimension, self.given = capture, dimension, given
+        self.step = step_of(given, dimension)
+        self.gpu, self.rates, self.instructions = gpu, rates, instructions
+        self.captured: dict[int, CapturedModel | None] = {}
+        self.bound, self.stopped = 0, ""  # the largest size with which the model runs, once one does not
+
+    def largest(self, step: Step, resident: int, room: int) -> Largest:
+        """The largest size at each level.
+
+        Args:
+            step: the model at the size that it was called with.
+            resident: bytes of parameters and optimizer state.
+            room: bytes beside these.
+        """
+        rows = []
+        for level in step.parts:
+            first = _sample(self.given, step, level, step)
+            sample = functools.partial(self.sample, level)
+            fits, over = bisected(sample, room, first, self.step) if room > 0 else (None, None)
+            beyond = over.need - room if over else 0
+            found = (fits.size, resident + fits.peak, fits.seconds()) if fits else (0, 0, 0.0)
+            rows.append(LargestRow(level, *found, beyond))
+        return Largest(self.dimension, self.given, self.step, tuple(rows), self.stopped)
+
+    def sample(self, level: str, size: int) -> Sample | int:
+        """The step at a size, every MLP at a level; where the model does not run with it, the largest that it does."""
+        captured = self.at(size)
+        if captured is None:
+            return self.bound
+        log.info('compiling on paper: %s %d, every MLP at "%s"', self.dimension, size, level)
+        timeline, papers = compiled_timeline(captured, self.gpu, FusionPolicy(memory=level))
+        step = assembled(captured, {level: cut(timeline, captured, lambda call: 0.0)})
+
+        def timed() -> Step:
+            return assembled(captured, {level: cut(timeline, captured, clock(papers, self.rates, self.instructions))})
+
+        return _sample(size, step, level, timed)
+
+    def at(self, size: int) -> CapturedModel | None:
+        """The model at a size; None where it does not run. Then ``bound`` is the largest size with which it does."""
+        if size not in self.captured and not 0 < self.bound < size and not self._runs(size):
+            low, high = max((n for n in (self.given, *self.captured) if n < size), default=0), size
+            while high - low > self.step:
+                middle = _middle(low, high, self.step)
+                low, high = (middle, high) if self._runs(middle) else (low, middle)
+            self.bound = low
+        return self.captured.get(size)
+
+    def _runs(self, size: int) -> bool:
+        log.info("capturing: %s %d", self.dimension, size)
+        tensors = logging.getLogger("torch._subclasses.fake_tensor")  # says an error, with its trace, before it raises
+        level = tensors.level
+        tensors.setLevel(logging.CRITICAL)
+        try:
+            self.captured[size] = self.capture(size)
+        except Exception as error:  # the model's own: positions, caches and masks have sizes
+            self.captured[size], self.stopped = None, f"{size}: {_cause(error)}"
+        finally:
+            tensors.setLevel(level)
+        return self.captured[size] is not None
+
+
+def _cause(error: Exception) -> str:
+    """The operator's own error, which Dynamo quotes, or else the first line."""
+    quoted = re.search(r"got (\w+)\((['\"])(.*?)\2\)", str(error))
+    return f"{quoted[1]}: {quoted[3]}" if quoted else said(error)
+
+
+def _sample(size: int, step: Step, level: str, timed: Step | Callable[[], Step]) -> Sample:
+    levels = dict.fromkeys(step.mlps, level)
+    return Sample(
+        size,
+        step.points(levels),
+        step.reserve(levels),
+        lambda: (timed() if callable(timed) else timed).at(levels).seconds,
+    )
+
+
+def _middle(low: int, high: int, step: int) -> int:
+    return low + (high - low) // (2 * step) * step
+
+
+def bisected(
+    sample: Callable[[int], Sample | int], room: int, first: Sample, step: int
+) -> tuple[Sample | None, Sample | None]:
+    """The largest size whose step fits into ``room`` bytes, and the next one: both were sampled.
+
+    Args:
+        sample: a step at a size; where there is none, the largest size at which there is one.
+        room: bytes.
+        first: the step to begin with.
+        step: sizes are multiples of it, as the first is.
+
+    Returns:
+        What fits, None if nothing does; and what does not, None if there is no step at that size.
+    """
+    low, high = 0, 0  # what fits; what does not, 0 if that is not known yet
+    seen, found = {first.size: first}, first
+    while True:
+        if found.need <= room:
+            low = found.size
+        else:
+            high = found.size
+        while True:
+            if high and high - low == step:
+                return seen.get(low), seen.get(high)
+            size = _guess(list(seen.values()), room, low, high, step)
+            sampled = sample(size)
+            if isinstance(sampled, Sample):
+                break
+            high = sampled + step
+        seen[size] = found = sampled
+
+
+def _guess(seen: Sequence[Sample], room: int, low: int, high: int, step: int) -> int:
+    """A size above ``low``, which fits, and below ``high``, which does not."""
+    halved = _middle(low, high, step) if high else 2 * low
+    if len(seen) > GUESSES:
+        return halved
+    guess = crossing(*seen[-2:], room=room) if len(seen) > 1 else seen[0].size * room / seen[0].need
+    if guess == math.inf and not high:
+        return halved
+    least, most = low + step, high - step if high else math.inf
+    return int(min(max(guess // step * step if guess < math.inf else guess, least), most))
+
+
+def crossing(a: Sample, b: Sample, *, room: int) -> float:
+    """The size at which the first call's bytes meet the room, if each is affine in the size; infinite if none does.
+
+    Where the two steps do not have the same calls, their peaks are taken to be affine.
+    """
+    same = len(a.points) == len(b.points)
+    pairs = zip(a.points, b.points, strict=True) if same else [(a.peak, b.peak)]
+    room -= b.reserve
+    slopes = [(x, (y - x) / (b.size - a.size)) for x, y in pairs]
+    return min((a.size + (room - x) / slope for x, slope in slopes if slope > 0), default=math.inf)
