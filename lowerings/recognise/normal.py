@@ -87,14 +87,15 @@ class Normal:
         Nothing else reads what is cut, so that who writes into a piece writes into no other. The new calls stand where
         the activation stood: what is written between is seen.
         """
-        cut, i = node.args
+        cut: Any = node.args[0]
+        i = node.args[1]
         call = self.calls.get(cut) if isinstance(cut, Node) else None
         if call is None or call.name not in PIECES - {"unbind"} or not isinstance(i, int):
             return
         pieces = cut.meta.get("example_value", cut.meta.get("val"))
         if not isinstance(pieces, (tuple, list)) or not _is_taken_once(cut, i % len(pieces), len(pieces)):
             return
-        act = call.args[0] if call.args else None
+        act: Any = call.args[0] if call.args else None
         while isinstance(act, Node) and len(act.users) == 1 and self._is_no_dropout(act):
             act = self.calls[act].args[0]
         of = self.calls.get(act) if isinstance(act, Node) else None
