@@ -78,7 +78,6 @@ CASES = {
         (1, 32768),
         "H200",
         ("80GB", "120GiB", "135GiB"),
-        maximum=("tokens", "130GiB"),
     ),
     "Mixtral, two layers": Case(mixtral, (4, 4096), "H200", ("60GiB",)),
 }

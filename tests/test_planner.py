@@ -147,6 +147,15 @@ def test_what_a_curve_put_together_may_be_short() -> None:
     assert equal.reserve(mixed) == nets[0] - nets[1] + int(MARGIN * equal.at(mixed).peak)
 
 
+def test_what_is_in_no_layer() -> None:
+    """Its level: the one that all layers have, where the model was compiled whole; "free" where it was put together."""
+    equal, whole = made_up(6, 0, equal=True), made_up(6, 0, equal=False)
+    for level, put_together in (("input", "free"), ("off", "off"), ("free", "free")):
+        levels = dict.fromkeys(whole.mlps, level)
+        assert (whole.default(levels), equal.default(levels)) == (level, put_together)
+    assert whole.default({"layers.0": "input"}) == equal.default({"layers.0": "input"}) == "free"
+
+
 def test_a_curve_by_hand() -> None:
     step = made_up(2, 0, equal=False)
     (k0, t0), (k1, t1) = ((s.net - 10, s.points[0] - s.net) for s in step.parts["free"].forward.values())
@@ -461,7 +470,14 @@ def test_the_chosen_plan_recompiled_meets_the_limit() -> None:
 
 @pytest.mark.slow
 def test_a_plan_of_all_layers_is_exact() -> None:
-    assert two_mlps().recompiled_peak_bytes() == two_mlps().step_peak
+    plan = two_mlps()
+    assert plan.recompiled_peak_bytes() == plan.step_peak
+    model, x = on_meta(MLP(256, 1024), MLP(256, 1024))
+    whole = captured_model(model, (x,), {}, 100)
+    for row in plan.levels:
+        if row.level != "checkpoint":
+            found = compiled_timeline(whole, H100, FusionPolicy(memory=row.level))[0]
+            assert row.peak == plan.parameters + plan.optimizer_state + found.peak, row.level
 
 
 @pytest.mark.slow

@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_fused_ops.planner.model import CapturedModel
-from torch_fused_ops.planner.step import Step, assembled, clock, compiled_timeline, cut
+from torch_fused_ops.planner.step import OFF, Step, assembled, clock, compiled_timeline, cut
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.figures import said
-from torch_fused_ops.virtual_gpu import GPU
+from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
 from torch_fused_ops.virtual_gpu.roofline import Rates
+from torch_fused_ops.virtual_gpu.timeline import Timeline
 
 __all__ = ["DIMENSIONS", "Largest", "LargestRow", "Sample", "Sizes", "bisected", "crossing", "resized", "size_of"]
 
@@ -154,6 +155,7 @@ class Sizes:
         self.step = step_of(given, dimension)
         self.gpu, self.rates, self.instructions = gpu, rates, instructions
         self.captured: dict[int, CapturedModel | None] = {}
+        self.compiled: dict[tuple[int, str], tuple[Timeline, tuple[PaperCompilation, ...]]] = {}
         self.bound, self.stopped = 0, ""  # the largest size with which the model runs, once one does not
 
     def largest(self, step: Step, resident: int, room: int) -> Largest:
@@ -179,14 +181,26 @@ class Sizes:
         captured = self.at(size)
         if captured is None:
             return self.bound
-        log.info('compiling on paper: %s %d, every MLP at "%s"', self.dimension, size, level)
-        timeline, papers = compiled_timeline(captured, self.gpu, FusionPolicy(memory=level))
-        step = assembled(captured, {level: cut(timeline, captured, lambda call: 0.0)})
+        # What is in no layer is that of "free" where the step is put together (``Step.default``).
+        levels = {level} if level == OFF or not captured.stacks else {level, "free"}
 
-        def timed() -> Step:
-            return assembled(captured, {level: cut(timeline, captured, clock(papers, self.rates, self.instructions))})
+        def step(timed: bool) -> Step:
+            parts = {}
+            for each in levels:
+                timeline, papers = self._compiled(size, each)
+                seconds = clock(papers, self.rates, self.instructions) if timed else lambda call: 0.0
+                parts[each] = cut(timeline, captured, seconds)
+            return assembled(captured, parts)
 
-        return _sample(size, step, level, timed)
+        return _sample(size, step(False), level, lambda: step(True))
+
+    def _compiled(self, size: int, level: str) -> tuple[Timeline, tuple[PaperCompilation, ...]]:
+        if (size, level) not in self.compiled:
+            log.info('compiling on paper: %s %d, every MLP at "%s"', self.dimension, size, level)
+            captured = self.captured[size]
+            assert captured is not None
+            self.compiled[size, level] = compiled_timeline(captured, self.gpu, FusionPolicy(memory=level))
+        return self.compiled[size, level]
 
     def at(self, size: int) -> CapturedModel | None:
         """The model at a size; None where it does not run. Then ``bound`` is the largest size with which it does."""
