@@ -359,7 +359,7 @@ def test_autocast_around_the_call_is_measured() -> None:
     assert (found.before.saved, found.after.saved) == (x + 2 * h + weight, x + h), "a cast is pointwise work too"
 
 
-@pytest.mark.seconds("figures of a model of several layers")
+@pytest.mark.slow
 def test_layers_add_up_and_each_has_its_bar(tmp_path: Path) -> None:
     report = tfo.explain(Stack(2), batch(grad=True))
     found = report.measure()

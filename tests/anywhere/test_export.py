@@ -207,6 +207,7 @@ def test_a_decomposed_program_may_be_trained(name: str) -> None:
     torch.testing.assert_close(*(torch.autograd.grad(g.sum(), x, allow_unused=True)[0] for g in first))
 
 
+@pytest.mark.slow
 def test_a_joint_graph_decomposes() -> None:
     """Forward and backward in one trace: the backward operators are traced, and become aten by the same table."""
     model = Everything()

@@ -161,7 +161,7 @@ def packed_with_bias() -> nn.Module:
     return Packed()
 
 
-@pytest.mark.every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "inference", "forward", "backward"),
     [

@@ -87,12 +87,8 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] = {
 }
 
 
-FEW = ("every argument", "bf16, fp32 residual", "p 1")
-
-
-@pytest.mark.seconds("machine code of a forward and a backward, by the C++ compiler")
-@pytest.mark.every(3)
-@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_compiled_equals_eager(name: str) -> None:
     fn, args = CASES[name]
     code = check(fn, args())

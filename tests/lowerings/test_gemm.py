@@ -191,6 +191,7 @@ def test_rounding_that_a_model_asks_for_stays() -> None:
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("memory", ("free", "fp8"))
 def test_no_more_is_kept_than_at_the_same_level_without(memory: str) -> None:

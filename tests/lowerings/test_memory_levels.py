@@ -229,6 +229,7 @@ def behind_a_product(tokens: tuple[int, ...], frozen: bool) -> list[Tensor]:
     return [x, *(t.detach() if frozen else t for t in (w, v, s)), a, b]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("fn", "tokens", "frozen", "size"),
     [

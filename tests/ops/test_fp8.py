@@ -223,6 +223,7 @@ def test_batched_gradients():
 
 
 OTHERS = {
+    "convert_glu_layout",
     "bias_dropout_add",
     "dropout_add",
     "linear_fp8",
