@@ -225,6 +225,7 @@ class Result:
     extra: dict[str, Tensor]
 
 
+@pytest.mark.slow
 def test_results_in_objects() -> None:
     class InObject(Pointwise):
         def forward(self, x: Tensor) -> Any:

@@ -426,6 +426,7 @@ class Dropping(torch.nn.Module):
         return torch.nn.functional.dropout(self.down(h), 0.25, self.training)
 
 
+@pytest.mark.every(4)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_checkpoint_around_a_compiled_model_drops_the_same_again(use_reentrant: bool) -> None:

@@ -81,6 +81,7 @@ def in_a_new_process(program: str, *arguments: object) -> str:
 PLAIN = {f"fused.{name}.default" for name in (*OPERATORS, "make_viewless")}
 
 
+@pytest.mark.every(8)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("memory", ["free", "fp8"])
 def test_every_operator_stays_in_the_graph(memory: str, strict: bool) -> None:

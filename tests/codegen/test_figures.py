@@ -182,7 +182,7 @@ def test_bytes_saved_below_the_knob(case: str, level: str) -> None:
     assert len(less.forward.kernels) == len(free.forward.kernels), "the cast is in the activation's own kernel"
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 @pytest.mark.parametrize(("case", "plain", "ours"), [("LoRA", 833, 577), ("dropout", 704, 320), ("GLU", 448, 320)])
 def test_bytes_saved_with_more_around_the_activation(case: str, plain: int, ours: int) -> None:
     """A second reader, a dropout behind (no mask is kept: its seed is), up and gate packed in one tensor."""

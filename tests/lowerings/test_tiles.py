@@ -195,6 +195,7 @@ def test_sums_over_tiles_are_rounded_to_the_weights_dtype(memory: str, most: flo
     assert 1.2 * whole < rounding(x, tangent, module, memory) < most * whole
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_sums_over_tiles_under_autocast_are_in_float32() -> None:
     torch.manual_seed(0)

@@ -147,8 +147,8 @@ def check_replaced(seed: int, model: Tree) -> None:
         assert apart(*results, 1e-9) < 1e-9, f"tree({seed}), replaced, changed={change}\n{model}"
 
 
+@pytest.mark.every(20)
 @pytest.mark.seconds("some of the random trees are large")
-@pytest.mark.every(10)
 @pytest.mark.parametrize("seed", SAMPLE)
 def test_sample(seed: int) -> None:
     """One level or mapping each, all of them in turn."""

@@ -62,8 +62,7 @@ def twice(x: Tensor) -> Tensor:
     return checkpoint(two, checkpoint(one, x, use_reentrant=False), use_reentrant=False)  # type: ignore[no-any-return]
 
 
-@pytest.mark.seconds("figures on paper, twice")
-@pytest.mark.every(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("fn", [BLOCK, BLOCKS, twice], ids=["block", "blocks", "checkpointed"])
 def test_it_is_as_if_captured_on_paper(fn: Callable[..., Any], dynamic: bool) -> None:
