@@ -1,0 +1,28 @@
+"""What mkdocs calls while it makes the site: README.md and CONTRIBUTING.md, which stand above docs/, are its pages too."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages."""
+    from mkdocs.structure.files import File
+
+    for source, page in PAGES.items():
+        text = (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "](")
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Links to the pages lead to where they are on the site."""
+    up = "../" * page.file.src_uri.count("/")
+    for source, name in PAGES.items():
+        markdown = re.sub(rf"\]\((?:\.\./)*{re.escape(source)}", f"]({up}{name}", markdown)
+    return markdown
