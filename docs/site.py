@@ -1,4 +1,4 @@
-"""What mkdocs calls while it makes the site: README.md and CONTRIBUTING.md, which stand above docs/, are its pages too."""
+"""What mkdocs calls while it makes the site: README.md and CONTRIBUTING.md, above docs/, are pages of it, too."""
 
 from __future__ import annotations
 

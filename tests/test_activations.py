@@ -150,6 +150,7 @@ def test_register_again(table):
             tfo.register_activation(name, fn)
 
 
+@pytest.mark.slow
 def test_register_in_place_of_another(table):
     """As a cell of a notebook is run again: what is the same does nothing, and what is another is asked for."""
     tfo.register_activation("celled", lambda x: x * torch.tanh(x), lambda x: torch.tanh(x) + x / torch.cosh(x) ** 2)

@@ -385,7 +385,7 @@ class Positions(nn.Module):
         return y.float().square().mean()
 
 
-@pytest.mark.seconds("where it runs alone, the first compilation on paper is its own")
+@pytest.mark.slow
 def test_the_largest_batch_of_a_model(inductor: Any) -> None:
     model, x = Positions().bfloat16().to("meta"), torch.empty(4, 512, 256, device="meta", dtype=torch.bfloat16)
     settings: dict[str, Any] = {"gpu": "H100", "optimizer": "none"}
@@ -398,7 +398,6 @@ def test_the_largest_batch_of_a_model(inductor: Any) -> None:
     assert found.within("1GiB").largest is None
 
 
-@pytest.mark.slow
 def test_the_longest_sequence_that_a_model_runs_with(tmp_path: Path, inductor: Any) -> None:
     model, x = Positions().bfloat16().to("meta"), torch.empty(1, 512, 256, device="meta", dtype=torch.bfloat16)
     found = tfo.plan(model, x, memory="1GiB", gpu="H100", optimizer="none", maximum="tokens")

@@ -396,6 +396,7 @@ def is_so_by_triton(sample: Sample) -> None:
     assert [raw(t.detach()) for t in given] == before, "an input was written"
 
 
+@pytest.mark.slow
 @quietly(40, derandomize=True)
 @given(calls())
 def test_triton_s_calls_are_as_in_torch(sample: Sample) -> None:

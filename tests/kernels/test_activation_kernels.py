@@ -462,7 +462,7 @@ def test_sizes_of_every_unit(device: Device, name: str, columns: int) -> None:
         check(device, name, args, normal(5, columns + gap)[:, :columns])
 
 
-@pytest.mark.covering(1, "call")
+@pytest.mark.every(9)
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name.replace(" ", "_"))
 @pytest.mark.parametrize("call", ["bias backward", "halves backward", "interleaved backward"])
 def test_compiles_everywhere(gpu: virtual_gpu.GPU, call: str) -> None:

@@ -1087,7 +1087,7 @@ def hf_models():
     }
 
 
-@pytest.mark.every(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5"])
 def test_transformers(name, train):

@@ -799,7 +799,7 @@ def layer(dtype, **flags):
     return moe, torch.randn(11, HIDDEN, dtype=dtype, requires_grad=True)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_is_one_graph(dtype: torch.dtype, bias: bool) -> None:
