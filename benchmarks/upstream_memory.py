@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._functorch.config as functorch_config
-import torch.nn.functional as F
+import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 from torch.fx import Graph
 
 from torch_fused_ops import FusionPolicy
-from torch_fused_ops.benchmarks import on_paper
+from torch_fused_ops.benchmarks import models, on_paper
 
 if TYPE_CHECKING:
     from torch_fused_ops.virtual_gpu import PaperCompilation
@@ -178,25 +178,13 @@ def paper_figures(block: str, way: Way) -> dict[str, Any]:
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-class MLP(nn.Module):
-    """GELU by tanh between two linear layers with biases."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
-        return y
-
-
 def distances(ways: dict[str, Way], tokens: int = 512, width: int = 128, hidden: int = 512) -> dict[str, float]:
     """How far each way's gradients are from float64's: the farthest gradient, relative, in the 2-norm.
 
     Tensors of any size are stored in float8 here. Values are random, of deviation 1 where the activation reads them.
     """
     torch.manual_seed(0)
-    module, x = MLP(width, hidden).bfloat16(), torch.randn(tokens, width).bfloat16()
+    module, x = models.GELUMLP(width, hidden).bfloat16(), torch.randn(tokens, width).bfloat16()
     with torch.no_grad():
         module.up.weight.copy_(torch.randn(hidden, width) / width**0.5)
     tangent = torch.randn(tokens, width).bfloat16()
@@ -206,15 +194,15 @@ def distances(ways: dict[str, Way], tokens: int = 512, width: int = 128, hidden:
         loss = fn(leaf)
         return [g.double() for g in torch.autograd.grad(loss, [leaf, *model.parameters()], tangent.to(dtype))]
 
-    exact = MLP(width, hidden).double()
+    exact = models.GELUMLP(width, hidden).double()
     exact.load_state_dict({name: t.double() for name, t in module.state_dict().items()})
     expected = gradients(exact, exact, torch.float64)
     found = {}
     for name, way in ways.items():
         torch._dynamo.reset()
         patched: dict[str, Any] = {} if way.budget is None else {"activation_memory_budget": way.budget}
-        with functorch_config.patch(patched):
-            step = torch.compile(module, options={**options_of(way, smallest=0), "force_disable_caches": True})
+        with functorch_config.patch(patched), inductor_config.patch(force_disable_caches=True):
+            step = torch.compile(module, options=options_of(way, smallest=0))
             got = gradients(step, module, torch.bfloat16)
         found[name] = max(float((a - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True))
     return found
