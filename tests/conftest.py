@@ -70,6 +70,17 @@ def inductor() -> Any:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Dynamo has compiled nothing, before and after, and afterwards pick-up is off."""
+    import torch_fused_ops as tfo
+
+    torch._dynamo.reset()
+    yield
+    tfo.disable()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def only_new_garbage() -> Iterator[None]:
     """``gc.collect`` goes through what the test makes, not through 0.5 s of what is there already."""
     gc.freeze()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,10 @@ from torch_fused_ops.lowerings import recognise
 from torch_fused_ops.reports import figures as figures_module
 from torch_fused_ops.reports.figures import layers_of
 
-pytestmark = pytest.mark.codegen_is_slow
+pytestmark = [pytest.mark.codegen_is_slow, pytest.mark.usefixtures("fresh_compiler")]
 
 ROWS, WIDTH, FFN = 32, 64, 256
 FLOAT = 4
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    tfo.disable()
-    torch._dynamo.reset()
 
 
 def mlp(act: nn.Module | None = None, bias: bool = True) -> nn.Module:

@@ -592,6 +592,11 @@ class Kind(Enum):
         return f"docs/recognition.md#{self.name.lower().replace('_', '-')}"
 
     @property
+    def advice(self) -> str:
+        """What helps, and where the docs say more: "If relu is meant, write F.relu (docs/recognition.md#relu-kink)"."""
+        return f"{self.cure} ({self.row})" if self.cure else self.row
+
+    @property
     def is_mlp(self) -> bool:
         """Whether what was refused is an MLP, which could have been fused."""
         return self.family is not Family.NOT_AN_MLP

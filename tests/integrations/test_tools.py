@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,7 @@ from torch import Tensor, nn
 
 import torch_fused_ops as tfo
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    tfo.disable()
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
 
 
 def gpt2() -> Any:

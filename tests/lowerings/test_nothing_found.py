@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,18 +18,10 @@ import torch_fused_ops as tfo
 from torch_fused_ops import functional as FF
 from torch_fused_ops.nn import FusedMLP
 
-pytestmark = pytest.mark.codegen_is_slow
+pytestmark = [pytest.mark.codegen_is_slow, pytest.mark.usefixtures("fresh_compiler")]
 
 STRICT = tfo.FusionPolicy(strict=True)
 break_here = torch._dynamo.graph_break
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    tfo.disable()
-    torch._dynamo.reset()
 
 
 class Body(nn.Module):

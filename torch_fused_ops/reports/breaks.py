@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch_fused_ops.reasons import Kind, Reason
 
@@ -41,7 +41,9 @@ def break_of(gm: GraphModule) -> Break | None:
     Args:
         gm: from Dynamo, which keeps what it stopped for with every graph (torch 2.11 to 2.15).
     """
-    stopped: Any = getattr(gm, "compile_subgraph_reason", None)
+    from torch_fused_ops.lowerings import compat
+
+    stopped = compat.why_it_ended(gm.graph)
     if stopped is None or not stopped.graph_break:
         return None
     frames = [(frame.filename, frame.lineno or 0) for frame in stopped.user_stack]

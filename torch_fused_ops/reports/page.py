@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from torch_fused_ops.reports.text import (
-    advice,
     bare_reason,
     change,
     counted,
@@ -34,7 +33,7 @@ def page(report: Report, groups: Sequence[Group], unread: Sequence[Group]) -> st
     """The report, its sites and its unread activations in groups, as HTML. What comes from the model is escaped."""
     mlps = [site for site in report.sites if site.is_mlp]
     filters: dict[str, Callable[..., str]] = {"kind": _kind, "read_by": read_by}
-    filters |= {"reason_text": reason_text, "bare_reason": bare_reason, "advice": advice}
+    filters |= {"reason_text": reason_text, "bare_reason": bare_reason}
     return template("reports/page.html", filters).render(
         report=report,
         figures=report.figures,

@@ -20,7 +20,6 @@ __all__ = [
     "PICKED_UP",
     "PLAIN",
     "WIDTH",
-    "advice",
     "aligned",
     "bare_reason",
     "breaks_text",
@@ -47,14 +46,9 @@ def read_by(site: Site) -> str:
     return ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in Counter(site.users).items())
 
 
-def advice(kind: Kind) -> str:
-    """What helps, and where the docs say more: "If relu is meant, write F.relu. (docs/recognition.md#relu-kink)"."""
-    return f"{kind.cure} ({kind.row})" if kind.cure else kind.row
-
-
-def _advised(text: str, kinds: Sequence[Kind]) -> list[str]:
-    """A reason, and below it what helps, one line each; to be wrapped."""
-    return [text, *(f"→ {advice(kind)}" for kind in kinds)]
+def _advice(kinds: Sequence[Kind]) -> list[str]:
+    """What helps, one line each; to be wrapped."""
+    return [f"→ {kind.advice}" for kind in kinds]
 
 
 def counted(breaks: Sequence[Break]) -> list[tuple[Break, int]]:
@@ -68,7 +62,7 @@ def breaks_text(breaks: Sequence[Break]) -> str:
     for one, times in counted(breaks):
         where = f"{one.source or 'unknown'}{f' ×{times}' if times > 1 else ''}"
         lines.append(f"{where}: {one.code}" if one.code else where)
-        for part in _advised(one.reason, (one.kind,)):
+        for part in (one.reason, *_advice((one.kind,))):
             lines += textwrap.wrap(part, WIDTH, initial_indent="  ", subsequent_indent="    ")
     return "\n".join(lines)
 
@@ -78,7 +72,7 @@ def unread_lines(groups: Sequence[Group]) -> list[str]:
     lines: list[str] = []
     for text, group in unread_text(groups):
         lines.append(f"{text} ({group.source})")
-        for part in _advised("", group.sites[0].refusals)[1:]:
+        for part in _advice(group.sites[0].refusals):
             lines += textwrap.wrap(part, WIDTH, initial_indent="  ", subsequent_indent="    ")
     return lines
 
@@ -117,7 +111,7 @@ def sites_table(groups: Sequence[Group]) -> str:
     rows = [header]
     for group in groups:
         site = group.sites[0]
-        said = "\n".join(_advised(reason_text(site), site.refusals))
+        said = "\n".join((reason_text(site), *_advice(site.refusals)))
         rows.append((site.op or "-", site.activation or "-", group.source, read_by(site), said))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     indent = sum(widths) + 2 * len(widths)
