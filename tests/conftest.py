@@ -53,7 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """A meter in every process that runs tests; what reports on all tests in the one that hears of them."""
     # On a GPU tests do more: its context, and kernels that are compiled for it.
     limit = math.inf if torch.cuda.is_available() else float(config.getini("seconds_limit"))
-    config.pluginmanager.register(processor_time.Meter(limit), "processor-time-meter")
+    last = limit if config.getoption("--processor-time") else limit * processor_time.ELSEWHERE
+    config.pluginmanager.register(processor_time.Meter(limit, last), "processor-time-meter")
     if hasattr(config, "workerinput"):
         return
     config.pluginmanager.register(processor_time.Table(config.getoption("--processor-time")), "processor-time-table")

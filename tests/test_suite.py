@@ -98,13 +98,25 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     return pytester
 
 
+def limited(suite: pytest.Pytester, seconds: float, *options: str) -> pytest.RunResult:
+    """A run whose tests may take so long; the dear ones take 0.6 s."""
+    return suite.runpytest_subprocess("-p", "no:xdist", "-o", f"seconds_limit={seconds}", *options, "tests")
+
+
 @pytest.mark.slow
 def test_what_is_dear_fails_unless_it_says_why(suite: pytest.Pytester) -> None:
-    limit = ("-o", "seconds_limit=0.2")  # 0.4 next to other work; what is dear takes 0.6
-    run = suite.runpytest_subprocess("-p", "no:xdist", *limit, "--processor-time", "times.json", "tests")
+    run = limited(suite, 0.2, "--processor-time", "times.json")
     run.assert_outcomes(passed=2 + 10 + 3 + 3 + 1, failed=2, deselected=1 + 17 + 9 + 4 + 1)
-    run.stdout.fnmatch_lines(["*0.?*s of processor time; a default test has 0.[24].*", "processor time: * s of it in*"])
+    run.stdout.fnmatch_lines(["*0.?*s of processor time; a default test has 0.2.*", "processor time: * s of it in*"])
     assert '"tests/test_them.py::test_says_why": 0.6' in (suite.path / "times.json").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "failed"), [(0.3, 0), (0.1, 2)])
+def test_where_times_are_not_asked_for_machines_may_differ(suite: pytest.Pytester, limit: float, failed: int) -> None:
+    run = limited(suite, limit)
+    run.assert_outcomes(passed=21 - failed, failed=failed, deselected=1 + 17 + 9 + 4 + 1)
+    run.stdout.fnmatch_lines_random(["  above its limit: 0.? s, tests/test_them.py::test_dear*"] * 2)
 
 
 @pytest.mark.slow
