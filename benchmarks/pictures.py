@@ -1,19 +1,20 @@
-"""Pictures of results, drawn from their JSON: bars of every case, a roofline. Needs matplotlib (extra ``bench``)."""
+"""Pictures of results, drawn from their JSON: ratios of every case, a roofline. Needs matplotlib (extra ``bench``)."""
 
 # mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 OURS, THEIRS, LINE = "#2563eb", "#c3c9d1", "#6b7280"
+BLUES = (OURS, "#0ea5e9", "#7c3aed", "#0f766e", "#db2777")
+BASE = "compile"
 MARKS = "osD^vPX*<>ph"
 
 
 def draw(result: dict[str, Any], out: Path) -> list[Path]:
-    """Bars beside ``out`` (``.png``), and a roofline (``_roofline.png``); returns what was written.
+    """Ratios beside ``out`` (``.png``), and a roofline (``_roofline.png``); returns what was written.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -25,7 +26,7 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
     if not cases:
         return []
     written = []
-    for suffix, picture in (("", bars), ("_roofline", roofline)):
+    for suffix, picture in (("", ratios), ("_roofline", roofline)):
         figure = picture(result, cases)
         path = out.with_name(f"{out.stem}{suffix}.png")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,35 +35,40 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
     return written
 
 
-def bars(result: dict[str, Any], cases: list[dict[str, Any]]) -> Any:
-    """A panel a case: a bar for each way, its quartiles as a whisker, its time to torch.compile's beside it."""
+def ratios(result: dict[str, Any], cases: list[dict[str, Any]]) -> Any:
+    """A line a case: each way's time to torch.compile's (the first way's, where that was not run).
+
+    Ours are the medians of the ratios within rounds, with their 95 % intervals; of the others, the medians' ratios.
+    """
     from matplotlib.figure import Figure
 
-    columns = min(3, len(cases))
-    rows = math.ceil(len(cases) / columns)
-    tallest = max(len(c["ways"]) for c in cases)
-    figure = Figure(figsize=(5.2 * columns, (0.28 * tallest + 0.9) * rows))
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for ax, case in zip(axes.flat, cases, strict=False):
-        timed = {name: way["ms"] for name, way in case["ways"].items() if "ms" in way}
-        names = list(timed)
-        medians = [timed[n]["median"] for n in names]
-        spread = [[abs(timed[n]["quartiles"][side] - timed[n]["median"]) for n in names] for side in (0, 1)]
-        colours = [OURS if n in case["ours"] else THEIRS for n in names]
-        ax.barh(names, medians, xerr=spread, color=colours, error_kw={"linewidth": 1})
-        base = timed.get("compile", timed[names[0]])["median"]
-        for y, value in enumerate(medians):
-            ax.text(max(medians) * 1.05, y, f"{value:.4g}  ({value / base:.2f})", va="center", fontsize=7)
-        ax.set_xlim(0, max(medians) * 1.4)
-        ax.invert_yaxis()
-        ax.set_title(case["name"], fontsize=8)
-        ax.tick_params(labelsize=7)
-    for ax in list(axes.flat)[len(cases) :]:
-        ax.set_visible(False)
-    what = "milliseconds (times torch.compile's), medians and quartiles"
-    title = f"{result['benchmark']}: {what}; {result['device']['name']}"
-    figure.suptitle(title, fontsize=9)
-    figure.tight_layout()
+    figure = Figure(figsize=(8.5, 0.42 * len(cases) + 1.6))
+    ax = figure.subplots()
+    known = list(dict.fromkeys(name for case in cases for name in case["ways"]))
+    ours = [name for name in known if any(name in case["ours"] for case in cases)]
+    for number, name in enumerate((*(n for n in known if n not in ours), *ours)):
+        xs, ys, spread = [], [], []
+        for y, case in enumerate(cases):
+            timed = {n: way for n, way in case["ways"].items() if "ms" in way}
+            base = BASE if BASE in timed else next(iter(timed))
+            if name not in timed or name == base:
+                continue
+            ratio = timed[name].get("ratio_to", {}).get(base)
+            median = ratio["median"] if ratio else timed[name]["ms"]["median"] / timed[base]["ms"]["median"]
+            xs.append(median)
+            ys.append(y + 0.5 * (number / len(known) - 0.5))
+            spread.append([abs(end - median) for end in ratio["interval"]] if ratio else [0.0, 0.0])
+        if xs:
+            shade = BLUES[ours.index(name) % len(BLUES)] if name in ours else LINE
+            ax.errorbar(xs, ys, xerr=list(zip(*spread, strict=True)), fmt=MARKS[number % len(MARKS)], color=shade,
+                        markersize=5, linewidth=1, label=name)  # fmt: skip
+    ax.axvline(1, color="black", linewidth=1)
+    ax.set_yticks(range(len(cases)), [case["name"] for case in cases], fontsize=9)
+    ax.invert_yaxis()
+    ax.grid(axis="x", color=THEIRS, linewidth=0.5)
+    ax.set_xlabel(f"time to that of {BASE}: left is faster", fontsize=9)
+    ax.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.4, -0.55 / (0.42 * len(cases))))
+    ax.set_title(f"{result['benchmark']}, {result['device']['name']}", fontsize=10)
     return figure
 
 
