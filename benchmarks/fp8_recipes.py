@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import torch_fused_ops as tfo
+from torch_fused_ops import bench_ways
 from torch_fused_ops.benchmarks import harness, models, on_paper, ways
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ MLPS: dict[str, tuple[type[nn.Module], float]] = {  # hidden ÷ width
     "GELU": (GELUMLP, 4),
 }
 OURS = ("fp8", "fp8-wgrad-bf16")
-WAYS = ("plain", *OURS, *(f"torchao {recipe}" for recipe in ways.TORCHAO))
+WAYS = ("plain", *OURS, *(f"torchao {recipe}" for recipe in bench_ways.TORCHAO))
 
 
 def products(graph: GeneratedGraph) -> Iterator[tuple[fx.Node, bool]]:

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from torch_fused_ops import activations
 from torch_fused_ops import functional as FF
+from torch_fused_ops.bench_ways import AUTOTUNE
 
 from .harness import DTYPES, Case, Device, Plan, Target, Trial, Unavailable, Value, sets_of
-from .ways import AUTOTUNE, fresh
+from .ways import fresh
 
 SHAPE = "TOKENSxWIDTH, the last operand's width, e.g. 8192x8192"
 QUICK = [(16, 32)]

@@ -171,7 +171,7 @@ BEGIN_PLAN = (
     "<!-- Written by `python docs/generate.py` from benchmarks/results/plans.json; change that, not this. -->\n"
 )
 BEGIN_ON_PAPER = "<!-- Written by `python docs/generate.py` from benchmarks/results/on_paper.json; change that. -->\n"
-BEGIN_WAYS = "<!-- Written by `python docs/generate.py` from benchmarks/ways.py; change that. -->\n"
+BEGIN_WAYS = "<!-- Written by `python docs/generate.py` from torch_fused_ops/bench_ways.py; change that. -->\n"
 BEGIN_UPSTREAM = "<!-- Written by `python docs/generate.py` from benchmarks/results/upstream_memory.json. -->\n"
 BEGIN_RECIPES = "<!-- Written by `python docs/generate.py` from benchmarks/results/fp8_recipes.json; change that. -->\n"
 END = "<!-- What follows is written by hand. -->\n"
@@ -312,10 +312,12 @@ def readme() -> str:
 
 def benchmarks() -> str:
     """The page, with the ways that are compared, and with what ours loses on paper."""
-    from torch_fused_ops.benchmarks import on_paper, ways
+    from torch_fused_ops import bench_ways
+    from torch_fused_ops.benchmarks import on_paper
 
     table = [
-        f"| {', '.join(f'`{way}`' for way in m.ways)} | {', '.join(m.benchmarks)} | {m.text} |" for m in ways.MEANINGS
+        f"| {', '.join(f'`{way}`' for way in m.ways)} | {', '.join(m.benchmarks)} | {m.text} |"
+        for m in bench_ways.MEANINGS
     ]
     page = _between("benchmarks.md", BEGIN_WAYS, ["| way | of | |", "|---|---|---|", *table, ""])
 

@@ -5,6 +5,7 @@ import logging
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -213,17 +214,29 @@ def test_what_takes_long_is_said_while_it_does(capsys):
     logger = logging.getLogger("torch_fused_ops.planner")
     with cli._progress(logger.name, seconds=60):
         logger.info("soon done")
-    with cli._progress(logger.name, seconds=0):
+    with cli._progress(logger.name, "capturing", seconds=0):
+        while "capturing" not in (said := capsys.readouterr().err):
+            time.sleep(0.01)
         logger.info("compiling")
     logger.info("nobody asked")
-    said = capsys.readouterr()
-    assert said.err == "compiling\n" and not said.out and not logger.handlers
+    after = capsys.readouterr()
+    assert (said, after.err) == ("... capturing\n", "... compiling\n") and not after.out and not logger.handlers
 
 
 def test_version(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
     assert stopped.value.code == 0 and capsys.readouterr().out == f"torch_fused_ops {tfo.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["bench", "mlp", "--help"], ["plan"]])
+def test_what_needs_no_torch_does_not_import_it(arguments):
+    command = [sys.executable, "-X", "importtime", "-m", "torch_fused_ops", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (0 if "--help" in arguments else 2)
+    assert "usage: python -m torch_fused_ops" in done.stdout + done.stderr
+    imported = re.findall(r"\| +(\S+)$", done.stderr, re.M)
+    assert "torch_fused_ops.arguments" in imported and "torch" not in imported
 
 
 def test_help_and_no_command(capsys):

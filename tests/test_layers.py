@@ -30,7 +30,7 @@ OPERATORS = [
     *("viewless", "routing", "functional"),
 ]
 SITES = ["capturing", "reasons", "sites"]
-POLICY = ["policy", "environment"]
+POLICY = ["recipes", "policy", "environment"]
 LAYERS: dict[str, list[str]] = {
     "virtual_gpu": [],
     "_version": [],
@@ -43,7 +43,10 @@ LAYERS: dict[str, list[str]] = {
     "activations": [],
     "formulas": ["activations"],
     "float8": ["formulas"],
-    "policy": ["float8", "tiles"],
+    "recipes": [],
+    "policy": ["recipes", "tiles"],
+    "bench_ways": ["policy"],
+    "arguments": ["_version", "policy", "bench_ways"],
     "environment": ["policy"],
     "observers": ["policy"],
     "declaration": ["activations"],
@@ -53,7 +56,7 @@ LAYERS: dict[str, list[str]] = {
     "reference": ["formulas", "operators"],
     "viewless": ["operators"],
     "routing": [],
-    "functional": ["activations", "float8", "distributed", "operators", "viewless"],
+    "functional": ["activations", "recipes", "distributed", "operators", "viewless"],
     "megatron": ["reference", "operators", "viewless", "routing", "functional"],
     "slapo": ["activations", "functional", "megatron"],
     # torch.compile
@@ -63,12 +66,14 @@ LAYERS: dict[str, list[str]] = {
     "planner": ["virtual_gpu", "policy", *SITES, "lowerings", "reports"],
     # modules
     "nn": [*OPERATORS, "megatron", "tiles", "policy", *SITES, "lowerings", "reports"],
-    "torch_fused_ops": ["_version", *OPERATORS, "known_gemms", *POLICY, "lowerings", "reports", "verify", "planner"],
+    "torch_fused_ops": [
+        *("_version", "arguments", *OPERATORS, "known_gemms", *POLICY, "lowerings", "reports", "verify", "planner")
+    ],
     "integrations": ["reports"],
     # tools
     "testing": ["virtual_gpu", *OPERATORS],
-    "benchmarks": ["virtual_gpu", *OPERATORS, "policy", *SITES, "lowerings", "nn", "torch_fused_ops"],
-    "cli": [*OPERATORS, "policy", "environment", "lowerings", "torch_fused_ops", "testing", "benchmarks"],
+    "benchmarks": ["virtual_gpu", "bench_ways", *OPERATORS, "policy", *SITES, "lowerings", "nn", "torch_fused_ops"],
+    "cli": ["arguments", *OPERATORS, "policy", "environment", "lowerings", "torch_fused_ops", "testing", "benchmarks"],
     "__main__": ["cli"],
 }  # fmt: skip
 

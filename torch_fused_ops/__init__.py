@@ -22,6 +22,13 @@ from typing import Any
 if importlib.util.find_spec("torch_fused_ops.lowerings") is None:
     __path__.append(str(Path(__file__).parents[1]))
 
+# `python -m torch_fused_ops` imports this first, and torch takes 2 s to import: --help, --version and arguments that
+# make no sense do without. While Python looks for the module, sys.argv begins with "-m".
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__:
+    from torch_fused_ops.arguments import parser
+
+    parser().parse_args(sys.argv[1:])
+
 import torch_fused_ops.environment  # noqa: F401  first: what it says wrong stops here
 from torch_fused_ops import functional
 from torch_fused_ops._version import __version__

@@ -1,17 +1,4 @@
-"""The command line: ``python -m torch_fused_ops {info, check, explain, plan, verify, run, bench}``.
-
-    info                            versions, devices and what is active
-    check [--device D] [--quick]    opcheck and precision of every operator on a device; exit code 1 if anything fails
-    explain MODULE:CALLABLE         which MLP sites of a model are fused, why the others are not, what it saves
-    plan MODULE:CALLABLE            whether a step of training fits into a GPU's memory, and at which memory levels
-    verify MODULE:CALLABLE          a model's step of training, eager, compiled and fused; exit code 1 if it differs
-    run SCRIPT [ARGUMENT ...]       a program as it is, with pick-up in every torch.compile
-    bench NAME                      measure this library beside PyTorch's own ways, or count on paper
-    --version                       this library's version
-
-``explain``, ``plan`` and ``verify`` call CALLABLE without arguments; it returns ``(model, args)`` or
-``(model, args, kwargs)``. MODULE is a module's name or a ``.py`` file. Exit code 2 for arguments that make no sense.
-"""
+"""What the commands of ``python -m torch_fused_ops`` do; ``arguments.py`` has what they take."""
 
 from __future__ import annotations
 
@@ -23,10 +10,10 @@ import importlib.util
 import logging
 import os
 import platform
-import re
 import runpy
 import shutil
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +25,7 @@ import torch
 
 import torch_fused_ops as tfo
 from torch_fused_ops import environment
-from torch_fused_ops.policy import GEMM, LEVELS, is_level
+from torch_fused_ops.arguments import parser
 
 __all__ = ["main"]
 
@@ -200,15 +187,16 @@ def _explain(arguments: argparse.Namespace) -> int:
     if isinstance(model, torch.nn.Module):
         model.train(arguments.train)
     policy = tfo.FusionPolicy(memory=arguments.memory, gemm=arguments.gemm, exclude=arguments.exclude)
-    with torch.set_grad_enabled(arguments.train):
-        report = tfo.explain(model, *args, policy=policy, **kwargs)
     if arguments.levels and not arguments.train:
         raise _UsageError("--levels needs --train: without a backward nothing is kept")
-    if arguments.figures is not None or arguments.levels:
-        try:
-            report.measure(arguments.figures or "H200", levels=arguments.levels)
-        except ValueError as e:
-            raise _UsageError(f"--figures {arguments.figures}: {e}") from None
+    with _progress("torch_fused_ops.reports", "capturing"):
+        with torch.set_grad_enabled(arguments.train):
+            report = tfo.explain(model, *args, policy=policy, **kwargs)
+        if arguments.figures is not None or arguments.levels:
+            try:
+                report.measure(arguments.figures or "H200", levels=arguments.levels)
+            except ValueError as e:
+                raise _UsageError(f"--figures {arguments.figures}: {e}") from None
     print(report)
     if arguments.json:
         Path(arguments.json).write_text(report.to_json(), encoding="utf-8")
@@ -228,7 +216,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if isinstance(model, torch.nn.Module):
         model.train()
     try:
-        with _progress("torch_fused_ops.planner"):
+        with _progress("torch_fused_ops.planner", "capturing"):
             found = tfo.plan(model, *args, **settings, **kwargs)
             if arguments.recompile:
                 peak = found.recompiled_peak_bytes()
@@ -244,17 +232,44 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
+class _Latest(logging.Handler):
+    """Says on standard error what a logger said last once so many seconds have passed, and then all that it says."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.latest = ""
+        self.late = False
+        self.timer = threading.Timer(seconds, self.begin)
+        self.timer.daemon = True
+
+    def begin(self) -> None:
+        with self.lock or contextlib.nullcontext():
+            self.late = True
+            self.say()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.latest = record.getMessage()
+        if self.late:
+            self.say()
+
+    def say(self) -> None:
+        if self.latest:
+            print(f"... {self.latest}", file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
-def _progress(name: str, seconds: float = 5.0) -> Iterator[None]:
-    """What a logger says from now on, on standard error, once so many seconds have passed."""
-    logger, handler, start = logging.getLogger(name), logging.StreamHandler(sys.stderr), time.time()
-    handler.addFilter(lambda record: record.created - start > seconds)
+def _progress(name: str, first: str = "", seconds: float = 5.0) -> Iterator[None]:
+    """What a logger says at level INFO, after these seconds; ``first`` is what it is at in the beginning."""
+    logger, handler = logging.getLogger(name), _Latest(seconds)
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    logger.info(first)
+    handler.timer.start()
     try:
         yield
     finally:
+        handler.timer.cancel()
         logger.setLevel(level)
         logger.removeHandler(handler)
 
@@ -269,7 +284,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         model, args, kwargs = _load(arguments.spec)
         if isinstance(model, torch.nn.Module):
             model.train(not arguments.eval)
-        found = tfo.verify(model, *args, policy=policy, compiled=arguments.compiled, **kwargs)
+        with _progress("torch_fused_ops.verify"):
+            found = tfo.verify(model, *args, policy=policy, compiled=arguments.compiled, **kwargs)
     except _UsageError:
         raise
     except Exception as error:  # the model's own; exit code 1 is for one that runs and differs
@@ -320,45 +336,6 @@ def _write(report: tfo.Report, file: Path) -> None:
 
 # ---- bench -----------------------------------------------------------------------------------------------------------
 
-_BENCH_OPTIONS: dict[str, dict[str, Any]] = {
-    "device": {"help": "cpu, cuda, cuda:1, …; a GPU by default where there is one"},
-    "quick": {"action": "store_true", "help": "the least, tiny: does it run at all?"},
-    "sizes": {"nargs": "+", "metavar": "SIZE", "default": [], "help": "8192x4096, …; its own else"},
-    "dtypes": {"nargs": "+", "choices": ("bfloat16", "float16", "float32"), "default": [], "help": "its own else"},
-    "only": {"nargs": "+", "metavar": "TEXT", "default": [], "help": "only cases whose names hold all of these texts"},
-    "skip": {"nargs": "+", "metavar": "TEXT", "default": [], "help": "without those whose names hold one of these"},
-    "ways": {"nargs": "+", "metavar": "WAY", "default": [], "help": "only these ways (below)"},
-    "seconds": {"type": float, "help": "of timing a case"},
-    "rounds": {"type": int, "default": 1000, "help": "at most so many a case (default: 1000)"},
-    "limit": {"type": float, "help": "seconds of it all (GPU: 540); what is left then is listed"},
-    "resume": {"action": "store_true", "help": "keep what --out holds and measure the rest"},
-    "threads": {"type": int, "default": 0, "help": "CPU threads (default: torch's own choice)"},
-    "seed": {"type": int, "default": 0, "help": "of random numbers, and of the order of ways (default: 0)"},
-    "out": {"type": Path, "metavar": "FILE", "help": "results (CPU: in benchmarks/results; quick: none), or a folder"},
-    "draw": {"type": Path, "metavar": "FILE", "help": "measure nothing: draw the pictures of these results"},
-    "largest": {"action": "store_true", "help": "the largest batch that fits, for each way, too"},
-    "part": {"metavar": "PART", "help": "correctness, kernels or steps"},
-}  # fmt: skip
-_TIMED = tuple(option for option in _BENCH_OPTIONS if option not in ("largest", "part"))
-# What each is, and which options it takes.
-BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "pointwise": ("every operator by itself, forward and backward, and what a call costs", _TIMED),
-    "mlp": ("a training step of GELU and SwiGLU MLPs", _TIMED),
-    "model": ("a training step of whole models", (*_TIMED, "largest")),
-    "inference": ("MLPs without gradients, decoding included", _TIMED),
-    "probe": ("our eager kernels at every block size and number of warps; float8 products; launches", _TIMED),
-    "on-paper": ("every operator and six blocks, counted for an absent H200", ("only", "quick", "out", "draw")),
-    "gpu": ("a GPU's first half hour, a part of it", ("part", "out", "device", "quick", "limit")),
-}  # fmt: skip
-
-
-def _ways(benchmark: str) -> str:
-    """The ways that a benchmark has, a line each."""
-    from torch_fused_ops.benchmarks.ways import MEANINGS
-
-    found = [(", ".join(m.ways), re.sub(r"`| \(\[.*?\)\)", "", m.text)) for m in MEANINGS if benchmark in m.benchmarks]
-    return "\n".join(["ways:", *(f"  {names}\n      {text}" for names, text in found)]) if found else ""
-
 
 def _bench(arguments: argparse.Namespace) -> int:
     from torch_fused_ops.benchmarks import harness
@@ -370,125 +347,22 @@ def _bench(arguments: argparse.Namespace) -> int:
         raise _UsageError(str(e)) from None
 
 
-# ---- arguments -------------------------------------------------------------------------------------------------------
-
-
-def _level(text: str) -> str:
-    if not is_level(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not known; accepted: {LEVELS}")
-    return text
-
-
-def _add_spec(parser: argparse.ArgumentParser) -> None:
-    """The argument that says which model."""
-    parser.add_argument(
-        "spec",
-        metavar="MODULE:CALLABLE",
-        help="CALLABLE() returns (model, args) or (model, args, kwargs); MODULE is a module's name or a .py file",
-    )
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say which model, and by which policy it is picked up."""
-    _add_spec(parser)
-    _add_policy(parser)
-
-
-def _add_policy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--memory",
-        type=_level,
-        default="free",
-        metavar="LEVEL",
-        help=f"FusionPolicy's memory: {LEVELS}; free by default",
-    )
-    parser.add_argument("--gemm", choices=GEMM, default="bf16", help="FusionPolicy's gemm; bf16 by default")
-    parser.add_argument(
-        "--exclude", metavar="PATTERN", action="append", default=[], help="FusionPolicy's exclude; may be repeated"
-    )
-
-
-_RUN = "python -m torch_fused_ops run [--memory M] [--gemm G] [--exclude PATTERN] [--strict] [--report FILE] [-m]"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m torch_fused_ops", description="Fused MLP operators for PyTorch.")
-    parser.add_argument("--version", action="version", version=f"torch_fused_ops {tfo.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    info = commands.add_parser("info", help="versions, devices and what is active")
-    info.set_defaults(run=_info)
-    check = commands.add_parser("check", help="opcheck and precision of every operator on a device")
-    check.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, …")
-    check.add_argument("--quick", action="store_true", help="fewer samples")
-    check.set_defaults(run=_check)
-    explain = commands.add_parser("explain", help="which MLPs of a model are fused, and why the others are not")
-    _add_model(explain)
-    explain.add_argument("--train", action="store_true", help="in training mode, with gradients; by default neither")
-    explain.add_argument(
-        "--figures",
-        metavar="GPU",
-        nargs="?",
-        const="H200",
-        help="memory, bytes moved and kernels before and after, on paper, for a GPU (H200 by default); seconds a layer",
-    )
-    explain.add_argument(
-        "--levels", action="store_true", help="with --train: what every memory level keeps and costs, on paper, too"
-    )
-    explain.add_argument("--json", metavar="FILE", help="write the report as JSON too")
-    explain.add_argument("--html", metavar="FILE", help="write the report as a page too")
-    explain.set_defaults(run=_explain)
-    plan = commands.add_parser("plan", help="whether a step of training fits into a GPU's memory; exit code 1 if not")
-    _add_spec(plan)
-    plan.add_argument("--memory", required=True, help='what may be used: "72GiB", "800MiB" or bytes')
-    plan.add_argument("--gpu", default="H200", help="A100, H100, H200 (default), B200 or MI300X")
-    plan.add_argument("--optimizer", default="adamw", help="adamw (default), sgd or none")
-    plan.add_argument("--lossless", action="store_true", help="without levels that round gradients")
-    plan.add_argument(
-        "--max",
-        dest="maximum",
-        metavar="WHAT",
-        help="batch or tokens: the largest that fits at each level, too; minutes",
-    )
-    plan.add_argument("--meta", action="store_true", help="make the model on the meta device: sizes, and no data")
-    plan.add_argument("--recompile", action="store_true", help="compile the whole model, too; seconds for each layer")
-    plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")
-    plan.add_argument("--html", metavar="FILE", help="write the plan as a page too, with the curve of a step")
-    plan.set_defaults(run=_plan)
-    verify = commands.add_parser("verify", help="compare a training step of a model, eager, compiled and fused")
-    _add_model(verify)
-    verify.add_argument("--eval", action="store_true", help="in evaluation mode; by default in training mode")
-    verify.add_argument(
-        "--compiled", action="store_true", help="compile; by default the compilers' graphs are run call by call"
-    )
-    verify.add_argument("--json", metavar="FILE", help="write all that was compared as JSON too")
-    verify.set_defaults(run=_verify)
-    run = commands.add_parser(
-        "run", help="a Python program as it is, with pick-up in every torch.compile of it", usage=f"{_RUN} SCRIPT ..."
-    )
-    _add_policy(run)
-    run.add_argument("--strict", action="store_true", help="an MLP that is left alone is an error")
-    run.add_argument("--report", metavar="FILE", help="what was fused (rank 0), at the end: .json, .html, or text")
-    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
-    run.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
-    run.set_defaults(run=_run)
-    bench = commands.add_parser("bench", help="measure this library beside PyTorch's own ways, or count on paper")
-    names = bench.add_subparsers(required=True, metavar="NAME", dest="benchmark")
-    for name, (text, options) in BENCHMARKS.items():
-        one = names.add_parser(
-            name, help=text, description=text, epilog=_ways(name), formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        for option in options:
-            one.add_argument(f"--{option}", **_BENCH_OPTIONS[option])
-        one.set_defaults(run=_bench)
-    return parser
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "info": _info,
+    "check": _check,
+    "explain": _explain,
+    "plan": _plan,
+    "verify": _verify,
+    "run": _run,
+    "bench": _bench,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
-        code: int = arguments.run(arguments)
+        return _COMMANDS[arguments.command](arguments)
     except _UsageError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    return code

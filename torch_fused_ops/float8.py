@@ -20,11 +20,9 @@ from torch import Tensor
 
 from torch_fused_ops.formulas import FP8
 
-__all__ = ["BLOCK", "FP8", "RECIPES", "dequantise", "padded", "product", "quantise", "scales_shape"]
+__all__ = ["BLOCK", "FP8", "dequantise", "padded", "product", "quantise", "scales_shape"]
 
 BLOCK = 128
-# The names of the ways in which a linear layer is in float8, and whether its weight's gradient is, too.
-RECIPES = {"fp8": True, "fp8-wgrad-bf16": False}
 # float32 as integers: 448, float8_e4m3fn's largest, is 1.75·2⁸.
 _MANTISSA_BITS, _ABOVE_1_75, _LOG2_LARGEST = 23, 0x1FFFFF, 8
 _WITHOUT_SIGN, _INFINITY, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch_fused_ops import tiles
-from torch_fused_ops.float8 import RECIPES
+from torch_fused_ops.recipes import RECIPES
 
 __all__ = [
     "BOOLS",

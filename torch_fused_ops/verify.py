@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -22,6 +23,8 @@ from torch_fused_ops.policy import FusionPolicy, policy_or_default
 from torch_fused_ops.reports.recording import record
 
 __all__ = ["Comparison", "Verification", "interpreted", "verify"]
+
+progress = logging.getLogger("torch_fused_ops.verify")
 
 WAYS = ("eager", "plain", "fused")
 # What rounding explains, in units of it: of a tensor's norm, and of the error that eager itself makes.
@@ -224,6 +227,7 @@ def verify(
     notes: list[str] = []
     sites = (0, 0)
     with unchanged(model), torch.enable_grad():
+        progress.info("eager, %s", _name(own))
         eager = _step(model, args, kwargs, None, call_model)
         wide = _widest(model, args, kwargs, own, notes)
         runs = [
@@ -237,6 +241,7 @@ def verify(
             for way in WAYS[1:]:
                 own_policy = replace(policy, gemm="bf16") if run.exact else policy
                 fn = interpreted(own_policy if way == "fused" else None, exact=run.exact, compiled=compiled)
+                progress.info("%s, %s", way, run.name)
                 try:
                     with _recorded(way) as report:
                         run.steps[way] = _step(model, args, kwargs, run.dtype if run.exact else None, fn)

@@ -19,10 +19,10 @@ import torch
 from torch.fx import Graph, Node
 
 from torch_fused_ops import capturing
-from torch_fused_ops.float8 import RECIPES
 from torch_fused_ops.lowerings.partition import budgeted
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason, Refusal, excluded
+from torch_fused_ops.recipes import RECIPES
 from torch_fused_ops.sites import DROPOUT, Site
 from torch_fused_ops.tiles import asked
 from torch_fused_ops.virtual_gpu.modules import module_stack

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from torch_fused_ops.float8 import BLOCK, RECIPES
+from torch_fused_ops.float8 import BLOCK
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.float8 import DTYPES_OF_PRODUCTS
 from torch_fused_ops.reasons import Kind, Reason, Refusal
+from torch_fused_ops.recipes import RECIPES
 
 from .cone import Cone, results
 from .graph import AFFINE, Facts, record, shown, statically, tensor

@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 log = logging.getLogger("torch_fused_ops")
+progress = logging.getLogger("torch_fused_ops.reports")
 
 # No module is called so: their paths have no spaces and parentheses.
 INPUTS, WHOLE, OTHER = "(inputs)", "(whole model)", "(other)"
@@ -208,14 +209,22 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
     Raises:
         ValueError: there is no graph, or none could be measured; the message says why.
     """
-    pairs, skipped, whole = [], [], []
+    pairs: list[tuple[PaperCompilation, PaperCompilation]] = []
+    skipped: list[str] = []
+    whole: list[dict[str, LevelFigures]] = []
+
+    def compiled(name: str, policy: FusionPolicy | None) -> PaperCompilation:
+        progress.info("compiling on paper: graph %d of %d, %s", len(pairs) + len(skipped) + 1, len(captures), name)
+        return on_paper(each, gpu, policy)
+
     for each in captures:
         try:
-            pair = on_paper(each, gpu, None), on_paper(each, gpu, each.policy)
+            pair = compiled(PLAIN, None), compiled(PICKED_UP, each.policy)
             if levels:  # machine code takes as long as all the rest
                 named = dict(zip((PLAIN, PICKED_UP), pair, strict=True))
                 if pair[1].backward is not None:
-                    named |= {m: on_paper(each, gpu, replace(each.policy, memory=m)) for m in MEMORY}
+                    named |= {m: compiled(f'memory="{m}"', replace(each.policy, memory=m)) for m in MEMORY}
+                progress.info("assembling what was generated")
                 whole.append({name: _level(name, paper) for name, paper in named.items()})
             pairs.append(pair)
         except Exception as error:

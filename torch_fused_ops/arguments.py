@@ -1,0 +1,168 @@
+"""The command line: ``python -m torch_fused_ops {info, check, explain, plan, verify, run, bench}``.
+
+    info                            versions, devices and what is active
+    check [--device D] [--quick]    opcheck and precision of every operator on a device; exit code 1 if anything fails
+    explain MODULE:CALLABLE         which MLP sites of a model are fused, why the others are not, what it saves
+    plan MODULE:CALLABLE            whether a step of training fits into a GPU's memory, and at which memory levels
+    verify MODULE:CALLABLE          a model's step of training, eager, compiled and fused; exit code 1 if it differs
+    run SCRIPT [ARGUMENT ...]       a program as it is, with pick-up in every torch.compile
+    bench NAME                      measure this library beside PyTorch's own ways, or count on paper
+    --version                       this library's version
+
+``explain``, ``plan`` and ``verify`` call CALLABLE without arguments; it returns ``(model, args)`` or
+``(model, args, kwargs)``. MODULE is a module's name or a ``.py`` file. Exit code 2 for arguments that make no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from torch_fused_ops._version import __version__
+from torch_fused_ops.bench_ways import MEANINGS
+from torch_fused_ops.policy import GEMM, LEVELS, is_level
+
+__all__ = ["BENCHMARKS", "parser"]
+
+_BENCH_OPTIONS: dict[str, dict[str, Any]] = {
+    "device": {"help": "cpu, cuda, cuda:1, …; a GPU by default where there is one"},
+    "quick": {"action": "store_true", "help": "the least, tiny: does it run at all?"},
+    "sizes": {"nargs": "+", "metavar": "SIZE", "default": [], "help": "8192x4096, …; its own else"},
+    "dtypes": {"nargs": "+", "choices": ("bfloat16", "float16", "float32"), "default": [], "help": "its own else"},
+    "only": {"nargs": "+", "metavar": "TEXT", "default": [], "help": "only cases whose names hold all of these texts"},
+    "skip": {"nargs": "+", "metavar": "TEXT", "default": [], "help": "without those whose names hold one of these"},
+    "ways": {"nargs": "+", "metavar": "WAY", "default": [], "help": "only these ways (below)"},
+    "seconds": {"type": float, "help": "of timing a case"},
+    "rounds": {"type": int, "default": 1000, "help": "at most so many a case (default: 1000)"},
+    "limit": {"type": float, "help": "seconds of it all (GPU: 540); what is left then is listed"},
+    "resume": {"action": "store_true", "help": "keep what --out holds and measure the rest"},
+    "threads": {"type": int, "default": 0, "help": "CPU threads (default: torch's own choice)"},
+    "seed": {"type": int, "default": 0, "help": "of random numbers, and of the order of ways (default: 0)"},
+    "out": {"type": Path, "metavar": "FILE", "help": "results (CPU: in benchmarks/results; quick: none), or a folder"},
+    "draw": {"type": Path, "metavar": "FILE", "help": "measure nothing: draw the pictures of these results"},
+    "largest": {"action": "store_true", "help": "the largest batch that fits, for each way, too"},
+    "part": {"metavar": "PART", "help": "correctness, kernels or steps"},
+}  # fmt: skip
+_TIMED = tuple(option for option in _BENCH_OPTIONS if option not in ("largest", "part"))
+# What each is, and which options it takes.
+BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "pointwise": ("every operator by itself, forward and backward, and what a call costs", _TIMED),
+    "mlp": ("a training step of GELU and SwiGLU MLPs", _TIMED),
+    "model": ("a training step of whole models", (*_TIMED, "largest")),
+    "inference": ("MLPs without gradients, decoding included", _TIMED),
+    "probe": ("our eager kernels at every block size and number of warps; float8 products; launches", _TIMED),
+    "on-paper": ("every operator and six blocks, counted for an absent H200", ("only", "quick", "out", "draw")),
+    "gpu": ("a GPU's first half hour, a part of it", ("part", "out", "device", "quick", "limit")),
+}  # fmt: skip
+
+
+def _ways(benchmark: str) -> str:
+    """The ways that a benchmark has, a line each."""
+    found = [(", ".join(m.ways), re.sub(r"`| \(\[.*?\)\)", "", m.text)) for m in MEANINGS if benchmark in m.benchmarks]
+    return "\n".join(["ways:", *(f"  {names}\n      {text}" for names, text in found)]) if found else ""
+
+
+def _level(text: str) -> str:
+    if not is_level(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not known; accepted: {LEVELS}")
+    return text
+
+
+def _add_spec(parser: argparse.ArgumentParser) -> None:
+    """The argument that says which model."""
+    parser.add_argument(
+        "spec",
+        metavar="MODULE:CALLABLE",
+        help="CALLABLE() returns (model, args) or (model, args, kwargs); MODULE is a module's name or a .py file",
+    )
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say which model, and by which policy it is picked up."""
+    _add_spec(parser)
+    _add_policy(parser)
+
+
+def _add_policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--memory",
+        type=_level,
+        default="free",
+        metavar="LEVEL",
+        help=f"FusionPolicy's memory: {LEVELS}; free by default",
+    )
+    parser.add_argument("--gemm", choices=GEMM, default="bf16", help="FusionPolicy's gemm; bf16 by default")
+    parser.add_argument(
+        "--exclude", metavar="PATTERN", action="append", default=[], help="FusionPolicy's exclude; may be repeated"
+    )
+
+
+_RUN = "python -m torch_fused_ops run [--memory M] [--gemm G] [--exclude PATTERN] [--strict] [--report FILE] [-m]"
+
+
+def parser() -> argparse.ArgumentParser:
+    """What ``python -m torch_fused_ops`` takes; ``command`` is the command, ``benchmark`` the benchmark's name."""
+    whole = argparse.ArgumentParser("python -m torch_fused_ops", description="Fused MLP operators for PyTorch.")
+    whole.add_argument("--version", action="version", version=f"torch_fused_ops {__version__}")
+    commands = whole.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    commands.add_parser("info", help="versions, devices and what is active")
+    check = commands.add_parser("check", help="opcheck and precision of every operator on a device")
+    check.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, …")
+    check.add_argument("--quick", action="store_true", help="fewer samples")
+    explain = commands.add_parser("explain", help="which MLPs of a model are fused, and why the others are not")
+    _add_model(explain)
+    explain.add_argument("--train", action="store_true", help="in training mode, with gradients; by default neither")
+    explain.add_argument(
+        "--figures",
+        metavar="GPU",
+        nargs="?",
+        const="H200",
+        help="memory, bytes moved and kernels before and after, on paper, for a GPU (H200 by default); seconds a layer",
+    )
+    explain.add_argument(
+        "--levels", action="store_true", help="with --train: what every memory level keeps and costs, on paper, too"
+    )
+    explain.add_argument("--json", metavar="FILE", help="write the report as JSON too")
+    explain.add_argument("--html", metavar="FILE", help="write the report as a page too")
+    plan = commands.add_parser("plan", help="whether a step of training fits into a GPU's memory; exit code 1 if not")
+    _add_spec(plan)
+    plan.add_argument("--memory", required=True, help='what may be used: "72GiB", "800MiB" or bytes')
+    plan.add_argument("--gpu", default="H200", help="A100, H100, H200 (default), B200 or MI300X")
+    plan.add_argument("--optimizer", default="adamw", help="adamw (default), sgd or none")
+    plan.add_argument("--lossless", action="store_true", help="without levels that round gradients")
+    plan.add_argument(
+        "--max",
+        dest="maximum",
+        metavar="WHAT",
+        help="batch or tokens: the largest that fits at each level, too; minutes",
+    )
+    plan.add_argument("--meta", action="store_true", help="make the model on the meta device: sizes, and no data")
+    plan.add_argument("--recompile", action="store_true", help="compile the whole model, too; seconds for each layer")
+    plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")
+    plan.add_argument("--html", metavar="FILE", help="write the plan as a page too, with the curve of a step")
+    verify = commands.add_parser("verify", help="compare a training step of a model, eager, compiled and fused")
+    _add_model(verify)
+    verify.add_argument("--eval", action="store_true", help="in evaluation mode; by default in training mode")
+    verify.add_argument(
+        "--compiled", action="store_true", help="compile; by default the compilers' graphs are run call by call"
+    )
+    verify.add_argument("--json", metavar="FILE", help="write all that was compared as JSON too")
+    run = commands.add_parser(
+        "run", help="a Python program as it is, with pick-up in every torch.compile of it", usage=f"{_RUN} SCRIPT ..."
+    )
+    _add_policy(run)
+    run.add_argument("--strict", action="store_true", help="an MLP that is left alone is an error")
+    run.add_argument("--report", metavar="FILE", help="what was fused (rank 0), at the end: .json, .html, or text")
+    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    run.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
+    bench = commands.add_parser("bench", help="measure this library beside PyTorch's own ways, or count on paper")
+    names = bench.add_subparsers(required=True, metavar="NAME", dest="benchmark")
+    for name, (text, options) in BENCHMARKS.items():
+        one = names.add_parser(
+            name, help=text, description=text, epilog=_ways(name), formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        for option in options:
+            one.add_argument(f"--{option}", **_BENCH_OPTIONS[option])
+    return whole

@@ -1,0 +1,53 @@
+"""What the ways are that benchmarks compare: for ``bench NAME --help``, without torch, and for docs/benchmarks.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch_fused_ops.policy import GEMM, MEMORY
+
+AUTOTUNE = "max-autotune-no-cudagraphs"
+TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # recipes' names in torchao
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What some ways are.
+
+    Attributes:
+        ways: their names.
+        benchmarks: those that have them.
+        text: with Markdown's quotes.
+    """
+
+    ways: tuple[str, ...]
+    benchmarks: tuple[str, ...]
+    text: str
+
+
+_EVERY, _TRAINED = ("pointwise", "mlp", "model", "inference"), ("mlp", "model")
+MEANINGS = (
+    Meaning(("eager",), _EVERY, "PyTorch without a compiler"),
+    Meaning(("compile",), _EVERY, "`torch.compile`"),
+    Meaning(("budget",), _TRAINED,
+            "`torch.compile` under `torch._functorch.config.activation_memory_budget = 0.99`"),
+    Meaning(("autotune",), _EVERY, f'`torch.compile(mode="{AUTOTUNE}")`'),
+    Meaning(tuple(f"fused-{memory}" for memory in MEMORY if memory != "tiled"), _TRAINED,
+            '`backend="fused"` with each level of `FusionPolicy(memory=…)`; strict: it fails rather than fuse nothing'),
+    Meaning(("fused-free",), ("inference",), '`backend="fused"`, strict'),
+    Meaning(("fused-autotune",), ("mlp", "model", "inference"), "`fused-free` with autotune's mode"),
+    Meaning(tuple(f"gemm-{recipe}" for recipe in GEMM if recipe != "bf16"), _TRAINED,
+            "`fused-free` with `FusionPolicy(gemm=…)` ([fp8.md](fp8.md)); only where `--ways` names it"),
+    Meaning(tuple(f"torchao-{recipe.replace('_', '-')}" for recipe in TORCHAO), _TRAINED,
+            "`torch.compile` after torchao's `convert_to_float8_training` of the same layers, where torchao can be "
+            "imported; only where `--ways` names it"),
+    Meaning(("fused-library",), ("inference",), '`FusionPolicy(epilogues="library")`; GPUs'),
+    Meaning(("operators",), ("pointwise", "mlp"), "eager PyTorch with our eager operators"),
+    Meaning(("fused",), ("pointwise",), "our operators under `torch.compile`"),
+    Meaning(("gemms",), ("mlp", "inference"),
+            "an MLP's matrix products alone, into tensors that are there: what no fusion goes below"),
+    Meaning(("copy",), ("pointwise",), "a copy that reads and writes as many bytes as the operator must"),
+    Meaning(("liger",), ("pointwise",), "Liger-Kernel's SwiGLU and GEGLU, where `liger_kernel` can be imported"),
+    Meaning(("megatron",), ("pointwise",),
+            "bias and GELU as one function with a derivative written by hand, each compiled, as Megatron does it"),
+)  # fmt: skip
