@@ -32,6 +32,7 @@ from torch import Tensor, fx, nn
 
 import torch_fused_ops as tfo
 from torch_fused_ops.benchmarks import harness, models, on_paper, ways
+from torch_fused_ops.float8 import RECIPES
 
 if TYPE_CHECKING:
     from torch_fused_ops.virtual_gpu import GeneratedGraph, PaperCompilation
@@ -54,7 +55,7 @@ MLPS: dict[str, tuple[type[nn.Module], float]] = {  # hidden ÷ width
     "SwiGLU": (models.SwiGLUMLP, 3.5),
     "GELU": (GELUMLP, 4),
 }
-OURS = ("fp8", "fp8-wgrad-bf16")
+OURS = tuple(RECIPES)
 WAYS = ("plain", *OURS, *(f"torchao {recipe}" for recipe in ways.TORCHAO))
 
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy, Site
 from torch_fused_ops import functional as FF
+from torch_fused_ops.float8 import RECIPES
 from torch_fused_ops.lowerings.recognise import gemms, rewrite
 from torch_fused_ops.nn import FusedMLP
 from torch_fused_ops.reasons import Kind
@@ -73,7 +74,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.every(4)
 @pytest.mark.codegen_is_slow
-@pytest.mark.parametrize("recipe", ("fp8", "fp8-wgrad-bf16"))
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("memory", ("off", "free", "fp8", "input"))
 def test_a_compiled_step_is_the_eager_one_in_float8(recipe: str, memory: str) -> None:
     torch.manual_seed(0)
@@ -162,7 +163,7 @@ def test_fused_mlp_in_eager_and_compiled(gated: bool) -> None:
         assert all(apart(a, b) < 0.06 for a, b in zip(step(mlp, mlp, x), eager, strict=True))
     with pytest.raises(ValueError, match="ffn=100 is not accepted with gemm='fp8': it must be a multiple of 128"):
         FusedMLP(HIDDEN, 100, gemm="fp8")
-    with pytest.raises(ValueError, match="gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16"):
+    with pytest.raises(ValueError, match="gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16, fp8-rowwise"):
         FusedMLP(HIDDEN, FFN, gemm="int8")
 
 
@@ -232,7 +233,7 @@ def of_mapping() -> Site:
 
 def test_a_mapping_chooses_by_module() -> None:
     assert of_mapping().gemm == "fp8-wgrad-bf16"
-    with pytest.raises(ValueError, match="gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16"):
+    with pytest.raises(ValueError, match="gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16, fp8-rowwise"):
         FusionPolicy(gemm="int8")
     with pytest.raises(ValueError, match="gemm='int8' for 'a' is not accepted"):
         FusionPolicy(gemm={"a": "int8"})
