@@ -2,16 +2,16 @@
 
     python -m torch_fused_ops.benchmarks.fp8_recipes [--widths 4096 …] [--out FILE]
 
-*plain*, ``fp8`` and ``fp8-wgrad-bf16`` are the model in bfloat16 under ``torch.compile`` and our ``gemm=``; *torchao …*
-are torchao's recipes by its own ``convert_to_float8_training``, under plain ``torch.compile``. All are compiled for an
-H200 that is not there (``docs/virtual-gpu.md``). torchao's linear layers do not ask which device they run on, so what
-is captured is what a GPU would be given.
+*plain* and our recipes' names are the model in bfloat16 under ``torch.compile`` and our ``gemm=``; *torchao …* are
+torchao's recipes by its own ``convert_to_float8_training``, under plain ``torch.compile``. All are compiled for an H200
+that is not there (``docs/virtual-gpu.md``), and ``fp8-rowwise`` for the devices that it is for. torchao's linear layers
+do not ask which device they run on, so what is captured is what a GPU would be given.
 
 Kernels and bytes are of everything but the matrix products. The step's time is a roofline: the products by the rate of
 what they multiply, and all those bytes by the rate of a copy. All products in float8 count at one rate, whatever their
 scales: it says what is around them, not which recipe's products are quickest.
 
-The JSON is written after every case.
+The JSON is written after every case; what it has already, by the same versions, is not counted again.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -22,7 +22,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +33,10 @@ from torch import Tensor, fx, nn
 import torch_fused_ops as tfo
 from torch_fused_ops import bench_ways
 from torch_fused_ops.benchmarks import harness, models, on_paper, ways
+from torch_fused_ops.recipes import RECIPES
 
 if TYPE_CHECKING:
-    from torch_fused_ops.virtual_gpu import GeneratedGraph, PaperCompilation
+    from torch_fused_ops.virtual_gpu import GPU, GeneratedGraph, PaperCompilation
 
 TOKENS = 8192
 WIDTHS = (4096, 1024, 2048, 8192, 16384)
@@ -55,8 +56,11 @@ MLPS: dict[str, tuple[type[nn.Module], float]] = {  # hidden ÷ width
     "SwiGLU": (models.SwiGLUMLP, 3.5),
     "GELU": (GELUMLP, 4),
 }
-OURS = ("fp8", "fp8-wgrad-bf16")
+OURS = tuple(RECIPES)
 WAYS = ("plain", *OURS, *(f"torchao {recipe}" for recipe in bench_ways.TORCHAO))
+# One of each kind that "fp8-rowwise" is for: sm_89, sm_90, and gfx942, which has float8_e4m3fnuz.
+ROWWISE = ("plain", "fp8-rowwise")
+DEVICES = ("NVIDIA L40S", "NVIDIA H100 80GB HBM3", "AMD Instinct MI300X")
 
 
 def products(graph: GeneratedGraph) -> Iterator[tuple[fx.Node, bool]]:
@@ -92,7 +96,16 @@ def flop(graph: GeneratedGraph) -> dict[str, int]:
     return found
 
 
-def compiled(mlp: str, width: int, way: str, tokens: int = TOKENS) -> PaperCompilation:
+def described(name: str) -> GPU:
+    """A GPU of ``DEVICES``, on paper."""
+    virtual_gpu = on_paper._virtual_gpu()
+    l40s = virtual_gpu.GPU(
+        "NVIDIA L40S", "sm_89", (8, 9), 142, 48 << 30, 49152, 101376, 96 << 20, max_threads_per_multi_processor=1536
+    )
+    return next(gpu for gpu in (l40s, *virtual_gpu.gpus.GPUS.values()) if gpu.name == name)
+
+
+def compiled(mlp: str, width: int, way: str, tokens: int = TOKENS, device: str = "NVIDIA H200") -> PaperCompilation:
     """A training step of an MLP, compiled on paper.
 
     Args:
@@ -100,6 +113,7 @@ def compiled(mlp: str, width: int, way: str, tokens: int = TOKENS) -> PaperCompi
         width: of its input and result.
         way: of ``WAYS``.
         tokens: rows of its input.
+        device: the GPU's name.
 
     Raises:
         harness.Unavailable: where torchao cannot be imported.
@@ -110,12 +124,13 @@ def compiled(mlp: str, width: int, way: str, tokens: int = TOKENS) -> PaperCompi
     with torch.device("meta"):
         module = make(width, int(factor * width)).bfloat16()
         x = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+    gpu = described(device)
     if way in OURS:
         with tfo.enabled(tfo.FusionPolicy(gemm=way, strict=True)):
-            return virtual_gpu.compile_on_paper(module, x)
+            return virtual_gpu.compile_on_paper(module, x, gpu=gpu)
     if way != "plain":
         module = ways.by_torchao(module, way.removeprefix("torchao "))
-    return virtual_gpu.compile_on_paper(module, x)
+    return virtual_gpu.compile_on_paper(module, x, gpu=gpu)
 
 
 def figures(paper: PaperCompilation) -> dict[str, Any]:
@@ -137,15 +152,28 @@ def figures(paper: PaperCompilation) -> dict[str, Any]:
     return found
 
 
-def case(mlp: str, width: int) -> dict[str, Any]:
-    """All ways of an MLP; one that is not there says why."""
+def case(mlp: str, width: int, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """All ways of an MLP; one that is not there says why. ``known``: what was counted already."""
     found: dict[str, Any] = {"mlp": mlp, "width": width, "hidden": int(MLPS[mlp][1] * width), "ways": {}}
     for way in WAYS:
+        if known and "unavailable" not in known.get(way, {"unavailable": ""}):
+            found["ways"][way] = known[way]
+            continue
         try:
             found["ways"][way] = figures(compiled(mlp, width, way))
         except harness.Unavailable as reason:
             found["ways"][way] = {"unavailable": str(reason)}
         print(f"{mlp} {width} {way}: {found['ways'][way]}", flush=True)
+    return found
+
+
+def device_case(mlp: str, device: str) -> dict[str, Any]:
+    """``ROWWISE`` of an MLP of width 4096 on a device: no time, as there are no rates that were measured there."""
+    found: dict[str, Any] = {"mlp": mlp, "width": 4096, "device": device, "ways": {}}
+    for way in ROWWISE:
+        found["ways"][way] = figures(compiled(mlp, 4096, way, device=device))
+        del found["ways"][way]["seconds"]
+        print(f"{mlp} {device} {way}: {found['ways'][way]}", flush=True)
     return found
 
 
@@ -167,6 +195,7 @@ COMPARED = (
     ("fp8", "torchao tensorwise"),
     ("fp8", "torchao rowwise"),
     ("fp8-wgrad-bf16", "torchao rowwise_with_gw_hp"),
+    ("fp8-rowwise", "torchao rowwise_with_gw_hp"),
 )
 FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
     "kernels, forward": lambda f: f["forward"]["kernels"],
@@ -196,9 +225,14 @@ def tables(result: dict[str, Any]) -> list[str]:
                 lines.extend(_row(mlp if i == 0 else "", text, *cells))
 
     by_width("step ÷ plain", WAYS[1:], _named, lambda found, way: _cells(found[way], found["plain"])[-1])
-    by_width("level at", COMPARED, lambda pair: pair[1], _draws_level)
+    by_width("level at", COMPARED, lambda pair: f"{pair[1]} beside {_named(pair[0])}", _draws_level)
     lost = [(*pair, figure) for pair in COMPARED for figure in FIGURES]
     by_width("ours has more", lost, lambda row: f"{row[2]}: {_named(row[0])} than {row[1]}", _more)
+    lines += ["", *_row("width 4096", "", "", *COLUMNS[:-1]), *_row(*["---"] * (2 + len(COLUMNS)))]
+    for one in result["devices"]:
+        for way, f in one["ways"].items():
+            first = (one["mlp"], one["device"]) if way == "plain" else ("", "")
+            lines += _row(*first, _named(way), *_counted(f))
     return [*lines, ""]
 
 
@@ -213,10 +247,14 @@ def _named(way: str) -> str:
 def _cells(f: dict[str, Any], plain: dict[str, Any]) -> list[str]:
     if "unavailable" in f:
         return ["unavailable"] * len(COLUMNS)
+    return [*_counted(f), f"{f['seconds'] / plain['seconds']:.2f}"]
+
+
+def _counted(f: dict[str, Any]) -> list[str]:
+    """The cells of what was counted: all but the time."""
     sides = [f[side] for side in ("forward", "backward")]
     mib = [each / 2**20 for each in (*(side["bytes"] for side in sides), f["saved_bytes"])]
-    kernels = " + ".join(str(side["kernels"]) for side in sides)
-    return [kernels, *(f"{each:.0f}" for each in mib), f"{f['seconds'] / plain['seconds']:.2f}"]
+    return [" + ".join(str(side["kernels"]) for side in sides), *(f"{each:.0f}" for each in mib)]
 
 
 def _draws_level(found: dict[str, Any], pair: tuple[str, str]) -> str:
@@ -256,10 +294,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "tokens": TOKENS,
         "cases": [],
     }
+    before = harness.read(given.out, result["benchmark"]) if given.out.exists() else {}
+    if any(before.get(name) != result[name] for name in ("versions", "constants", "tokens")):
+        before = {}
+    known = {(one["mlp"], one["width"]): one["ways"] for one in before.get("cases", ())}
+    result["devices"] = before.get("devices", [])
     for width in given.widths:
         for mlp in MLPS:
-            result["cases"].append(case(mlp, width))
+            result["cases"].append(case(mlp, width, known.get((mlp, width))))
             harness.write(given.out, result)
+    there = {(one["mlp"], one["device"]) for one in result["devices"]}
+    for device in DEVICES:
+        for mlp in MLPS:
+            if (mlp, device) not in there:
+                result["devices"].append(device_case(mlp, device))
+                harness.write(given.out, result)
     print("\n".join(tables(result)))
     return 0
 

@@ -14,8 +14,8 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 
 from torch_fused_ops.bench_ways import AUTOTUNE, TORCHAO
-from torch_fused_ops.float8 import BLOCK
 from torch_fused_ops.policy import GEMM, MEMORY, FusionPolicy
+from torch_fused_ops.recipes import RECIPES
 
 from . import models
 from .harness import Trial, Unavailable, saved_bytes
@@ -108,13 +108,13 @@ def float8(recipe: str) -> Callable[..., Function]:
     """``backend="fused"`` with products by a recipe of ours; Unavailable where sizes or the device have none."""
 
     def compiled(fn: nn.Module, **settings: Any) -> Function:
-        from torch_fused_ops.lowerings.compat import no_block_scaling
+        from torch_fused_ops.lowerings.compat import no_scaled_products
 
-        layers = mlp_layers(fn)
-        need_multiples(layers, BLOCK)
+        layers, scaling = mlp_layers(fn), RECIPES[recipe].scaling
+        need_multiples(layers, scaling.multiple)
         for device in {layer.weight.device for layer in layers.values()}:
-            if without := no_block_scaling(device):
-                raise Unavailable(f"no products in float8 with a scale for each block of {BLOCK} on {without}")
+            if without := no_scaled_products(device, scaling):
+                raise Unavailable(f"no products in float8 with a scale for each {scaling.noun} on {without}")
         return ours("free", gemm=recipe)(fn, **settings)
 
     return compiled

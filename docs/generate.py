@@ -174,6 +174,7 @@ BEGIN_ON_PAPER = "<!-- Written by `python docs/generate.py` from benchmarks/resu
 BEGIN_WAYS = "<!-- Written by `python docs/generate.py` from torch_fused_ops/bench_ways.py; change that. -->\n"
 BEGIN_UPSTREAM = "<!-- Written by `python docs/generate.py` from benchmarks/results/upstream_memory.json. -->\n"
 BEGIN_RECIPES = "<!-- Written by `python docs/generate.py` from benchmarks/results/fp8_recipes.json; change that. -->\n"
+BEGIN_TABLE = "<!-- Written by `python docs/generate.py` from torch_fused_ops/float8.py; change that. -->\n"
 END = "<!-- What follows is written by hand. -->\n"
 
 
@@ -336,11 +337,32 @@ def benchmarks() -> str:
 
 
 def fp8() -> str:
-    """The page, with torchao's recipes beside ours."""
+    """The page, with our recipes, and torchao's beside them."""
     from torch_fused_ops.benchmarks import fp8_recipes
 
     result = json.loads((RESULTS / "fp8_recipes.json").read_text())
-    return _between("fp8.md", BEGIN_RECIPES, fp8_recipes.tables(result))
+    page = _between("fp8.md", BEGIN_RECIPES, fp8_recipes.tables(result))
+    return _between("fp8.md", BEGIN_TABLE, _recipes(), page)
+
+
+def _recipes() -> list[str]:
+    from torch_fused_ops.recipes import RECIPES, Block
+
+    def block(b: Block) -> str:
+        return {(1, None): "row", (None, None): "tensor"}.get(b, f"{b.rows} × {b.columns}")
+
+    heads = ("`gemm=`", "a scale for each, of input and gradient", "of a weight", "of its transpose",
+             "weight's gradient", "kept of a layer's input", "sizes", "NVIDIA", "AMD")  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    lines.append(f'| `"bf16"`, the default {"| – " * 3}| the model\'s dtype | as it is | any | any | any |')
+    for name, (scaling, wgrad) in RECIPES.items():
+        sm = ", ".join(f"sm_{major}{minor}" for major, minor in scaling.sm)
+        cuda = ".".join(map(str, scaling.cuda))
+        cells = [f'`"{name}"`', *map(block, (scaling.data, scaling.weight, scaling.weight_t))]
+        cells += ["float8", "1 byte an element"] if wgrad else ["the model's dtype", "as it is"]
+        cells += [f"multiples of {scaling.multiple}", f"{sm}; CUDA {cuda}", ", ".join(scaling.amd) or "none"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
 
 
 # ---- memory.md -------------------------------------------------------------------------------------------------------

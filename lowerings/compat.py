@@ -38,6 +38,8 @@ LISTS_OF_PASSES: bool = hasattr(custom_graph_pass, "get_custom_graph_passes")
 
 # What a pass derives from to be called with ``is_inference``; where it is not, it must do without.
 if TYPE_CHECKING:
+    from torch_fused_ops.recipes import Scaling
+
     InferenceAwarePass = custom_graph_pass.CustomInferenceAwareGraphPass
 else:
     InferenceAwarePass = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
@@ -292,21 +294,23 @@ def converts_to_fp8(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def no_block_scaling(device: torch.device) -> str:
-    """What to call a device that cannot multiply float8 with a scale for each block of 128; "" where it can.
+def no_scaled_products(device: torch.device, scaling: Scaling) -> str:
+    """What to call a device that cannot multiply float8 with these scales; "" where it can.
 
-    cuBLASLt of CUDA 12.9 and later can, on compute capability 9.0 alone (``_scaled_mm_v2``'s BlockWise recipes). On
-    CPUs the numbers are read back and multiplied in the model's dtype.
+    On CPUs the numbers are read back and multiplied in the model's dtype.
     """
     if device.type == "cpu":
         return ""
-    if device.type != "cuda" or torch.version.hip:
-        return "ROCm" if torch.version.hip and device.type == "cuda" else device.type
+    if device.type != "cuda":
+        return device.type
+    if torch.version.hip:
+        arch: str = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+        return "" if arch in scaling.amd else f"ROCm, {arch}"
     capability = torch.cuda.get_device_capability(device)
     version = tuple(map(int, (torch.version.cuda or "99").split(".")[:2]))
-    if capability != (9, 0):
+    if capability not in scaling.sm:
         return f"sm_{capability[0]}{capability[1]}"
-    if version < (12, 9) or not hasattr(torch.ops.aten, "_scaled_mm_v2"):
+    if version < scaling.cuda or not hasattr(torch.ops.aten, "_scaled_mm_v2"):
         return f"CUDA {torch.version.cuda}"
     return ""
 

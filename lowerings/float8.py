@@ -1,4 +1,4 @@
-"""Stage 3 for linear layers in float8: ``quantise``, ``dequantise`` and ``scaled_mm`` as Inductor IR.
+"""Stage 3 for linear layers in float8: ``quantise``, ``quantise_by``, ``dequantise``, ``scaled_mm`` as Inductor IR.
 
 What is quantised along its rows is fused with whatever makes it, an activation or a norm: that is Inductor's own
 work, given the formula in aten. What is quantised along its columns is stored transposed, and Inductor reads or
@@ -21,11 +21,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_fused_ops import activations, float8
 from torch_fused_ops.declaration import Elementwise
-from torch_fused_ops.float8 import BLOCK
 from torch_fused_ops.lowerings import operators
 from torch_fused_ops.lowerings.epilogues import VIEWS
 from torch_fused_ops.lowerings.partition import Graphs
 from torch_fused_ops.operators.quantised import QUANTISED, RESULTS
+from torch_fused_ops.recipes import BLOCK
 
 __all__ = ["merged"]
 
@@ -75,14 +75,20 @@ def _is_transposed() -> bool:
 
 _by_kernel = {
     name: fallback_handler(getattr(fused, name).default, add_to_fallback_set=False)
-    for name in ("quantise", "scaled_mm")
+    for name in ("quantise", "quantise_by", "scaled_mm")
 }
 
 
-def _quantise(input: Box, rows: int) -> Any:
+def _quantise(input: Box, rows: int, columns: int = BLOCK) -> Any:
     if operators.is_on_gpu(input) and (rows != 1 or _is_transposed()):
-        return _by_kernel["quantise"](input, rows)
-    return _inlined(float8.quantise, input, rows)
+        return _by_kernel["quantise"](input, rows, columns)
+    return _inlined(float8.quantise, input, rows, columns)
+
+
+def _quantise_by(input: Box, scales: Box) -> Box:
+    if operators.is_on_gpu(input) and _is_transposed():
+        return _by_kernel["quantise_by"](input, scales)
+    return _inlined(float8.quantise_by, input, scales)
 
 
 def _dequantise(values: Box, scales: Box, rows: int, dtype: torch.dtype) -> Box:
@@ -94,6 +100,7 @@ def _scaled_mm(*args: Any) -> Box:
 
 
 register_lowering(fused.quantise.default, type_promotion_kind=None)(_quantise)
+register_lowering(fused.quantise_by.default, type_promotion_kind=None)(_quantise_by)
 register_lowering(fused.dequantise.default, type_promotion_kind=None)(_dequantise)
 register_lowering(fused.scaled_mm.default, type_promotion_kind=None)(_scaled_mm)
 
@@ -146,9 +153,8 @@ def _round_once(graph: Graph) -> None:
         values, uses = node.args[0], _uses(node, BLOCK)
         made: Any = values.args[0] if values.target is operator.getitem else None
         alone = uses.columns and not (uses.rows or uses.sums or uses.others)  # no rounding that somebody asked for
-        quantised = isinstance(made, Node) and made.target is fused.quantise.default
-        if alone and quantised and made.args[1] == node.args[2]:
-            source = made.args[0]
+        if alone and isinstance(made, Node) and _is_quantise(made, node.args[2]):
+            source: Any = made.args[0]
             if source.meta["val"].dtype == node.meta["val"].dtype:
                 node.replace_all_uses_with(source)
 
@@ -167,7 +173,7 @@ def _uses(node: Node, rows_of_columns: int = 1) -> _Uses:
     found = _Uses([], [], [], [])
     for user in node.users:
         of_transposed = list(user.users) if user.target in TRANSPOSED else []
-        if user.target is fused.quantise.default and user.args[1] == 1:
+        if _is_quantise(user, 1):
             found.rows.append(user)
         elif of_transposed and all(_is_quantise(u, rows_of_columns) for u in of_transposed):
             found.columns.extend(of_transposed)
@@ -178,8 +184,9 @@ def _uses(node: Node, rows_of_columns: int = 1) -> _Uses:
     return found
 
 
-def _is_quantise(node: Node, rows: int) -> bool:
-    return node.target is fused.quantise.default and bool(node.args[1] == rows)
+def _is_quantise(node: Node, rows: Any) -> bool:
+    """In blocks of (rows, 128)."""
+    return node.target is fused.quantise.default and (*node.args[1:], BLOCK)[:2] == (rows, BLOCK)
 
 
 def _call(graph: Graph, target: Any, *args: Any) -> Node:

@@ -111,7 +111,7 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
         return graphs
 
     backward = _backward(gm.graph, kwargs["num_fwd_outputs"])
-    held = _copies_of_written(gm.graph, backward)
+    held = _copies_of_written(gm.graph, backward) + _scales_of_weights(gm.graph)
     if not free:
         graphs = divide(held)
     else:
@@ -119,7 +119,7 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
         exposed = _exposed(gm, graphs, joint_inputs, **kwargs)
         if exposed:
             backward = _backward(gm.graph, kwargs["num_fwd_outputs"])
-            graphs = divide(_kept_by_upstream(gm.graph, backward, exposed))
+            graphs = divide(_kept_by_upstream(gm.graph, backward, exposed) + _scales_of_weights(gm.graph))
     _drop_copies(graphs[0])
     return graphs
 
@@ -135,6 +135,21 @@ def _leave_to_backward(graph: Graph, outputs: int) -> None:
         if made.isdisjoint(results):
             for one in made - backward:
                 one.meta["partitioner_tag"] = "must_be_in_backward"
+
+
+def _scales_of_weights(graph: Graph) -> list[Node]:
+    """What finds the scales that backward stores a weight by: it would find them again, in a pass over the weight.
+
+    Upstream takes that for free, as backward has the weight anyway. What is kept is 4 bytes.
+    """
+    found = dict[Node, None]()
+    for node in graph.find_nodes(op="call_function", target=torch.ops.fused.quantise_by.default):
+        source = node.args[1]
+        while isinstance(source, Node) and source.args and source.target is not torch.ops.fused.quantise.default:
+            source = source.args[0]
+        if isinstance(source, Node) and source.op == "call_function" and "recompute" not in source.meta:
+            found[source] = None
+    return [] if budgeted(graph) else list(found)
 
 
 def upstream(gm: GraphModule, joint_inputs: Any, *, budget: float | None = None, **kwargs: Any) -> Graphs:

@@ -26,11 +26,11 @@ if not all(folder.is_dir() for folder in FOLDERS.values()):
 # The parts, a package or a module each, from the ground up, with what they import. A part stands below all that import
 # it. "torch_fused_ops" is the public face, __init__.py.
 OPERATORS = [
-    *("activations", "formulas", "float8", "declaration", "kernels", "distributed", "operators", "reference"),
+    *("activations", "formulas", "recipes", "float8", "declaration", "kernels", "distributed", "operators", "reference"),
     *("viewless", "routing", "functional"),
 ]
 SITES = ["capturing", "reasons", "sites"]
-POLICY = ["recipes", "policy", "environment"]
+POLICY = ["policy", "environment"]
 LAYERS: dict[str, list[str]] = {
     "virtual_gpu": [],
     "_version": [],
@@ -42,17 +42,17 @@ LAYERS: dict[str, list[str]] = {
     # operators
     "activations": [],
     "formulas": ["activations"],
-    "float8": ["formulas"],
     "recipes": [],
+    "float8": ["formulas", "recipes"],
     "policy": ["recipes", "tiles"],
     "bench_ways": ["policy"],
     "arguments": ["_version", "policy", "bench_ways"],
     "environment": ["policy"],
     "observers": ["policy"],
     "declaration": ["activations"],
-    "kernels": ["activations", "formulas", "float8", "declaration"],
+    "kernels": ["activations", "formulas", "recipes", "float8", "declaration"],
     "distributed": ["declaration"],
-    "operators": ["activations", "formulas", "float8", "declaration", "kernels", "distributed"],
+    "operators": ["activations", "formulas", "recipes", "float8", "declaration", "kernels", "distributed"],
     "reference": ["formulas", "operators"],
     "viewless": ["operators"],
     "routing": [],

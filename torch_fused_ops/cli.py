@@ -26,6 +26,7 @@ import torch
 import torch_fused_ops as tfo
 from torch_fused_ops import environment
 from torch_fused_ops.arguments import parser
+from torch_fused_ops.recipes import RECIPES
 
 __all__ = ["main"]
 
@@ -62,8 +63,9 @@ def _works() -> Iterator[tuple[str, str]]:
     yield "torch.compile on GPUs", ("yes" if triton else "Triton is missing") if gpu else "no GPU is seen"
     device = torch.device("cuda" if gpu else "cpu")
     slow = "" if gpu else ", multiplied in the model's dtype: right, and slower than without"
-    without = compat.no_block_scaling(device)
-    yield 'products in float8, gemm="fp8"', f"none on {without}" if without else f"yes{slow}"
+    for recipe, (scaling, _) in RECIPES.items():
+        without = compat.no_scaled_products(device, scaling)
+        yield f'products in float8, gemm="{recipe}"', f"none on {without}" if without else f"yes{slow}"
     yield "figures on paper, plan", "yes" if triton else 'pip install "torch-fused-ops[triton]"'
     yield "pictures of benchmarks", "yes" if _version("matplotlib") else 'pip install "torch-fused-ops[bench]"'
 

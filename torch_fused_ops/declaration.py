@@ -237,9 +237,10 @@ class Operator:
 
 
 def arguments_of(**types: str) -> tuple[Argument, ...]:
-    """Arguments of a signature that is written out: ``grad="Tensor: data", p="float"``."""
+    """Arguments of a signature that is written out: ``grad="Tensor: data", p="float", rows="int=1"``."""
     parts = ((name, *text.partition(":")[::2]) for name, text in types.items())
-    return tuple(Argument(name, of, kind.strip()) for name, of, kind in parts)
+    split = ((name, *of.partition("=")[::2], kind) for name, of, kind in parts)
+    return tuple(Argument(name, of, kind.strip(), default or None) for name, of, default, kind in split)
 
 
 @dataclass(frozen=True, eq=False)

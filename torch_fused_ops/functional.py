@@ -675,29 +675,30 @@ def linear_fp8(
     recipe: str = "fp8",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``input · weightᵀ + bias``, and its gradients, as products of float8 with a scale for each block of 128.
+    """``input · weightᵀ + bias``, and its gradients, as products of float8 with a scale for each block of 128, or row.
 
-    Before each product both operands are stored as float8_e4m3fn along the axis that it sums over, the one with the
-    tokens' axis in blocks of (1, 128), the other in (128, 128), under scales that are powers of two (DeepSeek-V3, arXiv
-    2412.19437; TransformerEngine's ``Float8BlockScaling``). Sums are in float32. For backward the input is kept in
-    float8, a byte an element. On CPUs, and wherever else there are no such products, the same numbers are multiplied in
-    the result's dtype; on GPUs it takes compute capability 9.0 (docs/fp8.md).
+    Before each product both operands are stored in float8 (e4m3) along the axis that it sums over, under scales that
+    are powers of two: by recipe "fp8" the one with the tokens' axis in blocks of (1, 128), the other in (128, 128)
+    (DeepSeek-V3, arXiv 2412.19437; TransformerEngine's ``Float8BlockScaling``). Sums are in float32. For backward the
+    input is kept in float8, a byte an element. On CPUs the same numbers are multiplied in the result's dtype; which
+    GPUs have such products is a recipe's matter (docs/fp8.md).
 
     A block with an infinity or a NaN is NaN. Second derivatives raise, and so do ``torch.func`` transforms.
 
     Args:
         input: (..., in); bfloat16, float16 or float32.
-        weight: (out, in), both multiples of 128; its gradient has its dtype.
+        weight: (out, in), both multiples of 128, of 16 in rows; its gradient has its dtype.
         bias: (out,).
         recipe: "fp8" for all three products; "fp8-wgrad-bf16" leaves the weight's gradient to a product in the result's
-            dtype, and keeps the input as it is for that (torchao's ``rowwise_with_gw_hp`` does likewise).
+            dtype, and keeps the input as it is for that. "fp8-rowwise": so, too, with a scale for each row, and one for
+            the weight's transpose (torchao's ``rowwise_with_gw_hp``).
         dtype: the result's; input's by default.
 
     Returns:
         (..., out), contiguous.
 
     Raises:
-        TypeError, ValueError: see the module's conventions; ValueError for sizes that are no multiples of 128.
+        TypeError, ValueError: see the module's conventions; ValueError for sizes that are no such multiples.
     """
     for name, t in (("input", input), ("weight", weight)):
         _check_tensor(name, t)
@@ -707,5 +708,5 @@ def linear_fp8(
         raise ValueError(f"recipe={recipe!r} is not known; accepted: {', '.join(RECIPES)}")
     if not isinstance(dtype, (torch.dtype, type(None))):
         _refuse("dtype", dtype, "a torch.dtype or None")
-    out: Tensor = torch.ops.fused.linear_fp8(input, weight, bias, dtype, RECIPES[recipe])
+    out: Tensor = torch.ops.fused.linear_fp8(input, weight, bias, dtype, recipe)
     return out

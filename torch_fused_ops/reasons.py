@@ -464,15 +464,16 @@ class Kind(Enum):
     # ---- linear layers that stay in the model's dtype ----------------------------------------------------------------
     GEMM_DEVICE = _Declared(
         Family.GEMM,
-        ("this device (*sm_80*) has no products of float8 with a scale for each block of 128",),
-        "GPUs of compute capability 9.0 have them (H100, H200), with torch's cuBLASLt of CUDA 12.9 or later. On CPUs "
-        "they are computed in the model's dtype, of the same numbers.",
-        "Use this policy on such a GPU.",
+        ("this device (*sm_80*) has no products of float8 with a scale for each *block of 128*",),
+        "[A table](fp8.md#recipes) has each recipe's devices. On CPUs all are computed in the model's dtype, of the "
+        "same numbers.",
+        'Use this policy on such a GPU; more have `gemm="fp8-rowwise"` than `"fp8"`.',
     )
     GEMM_SIZE = _Declared(
         Family.GEMM,
-        ("its weight is (*1000*, *16*): not multiples of 128",),
-        "Blocks are 128 wide. Adapters of low rank stay as they are, and cost next to nothing.",
+        ("its weight is (*1000*, *8*): not multiples of *128*",),
+        "Blocks are 128 wide; of rows, libraries multiply such whose sizes are multiples of 16. Adapters of low rank "
+        "stay as they are, and cost next to nothing.",
     )
     GEMM_DTYPE = _Declared(Family.GEMM, ("it gives *float64*",), "Float8 is for bfloat16, float16 and float32.")
     GEMM_FORM = _Declared(

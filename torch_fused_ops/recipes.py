@@ -1,5 +1,88 @@
-"""The ways in which a linear layer is in float8 (``docs/fp8.md``): names, and whether its weight's gradient is."""
+"""The ways in which a linear layer is in float8 (``docs/fp8.md``): how operands are divided into blocks, which products
+are in float8, and on which devices. Checks, reasons and docs read this table, without torch.
+"""
 
-__all__ = ["RECIPES"]
+from __future__ import annotations
 
-RECIPES = {"fp8": True, "fp8-wgrad-bf16": False}
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["BLOCK", "RECIPES", "Block", "Recipe", "Scaling"]
+
+BLOCK = 128
+
+
+class Block(NamedTuple):
+    """What has a scale of its own; None: an axis as long as it is."""
+
+    rows: int | None
+    columns: int | None
+
+    def of(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Its sizes in a matrix of this shape."""
+        rows, columns = shape
+        return self.rows or rows, self.columns or columns
+
+
+class Scaling(NamedTuple):
+    """How the operands of products are divided into blocks, each along the axis that the product sums over.
+
+    Attributes:
+        noun: what has a scale, in messages.
+        data: of a layer's input, and of gradients.
+        weight: of a weight (out, in), in forward.
+        weight_t: of its transpose, in the input's gradient.
+        multiple: of which a weight's sizes are multiples.
+        sm: NVIDIA's compute capabilities that have such products.
+        cuda: the least version of CUDA.
+        amd: AMD's architectures.
+    """
+
+    noun: str
+    data: Block
+    weight: Block
+    weight_t: Block
+    multiple: int
+    sm: tuple[tuple[int, int], ...]
+    cuda: tuple[int, int]
+    amd: tuple[str, ...] = ()
+
+
+# DeepSeek-V3's (arXiv 2412.19437, section 3.3), which TransformerEngine has as ``Float8BlockScaling``. The products are
+# cuBLASLt's.
+BLOCKS = Scaling(
+    noun="block of 128",
+    data=Block(1, BLOCK),
+    weight=Block(BLOCK, BLOCK),
+    weight_t=Block(BLOCK, BLOCK),
+    multiple=BLOCK,
+    sm=((9, 0),),
+    cuda=(12, 9),
+)
+# torchao's rowwise_with_gw_hp: a weight's transpose has one scale, the largest of forward's, so that backward reads the
+# weight once. The products are CUTLASS's, cuBLASLt's and hipBLASLt's (ATen's RowwiseScaledMM.cu, ScaledBlas.cpp).
+ROWS = Scaling(
+    noun="row",
+    data=Block(1, None),
+    weight=Block(1, None),
+    weight_t=Block(None, None),
+    multiple=16,
+    sm=((8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)),
+    cuda=(12, 0),
+    amd=("gfx942", "gfx950"),
+)
+
+
+class Recipe(NamedTuple):
+    """What a linear layer multiplies in float8: the products of its result and of its input's gradient, and ``wgrad``,
+    whether its weight's gradient too."""
+
+    scaling: Scaling
+    wgrad: bool
+
+
+RECIPES = {
+    "fp8": Recipe(BLOCKS, wgrad=True),
+    "fp8-wgrad-bf16": Recipe(BLOCKS, wgrad=False),
+    "fp8-rowwise": Recipe(ROWS, wgrad=False),
+}

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from torch_fused_ops.float8 import BLOCK
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.float8 import DTYPES_OF_PRODUCTS
 from torch_fused_ops.reasons import Kind, Reason, Refusal
@@ -46,7 +45,7 @@ def linears(facts: Facts, cone: Cone, recipe: str) -> Linears:
     around = {*producers(facts, cone), *(r for r in results(facts, cone) if facts.weight_gemm(r))}
     for node in sorted(around, key=facts.index.__getitem__):
         try:
-            _check(facts, node)
+            _check(facts, node, recipe)
             result.found.append(node)
         except Refusal as refusal:
             result.refused.append((node, refusal.reason))
@@ -93,30 +92,34 @@ _SPELLINGS: dict[str, tuple[tuple[str, ...], tuple[int | None, ...], bool]] = {
 }
 
 
-def _check(facts: Facts, node: Node) -> None:
+def _check(facts: Facts, node: Node, recipe: str) -> None:
     _, weight, bias, transposed = arguments_of(facts, node)
     for one in (node, weight, *node.all_input_nodes):
         check_plain(one)
     value, (n, k) = value_of(node), value_of(weight).shape
-    check_float8(value_of(weight), value.dtype)
+    check_float8(value_of(weight), value.dtype, recipe)
     if bias is not None and not statically(value_of(bias).shape == (k if transposed else n,)):
         raise Refusal(Kind.GEMM_FORM, f"{shown(node)} is no linear layer")
 
 
-def check_float8(weight: Tensor, dtype: torch.dtype) -> None:
+def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
     """Whether a linear layer with this weight, either way round, whose result has this dtype, can be in float8.
+
+    Args:
+        recipe: of ``recipes.RECIPES``.
 
     Raises:
         Refusal: it cannot.
     """
     if dtype not in DTYPES_OF_PRODUCTS:
         raise Refusal(Kind.GEMM_DTYPE, f"it gives {str(dtype).removeprefix('torch.')}")
-    if not all(statically(size % BLOCK == 0) for size in weight.shape):
+    scaling = RECIPES[recipe].scaling
+    if not all(statically(size % scaling.multiple == 0) and statically(size > 0) for size in weight.shape):
         n, k = weight.shape
-        raise Refusal(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of 128")
-    device = compat.no_block_scaling(weight.device)
+        raise Refusal(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of {scaling.multiple}")
+    device = compat.no_scaled_products(weight.device, scaling)
     if device:
-        text = f"this device ({device}) has no products of float8 with a scale for each block of 128"
+        text = f"this device ({device}) has no products of float8 with a scale for each {scaling.noun}"
         raise Refusal(Kind.GEMM_DEVICE, text)
 
 
@@ -124,7 +127,7 @@ def fuse(graph: Graph, facts: Facts, found: dict[Node, str]) -> list[Edit]:
     """The edits that make linear layers ``fused::linear_fp8``, each by its recipe."""
     if any(value_of(node).device.type == "cpu" for node in found):
         _warn_of_cpu()
-    return [(node, partial(_insert, graph, facts, node, RECIPES[recipe]), {node}) for node, recipe in found.items()]
+    return [(node, partial(_insert, graph, facts, node, recipe), {node}) for node, recipe in found.items()]
 
 
 @lru_cache(maxsize=1)
@@ -136,7 +139,7 @@ def _warn_of_cpu() -> None:
     )
 
 
-def _insert(graph: Graph, facts: Facts, node: Node, wgrad: bool, new: list[Node]) -> Node:
+def _insert(graph: Graph, facts: Facts, node: Node, recipe: str, new: list[Node]) -> Node:
     input, weight, bias, transposed = arguments_of(facts, node)
     with graph.inserting_before(node):
         if transposed:
@@ -145,7 +148,7 @@ def _insert(graph: Graph, facts: Facts, node: Node, wgrad: bool, new: list[Node]
             record(weight, weight.all_input_nodes[0])
             weight.meta.update({k: v for k, v in node.meta.items() if k not in ("example_value", "val")})
         dtype = value_of(node).dtype
-        made = graph.call_function(torch.ops.fused.linear_fp8.default, (input, weight, bias, dtype, wgrad))
+        made = graph.call_function(torch.ops.fused.linear_fp8.default, (input, weight, bias, dtype, recipe))
         new.append(made)
         record(made, node)
     return made

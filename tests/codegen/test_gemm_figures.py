@@ -19,6 +19,7 @@ from torch_fused_ops import virtual_gpu as gpu
 from torch_fused_ops.benchmarks import fp8_recipes, harness, models
 from torch_fused_ops.benchmarks.fp8_recipes import FP8_FLOP, GELUMLP, bytes_besides_products
 from torch_fused_ops.benchmarks.models import SwiGLUMLP
+from torch_fused_ops.recipes import RECIPES
 from torch_fused_ops.virtual_gpu.roofline import rates_of
 
 pytest.importorskip("triton")
@@ -26,7 +27,7 @@ pytest.importorskip("triton")
 TOKENS, HIDDEN, FFN = 8192, 4096, 14336
 MIB = 2**20
 RATES = rates_of(gpu.H200)
-RECIPES = Path(fp8_recipes.__file__).resolve().with_name("results") / "fp8_recipes.json"
+COMMITTED = Path(fp8_recipes.__file__).resolve().with_name("results") / "fp8_recipes.json"
 
 
 @cache
@@ -87,6 +88,7 @@ POLICIES: dict[str, dict[str, str]] = {
     '`gemm="fp8", memory="fp8"`': {"gemm": "fp8", "memory": "fp8"},
     '`gemm="fp8", memory="input"`': {"gemm": "fp8", "memory": "input"},
     '`gemm="fp8-wgrad-bf16"`': {"gemm": "fp8-wgrad-bf16"},
+    '`gemm="fp8-rowwise"`': {"gemm": "fp8-rowwise"},
 }
 # Linear layers, and those in front of the activation.
 MODELS: dict[str, tuple[type[nn.Module], int, int]] = {
@@ -111,7 +113,7 @@ def seconds(model: str, policy: str) -> float:
     make, layers, ffn = MODELS[model]
     paper, own = on_paper(make, **POLICIES[policy]), POLICIES[policy]
     product = 2 * TOKENS * HIDDEN * ffn
-    fp8 = {"fp8": 3 * layers, "fp8-wgrad-bf16": 2 * layers}.get(own.get("gemm", ""), 0)
+    fp8 = layers * (2 + RECIPES[own["gemm"]].wgrad) if "gemm" in own else 0
     again = layers - 1 if own.get("memory") == "input" else 0
     moved = sum(bytes_besides_products(graph) for graph in paper.graphs.values())
     assert RATES is not None
@@ -144,8 +146,9 @@ def test_the_page_says_what_was_counted(model: str, policy: str) -> None:
 @pytest.mark.parametrize("memory", ("free", "fp8", "input"))
 @pytest.mark.parametrize("make", (SwiGLUMLP, GELUMLP))
 def test_less_is_kept_at_every_level(make: type[nn.Module], memory: str) -> None:
-    kept = [on_paper(make, memory=memory, gemm=gemm).saved_bytes() for gemm in ("bf16", "fp8")]
+    kept = [on_paper(make, memory=memory, gemm=gemm).saved_bytes() for gemm in ("bf16", "fp8", "fp8-rowwise")]
     assert kept[0] - kept[1] == TOKENS * HIDDEN - TOKENS * HIDDEN // 128 * 4
+    assert kept[2] - kept[0] == 4 * (3 if make is SwiGLUMLP else 2)  # the scale of each weight's transpose
 
 
 # ---- beside torchao's recipes ----------------------------------------------------------------------------------------
@@ -154,9 +157,9 @@ def test_less_is_kept_at_every_level(make: type[nn.Module], memory: str) -> None
 @cache
 def recipes() -> dict[str, Any]:
     """What is committed."""
-    if not RECIPES.exists():
+    if not COMMITTED.exists():
         pytest.skip("installed without results")
-    return harness.read(RECIPES, "fp8-recipes")
+    return harness.read(COMMITTED, "fp8-recipes")
 
 
 def test_recipes_are_all_there() -> None:
@@ -170,7 +173,9 @@ def test_recipes_are_all_there() -> None:
         plain, layers = case["ways"]["plain"], {"SwiGLU": 3, "GELU": 2}[case["mlp"]]
         step = 3 * layers * 2 * result["tokens"] * case["width"] * case["hidden"]
         for way, f in case["ways"].items():
-            third = 0 if way == "plain" else 2 if "wgrad" in way or "gw_hp" in way else 3
+            third = (
+                2 + RECIPES[way].wgrad if way in RECIPES else {"plain": 0, "torchao rowwise_with_gw_hp": 2}.get(way, 3)
+            )
             assert f["flop"] == {"bf16": step * (3 - third) // 3, "fp8": step * third // 3}, (case["mlp"], way)
             if case["width"] == HIDDEN and not way.startswith("torchao"):
                 numbers = [f["forward"]["bytes"], f["backward"]["bytes"], f["saved_bytes"]]
@@ -178,6 +183,22 @@ def test_recipes_are_all_there() -> None:
                 share = round(f["seconds"] / plain["seconds"], 2)
                 found[f"{case['mlp']}, {case['hidden']}", name] = (*(round(n / MIB) for n in numbers), share)
     assert found == {row: numbers for row, numbers in page().items() if "memory" not in row[1]}
+
+
+def test_rows_on_each_device() -> None:
+    """As many bytes on all; the largest gradient kernel is one, and a weight's transpose is one call."""
+    found = {(one["mlp"], one["device"]): one["ways"]["fp8-rowwise"] for one in recipes()["devices"]}
+    assert set(found) == {(mlp, device) for mlp in fp8_recipes.MLPS for device in fp8_recipes.DEVICES}
+    for (mlp, _), f in found.items():
+        layers, (case,) = (
+            {"SwiGLU": 3, "GELU": 2}[mlp],
+            [case for case in recipes()["cases"] if (case["mlp"], case["width"]) == (mlp, HIDDEN)],
+        )
+        h200 = case["ways"]["fp8-rowwise"]
+        assert f["saved_bytes"] == h200["saved_bytes"]
+        assert f["backward"]["kernels"] <= 3 + layers + 1
+        for side in ("forward", "backward"):
+            assert abs(f[side]["bytes"] / h200[side]["bytes"] - 1) < 0.002
 
 
 @pytest.mark.slow

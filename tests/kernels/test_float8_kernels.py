@@ -25,6 +25,7 @@ from torch_fused_ops.kernels.activation import launch_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BF16 = torch.bfloat16
+SLOW = pytest.mark.slow
 
 
 def numbers(r: int, c: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -47,9 +48,9 @@ def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
     torch.testing.assert_close(scales, e_scales, rtol=0, atol=0, equal_nan=True)
     if not values.numel():
         return
-    rows = 1 if scales.shape[1] == values.shape[0] else float8.BLOCK
+    rows = 1 if scales.shape[1] == values.shape[0] else values.shape[0] // scales.shape[0]
     of_blocks = (e_scales.t() if rows == 1 else e_scales).isfinite()
-    compared = of_blocks.repeat_interleave(rows, 0).repeat_interleave(float8.BLOCK, 1)
+    compared = of_blocks.repeat_interleave(rows, 0).repeat_interleave(float8.columns_of(values, scales, rows), 1)
     assert torch.equal(values.view(torch.uint8)[compared], e_values.view(torch.uint8)[compared])
 
 
@@ -76,6 +77,37 @@ def test_quantise_gives_the_formula_s_bits_of_both_layouts(
     assert len(device.launches) == launched
     assert_same(both[:2], float8.quantise(x, 1))
     assert_same(both[2:], float8.quantise(x.t(), 1))
+
+
+@pytest.mark.parametrize("fnuz", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "at_once"),
+    [((11, 130), BF16, 256), ((9, 300), torch.float32, 128), pytest.param((300, 272), torch.float16, 512, marks=SLOW)],
+)
+def test_rows_and_their_transposes_have_the_formula_s_bits(
+    device: Device,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    at_once: int,
+    fnuz: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A row that is read once, one that is read again, one that lies across; by scales that are known."""
+    if fnuz:
+        monkeypatch.setattr(float8, "dtype_of", lambda device: float8.FNUZ)
+    monkeypatch.setattr(kernels, "_COLUMNS_AT_ONCE", at_once)
+    x, (r, c) = numbers(*shape, dtype), shape
+    stored = device.run(kernels.quantise, x, 1, c)
+    assert device.names == ["_quantise_rows"] and device.launches[0][2]["WHOLE"] is (c <= at_once)
+    assert_same(stored, float8.quantise(x, 1, c))
+    x = x.nan_to_num(0.0, 1.0, -1.0)
+    turned = x.t()[: r // 4 * 4]
+    for given, sizes in ((turned, (1, r)), (turned, turned.shape), (x, (r, c))):
+        wanted = float8.quantise(given, *sizes)
+        assert_same(device.run(kernels.quantise, given, *sizes), wanted)
+        by = device.run(kernels.quantise_by, given, wanted[1])
+        assert device.names == ["_quantise_turned" if given is turned and r % 4 == 0 else "_quantise_by"]
+        assert_same((by, wanted[1]), wanted)
 
 
 def test_what_is_stored_along_rows_is_stored_along_columns(device: Device) -> None:
@@ -121,8 +153,6 @@ def test_wide_offsets_give_the_same(device: Device, monkeypatch: pytest.MonkeyPa
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
-
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -193,12 +223,13 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match=r"data has dtype torch\.float64"):
         kernels.gradients_quantised("bias_act", x, (x.double(),), "silu")
     monkeypatch.setattr(torch.version, "hip", "7.0")
+    wide = torch.ones(16, 256)
     refused = (
         lambda: kernels.quantise(x, 1),
         lambda: kernels.quantise_both(x),
         lambda: kernels.gradients_quantised("bias_act", x, (x,), "silu"),
-        lambda: kernels.dequantise(*float8.quantise(x, 1), 1, BF16),
-        lambda: kernels.scaled_mm(*float8.quantise(x, 1), *float8.quantise(x, 1), None, 1, BF16),
+        lambda: kernels.dequantise(*float8.quantise(wide, 1), 1, BF16),
+        lambda: kernels.scaled_mm(*float8.quantise(wide, 1), *float8.quantise(wide, 1), None, 1, BF16),
     )
     for call in refused:
         with pytest.raises(NotImplementedError, match="not accepted on AMD GPUs"):
@@ -209,19 +240,24 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Library:
-    """Stands in for ``torch.nn.functional.scaled_mm``: refuses what ATen's ScaledBlas.cpp refuses on sm_90."""
+    """Stands in for ``torch.nn.functional.scaled_mm``: refuses what ATen's ScaledBlas.cpp refuses on sm_90, and in rows
+    what RowwiseScaledMM.cu refuses on sm_89, and ScaledBlas.cpp on ROCm."""
 
     def __init__(self) -> None:
         self.calls = 0
 
     def __call__(
         self, mat_a: Tensor, mat_b: Tensor, *, scale_a: Tensor, scale_recipe_a: ScalingType, scale_b: Tensor,
-        scale_recipe_b: ScalingType, bias: Tensor | None, output_dtype: torch.dtype,
+        scale_recipe_b: ScalingType, bias: Tensor | None = None, output_dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
         self.calls += 1
         (m, k), n = mat_a.shape, mat_b.shape[1]
-        assert m and n and k and k % 16 == 0 and n % 16 == 0 and m % 8 == 0
+        assert m and n and k and k % 16 == 0 and n % 16 == 0
         assert mat_a.stride() == (k, 1) and mat_b.stride() == (1, k)  # row-major, column-major
+        assert scale_a.dtype == scale_b.dtype == torch.float32
+        if scale_recipe_a in (ScalingType.RowWise, ScalingType.TensorWise):
+            return self.in_rows(mat_a, mat_b, scale_a, scale_b, scale_recipe_a, scale_recipe_b, bias, output_dtype)
+        assert m % 8 == 0
         assert scale_recipe_a is ScalingType.BlockWise1x128
         assert scale_a.shape == (m, k // 128) and scale_a.stride() == (1, m)
         if scale_recipe_b is ScalingType.BlockWise1x128:
@@ -232,22 +268,39 @@ class Library:
             padded = (k // 128 + 3) // 4 * 4
             assert scale_b.shape == (padded, n // 128) and scale_b.stride() == (1, padded)
             scales, rows = scale_b.t()[:, : k // 128], 128
-        assert scale_a.dtype == scale_b.dtype == torch.float32
         assert output_dtype in (BF16, torch.float32)
         assert bias is None or (output_dtype == bias.dtype == BF16 and bias.shape == (n,))
         return float8.product(mat_a, scale_a.t(), mat_b.t(), scales, bias, rows, output_dtype)
 
+    def in_rows(
+        self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, recipe: ScalingType, recipe_b: ScalingType,
+        bias: Tensor | None, output_dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        assert recipe is recipe_b
+        assert bias is None or (output_dtype == bias.dtype == BF16 and bias.shape == b.shape[1:])
+        if recipe is ScalingType.TensorWise:
+            assert scale_a.numel() == scale_b.numel() == 1 and output_dtype == torch.float32 and bias is None
+        else:
+            assert scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1]) and output_dtype == BF16
+            assert scale_a.is_contiguous() and scale_b.is_contiguous() and scale_a.stride(0) == scale_b.stride(1) == 1
+        out = (a.double() * scale_a.double()) @ (b.double() * scale_b.double())
+        return (out if bias is None else out + bias).to(output_dtype)
+
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
-    ("m", "n", "k", "rows"), [(16, 128, 128, 128), (5, 256, 640, 128), (7, 20, 384, 1), (1, 16, 1, 1)]
-)
+    ("m", "n", "k", "rows", "columns"),
+    [
+        (16, 128, 128, 128, 128), (5, 256, 640, 128, 128), (7, 20, 384, 1, 128), (1, 16, 1, 1, 128),
+        (5, 48, 80, 1, 80), (1, 20, 272, 20, 272),
+    ],
+)  # fmt: skip
 def test_products_hand_over_what_the_library_accepts(
-    m: int, n: int, k: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    m: int, n: int, k: int, rows: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = Library()
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", library)
-    a, b = (float8.quantise(torch.randn(size, k), block) for size, block in ((m, 1), (n, rows)))
+    a, b = (float8.quantise(torch.randn(size, k), block, columns) for size, block in ((m, 1), (n, rows)))
     for bias in (None, torch.randn(n)):
         got = kernels.scaled_mm(*a, *b, bias, rows, dtype)
         assert got.shape == (m, n) and got.dtype == dtype and got.is_contiguous()

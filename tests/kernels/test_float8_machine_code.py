@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -93,3 +94,30 @@ def test_before_sm_90_it_is_arithmetic_on_bits(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kernels, "_ptx", lambda _: False)
     (code,) = assemble(virtual_gpu.A100, kernels.quantise, turned(), 1)
     assert code.spills == 0 and not [i for i in code.instructions if i.startswith("F2FP.SATFINITE")]
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+L40S = virtual_gpu.GPU(
+    "NVIDIA L40S", "sm_89", (8, 9), 142, 48 << 30, 49152, 101376, 96 << 20, max_threads_per_multi_processor=1536
+)
+SCALE = meta(1, 1, dtype=torch.float32)
+IN_ROWS: dict[str, tuple[Any, ...]] = {
+    "row": (kernels.quantise, meta(ROWS, 14336), 1, 14336),
+    "weight turned": (kernels.quantise_by, turned(), SCALE),
+}
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("name", IN_ROWS)
+@pytest.mark.parametrize("gpu", [L40S, virtual_gpu.H100, virtual_gpu.MI300X], ids=lambda gpu: gpu.arch)
+def test_rows_spill_nowhere(name: str, gpu: virtual_gpu.GPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of 14336 is loaded once, into registers; a transpose is stored by words of 4 elements, or more."""
+    monkeypatch.setattr(kernels, "_of_device", lambda t: {"PTX": not gpu.is_amd, "FNUZ": gpu.is_amd})
+    (code,) = assemble(gpu, *IN_ROWS[name])
+    assert code.spills == 0 and code.registers <= 128
+    found = Counter(code.instructions)
+    if not gpu.is_amd:
+        loads, stores = {"row": (4, 2), "weight turned": (8, 4)}[name]
+        of_16 = found["LDG.E.128"], found["STG.E.128"] + found["STG.E.64"]
+        assert of_16 == (loads, stores), found

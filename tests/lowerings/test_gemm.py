@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from torch.utils.checkpoint import checkpoint
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy, Site
 from torch_fused_ops import functional as FF
+from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.recognise import gemms, rewrite
 from torch_fused_ops.nn import FusedMLP
 from torch_fused_ops.reasons import Kind
+from torch_fused_ops.recipes import RECIPES
 
 HIDDEN, FFN = 128, 256
 
@@ -73,7 +76,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.every(4)
 @pytest.mark.codegen_is_slow
-@pytest.mark.parametrize("recipe", ("fp8", "fp8-wgrad-bf16"))
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("memory", ("off", "free", "fp8", "input"))
 def test_a_compiled_step_is_the_eager_one_in_float8(recipe: str, memory: str) -> None:
     torch.manual_seed(0)
@@ -118,14 +121,32 @@ def test_biases_under_autocast() -> None:
 
 
 @pytest.mark.slow  # symbolic sizes take their time: 10 s of a processor for each of two graphs
-def test_sizes_that_change() -> None:
-    """Up to 128 tokens is one block, and another graph."""
-    module = SwiGLU()
-    fn = torch.compile(module, backend="fused", options={"policy": FusionPolicy(gemm="fp8")}, dynamic=True)
-    for tokens in (130, 7, 256):
-        x = torch.randn(tokens, HIDDEN)
+@pytest.mark.parametrize(("recipe", "hidden", "ffn"), (("fp8", HIDDEN, FFN), ("fp8-rowwise", 80, 144)))
+def test_sizes_that_change(recipe: str, hidden: int, ffn: int) -> None:
+    """Up to 128 tokens is one block, and another graph; 0 and 1 are graphs of their own."""
+    module = SwiGLU(hidden, ffn)
+    torch._dynamo.reset()
+    fn = torch.compile(module, backend="fused", options={"policy": FusionPolicy(gemm=recipe)}, dynamic=True)
+    for tokens in (130, 7, 256, 1, 0):
+        x = torch.randn(tokens, hidden)
         for mine, plain in zip(step(fn, module, x), step(module, module, x), strict=True):
-            assert apart(mine, plain) < 0.12
+            assert torch.equal(mine, plain) if tokens == 0 else apart(mine, plain) < 0.12
+
+
+@pytest.mark.codegen_is_slow
+@pytest.mark.parametrize("tokens", (1, 37))
+def test_rows_of_sizes_that_are_no_blocks(tokens: int) -> None:
+    torch.manual_seed(0)
+    module, x = SwiGLU(80, 144).bfloat16(), torch.randn(tokens, 80, dtype=torch.bfloat16)
+    (site,) = sites(module, x, gemm="fp8-rowwise")
+    assert (site.gemm, site.gemm_reason) == ("fp8-rowwise", "")
+    by_hand = InFloat8(80, 144).bfloat16()
+    by_hand.load_state_dict(module.state_dict())
+    by_hand.recipe = "fp8-rowwise"
+    got, wanted = step(compiled(module, gemm="fp8-rowwise", strict=True), module, x), step(by_hand, by_hand, x)
+    for mine, eager, plain in zip(got, wanted, step(module, module, x), strict=True):
+        assert apart(mine, eager) < 0.02
+        assert 1e-3 < apart(mine, plain) < 0.12
 
 
 @pytest.mark.slow
@@ -162,7 +183,7 @@ def test_fused_mlp_in_eager_and_compiled(gated: bool) -> None:
         assert all(apart(a, b) < 0.06 for a, b in zip(step(mlp, mlp, x), eager, strict=True))
     with pytest.raises(ValueError, match="ffn=100 is not accepted with gemm='fp8': it must be a multiple of 128"):
         FusedMLP(HIDDEN, 100, gemm="fp8")
-    with pytest.raises(ValueError, match="gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16"):
+    with pytest.raises(ValueError, match="gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16, fp8-rowwise"):
         FusedMLP(HIDDEN, FFN, gemm="int8")
 
 
@@ -232,7 +253,7 @@ def of_mapping() -> Site:
 
 def test_a_mapping_chooses_by_module() -> None:
     assert of_mapping().gemm == "fp8-wgrad-bf16"
-    with pytest.raises(ValueError, match="gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16"):
+    with pytest.raises(ValueError, match="gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16, fp8-rowwise"):
         FusionPolicy(gemm="int8")
     with pytest.raises(ValueError, match="gemm='int8' for 'a' is not accepted"):
         FusionPolicy(gemm={"a": "int8"})
@@ -321,6 +342,35 @@ def stage_one(gm: torch.fx.GraphModule, inputs: Any) -> Any:
     return gm.forward
 
 
+DEVICES: tuple[tuple[tuple[int, int] | str, str, str, str], ...] = (
+    # capability or architecture, CUDA or HIP; what "fp8" and "fp8-rowwise" say
+    ((9, 0), "12.9", "", ""),
+    ((9, 0), "12.8", "CUDA 12.8", ""),
+    ((8, 9), "12.9", "sm_89", ""),
+    ((10, 0), "13.0", "sm_100", ""),
+    ((12, 0), "12.9", "sm_120", ""),
+    ((8, 0), "12.9", "sm_80", "sm_80"),
+    ("gfx942:sramecc+:xnack-", "7.0", "ROCm, gfx942", ""),
+    ("gfx90a", "7.0", "ROCm, gfx90a", "ROCm, gfx90a"),
+)
+
+
+@pytest.mark.parametrize(("gpu", "version", "blocks", "rows"), DEVICES)
+def test_which_devices_have_such_products(
+    gpu: Any, version: str, blocks: str, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    amd = isinstance(gpu, str)
+    monkeypatch.setattr(torch.version, "hip", version if amd else None)
+    monkeypatch.setattr(torch.version, "cuda", None if amd else version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4) if amd else gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=gpu))
+    for recipe, (scaling, _) in RECIPES.items():
+        wanted = rows if recipe == "fp8-rowwise" else blocks
+        assert compat.no_scaled_products(torch.device("cuda"), scaling) == wanted
+        assert compat.no_scaled_products(torch.device("xpu"), scaling) == "xpu"
+        assert compat.no_scaled_products(torch.device("cpu"), scaling) == ""
+
+
 def test_attention_is_left_alone() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         q = F.linear(x, w)
@@ -330,6 +380,7 @@ def test_attention_is_left_alone() -> None:
 
 
 @pytest.mark.codegen_is_slow
-def test_verify_takes_the_rounding_for_rounding() -> None:
-    result = tfo.verify(SwiGLU(), torch.randn(16, HIDDEN), policy=FusionPolicy(gemm="fp8"))
+@pytest.mark.parametrize("recipe", ("fp8", pytest.param("fp8-rowwise", marks=pytest.mark.slow)))
+def test_verify_takes_the_rounding_for_rounding(recipe: str) -> None:
+    result = tfo.verify(SwiGLU(), torch.randn(16, HIDDEN), policy=FusionPolicy(gemm=recipe))
     assert result.ok, str(result)

@@ -498,7 +498,7 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.AT_WORK: later(lambda model, patch: patch.setattr(torch._C, "_get_tracing_state", lambda: 1)),
     Kind.CLASS_CHANGED: later(lambda model, patch: patch.setattr(type(model), "extra", 1, raising=False)),
     Kind.SITUATIONS: later(often),
-    Kind.GEMM_DEVICE: linear_layer(two_linears(F.gelu), *blocks(), no_block_scaling=lambda device: "sm_80"),
+    Kind.GEMM_DEVICE: linear_layer(two_linears(F.gelu), *blocks(), no_scaled_products=lambda device, scaling: "sm_80"),
     Kind.GEMM_SIZE: linear_layer(two_linears(F.gelu), *blocks(hidden=120)),
     Kind.GEMM_DTYPE: linear_layer(two_linears(F.gelu), *blocks(torch.float64)),
     Kind.GEMM_FORM: linear_layer(

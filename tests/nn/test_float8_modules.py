@@ -14,9 +14,9 @@ from torch import Tensor
 from torch_fused_ops import functional as FF
 from torch_fused_ops import nn as fnn
 from torch_fused_ops.reasons import Kind
+from torch_fused_ops.recipes import RECIPES
 
 HIDDEN, FFN = 128, 256
-RECIPES = ("fp8", "fp8-wgrad-bf16")
 
 
 class Gated(nn.Module):
@@ -70,7 +70,7 @@ def test_replaced_mlps_by_module_and_what_stays() -> None:
     report.restore()
     with pytest.raises(ValueError, match="gemm='7' is not accepted: it must fit a module of the model"):
         fnn.replace_mlps(model, gemm={"7": "fp8"})
-    with pytest.raises(ValueError, match="gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16"):
+    with pytest.raises(ValueError, match="gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16, fp8-rowwise"):
         fnn.replace_mlps(model, gemm="int8")
 
 
@@ -100,7 +100,7 @@ def test_megatrons_mlp_multiplies_in_float8(recipe: str) -> None:
 def test_megatrons_mlp_says_what_it_does_not_take() -> None:
     with pytest.raises(ValueError, match="ffn_hidden_size=100 is not accepted with gemm='fp8': it must be a multiple"):
         fnn.MLP(config(ffn_hidden_size=100), gemm="fp8")
-    with pytest.raises(ValueError, match="gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16"):
+    with pytest.raises(ValueError, match="gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16, fp8-rowwise"):
         fnn.MLP(config(), gemm="int8")
     with pytest.raises(ValueError, match="gemm='fp8' is not accepted with delay_wgrad_compute=True"):
         fnn.MLP(config(delay_wgrad_compute=True), gemm="fp8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,17 +15,19 @@ from torch import Tensor
 
 from torch_fused_ops import float8, reference
 from torch_fused_ops import functional as FF
-from torch_fused_ops.float8 import BLOCK
+from torch_fused_ops.recipes import BLOCK, RECIPES, Block
 
 fused = torch.ops.fused
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+BLOCKS = (Block(1, BLOCK), Block(BLOCK, BLOCK), Block(1, None), Block(None, None))
 
 
-def scale_of_each(x: Tensor, rows: int) -> Tensor:
+def scale_of_each(x: Tensor, block: Block) -> Tensor:
     """quantise's scales, beside each element."""
-    scales = float8.quantise(x, rows)[1]
+    rows, columns = block.of(x.shape)
+    scales = float8.quantise(x, rows, columns)[1]
     scales = scales.t() if rows == 1 else scales
-    return scales.repeat_interleave(rows, 0).repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+    return scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:, : x.shape[1]]
 
 
 def wide_matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -36,32 +39,34 @@ def wide_matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> 
 # ---- what is stored ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", (1, BLOCK))
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_stored_is_off_by_half_a_step(rows: int, dtype: torch.dtype) -> None:
+def test_what_is_stored_is_off_by_half_a_step(block: Block, dtype: torch.dtype) -> None:
     x = wide_matrix(256, 384, dtype)
-    values, scales = fused.quantise(x, rows)
+    rows, columns = block.of(x.shape)
+    values, scales = fused.quantise(x, rows, columns)
     loaded = fused.dequantise(values, scales, rows, torch.float64)
-    exact, scale = x.to(torch.float32).double(), scale_of_each(x, rows).double()
+    exact, scale = x.to(torch.float32).double(), scale_of_each(x, block).double()
     assert ((loaded - exact).abs() <= (2**-4 * exact.abs()).maximum(2**-10 * scale)).all()
     assert torch.equal(scale.log2(), scale.log2().round())
     # The scale is the least power of two that keeps 448 above the block.
-    largest = exact.abs().reshape(256 // rows, rows, 3, BLOCK).amax((1, 3))
+    largest = exact.abs().reshape(256 // rows, rows, 384 // columns, columns).amax((1, 3))
     own = (scales.t() if rows == 1 else scales).double()
     assert (largest <= 448 * own).all() and (largest > 224 * own).all()
 
 
-def test_blocks_of_zeros_denormals_infinities_and_nans() -> None:
-    rows = torch.zeros(7, BLOCK)
+@pytest.mark.parametrize("width", (BLOCK, 272))  # a block, which is a row, and a row of another width
+def test_blocks_of_zeros_denormals_infinities_and_nans(width: int) -> None:
+    rows = torch.zeros(7, width)
     rows[1] = 1e-40
     rows[2, 3], rows[3, 3], rows[4, 3], rows[5, 3], rows[6, 3] = math.inf, -math.inf, math.nan, 3e38, 448.0
-    loaded = fused.dequantise(*fused.quantise(rows, 1), 1, torch.float64)
+    loaded = fused.dequantise(*fused.quantise(rows, 1, width), 1, torch.float64)
     assert (loaded[0] == 0).all()
     assert (loaded[1] - rows[1].double()).abs().max() <= 2.0**-136  # 2⁻¹⁰ of the least scale
     assert loaded[2:5].isnan().all()
     assert loaded[5, 3] == pytest.approx(3e38, rel=2**-4) and (loaded[5, 4:] == 0).all()
     assert loaded[6, 3] == 448
-    assert fused.quantise(rows[6:], 1)[1].item() == 1
+    assert fused.quantise(rows[6:], 1, width)[1].item() == 1
 
 
 @pytest.mark.parametrize("shape", ((0, 128), (1, 1), (3, 0), (5, 200), (1, 128)))
@@ -77,9 +82,10 @@ def test_columns_are_filled_with_zeros(shape: tuple[int, int]) -> None:
 def test_any_strides_are_read() -> None:
     x = torch.randn(256, 384)
     for view in (x.t(), x[::2, 1:], x[:, :1].expand(256, 256), x.t()[:BLOCK]):
-        for rows in (1, BLOCK):
-            for a, b in zip(fused.quantise(view, rows), fused.quantise(view.contiguous(), rows), strict=True):
-                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for block in BLOCKS:
+            sizes = block.of(view.shape)
+            for a, b in zip(fused.quantise(view, *sizes), fused.quantise(view.contiguous(), *sizes), strict=True):
+                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)) and a.is_contiguous()
 
 
 @settings(max_examples=30, deadline=None)
@@ -96,49 +102,108 @@ def test_rounding_once_more_in_other_blocks_changes_the_smallest_alone(exponent:
     assert ((once - twice)[small].abs() <= 2**-10 * scales.item()).all()
 
 
+def test_a_scale_that_is_known_gives_the_same_values() -> None:
+    """One scale for all is the largest of the rows'; larger scales and NaN are the caller's to give."""
+    x = wide_matrix(48, 80)
+    values, scales = fused.quantise(x, 1, 80)
+    whole, scale = fused.quantise(x, 48, 80)
+    assert torch.equal(scale, scales.amax(1, keepdim=True))
+    for known, wanted in ((scales, values), (scale, whole)):
+        for own in (x, x.t().contiguous().t()):
+            found = fused.quantise_by(own, known)
+            assert found.is_contiguous() and torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    assert fused.dequantise(fused.quantise_by(x, scale * math.nan), scale * math.nan, 48, torch.float32).isnan().all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_on_gfx942_the_numbers_are_the_same(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float8_e4m3fnuz: the bytes are e4m3fn's but for −0's, which would be NaN, the scales twice as large."""
+    x, w = wide_matrix(9, 256), wide_matrix(128, 256) / 16
+    x[0], x[1], x[2, 5], x[3, 7] = 0.0, -1e-40, math.nan, -1e-30
+    scaling = RECIPES[recipe].scaling
+    blocks = [(x, scaling.data.of(x.shape)), (w, scaling.weight.of(w.shape)), (w.t(), scaling.weight_t.of(w.t().shape))]
+
+    def found() -> list[Any]:
+        stored = [fused.quantise(t, *sizes) for t, sizes in blocks]
+        y = FF.linear_fp8(x.requires_grad_(), w.requires_grad_(), recipe=recipe)
+        return [*stored, [y.detach(), *torch.autograd.grad(y.sum(), (x, w))]]
+
+    usual = found()
+    monkeypatch.setattr(float8, "dtype_of", lambda device: float8.FNUZ)
+    for (values, scales), (own, own_scales) in zip(usual[:-1], (there := found())[:-1], strict=True):
+        numbers = values.float().isfinite()
+        assert own.dtype == torch.float8_e4m3fnuz and own.view(torch.uint8)[numbers].ne(0x80).all()
+        assert (
+            torch.equal(own.float()[numbers] * 2, values.float()[numbers]) and own.float()[numbers].abs().max() <= 224
+        )
+        torch.testing.assert_close(own_scales, scales * 2, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(there[-1], usual[-1], rtol=0, atol=0, equal_nan=True)
+
+
+def test_which_float8_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    assert float8.dtype_of(torch.device("cpu")) == float8.dtype_of(torch.device("meta")) == torch.float8_e4m3fn
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert float8.dtype_of(gpu) == torch.float8_e4m3fn
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for arch, dtype in (("gfx942:sramecc+:xnack-", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn)):
+        properties = SimpleNamespace(gcnArchName=arch)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        assert float8.dtype_of(gpu) == dtype
+
+
 # ---- products ------------------------------------------------------------------------------------------------------
 
 
-def product_bound(a: Tensor, b: Tensor, a_rows: int, b_rows: int) -> Tensor:
+def product_bound(a: Tensor, b: Tensor, a_block: Block, b_block: Block) -> Tensor:
     """By how much a · bᵀ of stored numbers may be off: each number by 2⁻⁴, or 2⁻¹⁰ of its scale."""
 
-    def error(x: Tensor, rows: int) -> Tensor:
-        return (2**-4 * x.abs()).maximum(2**-10 * scale_of_each(x, rows).double())
+    def error(x: Tensor, block: Block) -> Tensor:
+        return (2**-4 * x.abs()).maximum(2**-10 * scale_of_each(x, block).double())
 
     x, y = a.double(), b.double()
-    ex, ey = error(x, a_rows), error(y, b_rows)
+    ex, ey = error(x, a_block), error(y, b_block)
     return x.abs() @ ey.t() + ex @ y.abs().t() + ex @ ey.t()
 
 
-@pytest.mark.parametrize("rows", (1, BLOCK))
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
-def test_products_are_within_their_bound(rows: int, dtype: torch.dtype) -> None:
+def test_products_are_within_their_bound(block: Block, dtype: torch.dtype) -> None:
     a, b = torch.randn(70, 256), torch.randn(128, 256) / 16
     b[3, 5] = 100.0  # an outlier
     bias = torch.randn(128, dtype=dtype)
-    out = fused.scaled_mm(*fused.quantise(a, 1), *fused.quantise(b, rows), bias, rows, dtype)
+    of_a, (rows, columns) = Block(1, block.columns), block.of(b.shape)
+    stored = fused.quantise(a, *of_a.of(a.shape)), fused.quantise(b, rows, columns)
+    out = fused.scaled_mm(*stored[0], *stored[1], bias, rows, dtype)
     exact = a.double() @ b.double().t() + bias.double()
     rounding = 2 * torch.finfo(dtype).eps * (a.double().abs() @ b.double().abs().t() + bias.double().abs())
     assert out.dtype == dtype
-    assert ((out.double() - exact).abs() <= product_bound(a, b, 1, rows) + rounding).all()
+    assert ((out.double() - exact).abs() <= product_bound(a, b, of_a, block) + rounding).all()
 
 
 @pytest.mark.parametrize("tokens", (0, 1, 3, 128, 200))
-@pytest.mark.parametrize("recipe", ("fp8", "fp8-wgrad-bf16"))
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_are_within_the_bounds_of_their_products(tokens: int, recipe: str) -> None:
-    x = torch.randn(tokens, 256, requires_grad=True)
-    w, b = (torch.randn(128, 256) / 16).requires_grad_(), torch.randn(128, requires_grad=True)
-    grad = torch.randn(tokens, 128)
+    scaling, wgrad = RECIPES[recipe]
+    n, k = (128, 256) if scaling.multiple == BLOCK else (144, 272)
+    x = torch.randn(tokens, k, requires_grad=True)
+    w, b = (torch.randn(n, k) / 16).requires_grad_(), torch.randn(n, requires_grad=True)
+    grad = torch.randn(tokens, n)
     y = FF.linear_fp8(x, w, b, recipe=recipe)
     dx, dw, db = torch.autograd.grad(y, (x, w, b), grad)
     wide = [t.detach().double() for t in (x, w, b)]
     g, (xd, wd, bd) = grad.double(), wide
-    assert ((y.double() - xd @ wd.t() - bd).abs() <= product_bound(x.detach(), w.detach(), 1, BLOCK) + 1e-4).all()
-    assert ((dx.double() - g @ wd).abs() <= product_bound(grad, w.detach().t(), 1, BLOCK) + 1e-4).all()
+    bounds = [
+        product_bound(x.detach(), w.detach(), scaling.data, scaling.weight),
+        product_bound(grad, w.detach().t(), scaling.data, scaling.weight_t),
+    ]
+    assert ((y.double() - xd @ wd.t() - bd).abs() <= bounds[0] + 1e-4).all()
+    assert ((dx.double() - g @ wd).abs() <= bounds[1] + 1e-4).all()
     exact = g.t() @ xd
-    if recipe == "fp8":  # x was rounded for the first product, and is once more
+    if wgrad:  # x was rounded for the first product, and is once more
         padded = torch.nn.functional.pad(x.detach().t(), (0, -tokens % BLOCK))
-        bound = product_bound(torch.nn.functional.pad(grad.t(), (0, -tokens % BLOCK)), padded, 1, BLOCK) * 2
+        of_grad = torch.nn.functional.pad(grad.t(), (0, -tokens % BLOCK))
+        bound = product_bound(of_grad, padded, scaling.data, scaling.weight) * 2
     else:
         bound = torch.zeros_like(exact)
     assert ((dw.double() - exact).abs() <= bound + 1e-4).all()
@@ -160,12 +225,12 @@ def test_leading_axes_dtypes_and_what_needs_no_gradient() -> None:
 def test_what_is_kept_is_a_byte_an_element() -> None:
     x, w = torch.randn(256, 128, requires_grad=True), torch.randn(384, 128, requires_grad=True)
     kept: dict[str, int] = {}
-    for recipe in ("fp8", "fp8-wgrad-bf16"):
+    for recipe in RECIPES:
         tensors: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, to=tensors: (to.append(t), t)[1], lambda t: t):
             FF.linear_fp8(x, w, recipe=recipe)
         kept[recipe] = sum(t.nbytes for t in tensors if t.data_ptr() != w.data_ptr())
-    assert kept == {"fp8": 256 * 128 + 256 * 4, "fp8-wgrad-bf16": 256 * 128 * 4}
+    assert kept == {"fp8": 256 * 128 + 256 * 4, "fp8-wgrad-bf16": 256 * 128 * 4, "fp8-rowwise": 256 * 128 * 4 + 4}
 
 
 # ---- one pass --------------------------------------------------------------------------------------------------------
@@ -211,10 +276,30 @@ def test_the_operators_of_one_pass_are_those_of_several(name: str, make: Any, sc
         (lambda x, w: FF.linear_fp8(x[:, :64], w), r"input has shape \(4, 64\); accepted: \(…, 128\)"),
         (lambda x, w: FF.linear_fp8(x, w, w[0, :3]), r"bias has shape \(3,\); accepted: \(256,\)"),
         (lambda x, w: FF.linear_fp8(x.double(), w), r"input.dtype=torch.float64 is not accepted"),
-        (lambda x, w: FF.linear_fp8(x, w, recipe="int8"), "recipe='int8' is not known; accepted: fp8, fp8-wgrad-bf16"),
+        (lambda x, w: FF.linear_fp8(x, w, recipe="int8"), "recipe='int8' is not known; accepted: fp8, fp8-wgrad"),
+        (
+            lambda x, w: FF.linear_fp8(x[:, :100], w[:, :100], recipe="fp8-rowwise"),
+            r"weight has shape \(256, 100\); accepted: two axes, multiples of 16",
+        ),
+        (lambda x, w: fused.linear_fp8(x, w, None, None, "int8"), "recipe='int8' is not known"),
         (lambda x, w: FF.linear_fp8(x, w, dtype=torch.float64), "dtype=torch.float64 is not accepted"),
         (lambda x, w: fused.quantise(x[None], 1), r"input has shape \(1, 4, 128\); accepted: two axes"),
         (lambda x, w: fused.quantise(x, 2), "rows=2 is not accepted: it must be 1 or 128"),
+        (
+            lambda x, w: fused.quantise(x, 1, 64),
+            "columns=64 is not accepted: it must be 128, .*, or 128, those of input",
+        ),
+        (lambda x, w: fused.quantise_by(x, torch.ones(4, 1)), r"scales has shape \(4, 1\); accepted: \(1, 1\), or"),
+        (
+            lambda x, w: fused.scaled_mm(
+                *fused.quantise(torch.cat((x, x), 1), 1, 256),
+                *fused.quantise(torch.cat((w, w), 1), 1),
+                None,
+                1,
+                x.dtype,
+            ),
+            "a and b have blocks of 256 and 128 columns; accepted: as many in both",
+        ),
         (lambda x, w: fused.quantise(x, 128), "accepted: a first axis of a multiple of rows=128"),
         (
             lambda x, w: fused.scaled_mm(*fused.quantise(x, 1), *fused.quantise(w, 1), None, 128, torch.float32),
@@ -242,7 +327,10 @@ def test_second_derivatives_and_transforms_raise() -> None:
         ("quantise", lambda x: (x.t(), BLOCK)),
         ("quantise_both", lambda x: (x,)),
         ("glu_backward_quantised", lambda x: (x, x, x, "silu", 0.0, None)),
-        ("linear_fp8", lambda x: (x, x.flip(1), None, None, True)),
+        ("quantise", lambda x: (x, 1, 256)),
+        ("quantise_by", lambda x: (x.t(), fused.quantise(x, *x.shape)[1])),
+        ("linear_fp8", lambda x: (x, x.flip(1), None, None, "fp8")),
+        ("linear_fp8", lambda x: (x, x.flip(1), None, None, "fp8-rowwise")),
     ],
 )
 def test_opcheck(call: tuple[str, Callable[[Tensor], tuple[Any, ...]]]) -> None:

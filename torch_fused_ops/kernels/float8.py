@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, misc"
 # ruff: noqa: RUF005, SIM300 - Triton knows no (*strips, strip), and compares DTYPE's value from the left alone
-"""Triton kernels behind the operators in float8 (``operators/float8.py``), and the product, which is cuBLASLt's.
+"""Triton kernels behind the operators in float8 (``operators/float8.py``), and the products, which are libraries'.
 
-A program has a tile of 128 × 128 elements, in which every block of both layouts lies whole: (1, 128) and (128, 128), of
-the tensor and of its transpose. It reads the tile once, along the axis that lies close in memory, and stores each
-layout along the axis that lies close there.
+Where a row is a block, a program has a row. Else it has a tile of 128 × 128 elements, in which every block of both
+layouts lies whole: (1, 128) and (128, 128), of the tensor and of its transpose. It reads the tile once, along the axis
+that lies close in memory, and stores each layout along the axis that lies close there.
 
 The tile is held as 8 *strips* of 16 rows: strip q has the rows q, q + 8, q + 16 …, so a thread has the same columns of
 8 neighbouring rows. Four neighbouring rows of a column, in float8, are one 32-bit word: what is transposed through
@@ -29,7 +29,7 @@ from torch.nn.functional import ScalingType
 
 from torch_fused_ops import float8, formulas
 from torch_fused_ops.declaration import elementwise
-from torch_fused_ops.float8 import BLOCK, FP8
+from torch_fused_ops.float8 import FP8
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.activation import (
     _activate,
@@ -40,9 +40,19 @@ from torch_fused_ops.kernels.activation import (
     _input_grad,
     _to_fp8,
 )
-from torch_fused_ops.kernels.launching import INT32_MAX, OPTIONS, blocks, matrix, tl, triton
+from torch_fused_ops.kernels.launching import INT32_MAX, OPTIONS, blocks, matrix, power_of_2, tl, triton
+from torch_fused_ops.recipes import BLOCK
 
-__all__ = ["dequantise", "gradients_quantised", "launch_of", "quantise", "quantise_both", "requantise", "scaled_mm"]
+__all__ = [
+    "dequantise",
+    "gradients_quantised",
+    "launch_of",
+    "quantise",
+    "quantise_both",
+    "quantise_by",
+    "requantise",
+    "scaled_mm",
+]
 
 SIDE = tl.constexpr(BLOCK)
 STRIPS = tl.constexpr(8)
@@ -176,7 +186,16 @@ def _scale(largest):
 
 
 @triton.jit
-def _four(a, b, c, d, PTX: tl.constexpr):
+def _code(x, PTX: tl.constexpr, FNUZ: tl.constexpr):
+    """A number of at most 448 in float8; FNUZ: the same byte, but for −0's, which is 0."""
+    code = _to_fp8(x, PTX)
+    if FNUZ:
+        code = tl.where(code == 0x80, 0, code).to(tl.uint8)
+    return code
+
+
+@triton.jit
+def _four(a, b, c, d, PTX: tl.constexpr, FNUZ: tl.constexpr):
     """Four numbers of at most 448 in float8, in one word."""
     if PTX:
         return tl.inline_asm_elementwise(
@@ -187,8 +206,8 @@ def _four(a, b, c, d, PTX: tl.constexpr):
             "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        low = _to_fp8(a, False).to(tl.uint32) | (_to_fp8(b, False).to(tl.uint32) << 8)
-        high = _to_fp8(c, False).to(tl.uint32) | (_to_fp8(d, False).to(tl.uint32) << 8)
+        low = _code(a, False, FNUZ).to(tl.uint32) | (_code(b, False, FNUZ).to(tl.uint32) << 8)
+        high = _code(c, False, FNUZ).to(tl.uint32) | (_code(d, False, FNUZ).to(tl.uint32) << 8)
         return (low | (high << 16)).to(tl.int32, bitcast=True)
 
 
@@ -223,14 +242,20 @@ def _store_sums(s, sums):
 
 
 @triton.jit
-def _store_transposed(s, inverse, values, stride, columns_left, WIDE: tl.constexpr, PTX: tl.constexpr):
-    """8 strips · inverse as (128 columns, 128 rows). ``values`` and ``stride`` count words."""
-    low = _four(s[0] * inverse, s[1] * inverse, s[2] * inverse, s[3] * inverse, PTX)
-    high = _four(s[4] * inverse, s[5] * inverse, s[6] * inverse, s[7] * inverse, PTX)
+def _store_transposed(
+    s, inverse, values, stride, columns_left, WIDE: tl.constexpr, PTX: tl.constexpr,
+    words_left=None, FNUZ: tl.constexpr = False,
+):  # fmt: skip
+    """8 strips · inverse as (128 columns, 128 rows). ``values``, ``stride``, ``words_left`` (a row's) count words."""
+    low = _four(s[0] * inverse, s[1] * inverse, s[2] * inverse, s[3] * inverse, PTX, FNUZ)
+    high = _four(s[4] * inverse, s[5] * inverse, s[6] * inverse, s[7] * inverse, PTX, FNUZ)
     words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (SIDE, SIDE // 4))
     c = _anew((_places(SIDE, WIDE),), PTX)[0]  # else the addresses would be kept from the first time on
+    word = tl.arange(0, SIDE // 4)[None, :]
     mask = None if columns_left is None else (c < columns_left)[:, None]
-    tl.store(values + c[:, None] * stride + tl.arange(0, SIDE // 4)[None, :], words, mask=mask)
+    if words_left is not None:
+        mask = mask & (word < words_left)
+    tl.store(values + c[:, None] * stride + word, words, mask=mask)
 
 
 @triton.jit
@@ -320,6 +345,88 @@ def _quantise(
         else:
             tl.store(scales_t + c * (values_t_row // (SIDE // 4)) + r, scale_all)
             _store_transposed(numbers, inverse_all, values_t, values_t_row, columns_left, WIDE, PTX)
+
+
+@triton.jit
+def _inverse(scale, FNUZ: tl.constexpr):
+    """1 / scale; FNUZ: 2 / scale, as what is stored are e4m3fn's bytes (``_code``)."""
+    bits = -scale.to(tl.int32, bitcast=True) + INVERSE
+    return (bits + LEAST_SCALE if FNUZ else bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _part_of_row(input, start, columns, stride, PLACES: tl.constexpr):
+    place = start + tl.arange(0, PLACES)
+    return tl.load(input + place.to(tl.int64) * stride, mask=place < columns, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_part(values, x, inverse, start, columns, PLACES: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr):
+    place = start + tl.arange(0, PLACES)
+    tl.store(values + place, _code(x * inverse, PTX, FNUZ), mask=place < columns)
+
+
+@triton.jit
+def _quantise_rows(
+    input, values, scales, columns, input_row, input_column,
+    PLACES: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
+):  # fmt: skip
+    """``float8.quantise`` in rows; a program has a row.
+
+    WHOLE: of up to PLACES columns, and it is read once; else it is read again, which is for the cache to answer.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    input += row * input_row
+    values += row * columns
+    if WHOLE:
+        x = _part_of_row(input, 0, columns, input_column, PLACES)
+        sizes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        sizes = tl.zeros((PLACES,), tl.int32)
+        for start in range(0, columns, PLACES):
+            part = _part_of_row(input, start, columns, input_column, PLACES)
+            sizes = tl.maximum(sizes, part.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    scale, inverse = _scale(tl.max(sizes, 0).to(tl.float32, bitcast=True))
+    tl.store(scales + row, scale * 2 if FNUZ else scale)
+    if WHOLE:
+        _store_part(values, x, inverse, 0, columns, PLACES, PTX, FNUZ)
+    else:
+        for start in range(0, columns, PLACES):
+            part = _part_of_row(input, start, columns, input_column, PLACES)
+            _store_part(values, part, inverse, start, columns, PLACES, PTX, FNUZ)
+
+
+@triton.jit
+def _quantise_by(
+    input, scales, values, columns, input_row, input_column, scale_row,
+    PLACES: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
+):  # fmt: skip
+    """``float8.quantise_by``; a program has PLACES of a row."""
+    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * PLACES
+    part = _part_of_row(input + row * input_row, start, columns, input_column, PLACES)
+    inverse = _inverse(tl.load(scales + row * scale_row), FNUZ)
+    _store_part(values + row * columns, part, inverse, start, columns, PLACES, PTX, FNUZ)
+
+
+@triton.jit
+def _quantise_turned(
+    input, scales, values_t, rows, columns, column_blocks, input_row, input_column, scale_column, values_t_row,
+    WIDE: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
+):  # fmt: skip
+    """``float8.quantise_by`` of the transpose of input (rows, columns), as words: values_t (columns, values_t_row)."""
+    r, c = _tile_of(column_blocks)
+    first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
+    rows_left, columns_left = rows - r * SIDE, columns - c * SIDE
+    input += r * SIDE * input_row + c * SIDE * input_column
+    strips = ()
+    for i in tl.static_range(STRIPS):
+        mask = (first + i < rows_left)[:, None] & (place < columns_left)[None, :]
+        strips = strips + (_strip(input, first + i, place, input_row, input_column, mask),)
+    scale = tl.load(scales + (c * SIDE + place) * scale_column, mask=place < columns_left, other=1.0)
+    values_t += c * SIDE * values_t_row + r * (SIDE // 4)
+    words_left = values_t_row - r * (SIDE // 4)
+    inverse = _inverse(scale, FNUZ)[None, :]
+    _store_transposed(strips, inverse, values_t, values_t_row, columns_left, WIDE, PTX, words_left, FNUZ)
 
 
 @triton.jit
@@ -504,6 +611,8 @@ def _gradients(
 _WARPS = 8  # 64 elements a thread: a strip is one load of 16 bytes for each
 _REGISTERS = 128  # so that two programs fit a multiprocessor of 64 Ki
 _ROWS_OF_DEQUANTISE = 32
+_COLUMNS_AT_ONCE = 16384  # of a row in registers: 16 warps have 32 elements a thread
+_COLUMNS_OF_A_PART = 2048
 
 
 def _ptx(device: torch.device) -> bool:
@@ -518,9 +627,17 @@ def _ptx(device: torch.device) -> bool:
     if torch.version.hip is not None:
         raise NotImplementedError(
             "float8 linear layers are not accepted on AMD GPUs: gfx942 has float8_e4m3fnuz, these layers are in "
-            "float8_e4m3fn with a scale for each block; accepted: NVIDIA GPUs (the products need sm_90)"
+            "float8_e4m3fn with a scale for each block; accepted: NVIDIA GPUs (the products need sm_90), or "
+            'recipe="fp8-rowwise"'
         )
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _converts(device: torch.device) -> bool:
+    """Whether kernels of rows may use sm_89's conversion of two numbers in one instruction."""
+    if torch.version.hip is not None:
+        return False
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _wide(*strides: int) -> bool:
@@ -567,9 +684,65 @@ def _run_quantise(
     return tuple(t.view(FP8) if t.dtype == torch.uint8 else t for t in found if t is not None)
 
 
-def quantise(input: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """``float8.quantise`` in one kernel, which reads and writes along what lies close in memory."""
-    along_rows = input.stride(0) == 1 and input.stride(1) != 1
+def _is_turned(t: Tensor) -> bool:
+    """Whether a matrix's columns lie close in memory."""
+    return t.stride(0) == 1 and t.stride(1) != 1
+
+
+def _of_device(t: Tensor) -> dict[str, Any]:
+    """The constants of kernels of rows that a device decides."""
+    return {"PTX": _converts(t.device), "FNUZ": float8.dtype_of(t.device) == float8.FNUZ}
+
+
+def _quantise_in_rows(input: Tensor) -> tuple[Tensor, Tensor]:
+    """(values, scales) of rows; those of up to 16384 columns are read once."""
+    r, c = input.shape
+    values, scales = input.new_empty((r, c), dtype=torch.uint8), input.new_empty((1, r), dtype=torch.float32)
+    if r and c:
+        places = min(power_of_2(c), _COLUMNS_AT_ONCE)
+        launching.launch(
+            _quantise_rows, (r, 1, 1), input.device, (input, values, scales), (c, *input.stride()),
+            {
+                "PLACES": places, "WHOLE": c <= places, **_of_device(input),
+                "num_warps": min(max(places // 1024, 1), 16), **OPTIONS,
+            },
+        )  # fmt: skip
+    return values.view(float8.dtype_of(input.device)), scales
+
+
+def quantise_by(input: Tensor, scales: Tensor) -> Tensor:
+    """``float8.quantise_by`` in one kernel, which reads and writes along what lies close in memory."""
+    (r, c), scale_row = input.shape, 0 if scales.numel() == 1 else 1
+    values, scales = input.new_empty((r, c), dtype=torch.uint8), scales.contiguous()
+    if _is_turned(input) and c % 4 == 0:
+        turned = input.t()
+        launching.launch(
+            _quantise_turned, (blocks(c, BLOCK) * blocks(r, BLOCK), 1, 1), input.device,
+            (turned, scales, _in_words(values)),
+            (c, r, blocks(r, BLOCK), *turned.stride(), scale_row, c // 4),
+            {"WIDE": _wide(*turned.stride(), c), **_of_device(input), "num_warps": _WARPS, **OPTIONS},
+        )  # fmt: skip
+    elif r and c:
+        launching.launch(
+            _quantise_by, (r, blocks(c, _COLUMNS_OF_A_PART), 1), input.device, (input, scales, values),
+            (c, *input.stride(), scale_row),
+            {"PLACES": _COLUMNS_OF_A_PART, **_of_device(input), "num_warps": 4, **OPTIONS},
+        )  # fmt: skip
+    return values.view(float8.dtype_of(input.device))
+
+
+def quantise(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """``float8.quantise`` in one kernel, which reads and writes along what lies close in memory.
+
+    Where a row is a block, and the columns lie close, its largest elements are torch's to find: a pass more.
+    """
+    if (columns or BLOCK) != BLOCK:
+        if rows == 1 and not _is_turned(input):
+            return _quantise_in_rows(input)
+        largest = input.abs().amax(1 if rows == 1 else (0, 1)).reshape(-1, 1)
+        scales = float8.quantise(largest, 1, 1)[1]
+        return quantise_by(input, scales), scales
+    along_rows = _is_turned(input)
     values, scales = _run_quantise(input.t(), None, rows) if along_rows else _run_quantise(input, rows, None)
     return values, scales
 
@@ -593,8 +766,10 @@ def requantise(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """``float8.dequantise`` in one kernel."""
+    """``float8.dequantise`` in one kernel; where blocks are not 128 wide, in plain torch: no recipe needs it."""
     r, c = values.shape
+    if float8.columns_of(values, scales, rows) != BLOCK:
+        return float8.dequantise(values, scales, rows, dtype)
     out = values.new_empty((r, c), dtype=dtype)
     if out.numel():
         launching.launch(
@@ -749,18 +924,28 @@ def _up_to(t: Tensor, axis: int, multiple: int) -> Tensor:
 def scaled_mm(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype
 ) -> Tensor:
-    """``float8.product`` by cuBLASLt, without its fast accumulation: float16 and float32 are summed up in float32.
+    """``float8.product`` by torch's libraries, without fast accumulation: float16 and float32 are summed up in float32.
 
     Raises:
-        NotImplementedError: from torch, on other GPUs than sm_90, or with CUDA before 12.9.
+        NotImplementedError: from torch, on devices without such products (``recipes.RECIPES``).
     """
-    _ptx(a.device)
     (m, k), n = a.shape, b.shape[0]
     wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     addend = None if bias is None else bias.to(wide)
     if not (m and n and k):
         out = a.new_zeros((m, n), dtype=wide)
         return (out if addend is None else out + addend).to(dtype)
+    in_rows = rows in (1, n) and float8.columns_of(a, a_scales, 1) == k  # 128 columns may be blocks too: all the same
+    by_library = _by_rows if in_rows else _by_blocks
+    return by_library(a, a_scales, b, b_scales, addend, rows, wide).to(dtype).contiguous()
+
+
+def _by_blocks(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, addend: Tensor | None, rows: int, wide: torch.dtype
+) -> Tensor:
+    """cuBLASLt's, of CUDA 12.9, on sm_90."""
+    _ptx(a.device)
+    m, n = a.shape[0], b.shape[0]
     left, left_scales = _up_to(a, 0, _ROWS_OF_A), _up_to(a_scales, 1, _ROWS_OF_A)
     right, right_scales = _up_to(b, 0, _ROWS_OF_B), _up_to(b_scales, 1, _ROWS_OF_B if rows == 1 else _BLOCKS_OF_K)
     in_product = addend is not None and wide == torch.bfloat16 and right.shape[0] == n  # none with float32 results
@@ -770,6 +955,32 @@ def scaled_mm(
         scale_b=right_scales.t(), scale_recipe_b=_RECIPES[rows],
         bias=addend if in_product else None, output_dtype=wide,
     )[:m, :n]  # fmt: skip
-    if addend is not None and not in_product:
-        out = out + addend
-    return out.to(dtype).contiguous()
+    return out if addend is None or in_product else out + addend
+
+
+def _by_rows(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, addend: Tensor | None, rows: int, wide: torch.dtype
+) -> Tensor:
+    """CUTLASS's on sm_89 and sm_100, cuBLASLt's on sm_90, hipBLASLt's; ``rows``: 1, or all, which have one scale.
+
+    They give bfloat16, on ROCm nothing else. float32 is a product without scales, which are multiplied afterwards.
+    """
+    m, n = a.shape[0], b.shape[0]
+    right, of_right = _up_to(b, 0, _ROWS_OF_B), _up_to(b_scales.reshape(1, -1).expand(1, n), 1, _ROWS_OF_B)
+    of_left, left = a_scales.reshape(m, 1).contiguous(), a.contiguous()
+    if wide == torch.bfloat16:
+        in_product = addend is not None and right.shape[0] == n
+        out = torch.nn.functional.scaled_mm(
+            left, right.t(),
+            scale_a=of_left, scale_recipe_a=ScalingType.RowWise, scale_b=of_right, scale_recipe_b=ScalingType.RowWise,
+            bias=addend if in_product else None, output_dtype=wide,
+        )[:, :n]  # fmt: skip
+        return out if addend is None or in_product else out + addend
+    one = of_left.new_ones(())
+    out = torch.nn.functional.scaled_mm(
+        left, right.t(),
+        scale_a=one, scale_recipe_a=ScalingType.TensorWise, scale_b=one, scale_recipe_b=ScalingType.TensorWise,
+        output_dtype=wide,
+    )  # fmt: skip
+    out = (out * of_left * of_right)[:, :n]
+    return out if addend is None else out + addend

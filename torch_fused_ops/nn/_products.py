@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fused_ops import functional
-from torch_fused_ops.float8 import BLOCK
 from torch_fused_ops.policy import check_known
+from torch_fused_ops.recipes import RECIPES
 from torch_fused_ops.routing import readable
 
 __all__ = [
@@ -76,9 +76,10 @@ def linear(gemm: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 def check_gemm(gemm: object, **sizes: int) -> None:
     """ValueError for what is no recipe, and for sizes that float8 does not have."""
     check_known("gemm", gemm)
-    for name, size in sizes.items() if gemm != "bf16" else ():
-        if size % BLOCK:
-            raise ValueError(f"{name}={size} is not accepted with gemm={gemm!r}: it must be a multiple of {BLOCK}")
+    multiple = RECIPES[str(gemm)].scaling.multiple if gemm in RECIPES else 1
+    for name, size in sizes.items():
+        if size % multiple:
+            raise ValueError(f"{name}={size} is not accepted with gemm={gemm!r}: it must be a multiple of {multiple}")
 
 
 def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch_fused_ops import functional
 from torch_fused_ops.nn._products import linear
 from torch_fused_ops.nn.fused_mlp import Middle
 from torch_fused_ops.reasons import Kind, Reason, Refusal
+from torch_fused_ops.recipes import RECIPES
 
 __all__ = ["Linear", "Recipe", "Refused"]
 
@@ -49,28 +50,33 @@ class Recipe(NamedTuple):
     outer: float = 0.0
     cast: bool = False  # what the second linear reads is brought to its weight's dtype
     proved_from: str = ""
-    not_in_float8: tuple[Reason | None, ...] = ()  # why, of each linear layer, the last one last; None where it can be
+    # By each recipe of float8: of each linear layer, the last one last, why it cannot be; None where it can.
+    not_in_float8: Mapping[str, tuple[Reason | None, ...]] = {}
 
     def examined(self, module: nn.Module) -> Recipe:
         """The recipe with ``not_in_float8``: what shapes, dtypes and devices of the module's weights say."""
         from torch_fused_ops.lowerings.recognise.gemms import check_float8
 
-        found: list[Reason | None] = []
-        for layer in (*self.first, self.second):
-            weight, _ = layer.of(module)
-            try:
-                check_float8(weight, weight.dtype)
-                found.append(None)
-            except Refusal as refusal:
-                found.append(refusal.reason)
-        return self._replace(not_in_float8=tuple(found))
+        found: dict[str, tuple[Reason | None, ...]] = {}
+        for gemm in RECIPES:
+            reasons: list[Reason | None] = []
+            for layer in (*self.first, self.second):
+                weight, _ = layer.of(module)
+                try:
+                    check_float8(weight, weight.dtype, gemm)
+                    reasons.append(None)
+                except Refusal as refusal:
+                    reasons.append(refusal.reason)
+            found[gemm] = tuple(reasons)
+        return self._replace(not_in_float8=found)
 
     def run(self, module: nn.Module, x: Tensor, memory: str, gemm: str = "bf16") -> Tensor:
         """The module's result; ``gemm``: what the linear layers multiply in that can."""
         linears = [layer.of(module) for layer in self.first]
         weight, bias = self.second.of(module)
         last = None if self.outer else bias
-        *of_first, of_second = (gemm if reason is None else "bf16" for reason in self.not_in_float8)
+        refused = self.not_in_float8.get(gemm, (None,) * (len(self.first) + 1))
+        *of_first, of_second = (gemm if reason is None else "bf16" for reason in refused)
 
         def second(a: Tensor) -> Tensor:
             return linear(of_second, a.to(weight.dtype) if self.cast else a, weight, last)

@@ -282,7 +282,7 @@ def _site(
     gemm = policy.gemm_of(enclosing_modules(paths))
     if gemm == "bf16":
         return site
-    refusals = [reason for reason in recipe.not_in_float8 if reason is not None]
+    refusals = [reason for reason in recipe.not_in_float8[gemm] if reason is not None]
     text = "; ".join(dict.fromkeys(f"linear: {reason}" for reason in refusals))
     some = len(refusals) <= len(recipe.first)
     gemm_kind = refusals[0].kind if refusals else None

@@ -1,32 +1,34 @@
 """``fused::linear_fp8``, a linear layer whose products are in float8, and the operators that it consists of.
 
-    quantise      a tensor as float8 with a scale for each block, (1, 128) or (128, 128)
+    quantise      a tensor as float8 with a scale for each block: (1, 128) or (128, 128), a row, or all of it
+    quantise_by   the same by scales that are known
     dequantise    back
     scaled_mm     a product of two of those
-    linear_fp8    input · weightᵀ + bias, and its gradients, in these three
+    linear_fp8    input · weightᵀ + bias, and its gradients, in these four, by a recipe (``recipes.RECIPES``)
 
-``linear_fp8`` is CompositeImplicitAutograd: compilers see the three, with their blocks, and edit and fuse those
-(``lowerings/float8.py``). What it keeps for backward is its input as it was multiplied, a byte an element.
+``linear_fp8`` is CompositeImplicitAutograd: compilers see the four, with their blocks, and edit and fuse those
+(``lowerings/float8.py``).
 
-Weight gradients sum over the tokens: there both operands are quantised along them, the gradient in (1, 128), the input
-in (128, 128), which costs GEMMs less on sm_90 (docs/fp8.md). With ``wgrad=False`` that product is in the model's dtype.
+A weight's gradient sums over the tokens. Where it is in float8, too, both operands are quantised along them, the
+gradient as data, the input as a weight, which costs GEMMs less on sm_90 (docs/fp8.md); what is kept for backward is
+the input as it was multiplied, a byte an element. Else it is a product in the model's dtype, and the input is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_fused_ops import float8
-from torch_fused_ops.declaration import Signature, arguments_of, refuse
-from torch_fused_ops.float8 import BLOCK, FP8
+from torch_fused_ops.declaration import Signature, arguments_of, one_of, refuse
 from torch_fused_ops.operators.autograd import define, register
 from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
 from torch_fused_ops.operators.registration import imported
+from torch_fused_ops.recipes import BLOCK, RECIPES, Block, Recipe
 
 __all__ = ["DTYPES_OF_PRODUCTS", "linear", "register_plain"]
 
@@ -40,25 +42,43 @@ def _check_matrix(name: str, t: Tensor, *dtypes: torch.dtype) -> None:
         raise ValueError(f"{name} has shape {tuple(t.shape)}; accepted: two axes")
 
 
-def _check_rows(rows: int) -> None:
-    if rows not in (1, BLOCK):
-        refuse("rows", rows, f"1 or {BLOCK}, the rows of a block")
+def _check_blocks(name: str, shape: Sequence[int], rows: int, columns: int) -> None:
+    """Blocks are (1, 128), (128, 128), a row, or all of it; there are whole ones."""
+    r, c = shape
+    if rows not in (1, BLOCK, r) or rows == 0:
+        refuse("rows", rows, f"1 or {BLOCK}, the rows of a block, or {r}, those of {name}")
+    if columns not in (BLOCK, c):
+        refuse("columns", columns, f"{BLOCK}, the columns of a block, or {c}, those of {name}")
+    if r % rows:
+        raise ValueError(f"{name} has shape {tuple(shape)}; accepted: a first axis of a multiple of rows={rows}")
 
 
-def _check_quantise(input: Tensor, rows: int) -> None:
+def _check_quantise(input: Tensor, rows: int, columns: int = BLOCK) -> None:
     _check_matrix("input", input, *DTYPES)
-    _check_rows(rows)
-    if input.shape[0] % rows:
-        raise ValueError(f"input has shape {tuple(input.shape)}; accepted: a first axis of a multiple of rows={rows}")
+    _check_blocks("input", input.shape, rows, columns)
+
+
+def _check_quantise_by(input: Tensor, scales: Tensor) -> None:
+    _check_matrix("input", input, *DTYPES)
+    _check_matrix("scales", scales, torch.float32)
+    if tuple(scales.shape) not in ((1, 1), (1, input.shape[0])):
+        accepted = f"(1, 1), or a scale for each row: (1, {input.shape[0]})"
+        raise ValueError(f"scales has shape {tuple(scales.shape)}; accepted: {accepted}")
 
 
 def _check_stored(name: str, values: Tensor, scales: Tensor, rows: int) -> None:
-    _check_matrix(name, values, FP8)
+    _check_matrix(name, values, float8.dtype_of(values.device))
     _check_matrix(f"{name}'s scales", scales, torch.float32)
-    _check_rows(rows)
-    expected = float8.scales_shape(values.shape, rows)
-    if values.shape[1] % BLOCK or values.shape[0] % rows:
-        raise ValueError(f"{name} has shape {tuple(values.shape)}; accepted: whole blocks of ({rows}, {BLOCK})")
+    columns = float8.columns_of(values, scales, rows)
+    if columns == values.shape[1]:
+        _check_blocks(name, values.shape, rows, columns)
+    else:
+        columns = BLOCK
+        if rows not in (1, BLOCK):
+            refuse("rows", rows, f"1 or {BLOCK}, the rows of a block")
+    expected = float8.scales_shape(values.shape, rows, columns)
+    if values.shape[1] % columns or values.shape[0] % rows:
+        raise ValueError(f"{name} has shape {tuple(values.shape)}; accepted: whole blocks of ({rows}, {columns})")
     if tuple(scales.shape) != expected:
         raise ValueError(f"{name}'s scales have shape {tuple(scales.shape)}; accepted: {expected}, as quantise gives")
 
@@ -76,6 +96,9 @@ def _check_product(
     _check_stored("b", b, b_scales, rows)
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"b has shape {tuple(b.shape)}; accepted: (…, {a.shape[1]}), the last axis of a")
+    widths = [float8.columns_of(a, a_scales, 1), float8.columns_of(b, b_scales, rows)]
+    if widths[0] != widths[1]:
+        raise ValueError(f"a and b have blocks of {widths[0]} and {widths[1]} columns; accepted: as many in both")
     if bias is not None and tuple(bias.shape) != (b.shape[0],):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; accepted: ({b.shape[0]},), the first axis of b")
     if dtype not in DTYPES_OF_PRODUCTS:
@@ -85,10 +108,16 @@ def _check_product(
 # ---- fakes, vmap -----------------------------------------------------------------------------------------------------
 
 
-def _fake_quantise(input: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    _check_quantise(input, rows)
-    values = input.new_empty((input.shape[0], float8.padded(input.shape[1])), dtype=FP8)
-    return values, input.new_empty(float8.scales_shape(values.shape, rows), dtype=torch.float32)
+def _fake_quantise(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
+    _check_quantise(input, rows, columns)
+    r, c = input.shape
+    values = input.new_empty((r, float8.padded(c) if columns == BLOCK else c), dtype=float8.dtype_of(input.device))
+    return values, input.new_empty(float8.scales_shape(values.shape, rows, columns), dtype=torch.float32)
+
+
+def _fake_quantise_by(input: Tensor, scales: Tensor) -> Tensor:
+    _check_quantise_by(input, scales)
+    return input.new_empty(input.shape, dtype=float8.dtype_of(input.device))
 
 
 def _fake_dequantise(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
@@ -116,9 +145,7 @@ def _each(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return rule
 
 
-# ---- the three -------------------------------------------------------------------------------------------------------
-
-_BLOCKS = f"in blocks of (rows, {BLOCK})"
+# ---- the four --------------------------------------------------------------------------------------------------------
 
 
 def register_plain(
@@ -132,13 +159,24 @@ def register_plain(
 _quantise = register_plain(
     Signature(
         "quantise",
-        arguments_of(input="Tensor: data", rows="int"),
+        arguments_of(input="Tensor: data", rows="int", columns=f"int={BLOCK}"),
         ("data", "scales"),
-        f"(float8_e4m3fn, scales) of a matrix {_BLOCKS}.",
+        "(float8, scales) of a matrix in blocks of (rows, columns).",
     ),
     float8.quantise,
     _fake_quantise,
     _check_quantise,
+)
+_quantise_by = register_plain(
+    Signature(
+        "quantise_by",
+        arguments_of(input="Tensor: data", scales="Tensor: scales"),
+        ("data",),
+        "The float8 of quantise, in rows or in one block, by scales that are known.",
+    ),
+    float8.quantise_by,
+    _fake_quantise_by,
+    _check_quantise_by,
 )
 _dequantise = register_plain(
     Signature(
@@ -164,7 +202,7 @@ _scaled_mm = register_plain(
             dtype="ScalarType",
         ),
         ("data",),
-        f"a · bᵀ + bias of what quantise has stored: a in blocks of (1, {BLOCK}), b {_BLOCKS}.",
+        "a · bᵀ + bias of what quantise has stored in blocks as wide: a in blocks of a row, b in blocks of rows.",
     ),
     float8.product,
     _fake_product,
@@ -179,31 +217,41 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, wgrad: bool
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, recipe: Recipe
     ) -> Tensor:
-        values, scales = _quantise(input, 1)
-        out: Tensor = _scaled_mm(values, scales, *_quantise(weight, BLOCK), bias, BLOCK, dtype)
-        ctx.save_for_backward(weight, *((values, scales) if wgrad else (input,)))
-        ctx.rest = input.dtype, None if bias is None else bias.dtype, wgrad
+        scaling = recipe.scaling
+        values, scales = _quantise(input, *scaling.data.of(input.shape))
+        rows, columns = scaling.weight.of(weight.shape)
+        of_weight = _quantise(weight, rows, columns)
+        out: Tensor = _scaled_mm(values, scales, *of_weight, bias, rows, dtype)
+        # The one scale of the transpose, by which backward need not look for its largest element.
+        largest = of_weight[1].amax(1, keepdim=True) if scaling.weight_t == Block(None, None) else None
+        ctx.save_for_backward(weight, largest, *((values, scales) if recipe.wgrad else (input,)))
+        ctx.rest = input.dtype, None if bias is None else bias.dtype, recipe
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *kept = ctx.saved_tensors
-        input_dtype, bias_dtype, wgrad = ctx.rest
+        weight, largest, *kept = ctx.saved_tensors
+        input_dtype, bias_dtype, (scaling, wgrad) = ctx.rest
         d_input = d_weight = d_bias = None
         if torch.is_grad_enabled() and grad.requires_grad:
             raise RuntimeError(
                 "a second derivative through fused::linear_fp8 is not accepted: what it multiplies is rounded to float8"
             )
         if ctx.needs_input_grad[0]:
-            of_weight = _quantise(weight.t(), BLOCK)
-            d_input = _scaled_mm(*_quantise(grad, 1), *of_weight, None, BLOCK, grad.dtype).to(input_dtype)
+            turned = weight.t()
+            rows, columns = scaling.weight_t.of(turned.shape)
+            known = largest is not None
+            of_weight = (_quantise_by(turned, largest), largest) if known else _quantise(turned, rows, columns)
+            of_grad = _quantise(grad, *scaling.data.of(grad.shape))
+            d_input = _scaled_mm(*of_grad, *of_weight, None, rows, grad.dtype).to(input_dtype)
         if ctx.needs_input_grad[1]:
             if wgrad:
-                input = _dequantise(*kept, 1, grad.dtype)
-                of_input = _quantise(input.t(), BLOCK)
-                d_weight = _scaled_mm(*_quantise(grad.t(), 1), *of_input, None, BLOCK, grad.dtype)
+                input = _dequantise(*kept, 1, grad.dtype).t()
+                rows, columns = scaling.weight.of(input.shape)
+                of_grad = _quantise(grad.t(), *scaling.data.of(grad.t().shape))
+                d_weight = _scaled_mm(*of_grad, *_quantise(input, rows, columns), None, rows, grad.dtype)
             else:
                 d_weight = torch.mm(grad.t(), kept[0].to(grad.dtype))
             d_weight = d_weight.to(weight.dtype)
@@ -212,14 +260,15 @@ class _Linear(torch.autograd.Function):
         return d_input, d_weight, d_bias, None, None
 
 
-def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, recipe: str) -> None:
     for name, t in (("input", input), ("weight", weight), ("bias", bias)):
         if t is not None and t.dtype not in DTYPES_OF_PRODUCTS:
             refuse(f"{name}.dtype", t.dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
     if dtype not in DTYPES_OF_PRODUCTS:
         refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
-    if weight.ndim != 2 or weight.shape[0] % BLOCK or weight.shape[1] % BLOCK:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; accepted: two axes, multiples of {BLOCK}")
+    multiple = RECIPES[recipe].scaling.multiple
+    if weight.ndim != 2 or any(size % multiple or not size for size in weight.shape):
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; accepted: two axes, multiples of {multiple}")
     if input.ndim < 1 or input.shape[-1] != weight.shape[1]:
         raise ValueError(f"input has shape {tuple(input.shape)}; accepted: (…, {weight.shape[1]}), weight's last axis")
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
@@ -231,18 +280,19 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    wgrad: bool = True,
+    recipe: str = "fp8",
 ) -> Tensor:
     """``fused::linear_fp8``: see ``functional.linear_fp8``."""
     dtype = dtype or input.dtype
-    _check_linear(input, weight, bias, dtype)
+    one_of("recipe", tuple(RECIPES)).check(recipe)
+    _check_linear(input, weight, bias, dtype, recipe)
     rows = input.reshape(-1, input.shape[-1])
-    out: Tensor = _Linear.apply(rows, weight, bias, dtype, wgrad)  # type: ignore[no-untyped-call]
+    out: Tensor = _Linear.apply(rows, weight, bias, dtype, RECIPES[recipe])  # type: ignore[no-untyped-call]
     return out.view(*input.shape[:-1], weight.shape[0])
 
 
 _LINEAR = define(
     "linear_fp8",
-    "(Tensor input, Tensor weight, Tensor? bias=None, ScalarType? dtype=None, bool wgrad=True) -> Tensor",
+    '(Tensor input, Tensor weight, Tensor? bias=None, ScalarType? dtype=None, str recipe="fp8") -> Tensor',
     {"CompositeImplicitAutograd": linear},
 )

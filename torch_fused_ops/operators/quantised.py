@@ -19,10 +19,10 @@ from torch import Tensor
 
 from torch_fused_ops import float8
 from torch_fused_ops.declaration import DATA, Elementwise, Signature, arguments_of
-from torch_fused_ops.float8 import BLOCK
 from torch_fused_ops.operators import plain
 from torch_fused_ops.operators.activation import FAMILY
 from torch_fused_ops.operators.float8 import register_plain
+from torch_fused_ops.recipes import BLOCK
 
 __all__ = ["QUANTISED", "RESULTS"]
 
