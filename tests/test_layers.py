@@ -26,7 +26,17 @@ if not all(folder.is_dir() for folder in FOLDERS.values()):
 # The parts, a package or a module each, from the ground up, with what they import. A part stands below all that import
 # it. "torch_fused_ops" is the public face, __init__.py.
 OPERATORS = [
-    *("activations", "formulas", "recipes", "float8", "declaration", "kernels", "distributed", "operators", "reference"),
+    *(
+        "activations",
+        "formulas",
+        "recipes",
+        "float8",
+        "declaration",
+        "kernels",
+        "distributed",
+        "operators",
+        "reference",
+    ),
     *("viewless", "routing", "functional"),
 ]
 SITES = ["capturing", "reasons", "sites"]
@@ -51,7 +61,7 @@ LAYERS: dict[str, list[str]] = {
     "observers": ["policy"],
     "declaration": ["activations"],
     "kernels": ["activations", "formulas", "recipes", "float8", "declaration"],
-    "distributed": ["declaration"],
+    "distributed": ["recipes", "float8", "declaration"],
     "operators": ["activations", "formulas", "recipes", "float8", "declaration", "kernels", "distributed"],
     "reference": ["formulas", "operators"],
     "viewless": ["operators"],

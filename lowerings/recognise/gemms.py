@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from torch_fused_ops.distributed.float8 import shards
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.float8 import DTYPES_OF_PRODUCTS
 from torch_fused_ops.reasons import Kind, Reason, Refusal
@@ -95,7 +96,8 @@ _SPELLINGS: dict[str, tuple[tuple[str, ...], tuple[int | None, ...], bool]] = {
 def _check(facts: Facts, node: Node, recipe: str) -> None:
     _, weight, bias, transposed = arguments_of(facts, node)
     for one in (node, weight, *node.all_input_nodes):
-        check_plain(one)
+        if not (hasattr(value_of(one), "device_mesh") and RECIPES[recipe].scaling.data.columns):
+            check_plain(one)  # DTensors are stored shard by shard, unless a block is a row as long as it is
     value, (n, k) = value_of(node), value_of(weight).shape
     check_float8(value_of(weight), value.dtype, recipe)
     if bias is not None and not statically(value_of(bias).shape == (k if transposed else n,)):
@@ -114,9 +116,11 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
     if dtype not in DTYPES_OF_PRODUCTS:
         raise Refusal(Kind.GEMM_DTYPE, f"it gives {str(dtype).removeprefix('torch.')}")
     scaling = RECIPES[recipe].scaling
-    if not all(statically(size % scaling.multiple == 0) and statically(size > 0) for size in weight.shape):
+    sizes = [(size, scaling.multiple * shards(weight, axis)) for axis, size in enumerate(weight.shape)]
+    if not all(statically(size % multiple == 0) and statically(size > 0) for size, multiple in sizes):
         n, k = weight.shape
-        raise Refusal(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of {scaling.multiple}")
+        of_shards = " in each shard" if hasattr(weight, "device_mesh") else ""
+        raise Refusal(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of {scaling.multiple}{of_shards}")
     device = compat.no_scaled_products(weight.device, scaling)
     if device:
         text = f"this device ({device}) has no products of float8 with a scale for each {scaling.noun}"

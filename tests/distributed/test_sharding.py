@@ -304,6 +304,97 @@ def compiled_activations(mesh, rank):
             same(got, expected)
 
 
+def nearly(got, truth):
+    """In float8 a sum's order may move what is rounded next, of few elements."""
+    got = got.full_tensor() if hasattr(got, "full_tensor") else got
+    assert (got - truth).norm() <= 1e-6 * truth.norm()
+
+
+def float8_layers(mesh, rank):
+    """A column and a row of linear layers in float8: what one process computes, without communication but the sums'."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    from torch_fused_ops.recipes import RECIPES
+
+    linear = torch.ops.fused.linear_fp8
+    x, first, bias, _ = tensors = [torch.randn(s) for s in ((4, 24, 256), (512, 256), (512,), (256, 512))]
+    for one in tensors:
+        torch.distributed.broadcast(one, 0)
+    columns, row = [Replicate(), Shard(0), Shard(0)], Shard(1)
+
+    def layers(recipe, x, first, bias, second):
+        return linear(linear(x, first, bias, None, recipe), second, None, None, recipe)
+
+    for recipe in RECIPES:
+        if RECIPES[recipe].scaling.data.columns is None:
+            with pytest.raises(ValueError, match="it must be fp8 or fp8-wgrad-bf16 for DTensors"):
+                linear(*placed(mesh, tensors[:3], columns), None, recipe)
+            continue
+        whole = [t.clone().requires_grad_() for t in tensors]
+        truth = layers(recipe, *whole)
+        truths = torch.autograd.grad(truth.square().sum(), whole)
+        sharded = placed(mesh, tensors, [*columns, row])
+        y = counted({}, layers, recipe, *sharded)
+        assert y.placements == (Partial(),)
+        y = y.redistribute(mesh, [Replicate()])
+        nearly(y, truth)
+        grads = counted({}, torch.autograd.grad, y.square().sum(), sharded)
+        assert [d.placements[0] for d in grads] == [Partial(), *columns[1:], row]
+        for got, expected in zip(grads, truths, strict=True):
+            nearly(got, expected)
+        by_tokens = linear(*placed(mesh, (x, first, bias), [Shard(0), Replicate(), Replicate()]), None, recipe)
+        assert by_tokens.placements == (Shard(0),)
+        nearly(by_tokens, linear(x, first, bias, None, recipe))
+    with pytest.raises(ValueError, match=r"weight has shape \(128, 256\); accepted: .* multiples of 128 in each shard"):
+        linear(*placed(mesh, (x, first[:128]), columns[:2]))
+
+
+def float8_tensor_parallel(mesh, rank):
+    """PyTorch's tensor parallelism under torch.compile with products in float8: the very same as in one process."""
+    import copy
+
+    from torch import nn
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    import torch_fused_ops as tfo
+
+    class MLP(nn.Module):
+        def __init__(self, hidden):
+            super().__init__()
+            self.gate, self.up = nn.Linear(256, hidden, bias=False), nn.Linear(256, hidden, bias=False)
+            self.down = nn.Linear(hidden, 256)
+
+        def forward(self, x):
+            return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+    def step(model, x, recipe, memory):
+        torch._dynamo.reset()
+        policy = tfo.FusionPolicy(gemm=recipe, memory=memory, strict=recipe == "fp8")
+        with tfo.record() as report:
+            y = torch.compile(model, backend="fused", options={"policy": policy})(x)
+        y.square().sum().backward()
+        return y, report.sites[0]
+
+    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    x = torch.randn(2, 24, 256)
+    torch.distributed.broadcast(x, 0)
+    for hidden, recipe, memory, said in (
+        (512, "fp8", "free", ""),
+        (512, "fp8", "input", ""),
+        (384, "fp8-wgrad-bf16", "free", "not multiples of 128 in each shard"),
+        (512, "fp8-rowwise", "free", "tensor subclasses are left alone"),
+    ):
+        torch.manual_seed(0)
+        alone = MLP(hidden)
+        parallel = parallelize_module(copy.deepcopy(alone), mesh, plan)
+        y, site = step(parallel, x, recipe, memory)
+        assert (site.gemm == "") == bool(said) and said in site.gemm_reason, site
+        wanted, _ = step(alone, x, "bf16" if said else recipe, memory)
+        nearly(y, wanted)
+        for got, expected in zip(parallel.parameters(), alone.parameters(), strict=True):
+            nearly(got.grad, expected.grad)
+
+
 def two_dimensions(rank, ranks, folder):
     """Tokens over one mesh dimension, columns over the other."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -346,15 +437,19 @@ def on_a_line(body):
     return check
 
 
-GROUPS = {"two": [on_a_line(body) for body in (fronts, rules, compiled, activations, softmax, compiled_activations)]}
+GROUPS = {
+    "two": [on_a_line(body) for body in (fronts, rules, compiled, activations, softmax, compiled_activations)],
+    "float8": [on_a_line(body) for body in (float8_layers, float8_tensor_parallel)],
+}
 
 
 # ---- the tests -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_in_two_processes(tmp_path: Path) -> None:
-    in_processes(__file__, "two", 2, tmp_path)
+@pytest.mark.parametrize("group", GROUPS)
+def test_in_two_processes(group: str, tmp_path: Path) -> None:
+    in_processes(__file__, group, 2, tmp_path)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops.declaration import Elementwise, Signature, elementwise
+from torch_fused_ops.distributed import float8
 
 __all__ = ["dropout_add_backward_by_shards", "dropout_add_by_shards", "register", "rules", "shard_seed"]
 
@@ -174,6 +175,7 @@ def rules() -> dict[str, Callable[..., list[tuple[Placements, Placements]]]]:
         "scaled_masked_softmax": _scaled_masked_softmax,
         "scaled_masked_softmax_backward": _scaled_masked_softmax_backward,
         "dropout_add": _dropout_add,
+        **float8.RULES,
     }
 
 

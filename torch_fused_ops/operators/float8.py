@@ -24,6 +24,7 @@ from torch import Tensor
 
 from torch_fused_ops import float8
 from torch_fused_ops.declaration import Signature, arguments_of, one_of, refuse
+from torch_fused_ops.distributed.float8 import shards
 from torch_fused_ops.operators.autograd import define, register
 from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
@@ -267,8 +268,16 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
     if dtype not in DTYPES_OF_PRODUCTS:
         refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
     multiple = RECIPES[recipe].scaling.multiple
-    if weight.ndim != 2 or any(size % multiple or not size for size in weight.shape):
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; accepted: two axes, multiples of {multiple}")
+    if weight.ndim != 2 or any(
+        size % (multiple * shards(weight, i)) or not size for i, size in enumerate(weight.shape)
+    ):
+        of_shards = " in each shard" if hasattr(weight, "device_mesh") else ""
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; accepted: two axes, multiples of {multiple}{of_shards}"
+        )
+    if hasattr(weight, "device_mesh") and RECIPES[recipe].scaling.data.columns is None:
+        whole = [name for name, each in RECIPES.items() if each.scaling.data.columns is not None]
+        refuse("recipe", recipe, f"{' or '.join(whole)} for DTensors: a row may be on several ranks")
     if input.ndim < 1 or input.shape[-1] != weight.shape[1]:
         raise ValueError(f"input has shape {tuple(input.shape)}; accepted: (…, {weight.shape[1]}), weight's last axis")
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
