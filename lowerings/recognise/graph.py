@@ -51,10 +51,14 @@ DROPOUTS = _words("dropout alpha_dropout feature_dropout feature_alpha_dropout d
 PIECES = _words("chunk split split_with_sizes tensor_split unbind unsafe_chunk unsafe_split")
 # The axis that they split is in their names. hsplit's is the only one of a vector.
 SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
-VIEWS = PIECES | _words(
-    """view reshape view_as reshape_as flatten unflatten squeeze unsqueeze ravel _unsafe_view transpose permute t
-    movedim moveaxis swapaxes swapdims expand expand_as getitem narrow select slice detach detach_ lift_fresh_copy
-    index_select gather take_along_dim index"""
+RESHAPES = _words("view reshape view_as reshape_as flatten unflatten squeeze unsqueeze ravel _unsafe_view")
+VIEWS = (
+    PIECES
+    | RESHAPES
+    | _words(
+        """transpose permute t movedim moveaxis swapaxes swapdims expand expand_as getitem narrow select slice detach
+        detach_ lift_fresh_copy index_select gather take_along_dim index"""
+    )
 )
 # Tensor-parallel plumbing: what stands between a sharded linear and the local tensor that the activation reads.
 # Dynamo wraps the DTensor methods into functions that are called "prim_to_local", "prim from_local", …
