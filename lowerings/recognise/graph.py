@@ -71,6 +71,7 @@ GEMMS: dict[str, tuple[int, ...]] = {
     "linear": (0,),
     **dict.fromkeys(("matmul", "mm", "bmm", "mv", "inner", "tensordot"), (0, 1)),
     **dict.fromkeys(("addmm", "addmv", "addbmm", "baddbmm", "einsum"), (1, 2)),
+    "grouped_mm": (0, 1),
 }
 CONVOLUTIONS = _words("conv1d conv2d conv3d convolution")  # a GEMM where the kernel is one point
 CONSTANTS: dict[str, float] = {"zeros_like": 0.0, "ones_like": 1.0}
@@ -85,6 +86,7 @@ _PLAIN_NAMES = {
     **dict.fromkeys(("truediv", "itruediv", "true_divide", "divide"), "div"),
     **{"iadd": "add", "isub": "sub", "imul": "mul", "ipow": "pow", "__rsub__": "rsub", "pos": "positive"},
     **{"multiply": "mul", "subtract": "sub", "negative": "neg", "absolute": "abs", "clip": "clamp"},
+    "_grouped_mm": "grouped_mm",
     **{"special_expit": "sigmoid", "expit": "sigmoid", "log_sigmoid": "logsigmoid", "special_exp2": "exp2"},
     **{
         "arcsin": "asin",

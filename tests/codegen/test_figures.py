@@ -116,6 +116,21 @@ class Glu(nn.Module):
         return self.down(F.glu(self.up(x)))
 
 
+class Experts(nn.Module):
+    """Two experts of as many rows each, and a router's weight for each row."""
+
+    def __init__(self, width: int = WIDTH, ffn: int = FFN) -> None:
+        super().__init__()
+        self.router, self.gate_up = nn.Linear(width, 1, bias=False), nn.Parameter(torch.empty(2, width, ffn))
+        self.down = nn.Parameter(torch.empty(2, ffn // 2, width))
+        self.register_buffer("ends", torch.empty(2, dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = F.grouped_mm(x, self.gate_up, offs=self.ends).chunk(2, -1)
+        y = F.grouped_mm(F.silu(gate) * up, self.down, offs=self.ends)
+        return y * torch.sigmoid(self.router(x))
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "GELU MLP": (GeluMLP, (TOKENS, WIDTH)),
     "SwiGLU MLP": (SwigluMLP, (TOKENS, WIDTH)),
@@ -124,6 +139,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "LoRA": (LoRA, (TOKENS, WIDTH)),
     "dropout": (Dropped, (TOKENS, WIDTH)),
     "GLU": (Glu, (TOKENS, WIDTH)),
+    "experts": (Experts, (TOKENS, WIDTH)),
 }
 POLICY = FusionPolicy(strict=True)
 WAYS: dict[str, dict[str, Any]] = {
@@ -187,6 +203,22 @@ def test_bytes_saved_below_the_knob(case: str, level: str) -> None:
 def test_bytes_saved_with_more_around_the_activation(case: str, plain: int, ours: int) -> None:
     """A second reader, a dropout behind (no mask is kept: its seed is), up and gate packed in one tensor."""
     assert [round(on_paper(case, way).saved_bytes() / MIB) for way in ("plain", "ours")] == [plain, ours]
+
+
+@pytest.mark.seconds("figures on paper, three ways")
+def test_experts_keep_no_products_result() -> None:
+    """Tokens, gate and up; not the result (64 MiB) that the router's weights multiply, which the knob keeps.
+
+    Nor is it read again: the weights' gradient is summed in the kernel that computes the activation's.
+    """
+    ways = [on_paper("experts", way) for way in ("plain", "budget", "ours")]
+    assert [round(paper.saved_bytes() / MIB) for paper in ways] == [512, 384, 320]
+    assert [[len(graph.kernels) for graph in (paper.forward, paper.backward)] for paper in ways] == [
+        [2, 3], [2, 4], [2, 2],
+    ]  # fmt: skip
+    assert [round((paper.forward.bytes_moved + paper.backward.bytes_moved) / MIB) for paper in ways] == [
+        4288, 4672, 4096,
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
