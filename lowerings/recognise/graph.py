@@ -86,7 +86,7 @@ _PLAIN_NAMES = {
     **dict.fromkeys(("truediv", "itruediv", "true_divide", "divide"), "div"),
     **{"iadd": "add", "isub": "sub", "imul": "mul", "ipow": "pow", "__rsub__": "rsub", "pos": "positive"},
     **{"multiply": "mul", "subtract": "sub", "negative": "neg", "absolute": "abs", "clip": "clamp"},
-    "_grouped_mm": "grouped_mm",
+    **{"_grouped_mm": "grouped_mm", "concat": "cat", "concatenate": "cat"},
     **{"special_expit": "sigmoid", "expit": "sigmoid", "log_sigmoid": "logsigmoid", "special_exp2": "exp2"},
     **{
         "arcsin": "asin",
@@ -121,6 +121,7 @@ def _torch_functions() -> dict[object, str]:
         *GEMMS,
         *CONVOLUTIONS,
         *CONSTANTS,
+        "cat",
         *_PLAIN_NAMES,
         *_INPLACE_BUILTINS,
     }
@@ -564,6 +565,18 @@ class Facts:
         name = self.calls[node].name
         moves = name in VIEWS or name in CASTS or name in COPIES or name in DROPOUTS or name in PLUMBING
         return moves and self.custom(node) is None
+
+    def joined(self, node: Node) -> list[Node]:
+        """The tensors that the node puts side by side, along their last axis; none where it is no such call."""
+        call = self.calls[node]
+        if call.name != "cat" or set(call.kwargs) - {"tensors", "dim", "axis"}:
+            return []
+        pieces = call.args[0] if call.args else call.kwargs.get("tensors")
+        axis = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
+        value = tensor(node)
+        if value is None or not isinstance(pieces, (list, tuple)) or not isinstance(axis, int):
+            return []
+        return [one for one in pieces if isinstance(one, Node)] if axis in (-1, value.ndim - 1) else []
 
     def origin(self, node: Node) -> Node:
         """The node whose value this one only moves."""

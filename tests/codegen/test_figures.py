@@ -131,6 +131,22 @@ class Experts(nn.Module):
         return y * torch.sigmoid(self.router(x))
 
 
+class ParallelBlock(nn.Module):
+    """Attention and an MLP of one input, and one linear layer behind both: a single-stream block of Flux."""
+
+    def __init__(self, width: int = 1024, ffn: int = 4096, heads: int = 8) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.qkv, self.up = nn.Linear(width, 3 * width), nn.Linear(width, ffn)
+        self.out = nn.Linear(width + ffn, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(h).chunk(3, -1))
+        attention = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + self.out(torch.cat([attention, F.gelu(self.up(h), approximate="tanh")], -1))
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "GELU MLP": (GeluMLP, (TOKENS, WIDTH)),
     "SwiGLU MLP": (SwigluMLP, (TOKENS, WIDTH)),
@@ -140,6 +156,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "dropout": (Dropped, (TOKENS, WIDTH)),
     "GLU": (Glu, (TOKENS, WIDTH)),
     "experts": (Experts, (TOKENS, WIDTH)),
+    "parallel block": (ParallelBlock, (2, 2048, 1024)),
 }
 POLICY = FusionPolicy(strict=True)
 WAYS: dict[str, dict[str, Any]] = {
@@ -219,6 +236,26 @@ def test_experts_keep_no_products_result() -> None:
     assert [round((paper.forward.bytes_moved + paper.backward.bytes_moved) / MIB) for paper in ways] == [
         4288, 4672, 4096,
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_joined_columns_are_not_kept() -> None:
+    """Of a block whose attention and MLP share their last linear layer: each is kept once, and forward is as it was."""
+    found = [
+        (
+            round(paper.saved_bytes() / MIB),
+            (len(paper.forward.kernels), len(paper.backward.kernels)),
+            round((paper.forward.bytes_moved + paper.backward.bytes_moved) / MIB),
+        )
+        for paper in (on_paper("parallel block", way) for way in WAYS)
+    ]
+    assert dict(zip(WAYS, found, strict=True)) == {
+        "plain": (120, (3, 11), 923),
+        "budget": (112, (3, 11), 931),
+        "ours": (72, (3, 11), 1011),
+        "fp8": (56, (4, 11), 1043),
+        "input": (40, (3, 12), 1067),
+    }
 
 
 @pytest.mark.slow
