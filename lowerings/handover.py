@@ -117,6 +117,9 @@ class Handover:
         """
         gradients, kinds = self.gradients, get_default_op_list()
 
+        def is_pointwise(node: Node) -> bool:
+            return kinds.is_view(node) or kinds.is_fusible(node) or node.target is aten.cat.default
+
         def walk(node: Node, activated: bool) -> Iterator[Node]:
             for user in node.users:
                 if (user, activated) in seen or (activated and (user in gradients or user.op == "output")):
@@ -124,7 +127,7 @@ class Handover:
                 seen.add((user, activated))
                 if user in self.made:
                     yield user
-                elif user.target in SAME_ELEMENTS or (activated and (kinds.is_view(user) or kinds.is_fusible(user))):
+                elif user.target in SAME_ELEMENTS or (activated and is_pointwise(user)):
                     yield from walk(user, activated)
                 elif activated or node in _other_arguments(user):
                     yield user

@@ -142,13 +142,13 @@ CALLS = 32  # as many as are rebuilt for one tensor: an activation that was left
 
 
 def _is_rebuilt(node: Node) -> bool:
-    """Whether a call is a view, pointwise, or picks rows: what the partitioner rebuilds, without sums and chance."""
+    """Whether a call is a view, pointwise, picks rows, or joins tensors: nothing that sums or is drawn by chance."""
     kinds = get_default_op_list()
     if node.op != "call_function" or kinds.is_random(node):
         return False
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in OPERATOR
-    gathers = node.target in (aten.index.Tensor, aten.gather.default, aten.index_select.default)
-    return pointwise or gathers or node.target in SAME_ELEMENTS or node.target is fused.dropout_add.default
+    moves = node.target in (aten.index.Tensor, aten.gather.default, aten.index_select.default, aten.cat.default)
+    return pointwise or moves or node.target in SAME_ELEMENTS or node.target is fused.dropout_add.default
 
 
 def _readers(node: Node) -> Iterator[Node]:

@@ -3,14 +3,15 @@
 ``symbolic`` says what an expression means (the canonical form), ``prove`` which activation it is, ``graph`` reads an
 FX graph in one vocabulary, ``normal`` brings it into an easier form and back, ``custom`` reads autograd functions,
 ``cone`` finds the calls that make an activation and checks that replacing them is sound, and ``rewrite`` edits the
-graph. ``dropout`` does both for the dropouts behind linear layers, ``gemms`` for the linear layers themselves, and
-``tiles`` for an MLP as a whole. ``opaque`` names, for people, the calls that hide what they compute.
+graph. ``row_scale`` takes a factor of the rows along. ``dropout`` does both for the dropouts behind linear layers,
+``gemms`` for the linear layers themselves, and ``tiles`` for an MLP as a whole. ``opaque`` names, for people, the calls
+that hide what they compute.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace as replaced
 from functools import cache
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from torch_fused_ops.sites import DROPOUT, Site
 from torch_fused_ops.tiles import asked
 from torch_fused_ops.virtual_gpu.modules import module_stack
 
-from . import dropout, gemms, opaque, tiles
+from . import dropout, gemms, opaque, row_scale, tiles
 from .cone import Cone, examine, find, readers, results
 from .graph import FREE, NONLINEAR, Facts, join, shown, tensor
 from .normal import Normal
@@ -98,6 +99,9 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
         kept = {top: cone for top, cone in cones.items() if free and value_of(cone.root).requires_grad}  # for backward
         cut = {top: one for top, cone in kept.items() if (one := _tiling(facts, policy, cone, top, readers_of[top]))}
         cut = dict(zip(cut, tiles.apart(cut.values()), strict=True))
+        recipes = {node: one.recipe for one in around.values() for node in one.found}
+        moved = {top: _row_scale(facts, policy, cone, cut.get(top), recipes) for top, cone in kept.items()}
+        scaled = {top: factor for top, factor in moved.items() if factor is not None}
         dropouts = _dropouts(facts, policy, cones)
         found = []
         for top, reading in sites:
@@ -106,14 +110,18 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
             site = _site(facts, normal, top, reading, cones.get(top) or refused[top])
             site = _with_linears(site, around[top]) if top in around else site
             site = replaced(site, memory=_level(policy, top, reading)) if top in kept else site
+            site = replaced(site, reason=f"{site.reason}; {scaled[top]}") if top in scaled else site
             found.append((top, _with_tiles(site, cut[top]) if top in cut else site))
         found += [(site.node, _dropout_site(facts, site)) for site in dropouts]
         report = tuple(site for _, site in sorted(found, key=lambda one: facts.index[one[0]]))
         fused = [site for site in dropouts if site.reason is None]
         if apply:
-            recipes = {node: one.recipe for one in around.values() for node in one.found}
             in_tiles = {top: one for top, one in cut.items() if one.tiles}
-            edits = [fuse(graph, cone) for top, cone in cones.items() if top not in in_tiles]
+            whole = {top: cone for top, cone in cones.items() if top not in in_tiles}
+            edits = [
+                row_scale.fuse(graph, scaled[top]) if top in scaled else fuse(graph, cone)
+                for top, cone in whole.items()
+            ]
             edits += [*dropout.fuse(graph, fused), *gemms.fuse(graph, facts, recipes)]
             replace(graph, [*edits, *tiles.fuse(graph, in_tiles.values())])
             used.update(*(cone.calls for cone in cones.values()), *(site.calls for site in fused))
@@ -291,6 +299,17 @@ def _tiling(facts: Facts, policy: FusionPolicy, cone: Cone, top: Node, reading: 
     if policy.gemm_of(enclosing_modules(_paths(top, reading))) in RECIPES:
         return tiles.Tiling(reason=Reason(Kind.TILE_FP8, "its linear layers are in float8"))
     return tiles.tiling(facts, cone, count)
+
+
+def _row_scale(
+    facts: Facts, policy: FusionPolicy, cone: Cone, cut: tiles.Tiling | None, in_float8: Collection[Node]
+) -> row_scale.RowScale | None:
+    """The factor of the rows behind an MLP's last product that is taken in front of it.
+
+    Under ``memory="off"`` what is kept is upstream's choice; a product in tiles, or in float8, is made anew by others.
+    """
+    found = row_scale.find(facts, cone) if policy.memory != "off" and not (cut and cut.tiles) else None
+    return None if found is None or found.product in in_float8 else found
 
 
 def _with_tiles(site: Site, found: tiles.Tiling) -> Site:

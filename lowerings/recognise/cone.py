@@ -1,9 +1,10 @@
 """From a GEMM's input back to what it is computed of: the cone of an activation, and whether replacing it is sound.
 
-A *site* is a value that a GEMM reads, through views, casts and dropout, and that is a nonlinear pointwise function of
-what GEMMs produced. Its *cone* is the calls between: from the *root*, whose value is replaced, down to the *operands*,
-which the fused operator will read. ``find`` lists a graph's sites; ``examine`` walks one and returns its cone, or
-raises ``Refusal``. A cone is replaced only where the graph's meaning stays; each check's message says what it is for.
+A *site* is a value that a GEMM reads, through views, casts and dropout, maybe with other columns beside it, and that is
+a nonlinear pointwise function of what GEMMs produced. Its *cone* is the calls between: from the *root*, whose value is
+replaced, down to the *operands*, which the fused operator will read. ``find`` lists a graph's sites; ``examine`` walks
+one and returns its cone, or raises ``Refusal``. A cone is replaced only where the graph's meaning stays; each check's
+message says what it is for.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .custom import forward_of
 from .graph import AFFINE, CASTS, CONSTANTS, COPIES, DROPOUTS, FREE, NONLINEAR, PIECES, Facts, shown, statically, tensor
 from .prove import Verdict, prove
 from .symbolic import RULES, Ref, Step, Unprovable
-from .values import FLOATING, check_plain, equal, is_contiguous, same_shape, value_of
+from .values import FLOATING, check_plain, equal, is_contiguous, keeps_rows, same_shape, value_of
 
 __all__ = ["Cone", "check_in_place_call", "examine", "find", "readers", "results"]
 
@@ -52,22 +53,42 @@ def find(facts: Facts) -> Iterator[tuple[Node, list[Node]]]:
         if call.gemm is None:
             continue
         for i, arg in enumerate(call.args):
-            if i in call.gemm and isinstance(arg, Node) and facts.state[arg] == NONLINEAR:
-                sites.setdefault(facts.origin(arg), {})[node] = None
+            for read in _columns(facts, arg) if i in call.gemm and isinstance(arg, Node) else ():
+                if facts.state[read] == NONLINEAR:
+                    sites.setdefault(facts.origin(read), {})[node] = None
     for top in sorted(sites, key=facts.index.__getitem__):
         yield top, list(sites[top])
 
 
+def _columns(facts: Facts, node: Node) -> list[Node]:
+    """The node itself; or, where it is several tensors side by side, as in blocks whose attention and MLP share their
+    last linear layer, these."""
+    joined = node
+    while _keeps_columns(facts, joined):
+        joined = joined.all_input_nodes[0]
+    return facts.joined(joined) or [node]
+
+
+def _keeps_columns(facts: Facts, node: Node) -> bool:
+    name = facts.calls[node].name
+    return keeps_rows(facts, node) or name in CASTS or name in COPIES or name in DROPOUTS
+
+
 def readers(facts: Facts, node: Node) -> Iterator[Node]:
-    """Who reads the node's value in the end, each once: its users, and the users of its views, casts and dropout."""
-    seen, pending = set(), list(reversed(node.users))
+    """Who reads the node's value in the end, each once: its users, and the users of its views, casts and dropout.
+
+    Where it is put beside other columns, who reads all of them; a part of them may be without it.
+    """
+    seen, pending = set(), [(user, False) for user in reversed(node.users)]
     while pending:
-        user = pending.pop()
+        user, beside = pending.pop()
         if user in seen:
             continue
         seen.add(user)
-        if facts.passes(user) and not facts.calls[user].inplace:
-            pending.extend(reversed(user.users))
+        joins = bool(facts.joined(user))
+        moves = _keeps_columns(facts, user) if beside else facts.passes(user)
+        if joins or (moves and not facts.calls[user].inplace):
+            pending.extend((one, beside or joins) for one in reversed(user.users))
         else:
             yield user
 

@@ -51,10 +51,14 @@ DROPOUTS = _words("dropout alpha_dropout feature_dropout feature_alpha_dropout d
 PIECES = _words("chunk split split_with_sizes tensor_split unbind unsafe_chunk unsafe_split")
 # The axis that they split is in their names. hsplit's is the only one of a vector.
 SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
-VIEWS = PIECES | _words(
-    """view reshape view_as reshape_as flatten unflatten squeeze unsqueeze ravel _unsafe_view transpose permute t
-    movedim moveaxis swapaxes swapdims expand expand_as getitem narrow select slice detach detach_ lift_fresh_copy
-    index_select gather take_along_dim index"""
+RESHAPES = _words("view reshape view_as reshape_as flatten unflatten squeeze unsqueeze ravel _unsafe_view")
+VIEWS = (
+    PIECES
+    | RESHAPES
+    | _words(
+        """transpose permute t movedim moveaxis swapaxes swapdims expand expand_as getitem narrow select slice detach
+        detach_ lift_fresh_copy index_select gather take_along_dim index"""
+    )
 )
 # Tensor-parallel plumbing: what stands between a sharded linear and the local tensor that the activation reads.
 # Dynamo wraps the DTensor methods into functions that are called "prim_to_local", "prim from_local", …
@@ -67,6 +71,7 @@ GEMMS: dict[str, tuple[int, ...]] = {
     "linear": (0,),
     **dict.fromkeys(("matmul", "mm", "bmm", "mv", "inner", "tensordot"), (0, 1)),
     **dict.fromkeys(("addmm", "addmv", "addbmm", "baddbmm", "einsum"), (1, 2)),
+    "grouped_mm": (0, 1),
 }
 CONVOLUTIONS = _words("conv1d conv2d conv3d convolution")  # a GEMM where the kernel is one point
 CONSTANTS: dict[str, float] = {"zeros_like": 0.0, "ones_like": 1.0}
@@ -81,6 +86,7 @@ _PLAIN_NAMES = {
     **dict.fromkeys(("truediv", "itruediv", "true_divide", "divide"), "div"),
     **{"iadd": "add", "isub": "sub", "imul": "mul", "ipow": "pow", "__rsub__": "rsub", "pos": "positive"},
     **{"multiply": "mul", "subtract": "sub", "negative": "neg", "absolute": "abs", "clip": "clamp"},
+    **{"_grouped_mm": "grouped_mm", "concat": "cat", "concatenate": "cat"},
     **{"special_expit": "sigmoid", "expit": "sigmoid", "log_sigmoid": "logsigmoid", "special_exp2": "exp2"},
     **{
         "arcsin": "asin",
@@ -115,6 +121,7 @@ def _torch_functions() -> dict[object, str]:
         *GEMMS,
         *CONVOLUTIONS,
         *CONSTANTS,
+        "cat",
         *_PLAIN_NAMES,
         *_INPLACE_BUILTINS,
     }
@@ -558,6 +565,18 @@ class Facts:
         name = self.calls[node].name
         moves = name in VIEWS or name in CASTS or name in COPIES or name in DROPOUTS or name in PLUMBING
         return moves and self.custom(node) is None
+
+    def joined(self, node: Node) -> list[Node]:
+        """The tensors that the node puts side by side, along their last axis; none where it is no such call."""
+        call = self.calls[node]
+        if call.name != "cat" or set(call.kwargs) - {"tensors", "dim", "axis"}:
+            return []
+        pieces = call.args[0] if call.args else call.kwargs.get("tensors")
+        axis = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
+        value = tensor(node)
+        if value is None or not isinstance(pieces, (list, tuple)) or not isinstance(axis, int):
+            return []
+        return [one for one in pieces if isinstance(one, Node)] if axis in (-1, value.ndim - 1) else []
 
     def origin(self, node: Node) -> Node:
         """The node whose value this one only moves."""

@@ -72,7 +72,12 @@ def dead_calls(cone: Cone) -> set[Node]:
 
 
 def insert(
-    graph: Graph, cone: Cone, new: list[Node], of: Callable[[Node], Node] = lambda n: n, at: Node | None = None
+    graph: Graph,
+    cone: Cone,
+    new: list[Node],
+    of: Callable[[Node], Node] = lambda n: n,
+    at: Node | None = None,
+    token_scale: Node | None = None,
 ) -> Node:
     """Write the operator that a proved cone becomes into the graph.
 
@@ -82,6 +87,7 @@ def insert(
         new: each node that is made is appended.
         of: what it reads in place of each operand (or of gate and up, packed).
         at: it is written before this node; by default the cone's root.
+        token_scale: a factor of each row, of the result's shape without its last axis.
     """
     root, verdict = cone.root, cone.verdict
 
@@ -108,13 +114,13 @@ def insert(
         if cone.packed:
             base, layout = cone.packed
             base = cast(of(base), cone.dtype)
-            result = call(ops.bias_glu.default, base, None, None, verdict.activation, layout, *scalars)
+            result = call(ops.bias_glu.default, base, None, token_scale, verdict.activation, layout, *scalars)
         elif verdict.up is not None:
             gate, up = given(verdict.gate, verdict.gate_scale), given(verdict.up)
-            result = call(ops.glu.default, gate, up, None, verdict.activation, *scalars)
+            result = call(ops.glu.default, gate, up, token_scale, verdict.activation, *scalars)
         else:
             gate = given(verdict.gate, verdict.gate_scale)
-            result = call(ops.bias_act.default, gate, None, None, verdict.activation)
+            result = call(ops.bias_act.default, gate, None, token_scale, verdict.activation)
         result = scaled(result, verdict.scale)
         if cone.order is not None:
             result = call(torch.permute, result, tuple(map(cone.order.index, range(len(cone.order)))))

@@ -30,10 +30,10 @@ from torch_fused_ops.reasons import Kind, Reason, Refusal
 
 from .cone import Cone, readers
 from .gemms import arguments_of, producers
-from .graph import CASTS, COPIES, DROPOUTS, FREE, PIECES, VIEWS, Facts, describe, shown, tensor
+from .graph import CASTS, COPIES, DROPOUTS, FREE, Facts, describe, shown
 from .rewrite import Edit, dead_calls, insert
 from .symbolic import LINEAR
-from .values import check_plain, equal, is_contiguous, value_of
+from .values import check_plain, equal, keeps_rows, value_of
 
 __all__ = ["Tiling", "apart", "fuse", "tiling"]
 
@@ -117,28 +117,12 @@ def _tokens(node: Node) -> Any:
     return math.prod(value_of(node).shape[:-1])
 
 
-def _keeps_rows(facts: Facts, node: Node) -> bool:
-    """Whether a view only arranges the rows in other axes."""
-    if facts.calls[node].name not in VIEWS - PIECES or not node.all_input_nodes:
-        return False
-    value, source = tensor(node), tensor(node.all_input_nodes[0])
-    return (
-        value is not None
-        and source is not None
-        and bool(value.ndim and source.ndim)
-        and equal(value.shape[-1], source.shape[-1])
-        and equal(value.numel(), source.numel())
-        and is_contiguous(value)
-        and is_contiguous(source)
-    )
-
-
 def _source(facts: Facts, cone: Cone) -> Node:
     """What the linear layers in front of the activation read; of adapters' the first."""
     sources = []
     for node in producers(facts, cone):
         source = arguments_of(facts, node)[0]
-        while _keeps_rows(facts, source):
+        while keeps_rows(facts, source):
             source = source.all_input_nodes[0]
         sources.append(source)
     if not sources:
@@ -183,7 +167,7 @@ class _Reader:
         while node is not self.source and node is not self.cone.root:
             call = self.facts.calls[node]
             idle = call.name in COPIES or (call.name in DROPOUTS and not call.dropout_is_active())
-            if call.inplace or not (idle or _keeps_rows(self.facts, node)):
+            if call.inplace or not (idle or keeps_rows(self.facts, node)):
                 break
             self.passed.add(node)
             node = node.all_input_nodes[0]

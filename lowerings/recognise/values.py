@@ -10,9 +10,18 @@ from torch.fx import Node
 
 from torch_fused_ops.reasons import Kind, Refusal
 
-from .graph import shown, statically, tensor
+from .graph import RESHAPES, Facts, shown, statically, tensor
 
-__all__ = ["FLOATING", "check_plain", "equal", "is_contiguous", "is_plain", "same_shape", "value_of"]
+__all__ = [
+    "FLOATING",
+    "check_plain",
+    "equal",
+    "is_contiguous",
+    "is_plain",
+    "keeps_rows",
+    "same_shape",
+    "value_of",
+]
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
@@ -72,3 +81,22 @@ def is_contiguous(value: torch.Tensor, order: Sequence[int] | None = None) -> bo
                 return False
             expected = expected * value.shape[axis]
     return True
+
+
+def keeps_rows(facts: Facts, node: Node) -> bool:
+    """Whether a view only arranges its source's rows in other axes: the same rows, one after the other in memory.
+
+    Not what picks rows, though it may pick each of them once, and not ``detach``, through which no gradient flows.
+    """
+    if facts.calls[node].name not in RESHAPES or not node.all_input_nodes:
+        return False
+    value, source = tensor(node), tensor(node.all_input_nodes[0])
+    return (
+        value is not None
+        and source is not None
+        and bool(value.ndim and source.ndim)
+        and equal(value.shape[-1], source.shape[-1])
+        and equal(value.numel(), source.numel())
+        and is_contiguous(value)
+        and is_contiguous(source)
+    )

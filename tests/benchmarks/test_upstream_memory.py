@@ -39,9 +39,10 @@ def test_what_the_page_says_of_pytorchs_own_ways() -> None:
 
 
 def test_the_budget_and_free_on_blocks() -> None:
-    for block in ("T5 block", "Mixtral block"):
+    for block, less in (("T5 block", "budget"), ("Mixtral block", "free")):
         plain, budget, free = (PAPER[name][block] for name in measured.KNOBS)
-        assert budget["kept"] <= free["kept"] < plain["kept"] and free["moved"] < budget["moved"]
+        assert max(budget["kept"], free["kept"]) < plain["kept"] and free["moved"] < budget["moved"]
+        assert (free["kept"] < budget["kept"]) == (less == "free")
 
 
 @pytest.mark.parametrize("name", ["torch.compile", '`"free"`'])

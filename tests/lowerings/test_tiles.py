@@ -83,6 +83,18 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(HIDDEN), SwiGLU(), nn.LayerNorm(HIDDEN), SwiGLU(bias=True))
 
 
+class Reversed(SwiGLU):
+    """Its tokens in another order: a view that picks as many rows is no other shape of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.index_select(1, torch.arange(x.shape[1]).flip(0)))
+
+
+class Detached(SwiGLU):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x.detach())
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "swiglu": SwiGLU,
     "gelu": gelu_mlp,
@@ -90,6 +102,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "adapted": Adapted,
     "conv1d": Conv1D,
     "normed": normed,
+    "reversed": Reversed,
+    "detached": Detached,
     "relu": lambda: nn.Sequential(nn.Linear(HIDDEN, FFN), nn.ReLU(inplace=True), nn.Linear(FFN, HIDDEN)),
 }
 
@@ -317,6 +331,7 @@ def test_what_is_left_whole() -> None:
     refused(Kind.TILE_READER, lambda x: (lambda a: linear(a, down) + linear(a, down))(F.gelu(linear(x, up))))
     refused(Kind.TILE_DROPOUT, lambda x: linear(F.dropout(F.gelu(linear(x, up)), 0.1), down))
     refused(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up))[:, 1:], down), (5, 10, HIDDEN))
+    refused(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up))[torch.arange(49, -1, -1)], down))
     refused(Kind.TILE_FORM, lambda x: linear(F.gelu(linear(x, up) + x.sum(-1, keepdim=True)), down))
     refused(Kind.TILE_FORM, lambda x: linear(F.silu(linear(x, up)) * linear(x.flip(0), up), down))
     refused(Kind.TILE_FEW, lambda x: linear(F.gelu(linear(x, up)), down), memory="tiled")
