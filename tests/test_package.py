@@ -58,19 +58,39 @@ assert torch.compiler.config.cache_key_tag.count("torch_fused_ops") == 1
     run(program)
 
 
-def test_it_is_whole_while_a_clone_is_the_current_folder() -> None:
-    """Also where another copy is installed, and not with -e: without the finder of editable installs."""
+@pytest.mark.parametrize("others", [(), ("lowerings", "benchmarks")], ids=["a copy", "another clone"])
+def test_it_is_whole_while_a_clone_is_the_current_folder(others: tuple[str, ...]) -> None:
+    """Also where another copy is installed: without the finder of editable installs, or with one that has another's."""
     if not (ROOT / "lowerings").is_dir():
         pytest.skip("not in a clone")
     program = """
 import sys
-sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
+from importlib.util import find_spec, spec_from_file_location
+
+class Another:
+    def find_spec(name, path, target=None):
+        part = name.removeprefix("torch_fused_ops.")
+        return spec_from_file_location(name, f"/another/{part}/__init__.py") if part in OTHERS else None
+
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)] + [Another]
 import torch_fused_ops
-from importlib.util import find_spec
 print(*(find_spec(f"torch_fused_ops.{part}").origin for part in ("functional", "lowerings", "benchmarks")), sep="\\n")
 """
     parts = ("torch_fused_ops/functional.py", "lowerings/__init__.py", "benchmarks/__init__.py")
-    assert run(program, cwd=ROOT).splitlines() == [str(ROOT / part) for part in parts]
+    assert run(f"OTHERS = {others}\n{program}", cwd=ROOT).splitlines() == [str(ROOT / part) for part in parts]
+
+
+@pytest.mark.slow
+def test_the_command_line_does_not_begin_with_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where NumPy is missing, ``import torch`` warns, whoever imports it; the command line's first line is its own."""
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('No module named numpy')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    commands = (["-c", "import torch_fused_ops"], ["-m", "torch_fused_ops", "--version"])
+    warned = [
+        "Failed to initialize NumPy" in subprocess.run([sys.executable, *c], capture_output=True, text=True).stderr
+        for c in commands
+    ]
+    assert warned == [True, False]
 
 
 def test_its_names() -> None:

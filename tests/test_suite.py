@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,13 +17,29 @@ pytest_plugins = ["pytester"]
 SLOW = ROOT / ".ci" / "slow"
 
 
-@pytest.mark.skipif(not SLOW.exists() or shutil.which("bash") is None, reason="needs a clone and bash")
-def test_every_test_file_is_in_one_part_of_the_slow_run() -> None:
+@pytest.fixture
+def parts() -> dict[str, str]:
+    """What .ci/slow lists: each part's files."""
+    if not SLOW.exists() or shutil.which("bash") is None:
+        pytest.skip("needs a clone and bash")
     listed = subprocess.run(["bash", str(SLOW)], capture_output=True, text=True, check=True).stdout
-    parts = dict(line.split(": ", 1) for line in listed.splitlines())
+    return dict(line.split(": ", 1) for line in listed.splitlines())
+
+
+def test_every_test_file_is_in_one_part_of_the_slow_run(parts: dict[str, str]) -> None:
     files = [file for part in parts.values() for file in part.split()]
     assert all(part.strip() for part in parts.values()), "no part is empty"
     assert sorted(files) == sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "tests").rglob("test_*.py"))
+
+
+def test_the_workflow_has_every_part(parts: dict[str, str]) -> None:
+    yaml = pytest.importorskip("yaml")
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    assert jobs["slow"]["strategy"]["matrix"]["part"] == list(parts)
+    ours = [step["run"].split() for job in jobs.values() for step in job["steps"] if "run" in step]
+    scripts = [words for words in ours if words[0] != "pip"]
+    assert scripts == [[".ci/run"], [".ci/slow", "${{", "matrix.part", "}}"]]
+    assert all(os.access(ROOT / words[0], os.X_OK) for words in scripts)
 
 
 @pytest.mark.codegen_is_slow

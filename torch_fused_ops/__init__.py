@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,9 +19,16 @@ from types import ModuleType
 from typing import Any
 
 # While the current folder is a clone, this package is the clone's, whichever is installed; and what is installed as its
-# parts stands beside it there.
-if importlib.util.find_spec("torch_fused_ops.lowerings") is None:
-    __path__.append(str(Path(__file__).parents[1]))
+# parts stands beside it there: an editable installation of another clone would give that one's.
+if (_part := Path(__file__).parents[1] / "lowerings" / "__init__.py").exists() and not (
+    (_found := importlib.util.find_spec("torch_fused_ops.lowerings"))
+    and Path(_found.origin or "").resolve() == _part.resolve()
+):
+    __path__.append(str(_part.parents[1]))
+
+# The command line does not begin with torch's warning: nothing here needs NumPy, and `info` says whether it is there.
+if "-m torch_fused_ops" in " ".join(sys.orig_argv):
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 # `python -m torch_fused_ops` imports this first, and torch takes 2 s to import: --help, --version and arguments that
 # make no sense do without. While Python looks for the module, sys.argv begins with "-m".

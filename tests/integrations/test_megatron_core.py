@@ -1,6 +1,6 @@
 """Megatron core's GPT with our MLP and experts in the places of its own: outputs, gradients, marks, checkpoints and
-optimizers', either way. Runs where it is installed, with psutil, which it saves with; what of it needs a GPU is put out
-of the way (``on_cpus``).
+optimizers', either way; its DistributedOptimizer, and its pipeline. Runs where it is installed, with psutil, which it
+saves with; what of it needs a GPU is put out of the way (``on_cpus``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from processes import in_processes, main
@@ -30,7 +31,31 @@ pytestmark = [
 ]
 
 
+class OnCpus(TorchFunctionMode):
+    """What is made on ``"cuda"``, or sent there, stays on the CPU; a tensor's type is called as a GPU's is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.cuda.is_available():
+            return func(*args, **kwargs)
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        result = func(*args, **kwargs)
+        return result.replace("torch.", "torch.cuda.") if func is torch.Tensor.type and not args[1:] else result
+
+
+def with_steps(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    """Torch's Adam counts steps for each parameter; 0.16 loads one count for all, and does not find it in a state."""
+    group, place = self.model_param_group_index_map[model_param]
+    state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+    state["step"] = state["step"].clone()
+    with_steps.load(self, model_param, {**state, **tensors})
+
+
 def on_cpus() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils
 
@@ -39,11 +64,15 @@ def on_cpus() -> None:
         torch.cuda.synchronize = lambda *_: None
         torch.cuda.current_device = lambda: "cpu"  # of tensors that are made there
     CudaRNGStatesTracker.fork = lambda self, *_: contextlib.nullcontext()
-    if not hasattr(moe_utils, "te_general_gemm"):  # without TransformerEngine 0.16 has no such name, and asks for it
+    # What 0.16 lacks without TransformerEngine: a name that it asks for, and a way to load the state of torch's Adam.
+    if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    if DistributedOptimizer._set_main_param_and_optimizer_states is not with_steps:
+        with_steps.load = DistributedOptimizer._set_main_param_and_optimizer_states
+        DistributedOptimizer._set_main_param_and_optimizer_states = with_steps
 
 
-def setting(tp: int = 1, ep: int = 1, etp: int = 1, **flags: Any) -> tuple[Any, Any]:
+def setting(tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, **flags: Any) -> tuple[Any, Any]:
     """(Megatron's configuration, its process groups)"""
     on_cpus()
     from megatron.core import parallel_state
@@ -52,7 +81,10 @@ def setting(tp: int = 1, ep: int = 1, etp: int = 1, **flags: Any) -> tuple[Any, 
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
     )
     config = TransformerConfig(
         num_layers=2,
@@ -67,6 +99,9 @@ def setting(tp: int = 1, ep: int = 1, etp: int = 1, **flags: Any) -> tuple[Any, 
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        pipeline_dtype=torch.float32,
+        deallocate_pipeline_outputs=True,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
         **flags,
@@ -89,13 +124,20 @@ def model(config: Any, groups: Any, ours: bool) -> Any:
         where = mlp.submodules if released else mlp.keywords["submodules"]
         where.experts = ModuleSpec(module=fnn.GroupedMLP) if released else fnn.GroupedMLP
     torch.manual_seed(3)
-    return GPTModel(config, spec, vocab_size=64, max_sequence_length=16, pg_collection=groups)
+    first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
+    sizes = {"vocab_size": 64, "max_sequence_length": 16}
+    return GPTModel(config, spec, pre_process=first, post_process=last, pg_collection=groups, **sizes)
 
 
-def loss_of(gpt: Any) -> Any:
-    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+def losses_of(gpt: Any, seed: int = 0) -> Any:
+    """Of each token; on a stage that is not the last: what the next one reads."""
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed))
     mask = torch.triu(torch.ones(1, 1, 16, 16), 1).bool()
-    return gpt(ids, torch.arange(16).expand(2, 16), mask, labels=ids).mean()
+    return gpt(ids, torch.arange(16).expand(2, 16), mask, labels=ids)
+
+
+def loss_of(gpt: Any, seed: int = 0) -> Any:
+    return losses_of(gpt, seed).mean()
 
 
 def state_of(gpt: Any, optimizer: Any, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -124,6 +166,15 @@ def made(rank: int, folder: Path) -> Path:
     return folder
 
 
+def from_theirs(rank: int, at: Path, metadata: dict[str, Any], theirs: Any, ours: Any) -> None:
+    """Ours has what theirs has, by a checkpoint."""
+    from megatron.core import dist_checkpointing
+
+    dist_checkpointing.save({"model": theirs.sharded_state_dict(metadata=dict(metadata))}, made(rank, at))
+    found = dist_checkpointing.load({"model": ours.sharded_state_dict(metadata=dict(metadata))}, at)
+    ours.load_state_dict(found["model"])
+
+
 def trains_saves_and_loads(rank: int, folder: Path, config: Any, groups: Any) -> None:
     from megatron.core import dist_checkpointing
 
@@ -135,10 +186,7 @@ def trains_saves_and_loads(rank: int, folder: Path, config: Any, groups: Any) ->
         metadata = {"dp_cp_group": groups.dp_cp, "singleton_local_shards": apart}
         optimizers = [torch.optim.Adam(gpt.parameters(), lr=1e-2) for gpt in (theirs, ours)]
         # theirs → ours
-        at = made(rank, folder / f"theirs{apart}")
-        dist_checkpointing.save({"model": theirs.sharded_state_dict(metadata=dict(metadata))}, at)
-        found = dist_checkpointing.load({"model": ours.sharded_state_dict(metadata=dict(metadata))}, at)
-        ours.load_state_dict(found["model"])
+        from_theirs(rank, folder / f"theirs{apart}", metadata, theirs, ours)
 
         losses = [loss_of(gpt) for gpt in (theirs, ours)]
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
@@ -292,13 +340,118 @@ def permutes(rank: int, ranks: int, folder: Path) -> None:
             torch.testing.assert_close(a, b)
 
 
-GROUPS = {"one": [dense, experts, mixed_linears, permutes], "two": [mixed_linears, dense, experts]}
+class Trained:
+    """A model in Megatron's DistributedDataParallel and DistributedOptimizer."""
+
+    def __init__(self, gpt: Any) -> None:
+        from megatron.core import distributed
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        config = distributed.DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
+        self.ddp = distributed.DistributedDataParallel(gpt.config, config, gpt)
+        config = OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.5, use_distributed_optimizer=True)
+        self.optimizer = get_megatron_optimizer(config, [self.ddp])
+
+    def step(self, seed: int) -> tuple[Any, ...]:
+        """(its loss, the gradient's norm, before it was clipped)"""
+        from megatron.core.distributed import finalize_model_grads
+
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = loss_of(self.ddp, seed)
+        loss.backward()
+        finalize_model_grads([self.ddp])
+        done, norm, _ = self.optimizer.step()
+        assert done
+        return loss.detach(), torch.tensor(norm)
+
+    def state(self, groups: Any, is_loading: bool = False) -> dict[str, Any]:
+        metadata = {"dp_cp_group": groups.dp_cp, "distrib_optim_sharding_type": "fully_reshardable"}
+        model = self.ddp.module.sharded_state_dict(metadata=dict(metadata))
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(metadata))
+        return {"model": model, "optimizer": optimizer}
+
+
+@saving
+def distributed_optimizer(rank: int, ranks: int, folder: Path) -> None:
+    """Each rank has batches of its own, and the optimizer's state of its share of the parameters."""
+    from megatron.core import dist_checkpointing
+
+    mixture = {"num_moe_experts": 4, "moe_ffn_hidden_size": 64, "moe_router_load_balancing_type": "none"}
+    for i, flags in enumerate(({}, {"ep": ranks, "moe_token_dispatcher_type": "allgather", **mixture})):
+        config, groups = setting(add_bias_linear=False, **flags)
+        with OnCpus():
+            gpts = [model(config, groups, mine) for mine in (False, True)]
+            from_theirs(rank, folder / f"weights{i}", {"dp_cp_group": groups.dp_cp}, *gpts)
+            theirs, ours = map(Trained, gpts)
+            for step in range(3):
+                torch.testing.assert_close(ours.step(2 * step + rank), theirs.step(2 * step + rank), rtol=1e-4, atol=0)
+            # into fresh ones, of ours and of theirs
+            at = made(rank, folder / f"optimizer{i}")
+            dist_checkpointing.save(ours.state(groups), at)
+            again = [Trained(model(config, groups, mine)) for mine in (False, True)]
+            for one in again:
+                one.step(7)  # so that there is a state to load into
+                found = dist_checkpointing.load(one.state(groups, is_loading=True), at)
+                one.ddp.module.load_state_dict(found["model"])
+                one.optimizer.load_state_dict(found["optimizer"])
+            wanted = [
+                ours.step(seed + rank) for seed in (6, 8)
+            ]  # the first by the state that was loaded, the second shows it
+            for one in again:
+                torch.testing.assert_close([one.step(seed + rank) for seed in (6, 8)], wanted, rtol=1e-4, atol=0)
+
+
+@saving
+def stages(rank: int, ranks: int, folder: Path) -> None:
+    """A layer on each of two stages, by Megatron's schedule; what they save is read by one stage."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward(batches: Any, gpt: Any) -> Any:
+        return losses_of(gpt, next(batches)), lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
+
+    config, groups = setting(pp=ranks, add_bias_linear=False)
+    gpts = [model(config, groups, mine) for mine in (False, True)]
+    theirs, ours = gpts
+    from_theirs(rank, folder / "weights", {"dp_cp_group": groups.dp_cp}, theirs, ours)
+    found: list[list[Any]] = []
+    for gpt in gpts:
+        with OnCpus():
+            given = {"seq_length": 16, "micro_batch_size": 2, "num_microbatches": 4, "forward_only": False}
+            losses = get_forward_backward_func()(
+                forward_step_func=forward, data_iterator=iter(range(4)), model=gpt, **given
+            )
+        found.append([one["loss"] for one in losses])
+    assert len(found[0]) == (4 if rank == ranks - 1 else 0)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=0)
+    named = dict(ours.named_parameters())
+    for name, p in theirs.named_parameters():
+        torch.testing.assert_close(named[name].grad, p.grad, rtol=1e-4, atol=1e-7, msg=name)
+
+    at = made(rank, folder / "stages")
+    dist_checkpointing.save({"model": ours.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})}, at)
+    config, groups = setting(add_bias_linear=False)
+    for mine in (False, True):
+        whole = model(config, groups, mine)
+        state = {"model": whole.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})}
+        whole.load_state_dict(dist_checkpointing.load(state, at)["model"])
+        losses = [loss_of(whole, seed).detach() for seed in range(4)]
+        if rank == ranks - 1:
+            torch.testing.assert_close(losses, found[1], rtol=1e-5, atol=0)
+
+
+GROUPS = {
+    "one": [dense, experts, mixed_linears, permutes],
+    "two": [mixed_linears, dense, experts],
+    "training": [distributed_optimizer, stages],
+}
 
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("group", [pytest.param("one", id="one"), pytest.param("two", id="two")])
+@pytest.mark.parametrize("group", GROUPS)
 def test_with_megatron(tmp_path: Path, group: str) -> None:
     in_processes(__file__, group, 1 if group == "one" else 2, tmp_path)
 

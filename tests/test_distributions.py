@@ -1,0 +1,118 @@
+"""What docs/release.md makes: a source distribution that is a clone, and a wheel that is the package."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import torch_fused_ops as tfo
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
+
+
+def run(*arguments: str, cwd: Path, path: Path | None = None) -> str:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if path is not None:
+        env["PYTHONPATH"] = str(path)
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tracked() -> set[str]:
+    """The clone's files. Those that are changed or new and not ignored count, too."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not in a clone")
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {name for name in found if (ROOT / name).is_file()}
+
+
+@pytest.fixture(scope="module")
+def source(tracked: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution: built in a copy, as a build leaves files beside its sources."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in tracked:
+        (folder / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / "clone" / name)
+    build = "from setuptools import build_meta; print(build_meta.build_sdist('../dist'))"
+    name = run("-c", build, cwd=folder / "clone").splitlines()[-1]
+    assert name == f"torch_fused_ops-{tfo.__version__}.tar.gz"
+    return folder / "dist" / name
+
+
+@pytest.fixture(scope="module")
+def unpacked(source: Path) -> Path:
+    with tarfile.open(source) as archive:
+        archive.extractall(source.parent, filter="data")
+    return source.parent / source.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked: Path) -> Path:
+    """Built from the source distribution."""
+    folder = unpacked.parent / "wheels"
+    options = ("--no-build-isolation", "--no-deps", "--wheel-dir", str(folder))
+    run("-m", "pip", "wheel", ".", *options, cwd=unpacked)
+    (found,) = folder.iterdir()
+    assert found.name == f"torch_fused_ops-{tfo.__version__}-py3-none-any.whl"
+    return found
+
+
+def test_a_source_distribution_is_a_clone(unpacked: Path, tracked: set[str]) -> None:
+    packed = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
+    made = {name for name in packed if name in ("PKG-INFO", "setup.cfg") or ".egg-info/" in name}
+    assert packed - made == tracked
+
+
+def test_its_tests_run(unpacked: Path) -> None:
+    which = "import torch_fused_ops, torch_fused_ops.lowerings as l; print(torch_fused_ops.__file__, l.__file__)"
+    assert run("-c", which, cwd=unpacked).count(str(unpacked)) == 2
+    out = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_reference.py", cwd=unpacked)
+    assert re.search(r"^\d+ passed", out, re.M), out
+
+
+def test_a_wheel_is_the_package(wheel: Path, tracked: set[str], tmp_path: Path) -> None:
+    top = "torch_fused_ops"
+    wanted = {name for name in tracked if name.startswith(f"{top}/")} | {f"{top}_autoload.py"}
+    parts = tuple(f"{part}/" for part in ("benchmarks", "lowerings"))
+    wanted |= {f"{top}/{name}" for name in tracked if name.startswith(parts) and name.endswith(".py")}
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+        archive.extractall(tmp_path)
+    assert found == wanted
+    program = f"""
+import torch_fused_ops, torch_fused_ops.benchmarks, torch_fused_ops.lowerings as lowerings
+assert {str(tmp_path)!r} in torch_fused_ops.__file__ and {str(tmp_path)!r} in lowerings.__file__
+assert lowerings.off() == ""
+from importlib.metadata import entry_points, version
+assert version("torch-fused-ops") == torch_fused_ops.__version__
+print(*(point.name for group in ("torch.backends", "torch_dynamo_backends") for point in entry_points(group=group)))
+"""
+    assert run("-c", program, cwd=tmp_path.parent, path=tmp_path).split() == ["torch_fused_ops", "fused"]
+    printed = run("-m", top, "--version", cwd=tmp_path.parent, path=tmp_path)
+    assert printed == f"torch_fused_ops {tfo.__version__}\n"
+
+
+def test_the_index_takes_them(source: Path, wheel: Path) -> None:
+    if find_spec("twine") is None:
+        pytest.skip("twine is not installed")
+    out = run("-m", "twine", "check", "--strict", str(source), str(wheel), cwd=source.parent)
+    assert out.count("PASSED") == 2, out
+
+
+def test_the_changelog_has_the_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## \[(.+?)\] - (Unreleased|\d{4}-\d\d-\d\d)$", text, re.M)
+    assert len(versions) == text.count("\n## ") and tfo.__version__ == versions[0][0]
