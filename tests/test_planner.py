@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import random
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,24 @@ pytest.importorskip("triton")
 import torch_fused_ops as tfo
 from torch_fused_ops.benchmarks import models
 from torch_fused_ops.planner import largest, search
+from torch_fused_ops.planner.fsdp import FullyShard, Group
 from torch_fused_ops.planner.model import Stack, _stacks, captured_model
 from torch_fused_ops.planner.optimizers import optimizer_memory
 from torch_fused_ops.planner.plan import bytes_of
-from torch_fused_ops.planner.step import MARGIN, Parts, Segment, Step, compiled_timeline, measured_step, policy_of
+from torch_fused_ops.planner.resident import Resident, check_shards, held
+from torch_fused_ops.planner.step import (
+    MARGIN,
+    Parts,
+    Segment,
+    Step,
+    compiled_timeline,
+    cut,
+    measured_step,
+    policy_of,
+)
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.virtual_gpu import H100, roofline
+from torch_fused_ops.virtual_gpu.timeline import Moment, Timeline
 
 MiB = 2**20
 LEVELS = ("free", "fp8", "input")
@@ -62,6 +75,9 @@ def test_what_is_no_size(memory: Any) -> None:
         ({"gpu": "RTX9"}, "gpu='RTX9' is not known; accepted: A100, H100, H200, B200, MI300X"),
         ({"optimizer": "lion"}, "optimizer='lion' is not known; accepted: adamw, sgd, none"),
         ({"maximum": "width"}, "maximum='width' is not known; accepted: batch, tokens"),
+        ({"dp": 0}, "dp=0 is not accepted: it must be a number of GPUs, 1 or more"),
+        ({"dp": 2.0}, "dp=2.0 is not accepted: it must be a number of GPUs"),
+        ({"dp": True}, "dp=True is not accepted: it must be a number of GPUs"),
     ],
 )
 def test_what_is_not_known(arguments: dict[str, Any], message: str) -> None:
@@ -223,6 +239,98 @@ def test_the_policy_of_levels() -> None:
     assert policy_of(mlps, {"a.1": "input"}) == FusionPolicy(memory={"a.1.mlp": "input", "a.1.other": "input"})
 
 
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_one_gpu_holds() -> None:
+    """Equal pieces along dimension 0, padded, as ``torch.chunk`` cuts the first; buffers are whole."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(4, 10) for _ in range(2))
+    model.layers[1].bias.requires_grad_(False)
+    model.head = nn.Linear(3, 5, dtype=torch.bfloat16)
+    model.register_buffer("table", torch.zeros(7))
+
+    def unit_of(path: str) -> str:
+        return path if path.startswith("layers.") else ""
+
+    check_shards(model, unit_of, 4)
+    found = Resident.of(held(model, unit_of), "adamw", 4)
+    weight, bias, head = 4 * 3 * 4, 4 * 3, 2 * (2 * 3 + 2)
+    assert found.shards is not None and found.shards.groups == {
+        "layers.0": Group(weight + bias, weight + bias),
+        "layers.1": Group(weight + bias, weight),
+        "": Group(head, head),
+    }
+    assert (found.parameters, found.gradients) == (2 * (weight + bias) + head + 28, 2 * weight + bias + head)
+    assert (found.state, found.by_unit[""]) == (2 * found.gradients, (head + 28, head))
+    assert found.shards.gathered("layers.1") == 4 * (weight + bias) and found.shards.reduced("layers.1") == 4 * weight
+    layers = 3 * (weight + bias) + 3 * weight + 2 * bias  # each gathered twice; one frozen bias
+    assert found.shards.sent == 3 * (layers + 2 * head)
+    assert Resident.of(held(model, unit_of), "adamw", 1).parameters == 2 * 200 + 2 * 20 + 28
+
+
+def test_what_cannot_be_sharded() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    def refused(message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            check_shards(model, lambda path: path, 8)
+
+    check_shards(model, lambda path: path, 8)
+    model.layers[0].bias.data = model.layers[0].bias.data.double()
+    refused("dp=8 is not accepted: layers.0.bias is torch.float64, other parameters of layers.0 are torch.float32")
+    model.layers[0].bias = model.layers[1].bias
+    refused("dp=8 is not accepted: layers.1.bias is layers.0.bias, and FSDP2 shards no parameter in two layers")
+    model.layers[0].bias = nn.Parameter(torch.tensor(0.0))
+    refused("dp=8 is not accepted: layers.0.bias is a scalar")
+    with pytest.raises(ValueError, match=r"dp=8 is not accepted: model=.* is a function"):
+        check_shards(torch.relu, lambda path: path, 8)
+
+
+def test_shards_by_hand() -> None:
+    """Two layers of 8 and 6 bytes, the root's 4, over two GPUs; what is alive at each moment, as FSDP2 has it."""
+    forward = {"a": Segment((5, 9), 3), "b": Segment((7,), 2)}
+    backward = {"b": Segment((11,), 4, 0.0, 6), "a": Segment((1,), 5, 0.0, 8)}
+    ends = Segment((1,), 1), (Segment((0,), 0), Segment((2,), 4)), Segment((3,), 2, 0.0, 4)
+    parts = Parts(10, ends[0], forward, ends[1], backward, ends[2])
+    groups = {"a": Group(4, 4), "b": Group(3, 3), "": Group(2, 2)}
+    step = Step(("a", "b"), (), {}, {"free": parts}, FullyShard(2, groups))
+    root, a, b = 4, 8, 6
+    assert step.points({}) == [
+        10,
+        *(10 + root + root, 11 + root + root, 11 + root + root),  # the root's copy; its flat buffer
+        *(11 + root + root + a + a, 16 + root + a + a, 20 + root + a + a, 14 + root + a + a),
+        *(14 + root + a + b + b, 21 + root + b + b, 16 + root + b + b),
+        *(16 + root + b, 16 + root + b, 16 + root + b),  # the last layer's flat buffer, to the end of forward
+        *(16 + root + b, 18 + root + b, 20 + root + b),  # prefetched
+        *(20 + root + b + b, 31 + root + b + a, 24 + root + a + b),  # a is prefetched; b's gradients, and their copy
+        *(21 + root + a + a + b, 22 + root + a + b, 26 + root + a),  # 3 = 24 - 6 + 3: shards of b's gradients
+        *(22 + root + a, 25 + root + a, 24 + root),  # a's too; behind backward the root's
+        22,
+    ]
+    curve = step.at({})
+    assert (curve.kept, curve.peak, curve.end) == (16 + root, max(step.points({})), 22)
+
+
+def test_gradients_are_whole_where_their_layer_ends_or_later() -> None:
+    """What the compiler puts off counts for the layer in which it is allocated; the root's stays whole to the end."""
+    calls = [*(("forward", unit) for unit in "ab"), *(("backward", unit) for unit in ("", "b", "a", ""))]
+    moments = tuple(Moment(graph, "", 0, 0, 0, 0.0, (unit,)) for graph, unit in calls)
+    names = ["a.weight", "b.weight", "b.bias", "head"]
+    gradients = {(0, 0): (4, 1), (0, 1): (0, 10), (0, 2): (4, 100), (0, 3): (2, 1000)}
+    model: Any = types.SimpleNamespace(
+        units=("a", "b"),
+        layers={"a": "a", "b": "b"},
+        unit_of=lambda path: path if path in ("a", "b") else "",
+        parameter=lambda graph, number: names[number],
+    )
+    parts = cut(Timeline(moments, 0, 0, 0, gradients), model, lambda call: 0.0)
+    found = {unit: segment.gradients for unit, segment in parts.backward.items()}
+    assert found == {"b": 10, "a": 101} and parts.behind.gradients == 1000
+    assert parts.between[1].gradients == 0
+
+
 # ---- the largest size ------------------------------------------------------------------------------------------------
 
 
@@ -356,6 +464,26 @@ def test_where_nothing_fits_it_says_what_is_missing() -> None:
     assert not poor.fits and poor.missing == MiB and poor.peak_bytes == lowest
     assert any("torch.utils.checkpoint" in line or "shards" in line.lower() for line in poor.help)
     assert "does not fit: 1.00 MiB are missing" in str(poor)
+
+
+def test_a_plan_over_several_gpus() -> None:
+    """What would fit where one GPU does not is computed; and is what the plan over so many then says."""
+    rich, dp = two_mlps(), 4
+    limit = next(row.peak for row in rich.within("1GiB", dp=dp).levels if row.level == "input")
+    poor = rich.within(limit)
+    assert not poor.fits and poor.help[-1].startswith(
+        f'FSDP2 over {dp} GPUs (dp={dp}), each with a batch as given: it fits, every MLP at "input", a peak of '
+    )
+    found, less = rich.within(limit, dp=dp), rich.within(limit, dp=dp // 2)
+    assert found.fits and not less.fits and (found.dp, less.dp) == (dp, dp // 2)
+    assert found.parameters == rich.parameters // dp and found.optimizer_state == rich.optimizer_state // dp
+    assert found.within("1GiB").dp == dp and found.within("1GiB", dp=1).step_peak == rich.step_peak
+    layer = rich.parameters // 2
+    assert found.sent == (dp - 1) * 3 * 2 * layer // dp and found.link_seconds == found.sent / 450e9
+    assert f"one of {dp} (dp={dp}): fits" in str(found) and "each GPU sends" in str(found)
+    assert json.loads(found.to_json())["dp"] == dp
+    with pytest.raises(ValueError, match="dp=0 is not accepted"):
+        rich.within(limit, dp=0)
 
 
 def test_a_plan_as_json_and_as_a_page(tmp_path: Path) -> None:

@@ -138,6 +138,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="WHAT",
         help="batch or tokens: the largest that fits at each level, too; minutes",
     )
+    plan.add_argument(
+        "--dp", type=int, default=1, help="GPUs over which FSDP2 shards layers; bytes and batch are then one GPU's"
+    )
     plan.add_argument("--meta", action="store_true", help="make the model on the meta device: sizes, and no data")
     plan.add_argument("--recompile", action="store_true", help="compile the whole model, too; seconds for each layer")
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")

@@ -12,7 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_fused_ops.planner.model import CapturedModel
-from torch_fused_ops.planner.step import OFF, Step, assembled, clock, compiled_timeline, cut
+from torch_fused_ops.planner.step import OFF, Around, Step, assembled, clock, compiled_timeline, cut
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.figures import said
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
@@ -140,6 +140,7 @@ class Sizes:
         dimension: "batch" or "tokens".
         given: the size that the model was called with.
         gpu: as for ``measured_step``, as are ``rates`` and ``instructions``.
+        shards: as of ``Step``.
     """
 
     def __init__(
@@ -150,10 +151,11 @@ class Sizes:
         gpu: GPU,
         rates: Rates,
         instructions: bool,
+        shards: Around | None = None,
     ) -> None:
         self.capture, self.dimension, self.given = capture, dimension, given
         self.step = step_of(given, dimension)
-        self.gpu, self.rates, self.instructions = gpu, rates, instructions
+        self.gpu, self.rates, self.instructions, self.shards = gpu, rates, instructions, shards
         self.captured: dict[int, CapturedModel | None] = {}
         self.compiled: dict[tuple[int, str], tuple[Timeline, tuple[PaperCompilation, ...]]] = {}
         self.bound, self.stopped = 0, ""  # the largest size with which the model runs, once one does not
@@ -190,7 +192,7 @@ class Sizes:
                 timeline, papers = self._compiled(size, each)
                 seconds = clock(papers, self.rates, self.instructions) if timed else lambda call: 0.0
                 parts[each] = cut(timeline, captured, seconds)
-            return assembled(captured, parts)
+            return replace(assembled(captured, parts), shards=self.shards)
 
         return _sample(size, step(False), level, lambda: step(True))
 

@@ -73,6 +73,11 @@ class CapturedModel:
     stacks: tuple[Stack, ...]
     layers: Mapping[str, str]
 
+    def parameter(self, graph: int, number: int) -> str:
+        """The path of the parameter, or of the buffer, that is a graph's input; "" if it is another tensor."""
+        captured = self.graphs[graph].graph
+        return captured.paths[number] if captured else ""
+
     def unit_of(self, path: str) -> str:
         """The unit that a module of the whole model is in; "" if it is in none."""
         found = stack_of(path, self.stacks)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,14 @@ from torch_fused_ops.policy import FusionPolicy
 if TYPE_CHECKING:
     from torch_fused_ops.planner.largest import Largest
     from torch_fused_ops.planner.model import CapturedModel
+    from torch_fused_ops.planner.resident import Held, Resident
     from torch_fused_ops.planner.search import Candidate
     from torch_fused_ops.planner.step import Curve, Step
+    from torch_fused_ops.virtual_gpu import GPU
 
 __all__ = ["LayerRow", "LevelRow", "Plan", "bytes_of", "plan"]
 
+DP = tuple(2**n for n in range(1, 11))  # numbers of GPUs that a plan tries where nothing fits
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{unit}": base**power
     for power, prefix in enumerate("KMGT", 1)
@@ -116,6 +120,10 @@ class Plan:
             short of the whole model's is kept free, and counts.
         help: what would make it fit, or make it cheaper.
         composed: whether the curve was put together from few compiled layers.
+        dp: GPUs that have shards of parameters, gradients and optimizer state (FSDP2); bytes are one GPU's, of its own
+            batch.
+        sent: bytes that a GPU sends in a step.
+        link_seconds: the time that these take on the GPU's links, by its data sheet; it is not in ``seconds``.
         largest: the largest batch or sequence that fits, if ``maximum`` asked for it.
     """
 
@@ -142,16 +150,23 @@ class Plan:
     missing: int
     help: tuple[str, ...]
     composed: bool
+    dp: int = 1
+    sent: int = 0
+    link_seconds: float = 0.0
     largest: Largest | None = None
     curve: tuple[int, ...] = field(default=(), repr=False)
     off_curve: tuple[int, ...] = field(default=(), repr=False)
     _recompiled: Callable[[], int] | None = field(default=None, repr=False, compare=False)
-    _within: Callable[[int], Plan] | None = field(default=None, repr=False, compare=False)
+    _within: Callable[[int, int], Plan] | None = field(default=None, repr=False, compare=False)
 
-    def within(self, memory: str | int) -> Plan:
-        """The plan for another limit, without ``largest``; nothing is compiled again."""
+    def within(self, memory: str | int, dp: int | None = None) -> Plan:
+        """The plan for another limit, and over so many GPUs, without ``largest``; nothing is compiled again.
+
+        Raises:
+            ValueError: as ``plan``, for memory and dp.
+        """
         assert self._within is not None
-        return self._within(bytes_of(memory))
+        return self._within(bytes_of(memory), self.dp if dp is None else _count("dp", dp))
 
     def recompiled_peak_bytes(self) -> int:
         """``step_peak`` anew: the whole model, all of its layers, compiled on paper with the plan's policy.
@@ -186,6 +201,12 @@ class Plan:
         return text(self)
 
 
+def _count(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} is not accepted: it must be a number of GPUs, 1 or more")
+    return value
+
+
 def plan(
     model: Callable[..., Any],
     *args: Any,
@@ -194,6 +215,7 @@ def plan(
     optimizer: str = "adamw",
     lossless: bool = False,
     maximum: str | None = None,
+    dp: int = 1,
     **kwargs: Any,
 ) -> Plan:
     """Plan a training step: what it needs of a GPU's memory, and the cheapest memory levels with which it fits.
@@ -203,7 +225,8 @@ def plan(
 
     Args:
         model: a module or a function that returns its loss. What it returns is what backward begins with.
-        *args: what to call it with. Model and arguments may be meta tensors: sizes and dtypes are all that counts.
+        *args: what to call it with, on one GPU. Model and arguments may be meta tensors: sizes and dtypes are all that
+            counts.
         memory: what may be used, "72GiB", "800MiB" or bytes. Leave some for what is not counted (``docs/plan.md``).
         gpu: "A100", "H100", "H200", "B200" or "MI300X".
         optimizer: "adamw", "sgd", PyTorch's own with their default settings, or "none".
@@ -211,6 +234,8 @@ def plan(
         maximum: "batch" or "tokens": find the largest that fits at each level, too (``Plan.largest``): dimension 0, or
             1, of the tensors that the model is called with, of all that have the first one's size in it. Minutes;
             ``logging.getLogger("torch_fused_ops.planner")`` says at level INFO what is being compiled.
+        dp: over how many GPUs FSDP2 shards the model, by ``fully_shard`` of each layer and of the model, with its
+            defaults. All bytes are then one GPU's, and ``args`` are what one GPU is called with.
         **kwargs: what to call the model with.
 
     Returns:
@@ -218,13 +243,15 @@ def plan(
 
     Raises:
         TypeError: model is not callable.
-        ValueError: memory, gpu, optimizer or maximum is not known; nothing in the model needs a gradient.
+        ValueError: memory, gpu, optimizer or maximum is not known; dp is no number of GPUs, or FSDP2 does not shard the
+            model; nothing in the model needs a gradient.
         ModuleNotFoundError: Triton is not installed.
     """
     from torch_fused_ops import lowerings
     from torch_fused_ops.planner import largest, search
     from torch_fused_ops.planner import model as models
     from torch_fused_ops.planner.optimizers import OPTIMIZERS
+    from torch_fused_ops.planner.resident import Resident, check_shards, held
     from torch_fused_ops.planner.step import KEPT, measured_step
     from torch_fused_ops.virtual_gpu import gpus, roofline
 
@@ -237,6 +264,7 @@ def plan(
         raise ValueError(f"optimizer={optimizer!r} is not known; accepted: {', '.join(OPTIMIZERS)}")
     if maximum is not None and maximum not in largest.DIMENSIONS:
         raise ValueError(f"maximum={maximum!r} is not known; accepted: {', '.join(largest.DIMENSIONS)}, None")
+    _count("dp", dp)
     given = largest.size_of((args, kwargs), maximum) if maximum is not None else 0
     described = gpus.by_name(gpu)
     rates = roofline.estimated_rates(described)
@@ -244,159 +272,202 @@ def plan(
     lowerings.require()
     levels = search.levels_for(lossless)
     captured = models.captured_model(model, args, kwargs, kept=KEPT)
+    module = getattr(model, "_orig_mod", model)
+    whole = held(module, captured.unit_of)
+
+    def held_over(dp: int) -> Resident:
+        if dp > 1:
+            check_shards(module, captured.unit_of, dp)
+        return Resident.of(whole, optimizer, dp)
+
+    held_over(dp)  # what is refused is refused before minutes of compiling
     instructions = roofline.rates_of(described) is not None
-    step = measured_step(captured, described, rates, instructions, levels)
-    fixed = _Fixed.of(model, captured, optimizer)
-    every = search.candidates(step, levels)
-    seen: dict[tuple[tuple[str, str], ...], int] = {}
+    measured = measured_step(captured, described, rates, instructions, levels)
 
-    def recompiled(levels: Mapping[str, str]) -> int:
-        key = tuple(levels.items())
-        if key not in seen:
-            seen[key] = fixed.resident + _recompiled(model, args, kwargs, described, step, levels)
-        return seen[key]
+    def recompile(step: Step, levels: Mapping[str, str]) -> int:
+        return _recompiled_peak(models.captured_model(model, args, kwargs, kept=2**31), described, step, levels)
 
-    def within(limit: int) -> Plan:
-        room = limit - fixed.resident
-        chosen = search.best(every, room)
-        if not captured.stacks:  # what was compiled is the whole model: be sure where levels are mixed
-            chosen = next((one for one in every if one.curve.peak <= room and (
-                len(set(one.levels.values())) == 1 or recompiled(one.levels) <= limit)), None)  # fmt: skip
-        met = chosen is not None
-        chosen = chosen or min(every, key=lambda one: one.curve.peak + one.reserve)
-        return _plan(
-            model, captured, step, fixed, every, chosen, met, limit, described.name, optimizer, recompiled, within
-        )
+    @functools.cache
+    def over(dp: int) -> _Planned:
+        resident = held_over(dp)
+        step = replace(measured, shards=resident.shards)
+        every = search.candidates(step, levels)
+        return _Planned(model, captured, step, whole, resident, every, described, optimizer, recompile, over)
 
-    found = within(limit)
+    planned = over(dp)
+    found = planned.within(limit, dp)
     if maximum is None:
         return found
+    step, resident = planned.step, planned.resident
 
     def capture(size: int) -> CapturedModel:
         sized, named = largest.resized((args, kwargs), maximum, size)
         return models.captured_model(model, sized, named, kept=KEPT)
 
-    sizes = largest.Sizes(capture, maximum, given, described, rates, instructions)
-    room = limit - fixed.resident if fixed.optimizer_peak <= limit else 0
-    return replace(found, largest=sizes.largest(step, fixed.resident, room))
+    sizes = largest.Sizes(capture, maximum, given, described, rates, instructions, resident.shards)
+    room = limit - resident.nbytes if resident.optimizer_peak <= limit else 0
+    return replace(found, largest=sizes.largest(step, resident.nbytes, room))
+
+
+def _recompiled_peak(whole: CapturedModel, gpu: GPU, step: Step, levels: Mapping[str, str]) -> int:
+    """The peak of forward and backward, without what is resident, of the whole model."""
+    from torch_fused_ops.planner.step import Step, compiled_timeline, cut, policy_of
+
+    timeline = compiled_timeline(whole, gpu, policy_of(step.mlps, levels))[0]
+    if step.shards is None:
+        return timeline.peak
+    return Step(step.units, (), {}, {"free": cut(timeline, whole, lambda call: 0.0)}, step.shards).at({}).peak
 
 
 @dataclass(frozen=True)
-class _Fixed:
-    """Bytes that do not depend on levels."""
+class _Planned:
+    """A model of which all is known but the limit."""
 
+    model: Callable[..., Any]
+    captured: CapturedModel
+    step: Step
+    whole: Sequence[Held]
+    resident: Resident
+    every: Sequence[Candidate]
+    gpu: GPU
     optimizer: str
-    parameters: int
-    gradients: int
-    state: int
-    transient: int
-    by_unit: Mapping[str, tuple[int, int]]  # parameters and buffers, of these trained
+    recompile: Callable[[Step, Mapping[str, str]], int]
+    over: Callable[[int], _Planned]
+    _recompiled: dict[tuple[tuple[str, str], ...], int] = field(default_factory=dict)
 
-    @property
-    def resident(self) -> int:
-        """What is alive all the time."""
-        return self.parameters + self.state
+    def recompiled(self, levels: Mapping[str, str]) -> int:
+        """The step's peak anew, the whole model compiled at these levels; once."""
+        key = tuple(levels.items())
+        if key not in self._recompiled:
+            self._recompiled[key] = self.resident.nbytes + self.recompile(self.step, levels)
+        return self._recompiled[key]
 
-    @property
-    def optimizer_peak(self) -> int:
-        """What is alive at most in the optimizer's step."""
-        return self.resident + self.gradients + self.transient
+    def within(self, limit: int, dp: int) -> Plan:
+        """The plan for a limit, over so many GPUs."""
+        from torch_fused_ops.planner import search
 
-    @classmethod
-    def of(cls, model: Callable[..., Any], captured: CapturedModel, optimizer: str) -> _Fixed:
-        from torch_fused_ops.planner.optimizers import optimizer_memory
+        if dp != self.resident.dp:
+            return self.over(dp).within(limit, dp)
+        room = limit - self.resident.nbytes
+        chosen = search.best(self.every, room)
+        if not self.captured.stacks:  # what was compiled is the whole model: be sure where levels are mixed
+            chosen = next((one for one in self.every if one.curve.peak <= room and (
+                len(set(one.levels.values())) == 1 or self.recompiled(one.levels) <= limit)), None)  # fmt: skip
+        met = chosen is not None
+        return self.plan(chosen or min(self.every, key=lambda one: one.curve.peak + one.reserve), met, limit)
 
-        model = getattr(model, "_orig_mod", model)
-        tensors: dict[str, Tensor] = {}
-        if isinstance(model, nn.Module):
-            tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        trained = [t for t in tensors.values() if t.requires_grad]
-        needs = optimizer_memory(optimizer, trained)
-        by_unit: dict[str, tuple[int, int]] = {}
-        for name, tensor in tensors.items():
-            unit = captured.unit_of(name.rpartition(".")[0])
-            all_of, own = by_unit.get(unit, (0, 0))
-            by_unit[unit] = (all_of + tensor.nbytes, own + tensor.nbytes * tensor.requires_grad)
-        total, of_trained = (sum(each[i] for each in by_unit.values()) for i in (0, 1))
-        return cls(optimizer, total, of_trained, needs.state, needs.transient, by_unit)
+    def plan(self, chosen: Candidate, met: bool, limit: int) -> Plan:
+        """The plan with these levels."""
+        from torch_fused_ops.planner.step import OFF, policy_of
+        from torch_fused_ops.virtual_gpu import roofline
+
+        model, step, resident, curve = self.model, self.step, self.resident, chosen.curve
+        step_peak = resident.nbytes + curve.peak
+        off_levels = dict.fromkeys(step.mlps, OFF)
+        off = step.at(off_levels)
+        alike = [one for one in self.every if len(set(one.levels.values())) == 1]
+        curves = {next(iter(one.levels.values())): one.curve for one in alike}
+        inputs = _unit_inputs(self.captured)
+        checkpointed = step.checkpointed(inputs) if inputs and step.units else None
+        if checkpointed is not None:
+            curves["checkpoint"] = checkpointed
+        rows = [
+            LevelRow(level, of_all, each.seconds, max(of_all, resident.optimizer_peak) <= limit)
+            for level, each in curves.items()
+            for of_all in [resident.nbytes + each.peak]
+        ]
+        short = step_peak - limit if met else step_peak + chosen.reserve - limit
+        missing = max(0, short, resident.optimizer_peak - limit)
+        sent = resident.shards.sent if resident.shards else 0
+        return Plan(
+            title=type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", ""),
+            gpu=self.gpu.name,
+            limit=limit,
+            optimizer=self.optimizer,
+            fits=met and not missing,
+            peak_bytes=max(step_peak, resident.optimizer_peak),
+            step_peak=step_peak,
+            optimizer_peak=resident.optimizer_peak,
+            parameters=resident.parameters,
+            gradients=resident.gradients,
+            optimizer_state=resident.state,
+            kept=curve.kept,
+            transient=curve.peak - curve.kept,
+            seconds=curve.seconds,
+            off_seconds=off.seconds,
+            off_peak=resident.nbytes + off.peak,
+            policy=policy_of(step.mlps, chosen.levels) if step.mlps else FusionPolicy(),
+            choices={mlp: level for unit, level in chosen.levels.items() for mlp in step.mlps.get(unit, ())},
+            levels=tuple(rows),
+            layers=tuple(_layers(step, resident, chosen.levels)),
+            missing=missing,
+            help=tuple(self.help(curve, checkpointed, limit, met)),
+            composed=bool(self.captured.stacks),
+            dp=resident.dp,
+            sent=sent,
+            link_seconds=sent / roofline.link_rate(self.gpu),
+            curve=tuple(resident.nbytes + point for point in step.points(chosen.levels)),
+            off_curve=tuple(resident.nbytes + point for point in step.points(off_levels)),
+            _recompiled=lambda: self.recompiled(chosen.levels),
+            _within=self.within,
+        )
+
+    def help(self, curve: Curve, checkpointed: Curve | None, limit: int, met: bool) -> Iterator[str]:
+        """What would make the step fit, or make it cheaper."""
+        from torch_fused_ops.reports.text import size
+
+        resident = self.resident
+        if not self.step.mlps:
+            yield "There is no MLP that is picked up, so there is no level to choose."
+        if resident.optimizer_peak > limit and resident.optimizer_peak - resident.transient <= limit:
+            yield (
+                f"The optimizer's step allocates {size(resident.transient)} beside its state; fused=True in its "
+                "constructor does without."
+            )
+        if met:
+            return
+        if checkpointed is not None and checkpointed.peak < curve.peak:
+            peak = resident.nbytes + checkpointed.peak
+            fits = max(peak, resident.optimizer_peak) <= limit
+            verdict = "fits" if fits else f"{size(peak - limit)} are missing then, too"
+            if peak <= limit < resident.optimizer_peak:
+                verdict = "forward and backward fit then"
+            yield (
+                f"torch.utils.checkpoint around each whole layer: a peak of {size(peak)}, by arithmetic, "
+                f"{checkpointed.seconds / curve.seconds:.2f} times as long; {verdict}."
+            )
+        yield self.shards_that_would_do(limit)
+
+    def shards_that_would_do(self, limit: int) -> str:
+        """The least power of two of GPUs over which FSDP2 makes it fit, every MLP at one level; each is computed."""
+        from torch_fused_ops.planner.resident import Resident, check_shards
+        from torch_fused_ops.reports.text import size
+
+        try:
+            check_shards(getattr(self.model, "_orig_mod", self.model), self.captured.unit_of, 2 * self.resident.dp)
+        except ValueError as error:
+            return f"FSDP2 does not help: {error}."
+        alike = [one.levels for one in self.every if len(set(one.levels.values())) <= 1]
+        need, dp = 0, self.resident.dp
+        for dp in (n for n in DP if n > self.resident.dp):
+            resident = Resident.of(self.whole, self.optimizer, dp)
+            step = replace(self.step, shards=resident.shards)
+            needs = [
+                (max(resident.nbytes + step.at(each).peak + step.reserve(each), resident.optimizer_peak), number)
+                for number, each in enumerate(alike)
+            ]
+            need, number = min(needs)
+            if need <= limit:
+                level = next(iter(alike[number].values()), "")
+                where = f', every MLP at "{level}"' if level else ""
+                gpus = f"{dp} GPUs (dp={dp}), each with a batch as given"
+                return f"FSDP2 over {gpus}: it fits{where}, a peak of {size(need)}."
+        if not need:
+            return "Fewer tokens, or checkpoints."
+        return f"Shards alone do not help: over {dp} GPUs the peak is {size(need)}. Fewer tokens, or checkpoints."
 
 
-def _recompiled(
-    model: Callable[..., Any], args: Any, kwargs: Any, gpu: Any, step: Step, levels: Mapping[str, str]
-) -> int:
-    """The peak of forward and backward, without parameters, of the whole model."""
-    from torch_fused_ops.planner.model import captured_model
-    from torch_fused_ops.planner.step import compiled_timeline, policy_of
-
-    whole = captured_model(model, args, kwargs, kept=2**31)
-    return compiled_timeline(whole, gpu, policy_of(step.mlps, levels))[0].peak
-
-
-def _plan(
-    model: Callable[..., Any],
-    captured: CapturedModel,
-    step: Step,
-    fixed: _Fixed,
-    every: list[Candidate],
-    chosen: Candidate,
-    met: bool,
-    limit: int,
-    gpu: str,
-    optimizer: str,
-    recompiled: Callable[[Mapping[str, str]], int],
-    within: Callable[[int], Plan],
-) -> Plan:
-    from torch_fused_ops.planner.step import OFF, policy_of
-
-    curve = chosen.curve
-    step_peak = fixed.resident + curve.peak
-    peak = max(step_peak, fixed.optimizer_peak)
-    off_levels = dict.fromkeys(step.mlps, OFF)
-    off = step.at(off_levels)
-    curves = {next(iter(one.levels.values())): one.curve for one in every if len(set(one.levels.values())) == 1}
-    inputs = _unit_inputs(captured)
-    checkpointed = step.checkpointed(inputs) if inputs and step.units else None
-    if checkpointed is not None:
-        curves["checkpoint"] = checkpointed
-    rows = [
-        LevelRow(level, of_all, each.seconds, max(of_all, fixed.optimizer_peak) <= limit)
-        for level, each in curves.items()
-        for of_all in [fixed.resident + each.peak]
-    ]
-    short = step_peak - limit if met else step_peak + chosen.reserve - limit
-    missing = max(0, short, fixed.optimizer_peak - limit)
-    return Plan(
-        title=type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", ""),
-        gpu=gpu,
-        limit=limit,
-        optimizer=optimizer,
-        fits=met and not missing,
-        peak_bytes=peak,
-        step_peak=step_peak,
-        optimizer_peak=fixed.optimizer_peak,
-        parameters=fixed.parameters,
-        gradients=fixed.gradients,
-        optimizer_state=fixed.state,
-        kept=curve.kept,
-        transient=curve.peak - curve.kept,
-        seconds=curve.seconds,
-        off_seconds=off.seconds,
-        off_peak=fixed.resident + off.peak,
-        policy=policy_of(step.mlps, chosen.levels) if step.mlps else FusionPolicy(),
-        choices={mlp: level for unit, level in chosen.levels.items() for mlp in step.mlps.get(unit, ())},
-        levels=tuple(rows),
-        layers=tuple(_layers(step, fixed, chosen.levels)),
-        missing=missing,
-        help=tuple(_help(fixed, curve, checkpointed, limit, met, bool(step.mlps))),
-        composed=bool(captured.stacks),
-        curve=tuple(fixed.resident + point for point in step.points(chosen.levels)),
-        off_curve=tuple(fixed.resident + point for point in step.points(off_levels)),
-        _recompiled=lambda: recompiled(chosen.levels),
-        _within=within,
-    )
-
-
-def _layers(step: Step, fixed: _Fixed, levels: Mapping[str, str]) -> list[LayerRow]:
+def _layers(step: Step, fixed: Resident, levels: Mapping[str, str]) -> list[LayerRow]:
     """A row for each run of neighbouring layers with the same figures, and one for all else."""
     factor = fixed.state / fixed.gradients if fixed.gradients else 0.0
     default = step.default(levels)
@@ -457,38 +528,3 @@ def _unit_of_node(node: torch.fx.Node, captured: CapturedModel) -> str:
     from torch_fused_ops.virtual_gpu.modules import module_stack
 
     return captured.unit_of(next(reversed(module_stack(node)), ""))
-
-
-def _help(fixed: _Fixed, curve: Curve, checkpointed: Curve | None, limit: int, met: bool, has_mlps: bool) -> list[str]:
-    from torch_fused_ops.reports.text import size
-
-    found = []
-    if not has_mlps:
-        found.append("There is no MLP that is picked up, so there is no level to choose.")
-    optimizer_peak = fixed.optimizer_peak
-    if optimizer_peak > limit and optimizer_peak - fixed.transient <= limit:
-        found.append(
-            f"The optimizer's step allocates {size(fixed.transient)} beside its state; fused=True in its constructor "
-            "does without."
-        )
-    if not met:
-        if checkpointed is not None and checkpointed.peak < curve.peak:
-            peak = fixed.resident + checkpointed.peak
-            verdict = "fits" if max(peak, optimizer_peak) <= limit else f"{size(peak - limit)} are missing then, too"
-            if peak <= limit < optimizer_peak:
-                verdict = "forward and backward fit then"
-            found.append(
-                f"torch.utils.checkpoint around each whole layer: a peak of {size(peak)}, by arithmetic, "
-                f"{checkpointed.seconds / curve.seconds:.2f} times as long; {verdict}."
-            )
-        moving = curve.peak
-        shards = next(
-            (n for n in (2, 4, 8, 16, 32, 64, 128) if (fixed.resident + fixed.gradients) / n + moving <= limit), 0
-        )
-        if shards:
-            found.append(f"Parameters, gradients and optimizer state in {shards} shards: it fits, by arithmetic.")
-        else:
-            found.append(
-                f"Shards alone do not help: the activations' peak is {size(moving)}. Fewer tokens, or checkpoints."
-            )
-    return found

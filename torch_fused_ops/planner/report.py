@@ -23,7 +23,8 @@ def duration(seconds: float) -> str:
 def headline(plan: Plan) -> str:
     """Whether it fits, in one line."""
     verdict = "fits" if plan.fits else f"does not fit: {size(plan.missing)} are missing"
-    return f"{plan.title} in {size(plan.limit)} of an {plan.gpu}: {verdict}"
+    group = f", one of {plan.dp} (dp={plan.dp})" if plan.dp > 1 else ""
+    return f"{plan.title} in {size(plan.limit)} of an {plan.gpu}{group}: {verdict}"
 
 
 def cost(plan: Plan) -> str:
@@ -44,15 +45,27 @@ def chosen(plan: Plan) -> str:
 
 def part_rows(plan: Plan) -> list[tuple[str, ...]]:
     """What the peak consists of."""
+    shards = plan.dp > 1
     parts = [
-        ("parameters and buffers", plan.parameters),
-        (f"optimizer state ({plan.optimizer})", plan.optimizer_state),
-        ("kept from forward for backward", plan.kept),
+        ("parameters, in shards, and buffers" if shards else "parameters and buffers", plan.parameters),
+        (f"optimizer state ({plan.optimizer}{', in shards' if shards else ''})", plan.optimizer_state),
+        (f"kept from forward for backward{', the root gathered' if shards else ''}", plan.kept),
         ("transient, gradients so far included", plan.transient),
         ("peak of forward and backward", plan.step_peak),
         ("peak of the optimizer's step, gradients included", plan.optimizer_peak),
     ]
     return [("", "bytes"), *((name, size(nbytes)) for name, nbytes in parts)]
+
+
+def communication(plan: Plan) -> str:
+    """What a GPU sends; "" where it is alone."""
+    if not plan.sent:
+        return ""
+    sent, links = size(plan.sent), duration(plan.link_seconds)
+    return (
+        f"each GPU sends {sent} a step: {links} within a node, by its links' data sheet, if nothing hides it, which is "
+        "not in the least time; bytes and batch are one GPU's"
+    )
 
 
 def layer_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -118,6 +131,7 @@ def text(plan: Plan) -> str:
         *([*aligned(largest_rows(plan, plan.largest)), largest_note(plan.largest), ""] if plan.largest else ()),
         f"chosen: {chosen(plan)}",
         f'least time of forward and backward: {duration(plan.seconds)}, {cost(plan)} beside "off"; figures {how}',
+        *filter(None, [communication(plan)]),
         *plan.help,
     ]
     return "\n".join(lines)
@@ -130,6 +144,7 @@ def page(plan: Plan) -> str:
         plan=plan,
         headline=headline(plan),
         cost=cost(plan),
+        communication=communication(plan),
         chosen=chosen(plan),
         duration=duration(plan.seconds),
         parts=part_rows(plan),

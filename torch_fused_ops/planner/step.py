@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol
 
 from torch_fused_ops.planner.model import CapturedModel, Stack, stack_of
 from torch_fused_ops.policy import FusionPolicy
@@ -56,15 +57,27 @@ class Segment:
         points: bytes alive at each of its calls, relative to its beginning.
         net: bytes alive at its end, relative to its beginning.
         seconds: the least time of its calls.
+        gradients: bytes of the parameters' gradients that are whole by its end: of its layer's own, and of those that
+            the compiler put off from layers before.
     """
 
     points: tuple[int, ...] = ()
     net: int = 0
     seconds: float = 0.0
+    gradients: int = 0
 
     @cached_property
     def peak(self) -> int:
         return max(self.points, default=0)
+
+
+Piece = tuple[str, str, Segment]  # "forward" or "backward", unit or "", its segment
+
+
+class Around(Protocol):
+    """What changes a step's segments: shards of its parameters (``fsdp.FullyShard``)."""
+
+    def around(self, pieces: Iterable[Piece], each_call: bool = False) -> Iterator[Piece]: ...
 
 
 @dataclass(frozen=True)
@@ -105,12 +118,14 @@ class Step:
         stacks: lists of equal units, of which the first, the last and some between were compiled.
         mlps: the units that have MLPs, for which levels are chosen.
         parts: the compiled steps, by the level that all of their units are at.
+        shards: what has parameters in shards, if they are.
     """
 
     units: tuple[str, ...]
     stacks: tuple[Stack, ...]
     mlps: Mapping[str, tuple[str, ...]]
     parts: Mapping[str, Parts]
+    shards: Around | None = None
     _found: dict[tuple[str, str], tuple[Segment, Segment]] = field(default_factory=dict, repr=False, compare=False)
 
     def segments(self, unit: str, level: str) -> tuple[Segment, Segment]:
@@ -143,8 +158,8 @@ class Step:
         level = found.pop() if len(found) == 1 else "free"
         return "free" if self.stacks and level != OFF else level
 
-    def pieces(self, levels: Mapping[str, str]) -> Iterator[tuple[str, str, Segment]]:
-        """("forward" or "backward", unit or "", segment), in the order of the step."""
+    def pieces(self, levels: Mapping[str, str]) -> Iterator[Piece]:
+        """The segments in the order of the step, as if no parameters were in shards."""
         default = self.default(levels)
         ends = self.parts[default]
         yield "forward", "", ends.before
@@ -161,11 +176,15 @@ class Step:
         """Bytes alive before the step: its arguments."""
         return next(iter(self.parts.values())).entry
 
-    def curve(self, pieces: Iterator[tuple[str, str, Segment]]) -> Curve:
+    def sharded(self, pieces: Iterable[Piece], each_call: bool = False) -> Iterator[Piece]:
+        """The segments, with shards if there are any."""
+        return self.shards.around(pieces, each_call) if self.shards else iter(pieces)
+
+    def curve(self, pieces: Iterable[Piece]) -> Curve:
         """What segments one after the other come to."""
         live = peak = kept = self.entry
         seconds = 0.0
-        for graph, _, segment in pieces:
+        for graph, _, segment in self.sharded(pieces):
             peak = max(peak, live + segment.peak)
             live += segment.net
             seconds += segment.seconds
@@ -203,7 +222,7 @@ class Step:
             inputs: the bytes of what each compiled unit is given by the one before.
         """
 
-        def pieces() -> Iterator[tuple[str, str, Segment]]:
+        def pieces() -> Iterator[Piece]:
             for graph, unit, segment in self.pieces({}):
                 if unit:
                     forward, backward = self.segments(unit, "free")
@@ -213,7 +232,8 @@ class Step:
                     else:
                         again = (*forward.points, *(forward.net + point for point in backward.points))
                         net = forward.net + backward.net - given
-                        segment = Segment(again, net, forward.seconds + backward.seconds)
+                        seconds = forward.seconds + backward.seconds
+                        segment = Segment(again, net, seconds, backward.gradients)
                 yield graph, unit, segment
 
         return self.curve(pieces())
@@ -221,7 +241,7 @@ class Step:
     def points(self, levels: Mapping[str, str]) -> list[int]:
         """Bytes alive at each call of the step."""
         live, found = self.entry, [self.entry]
-        for _, _, segment in self.pieces(levels):
+        for _, _, segment in self.sharded(self.pieces(levels), each_call=True):
             found += [live + point for point in segment.points]
             live += segment.net
         return [*found, live]
@@ -297,38 +317,55 @@ def clock(papers: Sequence[PaperCompilation], rates: Rates, instructions: bool) 
     return lambda call: rates.seconds([Work(call.flop, call.nbytes, counted.get((call.graph, call.call), 0.0))])
 
 
+BEHIND = "(behind)"  # no module is called so
+
+
 def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Moment], float]) -> Parts:
     """A compiled step, cut at its units, with the least time of each call."""
-    sides = {
-        kind: [moment for moment in timeline.moments if (moment.graph == "backward") == (kind == "backward")]
-        for kind in ("forward", "backward")
-    }
-    before, forward, after = _side(sides["forward"], timeline.entry, model, seconds)
-    first, backward, behind = _side(sides["backward"], timeline.kept, model, seconds)
-    return Parts(timeline.entry, before, forward, (after, first), backward, behind)
+    kinds = [moment.graph == "backward" for moment in timeline.moments]
+    first = kinds.index(True) if True in kinds else len(kinds)
+    sides = timeline.moments[:first], timeline.moments[first:]
+    forward, backward = (_owners(side, model) for side in sides)
+    segments = [
+        _segments(side, owners, start, seconds)
+        for side, owners, start in zip(sides, (forward, backward), (timeline.entry, timeline.kept), strict=True)
+    ]
+    # A gradient is whole where its layer ends; or later, where the compiler put it off.
+    order = {owner: i for i, owner in enumerate(dict.fromkeys(["", *(o for o in backward if o != BEHIND), BEHIND]))}
+    whole: Counter[str] = Counter()
+    for (graph, number), (moment, nbytes) in timeline.gradients.items():
+        born = backward[moment - first] if moment >= first else ""
+        own = model.unit_of(model.parameter(graph, number).rpartition(".")[0]) or BEHIND
+        whole[max(born, own if own in order else "", key=order.__getitem__)] += nbytes
+    for owner, nbytes in whole.items():
+        segments[1][owner] = replace(segments[1].get(owner, Segment()), gradients=nbytes)
+    ends = [(each.pop("", Segment()), each.pop(BEHIND, Segment())) for each in segments]
+    return Parts(timeline.entry, ends[0][0], segments[0], (ends[0][1], ends[1][0]), segments[1], ends[1][1])
 
 
-def _side(
-    moments: Sequence[Moment], start: int, model: CapturedModel, seconds: Callable[[Moment], float]
-) -> tuple[Segment, dict[str, Segment], Segment]:
-    """What stands before the units, the units, and what stands behind the last: a unit begins with its first call."""
-    found: dict[str, tuple[int, list[Moment]]] = {}
+def _owners(moments: Sequence[Moment], model: CapturedModel) -> list[str]:
+    """The unit that each call counts for, from its own first call on; before all units "", behind them BEHIND."""
+    owners: list[str] = []
+    seen: set[str] = set()
     current, last = "", 0
     for i, moment in enumerate(moments):
         unit = _unit(moment, model)
-        if unit and unit not in found:
+        if unit and unit not in seen:
             current = unit
+            seen.add(unit)
         last = i if unit and unit == current else last
-        beginning = moments[i - 1].after if i else start
-        found.setdefault(current, (beginning, []))[1].append(moment)
-    begun, own = found.get(current, (start, []))
-    behind = len(moments) - 1 - last if current else 0
-    tail = own[len(own) - behind :] if behind else []
-    if tail:
-        found[current] = (begun, own[: len(own) - behind])
-    segments = {unit: _segment(beginning, each, seconds) for unit, (beginning, each) in found.items()}
-    rest = _segment(found[current][1][-1].after, tail, seconds) if tail else Segment()
-    return segments.pop("", Segment()), segments, rest
+        owners.append(current)
+    behind = len(owners) - 1 - last if current else 0
+    return owners[: len(owners) - behind] + [BEHIND] * behind
+
+
+def _segments(
+    moments: Sequence[Moment], owners: Sequence[str], start: int, seconds: Callable[[Moment], float]
+) -> dict[str, Segment]:
+    found: dict[str, tuple[int, list[Moment]]] = {}
+    for i, (moment, owner) in enumerate(zip(moments, owners, strict=True)):
+        found.setdefault(owner, (moments[i - 1].after if i else start, []))[1].append(moment)
+    return {owner: _segment(beginning, each, seconds) for owner, (beginning, each) in found.items()}
 
 
 def _unit(moment: Moment, model: CapturedModel) -> str:

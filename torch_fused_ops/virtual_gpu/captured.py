@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .modules import tensor_path
+
 
 @dataclass(frozen=True)
 class CapturedGraph:
@@ -19,6 +21,7 @@ class CapturedGraph:
     Attributes:
         gm: a copy of the graph and of its subgraphs, with their recorded values.
         parameters: for each placeholder, whether it is a parameter or a buffer of a module.
+        paths: and its path in the model, "layers.0.up.weight"; "" of what is none.
         training: whether grad mode was on.
         autocast: the dtype of the autocast that was on around it for its device; None where none was.
     """
@@ -27,6 +30,7 @@ class CapturedGraph:
     parameters: tuple[bool, ...]
     training: bool
     autocast: torch.dtype | None
+    paths: tuple[str, ...] = ()
 
 
 def set_aside(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] | None = None) -> CapturedGraph:
@@ -46,7 +50,8 @@ def set_aside(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] |
     device = "cuda" if device == "meta" else device  # it is there to be planned for one
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     parameters = tuple(map(is_parameter, placeholders))
-    return CapturedGraph(copy_graph(gm, subgraphs), parameters, torch.is_grad_enabled(), autocast)
+    paths = tuple(tensor_path(source_name(node)) if is_parameter(node) else "" for node in placeholders)
+    return CapturedGraph(copy_graph(gm, subgraphs), parameters, torch.is_grad_enabled(), autocast, paths)
 
 
 def copy_graph(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] | None = None) -> fx.GraphModule:
@@ -76,9 +81,14 @@ def is_parameter(node: fx.Node) -> bool:
     """Whether a placeholder of Dynamo's graph is a parameter or a buffer of a module."""
     if isinstance(node.meta.get("example_value"), nn.Parameter):
         return True
-    source = getattr(node.meta.get("grapharg"), "source", None)
-    name = getattr(source, "name", "")
-    return "._buffers[" in (name() if callable(name) else name)
+    return "._buffers[" in source_name(node)
+
+
+def source_name(node: fx.Node) -> str:
+    """What Dynamo calls the variable that a placeholder stands for: ``L['self']._parameters['weight']``."""
+    name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
+    found: str = name() if callable(name) else name
+    return found
 
 
 def concrete(captured: CapturedGraph, mode: Any) -> tuple[fx.GraphModule, list[Any], list[bool]]:

@@ -23,6 +23,11 @@ def module_path(path: str) -> str:
     return re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", _NO_NAMES.sub("", path)).strip(".")
 
 
+def tensor_path(path: str) -> str:
+    """A parameter's or a buffer's path in the model, from Dynamo's."""
+    return re.sub(r"(^|\.)_(parameters|buffers)\.", r"\1", module_path(path))
+
+
 def module_stack(node: fx.Node) -> list[str]:
     """The paths of the modules that a captured node is in, outermost first."""
     return [module_path(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]

@@ -64,6 +64,26 @@ _SHEETS: Mapping[str, tuple[float, float]] = {
 }
 
 
+# Bytes/s that a GPU sends to the others of its node, from the makers' data sheets: one way, so half of NVLink's 600,
+# 900 and 1800 GB/s, and of seven Infinity Fabric links' 128 GB/s.
+_LINKS: Mapping[str, float] = {
+    "NVIDIA A100-SXM4-80GB": 300e9,
+    "NVIDIA H100 80GB HBM3": 450e9,
+    "NVIDIA H200": 450e9,
+    "NVIDIA B200": 900e9,
+    "AMD Instinct MI300X": 448e9,
+}
+
+
+def link_rate(gpu: GPU) -> float:
+    """Bytes a second that a GPU sends to the others of its node, by its data sheet.
+
+    Raises:
+        KeyError: for a GPU that is not described here.
+    """
+    return _LINKS[gpu.name]
+
+
 def rates_of(gpu: GPU) -> Rates | None:
     """What this GPU was measured to reach; None if nobody has measured it."""
     return _RATES.get(gpu.name)

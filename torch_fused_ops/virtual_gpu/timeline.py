@@ -13,7 +13,7 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,12 +61,15 @@ class Timeline:
         entry: bytes alive before the first: the function's own inputs.
         kept: bytes alive between forward and backward: inputs, results, and what was saved.
         end: bytes alive after the last call: inputs, results and gradients.
+        gradients: of parameters, by graph and number of its input: the number of the call for which their storage was
+            allocated, and its bytes; of several in one storage the first.
     """
 
     moments: tuple[Moment, ...]
     entry: int
     kept: int
     end: int
+    gradients: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
@@ -139,6 +142,7 @@ class _Step:
                     del results[result]
             kept = self.memory.live
             tangents: dict[tuple[int, int], Any] = {}
+            born: dict[tuple[int, int], tuple[int, int]] = {}
             for i, paper in reversed(list(enumerate(self.papers))):
                 if paper.backward is None:
                     continue
@@ -152,6 +156,7 @@ class _Step:
                     del made
                 del saved
                 gradients = self._call(paper.backward, "backward", inputs)
+                born |= {(i, j): each for j, each in self.memory.born(gradients) if _is_parameter(paper, j)}
                 for j, gradient in enumerate(gradients):
                     if (i, j) not in self.links:
                         held.append(gradient)
@@ -159,7 +164,7 @@ class _Step:
                         tangents[self.links[i, j]] = gradient
                 del gradients, gradient
             end = self.memory.live
-        return Timeline(tuple(self.memory.moments), entry, kept, end)
+        return Timeline(tuple(self.memory.moments), entry, kept, end, born)
 
     def _call(self, graph: GeneratedGraph, kind: str, inputs: list[Any]) -> list[Any]:
         self.memory.begin(kind, graph.scheduled)
@@ -180,12 +185,18 @@ class Storages(TorchDispatchMode):
     Attributes:
         live: bytes alive now.
         most: the most bytes that were alive at once.
+        known: those that are alive, and when each was first seen: ``now`` at that time.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.most = 0
-        self._known: set[int] = set()
+        self.known: dict[int, int] = {}
+
+    @property
+    def now(self) -> int:
+        """How many calls there were so far."""
+        return 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -198,8 +209,8 @@ class Storages(TorchDispatchMode):
         """Count a tensor's storage from now on, unless it is known; or know it, and do not count it."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._known:
-            self._known.add(key)
+        if key not in self.known:
+            self.known[key] = self.now
             nbytes = storage.nbytes() if counted else 0
             self.live += nbytes
             self.most = max(self.most, self.live)
@@ -207,7 +218,7 @@ class Storages(TorchDispatchMode):
         return tensor
 
     def _freed(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
+        self.known.pop(key, None)
         self.live -= nbytes
 
 
@@ -264,6 +275,10 @@ class _Memory(Storages):
 
     # -- calls
 
+    @property
+    def now(self) -> int:
+        return len(self.moments)
+
     def begin(self, kind: str, scheduled: Sequence[Launch]) -> None:
         self.finish()
         self.kind, self.scheduled, self.most = kind, scheduled, self.live
@@ -277,12 +292,26 @@ class _Memory(Storages):
         """A call is made: the first after `enter` gives the moment its name."""
         self.call, self.flop = self.call or call, self.flop + flop
 
+    def born(self, gradients: Sequence[Any]) -> list[tuple[int, tuple[int, int]]]:
+        """The number of each, the call for which its storage was allocated, and the bytes that no other one counts."""
+        found: dict[int, tuple[int, tuple[int, int]]] = {}
+        for j, gradient in enumerate(gradients):
+            if isinstance(gradient, Tensor):
+                storage = gradient.untyped_storage()
+                found.setdefault(storage._cdata, (j, (self.known.get(storage._cdata, 0), storage.nbytes())))
+        return list(found.values())
+
     def finish(self) -> None:
         if self.call:
             nbytes, modules = (self.launch.bytes_moved, self.launch.modules) if self.launch else (0, ())
             self.moments.append(Moment(self.kind, self.call, self.most, self.live, nbytes, self.flop, modules))
             self.most = self.live
         self.call, self.flop, self.launch = "", 0.0, None
+
+
+def _is_parameter(paper: PaperCompilation, number: int) -> bool:
+    inputs = paper.forward.inputs if paper.forward else ()
+    return number < len(inputs) and inputs[number].is_parameter
 
 
 @contextlib.contextmanager

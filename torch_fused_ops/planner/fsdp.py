@@ -1,0 +1,123 @@
+"""What FSDP2 adds to a step, and takes away, on one of its GPUs: by arithmetic on the step's segments.
+
+Each layer and the root are given to ``fully_shard``, with PyTorch's defaults. Between steps a GPU holds shards; a layer
+is whole while it runs. What is alive beside the curve of a step without shards was read in
+torch/distributed/fsdp/_fully_shard (torch 2.13), in the order in which its Python code allocates and frees, which is
+what ``torch.cuda.memory_allocated`` counts:
+
+* ``foreach_all_gather`` (_fsdp_collectives.py) gathers all of a layer's parameters in one flat buffer;
+  ``foreach_all_gather_copy_out`` copies it to a tensor for each parameter. In forward the flat buffer lives until the
+  next layer is copied out (``FSDPParamGroup.wait_for_unshard``, _fsdp_param_group.py: ``comm_ctx.all_gather_state``;
+  torch 2.15 frees it a moment earlier), the last one until the root's forward is over (``FSDPState._post_forward``,
+  _fsdp_state.py). In backward it is freed at once, and the next layer's flat buffer is there instead: it is prefetched
+  (``_backward_prefetch``).
+* A layer's parameters are freed after its forward and after its backward (``reshard``); the root's, gathered first,
+  only at the end of backward (``_lazy_init``: the root does not reshard after forward).
+* ``post_backward`` frees the layer's parameters, then the flat buffer that the reduce-scatter before read, then copies
+  the layer's gradients into such a buffer of their own (``foreach_reduce``), frees them, and has shards. That buffer
+  lives until the next layer's ``post_backward``. The root's turn is the last (``_root_post_backward_final_callback``).
+
+Parameters are cut along dimension 0 in equal pieces, the last one padded (``FSDPParam._init_sharded_param``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch_fused_ops.planner.step import Piece, Segment
+
+__all__ = ["FullyShard", "Group", "shard_shape"]
+
+
+def shard_shape(shape: Sequence[int], dp: int) -> tuple[int, ...]:
+    """The shape of the first GPU's shard, which is the largest: all others are padded to it."""
+    return (math.ceil(shape[0] / dp), *shape[1:])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are gathered together: a layer's, or all that are in no layer.
+
+    Attributes:
+        shard: bytes of one GPU's part of them.
+        gradients: bytes of its part of their gradients.
+    """
+
+    shard: int = 0
+    gradients: int = 0
+
+
+@dataclass(frozen=True)
+class FullyShard:
+    """Shards over so many GPUs.
+
+    Attributes:
+        dp: the number of GPUs.
+        groups: by layer; "": the root.
+    """
+
+    dp: int
+    groups: Mapping[str, Group]
+
+    def gathered(self, unit: str) -> int:
+        """Bytes of a layer's whole parameters; of the flat buffer that they are gathered in; with padding."""
+        return self.dp * self.groups.get(unit, Group()).shard
+
+    def reduced(self, unit: str) -> int:
+        """Bytes of the flat buffer from which a layer's gradients are reduced and scattered; with padding."""
+        return self.dp * self.groups.get(unit, Group()).gradients
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a GPU sends in a step, as rings send them: (dp - 1)/dp of each buffer.
+
+        The root is gathered once, each layer before its forward and before its backward.
+        """
+        buffers = sum(2 * self.gathered(unit) + self.reduced(unit) for unit in self.groups) - self.gathered("")
+        return buffers * (self.dp - 1) // self.dp
+
+    def around(self, pieces: Iterable[Piece], each_call: bool = False) -> Iterator[Piece]:
+        """A step's segments with what FSDP2 has alive beside them; whole gradients become shards as layers end.
+
+        Args:
+            pieces: the segments of a step without shards, in the order of the step.
+            each_call: give a segment all of its points, and not their highest alone.
+        """
+        step = [(graph, unit, segment) for graph, unit, segment in pieces if segment.points or not unit]
+        forward = [unit for graph, unit, _ in step if graph == "forward" and unit]
+        backward = [unit for graph, unit, _ in step if graph == "backward" and unit]
+        alive = shards = 0  # beside the curve, shards of gradients, less whole ones, included
+        beside = [*self._forward(forward), *self._backward(backward)]
+        for i, ((graph, unit, segment), (start, during, end, after)) in enumerate(zip(step, beside, strict=True)):
+            moved = segment.points if each_call else (segment.peak,) if segment.points else ()
+            points = (start, *(during + point for point in moved), segment.net + end)
+            points = tuple(shards + point - alive for point in points)
+            if graph == "backward" and (unit or i == len(step) - 1):
+                shards += self.groups.get(unit, Group()).gradients
+            shards -= segment.gradients
+            net = segment.net + after + shards - alive
+            alive = after + shards
+            yield graph, unit, Segment(points, net, segment.seconds)
+
+    def _forward(self, units: Sequence[str]) -> Iterator[tuple[int, int, int, int]]:
+        """Bytes beside a segment: when it begins, during it, when it ends, and after; before, in and behind layers."""
+        root = flat = self.gathered("")
+        yield (root + flat,) * 4
+        for own in map(self.gathered, units):
+            yield root + flat + 2 * own, root + 2 * own, root + 2 * own, root + own
+            flat = own
+        yield *(root + flat,) * 3, root
+
+    def _backward(self, units: Sequence[str]) -> Iterator[tuple[int, int, int, int]]:
+        """The same of backward. A segment's end is when its gradients are copied, with what they are copied to."""
+        root, reducing = self.gathered(""), 0
+        prefetched = [*map(self.gathered, units[1:]), 0]
+        yield (root + (self.gathered(units[0]) if root and units else 0),) * 4
+        for unit, following in zip(units, prefetched, strict=False):
+            own = self.gathered(unit)
+            start, during = root + 2 * own + reducing, root + own + following + reducing
+            reducing = self.reduced(unit)
+            yield start, during, *(root + following + reducing,) * 2
+        yield root + reducing, root + reducing, self.reduced(""), 0
