@@ -42,7 +42,10 @@ TOKENS = 8192
 WIDTHS = (4096, 1024, 2048, 8192, 16384)
 FP8_FLOP = 1250e12  # FLOP/s of products in float8 that the roofline has; in bfloat16, and bytes: measured (roofline.py)
 # torch's products and ours, and which of their arguments are multiplied.
-OPERANDS = {"mm": (0, 1), "addmm": (1, 2), "_scaled_mm": (0, 1), "scaled_mm": (0, 2)}
+OPERANDS = {
+    **{"mm": (0, 1), "addmm": (1, 2), "_scaled_mm": (0, 1), "scaled_mm": (0, 2)},
+    **{"_grouped_mm": (0, 1), "scaled_grouped_mm": (0, 2)},
+}
 
 
 class GELUMLP(models.GELUMLP):
@@ -56,6 +59,25 @@ MLPS: dict[str, tuple[type[nn.Module], float]] = {  # hidden ÷ width
     "SwiGLU": (models.SwiGLUMLP, 3.5),
     "GELU": (GELUMLP, 4),
 }
+
+
+class Experts(nn.Module):
+    """A mixture's, as transformers has them: rows sorted by expert, gate and up packed."""
+
+    ends: Tensor
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, width))
+        self.down = nn.Parameter(torch.empty(experts, width, hidden))
+        self.register_buffer("ends", torch.empty(experts, dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = F.grouped_mm(x, self.gate_up.transpose(-2, -1), offs=self.ends).chunk(2, -1)
+        return F.grouped_mm(F.silu(gate) * up, self.down.transpose(-2, -1), offs=self.ends)
+
+
+EXPERTS = (8, 4096, 14336)  # Mixtral 8x7B's; two of them take each of 8192 tokens
 OURS = tuple(RECIPES)
 WAYS = ("plain", *OURS, *(f"torchao {recipe}" for recipe in bench_ways.TORCHAO))
 # One of each kind that "fp8-rowwise" is for: sm_89, sm_90, and gfx942, which has float8_e4m3fnuz.
@@ -68,7 +90,7 @@ def products(graph: GeneratedGraph) -> Iterator[tuple[fx.Node, bool]]:
     for node in graph.graph.graph.nodes:
         name = getattr(node.target, "__name__", "").removesuffix(".default")
         if node.op == "call_function" and name in OPERANDS:
-            yield node, name.endswith("scaled_mm")
+            yield node, "scaled" in name
 
 
 def bytes_besides_products(graph: GeneratedGraph) -> int:
@@ -91,8 +113,11 @@ def flop(graph: GeneratedGraph) -> dict[str, int]:
     for node, fp8 in products(graph):
         name = node.target.__name__.removesuffix(".default")  # type: ignore[union-attr]
         a, b = (node.args[i].meta["val"] for i in OPERANDS[name])  # type: ignore[union-attr]
-        # (rows, inner) and (inner, columns), in whichever layout: √(rows·inner · inner·columns · rows·columns).
-        found["fp8" if fp8 else "bf16"] += 2 * math.isqrt(a.numel() * b.numel() * node.meta["val"].numel())
+        if "grouped" in name:  # (rows, inner) and (inner, columns), of a stack or not; ours is transposed
+            count = a.numel() * b.shape[1 if fp8 else -1]
+        else:  # (rows, inner) and (inner, columns), in whichever layout: √(rows·inner · inner·columns · rows·columns)
+            count = math.isqrt(a.numel() * b.numel() * node.meta["val"].numel())
+        found["fp8" if fp8 else "bf16"] += 2 * count
     return found
 
 
@@ -118,19 +143,30 @@ def compiled(mlp: str, width: int, way: str, tokens: int = TOKENS, device: str =
     Raises:
         harness.Unavailable: where torchao cannot be imported.
     """
-    virtual_gpu = on_paper._virtual_gpu()
     torch._dynamo.reset()
     make, factor = MLPS[mlp]
     with torch.device("meta"):
         module = make(width, int(factor * width)).bfloat16()
         x = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
-    gpu = described(device)
-    if way in OURS:
-        with tfo.enabled(tfo.FusionPolicy(gemm=way, strict=True)):
-            return virtual_gpu.compile_on_paper(module, x, gpu=gpu)
-    if way != "plain":
-        module = ways.by_torchao(module, way.removeprefix("torchao "))
-    return virtual_gpu.compile_on_paper(module, x, gpu=gpu)
+    if way.startswith("torchao "):
+        module, way = ways.by_torchao(module, way.removeprefix("torchao ")), "plain"
+    return _on_paper(module, x, way, described(device))
+
+
+def _on_paper(module: nn.Module, x: Tensor, way: str, gpu: GPU) -> PaperCompilation:
+    if way == "plain":
+        return on_paper._virtual_gpu().compile_on_paper(module, x, gpu=gpu)
+    with tfo.enabled(tfo.FusionPolicy(gemm=way, strict=True)):
+        return on_paper._virtual_gpu().compile_on_paper(module, x, gpu=gpu)
+
+
+def compiled_experts(way: str, rows: int = 2 * TOKENS) -> PaperCompilation:
+    """A training step of ``EXPERTS``, compiled on paper; ``way``: "plain", "bf16" or "fp8-rowwise"."""
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        module = Experts(*EXPERTS).bfloat16()
+        x = torch.empty(rows, EXPERTS[1], dtype=torch.bfloat16, requires_grad=True)
+    return _on_paper(module, x, way, described("NVIDIA H200"))
 
 
 def figures(paper: PaperCompilation) -> dict[str, Any]:
@@ -230,9 +266,13 @@ def tables(result: dict[str, Any]) -> list[str]:
     by_width("ours has more", lost, lambda row: f"{row[2]}: {_named(row[0])} than {row[1]}", _more)
     lines += ["", *_row("width 4096", "", "", *COLUMNS[:-1]), *_row(*["---"] * (2 + len(COLUMNS)))]
     for one in result["devices"]:
-        for way, f in one["ways"].items():
-            first = (one["mlp"], one["device"]) if way == "plain" else ("", "")
-            lines += _row(*first, _named(way), *_counted(f))
+        for name, f in one["ways"].items():
+            place = (one["mlp"], one["device"]) if name == "plain" else ("", "")
+            lines += _row(*place, _named(name), *_counted(f))
+    experts = result["experts"]["ways"]
+    lines += ["", *_row("experts, 8 × 14336", *COLUMNS), *_row(*["---"] * (1 + len(COLUMNS)))]
+    for name, f in experts.items():
+        lines += _row('`gemm="bf16"`' if name == "bf16" else _named(name), *_cells(f, experts["plain"]))
     return [*lines, ""]
 
 
@@ -303,6 +343,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mlp in MLPS:
             result["cases"].append(case(mlp, width, known.get((mlp, width))))
             harness.write(given.out, result)
+    result["experts"] = before.get("experts") or {
+        "sizes": EXPERTS,
+        "rows": 2 * TOKENS,
+        "ways": {way: figures(compiled_experts(way)) for way in ("plain", "bf16", "fp8-rowwise")},
+    }
+    harness.write(given.out, result)
     there = {(one["mlp"], one["device"]) for one in result["devices"]}
     for device in DEVICES:
         for mlp in MLPS:

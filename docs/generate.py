@@ -352,15 +352,16 @@ def _recipes() -> list[str]:
         return {(1, None): "row", (None, None): "tensor"}.get(b, f"{b.rows} × {b.columns}")
 
     heads = ("`gemm=`", "a scale for each, of input and gradient", "of a weight", "of its transpose",
-             "weight's gradient", "kept of a layer's input", "sizes", "NVIDIA", "AMD")  # fmt: skip
+             "weight's gradient", "kept of a layer's input", "sizes", "NVIDIA", "AMD", "experts")  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    lines.append(f'| `"bf16"`, the default {"| – " * 3}| the model\'s dtype | as it is | any | any | any |')
+    lines.append(f'| `"bf16"`, the default {"| – " * 3}| the model\'s dtype | as it is | any | any | any | any |')
     for name, (scaling, wgrad) in RECIPES.items():
         sm = ", ".join(f"sm_{major}{minor}" for major, minor in scaling.sm)
         cuda = ".".join(map(str, scaling.cuda))
         cells = [f'`"{name}"`', *map(block, (scaling.data, scaling.weight, scaling.weight_t))]
         cells += ["float8", "1 byte an element"] if wgrad else ["the model's dtype", "as it is"]
         cells += [f"multiples of {scaling.multiple}", f"{sm}; CUDA {cuda}", ", ".join(scaling.amd) or "none"]
+        cells += [", ".join(f"sm_{major}{minor}" for major, minor in scaling.grouped) or "none"]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
 

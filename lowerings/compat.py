@@ -294,10 +294,11 @@ def converts_to_fp8(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def no_scaled_products(device: torch.device, scaling: Scaling) -> str:
+def no_scaled_products(device: torch.device, scaling: Scaling, grouped: bool = False) -> str:
     """What to call a device that cannot multiply float8 with these scales; "" where it can.
 
-    On CPUs the numbers are read back and multiplied in the model's dtype.
+    On CPUs the numbers are read back and multiplied in the model's dtype. ``grouped``: a mixture's experts. On ROCm
+    those need a build of torch with FBGEMM.
     """
     if device.type == "cpu":
         return ""
@@ -305,10 +306,10 @@ def no_scaled_products(device: torch.device, scaling: Scaling) -> str:
         return device.type
     if torch.version.hip:
         arch: str = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
-        return "" if arch in scaling.amd else f"ROCm, {arch}"
+        return "" if arch in scaling.amd and not grouped else f"ROCm, {arch}"
     capability = torch.cuda.get_device_capability(device)
     version = tuple(map(int, (torch.version.cuda or "99").split(".")[:2]))
-    if capability not in scaling.sm:
+    if capability not in (scaling.grouped if grouped else scaling.sm):
         return f"sm_{capability[0]}{capability[1]}"
     if version < scaling.cuda or not hasattr(torch.ops.aten, "_scaled_mm_v2"):
         return f"CUDA {torch.version.cuda}"

@@ -104,7 +104,12 @@ register_lowering(fused.quantise_by.default, type_promotion_kind=None)(_quantise
 register_lowering(fused.dequantise.default, type_promotion_kind=None)(_dequantise)
 register_lowering(fused.scaled_mm.default, type_promotion_kind=None)(_scaled_mm)
 
-for _op in (fused.quantise_both.default, fused.requantise.default, *QUANTISED.values()):
+for _op in (
+    fused.quantise_both.default,
+    fused.requantise.default,
+    fused.scaled_grouped_mm.default,
+    *QUANTISED.values(),
+):
     make_fallback(_op, warn=False)
 
 

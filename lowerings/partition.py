@@ -59,7 +59,8 @@ aten = torch.ops.aten
 # What forward computes and backward can rebuild without a GEMM. A dropout is rebuilt from its seed: the same mask.
 REBUILT = (*(op.name for op in OPERATORS.values() if op.pointwise), "quantise", "dequantise")
 # GEMMs of linear layers, and of experts
-_LINEAR = {aten.mm, aten.addmm, aten._grouped_mm, aten._scaled_mm, torch.ops.fused.scaled_mm}
+_LINEAR = {aten.mm, aten.addmm, aten._grouped_mm, aten._scaled_mm}
+_LINEAR |= {torch.ops.fused.scaled_mm, torch.ops.fused.scaled_grouped_mm}
 _LINEAR |= {getattr(aten, name) for name in ("_scaled_mm_v2",) if hasattr(aten, name)}
 _OTHERS = {aten.bmm, aten.baddbmm}
 

@@ -29,6 +29,7 @@ __all__ = [
     "columns_of",
     "dequantise",
     "dtype_of",
+    "grouped_product",
     "padded",
     "product",
     "quantise",
@@ -107,11 +108,13 @@ def quantise_by(input: Tensor, scales: Tensor) -> Tensor:
     """``quantise``'s values in one block, or in rows, by scales that are known; input (r, c), any strides.
 
     Args:
-        scales: (1, 1), or (1, r); those that ``quantise`` gives, or larger ones that are powers of two, or NaN.
+        input: (r, c), or a stack of such, (e, r, c); any strides.
+        scales: (1, 1), or (1, r); those that ``quantise`` gives, or larger ones that are powers of two, or NaN. Of a
+            stack (e, 1, 1) or (e, 1, r).
     """
-    exponent = scales.reshape(-1, 1).view(torch.int32) >> _MANTISSA_BITS
+    exponent = scales.contiguous().view(torch.int32) >> _MANTISSA_BITS
     inverse = ((254 - exponent) << _MANTISSA_BITS).view(torch.float32)
-    values = input.to(torch.float32) * inverse
+    values = input.to(torch.float32) * inverse.transpose(-2, -1)
     return values.to(dtype_of(input.device), memory_format=torch.contiguous_format)
 
 
@@ -134,3 +137,21 @@ def product(
     left, right = dequantise(a, a_scales, 1, wide), dequantise(b, b_scales, rows, wide).t()
     out = torch.mm(left, right) if bias is None else torch.addmm(bias.to(wide), left, right)
     return out.to(dtype)
+
+
+def grouped_product(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Each row of a (t, k) times bᵀ of its group: (t, n).
+
+    Args:
+        a, a_scales: in rows, as ``quantise`` gives them.
+        b, b_scales: (e, n, k), and (e, 1, n), or (e, 1, 1) of one block each.
+        ends: (e,), int32: where each group's rows end; what lies behind the last is undefined.
+        dtype: the result's, bfloat16 or float32.
+    """
+    left = dequantise(a, a_scales, 1, dtype)
+    right = (b.to(torch.float32) * b_scales.transpose(-2, -1)).to(dtype)
+    if not a.shape[0]:
+        return left.new_zeros(0, b.shape[1])
+    return torch.nn.functional.grouped_mm(left, right.transpose(1, 2), offs=ends)

@@ -464,7 +464,10 @@ class Kind(Enum):
     # ---- linear layers that stay in the model's dtype ----------------------------------------------------------------
     GEMM_DEVICE = _Declared(
         Family.GEMM,
-        ("this device (*sm_80*) has no products of float8 with a scale for each *block of 128*",),
+        (
+            "this device (*sm_80*) has no products of float8 with a scale for each *block of 128*",
+            "this device (*sm_89*) has no products of experts in float8",
+        ),
         "[A table](fp8.md#recipes) has each recipe's devices. On CPUs all are computed in the model's dtype, of the "
         "same numbers.",
         'Use this policy on such a GPU; more have `gemm="fp8-rowwise"` than `"fp8"`.',
@@ -475,11 +478,17 @@ class Kind(Enum):
         "Blocks are 128 wide; of rows, libraries multiply such whose sizes are multiples of 16. Adapters of low rank "
         "stay as they are, and cost next to nothing.",
     )
+    GEMM_EXPERTS = _Declared(
+        Family.GEMM,
+        ("there are no products of experts with a scale for each *block of 128*",),
+        "torch's grouped products of float8 have a scale for each row.",
+        'Name these modules in a mapping: `gemm={"*.experts": "fp8-rowwise", "*": "fp8"}`.',
+    )
     GEMM_DTYPE = _Declared(Family.GEMM, ("it gives *float64*",), "Float8 is for bfloat16, float16 and float32.")
     GEMM_FORM = _Declared(
         Family.GEMM,
-        ("*grouped_mm* is no linear layer",),
-        "A product of experts, of a batch of matrices, or of another library.",
+        ("*bmm* is no linear layer",),
+        "A product of a batch of matrices, or of another library.",
     )
     # ---- MLPs that are not cut into tiles ----------------------------------------------------------------------------
     TILE_FEW = _Declared(

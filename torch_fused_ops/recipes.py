@@ -36,6 +36,7 @@ class Scaling(NamedTuple):
         sm: NVIDIA's compute capabilities that have such products.
         cuda: the least version of CUDA.
         amd: AMD's architectures.
+        grouped: NVIDIA's compute capabilities that have grouped products, a mixture's experts'.
     """
 
     noun: str
@@ -46,6 +47,7 @@ class Scaling(NamedTuple):
     sm: tuple[tuple[int, int], ...]
     cuda: tuple[int, int]
     amd: tuple[str, ...] = ()
+    grouped: tuple[tuple[int, int], ...] = ()
 
 
 # DeepSeek-V3's (arXiv 2412.19437, section 3.3), which TransformerEngine has as ``Float8BlockScaling``. The products are
@@ -70,6 +72,7 @@ ROWS = Scaling(
     sm=((8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)),
     cuda=(12, 0),
     amd=("gfx942", "gfx950"),
+    grouped=((9, 0),),  # CUTLASS's (ATen's ScaledGroupMM.cu)
 )
 
 

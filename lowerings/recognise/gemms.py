@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from torch_fused_ops.distributed.float8 import shards
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.operators.float8 import DTYPES_OF_PRODUCTS
+from torch_fused_ops.operators.float8 import DTYPES_OF_EXPERTS, DTYPES_OF_PRODUCTS
 from torch_fused_ops.reasons import Kind, Reason, Refusal
 from torch_fused_ops.recipes import RECIPES
 
@@ -26,7 +26,7 @@ from .graph import AFFINE, Facts, record, shown, statically, tensor
 from .rewrite import Edit
 from .values import check_plain, value_of
 
-__all__ = ["Linears", "arguments_of", "check_float8", "fuse", "linears", "producers"]
+__all__ = ["Linears", "arguments_of", "check_float8", "experts_of", "fuse", "linears", "producers"]
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -94,6 +94,12 @@ _SPELLINGS: dict[str, tuple[tuple[str, ...], tuple[int | None, ...], bool]] = {
 
 
 def _check(facts: Facts, node: Node, recipe: str) -> None:
+    experts = experts_of(facts, node)
+    if experts is not None:
+        for one in (node, *experts[:2]):
+            check_plain(one)
+        check_float8(value_of(experts[1]), value_of(node).dtype, recipe)
+        return
     _, weight, bias, transposed = arguments_of(facts, node)
     for one in (node, weight, *node.all_input_nodes):
         if not (hasattr(value_of(one), "device_mesh") and RECIPES[recipe].scaling.data.columns):
@@ -104,8 +110,29 @@ def _check(facts: Facts, node: Node, recipe: str) -> None:
         raise Refusal(Kind.GEMM_FORM, f"{shown(node)} is no linear layer")
 
 
+def experts_of(facts: Facts, node: Node) -> tuple[Node, Node, Node] | None:
+    """(input, weight (experts, in, out), where each expert's rows end) of a product of experts; None for others."""
+    if node.target not in _GROUPED:
+        return None
+    given: dict[str, Any] = {**dict(zip(("input", "weight", "offs"), node.args, strict=False)), **node.kwargs}
+    input, weight, ends = (given.pop(name, None) for name in ("input", "weight", "offs"))
+    if not all(isinstance(one, Node) for one in (input, weight, ends)) or any(
+        one is not None for one in given.values()
+    ):
+        return None
+    value = tensor(weight)
+    if value is None or value.ndim != 3 or value_of(input).ndim != 2 or facts.fed[weight]:
+        return None
+    return input, weight, ends
+
+
+_GROUPED = {getattr(torch.nn.functional, "grouped_mm", None), torch._grouped_mm, torch.ops.aten._grouped_mm.default}
+
+
 def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
     """Whether a linear layer with this weight, either way round, whose result has this dtype, can be in float8.
+
+    A weight of three axes is that of experts.
 
     Args:
         recipe: of ``recipes.RECIPES``.
@@ -113,15 +140,19 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
     Raises:
         Refusal: it cannot.
     """
-    if dtype not in DTYPES_OF_PRODUCTS:
+    scaling, grouped = RECIPES[recipe].scaling, weight.ndim == 3
+    if grouped and not scaling.grouped:
+        raise Refusal(Kind.GEMM_EXPERTS, f"there are no products of experts with a scale for each {scaling.noun}")
+    if dtype not in (DTYPES_OF_EXPERTS if grouped else DTYPES_OF_PRODUCTS):
         raise Refusal(Kind.GEMM_DTYPE, f"it gives {str(dtype).removeprefix('torch.')}")
-    scaling = RECIPES[recipe].scaling
-    sizes = [(size, scaling.multiple * shards(weight, axis)) for axis, size in enumerate(weight.shape)]
+    *_, n, k = weight.shape
+    sizes = [(size, scaling.multiple * shards(weight, axis - 2)) for axis, size in enumerate((n, k))]
     if not all(statically(size % multiple == 0) and statically(size > 0) for size, multiple in sizes):
-        n, k = weight.shape
         of_shards = " in each shard" if hasattr(weight, "device_mesh") else ""
         raise Refusal(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of {scaling.multiple}{of_shards}")
-    device = compat.no_scaled_products(weight.device, scaling)
+    device = compat.no_scaled_products(weight.device, scaling, grouped)
+    if device and grouped:
+        raise Refusal(Kind.GEMM_DEVICE, f"this device ({device}) has no products of experts in float8")
     if device:
         text = f"this device ({device}) has no products of float8 with a scale for each {scaling.noun}"
         raise Refusal(Kind.GEMM_DEVICE, text)
@@ -144,6 +175,13 @@ def _warn_of_cpu() -> None:
 
 
 def _insert(graph: Graph, facts: Facts, node: Node, recipe: str, new: list[Node]) -> Node:
+    experts = experts_of(facts, node)
+    if experts is not None:
+        with graph.inserting_before(node):
+            made = graph.call_function(torch.ops.fused.grouped_linear_fp8.default, (*experts, recipe))
+            new.append(made)
+            record(made, node)
+        return made
     input, weight, bias, transposed = arguments_of(facts, node)
     with graph.inserting_before(node):
         if transposed:

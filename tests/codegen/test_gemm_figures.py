@@ -185,6 +185,28 @@ def test_recipes_are_all_there() -> None:
     assert found == {row: numbers for row, numbers in page().items() if "memory" not in row[1]}
 
 
+def test_experts_are_there() -> None:
+    """Two of three products are in float8; what is kept is bf16's and the scale of each expert's two weights."""
+    found = recipes()["experts"]
+    experts, width, hidden = found["sizes"]
+    step, fp8 = 3 * 3 * 2 * found["rows"] * width * hidden, found["ways"]["fp8-rowwise"]
+    assert fp8["flop"] == {"bf16": step // 3, "fp8": 2 * step // 3}
+    assert all(found["ways"][way]["flop"] == {"bf16": step, "fp8": 0} for way in ("plain", "bf16"))
+    assert fp8["saved_bytes"] - found["ways"]["bf16"]["saved_bytes"] == 2 * experts * 4
+    weights, rows = experts * 3 * width * hidden, found["rows"]
+    moved = fp8["forward"]["bytes"] - weights * 3  # a weight is read in 16 bits, and written in 8
+    assert abs(moved / (rows * (width * 3 + hidden * 5)) - 1) < 0.01
+    assert found["ways"]["plain"]["seconds"] * 0.85 < fp8["seconds"] < found["ways"]["plain"]["seconds"] * 0.90
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ("bf16", "fp8-rowwise"))
+def test_experts_are_what_was_counted(way: str) -> None:
+    if fp8_recipes.versions() != recipes()["versions"]:
+        pytest.skip(f"counted with {recipes()['versions']}")
+    assert fp8_recipes.figures(fp8_recipes.compiled_experts(way)) == recipes()["experts"]["ways"][way]
+
+
 def test_rows_on_each_device() -> None:
     """As many bytes on all; the largest gradient kernel is one, and a weight's transpose is one call."""
     found = {(one["mlp"], one["device"]): one["ways"]["fp8-rowwise"] for one in recipes()["devices"]}

@@ -110,6 +110,19 @@ def test_rows_and_their_transposes_have_the_formula_s_bits(
         assert_same((by, wanted[1]), wanted)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_stack_of_matrices_is_one_launch(device: Device, turned: bool) -> None:
+    x = numbers(24, 200).nan_to_num(0.0, 1.0, -1.0).view(2, 12, 200)
+    given = x.transpose(1, 2) if turned else x
+    for scales in (
+        torch.stack([float8.quantise(one, *one.shape)[1] for one in given]),
+        float8.quantise(given.reshape(-1, given.shape[2]), 1, given.shape[2])[1].view(2, 1, -1),
+    ):
+        found = device.run(kernels.quantise_by, given, scales)
+        assert device.names == ["_quantise_turned" if turned else "_quantise_by"] and found.is_contiguous()
+        assert torch.equal(found.float(), float8.quantise_by(given, scales).float())
+
+
 def test_what_is_stored_along_rows_is_stored_along_columns(device: Device) -> None:
     stored = float8.quantise(numbers(200, 384).nan_to_num(0.0, 1e6, -1e6), 1)
     (values, scales), (e_values, e_scales) = device.run(kernels.requantise, *stored), reference.requantise(*stored)
@@ -307,6 +320,32 @@ def test_products_hand_over_what_the_library_accepts(
         exact = float8.product(*a, *b, None if bias is None else bias.double(), rows, torch.float64)
         torch.testing.assert_close(got.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=0.02 * k**0.5)
     assert library.calls == 2
+
+
+def test_experts_hand_over_what_the_library_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ATen's GroupedBlas.cpp and ScaledGroupMM.cu refuse is refused."""
+    experts, n, k = 3, 48, 80
+    ends = torch.tensor([4, 4, 9], dtype=torch.int32)
+
+    def library(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+        assert a.dtype == b.dtype == float8.FP8 and scale_a.dtype == scale_b.dtype == torch.float32
+        assert a.is_contiguous() and b.transpose(1, 2).is_contiguous() and b.shape == (experts, k, n)
+        assert scale_a.shape == (9,) and scale_a.is_contiguous()
+        assert scale_b.shape == (experts, n) and scale_b.stride(1) == 1
+        assert offs.dtype == torch.int32 and out_dtype == BF16
+        stored = a, scale_a.view(1, 9), b.transpose(1, 2), scale_b.view(experts, 1, n)
+        return float8.grouped_product(*stored, offs, out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", library)
+    x, w = float8.quantise(torch.randn(9, k), 1, k), torch.randn(experts, n, k)
+    values, scales = float8.quantise(w.view(-1, k), 1, k)
+    whole = scales.view(experts, 1, n).amax(2, keepdim=True)
+    for of_w in ((values.view(experts, n, k), scales.view(experts, 1, n)), (float8.quantise_by(w, whole), whole)):
+        got = kernels.scaled_grouped_mm(*x, *of_w, ends, BF16)
+        assert torch.equal(got, float8.grouped_product(*x, *of_w, ends, BF16))
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", None)
+    none = float8.quantise(torch.randn(0, k), 1, k)
+    assert kernels.scaled_grouped_mm(*none, *of_w, ends, BF16).shape == (0, n)
 
 
 def test_nothing_to_multiply_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:

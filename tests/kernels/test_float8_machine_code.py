@@ -105,6 +105,11 @@ SCALE = meta(1, 1, dtype=torch.float32)
 IN_ROWS: dict[str, tuple[Any, ...]] = {
     "row": (kernels.quantise, meta(ROWS, 14336), 1, 14336),
     "weight turned": (kernels.quantise_by, turned(), SCALE),
+    "experts turned": (
+        kernels.quantise_by,
+        meta(8, COLUMNS, ROWS).transpose(1, 2),
+        meta(8, 1, 1, dtype=torch.float32),
+    ),
 }
 
 
@@ -118,6 +123,6 @@ def test_rows_spill_nowhere(name: str, gpu: virtual_gpu.GPU, monkeypatch: pytest
     assert code.spills == 0 and code.registers <= 128
     found = Counter(code.instructions)
     if not gpu.is_amd:
-        loads, stores = {"row": (4, 2), "weight turned": (8, 4)}[name]
+        loads, stores = (4, 2) if name == "row" else (8, 4)
         of_16 = found["LDG.E.128"], found["STG.E.128"] + found["STG.E.64"]
         assert of_16 == (loads, stores), found

@@ -273,6 +273,57 @@ class Adapted(nn.Module):
         return self.out(F.gelu(self.base(x) + 2 * self.b(self.a(x))))  # type: ignore[no-any-return]
 
 
+class Experts(nn.Module):
+    """A mixture's experts, as transformers has them: sorted rows, grouped products."""
+
+    def __init__(self, hidden: int = 48, ffn: int = 80) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(3, 2 * ffn, hidden).bfloat16() / hidden**0.5)
+        self.down = nn.Parameter(torch.randn(3, hidden, ffn).bfloat16() / ffn**0.5)
+        self.register_buffer("ends", torch.tensor((5, 5, 21), dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = F.grouped_mm(x, self.gate_up.transpose(-2, -1), offs=self.ends).chunk(2, -1)
+        return F.grouped_mm(F.silu(gate) * up, self.down.transpose(-2, -1), offs=self.ends)
+
+
+class ExpertsInFloat8(Experts):
+    """The same in eager mode, by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = torch.ops.fused.grouped_linear_fp8
+        gate, up = product(x, self.gate_up.transpose(-2, -1), self.ends).chunk(2, -1)
+        return product(FF.swiglu(gate, up), self.down.transpose(-2, -1), self.ends)  # type: ignore[no-any-return]
+
+
+@pytest.mark.every(3)
+@pytest.mark.codegen_is_slow
+@pytest.mark.parametrize("memory", ("free", "off", "fp8", "input"))
+def test_experts_in_rows(memory: str) -> None:
+    torch.manual_seed(0)
+    module, by_hand, x = Experts(), ExpertsInFloat8(), torch.randn(21, 48).bfloat16()
+    by_hand.load_state_dict(module.state_dict())
+    (site,) = sites(module, x, gemm="fp8-rowwise")
+    assert (site.op, site.gemm, site.gemm_reason) == ("fused::bias_glu", "fp8-rowwise", "")
+    got = step(compiled(module, gemm="fp8-rowwise", memory=memory, strict=True), module, x)
+    for mine, eager, plain in zip(got, step(by_hand, by_hand, x), step(module, module, x), strict=True):
+        assert apart(mine, eager) < (0.08 if memory == "fp8" else 0.02)
+        assert 1e-3 < apart(mine, plain) < 0.12
+
+
+def test_experts_that_stay_have_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(21, 48).bfloat16()
+    (site,) = sites(Experts(), x)
+    assert (site.gemm, site.gemm_kind) == ("", Kind.GEMM_EXPERTS)
+    assert "there are no products of experts with a scale for each block of 128" in site.gemm_reason
+    (site,) = sites(Experts(ffn=72), x, gemm="fp8-rowwise")
+    assert site.gemm_kind is Kind.GEMM_SIZE and "its weight is (72, 48): not multiples of 16" in site.gemm_reason
+    monkeypatch.setattr(compat, "no_scaled_products", lambda device, scaling, grouped: "sm_89" if grouped else "")
+    (site,) = sites(Experts(), x, gemm="fp8-rowwise")
+    assert site.gemm_kind is Kind.GEMM_DEVICE
+    assert "this device (sm_89) has no products of experts in float8" in site.gemm_reason
+
+
 class Conv1D(nn.Module):
     """As transformers' GPT-2 has it: addmm with the weight the other way round."""
 
@@ -367,6 +418,8 @@ def test_which_devices_have_such_products(
     for recipe, (scaling, _) in RECIPES.items():
         wanted = rows if recipe == "fp8-rowwise" else blocks
         assert compat.no_scaled_products(torch.device("cuda"), scaling) == wanted
+        experts = recipe == "fp8-rowwise" and gpu == (9, 0)
+        assert (compat.no_scaled_products(torch.device("cuda"), scaling, grouped=True) == "") is experts
         assert compat.no_scaled_products(torch.device("xpu"), scaling) == "xpu"
         assert compat.no_scaled_products(torch.device("cpu"), scaling) == ""
 

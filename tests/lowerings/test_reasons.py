@@ -382,6 +382,9 @@ def linear_layer(fn: Callable[..., Any], *args: Tensor, **patched: Any) -> Progr
     return program
 
 
+ONE_EXPERT = torch.tensor([4], dtype=torch.int32)
+
+
 def blocks(dtype: torch.dtype = torch.float32, hidden: int = 128) -> tuple[Tensor, ...]:
     return tuple(torch.randn(shape, dtype=dtype) for shape in ((4, hidden), (256, hidden), (hidden, 256)))
 
@@ -498,7 +501,13 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.AT_WORK: later(lambda model, patch: patch.setattr(torch._C, "_get_tracing_state", lambda: 1)),
     Kind.CLASS_CHANGED: later(lambda model, patch: patch.setattr(type(model), "extra", 1, raising=False)),
     Kind.SITUATIONS: later(often),
-    Kind.GEMM_DEVICE: linear_layer(two_linears(F.gelu), *blocks(), no_scaled_products=lambda device, scaling: "sm_80"),
+    Kind.GEMM_DEVICE: linear_layer(two_linears(F.gelu), *blocks(), no_scaled_products=lambda *_: "sm_80"),
+    Kind.GEMM_EXPERTS: linear_layer(
+        lambda x, w, d: F.grouped_mm(
+            F.gelu(F.grouped_mm(x, w.t()[None], offs=ONE_EXPERT)), d.t()[None], offs=ONE_EXPERT
+        ),
+        *blocks(torch.bfloat16),
+    ),
     Kind.GEMM_SIZE: linear_layer(two_linears(F.gelu), *blocks(hidden=120)),
     Kind.GEMM_DTYPE: linear_layer(two_linears(F.gelu), *blocks(torch.float64)),
     Kind.GEMM_FORM: linear_layer(

@@ -24,7 +24,7 @@ Ways = list[tuple[Placements, Placements]]
 def shards(t: Any, axis: int) -> int:
     """Into how many parts an axis of a tensor is cut: 1, but for DTensors."""
     cuts = zip(t.device_mesh.shape, t.placements, strict=True) if hasattr(t, "device_mesh") else ()
-    return math.prod(ranks for ranks, placement in cuts if placement.is_shard(axis))
+    return math.prod(ranks for ranks, placement in cuts if placement.is_shard(axis % t.ndim))
 
 
 def _whole_blocks(t: Any, axis: int) -> bool:
@@ -56,7 +56,9 @@ def _quantise(input: Any, rows: int, columns: int = BLOCK) -> Ways:
 def _quantise_by(input: Any, scales: Any) -> Ways:
     from torch.distributed.tensor import Replicate, Shard
 
-    whole, by_rows = Replicate(), scales.shape[1] > 1
+    whole, by_rows = Replicate(), scales.shape[-1] > 1
+    if input.ndim == 3:  # experts, which no way of tensor parallelism cuts
+        return [([whole], [whole, whole])]
     return [
         ([whole], [whole, whole]),
         ([Shard(0)], [Shard(0), Shard(1) if by_rows else whole]),

@@ -51,6 +51,7 @@ __all__ = [
     "quantise_both",
     "quantise_by",
     "requantise",
+    "scaled_grouped_mm",
     "scaled_mm",
 ]
 
@@ -398,22 +399,30 @@ def _quantise_rows(
 
 @triton.jit
 def _quantise_by(
-    input, scales, values, columns, input_row, input_column, scale_row,
+    input, scales, values, rows, columns, input_one, input_row, input_column, scale_one, scale_row,
     PLACES: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """``float8.quantise_by``; a program has PLACES of a row."""
-    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * PLACES
-    part = _part_of_row(input + row * input_row, start, columns, input_column, PLACES)
-    inverse = _inverse(tl.load(scales + row * scale_row), FNUZ)
-    _store_part(values + row * columns, part, inverse, start, columns, PLACES, PTX, FNUZ)
+    """``float8.quantise_by``; a program has PLACES of a row, of one matrix of a stack."""
+    row, start, one = tl.program_id(0).to(tl.int64), tl.program_id(1) * PLACES, tl.program_id(2).to(tl.int64)
+    part = _part_of_row(input + one * input_one + row * input_row, start, columns, input_column, PLACES)
+    inverse = _inverse(tl.load(scales + one * scale_one + row * scale_row), FNUZ)
+    _store_part(values + (one * rows + row) * columns, part, inverse, start, columns, PLACES, PTX, FNUZ)
 
 
 @triton.jit
 def _quantise_turned(
-    input, scales, values_t, rows, columns, column_blocks, input_row, input_column, scale_column, values_t_row,
+    input, scales, values_t, rows, columns, column_blocks, input_one, input_row, input_column,
+    scale_one, scale_column, values_t_row,
     WIDE: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """``float8.quantise_by`` of the transpose of input (rows, columns), as words: values_t (columns, values_t_row)."""
+    """``float8.quantise_by`` of the transpose of input (rows, columns), as words: values_t (columns, values_t_row).
+
+    Of a stack of matrices ``one`` is a program's.
+    """
+    one = tl.program_id(1).to(tl.int64)
+    input += one * input_one
+    scales += one * scale_one
+    values_t += one * columns * values_t_row
     r, c = _tile_of(column_blocks)
     first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
     rows_left, columns_left = rows - r * SIDE, columns - c * SIDE
@@ -685,8 +694,8 @@ def _run_quantise(
 
 
 def _is_turned(t: Tensor) -> bool:
-    """Whether a matrix's columns lie close in memory."""
-    return t.stride(0) == 1 and t.stride(1) != 1
+    """Whether a matrix's columns lie close in memory, or those of a stack of them."""
+    return t.stride(-2) == 1 and t.stride(-1) != 1
 
 
 def _of_device(t: Tensor) -> dict[str, Any]:
@@ -712,20 +721,22 @@ def _quantise_in_rows(input: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantise_by(input: Tensor, scales: Tensor) -> Tensor:
     """``float8.quantise_by`` in one kernel, which reads and writes along what lies close in memory."""
-    (r, c), scale_row = input.shape, 0 if scales.numel() == 1 else 1
-    values, scales = input.new_empty((r, c), dtype=torch.uint8), scales.contiguous()
-    if _is_turned(input) and c % 4 == 0:
-        turned = input.t()
+    *stack, r, c = input.shape
+    values, scales = input.new_empty(input.shape, dtype=torch.uint8), scales.contiguous()
+    count, of_rows = (stack or [1])[0], scales.shape[-1]
+    one, row, column = input.stride() if stack else (0, *input.stride())
+    scale_one, scale_row = of_rows, 0 if of_rows == 1 else 1
+    if values.numel() and _is_turned(input) and c % 4 == 0:
         launching.launch(
-            _quantise_turned, (blocks(c, BLOCK) * blocks(r, BLOCK), 1, 1), input.device,
-            (turned, scales, _in_words(values)),
-            (c, r, blocks(r, BLOCK), *turned.stride(), scale_row, c // 4),
-            {"WIDE": _wide(*turned.stride(), c), **_of_device(input), "num_warps": _WARPS, **OPTIONS},
+            _quantise_turned, (blocks(c, BLOCK) * blocks(r, BLOCK), count, 1), input.device,
+            (input, scales, _in_words(values)),
+            (c, r, blocks(r, BLOCK), one, column, row, scale_one, scale_row, c // 4),
+            {"WIDE": _wide(row, column, c), **_of_device(input), "num_warps": _WARPS, **OPTIONS},
         )  # fmt: skip
-    elif r and c:
+    elif values.numel():
         launching.launch(
-            _quantise_by, (r, blocks(c, _COLUMNS_OF_A_PART), 1), input.device, (input, scales, values),
-            (c, *input.stride(), scale_row),
+            _quantise_by, (r, blocks(c, _COLUMNS_OF_A_PART), count), input.device, (input, scales, values),
+            (r, c, one, row, column, scale_one, scale_row),
             {"PLACES": _COLUMNS_OF_A_PART, **_of_device(input), "num_warps": 4, **OPTIONS},
         )  # fmt: skip
     return values.view(float8.dtype_of(input.device))
@@ -984,3 +995,21 @@ def _by_rows(
     )  # fmt: skip
     out = (out * of_left * of_right)[:, :n]
     return out if addend is None else out + addend
+
+
+def scaled_grouped_mm(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """``float8.grouped_product`` by CUTLASS, without fast accumulation; on sm_90.
+
+    Raises:
+        ValueError: from torch, on other devices.
+    """
+    (experts, n, _), rows = b.shape, a.shape[0]
+    if not rows:
+        return a.new_zeros((0, n), dtype=dtype)
+    of_b = b_scales.expand(experts, 1, n).reshape(experts, n).contiguous()
+    return torch._scaled_grouped_mm(  # v2's fake kernel is missing in torch 2.13
+        a.contiguous(), b.contiguous().transpose(1, 2), a_scales.reshape(rows).contiguous(), of_b,
+        offs=ends, out_dtype=dtype,
+    )  # fmt: skip

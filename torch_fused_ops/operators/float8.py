@@ -6,7 +6,10 @@
     scaled_mm     a product of two of those
     linear_fp8    input · weightᵀ + bias, and its gradients, in these four, by a recipe (``recipes.RECIPES``)
 
-``linear_fp8`` is CompositeImplicitAutograd: compilers see the four, with their blocks, and edit and fuse those
+    scaled_grouped_mm      a product of a mixture's experts, each of its own rows
+    grouped_linear_fp8     input · weight[expert of the row], and its gradients
+
+``…linear_fp8`` are CompositeImplicitAutograd: compilers see what they are made of, with blocks, and edit and fuse that
 (``lowerings/float8.py``).
 
 A weight's gradient sums over the tokens. Where it is in float8, too, both operands are quantised along them, the
@@ -31,9 +34,10 @@ from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
 from torch_fused_ops.operators.registration import imported
 from torch_fused_ops.recipes import BLOCK, RECIPES, Block, Recipe
 
-__all__ = ["DTYPES_OF_PRODUCTS", "linear", "register_plain"]
+__all__ = ["DTYPES_OF_EXPERTS", "DTYPES_OF_PRODUCTS", "grouped_linear", "linear", "register_plain"]
 
 DTYPES_OF_PRODUCTS = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES_OF_EXPERTS = (torch.bfloat16,)  # what torch's grouped products give
 
 
 def _check_matrix(name: str, t: Tensor, *dtypes: torch.dtype) -> None:
@@ -60,11 +64,21 @@ def _check_quantise(input: Tensor, rows: int, columns: int = BLOCK) -> None:
 
 
 def _check_quantise_by(input: Tensor, scales: Tensor) -> None:
-    _check_matrix("input", input, *DTYPES)
-    _check_matrix("scales", scales, torch.float32)
-    if tuple(scales.shape) not in ((1, 1), (1, input.shape[0])):
-        accepted = f"(1, 1), or a scale for each row: (1, {input.shape[0]})"
-        raise ValueError(f"scales has shape {tuple(scales.shape)}; accepted: {accepted}")
+    if input.ndim != 3:
+        _check_matrix("input", input, *DTYPES)
+    elif input.dtype not in DTYPES:
+        refuse_dtype("input", input, DTYPES)
+    _check_scales("scales", scales, input)
+
+
+def _check_scales(name: str, scales: Tensor, of: Tensor) -> None:
+    """One of a matrix, or one for each of its rows; of each matrix of a stack."""
+    *stack, rows, _ = of.shape
+    if scales.dtype != torch.float32:
+        refuse_dtype(name, scales, (torch.float32,))
+    if tuple(scales.shape) not in ((*stack, 1, 1), (*stack, 1, rows)):
+        accepted = f"{(*stack, 1, 1)}, or a scale for each row: {(*stack, 1, rows)}"
+        raise ValueError(f"{name} has shape {tuple(scales.shape)}; accepted: {accepted}")
 
 
 def _check_stored(name: str, values: Tensor, scales: Tensor, rows: int) -> None:
@@ -106,6 +120,31 @@ def _check_product(
         refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
 
 
+def _check_grouped_product(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
+) -> None:
+    _check_stored("a", a, a_scales, 1)
+    if float8.columns_of(a, a_scales, 1) != a.shape[1]:
+        raise ValueError(
+            f"a's scales have shape {tuple(a_scales.shape)}; accepted: (1, {a.shape[0]}), one for each row"
+        )
+    if b.ndim != 3 or b.shape[2] != a.shape[1]:
+        raise ValueError(f"b has shape {tuple(b.shape)}; accepted: (experts, …, {a.shape[1]}), the last axis of a")
+    if b.dtype != a.dtype:
+        refuse_dtype("b", b, (a.dtype,))
+    _check_scales("b's scales", b_scales, b)
+    _check_ends(ends, b)
+    if dtype not in DTYPES_OF_EXPERTS:
+        refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_EXPERTS)))
+
+
+def _check_ends(ends: Tensor, weight: Tensor) -> None:
+    if ends.dtype != torch.int32:
+        refuse_dtype("ends", ends, (torch.int32,))
+    if tuple(ends.shape) != (weight.shape[0],):
+        raise ValueError(f"ends has shape {tuple(ends.shape)}; accepted: ({weight.shape[0]},), one for each expert")
+
+
 # ---- fakes, vmap -----------------------------------------------------------------------------------------------------
 
 
@@ -131,6 +170,13 @@ def _fake_product(
 ) -> Tensor:
     _check_product(a, a_scales, b, b_scales, bias, rows, dtype)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+def _fake_grouped_product(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
+) -> Tensor:
+    _check_grouped_product(a, a_scales, b, b_scales, ends, dtype)
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
 
 
 def _each(op: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -208,6 +254,25 @@ _scaled_mm = register_plain(
     float8.product,
     _fake_product,
     _check_product,
+)
+
+_scaled_grouped_mm = register_plain(
+    Signature(
+        "scaled_grouped_mm",
+        arguments_of(
+            a="Tensor: data",
+            a_scales="Tensor: scales",
+            b="Tensor: data",
+            b_scales="Tensor: scales",
+            ends="Tensor: ends",
+            dtype="ScalarType",
+        ),
+        ("data",),
+        "Each row of a times bᵀ of its expert, of what quantise has stored in rows; ends[e] is where e's rows end.",
+    ),
+    float8.grouped_product,
+    _fake_grouped_product,
+    _check_grouped_product,
 )
 
 # ---- linear ----------------------------------------------------------------------------------------------------------
@@ -304,4 +369,83 @@ _LINEAR = define(
     "linear_fp8",
     '(Tensor input, Tensor weight, Tensor? bias=None, ScalarType? dtype=None, str recipe="fp8") -> Tensor',
     {"CompositeImplicitAutograd": linear},
+)
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Of rows that are sorted by expert, in rows and by scales of each expert's own."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        experts, k, n = weight.shape
+        rows = weight.transpose(1, 2).reshape(experts * n, k)
+        values, scales = _quantise(rows, 1, k)
+        scales = scales.view(experts, 1, n)
+        of_input = _quantise(input, 1, k)
+        out: Tensor = _scaled_grouped_mm(*of_input, values.view(experts, n, k), scales, ends, input.dtype)
+        ctx.save_for_backward(input, weight, scales.amax(2, keepdim=True), ends)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, largest, ends = ctx.saved_tensors
+        d_input = d_weight = None
+        if torch.is_grad_enabled() and grad.requires_grad:
+            raise RuntimeError(
+                "a second derivative through fused::grouped_linear_fp8 is not accepted: what it multiplies is rounded "
+                "to float8"
+            )
+        grad = grad.contiguous()  # torch's grouped products take no gradient that is expanded, as a sum's is
+        if ctx.needs_input_grad[0]:
+            of_grad = _quantise(grad, 1, grad.shape[1])
+            d_input = _scaled_grouped_mm(*of_grad, _quantise_by(weight, largest), largest, ends, grad.dtype)
+        if ctx.needs_input_grad[1]:
+            if not input.shape[0]:
+                d_weight = torch.zeros_like(weight)
+            elif weight.stride(2) == 1:
+                d_weight = torch.nn.functional.grouped_mm(input.t(), grad, offs=ends)
+            else:  # as the parameter lies, of which the weight is the transpose
+                d_weight = torch.nn.functional.grouped_mm(grad.t(), input, offs=ends).transpose(1, 2)
+        return d_input, d_weight, None
+
+
+def _check_grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, recipe: str) -> None:
+    one_of("recipe", tuple(name for name, (scaling, _) in RECIPES.items() if scaling.grouped)).check(recipe)
+    multiple = RECIPES[recipe].scaling.multiple
+    for name, t in (("input", input), ("weight", weight)):
+        if t.dtype not in DTYPES_OF_EXPERTS:
+            refuse(f"{name}.dtype", t.dtype, ", ".join(map(str, DTYPES_OF_EXPERTS)))
+    if weight.ndim != 3 or any(size % multiple or not size for size in weight.shape[1:]):
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; accepted: (experts, in, out), in and out multiples of {multiple}"
+        )
+    if input.ndim != 2 or input.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"input has shape {tuple(input.shape)}; accepted: (…, {weight.shape[1]}), weight's second axis"
+        )
+    _check_ends(ends, weight)
+
+
+def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, recipe: str = "fp8-rowwise") -> Tensor:
+    """``fused::grouped_linear_fp8``: input (t, k) times weight (experts, k, n) of each row's expert, in float8: (t, n).
+
+    Rows are sorted by expert; ends[e], int32, is where e's rows end, and what lies behind the last is undefined. The
+    product and the input's gradient are of float8 in rows, of a weight's transpose in one block for each expert; the
+    weight's gradient is a product in bfloat16 (torchao's recipe for a mixture's experts).
+
+    Raises:
+        TypeError, ValueError: for other dtypes than bfloat16, sizes that are no multiples of 16, other shapes.
+    """
+    _check_grouped_linear(input, weight, ends, recipe)
+    out: Tensor = _GroupedLinear.apply(input, weight, ends)  # type: ignore[no-untyped-call]
+    return out
+
+
+_GROUPED_LINEAR = define(
+    "grouped_linear_fp8",
+    '(Tensor input, Tensor weight, Tensor ends, str recipe="fp8-rowwise") -> Tensor',
+    {"CompositeImplicitAutograd": grouped_linear},
 )

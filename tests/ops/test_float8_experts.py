@@ -1,0 +1,119 @@
+"""Products of experts in float8: what they are of, gradients, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_fused_ops import float8
+
+if not hasattr(F, "grouped_mm"):
+    pytest.skip("this torch has no F.grouped_mm", allow_module_level=True)
+
+fused = torch.ops.fused
+BF16 = torch.bfloat16
+COUNTS = (5, 0, 1, 10)
+EXPERTS, IN, OUT = len(COUNTS), 48, 80
+
+
+def drawn(counts: tuple[int, ...] = COUNTS, turned: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(input, weight (experts, in, out), ends, the result's gradient); ``turned``: as the transpose of a parameter."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(sum(counts), IN, generator=g) * torch.exp2(torch.randint(-9, 9, (sum(counts), 1), generator=g))
+    w = torch.randn(len(counts), OUT, IN, generator=g) * torch.exp2(
+        torch.randint(-4, 4, (len(counts), OUT, 1), generator=g)
+    )
+    weight = w.to(BF16).transpose(1, 2)
+    ends = torch.tensor(counts).cumsum(0).int()
+    grad = torch.randn(sum(counts), OUT, generator=g).to(BF16)
+    return x.to(BF16).requires_grad_(), (weight if turned else weight.contiguous()).requires_grad_(), ends, grad
+
+
+def product_bound(a: Tensor, b: Tensor, whole: bool) -> Tensor:
+    """By how much a · bᵀ of stored numbers may be off: each number by 2⁻⁴, or 2⁻¹⁰ of its row's scale, or all's."""
+    x, y = a.double(), b.double()
+
+    def error(t: Tensor, own: Tensor, block: tuple[int, int]) -> Tensor:
+        scales = float8.quantise(own, *block)[1].reshape(-1, 1).double()
+        return (2**-4 * t.abs()).maximum(2**-10 * scales)
+
+    ex, ey = error(x, a, (1, a.shape[1])), error(y, b, (b.shape[0] if whole else 1, b.shape[1]))
+    return x.abs() @ ey.t() + ex @ y.abs().t() + ex @ ey.t()
+
+
+@pytest.mark.parametrize("turned", (True, False))
+def test_products_and_gradients_are_within_their_bounds(turned: bool) -> None:
+    x, w, ends, grad = drawn(turned=turned)
+    y = fused.grouped_linear_fp8(x, w, ends)
+    dx, dw = torch.autograd.grad(y, (x, w), grad)
+    assert [t.dtype for t in (y, dx, dw)] == [BF16] * 3 and dw.stride() == w.stride()
+    start = 0
+    for e, end in enumerate(ends.tolist()):
+        rows, start = slice(start, end), end
+        own, g, one = x.detach()[rows], grad[rows], w.detach()[e]
+        exact = own.double() @ one.double(), g.double() @ one.double().t(), own.double().t() @ g.double()
+        size = own.double().abs() @ one.double().abs(), g.double().abs() @ one.double().abs().t()
+        bounds = product_bound(own, one.t(), False), product_bound(g, one, True)
+        for found, wanted, bound, of in zip((y[rows], dx[rows]), exact, bounds, size, strict=False):
+            assert ((found.double() - wanted).abs() <= bound + 2 * torch.finfo(BF16).eps * of).all()
+            assert end == rows.start or (found.double() - wanted).abs().max() > 1e-3 * wanted.abs().max(), "not rounded"
+        torch.testing.assert_close(dw[e].double(), exact[2], rtol=0.02, atol=0.02 * float(exact[2].abs().max() + 1))
+
+
+def test_an_expert_s_scale_is_its_own() -> None:
+    _, w, _, _ = drawn()
+    rows = w.transpose(1, 2).reshape(EXPERTS * OUT, IN)
+    scales = fused.quantise(rows, 1, IN)[1].view(EXPERTS, 1, OUT)
+    largest = scales.amax(2, keepdim=True)
+    values = fused.quantise_by(w, largest)
+    assert values.is_contiguous()
+    for e in range(EXPERTS):
+        own, scale = fused.quantise(w[e], IN, OUT)
+        assert torch.equal(own.view(torch.uint8), values[e].view(torch.uint8)) and torch.equal(scale, largest[e])
+
+
+def test_no_rows() -> None:
+    x, w, ends, grad = drawn((0, 0))
+    y = fused.grouped_linear_fp8(x, w, ends)
+    assert y.shape == (0, OUT)
+    dx, dw = torch.autograd.grad(y, (x, w), grad)
+    assert dx.shape == x.shape and (dw == 0).all()
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda x, w, e: (x, w[:, :, :72], e), r"weight has shape \(4, 48, 72\); accepted: .* multiples of 16"),
+        (lambda x, w, e: (x[:, :32], w, e), r"input has shape \(16, 32\); accepted: \(…, 48\)"),
+        (lambda x, w, e: (x, w, e[:3]), r"ends has shape \(3,\); accepted: \(4,\), one for each expert"),
+        (lambda x, w, e: (x, w, e.long()), "ends.* torch.int64"),
+        (lambda x, w, e: (x.float(), w, e), "input.dtype=torch.float32 is not accepted: it must be torch.bfloat16"),
+        (lambda x, w, e: (x, w, e, "fp8"), "recipe='fp8' is not known; accepted: fp8-rowwise"),
+    ],
+)
+def test_what_is_not_accepted_is_named(call: Callable[..., Any], message: str) -> None:
+    x, w, ends, _ = drawn()
+    with pytest.raises((ValueError, TypeError), match=message):
+        fused.grouped_linear_fp8(*call(x.detach(), w.detach(), ends))
+
+
+def test_second_derivatives_raise() -> None:
+    x, w, ends, _ = drawn()
+    y = fused.grouped_linear_fp8(x, w, ends)
+    with pytest.raises(RuntimeError, match="a second derivative through fused::grouped_linear_fp8 is not accepted"):
+        torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+
+
+def test_opcheck() -> None:
+    x, w, ends, _ = drawn()
+    stored = fused.quantise(x.detach(), 1, IN)
+    rows = w.detach().transpose(1, 2).reshape(EXPERTS * OUT, IN)
+    values, scales = fused.quantise(rows, 1, IN)
+    args = (*stored, values.view(EXPERTS, OUT, IN), scales.view(EXPERTS, 1, OUT), ends, BF16)
+    torch.library.opcheck(fused.scaled_grouped_mm.default, args, test_utils=["test_faketensor"])
+    torch.library.opcheck(fused.quantise_by.default, (w.detach(), scales.view(EXPERTS, 1, OUT).amax(2, keepdim=True)))
