@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from . import decisions, gpu_tests, harness
+from . import decisions, harness
 from .harness import UsageError
 
 ROOT = Path(__file__).resolve().parents[1]  # of a clone, where tests are
@@ -274,12 +274,14 @@ def _tests(part: Part, step: Step, seconds: float, work: Path) -> dict[str, Any]
     file = work / f"{step.name}.jsonl"
     workers = "1" if part.quick else str(min(12, os.cpu_count() or 1))
     command = [
-        sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", gpu_tests.__name__, "--gpu-report", str(file),
+        sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", f"{__package__}.gpu_tests", "--gpu-report", str(file),
         "-n", workers, "--dist", "worksteal", "--max-worker-restart", "100", "-p", "no:cacheprovider", *step.arguments,
     ]  # fmt: skip
     # Each of the processes would start as many to compile, and as many threads, as there are cores.
     alone = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     status = part.process(command, seconds, work / f"{step.name}.txt", **alone)
+    from . import gpu_tests  # which needs pytest, as this part does alone
+
     found = gpu_tests.read(file)
     if status is not None and not found["collected"]:
         lines = (work / f"{step.name}.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()

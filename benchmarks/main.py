@@ -161,4 +161,4 @@ def _draw(result: dict[str, Any], out: Path) -> None:
         for path in pictures.draw(result, out):
             print(path)
     except ImportError as e:
-        raise UsageError(f'pictures need matplotlib: pip install "torch-fused-ops[bench]" ({e})') from None
+        raise UsageError(f"pictures need matplotlib: pip install matplotlib numpy ({e})") from None

@@ -49,7 +49,7 @@ Compile = dict[str, Any]
 
 def _virtual_gpu() -> Any:
     if importlib.util.find_spec("triton") is None:
-        raise UsageError('on-paper needs Triton: pip install "torch-fused-ops[triton]"')
+        raise UsageError("on-paper needs Triton: pip install triton numpy")
     from torch_fused_ops import virtual_gpu
 
     return virtual_gpu
@@ -541,7 +541,7 @@ def _draw(result: dict[str, Any], out: Path) -> None:
     try:
         from .pictures import on_paper
     except ImportError as e:
-        print(f'no picture: {e}; pip install "torch-fused-ops[bench]"', file=sys.stderr)
+        print(f"no picture: {e}; pip install matplotlib numpy", file=sys.stderr)
         return
     figure = on_paper(result)
     path.parent.mkdir(parents=True, exist_ok=True)

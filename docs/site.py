@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+FILES = ("examples/tour.ipynb",)  # what pages link to, as it is
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages."""
+    """Add what stands above docs/."""
     from mkdocs.structure.files import File
 
     for source, page in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "](")
         files.append(File.generated(config, page, content=text))
+    for name in FILES:
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     return files
 
 

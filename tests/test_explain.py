@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops.activations import register_activation
+from torch_fused_ops.nn import replace_mlps
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reasons import Kind
 from torch_fused_ops.reports.explain import Report, Site, explain
 from torch_fused_ops.reports.recording import record
 from torch_fused_ops.reports.report import grouped
+from torch_fused_ops.verify import verify
 from torch_fused_ops.virtual_gpu.modules import module_path
 
 
@@ -40,6 +42,22 @@ def gate(x, w):
 @pytest.fixture(autouse=True)
 def fresh():
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("fields", [{"memory": "fp8"}, {"memroy": "fp8"}])
+def test_fields_of_a_policy_are_not_the_models(fields: dict[str, str]) -> None:
+    for call in (explain, verify, *([replace_mlps] if "memroy" in fields else [])):
+        with pytest.raises(TypeError, match=r"the model takes no '\w+'; did you mean FusionPolicy's memory\?"):
+            call(nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8), **fields)
+
+    def takes_it(x: torch.Tensor, memory: str) -> torch.Tensor:
+        return x * len(memory)
+
+    def takes_all(x: torch.Tensor, **more: str) -> torch.Tensor:
+        return x * len(more)
+
+    explain(takes_it, torch.randn(2), memory="its own")
+    explain(takes_all, torch.randn(2), memory="its own")
 
 
 def test_sites():

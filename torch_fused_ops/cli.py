@@ -66,8 +66,8 @@ def _works() -> Iterator[tuple[str, str]]:
     for recipe, (scaling, _) in RECIPES.items():
         without = compat.no_scaled_products(device, scaling)
         yield f'products in float8, gemm="{recipe}"', f"none on {without}" if without else f"yes{slow}"
-    yield "figures on paper, plan", "yes" if triton else 'pip install "torch-fused-ops[triton]"'
-    yield "pictures of benchmarks", "yes" if _version("matplotlib") else 'pip install "torch-fused-ops[bench]"'
+    yield "figures on paper, plan", "yes" if triton else "pip install triton numpy"
+    yield "pictures of benchmarks", "yes" if _version("matplotlib") else "pip install matplotlib numpy"
 
 
 def _info(arguments: argparse.Namespace) -> int:
@@ -367,4 +367,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _COMMANDS[arguments.command](arguments)
     except _UsageError as e:
         print(f"error: {e}", file=sys.stderr)
-        return 2
+    except ModuleNotFoundError as e:
+        if e.name != "triton":
+            raise
+        print(f"error: {e}", file=sys.stderr)
+    return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ __all__ = [
     "FusionPolicy",
     "UnfusedError",
     "check_known",
+    "check_not_meant",
     "enclosing_modules",
     "is_level",
     "names_module",
@@ -115,8 +117,9 @@ class FusionPolicy:
         for part in text.split(","):
             name, equals, value = (word.strip() for word in part.partition("="))
             if not (name and equals and value):
+                meant = next((f"; did you mean {field}={name}?" for field in _KNOWN if _KNOWN[field].has(name)), "")
                 raise ValueError(
-                    f"{part.strip()!r} in {text!r} is not accepted: it must be FIELD=VALUE, or the text be 1"
+                    f"{part.strip()!r} in {text!r} is not accepted: it must be FIELD=VALUE, or the text be 1{meant}"
                 )
             if name == "exclude":
                 fields[name] = (*fields.get(name, ()), value)
@@ -165,6 +168,25 @@ def not_known(name: str, accepted: Iterable[str], besides: Iterable[str] = ()) -
     accepted = tuple(accepted)
     near = difflib.get_close_matches(name, (*accepted, *besides), 1)
     return f"{name!r} is not known{f'; did you mean {near[0]!r}?' if near else ''} (accepted: {', '.join(accepted)})"
+
+
+def check_not_meant(name: str, accepted: Callable[..., Any], given: Iterable[str]) -> None:
+    """TypeError for keywords that are a policy's fields, nearly at least, on their way to a model that takes none such.
+
+    Args:
+        name: whose keywords they are, in the message.
+        accepted: the model.
+        given: the keywords.
+    """
+    try:
+        parameters = inspect.signature(getattr(accepted, "forward", accepted)).parameters
+    except (TypeError, ValueError):  # a callable that does not say
+        return
+    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for keyword in given:
+        near = difflib.get_close_matches(keyword, FIELDS, 1, 0.8)
+        if near and keyword not in parameters and not (any_name and keyword in FIELDS):
+            raise TypeError(f"{name}: the model takes no {keyword!r}; did you mean FusionPolicy's {near[0]}?")
 
 
 def is_level(memory: object) -> bool:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from torch_fused_ops.capturing import call_model, throwaway, unchanged
 from torch_fused_ops.observers import unobserved
-from torch_fused_ops.policy import FusionPolicy, policy_or_default
+from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default
 from torch_fused_ops.reports.recording import record
 
 __all__ = ["Comparison", "Verification", "interpreted", "verify"]
@@ -222,6 +222,7 @@ def verify(
         raise ValueError(
             f"model={type(model).__name__} is on the meta device: verify computes with it; give it real data"
         )
+    check_not_meant("verify", model, kwargs)
     own = _own_dtype(model, (args, kwargs))
     failures: dict[str, str] = {}
     notes: list[str] = []

@@ -523,4 +523,4 @@ def test_a_missing_triton_says_what_to_install() -> None:
     program = "import sys; sys.modules['triton'] = None; import torch_fused_ops.kernels.activation"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert "ImportError" in done.stderr and 'pip install "torch-fused-ops[triton]"' in done.stderr
+    assert "ImportError" in done.stderr and "pip install triton numpy" in done.stderr

@@ -23,7 +23,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "torch_fused_ops needs Triton to run its operators on a GPU in eager mode, and it cannot be imported. "
-        'Install it with: pip install "torch-fused-ops[triton]" (GPU builds of PyTorch bring the Triton that fits '
+        "Install it with: pip install triton numpy (GPU builds of PyTorch bring the Triton that fits "
         "them). With TORCH_FUSED_OPS_KERNELS=torch in the environment they run as plain PyTorch"
     ) from error
 

@@ -25,7 +25,7 @@ from torch_fused_ops.nn.proofs import Fusing, Recipes, capture, hooked, twin_of,
 from torch_fused_ops.nn.reading import MLPS_MATRICES, NO_ACTIVATION
 from torch_fused_ops.nn.recipes import Recipe, Refused
 from torch_fused_ops.nn.replaced import Replaced, class_of, original_of
-from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
+from torch_fused_ops.policy import FusionPolicy, check_not_meant, enclosing_modules, names_module
 from torch_fused_ops.reasons import Kind, Reason, excluded
 from torch_fused_ops.reports.report import Report
 from torch_fused_ops.sites import Site
@@ -126,6 +126,7 @@ def replace_mlps(
     policy = FusionPolicy(memory=memory, gemm=gemm, exclude=exclude)  # type: ignore[arg-type]
     paths = _paths(model)
     _check_patterns(policy, [path for several in paths.values() for path in several])
+    check_not_meant("replace_mlps", model, kwargs)
     inputs = _inputs(model, args, kwargs) if args or kwargs else None
     recipes, chosen, sites = Recipes(), dict[str, nn.Module](), dict[str, Site]()
     settled: list[nn.Module] = []

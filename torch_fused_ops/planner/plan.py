@@ -43,7 +43,7 @@ def bytes_of(memory: str | int) -> int:
         return memory
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory) if isinstance(memory, str) else None
     size = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
-    if size <= 0:
+    if size <= 0 or (found and not found[2] and size < _UNITS["MiB"]):  # "72" is not meant as 72 bytes
         raise ValueError(f'memory={memory!r} is not accepted: it must be a size such as "72GiB", "800MiB" or bytes')
     return size
 
@@ -267,6 +267,7 @@ def plan(
     _count("dp", dp)
     given = largest.size_of((args, kwargs), maximum) if maximum is not None else 0
     described = gpus.by_name(gpu)
+    gpus.import_triton()  # at once, not after the model was captured
     rates = roofline.estimated_rates(described)
     assert rates is not None
     lowerings.require()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_fused_ops.capturing import run_captured
-from torch_fused_ops.policy import FusionPolicy, policy_or_default
+from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default
 from torch_fused_ops.reports.breaks import break_of, reasons_noted, since
 from torch_fused_ops.reports.figures import capture as set_aside
 from torch_fused_ops.reports.figures import sites_of
@@ -44,6 +44,7 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     if isinstance(model, type):
         raise TypeError(f"model={model!r} is a class: it must be an instance of it, {model.__name__}(…), or a function")
     policy = policy_or_default(policy)
+    check_not_meant("explain", getattr(model, "_orig_mod", model), kwargs)
     from torch_fused_ops import lowerings
 
     lowerings.require()

@@ -17,7 +17,7 @@ import torch
 # What `described` patches belongs to the process.
 _LOCK = threading.RLock()
 
-TRITON_MISSING = 'the virtual GPU needs Triton: pip install "torch-fused-ops[triton]"'
+TRITON_MISSING = "the virtual GPU needs Triton: pip install triton numpy"
 
 
 @dataclass(frozen=True)
