@@ -53,8 +53,8 @@ ITEMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("GPU code", "kernels in Triton's interpreter and as machine code on paper", ("kernels/test_activation_kernels.py",
      "kernels/test_dropout_kernels.py", "kernels/test_softmax_kernels.py", "kernels/test_fp8_kernels.py",
      "codegen/test_figures.py")),
-    ("Docs", "every code block of the README and of docs/ runs, with a model where it speaks of one; these tables are what is "
-     "generated",
+    ("Docs", "every code block of the README and of docs/ runs, with a model where it speaks of one; these tables "
+     "are what is generated",
      ("test_docs.py", "test_migrate.py")),
 )  # fmt: skip
 
