@@ -222,7 +222,9 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     _check_writable(arguments, "json", "html")
-    settings = {name: getattr(arguments, name) for name in ("memory", "gpu", "optimizer", "lossless", "maximum", "dp")}
+    settings = {
+        name: getattr(arguments, name) for name in ("memory", "gpu", "optimizer", "lossless", "maximum", "dp", "tp")
+    }
     with torch.device("meta") if arguments.meta else contextlib.nullcontext():
         model, args, kwargs = _load(arguments.spec)
     if isinstance(model, torch.nn.Module):
@@ -452,6 +454,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--dp", type=int, default=1, help="GPUs over which FSDP2 shards layers; bytes and batch are then one GPU's"
     )
+    plan.add_argument("--tp", type=int, default=1, help="GPUs that share MLPs' features and attention's heads")
     plan.add_argument("--meta", action="store_true", help="make the model on the meta device: sizes, and no data")
     plan.add_argument("--recompile", action="store_true", help="compile the whole model, too; seconds for each layer")
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")
