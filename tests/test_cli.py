@@ -160,6 +160,8 @@ def test_explain_at_every_memory_level(models, capsys):
     assert "memory level" in capsys.readouterr().out
     levels = {one["name"]: one for one in json.loads((models / "levels.json").read_text())["figures"]["levels"]}
     saved = [levels[name]["saved"] for name in ("off", "free", "fp8", "input")]
+    peaks = [levels[name]["peak"] for name in ("off", "free", "input")]
+    assert all(peak > kept for peak, kept in zip(peaks, [saved[0], saved[1], saved[3]], strict=True))
     assert saved == sorted(saved, reverse=True) and levels["free"]["seconds"] >= levels["off"]["seconds"] > 0
 
 

@@ -434,7 +434,9 @@ def _parser() -> argparse.ArgumentParser:
         help="memory, bytes moved and kernels before and after, on paper, for a GPU (H200 by default); seconds a layer",
     )
     explain.add_argument(
-        "--levels", action="store_true", help="with --train: what every memory level keeps and costs, on paper, too"
+        "--levels",
+        action="store_true",
+        help="with --train: what memory levels keep, their peaks and costs, on paper",
     )
     explain.add_argument("--json", metavar="FILE", help="write the report as JSON too")
     explain.add_argument("--html", metavar="FILE", help="write the report as a page too")
