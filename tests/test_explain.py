@@ -4,6 +4,7 @@ import copy
 import json
 import sys
 import types
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -204,6 +205,9 @@ def test_memory_levels_say_what_they_save_and_cost():
     head, _, plain, off, given, note = levels_table(figures).splitlines()
     assert head.split()[:2] == ["memory", "level"] and plain.startswith(PLAIN) and off.split()[-1] == "same"
     assert given.split() == ["input", "1.00", "MiB", "−87.5", "%", "1.200", "ms", "+20.0", "%"] and "faster" in note
+    peaks = tuple(replace(one, peak=3 * one.saved) for one in levels)
+    row = levels_table(Figures("NVIDIA H200", True, (), levels=peaks)).splitlines()[4].split()
+    assert row == ["input", "1.00", "MiB", "−87.5", "%", "3.0", "MiB", "−87.5", "%", "1.200", "ms", "+20.0", "%"]
     unknown = Figures("AMD", True, (), levels=tuple(LevelFigures(one.name, one.saved, None) for one in levels))
     assert "not known" in levels_table(unknown) and "time, at least" not in dict(row[:2] for row in rows_of(unknown))
     assert levels_table(Figures("NVIDIA H200", False, (), levels=levels[:2])) == ""

@@ -122,7 +122,9 @@ def parser() -> argparse.ArgumentParser:
         help="memory, bytes moved and kernels before and after, on paper, for a GPU (H200 by default); seconds a layer",
     )
     explain.add_argument(
-        "--levels", action="store_true", help="with --train: what every memory level keeps and costs, on paper, too"
+        "--levels",
+        action="store_true",
+        help="with --train: what memory levels keep, their peaks and costs, on paper",
     )
     explain.add_argument("--json", metavar="FILE", help="write the report as JSON too")
     explain.add_argument("--html", metavar="FILE", help="write the report as a page too")
@@ -141,6 +143,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--dp", type=int, default=1, help="GPUs over which FSDP2 shards layers; bytes and batch are then one GPU's"
     )
+    plan.add_argument("--tp", type=int, default=1, help="GPUs that share MLPs' features and attention's heads")
     plan.add_argument("--meta", action="store_true", help="make the model on the meta device: sizes, and no data")
     plan.add_argument("--recompile", action="store_true", help="compile the whole model, too; seconds for each layer")
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch_fused_ops.planner.resident import Held, Resident
     from torch_fused_ops.planner.search import Candidate
     from torch_fused_ops.planner.step import Curve, Step
+    from torch_fused_ops.planner.tensor_parallel import Split
     from torch_fused_ops.virtual_gpu import GPU
 
 __all__ = ["LayerRow", "LevelRow", "Plan", "bytes_of", "plan"]
@@ -122,7 +123,9 @@ class Plan:
         composed: whether the curve was put together from few compiled layers.
         dp: GPUs that have shards of parameters, gradients and optimizer state (FSDP2); bytes are one GPU's, of its own
             batch.
-        sent: bytes that a GPU sends in a step.
+        tp: GPUs that share the features of MLPs and the heads of attention; bytes are one GPU's.
+        whole: with tp, parameters of two and more dimensions that every GPU has whole, layers' numbers as "*".
+        sent: bytes that a GPU sends in a step, by what for: "FSDP2", "sums over tp".
         link_seconds: the time that these take on the GPU's links, by its data sheet; it is not in ``seconds``.
         largest: the largest batch or sequence that fits, if ``maximum`` asked for it.
     """
@@ -151,7 +154,9 @@ class Plan:
     help: tuple[str, ...]
     composed: bool
     dp: int = 1
-    sent: int = 0
+    tp: int = 1
+    whole: tuple[str, ...] = ()
+    sent: Mapping[str, int] = field(default_factory=dict)
     link_seconds: float = 0.0
     largest: Largest | None = None
     curve: tuple[int, ...] = field(default=(), repr=False)
@@ -216,6 +221,7 @@ def plan(
     lossless: bool = False,
     maximum: str | None = None,
     dp: int = 1,
+    tp: int = 1,
     **kwargs: Any,
 ) -> Plan:
     """Plan a training step: what it needs of a GPU's memory, and the cheapest memory levels with which it fits.
@@ -236,6 +242,9 @@ def plan(
             ``logging.getLogger("torch_fused_ops.planner")`` says at level INFO what is being compiled.
         dp: over how many GPUs FSDP2 shards the model, by ``fully_shard`` of each layer and of the model, with its
             defaults. All bytes are then one GPU's, and ``args`` are what one GPU is called with.
+        tp: how many GPUs share each MLP that is picked up, and attention whose shapes follow its heads, column-parallel
+            and row-parallel; with dp, each of these parts is sharded. ``args`` are what all of them are called with.
+            What is not split is whole on each (``Plan.whole``).
         **kwargs: what to call the model with.
 
     Returns:
@@ -244,15 +253,17 @@ def plan(
     Raises:
         TypeError: model is not callable.
         ValueError: memory, gpu, optimizer or maximum is not known; dp is no number of GPUs, or FSDP2 does not shard the
-            model; nothing in the model needs a gradient.
+            model; tp is no number of GPUs, does not divide heads or features, or there is nothing to split; nothing in
+            the model needs a gradient.
         ModuleNotFoundError: Triton is not installed.
     """
     from torch_fused_ops import lowerings
     from torch_fused_ops.planner import largest, search
     from torch_fused_ops.planner import model as models
     from torch_fused_ops.planner.optimizers import OPTIMIZERS
-    from torch_fused_ops.planner.resident import Resident, check_shards, held
+    from torch_fused_ops.planner.resident import Resident, check_shards, check_whole, held
     from torch_fused_ops.planner.step import KEPT, measured_step
+    from torch_fused_ops.planner.tensor_parallel import split
     from torch_fused_ops.virtual_gpu import gpus, roofline
 
     if not callable(model):
@@ -265,6 +276,7 @@ def plan(
     if maximum is not None and maximum not in largest.DIMENSIONS:
         raise ValueError(f"maximum={maximum!r} is not known; accepted: {', '.join(largest.DIMENSIONS)}, None")
     _count("dp", dp)
+    _count("tp", tp)
     given = largest.size_of((args, kwargs), maximum) if maximum is not None else 0
     described = gpus.by_name(gpu)
     gpus.import_triton()  # at once, not after the model was captured
@@ -272,9 +284,15 @@ def plan(
     assert rates is not None
     lowerings.require()
     levels = search.levels_for(lossless)
-    captured = models.captured_model(model, args, kwargs, kept=KEPT)
     module = getattr(model, "_orig_mod", model)
-    whole = held(module, captured.unit_of)
+    check_whole(module, dp, tp)
+
+    def capture(args: Any, kwargs: Any, kept: int) -> tuple[CapturedModel, Split | None]:
+        captured = models.captured_model(model, args, kwargs, kept=kept)
+        return split(captured, tp) if tp > 1 else (captured, None)
+
+    captured, parts = capture(args, kwargs, KEPT)
+    whole = held(module, captured.unit_of, parts)
 
     def held_over(dp: int) -> Resident:
         if dp > 1:
@@ -286,14 +304,14 @@ def plan(
     measured = measured_step(captured, described, rates, instructions, levels)
 
     def recompile(step: Step, levels: Mapping[str, str]) -> int:
-        return _recompiled_peak(models.captured_model(model, args, kwargs, kept=2**31), described, step, levels)
+        return _recompiled_peak(capture(args, kwargs, 2**31)[0], described, step, levels)
 
     @functools.cache
     def over(dp: int) -> _Planned:
         resident = held_over(dp)
         step = replace(measured, shards=resident.shards)
         every = search.candidates(step, levels)
-        return _Planned(model, captured, step, whole, resident, every, described, optimizer, recompile, over)
+        return _Planned(model, captured, parts, step, whole, resident, every, described, optimizer, recompile, over)
 
     planned = over(dp)
     found = planned.within(limit, dp)
@@ -301,11 +319,11 @@ def plan(
         return found
     step, resident = planned.step, planned.resident
 
-    def capture(size: int) -> CapturedModel:
-        sized, named = largest.resized((args, kwargs), maximum, size)
-        return models.captured_model(model, sized, named, kept=KEPT)
+    def sized(size: int) -> CapturedModel:
+        its_args, its_kwargs = largest.resized((args, kwargs), maximum, size)
+        return capture(its_args, its_kwargs, KEPT)[0]
 
-    sizes = largest.Sizes(capture, maximum, given, described, rates, instructions, resident.shards)
+    sizes = largest.Sizes(sized, maximum, given, described, rates, instructions, resident.shards)
     room = limit - resident.nbytes if resident.optimizer_peak <= limit else 0
     return replace(found, largest=sizes.largest(step, resident.nbytes, room))
 
@@ -326,6 +344,7 @@ class _Planned:
 
     model: Callable[..., Any]
     captured: CapturedModel
+    parts: Split | None
     step: Step
     whole: Sequence[Held]
     resident: Resident
@@ -379,7 +398,9 @@ class _Planned:
         ]
         short = step_peak - limit if met else step_peak + chosen.reserve - limit
         missing = max(0, short, resident.optimizer_peak - limit)
-        sent = resident.shards.sent if resident.shards else 0
+        sent = {"FSDP2": resident.shards.sent} if resident.shards else {}
+        if self.parts is not None:
+            sent["sums over tp"] = self.parts.sent(step.units, step.like)
         return Plan(
             title=type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", ""),
             gpu=self.gpu.name,
@@ -405,8 +426,10 @@ class _Planned:
             help=tuple(self.help(curve, checkpointed, limit, met)),
             composed=bool(self.captured.stacks),
             dp=resident.dp,
+            tp=self.parts.tp if self.parts else 1,
+            whole=tuple(dict.fromkeys(one.place for one in self.whole if one.is_left_whole)) if self.parts else (),
             sent=sent,
-            link_seconds=sent / roofline.link_rate(self.gpu),
+            link_seconds=sum(sent.values()) / roofline.link_rate(self.gpu),
             curve=tuple(resident.nbytes + point for point in step.points(chosen.levels)),
             off_curve=tuple(resident.nbytes + point for point in step.points(off_levels)),
             _recompiled=lambda: self.recompiled(chosen.levels),

@@ -23,7 +23,8 @@ def duration(seconds: float) -> str:
 def headline(plan: Plan) -> str:
     """Whether it fits, in one line."""
     verdict = "fits" if plan.fits else f"does not fit: {size(plan.missing)} are missing"
-    group = f", one of {plan.dp} (dp={plan.dp})" if plan.dp > 1 else ""
+    named = ", ".join(f"{name}={n}" for name, n in (("dp", plan.dp), ("tp", plan.tp)) if n > 1)
+    group = f", one of {plan.dp * plan.tp} ({named})" if named else ""
     return f"{plan.title} in {size(plan.limit)} of an {plan.gpu}{group}: {verdict}"
 
 
@@ -61,10 +62,11 @@ def communication(plan: Plan) -> str:
     """What a GPU sends; "" where it is alone."""
     if not plan.sent:
         return ""
-    sent, links = size(plan.sent), duration(plan.link_seconds)
+    sent = ", ".join(f"{size(nbytes)} ({what})" for what, nbytes in plan.sent.items())
+    whole = f"; whole on each of tp: {', '.join(plan.whole)}" if plan.whole else ""
     return (
-        f"each GPU sends {sent} a step: {links} within a node, by its links' data sheet, if nothing hides it, which is "
-        "not in the least time; bytes and batch are one GPU's"
+        f"each GPU sends {sent} a step: {duration(plan.link_seconds)} within a node, by its links' data sheet, if "
+        f"nothing hides it, which is not in the least time; bytes and batch are one GPU's{whole}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 from torch_fused_ops.planner.fsdp import FullyShard, Group, shard_shape
 from torch_fused_ops.planner.optimizers import optimizer_memory
+from torch_fused_ops.planner.tensor_parallel import Split
 
-__all__ = ["Held", "Resident", "check_shards", "held", "is_dtensor"]
+__all__ = ["Held", "Resident", "check_shards", "check_whole", "held"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Held:
         dtype: its dtype; so is its gradient's.
         is_parameter: it is no buffer.
         trained: it needs a gradient.
+        is_split: a tensor-parallel group has a part of it on each GPU.
     """
 
     name: str
@@ -36,54 +39,87 @@ class Held:
     dtype: torch.dtype
     is_parameter: bool
     trained: bool
+    is_split: bool = False
 
     def in_shards(self, dp: int) -> Held:
         """One GPU's shard of it; of a buffer all."""
         return replace(self, shape=shard_shape(self.shape, dp)) if self.is_parameter and dp > 1 else self
 
     @property
+    def is_left_whole(self) -> bool:
+        """It is a matrix, or more, of which every GPU of a tensor-parallel group has all."""
+        return self.is_parameter and len(self.shape) > 1 and not self.is_split
+
+    @property
+    def place(self) -> str:
+        """Its path, layers' numbers as "*"."""
+        return re.sub(r"\.\d+(?=\.)", ".*", self.name)
+
+    @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def held(model: Callable[..., Any], unit_of: Callable[[str], str]) -> list[Held]:
+def held(model: Callable[..., Any], unit_of: Callable[[str], str], split: Split | None = None) -> list[Held]:
     """All parameters and buffers of a model; of a function none.
 
     Args:
         model: a module or a function.
         unit_of: the layer that a module is in, by its path.
+        split: what one GPU has a part of.
     """
     if not isinstance(model, nn.Module):
         return []
     named: list[tuple[str, Tensor, bool]] = [(name, p, True) for name, p in model.named_parameters()]
     named += [(name, buffer, False) for name, buffer in model.named_buffers()]
     return [
-        Held(name, unit_of(name.rpartition(".")[0]), tuple(t.shape), t.dtype, is_parameter, t.requires_grad)
+        Held(
+            name,
+            unit_of(name.rpartition(".")[0]),
+            split.shape(name, t.shape) if split else tuple(t.shape),
+            t.dtype,
+            is_parameter,
+            t.requires_grad,
+            split is not None and split.shape(name, t.shape) != tuple(t.shape),
+        )
         for name, t, is_parameter in named
     ]
+
+
+def check_whole(model: Callable[..., Any], dp: int, tp: int) -> None:
+    """What is planned for several GPUs is a module, whole.
+
+    Raises:
+        ValueError: it is a function, or has parameters in shards already.
+    """
+    for name, count in (("dp", dp), ("tp", tp)):
+        if count == 1:
+            continue
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"{name}={count} is not accepted: model={model!r} is a function; it must be a module")
+        found = next((path for path, p in model.named_parameters() if _is_dtensor(p)), None)
+        if found is not None:
+            raise ValueError(f"{name}={count} is not accepted: {found} is in shards already; plan the whole model")
 
 
 def check_shards(model: Callable[..., Any], unit_of: Callable[[str], str], dp: int) -> None:
     """What ``fully_shard`` refuses.
 
     Raises:
-        ValueError: the model is a function; or has parameters that are scalars, in shards already, or in several
-            layers, or trained ones of several dtypes in a layer.
+        ValueError: as ``check_whole``; or parameters are scalars, or in several layers, or trained ones of several
+            dtypes in a layer.
     """
 
     def refuse(why: str) -> None:
         raise ValueError(f"dp={dp} is not accepted: {why}")
 
-    if not isinstance(model, nn.Module):
-        refuse(f"model={model!r} is a function, and FSDP2 shards the parameters of modules")
-        return
+    check_whole(model, dp, 1)
+    assert isinstance(model, nn.Module)
     units: dict[int, tuple[str, str]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         unit = unit_of(name.rpartition(".")[0])
         first, its_unit = units.setdefault(id(p), (name, unit))
-        if is_dtensor(p):
-            refuse(f"{name} is in shards already; plan the model as it is before fully_shard")
         if p.dim() == 0:
             refuse(f"{name} is a scalar, which FSDP2 does not shard; make it a tensor of one element")
         if unit != its_unit:
@@ -95,7 +131,7 @@ def check_shards(model: Callable[..., Any], unit_of: Callable[[str], str], dp: i
             )
 
 
-def is_dtensor(tensor: Tensor) -> bool:
+def _is_dtensor(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor; where DTensor was never imported, it is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

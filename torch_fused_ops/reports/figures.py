@@ -99,11 +99,15 @@ class LevelFigures:
         saved: bytes kept from forward for backward, without parameters and buffers.
         seconds: the least time that FLOP, bytes and instructions take, one kernel after the other, at the rates that
             this GPU was measured to reach (``virtual_gpu.roofline``); None for a GPU that nobody has measured.
+        peak: the most bytes alive at once in forward and backward, without parameters, with gradients
+            (``PaperCompilation.timeline``); None of several graphs, whose curves are not joined here, and of one with
+            operators that do not run without data.
     """
 
     name: str
     saved: int
     seconds: float | None
+    peak: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -260,7 +264,11 @@ def _level(name: str, paper: PaperCompilation) -> LevelFigures:
 
     rates = roofline.rates_of(paper.gpu)
     works = [work for graph in paper.graphs.values() for work in roofline.works_of(graph)] if rates else []
-    return LevelFigures(name, paper.saved_bytes(), rates.seconds(works) if rates else None)
+    try:
+        peak = paper.peak_bytes()
+    except ValueError:
+        peak = None
+    return LevelFigures(name, paper.saved_bytes(), rates.seconds(works) if rates else None, peak)
 
 
 def _together(graphs: Sequence[dict[str, LevelFigures]]) -> tuple[LevelFigures, ...]:
@@ -271,7 +279,8 @@ def _together(graphs: Sequence[dict[str, LevelFigures]]) -> tuple[LevelFigures, 
             each = [graph[name] for graph in graphs]
             seconds = [level.seconds for level in each if level.seconds is not None]
             saved = sum(level.saved for level in each)
-            found.append(LevelFigures(name, saved, sum(seconds) if len(seconds) == len(each) else None))
+            peak = each[0].peak if len(each) == 1 else None
+            found.append(LevelFigures(name, saved, sum(seconds) if len(seconds) == len(each) else None, peak))
     return tuple(found)
 
 

@@ -207,16 +207,20 @@ def figures_table(figures: Figures) -> str:
 
 
 def levels_table(figures: Figures) -> str:
-    """What each memory level keeps for backward, and its roofline beside plain torch.compile's; "" for one without."""
+    """What each memory level keeps for backward, its peak and its roofline beside plain torch.compile's; "" if none."""
     if not figures.training or not figures.levels:
         return ""
     base = figures.levels[0]
-    rows = [("memory level", "saved for backward", "change", "at least", "change")]
+    peaks = all(level.peak is not None for level in figures.levels)
+    heads = ("peak", "change") if peaks else ()
+    rows: list[tuple[str, ...]] = [("memory level", "saved for backward", "change", *heads, "at least", "change")]
     for level in (one for one in figures.levels if one.name != PICKED_UP):
         times = ("not known", "")
         if level.seconds is not None and base.seconds is not None:
             times = (f"{1e3 * level.seconds:.3f} ms", change(base.seconds, level.seconds))
-        rows.append((level.name, size(level.saved, base.saved), change(base.saved, level.saved), *times))
+        peak = level.peak, base.peak
+        most = (size(peak[0], peak[1]), change(peak[1], peak[0])) if peaks and peak[0] and peak[1] else ()
+        rows.append((level.name, size(level.saved, base.saved), change(base.saved, level.saved), *most, *times))
     lines = aligned(rows)
     lines.append(
         "at least: what FLOP, bytes and instructions take at the rates measured on this GPU; nothing runs faster"

@@ -1,0 +1,357 @@
+"""A captured model as one GPU of a tensor-parallel group runs it: its graph, with smaller tensors.
+
+As Megatron and ``parallelize_module`` split it: the products before an MLP's activation and before attention keep a
+part of their features (column-parallel), the product behind keeps the columns that meet them (row-parallel), and its
+result is summed over the group, in place. All else is whole on every GPU: norms, residuals, embeddings, the head.
+
+Nothing is scaled afterwards. The graph that Dynamo captured is given the smaller parameters, what lies between the
+products is run again on tensors without data, and the numbers in it that say how many heads or features there are (of
+views, splits, expansions) are divided where its shapes then are what they have to be: between the products each tensor
+has exactly one dimension that is a ``tp``-th of what it was (at attention the heads), and behind them all is as it was.
+Where no numbers give that, the products stay whole. The smaller graph is then compiled on paper like any other.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from torch_fused_ops.planner.model import CapturedModel, Stack, stack_of
+from torch_fused_ops.virtual_gpu.captured import copy_graph
+
+__all__ = ["Split", "split"]
+
+ATTENTION = F.scaled_dot_product_attention
+# Where a number could be at several places in a call: as it is written; else the last place; else the last but one.
+STRATEGIES = (None, -1, -2)
+
+
+@dataclass(frozen=True)
+class Split:
+    """What of a model is split.
+
+    Attributes:
+        tp: the number of GPUs.
+        dimensions: by parameter of the captured model: the dimension of which a GPU has a part.
+        summed: by layer, bytes of results, and of their inputs' gradients, that the group sums.
+        stacks: of the captured model.
+    """
+
+    tp: int
+    dimensions: Mapping[str, int]
+    summed: Mapping[str, int]
+    stacks: Sequence[Stack]
+
+    def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """What a GPU has of a parameter of the whole model."""
+        found = stack_of(name, self.stacks)
+        like = f"{found[0].layer(0)}{name.removeprefix(found[0].layer(found[1]))}" if found else name
+        dimension = self.dimensions.get(like)
+        return tuple(size // self.tp if i == dimension else size for i, size in enumerate(shape))
+
+    def sent(self, units: Sequence[str], like: Callable[[str], str]) -> int:
+        """Bytes that a GPU sends in a step, as rings send them: 2 (tp - 1)/tp of what is summed.
+
+        Args:
+            units: the layers of the whole model.
+            like: the captured layer that each is like.
+        """
+        summed = sum(self.summed.get(like(unit), 0) for unit in units) + self.summed.get("", 0)
+        return 2 * summed * (self.tp - 1) // self.tp
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A matrix product with a weight: x @ weight, plus a bias."""
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    out: int  # the weight's dimension of features that come out; the other one's go in
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Column-parallel products, a row-parallel one, and the calls between them, in order."""
+
+    module: str
+    columns: tuple[_Product, ...]
+    row: _Product
+    between: tuple[fx.Node, ...]
+
+    @property
+    def attention(self) -> list[fx.Node]:
+        return [node for node in self.between if node.target is ATTENTION]
+
+
+def split(captured: CapturedModel, tp: int) -> tuple[CapturedModel, Split]:
+    """The model of one of ``tp`` GPUs, and what of it is split.
+
+    Raises:
+        ValueError: tp does not divide an MLP's hidden features or an attention's heads; or nothing is found to split.
+    """
+    graphs, dimensions, summed = [], {}, Counter[str]()
+    for each in captured.graphs:
+        if each.graph is None:
+            graphs.append(each)
+            continue
+        gm = copy_graph(each.graph.gm)
+        paths = dict(zip(gm.graph.find_nodes(op="placeholder"), each.graph.paths, strict=True))
+        for block in _blocks(gm.graph, paths, captured):
+            _check(block, tp)
+            if _shrunk(block, tp):
+                for product, dimension in [*((c, c.out) for c in block.columns), (block.row, 1 - block.row.out)]:
+                    dimensions[paths[product.weight]] = dimension
+                    if product.bias is not None and product is not block.row:
+                        dimensions[paths[product.bias]] = 0
+                inputs = {column.x for column in block.columns}
+                tensors = [block.row.node, *(x for x in inputs if _value(x).requires_grad)]
+                summed[captured.unit_of(block.module)] += sum(_value(node).nbytes for node in tensors)
+        gm.recompile()
+        graphs.append(replace(each, graph=replace(each.graph, gm=gm)))
+    if not dimensions:
+        raise ValueError(
+            f"tp={tp} is not accepted: there is nothing to split: neither an MLP that is picked up between two linear "
+            "layers, nor attention by torch.nn.functional.scaled_dot_product_attention whose shapes follow its heads"
+        )
+    return replace(captured, graphs=tuple(graphs)), Split(tp, dimensions, summed, captured.stacks)
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def _blocks(graph: fx.Graph, paths: Mapping[fx.Node, str], captured: CapturedModel) -> Iterator[_Block]:
+    """The MLPs that are picked up and the attentions of a graph, a product in one of them at most."""
+    products = {node: product for node in graph.nodes if (product := _product(node, paths)) is not None}
+    mlps = {module for modules in captured.mlps.values() for module in modules}
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    taken: set[fx.Node] = set()
+    for row in products.values():
+        block = _block(row, products, paths, order)
+        if block is None or taken & {each.node for each in (*block.columns, row)}:
+            continue
+        if block.attention or any(_inside(block, module, paths) for module in mlps):
+            taken |= {each.node for each in (*block.columns, row)}
+            yield block
+
+
+def _product(node: fx.Node, paths: Mapping[fx.Node, str]) -> _Product | None:
+    """A linear layer's product, or a Conv1D's, with a weight that nothing else reads."""
+    values = [*node.args, *node.kwargs.values()]
+    if node.op != "call_function" or not all(isinstance(value, fx.Node) or value is None for value in values):
+        return None
+    if node.target not in (F.linear, torch.addmm):
+        return None
+    order = ("input", "weight", "bias") if node.target is F.linear else ("bias", "input", "weight")
+    named: dict[str, Any] = dict(zip(order, node.args, strict=False), **node.kwargs)
+    x, weight, bias = named.get("input"), named.get("weight"), named.get("bias")
+    if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
+        return None
+    parameters = [weight] if bias is None else [weight, bias]
+    if any(not paths.get(each) or len(each.users) > 1 for each in parameters):
+        return None
+    return _Product(node, x, weight, bias, 0 if node.target is F.linear else 1)
+
+
+def _block(
+    row: _Product, products: Mapping[fx.Node, _Product], paths: Mapping[fx.Node, str], order: Mapping[fx.Node, int]
+) -> _Block | None:
+    """The products that a product's input is made of, and the calls between, if nothing else reads these."""
+    columns: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    left = [row.x]
+    while left:
+        node = left.pop()
+        if node in products:
+            columns.add(node)
+        elif node not in seen:
+            seen.add(node)
+            left += node.all_input_nodes
+    depends: set[fx.Node] = set(columns)
+    between = []
+    for node in sorted(seen, key=order.__getitem__):
+        if depends & set(node.all_input_nodes):
+            depends.add(node)
+            between.append(node)
+    readers = {user for node in depends for user in node.users} - depends - {row.node}
+    if not columns or not between or any(user.op != "output" for user in readers):
+        return None
+    module = _common([paths[products[node].weight] for node in columns] + [paths[row.weight]])
+    return _Block(module, tuple(products[node] for node in sorted(columns, key=order.__getitem__)), row, tuple(between))
+
+
+def _inside(block: _Block, module: str, paths: Mapping[fx.Node, str]) -> bool:
+    weights = [paths[each.weight] for each in (*block.columns, block.row)]
+    return all(not module or weight.startswith(f"{module}.") for weight in weights)
+
+
+def _common(paths: Sequence[str]) -> str:
+    """The module that all of these are in."""
+    names = [path.split(".")[:-1] for path in paths]
+    shared = [each[0] for each in zip(*names, strict=False) if len(set(each)) == 1]
+    return ".".join(shared) if all(each[: len(shared)] == shared for each in names) else ""
+
+
+def _check(block: _Block, tp: int) -> None:
+    """Whether the group can share the features, or the heads, evenly."""
+    for node in block.attention:
+        size = int(_value(node.args[0]).shape[-1])
+        heads = [int(_value(each).shape[-3]) for each in node.args[:3]]
+        heads += [c.features // size for c in map(_Features, block.columns) if c.features % size == 0]
+        for count in heads:
+            if count % tp:
+                raise ValueError(f"tp={tp} is not accepted: it does not divide the {count} heads of {block.module}")
+    for column in map(_Features, block.columns):
+        if column.features % tp:
+            raise ValueError(
+                f"tp={tp} is not accepted: it does not divide the {column.features} features between the linear "
+                f"layers of {block.module}"
+            )
+
+
+class _Features:
+    def __init__(self, product: _Product) -> None:
+        self.features = int(_value(product.weight).shape[product.out])
+
+
+# ---- smaller ---------------------------------------------------------------------------------------------------------
+
+
+def _value(node: Any) -> Any:
+    return node.meta["example_value"]
+
+
+def _shrunk(block: _Block, tp: int) -> bool:
+    """Give a block of a graph its smaller parameters; leave it as it is where its shapes do not follow."""
+    for strategy in STRATEGIES:
+        try:
+            found = _smaller(block, tp, strategy)
+        except Exception:  # a shape that does not fit: whatever the operator raises
+            found = None
+        if found is not None:
+            for node, (args, kwargs, value) in found.items():
+                node.args, node.kwargs, node.meta["example_value"] = args, kwargs, value
+            return True
+    return False
+
+
+def _smaller(block: _Block, tp: int, strategy: int | None) -> dict[fx.Node, tuple[Any, Any, Any]] | None:
+    """New arguments and values of the nodes of a block; None where its shapes do not follow."""
+    found: dict[fx.Node, tuple[Any, Any, Any]] = {}
+    mode = _value(block.row.weight).fake_mode
+    sizes = _sizes(block)
+
+    def value(node: Any) -> Any:
+        return found[node][2] if node in found else _value(node)
+
+    def run(node: fx.Node, args: Any, kwargs: Any) -> Any:
+        args, kwargs = fx.node.map_arg((args, kwargs), value)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if node.op != "call_function" or isinstance(node.target, str):
+            raise NotImplementedError(node.op)
+        return node.target(*args, **kwargs)
+
+    def part(node: fx.Node, dimension: int) -> None:
+        old = _value(node)
+        shape = [size // tp if i == dimension else size for i, size in enumerate(old.shape)]
+        found[node] = (
+            node.args,
+            node.kwargs,
+            torch.empty(shape, dtype=old.dtype, device=old.device, requires_grad=old.requires_grad),
+        )
+
+    with mode, torch.enable_grad():
+        for column in block.columns:
+            part(column.weight, column.out)
+            if column.bias is not None:
+                part(column.bias, 0)
+        part(block.row.weight, 1 - block.row.out)
+        for column in block.columns:
+            found[column.node] = (column.node.args, column.node.kwargs, run(column.node, *_arguments(column.node)))
+        for node in block.between:
+            for args, kwargs in _spellings(node, sizes, tp, strategy):
+                try:
+                    result = run(node, args, kwargs)
+                except Exception:
+                    continue
+                if _is_part(_value(node), result, tp):
+                    found[node] = (args, kwargs, tree_map(lambda new, old: _as(new, old), result, _value(node)))
+                    break
+            else:
+                return None
+        if any(_parted(_value(each), value(each)) != -3 for node in block.attention for each in node.args[:3]):
+            return None
+        result = run(block.row.node, *_arguments(block.row.node))
+    columns = [_parted(_value(column.node), value(column.node)) for column in block.columns]
+    same: bool = result.shape == _value(block.row.node).shape
+    return found if same and {*columns, _parted(_value(block.row.x), value(block.row.x))} == {-1} else None
+
+
+def _arguments(node: fx.Node) -> tuple[Any, Any]:
+    return node.args, node.kwargs
+
+
+def _as(new: Any, old: Any) -> Any:
+    """As it was recorded: autocast, which is not on here, gives other dtypes."""
+    return new.to(old.dtype) if isinstance(new, Tensor) and new.dtype != old.dtype else new
+
+
+def _sizes(block: _Block) -> set[int]:
+    """Numbers that count heads or features, all of them or those of a product."""
+    sizes = {_Features(column).features for column in block.columns}
+    for node in block.attention:
+        for each in node.args[:3]:
+            heads, size = (int(_value(each).shape[i]) for i in (-3, -1))
+            sizes |= {heads, heads * size}
+        sizes |= {_Features(column).features // size for column in block.columns}
+    return sizes
+
+
+def _spellings(node: fx.Node, sizes: set[int], tp: int, strategy: int | None) -> Iterator[tuple[Any, Any]]:
+    """A call's arguments as they are, with one number divided, with all of them; in the order of the strategy."""
+    leaves, spec = tree_flatten((node.args, node.kwargs))
+    places = [i for i, x in enumerate(leaves) if type(x) is int and x in sizes and x % tp == 0]
+    if node.target is operator.getitem:
+        places = []
+
+    def divided(which: Sequence[int]) -> tuple[Any, Any]:
+        args, kwargs = tree_unflatten([x // tp if i in which else x for i, x in enumerate(leaves)], spec)
+        return args, kwargs
+
+    one = [divided([place]) for place in reversed(places)]
+    if strategy is None:
+        yield node.args, node.kwargs
+    elif strategy == -2:
+        one = one[1:] + one[:1]
+    yield from one
+    if len(places) > 1:
+        yield divided(places)
+    if strategy is not None:
+        yield node.args, node.kwargs
+
+
+def _parted(old: Any, new: Any) -> int | None:
+    """The dimension, counted from the end, in which two tensors differ; None if it is not exactly one."""
+    if not isinstance(old, Tensor) or not isinstance(new, Tensor) or old.dim() != new.dim():
+        return None
+    differ = [i - old.dim() for i, (a, b) in enumerate(zip(old.shape, new.shape, strict=True)) if a != b]
+    return differ[0] if len(differ) == 1 else None
+
+
+def _is_part(old: Any, new: Any, tp: int) -> bool:
+    """Whether a value, or each of several, has a ``tp``-th of one dimension, and all else as it was."""
+    if isinstance(old, (tuple, list)):
+        alike = isinstance(new, (tuple, list)) and len(old) == len(new)
+        return alike and all(_is_part(a, b, tp) for a, b in zip(old, new, strict=True))
+    dimension = _parted(old, new)
+    return dimension is not None and old.shape[dimension] == tp * new.shape[dimension]
