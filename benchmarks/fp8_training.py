@@ -1,13 +1,13 @@
 """What rounding to float8 does to training: loss curves of small GPTs over several seeds.
 
-    python -m torch_fused_ops.benchmarks.fp8_training [--study memory|gemm] [--steps N] [--seeds N] [--out FILE]
+    python -m torch_fused_ops.benchmarks.fp8_training [--study memory|gemm|rowwise] [--steps N] [--seeds N] [--out FILE]
 
 ``memory``: ``eager`` (PyTorch), ``free`` (``backend="fused"``) and ``fp8`` (the same with ``memory="fp8"``). Eager
 against free shows how far two runs drift apart that differ in nothing but rounding. ``gemm``: ``plain``
 (``backend="fused"``, its products in bf16) against ``gemm="fp8"`` and ``gemm="fp8-wgrad-bf16"``, of a GELU and of a
-SwiGLU model. All under bf16 autocast, weights and optimizer in float32. Each seed has weights and batches of its own,
-the same for all ways, so differences are paired: their mean has a 95 % interval (Student's t), to be read beside the
-spread between seeds.
+SwiGLU model; ``rowwise``: against ``gemm="fp8-rowwise"``. All under bf16 autocast, weights and optimizer in float32.
+Each seed has weights and batches of its own, the same for all ways, so differences are paired: their mean has a 95 %
+interval (Student's t), to be read beside the spread between seeds.
 
 The text is the Python standard library on this machine, as in ``examples/quickstart.py``. Results are written as JSON
 after every run, and a run that is there is not run again: to start over, remove the file. ``--picture`` draws them.
@@ -78,6 +78,13 @@ STUDIES = {
         {"GELU": (models.GPT, models.TINY), "SwiGLU": (models.Llama, models.TINY_LLAMA)},
         batch=8,
         out="fp8_gemm_training",
+    ),
+    "rowwise": Study(
+        {"plain": FusionPolicy(strict=True), "fp8-rowwise": FusionPolicy(gemm="fp8-rowwise", strict=True)},
+        (("fp8-rowwise", "plain"),),
+        {"GELU": (models.GPT, models.TINY), "SwiGLU": (models.Llama, models.TINY_LLAMA)},
+        batch=8,
+        out="fp8_rowwise_training",
     ),
 }
 

@@ -349,20 +349,28 @@ def test_500_steps_of_training_agree() -> None:
     assert (Path(__file__).parents[2] / "docs" / "images" / "long_training.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(("study", "page"), [("memory", "memory.md"), ("gemm", "fp8.md")])
-def test_what_float8_does_to_training(study: str, page: str) -> None:
+@pytest.mark.parametrize(
+    ("study", "page", "steps", "seeds"),
+    [("memory", "memory.md", 300, 5), ("gemm", "fp8.md", 300, 5), ("rowwise", "fp8.md", 120, 3)],
+)
+def test_what_float8_does_to_training(study: str, page: str, steps: int, seeds: int) -> None:
     """The tables of the pages are what was measured, and the statistic is of the curves."""
     kind, docs = fp8_training.STUDIES[study], Path(__file__).parents[2] / "docs"
     result = harness.read(harness.results_folder() / f"{kind.out}.json", kind.out)
-    assert result["steps"] == 300 and result["models"] == {
+    assert result["steps"] == steps and result["models"] == {
         name: vars(config) for name, (_, config) in kind.models.items()
     }
     for name, curves in result["curves"].items():
-        assert {way: [len(row) for row in rows] for way, rows in curves.items()} == dict.fromkeys(kind.ways, [300] * 5)
+        lengths = {way: [len(row) for row in rows] for way, rows in curves.items()}
+        assert lengths == dict.fromkeys(kind.ways, [steps] * seeds)
         assert fp8_training.summary(kind, curves) == result["summary"][name]
     text = (docs / page).read_text(encoding="utf-8")
     rows = fp8_training.table(result).splitlines()
     assert len(rows) == len(kind.pairs) * len(kind.models) and all(row in text for row in rows)
+    if study == "rowwise":
+        bounds = [row["interval_95"] for found in result["summary"].values() for row in found["differences"].values()]
+        assert all(-0.015 < low < 0 < high < 0.015 for low, high in bounds)
+        return
     assert (docs / "images" / f"{kind.out}.png").stat().st_size > 10_000
     if study == "gemm":  # what the page says of them
         bounds = [row["interval_95"] for found in result["summary"].values() for row in found["differences"].values()]

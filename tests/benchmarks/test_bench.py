@@ -230,6 +230,8 @@ def test_where_products_in_float8_are_not_there(monkeypatch: pytest.MonkeyPatch)
     narrow = models.SwiGLUMLP(64, 200)
     with pytest.raises(harness.Unavailable, match=r"multiples of 128: the weight of gate is \(200, 64\)"):
         ways.COMPILED["gemm-fp8"](narrow)
+    with pytest.raises(harness.Unavailable, match=r"multiples of 16: the weight of gate is \(200, 64\)"):
+        ways.COMPILED["gemm-fp8-rowwise"](narrow)
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchao", None)

@@ -311,6 +311,34 @@ def test_experts_in_rows(memory: str) -> None:
         assert 1e-3 < apart(mine, plain) < 0.12
 
 
+@pytest.mark.slow
+def test_experts_whose_rows_change_and_that_have_none() -> None:
+    module = Experts()
+    torch._dynamo.reset()
+    options = {"policy": FusionPolicy(gemm="fp8-rowwise", strict=True)}
+    fn = torch.compile(module, backend="fused", options=options, dynamic=True)
+    for counts in ((5, 0, 16), (0, 0, 1), (40, 60, 3)):
+        module.ends.copy_(torch.tensor(counts).cumsum(0))
+        x = torch.randn(sum(counts), 48).bfloat16()
+        for mine, plain in zip(step(fn, module, x), step(module, module, x), strict=True):
+            assert apart(mine, plain) < 0.12
+
+
+@pytest.mark.slow
+def test_transformers_experts() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_local_experts": 4}
+    config = transformers.MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, vocab_size=100)
+    model, tokens = transformers.MixtralForCausalLM(config).bfloat16(), torch.randint(0, 100, (2, 16))
+    if not hasattr(model, "set_experts_implementation"):
+        pytest.skip("this transformers has no grouped products")
+    model.set_experts_implementation("grouped_mm")
+    found = [site for site in sites(model, tokens, gemm="fp8-rowwise") if site.is_mlp]
+    assert [(site.gemm, site.gemm_reason) for site in found] == [("fp8-rowwise", "")]
+    fn = torch.compile(model, backend="fused", options={"policy": FusionPolicy(gemm="fp8-rowwise")})
+    assert 1e-4 < apart(fn(tokens).logits, model(tokens).logits) < 0.1
+
+
 def test_experts_that_stay_have_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(21, 48).bfloat16()
     (site,) = sites(Experts(), x)

@@ -1002,6 +1002,9 @@ def scaled_grouped_mm(
 ) -> Tensor:
     """``float8.grouped_product`` by CUTLASS, without fast accumulation; on sm_90.
 
+    Groups may have any number of rows, and none: where a row begins is aligned, as k is a multiple of 16 (ATen's
+    GroupMMCommon.cuh).
+
     Raises:
         ValueError: from torch, on other devices.
     """

@@ -43,7 +43,12 @@ def decompositions(*, differentiable: bool = True) -> dict[torch._ops.OpOverload
         for signature, plain, check in REGISTERED.values()
     }
     fused = torch.ops.fused
-    return {**table, fused.make_viewless.default: viewless.in_aten, fused.linear_fp8.default: float8.linear}
+    return {
+        **table,
+        fused.make_viewless.default: viewless.in_aten,
+        fused.linear_fp8.default: float8.linear,
+        fused.grouped_linear_fp8.default: float8.grouped_linear,
+    }
 
 
 def _in_aten(
