@@ -45,8 +45,9 @@ class FusionPolicy:
             computed again in backward, from the MLP's own input. ``"tiled"``: and both are done in tiles of its tokens,
             one after the other, forward and backward; ``"tiled:16"`` says how many. A mapping from module patterns (as
             in ``exclude``) to any of them but "off" chooses for each MLP; the first that fits counts, and what none
-            names is "free". A budget that you set yourself (``torch._functorch.config.activation_memory_budget``)
-            always wins.
+            names is "free". At all but "off" a factor of each row behind an MLP's last product, a router's weight say,
+            moves in front of it: the product's result is not kept then. A budget that you set yourself
+            (``torch._functorch.config.activation_memory_budget``) always wins.
         dropout: whether active dropouts of linear layers and of fused activations become ``fused::dropout_add``, with
             the residual that they are added to. Nothing but a seed is kept for backward then, where a mask is a byte
             an element; other elements are dropped than plain torch.compile drops, by the same distribution, and

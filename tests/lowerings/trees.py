@@ -167,6 +167,25 @@ class Updated(nn.Module):
         return f"update={self.update}, use={self.use}"
 
 
+class Weighted(nn.Module):
+    """An MLP whose result a number for each row multiplies, as a router's weight does."""
+
+    def __init__(self, r: random.Random) -> None:
+        super().__init__()
+        self.mlp, self.router = r.choice((MLP, GLU))(r), nn.Linear(WIDTH, 1)
+        self.mlp.down = nn.Linear(HIDDEN, WIDTH, bias=r.random() < 0.2)
+        self.of, self.twice = r.choice(("x", "hidden", "result")), r.random() < 0.2
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, h = self.mlp(x, with_hidden=True)
+        given = {"x": x, "hidden": h[..., :WIDTH], "result": y}[self.of]
+        weighted = y * torch.sigmoid(self.router(given))
+        return weighted + y if self.twice else weighted
+
+    def extra_repr(self) -> str:
+        return f"of={self.of}, twice={self.twice}"
+
+
 class Twice(nn.Module):
     """One module called twice, or two that share a parameter."""
 
@@ -316,7 +335,7 @@ class Configured(nn.Module):
             owner.default = "sigmoid"  # type: ignore[attr-defined]
 
 
-LEAVES = (MLP, GLU, GLU, Chain, Adapted, Twice, Concatenated, Parametrised, Configured)
+LEAVES = (MLP, GLU, GLU, Chain, Adapted, Weighted, Twice, Concatenated, Parametrised, Configured)
 NODES = (Residual, Residual, Sequence, Checkpointed)
 
 
