@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch_fused_ops.planner.step import Piece, Segment
 
@@ -60,6 +60,9 @@ class FullyShard:
 
     dp: int
     groups: Mapping[str, Group]
+    _beside: dict[tuple[str, ...], list[tuple[int, int, int, int]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def gathered(self, unit: str) -> int:
         """Bytes of a layer's whole parameters; of the flat buffer that they are gathered in; with padding."""
@@ -89,7 +92,10 @@ class FullyShard:
         forward = [unit for graph, unit, _ in step if graph == "forward" and unit]
         backward = [unit for graph, unit, _ in step if graph == "backward" and unit]
         alive = shards = 0  # beside the curve, shards of gradients, less whole ones, included
-        beside = [*self._forward(forward), *self._backward(backward)]
+        key = *forward, "", *backward
+        if key not in self._beside:
+            self._beside[key] = [*self._forward(forward), *self._backward(backward)]
+        beside = self._beside[key]
         for i, ((graph, unit, segment), (start, during, end, after)) in enumerate(zip(step, beside, strict=True)):
             moved = segment.points if each_call else (segment.peak,) if segment.points else ()
             points = (start, *(during + point for point in moved), segment.net + end)

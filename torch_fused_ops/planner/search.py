@@ -49,7 +49,8 @@ def candidates(step: Step, levels: Sequence[str]) -> list[Candidate]:
     found = _counted(rows, levels) if ways <= ENUMERATED else greedy(step, rows, levels)
     assigned = {tuple(sorted(one.items())): one for one in (*found, *(dict.fromkeys(step.mlps, one) for one in levels))}
     assigned[(OFF,)] = dict.fromkeys(step.mlps, OFF)  # type: ignore[index]
-    every = [Candidate(one, step.at(one), step.reserve(one)) for one in assigned.values()]
+    curves = ((one, step.at(one)) for one in assigned.values())
+    every = [Candidate(one, curve, step.reserve(one, curve)) for one, curve in curves]
     return sorted(every, key=lambda one: (one.curve.seconds, one.curve.peak))
 
 

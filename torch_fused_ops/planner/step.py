@@ -195,8 +195,8 @@ class Step:
         """The step with a memory level for each unit; those that are not named are at "free"."""
         return self.curve(self.pieces(levels))
 
-    def reserve(self, levels: Mapping[str, str]) -> int:
-        """Bytes by which the whole model's peak may be above that of the curve, where it was put together.
+    def reserve(self, levels: Mapping[str, str], curve: Curve | None = None) -> int:
+        """Bytes by which the whole model's peak may be above that of the curve at these levels, if put together.
 
         At the border between two levels the compiler may keep what one layer rebuilds beside another's: measured were
         exactly one MLP's pre-activation too little, and one layer's too much.
@@ -213,7 +213,7 @@ class Step:
             ),
             default=0,
         )
-        return layer + int(MARGIN * self.at(levels).peak)
+        return layer + int(MARGIN * (curve or self.at(levels)).peak)
 
     def checkpointed(self, inputs: Mapping[str, int]) -> Curve:
         """The step with a checkpoint around each whole unit, by arithmetic: it keeps its input, and runs again.
