@@ -94,7 +94,6 @@ def setting(tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, **flags: Any) -
         gated_linear_unit=True,
         activation_func=F.silu,
         use_cpu_initialization=True,
-        bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -104,7 +103,7 @@ def setting(tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, **flags: Any) -
         deallocate_pipeline_outputs=True,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
-        **flags,
+        **{"bias_activation_fusion": False, **flags},
     )
     return config, ProcessGroupCollection.use_mpu_process_groups()
 
@@ -248,6 +247,21 @@ def dense(rank: int, ranks: int, folder: Path) -> None:
     for bias in (False, True):
         config, groups = setting(tp=ranks, add_bias_linear=bias)
         trains_saves_and_loads(rank, made(rank, folder / f"dense{bias}"), config, groups)
+
+
+def keeps(rank: int, ranks: int, folder: Path) -> None:
+    """docs/integrations.md's row: in eager mode, Megatron's MLP unfused, its own fused activation, and ours."""
+    import test_tools
+
+    found = []
+    for ours, fused in ((False, False), (False, True), (True, False)):
+        config, groups = setting(add_bias_linear=False, bias_activation_fusion=fused)
+        gpt = model(config, groups, ours)
+        found.append(test_tools.kept(gpt, lambda gpt=gpt: loss_of(gpt).backward()))
+    theirs, theirs_fused, mine = (f"{nbytes / 1024:.1f}" for nbytes in found)
+    kept = test_tools.row("megatron-core")[2]
+    wanted = f"{theirs} → {mine}, in eager mode; its own fused activation: {theirs_fused}"
+    assert kept == wanted, f"the page has {kept!r}, and it is {wanted!r}"
 
 
 @saving
@@ -442,7 +456,7 @@ def stages(rank: int, ranks: int, folder: Path) -> None:
 
 
 GROUPS = {
-    "one": [dense, experts, mixed_linears, permutes],
+    "one": [keeps, dense, experts, mixed_linears, permutes],
     "two": [mixed_linears, dense, experts],
     "training": [distributed_optimizer, stages],
 }

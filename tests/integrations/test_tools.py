@@ -1,10 +1,17 @@
-"""The tools that people use, switched on as docs/integrations.md says. Each runs where its package is installed:
-``pip install -e ".[integrations]"``."""
+"""The tools that people use, switched on as docs/integrations.md says, and what its table says of each: the version
+that ran, what was fused, and what is kept for backward. Each runs where its package is installed:
+``pip install -e ".[integrations]"``. Megatron core's row is ``test_megatron_core.py``'s.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +22,72 @@ from torch import Tensor, nn
 import torch_fused_ops as tfo
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
+
+# A GPT-2 has many graphs, of which a C++ compiler takes 1.5 to 4 s each; what is fused and kept is decided before that.
+without_code = pytest.mark.parametrize("inductor_code", ["interpreted"], indirect=True)
+
+
+# ---- the page's table ------------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
+TORCH = "2.13"  # what the page's figures are from
+
+
+def row(tool: str) -> list[str]:
+    """The cells behind the tool's name, where the name is followed by the version that is installed."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text().splitlines() if "|" in line]
+    package, _, what = tool.partition(", ")
+    named = f"{package} {importlib.metadata.version(package)}" + (f", {what}" if what else "")
+    found = [cells[1:] for cells in rows if cells and cells[0] == named]
+    assert len(found) == 1, f"docs/integrations.md has no row {named!r}"
+    return found[0]
+
+
+def states(tool: str, fused: str, plain: int, ours: int) -> None:
+    """The tool's row says how many of the MLPs were fused, and the KiB that plain torch.compile and we keep."""
+    _, found, kept = row(tool)
+    assert ours <= plain
+    assert found.startswith(f"{fused}: "), (tool, fused)
+    if torch.__version__.startswith(f"{TORCH}."):
+        assert kept == f"{plain / 1024:.1f} → {ours / 1024:.1f}", tool
+
+
+def kept(model: nn.Module, step: Callable[[], object]) -> int:
+    """Bytes that autograd keeps from forward to backward, besides the model's weights; each memory once."""
+    storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+
+    def pack(t: Tensor) -> Tensor:
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        step()
+    for t in (*model.parameters(), *model.buffers()):
+        storages.pop(t.untyped_storage().data_ptr(), None)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def of_mlps(report: tfo.Report | None) -> str:
+    assert report is not None
+    sites = [site for site in report.sites if site.is_mlp]
+    return f"{sum(site.op is not None for site in sites)} of {len(sites)}"
+
+
+def compiled_both_ways(tool: str, model: nn.Module, step: Callable[[Any], Any]) -> tfo.Report:
+    """The tool's row against ``step``, which takes the compiled model and gives a loss: plainly, and with pick-up."""
+    plain = kept(model, lambda: step(torch.compile(model)).backward())
+    torch._dynamo.reset()
+    with tfo.record() as report:
+        ours = kept(model, lambda: step(torch.compile(model, backend="fused")).backward())
+    states(tool, of_mlps(report), plain, ours)
+    if ours == plain:  # the page says what takes it
+        options = {"memory": "fp8"}
+        torch._dynamo.reset()
+        assert kept(model, lambda: step(torch.compile(model, backend="fused", options=options)).backward()) < plain
+    return report
+
+
+# ---- the tools -------------------------------------------------------------------------------------------------------
 
 
 def gpt2() -> Any:
@@ -30,12 +103,6 @@ def examples(count: int = 8) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def fused(report: tfo.Report | None, count: int) -> None:
-    assert report is not None
-    sites = [site for site in report.sites if site.is_mlp]
-    assert len(sites) == count and all(site.op for site in sites), report
-
-
 # ---- transformers' Trainer, which accelerate compiles for ------------------------------------------------------------
 
 
@@ -45,22 +112,29 @@ def trainer(folder: Path, callback: Any, **arguments: Any) -> Any:
     given = transformers.TrainingArguments(
         str(folder), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, **arguments
     )
-    return transformers.Trainer(gpt2(), given, train_dataset=examples(), callbacks=[callback])
+    return transformers.Trainer(gpt2(), given, train_dataset=examples(), callbacks=[callback] if callback else [])
 
 
+@without_code
 def test_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("accelerate")
     from torch_fused_ops.integrations.transformers import FusionCallback
 
+    plainly = trainer(tmp_path, None, torch_compile=True)
+    plain = kept(plainly.model, plainly.train)
+    capsys.readouterr()
+    torch._dynamo.reset()
     tfo.enable(tfo.FusionPolicy(memory="fp8"))
     callback = FusionCallback()
-    trainer(tmp_path, callback, torch_compile=True).train()
-    fused(callback.report, 2)
+    picked_up = trainer(tmp_path, callback, torch_compile=True)
+    ours = kept(picked_up.model, picked_up.train)
+    states("transformers, `Trainer`", of_mlps(callback.report), plain // 2, ours // 2)
     out = capsys.readouterr().out
     assert out.count("torch_fused_ops, the first step:") == 1
     assert "FusionPolicy(memory='fp8'" in out and "2 of 2 MLP sites fused" in out
 
 
+@without_code
 def test_trainer_without_it_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("accelerate")
     from torch_fused_ops.integrations.transformers import FusionCallback
@@ -80,20 +154,27 @@ def test_trainer_s_list_of_backends_is_closed(tmp_path: Path) -> None:
         trainer(tmp_path, None, torch_compile=True, torch_compile_backend="fused")
 
 
+@without_code
 def test_accelerate() -> None:
     accelerate = pytest.importorskip("accelerate")
     from accelerate.utils import TorchDynamoPlugin
 
-    tfo.enable()
-    accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="inductor"))
-    model = gpt2()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    batch = examples(1)[0]
-    with tfo.record() as report:
-        loss = model(input_ids=batch["input_ids"][None], labels=batch["labels"][None]).loss
-        accelerator.backward(loss)
+    batch = {name: t[None] for name, t in examples(1)[0].items()}
+
+    def step() -> int:
+        accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="inductor"))
+        model = gpt2()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        found = kept(model, lambda: accelerator.backward(model(**batch).loss))
         optimizer.step()
-    fused(report, 2)
+        return found
+
+    plain = step()
+    torch._dynamo.reset()
+    tfo.enable()
+    with tfo.record() as report:
+        ours = step()
+    states("accelerate", of_mlps(report), plain, ours)
 
 
 # ---- Lightning -------------------------------------------------------------------------------------------------------
@@ -114,68 +195,187 @@ def test_lightning(tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.1)
 
+    def fit(module: Any, *callbacks: Any) -> int:
+        trainer = lightning.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            callbacks=list(callbacks),
+            default_root_dir=tmp_path,
+        )
+        batches = torch.utils.data.DataLoader(torch.randn(8, 16), batch_size=4)
+        return kept(module, lambda: trainer.fit(module, batches)) // len(batches)
+
     said: list[str] = []
     callback = FusionCallback(said.append)
-    module = torch.compile(Module(), backend="fused")
-    fit = lightning.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        callbacks=[callback],
-        default_root_dir=tmp_path,
-    )
-    fit.fit(module, torch.utils.data.DataLoader(torch.randn(8, 16), batch_size=4))
-    fused(callback.report, 1)
+    plain = fit(torch.compile(Module()))
+    torch._dynamo.reset()
+    ours = fit(torch.compile(Module(), backend="fused"), callback)
+    states("lightning", of_mlps(callback.report), plain, ours)
     assert len(said) == 1
 
 
 # ---- PEFT ------------------------------------------------------------------------------------------------------------
 
 
-def test_peft() -> None:
+@without_code
+def test_lora() -> None:
     """Adapters stand beside linear layers; activations between them are fused all the same. PEFT's own call breaks the
     graph, so paths are those in the model that it wraps."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(gpt2(), peft.LoraConfig(target_modules=["c_fc", "c_proj"], lora_alpha=4, r=4))
+    ids = torch.stack([example["input_ids"] for example in examples(2)])
+    report = compiled_both_ways("peft, LoRA", model, lambda compiled: compiled(input_ids=ids, labels=ids).loss)
+    named = dict(model.get_base_model().named_modules())
+    assert all(site.module in named for site in report.sites if site.is_mlp), report
+
+
+def test_dora(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT breaks the graph in each layer. If the first half fails, the page need not replace a function of PEFT's."""
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    model, x = (
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["0", "2"], r=4, use_dora=True)),
+        torch.randn(32, 64),
+    )
+    report = tfo.explain(model, x)
+    assert of_mlps(report) == "0 of 0" and "in dequantize_module_weight" in str(report)
+    monkeypatch.setattr(peft.tuners.lora.dora, "dequantize_module_weight", lambda layer: layer.weight)
+    torch._dynamo.reset()
+    compiled_both_ways("peft, DoRA", model, lambda compiled: compiled(x).sum())
+
+
+@without_code
+def test_patterns_are_of_the_model_that_peft_wraps() -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(gpt2(), peft.LoraConfig(target_modules=["c_fc", "c_proj"], lora_alpha=4, r=4))
     compiled = torch.compile(model, backend="fused", options={"exclude": ("*.h.0.*",)})
     ids = torch.stack([example["input_ids"] for example in examples(2)])
     with tfo.record() as report:
         compiled(input_ids=ids, labels=ids).loss.backward()
-    sites = [site for site in report.sites if site.is_mlp]
-    named = dict(model.get_base_model().named_modules())
-    assert [site.op is not None for site in sites] == [False, True]
-    assert all(site.module in named for site in sites), [site.module for site in sites]
+    assert [site.op is not None for site in report.sites if site.is_mlp] == [False, True]
 
 
-# ---- diffusers -------------------------------------------------------------------------------------------------------
+# ---- libraries of layers ---------------------------------------------------------------------------------------------
 
 
 def test_diffusers() -> None:
     pytest.importorskip("diffusers")
     from diffusers.models.attention import FeedForward
 
-    model = FeedForward(32, activation_fn="geglu")
-    with tfo.record() as report:
-        torch.compile(model, backend="fused")(torch.randn(2, 8, 32)).sum().backward()
-    fused(report, 1)
+    x = torch.randn(2, 8, 32)
+    compiled_both_ways("diffusers", FeedForward(32, activation_fn="geglu"), lambda compiled: compiled(x).sum())
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
+def test_torchao() -> None:
+    """``lowerings/test_known_gemms.py`` has all recipes, and the gradients."""
+    float8 = pytest.importorskip("torchao.float8")
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).bfloat16()
+    model = float8.convert_to_float8_training(model, config=float8.Float8LinearConfig.from_recipe_name("rowwise"))
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    compiled_both_ways("torchao, `Float8Linear`", model, lambda compiled: compiled(x).sum())
 
 
-def test_the_page_has_the_versions_that_ran() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
-    for name in ("transformers", "accelerate", "lightning", "peft", "diffusers"):
-        version = importlib.metadata.version(name) if _installed(name) else ""
-        if version:
-            assert f"{name} {version}" in page, (name, version)
+@pytest.mark.parametrize("bits", (4, 8))
+def test_bitsandbytes(bits: int) -> None:
+    """``lowerings/test_known_gemms.py`` has the gradients."""
+    layers = pytest.importorskip("bitsandbytes.nn")
+    kind, settings = {
+        4: (layers.Linear4bit, {"compute_dtype": torch.float32, "quant_type": "nf4"}),
+        8: (layers.Linear8bitLt, {"has_fp16_weights": False, "threshold": 0.0}),
+    }[bits]
+    first, last = (kind(*sizes, bias=False, **settings) for sizes in ((64, 128), (128, 64)))
+    model, x = nn.Sequential(first, nn.GELU(), last).to("cpu"), torch.randn(2, 8, 64, requires_grad=True)
+    compiled_both_ways(f"bitsandbytes, {bits} bits", model, lambda compiled: compiled(x).sum())
 
 
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+# ---- torchtitan ------------------------------------------------------------------------------------------------------
+
+# Its trainer wants a GPU. Its model's layers, and its way to compile them, do not; nor does the attention of its Flux,
+# where FlexAttention, which its language models have, has no backward on CPUs.
+TITAN = """
+import sys
+import torch
+from torchtitan.config import CompileConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.distributed.compile import apply_compile
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.llama3 import model_registry
+
+config = model_registry("debugmodel", attn_backend="flex").model
+config.layers = config.layers[:2]
+for layer in config.layers:
+    layer.attention.inner_attention = ScaledDotProductAttention.Config()
+model = config.build()
+model.init_states()
+if "checkpointed" in sys.argv:
+    SelectiveAC.Config().build(dump_folder=".").apply(model)
+dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, world_size=1)
+apply_compile(model, compile_config=CompileConfig(enable=True), parallel_dims=dims)
+ids = torch.randint(2048, (2, 64))
+
+def step():
+    model(ids, torch.arange(64).expand(2, 64)).square().mean().backward()
+"""
+MEASURED = """
+import json
+import sys
+sys.path.insert(0, {here!r})
+from titan import model, step
+import test_tools
+import torch_fused_ops as tfo
+
+with tfo.record() as report:
+    kept = test_tools.kept(model, step)
+print(json.dumps([test_tools.of_mlps(report), kept]))
+"""
+
+
+def test_torchtitan(tmp_path: Path) -> None:
+    """One graph for both layers, as it compiles them one by one."""
+    pytest.importorskip("torchtitan")
+    (tmp_path / "titan.py").write_text(TITAN)
+    (tmp_path / "measured.py").write_text(MEASURED.format(here=str(Path(__file__).parent)))
+
+    def run(asked: str, *arguments: str) -> Any:
+        done = subprocess.run(
+            [sys.executable, "measured.py", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "TORCH_FUSED_OPS": asked},
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    (nothing, plain), (found, ours) = run("off"), run("memory=input")
+    assert nothing == "0 of 0"
+    states("torchtitan", found, plain, ours)
+    # What is kept under its selective checkpointing is what its policy says, and MLPs are fused all the same.
+    (_, plain), (found, ours) = run("off", "checkpointed"), run("memory=input", "checkpointed")
+    assert found == "1 of 1" and plain == ours
+    command = [sys.executable, "-m", "torch_fused_ops", "run", "--memory", "input", "--report", "report.json"]
+    (tmp_path / "train.py").write_text("from titan import step\nstep()\n")
+    subprocess.run([*command, "train.py"], cwd=tmp_path, check=True, capture_output=True, timeout=500)
+    assert '"fused::glu"' in (tmp_path / "report.json").read_text()
+
+
+def test_torchtitan_s_own_backend_is_refused() -> None:
+    """Why the page says the environment, and not a backend's name, where attention is FlexAttention."""
+    pytest.importorskip("torchtitan")
+    program = """
+from torchtitan.distributed.compile import _maybe_regional_inductor_backend as backend
+from torchtitan.models.llama3 import model_registry
+model = model_registry("debugmodel", attn_backend="flex").model.build()
+print(backend(model, "inductor"))
+try:
+    backend(model, "fused")
+except ValueError as refused:
+    print("refused")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
+    assert done.stdout.split() == ["inductor", "refused"], done.stderr[-3000:]
