@@ -126,7 +126,10 @@ def experts_of(facts: Facts, node: Node) -> tuple[Node, Node, Node] | None:
     return input, weight, ends
 
 
-_GROUPED = {getattr(torch.nn.functional, "grouped_mm", None), torch._grouped_mm, torch.ops.aten._grouped_mm.default}
+_GROUPED = {
+    *(getattr(module, name, None) for module, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))),
+    torch.ops.aten._grouped_mm.default,
+}
 
 
 def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
