@@ -39,7 +39,7 @@ SLOTS += ("post_grad_custom_post_pass", "custom_partitioner_fn")
 def modules() -> tuple[ModuleType, ...]:
     """Every module of the package that can be imported here."""
     found = [tfo]
-    for info in pkgutil.walk_packages(tfo.__path__, "torch_fused_ops.", onerror=lambda name: None):
+    for info in pkgutil.walk_packages(tfo.__path__[:1], "torch_fused_ops.", onerror=lambda name: None):
         if not info.name.endswith("__main__"):
             try:
                 found.append(importlib.import_module(info.name))
