@@ -26,18 +26,17 @@ if (_part := Path(__file__).parents[1] / "lowerings" / "__init__.py").exists() a
 ):
     __path__.append(str(_part.parents[1]))
 
-# The command line does not begin with torch's warning: nothing here needs NumPy, and `info` says whether it is there.
-# Triton's is about how numbers are rounded by its next version, on which no figure on paper hangs.
-if "-m torch_fused_ops" in " ".join(sys.orig_argv):
+# `python -m torch_fused_ops` imports this first; while Python looks for a module, sys.argv begins with "-m".
+if sys.argv[:1] == ["-m"] and (_module := sys.orig_argv[-len(sys.argv)]).split(".")[0] == __name__:
+    # Torch takes 2 s to import: --help, --version and arguments that make no sense do without.
+    if _module == __name__:
+        from torch_fused_ops.arguments import parser
+
+        parser().parse_args(sys.argv[1:])
+    # The command line does not begin with torch's warning: nothing here needs NumPy, and `info` says whether it is
+    # there. Triton's is about how numbers are rounded by its next version, on which no figure on paper hangs.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION is unset")
-
-# `python -m torch_fused_ops` imports this first, and torch takes 2 s to import: --help, --version and arguments that
-# make no sense do without. While Python looks for the module, sys.argv begins with "-m".
-if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__:
-    from torch_fused_ops.arguments import parser
-
-    parser().parse_args(sys.argv[1:])
 
 import torch_fused_ops.environment  # noqa: F401  first: what it says wrong stops here
 from torch_fused_ops import functional

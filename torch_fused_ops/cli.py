@@ -367,10 +367,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         return _COMMANDS[arguments.command](arguments)
-    except _UsageError as e:
-        print(f"error: {e}", file=sys.stderr)
-    except ModuleNotFoundError as e:
-        if e.name != "triton":
+    except (_UsageError, ModuleNotFoundError) as e:
+        if isinstance(e, ModuleNotFoundError) and e.name != "triton":
             raise
         print(f"error: {e}", file=sys.stderr)
-    return 2
+        return 2

@@ -49,6 +49,11 @@ class Scaling(NamedTuple):
     amd: tuple[str, ...] = ()
     grouped: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def takes_shards(self) -> bool:
+        """Whether parts of a matrix can be stored by themselves: no block is a row as long as it is."""
+        return self.data.columns is not None
+
 
 # DeepSeek-V3's (arXiv 2412.19437, section 3.3), which TransformerEngine has as ``Float8BlockScaling``. The products are
 # cuBLASLt's.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from torch_fused_ops.distributed.float8 import shards
+from torch_fused_ops.distributed.float8 import multiples
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.float8 import DTYPES_OF_EXPERTS, DTYPES_OF_PRODUCTS
 from torch_fused_ops.reasons import Kind, Reason, Refusal
@@ -102,8 +102,8 @@ def _check(facts: Facts, node: Node, recipe: str) -> None:
         return
     _, weight, bias, transposed = arguments_of(facts, node)
     for one in (node, weight, *node.all_input_nodes):
-        if not (hasattr(value_of(one), "device_mesh") and RECIPES[recipe].scaling.data.columns):
-            check_plain(one)  # DTensors are stored shard by shard, unless a block is a row as long as it is
+        if not (hasattr(value_of(one), "device_mesh") and RECIPES[recipe].scaling.takes_shards):
+            check_plain(one)
     value, (n, k) = value_of(node), value_of(weight).shape
     check_float8(value_of(weight), value.dtype, recipe)
     if bias is not None and not statically(value_of(bias).shape == (k if transposed else n,)):
@@ -112,9 +112,10 @@ def _check(facts: Facts, node: Node, recipe: str) -> None:
 
 def experts_of(facts: Facts, node: Node) -> tuple[Node, Node, Node] | None:
     """(input, weight (experts, in, out), where each expert's rows end) of a product of experts; None for others."""
-    if node.target not in _GROUPED:
+    call = facts.calls[node]
+    if call.name != "grouped_mm":
         return None
-    given: dict[str, Any] = {**dict(zip(("input", "weight", "offs"), node.args, strict=False)), **node.kwargs}
+    given: dict[str, Any] = {**dict(zip(("input", "weight", "offs"), call.args, strict=False)), **call.kwargs}
     input, weight, ends = (given.pop(name, None) for name in ("input", "weight", "offs"))
     if not all(isinstance(one, Node) for one in (input, weight, ends)) or any(
         one is not None for one in given.values()
@@ -124,12 +125,6 @@ def experts_of(facts: Facts, node: Node) -> tuple[Node, Node, Node] | None:
     if value is None or value.ndim != 3 or value_of(input).ndim != 2 or facts.fed[weight]:
         return None
     return input, weight, ends
-
-
-_GROUPED = {
-    *(getattr(module, name, None) for module, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))),
-    torch.ops.aten._grouped_mm.default,
-}
 
 
 def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
@@ -148,11 +143,10 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
         raise Refusal(Kind.GEMM_EXPERTS, f"there are no products of experts with a scale for each {scaling.noun}")
     if dtype not in (DTYPES_OF_EXPERTS if grouped else DTYPES_OF_PRODUCTS):
         raise Refusal(Kind.GEMM_DTYPE, f"it gives {str(dtype).removeprefix('torch.')}")
-    *_, n, k = weight.shape
-    sizes = [(size, scaling.multiple * shards(weight, axis - 2)) for axis, size in enumerate((n, k))]
+    sizes, accepted = multiples(weight, scaling.multiple)
     if not all(statically(size % multiple == 0) and statically(size > 0) for size, multiple in sizes):
-        of_shards = " in each shard" if hasattr(weight, "device_mesh") else ""
-        raise Refusal(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of {scaling.multiple}{of_shards}")
+        *_, n, k = weight.shape
+        raise Refusal(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not {accepted}")
     device = compat.no_scaled_products(weight.device, scaling, grouped)
     if device and grouped:
         raise Refusal(Kind.GEMM_DEVICE, f"this device ({device}) has no products of experts in float8")

@@ -15,16 +15,24 @@ from typing import Any
 from torch_fused_ops.float8 import columns_of
 from torch_fused_ops.recipes import BLOCK
 
-__all__ = ["RULES", "shards"]
+__all__ = ["RULES", "multiples"]
 
 Placements = Sequence[Any]  # one for each tensor argument or result, None for what is none
 Ways = list[tuple[Placements, Placements]]
 
 
-def shards(t: Any, axis: int) -> int:
-    """Into how many parts an axis of a tensor is cut: 1, but for DTensors."""
-    cuts = zip(t.device_mesh.shape, t.placements, strict=True) if hasattr(t, "device_mesh") else ()
-    return math.prod(ranks for ranks, placement in cuts if placement.is_shard(axis % t.ndim))
+def multiples(weight: Any, multiple: int) -> tuple[list[tuple[Any, int]], str]:
+    """Each of a weight's last two sizes with what it is to be a multiple of; and that in words.
+
+    Of a DTensor each rank's part is to be one.
+    """
+    sharded = hasattr(weight, "device_mesh")
+    cuts = list(zip(weight.device_mesh.shape, weight.placements, strict=True)) if sharded else []
+    found = []
+    for axis in range(max(weight.ndim - 2, 0), weight.ndim):
+        shards = math.prod(ranks for ranks, placement in cuts if placement.is_shard(axis))
+        found.append((weight.shape[axis], multiple * shards))
+    return found, f"multiples of {multiple}{' in each shard' if sharded else ''}"
 
 
 def _whole_blocks(t: Any, axis: int) -> bool:

@@ -38,6 +38,7 @@ from torch_fused_ops.kernels.activation import (
     _cut,
     _from_fp8,
     _input_grad,
+    _native_fp8,
     _to_fp8,
 )
 from torch_fused_ops.kernels.launching import INT32_MAX, OPTIONS, blocks, matrix, power_of_2, tl, triton
@@ -642,13 +643,6 @@ def _ptx(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _converts(device: torch.device) -> bool:
-    """Whether kernels of rows may use sm_89's conversion of two numbers in one instruction."""
-    if torch.version.hip is not None:
-        return False
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def _wide(*strides: int) -> bool:
     """Whether an offset within a tile is too large for 32 bits; those of tiles always have 64."""
     return BLOCK * max(strides) * 2 > INT32_MAX
@@ -700,7 +694,7 @@ def _is_turned(t: Tensor) -> bool:
 
 def _of_device(t: Tensor) -> dict[str, Any]:
     """The constants of kernels of rows that a device decides."""
-    return {"PTX": _converts(t.device), "FNUZ": float8.dtype_of(t.device) == float8.FNUZ}
+    return {"PTX": _native_fp8(t.device), "FNUZ": float8.dtype_of(t.device) == float8.FNUZ}
 
 
 def _quantise_in_rows(input: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from torch_fused_ops import float8
 from torch_fused_ops.declaration import Signature, arguments_of, one_of, refuse
-from torch_fused_ops.distributed.float8 import shards
+from torch_fused_ops.distributed.float8 import multiples
 from torch_fused_ops.operators.autograd import define, register
 from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
@@ -278,6 +278,13 @@ _scaled_grouped_mm = register_plain(
 # ---- linear ----------------------------------------------------------------------------------------------------------
 
 
+def _refuse_second_derivative(name: str, grad: Tensor) -> None:
+    if torch.is_grad_enabled() and grad.requires_grad:
+        raise RuntimeError(
+            f"a second derivative through fused::{name} is not accepted: what it multiplies is rounded to float8"
+        )
+
+
 class _Linear(torch.autograd.Function):
     """Of a matrix. Each product's operands are quantised along what it sums over."""
 
@@ -301,10 +308,7 @@ class _Linear(torch.autograd.Function):
         weight, largest, *kept = ctx.saved_tensors
         input_dtype, bias_dtype, (scaling, wgrad) = ctx.rest
         d_input = d_weight = d_bias = None
-        if torch.is_grad_enabled() and grad.requires_grad:
-            raise RuntimeError(
-                "a second derivative through fused::linear_fp8 is not accepted: what it multiplies is rounded to float8"
-            )
+        _refuse_second_derivative("linear_fp8", grad)
         if ctx.needs_input_grad[0]:
             turned = weight.t()
             rows, columns = scaling.weight_t.of(turned.shape)
@@ -332,16 +336,12 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
             refuse(f"{name}.dtype", t.dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
     if dtype not in DTYPES_OF_PRODUCTS:
         refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
-    multiple = RECIPES[recipe].scaling.multiple
-    if weight.ndim != 2 or any(
-        size % (multiple * shards(weight, i)) or not size for i, size in enumerate(weight.shape)
-    ):
-        of_shards = " in each shard" if hasattr(weight, "device_mesh") else ""
-        raise ValueError(
-            f"weight has shape {tuple(weight.shape)}; accepted: two axes, multiples of {multiple}{of_shards}"
-        )
-    if hasattr(weight, "device_mesh") and RECIPES[recipe].scaling.data.columns is None:
-        whole = [name for name, each in RECIPES.items() if each.scaling.data.columns is not None]
+    scaling = RECIPES[recipe].scaling
+    sizes, accepted = multiples(weight, scaling.multiple)
+    if weight.ndim != 2 or any(size % multiple or not size for size, multiple in sizes):
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; accepted: two axes, {accepted}")
+    if hasattr(weight, "device_mesh") and not scaling.takes_shards:
+        whole = [name for name, each in RECIPES.items() if each.scaling.takes_shards]
         refuse("recipe", recipe, f"{' or '.join(whole)} for DTensors: a row may be on several ranks")
     if input.ndim < 1 or input.shape[-1] != weight.shape[1]:
         raise ValueError(f"input has shape {tuple(input.shape)}; accepted: (…, {weight.shape[1]}), weight's last axis")
@@ -393,11 +393,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, largest, ends = ctx.saved_tensors
         d_input = d_weight = None
-        if torch.is_grad_enabled() and grad.requires_grad:
-            raise RuntimeError(
-                "a second derivative through fused::grouped_linear_fp8 is not accepted: what it multiplies is rounded "
-                "to float8"
-            )
+        _refuse_second_derivative("grouped_linear_fp8", grad)
         grad = grad.contiguous()  # torch's grouped products take no gradient that is expanded, as a sum's is
         if ctx.needs_input_grad[0]:
             of_grad = _quantise(grad, 1, grad.shape[1])

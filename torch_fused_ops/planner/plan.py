@@ -294,6 +294,7 @@ def plan(
     captured, parts = capture(args, kwargs, KEPT)
     whole = held(module, captured.unit_of, parts)
 
+    @functools.cache
     def held_over(dp: int) -> Resident:
         if dp > 1:
             check_shards(module, captured.unit_of, dp)

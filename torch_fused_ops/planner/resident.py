@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -97,7 +96,7 @@ def check_whole(model: Callable[..., Any], dp: int, tp: int) -> None:
             continue
         if not isinstance(model, nn.Module):
             raise ValueError(f"{name}={count} is not accepted: model={model!r} is a function; it must be a module")
-        found = next((path for path, p in model.named_parameters() if _is_dtensor(p)), None)
+        found = next((path for path, p in model.named_parameters() if hasattr(p, "device_mesh")), None)  # a DTensor
         if found is not None:
             raise ValueError(f"{name}={count} is not accepted: {found} is in shards already; plan the whole model")
 
@@ -129,12 +128,6 @@ def check_shards(model: Callable[..., Any], unit_of: Callable[[str], str], dp: i
                 f"{name} is {p.dtype}, other parameters of {unit or 'no layer'} are {dtypes[unit]}; FSDP2 reduces the "
                 "gradients of one dtype"
             )
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor; where DTensor was never imported, it is none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,11 @@ class _Product:
     bias: fx.Node | None
     out: int  # the weight's dimension of features that come out; the other one's go in
 
+    @property
+    def features(self) -> int:
+        """How many come out."""
+        return int(_value(self.weight).shape[self.out])
+
 
 @dataclass(frozen=True)
 class _Block:
@@ -206,21 +211,16 @@ def _check(block: _Block, tp: int) -> None:
     for node in block.attention:
         size = int(_value(node.args[0]).shape[-1])
         heads = [int(_value(each).shape[-3]) for each in node.args[:3]]
-        heads += [c.features // size for c in map(_Features, block.columns) if c.features % size == 0]
+        heads += [c.features // size for c in block.columns if c.features % size == 0]
         for count in heads:
             if count % tp:
                 raise ValueError(f"tp={tp} is not accepted: it does not divide the {count} heads of {block.module}")
-    for column in map(_Features, block.columns):
+    for column in block.columns:
         if column.features % tp:
             raise ValueError(
                 f"tp={tp} is not accepted: it does not divide the {column.features} features between the linear "
                 f"layers of {block.module}"
             )
-
-
-class _Features:
-    def __init__(self, product: _Product) -> None:
-        self.features = int(_value(product.weight).shape[product.out])
 
 
 # ---- smaller ---------------------------------------------------------------------------------------------------------
@@ -308,12 +308,12 @@ def _as(new: Any, old: Any) -> Any:
 
 def _sizes(block: _Block) -> set[int]:
     """Numbers that count heads or features, all of them or those of a product."""
-    sizes = {_Features(column).features for column in block.columns}
+    sizes = {column.features for column in block.columns}
     for node in block.attention:
         for each in node.args[:3]:
             heads, size = (int(_value(each).shape[i]) for i in (-3, -1))
             sizes |= {heads, heads * size}
-        sizes |= {_Features(column).features // size for column in block.columns}
+        sizes |= {column.features // size for column in block.columns}
     return sizes
 
 
