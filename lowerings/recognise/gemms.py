@@ -143,10 +143,10 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
         raise Refusal(Kind.GEMM_EXPERTS, f"there are no products of experts with a scale for each {scaling.noun}")
     if dtype not in (DTYPES_OF_EXPERTS if grouped else DTYPES_OF_PRODUCTS):
         raise Refusal(Kind.GEMM_DTYPE, f"it gives {str(dtype).removeprefix('torch.')}")
-    sizes, accepted = multiples(weight, scaling.multiple)
+    sizes, multiple_of = multiples(weight, scaling.multiple)
     if not all(statically(size % multiple == 0) and statically(size > 0) for size, multiple in sizes):
         *_, n, k = weight.shape
-        raise Refusal(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not {accepted}")
+        raise Refusal(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of {multiple_of}")
     device = compat.no_scaled_products(weight.device, scaling, grouped)
     if device and grouped:
         raise Refusal(Kind.GEMM_DEVICE, f"this device ({device}) has no products of experts in float8")

@@ -22,7 +22,7 @@ Ways = list[tuple[Placements, Placements]]
 
 
 def multiples(weight: Any, multiple: int) -> tuple[list[tuple[Any, int]], str]:
-    """Each of a weight's last two sizes with what it is to be a multiple of; and that in words.
+    """Each of a weight's last two sizes with what it is to be a multiple of; and, in words, multiples of what.
 
     Of a DTensor each rank's part is to be one.
     """
@@ -32,7 +32,7 @@ def multiples(weight: Any, multiple: int) -> tuple[list[tuple[Any, int]], str]:
     for axis in range(max(weight.ndim - 2, 0), weight.ndim):
         shards = math.prod(ranks for ranks, placement in cuts if placement.is_shard(axis))
         found.append((weight.shape[axis], multiple * shards))
-    return found, f"multiples of {multiple}{' in each shard' if sharded else ''}"
+    return found, f"{multiple} in each shard" if sharded else str(multiple)
 
 
 def _whole_blocks(t: Any, axis: int) -> bool:

@@ -337,9 +337,9 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
     if dtype not in DTYPES_OF_PRODUCTS:
         refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
     scaling = RECIPES[recipe].scaling
-    sizes, accepted = multiples(weight, scaling.multiple)
+    sizes, multiple_of = multiples(weight, scaling.multiple)
     if weight.ndim != 2 or any(size % multiple or not size for size, multiple in sizes):
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; accepted: two axes, {accepted}")
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; accepted: two axes, multiples of {multiple_of}")
     if hasattr(weight, "device_mesh") and not scaling.takes_shards:
         whole = [name for name, each in RECIPES.items() if each.scaling.takes_shards]
         refuse("recipe", recipe, f"{' or '.join(whole)} for DTensors: a row may be on several ranks")
