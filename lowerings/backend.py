@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_fused_ops import lowerings
-from torch_fused_ops.policy import FIELDS, FusionPolicy, not_known, policy_or_default
+from torch_fused_ops.policy import FIELDS, FusionPolicy, not_known, policy_given
 
 
 def fused(
@@ -43,12 +43,8 @@ def fused(
 def _policy_of(settings: dict[str, Any]) -> FusionPolicy | None:
     """The policy in these options, taken out of them; None where there is none."""
     policy, fields = settings.pop("policy", None), {name: settings.pop(name) for name in FIELDS if name in settings}
-    if fields and policy is not None:
-        raise TypeError(f"options has a policy, and {', '.join(fields)} besides: it must be the one or the other")
     known = torch._inductor.config.get_config_copy() if settings else {}
     for name in settings:
         if name.replace("-", "_") not in known:
             raise TypeError(f"options: {not_known(name, ('policy', *FIELDS), known)}, or an option of Inductor's")
-    if fields:
-        return FusionPolicy(**fields)
-    return None if policy is None else policy_or_default(policy)
+    return policy_given("options", policy, fields)

@@ -47,7 +47,7 @@ from torch_fused_ops.known_gemms import register_gemm
 # Importing the operators registers torch.ops.fused.*.
 from torch_fused_ops.operators.decompositions import decompositions
 from torch_fused_ops.planner.plan import Plan, plan
-from torch_fused_ops.policy import FusionPolicy, UnfusedError
+from torch_fused_ops.policy import FusionPolicy, UnfusedError, policy_given
 from torch_fused_ops.reports.explain import Report, Site, explain
 from torch_fused_ops.reports.recording import record
 from torch_fused_ops.verify import Verification, verify
@@ -88,12 +88,16 @@ def _pick_up() -> Any:
     return lowerings.pick_up()
 
 
-def enable(policy: FusionPolicy | None = None) -> None:
+def enable(policy: FusionPolicy | None = None, **fields: Any) -> None:
     """Let plain ``torch.compile(model)`` pick MLPs up, in every thread of this process. Idempotent.
 
     Passes that others put into Inductor's slots stay there and run first. Calling it again changes the policy.
+
+    Args:
+        policy: by default ``FusionPolicy()``.
+        fields: a policy's, in its place: ``enable(memory="fp8")`` for ``enable(FusionPolicy(memory="fp8"))``.
     """
-    _pick_up().enable(policy)
+    _pick_up().enable(policy_given("enable", policy, fields))
 
 
 def disable() -> None:
@@ -101,21 +105,24 @@ def disable() -> None:
     _pick_up().disable()
 
 
-def enabled(policy: FusionPolicy | None = None) -> AbstractContextManager[None]:
+def enabled(policy: FusionPolicy | None = None, **fields: Any) -> AbstractContextManager[None]:
     """``with enabled():`` the same, for compilations that happen inside the block, in this thread (or context) only."""
-    block: AbstractContextManager[None] = _pick_up().enabled(policy)
+    block: AbstractContextManager[None] = _pick_up().enabled(policy_given("enabled", policy, fields))
     return block
 
 
-def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] | None = None) -> dict[str, Any]:
+def compile_options(
+    policy: FusionPolicy | None = None, options: dict[str, Any] | None = None, **fields: Any
+) -> dict[str, Any]:
     """Options for ``torch.compile(model, options=…)`` (or AOTInductor's ``inductor_configs``) that add our passes.
 
     Args:
         policy: by default ``FusionPolicy()``.
         options: your own Inductor options, kept; passes in them, or else those in Inductor's config now, run before
             ours.
+        fields: a policy's, in its place.
     """
-    result: dict[str, Any] = _pick_up().compile_options(policy, options)
+    result: dict[str, Any] = _pick_up().compile_options(policy_given("compile_options", policy, fields), options)
     return result
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "is_level",
     "names_module",
     "not_known",
+    "policy_given",
     "policy_or_default",
 ]
 
@@ -257,6 +258,24 @@ class UnfusedError(RuntimeError):
     Dynamo raises ``torch._dynamo.exc.BackendCompilerFailed``, whose ``inner_exception`` it is; but where none was found
     in a model of several graphs: that is known when its first call ends.
     """
+
+
+def policy_given(name: str, policy: FusionPolicy | None, fields: Mapping[str, Any]) -> FusionPolicy | None:
+    """The policy, or that of its fields; None where neither is given.
+
+    Args:
+        name: who takes it, in messages.
+        policy: a whole one.
+        fields: a policy's, in its place.
+
+    Raises:
+        TypeError: both are given, or what is not a policy; and FusionPolicy's own.
+    """
+    if fields and policy is not None:
+        raise TypeError(f"{name} has a policy, and {', '.join(fields)} besides: it must be the one or the other")
+    if fields:
+        return FusionPolicy(**fields)
+    return None if policy is None else policy_or_default(policy)
 
 
 def policy_or_default(policy: FusionPolicy | None) -> FusionPolicy:

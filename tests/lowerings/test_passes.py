@@ -318,6 +318,24 @@ def test_bad_policies_are_named() -> None:
         tfo.FusionPolicy(memroy="fp8")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"policy='fp8' .*FusionPolicy\(memory='fp8'\) or FusionPolicy\(gemm='fp8'\)"):
         tfo.enable("fp8")  # type: ignore[arg-type]
+    for fn in (tfo.enable, tfo.enabled, tfo.compile_options):
+        with pytest.raises(TypeError, match=f"{fn.__name__} has a policy, and memory besides"):
+            fn(tfo.FusionPolicy(), memory="fp8")
+        with pytest.raises(TypeError, match="'memroy' is not known; did you mean 'memory'"):
+            fn(memroy="fp8")
+
+
+def test_a_policy_s_fields_do_for_a_policy() -> None:
+    expected = tfo.FusionPolicy(memory="fp8", strict=True)
+    try:
+        tfo.enable(memory="fp8", strict=True)
+        assert passes.active_policy() == expected
+        with tfo.enabled(memory="input"):
+            assert passes.active_policy() == tfo.FusionPolicy(memory="input")
+    finally:
+        tfo.disable()
+    ours = [each for each in tfo.compile_options(memory="fp8", strict=True).values() if hasattr(each, "policy")]
+    assert ours and all(each.policy == expected for each in ours)
 
 
 @pytest.mark.parametrize(
