@@ -24,6 +24,7 @@ import copy
 import math
 import os
 import random
+import shutil
 import statistics
 import sysconfig
 import tempfile
@@ -331,6 +332,8 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):
+        raise SystemExit("torch.compile on a CPU needs a C++ compiler: install g++, or set CXX")
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     config = Config(layers=args.layers, mlp=args.mlp)
     model = GPT(config).to(device)

@@ -14,6 +14,7 @@ import torch_fused_ops as tfo
 from torch_fused_ops import cli
 from torch_fused_ops.cli import main
 from torch_fused_ops.testing import check as runner
+from torch_fused_ops.virtual_gpu import gpus
 
 MODEL = """
 import torch
@@ -151,7 +152,31 @@ def test_explain_with_figures_and_a_policy(models, capsys):
     assert main(["explain", "some_models:example", "--levels"]) == 2
     assert "error: --levels needs --train" in capsys.readouterr().err
     assert main(["explain", "some_models:example", "--figures", "abacus"]) == 2
-    assert "error: --figures abacus: " in capsys.readouterr().err
+    assert "error: --figures abacus is not known; accepted: A100, " in capsys.readouterr().err
+
+
+def test_figures_that_cannot_be_had_are_refused_before_the_model_is_made(models, capsys, monkeypatch):
+    def import_triton():
+        raise ModuleNotFoundError("Triton is missing", name="triton")
+
+    monkeypatch.setattr(gpus, "import_triton", import_triton)
+    assert main(["explain", "some_models:no_such_model", "--figures"]) == 2
+    assert capsys.readouterr().err == "error: Triton is missing\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command", "hint"),
+    [
+        (("explain", "some_models:example", "--memry", "fp8"), "explain", "--memry fp8; did you mean --memory?"),
+        (("bench", "mlp", "--quik"), "bench mlp", "--quik; did you mean --quick?"),
+        (("info", "--zzz"), "info", "--zzz\n"),
+    ],
+)
+def test_options_that_are_not_known(capsys, arguments, command, hint):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    error = capsys.readouterr().err
+    assert f"usage: python -m torch_fused_ops {command} [-h]" in error and f"unrecognized arguments: {hint}" in error
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops.activations import register_activation
 from torch_fused_ops.nn import replace_mlps
+from torch_fused_ops.planner.plan import plan
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reasons import Kind
 from torch_fused_ops.reports.explain import Report, Site, explain
@@ -538,6 +539,10 @@ def test_bad_arguments_are_named():
         explain(3)
     with pytest.raises(TypeError, match=r"model=<class .*Block'> is a class: it must be an instance of it, Block\(…\)"):
         explain(Block, torch.randn(4, 8))
+    with pytest.raises(TypeError, match="is a class: it must be an instance of it"):
+        verify(Block, torch.randn(4, 8))
+    with pytest.raises(TypeError, match="is a class: it must be an instance of it"):
+        plan(Block, torch.randn(4, 8), memory="1GiB")
     with pytest.raises(TypeError, match="policy='free'"):
         explain(Block(), torch.randn(4, 8), policy="free")
 

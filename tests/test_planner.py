@@ -38,6 +38,7 @@ from torch_fused_ops.planner.step import (
 )
 from torch_fused_ops.planner.tensor_parallel import split
 from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.reports.text import size
 from torch_fused_ops.virtual_gpu import H100, roofline
 from torch_fused_ops.virtual_gpu.timeline import Moment, Timeline
 
@@ -85,6 +86,11 @@ def test_what_is_no_size(memory: Any) -> None:
 def test_what_is_not_known(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tfo.plan(nn.Linear(2, 2), torch.empty(1, 2), **{"memory": "1GiB", **arguments})
+
+
+def test_what_is_no_size_but_a_level() -> None:
+    with pytest.raises(ValueError, match=r"memory='fp8' is not accepted: .*; a plan chooses the levels itself"):
+        bytes_of("fp8")
 
 
 def test_a_model_is_callable() -> None:
@@ -318,7 +324,7 @@ def test_shards_by_hand() -> None:
 def test_gradients_are_whole_where_their_layer_ends_or_later() -> None:
     """What the compiler puts off counts for the layer in which it is allocated; the root's stays whole to the end."""
     calls = [*(("forward", unit) for unit in "ab"), *(("backward", unit) for unit in ("", "b", "a", ""))]
-    moments = tuple(Moment(graph, "", 0, 0, 0, 0.0, (unit,)) for graph, unit in calls)
+    moments = tuple(Moment(graph, "", 0, 0, 0, 0, 0.0, (unit,)) for graph, unit in calls)
     names = ["a.weight", "b.weight", "b.bias", "head"]
     gradients = {(0, 0): (4, 1), (0, 1): (0, 10), (0, 2): (4, 100), (0, 3): (2, 1000)}
     model: Any = types.SimpleNamespace(
@@ -559,6 +565,11 @@ def test_where_nothing_fits_it_says_what_is_missing() -> None:
     assert not poor.fits and poor.missing == MiB and poor.peak_bytes == lowest
     assert any("torch.utils.checkpoint" in line or "(dp=" in line for line in poor.help)
     assert "does not fit: 1.00 MiB are missing" in str(poor)
+    assert lowest <= min(row.peak for row in poor.levels if row.level != "checkpoint")
+    least = rich.within("1MiB")
+    alone = f"The optimizer's step takes {size(least.optimizer_peak)} by itself, however few tokens there are"
+    assert any(line.startswith(alone) for line in least.help) and not any("by itself" in line for line in poor.help)
+    assert least.help[-1].endswith("Besides them: fewer tokens.")
 
 
 def test_a_plan_over_several_gpus() -> None:
@@ -719,6 +730,29 @@ def test_a_plan_of_all_layers_is_exact() -> None:
         if row.level != "checkpoint":
             found = compiled_timeline(whole, H100, FusionPolicy(memory=row.level))[0]
             assert row.peak == plan.parameters + plan.optimizer_state + found.peak, row.level
+
+
+class Gated(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(width, hidden), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+@pytest.mark.slow
+def test_what_is_missing_is_of_a_plan_that_was_compiled() -> None:
+    """What the second layer writes lies where the first's gate and up were: that memory is neither's to keep."""
+    model, x = on_meta(Gated(256, 1024), Gated(256, 1024))
+    rich = tfo.plan(model, x, memory="1GiB", gpu="H100")
+    lowest = rich.within("1MiB")
+    for limit in (lowest.step_peak - 1, lowest.step_peak - MiB):
+        poor = rich.within(limit)
+        assert not poor.fits and poor.missing == lowest.step_peak - limit
+        assert poor.recompiled_peak_bytes() == poor.step_peak
+        assert all(row.kept >= 0 for row in poor.layers) and sum(row.kept for row in poor.layers) == poor.kept
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from pathlib import Path
 from typing import Any
@@ -102,9 +103,24 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
 _RUN = "python -m torch_fused_ops run [--memory M] [--gemm G] [--exclude PATTERN] [--strict] [--report FILE] [-m]"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Of options that are not known it says which are meant, with the usage of the command that they were given to."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            known = found.command_parser._option_string_actions
+            near = [difflib.get_close_matches(one.partition("=")[0], known, 1) for one in unknown]
+            meant = ", ".join(name for names in near for name in names)
+            hint = f"; did you mean {meant}?" if meant else ""
+            found.command_parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        del found.command_parser
+        return found
+
+
 def parser() -> argparse.ArgumentParser:
     """What ``python -m torch_fused_ops`` takes; ``command`` is the command, ``benchmark`` the benchmark's name."""
-    whole = argparse.ArgumentParser("python -m torch_fused_ops", description="Fused MLP operators for PyTorch.")
+    whole = _Parser("python -m torch_fused_ops", description="Fused MLP operators for PyTorch.")
     whole.add_argument("--version", action="version", version=f"torch_fused_ops {__version__}")
     commands = whole.add_subparsers(required=True, metavar="COMMAND", dest="command")
     commands.add_parser("info", help="versions, devices and what is active")
@@ -171,4 +187,6 @@ def parser() -> argparse.ArgumentParser:
         )
         for option in options:
             one.add_argument(f"--{option}", **_BENCH_OPTIONS[option])
+    for each in (*commands.choices.values(), *names.choices.values()):
+        each.set_defaults(command_parser=each)
     return whole

@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["call_model", "captured_graphs", "run_captured", "throwaway", "unchanged"]
+__all__ = ["call_model", "captured_graphs", "check_model", "run_captured", "throwaway", "unchanged"]
+
+
+def check_model(model: Any) -> None:
+    """TypeError for what is no model: not callable, or a class of models."""
+    if not callable(model):
+        raise TypeError(f"model={model!r} is not callable: it must be a module or a function")
+    if isinstance(model, type):
+        raise TypeError(f"model={model!r} is a class: it must be an instance of it, {model.__name__}(…), or a function")
 
 
 def captured_graphs() -> int:

@@ -27,6 +27,7 @@ import torch_fused_ops as tfo
 from torch_fused_ops import environment
 from torch_fused_ops.arguments import parser
 from torch_fused_ops.recipes import RECIPES
+from torch_fused_ops.virtual_gpu import gpus
 
 __all__ = ["main"]
 
@@ -55,9 +56,9 @@ def _works() -> Iterator[tuple[str, str]]:
     """(what, "yes" or what is missing) of everything that needs more than torch."""
     from torch_fused_ops.lowerings import compat
 
-    asked = os.environ.get("CXX")
-    compiler = next(filter(shutil.which, [asked] if asked else ["g++", "clang++"]), None)
-    missing = "no C++ compiler was found: install g++ or clang++, or set CXX"
+    asked = [name for name in torch._inductor.config.cpp.cxx if name]  # CXX, else g++
+    compiler = next(filter(shutil.which, asked), None)
+    missing = f"no C++ compiler was found ({', '.join(asked)}): install g++, or set CXX"
     yield "torch.compile on CPUs", f"yes, with {compiler}" if compiler else missing
     gpu, triton = torch.cuda.is_available(), _version("triton")
     yield "torch.compile on GPUs", ("yes" if triton else "Triton is missing") if gpu else "no GPU is seen"
@@ -185,20 +186,21 @@ def _check_writable(arguments: argparse.Namespace, *options: str) -> None:
 
 def _explain(arguments: argparse.Namespace) -> int:
     _check_writable(arguments, "json", "html")
+    if arguments.levels and not arguments.train:
+        raise _UsageError("--levels needs --train: without a backward nothing is kept")
+    if arguments.figures is not None or arguments.levels:  # what is missing is said before anything takes time
+        gpus.import_triton()
+        if (arguments.figures or "H200").upper() not in gpus.GPUS:
+            raise _UsageError(f"--figures {arguments.figures} is not known; accepted: {', '.join(gpus.GPUS)}")
     model, args, kwargs = _load(arguments.spec)
     if isinstance(model, torch.nn.Module):
         model.train(arguments.train)
     policy = tfo.FusionPolicy(memory=arguments.memory, gemm=arguments.gemm, exclude=arguments.exclude)
-    if arguments.levels and not arguments.train:
-        raise _UsageError("--levels needs --train: without a backward nothing is kept")
     with _progress("torch_fused_ops.reports", "capturing"):
         with torch.set_grad_enabled(arguments.train):
             report = tfo.explain(model, *args, policy=policy, **kwargs)
         if arguments.figures is not None or arguments.levels:
-            try:
-                report.measure(arguments.figures or "H200", levels=arguments.levels)
-            except ValueError as e:
-                raise _UsageError(f"--figures {arguments.figures}: {e}") from None
+            report.measure(arguments.figures or "H200", levels=arguments.levels)
     print(report)
     if arguments.json:
         Path(arguments.json).write_text(report.to_json(), encoding="utf-8")

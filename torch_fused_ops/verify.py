@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from torch_fused_ops.capturing import call_model, throwaway, unchanged
+from torch_fused_ops.capturing import call_model, check_model, throwaway, unchanged
 from torch_fused_ops.observers import unobserved
 from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default
 from torch_fused_ops.reports.recording import record
@@ -207,12 +207,11 @@ def verify(
         A ``Verification``. Its ``ok`` is False where something differs by more than rounding explains.
 
     Raises:
-        TypeError: model is not callable, or policy is no FusionPolicy.
+        TypeError: model is not callable, or a class, or policy is no FusionPolicy.
         ValueError: the model is on the meta device, or cannot be copied.
         Whatever the model raises in eager mode on these arguments.
     """
-    if not callable(model):
-        raise TypeError(f"model={model!r} is not callable: it must be a module or a function")
+    check_model(model)
     policy = policy_or_default(policy)
     from torch_fused_ops import lowerings
 

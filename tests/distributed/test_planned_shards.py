@@ -131,7 +131,7 @@ def predicted(model, tokens, ranks):
     follow(live, model)
     entry, *_, kept, end = step(live, model, tokens)
     moments = tuple(
-        Moment(kind, name, alive, after, 0, 0.0, (layer,)) for kind, name, layer, alive, after in live.calls
+        Moment(kind, name, alive, after, 0, 0, 0.0, (layer,)) for kind, name, layer, alive, after in live.calls
     )
     names = [name for name, _ in model.named_parameters()]
     gradients = {

@@ -247,6 +247,15 @@ def test_inference_has_a_curve_too() -> None:
     assert paper.peak_bytes() == 4 * MiB  # the argument and the result: one kernel
 
 
+def test_memory_that_waits_for_a_later_result() -> None:
+    """Each matrix is 2 MiB; the last product is written where the first was. relu reads what it overwrites."""
+    a, b, c = (nn.Parameter(meta(1024, 1024), requires_grad=False) for _ in range(3))
+    paper = compile_on_paper(lambda x: (x @ a).relu() @ b @ c, meta(1024, 1024, requires_grad=False), training=False)
+    assert paper.inference is not None and paper.inference.code.count("# reuse") == 2
+    found = [(moment.after // MiB, moment.waiting // MiB) for moment in paper.timeline().moments]
+    assert found == [(4, 0), (4, 0), (6, 2), (4, 0)]
+
+
 def test_graphs_are_joined() -> None:
     """A product and, in a graph of its own, its loss: what the second is given is the first's result."""
     weight = nn.Parameter(meta(512, 512, dtype=torch.float32))

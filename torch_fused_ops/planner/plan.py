@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.capturing import check_model
+from torch_fused_ops.policy import FusionPolicy, is_level
 
 if TYPE_CHECKING:
     from torch_fused_ops.planner.largest import Largest
@@ -45,7 +46,9 @@ def bytes_of(memory: str | int) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory) if isinstance(memory, str) else None
     size = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
     if size <= 0 or (found and not found[2] and size < _UNITS["MiB"]):  # "72" is not meant as 72 bytes
-        raise ValueError(f'memory={memory!r} is not accepted: it must be a size such as "72GiB", "800MiB" or bytes')
+        levels = "; a plan chooses the levels itself" if is_level(memory) else ""
+        accepted = 'it must be a size such as "72GiB", "800MiB" or bytes'
+        raise ValueError(f"memory={memory!r} is not accepted: {accepted}{levels}")
     return size
 
 
@@ -251,7 +254,7 @@ def plan(
         A ``Plan``: print it, take its ``policy``, write it as JSON or as a page.
 
     Raises:
-        TypeError: model is not callable.
+        TypeError: model is not callable, or a class.
         ValueError: memory, gpu, optimizer or maximum is not known; dp is no number of GPUs, or FSDP2 does not shard the
             model; tp is no number of GPUs, does not divide heads or features, or there is nothing to split; nothing in
             the model needs a gradient.
@@ -266,8 +269,7 @@ def plan(
     from torch_fused_ops.planner.tensor_parallel import split
     from torch_fused_ops.virtual_gpu import gpus, roofline
 
-    if not callable(model):
-        raise TypeError(f"model={model!r} is not callable: it must be a module or a function")
+    check_model(model)
     limit = bytes_of(memory)
     if str(gpu).upper() not in gpus.GPUS:
         raise ValueError(f"gpu={gpu!r} is not known; accepted: {', '.join(gpus.GPUS)}")
@@ -370,12 +372,22 @@ class _Planned:
         if dp != self.resident.dp:
             return self.over(dp).within(limit, dp)
         room = limit - self.resident.nbytes
-        chosen = search.best(self.every, room)
-        if not self.captured.stacks:  # what was compiled is the whole model: be sure where levels are mixed
-            chosen = next((one for one in self.every if one.curve.peak <= room and (
-                len(set(one.levels.values())) == 1 or self.recompiled(one.levels) <= limit)), None)  # fmt: skip
-        met = chosen is not None
-        return self.plan(chosen or min(self.every, key=lambda one: one.curve.peak + one.reserve), met, limit)
+        if self.captured.stacks:
+            chosen = search.best(self.every, room)
+        else:
+            chosen = next((one for one in self.every if one.curve.peak <= room and self.peak(one) <= limit), None)
+        if chosen is not None:
+            return self.plan(chosen, True, limit)
+        ordered = sorted(self.every, key=lambda one: one.curve.peak + one.reserve)
+        alike = next(one for one in ordered if not one.is_mixed)
+        least = min(ordered[0], alike, key=lambda one: self.peak(one) + one.reserve)
+        return self.plan(least, False, limit)
+
+    def peak(self, chosen: Candidate) -> int:
+        """Of forward and backward. Where what was compiled is the whole model, mixed levels are compiled, too."""
+        if chosen.is_mixed and not self.captured.stacks:
+            return self.recompiled(chosen.levels)
+        return self.resident.nbytes + chosen.curve.peak
 
     def plan(self, chosen: Candidate, met: bool, limit: int) -> Plan:
         """The plan with these levels."""
@@ -383,10 +395,10 @@ class _Planned:
         from torch_fused_ops.virtual_gpu import roofline
 
         model, step, resident, curve = self.model, self.step, self.resident, chosen.curve
-        step_peak = resident.nbytes + curve.peak
+        step_peak = self.peak(chosen)
         off_levels = dict.fromkeys(step.mlps, OFF)
         off = step.at(off_levels)
-        alike = [one for one in self.every if len(set(one.levels.values())) == 1]
+        alike = [one for one in self.every if one.levels and not one.is_mixed]
         curves = {next(iter(one.levels.values())): one.curve for one in alike}
         inputs = _unit_inputs(self.captured)
         checkpointed = step.checkpointed(inputs) if inputs and step.units else None
@@ -415,7 +427,7 @@ class _Planned:
             gradients=resident.gradients,
             optimizer_state=resident.state,
             kept=curve.kept,
-            transient=curve.peak - curve.kept,
+            transient=step_peak - resident.nbytes - curve.kept,
             seconds=curve.seconds,
             off_seconds=off.seconds,
             off_peak=resident.nbytes + off.peak,
@@ -461,10 +473,19 @@ class _Planned:
                 f"torch.utils.checkpoint around each whole layer: a peak of {size(peak)}, by arithmetic, "
                 f"{checkpointed.seconds / curve.seconds:.2f} times as long; {verdict}."
             )
-        yield self.shards_that_would_do(limit)
+        fewer = "fewer tokens" if checkpointed is not None else "fewer tokens, or checkpoints"
+        if resident.optimizer_peak > limit:  # whatever forward and backward take
+            alone = f"The optimizer's step takes {size(resident.optimizer_peak)} by itself"
+            yield f"{alone}, however few tokens there are: shards, another optimizer, or fewer parameters."
+        yield self.shards_that_would_do(limit, fewer)
 
-    def shards_that_would_do(self, limit: int) -> str:
-        """The least power of two of GPUs over which FSDP2 makes it fit, every MLP at one level; each is computed."""
+    def shards_that_would_do(self, limit: int, fewer: str) -> str:
+        """The least power of two of GPUs over which FSDP2 makes it fit, every MLP at one level; each is computed.
+
+        Args:
+            limit: bytes.
+            fewer: what helps where shards alone do not.
+        """
         from torch_fused_ops.planner.resident import Resident, check_shards
         from torch_fused_ops.reports.text import size
 
@@ -472,8 +493,8 @@ class _Planned:
             check_shards(getattr(self.model, "_orig_mod", self.model), self.captured.unit_of, 2 * self.resident.dp)
         except ValueError as error:
             return f"FSDP2 does not help: {error}."
-        alike = [one.levels for one in self.every if len(set(one.levels.values())) <= 1]
-        need, dp = 0, self.resident.dp
+        alike = [one.levels for one in self.every if not one.is_mixed]
+        need = dp = 0
         for dp in (n for n in DP if n > self.resident.dp):
             resident = Resident.of(self.whole, self.optimizer, dp)
             step = replace(self.step, shards=resident.shards)
@@ -488,8 +509,8 @@ class _Planned:
                 gpus = f"{dp} GPUs (dp={dp}), each with a batch as given"
                 return f"FSDP2 over {gpus}: it fits{where}, a peak of {size(need)}."
         if not need:
-            return "Fewer tokens, or checkpoints."
-        return f"Shards alone do not help: over {dp} GPUs the peak is {size(need)}. Fewer tokens, or checkpoints."
+            return f"What helps is {fewer}."
+        return f"Shards by themselves do not help: over {dp} GPUs the peak is {size(need)}. Besides them: {fewer}."
 
 
 def _layers(step: Step, fixed: Resident, levels: Mapping[str, str]) -> list[LayerRow]:

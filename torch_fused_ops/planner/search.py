@@ -34,6 +34,11 @@ class Candidate:
     curve: Curve
     reserve: int = 0
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether units differ in their levels."""
+        return len(set(self.levels.values())) > 1
+
 
 def candidates(step: Step, levels: Sequence[str]) -> list[Candidate]:
     """Assignments of levels, the fastest first, whatever the limit.

@@ -364,7 +364,7 @@ def _segments(
 ) -> dict[str, Segment]:
     found: dict[str, tuple[int, list[Moment]]] = {}
     for i, (moment, owner) in enumerate(zip(moments, owners, strict=True)):
-        found.setdefault(owner, (moments[i - 1].after if i else start, []))[1].append(moment)
+        found.setdefault(owner, (_needed(moments[i - 1]) if i else start, []))[1].append(moment)
     return {owner: _segment(beginning, each, seconds) for owner, (beginning, each) in found.items()}
 
 
@@ -376,4 +376,9 @@ def _unit(moment: Moment, model: CapturedModel) -> str:
 
 def _segment(start: int, moments: Sequence[Moment], seconds: Callable[[Moment], float]) -> Segment:
     points = tuple(moment.live - start for moment in moments)
-    return Segment(points, moments[-1].after - start if moments else 0, sum(map(seconds, moments)))
+    return Segment(points, _needed(moments[-1]) - start if moments else 0, sum(map(seconds, moments)))
+
+
+def _needed(moment: Moment) -> int:
+    """Bytes behind a call that are to be read: what only waits to be written again belongs to who writes it."""
+    return moment.after - moment.waiting

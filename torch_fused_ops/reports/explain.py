@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_fused_ops.capturing import run_captured
+from torch_fused_ops.capturing import check_model, run_captured
 from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default
 from torch_fused_ops.reports.breaks import break_of, reasons_noted, since
 from torch_fused_ops.reports.figures import capture as set_aside
@@ -39,10 +39,7 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
         TypeError: model is not callable, or a class, or policy is no FusionPolicy.
         Whatever the model raises on these arguments.
     """
-    if not callable(model):
-        raise TypeError(f"model={model!r} is not callable: it must be a module or a function")
-    if isinstance(model, type):
-        raise TypeError(f"model={model!r} is a class: it must be an instance of it, {model.__name__}(…), or a function")
+    check_model(model)
     policy = policy_or_default(policy)
     check_not_meant("explain", getattr(model, "_orig_mod", model), kwargs)
     from torch_fused_ops import lowerings

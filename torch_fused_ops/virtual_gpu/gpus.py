@@ -94,7 +94,7 @@ def by_name(name: str) -> GPU:
     """
     gpu = GPUS.get(str(name).upper())
     if gpu is None:
-        raise ValueError(f"name: got {name!r}, expected one of {', '.join(GPUS)}")
+        raise ValueError(f"name: got {name!r}, expected one of {', '.join(GPUS)}, or a GPU(…) in its place")
     return gpu
 
 

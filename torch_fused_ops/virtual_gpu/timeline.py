@@ -10,10 +10,11 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,7 @@ class Moment:
         call: the kernel's name, or the operator's: "triton_poi_fused_gelu_0", "addmm".
         live: the most bytes that are alive between the call before and the end of this one.
         after: bytes alive once what this call was the last to read is freed.
+        waiting: of these, bytes that nothing reads any more: Inductor keeps their memory for a later result.
         nbytes: bytes that it reads and writes (`Launch.bytes_moved`).
         flop: of matrix products and attention, as torch's counter has them.
         modules: as `Launch.modules`.
@@ -47,6 +49,7 @@ class Moment:
     call: str
     live: int
     after: int
+    waiting: int
     nbytes: int
     flop: float
     modules: tuple[str, ...]
@@ -164,7 +167,7 @@ class _Step:
                         tangents[self.links[i, j]] = gradient
                 del gradients, gradient
             end = self.memory.live
-        return Timeline(tuple(self.memory.moments), entry, kept, end, born)
+        return Timeline(self.memory.finished(), entry, kept, end, born)
 
     def _call(self, graph: GeneratedGraph, kind: str, inputs: list[Any]) -> list[Any]:
         self.memory.begin(kind, graph.scheduled)
@@ -229,6 +232,9 @@ class _Memory(Storages):
         super().__init__()
         self.device = device
         self.moments: list[Moment] = []
+        self.touched: dict[int, int] = {}  # by storage, the last call that had it
+        self.reused: dict[int, int] = {}  # by storage that got another name since: the last call before
+        self.waited: list[tuple[int, int, int]] = []  # from one call to another, bytes
         self.kind = ""
         self.scheduled: Sequence[Launch] = ()
         self.launch: Launch | None = None
@@ -250,6 +256,7 @@ class _Memory(Storages):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, torch._ops.HigherOrderOperator):
             return self._with_random_state(func.name(), list(args), dict(kwargs or {}))
+        self.touch(tree_leaves((args, kwargs)))
         meta = torch.device("meta")
 
         def moved(value: Any) -> Any:
@@ -257,6 +264,7 @@ class _Memory(Storages):
 
         args, kwargs = tree_map(moved, (args, kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.touch(tree_leaves(result))
         if not _is_view(func):
             self.note(str(func).removesuffix(".default"), flop_of(func.overloadpacket, args, kwargs, result))
             extra = _WORKSPACE.get(func.overloadpacket)
@@ -292,6 +300,35 @@ class _Memory(Storages):
         """A call is made: the first after `enter` gives the moment its name."""
         self.call, self.flop = self.call or call, self.flop + flop
 
+    def touch(self, tensors: Sequence[Any], reads: bool = True) -> None:
+        """The call in progress has these: what they held before it is read, or overwritten as a whole."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                since = self.reused.pop(storage._cdata, None)
+                if since is not None and not reads:
+                    self.waited.append((since, self.now, storage.nbytes()))
+                self.touched[storage._cdata] = self.now
+
+    def reuse(self, tensor: Tensor) -> None:
+        """Another result takes a tensor's memory: what it held is read by nothing, or by the call that is next."""
+        key = tensor.untyped_storage()._cdata
+        self.reused[key] = self.touched.get(key, self.now)
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        super()._freed(key, nbytes)
+        self.touched.pop(key, None)
+        self.reused.pop(key, None)
+
+    def finished(self) -> tuple[Moment, ...]:
+        """All calls, with what was waiting behind each."""
+        change = [0] * (len(self.moments) + 1)
+        for since, until, nbytes in self.waited:
+            change[since] += nbytes
+            change[until] -= nbytes
+        waiting = itertools.accumulate(change)
+        return tuple(replace(moment, waiting=each) for moment, each in zip(self.moments, waiting, strict=False))
+
     def born(self, gradients: Sequence[Any]) -> list[tuple[int, tuple[int, int]]]:
         """The number of each, the call for which its storage was allocated, and the bytes that no other one counts."""
         found: dict[int, tuple[int, tuple[int, int]]] = {}
@@ -304,7 +341,7 @@ class _Memory(Storages):
     def finish(self) -> None:
         if self.call:
             nbytes, modules = (self.launch.bytes_moved, self.launch.modules) if self.launch else (0, ())
-            self.moments.append(Moment(self.kind, self.call, self.most, self.live, nbytes, self.flop, modules))
+            self.moments.append(Moment(self.kind, self.call, self.most, self.live, 0, nbytes, self.flop, modules))
             self.most = self.live
         self.call, self.flop, self.launch = "", 0.0, None
 
@@ -370,11 +407,17 @@ class _Torch:
 class _Kernel:
     """A generated kernel: it has its arguments, and does nothing with them."""
 
-    def __init__(self, name: str, memory: _Memory) -> None:
+    def __init__(self, name: str, memory: _Memory, source: str) -> None:
         self.name, self.memory = name, memory
+        found = re.search(rf"def {name}\(([^)]*)\)", source)
+        self.parameters = [each.partition(":")[0].strip() for each in found[1].split(",")] if found else []
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         self.memory.note(self.name)
+        names = itertools.chain(self.parameters, itertools.repeat(""))
+        written = [name.startswith("out_ptr") for name, _ in zip(names, args, strict=False)]
+        self.memory.touch([arg for arg, only in zip(args, written, strict=True) if not only])
+        self.memory.touch([arg for arg, only in zip(args, written, strict=True) if only], reads=False)
 
     __call__ = run
 
@@ -387,7 +430,9 @@ class _Extern:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, out: Any = None, **kwargs: Any) -> Any:
+            self.memory.touch(tree_leaves((args, kwargs)))
             if out is not None:
+                self.memory.touch([out], reads=False)
                 self.memory.note(name, flop_of(getattr(aten, name, None), args, kwargs, out))
                 return out
             from torch._inductor.select_algorithm import extern_kernels
@@ -405,6 +450,7 @@ def _reinterpret_tensor(tensor: Tensor, size: Any, stride: Any, offset: int = 0)
 
 
 _MARK = re.compile(r"^(\s*)# node (\d+)$", re.M)
+_REUSE = re.compile(r"^(\s*)(\w+ = .*; del (\w+)) +# reuse$", re.M)
 
 
 def mark(index: int) -> str:
@@ -430,15 +476,17 @@ def _wrapper(code: str, memory: _Memory) -> Callable[[list[Any]], Sequence[Any]]
         "reinterpret_tensor": _reinterpret_tensor,
         "torch": _Torch(),
         "_enter": memory.enter,
+        "_reuse": memory.reuse,
     }  # fmt: skip
     names = dict(stand_ins)
     skipped = {"get_args", "benchmark_compiled_module"}
-    for statement in ast.parse(_MARK.sub(r"\1_enter(\2)", code)).body:
+    called = _REUSE.sub(r"\1_reuse(\3); \2", _MARK.sub(r"\1_enter(\2)", code))
+    for statement in ast.parse(called).body:
         if isinstance(statement, (ast.If, ast.Delete, ast.Expr)) or getattr(statement, "name", "") in skipped:
             continue
         if isinstance(statement, ast.Assign) and ast.unparse(statement.value).startswith("async_compile."):
             targets = [ast.unparse(target) for target in statement.targets]
-            names |= {target: _Kernel(target, memory) for target in targets}
+            names |= {target: _Kernel(target, memory, ast.unparse(statement.value)) for target in targets}
             continue
         try:
             exec(compile(ast.Module([statement], []), "<generated>", "exec"), names)
