@@ -80,6 +80,11 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000, 10, 10)
 
 
+def pytest_sessionfinish() -> None:
+    """At the end all goes, or Triton's bindings list what they find left."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def inductor() -> Any:
     """Inductor's compile_fx, imported at nobody's expense: it takes 3 s of whichever test is first."""
