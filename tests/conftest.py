@@ -24,8 +24,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 # compiles C++, for 8 s of processor time. With "" it is tried out, with "0" none are used.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-# Processes that compile Triton's kernels for a GPU are not started before there is such a kernel: 3 s each time.
-os.environ.setdefault("TORCH_WARM_POOL", "0")
+# Every process that compiles starts others for a GPU's kernels, for 4 s of processor time: not where there is no GPU.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import processor_time
 
