@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,9 +47,9 @@ def bert() -> tuple[nn.Module, dict[str, Any]]:
     return transformers.BertForMaskedLM(config), {"input_ids": ids()}
 
 
-def llama() -> tuple[nn.Module, dict[str, Any]]:
+def llama(layers: int = 2) -> tuple[nn.Module, dict[str, Any]]:
     config = transformers.LlamaConfig(
-        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=128
+        num_hidden_layers=layers, hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=128
     )
     return transformers.LlamaForCausalLM(config), {"input_ids": ids(), "use_cache": False}
 
@@ -67,11 +68,12 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], int, str
     "GPT-2": (gpt2, 2, "gelu_tanh"),
     "BERT": (bert, 2, "gelu"),
     "Llama": (llama, 2, "silu"),
+    "Llama of a layer": (functools.partial(llama, 1), 1, "silu"),
     "T5": (t5, 4, "gelu_tanh"),
 }
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(10)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_explain_shows_every_mlp_fused(name: str, training: bool) -> None:
@@ -93,7 +95,7 @@ def step(model: Callable[..., Any], parameters: list[Tensor], inputs: dict[str, 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.seconds("one whole model") if name == "Llama" else pytest.mark.slow)
+        pytest.param(name, marks=pytest.mark.seconds("a whole model") if "a layer" in name else pytest.mark.slow)
         for name in MODELS
     ],
 )

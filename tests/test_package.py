@@ -58,7 +58,13 @@ assert torch.compiler.config.cache_key_tag.count("torch_fused_ops") == 1
     run(program)
 
 
-@pytest.mark.parametrize("others", [(), ("lowerings", "benchmarks")], ids=["a copy", "another clone"])
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param((), id="a copy", marks=pytest.mark.slow),
+        pytest.param(("lowerings", "benchmarks"), id="another clone"),
+    ],
+)
 def test_it_is_whole_while_a_clone_is_the_current_folder(others: tuple[str, ...]) -> None:
     """Also where another copy is installed: without the finder of editable installs, or with one that has another's."""
     if not (ROOT / "lowerings").is_dir():

@@ -17,7 +17,7 @@ pytest_plugins = ["pytester"]
 SLOW = ROOT / ".ci" / "slow"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def parts() -> dict[str, str]:
     """What .ci/slow lists: each part's files."""
     if not SLOW.exists() or shutil.which("bash") is None:

@@ -55,7 +55,7 @@ def inference(model: type[nn.Module], *shape: int, dtype: torch.dtype = BF16, **
     return virtual_gpu.compile_on_paper(made, tensor(*shape, dtype=dtype), training=False, **arguments).inference
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("model", "shape", "dtype", "taken"),
     [

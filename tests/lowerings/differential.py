@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,21 +27,6 @@ def fits(kind: Kind, text: str) -> bool:
     """Whether a text is what docs/recognition.md has for its kind; behind where it is, in a module that does more."""
     forms = (".*".join(map(re.escape, form.split("*")[::2])) for form in kind.texts)
     return any(re.fullmatch(f"(its activation stands between .*: )?{form}", text, re.DOTALL) for form in forms)
-
-
-@contextmanager
-def quick_guards() -> Iterator[None]:
-    """Dynamo times its guards once, with caches flushed: 40 of a small capture's 140 ms."""
-    from torch._dynamo import guards
-
-    timed = getattr(guards, "profile_guard_manager", None)
-    if timed is not None:
-        guards.profile_guard_manager = lambda *args: 0.0
-    try:
-        yield
-    finally:
-        if timed is not None:
-            guards.profile_guard_manager = timed
 
 
 def compiled(fn: Callable[..., Any], way: str, sites: list[Site] | None) -> Callable[..., Any]:

@@ -154,7 +154,7 @@ def near(got: Sequence[Tensor], wanted: Sequence[Tensor], most: float) -> bool:
 
 
 @pytest.mark.codegen_is_slow
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_each_level_keeps(gated: bool) -> None:
     """Backward joins the columns again: attention keeps its own, the MLP's are what the level makes of them."""
     module, x = Parallel(gated).float(), tokens(torch.float32)

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from differential import EagerFails, compare, quick_guards
+from differential import EagerFails, compare
 from functions import StraightThrough, Swish
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -719,7 +719,7 @@ def quietly(examples: int, seeded: bool = False) -> Any:
 
 @pytest.fixture(autouse=True)
 def quiet() -> Any:
-    with quick_guards(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch._dynamo.reset()
         yield

@@ -73,8 +73,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "swiglu": lambda: Residual(True),
     "linear": linear,
 }
-# Four blocks take 7 s of processor time for each way of compiling; by default codegen/test_figures.py has smaller ones.
-NAMES = [pytest.param(name, marks=pytest.mark.slow if name in ("gelu", "swiglu") else ()) for name in MODELS]
+# Four blocks take 7 s of processor time for each way of compiling, attention 3. By default codegen/test_figures.py has
+# smaller ones, and test_memory_levels.py an attention that is not compiled on paper.
+NAMES = [pytest.param(name, marks=() if name == "linear" else pytest.mark.slow) for name in MODELS]
 
 
 @cache
@@ -105,7 +106,7 @@ def test_free_leaves_attention_alone() -> None:
     assert scores, "the softmax's result, for its product with the values"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "linear" else pytest.mark.slow) for n in MODELS])
+@pytest.mark.parametrize("name", NAMES)
 def test_off_is_upstreams_choice(name: str) -> None:
     plain, off = on_paper(name), on_paper(name, "off")
     assert off.saved_bytes() == plain.saved_bytes()

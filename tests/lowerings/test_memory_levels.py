@@ -198,6 +198,21 @@ def test_an_adapted_layer_is_summed_again() -> None:
     assert not any(t.numel() == 51 * 96 for t in kept)
 
 
+def test_free_keeps_the_softmax_in_front_of_attentions_product() -> None:
+    """What the activation's GEMM reads is rebuilt; scores are kept, as plain torch.compile keeps them."""
+
+    def attend(x: Tensor, bias: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        scores = torch.softmax((x @ x.mT + bias).float(), -1).to(x.dtype)
+        y = scores @ x
+        return y + F.linear(F.gelu(F.linear(y, w)), v)
+
+    inputs = [normal(3, 17, 32), normal(17, 17), normal(96, 32), normal(32, 96)]
+    inputs = [t.detach().bfloat16().requires_grad_() for t in inputs]
+    kept = {level: [t.numel() for t in step(compiled(attend, level), inputs)[1]] for level in ("off", "free")}
+    assert [sizes.count(3 * 17 * 17) for sizes in kept.values()] == [1, 1], "scores"
+    assert [sizes.count(3 * 17 * 96) for sizes in kept.values()] == [2, 1], "on both sides of the activation"
+
+
 # ---- what a product stands between, at "free" ------------------------------------------------------------------------
 
 

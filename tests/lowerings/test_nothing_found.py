@@ -125,6 +125,7 @@ def test_modules_that_are_compiled_by_themselves_are_judged_together(found: bool
         torch.compile(model, backend="fused", options={"policy": STRICT})(torch.randn(4, 8))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["enable", "enabled", "options"])
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_however_it_is_compiled(way: str, pieces: int) -> None:

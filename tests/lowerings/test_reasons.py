@@ -15,7 +15,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
-from differential import fits, quick_guards
+from differential import fits
 from functions import Spread, StraightThrough
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -564,8 +564,7 @@ def test_each_has_a_program() -> None:
 def test_texts_change_nothing(kind: Kind, monkeypatch: Patch, texts: list[Reason]) -> None:
     """Each program is refused for its kind, and what is said of it is what is said of the kind, whatever its text."""
     torch._dynamo.reset()
-    with quick_guards():
-        found = PROGRAMS[kind](monkeypatch)
+    found = PROGRAMS[kind](monkeypatch)
     assert found.kind is kind
     if isinstance(found, Site):
         mlp = found.activation != "dropout"

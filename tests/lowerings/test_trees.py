@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from differential import quick_guards
 from torch import Tensor
 from trees import TOKENS, WIDTH, Configured, Tree, tree
 
@@ -108,7 +107,7 @@ def check(seed: int, only: int | None = None, write: bool = True) -> None:
     """
     model, r = tree(seed), random.Random(seed)
     write = write and bears_writing(model, eager)
-    with no_pass_may_fail(), quick_guards():
+    with no_pass_may_fail():
         for policy in list(policies(r, model))[slice(only, None if only is None else only + 1)]:
             try:
                 off = {name: by for name, by in compare(model, policy, write).items() if not by < 1e-9}

@@ -347,6 +347,7 @@ def test_what_is_accepted_is_one_graph_of_any_number_of_tokens(dynamic: bool | N
 
 
 @pytest.mark.codegen_is_slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_what_is_refused_leaves_a_compiled_model_as_it_was(fullgraph: bool, dynamic: bool | None) -> None:
