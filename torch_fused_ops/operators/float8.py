@@ -394,7 +394,7 @@ class _GroupedLinear(torch.autograd.Function):
         input, weight, largest, ends = ctx.saved_tensors
         d_input = d_weight = None
         _refuse_second_derivative("grouped_linear_fp8", grad)
-        grad = grad.contiguous()  # torch's grouped products take no gradient that is expanded, as a sum's is
+        grad = grad.contiguous()  # torch's grouped products take nothing that is expanded, as a sum's gradient is
         if ctx.needs_input_grad[0]:
             of_grad = _quantise(grad, 1, grad.shape[1])
             d_input = _scaled_grouped_mm(*of_grad, _quantise_by(weight, largest), largest, ends, grad.dtype)
@@ -402,9 +402,9 @@ class _GroupedLinear(torch.autograd.Function):
             if not input.shape[0]:
                 d_weight = torch.zeros_like(weight)
             elif weight.stride(2) == 1:
-                d_weight = torch.nn.functional.grouped_mm(input.t(), grad, offs=ends)
+                d_weight = torch.nn.functional.grouped_mm(input.contiguous().t(), grad, offs=ends)
             else:  # as the parameter lies, of which the weight is the transpose
-                d_weight = torch.nn.functional.grouped_mm(grad.t(), input, offs=ends).transpose(1, 2)
+                d_weight = torch.nn.functional.grouped_mm(grad.t(), input.contiguous(), offs=ends).transpose(1, 2)
         return d_input, d_weight, None
 
 
