@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fused_ops import functional
+from torch_fused_ops.flop_formulas import count, rows_times_columns
 from torch_fused_ops.policy import check_known
 from torch_fused_ops.recipes import RECIPES
 from torch_fused_ops.routing import readable
@@ -204,6 +205,9 @@ def _sums_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None
 _by_expert.register_autograd(_by_expert_backward, setup_context=_keep)
 _sums.register_autograd(_sums_backward, setup_context=_keep)
 
+
+count(_by_expert._opoverload, lambda x, weight, ends, **out: rows_times_columns(x, weight))
+count(_sums._opoverload, lambda a, b, ends, **out: 2 * a[0] * a[1] * b[1])
 
 # In eager mode torch.func's transforms, too, want functions; a compiler's recogniser wants the operators.
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch_fused_ops import float8
 from torch_fused_ops.declaration import Signature, arguments_of, one_of, refuse
 from torch_fused_ops.distributed.float8 import multiples
+from torch_fused_ops.flop_formulas import count, rows_times_columns
 from torch_fused_ops.operators.autograd import define, register
 from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
@@ -274,6 +275,14 @@ _scaled_grouped_mm = register_plain(
     _fake_grouped_product,
     _check_grouped_product,
 )
+
+
+def _flop(a: Sequence[int], a_scales: Sequence[int], b: Sequence[int], *rest: Any, **out: Any) -> int:
+    return rows_times_columns(a, b)
+
+
+for _op in (_scaled_mm, _scaled_grouped_mm):
+    count(_op, _flop)
 
 # ---- linear ----------------------------------------------------------------------------------------------------------
 
