@@ -429,6 +429,29 @@ def test_this_library_s_experts_that_stay_have_their_reason() -> None:
         assert (site.gemm, site.gemm_kind, site.is_missed) == ("", kind, True)
 
 
+@pytest.mark.parametrize("tokens", ((21,), (3, 7)))
+def test_packed_gradients_in_rows(tokens: tuple[int, ...]) -> None:
+    """Of gate and up in one weight, whose gradient has one scale for both: generated code against eager mode."""
+
+    def fn(g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+        args = (None, None, "silu", "halves", 0.0, None, [True, False, False])
+        d = torch.ops.fused.bias_glu_backward(g, h, *args)[0].view(-1, h.shape[-1])
+        return (d, *torch.ops.fused.quantise(d, 1, d.shape[1]))
+
+    g, h = torch.randn(*tokens, 80), torch.randn(*tokens, 160) * 4
+    h[..., 0, 3], h[..., 1, 90] = float("nan"), float("inf")
+    torch._dynamo.reset()
+    got, wanted = torch.compile(fn, fullgraph=True)(g, h), fn(g, h)
+    for one, exact in zip(got, wanted, strict=True):
+        assert one.is_contiguous() and one.stride() == exact.stride()
+    torch.testing.assert_close(got[0], wanted[0], equal_nan=True)
+    torch.testing.assert_close(got[2], wanted[2], rtol=0, atol=0, equal_nan=True)
+    finite = wanted[2][0].isfinite()
+    assert 0 < int(finite.sum()) < finite.numel()
+    torch.testing.assert_close(got[1][finite].float(), wanted[1][finite].float(), rtol=2**-3, atol=2**-9)
+    assert (got[1][finite].float() == wanted[1][finite].float()).float().mean() > 0.99
+
+
 class Conv1D(nn.Module):
     """As transformers' GPT-2 has it: addmm with the weight the other way round."""
 
