@@ -63,7 +63,7 @@ def test_kernels_and_calls_of_a_step() -> None:
     assert activation.bytes_moved == TOKENS * FFN * (2 + 2 + 1) + TOKENS * FFN // 128 * 4
 
 
-@pytest.mark.parametrize("tokens", ((6,), (2, 3)))
+@pytest.mark.parametrize("tokens", (pytest.param((6,), marks=pytest.mark.slow), (2, 3)))
 def test_packed_gradients_are_quantised_where_they_are_made(tokens: tuple[int, ...]) -> None:
     """A row of theirs is gate's and up's together: one kernel makes both, finds the largest of both, and stores both.
 

@@ -429,6 +429,7 @@ def test_this_library_s_experts_that_stay_have_their_reason() -> None:
         assert (site.gemm, site.gemm_kind, site.is_missed) == ("", kind, True)
 
 
+@pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("tokens", ((21,), (3, 7)))
 def test_packed_gradients_in_rows(tokens: tuple[int, ...]) -> None:
     """Of gate and up in one weight, whose gradient has one scale for both: generated code against eager mode."""
