@@ -27,6 +27,7 @@ from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason, Refusal, excluded
 from torch_fused_ops.recipes import RECIPES
 from torch_fused_ops.sites import DROPOUT, Site
 from torch_fused_ops.tiles import asked
+from torch_fused_ops.virtual_gpu import stands_for
 from torch_fused_ops.virtual_gpu.modules import module_stack
 
 from . import dropout, gemms, opaque, row_scale, tiles
@@ -236,7 +237,8 @@ def _check_freezing(cone: Cone) -> None:
     import torch._inductor.config as inductor
 
     value = tensor(cone.root)
-    if inductor.freezing and not torch.is_grad_enabled() and value is not None and value.device.type == "cpu":
+    on_cpu = value is not None and stands_for(value.device).type == "cpu"
+    if inductor.freezing and not torch.is_grad_enabled() and on_cpu:
         raise Refusal(Kind.FREEZING, "CPU inference under freezing: oneDNN's fused linear and activation is kept")
 
 

@@ -24,6 +24,7 @@ from torch_fused_ops.operators.activation import CALLS
 from torch_fused_ops.operators.float8 import DTYPES_OF_EXPERTS, DTYPES_OF_PRODUCTS
 from torch_fused_ops.reasons import Kind, Reason, Refusal
 from torch_fused_ops.recipes import RECIPES
+from torch_fused_ops.virtual_gpu import stands_for
 
 from .cone import readers
 from .graph import AFFINE, Facts, record, shown, statically, tensor
@@ -198,7 +199,7 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
     if not all(statically(size % multiple == 0) and statically(size > 0) for size, multiple in sizes):
         *_, n, k = weight.shape
         raise Refusal(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of {multiple_of}")
-    device = compat.no_scaled_products(weight.device, scaling, grouped)
+    device = compat.no_scaled_products(stands_for(weight.device), scaling, grouped)
     if device and grouped:
         raise Refusal(Kind.GEMM_DEVICE, f"this device ({device}) has no products of experts in float8")
     if device:
@@ -208,7 +209,7 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
 
 def fuse(graph: Graph, facts: Facts, found: dict[Node, str]) -> list[Edit]:
     """The edits that make linear layers ``fused::linear_fp8``, each by its recipe."""
-    if any(value_of(node).device.type == "cpu" for node in found):
+    if any(stands_for(value_of(node).device).type == "cpu" for node in found):
         _warn_of_cpu()
     return [(node, partial(_insert, graph, facts, node, recipe), {node}) for node, recipe in found.items()]
 

@@ -92,6 +92,20 @@ def test_packed_gradients_are_quantised_where_they_are_made(tokens: tuple[int, .
     assert torch.equal(scales[None], exact[1]) and torch.equal(values.float(), exact[0].float())
 
 
+@pytest.mark.parametrize(
+    ("device", "gemm", "named"),
+    [(gpu.A100, "fp8-rowwise", "sm_80"), (gpu.B200, "fp8", "sm_100"), (gpu.MI300X, "fp8", "ROCm, gfx942")],
+)
+def test_a_device_without_such_products_is_asked_on_paper(device: gpu.GPU, gemm: str, named: str) -> None:
+    """The graph is captured on CPU tensors, which stand in for the GPU's; a CPU has all products."""
+    module, x = torch.nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)), torch.randn(8, 128)
+    message = rf"this device \({named}\) has no products of float8 with a scale for each {RECIPES[gemm].scaling.noun}"
+    with tfo.enabled(FusionPolicy(gemm=gemm, strict=True)), pytest.raises(Exception, match=message):
+        gpu.compile_on_paper(module, x, gpu=device)
+    assert gpu.stands_for(x.device) == x.device, "the CPU is itself again"
+    assert tfo.explain(module, x, policy=FusionPolicy(gemm=gemm)).sites[0].gemm == gemm
+
+
 @pytest.mark.slow
 def test_a_gelu_mlp_with_biases() -> None:
     backward = on_paper(GELUMLP, gemm="fp8").backward
