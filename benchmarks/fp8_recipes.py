@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,11 +40,8 @@ if TYPE_CHECKING:
 TOKENS = 8192
 WIDTHS = (4096, 1024, 2048, 8192, 16384)
 FP8_FLOP = 1250e12  # FLOP/s of products in float8 that the roofline has; in bfloat16, and bytes: measured (roofline.py)
-# torch's products and ours, and which of their arguments are multiplied.
-OPERANDS = {
-    **{"mm": (0, 1), "addmm": (1, 2), "_scaled_mm": (0, 1), "scaled_mm": (0, 2)},
-    **{"_grouped_mm": (0, 1), "scaled_grouped_mm": (0, 2)},
-}
+# torch's products and ours.
+PRODUCTS = ("mm", "addmm", "_scaled_mm", "scaled_mm", "_grouped_mm", "scaled_grouped_mm")
 
 
 class GELUMLP(models.GELUMLP):
@@ -89,7 +85,7 @@ def products(graph: GeneratedGraph) -> Iterator[tuple[fx.Node, bool]]:
     """The matrix products of a graph, and whether each multiplies float8."""
     for node in graph.graph.graph.nodes:
         name = getattr(node.target, "__name__", "").removesuffix(".default")
-        if node.op == "call_function" and name in OPERANDS:
+        if node.op == "call_function" and name in PRODUCTS:
             yield node, "scaled" in name
 
 
@@ -104,20 +100,14 @@ def bytes_besides_products(graph: GeneratedGraph) -> int:
 def kernels_besides_products(graph: GeneratedGraph) -> int:
     """Launches of generated kernels, and calls that are no matrix products: our kernels, one launch each."""
     calls = [name.rpartition(".")[2] for name in graph.extern]
-    return sum(kernel.launches for kernel in graph.kernels) + sum(name not in OPERANDS for name in calls)
+    return sum(kernel.launches for kernel in graph.kernels) + sum(name not in PRODUCTS for name in calls)
 
 
 def flop(graph: GeneratedGraph) -> dict[str, int]:
     """FLOP of the matrix products, by what they multiply."""
     found = {"bf16": 0, "fp8": 0}
     for node, fp8 in products(graph):
-        name = node.target.__name__.removesuffix(".default")  # type: ignore[union-attr]
-        a, b = (node.args[i].meta["val"] for i in OPERANDS[name])  # type: ignore[union-attr]
-        if "grouped" in name:  # (rows, inner) and (inner, columns), of a stack or not; ours is transposed
-            count = a.numel() * b.shape[1 if fp8 else -1]
-        else:  # (rows, inner) and (inner, columns), in whichever layout: √(rows·inner · inner·columns · rows·columns)
-            count = math.isqrt(a.numel() * b.numel() * node.meta["val"].numel())
-        found["fp8" if fp8 else "bf16"] += 2 * count
+        found["fp8" if fp8 else "bf16"] += int(on_paper._roofline().flops_of_node(node))
     return found
 
 

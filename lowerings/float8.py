@@ -79,9 +79,34 @@ _by_kernel = {
 }
 
 
+def _halves(box: Box) -> tuple[Box, Box] | None:
+    """The two tensors that lie side by side in a matrix's rows, as gate's and up's gradients do where they are packed.
+
+    Read as one, it would have to be there as a whole: a kernel of its own would read it again.
+    """
+    from torch._inductor import ir
+
+    rows, columns = box.get_size()
+    storage: Any = box.data.unwrap_view() if isinstance(box.data, ir.ReinterpretView) else box.data
+    whole: Any = storage.data if isinstance(storage, ir.StorageBox) else None
+    parts: Sequence[Any] = whole.inputs if isinstance(whole, ir.ConcatKernel) else ()
+    if len(parts) != 2 or box.get_layout().offset != 0 or list(box.get_stride()) != [columns, 1]:
+        return None
+    sizes = [part.get_size() for part in parts]
+    if sizes[0] != sizes[1] or list(whole.get_size()) != [*sizes[0][:-1], columns]:
+        return None
+    view = lowerings[aten.view.default]
+    first, second = (view(ir.TensorBox(ir.StorageBox(part)), [rows, sizes[0][-1]]) for part in parts)
+    return first, second
+
+
 def _quantise(input: Box, rows: int, columns: int = BLOCK) -> Any:
     if operators.is_on_gpu(input) and (rows != 1 or _is_transposed()):
         return _by_kernel["quantise"](input, rows, columns)
+    halves = _halves(input) if rows == 1 and columns == input.get_size()[1] else None
+    if halves is not None:
+        first, second, scales = _inlined(float8.quantise_halves, *halves)
+        return operators.pack(first, second, "halves"), scales
     return _inlined(float8.quantise, input, rows, columns)
 
 

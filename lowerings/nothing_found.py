@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule
 
 from torch_fused_ops.known_gemms import name_of
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.operators import activation
+from torch_fused_ops.operators.activation import CALLS
 from torch_fused_ops.policy import UnfusedError
 from torch_fused_ops.sites import DROPOUT, Site
 
@@ -96,7 +96,4 @@ def _has_ours(graph: Graph) -> bool:
     """Whether a graph, or one that it calls, has an activation's operator already: a model of FusedMLPs has."""
     root = graph.owning_module
     graphs = [graph, *(m.graph for m in root.modules() if isinstance(m, GraphModule))] if root else [graph]
-    return any(name_of(node.target) in _OURS for one in graphs for node in one.nodes if node.op == "call_function")
-
-
-_OURS = {f"fused::{op.name}{suffix}" for op in activation.FAMILY for suffix in ("", "_fp8")}
+    return any(name_of(node.target) in CALLS for one in graphs for node in one.nodes if node.op == "call_function")

@@ -233,7 +233,7 @@ def _packed(layout: str, n: Any, up: int) -> Callable[[Index], Index]:
     return lambda index: [*index[:-1], index[-1] + half * n]
 
 
-def _pack(gate: Box, up: Box, layout: str) -> Box:
+def pack(gate: Box, up: Box, layout: str) -> Box:
     """(…, n) twice → (…, 2n). Concatenated storage, not a masked pointwise: that would compute each half twice."""
     size = list(gate.get_size())
     with compat.concat_node():
@@ -372,7 +372,7 @@ def _backward(op: Elementwise) -> Callable[..., tuple[Box | None, ...]]:
             if layout is None:
                 return e.node(elements.grads, *scalars, dtype=dtype, result=i)
             gate, up = (e.node(elements.grads, *scalars, dtype=dtype, result=half) for half in (0, 1))
-            return _pack(gate, up, layout)
+            return pack(gate, up, layout)
 
         found: list[Box | None] = [None] * len(tensors)
         own = dtypes or [t.get_dtype() for t in tensors[: op.data]]
@@ -386,7 +386,7 @@ def _backward(op: Elementwise) -> Callable[..., tuple[Box | None, ...]]:
                 _sum_rows(e.node(elements.grads, *scalars, result=half), bias.get_dtype())
                 for half in range(1 if layout is None else 2)
             ]
-            found[op.bias] = sums[0] if layout is None else _pack(sums[0], sums[1], layout)
+            found[op.bias] = sums[0] if layout is None else pack(sums[0], sums[1], layout)
         if op.scale is not None and mask[op.scale] and (scale := tensors[op.scale]) is not None:
             terms = e.node_without(elements.scale_at, elements.scale_grad, *scalars)
             found[op.scale] = _sum_columns(terms, scale.get_dtype())
@@ -422,7 +422,7 @@ def _store_fp8(x: Box, halves: bool) -> tuple[Box, Box]:
         lowerings[aten.amax.default](functools.reduce(lowerings[aten.maximum.default], sizes), [axis])
     )
     stored = [to_dtype(lowerings[aten.mul.Tensor](part, inverse), formulas.FP8) for part in parts]
-    return _pack(stored[0], stored[1], "halves") if halves else stored[0], scale
+    return pack(stored[0], stored[1], "halves") if halves else stored[0], scale
 
 
 def _load_fp8(stored: Box, scale: Box, dtype: torch.dtype) -> Box:

@@ -34,6 +34,7 @@ OPERATORS = [
         "declaration",
         "kernels",
         "distributed",
+        "flop_formulas",
         "operators",
         "reference",
     ),
@@ -49,6 +50,7 @@ LAYERS: dict[str, list[str]] = {
     "reasons": [],
     "sites": ["reasons"],
     "known_gemms": [],
+    "flop_formulas": [],
     # operators
     "activations": [],
     "formulas": ["activations"],
@@ -62,7 +64,9 @@ LAYERS: dict[str, list[str]] = {
     "declaration": ["activations"],
     "kernels": ["activations", "formulas", "recipes", "float8", "declaration"],
     "distributed": ["recipes", "float8", "declaration"],
-    "operators": ["activations", "formulas", "recipes", "float8", "declaration", "kernels", "distributed"],
+    "operators": [
+        *("activations", "formulas", "recipes", "float8", "declaration", "kernels", "distributed", "flop_formulas")
+    ],
     "reference": ["formulas", "operators"],
     "viewless": ["operators"],
     "routing": [],

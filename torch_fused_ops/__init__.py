@@ -127,10 +127,11 @@ def compile_options(
 
 
 # What is registered with parts of torch that are expensive to import, right after they are first imported, by whomever:
-# Inductor's lowerings; DTensor's rules (0.4 s).
+# Inductor's lowerings; DTensor's rules (0.4 s); FLOP formulas (0.2 to 0.5 s: Triton).
 _WHEN_LOADED = {
     "torch._inductor.lowering": "torch_fused_ops.lowerings",
     "torch.distributed.tensor": "torch_fused_ops.distributed.sharding",
+    "torch.utils.flop_counter": "torch_fused_ops.flop_formulas",
 }
 
 

@@ -92,16 +92,37 @@ def quantise(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Te
     width = padded(c) if columns == BLOCK else c
     wide = torch.nn.functional.pad(input.to(torch.float32), (0, width - c))
     blocks = wide.reshape(r // rows, rows, width // columns, columns)
-    largest = (blocks.view(torch.int32) & _WITHOUT_SIGN).amax((1, 3))
-    exponent = (((largest + _ABOVE_1_75) >> _MANTISSA_BITS) - _LOG2_LARGEST).clamp(min=1)
-    exponent = exponent + 1 if dtype == FNUZ else exponent
-    not_a_number = (largest >= _INFINITY).to(torch.int32) * _NAN
-    scales = ((exponent << _MANTISSA_BITS) | not_a_number).view(torch.float32)
-    inverse = ((254 - exponent) << _MANTISSA_BITS).view(torch.float32)
+    scales, inverse = _scales(_magnitudes(blocks).amax((1, 3)), dtype)
     # Rounded as blocks, and seen as rows then: so Inductor of torch 2.11, too, makes both in one kernel.
     values = (blocks * inverse[:, None, :, None]).to(dtype, memory_format=torch.contiguous_format)
     values = values.reshape(r, width)
     return values, scales.t().clone(memory_format=torch.contiguous_format) if rows == 1 else scales
+
+
+def _magnitudes(wide: Tensor) -> Tensor:
+    """What orders numbers of float32 by their size, infinities and NaN last."""
+    return wide.view(torch.int32) & _WITHOUT_SIGN
+
+
+def _scales(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(scale, 1 / scale) of blocks by their largest magnitude."""
+    exponent = (((largest + _ABOVE_1_75) >> _MANTISSA_BITS) - _LOG2_LARGEST).clamp(min=1)
+    exponent = exponent + 1 if dtype == FNUZ else exponent
+    not_a_number = (largest >= _INFINITY).to(torch.int32) * _NAN
+    scales = ((exponent << _MANTISSA_BITS) | not_a_number).view(torch.float32)
+    return scales, ((254 - exponent) << _MANTISSA_BITS).view(torch.float32)
+
+
+def quantise_halves(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``quantise`` of ``cat((first, second), 1)`` in rows, the values in two: (first's, second's, scales (1, r)).
+
+    A compiler makes one loop of it, over both, which ``cat`` would stand in front of.
+    """
+    dtype, halves = dtype_of(first.device), (first.to(torch.float32), second.to(torch.float32))
+    largest = torch.maximum(*map(_magnitudes, halves)).amax(1, keepdim=True)
+    scales, inverse = _scales(largest, dtype)
+    one, other = ((half * inverse).to(dtype, memory_format=torch.contiguous_format) for half in halves)
+    return one, other, scales.reshape(1, -1)
 
 
 def quantise_by(input: Tensor, scales: Tensor) -> Tensor:

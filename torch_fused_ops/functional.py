@@ -65,6 +65,7 @@ __all__ = [
     "geglu",
     "gelu",
     "glu",
+    "grouped_linear_fp8",
     "linear_fp8",
     "make_viewless_tensor",
     "quick_geglu",
@@ -709,4 +710,33 @@ def linear_fp8(
     if not isinstance(dtype, (torch.dtype, type(None))):
         _refuse("dtype", dtype, "a torch.dtype or None")
     out: Tensor = torch.ops.fused.linear_fp8(input, weight, bias, dtype, recipe)
+    return out
+
+
+def grouped_linear_fp8(input: Tensor, weight: Tensor, ends: Tensor, *, recipe: str = "fp8-rowwise") -> Tensor:
+    """``input[t] · weight[e]``, e the expert of row t, and its gradients, in float8: a mixture's experts.
+
+    As ``linear_fp8`` without a bias, for rows that are sorted by expert, as ``torch.nn.functional.grouped_mm`` takes
+    them: a scale for each row, for each column of an expert's weight, and one for each expert's transpose. The weight's
+    gradient is a grouped product in bfloat16. (torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm`` has that in float8,
+    too, for which each expert's rows are padded to multiples of 16.) The host waits for nothing.
+
+    Second derivatives raise, and so do ``torch.func`` transforms.
+
+    Args:
+        input: (t, in), bfloat16; what rows behind the last expert's give is undefined.
+        weight: (experts, in, out), bfloat16, in and out multiples of 16; a parameter (experts, out, in) transposed is
+            not copied.
+        ends: (experts,), int32, on input's device: where each expert's rows end.
+        recipe: of those of docs/fp8.md that experts have.
+
+    Returns:
+        (t, out), bfloat16, contiguous.
+
+    Raises:
+        TypeError, ValueError: see the module's conventions; ValueError for sizes that are no such multiples.
+    """
+    for name, t in (("input", input), ("weight", weight), ("ends", ends)):
+        _check_tensor(name, t)
+    out: Tensor = torch.ops.fused.grouped_linear_fp8(input, weight, ends, recipe)
     return out

@@ -60,12 +60,13 @@ class FusionPolicy:
         epilogues: whether a linear layer and its activation (relu, tanh's GELU) may be one call of cuBLASLt, at
             inference on CUDA (``docs/epilogues.md``). ``"measured"``: under max-autotune, where it is the fastest way;
             without, nothing changes. ``"library"``: wherever it is possible, unmeasured. ``"off"``: never.
-        gemm: what the linear layers of an MLP that is picked up multiply in (``docs/fp8.md``). ``"bf16"``: what the
-            model has. ``"fp8"``: float8_e4m3fn with a scale for each block of 128, in all three products of a training
-            step; weights and their gradients stay in their own dtypes. ``"fp8-wgrad-bf16"``: and the weights'
-            gradients are products in the model's dtype. ``"fp8-rowwise"``: so, too, with a scale for each row, which
-            more devices have, and a mixture's experts too. A mapping from module patterns chooses for each MLP; what
-            none names is "bf16".
+        gemm: what the linear layers of an MLP that is picked up multiply in (``docs/fp8.md``), and of one whose
+            activation is this library's operator already, as ``nn.FusedMLP``'s. ``"bf16"``: what the model has.
+            ``"fp8"``: float8_e4m3fn with a scale for each block of 128, in all three products of a training step;
+            weights and their gradients stay in their own dtypes. ``"fp8-wgrad-bf16"``: and the weights' gradients are
+            products in the model's dtype. ``"fp8-rowwise"``: so, too, with a scale for each row, which more devices
+            have, and a mixture's experts too. A mapping from module patterns chooses for each MLP; what none names is
+            "bf16".
     """
 
     memory: str | Mapping[str, str] | tuple[tuple[str, str], ...] = "free"

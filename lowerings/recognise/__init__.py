@@ -10,6 +10,7 @@ that hide what they compute.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace as replaced
@@ -19,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from torch_fused_ops import capturing
+from torch_fused_ops import capturing, functional
 from torch_fused_ops.lowerings.partition import budgeted
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason, Refusal, excluded
 from torch_fused_ops.recipes import RECIPES
 from torch_fused_ops.sites import DROPOUT, Site
 from torch_fused_ops.tiles import asked
+from torch_fused_ops.virtual_gpu import stands_for
 from torch_fused_ops.virtual_gpu.modules import module_stack
 
 from . import dropout, gemms, opaque, row_scale, tiles
@@ -84,7 +86,7 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
                     roots[cone.root].factors += cone.factors
                     continue
                 activation = cone.verdict.activation
-                _check_known(facts, list(gemms.producers(facts, cone)))
+                _check_known(facts, list(gemms.producers(facts, cone.operands)))
                 _check_freezing(cone)
                 cones[top] = cone
                 roots[cone.root] = cone
@@ -94,7 +96,9 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
         for top, cone in cones.items():
             recipe = policy.gemm_of(enclosing_modules(_paths(top, readers_of[top])))
             if recipe in RECIPES:
-                around[top] = gemms.linears(facts, cone, recipe)
+                around[top] = gemms.linears(facts, cone.operands, results(facts, cone), recipe)
+        called = list(_called(facts, policy))
+        around.update((one.node, linears) for one, linears in called)
         free = not budgeted(graph)
         kept = {top: cone for top, cone in cones.items() if free and value_of(cone.root).requires_grad}  # for backward
         cut = {top: one for top, cone in kept.items() if (one := _tiling(facts, policy, cone, top, readers_of[top]))}
@@ -112,6 +116,7 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
             site = replaced(site, memory=_level(policy, top, reading)) if top in kept else site
             site = replaced(site, reason=f"{site.reason}; {scaled[top]}") if top in scaled else site
             found.append((top, _with_tiles(site, cut[top]) if top in cut else site))
+        found += [(one.node, _with_linears(_called_site(facts, one), linears)) for one, linears in called]
         found += [(site.node, _dropout_site(facts, site)) for site in dropouts]
         report = tuple(site for _, site in sorted(found, key=lambda one: facts.index[one[0]]))
         fused = [site for site in dropouts if site.reason is None]
@@ -232,7 +237,8 @@ def _check_freezing(cone: Cone) -> None:
     import torch._inductor.config as inductor
 
     value = tensor(cone.root)
-    if inductor.freezing and not torch.is_grad_enabled() and value is not None and value.device.type == "cpu":
+    on_cpu = value is not None and stands_for(value.device).type == "cpu"
+    if inductor.freezing and not torch.is_grad_enabled() and on_cpu:
         raise Refusal(Kind.FREEZING, "CPU inference under freezing: oneDNN's fused linear and activation is kept")
 
 
@@ -278,6 +284,25 @@ def _site(facts: Facts, normal: Normal, top: Node, gemms: list[Node], found: Con
         proof += f"; {_names(found.factors)} by another tensor stays behind it"
     op, activation = f"fused::{operator_of(found)}", found.verdict.activation
     return Site(op, activation, reason=proof, users=users, spelling=spelling, **where)
+
+
+def _called(facts: Facts, policy: FusionPolicy) -> Iterator[tuple[gemms.Called, gemms.Linears]]:
+    """The activations that are operators already, with linear layers around that the policy wants in float8."""
+    for one in gemms.called(facts):
+        modules = enclosing_modules(_paths(one.node, one.reading or [one.node]))
+        recipe = policy.gemm_of(modules)
+        if recipe in RECIPES and policy.excluding(modules) is None:
+            linears = gemms.linears(facts, one.operands, one.reading, recipe)
+            if linears.found or linears.refused:
+                yield one, linears
+
+
+def _called_site(facts: Facts, one: gemms.Called) -> Site:
+    where, users = _source(one.node, (one.reading or [one.node])[0]), tuple(map(shown, one.reading))
+    reason = "the model calls the operator itself"
+    return Site(
+        f"fused::{one.op.name}", one.activation, reason=reason, users=users, spelling=(shown(one.node),), **where
+    )
 
 
 def _with_linears(site: Site, linears: gemms.Linears) -> Site:
@@ -369,7 +394,8 @@ def _module(root: Node, gemm: Node) -> str:
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in .*\n(?: +([^\n]*))?')
-_NOT_THE_USERS = (torch.__path__[0], capturing.__file__)
+_OURS = os.path.dirname(functional.__file__)
+_NOT_THE_USERS = (torch.__path__[0], capturing.__file__, functional.__file__, os.path.join(_OURS, "nn", ""))
 
 
 def _source(root: Node, gemm: Node) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """The linear layers of recognised MLPs, in float8: ``F.linear`` becomes ``fused::linear_fp8`` where the policy asks.
 
 Those of an MLP are the ones that its activation reads, through sums with biases and adapters, and those that read it.
+The activation is a proved cone, or an operator of this library that the model calls itself, as ``nn.FusedMLP`` does.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -15,13 +16,17 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from torch_fused_ops.declaration import Elementwise
 from torch_fused_ops.distributed.float8 import multiples
+from torch_fused_ops.known_gemms import name_of
 from torch_fused_ops.lowerings import compat
+from torch_fused_ops.operators.activation import CALLS
 from torch_fused_ops.operators.float8 import DTYPES_OF_EXPERTS, DTYPES_OF_PRODUCTS
 from torch_fused_ops.reasons import Kind, Reason, Refusal
 from torch_fused_ops.recipes import RECIPES
+from torch_fused_ops.virtual_gpu import stands_for
 
-from .cone import Cone, results
+from .cone import readers
 from .graph import AFFINE, Facts, record, shown, statically, tensor
 from .rewrite import Edit
 from .values import check_plain, value_of
@@ -40,11 +45,20 @@ class Linears:
     refused: list[tuple[Node, Reason]] = field(default_factory=list)
 
 
-def linears(facts: Facts, cone: Cone, recipe: str) -> Linears:
-    """The linear layers that produce what an activation reads, and those that read it, in graph order."""
+def linears(facts: Facts, operands: Iterable[Node], reading: Iterable[Node], recipe: str) -> Linears:
+    """The linear layers that produce what an activation reads, and those that read it, in graph order.
+
+    Args:
+        facts: of the graph.
+        operands: what the activation reads.
+        reading: what reads it in the end.
+        recipe: of ``recipes.RECIPES``. What is in float8 already, as the model asks for it, stays.
+    """
     result = Linears(recipe)
-    around = {*producers(facts, cone), *(r for r in results(facts, cone) if facts.weight_gemm(r))}
+    around = {*producers(facts, operands), *(one for one in reading if facts.weight_gemm(one))}
     for node in sorted(around, key=facts.index.__getitem__):
+        if name_of(node.target) in ("fused::linear_fp8", "fused::grouped_linear_fp8"):
+            continue
         try:
             _check(facts, node, recipe)
             result.found.append(node)
@@ -53,9 +67,45 @@ def linears(facts: Facts, cone: Cone, recipe: str) -> Linears:
     return result
 
 
-def producers(facts: Facts, cone: Cone) -> Iterator[Node]:
-    """The GEMMs with weights that the operands come from, through views and sums."""
-    pending, seen = list(cone.operands), set[Node]()
+@dataclass(frozen=True)
+class Called:
+    """A call of an activation's operator that the model makes itself."""
+
+    node: Node
+    op: Elementwise
+    operands: list[Node]
+    reading: list[Node]  # who reads the value in the end, dropouts between
+
+    @property
+    def activation(self) -> Any:
+        """The name of the function in the table."""
+        place = len(self.op.tensors)
+        return self.node.args[place] if len(self.node.args) > place else self.node.kwargs["activation"]
+
+
+def called(facts: Facts) -> Iterator[Called]:
+    """The activations that a graph has as operators already, as this library's modules and functions call them."""
+    for node in facts.calls:
+        op = CALLS.get(name_of(node.target) or "") if node.op == "call_function" else None
+        if op is None:
+            continue
+        names = list(op.tensors)[: op.data]
+        given = [*node.args[: op.data], *(node.kwargs[name] for name in names if name in node.kwargs)]
+        reading: list[Node] = []
+        pending = [node]
+        while pending:
+            for one in readers(facts, pending.pop()):
+                dropped = name_of(one.target) == "fused::dropout_add" and facts.origin(one.all_input_nodes[0])
+                if dropped:
+                    pending.append(one)
+                elif one not in reading:
+                    reading.append(one)
+        yield Called(node, op, [one for one in given if isinstance(one, Node)], reading)
+
+
+def producers(facts: Facts, operands: Iterable[Node]) -> Iterator[Node]:
+    """The GEMMs with weights that the operands come from, through views, sums and pointwise autograd functions."""
+    pending, seen = list(operands), set[Node]()
     while pending:
         node = facts.origin(pending.pop())
         if node in seen:
@@ -63,8 +113,8 @@ def producers(facts: Facts, cone: Cone) -> Iterator[Node]:
         seen.add(node)
         if facts.weight_gemm(node):
             yield node
-        elif facts.state[node] == AFFINE:
-            pending.extend(node.all_input_nodes)
+        elif facts.state[node] == AFFINE or facts.custom(node):
+            pending.extend(facts.sources(node))
 
 
 def arguments_of(facts: Facts, node: Node) -> tuple[Node, Node, Node | None, bool]:
@@ -100,6 +150,8 @@ def _check(facts: Facts, node: Node, recipe: str) -> None:
             check_plain(one)
         check_float8(value_of(experts[1]), value_of(node).dtype, recipe)
         return
+    if name_of(node.target) == "fused_nn::grouped_mm":  # nn.GroupedMLP's where torch's grouped products do not go
+        check_float8(value_of(node.all_input_nodes[1]), value_of(node).dtype, recipe)
     _, weight, bias, transposed = arguments_of(facts, node)
     for one in (node, weight, *node.all_input_nodes):
         if not (hasattr(value_of(one), "device_mesh") and RECIPES[recipe].scaling.takes_shards):
@@ -147,7 +199,7 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
     if not all(statically(size % multiple == 0) and statically(size > 0) for size, multiple in sizes):
         *_, n, k = weight.shape
         raise Refusal(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of {multiple_of}")
-    device = compat.no_scaled_products(weight.device, scaling, grouped)
+    device = compat.no_scaled_products(stands_for(weight.device), scaling, grouped)
     if device and grouped:
         raise Refusal(Kind.GEMM_DEVICE, f"this device ({device}) has no products of experts in float8")
     if device:
@@ -157,7 +209,7 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
 
 def fuse(graph: Graph, facts: Facts, found: dict[Node, str]) -> list[Edit]:
     """The edits that make linear layers ``fused::linear_fp8``, each by its recipe."""
-    if any(value_of(node).device.type == "cpu" for node in found):
+    if any(stands_for(value_of(node).device).type == "cpu" for node in found):
         _warn_of_cpu()
     return [(node, partial(_insert, graph, facts, node, recipe), {node}) for node, recipe in found.items()]
 

@@ -506,16 +506,22 @@ class Facts:
     def _read_custom(self, node: Node, call: Call) -> None:
         """Whether a custom autograd.Function is a GEMM: by its name, or as its forward's result is one's.
 
-        What reads a matrix of weights and shows no product may be one.
+        What reads a matrix of weights and shows no product may be one, unless all that it does is to spread them: to
+        add the biases of experts to their rows, say.
         """
         body = _child(node.args[0]) if node.target is _CUSTOM and isinstance(node.args[0], Node) else None
         operands = tuple(i for i in _tensor_positions(node) if node.target is not _CUSTOM or i > 1)
         if body is not None:
             call.known = known_gemms.function_at(frame for n in body.graph.nodes for frame in _frames(n))
         seen = body is not None and _facts_of(body, self._bodies).multiplies()
-        read = [tensor(self.origin(a)) for i, a in enumerate(node.args) if i in operands and isinstance(a, Node)]
-        has_weights = any(isinstance(value, torch.nn.Parameter) and value.ndim == 2 for value in read)
-        call.unknown = has_weights and not (call.known or seen)
+        read = [a for i, a in enumerate(node.args) if i in operands and isinstance(a, Node)]
+        origins = ((a, tensor(self.origin(a))) for a in read)
+        weights = [a for a, value in origins if isinstance(value, torch.nn.Parameter) and value.ndim == 2]
+        if weights and body is not None and not seen:
+            inputs = body.graph.find_nodes(op="placeholder")
+            given = dict(zip(reversed(node.args), reversed(inputs), strict=False))
+            weights = [a for a in weights if not _facts_of(body, self._bodies).spreads(given[a])]
+        call.unknown = bool(weights) and not (call.known or seen)
         if call.known or seen or call.unknown:
             call.gemm = operands
 
@@ -525,6 +531,17 @@ class Facts:
         while isinstance(results, (tuple, list)) and results:
             results = results[0]
         return isinstance(results, Node) and self.state[results] == AFFINE
+
+    def spreads(self, start: Node) -> bool:
+        """Whether a node's value is only moved, gathered, and used by pointwise functions: no sum, and no product."""
+        made = {start}
+        for node, call in self.calls.items():
+            if made.isdisjoint(node.all_input_nodes) or node.op == "output":
+                continue
+            if not (self.passes(node) or call.name in RULES):
+                return False
+            made.add(node)
+        return True
 
     def writes_inputs(self) -> bool:
         """Whether the graph may write one of its inputs."""

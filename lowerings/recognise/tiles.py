@@ -120,7 +120,7 @@ def _tokens(node: Node) -> Any:
 def _source(facts: Facts, cone: Cone) -> Node:
     """What the linear layers in front of the activation read; of adapters' the first."""
     sources = []
-    for node in producers(facts, cone):
+    for node in producers(facts, cone.operands):
         source = arguments_of(facts, node)[0]
         while keeps_rows(facts, source):
             source = source.all_input_nodes[0]

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 import torch_fused_ops as tfo
-from torch_fused_ops import FusionPolicy
+from torch_fused_ops import FusionPolicy, float8
 from torch_fused_ops import virtual_gpu as gpu
 from torch_fused_ops.benchmarks import fp8_recipes, harness, models
 from torch_fused_ops.benchmarks.fp8_recipes import FP8_FLOP, GELUMLP, bytes_besides_products
@@ -60,6 +61,49 @@ def test_kernels_and_calls_of_a_step() -> None:
     assert extern(backward) == {**ours, "scaled_mm": 6}
     (activation,) = [k for k in forward.kernels if "glu" in k.name]
     assert activation.bytes_moved == TOKENS * FFN * (2 + 2 + 1) + TOKENS * FFN // 128 * 4
+
+
+@pytest.mark.parametrize("tokens", (pytest.param((6,), marks=pytest.mark.slow), (2, 3)))
+def test_packed_gradients_are_quantised_where_they_are_made(tokens: tuple[int, ...]) -> None:
+    """A row of theirs is gate's and up's together: one kernel makes both, finds the largest of both, and stores both.
+
+    In the second pass over a row it reads back what it wrote, in bfloat16. Its numbers are Triton's interpreter's.
+    """
+    rows, n = 6, 1280  # too many for a row to be held
+    g, h = torch.randn(*tokens, n), torch.randn(*tokens, 2 * n).bfloat16() * 4
+
+    def fn(g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+        args = (None, None, "silu", "halves", 0.0, None, [True, False, False])
+        d = torch.ops.fused.bias_glu_backward(g, h, *args)[0].view(rows, 2 * n)
+        return (d, *torch.ops.fused.quantise(d, 1, 2 * n))
+
+    (kernel,) = gpu.compile_on_paper(fn, g, h, training=False).inference.kernels
+    assert kernel.bytes_moved == rows * (n * (4 + 2 * 2 + 2 * 2 + 2 * 1) + 4)
+    wanted = fn(g, h)[0]
+    found, scales = torch.zeros(rows, 2 * n, dtype=torch.bfloat16), torch.zeros(rows)
+    values = torch.zeros(rows, 2 * n, dtype=float8.FP8)
+    halves = {"*bf16": iter((found, found[:, n:])), "*fp8e4nv": iter((values, values[:, n:]))}
+    halves |= {"*fp32": iter((scales,)), "*i32": iter((scales.view(torch.int32),))}  # torch 2.15 stores their bits
+    given = {"*bf16": h, "*fp32": g}
+    pointers = re.findall(r"'((?:in|out)_ptr\d+)': '(\*\w+)'", kernel.source)
+    gpu.interpret(kernel, *(given[kind] if name.startswith("in") else next(halves[kind]) for name, kind in pointers))
+    torch.testing.assert_close(found, wanted, rtol=2**-7, atol=1e-6)
+    exact = float8.quantise(found, 1, 2 * n)
+    assert torch.equal(scales[None], exact[1]) and torch.equal(values.float(), exact[0].float())
+
+
+@pytest.mark.parametrize(
+    ("device", "gemm", "named"),
+    [(gpu.A100, "fp8-rowwise", "sm_80"), (gpu.B200, "fp8", "sm_100"), (gpu.MI300X, "fp8", "ROCm, gfx942")],
+)
+def test_a_device_without_such_products_is_asked_on_paper(device: gpu.GPU, gemm: str, named: str) -> None:
+    """The graph is captured on CPU tensors, which stand in for the GPU's; a CPU has all products."""
+    module, x = torch.nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)), torch.randn(8, 128)
+    message = rf"this device \({named}\) has no products of float8 with a scale for each {RECIPES[gemm].scaling.noun}"
+    with tfo.enabled(FusionPolicy(gemm=gemm, strict=True)), pytest.raises(Exception, match=message):
+        gpu.compile_on_paper(module, x, gpu=device)
+    assert gpu.stands_for(x.device) == x.device, "the CPU is itself again"
+    assert tfo.explain(module, x, policy=FusionPolicy(gemm=gemm)).sites[0].gemm == gemm
 
 
 @pytest.mark.slow
@@ -196,6 +240,8 @@ def test_experts_are_there() -> None:
     weights, rows = experts * 3 * width * hidden, found["rows"]
     moved = fp8["forward"]["bytes"] - weights * 3  # a weight is read in 16 bits, and written in 8
     assert abs(moved / (rows * (width * 3 + hidden * 5)) - 1) < 0.01
+    moved = fp8["backward"]["bytes"] - weights * 3  # the gradients of gate and up are written, and not read again
+    assert abs(moved / (rows * (width * 3 + hidden * 14)) - 1) < 0.001
     assert found["ways"]["plain"]["seconds"] * 0.85 < fp8["seconds"] < found["ways"]["plain"]["seconds"] * 0.90
 
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy, Site
 from torch_fused_ops import functional as FF
+from torch_fused_ops import nn as fnn
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.recognise import gemms, rewrite
 from torch_fused_ops.nn import FusedMLP
@@ -49,10 +50,10 @@ def gelu_mlp(hidden: int = HIDDEN, ffn: int = FFN) -> nn.Module:
     return nn.Sequential(nn.Linear(hidden, ffn), nn.GELU(), nn.Linear(ffn, hidden))
 
 
-def step(fn: Callable[..., Tensor], module: nn.Module, x: Tensor) -> list[Tensor]:
+def step(fn: Callable[..., Tensor], module: nn.Module, x: Tensor, *rest: Tensor) -> list[Tensor]:
     """The result and all gradients."""
     x = x.detach().clone().requires_grad_()
-    y = fn(x)
+    y = fn(x, *rest)
     weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
     return [y.detach(), *torch.autograd.grad((y * weight).sum(), (x, *module.parameters()))]
 
@@ -350,6 +351,106 @@ def test_experts_that_stay_have_their_reason(monkeypatch: pytest.MonkeyPatch) ->
     (site,) = sites(Experts(), x, gemm="fp8-rowwise")
     assert site.gemm_kind is Kind.GEMM_DEVICE
     assert "this device (sm_89) has no products of experts in float8" in site.gemm_reason
+
+
+# ---- activations that are operators already --------------------------------------------------------------------------
+
+
+def grouped(gemm: str = "bf16", **more: Any) -> fnn.GroupedMLP:
+    torch.manual_seed(0)
+    given = {"gated_linear_unit": True, "activation_func": F.silu, "params_dtype": torch.bfloat16} | more
+    return fnn.GroupedMLP(3, fnn.MLPConfig(48, moe_ffn_hidden_size=80, **given), gemm=gemm)
+
+
+class Called(nn.Module):
+    """A model that calls this library itself: a function, a module with a dropout, one that asks for float8."""
+
+    def __init__(self, gemm: str = "bf16") -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, FFN), nn.Linear(FFN, HIDDEN)
+        self.mlp = fnn.FusedMLP(HIDDEN, FFN, gated=True, dropout=0.1, gemm=gemm)
+        self.own = fnn.FusedMLP(HIDDEN, FFN, gemm="fp8-wgrad-bf16")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.dropout(FF.bias_act(self.up(x), None, activation="gelu"), 0.0))
+        return self.own(self.mlp(y))  # type: ignore[no-any-return]
+
+
+@pytest.mark.codegen_is_slow
+@pytest.mark.parametrize("bias", (False, pytest.param(True, marks=pytest.mark.slow)))
+def test_this_library_s_experts_follow_the_policy(bias: bool) -> None:
+    """As they would multiply by themselves; those that ask for it compile to the same without a policy."""
+    module, own = grouped(add_bias_linear=bias), grouped("fp8-rowwise", add_bias_linear=bias)
+    own.load_state_dict(module.state_dict())
+    args = torch.randn(21, 48).bfloat16(), torch.tensor((5, 0, 16)), torch.rand(21)
+    eager, plain = (step(lambda *a, m=m: m(*a)[0], m, *args) for m in (own, module))
+    by_policy = compiled(module, gemm="fp8-rowwise", strict=True)
+    torch._dynamo.reset()
+    by_itself = torch.compile(own, backend="fused", fullgraph=True)
+    for fn, of in ((by_policy, module), (by_itself, own)):
+        for mine, same, other in zip(step(lambda *a, f=fn: f(*a)[0], of, *args), eager, plain, strict=True):
+            assert apart(mine, same) < 0.03 and 1e-3 < apart(mine, other) < 0.12
+
+
+def test_operators_that_a_model_calls_are_sites_where_float8_is_asked_for() -> None:
+    model, x = Called(), torch.randn(5, HIDDEN)
+    assert sites(model, x, gemm="bf16") == ()
+    found = sites(model, x)
+    assert [(site.op, site.activation, site.gemm, site.is_missed) for site in found] == [
+        ("fused::bias_act", "gelu", "fp8", False),
+        ("fused::bias_glu", "gelu_tanh", "fp8", False),
+    ], "the third is in float8 already"
+    assert [site.module for site in found] == ["", "mlp"] and all(
+        "calls the operator itself" in s.reason for s in found
+    )
+    assert [site.module for site in sites(model, x, exclude=("mlp",))] == [""]
+    assert [site.module for site in sites(model, x, gemm={"mlp": "fp8"})] == ["mlp"]
+
+
+@pytest.mark.codegen_is_slow
+def test_operators_that_a_model_calls_multiply_in_float8() -> None:
+    torch.manual_seed(0)
+    model, x = Called().eval(), torch.randn(5, HIDDEN)
+    got = step(compiled(model, gemm={"mlp": "fp8"}, strict=True), model, x)
+    model.mlp.gemm = "fp8"
+    for mine, eager in zip(got, step(model, model, x), strict=True):
+        torch.testing.assert_close(mine, eager, rtol=2e-2, atol=2e-2)
+
+
+def test_this_library_s_experts_that_stay_have_their_reason() -> None:
+    x, counts = torch.randn(21, 48), torch.tensor((5, 0, 16))
+    assert sites(grouped(), x.bfloat16(), counts, torch.rand(21), gemm="bf16") == (), "adding biases is no product"
+    for module, rows, gemm, kind in (
+        (grouped(), x.bfloat16(), "fp8", Kind.GEMM_EXPERTS),
+        (grouped(params_dtype=torch.float32), x, "fp8-rowwise", Kind.GEMM_DTYPE),
+        (grouped(params_dtype=torch.float64), x.double(), "fp8-rowwise", Kind.GEMM_DTYPE),
+    ):
+        (site,) = sites(module, rows, counts, gemm=gemm)
+        assert (site.gemm, site.gemm_kind, site.is_missed) == ("", kind, True)
+
+
+@pytest.mark.codegen_is_slow
+@pytest.mark.parametrize("tokens", ((21,), (3, 7)))
+def test_packed_gradients_in_rows(tokens: tuple[int, ...]) -> None:
+    """Of gate and up in one weight, whose gradient has one scale for both: generated code against eager mode."""
+
+    def fn(g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+        args = (None, None, "silu", "halves", 0.0, None, [True, False, False])
+        d = torch.ops.fused.bias_glu_backward(g, h, *args)[0].view(-1, h.shape[-1])
+        return (d, *torch.ops.fused.quantise(d, 1, d.shape[1]))
+
+    g, h = torch.randn(*tokens, 80), torch.randn(*tokens, 160) * 4
+    h[..., 0, 3], h[..., 1, 90] = float("nan"), float("inf")
+    torch._dynamo.reset()
+    got, wanted = torch.compile(fn, fullgraph=True)(g, h), fn(g, h)
+    for one, exact in zip(got, wanted, strict=True):
+        assert one.is_contiguous() and one.stride() == exact.stride()
+    torch.testing.assert_close(got[0], wanted[0], equal_nan=True)
+    torch.testing.assert_close(got[2], wanted[2], rtol=0, atol=0, equal_nan=True)
+    finite = wanted[2][0].isfinite()
+    assert 0 < int(finite.sum()) < finite.numel()
+    torch.testing.assert_close(got[1][finite].float(), wanted[1][finite].float(), rtol=2**-3, atol=2**-9)
+    assert (got[1][finite].float() == wanted[1][finite].float()).float().mean() > 0.99
 
 
 class Conv1D(nn.Module):

@@ -1,4 +1,4 @@
-"""gemm= of modules: nn.MLP and replace_mlps multiply in float8 as FusedMLP does, or say why not."""
+"""gemm= of modules: nn.MLP, nn.GroupedMLP and replace_mlps multiply in float8 as FusedMLP does, or say why not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from torch_fused_ops import float8
 from torch_fused_ops import functional as FF
 from torch_fused_ops import nn as fnn
 from torch_fused_ops.reasons import Kind
@@ -114,3 +116,119 @@ def test_megatrons_mlp_says_what_it_does_not_take() -> None:
 
     with pytest.raises(ValueError, match="gemm='fp8' is not accepted with a linear_fc1 of type Other"):
         fnn.MLP(config(), fnn.MLPSubmodules(linear_fc1=Other), gemm="fp8")
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+COUNTS, WIDTH, INNER = (5, 0, 16), 48, 80
+BF16 = torch.bfloat16
+
+
+def experts(gemm: str = "fp8-rowwise", **more: Any) -> fnn.GroupedMLP:
+    torch.manual_seed(0)
+    given = {"gated_linear_unit": True, "activation_func": F.silu, "params_dtype": BF16} | more
+    mlp = fnn.GroupedMLP(len(COUNTS), fnn.MLPConfig(WIDTH, moe_ffn_hidden_size=INNER, **given), gemm=gemm)
+    with torch.no_grad():
+        for name, parameter in mlp.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    return mlp
+
+
+def rows(counts: tuple[int, ...] = COUNTS, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows, how many each expert has, probabilities)"""
+    torch.manual_seed(1)
+    x = torch.randn(sum(counts), WIDTH) * torch.exp2(torch.randint(-4, 4, (sum(counts), 1)))
+    return x.to(dtype).requires_grad_(), torch.tensor(counts), torch.rand(sum(counts)).requires_grad_()
+
+
+def multiplied(x: Tensor, weight: Tensor) -> Tensor:
+    """x · weightᵀ in float64 of what float8 holds of both."""
+    a, b = (
+        float8.dequantise(*float8.quantise(t, 1, WIDTH if t.shape[1] == WIDTH else INNER), 1, torch.float64)
+        for t in (x, weight)
+    )
+    return a @ b.t()
+
+
+def test_experts_multiply_what_float8_holds() -> None:
+    """By hand, expert by expert, in float64 of the numbers that are stored."""
+    mlp, (x, counts, probs) = experts(), rows()
+    fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
+    parts = []
+    for e, (own, p) in enumerate(zip(x.detach().split(COUNTS), probs.detach().split(COUNTS), strict=True)):
+        h = multiplied(own, fc1.weight.detach()[e]).to(BF16) + fc1.bias.detach()[e]
+        gate, up = h.double().chunk(2, -1)
+        a = (F.silu(gate) * up * p.double()[:, None]).to(BF16)
+        parts.append(multiplied(a, fc2.weight.detach()[e]) + fc2.bias.detach()[e].double() * p.double()[:, None])
+    wanted, (got, bias) = torch.cat(parts), mlp(x, counts, probs)
+    assert bias is None and got.dtype == BF16
+    assert (got.double() - wanted).norm() < 4e-3 * wanted.norm()  # a product and its bias are rounded to bfloat16
+    plain, _ = experts("bf16")(x, counts, probs)
+    assert (plain.double() - wanted).norm() > 1e-2 * wanted.norm(), "not float8"
+
+
+@pytest.mark.parametrize("memory", ("off", "free", "fp8", "input"))
+def test_experts_are_the_products_of_the_typed_name(memory: str) -> None:
+    """Value and gradients, at every level, in a checkpoint; of an expert without rows they are zeros."""
+    mlp, (x, counts, probs) = experts(memory=memory, add_bias_linear=False), rows()
+    ends, weights = counts.cumsum(0).int(), [one.weight for one in (mlp.linear_fc1, mlp.linear_fc2)]
+
+    def by_hand() -> Tensor:
+        gate, up = FF.grouped_linear_fp8(x, weights[0].transpose(1, 2), ends).chunk(2, -1)
+        return FF.grouped_linear_fp8(FF.swiglu(gate, up, probs), weights[1].transpose(1, 2), ends)
+
+    def found(y: Tensor) -> list[Tensor]:
+        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), (x, probs, *weights))]
+
+    wanted, got = found(by_hand()), found(mlp(x, counts, probs)[0])
+    again = found(checkpoint(lambda *given: mlp(*given)[0], x, counts, probs, use_reentrant=False))
+    for one, same, exact in zip(got, again, wanted, strict=True):
+        assert torch.equal(one, same) if memory != "fp8" else (one - same).norm() <= 1e-3 * one.norm()
+        assert (one - exact).norm() <= (0.05 if memory == "fp8" else 1e-3) * exact.norm()
+    assert all((gradient[1] == 0).all() and (gradient[0] != 0).any() for gradient in got[3:])
+
+
+def test_experts_without_rows_and_under_autocast() -> None:
+    mlp, (x, counts, _) = experts(), rows((0, 0, 0))
+    y, _ = mlp(x, counts)
+    assert y.shape == (0, WIDTH)
+    for gradient in torch.autograd.grad(y.sum(), (x, *mlp.parameters())):
+        assert (gradient == 0).all()
+    wide, (x, counts, probs) = experts(params_dtype=torch.float32), rows(dtype=torch.float32)
+    narrow = experts()
+    narrow.load_state_dict({name: t.to(BF16) for name, t in wide.state_dict().items()})
+    with torch.autocast("cpu", BF16):
+        y, _ = wide(x, counts, probs)
+    assert torch.equal(y, narrow(x.to(BF16), counts, probs)[0])
+    gradients = torch.autograd.grad(y.float().sum(), (x, *wide.parameters()))
+    assert all(gradient.dtype == torch.float32 and gradient.isfinite().all() for gradient in gradients)
+    with pytest.raises(TypeError, match=r"gemm='fp8-rowwise' is not accepted of experts in torch\.float32: rows and"):
+        wide(x, counts, probs)
+    with pytest.raises(TypeError, match=r"not accepted of experts in torch\.bfloat16 and torch\.float32"):
+        wide(x.to(BF16), counts, probs)
+
+
+def test_experts_say_what_they_do_not_take() -> None:
+    for recipe, each in RECIPES.items():
+        if not each.scaling.grouped:
+            with pytest.raises(
+                ValueError, match=f"gemm='{recipe}' is not accepted of experts: .*; accepted: bf16, fp8-"
+            ):
+                experts(recipe)
+    with pytest.raises(ValueError, match="gemm='int8' is not known; accepted: bf16, fp8, fp8-wgrad-bf16, fp8-rowwise"):
+        experts("int8")
+    with pytest.raises(ValueError, match="moe_ffn_hidden_size=72 is not accepted with gemm='fp8-rowwise'"):
+        fnn.GroupedMLP(2, fnn.MLPConfig(WIDTH, moe_ffn_hidden_size=72), gemm="fp8-rowwise")
+    with pytest.raises(ValueError, match="hidden_size=40 is not accepted with gemm='fp8-rowwise'"):
+        fnn.GroupedMLP(2, fnn.MLPConfig(40, moe_ffn_hidden_size=80), gemm="fp8-rowwise")
+    with pytest.raises(ValueError, match="moe_latent_size=24 is not accepted with gemm='fp8-rowwise'"):
+        fnn.GroupedMLP(2, fnn.MLPConfig(48, moe_ffn_hidden_size=80, moe_latent_size=24), gemm="fp8-rowwise")
+    with pytest.raises(ValueError, match="gemm='fp8-rowwise' is not accepted with delay_wgrad_compute=True"):
+        experts(delay_wgrad_compute=True)
+    with pytest.raises(ValueError, match="not accepted where 2 processes hold a weight together"):
+        experts().linear_fc2.share(SimpleNamespace(size=2, sequence_parallel=False))
+    assert repr(experts()).count("gemm=fp8-rowwise") == 2 and "gemm" not in repr(experts("bf16"))
+    assert list(experts().state_dict()) == list(experts("bf16").state_dict())
+    model = nn.Sequential(experts())
+    assert not fnn.replace_mlps(model, gemm="fp8-rowwise").sites and type(model[0]) is fnn.GroupedMLP

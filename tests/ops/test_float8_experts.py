@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import torch_fused_ops as tfo
 from torch_fused_ops import float8
 
 if not hasattr(F, "grouped_mm"):
@@ -86,6 +87,25 @@ def test_no_rows() -> None:
 
 
 @pytest.mark.parametrize(
+    "lie",
+    [lambda x: x.t().contiguous().t(), lambda x: F.pad(x, (0, 1))[:, :IN], lambda x: x[:1].expand(x.shape)],
+    ids=("columns", "odd rows", "one row"),
+)
+def test_rows_may_lie_anyhow(lie: Callable[[Tensor], Tensor]) -> None:
+    x, w, ends, grad = drawn()
+    laid = lie(x.detach()).requires_grad_()
+    dense = laid.detach().contiguous().requires_grad_()
+    for a, b in zip(
+        *(
+            torch.autograd.grad(tfo.functional.grouped_linear_fp8(one, w, ends), (one, w), grad)
+            for one in (laid, dense)
+        ),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
     "call, message",
     [
         (lambda x, w, e: (x, w[:, :, :72], e), r"weight has shape \(4, 48, 72\); accepted: .* multiples of 16"),
@@ -100,6 +120,15 @@ def test_what_is_not_accepted_is_named(call: Callable[..., Any], message: str) -
     x, w, ends, _ = drawn()
     with pytest.raises((ValueError, TypeError), match=message):
         fused.grouped_linear_fp8(*call(x.detach(), w.detach(), ends))
+
+
+def test_the_typed_name() -> None:
+    x, w, ends, _ = drawn()
+    assert torch.equal(tfo.functional.grouped_linear_fp8(x, w, ends), fused.grouped_linear_fp8(x, w, ends))
+    with pytest.raises(TypeError, match=r"ends=\[5, 5\] is not accepted: it must be a tensor, not list"):
+        tfo.functional.grouped_linear_fp8(x, w, [5, 5])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="recipe='fp8' is not known; accepted: fp8-rowwise"):
+        tfo.functional.grouped_linear_fp8(x, w, ends, recipe="fp8")
 
 
 def test_second_derivatives_raise() -> None:

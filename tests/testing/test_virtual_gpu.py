@@ -505,6 +505,19 @@ def test_float32_rounds_to_the_nearest_bfloat16():
     assert torch.equal(out.view(torch.int16), x.to(BF16).view(torch.int16))
 
 
+@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2))
+def test_float32_rounds_to_the_nearest_float8(dtype: torch.dtype):
+    """What lies between is a tie or is carried into the exponent; what lies above is the largest number."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    numbers = numbers[numbers.isfinite()].sort().values
+    x = torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2, numbers * 0.999, torch.tensor([1e9, -1e9])])
+    kernel = compile_on_paper(lambda x: x.to(dtype), x, training=False).inference.kernels[0]
+    out = torch.zeros_like(x, dtype=dtype)
+    virtual_gpu.interpret(kernel, x, out)
+    largest = torch.finfo(dtype).max
+    assert torch.equal(out.float(), x.clamp(-largest, largest).to(dtype).float())
+
+
 @pytest.mark.parametrize(
     ("fn", "shape"),
     [

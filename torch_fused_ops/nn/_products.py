@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fused_ops import functional
+from torch_fused_ops.flop_formulas import count, rows_times_columns
 from torch_fused_ops.policy import check_known
 from torch_fused_ops.recipes import RECIPES
 from torch_fused_ops.routing import readable
@@ -18,7 +19,6 @@ from torch_fused_ops.routing import readable
 __all__ = [
     "DENSE",
     "Groups",
-    "InFloat8",
     "Products",
     "check_gemm",
     "check_shape",
@@ -29,11 +29,18 @@ __all__ = [
 
 
 class Products:
-    """x · weightᵀ and what its gradients are made of; all rows have one weight and one bias."""
+    """x · weightᵀ and what its gradients are made of; all rows have one weight and one bias.
+
+    Args:
+        gemm: what to multiply in, as ``FusionPolicy.gemm``: of float8 the gradients are by its own derivative.
+    """
+
+    def __init__(self, gemm: str = "bf16") -> None:
+        self.gemm = gemm
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """x · weightᵀ"""
-        return F.linear(x, weight)
+        return linear(self.gemm, x, weight)
 
     def add(self, y: Tensor, bias: Tensor, scale: Tensor | None = None) -> Tensor:
         """y + bias · scale[..., None], in y's dtype."""
@@ -51,20 +58,6 @@ class Products:
 DENSE = Products()
 
 
-class InFloat8(Products):
-    """x · weightᵀ in float8, and, by its own derivative, its gradients: ``functional.linear_fp8``.
-
-    Args:
-        gemm: a recipe of ``FusionPolicy.gemm``.
-    """
-
-    def __init__(self, gemm: str) -> None:
-        self.gemm = gemm
-
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return linear(self.gemm, x, weight)
-
-
 def linear(gemm: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x · weightᵀ + bias, multiplied in what ``gemm`` says; under autocast in its dtype."""
     if gemm == "bf16":
@@ -73,9 +66,15 @@ def linear(gemm: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     return functional.linear_fp8(x, weight, bias, recipe=gemm)
 
 
-def check_gemm(gemm: object, **sizes: int) -> None:
-    """ValueError for what is no recipe, and for sizes that float8 does not have."""
+def check_gemm(gemm: object, experts: bool = False, **sizes: int) -> None:
+    """ValueError for what is no recipe, or none of ``experts``, and for sizes that float8 does not have."""
     check_known("gemm", gemm)
+    if experts and gemm in RECIPES and not RECIPES[str(gemm)].scaling.grouped:
+        accepted = ", ".join(("bf16", *(name for name, each in RECIPES.items() if each.scaling.grouped)))
+        raise ValueError(
+            f"gemm={gemm!r} is not accepted of experts: there are no grouped products with a scale for each "
+            f"{RECIPES[str(gemm)].scaling.noun}; accepted: {accepted}"
+        )
     multiple = RECIPES[str(gemm)].scaling.multiple if gemm in RECIPES else 1
     for name, size in sizes.items():
         if size % multiple:
@@ -207,6 +206,9 @@ _by_expert.register_autograd(_by_expert_backward, setup_context=_keep)
 _sums.register_autograd(_sums_backward, setup_context=_keep)
 
 
+count(_by_expert._opoverload, lambda x, weight, ends, **out: rows_times_columns(x, weight))
+count(_sums._opoverload, lambda a, b, ends, **out: 2 * a[0] * a[1] * b[1])
+
 # In eager mode torch.func's transforms, too, want functions; a compiler's recogniser wants the operators.
 
 
@@ -310,7 +312,8 @@ class _AddBias(torch.autograd.Function):
 class Groups(Products):
     """The products of rows that are sorted by expert, with a weight (E, n, k) and a bias (E, n)."""
 
-    def __init__(self, ends: Tensor) -> None:
+    def __init__(self, ends: Tensor, gemm: str = "bf16") -> None:
+        super().__init__(gemm)
         self.ends = ends
 
     @classmethod
@@ -343,7 +346,15 @@ class Groups(Products):
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         x, weight = under_autocast(x, weight)
-        return by_expert(x, weight, self.ends)
+        if self.gemm == "bf16":
+            return by_expert(x, weight, self.ends)
+        if {x.dtype, weight.dtype} != {torch.bfloat16}:
+            found = " and ".join(str(dtype) for dtype in dict.fromkeys((x.dtype, weight.dtype)))
+            raise TypeError(
+                f"gemm={self.gemm!r} is not accepted of experts in {found}: rows and weights must be torch.bfloat16, "
+                "by themselves or under autocast"
+            )
+        return functional.grouped_linear_fp8(x, weight.transpose(1, 2), self.ends, recipe=self.gemm)
 
     def add(self, y: Tensor, bias: Tensor, scale: Tensor | None = None) -> Tensor:
         added: Tensor = _AddBias.apply(y, bias, scale, self.ends)  # type: ignore[no-untyped-call]

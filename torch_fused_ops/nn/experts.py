@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torch_fused_ops.nn._products import Groups, check_shape, dense_gradient
+from torch_fused_ops.nn._products import Groups, check_gemm, check_shape, dense_gradient
 from torch_fused_ops.nn.config import checked, read, read_groups, read_interleave, read_probs_on_input
 from torch_fused_ops.nn.linear import GroupedColumnParallelLinear, GroupedLinear, GroupedRowParallelLinear
 from torch_fused_ops.nn.mlp import TEActivationFunctionBuilder, _Block, _check_divides, _from_megatron, _sizes
@@ -104,6 +104,9 @@ class GroupedMLP(_Block):
         ep_group: the processes that have the other experts; this one has those from rank · num_local_experts on.
             Bringing rows to their experts' ranks is the caller's. The same seed on all ranks gives one process's
             weights; in checkpoints experts have their places among all.
+        gemm: what both linears multiply in, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or "fp8-rowwise",
+            in float8 (``functional.grouped_linear_fp8``), for rows and weights in bfloat16, by themselves or under
+            autocast, and sizes that are multiples of 16, where each process has whole experts.
 
     Raises:
         ValueError, TypeError: for flags that do not go together, each with its reason. Nothing is left for ``forward``.
@@ -124,6 +127,7 @@ class GroupedMLP(_Block):
         *,
         tp_group: torch.distributed.ProcessGroup | None = None,
         ep_group: torch.distributed.ProcessGroup | None = None,
+        gemm: str = "bf16",
     ) -> None:
         super().__init__(config, experts=True)
         submodules = checked("submodules", submodules) or GroupedMLPSubmodules()
@@ -136,6 +140,8 @@ class GroupedMLP(_Block):
             given = {of: group for of, group in given.items() if group is not None}
         tp_group = groups.tp
         _check_divides(ffn, tp_group)
+        width = "hidden_size" if read(config, "moe_latent_size") is None else "moe_latent_size"
+        check_gemm(gemm, experts=True, **{width: output_size, "moe_ffn_hidden_size": ffn})
         blocks = read_interleave(config, ffn)
         if blocks is not None and tp_group is not None and ffn // blocks % tp_group.size():
             raise ValueError(
@@ -169,6 +175,7 @@ class GroupedMLP(_Block):
             **common,
             **_from_megatron(name, "linear_fc2", pg_collection),
         )
+        self._multiply_in(gemm)
 
     def forward(
         self,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fused_ops.distributed.parts import Part, Shareable
-from torch_fused_ops.nn._products import DENSE, Groups, InFloat8, Products, under_autocast
+from torch_fused_ops.nn._products import Groups, Products, under_autocast
 from torch_fused_ops.nn.config import ParallelGroups, checked, read, read_groups
 
 if TYPE_CHECKING:  # importing DTensor takes 0.4 s
@@ -115,6 +115,7 @@ class Linear(Shareable):
         weight: (output_size, input_size), or this rank's part of it.
         bias: (output_size,), or this rank's part of it, or None.
         parallel: the processes that hold the weight together, or None.
+        gemm: what its product is in, as ``FusionPolicy.gemm``: see ``multiply_in``.
         replica: which of the processes that have the same experts this one is, or None where that is not known.
 
     Args:
@@ -128,7 +129,7 @@ class Linear(Shareable):
     parallel: TensorParallel | None = None
     replica: int | None = None
     _as_dtensors = False
-    _products: Products = DENSE
+    gemm = "bf16"
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ class Linear(Shareable):
         """As ``Shareable``."""
         if parallel is None:
             return
-        self._check_products(self._products, parallel)
+        self._check_gemm(self.gemm, parallel)
         for name, whole in list(self.named_parameters(recurse=False)):
             part = self.parts[name]
             local: Tensor = parallel.share(whole.detach(), part)
@@ -235,9 +236,9 @@ class Linear(Shareable):
     def forward(self, x: Tensor, /, entered: bool = False) -> tuple[Tensor, Tensor | None]:
         """(result, bias to be added, or None); ``entered``: x is what ``_enter`` gives."""
         alone = self.parallel is None and not self.skip_bias_add and not (self._later and torch.is_grad_enabled())
-        if alone and self._products is DENSE:
+        if alone and self.gemm == "bf16":
             return F.linear(x, self.weight, self.bias), None
-        return self._forward(x, entered, self._products)
+        return self._forward(x, entered, Products(self.gemm))
 
     def multiply_in(self, gemm: str) -> None:
         """Multiply in what ``FusionPolicy.gemm`` calls so; sizes are the caller's to check.
@@ -245,21 +246,20 @@ class Linear(Shareable):
         Raises:
             ValueError: float8 is not for this linear, and why.
         """
-        products = DENSE if gemm == "bf16" else InFloat8(gemm)
-        self._check_products(products, self.parallel)
-        self._products = products
+        self._check_gemm(gemm, self.parallel)
+        self.gemm = gemm
 
-    def _check_products(self, products: Products, parallel: TensorParallel | None) -> None:
-        if not isinstance(products, InFloat8):
+    def _check_gemm(self, gemm: str, parallel: TensorParallel | None) -> None:
+        if gemm == "bf16":
             return
         if parallel is not None:
             raise ValueError(
-                f"gemm={products.gemm!r} is not accepted where {parallel.size} processes hold a weight together: they "
+                f"gemm={gemm!r} is not accepted where {parallel.size} processes hold a weight together: they "
                 "communicate through DTensors, which products in float8 do not take"
             )
         if self._later is not None:
             raise ValueError(
-                f"gemm={products.gemm!r} is not accepted with delay_wgrad_compute=True: a weight's gradient in float8 "
+                f"gemm={gemm!r} is not accepted with delay_wgrad_compute=True: a weight's gradient in float8 "
                 "is computed in backward"
             )
 
@@ -351,7 +351,8 @@ class Linear(Shareable):
         shared = "" if self.parallel is None else f", over {self.parallel.size} ranks"
         if self.experts is not None:
             shared = f", experts={self.experts.here} of {self.experts.total}{shared}"
-        return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}{shared}"
+        gemm = "" if self.gemm == "bf16" else f", gemm={self.gemm}"
+        return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}{shared}{gemm}"
 
 
 class ColumnParallelLinear(Linear):
@@ -501,7 +502,7 @@ class GroupedLinear(Linear):
         groups = tokens_per_expert
         if not isinstance(groups, Groups):
             groups = Groups.of(x, groups, self.experts.here)
-        return self._forward(x, entered, groups)
+        return self._forward(x, entered, Groups(groups.ends, self.gemm))
 
 
 class GroupedColumnParallelLinear(GroupedLinear, ColumnParallelLinear):

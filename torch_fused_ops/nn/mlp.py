@@ -159,6 +159,18 @@ class _Block(nn.Module):
         self._offload = read_offload(self.config, self._memory)
         self._delayed: bool = read(self.config, "delay_wgrad_compute")
 
+    def _multiply_in(self, gemm: str) -> None:
+        """Have both linears multiply in this, which ``check_gemm`` has seen."""
+        self.gemm = gemm
+        for child, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
+            if isinstance(linear, Linear):
+                linear.multiply_in(gemm)
+            elif gemm != "bf16":
+                raise ValueError(
+                    f"gemm={gemm!r} is not accepted with a {child} of type {type(linear).__name__}, which multiplies "
+                    "as it does"
+                )
+
     def _run(self, x: Tensor, scale: Tensor | None, *groups: Any) -> tuple[Tensor, Tensor | None]:
         """(fc2's result, its bias to be added); ``groups``: what the linears take besides."""
         biases: dict[str, Tensor | None] = {}
@@ -315,7 +327,6 @@ class MLP(_Block):
         tp_group = read_groups(config, is_expert, tp_group, pg_collection=pg_collection).tp
         _check_divides(ffn, tp_group)
         check_gemm(gemm, input_size=self.input_size, ffn_hidden_size=ffn, hidden_size=output_size)
-        self.gemm = gemm
         if is_expert and (blocks := read(config, "moe_mlp_glu_interleave_size")) is not None:
             raise ValueError(
                 f"moe_mlp_glu_interleave_size={blocks!r} is not accepted with is_expert: GroupedMLP reads it, and "
@@ -344,14 +355,7 @@ class MLP(_Block):
             **common,
             **_from_megatron(name, "linear_fc2", pg_collection),
         )
-        for child, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
-            if isinstance(linear, Linear):
-                linear.multiply_in(gemm)
-            elif gemm != "bf16":
-                raise ValueError(
-                    f"gemm={gemm!r} is not accepted with a {child} of type {type(linear).__name__}, which multiplies "
-                    "as it does"
-                )
+        self._multiply_in(gemm)
 
     @classmethod
     def as_mlp_submodule(cls, submodules: MLPSubmodules | None = None, **arguments: Any) -> MLP:

@@ -63,6 +63,8 @@ bias_glu = Elementwise(
 )
 
 FAMILY = bias_act, glu, bias_glu
+# What a graph may call, by its qualified name.
+CALLS = {f"fused::{op.name}{suffix}": op for op in FAMILY for suffix in ("", "_fp8")}
 
 for _operator in FAMILY:
     register_elementwise(_operator)

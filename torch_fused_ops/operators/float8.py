@@ -28,6 +28,7 @@ from torch import Tensor
 from torch_fused_ops import float8
 from torch_fused_ops.declaration import Signature, arguments_of, one_of, refuse
 from torch_fused_ops.distributed.float8 import multiples
+from torch_fused_ops.flop_formulas import count, rows_times_columns
 from torch_fused_ops.operators.autograd import define, register
 from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
@@ -275,6 +276,14 @@ _scaled_grouped_mm = register_plain(
     _check_grouped_product,
 )
 
+
+def _flop(a: Sequence[int], a_scales: Sequence[int], b: Sequence[int], *rest: Any, **out: Any) -> int:
+    return rows_times_columns(a, b)
+
+
+for _op in (_scaled_mm, _scaled_grouped_mm):
+    count(_op, _flop)
+
 # ---- linear ----------------------------------------------------------------------------------------------------------
 
 
@@ -394,7 +403,7 @@ class _GroupedLinear(torch.autograd.Function):
         input, weight, largest, ends = ctx.saved_tensors
         d_input = d_weight = None
         _refuse_second_derivative("grouped_linear_fp8", grad)
-        grad = grad.contiguous()  # torch's grouped products take no gradient that is expanded, as a sum's is
+        grad = grad.contiguous()  # torch's grouped products take nothing that is expanded, as a sum's gradient is
         if ctx.needs_input_grad[0]:
             of_grad = _quantise(grad, 1, grad.shape[1])
             d_input = _scaled_grouped_mm(*of_grad, _quantise_by(weight, largest), largest, ends, grad.dtype)
@@ -402,9 +411,9 @@ class _GroupedLinear(torch.autograd.Function):
             if not input.shape[0]:
                 d_weight = torch.zeros_like(weight)
             elif weight.stride(2) == 1:
-                d_weight = torch.nn.functional.grouped_mm(input.t(), grad, offs=ends)
+                d_weight = torch.nn.functional.grouped_mm(input.contiguous().t(), grad, offs=ends)
             else:  # as the parameter lies, of which the weight is the transpose
-                d_weight = torch.nn.functional.grouped_mm(grad.t(), input, offs=ends).transpose(1, 2)
+                d_weight = torch.nn.functional.grouped_mm(grad.t(), input.contiguous(), offs=ends).transpose(1, 2)
         return d_input, d_weight, None
 
 

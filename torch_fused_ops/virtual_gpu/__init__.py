@@ -14,6 +14,7 @@ from .interpreter import interpret
 from .machine_code import MachineCode, assemble
 from .paper import compile_graph_on_paper, compile_on_paper
 from .results import GeneratedGraph, GeneratedKernel, Launch, PaperCompilation, SavedTensor
+from .standing_in import stands_for
 
 __all__ = [
     "A100",
@@ -37,4 +38,5 @@ __all__ = [
     "described",
     "interpret",
     "set_aside",
+    "stands_for",
 ]

@@ -29,7 +29,7 @@ def interpret(
     """Run a kernel on CPU tensors, in place, in Triton's interpreter.
 
     The interpreter is Triton's own, with four things added: device functions (`libdevice.tanh`) computed in float64
-    and rounded, float32 to bfloat16 rounded to nearest even where Triton truncates, `TRITON_INTERPRET` not needed, and
+    and rounded, float32 to bfloat16 and to float8 rounded to nearest even, `TRITON_INTERPRET` not needed, and
     everything that it patches in Triton taken back. It is not safe to use from several threads at once.
 
     Args:
@@ -153,6 +153,8 @@ def _interpreting() -> Iterator[None]:
         stack.enter_context(mock.patch.object(interpreter.ReduceOps, "generic_reduce", _reduce))
         stack.enter_context(mock.patch.object(jit.JITFunction, "__call__", call))
         stack.enter_context(mock.patch.object(interpreter.InterpreterBuilder, "cast_impl", _cast))
+        narrow = functools.partialmethod(_narrow, interpreter.InterpreterBuilder.create_fp_to_fp)
+        stack.enter_context(mock.patch.object(interpreter.InterpreterBuilder, "create_fp_to_fp", narrow))
         for original, replacement in _libdevice_functions():
             module = import_triton(original.__module__)
             stack.enter_context(mock.patch.object(module, original.__name__, replacement))
@@ -209,6 +211,30 @@ def _cast(builder: Any, source: Any, target_type: Any) -> Any:
         rounded = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32)).bfloat16()
         return interpreter.TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), target)
     return interpreter.TensorHandle(data.astype(interpreter._get_np_dtype(target_type)), target)
+
+
+_FLOAT8 = {
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+    "fp8e4b8": torch.float8_e4m3fnuz,
+    "fp8e5b16": torch.float8_e5m2fnuz,
+}
+
+
+def _narrow(builder: Any, otherwise: Any, source: Any, target_type: Any, rounding_mode: Any) -> Any:
+    """Conversion to float8 as GPUs do it: rounded to nearest, ties to even, and what lies above is the largest number.
+
+    Triton 3.6 to 3.9 lose what rounding carries into the exponent (1.97 becomes 1) and round ties up.
+    """
+    import numpy as np
+
+    target = _FLOAT8.get(str(target_type.scalar))
+    if target is None or source.data.dtype != np.float32:
+        return otherwise(builder, source, target_type, rounding_mode)
+    largest = torch.finfo(target).max
+    rounded = torch.from_numpy(np.ascontiguousarray(source.data)).clamp(-largest, largest).to(target)
+    interpreter = import_triton("triton.runtime.interpreter")
+    return interpreter.TensorHandle(rounded.view(torch.uint8).numpy(), target_type.scalar)
 
 
 # Device functions by name, over float64: those that torch calls the same, and the others.

@@ -226,6 +226,7 @@ class _Paper:
             stack.enter_context(
                 dynamo_config.patch(automatic_dynamic_local_pgo=False, automatic_dynamic_remote_pgo=False)
             )
+            stack.enter_context(standing_in.capturing())
             stack.enter_context(standing_in.cuda_autocast())
             stack.enter_context(standing_in.guardless_tensors())
             stack.enter_context(standing_in.constants_folded_on_cpu())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +16,13 @@ import torch
 from .gpus import GPU, H200
 from .machine_code import MachineCode, assemble
 from .results import GeneratedGraph
-from .work import flop_of
+from .work import flop_of, flop_of_bf16
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a kernel or a library's call does: FLOP of matrix products, bytes read and written, lanes' instructions."""
+    """What a kernel or a library's call does: FLOP of matrix products (of float8 half), bytes read and written, lanes'
+    instructions."""
 
     flop: float = 0.0
     nbytes: float = 0.0
@@ -175,20 +176,23 @@ def kernel_runs(graph: GeneratedGraph) -> list[KernelRuns]:
     return found
 
 
-def flops(graph: GeneratedGraph) -> float:
-    """FLOP of the matrix products and attention in a graph."""
-    total = 0.0
-    for node in graph.graph.graph.nodes:
-        if node.op == "call_function" and hasattr(node.target, "overloadpacket"):
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            total += flop_of(node.target.overloadpacket, args, kwargs, node.meta.get("val"))
-    return total
+def flops(graph: GeneratedGraph, count: Callable[..., float] = flop_of) -> float:
+    """FLOP of the matrix products and attention in a graph; ``count``: of one call, as ``work.flop_of``."""
+    return sum(flops_of_node(node, count) for node in graph.graph.graph.nodes)
+
+
+def flops_of_node(node: torch.fx.Node, count: Callable[..., float] = flop_of) -> float:
+    """The same of one node."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return 0.0
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return count(node.target.overloadpacket, args, kwargs, node.meta.get("val"))
 
 
 def works_of(graph: GeneratedGraph) -> list[Work]:
     """Of a whole graph: each generated kernel's launches, and the library's calls together."""
     runs = kernel_runs(graph)
-    library = Work(flops(graph), graph.bytes_moved - sum(run.nbytes for run in runs))
+    library = Work(flops(graph, flop_of_bf16), graph.bytes_moved - sum(run.nbytes for run in runs))
     return [*(work for run in runs for work in run.works), library]
 
 

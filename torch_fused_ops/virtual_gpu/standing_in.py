@@ -8,6 +8,7 @@ lists, decompositions that ask for the device, and attention kernels.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import operator
 from collections.abc import Callable, Iterator
@@ -20,6 +21,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
+
+_capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("a CPU stands in for a GPU", default=False)
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """CPU tensors stand in for the GPU's."""
+    token = _capturing.set(True)
+    try:
+        yield
+    finally:
+        _capturing.reset(token)
+
+
+def stands_for(device: torch.device) -> torch.device:
+    """The device that a graph is compiled for where one of its tensors is on this: on paper not the CPU, but the GPU
+    that is described, which `torch.cuda.get_device_capability` and its like tell of. Elsewhere the device itself."""
+    return torch.device("cuda", 0) if _capturing.get() and device.type == "cpu" else device
+
 
 # CUDA autocast's lists, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of ATen/autocast_mode.h. The CPU has lists of
 # its own (pow and softmax, for one, stay in bfloat16 there); its list of matrix products is CUDA's.

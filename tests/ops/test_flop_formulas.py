@@ -1,0 +1,70 @@
+"""FLOP of our products, as torch's counter and the virtual GPU's roofline count them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from torch_fused_ops import flop_formulas, functional
+from torch_fused_ops.nn import GroupedMLP, MLPConfig
+from torch_fused_ops.recipes import RECIPES
+from torch_fused_ops.virtual_gpu import work
+
+M, N, K = 256, 128, 384
+BF16 = torch.bfloat16
+fused = torch.ops.fused
+
+
+def counted(fn: Callable[[], Tensor]) -> tuple[int, int]:
+    """FLOP of forward, and of both ways."""
+    with FlopCounterMode(display=False) as counter:
+        y = fn()
+        forward = counter.get_total_flops()
+        y.sum().backward()
+    return forward, counter.get_total_flops()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_linear_layer_is_three_products(recipe: str) -> None:
+    x, w = torch.randn(M, K, requires_grad=True), torch.randn(N, K, requires_grad=True)
+    product = 2 * M * N * K
+    assert counted(lambda: functional.linear_fp8(x, w, recipe=recipe)) == (product, 3 * product)
+    exact = counted(lambda: F.linear(x, w))
+    assert exact == (product, 3 * product)
+
+
+def test_experts() -> None:
+    """All rows, each with one expert's weight. The weight's gradient is torch's own product, which it leaves out."""
+    x, ends = torch.randn(M, K, dtype=BF16, requires_grad=True), torch.tensor([100, 100, M]).int()
+    w = torch.randn(3, K, N, dtype=BF16, requires_grad=True)
+    product = 2 * M * N * K
+    of_torch = product if torch.ops.aten._grouped_mm in flop_registry else 0
+    assert counted(lambda: functional.grouped_linear_fp8(x, w, ends)) == (product, 2 * product + of_torch)
+
+
+def test_this_library_s_experts() -> None:
+    mlp = GroupedMLP(3, MLPConfig(K, moe_ffn_hidden_size=N, add_bias_linear=False))
+    x = torch.randn(M, K, requires_grad=True)
+    layer = 2 * M * N * K
+    assert counted(lambda: mlp(x, torch.tensor([100, 0, 156]))[0]) == (2 * layer, 6 * layer)
+
+
+def test_float8_counts_half_in_times() -> None:
+    a, b = (torch.empty(size, K, dtype=torch.float8_e4m3fn, device="meta") for size in (M, N))
+    scales = [torch.empty(1, size, device="meta") for size in (M, N)]
+    args, out = (a, scales[0], b, scales[1], None, 1, BF16), torch.empty(M, N, dtype=BF16, device="meta")
+    assert work.flop_of(fused.scaled_mm, args, {}, out) == 2 * M * N * K
+    assert work.flop_of_bf16(fused.scaled_mm, args, {}, out) == M * N * K
+    wide = torch.empty(M, K, device="meta"), torch.empty(K, N, device="meta")
+    assert work.flop_of_bf16(torch.ops.aten.mm, wide, {}, out) == 2 * M * N * K
+
+
+def test_handing_over_again_changes_nothing() -> None:
+    before = dict(flop_registry)
+    flop_formulas.register()
+    assert flop_registry == before and fused.scaled_grouped_mm in before
