@@ -15,11 +15,11 @@ from torch import Tensor
 
 from torch_fused_ops import float8, reference
 from torch_fused_ops import functional as FF
-from torch_fused_ops.recipes import BLOCK, RECIPES, Block
+from torch_fused_ops.recipes import BLOCK, MX_BLOCK, RECIPES, Block
 
 fused = torch.ops.fused
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-BLOCKS = (Block(1, BLOCK), Block(BLOCK, BLOCK), Block(1, None), Block(None, None))
+BLOCKS = (Block(1, BLOCK), Block(BLOCK, BLOCK), Block(1, None), Block(None, None), Block(1, MX_BLOCK))
 
 
 def scale_of_each(x: Tensor, block: Block) -> Tensor:
@@ -55,7 +55,7 @@ def test_what_is_stored_is_off_by_half_a_step(block: Block, dtype: torch.dtype) 
     assert (largest <= 448 * own).all() and (largest > 224 * own).all()
 
 
-@pytest.mark.parametrize("width", (BLOCK, 272))  # a block, which is a row, and a row of another width
+@pytest.mark.parametrize("width", (MX_BLOCK, BLOCK, 272))  # blocks, which are rows, and a row of another width
 def test_blocks_of_zeros_denormals_infinities_and_nans(width: int) -> None:
     rows = torch.zeros(7, width)
     rows[1] = 1e-40
@@ -69,12 +69,13 @@ def test_blocks_of_zeros_denormals_infinities_and_nans(width: int) -> None:
     assert fused.quantise(rows[6:], 1, width)[1].item() == 1
 
 
+@pytest.mark.parametrize("block", (BLOCK, MX_BLOCK))
 @pytest.mark.parametrize("shape", ((0, 128), (1, 1), (3, 0), (5, 200), (1, 128)))
-def test_columns_are_filled_with_zeros(shape: tuple[int, int]) -> None:
+def test_columns_are_filled_with_zeros(shape: tuple[int, int], block: int) -> None:
     x = torch.randn(shape)
-    values, scales = fused.quantise(x, 1)
-    width = -(-shape[1] // BLOCK) * BLOCK
-    assert values.shape == (shape[0], width) and scales.shape == (width // BLOCK, shape[0])
+    values, scales = fused.quantise(x, 1, block)
+    width = -(-shape[1] // block) * block
+    assert values.shape == (shape[0], width) and scales.shape == (width // block, shape[0])
     assert (values.float()[:, shape[1] :] == 0).all()
     assert values.is_contiguous() and scales.is_contiguous()
 
@@ -100,6 +101,26 @@ def test_rounding_once_more_in_other_blocks_changes_the_smallest_alone(exponent:
     small = once.abs() < 2**-6 * scales.item()
     assert torch.equal(once[~small], twice[~small])
     assert ((once - twice)[small].abs() <= 2**-10 * scales.item()).all()
+
+
+@pytest.mark.parametrize("shape", ((1, 32), (130, 160), (256, 512), (5, 0), (0, 64)))
+def test_scales_of_blocks_of_32_lie_in_tiles(shape: tuple[int, int]) -> None:
+    """cuBLAS's "1D Block Scaling Factors Layout", element by element: 8 bits each, in tiles of 128 rows and 4 blocks."""
+    x = wide_matrix(*shape)
+    if x.numel():
+        x[0, 0], x[-1, -1] = math.nan, 0.0
+    scales = fused.quantise(x, 1, MX_BLOCK)[1]
+    (rows, columns), tiles = shape, -(-shape[1] // (4 * MX_BLOCK))
+    found = float8.tiled(scales)
+    assert found.dtype == torch.uint8 and found.numel() == -(-rows // 128) * tiles * 512
+    e8m0, filled = found.view(torch.float8_e8m0fnu).float(), set()
+    for row in range(rows):
+        for block in range(columns // MX_BLOCK):
+            inside = row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+            place = (row // 128 * tiles + block // 4) * 512 + inside
+            filled.add(place)
+            torch.testing.assert_close(e8m0[place], scales[block, row], rtol=0, atol=0, equal_nan=True)
+    assert len(filled) == scales.numel() and not any(found[i] for i in range(found.numel()) if i not in filled)
 
 
 def test_a_scale_that_is_known_gives_the_same_values() -> None:
@@ -185,7 +206,7 @@ def test_products_are_within_their_bound(block: Block, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_are_within_the_bounds_of_their_products(tokens: int, recipe: str) -> None:
     scaling, wgrad = RECIPES[recipe]
-    n, k = (128, 256) if scaling.multiple == BLOCK else (144, 272)
+    n, k = (128 + scaling.multiple, 256 + scaling.multiple)
     x = torch.randn(tokens, k, requires_grad=True)
     w, b = (torch.randn(n, k) / 16).requires_grad_(), torch.randn(n, requires_grad=True)
     grad = torch.randn(tokens, n)
@@ -230,7 +251,9 @@ def test_what_is_kept_is_a_byte_an_element() -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda t, to=tensors: (to.append(t), t)[1], lambda t: t):
             FF.linear_fp8(x, w, recipe=recipe)
         kept[recipe] = sum(t.nbytes for t in tensors if t.data_ptr() != w.data_ptr())
-    assert kept == {"fp8": 256 * 128 + 256 * 4, "fp8-wgrad-bf16": 256 * 128 * 4, "fp8-rowwise": 256 * 128 * 4 + 4}
+    whole = 256 * 128 * 4
+    rest = {"fp8-wgrad-bf16": whole, "fp8-rowwise": whole + 4, "mxfp8": whole}
+    assert kept == {"fp8": 256 * 128 + 256 * 4, **rest}
 
 
 # ---- one pass --------------------------------------------------------------------------------------------------------
@@ -287,7 +310,7 @@ def test_the_operators_of_one_pass_are_those_of_several(name: str, make: Any, sc
         (lambda x, w: fused.quantise(x, 2), "rows=2 is not accepted: it must be 1 or 128"),
         (
             lambda x, w: fused.quantise(x, 1, 64),
-            "columns=64 is not accepted: it must be 128, .*, or 128, those of input",
+            "columns=64 is not accepted: it must be 128 or 32, .*, or 128, those of input",
         ),
         (lambda x, w: fused.quantise_by(x, torch.ones(4, 1)), r"scales has shape \(4, 1\); accepted: \(1, 1\), or"),
         (
@@ -299,6 +322,15 @@ def test_the_operators_of_one_pass_are_those_of_several(name: str, make: Any, sc
                 x.dtype,
             ),
             "a and b have blocks of 256 and 128 columns; accepted: as many in both",
+        ),
+        (lambda x, w: fused.quantise(w, BLOCK, MX_BLOCK), "columns=32 is not accepted: it must be 128, the columns"),
+        (
+            lambda x, w: FF.linear_fp8(x[:, :48], w[:, :48], recipe="mxfp8"),
+            r"weight has shape \(256, 48\); accepted: two axes, multiples of 32",
+        ),
+        (
+            lambda x, w: fused.scaled_mm(*fused.quantise(x, 1, MX_BLOCK), *fused.quantise(w, 1), None, 1, x.dtype),
+            "a and b have blocks of 32 and 128 columns; accepted: as many in both",
         ),
         (lambda x, w: fused.quantise(x, 128), "accepted: a first axis of a multiple of rows=128"),
         (
@@ -331,6 +363,7 @@ def test_second_derivatives_and_transforms_raise() -> None:
         ("quantise_by", lambda x: (x.t(), fused.quantise(x, *x.shape)[1])),
         ("linear_fp8", lambda x: (x, x.flip(1), None, None, "fp8")),
         ("linear_fp8", lambda x: (x, x.flip(1), None, None, "fp8-rowwise")),
+        ("quantise", lambda x: (x.t(), 1, MX_BLOCK)),
     ],
 )
 def test_opcheck(call: tuple[str, Callable[[Tensor], tuple[Any, ...]]]) -> None:

@@ -1,6 +1,6 @@
 """``fused::linear_fp8``, a linear layer whose products are in float8, and the operators that it consists of.
 
-    quantise      a tensor as float8 with a scale for each block: (1, 128) or (128, 128), a row, or all of it
+    quantise      a tensor as float8 with a scale for each block: (1, 128), (128, 128), (1, 32), a row, or all of it
     quantise_by   the same by scales that are known
     dequantise    back
     scaled_mm     a product of two of those
@@ -32,7 +32,7 @@ from torch_fused_ops.operators.autograd import define, register
 from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
 from torch_fused_ops.operators.registration import imported
-from torch_fused_ops.recipes import BLOCK, RECIPES, Block, Recipe
+from torch_fused_ops.recipes import BLOCK, MX_BLOCK, RECIPES, Block, Recipe
 
 __all__ = ["DTYPES_OF_EXPERTS", "DTYPES_OF_PRODUCTS", "grouped_linear", "linear", "register_plain"]
 
@@ -48,12 +48,13 @@ def _check_matrix(name: str, t: Tensor, *dtypes: torch.dtype) -> None:
 
 
 def _check_blocks(name: str, shape: Sequence[int], rows: int, columns: int) -> None:
-    """Blocks are (1, 128), (128, 128), a row, or all of it; there are whole ones."""
+    """Blocks are (1, 128), (128, 128), (1, 32), a row, or all of it; there are whole ones."""
     r, c = shape
     if rows not in (1, BLOCK, r) or rows == 0:
         refuse("rows", rows, f"1 or {BLOCK}, the rows of a block, or {r}, those of {name}")
-    if columns not in (BLOCK, c):
-        refuse("columns", columns, f"{BLOCK}, the columns of a block, or {c}, those of {name}")
+    if columns not in (BLOCK, c) and (rows, columns) != (1, MX_BLOCK):
+        widths = f"{BLOCK} or {MX_BLOCK}" if rows == 1 else f"{BLOCK}"
+        refuse("columns", columns, f"{widths}, the columns of a block, or {c}, those of {name}")
     if r % rows:
         raise ValueError(f"{name} has shape {tuple(shape)}; accepted: a first axis of a multiple of rows={rows}")
 
@@ -88,7 +89,7 @@ def _check_stored(name: str, values: Tensor, scales: Tensor, rows: int) -> None:
     if columns == values.shape[1]:
         _check_blocks(name, values.shape, rows, columns)
     else:
-        columns = BLOCK
+        columns = MX_BLOCK if (rows, columns) == (1, MX_BLOCK) else BLOCK
         if rows not in (1, BLOCK):
             refuse("rows", rows, f"1 or {BLOCK}, the rows of a block")
     expected = float8.scales_shape(values.shape, rows, columns)
@@ -151,7 +152,7 @@ def _check_ends(ends: Tensor, weight: Tensor) -> None:
 def _fake_quantise(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
     _check_quantise(input, rows, columns)
     r, c = input.shape
-    values = input.new_empty((r, float8.padded(c) if columns == BLOCK else c), dtype=float8.dtype_of(input.device))
+    values = input.new_empty((r, float8.stored_columns(c, columns)), dtype=float8.dtype_of(input.device))
     return values, input.new_empty(float8.scales_shape(values.shape, rows, columns), dtype=torch.float32)
 
 
