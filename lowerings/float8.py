@@ -11,6 +11,7 @@ import copy
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._inductor.decomposition import select_decomp_table
@@ -25,7 +26,7 @@ from torch_fused_ops.lowerings import operators
 from torch_fused_ops.lowerings.epilogues import VIEWS
 from torch_fused_ops.lowerings.partition import Graphs
 from torch_fused_ops.operators.quantised import QUANTISED, RESULTS
-from torch_fused_ops.recipes import BLOCK
+from torch_fused_ops.recipes import BLOCK, MX_BLOCK
 
 __all__ = ["merged"]
 
@@ -75,8 +76,10 @@ def _is_transposed() -> bool:
 
 _by_kernel = {
     name: fallback_handler(getattr(fused, name).default, add_to_fallback_set=False)
-    for name in ("quantise", "quantise_by", "scaled_mm")
+    for name in ("quantise", "quantise_by", "scaled_mm", "scaled_mm_tiled")
 }
+# By compilation and by the FX node of scales. Both products that read a matrix read its scales.
+_tiles: WeakKeyDictionary[Any, dict[Node, Box]] = WeakKeyDictionary()
 
 
 def _quantise(input: Box, rows: int, columns: int = BLOCK) -> Any:
@@ -95,8 +98,29 @@ def _dequantise(values: Box, scales: Box, rows: int, dtype: torch.dtype) -> Box:
     return _inlined(float8.dequantise, values, scales, rows, dtype)
 
 
-def _scaled_mm(*args: Any) -> Box:
-    return _by_kernel["scaled_mm"](*args) if operators.is_on_gpu(args[0]) else _inlined(float8.product, *args)
+def _tiled(scales: Box, node: Node) -> Box:
+    """As the tensor cores read them, by the kernel that quantises: float32 is then not written at all."""
+    from torch._inductor.virtualized import V
+
+    known = _tiles.setdefault(V.graph, {})
+    if node not in known:
+        known[node] = _inlined(float8.tiled, scales)
+    return known[node]
+
+
+def _scaled_mm(a: Box, a_scales: Box, b: Box, b_scales: Box, bias: Box | None, rows: int, dtype: torch.dtype) -> Box:
+    from torch._inductor.virtualized import V
+
+    args = a, a_scales, b, b_scales, bias, rows, dtype
+    if not operators.is_on_gpu(a):
+        return _inlined(float8.product, *args)
+    nodes: Any = V.graph.current_node.args
+    values = nodes[0].meta["val"]
+    columns = float8.columns_of(values, nodes[1].meta["val"], 1)
+    if columns == MX_BLOCK != values.shape[1]:
+        of_a, of_b = _tiled(a_scales, nodes[1]), _tiled(b_scales, nodes[3])
+        return _by_kernel["scaled_mm_tiled"](a, of_a, b, of_b, bias, dtype)
+    return _by_kernel["scaled_mm"](*args)
 
 
 register_lowering(fused.quantise.default, type_promotion_kind=None)(_quantise)
@@ -108,6 +132,7 @@ for _op in (
     fused.quantise_both.default,
     fused.requantise.default,
     fused.scaled_grouped_mm.default,
+    fused.scaled_mm_tiled.default,
     *QUANTISED.values(),
 ):
     make_fallback(_op, warn=False)

@@ -38,6 +38,7 @@ __all__ = [
     "scales_shape",
     "stored_columns",
     "tiled",
+    "tiled_product",
 ]
 
 FNUZ = torch.float8_e4m3fnuz
@@ -148,6 +149,13 @@ def tiled(scales: Tensor) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
 
 
+def _untiled(tiles: Tensor, rows: int, blocks: int) -> Tensor:
+    """The scales (blocks, rows) that ``tiled`` was given."""
+    exponents = tiles.view(padded(rows) // BLOCK, padded(blocks, 4) // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    bits = exponents.reshape(padded(rows), padded(blocks, 4))[:rows, :blocks].to(torch.int32) << _MANTISSA_BITS
+    return torch.where(bits == _INFINITY, _NAN, bits).view(torch.float32).t()
+
+
 def dequantise(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """value · scale in ``dtype``: what ``quantise`` stored, off by at most 2⁻⁴ of an element, or 2⁻¹⁰ of its scale."""
     (r, c), columns = values.shape, columns_of(values, scales, rows)
@@ -167,6 +175,15 @@ def product(
     left, right = dequantise(a, a_scales, 1, wide), dequantise(b, b_scales, rows, wide).t()
     out = torch.mm(left, right) if bias is None else torch.addmm(bias.to(wide), left, right)
     return out.to(dtype)
+
+
+def tiled_product(
+    a: Tensor, a_tiles: Tensor, b: Tensor, b_tiles: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """``product`` in blocks of (1, 32), by scales that ``tiled`` has given."""
+    (m, k), n = a.shape, b.shape[0]
+    of_a, of_b = _untiled(a_tiles, m, k // MX_BLOCK), _untiled(b_tiles, n, k // MX_BLOCK)
+    return product(a, of_a, b, of_b, bias, 1, dtype)
 
 
 def grouped_product(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 
 pytest.importorskip("triton")
 
@@ -77,6 +77,25 @@ def test_quantise_gives_the_formula_s_bits_of_both_layouts(
     assert len(device.launches) == launched
     assert_same(both[:2], float8.quantise(x, 1))
     assert_same(both[2:], float8.quantise(x.t(), 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((130, 100), BF16), ((33, 160), torch.float32), ((5, 0), BF16), pytest.param((257, 384), torch.float16, marks=SLOW)],
+)
+def test_blocks_of_32_have_the_formula_s_bits(device: Device, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Along the axis that lies close, and along the other."""
+    x = numbers(*shape, dtype)
+    for given in (x, x.t()):
+        assert_same(device.run(kernels.quantise, given, 1, 32), float8.quantise(given, 1, 32))
+        assert device.names == (["_quantise_narrow"] if x.numel() else [])
+
+
+@pytest.mark.parametrize("shape", [(130, 160), (3, 32), (0, 64)])
+def test_scales_are_tiled_as_by_the_formula(device: Device, shape: tuple[int, int]) -> None:
+    scales = float8.quantise(numbers(*shape), 1, 32)[1]
+    tiles = device.run(kernels.tile_scales, scales)
+    assert len(device.launches) == bool(tiles.numel()) and torch.equal(tiles, float8.tiled(scales))
 
 
 @pytest.mark.parametrize("fnuz", [False, True])
@@ -254,7 +273,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Library:
     """Stands in for ``torch.nn.functional.scaled_mm``: refuses what ATen's ScaledBlas.cpp refuses on sm_90, and in rows
-    what RowwiseScaledMM.cu refuses on sm_89, and ScaledBlas.cpp on ROCm."""
+    what RowwiseScaledMM.cu refuses on sm_89, and ScaledBlas.cpp on ROCm; in blocks of 32, what it refuses on sm_100."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -262,11 +281,16 @@ class Library:
     def __call__(
         self, mat_a: Tensor, mat_b: Tensor, *, scale_a: Tensor, scale_recipe_a: ScalingType, scale_b: Tensor,
         scale_recipe_b: ScalingType, bias: Tensor | None = None, output_dtype: torch.dtype,
+        swizzle_a: SwizzleType = SwizzleType.NO_SWIZZLE, swizzle_b: SwizzleType = SwizzleType.NO_SWIZZLE,
     ) -> Tensor:  # fmt: skip
         self.calls += 1
         (m, k), n = mat_a.shape, mat_b.shape[1]
         assert m and n and k and k % 16 == 0 and n % 16 == 0
         assert mat_a.stride() == (k, 1) and mat_b.stride() == (1, k)  # row-major, column-major
+        if scale_recipe_a is ScalingType.BlockWise1x32:
+            assert scale_recipe_b is scale_recipe_a and swizzle_a is swizzle_b is SwizzleType.SWIZZLE_32_4_4
+            return self.in_tiles(mat_a, mat_b, scale_a, scale_b, bias, output_dtype)
+        assert swizzle_a is swizzle_b is SwizzleType.NO_SWIZZLE
         assert scale_a.dtype == scale_b.dtype == torch.float32
         if scale_recipe_a in (ScalingType.RowWise, ScalingType.TensorWise):
             return self.in_rows(mat_a, mat_b, scale_a, scale_b, scale_recipe_a, scale_recipe_b, bias, output_dtype)
@@ -284,6 +308,23 @@ class Library:
         assert output_dtype in (BF16, torch.float32)
         assert bias is None or (output_dtype == bias.dtype == BF16 and bias.shape == (n,))
         return float8.product(mat_a, scale_a.t(), mat_b.t(), scales, bias, rows, output_dtype)
+
+    def in_tiles(
+        self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, output_dtype: torch.dtype
+    ) -> Tensor:
+        def wide(values: Tensor, scales: Tensor) -> Tensor:
+            """By where cuBLAS's documentation says that each scale lies."""
+            (rows, columns), tiles = values.shape, -(-values.shape[1] // 128)
+            assert scales.dtype == torch.float8_e8m0fnu and scales.is_contiguous()
+            assert scales.numel() == -(-rows // 128) * tiles * 512
+            row, block = torch.arange(rows)[:, None], torch.arange(columns // 32)[None, :]
+            places = (row // 128 * tiles + block // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+            return values.double() * scales.float()[places].double().repeat_interleave(32, 1)
+
+        assert bias is None or (output_dtype == bias.dtype == BF16 and bias.shape == b.shape[1:])
+        assert output_dtype in (BF16, torch.float32)
+        out = wide(a, scale_a) @ wide(b.t(), scale_b).t()
+        return (out if bias is None else out + bias).to(output_dtype)
 
     def in_rows(
         self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, recipe: ScalingType, recipe_b: ScalingType,
@@ -305,7 +346,7 @@ class Library:
     ("m", "n", "k", "rows", "columns"),
     [
         (16, 128, 128, 128, 128), (5, 256, 640, 128, 128), (7, 20, 384, 1, 128), (1, 16, 1, 1, 128),
-        (5, 48, 80, 1, 80), (1, 20, 272, 20, 272),
+        (5, 48, 80, 1, 80), (1, 20, 272, 20, 272), (7, 20, 160, 1, 32), (130, 256, 64, 1, 32), (1, 16, 32, 1, 32),
     ],
 )  # fmt: skip
 def test_products_hand_over_what_the_library_accepts(
@@ -313,6 +354,7 @@ def test_products_hand_over_what_the_library_accepts(
 ) -> None:
     library = Library()
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", library)
+    monkeypatch.setattr(kernels, "tile_scales", float8.tiled)  # the same bits: above
     a, b = (float8.quantise(torch.randn(size, k), block, columns) for size, block in ((m, 1), (n, rows)))
     for bias in (None, torch.randn(n)):
         got = kernels.scaled_mm(*a, *b, bias, rows, dtype)
@@ -355,3 +397,6 @@ def test_nothing_to_multiply_is_not_handed_over(monkeypatch: pytest.MonkeyPatch)
         a, b = float8.quantise(torch.randn(m, k), 1), float8.quantise(torch.randn(128, k), 128)
         assert torch.equal(kernels.scaled_mm(*a, *b, bias, 128, torch.float32), bias.expand(m, 128))
         assert torch.equal(kernels.scaled_mm(*a, *b, None, 128, BF16), torch.zeros(m, 128, dtype=BF16))
+    a, b = float8.quantise(torch.randn(0, 64), 1, 32), float8.quantise(torch.randn(128, 64), 1, 32)
+    of_a, of_b = float8.tiled(a[1]), float8.tiled(b[1])
+    assert kernels.scaled_mm_tiled(a[0], of_a, b[0], of_b, bias, BF16).shape == (0, 128)

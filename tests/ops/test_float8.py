@@ -352,6 +352,25 @@ def test_second_derivatives_and_transforms_raise() -> None:
         torch.func.grad(lambda x: FF.linear_fp8(x, w).sum())(x)
 
 
+def in_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
+    values, scales = fused.quantise(x, 1, MX_BLOCK)
+    return values, float8.tiled(scales)
+
+
+def test_products_by_tiled_scales_are_the_same() -> None:
+    a, b, bias = wide_matrix(70, 160), wide_matrix(130, 160), torch.randn(130)
+    a[3, 5] = math.nan
+    wanted = fused.scaled_mm(*fused.quantise(a, 1, MX_BLOCK), *fused.quantise(b, 1, MX_BLOCK), bias, 1, torch.float32)
+    found = fused.scaled_mm_tiled(*in_tiles(a), *in_tiles(b), bias, torch.float32)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    assert found[3].isnan().all() and found[4:].isfinite().all()
+    values, tiles = in_tiles(a)
+    with pytest.raises(ValueError, match=r"a_tiles has shape \(1023,\); accepted: \(1024,\)"):
+        fused.scaled_mm_tiled(values, tiles[1:], values, tiles, None, torch.float32)
+    with pytest.raises(TypeError, match="b_tiles has dtype torch.int8"):
+        fused.scaled_mm_tiled(values, tiles, values, tiles.view(torch.int8), None, torch.float32)
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -364,13 +383,14 @@ def test_second_derivatives_and_transforms_raise() -> None:
         ("linear_fp8", lambda x: (x, x.flip(1), None, None, "fp8")),
         ("linear_fp8", lambda x: (x, x.flip(1), None, None, "fp8-rowwise")),
         ("quantise", lambda x: (x.t(), 1, MX_BLOCK)),
+        ("scaled_mm_tiled", lambda x: (*in_tiles(x), *in_tiles(x[:70]), None, torch.float32)),
     ],
 )
 def test_opcheck(call: tuple[str, Callable[[Tensor], tuple[Any, ...]]]) -> None:
     name, arguments = call
     args = arguments(torch.randn(128, 256))
     utils = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if name == "linear_fp8":
+    if name in ("linear_fp8", "scaled_mm_tiled"):
         del utils[0]  # which multiplies float8 on the CPU, to compare what the operators inside have been given
     torch.library.opcheck(getattr(fused, name).default, args, test_utils=utils)
 

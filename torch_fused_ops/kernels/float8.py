@@ -2,8 +2,8 @@
 # ruff: noqa: RUF005, SIM300 - Triton knows no (*strips, strip), and compares DTYPE's value from the left alone
 """Triton kernels behind the operators in float8 (``operators/float8.py``), and the products, which are libraries'.
 
-Where a row is a block, a program has a row. Else it has a tile of 128 × 128 elements, in which every block of both
-layouts lies whole: (1, 128) and (128, 128), of the tensor and of its transpose. It reads the tile once, along the axis
+Where a row is a block, a program has a row. Else it has a tile of 128 × 128 elements, in which every block of all
+layouts lies whole: (1, 128), (128, 128) and (1, 32), of the tensor and of its transpose. It reads the tile once, along the axis
 that lies close in memory, and stores each layout along the axis that lies close there.
 
 The tile is held as 8 *strips* of 16 rows: strip q has the rows q, q + 8, q + 16 …, so a thread has the same columns of
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 
 from torch_fused_ops import float8, formulas
 from torch_fused_ops.declaration import elementwise
@@ -42,7 +42,7 @@ from torch_fused_ops.kernels.activation import (
     _to_fp8,
 )
 from torch_fused_ops.kernels.launching import INT32_MAX, OPTIONS, blocks, matrix, power_of_2, tl, triton
-from torch_fused_ops.recipes import BLOCK
+from torch_fused_ops.recipes import BLOCK, MX_BLOCK
 
 __all__ = [
     "dequantise",
@@ -54,17 +54,22 @@ __all__ = [
     "requantise",
     "scaled_grouped_mm",
     "scaled_mm",
+    "scaled_mm_tiled",
+    "tile_scales",
 ]
 
 SIDE = tl.constexpr(BLOCK)
 STRIPS = tl.constexpr(8)
 STRIP_ROWS = tl.constexpr(BLOCK // 8)
+NARROW = tl.constexpr(MX_BLOCK)
+PARTS = tl.constexpr(BLOCK // MX_BLOCK)
 # As in ``float8.quantise``, in places: an exponent of 1 is 1 << 23.
 ABOVE_1_75 = tl.constexpr(float8._ABOVE_1_75)
 LOG2_LARGEST = tl.constexpr(float8._LOG2_LARGEST << float8._MANTISSA_BITS)
 LEAST_SCALE = tl.constexpr(1 << float8._MANTISSA_BITS)
 INVERSE = tl.constexpr(254 << float8._MANTISSA_BITS)
 INFINITY = tl.constexpr(float8._INFINITY)
+MANTISSA_BITS = tl.constexpr(float8._MANTISSA_BITS)
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
 
@@ -222,6 +227,14 @@ def _rows_in_order(s):
 
 
 @triton.jit
+def _parts_in_order(s):
+    """(4, 128) of 8 strips of (16, 4): what belongs to each row of four blocks of 32 columns."""
+    even = tl.join(tl.join(s[0], s[4]), tl.join(s[2], s[6]))
+    odd = tl.join(tl.join(s[1], s[5]), tl.join(s[3], s[7]))
+    return tl.reshape(tl.permute(tl.join(even, odd), (1, 0, 2, 3, 4)), (PARTS, SIDE))
+
+
+@triton.jit
 def _strips_of_pairs(pairs, HIGH: tl.constexpr, ALONG: tl.constexpr, DTYPE: tl.constexpr):
     """8 strips in float32: the halves of 8 pairs, or, ALONG, both halves of 4, which hold neighbouring strips."""
     strips = ()
@@ -273,6 +286,28 @@ def _tile_of(column_blocks):
     return (program // column_blocks).to(tl.int64), (program % column_blocks).to(tl.int64)
 
 
+@triton.jit
+def _pairs_of_tile(
+    input, input_scales, first, place, rows_left, columns_left, input_row, input_column,
+    DTYPE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """A tile's 8 strips, as 4 of pairs: of neighbouring strips. ``input_scales``: those of its rows; it is float8."""
+    strips = ()
+    for i in tl.static_range(0, STRIPS, 2):
+        two = ()
+        for j in tl.static_range(i, i + 2):
+            mask = (first + j < rows_left)[:, None] & (place < columns_left)[None, :]
+            places = (first + j)[:, None] * input_row + place[None, :] * input_column
+            if input_scales is None:
+                two = two + (tl.load(input + places, mask=mask, other=0.0).to(DTYPE),)
+            else:
+                row = first + j
+                scale = tl.load(input_scales + row, mask=row < rows_left, other=0.0)
+                two = two + ((_from_fp8(tl.load(input + places, mask=mask, other=0), PTX) * scale[:, None]).to(DTYPE),)
+        strips = strips + (_pair(two[0], two[1], DTYPE, PTX),)
+    return strips
+
+
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -294,19 +329,11 @@ def _quantise(
     OWN: tl.constexpr = tl.bfloat16 if input_scales is not None else input.dtype.element_ty
     DTYPE: tl.constexpr = tl.float32 if OWN == tl.float64 else OWN
     input += r * SIDE * input_row + c * SIDE * input_column
-    strips = ()
-    for i in tl.static_range(0, STRIPS, 2):
-        two = ()
-        for j in tl.static_range(i, i + 2):
-            mask = (first + j < rows_left)[:, None] & (place < columns_left)[None, :]
-            places = (first + j)[:, None] * input_row + place[None, :] * input_column
-            if input_scales is None:
-                two = two + (tl.load(input + places, mask=mask, other=0.0).to(DTYPE),)
-            else:
-                row = first + j
-                scale = tl.load(input_scales + c * rows + r * SIDE + row, mask=row < rows_left, other=0.0)
-                two = two + ((_from_fp8(tl.load(input + places, mask=mask, other=0), PTX) * scale[:, None]).to(DTYPE),)
-        strips = strips + (_pair(two[0], two[1], DTYPE, PTX),)
+    if input_scales is not None:
+        input_scales += c * rows + r * SIDE
+    strips = _pairs_of_tile(
+        input, input_scales, first, place, rows_left, columns_left, input_row, input_column, DTYPE, PTX
+    )
 
     if ROWS_T is not None or ROWS == SIDE:
         of_columns = _largest(_largest_of_strips(strips, PTX), 0, PTX)
@@ -347,6 +374,77 @@ def _quantise(
         else:
             tl.store(scales_t + c * (values_t_row // (SIDE // 4)) + r, scale_all)
             _store_transposed(numbers, inverse_all, values_t, values_t_row, columns_left, WIDE, PTX)
+
+
+@triton.jit
+def _quantise_narrow(
+    input, values, scales, values_t, scales_t,
+    rows, columns, column_blocks, input_row, input_column, values_row, values_t_row,
+    WIDE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Input (rows, columns) in blocks of (1, 32), its transpose too; None is not wanted.
+
+    values (rows, values_row) and scales are ``float8.quantise(input, 1, 32)``; values_t (columns, 4 · values_t_row), in
+    words, and scales_t are ``float8.quantise(inputᵀ, 1, 32)``.
+    """
+    r, c = _tile_of(column_blocks)
+    first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
+    part = _places(PARTS, WIDE)
+    rows_left, columns_left = rows - r * SIDE, columns - c * SIDE
+    OWN: tl.constexpr = input.dtype.element_ty
+    DTYPE: tl.constexpr = tl.float32 if OWN == tl.float64 else OWN
+    input += r * SIDE * input_row + c * SIDE * input_column
+    strips = _pairs_of_tile(input, None, first, place, rows_left, columns_left, input_row, input_column, DTYPE, PTX)
+
+    if values is not None:
+        values += r * SIDE * values_row + c * SIDE
+        stored = place < values_row - c * SIDE
+        of_rows = ()
+        numbers = _strips_of_pairs(_anew(strips, PTX), False, True, DTYPE)
+        for i in tl.static_range(STRIPS):
+            if i % 2 == 0:
+                both = _largest(tl.reshape(_sizes(strips[i // 2]), (STRIP_ROWS, PARTS, NARROW)), 2, PTX)
+            largest = _of_pair(both, i % 2 == 1, DTYPE)
+            of_rows = of_rows + (largest,)
+            inverse = tl.broadcast_to(_scale(largest)[1][:, :, None], (STRIP_ROWS, PARTS, NARROW))
+            code = _to_fp8(numbers[i] * tl.reshape(inverse, (STRIP_ROWS, SIDE)), PTX)
+            row = first + i
+            mask = (row < rows_left)[:, None] & stored[None, :]
+            tl.store(values + row[:, None] * values_row + place[None, :], code, mask=mask)
+        block = c * PARTS + part[:, None]
+        mask = (block < values_row // NARROW) & (place < rows_left)[None, :]
+        tl.store(scales + block * rows + r * SIDE + place[None, :], _scale(_parts_in_order(of_rows))[0], mask=mask)
+
+    if values_t is not None:
+        values_t += c * SIDE * values_t_row + r * (SIDE // 4)
+        sizes = tl.reshape(_largest_of_strips(strips, PTX), (PARTS, STRIP_ROWS // PARTS, SIDE))
+        of_columns = _largest(sizes, 1, PTX)
+        largest = tl.maximum(
+            _of_pair(of_columns, False, DTYPE).to(tl.int32, bitcast=True),
+            _of_pair(of_columns, True, DTYPE).to(tl.int32, bitcast=True),
+        )
+        scale, inverse = _scale(largest.to(tl.float32, bitcast=True))
+        block = r * PARTS + part[:, None]
+        mask = (block < values_t_row // (NARROW // 4)) & (place < columns_left)[None, :]
+        tl.store(scales_t + block * columns + c * SIDE + place[None, :], scale, mask=mask)
+        inverse = tl.broadcast_to(inverse[:, None, :], (PARTS, STRIP_ROWS // PARTS, SIDE))
+        numbers = _strips_of_pairs(_anew(strips, PTX), False, True, DTYPE)
+        _store_transposed(
+            numbers, tl.reshape(inverse, (STRIP_ROWS, SIDE)), values_t, values_t_row, columns_left, WIDE, PTX,
+            values_t_row - r * (SIDE // 4),
+        )  # fmt: skip
+
+
+@triton.jit
+def _tile_scales(scales, tiles, rows, blocks, row_tiles, total, PLACES: tl.constexpr):
+    """``float8.tiled``: tiles (total,), bytes; scales (blocks, rows), float32."""
+    place = tl.program_id(0).to(tl.int64) * PLACES + tl.arange(0, PLACES)
+    tile, inside = place // (SIDE * 4), place % (SIDE * 4)
+    row = tile // row_tiles * SIDE + inside // 4 % 4 * 32 + inside // 16
+    block = tile % row_tiles * 4 + inside % 4
+    mask = (place < total) & (row < rows) & (block < blocks)
+    bits = tl.load(scales + block * rows + row, mask=mask, other=0.0).to(tl.int32, bitcast=True)
+    tl.store(tiles + place, (bits >> MANTISSA_BITS).to(tl.uint8), mask=place < total)
 
 
 @triton.jit
@@ -653,11 +751,16 @@ def _in_words(values_t: Tensor) -> Tensor:
 
 
 def _run_quantise(
-    input: Tensor, rows: int | None, rows_t: int | None, input_scales: Tensor | None = None
+    input: Tensor,
+    rows: int | None,
+    rows_t: int | None,
+    input_scales: Tensor | None = None,
+    columns: int = BLOCK,
 ) -> tuple[Tensor, ...]:
-    """(values, scales) of input in blocks of (rows, 128) and of its transpose in (rows_t, 128), without what is None.
+    """(values, scales) of input in blocks of (rows, columns), of its transpose in (rows_t, columns); without None's.
 
     One pass over memory, which reads along rows. With ``input_scales`` input is float8 in blocks of (1, 128).
+    ``columns``: 128, or 32.
     """
     r, c = input.shape
     ptx = _ptx(input.device)
@@ -666,22 +769,24 @@ def _run_quantise(
         if of_blocks is None:
             found += [None, None]
             continue
-        wide = float8.padded(width)
-        shape = float8.scales_shape((height, wide), of_blocks)
+        wide = float8.padded(width, columns)
+        shape = float8.scales_shape((height, wide), of_blocks, columns)
         found += [
             input.new_empty((height, wide), dtype=torch.uint8),
             input.new_empty(shape, dtype=torch.float32),
         ]
     values, scales, values_t, scales_t = found
     if r and c:
-        width, width_t = float8.padded(c), float8.padded(r)
+        width, width_t = float8.padded(c, columns), float8.padded(r, columns)
+        stored = values, scales, None if values_t is None else _in_words(values_t), scales_t
+        narrow = columns == MX_BLOCK
         launching.launch(
-            _quantise, (blocks(r, BLOCK) * blocks(c, BLOCK), 1, 1), input.device,
-            (input, input_scales, values, scales, None if values_t is None else _in_words(values_t), scales_t),
-            (r, c, width // BLOCK, input.stride(0), input.stride(1), width, width_t // 4),
+            _quantise_narrow if narrow else _quantise, (blocks(r, BLOCK) * blocks(c, BLOCK), 1, 1), input.device,
+            (input, *stored) if narrow else (input, input_scales, *stored),
+            (r, c, blocks(c, BLOCK), input.stride(0), input.stride(1), width, width_t // 4),
             {
-                "ROWS": rows, "ROWS_T": rows_t, "WIDE": _wide(*input.stride(), width, width_t), "PTX": ptx,
-                "num_warps": _WARPS, **OPTIONS,
+                **({} if narrow else {"ROWS": rows, "ROWS_T": rows_t}),
+                "WIDE": _wide(*input.stride(), width, width_t), "PTX": ptx, "num_warps": _WARPS, **OPTIONS,
             },
         )  # fmt: skip
     return tuple(t.view(FP8) if t.dtype == torch.uint8 else t for t in found if t is not None)
@@ -741,15 +846,29 @@ def quantise(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Te
 
     Where a row is a block, and the columns lie close, its largest elements are torch's to find: a pass more.
     """
-    if (columns or BLOCK) != BLOCK:
+    if (columns or BLOCK) not in (BLOCK, MX_BLOCK):
         if rows == 1 and not _is_turned(input):
             return _quantise_in_rows(input)
         largest = input.abs().amax(1 if rows == 1 else (0, 1)).reshape(-1, 1)
         scales = float8.quantise(largest, 1, 1)[1]
         return quantise_by(input, scales), scales
-    along_rows = _is_turned(input)
-    values, scales = _run_quantise(input.t(), None, rows) if along_rows else _run_quantise(input, rows, None)
+    given = (input.t(), None, rows) if _is_turned(input) else (input, rows, None)
+    values, scales = _run_quantise(*given, columns=columns or BLOCK)
     return values, scales
+
+
+def tile_scales(scales: Tensor) -> Tensor:
+    """``float8.tiled`` in one kernel."""
+    blocks_of_row, rows = scales.shape
+    row_tiles = blocks(blocks_of_row, 4)
+    tiles = scales.new_empty(blocks(rows, BLOCK) * row_tiles * 4 * BLOCK, dtype=torch.uint8)
+    if tiles.numel():
+        launching.launch(
+            _tile_scales, (blocks(tiles.numel(), _COLUMNS_OF_A_PART), 1, 1), scales.device,
+            (scales.contiguous(), tiles), (rows, blocks_of_row, row_tiles, tiles.numel()),
+            {"PLACES": _COLUMNS_OF_A_PART, "num_warps": 4, **OPTIONS},
+        )  # fmt: skip
+    return tiles
 
 
 def quantise_both(input: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -940,9 +1059,39 @@ def scaled_mm(
     if not (m and n and k):
         out = a.new_zeros((m, n), dtype=wide)
         return (out if addend is None else out + addend).to(dtype)
-    in_rows = rows in (1, n) and float8.columns_of(a, a_scales, 1) == k  # 128 columns may be blocks too: all the same
+    columns = float8.columns_of(a, a_scales, 1)
+    in_rows = rows in (1, n) and columns == k  # 128 columns, or 32, may be blocks too: all the same
+    if columns == MX_BLOCK and not in_rows:
+        return scaled_mm_tiled(a, tile_scales(a_scales), b, tile_scales(b_scales), bias, dtype)
     by_library = _by_rows if in_rows else _by_blocks
     return by_library(a, a_scales, b, b_scales, addend, rows, wide).to(dtype).contiguous()
+
+
+def scaled_mm_tiled(
+    a: Tensor, a_tiles: Tensor, b: Tensor, b_tiles: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """a · bᵀ + bias of blocks of (1, 32), with scales as ``float8.tiled`` gives them: cuBLASLt's, from CUDA 12.8.
+
+    Raises:
+        ValueError, RuntimeError: from torch, on other devices than sm_100 and sm_103.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    addend = None if bias is None else bias.to(wide)
+    if not (m and n and k):
+        out = a.new_zeros((m, n), dtype=wide)
+        return (out if addend is None else out + addend).to(dtype)
+    right = _up_to(b, 0, _ROWS_OF_B)  # within b's last tiles
+    in_product = addend is not None and wide == torch.bfloat16 and right.shape[0] == n  # none with float32 results
+    tiled = {"swizzle_a": SwizzleType.SWIZZLE_32_4_4, "swizzle_b": SwizzleType.SWIZZLE_32_4_4}
+    recipe = ScalingType.BlockWise1x32
+    out = torch.nn.functional.scaled_mm(
+        _up_to(a, 0, 1), right.t(),
+        scale_a=a_tiles.view(torch.float8_e8m0fnu), scale_recipe_a=recipe,
+        scale_b=b_tiles.view(torch.float8_e8m0fnu), scale_recipe_b=recipe,
+        bias=addend if in_product else None, output_dtype=wide, **tiled,
+    )[:, :n]  # fmt: skip
+    return (out if addend is None or in_product else out + addend).to(dtype).contiguous()
 
 
 def _by_blocks(

@@ -4,6 +4,7 @@
     quantise_by   the same by scales that are known
     dequantise    back
     scaled_mm     a product of two of those
+    scaled_mm_tiled    that in blocks of (1, 32), with scales as sm_100 reads them, which lowerings make
     linear_fp8    input · weightᵀ + bias, and its gradients, in these four, by a recipe (``recipes.RECIPES``)
 
     scaled_grouped_mm      a product of a mixture's experts, each of its own rows
@@ -110,11 +111,31 @@ def _check_product(
 ) -> None:
     _check_stored("a", a, a_scales, 1)
     _check_stored("b", b, b_scales, rows)
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(f"b has shape {tuple(b.shape)}; accepted: (…, {a.shape[1]}), the last axis of a")
+    _check_operands(a, b, bias, dtype)
     widths = [float8.columns_of(a, a_scales, 1), float8.columns_of(b, b_scales, rows)]
     if widths[0] != widths[1]:
         raise ValueError(f"a and b have blocks of {widths[0]} and {widths[1]} columns; accepted: as many in both")
+
+
+def _check_tiled_product(
+    a: Tensor, a_tiles: Tensor, b: Tensor, b_tiles: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> None:
+    for name, values, tiles in (("a", a, a_tiles), ("b", b, b_tiles)):
+        _check_matrix(name, values, float8.FP8)
+        if tiles.dtype != torch.uint8:
+            refuse_dtype(f"{name}_tiles", tiles, (torch.uint8,))
+        rows, columns = values.shape
+        if columns % MX_BLOCK:
+            raise ValueError(f"{name} has shape {tuple(values.shape)}; accepted: whole blocks of (1, {MX_BLOCK})")
+        expected = (float8.padded(rows) * float8.padded(columns // MX_BLOCK, 4),)
+        if tuple(tiles.shape) != expected:
+            raise ValueError(f"{name}_tiles has shape {tuple(tiles.shape)}; accepted: {expected}")
+    _check_operands(a, b, bias, dtype)
+
+
+def _check_operands(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"b has shape {tuple(b.shape)}; accepted: (…, {a.shape[1]}), the last axis of a")
     if bias is not None and tuple(bias.shape) != (b.shape[0],):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; accepted: ({b.shape[0]},), the first axis of b")
     if dtype not in DTYPES_OF_PRODUCTS:
@@ -170,6 +191,13 @@ def _fake_product(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype
 ) -> Tensor:
     _check_product(a, a_scales, b, b_scales, bias, rows, dtype)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+def _fake_tiled_product(
+    a: Tensor, a_tiles: Tensor, b: Tensor, b_tiles: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    _check_tiled_product(a, a_tiles, b, b_tiles, bias, dtype)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
@@ -255,6 +283,25 @@ _scaled_mm = register_plain(
     float8.product,
     _fake_product,
     _check_product,
+)
+
+register_plain(
+    Signature(
+        "scaled_mm_tiled",
+        arguments_of(
+            a="Tensor: data",
+            a_tiles="Tensor: scales",
+            b="Tensor: data",
+            b_tiles="Tensor: scales",
+            bias="Tensor?: per_column",
+            dtype="ScalarType",
+        ),
+        ("data",),
+        "scaled_mm in blocks of (1, 32), by scales of 8 bits in tiles of 128 rows and 4 blocks, as sm_100 reads them.",
+    ),
+    float8.tiled_product,
+    _fake_tiled_product,
+    _check_tiled_product,
 )
 
 _scaled_grouped_mm = register_plain(
