@@ -180,10 +180,11 @@ def _round_once(graph: Graph) -> None:
     of blocks and then in the other is work for nothing: both round to the same numbers, but for the smallest.
     """
     for node in graph.find_nodes(op="call_function", target=fused.dequantise.default):
-        values, uses = node.args[0], _uses(node, BLOCK)
+        values, block = node.args[0], _block_of_columns(node)
+        uses = _uses(node, *block)
         made: Any = values.args[0] if values.target is operator.getitem else None
         alone = uses.columns and not (uses.rows or uses.sums or uses.others)  # no rounding that somebody asked for
-        if alone and isinstance(made, Node) and _is_quantise(made, node.args[2]):
+        if alone and isinstance(made, Node) and _is_quantise(made, node.args[2], block[1]):
             source: Any = made.args[0]
             if source.meta["val"].dtype == node.meta["val"].dtype:
                 node.replace_all_uses_with(source)
@@ -198,14 +199,21 @@ class _Uses(NamedTuple):
     others: list[Node]
 
 
-def _uses(node: Node, rows_of_columns: int = 1) -> _Uses:
-    """What reads a matrix, through transpositions; ``rows_of_columns``: of the blocks along its columns."""
+def _block_of_columns(dequantised: Node) -> tuple[int, int]:
+    """In which a layer's input, loaded, is quantised along its columns: as a weight."""
+    values, scales, rows, _ = _seen(dequantised.args)
+    narrow = float8.columns_of(values, scales, rows) == MX_BLOCK
+    return (1, MX_BLOCK) if narrow else (BLOCK, BLOCK)
+
+
+def _uses(node: Node, rows_of_columns: int = 1, columns: int = BLOCK) -> _Uses:
+    """What reads a matrix, through transpositions; its rows in blocks of (1, columns), its columns in such of more."""
     found = _Uses([], [], [], [])
     for user in node.users:
         of_transposed = list(user.users) if user.target in TRANSPOSED else []
-        if _is_quantise(user, 1):
+        if _is_quantise(user, 1, columns):
             found.rows.append(user)
-        elif of_transposed and all(_is_quantise(u, rows_of_columns) for u in of_transposed):
+        elif of_transposed and all(_is_quantise(u, rows_of_columns, columns) for u in of_transposed):
             found.columns.extend(of_transposed)
         elif user.target is aten.sum.dim_IntList and user.args[1] == [0]:
             found.sums.append(user)
@@ -214,16 +222,21 @@ def _uses(node: Node, rows_of_columns: int = 1) -> _Uses:
     return found
 
 
-def _is_quantise(node: Node, rows: Any) -> bool:
-    """In blocks of (rows, 128)."""
-    return node.target is fused.quantise.default and (*node.args[1:], BLOCK)[:2] == (rows, BLOCK)
+def _is_quantise(node: Node, rows: Any, columns: int = BLOCK) -> bool:
+    """In blocks of (rows, columns)."""
+    return node.target is fused.quantise.default and (*node.args[1:], BLOCK)[:2] == (rows, columns)
+
+
+def _seen(args: Sequence[Any]) -> list[Any]:
+    """A call's arguments, nodes by their fake values."""
+    return [a.meta["val"] if isinstance(a, Node) else a for a in args]
 
 
 def _call(graph: Graph, target: Any, *args: Any) -> Node:
     """A call with its fake value."""
     node = graph.call_function(target, args)
     with torch.no_grad():
-        node.meta["val"] = target(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
+        node.meta["val"] = target(*_seen(args))
     return node
 
 
@@ -240,19 +253,25 @@ def _results(graph: Graph, node: Node) -> list[Node]:
 
 
 def _merge(graph: Graph, node: Node) -> None:
-    """A matrix's two quantisations, or the one of what was quantised along its rows, in one pass."""
+    """A matrix's two quantisations, or the one of what was quantised along its rows, in one pass.
+
+    In blocks of 32 Inductor's own, along its rows, also writes scales as products read them: that is left to it, but
+    where the columns are summed as well, as it then quantises in a kernel of its own.
+    """
     if not isinstance(node.meta["val"], torch.Tensor) or node.meta["val"].ndim != 2:
         return
-    uses = _uses(node)
-    if uses.rows and uses.columns:
+    for width in (BLOCK, MX_BLOCK):
+        uses = _uses(node, 1, width)
+        if not (uses.rows and uses.columns) or (width == MX_BLOCK and not uses.sums):
+            continue
         with graph.inserting_after(node):
-            both = _call(graph, fused.quantise_both.default, node)
+            both = _call(graph, fused.quantise_both.default, node, width)
         with graph.inserting_after(both):
             parts = _results(graph, both)
         _replace_pair(graph, uses.rows, *parts[:2])
         _replace_pair(graph, uses.columns, *parts[2:])
     if node.target is fused.dequantise.default and node.args[2] == 1:
-        columns = _uses(node, BLOCK).columns
+        columns = _uses(node, *_block_of_columns(node)).columns
         if columns:
             with graph.inserting_after(node):
                 again = _call(graph, fused.requantise.default, *node.args[:2])

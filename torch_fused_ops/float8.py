@@ -130,9 +130,9 @@ def quantise_by(input: Tensor, scales: Tensor) -> Tensor:
 def tiled(scales: Tensor) -> Tensor:
     """The scales of blocks of (1, 32) as tensor cores of sm_100 read them: 8 bits each, in tiles.
 
-    A scale's exponent is e8m0: 2 to the byte − 127, and NaN as 255. A tile, of 128 rows and the 4 blocks of 128 columns,
-    lies in 512 bytes: first its rows 0, 32, 64, 96, each with its blocks next to each other, then rows 1, 33, …. Tiles
-    follow each other along the rows. What is behind the last row or block is 0.
+    A scale's exponent is e8m0: 2 to the byte − 127, and NaN as 255. A tile, of 128 rows and the 4 blocks of 128
+    columns, lies in 512 bytes: first its rows 0, 32, 64, 96, each with its blocks next to each other, then rows 1, 33,
+    …. Tiles follow each other along the rows. What is behind the last row or block is 0.
 
     Args:
         scales: (blocks, rows), as ``quantise`` gives them.

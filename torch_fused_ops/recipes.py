@@ -105,5 +105,6 @@ RECIPES = {
     "fp8": Recipe(BLOCKS, wgrad=True),
     "fp8-wgrad-bf16": Recipe(BLOCKS, wgrad=False),
     "fp8-rowwise": Recipe(ROWS, wgrad=False),
-    "mxfp8": Recipe(MX, wgrad=False),
+    "mxfp8": Recipe(MX, wgrad=True),
+    "mxfp8-wgrad-bf16": Recipe(MX, wgrad=False),
 }

@@ -81,14 +81,26 @@ def test_quantise_gives_the_formula_s_bits_of_both_layouts(
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((130, 100), BF16), ((33, 160), torch.float32), ((5, 0), BF16), pytest.param((257, 384), torch.float16, marks=SLOW)],
+    [
+        ((130, 100), BF16),
+        ((33, 160), torch.float32),
+        ((5, 0), BF16),
+        pytest.param((257, 384), torch.float16, marks=SLOW),
+    ],
 )
 def test_blocks_of_32_have_the_formula_s_bits(device: Device, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Along the axis that lies close, and along the other."""
+    """Along the axis that lies close, along the other, along both; and back."""
     x = numbers(*shape, dtype)
     for given in (x, x.t()):
-        assert_same(device.run(kernels.quantise, given, 1, 32), float8.quantise(given, 1, 32))
+        assert_same(stored := device.run(kernels.quantise, given, 1, 32), float8.quantise(given, 1, 32))
         assert device.names == (["_quantise_narrow"] if x.numel() else [])
+    both = device.run(kernels.quantise_both, x, 32)
+    assert_same(both[:2], float8.quantise(x, 1, 32))
+    assert_same(both[2:], stored)
+    back = device.run(kernels.dequantise, *both[:2], 1, torch.float32)
+    expected = float8.dequantise(*both[:2], 1, torch.float32)
+    shown = (torch.where(t.abs() < 3e38, t, torch.nan) for t in (back, expected))
+    torch.testing.assert_close(*shown, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", [(130, 160), (3, 32), (0, 64)])
@@ -142,8 +154,11 @@ def test_a_stack_of_matrices_is_one_launch(device: Device, turned: bool) -> None
         assert torch.equal(found.float(), float8.quantise_by(given, scales).float())
 
 
-def test_what_is_stored_along_rows_is_stored_along_columns(device: Device) -> None:
-    stored = float8.quantise(numbers(200, 384).nan_to_num(0.0, 1e6, -1e6), 1)
+@pytest.mark.parametrize(("shape", "columns"), [((200, 384), 128), ((100, 160), 32)])
+def test_what_is_stored_along_rows_is_stored_along_columns(
+    device: Device, shape: tuple[int, int], columns: int
+) -> None:
+    stored = float8.quantise(numbers(*shape).nan_to_num(0.0, 1e6, -1e6), 1, columns)
     (values, scales), (e_values, e_scales) = device.run(kernels.requantise, *stored), reference.requantise(*stored)
     assert len(device.launches) == 1
     assert torch.equal(scales, e_scales) and values.is_contiguous()

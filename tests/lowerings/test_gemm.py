@@ -121,7 +121,9 @@ def test_biases_under_autocast() -> None:
 
 
 @pytest.mark.slow  # symbolic sizes take their time: 10 s of a processor for each of two graphs
-@pytest.mark.parametrize(("recipe", "hidden", "ffn"), (("fp8", HIDDEN, FFN), ("fp8-rowwise", 80, 144)))
+@pytest.mark.parametrize(
+    ("recipe", "hidden", "ffn"), (("fp8", HIDDEN, FFN), ("fp8-rowwise", 80, 144), ("mxfp8", 96, 160))
+)
 def test_sizes_that_change(recipe: str, hidden: int, ffn: int) -> None:
     """Up to 128 tokens is one block, and another graph; 0 and 1 are graphs of their own."""
     module = SwiGLU(hidden, ffn)
@@ -343,7 +345,7 @@ def test_experts_that_stay_have_their_reason(monkeypatch: pytest.MonkeyPatch) ->
     x = torch.randn(21, 48).bfloat16()
     (site,) = sites(Experts(), x)
     assert (site.gemm, site.gemm_kind) == ("", Kind.GEMM_EXPERTS)
-    assert "there are no products of experts with a scale for each block of 128" in site.gemm_reason
+    assert "experts are multiplied in float8 with a scale for each row, not for each block of 128" in site.gemm_reason
     (site,) = sites(Experts(ffn=72), x, gemm="fp8-rowwise")
     assert site.gemm_kind is Kind.GEMM_SIZE and "its weight is (72, 48): not multiples of 16" in site.gemm_reason
     monkeypatch.setattr(compat, "no_scaled_products", lambda device, scaling, grouped: "sm_89" if grouped else "")
@@ -421,22 +423,25 @@ def stage_one(gm: torch.fx.GraphModule, inputs: Any) -> Any:
     return gm.forward
 
 
-DEVICES: tuple[tuple[tuple[int, int] | str, str, str, str], ...] = (
-    # capability or architecture, CUDA or HIP; what "fp8" and "fp8-rowwise" say
-    ((9, 0), "12.9", "", ""),
-    ((9, 0), "12.8", "CUDA 12.8", ""),
-    ((8, 9), "12.9", "sm_89", ""),
-    ((10, 0), "13.0", "sm_100", ""),
-    ((12, 0), "12.9", "sm_120", ""),
-    ((8, 0), "12.9", "sm_80", "sm_80"),
-    ("gfx942:sramecc+:xnack-", "7.0", "ROCm, gfx942", ""),
-    ("gfx90a", "7.0", "ROCm, gfx90a", "ROCm, gfx90a"),
+DEVICES: tuple[tuple[tuple[int, int] | str, str, str, str, str], ...] = (
+    # capability or architecture, CUDA or HIP; what "fp8", "fp8-rowwise" and "mxfp8" say
+    ((9, 0), "12.9", "", "", "sm_90"),
+    ((9, 0), "12.8", "CUDA 12.8", "", "sm_90"),
+    ((8, 9), "12.9", "sm_89", "", "sm_89"),
+    ((10, 0), "13.0", "sm_100", "", ""),
+    ((10, 3), "12.9", "sm_103", "", ""),
+    ((10, 0), "12.6", "sm_100", "", "CUDA 12.6"),
+    ((12, 0), "12.9", "sm_120", "", "sm_120"),
+    ((8, 0), "12.9", "sm_80", "sm_80", "sm_80"),
+    ("gfx942:sramecc+:xnack-", "7.0", "ROCm, gfx942", "", "ROCm, gfx942"),
+    ("gfx950", "7.0", "ROCm, gfx950", "", "ROCm, gfx950"),
+    ("gfx90a", "7.0", "ROCm, gfx90a", "ROCm, gfx90a", "ROCm, gfx90a"),
 )
 
 
-@pytest.mark.parametrize(("gpu", "version", "blocks", "rows"), DEVICES)
+@pytest.mark.parametrize(("gpu", "version", "blocks", "rows", "narrow"), DEVICES)
 def test_which_devices_have_such_products(
-    gpu: Any, version: str, blocks: str, rows: str, monkeypatch: pytest.MonkeyPatch
+    gpu: Any, version: str, blocks: str, rows: str, narrow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     amd = isinstance(gpu, str)
     monkeypatch.setattr(torch.version, "hip", version if amd else None)
@@ -444,7 +449,7 @@ def test_which_devices_have_such_products(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4) if amd else gpu)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=gpu))
     for recipe, (scaling, _) in RECIPES.items():
-        wanted = rows if recipe == "fp8-rowwise" else blocks
+        wanted = rows if recipe == "fp8-rowwise" else narrow if recipe.startswith("mxfp8") else blocks
         assert compat.no_scaled_products(torch.device("cuda"), scaling) == wanted
         experts = recipe == "fp8-rowwise" and gpu == (9, 0)
         assert (compat.no_scaled_products(torch.device("cuda"), scaling, grouped=True) == "") is experts

@@ -89,6 +89,17 @@ def test_any_strides_are_read() -> None:
                 assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)) and a.is_contiguous()
 
 
+def test_blocks_of_32_are_requantised_in_these() -> None:
+    x = wide_matrix(70, 160)
+    values, scales = fused.requantise(*fused.quantise(x, 1, MX_BLOCK))
+    once = fused.dequantise(*fused.quantise(x, 1, MX_BLOCK), 1, torch.float32)
+    for found, wanted in zip((values, scales), fused.quantise(once.t(), 1, MX_BLOCK), strict=True):
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    assert values.shape == (160, 96) and scales.shape == (3, 160)
+    with pytest.raises(ValueError, match="columns=64 is not accepted: it must be 128 or 32, the columns of a block"):
+        fused.quantise_both(x, 64)
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(-100, 100), st.integers(0, 2**31))
 def test_rounding_once_more_in_other_blocks_changes_the_smallest_alone(exponent: int, seed: int) -> None:
@@ -105,7 +116,7 @@ def test_rounding_once_more_in_other_blocks_changes_the_smallest_alone(exponent:
 
 @pytest.mark.parametrize("shape", ((1, 32), (130, 160), (256, 512), (5, 0), (0, 64)))
 def test_scales_of_blocks_of_32_lie_in_tiles(shape: tuple[int, int]) -> None:
-    """cuBLAS's "1D Block Scaling Factors Layout", element by element: 8 bits each, in tiles of 128 rows and 4 blocks."""
+    """cuBLAS's "1D Block Scaling Factors Layout", one by one: 8 bits each, in tiles of 128 rows and 4 blocks."""
     x = wide_matrix(*shape)
     if x.numel():
         x[0, 0], x[-1, -1] = math.nan, 0.0
@@ -222,8 +233,9 @@ def test_gradients_are_within_the_bounds_of_their_products(tokens: int, recipe: 
     assert ((dx.double() - g @ wd).abs() <= bounds[1] + 1e-4).all()
     exact = g.t() @ xd
     if wgrad:  # x was rounded for the first product, and is once more
-        padded = torch.nn.functional.pad(x.detach().t(), (0, -tokens % BLOCK))
-        of_grad = torch.nn.functional.pad(grad.t(), (0, -tokens % BLOCK))
+        filled = -tokens % (scaling.data.columns or 1)
+        padded = torch.nn.functional.pad(x.detach().t(), (0, filled))
+        of_grad = torch.nn.functional.pad(grad.t(), (0, filled))
         bound = product_bound(of_grad, padded, scaling.data, scaling.weight) * 2
     else:
         bound = torch.zeros_like(exact)
@@ -252,8 +264,10 @@ def test_what_is_kept_is_a_byte_an_element() -> None:
             FF.linear_fp8(x, w, recipe=recipe)
         kept[recipe] = sum(t.nbytes for t in tensors if t.data_ptr() != w.data_ptr())
     whole = 256 * 128 * 4
-    rest = {"fp8-wgrad-bf16": whole, "fp8-rowwise": whole + 4, "mxfp8": whole}
-    assert kept == {"fp8": 256 * 128 + 256 * 4, **rest}
+    assert kept == {
+        **{"fp8": 256 * 128 + 256 * 4, "fp8-wgrad-bf16": whole, "fp8-rowwise": whole + 4},
+        **{"mxfp8": 256 * 128 + 256 * 4 * 4, "mxfp8-wgrad-bf16": whole},
+    }
 
 
 # ---- one pass --------------------------------------------------------------------------------------------------------
@@ -367,7 +381,7 @@ def test_products_by_tiled_scales_are_the_same() -> None:
     values, tiles = in_tiles(a)
     with pytest.raises(ValueError, match=r"a_tiles has shape \(1023,\); accepted: \(1024,\)"):
         fused.scaled_mm_tiled(values, tiles[1:], values, tiles, None, torch.float32)
-    with pytest.raises(TypeError, match="b_tiles has dtype torch.int8"):
+    with pytest.raises(TypeError, match=r"b_tiles has dtype torch\.int8"):
         fused.scaled_mm_tiled(values, tiles, values, tiles.view(torch.int8), None, torch.float32)
 
 
@@ -377,6 +391,7 @@ def test_products_by_tiled_scales_are_the_same() -> None:
         ("quantise", lambda x: (x, 1)),
         ("quantise", lambda x: (x.t(), BLOCK)),
         ("quantise_both", lambda x: (x,)),
+        ("quantise_both", lambda x: (x, MX_BLOCK)),
         ("glu_backward_quantised", lambda x: (x, x, x, "silu", 0.0, None)),
         ("quantise", lambda x: (x, 1, 256)),
         ("quantise_by", lambda x: (x.t(), fused.quantise(x, *x.shape)[1])),

@@ -2,8 +2,8 @@
 
 A shard is stored by itself where it has whole blocks: along rows wherever a block is a row; else where each rank's part
 is a multiple of 128, or 32. Scales stand with what they scale: those of blocks of one row are transposed, (blocks of a
-row, rows), so that values sharded along one axis have scales sharded along the other. What is one block as a whole, a row or
-all of a matrix, is on every rank before it is stored.
+row, rows), so that values sharded along one axis have scales sharded along the other. What is one block as a whole, a
+row or all of a matrix, is on every rank before it is stored.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 """Triton kernels behind the operators in float8 (``operators/float8.py``), and the products, which are libraries'.
 
 Where a row is a block, a program has a row. Else it has a tile of 128 × 128 elements, in which every block of all
-layouts lies whole: (1, 128), (128, 128) and (1, 32), of the tensor and of its transpose. It reads the tile once, along the axis
-that lies close in memory, and stores each layout along the axis that lies close there.
+layouts lies whole: (1, 128), (128, 128) and (1, 32), of the tensor and of its transpose. It reads the tile once, along
+the axis that lies close in memory, and stores each layout along the axis that lies close there.
 
 The tile is held as 8 *strips* of 16 rows: strip q has the rows q, q + 8, q + 16 …, so a thread has the same columns of
 8 neighbouring rows. Four neighbouring rows of a column, in float8, are one 32-bit word: what is transposed through
@@ -289,9 +289,12 @@ def _tile_of(column_blocks):
 @triton.jit
 def _pairs_of_tile(
     input, input_scales, first, place, rows_left, columns_left, input_row, input_column,
-    DTYPE: tl.constexpr, PTX: tl.constexpr,
+    DTYPE: tl.constexpr, PTX: tl.constexpr, part_row=None,
 ):  # fmt: skip
-    """A tile's 8 strips, as 4 of pairs: of neighbouring strips. ``input_scales``: those of its rows; it is float8."""
+    """A tile's 8 strips, as 4 of pairs: of neighbouring strips. ``input_scales``: those of its rows; it is float8.
+
+    ``part_row``: from one to the next of a row's four, of blocks of 32 columns.
+    """
     strips = ()
     for i in tl.static_range(0, STRIPS, 2):
         two = ()
@@ -300,6 +303,12 @@ def _pairs_of_tile(
             places = (first + j)[:, None] * input_row + place[None, :] * input_column
             if input_scales is None:
                 two = two + (tl.load(input + places, mask=mask, other=0.0).to(DTYPE),)
+            elif part_row is not None:
+                row, part = (first + j)[:, None], tl.arange(0, PARTS)[None, :]
+                known = (row < rows_left) & (part * NARROW < columns_left)
+                scale = tl.load(input_scales + part * part_row + row, mask=known, other=0.0)
+                scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (STRIP_ROWS, PARTS, NARROW)), (STRIP_ROWS, SIDE))
+                two = two + ((_from_fp8(tl.load(input + places, mask=mask, other=0), PTX) * scale).to(DTYPE),)
             else:
                 row = first + j
                 scale = tl.load(input_scales + row, mask=row < rows_left, other=0.0)
@@ -378,7 +387,7 @@ def _quantise(
 
 @triton.jit
 def _quantise_narrow(
-    input, values, scales, values_t, scales_t,
+    input, input_scales, values, scales, values_t, scales_t,
     rows, columns, column_blocks, input_row, input_column, values_row, values_t_row,
     WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -391,10 +400,14 @@ def _quantise_narrow(
     first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
     part = _places(PARTS, WIDE)
     rows_left, columns_left = rows - r * SIDE, columns - c * SIDE
-    OWN: tl.constexpr = input.dtype.element_ty
+    OWN: tl.constexpr = tl.bfloat16 if input_scales is not None else input.dtype.element_ty
     DTYPE: tl.constexpr = tl.float32 if OWN == tl.float64 else OWN
     input += r * SIDE * input_row + c * SIDE * input_column
-    strips = _pairs_of_tile(input, None, first, place, rows_left, columns_left, input_row, input_column, DTYPE, PTX)
+    if input_scales is not None:
+        input_scales += c * PARTS * rows + r * SIDE
+    strips = _pairs_of_tile(
+        input, input_scales, first, place, rows_left, columns_left, input_row, input_column, DTYPE, PTX, rows
+    )
 
     if values is not None:
         values += r * SIDE * values_row + c * SIDE
@@ -540,22 +553,28 @@ def _quantise_turned(
 @triton.jit
 def _dequantise(
     out, values, scales, rows, columns, column_blocks,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """value · scale; out and values (rows, columns) without gaps."""
+    """value · scale; out and values (rows, columns) without gaps, in blocks of (ROWS, 128), or of (1, 32)."""
     program = tl.program_id(0)
     c = (program % column_blocks).to(tl.int64)
     r = (program // column_blocks).to(tl.int64) * BLOCK_M
     row, place = _places(BLOCK_M, WIDE), _places(SIDE, WIDE)
     mask = row < rows - r
+    stored = mask[:, None] if COLUMNS == SIDE else mask[:, None] & (place < columns - c * SIDE)[None, :]
     places = row[:, None] * columns + place[None, :]
     corner = r * columns + c * SIDE
-    code = tl.load(values + corner + places, mask=mask[:, None], other=0)
-    if ROWS == 1:
+    code = tl.load(values + corner + places, mask=stored, other=0)
+    if COLUMNS == NARROW:
+        part = c * PARTS + tl.arange(0, PARTS)[None, :]
+        known = mask[:, None] & (part < columns // NARROW)
+        scale = tl.load(scales + part * rows + r + row[:, None], mask=known, other=0.0)[:, :, None]
+        scale = tl.reshape(tl.broadcast_to(scale, (BLOCK_M, PARTS, NARROW)), (BLOCK_M, SIDE))
+    elif ROWS == 1:
         scale = tl.load(scales + c * rows + r + row, mask=mask, other=0.0)[:, None]
     else:
         scale = tl.load(scales + (r // SIDE) * column_blocks + c)
-    tl.store(out + corner + places, _from_fp8(code, PTX) * scale, mask=mask[:, None])
+    tl.store(out + corner + places, _from_fp8(code, PTX) * scale, mask=stored)
 
 
 @triton.jit
@@ -759,7 +778,7 @@ def _run_quantise(
 ) -> tuple[Tensor, ...]:
     """(values, scales) of input in blocks of (rows, columns), of its transpose in (rows_t, columns); without None's.
 
-    One pass over memory, which reads along rows. With ``input_scales`` input is float8 in blocks of (1, 128).
+    One pass over memory, which reads along rows. With ``input_scales`` input is float8 in blocks of (1, columns).
     ``columns``: 128, or 32.
     """
     r, c = input.shape
@@ -782,7 +801,7 @@ def _run_quantise(
         narrow = columns == MX_BLOCK
         launching.launch(
             _quantise_narrow if narrow else _quantise, (blocks(r, BLOCK) * blocks(c, BLOCK), 1, 1), input.device,
-            (input, *stored) if narrow else (input, input_scales, *stored),
+            (input, input_scales, *stored),
             (r, c, blocks(c, BLOCK), input.stride(0), input.stride(1), width, width_t // 4),
             {
                 **({} if narrow else {"ROWS": rows, "ROWS_T": rows_t}),
@@ -871,37 +890,39 @@ def tile_scales(scales: Tensor) -> Tensor:
     return tiles
 
 
-def quantise_both(input: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(*quantise(input, 1), *quantise(input.t(), 1)) from one read of input (r, c)."""
+def quantise_both(input: Tensor, columns: int = BLOCK) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(*quantise(input, 1, columns), *quantise(input.t(), 1, columns)) from one read of input (r, c)."""
     if input.stride(0) == 1 and input.stride(1) != 1:
-        values_t, scales_t, values, scales = _run_quantise(input.t(), 1, 1)
+        values_t, scales_t, values, scales = _run_quantise(input.t(), 1, 1, columns=columns)
     else:
-        values, scales, values_t, scales_t = _run_quantise(input, 1, 1)
+        values, scales, values_t, scales_t = _run_quantise(input, 1, 1, columns=columns)
     return values, scales, values_t, scales_t
 
 
 def requantise(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """quantise(dequantise(values, scales, 1).t(), 128) in one kernel. values (r, c) without gaps.
+    """quantise(dequantise(values, scales, 1).t(), 128), or (…, 1, 32), in one kernel. values (r, c) without gaps.
 
     In float32 but for the last bits of what lies below 2⁻¹²⁶, which go by bfloat16.
     """
-    found = _run_quantise(values.contiguous().view(torch.uint8), None, BLOCK, scales.contiguous())
+    columns = float8.columns_of(values, scales, 1)
+    rows_t = 1 if columns == MX_BLOCK else BLOCK
+    found = _run_quantise(values.contiguous().view(torch.uint8), None, rows_t, scales.contiguous(), columns)
     return found[0], found[1]
 
 
 def dequantise(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """``float8.dequantise`` in one kernel; where blocks are not 128 wide, in plain torch: no recipe needs it."""
-    r, c = values.shape
-    if float8.columns_of(values, scales, rows) != BLOCK:
+    """``float8.dequantise`` in one kernel; where a row is a block, in plain torch: no recipe needs it."""
+    (r, c), columns = values.shape, float8.columns_of(values, scales, rows)
+    if columns not in (BLOCK, MX_BLOCK):
         return float8.dequantise(values, scales, rows, dtype)
     out = values.new_empty((r, c), dtype=dtype)
     if out.numel():
         launching.launch(
-            _dequantise, (blocks(r, _ROWS_OF_DEQUANTISE) * (c // BLOCK), 1, 1), values.device,
-            (out, values.contiguous().view(torch.uint8), scales.contiguous()), (r, c, c // BLOCK),
+            _dequantise, (blocks(r, _ROWS_OF_DEQUANTISE) * blocks(c, BLOCK), 1, 1), values.device,
+            (out, values.contiguous().view(torch.uint8), scales.contiguous()), (r, c, blocks(c, BLOCK)),
             {
-                "ROWS": rows, "WIDE": _wide(c), "PTX": _ptx(values.device), "BLOCK_M": _ROWS_OF_DEQUANTISE,
-                "num_warps": 4, **OPTIONS,
+                "ROWS": rows, "COLUMNS": columns, "WIDE": _wide(c), "PTX": _ptx(values.device),
+                "BLOCK_M": _ROWS_OF_DEQUANTISE, "num_warps": 4, **OPTIONS,
             },
         )  # fmt: skip
     return out
@@ -1083,13 +1104,12 @@ def scaled_mm_tiled(
         return (out if addend is None else out + addend).to(dtype)
     right = _up_to(b, 0, _ROWS_OF_B)  # within b's last tiles
     in_product = addend is not None and wide == torch.bfloat16 and right.shape[0] == n  # none with float32 results
-    tiled = {"swizzle_a": SwizzleType.SWIZZLE_32_4_4, "swizzle_b": SwizzleType.SWIZZLE_32_4_4}
-    recipe = ScalingType.BlockWise1x32
+    recipe, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
     out = torch.nn.functional.scaled_mm(
         _up_to(a, 0, 1), right.t(),
-        scale_a=a_tiles.view(torch.float8_e8m0fnu), scale_recipe_a=recipe,
-        scale_b=b_tiles.view(torch.float8_e8m0fnu), scale_recipe_b=recipe,
-        bias=addend if in_product else None, output_dtype=wide, **tiled,
+        scale_a=a_tiles.view(torch.float8_e8m0fnu), scale_recipe_a=recipe, swizzle_a=swizzle,
+        scale_b=b_tiles.view(torch.float8_e8m0fnu), scale_recipe_b=recipe, swizzle_b=swizzle,
+        bias=addend if in_product else None, output_dtype=wide,
     )[:, :n]  # fmt: skip
     return (out if addend is None or in_product else out + addend).to(dtype).contiguous()
 
