@@ -39,6 +39,7 @@ __all__ = [
     "stored_columns",
     "tiled",
     "tiled_product",
+    "tiled_size",
 ]
 
 FNUZ = torch.float8_e4m3fnuz
@@ -125,6 +126,11 @@ def quantise_by(input: Tensor, scales: Tensor) -> Tensor:
     inverse = ((254 - exponent) << _MANTISSA_BITS).view(torch.float32)
     values = input.to(torch.float32) * inverse.transpose(-2, -1)
     return values.to(dtype_of(input.device), memory_format=torch.contiguous_format)
+
+
+def tiled_size(blocks: int, rows: int) -> int:
+    """How many bytes ``tiled`` gives of scales (blocks, rows)."""
+    return padded(blocks, 4) * padded(rows)
 
 
 def tiled(scales: Tensor) -> Tensor:

@@ -42,6 +42,9 @@ CALLS: dict[str, tuple[Callable[[], tuple[Any, ...]], int, int, float, int, int,
     "turned": (lambda: (kernels.quantise, turned(), 1), 64, 0, 12, 8, 4, 0),
     "weight": (lambda: (kernels.quantise, meta(ROWS, COLUMNS), 128), 64, 0, 11, 8, 0, 8),
     "weight turned": (lambda: (kernels.quantise, turned(), 128), 64, 0, 12, 8, 4, 0),
+    "32 straight": (lambda: (kernels.quantise, meta(ROWS, COLUMNS), 1, 32), 64, 0, 11, 8, 0, 9),
+    "32 turned": (lambda: (kernels.quantise, turned(), 1, 32), 64, 0, 12, 8, 4, 1),
+    "32 both": (lambda: (kernels.quantise_both, meta(ROWS, COLUMNS), 32), 128, 0, 17, 8, 4, 10),
 }
 
 
@@ -57,6 +60,8 @@ MARKS: dict[str, Any] = {
     "glu": pytest.mark.seconds("the largest kernel, whose registers are what its plan is for"),
     "weight": pytest.mark.slow,
     "weight turned": pytest.mark.slow,
+    "32 straight": pytest.mark.slow,
+    "32 both": pytest.mark.slow,
 }
 
 

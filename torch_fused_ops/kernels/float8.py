@@ -880,7 +880,7 @@ def tile_scales(scales: Tensor) -> Tensor:
     """``float8.tiled`` in one kernel."""
     blocks_of_row, rows = scales.shape
     row_tiles = blocks(blocks_of_row, 4)
-    tiles = scales.new_empty(blocks(rows, BLOCK) * row_tiles * 4 * BLOCK, dtype=torch.uint8)
+    tiles = scales.new_empty(float8.tiled_size(blocks_of_row, rows), dtype=torch.uint8)
     if tiles.numel():
         launching.launch(
             _tile_scales, (blocks(tiles.numel(), _COLUMNS_OF_A_PART), 1, 1), scales.device,

@@ -127,7 +127,7 @@ def _check_tiled_product(
         rows, columns = values.shape
         if columns % MX_BLOCK:
             raise ValueError(f"{name} has shape {tuple(values.shape)}; accepted: whole blocks of (1, {MX_BLOCK})")
-        expected = (float8.padded(rows) * float8.padded(columns // MX_BLOCK, 4),)
+        expected = (float8.tiled_size(columns // MX_BLOCK, rows),)
         if tuple(tiles.shape) != expected:
             raise ValueError(f"{name}_tiles has shape {tuple(tiles.shape)}; accepted: {expected}")
     _check_operands(a, b, bias, dtype)
