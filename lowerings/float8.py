@@ -8,6 +8,7 @@ writes that across the rows (pytorch#130015): on GPUs a kernel of ours does it (
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -291,6 +292,12 @@ def _matrices(node: Node) -> tuple[list[Node], bool]:
     return found, not other
 
 
+def _is_of_tiles(t: torch.Tensor) -> bool:
+    """Whether its rows and columns are known to be multiples of 128: the kernel for blocks of 32 has no other tiles."""
+    *rows, columns = t.shape
+    return all(isinstance(n, int) for n in t.shape) and math.prod(rows) % BLOCK == 0 and columns % (2 * BLOCK) == 0
+
+
 def _merge_gradients(graph: Graph, node: Node) -> None:
     """An activation's gradients and its result, where they are read by products in float8 and by nothing else."""
     op = BACKWARD.get(node.target)
@@ -305,10 +312,13 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
     if "activation" in op.scalars and not activations.get(args[len(tensors)]).builtin:
         return
     items = {user.args[1]: user for user in node.users}
+    width = MX_BLOCK if any(_uses(m, 1, MX_BLOCK).columns for i in items for m in _matrices(items[i])[0]) else BLOCK
+    if width == MX_BLOCK and not _is_of_tiles(args[0].meta["val"]):
+        return
     of_gradients = []
     for i in range(op.data):
         matrices, alone = _matrices(items[i]) if i in items else ([], False)
-        rows, columns, sums, rest = ([u for m in matrices for u in _uses(m)[part]] for part in range(4))
+        rows, columns, sums, rest = ([u for m in matrices for u in _uses(m, 1, width)[part]] for part in range(4))
         rest = [u for u in rest if u not in matrices]
         if not (alone and rows and columns) or rest:
             return
@@ -318,10 +328,11 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
         for n in graph.find_nodes(op="call_function", target=op.forward.overload)
         if list(op.complete(n.args)) == list(op.complete(tuple(args)))
     ]
-    of_result = [c for n in results for m in _matrices(n)[0] for c in _uses(m, BLOCK).columns]
+    of_columns = 1 if width == MX_BLOCK else BLOCK
+    of_result = [c for n in results for m in _matrices(n)[0] for c in _uses(m, of_columns, width).columns]
     with graph.inserting_before(node):
         flat = [_call(graph, aten.reshape.default, t, [-1, t.meta["val"].shape[-1]]) for t in (grad, *data)]
-        made = _call(graph, QUANTISED[op], *flat, *args[len(tensors) :])
+        made = _call(graph, QUANTISED[op], *flat, *args[len(tensors) :], width)
         made.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         parts = _results(graph, made)
     for i, (rows, columns, sums) in enumerate(of_gradients):

@@ -64,7 +64,7 @@ def test_kernels_and_calls_of_a_step() -> None:
 
 @pytest.mark.seconds("a whole training step, compiled for a GPU")
 def test_blocks_of_32_on_sm_100() -> None:
-    """Inductor quantises in the kernel that makes the numbers, and writes scales of 8 bits as the products read them."""
+    """In forward all is Inductor's, which writes scales of 8 bits as the products read them; across, it is ours."""
     torch._dynamo.reset()
     with torch.device("meta"):
         module, x = SwiGLUMLP(HIDDEN, FFN).bfloat16(), torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
@@ -76,8 +76,9 @@ def test_blocks_of_32_on_sm_100() -> None:
     assert sum(k.launches for k in forward.kernels) == 6 and extern(forward) == {"scaled_mm_tiled": 3}
     activation = TOKENS * FFN * (2 + 2 + 1) + TOKENS * FFN // 32
     assert activation in [k.bytes_moved for k in forward.kernels]
-    # Along the other axis by our kernel: three weights, gradients of gate, up and the result, and the rebuilt result.
-    assert extern(backward) == {"quantise": 7, "requantise": 1, "scaled_mm_tiled": 6}
+    # Three weights' transposes and the gradient of the result; the input as it was kept; the activation in one pass.
+    ours = {"quantise": 4, "requantise": 1, "glu_backward_quantised": 1}
+    assert extern(backward) == {**ours, "scaled_mm_tiled": 6}
 
 
 @pytest.mark.slow
@@ -248,7 +249,9 @@ def test_blocks_of_32_beside_rows() -> None:
         layers, ways = {"SwiGLU": 3, "GELU": 2}[one["mlp"]], one["ways"]
         step = sum(ways["plain"]["flop"].values())
         assert ways["mxfp8"]["flop"] == {"bf16": 0, "fp8": step}
-        assert ways["mxfp8-wgrad-bf16"]["flop"] == ways["fp8-rowwise"]["flop"] == {"bf16": step // 3, "fp8": step // 3 * 2}
+        assert (
+            ways["mxfp8-wgrad-bf16"]["flop"] == ways["fp8-rowwise"]["flop"] == {"bf16": step // 3, "fp8": step // 3 * 2}
+        )
         for way in ("mxfp8", "mxfp8-wgrad-bf16"):
             forward, rows = ways[way]["forward"], ways["fp8-rowwise"]["forward"]
             assert forward["kernels"] < rows["kernels"] and 1 < forward["bytes"] / rows["bytes"] < 1.02

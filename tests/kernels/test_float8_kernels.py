@@ -203,18 +203,28 @@ def test_wide_offsets_give_the_same(device: Device, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "dtype", "shape", "scalars"),
+    ("name", "layout", "dtype", "shape", "scalars", "columns"),
     [
-        ("bias_act", None, BF16, (130, 128), ("sigmoid",)),
-        ("glu", None, BF16, (128, 128), ("silu", 0.0, None)),
-        ("bias_glu", "swapped", BF16, (3, 256), ("quick_gelu", 1.0, 1.5)),
-        pytest.param("glu", None, torch.float32, (140, 128), ("sigmoid", 0.5, None), marks=SLOW),
-        pytest.param("bias_glu", "halves", torch.float16, (100, 128), ("gelu", 0.0, None), marks=SLOW),
-        pytest.param("bias_act", None, torch.float32, (128, 256), ("relu2",), marks=SLOW),
+        ("bias_act", None, BF16, (130, 128), ("sigmoid",), 128),
+        ("glu", None, BF16, (128, 128), ("silu", 0.0, None), 128),
+        ("bias_glu", "swapped", BF16, (3, 256), ("quick_gelu", 1.0, 1.5), 128),
+        pytest.param("glu", None, torch.float32, (140, 128), ("sigmoid", 0.5, None), 128, marks=SLOW),
+        pytest.param("bias_glu", "halves", torch.float16, (100, 128), ("gelu", 0.0, None), 128, marks=SLOW),
+        pytest.param("bias_act", None, torch.float32, (128, 256), ("relu2",), 128, marks=SLOW),
+        ("bias_act", None, BF16, (128, 128), ("sigmoid",), 32),
+        ("glu", None, BF16, (128, 128), ("silu", 0.0, None), 32),
+        pytest.param("bias_glu", "swapped", BF16, (128, 256), ("quick_gelu", 1.0, 1.5), 32, marks=SLOW),
+        pytest.param("glu", None, torch.float32, (128, 128), ("sigmoid", 0.5, None), 32, marks=SLOW),
     ],
 )
 def test_gradients_are_those_of_separate_operators(
-    device: Device, name: str, layout: str | None, dtype: torch.dtype, shape: tuple[int, int], scalars: tuple[Any, ...]
+    device: Device,
+    name: str,
+    layout: str | None,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    scalars: tuple[Any, ...],
+    columns: int,
 ) -> None:
     r, c = shape
     g = torch.Generator().manual_seed(1)
@@ -228,17 +238,18 @@ def test_gradients_are_those_of_separate_operators(
     result = device.run(launch_of(name), *given)
 
     def fused(grad: Tensor, *data: Tensor) -> tuple[Tensor, ...]:
-        return kernels.gradients_quantised(name, grad, data, activation, layout, *rest)
+        scalars = (activation, *([layout] if layout else []), *rest, *([columns] if columns != 128 else []))
+        return kernels.launch_of(f"{name}_backward_quantised")(grad, *data, *scalars)  # type: ignore[no-any-return]
 
     found = device.run(fused, grad, *data)
     assert device.names == ["_gradients"] and len(found) == 5 * len(data) + 2
     for i, d in enumerate(gradients[: len(data)]):
-        assert_same(found[5 * i : 5 * i + 2], float8.quantise(d, 1))
-        assert_same(found[5 * i + 2 : 5 * i + 4], float8.quantise(d.t(), 1))
+        assert_same(found[5 * i : 5 * i + 2], float8.quantise(d, 1, columns))
+        assert_same(found[5 * i + 2 : 5 * i + 4], float8.quantise(d.t(), 1, columns))
         tiles = torch.nn.functional.pad(d.double(), (0, 0, 0, -r % 128)).view(-1, 128, d.shape[1])
         error = (found[5 * i + 4].double() - tiles.sum(1)).abs()
         assert (error <= 16 * torch.finfo(torch.float32).eps * tiles.abs().sum(1)).all()
-    assert_same(found[-2:], float8.quantise(result.t(), 128))
+    assert_same(found[-2:], float8.quantise(result.t(), *((1, 32) if columns == 32 else (128, 128))))
 
 
 def test_no_rows_no_launch(device: Device) -> None:
@@ -267,6 +278,8 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels.gradients_quantised("bias_act", x[:, :100], (x[:, :100],), "silu")
     with pytest.raises(ValueError, match="name='softmax'"):
         kernels.gradients_quantised("softmax", x, (x,), "silu")
+    with pytest.raises(ValueError, match=r"grad has shape \(4, 128\); accepted: rows in multiples of 128"):
+        kernels.gradients_quantised("bias_act", x, (x,), "silu", columns=32)
     with pytest.raises(TypeError, match=r"data has dtype torch\.float64"):
         kernels.gradients_quantised("bias_act", x, (x.double(),), "silu")
     monkeypatch.setattr(torch.version, "hip", "7.0")

@@ -279,10 +279,13 @@ RESULTS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
 ]
 
 
+@pytest.mark.parametrize("columns", (BLOCK, MX_BLOCK))
 @pytest.mark.parametrize("name, make, scalars", RESULTS)
-def test_the_operators_of_one_pass_are_those_of_several(name: str, make: Any, scalars: tuple[Any, ...]) -> None:
+def test_the_operators_of_one_pass_are_those_of_several(
+    name: str, make: Any, scalars: tuple[Any, ...], columns: int
+) -> None:
     grad, data = torch.randn(200, 256).bfloat16(), make(torch.randn(200, 256).bfloat16())
-    found = list(getattr(fused, f"{name}_backward_quantised")(grad, *data, *scalars))
+    found = list(getattr(fused, f"{name}_backward_quantised")(grad, *data, *scalars, columns))
     others = (None,) * {"bias_act": 2, "glu": 1, "bias_glu": 2}[name]
     mask = [True] * len(data) + [False] * len(others)
     gradients = getattr(reference, f"{name}_backward")(grad, *data, *others, *scalars, mask)
@@ -290,10 +293,10 @@ def test_the_operators_of_one_pass_are_those_of_several(name: str, make: Any, sc
     wanted = []
     for g in gradients[: len(data)]:
         sums = torch.stack([part.float().sum(0) for part in g.split(BLOCK)])
-        wanted += [*fused.quantise(g, 1), *fused.quantise(g.t(), 1), sums]
-        for a, b in zip(fused.quantise_both(g), wanted[-5:-1], strict=True):
+        wanted += [*fused.quantise(g, 1, columns), *fused.quantise(g.t(), 1, columns), sums]
+        for a, b in zip(fused.quantise_both(g, columns), wanted[-5:-1], strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    wanted += fused.quantise(result.t(), BLOCK)
+    wanted += fused.quantise(result.t(), *((1, columns) if columns == MX_BLOCK else (columns, columns)))
     for a, b in zip(found, wanted, strict=True):
         if a.dtype == float8.FP8:
             a, b = a.float(), b.float()
@@ -393,6 +396,7 @@ def test_products_by_tiled_scales_are_the_same() -> None:
         ("quantise_both", lambda x: (x,)),
         ("quantise_both", lambda x: (x, MX_BLOCK)),
         ("glu_backward_quantised", lambda x: (x, x, x, "silu", 0.0, None)),
+        ("glu_backward_quantised", lambda x: (x, x, x, "silu", 0.0, None, MX_BLOCK)),
         ("quantise", lambda x: (x, 1, 256)),
         ("quantise_by", lambda x: (x.t(), fused.quantise(x, *x.shape)[1])),
         ("linear_fp8", lambda x: (x, x.flip(1), None, None, "fp8")),

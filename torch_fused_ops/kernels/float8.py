@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from torch_fused_ops import float8, formulas
-from torch_fused_ops.declaration import elementwise
+from torch_fused_ops.declaration import Elementwise, elementwise
 from torch_fused_ops.float8 import FP8
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.activation import (
@@ -317,6 +317,63 @@ def _pairs_of_tile(
     return strips
 
 
+# COLUMNS of a block, in a tile: 128, and what belongs to blocks is (rows,), or (columns,); or 32, and it is (rows, 4),
+# or (4, columns).
+
+
+@triton.jit
+def _largest_of_rows(pairs, COLUMNS: tl.constexpr, PTX: tl.constexpr):
+    """Of each block in a strip's rows: (16,) or (16, 4)."""
+    if COLUMNS == NARROW:
+        return _largest(tl.reshape(_sizes(pairs), (STRIP_ROWS, PARTS, NARROW)), 2, PTX)
+    else:
+        return _largest(_sizes(pairs), 1, PTX)
+
+
+@triton.jit
+def _largest_of_columns(strips, COLUMNS: tl.constexpr, PTX: tl.constexpr):
+    """Of each block in a tile's columns: (128,) or (4, 128)."""
+    if COLUMNS == NARROW:  # a strip's rows 0 to 3 are the tile's first 32, with those of the other strips
+        return _largest(tl.reshape(_largest_of_strips(strips, PTX), (PARTS, STRIP_ROWS // PARTS, SIDE)), 1, PTX)
+    else:
+        return _largest(_largest_of_strips(strips, PTX), 0, PTX)
+
+
+@triton.jit
+def _larger_half(pairs, DTYPE: tl.constexpr):
+    """In float32, of numbers without signs."""
+    low = _of_pair(pairs, False, DTYPE).to(tl.int32, bitcast=True)
+    return tl.maximum(low, _of_pair(pairs, True, DTYPE).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _beside_rows(of_blocks, COLUMNS: tl.constexpr):
+    """What belongs to a strip's rows' blocks, beside each of its elements."""
+    if COLUMNS == NARROW:
+        return tl.reshape(tl.broadcast_to(of_blocks[:, :, None], (STRIP_ROWS, PARTS, NARROW)), (STRIP_ROWS, SIDE))
+    else:
+        return of_blocks[:, None]
+
+
+@triton.jit
+def _beside_columns(of_blocks, COLUMNS: tl.constexpr):
+    """What belongs to a tile's columns' blocks, beside each element of any strip."""
+    if COLUMNS == NARROW:
+        wide = tl.broadcast_to(of_blocks[:, None, :], (PARTS, STRIP_ROWS // PARTS, SIDE))
+        return tl.reshape(wide, (STRIP_ROWS, SIDE))
+    else:
+        return of_blocks[None, :]
+
+
+@triton.jit
+def _places_of_scales(stride, place, COLUMNS: tl.constexpr):
+    """Where the scales of a tile's blocks along one axis lie, from the first on; ``place``: along the other axis."""
+    if COLUMNS == NARROW:
+        return tl.arange(0, PARTS)[:, None] * stride + place[None, :]
+    else:
+        return place
+
+
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -398,7 +455,7 @@ def _quantise_narrow(
     """
     r, c = _tile_of(column_blocks)
     first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
-    part = _places(PARTS, WIDE)
+    part = tl.arange(0, PARTS)[:, None]
     rows_left, columns_left = rows - r * SIDE, columns - c * SIDE
     OWN: tl.constexpr = tl.bfloat16 if input_scales is not None else input.dtype.element_ty
     DTYPE: tl.constexpr = tl.float32 if OWN == tl.float64 else OWN
@@ -416,34 +473,27 @@ def _quantise_narrow(
         numbers = _strips_of_pairs(_anew(strips, PTX), False, True, DTYPE)
         for i in tl.static_range(STRIPS):
             if i % 2 == 0:
-                both = _largest(tl.reshape(_sizes(strips[i // 2]), (STRIP_ROWS, PARTS, NARROW)), 2, PTX)
+                both = _largest_of_rows(strips[i // 2], NARROW, PTX)
             largest = _of_pair(both, i % 2 == 1, DTYPE)
             of_rows = of_rows + (largest,)
-            inverse = tl.broadcast_to(_scale(largest)[1][:, :, None], (STRIP_ROWS, PARTS, NARROW))
-            code = _to_fp8(numbers[i] * tl.reshape(inverse, (STRIP_ROWS, SIDE)), PTX)
+            code = _to_fp8(numbers[i] * _beside_rows(_scale(largest)[1], NARROW), PTX)
             row = first + i
             mask = (row < rows_left)[:, None] & stored[None, :]
             tl.store(values + row[:, None] * values_row + place[None, :], code, mask=mask)
-        block = c * PARTS + part[:, None]
-        mask = (block < values_row // NARROW) & (place < rows_left)[None, :]
-        tl.store(scales + block * rows + r * SIDE + place[None, :], _scale(_parts_in_order(of_rows))[0], mask=mask)
+        scales += c * PARTS * rows + r * SIDE
+        mask = (place < rows_left)[None, :] & (part < values_row // NARROW - c * PARTS)
+        scale = _scale(_parts_in_order(of_rows))[0]
+        tl.store(scales + _places_of_scales(rows, place, NARROW), scale, mask=mask)
 
     if values_t is not None:
         values_t += c * SIDE * values_t_row + r * (SIDE // 4)
-        sizes = tl.reshape(_largest_of_strips(strips, PTX), (PARTS, STRIP_ROWS // PARTS, SIDE))
-        of_columns = _largest(sizes, 1, PTX)
-        largest = tl.maximum(
-            _of_pair(of_columns, False, DTYPE).to(tl.int32, bitcast=True),
-            _of_pair(of_columns, True, DTYPE).to(tl.int32, bitcast=True),
-        )
-        scale, inverse = _scale(largest.to(tl.float32, bitcast=True))
-        block = r * PARTS + part[:, None]
-        mask = (block < values_t_row // (NARROW // 4)) & (place < columns_left)[None, :]
-        tl.store(scales_t + block * columns + c * SIDE + place[None, :], scale, mask=mask)
-        inverse = tl.broadcast_to(inverse[:, None, :], (PARTS, STRIP_ROWS // PARTS, SIDE))
+        scale, inverse = _scale(_larger_half(_largest_of_columns(strips, NARROW, PTX), DTYPE))
+        scales_t += r * PARTS * columns + c * SIDE
+        mask = (place < columns_left)[None, :] & (part < values_t_row // (NARROW // 4) - r * PARTS)
+        tl.store(scales_t + _places_of_scales(columns, place, NARROW), scale, mask=mask)
         numbers = _strips_of_pairs(_anew(strips, PTX), False, True, DTYPE)
         _store_transposed(
-            numbers, tl.reshape(inverse, (STRIP_ROWS, SIDE)), values_t, values_t_row, columns_left, WIDE, PTX,
+            numbers, _beside_columns(inverse, NARROW), values_t, values_t_row, columns_left, WIDE, PTX,
             values_t_row - r * (SIDE // 4),
         )  # fmt: skip
 
@@ -614,11 +664,12 @@ def _gradients(
     up_values, up_scales, up_values_t, up_scales_t, up_sums, out_values_t, out_scales_t,
     rows, column_blocks, width, row_blocks,
     grad_row, grad_column, gate_row, gate_column, up_row, up_column,
-    ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr,
+    ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of act(gate) or act(gate) · up in (1, 128), in (1, 128) of the transpose, and summed over each
-    tile's rows; act's result transposed, in (128, 128). ``width``: a row of the gradients. WHOLE: no tile ends early.
+    """The gradients of act(gate) or act(gate) · up in (1, COLUMNS), in (1, COLUMNS) of the transpose, and summed over
+    each tile's rows; act's result transposed, in (128, 128) or (1, 32). ``width``: a row of the gradients. WHOLE: no
+    tile ends early; with COLUMNS of 32 none does.
 
     Pairs are (gate's gradient, up's) of an element; without up (gradient, result). With up there is no room for the
     result: 128 registers a thread let two programs share a multiprocessor, so that one loads while the other computes.
@@ -642,6 +693,7 @@ def _gradients(
     if PAIR:
         up_values_t += corner_t
     PARKED: tl.constexpr = PAIR and DTYPE.primitive_bitwidth == 16
+    COUNT: tl.constexpr = PARTS if COLUMNS == NARROW else 1
 
     strips = ()
     results = ()
@@ -680,31 +732,34 @@ def _gradients(
             result = y if WHOLE else tl.where(mask, y, 0.0)
             pair = _pair(_input_grad(g, x, derivative, ACTIVATION), result, DTYPE, PTX)
         strips = strips + (pair,)
-        largest = _largest(_sizes(pair), 1, PTX)
+        largest = _largest_of_rows(pair, COLUMNS, PTX)
         of_rows = of_rows + (largest,)
         places = corner + row[:, None] * width + place[None, :]
-        inverse = _scale(_of_pair(largest, False, DTYPE))[1]
-        tl.store(gate_values + places, _to_fp8(_of_pair(pair, False, DTYPE) * inverse[:, None], PTX), mask=mask)
+        inverse = _beside_rows(_scale(_of_pair(largest, False, DTYPE))[1], COLUMNS)
+        tl.store(gate_values + places, _to_fp8(_of_pair(pair, False, DTYPE) * inverse, PTX), mask=mask)
         if PAIR:
-            inverse = _scale(_of_pair(largest, True, DTYPE))[1]
-            tl.store(up_values + places, _to_fp8(_high_once(pair, DTYPE, PTX) * inverse[:, None], PTX), mask=mask)
+            inverse = _beside_rows(_scale(_of_pair(largest, True, DTYPE))[1], COLUMNS)
+            tl.store(up_values + places, _to_fp8(_high_once(pair, DTYPE, PTX) * inverse, PTX), mask=mask)
     place = _anew((place,), PTX)[0]  # else addresses, too, would be kept from the start
-    largest = _rows_in_order(of_rows)
-    places = c * rows + r * SIDE + place
-    tl.store(gate_scales + places, _scale(_of_pair(largest, False, DTYPE))[0], mask=place < rows_left)
+    largest = _parts_in_order(of_rows) if COLUMNS == NARROW else _rows_in_order(of_rows)
+    places = c * COUNT * rows + r * SIDE + _places_of_scales(rows, place, COLUMNS)
+    mask = (place < rows_left)[None, :] if COLUMNS == NARROW else place < rows_left
+    tl.store(gate_scales + places, _scale(_of_pair(largest, False, DTYPE))[0], mask=mask)
     if PAIR:
-        tl.store(up_scales + places, _scale(_of_pair(largest, True, DTYPE))[0], mask=place < rows_left)
+        tl.store(up_scales + places, _scale(_of_pair(largest, True, DTYPE))[0], mask=mask)
 
     strips = _anew(strips, PTX)
-    of_columns = _largest(_largest_of_strips(strips, PTX), 0, PTX)
+    of_columns = _largest_of_columns(strips, COLUMNS, PTX)
     places = r * width + c * SIDE
     scale, inverse = _scale(_of_pair(of_columns, False, DTYPE))
-    tl.store(gate_scales_t + places + place, scale)
+    corner_of_scales = r * COUNT * width + c * SIDE
+    tl.store(gate_scales_t + corner_of_scales + _places_of_scales(width, place, COLUMNS), scale)
     strips = _anew(strips, PTX)
     _store_sums(_strips_of_pairs(strips, False, False, DTYPE), gate_sums + places)
     strips = _anew(strips, PTX)
     numbers = _strips_of_pairs(strips, False, False, DTYPE)
-    _store_transposed(numbers, inverse[None, :], gate_values_t + corner_t, values_t_row, None, WIDE, PTX)
+    inverse = _beside_columns(inverse, COLUMNS)
+    _store_transposed(numbers, inverse, gate_values_t + corner_t, values_t_row, None, WIDE, PTX)
 
     strips = _anew(strips, PTX)
     of_columns = _of_pair(of_columns, True, DTYPE)
@@ -712,23 +767,26 @@ def _gradients(
         if PARKED:
             results = _parked(up_values_t, values_t_row, DTYPE, WIDE, PTX)
         scale, inverse = _scale(of_columns)
-        tl.store(up_scales_t + places + place, scale)
+        tl.store(up_scales_t + corner_of_scales + _places_of_scales(width, place, COLUMNS), scale)
         _store_sums(_strips_of_pairs(strips, True, False, DTYPE), up_sums + places)
         strips = _anew(strips, PTX)
         numbers = _strips_of_pairs(strips, True, False, DTYPE)
-        _store_transposed(numbers, inverse[None, :], up_values_t, values_t_row, None, WIDE, PTX)
+        _store_transposed(numbers, _beside_columns(inverse, COLUMNS), up_values_t, values_t_row, None, WIDE, PTX)
 
         if PARKED:
             results = _parked(out_values_t, values_t_row, DTYPE, WIDE, PTX) + results
         strips = results
         strips = _anew(strips, PTX)
-        both = _largest(_largest_of_strips(strips, PTX), 0, PTX)
-        of_columns = tl.maximum(
-            _of_pair(both, False, DTYPE).to(tl.int32, bitcast=True),
-            _of_pair(both, True, DTYPE).to(tl.int32, bitcast=True),
-        ).to(tl.float32, bitcast=True)
-    scale, inverse = _scale(tl.max(of_columns.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True))
-    tl.store(out_scales_t + c * row_blocks + r, scale)
+        of_columns = _larger_half(_largest_of_columns(strips, COLUMNS, PTX), DTYPE)
+    if COLUMNS == NARROW:
+        scale, inverse = _scale(of_columns)
+        columns = column_blocks * SIDE
+        out_scales_t += r * COUNT * columns + c * SIDE
+        tl.store(out_scales_t + _places_of_scales(columns, place, COLUMNS), scale)
+        inverse = _beside_columns(inverse, COLUMNS)
+    else:
+        scale, inverse = _scale(tl.max(of_columns.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True))
+        tl.store(out_scales_t + c * row_blocks + r, scale)
     numbers = _strips_of_pairs(strips, True, PAIR, DTYPE)
     _store_transposed(numbers, inverse, out_values_t, values_t_row, None, WIDE, PTX)
 
@@ -899,13 +957,17 @@ def quantise_both(input: Tensor, columns: int = BLOCK) -> tuple[Tensor, Tensor, 
     return values, scales, values_t, scales_t
 
 
+def _block_of_columns(columns: int) -> tuple[int, int]:
+    """In which a layer's input is quantised along its columns, as a weight, beside blocks of (1, columns)."""
+    return (1, MX_BLOCK) if columns == MX_BLOCK else (BLOCK, BLOCK)
+
+
 def requantise(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """quantise(dequantise(values, scales, 1).t(), 128), or (…, 1, 32), in one kernel. values (r, c) without gaps.
 
     In float32 but for the last bits of what lies below 2⁻¹²⁶, which go by bfloat16.
     """
-    columns = float8.columns_of(values, scales, 1)
-    rows_t = 1 if columns == MX_BLOCK else BLOCK
+    rows_t, columns = _block_of_columns(float8.columns_of(values, scales, 1))
     found = _run_quantise(values.contiguous().view(torch.uint8), None, rows_t, scales.contiguous(), columns)
     return found[0], found[1]
 
@@ -936,12 +998,14 @@ def gradients_quantised(
     layout: str | None = None,
     up_offset: float = 0.0,
     clamp: float | None = None,
+    columns: int = BLOCK,
 ) -> tuple[Tensor, ...]:
     """What the two GEMMs around an activation's backward read, from one pass over its inputs.
 
     For each data tensor d (rows, columns) with gradient g, rounded to d's dtype as ``reference.{name}_backward`` gives
-    it, five tensors: ``*quantise(g, 1)``, ``*quantise(g.t(), 1)``, and g's sums over each 128 rows in float32,
-    (⌈rows / 128⌉, columns). Then, of the operator's result a in d's dtype, two: ``*quantise(a.t(), 128)``.
+    it, five tensors: ``*quantise(g, 1, columns)``, ``*quantise(g.t(), 1, columns)``, and g's sums over each 128 rows in
+    float32, (⌈rows / 128⌉, columns). Then, of the operator's result a in d's dtype, two: ``*quantise(a.t(), 128)``, or,
+    with ``columns`` of 32, ``*quantise(a.t(), 1, 32)``.
 
     Args:
         name: "bias_act" (data is (x,), and there is no bias), "glu" ((gate, up)) or "bias_glu" ((packed,)).
@@ -950,9 +1014,10 @@ def gradients_quantised(
         activation: a built-in one.
         layout: of packed data, "halves" or "swapped".
         up_offset, clamp: as the operators have them.
+        columns: of a block, 128 or 32; with 32 rows, too, are a multiple of 128.
 
     Raises:
-        ValueError: for another name or layout, or columns that are no multiple of 128.
+        ValueError: for another name or layout, or columns, or with ``columns`` of 32 rows, that are no multiple of 128.
         TypeError: for data of other dtypes than bfloat16, float16 and float32.
     """
     if name not in _WRITTEN_FOR or len(data) != _data_of(name):
@@ -962,6 +1027,8 @@ def gradients_quantised(
         raise ValueError(f"layout={layout!r} is not accepted: it must be 'halves' or 'swapped'")
     if grad.shape[1] % BLOCK:
         raise ValueError(f"grad has shape {tuple(grad.shape)}; accepted: columns in multiples of {BLOCK}")
+    if columns == MX_BLOCK and grad.shape[0] % BLOCK:
+        raise ValueError(f"grad has shape {tuple(grad.shape)}; accepted: rows in multiples of {BLOCK}")
     if data[0].dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"data has dtype {data[0].dtype}; accepted: bfloat16, float16, float32")
     ptx = _ptx(grad.device)
@@ -970,16 +1037,16 @@ def gradients_quantised(
     per_data = [
         (
             grad.new_empty((r, width), dtype=FP8),
-            grad.new_empty((width // BLOCK, r), dtype=torch.float32),
+            grad.new_empty((width // columns, r), dtype=torch.float32),
             grad.new_empty((width, padded), dtype=FP8),
-            grad.new_empty((padded // BLOCK, width), dtype=torch.float32),
+            grad.new_empty((padded // columns, width), dtype=torch.float32),
             grad.new_empty((padded // BLOCK, width), dtype=torch.float32),
         )
         for _ in data
     ]
     out = (
         grad.new_empty((c, padded), dtype=FP8),
-        grad.new_empty((c // BLOCK, padded // BLOCK), dtype=torch.float32),
+        grad.new_empty(float8.scales_shape((c, padded), *_block_of_columns(columns)), dtype=torch.float32),
     )
     found = (*(t for five in per_data for t in five), *out)
     if grad.numel() == 0:
@@ -1004,7 +1071,7 @@ def gradients_quantised(
         (grad, gate, up, *_bytes_and_words(of_gate), *_bytes_and_words(of_up), _in_words(out[0]), out[1]),
         (r, c // BLOCK, width, padded // BLOCK, *strides),
         {
-            "ACTIVATION": activation, "OFFSET": up_offset, "CLAMP": clamp, "WHOLE": r == padded,
+            "ACTIVATION": activation, "OFFSET": up_offset, "CLAMP": clamp, "COLUMNS": columns, "WHOLE": r == padded,
             "WIDE": _wide(*strides, width, padded), "PTX": ptx, "num_warps": _WARPS, **registers, **OPTIONS,
         },
     )  # fmt: skip
@@ -1014,9 +1081,13 @@ def gradients_quantised(
 _WRITTEN_FOR = ("bias_act", "glu", "bias_glu")  # the operators whose gradients the kernel above computes
 
 
+def _declared(name: str) -> Elementwise:
+    return next(op for op in elementwise() if op.name == name)
+
+
 def _data_of(name: str) -> int:
     """How many tensors of data a declared operator has."""
-    return next(op.data for op in elementwise() if op.name == name)
+    return _declared(name).data
 
 
 def launch_of(name: str) -> Callable[..., Any]:
@@ -1025,11 +1096,13 @@ def launch_of(name: str) -> Callable[..., Any]:
     if operator == name:
         return globals()[name]  # type: ignore[no-any-return]
     data = _data_of(operator)
+    end = data + len(_declared(operator).required_scalars)
 
     def gradients(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        activation, *scalars = args[data:]
+        activation, *scalars = args[data:end]
         layout = scalars.pop(0) if operator == "bias_glu" else None
-        return gradients_quantised(operator, grad, args[:data], activation, layout, *scalars)
+        (columns,) = args[end:] or (BLOCK,)  # left out where it is the default
+        return gradients_quantised(operator, grad, args[:data], activation, layout, *scalars, columns=columns)
 
     return gradients
 

@@ -47,20 +47,24 @@ def _sums(gradient: Tensor) -> Tensor:
     return wide.reshape(-1, BLOCK, gradient.shape[1]).sum(1)
 
 
+def _of_columns(columns: int) -> tuple[int, int]:
+    """The blocks of a layer's input along its columns, as of a weight, beside blocks of (1, columns)."""
+    return (1, MX_BLOCK) if columns == MX_BLOCK else (BLOCK, BLOCK)
+
+
 def _requantise(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    columns = float8.columns_of(values, scales, 1)
-    block = (1, MX_BLOCK) if columns == MX_BLOCK else (BLOCK, BLOCK)
-    return float8.quantise(float8.dequantise(values, scales, 1, torch.float32).t(), *block)
+    wide = float8.dequantise(values, scales, 1, torch.float32)
+    return float8.quantise(wide.t(), *_of_columns(float8.columns_of(values, scales, 1)))
 
 
 def _signature(op: Elementwise) -> Signature:
     """``…_backward_quantised`` of a declared operator, for calls without biases and scales."""
     return Signature(
         f"{op.name}_backward_quantised",
-        (*op.backward.arguments[: 1 + op.data], *op.required_scalars),
+        (*op.backward.arguments[: 1 + op.data], *op.required_scalars, *arguments_of(columns=f"int={BLOCK}")),
         (*("data", "scales", "data", "scales", "sums") * op.data, "data", "scales"),
         f"For each of {op.backward.name}'s gradients of data what quantise_both gives of it, and its sums over each "
-        f"{BLOCK} rows; and {op.name}'s result along its columns, in blocks of ({BLOCK}, {BLOCK}).",
+        f"{BLOCK} rows; and {op.name}'s result along its columns, in blocks of ({BLOCK}, {BLOCK}), or (1, {MX_BLOCK}).",
     )
 
 
@@ -68,12 +72,14 @@ def _of(op: Elementwise) -> Callable[..., tuple[Tensor, ...]]:
     forward, backward = plain.forward(op), plain.backward(op)
     others = (None,) * (len(op.tensors) - op.data)
     wanted = tuple(kind in DATA for kind in op.kinds)
+    end = op.data + len(op.required_scalars)
 
     def quantised(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        arguments = *args[: op.data], *others, *args[op.data :]
+        (columns,) = args[end:] or (BLOCK,)  # left out where it is the default
+        arguments = *args[: op.data], *others, *args[op.data : end]
         gradients = backward(grad, *arguments, wanted)[: op.data]
-        of_each = [part for g in gradients if g is not None for part in (*_both(g), _sums(g))]
-        return *of_each, *float8.quantise(forward(*arguments).t(), BLOCK)
+        of_each = [part for g in gradients if g is not None for part in (*_both(g, columns), _sums(g))]
+        return *of_each, *float8.quantise(forward(*arguments).t(), *_of_columns(columns))
 
     return quantised
 
