@@ -295,7 +295,7 @@ def _matrices(node: Node) -> tuple[list[Node], bool]:
 def _is_of_tiles(t: torch.Tensor) -> bool:
     """Whether its rows and columns are known to be multiples of 128: the kernel for blocks of 32 has no other tiles."""
     *rows, columns = t.shape
-    return all(isinstance(n, int) for n in t.shape) and math.prod(rows) % BLOCK == 0 and columns % (2 * BLOCK) == 0
+    return all(isinstance(n, int) for n in t.shape) and math.prod(rows) % BLOCK == 0 and columns % BLOCK == 0
 
 
 def _merge_gradients(graph: Graph, node: Node) -> None:
@@ -313,7 +313,7 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
         return
     items = {user.args[1]: user for user in node.users}
     width = MX_BLOCK if any(_uses(m, 1, MX_BLOCK).columns for i in items for m in _matrices(items[i])[0]) else BLOCK
-    if width == MX_BLOCK and not _is_of_tiles(args[0].meta["val"]):
+    if width == MX_BLOCK and not _is_of_tiles(grad.meta["val"]):
         return
     of_gradients = []
     for i in range(op.data):

@@ -92,6 +92,27 @@ def test_a_compiled_step_is_the_eager_one_in_float8(recipe: str, memory: str) ->
         assert 1e-4 < apart(mine, plain) < 0.12
 
 
+@pytest.mark.codegen_is_slow
+@pytest.mark.parametrize("recipe", (pytest.param("fp8", marks=pytest.mark.slow), "mxfp8"))
+def test_what_gpus_are_given_in_one_pass_is_the_same(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward as it is edited for GPUs, run by the operators' formulas."""
+    from torch_fused_ops.lowerings import float8 as lowered
+
+    torch.manual_seed(0)
+    calls: list[str] = []
+    merge = lowered._replace_pair
+    monkeypatch.setattr(lowered, "_is_on_gpu", lambda node: isinstance(node.meta.get("val"), (Tensor, tuple, list)))
+    monkeypatch.setattr(lowered, "_replace_pair", lambda graph, old, *new: (calls.append(""), merge(graph, old, *new)))
+    module, x, by_hand = gelu_mlp(), torch.randn(128, HIDDEN), SwiGLU()
+    wanted = InFloat8()
+    wanted.load_state_dict(by_hand.state_dict())
+    wanted.recipe = recipe
+    got, eager = step(compiled(by_hand, gemm=recipe, strict=True), by_hand, x), step(wanted, wanted, x)
+    assert len(calls) > 5 and all(apart(a, b) < 0.02 for a, b in zip(got, eager, strict=True))
+    got, exact = step(compiled(module, gemm=recipe, strict=True), module, x), step(module, module, x)
+    assert all(apart(a, b) < 0.12 for a, b in zip(got, exact, strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_biases_dropout_and_residuals_around_it() -> None:
