@@ -303,8 +303,8 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
     op = BACKWARD.get(node.target)
     if op is None:
         return
-    args: Any
-    grad, *args, _ = node.args
+    given: Any = node.args
+    grad, *args, _ = given
     tensors, layout, _ = op.split(tuple(args))
     data, others = tensors[: op.data], tensors[op.data :]
     if layout == "interleaved" or any(other is not None for other in others):
