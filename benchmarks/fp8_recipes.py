@@ -4,7 +4,7 @@
 
 *plain* and our recipes' names are the model in bfloat16 under ``torch.compile`` and our ``gemm=``; *torchao …* are
 torchao's recipes by its own ``convert_to_float8_training``, under plain ``torch.compile``. All are compiled for an H200
-that is not there (``docs/virtual-gpu.md``), and ``fp8-rowwise`` for the devices that it is for. torchao's linear layers
+that is not there (``docs/virtual-gpu.md``), and ours for the devices that they are for besides. torchao's linear layers
 do not ask which device they run on, so what is captured is what a GPU would be given.
 
 Kernels and bytes are of everything but the matrix products. The step's time is a roofline: the products by the rate of
@@ -30,9 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import torch_fused_ops as tfo
-from torch_fused_ops import bench_ways
+from torch_fused_ops import bench_ways, float8
 from torch_fused_ops.benchmarks import harness, models, on_paper, ways
-from torch_fused_ops.recipes import RECIPES
+from torch_fused_ops.recipes import MX_BLOCK, RECIPES
 
 if TYPE_CHECKING:
     from torch_fused_ops.virtual_gpu import GPU, GeneratedGraph, PaperCompilation
@@ -41,7 +41,7 @@ TOKENS = 8192
 WIDTHS = (4096, 1024, 2048, 8192, 16384)
 FP8_FLOP = 1250e12  # FLOP/s of products in float8 that the roofline has; in bfloat16, and bytes: measured (roofline.py)
 # torch's products and ours.
-PRODUCTS = ("mm", "addmm", "_scaled_mm", "scaled_mm", "_grouped_mm", "scaled_grouped_mm")
+PRODUCTS = ("mm", "addmm", "_scaled_mm", "scaled_mm", "scaled_mm_tiled", "_grouped_mm", "scaled_grouped_mm")
 
 
 class GELUMLP(models.GELUMLP):
@@ -74,11 +74,14 @@ class Experts(nn.Module):
 
 
 EXPERTS = (8, 4096, 14336)  # Mixtral 8x7B's; two of them take each of 8192 tokens
-OURS = tuple(RECIPES)
+OURS = tuple(name for name, (scaling, _) in RECIPES.items() if (9, 0) in scaling.sm)  # an H200's
 WAYS = ("plain", *OURS, *(f"torchao {recipe}" for recipe in bench_ways.TORCHAO))
-# One of each kind that "fp8-rowwise" is for: sm_89, sm_90, and gfx942, which has float8_e4m3fnuz.
+# One of each kind that "fp8-rowwise" is for: sm_89, sm_90, gfx942, which has float8_e4m3fnuz, and sm_100, with "mxfp8".
 ROWWISE = ("plain", "fp8-rowwise")
-DEVICES = ("NVIDIA L40S", "NVIDIA H100 80GB HBM3", "AMD Instinct MI300X")
+DEVICES = {
+    **dict.fromkeys(("NVIDIA L40S", "NVIDIA H100 80GB HBM3", "AMD Instinct MI300X"), ROWWISE),
+    "NVIDIA B200": (*ROWWISE, "mxfp8", "mxfp8-wgrad-bf16"),
+}
 
 
 def products(graph: GeneratedGraph) -> Iterator[tuple[fx.Node, bool]]:
@@ -94,7 +97,18 @@ def bytes_besides_products(graph: GeneratedGraph) -> int:
     moved = graph.bytes_moved
     for node, _ in products(graph):
         moved -= sum(t.nbytes for t in (node.meta["val"], *(a.meta["val"] for a in node.all_input_nodes)))
+        moved += _bytes_of_wide_scales(node)
     return moved
+
+
+def _bytes_of_wide_scales(node: fx.Node) -> int:
+    """What a product in blocks of 32 does not read of its graph's scales: it is lowered to one with 8 bits each."""
+    if node.target is not torch.ops.fused.scaled_mm.default:
+        return 0
+    a, *scales = (node.args[i].meta["val"] for i in (0, 1, 3))  # type: ignore[union-attr]
+    if float8.columns_of(a, scales[0], 1) != MX_BLOCK:
+        return 0
+    return sum(t.nbytes - float8.tiled_size(*t.shape) for t in scales)
 
 
 def kernels_besides_products(graph: GeneratedGraph) -> int:
@@ -194,9 +208,9 @@ def case(mlp: str, width: int, known: Mapping[str, Any] | None = None) -> dict[s
 
 
 def device_case(mlp: str, device: str) -> dict[str, Any]:
-    """``ROWWISE`` of an MLP of width 4096 on a device: no time, as there are no rates that were measured there."""
+    """Its ways of an MLP of width 4096 on a device: no time, as there are no rates that were measured there."""
     found: dict[str, Any] = {"mlp": mlp, "width": 4096, "device": device, "ways": {}}
-    for way in ROWWISE:
+    for way in DEVICES[device]:
         found["ways"][way] = figures(compiled(mlp, 4096, way, device=device))
         del found["ways"][way]["seconds"]
         print(f"{mlp} {device} {way}: {found['ways'][way]}", flush=True)
@@ -271,7 +285,7 @@ def _row(*cells: Any) -> list[str]:
 
 
 def _named(way: str) -> str:
-    return f'`gemm="{way}"`' if way in OURS else way
+    return f'`gemm="{way}"`' if way in RECIPES else way
 
 
 def _cells(f: dict[str, Any], plain: dict[str, Any]) -> list[str]:

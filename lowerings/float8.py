@@ -8,9 +8,11 @@ writes that across the rows (pytorch#130015): on GPUs a kernel of ours does it (
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._inductor.decomposition import select_decomp_table
@@ -25,7 +27,7 @@ from torch_fused_ops.lowerings import operators
 from torch_fused_ops.lowerings.epilogues import VIEWS
 from torch_fused_ops.lowerings.partition import Graphs
 from torch_fused_ops.operators.quantised import QUANTISED, RESULTS
-from torch_fused_ops.recipes import BLOCK
+from torch_fused_ops.recipes import BLOCK, MX_BLOCK
 
 __all__ = ["merged"]
 
@@ -75,8 +77,10 @@ def _is_transposed() -> bool:
 
 _by_kernel = {
     name: fallback_handler(getattr(fused, name).default, add_to_fallback_set=False)
-    for name in ("quantise", "quantise_by", "scaled_mm")
+    for name in ("quantise", "quantise_by", "scaled_mm", "scaled_mm_tiled")
 }
+# By compilation and by the FX node of scales. Both products that read a matrix read its scales.
+_tiles: WeakKeyDictionary[Any, dict[Node, Box]] = WeakKeyDictionary()
 
 
 def _halves(box: Box) -> tuple[Box, Box] | None:
@@ -120,8 +124,29 @@ def _dequantise(values: Box, scales: Box, rows: int, dtype: torch.dtype) -> Box:
     return _inlined(float8.dequantise, values, scales, rows, dtype)
 
 
-def _scaled_mm(*args: Any) -> Box:
-    return _by_kernel["scaled_mm"](*args) if operators.is_on_gpu(args[0]) else _inlined(float8.product, *args)
+def _tiled(scales: Box, node: Node) -> Box:
+    """As the tensor cores read them, by the kernel that quantises: float32 is then not written at all."""
+    from torch._inductor.virtualized import V
+
+    known = _tiles.setdefault(V.graph, {})
+    if node not in known:
+        known[node] = _inlined(float8.tiled, scales)
+    return known[node]
+
+
+def _scaled_mm(a: Box, a_scales: Box, b: Box, b_scales: Box, bias: Box | None, rows: int, dtype: torch.dtype) -> Box:
+    from torch._inductor.virtualized import V
+
+    args = a, a_scales, b, b_scales, bias, rows, dtype
+    if not operators.is_on_gpu(a):
+        return _inlined(float8.product, *args)
+    nodes: Any = V.graph.current_node.args
+    values = nodes[0].meta["val"]
+    columns = float8.columns_of(values, nodes[1].meta["val"], 1)
+    if columns == MX_BLOCK != values.shape[1]:
+        of_a, of_b = _tiled(a_scales, nodes[1]), _tiled(b_scales, nodes[3])
+        return _by_kernel["scaled_mm_tiled"](a, of_a, b, of_b, bias, dtype)
+    return _by_kernel["scaled_mm"](*args)
 
 
 register_lowering(fused.quantise.default, type_promotion_kind=None)(_quantise)
@@ -133,6 +158,7 @@ for _op in (
     fused.quantise_both.default,
     fused.requantise.default,
     fused.scaled_grouped_mm.default,
+    fused.scaled_mm_tiled.default,
     *QUANTISED.values(),
 ):
     make_fallback(_op, warn=False)
@@ -180,10 +206,11 @@ def _round_once(graph: Graph) -> None:
     of blocks and then in the other is work for nothing: both round to the same numbers, but for the smallest.
     """
     for node in graph.find_nodes(op="call_function", target=fused.dequantise.default):
-        values, uses = node.args[0], _uses(node, BLOCK)
+        values, block = node.args[0], _block_of_columns(node)
+        uses = _uses(node, *block)
         made: Any = values.args[0] if values.target is operator.getitem else None
         alone = uses.columns and not (uses.rows or uses.sums or uses.others)  # no rounding that somebody asked for
-        if alone and isinstance(made, Node) and _is_quantise(made, node.args[2]):
+        if alone and isinstance(made, Node) and _is_quantise(made, node.args[2], block[1]):
             source: Any = made.args[0]
             if source.meta["val"].dtype == node.meta["val"].dtype:
                 node.replace_all_uses_with(source)
@@ -198,14 +225,21 @@ class _Uses(NamedTuple):
     others: list[Node]
 
 
-def _uses(node: Node, rows_of_columns: int = 1) -> _Uses:
-    """What reads a matrix, through transpositions; ``rows_of_columns``: of the blocks along its columns."""
+def _block_of_columns(dequantised: Node) -> tuple[int, int]:
+    """In which a layer's input, loaded, is quantised along its columns: as a weight."""
+    values, scales, rows, _ = _seen(dequantised.args)
+    narrow = float8.columns_of(values, scales, rows) == MX_BLOCK
+    return (1, MX_BLOCK) if narrow else (BLOCK, BLOCK)
+
+
+def _uses(node: Node, rows_of_columns: int = 1, columns: int = BLOCK) -> _Uses:
+    """What reads a matrix, through transpositions; its rows in blocks of (1, columns), its columns in such of more."""
     found = _Uses([], [], [], [])
     for user in node.users:
         of_transposed = list(user.users) if user.target in TRANSPOSED else []
-        if _is_quantise(user, 1):
+        if _is_quantise(user, 1, columns):
             found.rows.append(user)
-        elif of_transposed and all(_is_quantise(u, rows_of_columns) for u in of_transposed):
+        elif of_transposed and all(_is_quantise(u, rows_of_columns, columns) for u in of_transposed):
             found.columns.extend(of_transposed)
         elif user.target is aten.sum.dim_IntList and user.args[1] == [0]:
             found.sums.append(user)
@@ -214,16 +248,21 @@ def _uses(node: Node, rows_of_columns: int = 1) -> _Uses:
     return found
 
 
-def _is_quantise(node: Node, rows: Any) -> bool:
-    """In blocks of (rows, 128)."""
-    return node.target is fused.quantise.default and (*node.args[1:], BLOCK)[:2] == (rows, BLOCK)
+def _is_quantise(node: Node, rows: Any, columns: int = BLOCK) -> bool:
+    """In blocks of (rows, columns)."""
+    return node.target is fused.quantise.default and (*node.args[1:], BLOCK)[:2] == (rows, columns)
+
+
+def _seen(args: Sequence[Any]) -> list[Any]:
+    """A call's arguments, nodes by their fake values."""
+    return [a.meta["val"] if isinstance(a, Node) else a for a in args]
 
 
 def _call(graph: Graph, target: Any, *args: Any) -> Node:
     """A call with its fake value."""
     node = graph.call_function(target, args)
     with torch.no_grad():
-        node.meta["val"] = target(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
+        node.meta["val"] = target(*_seen(args))
     return node
 
 
@@ -240,19 +279,25 @@ def _results(graph: Graph, node: Node) -> list[Node]:
 
 
 def _merge(graph: Graph, node: Node) -> None:
-    """A matrix's two quantisations, or the one of what was quantised along its rows, in one pass."""
+    """A matrix's two quantisations, or the one of what was quantised along its rows, in one pass.
+
+    In blocks of 32 Inductor's own, along its rows, also writes scales as products read them: that is left to it, but
+    where the columns are summed as well, as it then quantises in a kernel of its own.
+    """
     if not isinstance(node.meta["val"], torch.Tensor) or node.meta["val"].ndim != 2:
         return
-    uses = _uses(node)
-    if uses.rows and uses.columns:
+    for width in (BLOCK, MX_BLOCK):
+        uses = _uses(node, 1, width)
+        if not (uses.rows and uses.columns) or (width == MX_BLOCK and not uses.sums):
+            continue
         with graph.inserting_after(node):
-            both = _call(graph, fused.quantise_both.default, node)
+            both = _call(graph, fused.quantise_both.default, node, width)
         with graph.inserting_after(both):
             parts = _results(graph, both)
         _replace_pair(graph, uses.rows, *parts[:2])
         _replace_pair(graph, uses.columns, *parts[2:])
     if node.target is fused.dequantise.default and node.args[2] == 1:
-        columns = _uses(node, BLOCK).columns
+        columns = _uses(node, *_block_of_columns(node)).columns
         if columns:
             with graph.inserting_after(node):
                 again = _call(graph, fused.requantise.default, *node.args[:2])
@@ -272,13 +317,19 @@ def _matrices(node: Node) -> tuple[list[Node], bool]:
     return found, not other
 
 
+def _is_of_tiles(t: torch.Tensor) -> bool:
+    """Whether its rows and columns are known to be multiples of 128: the kernel for blocks of 32 has no other tiles."""
+    *rows, columns = t.shape
+    return all(isinstance(n, int) for n in t.shape) and math.prod(rows) % BLOCK == 0 and columns % BLOCK == 0
+
+
 def _merge_gradients(graph: Graph, node: Node) -> None:
     """An activation's gradients and its result, where they are read by products in float8 and by nothing else."""
     op = BACKWARD.get(node.target)
     if op is None:
         return
-    args: Any
-    grad, *args, _ = node.args
+    given: Any = node.args
+    grad, *args, _ = given
     tensors, layout, _ = op.split(tuple(args))
     data, others = tensors[: op.data], tensors[op.data :]
     if layout == "interleaved" or any(other is not None for other in others):
@@ -286,10 +337,13 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
     if "activation" in op.scalars and not activations.get(args[len(tensors)]).builtin:
         return
     items = {user.args[1]: user for user in node.users}
+    width = MX_BLOCK if any(_uses(m, 1, MX_BLOCK).columns for i in items for m in _matrices(items[i])[0]) else BLOCK
+    if width == MX_BLOCK and not _is_of_tiles(grad.meta["val"]):
+        return
     of_gradients = []
     for i in range(op.data):
         matrices, alone = _matrices(items[i]) if i in items else ([], False)
-        rows, columns, sums, rest = ([u for m in matrices for u in _uses(m)[part]] for part in range(4))
+        rows, columns, sums, rest = ([u for m in matrices for u in _uses(m, 1, width)[part]] for part in range(4))
         rest = [u for u in rest if u not in matrices]
         if not (alone and rows and columns) or rest:
             return
@@ -299,10 +353,11 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
         for n in graph.find_nodes(op="call_function", target=op.forward.overload)
         if list(op.complete(n.args)) == list(op.complete(tuple(args)))
     ]
-    of_result = [c for n in results for m in _matrices(n)[0] for c in _uses(m, BLOCK).columns]
+    of_columns = 1 if width == MX_BLOCK else BLOCK
+    of_result = [c for n in results for m in _matrices(n)[0] for c in _uses(m, of_columns, width).columns]
     with graph.inserting_before(node):
         flat = [_call(graph, aten.reshape.default, t, [-1, t.meta["val"].shape[-1]]) for t in (grad, *data)]
-        made = _call(graph, QUANTISED[op], *flat, *args[len(tensors) :])
+        made = _call(graph, QUANTISED[op], *flat, *args[len(tensors) :], width)
         made.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         parts = _results(graph, made)
     for i, (rows, columns, sums) in enumerate(of_gradients):

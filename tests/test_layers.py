@@ -87,7 +87,10 @@ LAYERS: dict[str, list[str]] = {
     # tools
     "testing": ["virtual_gpu", *OPERATORS],
     "benchmarks": ["virtual_gpu", "bench_ways", *OPERATORS, "policy", *SITES, "lowerings", "nn", "torch_fused_ops"],
-    "cli": ["arguments", *OPERATORS, "policy", "environment", "lowerings", "torch_fused_ops", "testing", "benchmarks"],
+    "cli": [
+        *("virtual_gpu", "arguments", *OPERATORS, "policy", "environment", "lowerings", "torch_fused_ops", "testing"),
+        "benchmarks",
+    ],
     "__main__": ["cli"],
 }  # fmt: skip
 

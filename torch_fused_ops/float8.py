@@ -1,9 +1,10 @@
 """Linear layers in float8: numbers of 8 bits with one scale for each block, and products of them.
 
-A tensor of two axes is stored in float8, in blocks along its last axis (the one that a product sums over): of (1, 128)
-elements or of (128, 128), a row each, or as one block. Scales are powers of two in float32. So storing moves exponents
-and rounds to 4 significant bits, and nothing else: what is stored once and again in other blocks is not rounded twice,
-but for what falls below float8's least normal number, 2⁻⁶ of the scale. e4m3 holds 2¹⁴·⁸ between that and its largest.
+A tensor of two axes is stored in float8, in blocks along its last axis (the one that a product sums over): of (1, 32)
+elements, of (1, 128) or of (128, 128), a row each, or as one block. Scales are powers of two in float32. So storing
+moves exponents and rounds to 4 significant bits, and nothing else: what is stored once and again in other blocks is not
+rounded twice, but for what falls below float8's least normal number, 2⁻⁶ of the scale. e4m3 holds 2¹⁴·⁸ between that
+and its largest.
 
 The numbers are float8_e4m3fn's, on every device. gfx942 (MI300) has float8_e4m3fnuz in its place, in which the same
 byte is half as much and the byte of −0 is NaN: there the scales are twice as large, and −0 is 0. What that has besides
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops.formulas import FP8
-from torch_fused_ops.recipes import BLOCK
+from torch_fused_ops.recipes import BLOCK, MX_BLOCK
 
 __all__ = [
     "DTYPES",
@@ -35,6 +36,10 @@ __all__ = [
     "quantise",
     "quantise_by",
     "scales_shape",
+    "stored_columns",
+    "tiled",
+    "tiled_product",
+    "tiled_size",
 ]
 
 FNUZ = torch.float8_e4m3fnuz
@@ -54,9 +59,14 @@ def dtype_of(device: torch.device) -> torch.dtype:
     return FNUZ if torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx942") else FP8
 
 
-def padded(size: int) -> int:
-    """``size``, or the next multiple of 128."""
-    return (size + BLOCK - 1) // BLOCK * BLOCK
+def padded(size: int, multiple: int = BLOCK) -> int:
+    """``size``, or the next multiple."""
+    return (size + multiple - 1) // multiple * multiple
+
+
+def stored_columns(size: int, columns: int) -> int:
+    """How many columns ``quantise`` stores of ``size``, in blocks that wide."""
+    return padded(size, columns) if columns in (BLOCK, MX_BLOCK) else size
 
 
 def scales_shape(stored: Sequence[int], rows: int, columns: int = BLOCK) -> tuple[int, int]:
@@ -82,14 +92,14 @@ def quantise(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Te
     Args:
         input: (r, c), any strides; r a multiple of ``rows``.
         rows: 1 or 128; or r, with c columns.
-        columns: 128, or c.
+        columns: 128, 32, or c.
 
     Returns:
-        values, float8: (r, c'), c' = c, or with 128 columns the next multiple of that, zeros behind c. scales, float32,
+        values, float8: (r, c'), c' = c, or the next multiple of ``columns``, zeros behind c. scales, float32,
         of ``scales_shape``: (c' / columns, r) for rows 1, else (r / rows, c' / columns).
     """
     (r, c), dtype, columns = input.shape, dtype_of(input.device), columns or BLOCK
-    width = padded(c) if columns == BLOCK else c
+    width = stored_columns(c, columns)
     wide = torch.nn.functional.pad(input.to(torch.float32), (0, width - c))
     blocks = wide.reshape(r // rows, rows, width // columns, columns)
     scales, inverse = _scales(_magnitudes(blocks).amax((1, 3)), dtype)
@@ -139,6 +149,40 @@ def quantise_by(input: Tensor, scales: Tensor) -> Tensor:
     return values.to(dtype_of(input.device), memory_format=torch.contiguous_format)
 
 
+def tiled_size(blocks: int, rows: int) -> int:
+    """How many bytes ``tiled`` gives of scales (blocks, rows)."""
+    return padded(blocks, 4) * padded(rows)
+
+
+def tiled(scales: Tensor) -> Tensor:
+    """The scales of blocks of (1, 32) as tensor cores of sm_100 read them: 8 bits each, in tiles.
+
+    A scale's exponent is e8m0: 2 to the byte − 127, and NaN as 255. A tile, of 128 rows and the 4 blocks of 128
+    columns, lies in 512 bytes: first its rows 0, 32, 64, 96, each with its blocks next to each other, then rows 1, 33,
+    …. Tiles follow each other along the rows. What is behind the last row or block is 0.
+
+    Args:
+        scales: (blocks, rows), as ``quantise`` gives them.
+
+    Returns:
+        uint8, (⌈rows / 128⌉ · ⌈blocks / 4⌉ · 512,).
+
+    Source: cuBLAS's documentation, "1D Block Scaling Factors Layout"; torch's ``SwizzleType.SWIZZLE_32_4_4``.
+    """
+    blocks, rows = scales.shape
+    exponents = (scales.t().view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
+    exponents = torch.nn.functional.pad(exponents, (0, -blocks % 4, 0, -rows % BLOCK))
+    tiles = exponents.view(padded(rows) // BLOCK, 4, 32, padded(blocks, 4) // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def _untiled(tiles: Tensor, rows: int, blocks: int) -> Tensor:
+    """The scales (blocks, rows) that ``tiled`` was given."""
+    exponents = tiles.view(padded(rows) // BLOCK, padded(blocks, 4) // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    bits = exponents.reshape(padded(rows), padded(blocks, 4))[:rows, :blocks].to(torch.int32) << _MANTISSA_BITS
+    return torch.where(bits == _INFINITY, _NAN, bits).view(torch.float32).t()
+
+
 def dequantise(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """value · scale in ``dtype``: what ``quantise`` stored, off by at most 2⁻⁴ of an element, or 2⁻¹⁰ of its scale."""
     (r, c), columns = values.shape, columns_of(values, scales, rows)
@@ -158,6 +202,15 @@ def product(
     left, right = dequantise(a, a_scales, 1, wide), dequantise(b, b_scales, rows, wide).t()
     out = torch.mm(left, right) if bias is None else torch.addmm(bias.to(wide), left, right)
     return out.to(dtype)
+
+
+def tiled_product(
+    a: Tensor, a_tiles: Tensor, b: Tensor, b_tiles: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """``product`` in blocks of (1, 32), by scales that ``tiled`` has given."""
+    (m, k), n = a.shape, b.shape[0]
+    of_a, of_b = _untiled(a_tiles, m, k // MX_BLOCK), _untiled(b_tiles, n, k // MX_BLOCK)
+    return product(a, of_a, b, of_b, bias, 1, dtype)
 
 
 def grouped_product(

@@ -676,7 +676,7 @@ def linear_fp8(
     recipe: str = "fp8",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``input · weightᵀ + bias``, and its gradients, as products of float8 with a scale for each block of 128, or row.
+    """``input · weightᵀ + bias``, and its gradients, as products of float8 with a scale for each block, or row.
 
     Before each product both operands are stored in float8 (e4m3) along the axis that it sums over, under scales that
     are powers of two: by recipe "fp8" the one with the tokens' axis in blocks of (1, 128), the other in (128, 128)
@@ -688,11 +688,12 @@ def linear_fp8(
 
     Args:
         input: (..., in); bfloat16, float16 or float32.
-        weight: (out, in), both multiples of 128, of 16 in rows; its gradient has its dtype.
+        weight: (out, in), both multiples of 128, of 16 in rows, of 32 by "mxfp8"; its gradient has its dtype.
         bias: (out,).
         recipe: "fp8" for all three products; "fp8-wgrad-bf16" leaves the weight's gradient to a product in the result's
             dtype, and keeps the input as it is for that. "fp8-rowwise": so, too, with a scale for each row, and one for
-            the weight's transpose (torchao's ``rowwise_with_gw_hp``).
+            the weight's transpose (torchao's ``rowwise_with_gw_hp``). "mxfp8" and "mxfp8-wgrad-bf16": as the first two,
+            in blocks of (1, 32) of both operands (the Open Compute Project's Microscaling Formats).
         dtype: the result's; input's by default.
 
     Returns:

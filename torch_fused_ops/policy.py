@@ -65,7 +65,8 @@ class FusionPolicy:
             ``"fp8"``: float8_e4m3fn with a scale for each block of 128, in all three products of a training step;
             weights and their gradients stay in their own dtypes. ``"fp8-wgrad-bf16"``: and the weights' gradients are
             products in the model's dtype. ``"fp8-rowwise"``: so, too, with a scale for each row, which more devices
-            have, and a mixture's experts too. A mapping from module patterns chooses for each MLP; what none names is
+            have, and a mixture's experts too. ``"mxfp8"``, ``"mxfp8-wgrad-bf16"``: as the first two, with a scale for
+            each 32 elements, for Blackwell. A mapping from module patterns chooses for each MLP; what none names is
             "bf16".
     """
 

@@ -470,18 +470,18 @@ class Kind(Enum):
         ),
         "[A table](fp8.md#recipes) has each recipe's devices. On CPUs all are computed in the model's dtype, of the "
         "same numbers.",
-        'Use this policy on such a GPU; more have `gemm="fp8-rowwise"` than `"fp8"`.',
+        'Use this policy on such a GPU; more have `gemm="fp8-rowwise"` than `"fp8"`, and Blackwell has `"mxfp8"`.',
     )
     GEMM_SIZE = _Declared(
         Family.GEMM,
         ("its weight is (*1000*, *8*): not multiples of *128*",),
-        "Blocks are 128 wide; of rows, libraries multiply such whose sizes are multiples of 16. Adapters of low rank "
-        "stay as they are, and cost next to nothing.",
+        "Blocks are 128 wide, or 32; of rows, libraries multiply such whose sizes are multiples of 16. Adapters of low "
+        "rank stay as they are, and cost next to nothing.",
     )
     GEMM_EXPERTS = _Declared(
         Family.GEMM,
-        ("there are no products of experts with a scale for each *block of 128*",),
-        "torch's grouped products of float8 have a scale for each row.",
+        ("experts are multiplied in float8 with a scale for each row, not for each *block of 128*",),
+        "torch's grouped products of float8 have a scale for each row, and on some builds for each 32 elements.",
         'Name these modules in a mapping: `gemm={"*.experts": "fp8-rowwise", "*": "fp8"}`.',
     )
     GEMM_DTYPE = _Declared(Family.GEMM, ("it gives *float64*",), "Float8 is for bfloat16, float16 and float32.")

@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["BLOCK", "RECIPES", "Block", "Recipe", "Scaling"]
+__all__ = ["BLOCK", "MX_BLOCK", "RECIPES", "Block", "Recipe", "Scaling"]
 
 BLOCK = 128
+MX_BLOCK = 32
 
 
 class Block(NamedTuple):
@@ -79,6 +80,17 @@ ROWS = Scaling(
     amd=("gfx942", "gfx950"),
     grouped=((9, 0),),  # CUTLASS's (ATen's ScaledGroupMM.cu)
 )
+# The Open Compute Project's MXFP8 (Microscaling Formats, version 1.0): 8 bits a scale, which a power of two in float32
+# has as its exponent. The products are cuBLASLt's (ATen's ScaledBlas.cpp, CUDABlas.cpp).
+MX = Scaling(
+    noun="block of 32",
+    data=Block(1, MX_BLOCK),
+    weight=Block(1, MX_BLOCK),
+    weight_t=Block(1, MX_BLOCK),
+    multiple=MX_BLOCK,
+    sm=((10, 0), (10, 3)),
+    cuda=(12, 8),
+)
 
 
 class Recipe(NamedTuple):
@@ -93,4 +105,6 @@ RECIPES = {
     "fp8": Recipe(BLOCKS, wgrad=True),
     "fp8-wgrad-bf16": Recipe(BLOCKS, wgrad=False),
     "fp8-rowwise": Recipe(ROWS, wgrad=False),
+    "mxfp8": Recipe(MX, wgrad=True),
+    "mxfp8-wgrad-bf16": Recipe(MX, wgrad=False),
 }

@@ -192,7 +192,8 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
     """
     scaling, grouped = RECIPES[recipe].scaling, weight.ndim == 3
     if grouped and not scaling.grouped:
-        raise Refusal(Kind.GEMM_EXPERTS, f"there are no products of experts with a scale for each {scaling.noun}")
+        text = f"experts are multiplied in float8 with a scale for each row, not for each {scaling.noun}"
+        raise Refusal(Kind.GEMM_EXPERTS, text)
     if dtype not in (DTYPES_OF_EXPERTS if grouped else DTYPES_OF_PRODUCTS):
         raise Refusal(Kind.GEMM_DTYPE, f"it gives {str(dtype).removeprefix('torch.')}")
     sizes, multiple_of = multiples(weight, scaling.multiple)

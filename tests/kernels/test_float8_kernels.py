@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 
 pytest.importorskip("triton")
 
@@ -79,6 +79,37 @@ def test_quantise_gives_the_formula_s_bits_of_both_layouts(
     assert_same(both[2:], float8.quantise(x.t(), 1))
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((130, 100), BF16),
+        ((33, 160), torch.float32),
+        ((5, 0), BF16),
+        pytest.param((257, 384), torch.float16, marks=SLOW),
+    ],
+)
+def test_blocks_of_32_have_the_formula_s_bits(device: Device, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Along the axis that lies close, along the other, along both; and back."""
+    x = numbers(*shape, dtype)
+    for given in (x, x.t()):
+        assert_same(stored := device.run(kernels.quantise, given, 1, 32), float8.quantise(given, 1, 32))
+        assert device.names == (["_quantise_narrow"] if x.numel() else [])
+    both = device.run(kernels.quantise_both, x, 32)
+    assert_same(both[:2], float8.quantise(x, 1, 32))
+    assert_same(both[2:], stored)
+    back = device.run(kernels.dequantise, *both[:2], 1, torch.float32)
+    expected = float8.dequantise(*both[:2], 1, torch.float32)
+    shown = (torch.where(t.abs() < 3e38, t, torch.nan) for t in (back, expected))
+    torch.testing.assert_close(*shown, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(130, 160), (3, 32), (0, 64)])
+def test_scales_are_tiled_as_by_the_formula(device: Device, shape: tuple[int, int]) -> None:
+    scales = float8.quantise(numbers(*shape), 1, 32)[1]
+    tiles = device.run(kernels.tile_scales, scales)
+    assert len(device.launches) == bool(tiles.numel()) and torch.equal(tiles, float8.tiled(scales))
+
+
 @pytest.mark.parametrize("fnuz", [False, True])
 @pytest.mark.parametrize(
     ("shape", "dtype", "at_once"),
@@ -123,8 +154,11 @@ def test_a_stack_of_matrices_is_one_launch(device: Device, turned: bool) -> None
         assert torch.equal(found.float(), float8.quantise_by(given, scales).float())
 
 
-def test_what_is_stored_along_rows_is_stored_along_columns(device: Device) -> None:
-    stored = float8.quantise(numbers(200, 384).nan_to_num(0.0, 1e6, -1e6), 1)
+@pytest.mark.parametrize(("shape", "columns"), [((200, 384), 128), ((100, 160), 32)])
+def test_what_is_stored_along_rows_is_stored_along_columns(
+    device: Device, shape: tuple[int, int], columns: int
+) -> None:
+    stored = float8.quantise(numbers(*shape).nan_to_num(0.0, 1e6, -1e6), 1, columns)
     (values, scales), (e_values, e_scales) = device.run(kernels.requantise, *stored), reference.requantise(*stored)
     assert len(device.launches) == 1
     assert torch.equal(scales, e_scales) and values.is_contiguous()
@@ -169,18 +203,28 @@ def test_wide_offsets_give_the_same(device: Device, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "dtype", "shape", "scalars"),
+    ("name", "layout", "dtype", "shape", "scalars", "columns"),
     [
-        ("bias_act", None, BF16, (130, 128), ("sigmoid",)),
-        ("glu", None, BF16, (128, 128), ("silu", 0.0, None)),
-        ("bias_glu", "swapped", BF16, (3, 256), ("quick_gelu", 1.0, 1.5)),
-        pytest.param("glu", None, torch.float32, (140, 128), ("sigmoid", 0.5, None), marks=SLOW),
-        pytest.param("bias_glu", "halves", torch.float16, (100, 128), ("gelu", 0.0, None), marks=SLOW),
-        pytest.param("bias_act", None, torch.float32, (128, 256), ("relu2",), marks=SLOW),
+        ("bias_act", None, BF16, (130, 128), ("sigmoid",), 128),
+        ("glu", None, BF16, (128, 128), ("silu", 0.0, None), 128),
+        ("bias_glu", "swapped", BF16, (3, 256), ("quick_gelu", 1.0, 1.5), 128),
+        pytest.param("glu", None, torch.float32, (140, 128), ("sigmoid", 0.5, None), 128, marks=SLOW),
+        pytest.param("bias_glu", "halves", torch.float16, (100, 128), ("gelu", 0.0, None), 128, marks=SLOW),
+        pytest.param("bias_act", None, torch.float32, (128, 256), ("relu2",), 128, marks=SLOW),
+        ("bias_act", None, BF16, (128, 128), ("sigmoid",), 32),
+        ("glu", None, BF16, (128, 128), ("silu", 0.0, None), 32),
+        pytest.param("bias_glu", "swapped", BF16, (128, 256), ("quick_gelu", 1.0, 1.5), 32, marks=SLOW),
+        pytest.param("glu", None, torch.float32, (128, 128), ("sigmoid", 0.5, None), 32, marks=SLOW),
     ],
 )
 def test_gradients_are_those_of_separate_operators(
-    device: Device, name: str, layout: str | None, dtype: torch.dtype, shape: tuple[int, int], scalars: tuple[Any, ...]
+    device: Device,
+    name: str,
+    layout: str | None,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    scalars: tuple[Any, ...],
+    columns: int,
 ) -> None:
     r, c = shape
     g = torch.Generator().manual_seed(1)
@@ -194,17 +238,18 @@ def test_gradients_are_those_of_separate_operators(
     result = device.run(launch_of(name), *given)
 
     def fused(grad: Tensor, *data: Tensor) -> tuple[Tensor, ...]:
-        return kernels.gradients_quantised(name, grad, data, activation, layout, *rest)
+        scalars = (activation, *([layout] if layout else []), *rest, *([columns] if columns != 128 else []))
+        return kernels.launch_of(f"{name}_backward_quantised")(grad, *data, *scalars)  # type: ignore[no-any-return]
 
     found = device.run(fused, grad, *data)
     assert device.names == ["_gradients"] and len(found) == 5 * len(data) + 2
     for i, d in enumerate(gradients[: len(data)]):
-        assert_same(found[5 * i : 5 * i + 2], float8.quantise(d, 1))
-        assert_same(found[5 * i + 2 : 5 * i + 4], float8.quantise(d.t(), 1))
+        assert_same(found[5 * i : 5 * i + 2], float8.quantise(d, 1, columns))
+        assert_same(found[5 * i + 2 : 5 * i + 4], float8.quantise(d.t(), 1, columns))
         tiles = torch.nn.functional.pad(d.double(), (0, 0, 0, -r % 128)).view(-1, 128, d.shape[1])
         error = (found[5 * i + 4].double() - tiles.sum(1)).abs()
         assert (error <= 16 * torch.finfo(torch.float32).eps * tiles.abs().sum(1)).all()
-    assert_same(found[-2:], float8.quantise(result.t(), 128))
+    assert_same(found[-2:], float8.quantise(result.t(), *((1, 32) if columns == 32 else (128, 128))))
 
 
 def test_no_rows_no_launch(device: Device) -> None:
@@ -233,6 +278,8 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels.gradients_quantised("bias_act", x[:, :100], (x[:, :100],), "silu")
     with pytest.raises(ValueError, match="name='softmax'"):
         kernels.gradients_quantised("softmax", x, (x,), "silu")
+    with pytest.raises(ValueError, match=r"grad has shape \(4, 128\); accepted: rows in multiples of 128"):
+        kernels.gradients_quantised("bias_act", x, (x,), "silu", columns=32)
     with pytest.raises(TypeError, match=r"data has dtype torch\.float64"):
         kernels.gradients_quantised("bias_act", x, (x.double(),), "silu")
     monkeypatch.setattr(torch.version, "hip", "7.0")
@@ -254,7 +301,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Library:
     """Stands in for ``torch.nn.functional.scaled_mm``: refuses what ATen's ScaledBlas.cpp refuses on sm_90, and in rows
-    what RowwiseScaledMM.cu refuses on sm_89, and ScaledBlas.cpp on ROCm."""
+    what RowwiseScaledMM.cu refuses on sm_89, and ScaledBlas.cpp on ROCm; in blocks of 32, what it refuses on sm_100."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -262,11 +309,16 @@ class Library:
     def __call__(
         self, mat_a: Tensor, mat_b: Tensor, *, scale_a: Tensor, scale_recipe_a: ScalingType, scale_b: Tensor,
         scale_recipe_b: ScalingType, bias: Tensor | None = None, output_dtype: torch.dtype,
+        swizzle_a: SwizzleType = SwizzleType.NO_SWIZZLE, swizzle_b: SwizzleType = SwizzleType.NO_SWIZZLE,
     ) -> Tensor:  # fmt: skip
         self.calls += 1
         (m, k), n = mat_a.shape, mat_b.shape[1]
         assert m and n and k and k % 16 == 0 and n % 16 == 0
         assert mat_a.stride() == (k, 1) and mat_b.stride() == (1, k)  # row-major, column-major
+        if scale_recipe_a is ScalingType.BlockWise1x32:
+            assert scale_recipe_b is scale_recipe_a and swizzle_a is swizzle_b is SwizzleType.SWIZZLE_32_4_4
+            return self.in_tiles(mat_a, mat_b, scale_a, scale_b, bias, output_dtype)
+        assert swizzle_a is swizzle_b is SwizzleType.NO_SWIZZLE
         assert scale_a.dtype == scale_b.dtype == torch.float32
         if scale_recipe_a in (ScalingType.RowWise, ScalingType.TensorWise):
             return self.in_rows(mat_a, mat_b, scale_a, scale_b, scale_recipe_a, scale_recipe_b, bias, output_dtype)
@@ -284,6 +336,23 @@ class Library:
         assert output_dtype in (BF16, torch.float32)
         assert bias is None or (output_dtype == bias.dtype == BF16 and bias.shape == (n,))
         return float8.product(mat_a, scale_a.t(), mat_b.t(), scales, bias, rows, output_dtype)
+
+    def in_tiles(
+        self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, output_dtype: torch.dtype
+    ) -> Tensor:
+        def wide(values: Tensor, scales: Tensor) -> Tensor:
+            """By where cuBLAS's documentation says that each scale lies."""
+            (rows, columns), tiles = values.shape, -(-values.shape[1] // 128)
+            assert scales.dtype == torch.float8_e8m0fnu and scales.is_contiguous()
+            assert scales.numel() == -(-rows // 128) * tiles * 512
+            row, block = torch.arange(rows)[:, None], torch.arange(columns // 32)[None, :]
+            places = (row // 128 * tiles + block // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+            return values.double() * scales.float()[places].double().repeat_interleave(32, 1)
+
+        assert bias is None or (output_dtype == bias.dtype == BF16 and bias.shape == b.shape[1:])
+        assert output_dtype in (BF16, torch.float32)
+        out = wide(a, scale_a) @ wide(b.t(), scale_b).t()
+        return (out if bias is None else out + bias).to(output_dtype)
 
     def in_rows(
         self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, recipe: ScalingType, recipe_b: ScalingType,
@@ -305,7 +374,7 @@ class Library:
     ("m", "n", "k", "rows", "columns"),
     [
         (16, 128, 128, 128, 128), (5, 256, 640, 128, 128), (7, 20, 384, 1, 128), (1, 16, 1, 1, 128),
-        (5, 48, 80, 1, 80), (1, 20, 272, 20, 272),
+        (5, 48, 80, 1, 80), (1, 20, 272, 20, 272), (7, 20, 160, 1, 32), (130, 256, 64, 1, 32), (1, 16, 32, 1, 32),
     ],
 )  # fmt: skip
 def test_products_hand_over_what_the_library_accepts(
@@ -313,6 +382,7 @@ def test_products_hand_over_what_the_library_accepts(
 ) -> None:
     library = Library()
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", library)
+    monkeypatch.setattr(kernels, "tile_scales", float8.tiled)  # the same bits: above
     a, b = (float8.quantise(torch.randn(size, k), block, columns) for size, block in ((m, 1), (n, rows)))
     for bias in (None, torch.randn(n)):
         got = kernels.scaled_mm(*a, *b, bias, rows, dtype)
@@ -355,3 +425,6 @@ def test_nothing_to_multiply_is_not_handed_over(monkeypatch: pytest.MonkeyPatch)
         a, b = float8.quantise(torch.randn(m, k), 1), float8.quantise(torch.randn(128, k), 128)
         assert torch.equal(kernels.scaled_mm(*a, *b, bias, 128, torch.float32), bias.expand(m, 128))
         assert torch.equal(kernels.scaled_mm(*a, *b, None, 128, BF16), torch.zeros(m, 128, dtype=BF16))
+    a, b = float8.quantise(torch.randn(0, 64), 1, 32), float8.quantise(torch.randn(128, 64), 1, 32)
+    of_a, of_b = float8.tiled(a[1]), float8.tiled(b[1])
+    assert kernels.scaled_mm_tiled(a[0], of_a, b[0], of_b, bias, BF16).shape == (0, 128)

@@ -21,10 +21,11 @@ ELEMENTS = 128 * 128 / (32 * kernels._WARPS)  # of a tile, for each thread; ther
 ROWS, COLUMNS = 4096, 8192
 
 
-def gradients(name: str, activation: str, rows: int = ROWS) -> tuple[Any, ...]:
+def gradients(name: str, activation: str, rows: int = ROWS, columns: int = 128) -> tuple[Any, ...]:
     x, packed = meta(rows, COLUMNS), meta(rows, 2 * COLUMNS)
     data = {"bias_act": (x,), "glu": (x, x), "bias_glu": (packed,)}[name]
-    return kernels.gradients_quantised, name, x, data, activation, "halves" if name == "bias_glu" else None
+    layout = "halves" if name == "bias_glu" else None
+    return kernels.gradients_quantised, name, x, data, activation, layout, 0.0, None, columns
 
 
 def turned() -> Tensor:
@@ -42,6 +43,11 @@ CALLS: dict[str, tuple[Callable[[], tuple[Any, ...]], int, int, float, int, int,
     "turned": (lambda: (kernels.quantise, turned(), 1), 64, 0, 12, 8, 4, 0),
     "weight": (lambda: (kernels.quantise, meta(ROWS, COLUMNS), 128), 64, 0, 11, 8, 0, 8),
     "weight turned": (lambda: (kernels.quantise, turned(), 128), 64, 0, 12, 8, 4, 0),
+    "32 glu": (lambda: gradients("glu", "silu", columns=32), 128, 96, 67, 32, 20, 16),
+    "32 bias_act": (lambda: gradients("bias_act", "gelu_tanh", columns=32), 128, 64, 51, 16, 8, 8),
+    "32 straight": (lambda: (kernels.quantise, meta(ROWS, COLUMNS), 1, 32), 72, 0, 11, 8, 0, 9),
+    "32 turned": (lambda: (kernels.quantise, turned(), 1, 32), 64, 0, 12, 8, 4, 1),
+    "32 both": (lambda: (kernels.quantise_both, meta(ROWS, COLUMNS), 32), 128, 0, 17, 8, 4, 10),
 }
 
 
@@ -57,6 +63,10 @@ MARKS: dict[str, Any] = {
     "glu": pytest.mark.seconds("the largest kernel, whose registers are what its plan is for"),
     "weight": pytest.mark.slow,
     "weight turned": pytest.mark.slow,
+    "32 straight": pytest.mark.slow,
+    "32 glu": pytest.mark.slow,
+    "32 bias_act": pytest.mark.slow,
+    "32 both": pytest.mark.slow,
 }
 
 

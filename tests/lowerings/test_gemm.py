@@ -93,6 +93,27 @@ def test_a_compiled_step_is_the_eager_one_in_float8(recipe: str, memory: str) ->
         assert 1e-4 < apart(mine, plain) < 0.12
 
 
+@pytest.mark.codegen_is_slow
+@pytest.mark.parametrize("recipe", (pytest.param("fp8", marks=pytest.mark.slow), "mxfp8"))
+def test_what_gpus_are_given_in_one_pass_is_the_same(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward as it is edited for GPUs, run by the operators' formulas."""
+    from torch_fused_ops.lowerings import float8 as lowered
+
+    torch.manual_seed(0)
+    calls: list[str] = []
+    merge = lowered._replace_pair
+    monkeypatch.setattr(lowered, "_is_on_gpu", lambda node: isinstance(node.meta.get("val"), (Tensor, tuple, list)))
+    monkeypatch.setattr(lowered, "_replace_pair", lambda graph, old, *new: (calls.append(""), merge(graph, old, *new)))
+    module, x, by_hand = gelu_mlp(), torch.randn(128, HIDDEN), SwiGLU()
+    wanted = InFloat8()
+    wanted.load_state_dict(by_hand.state_dict())
+    wanted.recipe = recipe
+    got, eager = step(compiled(by_hand, gemm=recipe, strict=True), by_hand, x), step(wanted, wanted, x)
+    assert len(calls) > 5 and all(apart(a, b) < 0.02 for a, b in zip(got, eager, strict=True))
+    got, exact = step(compiled(module, gemm=recipe, strict=True), module, x), step(module, module, x)
+    assert all(apart(a, b) < 0.12 for a, b in zip(got, exact, strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_biases_dropout_and_residuals_around_it() -> None:
@@ -122,7 +143,9 @@ def test_biases_under_autocast() -> None:
 
 
 @pytest.mark.slow  # symbolic sizes take their time: 10 s of a processor for each of two graphs
-@pytest.mark.parametrize(("recipe", "hidden", "ffn"), (("fp8", HIDDEN, FFN), ("fp8-rowwise", 80, 144)))
+@pytest.mark.parametrize(
+    ("recipe", "hidden", "ffn"), (("fp8", HIDDEN, FFN), ("fp8-rowwise", 80, 144), ("mxfp8", 96, 160))
+)
 def test_sizes_that_change(recipe: str, hidden: int, ffn: int) -> None:
     """Up to 128 tokens is one block, and another graph; 0 and 1 are graphs of their own."""
     module = SwiGLU(hidden, ffn)
@@ -344,7 +367,7 @@ def test_experts_that_stay_have_their_reason(monkeypatch: pytest.MonkeyPatch) ->
     x = torch.randn(21, 48).bfloat16()
     (site,) = sites(Experts(), x)
     assert (site.gemm, site.gemm_kind) == ("", Kind.GEMM_EXPERTS)
-    assert "there are no products of experts with a scale for each block of 128" in site.gemm_reason
+    assert "experts are multiplied in float8 with a scale for each row, not for each block of 128" in site.gemm_reason
     (site,) = sites(Experts(ffn=72), x, gemm="fp8-rowwise")
     assert site.gemm_kind is Kind.GEMM_SIZE and "its weight is (72, 48): not multiples of 16" in site.gemm_reason
     monkeypatch.setattr(compat, "no_scaled_products", lambda device, scaling, grouped: "sm_89" if grouped else "")
@@ -522,22 +545,25 @@ def stage_one(gm: torch.fx.GraphModule, inputs: Any) -> Any:
     return gm.forward
 
 
-DEVICES: tuple[tuple[tuple[int, int] | str, str, str, str], ...] = (
-    # capability or architecture, CUDA or HIP; what "fp8" and "fp8-rowwise" say
-    ((9, 0), "12.9", "", ""),
-    ((9, 0), "12.8", "CUDA 12.8", ""),
-    ((8, 9), "12.9", "sm_89", ""),
-    ((10, 0), "13.0", "sm_100", ""),
-    ((12, 0), "12.9", "sm_120", ""),
-    ((8, 0), "12.9", "sm_80", "sm_80"),
-    ("gfx942:sramecc+:xnack-", "7.0", "ROCm, gfx942", ""),
-    ("gfx90a", "7.0", "ROCm, gfx90a", "ROCm, gfx90a"),
+DEVICES: tuple[tuple[tuple[int, int] | str, str, str, str, str], ...] = (
+    # capability or architecture, CUDA or HIP; what "fp8", "fp8-rowwise" and "mxfp8" say
+    ((9, 0), "12.9", "", "", "sm_90"),
+    ((9, 0), "12.8", "CUDA 12.8", "", "sm_90"),
+    ((8, 9), "12.9", "sm_89", "", "sm_89"),
+    ((10, 0), "13.0", "sm_100", "", ""),
+    ((10, 3), "12.9", "sm_103", "", ""),
+    ((10, 0), "12.6", "sm_100", "", "CUDA 12.6"),
+    ((12, 0), "12.9", "sm_120", "", "sm_120"),
+    ((8, 0), "12.9", "sm_80", "sm_80", "sm_80"),
+    ("gfx942:sramecc+:xnack-", "7.0", "ROCm, gfx942", "", "ROCm, gfx942"),
+    ("gfx950", "7.0", "ROCm, gfx950", "", "ROCm, gfx950"),
+    ("gfx90a", "7.0", "ROCm, gfx90a", "ROCm, gfx90a", "ROCm, gfx90a"),
 )
 
 
-@pytest.mark.parametrize(("gpu", "version", "blocks", "rows"), DEVICES)
+@pytest.mark.parametrize(("gpu", "version", "blocks", "rows", "narrow"), DEVICES)
 def test_which_devices_have_such_products(
-    gpu: Any, version: str, blocks: str, rows: str, monkeypatch: pytest.MonkeyPatch
+    gpu: Any, version: str, blocks: str, rows: str, narrow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     amd = isinstance(gpu, str)
     monkeypatch.setattr(torch.version, "hip", version if amd else None)
@@ -545,7 +571,7 @@ def test_which_devices_have_such_products(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4) if amd else gpu)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=gpu))
     for recipe, (scaling, _) in RECIPES.items():
-        wanted = rows if recipe == "fp8-rowwise" else blocks
+        wanted = rows if recipe == "fp8-rowwise" else narrow if recipe.startswith("mxfp8") else blocks
         assert compat.no_scaled_products(torch.device("cuda"), scaling) == wanted
         experts = recipe == "fp8-rowwise" and gpu == (9, 0)
         assert (compat.no_scaled_products(torch.device("cuda"), scaling, grouped=True) == "") is experts

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from torch_fused_ops import float8, reference
 from torch_fused_ops import functional as FF
-from torch_fused_ops.recipes import BLOCK, RECIPES, Block
+from torch_fused_ops.recipes import BLOCK, MX_BLOCK, RECIPES, Block
 
 fused = torch.ops.fused
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-BLOCKS = (Block(1, BLOCK), Block(BLOCK, BLOCK), Block(1, None), Block(None, None))
+BLOCKS = (Block(1, BLOCK), Block(BLOCK, BLOCK), Block(1, None), Block(None, None), Block(1, MX_BLOCK))
 
 
 def scale_of_each(x: Tensor, block: Block) -> Tensor:
@@ -55,7 +55,7 @@ def test_what_is_stored_is_off_by_half_a_step(block: Block, dtype: torch.dtype) 
     assert (largest <= 448 * own).all() and (largest > 224 * own).all()
 
 
-@pytest.mark.parametrize("width", (BLOCK, 272))  # a block, which is a row, and a row of another width
+@pytest.mark.parametrize("width", (MX_BLOCK, BLOCK, 272))  # blocks, which are rows, and a row of another width
 def test_blocks_of_zeros_denormals_infinities_and_nans(width: int) -> None:
     rows = torch.zeros(7, width)
     rows[1] = 1e-40
@@ -69,12 +69,13 @@ def test_blocks_of_zeros_denormals_infinities_and_nans(width: int) -> None:
     assert fused.quantise(rows[6:], 1, width)[1].item() == 1
 
 
+@pytest.mark.parametrize("block", (BLOCK, MX_BLOCK))
 @pytest.mark.parametrize("shape", ((0, 128), (1, 1), (3, 0), (5, 200), (1, 128)))
-def test_columns_are_filled_with_zeros(shape: tuple[int, int]) -> None:
+def test_columns_are_filled_with_zeros(shape: tuple[int, int], block: int) -> None:
     x = torch.randn(shape)
-    values, scales = fused.quantise(x, 1)
-    width = -(-shape[1] // BLOCK) * BLOCK
-    assert values.shape == (shape[0], width) and scales.shape == (width // BLOCK, shape[0])
+    values, scales = fused.quantise(x, 1, block)
+    width = -(-shape[1] // block) * block
+    assert values.shape == (shape[0], width) and scales.shape == (width // block, shape[0])
     assert (values.float()[:, shape[1] :] == 0).all()
     assert values.is_contiguous() and scales.is_contiguous()
 
@@ -86,6 +87,17 @@ def test_any_strides_are_read() -> None:
             sizes = block.of(view.shape)
             for a, b in zip(fused.quantise(view, *sizes), fused.quantise(view.contiguous(), *sizes), strict=True):
                 assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)) and a.is_contiguous()
+
+
+def test_blocks_of_32_are_requantised_in_these() -> None:
+    x = wide_matrix(70, 160)
+    values, scales = fused.requantise(*fused.quantise(x, 1, MX_BLOCK))
+    once = fused.dequantise(*fused.quantise(x, 1, MX_BLOCK), 1, torch.float32)
+    for found, wanted in zip((values, scales), fused.quantise(once.t(), 1, MX_BLOCK), strict=True):
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    assert values.shape == (160, 96) and scales.shape == (3, 160)
+    with pytest.raises(ValueError, match="columns=64 is not accepted: it must be 128 or 32, the columns of a block"):
+        fused.quantise_both(x, 64)
 
 
 @settings(max_examples=30, deadline=None)
@@ -100,6 +112,26 @@ def test_rounding_once_more_in_other_blocks_changes_the_smallest_alone(exponent:
     small = once.abs() < 2**-6 * scales.item()
     assert torch.equal(once[~small], twice[~small])
     assert ((once - twice)[small].abs() <= 2**-10 * scales.item()).all()
+
+
+@pytest.mark.parametrize("shape", ((1, 32), (130, 160), (256, 512), (5, 0), (0, 64)))
+def test_scales_of_blocks_of_32_lie_in_tiles(shape: tuple[int, int]) -> None:
+    """cuBLAS's "1D Block Scaling Factors Layout", one by one: 8 bits each, in tiles of 128 rows and 4 blocks."""
+    x = wide_matrix(*shape)
+    if x.numel():
+        x[0, 0], x[-1, -1] = math.nan, 0.0
+    scales = fused.quantise(x, 1, MX_BLOCK)[1]
+    (rows, columns), tiles = shape, -(-shape[1] // (4 * MX_BLOCK))
+    found = float8.tiled(scales)
+    assert found.dtype == torch.uint8 and found.numel() == -(-rows // 128) * tiles * 512
+    e8m0, filled = found.view(torch.float8_e8m0fnu).float(), set()
+    for row in range(rows):
+        for block in range(columns // MX_BLOCK):
+            inside = row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+            place = (row // 128 * tiles + block // 4) * 512 + inside
+            filled.add(place)
+            torch.testing.assert_close(e8m0[place], scales[block, row], rtol=0, atol=0, equal_nan=True)
+    assert len(filled) == scales.numel() and not any(found[i] for i in range(found.numel()) if i not in filled)
 
 
 def test_a_scale_that_is_known_gives_the_same_values() -> None:
@@ -185,7 +217,7 @@ def test_products_are_within_their_bound(block: Block, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_are_within_the_bounds_of_their_products(tokens: int, recipe: str) -> None:
     scaling, wgrad = RECIPES[recipe]
-    n, k = (128, 256) if scaling.multiple == BLOCK else (144, 272)
+    n, k = (128 + scaling.multiple, 256 + scaling.multiple)
     x = torch.randn(tokens, k, requires_grad=True)
     w, b = (torch.randn(n, k) / 16).requires_grad_(), torch.randn(n, requires_grad=True)
     grad = torch.randn(tokens, n)
@@ -201,8 +233,9 @@ def test_gradients_are_within_the_bounds_of_their_products(tokens: int, recipe: 
     assert ((dx.double() - g @ wd).abs() <= bounds[1] + 1e-4).all()
     exact = g.t() @ xd
     if wgrad:  # x was rounded for the first product, and is once more
-        padded = torch.nn.functional.pad(x.detach().t(), (0, -tokens % BLOCK))
-        of_grad = torch.nn.functional.pad(grad.t(), (0, -tokens % BLOCK))
+        filled = -tokens % (scaling.data.columns or 1)
+        padded = torch.nn.functional.pad(x.detach().t(), (0, filled))
+        of_grad = torch.nn.functional.pad(grad.t(), (0, filled))
         bound = product_bound(of_grad, padded, scaling.data, scaling.weight) * 2
     else:
         bound = torch.zeros_like(exact)
@@ -230,7 +263,11 @@ def test_what_is_kept_is_a_byte_an_element() -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda t, to=tensors: (to.append(t), t)[1], lambda t: t):
             FF.linear_fp8(x, w, recipe=recipe)
         kept[recipe] = sum(t.nbytes for t in tensors if t.data_ptr() != w.data_ptr())
-    assert kept == {"fp8": 256 * 128 + 256 * 4, "fp8-wgrad-bf16": 256 * 128 * 4, "fp8-rowwise": 256 * 128 * 4 + 4}
+    whole = 256 * 128 * 4
+    assert kept == {
+        **{"fp8": 256 * 128 + 256 * 4, "fp8-wgrad-bf16": whole, "fp8-rowwise": whole + 4},
+        **{"mxfp8": 256 * 128 + 256 * 4 * 4, "mxfp8-wgrad-bf16": whole},
+    }
 
 
 # ---- one pass --------------------------------------------------------------------------------------------------------
@@ -242,10 +279,13 @@ RESULTS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
 ]
 
 
+@pytest.mark.parametrize("columns", (BLOCK, MX_BLOCK))
 @pytest.mark.parametrize("name, make, scalars", RESULTS)
-def test_the_operators_of_one_pass_are_those_of_several(name: str, make: Any, scalars: tuple[Any, ...]) -> None:
+def test_the_operators_of_one_pass_are_those_of_several(
+    name: str, make: Any, scalars: tuple[Any, ...], columns: int
+) -> None:
     grad, data = torch.randn(200, 256).bfloat16(), make(torch.randn(200, 256).bfloat16())
-    found = list(getattr(fused, f"{name}_backward_quantised")(grad, *data, *scalars))
+    found = list(getattr(fused, f"{name}_backward_quantised")(grad, *data, *scalars, columns))
     others = (None,) * {"bias_act": 2, "glu": 1, "bias_glu": 2}[name]
     mask = [True] * len(data) + [False] * len(others)
     gradients = getattr(reference, f"{name}_backward")(grad, *data, *others, *scalars, mask)
@@ -253,10 +293,10 @@ def test_the_operators_of_one_pass_are_those_of_several(name: str, make: Any, sc
     wanted = []
     for g in gradients[: len(data)]:
         sums = torch.stack([part.float().sum(0) for part in g.split(BLOCK)])
-        wanted += [*fused.quantise(g, 1), *fused.quantise(g.t(), 1), sums]
-        for a, b in zip(fused.quantise_both(g), wanted[-5:-1], strict=True):
+        wanted += [*fused.quantise(g, 1, columns), *fused.quantise(g.t(), 1, columns), sums]
+        for a, b in zip(fused.quantise_both(g, columns), wanted[-5:-1], strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    wanted += fused.quantise(result.t(), BLOCK)
+    wanted += fused.quantise(result.t(), *((1, columns) if columns == MX_BLOCK else (columns, columns)))
     for a, b in zip(found, wanted, strict=True):
         if a.dtype == float8.FP8:
             a, b = a.float(), b.float()
@@ -287,7 +327,7 @@ def test_the_operators_of_one_pass_are_those_of_several(name: str, make: Any, sc
         (lambda x, w: fused.quantise(x, 2), "rows=2 is not accepted: it must be 1 or 128"),
         (
             lambda x, w: fused.quantise(x, 1, 64),
-            "columns=64 is not accepted: it must be 128, .*, or 128, those of input",
+            "columns=64 is not accepted: it must be 128 or 32, .*, or 128, those of input",
         ),
         (lambda x, w: fused.quantise_by(x, torch.ones(4, 1)), r"scales has shape \(4, 1\); accepted: \(1, 1\), or"),
         (
@@ -299,6 +339,15 @@ def test_the_operators_of_one_pass_are_those_of_several(name: str, make: Any, sc
                 x.dtype,
             ),
             "a and b have blocks of 256 and 128 columns; accepted: as many in both",
+        ),
+        (lambda x, w: fused.quantise(w, BLOCK, MX_BLOCK), "columns=32 is not accepted: it must be 128, the columns"),
+        (
+            lambda x, w: FF.linear_fp8(x[:, :48], w[:, :48], recipe="mxfp8"),
+            r"weight has shape \(256, 48\); accepted: two axes, multiples of 32",
+        ),
+        (
+            lambda x, w: fused.scaled_mm(*fused.quantise(x, 1, MX_BLOCK), *fused.quantise(w, 1), None, 1, x.dtype),
+            "a and b have blocks of 32 and 128 columns; accepted: as many in both",
         ),
         (lambda x, w: fused.quantise(x, 128), "accepted: a first axis of a multiple of rows=128"),
         (
@@ -320,24 +369,47 @@ def test_second_derivatives_and_transforms_raise() -> None:
         torch.func.grad(lambda x: FF.linear_fp8(x, w).sum())(x)
 
 
+def in_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
+    values, scales = fused.quantise(x, 1, MX_BLOCK)
+    return values, float8.tiled(scales)
+
+
+def test_products_by_tiled_scales_are_the_same() -> None:
+    a, b, bias = wide_matrix(70, 160), wide_matrix(130, 160), torch.randn(130)
+    a[3, 5] = math.nan
+    wanted = fused.scaled_mm(*fused.quantise(a, 1, MX_BLOCK), *fused.quantise(b, 1, MX_BLOCK), bias, 1, torch.float32)
+    found = fused.scaled_mm_tiled(*in_tiles(a), *in_tiles(b), bias, torch.float32)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    assert found[3].isnan().all() and found[4:].isfinite().all()
+    values, tiles = in_tiles(a)
+    with pytest.raises(ValueError, match=r"a_tiles has shape \(1023,\); accepted: \(1024,\)"):
+        fused.scaled_mm_tiled(values, tiles[1:], values, tiles, None, torch.float32)
+    with pytest.raises(TypeError, match=r"b_tiles has dtype torch\.int8"):
+        fused.scaled_mm_tiled(values, tiles, values, tiles.view(torch.int8), None, torch.float32)
+
+
 @pytest.mark.parametrize(
     "call",
     [
         ("quantise", lambda x: (x, 1)),
         ("quantise", lambda x: (x.t(), BLOCK)),
         ("quantise_both", lambda x: (x,)),
+        ("quantise_both", lambda x: (x, MX_BLOCK)),
         ("glu_backward_quantised", lambda x: (x, x, x, "silu", 0.0, None)),
+        ("glu_backward_quantised", lambda x: (x, x, x, "silu", 0.0, None, MX_BLOCK)),
         ("quantise", lambda x: (x, 1, 256)),
         ("quantise_by", lambda x: (x.t(), fused.quantise(x, *x.shape)[1])),
         ("linear_fp8", lambda x: (x, x.flip(1), None, None, "fp8")),
         ("linear_fp8", lambda x: (x, x.flip(1), None, None, "fp8-rowwise")),
+        ("quantise", lambda x: (x.t(), 1, MX_BLOCK)),
+        ("scaled_mm_tiled", lambda x: (*in_tiles(x), *in_tiles(x[:70]), None, torch.float32)),
     ],
 )
 def test_opcheck(call: tuple[str, Callable[[Tensor], tuple[Any, ...]]]) -> None:
     name, arguments = call
     args = arguments(torch.randn(128, 256))
     utils = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if name == "linear_fp8":
+    if name in ("linear_fp8", "scaled_mm_tiled"):
         del utils[0]  # which multiplies float8 on the CPU, to compare what the operators inside have been given
     torch.library.opcheck(getattr(fused, name).default, args, test_utils=utils)
 

@@ -60,6 +60,8 @@ def test_float8_counts_half_in_times() -> None:
     args, out = (a, scales[0], b, scales[1], None, 1, BF16), torch.empty(M, N, dtype=BF16, device="meta")
     assert work.flop_of(fused.scaled_mm, args, {}, out) == 2 * M * N * K
     assert work.flop_of_bf16(fused.scaled_mm, args, {}, out) == M * N * K
+    tiles = [torch.empty(size * 4, dtype=torch.uint8, device="meta") for size in (M, N)]
+    assert work.flop_of(fused.scaled_mm_tiled, (a, tiles[0], b, tiles[1], None, BF16), {}, out) == 2 * M * N * K
     wide = torch.empty(M, K, device="meta"), torch.empty(K, N, device="meta")
     assert work.flop_of_bf16(torch.ops.aten.mm, wide, {}, out) == 2 * M * N * K
 

@@ -1,9 +1,9 @@
 """DTensor: float8's operators on shards (``sharding.py`` registers these rules).
 
 A shard is stored by itself where it has whole blocks: along rows wherever a block is a row; else where each rank's part
-is a multiple of 128. Scales stand with what they scale: those of blocks of one row are transposed, (columns / 128,
-rows), so that values sharded along one axis have scales sharded along the other. What is one block as a whole, a row or
-all of a matrix, is on every rank before it is stored.
+is a multiple of 128, or 32. Scales stand with what they scale: those of blocks of one row are transposed, (blocks of a
+row, rows), so that values sharded along one axis have scales sharded along the other. What is one block as a whole, a
+row or all of a matrix, is on every rank before it is stored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_fused_ops.float8 import columns_of
-from torch_fused_ops.recipes import BLOCK
+from torch_fused_ops.recipes import BLOCK, MX_BLOCK
 
 __all__ = ["RULES", "multiples"]
 
@@ -35,9 +35,9 @@ def multiples(weight: Any, multiple: int) -> tuple[list[tuple[Any, int]], str]:
     return found, f"{multiple} in each shard" if sharded else str(multiple)
 
 
-def _whole_blocks(t: Any, axis: int) -> bool:
-    """Whether each rank's part of an axis is a multiple of 128, however many dimensions of the mesh share it."""
-    return bool(t.shape[axis] % (BLOCK * t.mesh.size()) == 0)
+def _whole_blocks(t: Any, axis: int, block: int) -> bool:
+    """Whether each rank's part of an axis is of whole blocks, however many dimensions of the mesh share it."""
+    return block in (BLOCK, MX_BLOCK) and bool(t.shape[axis] % (block * t.mesh.size()) == 0)
 
 
 def _stored(t: Any, axis: int, rows: int, columns: int) -> tuple[Any, Any] | None:
@@ -45,7 +45,7 @@ def _stored(t: Any, axis: int, rows: int, columns: int) -> tuple[Any, Any] | Non
     from torch.distributed.tensor import Shard
 
     block = rows if axis == 0 else columns
-    if block != 1 and not (block == BLOCK and _whole_blocks(t, axis)):
+    if block != 1 and not _whole_blocks(t, axis, block):
         return None
     return Shard(axis), Shard(1 - axis if rows == 1 else axis)
 

@@ -2,9 +2,9 @@
 # ruff: noqa: RUF005, SIM300 - Triton knows no (*strips, strip), and compares DTYPE's value from the left alone
 """Triton kernels behind the operators in float8 (``operators/float8.py``), and the products, which are libraries'.
 
-Where a row is a block, a program has a row. Else it has a tile of 128 × 128 elements, in which every block of both
-layouts lies whole: (1, 128) and (128, 128), of the tensor and of its transpose. It reads the tile once, along the axis
-that lies close in memory, and stores each layout along the axis that lies close there.
+Where a row is a block, a program has a row. Else it has a tile of 128 × 128 elements, in which every block of all
+layouts lies whole: (1, 128), (128, 128) and (1, 32), of the tensor and of its transpose. It reads the tile once, along
+the axis that lies close in memory, and stores each layout along the axis that lies close there.
 
 The tile is held as 8 *strips* of 16 rows: strip q has the rows q, q + 8, q + 16 …, so a thread has the same columns of
 8 neighbouring rows. Four neighbouring rows of a column, in float8, are one 32-bit word: what is transposed through
@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 
 from torch_fused_ops import float8, formulas
-from torch_fused_ops.declaration import elementwise
+from torch_fused_ops.declaration import Elementwise, elementwise
 from torch_fused_ops.float8 import FP8
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.activation import (
@@ -42,7 +42,7 @@ from torch_fused_ops.kernels.activation import (
     _to_fp8,
 )
 from torch_fused_ops.kernels.launching import INT32_MAX, OPTIONS, blocks, matrix, power_of_2, tl, triton
-from torch_fused_ops.recipes import BLOCK
+from torch_fused_ops.recipes import BLOCK, MX_BLOCK
 
 __all__ = [
     "dequantise",
@@ -54,17 +54,22 @@ __all__ = [
     "requantise",
     "scaled_grouped_mm",
     "scaled_mm",
+    "scaled_mm_tiled",
+    "tile_scales",
 ]
 
 SIDE = tl.constexpr(BLOCK)
 STRIPS = tl.constexpr(8)
 STRIP_ROWS = tl.constexpr(BLOCK // 8)
+NARROW = tl.constexpr(MX_BLOCK)
+PARTS = tl.constexpr(BLOCK // MX_BLOCK)
 # As in ``float8.quantise``, in places: an exponent of 1 is 1 << 23.
 ABOVE_1_75 = tl.constexpr(float8._ABOVE_1_75)
 LOG2_LARGEST = tl.constexpr(float8._LOG2_LARGEST << float8._MANTISSA_BITS)
 LEAST_SCALE = tl.constexpr(1 << float8._MANTISSA_BITS)
 INVERSE = tl.constexpr(254 << float8._MANTISSA_BITS)
 INFINITY = tl.constexpr(float8._INFINITY)
+MANTISSA_BITS = tl.constexpr(float8._MANTISSA_BITS)
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
 
@@ -222,6 +227,14 @@ def _rows_in_order(s):
 
 
 @triton.jit
+def _parts_in_order(s):
+    """(4, 128) of 8 strips of (16, 4): what belongs to each row of four blocks of 32 columns."""
+    even = tl.join(tl.join(s[0], s[4]), tl.join(s[2], s[6]))
+    odd = tl.join(tl.join(s[1], s[5]), tl.join(s[3], s[7]))
+    return tl.reshape(tl.permute(tl.join(even, odd), (1, 0, 2, 3, 4)), (PARTS, SIDE))
+
+
+@triton.jit
 def _strips_of_pairs(pairs, HIGH: tl.constexpr, ALONG: tl.constexpr, DTYPE: tl.constexpr):
     """8 strips in float32: the halves of 8 pairs, or, ALONG, both halves of 4, which hold neighbouring strips."""
     strips = ()
@@ -273,6 +286,94 @@ def _tile_of(column_blocks):
     return (program // column_blocks).to(tl.int64), (program % column_blocks).to(tl.int64)
 
 
+@triton.jit
+def _pairs_of_tile(
+    input, input_scales, first, place, rows_left, columns_left, input_row, input_column,
+    DTYPE: tl.constexpr, PTX: tl.constexpr, part_row=None,
+):  # fmt: skip
+    """A tile's 8 strips, as 4 of pairs: of neighbouring strips. ``input_scales``: those of its rows; it is float8.
+
+    ``part_row``: from one to the next of a row's four, of blocks of 32 columns.
+    """
+    strips = ()
+    for i in tl.static_range(0, STRIPS, 2):
+        two = ()
+        for j in tl.static_range(i, i + 2):
+            mask = (first + j < rows_left)[:, None] & (place < columns_left)[None, :]
+            places = (first + j)[:, None] * input_row + place[None, :] * input_column
+            if input_scales is None:
+                two = two + (tl.load(input + places, mask=mask, other=0.0).to(DTYPE),)
+            elif part_row is not None:
+                row, part = (first + j)[:, None], tl.arange(0, PARTS)[None, :]
+                known = (row < rows_left) & (part * NARROW < columns_left)
+                scale = tl.load(input_scales + part * part_row + row, mask=known, other=0.0)
+                scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (STRIP_ROWS, PARTS, NARROW)), (STRIP_ROWS, SIDE))
+                two = two + ((_from_fp8(tl.load(input + places, mask=mask, other=0), PTX) * scale).to(DTYPE),)
+            else:
+                row = first + j
+                scale = tl.load(input_scales + row, mask=row < rows_left, other=0.0)
+                two = two + ((_from_fp8(tl.load(input + places, mask=mask, other=0), PTX) * scale[:, None]).to(DTYPE),)
+        strips = strips + (_pair(two[0], two[1], DTYPE, PTX),)
+    return strips
+
+
+# COLUMNS of a block, in a tile: 128, and what belongs to blocks is (rows,), or (columns,); or 32, and it is (rows, 4),
+# or (4, columns).
+
+
+@triton.jit
+def _largest_of_rows(pairs, COLUMNS: tl.constexpr, PTX: tl.constexpr):
+    """Of each block in a strip's rows: (16,) or (16, 4)."""
+    if COLUMNS == NARROW:
+        return _largest(tl.reshape(_sizes(pairs), (STRIP_ROWS, PARTS, NARROW)), 2, PTX)
+    else:
+        return _largest(_sizes(pairs), 1, PTX)
+
+
+@triton.jit
+def _largest_of_columns(strips, COLUMNS: tl.constexpr, PTX: tl.constexpr):
+    """Of each block in a tile's columns: (128,) or (4, 128)."""
+    if COLUMNS == NARROW:  # a strip's rows 0 to 3 are the tile's first 32, with those of the other strips
+        return _largest(tl.reshape(_largest_of_strips(strips, PTX), (PARTS, STRIP_ROWS // PARTS, SIDE)), 1, PTX)
+    else:
+        return _largest(_largest_of_strips(strips, PTX), 0, PTX)
+
+
+@triton.jit
+def _larger_half(pairs, DTYPE: tl.constexpr):
+    """In float32, of numbers without signs."""
+    low = _of_pair(pairs, False, DTYPE).to(tl.int32, bitcast=True)
+    return tl.maximum(low, _of_pair(pairs, True, DTYPE).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _beside_rows(of_blocks, COLUMNS: tl.constexpr):
+    """What belongs to a strip's rows' blocks, beside each of its elements."""
+    if COLUMNS == NARROW:
+        return tl.reshape(tl.broadcast_to(of_blocks[:, :, None], (STRIP_ROWS, PARTS, NARROW)), (STRIP_ROWS, SIDE))
+    else:
+        return of_blocks[:, None]
+
+
+@triton.jit
+def _beside_columns(of_blocks, COLUMNS: tl.constexpr):
+    """What belongs to a tile's columns' blocks, beside each element of any strip."""
+    if COLUMNS == NARROW:
+        wide = tl.broadcast_to(of_blocks[:, None, :], (PARTS, STRIP_ROWS // PARTS, SIDE))
+        return tl.reshape(wide, (STRIP_ROWS, SIDE))
+    else:
+        return of_blocks[None, :]
+
+
+@triton.jit
+def _places_of_scales(stride, place, COLUMNS: tl.constexpr):
+    """Where the scales of a tile's blocks along one axis lie, from the first on; ``place``: along the other axis."""
+    if COLUMNS == NARROW:
+        return tl.arange(0, PARTS)[:, None] * stride + place[None, :]
+    else:
+        return place
+
+
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -294,19 +395,11 @@ def _quantise(
     OWN: tl.constexpr = tl.bfloat16 if input_scales is not None else input.dtype.element_ty
     DTYPE: tl.constexpr = tl.float32 if OWN == tl.float64 else OWN
     input += r * SIDE * input_row + c * SIDE * input_column
-    strips = ()
-    for i in tl.static_range(0, STRIPS, 2):
-        two = ()
-        for j in tl.static_range(i, i + 2):
-            mask = (first + j < rows_left)[:, None] & (place < columns_left)[None, :]
-            places = (first + j)[:, None] * input_row + place[None, :] * input_column
-            if input_scales is None:
-                two = two + (tl.load(input + places, mask=mask, other=0.0).to(DTYPE),)
-            else:
-                row = first + j
-                scale = tl.load(input_scales + c * rows + r * SIDE + row, mask=row < rows_left, other=0.0)
-                two = two + ((_from_fp8(tl.load(input + places, mask=mask, other=0), PTX) * scale[:, None]).to(DTYPE),)
-        strips = strips + (_pair(two[0], two[1], DTYPE, PTX),)
+    if input_scales is not None:
+        input_scales += c * rows + r * SIDE
+    strips = _pairs_of_tile(
+        input, input_scales, first, place, rows_left, columns_left, input_row, input_column, DTYPE, PTX
+    )
 
     if ROWS_T is not None or ROWS == SIDE:
         of_columns = _largest(_largest_of_strips(strips, PTX), 0, PTX)
@@ -347,6 +440,74 @@ def _quantise(
         else:
             tl.store(scales_t + c * (values_t_row // (SIDE // 4)) + r, scale_all)
             _store_transposed(numbers, inverse_all, values_t, values_t_row, columns_left, WIDE, PTX)
+
+
+@triton.jit
+def _quantise_narrow(
+    input, input_scales, values, scales, values_t, scales_t,
+    rows, columns, column_blocks, input_row, input_column, values_row, values_t_row,
+    WIDE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Input (rows, columns) in blocks of (1, 32), its transpose too; None is not wanted.
+
+    values (rows, values_row) and scales are ``float8.quantise(input, 1, 32)``; values_t (columns, 4 · values_t_row), in
+    words, and scales_t are ``float8.quantise(inputᵀ, 1, 32)``.
+    """
+    r, c = _tile_of(column_blocks)
+    first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
+    part = tl.arange(0, PARTS)[:, None]
+    rows_left, columns_left = rows - r * SIDE, columns - c * SIDE
+    OWN: tl.constexpr = tl.bfloat16 if input_scales is not None else input.dtype.element_ty
+    DTYPE: tl.constexpr = tl.float32 if OWN == tl.float64 else OWN
+    input += r * SIDE * input_row + c * SIDE * input_column
+    if input_scales is not None:
+        input_scales += c * PARTS * rows + r * SIDE
+    strips = _pairs_of_tile(
+        input, input_scales, first, place, rows_left, columns_left, input_row, input_column, DTYPE, PTX, rows
+    )
+
+    if values is not None:
+        values += r * SIDE * values_row + c * SIDE
+        stored = place < values_row - c * SIDE
+        of_rows = ()
+        numbers = _strips_of_pairs(_anew(strips, PTX), False, True, DTYPE)
+        for i in tl.static_range(STRIPS):
+            if i % 2 == 0:
+                both = _largest_of_rows(strips[i // 2], NARROW, PTX)
+            largest = _of_pair(both, i % 2 == 1, DTYPE)
+            of_rows = of_rows + (largest,)
+            code = _to_fp8(numbers[i] * _beside_rows(_scale(largest)[1], NARROW), PTX)
+            row = first + i
+            mask = (row < rows_left)[:, None] & stored[None, :]
+            tl.store(values + row[:, None] * values_row + place[None, :], code, mask=mask)
+        scales += c * PARTS * rows + r * SIDE
+        mask = (place < rows_left)[None, :] & (part < values_row // NARROW - c * PARTS)
+        scale = _scale(_parts_in_order(of_rows))[0]
+        tl.store(scales + _places_of_scales(rows, place, NARROW), scale, mask=mask)
+
+    if values_t is not None:
+        values_t += c * SIDE * values_t_row + r * (SIDE // 4)
+        scale, inverse = _scale(_larger_half(_largest_of_columns(strips, NARROW, PTX), DTYPE))
+        scales_t += r * PARTS * columns + c * SIDE
+        mask = (place < columns_left)[None, :] & (part < values_t_row // (NARROW // 4) - r * PARTS)
+        tl.store(scales_t + _places_of_scales(columns, place, NARROW), scale, mask=mask)
+        numbers = _strips_of_pairs(_anew(strips, PTX), False, True, DTYPE)
+        _store_transposed(
+            numbers, _beside_columns(inverse, NARROW), values_t, values_t_row, columns_left, WIDE, PTX,
+            values_t_row - r * (SIDE // 4),
+        )  # fmt: skip
+
+
+@triton.jit
+def _tile_scales(scales, tiles, rows, blocks, row_tiles, total, PLACES: tl.constexpr):
+    """``float8.tiled``: tiles (total,), bytes; scales (blocks, rows), float32."""
+    place = tl.program_id(0).to(tl.int64) * PLACES + tl.arange(0, PLACES)
+    tile, inside = place // (SIDE * 4), place % (SIDE * 4)
+    row = tile // row_tiles * SIDE + inside // 4 % 4 * 32 + inside // 16
+    block = tile % row_tiles * 4 + inside % 4
+    mask = (place < total) & (row < rows) & (block < blocks)
+    bits = tl.load(scales + block * rows + row, mask=mask, other=0.0).to(tl.int32, bitcast=True)
+    tl.store(tiles + place, (bits >> MANTISSA_BITS).to(tl.uint8), mask=place < total)
 
 
 @triton.jit
@@ -442,22 +603,28 @@ def _quantise_turned(
 @triton.jit
 def _dequantise(
     out, values, scales, rows, columns, column_blocks,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """value · scale; out and values (rows, columns) without gaps."""
+    """value · scale; out and values (rows, columns) without gaps, in blocks of (ROWS, 128), or of (1, 32)."""
     program = tl.program_id(0)
     c = (program % column_blocks).to(tl.int64)
     r = (program // column_blocks).to(tl.int64) * BLOCK_M
     row, place = _places(BLOCK_M, WIDE), _places(SIDE, WIDE)
     mask = row < rows - r
+    stored = mask[:, None] if COLUMNS == SIDE else mask[:, None] & (place < columns - c * SIDE)[None, :]
     places = row[:, None] * columns + place[None, :]
     corner = r * columns + c * SIDE
-    code = tl.load(values + corner + places, mask=mask[:, None], other=0)
-    if ROWS == 1:
+    code = tl.load(values + corner + places, mask=stored, other=0)
+    if COLUMNS == NARROW:
+        part = c * PARTS + tl.arange(0, PARTS)[None, :]
+        known = mask[:, None] & (part < columns // NARROW)
+        scale = tl.load(scales + part * rows + r + row[:, None], mask=known, other=0.0)[:, :, None]
+        scale = tl.reshape(tl.broadcast_to(scale, (BLOCK_M, PARTS, NARROW)), (BLOCK_M, SIDE))
+    elif ROWS == 1:
         scale = tl.load(scales + c * rows + r + row, mask=mask, other=0.0)[:, None]
     else:
         scale = tl.load(scales + (r // SIDE) * column_blocks + c)
-    tl.store(out + corner + places, _from_fp8(code, PTX) * scale, mask=mask[:, None])
+    tl.store(out + corner + places, _from_fp8(code, PTX) * scale, mask=stored)
 
 
 @triton.jit
@@ -497,11 +664,12 @@ def _gradients(
     up_values, up_scales, up_values_t, up_scales_t, up_sums, out_values_t, out_scales_t,
     rows, column_blocks, width, row_blocks,
     grad_row, grad_column, gate_row, gate_column, up_row, up_column,
-    ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr,
+    ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of act(gate) or act(gate) · up in (1, 128), in (1, 128) of the transpose, and summed over each
-    tile's rows; act's result transposed, in (128, 128). ``width``: a row of the gradients. WHOLE: no tile ends early.
+    """The gradients of act(gate) or act(gate) · up in (1, COLUMNS), in (1, COLUMNS) of the transpose, and summed over
+    each tile's rows; act's result transposed, in (128, 128) or (1, 32). ``width``: a row of the gradients. WHOLE: no
+    tile ends early; with COLUMNS of 32 none does.
 
     Pairs are (gate's gradient, up's) of an element; without up (gradient, result). With up there is no room for the
     result: 128 registers a thread let two programs share a multiprocessor, so that one loads while the other computes.
@@ -525,6 +693,7 @@ def _gradients(
     if PAIR:
         up_values_t += corner_t
     PARKED: tl.constexpr = PAIR and DTYPE.primitive_bitwidth == 16
+    COUNT: tl.constexpr = PARTS if COLUMNS == NARROW else 1
 
     strips = ()
     results = ()
@@ -563,31 +732,34 @@ def _gradients(
             result = y if WHOLE else tl.where(mask, y, 0.0)
             pair = _pair(_input_grad(g, x, derivative, ACTIVATION), result, DTYPE, PTX)
         strips = strips + (pair,)
-        largest = _largest(_sizes(pair), 1, PTX)
+        largest = _largest_of_rows(pair, COLUMNS, PTX)
         of_rows = of_rows + (largest,)
         places = corner + row[:, None] * width + place[None, :]
-        inverse = _scale(_of_pair(largest, False, DTYPE))[1]
-        tl.store(gate_values + places, _to_fp8(_of_pair(pair, False, DTYPE) * inverse[:, None], PTX), mask=mask)
+        inverse = _beside_rows(_scale(_of_pair(largest, False, DTYPE))[1], COLUMNS)
+        tl.store(gate_values + places, _to_fp8(_of_pair(pair, False, DTYPE) * inverse, PTX), mask=mask)
         if PAIR:
-            inverse = _scale(_of_pair(largest, True, DTYPE))[1]
-            tl.store(up_values + places, _to_fp8(_high_once(pair, DTYPE, PTX) * inverse[:, None], PTX), mask=mask)
+            inverse = _beside_rows(_scale(_of_pair(largest, True, DTYPE))[1], COLUMNS)
+            tl.store(up_values + places, _to_fp8(_high_once(pair, DTYPE, PTX) * inverse, PTX), mask=mask)
     place = _anew((place,), PTX)[0]  # else addresses, too, would be kept from the start
-    largest = _rows_in_order(of_rows)
-    places = c * rows + r * SIDE + place
-    tl.store(gate_scales + places, _scale(_of_pair(largest, False, DTYPE))[0], mask=place < rows_left)
+    largest = _parts_in_order(of_rows) if COLUMNS == NARROW else _rows_in_order(of_rows)
+    places = c * COUNT * rows + r * SIDE + _places_of_scales(rows, place, COLUMNS)
+    mask = (place < rows_left)[None, :] if COLUMNS == NARROW else place < rows_left
+    tl.store(gate_scales + places, _scale(_of_pair(largest, False, DTYPE))[0], mask=mask)
     if PAIR:
-        tl.store(up_scales + places, _scale(_of_pair(largest, True, DTYPE))[0], mask=place < rows_left)
+        tl.store(up_scales + places, _scale(_of_pair(largest, True, DTYPE))[0], mask=mask)
 
     strips = _anew(strips, PTX)
-    of_columns = _largest(_largest_of_strips(strips, PTX), 0, PTX)
+    of_columns = _largest_of_columns(strips, COLUMNS, PTX)
     places = r * width + c * SIDE
     scale, inverse = _scale(_of_pair(of_columns, False, DTYPE))
-    tl.store(gate_scales_t + places + place, scale)
+    corner_of_scales = r * COUNT * width + c * SIDE
+    tl.store(gate_scales_t + corner_of_scales + _places_of_scales(width, place, COLUMNS), scale)
     strips = _anew(strips, PTX)
     _store_sums(_strips_of_pairs(strips, False, False, DTYPE), gate_sums + places)
     strips = _anew(strips, PTX)
     numbers = _strips_of_pairs(strips, False, False, DTYPE)
-    _store_transposed(numbers, inverse[None, :], gate_values_t + corner_t, values_t_row, None, WIDE, PTX)
+    inverse = _beside_columns(inverse, COLUMNS)
+    _store_transposed(numbers, inverse, gate_values_t + corner_t, values_t_row, None, WIDE, PTX)
 
     strips = _anew(strips, PTX)
     of_columns = _of_pair(of_columns, True, DTYPE)
@@ -595,23 +767,26 @@ def _gradients(
         if PARKED:
             results = _parked(up_values_t, values_t_row, DTYPE, WIDE, PTX)
         scale, inverse = _scale(of_columns)
-        tl.store(up_scales_t + places + place, scale)
+        tl.store(up_scales_t + corner_of_scales + _places_of_scales(width, place, COLUMNS), scale)
         _store_sums(_strips_of_pairs(strips, True, False, DTYPE), up_sums + places)
         strips = _anew(strips, PTX)
         numbers = _strips_of_pairs(strips, True, False, DTYPE)
-        _store_transposed(numbers, inverse[None, :], up_values_t, values_t_row, None, WIDE, PTX)
+        _store_transposed(numbers, _beside_columns(inverse, COLUMNS), up_values_t, values_t_row, None, WIDE, PTX)
 
         if PARKED:
             results = _parked(out_values_t, values_t_row, DTYPE, WIDE, PTX) + results
         strips = results
         strips = _anew(strips, PTX)
-        both = _largest(_largest_of_strips(strips, PTX), 0, PTX)
-        of_columns = tl.maximum(
-            _of_pair(both, False, DTYPE).to(tl.int32, bitcast=True),
-            _of_pair(both, True, DTYPE).to(tl.int32, bitcast=True),
-        ).to(tl.float32, bitcast=True)
-    scale, inverse = _scale(tl.max(of_columns.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True))
-    tl.store(out_scales_t + c * row_blocks + r, scale)
+        of_columns = _larger_half(_largest_of_columns(strips, COLUMNS, PTX), DTYPE)
+    if COLUMNS == NARROW:
+        scale, inverse = _scale(of_columns)
+        columns = column_blocks * SIDE
+        out_scales_t += r * COUNT * columns + c * SIDE
+        tl.store(out_scales_t + _places_of_scales(columns, place, COLUMNS), scale)
+        inverse = _beside_columns(inverse, COLUMNS)
+    else:
+        scale, inverse = _scale(tl.max(of_columns.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True))
+        tl.store(out_scales_t + c * row_blocks + r, scale)
     numbers = _strips_of_pairs(strips, True, PAIR, DTYPE)
     _store_transposed(numbers, inverse, out_values_t, values_t_row, None, WIDE, PTX)
 
@@ -653,11 +828,16 @@ def _in_words(values_t: Tensor) -> Tensor:
 
 
 def _run_quantise(
-    input: Tensor, rows: int | None, rows_t: int | None, input_scales: Tensor | None = None
+    input: Tensor,
+    rows: int | None,
+    rows_t: int | None,
+    input_scales: Tensor | None = None,
+    columns: int = BLOCK,
 ) -> tuple[Tensor, ...]:
-    """(values, scales) of input in blocks of (rows, 128) and of its transpose in (rows_t, 128), without what is None.
+    """(values, scales) of input in blocks of (rows, columns), of its transpose in (rows_t, columns); without None's.
 
-    One pass over memory, which reads along rows. With ``input_scales`` input is float8 in blocks of (1, 128).
+    One pass over memory, which reads along rows. With ``input_scales`` input is float8 in blocks of (1, columns).
+    ``columns``: 128, or 32.
     """
     r, c = input.shape
     ptx = _ptx(input.device)
@@ -666,22 +846,24 @@ def _run_quantise(
         if of_blocks is None:
             found += [None, None]
             continue
-        wide = float8.padded(width)
-        shape = float8.scales_shape((height, wide), of_blocks)
+        wide = float8.padded(width, columns)
+        shape = float8.scales_shape((height, wide), of_blocks, columns)
         found += [
             input.new_empty((height, wide), dtype=torch.uint8),
             input.new_empty(shape, dtype=torch.float32),
         ]
     values, scales, values_t, scales_t = found
     if r and c:
-        width, width_t = float8.padded(c), float8.padded(r)
+        width, width_t = float8.padded(c, columns), float8.padded(r, columns)
+        stored = values, scales, None if values_t is None else _in_words(values_t), scales_t
+        narrow = columns == MX_BLOCK
         launching.launch(
-            _quantise, (blocks(r, BLOCK) * blocks(c, BLOCK), 1, 1), input.device,
-            (input, input_scales, values, scales, None if values_t is None else _in_words(values_t), scales_t),
-            (r, c, width // BLOCK, input.stride(0), input.stride(1), width, width_t // 4),
+            _quantise_narrow if narrow else _quantise, (blocks(r, BLOCK) * blocks(c, BLOCK), 1, 1), input.device,
+            (input, input_scales, *stored),
+            (r, c, blocks(c, BLOCK), input.stride(0), input.stride(1), width, width_t // 4),
             {
-                "ROWS": rows, "ROWS_T": rows_t, "WIDE": _wide(*input.stride(), width, width_t), "PTX": ptx,
-                "num_warps": _WARPS, **OPTIONS,
+                **({} if narrow else {"ROWS": rows, "ROWS_T": rows_t}),
+                "WIDE": _wide(*input.stride(), width, width_t), "PTX": ptx, "num_warps": _WARPS, **OPTIONS,
             },
         )  # fmt: skip
     return tuple(t.view(FP8) if t.dtype == torch.uint8 else t for t in found if t is not None)
@@ -741,48 +923,68 @@ def quantise(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Te
 
     Where a row is a block, and the columns lie close, its largest elements are torch's to find: a pass more.
     """
-    if (columns or BLOCK) != BLOCK:
+    if (columns or BLOCK) not in (BLOCK, MX_BLOCK):
         if rows == 1 and not _is_turned(input):
             return _quantise_in_rows(input)
         largest = input.abs().amax(1 if rows == 1 else (0, 1)).reshape(-1, 1)
         scales = float8.quantise(largest, 1, 1)[1]
         return quantise_by(input, scales), scales
-    along_rows = _is_turned(input)
-    values, scales = _run_quantise(input.t(), None, rows) if along_rows else _run_quantise(input, rows, None)
+    given = (input.t(), None, rows) if _is_turned(input) else (input, rows, None)
+    values, scales = _run_quantise(*given, columns=columns or BLOCK)
     return values, scales
 
 
-def quantise_both(input: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(*quantise(input, 1), *quantise(input.t(), 1)) from one read of input (r, c)."""
+def tile_scales(scales: Tensor) -> Tensor:
+    """``float8.tiled`` in one kernel."""
+    blocks_of_row, rows = scales.shape
+    row_tiles = blocks(blocks_of_row, 4)
+    tiles = scales.new_empty(float8.tiled_size(blocks_of_row, rows), dtype=torch.uint8)
+    if tiles.numel():
+        launching.launch(
+            _tile_scales, (blocks(tiles.numel(), _COLUMNS_OF_A_PART), 1, 1), scales.device,
+            (scales.contiguous(), tiles), (rows, blocks_of_row, row_tiles, tiles.numel()),
+            {"PLACES": _COLUMNS_OF_A_PART, "num_warps": 4, **OPTIONS},
+        )  # fmt: skip
+    return tiles
+
+
+def quantise_both(input: Tensor, columns: int = BLOCK) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(*quantise(input, 1, columns), *quantise(input.t(), 1, columns)) from one read of input (r, c)."""
     if input.stride(0) == 1 and input.stride(1) != 1:
-        values_t, scales_t, values, scales = _run_quantise(input.t(), 1, 1)
+        values_t, scales_t, values, scales = _run_quantise(input.t(), 1, 1, columns=columns)
     else:
-        values, scales, values_t, scales_t = _run_quantise(input, 1, 1)
+        values, scales, values_t, scales_t = _run_quantise(input, 1, 1, columns=columns)
     return values, scales, values_t, scales_t
 
 
+def _block_of_columns(columns: int) -> tuple[int, int]:
+    """In which a layer's input is quantised along its columns, as a weight, beside blocks of (1, columns)."""
+    return (1, MX_BLOCK) if columns == MX_BLOCK else (BLOCK, BLOCK)
+
+
 def requantise(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """quantise(dequantise(values, scales, 1).t(), 128) in one kernel. values (r, c) without gaps.
+    """quantise(dequantise(values, scales, 1).t(), 128), or (…, 1, 32), in one kernel. values (r, c) without gaps.
 
     In float32 but for the last bits of what lies below 2⁻¹²⁶, which go by bfloat16.
     """
-    found = _run_quantise(values.contiguous().view(torch.uint8), None, BLOCK, scales.contiguous())
+    rows_t, columns = _block_of_columns(float8.columns_of(values, scales, 1))
+    found = _run_quantise(values.contiguous().view(torch.uint8), None, rows_t, scales.contiguous(), columns)
     return found[0], found[1]
 
 
 def dequantise(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """``float8.dequantise`` in one kernel; where blocks are not 128 wide, in plain torch: no recipe needs it."""
-    r, c = values.shape
-    if float8.columns_of(values, scales, rows) != BLOCK:
+    """``float8.dequantise`` in one kernel; where a row is a block, in plain torch: no recipe needs it."""
+    (r, c), columns = values.shape, float8.columns_of(values, scales, rows)
+    if columns not in (BLOCK, MX_BLOCK):
         return float8.dequantise(values, scales, rows, dtype)
     out = values.new_empty((r, c), dtype=dtype)
     if out.numel():
         launching.launch(
-            _dequantise, (blocks(r, _ROWS_OF_DEQUANTISE) * (c // BLOCK), 1, 1), values.device,
-            (out, values.contiguous().view(torch.uint8), scales.contiguous()), (r, c, c // BLOCK),
+            _dequantise, (blocks(r, _ROWS_OF_DEQUANTISE) * blocks(c, BLOCK), 1, 1), values.device,
+            (out, values.contiguous().view(torch.uint8), scales.contiguous()), (r, c, blocks(c, BLOCK)),
             {
-                "ROWS": rows, "WIDE": _wide(c), "PTX": _ptx(values.device), "BLOCK_M": _ROWS_OF_DEQUANTISE,
-                "num_warps": 4, **OPTIONS,
+                "ROWS": rows, "COLUMNS": columns, "WIDE": _wide(c), "PTX": _ptx(values.device),
+                "BLOCK_M": _ROWS_OF_DEQUANTISE, "num_warps": 4, **OPTIONS,
             },
         )  # fmt: skip
     return out
@@ -796,12 +998,14 @@ def gradients_quantised(
     layout: str | None = None,
     up_offset: float = 0.0,
     clamp: float | None = None,
+    columns: int = BLOCK,
 ) -> tuple[Tensor, ...]:
     """What the two GEMMs around an activation's backward read, from one pass over its inputs.
 
     For each data tensor d (rows, columns) with gradient g, rounded to d's dtype as ``reference.{name}_backward`` gives
-    it, five tensors: ``*quantise(g, 1)``, ``*quantise(g.t(), 1)``, and g's sums over each 128 rows in float32,
-    (⌈rows / 128⌉, columns). Then, of the operator's result a in d's dtype, two: ``*quantise(a.t(), 128)``.
+    it, five tensors: ``*quantise(g, 1, columns)``, ``*quantise(g.t(), 1, columns)``, and g's sums over each 128 rows in
+    float32, (⌈rows / 128⌉, columns). Then, of the operator's result a in d's dtype, two: ``*quantise(a.t(), 128)``, or,
+    with ``columns`` of 32, ``*quantise(a.t(), 1, 32)``.
 
     Args:
         name: "bias_act" (data is (x,), and there is no bias), "glu" ((gate, up)) or "bias_glu" ((packed,)).
@@ -810,9 +1014,10 @@ def gradients_quantised(
         activation: a built-in one.
         layout: of packed data, "halves" or "swapped".
         up_offset, clamp: as the operators have them.
+        columns: of a block, 128 or 32; with 32 rows, too, are a multiple of 128.
 
     Raises:
-        ValueError: for another name or layout, or columns that are no multiple of 128.
+        ValueError: for another name or layout, or columns, or with ``columns`` of 32 rows, that are no multiple of 128.
         TypeError: for data of other dtypes than bfloat16, float16 and float32.
     """
     if name not in _WRITTEN_FOR or len(data) != _data_of(name):
@@ -822,6 +1027,8 @@ def gradients_quantised(
         raise ValueError(f"layout={layout!r} is not accepted: it must be 'halves' or 'swapped'")
     if grad.shape[1] % BLOCK:
         raise ValueError(f"grad has shape {tuple(grad.shape)}; accepted: columns in multiples of {BLOCK}")
+    if columns == MX_BLOCK and grad.shape[0] % BLOCK:
+        raise ValueError(f"grad has shape {tuple(grad.shape)}; accepted: rows in multiples of {BLOCK}")
     if data[0].dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"data has dtype {data[0].dtype}; accepted: bfloat16, float16, float32")
     ptx = _ptx(grad.device)
@@ -830,16 +1037,16 @@ def gradients_quantised(
     per_data = [
         (
             grad.new_empty((r, width), dtype=FP8),
-            grad.new_empty((width // BLOCK, r), dtype=torch.float32),
+            grad.new_empty((width // columns, r), dtype=torch.float32),
             grad.new_empty((width, padded), dtype=FP8),
-            grad.new_empty((padded // BLOCK, width), dtype=torch.float32),
+            grad.new_empty((padded // columns, width), dtype=torch.float32),
             grad.new_empty((padded // BLOCK, width), dtype=torch.float32),
         )
         for _ in data
     ]
     out = (
         grad.new_empty((c, padded), dtype=FP8),
-        grad.new_empty((c // BLOCK, padded // BLOCK), dtype=torch.float32),
+        grad.new_empty(float8.scales_shape((c, padded), *_block_of_columns(columns)), dtype=torch.float32),
     )
     found = (*(t for five in per_data for t in five), *out)
     if grad.numel() == 0:
@@ -864,7 +1071,7 @@ def gradients_quantised(
         (grad, gate, up, *_bytes_and_words(of_gate), *_bytes_and_words(of_up), _in_words(out[0]), out[1]),
         (r, c // BLOCK, width, padded // BLOCK, *strides),
         {
-            "ACTIVATION": activation, "OFFSET": up_offset, "CLAMP": clamp, "WHOLE": r == padded,
+            "ACTIVATION": activation, "OFFSET": up_offset, "CLAMP": clamp, "COLUMNS": columns, "WHOLE": r == padded,
             "WIDE": _wide(*strides, width, padded), "PTX": ptx, "num_warps": _WARPS, **registers, **OPTIONS,
         },
     )  # fmt: skip
@@ -874,9 +1081,13 @@ def gradients_quantised(
 _WRITTEN_FOR = ("bias_act", "glu", "bias_glu")  # the operators whose gradients the kernel above computes
 
 
+def _declared(name: str) -> Elementwise:
+    return next(op for op in elementwise() if op.name == name)
+
+
 def _data_of(name: str) -> int:
     """How many tensors of data a declared operator has."""
-    return next(op.data for op in elementwise() if op.name == name)
+    return _declared(name).data
 
 
 def launch_of(name: str) -> Callable[..., Any]:
@@ -885,11 +1096,13 @@ def launch_of(name: str) -> Callable[..., Any]:
     if operator == name:
         return globals()[name]  # type: ignore[no-any-return]
     data = _data_of(operator)
+    end = data + len(_declared(operator).required_scalars)
 
     def gradients(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        activation, *scalars = args[data:]
+        activation, *scalars = args[data:end]
         layout = scalars.pop(0) if operator == "bias_glu" else None
-        return gradients_quantised(operator, grad, args[:data], activation, layout, *scalars)
+        (columns,) = args[end:] or (BLOCK,)  # left out where it is the default
+        return gradients_quantised(operator, grad, args[:data], activation, layout, *scalars, columns=columns)
 
     return gradients
 
@@ -940,9 +1153,38 @@ def scaled_mm(
     if not (m and n and k):
         out = a.new_zeros((m, n), dtype=wide)
         return (out if addend is None else out + addend).to(dtype)
-    in_rows = rows in (1, n) and float8.columns_of(a, a_scales, 1) == k  # 128 columns may be blocks too: all the same
+    columns = float8.columns_of(a, a_scales, 1)
+    in_rows = rows in (1, n) and columns == k  # 128 columns, or 32, may be blocks too: all the same
+    if columns == MX_BLOCK and not in_rows:
+        return scaled_mm_tiled(a, tile_scales(a_scales), b, tile_scales(b_scales), bias, dtype)
     by_library = _by_rows if in_rows else _by_blocks
     return by_library(a, a_scales, b, b_scales, addend, rows, wide).to(dtype).contiguous()
+
+
+def scaled_mm_tiled(
+    a: Tensor, a_tiles: Tensor, b: Tensor, b_tiles: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """a · bᵀ + bias of blocks of (1, 32), with scales as ``float8.tiled`` gives them: cuBLASLt's, from CUDA 12.8.
+
+    Raises:
+        ValueError, RuntimeError: from torch, on other devices than sm_100 and sm_103.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    addend = None if bias is None else bias.to(wide)
+    if not (m and n and k):
+        out = a.new_zeros((m, n), dtype=wide)
+        return (out if addend is None else out + addend).to(dtype)
+    right = _up_to(b, 0, _ROWS_OF_B)  # within b's last tiles
+    in_product = addend is not None and wide == torch.bfloat16 and right.shape[0] == n  # none with float32 results
+    recipe, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+    out = torch.nn.functional.scaled_mm(
+        _up_to(a, 0, 1), right.t(),
+        scale_a=a_tiles.view(torch.float8_e8m0fnu), scale_recipe_a=recipe, swizzle_a=swizzle,
+        scale_b=b_tiles.view(torch.float8_e8m0fnu), scale_recipe_b=recipe, swizzle_b=swizzle,
+        bias=addend if in_product else None, output_dtype=wide,
+    )[:, :n]  # fmt: skip
+    return (out if addend is None or in_product else out + addend).to(dtype).contiguous()
 
 
 def _by_blocks(

@@ -104,8 +104,8 @@ class FusedMLP(nn.Module):
             both products in tiles of rows, forward and backward; "tiled:16" says how many. (Of ReLU
             "free" keeps what it gives.) Results are the same; so are gradients but with "fp8".
         gemm: what both linears multiply in, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or in float8,
-            "fp8", "fp8-wgrad-bf16" or "fp8-rowwise" (``functional.linear_fp8``), for sizes that are multiples of 128,
-            in rows of 16.
+            "fp8", "fp8-wgrad-bf16", "fp8-rowwise", "mxfp8" or "mxfp8-wgrad-bf16" (``functional.linear_fp8``), for sizes
+            that are multiples of 128, in rows of 16, by "mxfp8" of 32.
         device, dtype: of the parameters.
         checkpoint_layout: the layout of the state dicts that are loaded, for those whose keys and shapes do not tell:
             "gate_up_proj/down_proj interleaved" has the keys and shapes of "gate_up_proj/down_proj".

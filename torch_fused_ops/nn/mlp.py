@@ -295,8 +295,8 @@ class MLP(_Block):
         pg_collection: Megatron's ``ProcessGroupCollection``, whose ``tp`` (of an expert ``expt_tp``) is the tp_group
             where none is given; handed on to the linears.
         gemm: what both linears multiply in, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or in float8,
-            "fp8", "fp8-wgrad-bf16" or "fp8-rowwise" (``functional.linear_fp8``), for sizes that are multiples of 128,
-            in rows of 16, in one process.
+            "fp8", "fp8-wgrad-bf16", "fp8-rowwise", "mxfp8" or "mxfp8-wgrad-bf16" (``functional.linear_fp8``), for sizes
+            that are multiples of 128, in rows of 16, by "mxfp8" of 32, in one process.
 
     Raises:
         ValueError, TypeError: for flags that do not go together, each with its reason. Nothing is left for ``forward``.

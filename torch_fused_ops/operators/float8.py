@@ -1,9 +1,10 @@
 """``fused::linear_fp8``, a linear layer whose products are in float8, and the operators that it consists of.
 
-    quantise      a tensor as float8 with a scale for each block: (1, 128) or (128, 128), a row, or all of it
+    quantise      a tensor as float8 with a scale for each block: (1, 128), (128, 128), (1, 32), a row, or all of it
     quantise_by   the same by scales that are known
     dequantise    back
     scaled_mm     a product of two of those
+    scaled_mm_tiled    that in blocks of (1, 32), with scales as sm_100 reads them, which lowerings make
     linear_fp8    input · weightᵀ + bias, and its gradients, in these four, by a recipe (``recipes.RECIPES``)
 
     scaled_grouped_mm      a product of a mixture's experts, each of its own rows
@@ -33,7 +34,7 @@ from torch_fused_ops.operators.autograd import define, register
 from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
 from torch_fused_ops.operators.registration import imported
-from torch_fused_ops.recipes import BLOCK, RECIPES, Block, Recipe
+from torch_fused_ops.recipes import BLOCK, MX_BLOCK, RECIPES, Block, Recipe
 
 __all__ = ["DTYPES_OF_EXPERTS", "DTYPES_OF_PRODUCTS", "grouped_linear", "linear", "register_plain"]
 
@@ -49,12 +50,13 @@ def _check_matrix(name: str, t: Tensor, *dtypes: torch.dtype) -> None:
 
 
 def _check_blocks(name: str, shape: Sequence[int], rows: int, columns: int) -> None:
-    """Blocks are (1, 128), (128, 128), a row, or all of it; there are whole ones."""
+    """Blocks are (1, 128), (128, 128), (1, 32), a row, or all of it; there are whole ones."""
     r, c = shape
     if rows not in (1, BLOCK, r) or rows == 0:
         refuse("rows", rows, f"1 or {BLOCK}, the rows of a block, or {r}, those of {name}")
-    if columns not in (BLOCK, c):
-        refuse("columns", columns, f"{BLOCK}, the columns of a block, or {c}, those of {name}")
+    if columns not in (BLOCK, c) and (rows, columns) != (1, MX_BLOCK):
+        widths = f"{BLOCK} or {MX_BLOCK}" if rows == 1 else f"{BLOCK}"
+        refuse("columns", columns, f"{widths}, the columns of a block, or {c}, those of {name}")
     if r % rows:
         raise ValueError(f"{name} has shape {tuple(shape)}; accepted: a first axis of a multiple of rows={rows}")
 
@@ -89,7 +91,7 @@ def _check_stored(name: str, values: Tensor, scales: Tensor, rows: int) -> None:
     if columns == values.shape[1]:
         _check_blocks(name, values.shape, rows, columns)
     else:
-        columns = BLOCK
+        columns = MX_BLOCK if (rows, columns) == (1, MX_BLOCK) else BLOCK
         if rows not in (1, BLOCK):
             refuse("rows", rows, f"1 or {BLOCK}, the rows of a block")
     expected = float8.scales_shape(values.shape, rows, columns)
@@ -110,11 +112,31 @@ def _check_product(
 ) -> None:
     _check_stored("a", a, a_scales, 1)
     _check_stored("b", b, b_scales, rows)
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(f"b has shape {tuple(b.shape)}; accepted: (…, {a.shape[1]}), the last axis of a")
+    _check_operands(a, b, bias, dtype)
     widths = [float8.columns_of(a, a_scales, 1), float8.columns_of(b, b_scales, rows)]
     if widths[0] != widths[1]:
         raise ValueError(f"a and b have blocks of {widths[0]} and {widths[1]} columns; accepted: as many in both")
+
+
+def _check_tiled_product(
+    a: Tensor, a_tiles: Tensor, b: Tensor, b_tiles: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> None:
+    for name, values, tiles in (("a", a, a_tiles), ("b", b, b_tiles)):
+        _check_matrix(name, values, float8.FP8)
+        if tiles.dtype != torch.uint8:
+            refuse_dtype(f"{name}_tiles", tiles, (torch.uint8,))
+        rows, columns = values.shape
+        if columns % MX_BLOCK:
+            raise ValueError(f"{name} has shape {tuple(values.shape)}; accepted: whole blocks of (1, {MX_BLOCK})")
+        expected = (float8.tiled_size(columns // MX_BLOCK, rows),)
+        if tuple(tiles.shape) != expected:
+            raise ValueError(f"{name}_tiles has shape {tuple(tiles.shape)}; accepted: {expected}")
+    _check_operands(a, b, bias, dtype)
+
+
+def _check_operands(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"b has shape {tuple(b.shape)}; accepted: (…, {a.shape[1]}), the last axis of a")
     if bias is not None and tuple(bias.shape) != (b.shape[0],):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; accepted: ({b.shape[0]},), the first axis of b")
     if dtype not in DTYPES_OF_PRODUCTS:
@@ -152,7 +174,7 @@ def _check_ends(ends: Tensor, weight: Tensor) -> None:
 def _fake_quantise(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
     _check_quantise(input, rows, columns)
     r, c = input.shape
-    values = input.new_empty((r, float8.padded(c) if columns == BLOCK else c), dtype=float8.dtype_of(input.device))
+    values = input.new_empty((r, float8.stored_columns(c, columns)), dtype=float8.dtype_of(input.device))
     return values, input.new_empty(float8.scales_shape(values.shape, rows, columns), dtype=torch.float32)
 
 
@@ -170,6 +192,13 @@ def _fake_product(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype
 ) -> Tensor:
     _check_product(a, a_scales, b, b_scales, bias, rows, dtype)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+def _fake_tiled_product(
+    a: Tensor, a_tiles: Tensor, b: Tensor, b_tiles: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    _check_tiled_product(a, a_tiles, b, b_tiles, bias, dtype)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
@@ -257,6 +286,25 @@ _scaled_mm = register_plain(
     _check_product,
 )
 
+_scaled_mm_tiled = register_plain(
+    Signature(
+        "scaled_mm_tiled",
+        arguments_of(
+            a="Tensor: data",
+            a_tiles="Tensor: scales",
+            b="Tensor: data",
+            b_tiles="Tensor: scales",
+            bias="Tensor?: per_column",
+            dtype="ScalarType",
+        ),
+        ("data",),
+        "scaled_mm in blocks of (1, 32), by scales of 8 bits in tiles of 128 rows and 4 blocks, as sm_100 reads them.",
+    ),
+    float8.tiled_product,
+    _fake_tiled_product,
+    _check_tiled_product,
+)
+
 _scaled_grouped_mm = register_plain(
     Signature(
         "scaled_grouped_mm",
@@ -281,7 +329,7 @@ def _flop(a: Sequence[int], a_scales: Sequence[int], b: Sequence[int], *rest: An
     return rows_times_columns(a, b)
 
 
-for _op in (_scaled_mm, _scaled_grouped_mm):
+for _op in (_scaled_mm, _scaled_mm_tiled, _scaled_grouped_mm):
     count(_op, _flop)
 
 # ---- linear ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ its columns. Compiled backward graphs call these operators where they find all t
 
     quantise_both                      a matrix along its rows and along its columns
     …_backward_quantised               that of an activation's gradients, with sums, and of its result
-    requantise                         what is quantised along its rows, along its columns, in blocks of (128, 128)
+    requantise                         what is quantised along its rows, along its columns, as a weight would be
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import float8
-from torch_fused_ops.declaration import DATA, Elementwise, Signature, arguments_of
+from torch_fused_ops.declaration import DATA, Elementwise, Signature, arguments_of, refuse
 from torch_fused_ops.operators import plain
 from torch_fused_ops.operators.activation import FAMILY
 from torch_fused_ops.operators.float8 import register_plain
-from torch_fused_ops.recipes import BLOCK
+from torch_fused_ops.recipes import BLOCK, MX_BLOCK
 
 __all__ = ["QUANTISED", "RESULTS"]
 
@@ -31,8 +31,13 @@ QUANTISED: dict[Elementwise, torch._ops.OpOverload] = {}
 RESULTS = 5  # of each gradient: values and scales along its rows, values and scales along its columns, sums
 
 
-def _both(input: Tensor) -> tuple[Tensor, ...]:
-    return *float8.quantise(input, 1), *float8.quantise(input.t(), 1)
+def _both(input: Tensor, columns: int = BLOCK) -> tuple[Tensor, ...]:
+    return *float8.quantise(input, 1, columns), *float8.quantise(input.t(), 1, columns)
+
+
+def _check_both(input: Tensor, columns: int = BLOCK) -> None:
+    if columns not in (BLOCK, MX_BLOCK):
+        refuse("columns", columns, f"{BLOCK} or {MX_BLOCK}, the columns of a block")
 
 
 def _sums(gradient: Tensor) -> Tensor:
@@ -42,18 +47,24 @@ def _sums(gradient: Tensor) -> Tensor:
     return wide.reshape(-1, BLOCK, gradient.shape[1]).sum(1)
 
 
+def _of_columns(columns: int) -> tuple[int, int]:
+    """The blocks of a layer's input along its columns, as of a weight, beside blocks of (1, columns)."""
+    return (1, MX_BLOCK) if columns == MX_BLOCK else (BLOCK, BLOCK)
+
+
 def _requantise(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    return float8.quantise(float8.dequantise(values, scales, 1, torch.float32).t(), BLOCK)
+    wide = float8.dequantise(values, scales, 1, torch.float32)
+    return float8.quantise(wide.t(), *_of_columns(float8.columns_of(values, scales, 1)))
 
 
 def _signature(op: Elementwise) -> Signature:
     """``…_backward_quantised`` of a declared operator, for calls without biases and scales."""
     return Signature(
         f"{op.name}_backward_quantised",
-        (*op.backward.arguments[: 1 + op.data], *op.required_scalars),
+        (*op.backward.arguments[: 1 + op.data], *op.required_scalars, *arguments_of(columns=f"int={BLOCK}")),
         (*("data", "scales", "data", "scales", "sums") * op.data, "data", "scales"),
         f"For each of {op.backward.name}'s gradients of data what quantise_both gives of it, and its sums over each "
-        f"{BLOCK} rows; and {op.name}'s result along its columns, in blocks of ({BLOCK}, {BLOCK}).",
+        f"{BLOCK} rows; and {op.name}'s result along its columns, in blocks of ({BLOCK}, {BLOCK}), or (1, {MX_BLOCK}).",
     )
 
 
@@ -61,12 +72,14 @@ def _of(op: Elementwise) -> Callable[..., tuple[Tensor, ...]]:
     forward, backward = plain.forward(op), plain.backward(op)
     others = (None,) * (len(op.tensors) - op.data)
     wanted = tuple(kind in DATA for kind in op.kinds)
+    end = op.data + len(op.required_scalars)
 
     def quantised(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        arguments = *args[: op.data], *others, *args[op.data :]
+        (columns,) = args[end:] or (BLOCK,)  # left out where it is the default
+        arguments = *args[: op.data], *others, *args[op.data : end]
         gradients = backward(grad, *arguments, wanted)[: op.data]
-        of_each = [part for g in gradients if g is not None for part in (*_both(g), _sums(g))]
-        return *of_each, *float8.quantise(forward(*arguments).t(), BLOCK)
+        of_each = [part for g in gradients if g is not None for part in (*_both(g, columns), _sums(g))]
+        return *of_each, *float8.quantise(forward(*arguments).t(), *_of_columns(columns))
 
     return quantised
 
@@ -83,25 +96,28 @@ def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
     return fake
 
 
-def _register(signature: Signature, function: Callable[..., Any]) -> torch._ops.OpOverload:
-    return register_plain(signature, function, _fake(function))
+def _register(
+    signature: Signature, function: Callable[..., Any], check: Callable[..., None] | None = None
+) -> torch._ops.OpOverload:
+    return register_plain(signature, function, _fake(function), check)
 
 
 _register(
     Signature(
         "quantise_both",
-        arguments_of(input="Tensor: data"),
+        arguments_of(input="Tensor: data", columns=f"int={BLOCK}"),
         ("data", "scales", "data", "scales"),
-        "quantise(input, 1) and quantise(inputᵀ, 1), in one pass.",
+        "quantise(input, 1, columns) and quantise(inputᵀ, 1, columns), in one pass.",
     ),
     _both,
+    _check_both,
 )
 _register(
     Signature(
         "requantise",
         arguments_of(values="Tensor: data", scales="Tensor: scales"),
         ("data", "scales"),
-        f"quantise(dequantise(values, scales, 1)ᵀ, {BLOCK}), in one pass.",
+        f"quantise(dequantise(values, scales, 1)ᵀ, {BLOCK}), in one pass; of blocks of (1, {MX_BLOCK}) again in these.",
     ),
     _requantise,
 )
