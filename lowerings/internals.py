@@ -52,6 +52,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
         "InputBuffer",
         "MultiTemplateBuffer",
         "Pointwise",
+        "ReinterpretView",
         "StorageBox",
         "TensorBox",
         "ir_node_to_tensor",

@@ -88,6 +88,18 @@ def test_what_is_not_known(arguments: dict[str, Any], message: str) -> None:
         tfo.plan(nn.Linear(2, 2), torch.empty(1, 2), **{"memory": "1GiB", **arguments})
 
 
+@pytest.mark.seconds("two captures and compilations on paper, the second with other sizes")
+def test_a_plan_is_static_whatever_sizes_were_seen() -> None:
+    """Dynamo would take the tokens' number for dynamic the second time, and shapes for symbols."""
+    with torch.device("meta"):
+        model = models.Llama(models.Config(layers=1, width=64, hidden=128, heads=4, context=64, vocabulary=64))
+        for length in (16, 24):
+            tokens = torch.zeros(2, length, dtype=torch.long)
+            torch.compile(model, backend="eager")(tokens, tokens)
+            captured = captured_model(model, (tokens, tokens), {}, 4)
+            assert split(captured, 2)[1].sent(captured.units, lambda unit: unit) > 0
+
+
 def test_what_is_no_size_but_a_level() -> None:
     with pytest.raises(ValueError, match=r"memory='fp8' is not accepted: .*; a plan chooses the levels itself"):
         bytes_of("fp8")

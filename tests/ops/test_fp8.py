@@ -226,6 +226,7 @@ OTHERS = {
     "convert_glu_layout",
     "bias_dropout_add",
     "dropout_add",
+    "grouped_linear_fp8",
     "linear_fp8",
     "scaled_masked_softmax",
     "shard_seed",

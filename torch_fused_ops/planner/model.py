@@ -201,7 +201,7 @@ def _captured(
     for whole in (True, False):
         try:
             with torch.enable_grad():
-                run_captured(model, args, kwargs, capture, fullgraph=whole)
+                run_captured(model, args, kwargs, capture, fullgraph=whole, dynamic=False)
             break
         except _Captured:
             break
