@@ -2,8 +2,9 @@
 
 A compiled step is cut into segments, one for each layer (unit) forward and one backward: bytes alive relative to the
 segment's beginning, what it leaves, and its seconds. Equal layers have equal segments, and a layer's memory level
-changes its own segments: so the curve of a model with any number of layers, at any levels, is a sum over segments. What
-is not exact in it: where neighbours differ in their levels, Inductor may order their work in another way.
+changes its own segments: so the curve of a model with any number of layers, at any levels, is a sum over segments. A
+segment begins and ends with what is still to be read: memory that Inductor holds for a later result is the later one's.
+What is not exact in it: in a longer graph Inductor may order the work in another way.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ OFF = "off"  # a level of a whole model, never of a part
 # others one does, and the first.
 ENDING = 2
 KEPT = 2 + ENDING
-# What a curve that was put together may be short of the whole model's, all at one level: 1.5 % where it was measured.
+# What a curve that was put together may be short of the whole model's.
 MARGIN = 0.02
 
 
@@ -198,8 +199,9 @@ class Step:
     def reserve(self, levels: Mapping[str, str], curve: Curve | None = None) -> int:
         """Bytes by which the whole model's peak may be above that of the curve at these levels, if put together.
 
-        At the border between two levels the compiler may keep what one layer rebuilds beside another's: measured were
-        exactly one MLP's pre-activation too little, and one layer's too much.
+        Of the models that were measured none was (``docs/plan.md``): it is left for another order of the work, which
+        the compiler may find in the longer graph. At the border between two levels that may keep what one layer
+        rebuilds beside another's.
         """
         if not self.stacks:
             return 0
