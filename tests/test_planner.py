@@ -700,7 +700,7 @@ def test_the_curve_put_together_is_the_whole_models(kind: str, mixed: str) -> No
     levels = dict(zip(step.units, MIXED[mixed], strict=True))
     found = compiled_timeline(whole, H100, policy_of(step.mlps, levels))[0]
     composed = step.at(levels)
-    assert composed.peak == pytest.approx(found.peak, rel=1e-4) and composed.kept == found.kept
+    assert composed.peak == pytest.approx(found.peak, rel=1e-4) and composed.kept == pytest.approx(found.kept, rel=1e-3)
 
 
 @pytest.mark.slow

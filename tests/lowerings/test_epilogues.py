@@ -268,6 +268,7 @@ def test_training_is_left_alone(cpu_has_it: None, trained: str) -> None:
     torch.testing.assert_close(out, model(x))
 
 
+@pytest.mark.seconds("machine code, twice, by the C++ compiler")
 @pytest.mark.parametrize("how", ["library", pytest.param("measured", marks=pytest.mark.slow)])
 def test_cpu_stays_as_it_is(how: str) -> None:
     """oneDNN and the C++ templates have epilogues of their own."""
