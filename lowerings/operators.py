@@ -41,35 +41,61 @@ aten = torch.ops.aten
 
 
 class _Slot(int):
-    """The number of a value of a Program."""
+    """The number of a value of an element function: of an argument, or of a step's result."""
 
 
-class Program:
-    """A traced element function: ``program(values) -> values``, one ``ops`` call for each step."""
+class _Step(NamedTuple):
+    slot: _Slot
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
-    def __init__(self, arguments: int) -> None:
-        self.arguments = arguments
-        self.steps: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        self.results: tuple[_Slot, ...] = ()
+    def read(self) -> set[_Slot]:
+        return {a for a in (*self.args, *self.kwargs.values()) if isinstance(a, _Slot)}
 
-    def __call__(self, *values: Value) -> tuple[Value, ...]:
-        env = list(values)
+
+class Program(NamedTuple):
+    """One result of a traced element function: ``program(loads, index)``, one ``ops`` call for each step.
+
+    It has the arguments and the steps that its result is made of, and no others: a loop that is said to read what its
+    code does not need keeps Inductor from writing another result over that (of SwiGLU's two gradients one takes the
+    place of ``up``, which the other does not read).
+    """
+
+    arguments: tuple[int, ...]
+    steps: tuple[_Step, ...]
+    result: _Slot
+
+    @classmethod
+    def of(cls, result: _Slot, steps: Sequence[_Step]) -> Program:
+        needed, kept = {result}, []
+        for step in reversed(steps):
+            if step.slot in needed:
+                needed |= step.read()
+                kept.append(step)
+        return cls(tuple(sorted(needed - {step.slot for step in kept})), tuple(reversed(kept)), result)
+
+    def __call__(self, loads: Sequence[Load], index: Index) -> Value:
+        env = {slot: loads[slot](index) for slot in self.arguments}
 
         def read(a: Any) -> Any:
             return env[a] if isinstance(a, _Slot) else a
 
-        for name, args, kwargs in self.steps:
-            env.append(getattr(ops, name)(*map(read, args), **{k: read(v) for k, v in kwargs.items()}))
-        return tuple(env[r] for r in self.results)
+        for step in self.steps:
+            function = getattr(ops, step.name)
+            env[step.slot] = function(*map(read, step.args), **{k: read(v) for k, v in step.kwargs.items()})
+        return env[self.result]
 
 
 class _Recorder(DefaultHandler):
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, arguments: int) -> None:
+        self.arguments = arguments
+        self.steps: list[_Step] = []
 
     def _default(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Slot:
-        self.program.steps.append((name, args, kwargs))
-        return _Slot(self.program.arguments + len(self.program.steps) - 1)
+        slot = _Slot(self.arguments + len(self.steps))
+        self.steps.append(_Step(slot, name, args, kwargs))
+        return slot
 
 
 class _Lower(torch.fx.Interpreter):
@@ -106,14 +132,14 @@ def _evaluate(box: Box) -> _Slot:
 
 
 @functools.lru_cache(maxsize=1024)  # bounded, as users' scalars are among the keys
-def _program(
+def _programs(
     element: Callable[..., Any],
     given: tuple[bool | torch.dtype, ...],
     scalars: tuple[Any, ...],
     dtype: torch.dtype,
     device_type: str,
-) -> Program:
-    """``element`` called with a scalar where ``given`` says so, None elsewhere, and then ``scalars``.
+) -> tuple[Program, ...]:
+    """Its results, for ``element`` called with a scalar where ``given`` says so, None elsewhere, and then ``scalars``.
 
     The scalars are of ``dtype`` but where ``given`` names another.
     """
@@ -129,15 +155,15 @@ def _program(
         examples = [torch.empty((), dtype=d, device=device) for d in dtypes]
         gm = make_fx(call, decomposition_table=select_decomp_table())(*examples)
     gm.graph.eliminate_dead_code()
-    program = Program(len(dtypes))
-    with V.set_ops_handler(_Recorder(program)):
+    recorder = _Recorder(len(dtypes))
+    with V.set_ops_handler(recorder):
         lower = _Lower(gm, device, dtype)
         boxes = lower.run(*(lower.scalar(_Slot(i), d) for i, d in enumerate(dtypes)))
-        program.results = tuple(_evaluate(b) for b in boxes)
-    return program
+        results = [_evaluate(b) for b in boxes]
+    return tuple(Program.of(result, recorder.steps) for result in results)
 
 
-activations._on_change.append(_program.cache_clear)  # a name among the scalars may stand for another function
+activations._on_change.append(_programs.cache_clear)  # a name among the scalars may stand for another function
 
 
 # ---- boxes -----------------------------------------------------------------------------------------------------------
@@ -174,29 +200,11 @@ class _Elementwise:
         self, element: Callable[..., Any], *scalars: Any, dtype: torch.dtype | None = None, result: int = 0
     ) -> Box:
         """A Pointwise of result number ``result``, rounded to ``dtype`` (by default left in the computing dtype)."""
-        return self._node(self.given, element, scalars, dtype, result)
-
-    def node_without(self, argument: int, element: Callable[..., Any], *scalars: Any) -> Box:
-        """The same for an element function that does not take argument number ``argument``."""
-        given = tuple(g for i, g in enumerate(self.given) if i != argument)
-        drop = sum(map(bool, self.given[:argument])) if self.given[argument] else None
-        return self._node(given, element, scalars, None, 0, drop)
-
-    def _node(
-        self,
-        given: tuple[bool | torch.dtype, ...],
-        element: Callable[..., Any],
-        scalars: tuple[Any, ...],
-        dtype: torch.dtype | None,
-        result: int,
-        drop: int | None = None,
-    ) -> Box:
-        program = _program(element, given, scalars, self.dtype, self.device.type)
-        loads = [load for i, load in enumerate(self.loads) if i != drop]
+        program = _programs(element, self.given, scalars, self.dtype, self.device.type)[result]
         target = dtype or self.dtype
 
         def inner(index: Index) -> Value:
-            value = program(*(load(index) for load in loads))[result]
+            value = program(self.loads, index)
             return value if target == self.dtype else ops.to_dtype(value, target)
 
         return ir.Pointwise.create(device=self.device, dtype=target, inner_fn=inner, ranges=self.ranges)
@@ -282,14 +290,13 @@ class _Elements(NamedTuple):
     value: Callable[..., Tensor]
     grads: Callable[..., tuple[Tensor, ...]]
     scale_grad: Callable[..., Tensor]
-    scale_at: int  # of scale_grad's arguments, that which it does not take
 
 
 @functools.cache  # the functions are keys of the cache of programs
 def _elements(op: Elementwise) -> _Elements:
     data = 2 if op.is_packed else op.data
     biases = 0 if op.bias is None else data if op.is_packed else 1
-    count, scaled = data + biases, op.scale is not None
+    count = data + biases
 
     def biased(given: Sequence[Any]) -> list[Any]:
         x = list(given[:data])
@@ -304,9 +311,9 @@ def _elements(op: Elementwise) -> _Elements:
         return op.grads(grad, *biased(given), *given[count:])
 
     def scale_grad(grad: Tensor, *given: Any) -> Tensor:
-        return grad * op.value(*biased(given), *([None] if scaled else []), *given[count:])
+        return grad * op.value(*biased(given), None, *given[count + 1 :])
 
-    return _Elements(value, grads, scale_grad, 1 + count)
+    return _Elements(value, grads, scale_grad)
 
 
 def _loads(op: Elementwise, tensors: Sequence[Any], layout: str | None) -> tuple[list[Any], list[tuple[Any, Any]]]:
@@ -388,8 +395,7 @@ def _backward(op: Elementwise) -> Callable[..., tuple[Box | None, ...]]:
             ]
             found[op.bias] = sums[0] if layout is None else pack(sums[0], sums[1], layout)
         if op.scale is not None and mask[op.scale] and (scale := tensors[op.scale]) is not None:
-            terms = e.node_without(elements.scale_at, elements.scale_grad, *scalars)
-            found[op.scale] = _sum_columns(terms, scale.get_dtype())
+            found[op.scale] = _sum_columns(e.node(elements.scale_grad, *scalars), scale.get_dtype())
         return tuple(found)
 
     return _over_blocks(lowering, ["data", *op.kinds], op.kinds)

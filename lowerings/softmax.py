@@ -80,8 +80,8 @@ def _row_node(function: Callable[..., Any], scalars: tuple[Any, ...], *boxes: Bo
     given = tuple(b is not None for b in boxes)
     first, *rest = (b for b in boxes if b is not None)
     loads = [b.make_loader() for b in (first, *rest)]
-    program = operators._program(function, given, scalars, first.get_dtype(), first.get_device().type)
-    return _node(first, first.get_dtype(), first.get_size(), lambda index: program(*(load(index) for load in loads))[0])
+    (program,) = operators._programs(function, given, scalars, first.get_dtype(), first.get_device().type)
+    return _node(first, first.get_dtype(), first.get_size(), lambda index: program(loads, index))
 
 
 def _softmax(
@@ -163,14 +163,13 @@ def _softmax_backward(
     inner = lowerings[aten.sum.dim_IntList](product, last, True)
     d_input = d_sink = None
     if output_mask[0]:
-        inners = inner.make_loader()
-        program = operators._program(
+        inner_of = inner.make_loader()
+        (program,) = operators._programs(
             formulas.softmax_input_grad, (True, True, True), (scale,), dtype, output.get_device().type
         )
 
         def d(index: Index) -> Value:
-            (value,) = program(g(index), y(index), inners(_row(index)))
-            return ops.to_dtype(value, output.get_dtype())
+            return ops.to_dtype(program((g, y, lambda index: inner_of(_row(index))), index), output.get_dtype())
 
         d_input = _node(output, output.get_dtype(), shape, d)
         operators._before_sums(output_mask[1:], d_input)

@@ -188,11 +188,11 @@ tmp14 = tmp12 * tmp13
 tmp15 = tmp3 * tmp14
 tmp16 = tmp12 + tmp15
 tmp17 = tmp6 * tmp16
-tmp18 = (tmp3 / tmp11)
-tmp19 = tmp1 * tmp18
-tmp20 = tmp17.to(tl.float32)
-tmp21 = tmp19.to(tl.float32)
-tl.store(out_ptr0 + (x0 + 2048*x1), tmp20, None)
+tmp18 = tmp17.to(tl.float32)
+tmp19 = (tmp3 / tmp11)
+tmp20 = tmp1 * tmp19
+tmp21 = tmp20.to(tl.float32)
+tl.store(out_ptr0 + (x0 + 2048*x1), tmp18, None)
 tl.store(out_ptr1 + (x0 + 2048*x1), tmp21, None)
 """,
         )

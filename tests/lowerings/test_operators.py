@@ -202,5 +202,17 @@ def test_programs_evaluate_each_step_once() -> None:
     from torch_fused_ops.operators.activation import bias_act
 
     value = operators._elements(bias_act).value
-    program = operators._program(value, (True, False, False), ("gelu",), torch.float32, "cpu")
-    assert len([s for s in program.steps if s[0] != "constant"]) <= 30
+    (program,) = operators._programs(value, (True, False, False), ("gelu",), torch.float32, "cpu")
+    assert len([step for step in program.steps if step.name != "constant"]) <= 30
+
+
+def test_a_loop_reads_what_its_result_is_made_of() -> None:
+    """The gradient of up is grad · silu(gate). A loop that is said to read up as well keeps others from taking it."""
+    virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
+
+    def of_up(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        return fused.glu_backward(grad, gate, up, None, "silu", 0.0, None, [False, True, False])[1]
+
+    tensors = [torch.randn(64, 128) for _ in range(3)]
+    paper = virtual_gpu.compile_on_paper(of_up, *tensors, training=False)
+    assert paper.bytes_moved == 3 * tensors[0].nbytes
