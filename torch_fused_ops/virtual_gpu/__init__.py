@@ -4,13 +4,14 @@
     set_aside, compile_graph_on_paper    the same for a graph that a compiler pass or a Dynamo backend was handed
     assemble            machine code of a kernel: instructions, registers, spills
     interpret           a kernel's real arithmetic, on CPU tensors
+    interpret_step      a whole program's, forward and backward
 
 Only torch and Triton are needed; no device, driver or toolkit. `docs/virtual-gpu.md` has examples and limits.
 """
 
 from .captured import CapturedGraph, copy_graph, set_aside
 from .gpus import A100, B200, GPU, H100, H200, MI300X, by_name, described
-from .interpreter import interpret
+from .interpreter import interpret, interpret_step
 from .machine_code import MachineCode, assemble
 from .paper import compile_graph_on_paper, compile_on_paper
 from .results import GeneratedGraph, GeneratedKernel, Launch, PaperCompilation, SavedTensor
@@ -37,6 +38,7 @@ __all__ = [
     "copy_graph",
     "described",
     "interpret",
+    "interpret_step",
     "set_aside",
     "stands_for",
 ]

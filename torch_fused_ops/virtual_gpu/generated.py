@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from .captured import hint
 from .modules import module_path
 from .results import GeneratedGraph, GeneratedKernel, GraphInput, Launch, SavedTensor
-from .timeline import unmarked
+from .wrapper import unmarked
 
 
 def generated_graph(

@@ -7,7 +7,7 @@ import functools
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -15,6 +15,10 @@ from torch import Tensor
 
 from .gpus import import_triton
 from .kernels import Kernel, load
+from .wrapper import called
+
+if TYPE_CHECKING:
+    from .results import GeneratedGraph, GeneratedKernel, PaperCompilation
 
 # Elements that one program of an automatic grid handles: NumPy is fast on large arrays, and Triton's limit is 2**20.
 PROGRAM_ELEMENTS = 1 << 16
@@ -65,6 +69,76 @@ def interpret(
         function = _rewritten(loaded.jit)
         launch = grid if callable(grid) else tuple(grid)
         interpreter.GridExecutor(function, loaded.jit.arg_names, launch)(**named)
+
+
+def interpret_step(
+    paper: PaperCompilation, inputs: Sequence[Any], gradients: Sequence[Tensor] = ()
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Run what Inductor generated for a program, forward and backward, on CPU tensors: kernels as `interpret` does.
+
+    The generated module itself runs: what it allocates, reuses, writes in place and hands from forward to backward is
+    as on the GPU. Library calls (`extern_kernels.mm`) and operators that it calls are torch's on the CPU.
+
+    Args:
+        paper: of a program without dynamic sizes.
+        inputs: as `paper.forward.inputs`, or `paper.inference.inputs`, describe them: in the order in which the program
+            first uses them. They are not copied.
+        gradients: of the results whose number is in `paper.tangents`, in that order. Empty: there is no backward.
+
+    Returns:
+        The results, and the gradients of the inputs, None for those that have none.
+
+    Raises:
+        ModuleNotFoundError: when Triton or NumPy is not installed.
+        ValueError: for another number of inputs or gradients, or tensors that are not on the CPU.
+        NotImplementedError, RuntimeError: from torch, for a call that the CPU has no kernel for.
+    """
+    forward = paper.forward or paper.inference
+    assert forward is not None
+    _check_number("inputs", inputs, len(forward.inputs))
+    outputs = _run(forward, inputs)
+    results = tuple(outputs[: forward.results])
+    if not gradients:
+        return results, ()
+    _check_number("gradients", gradients, len(paper.tangents))
+    assert paper.backward is not None
+    given = iter(gradients)
+    handed = [next(given) if number is None else outputs[number] for number in paper.handed]
+    del outputs
+    return results, tuple(_run(paper.backward, handed))
+
+
+def _check_number(name: str, values: Sequence[Any], expected: int) -> None:
+    if len(values) != expected:
+        raise ValueError(f"{name}: got {len(values)}, expected {expected}")
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            raise ValueError(f"{name}[{i}]: got a tensor on {value.device}, expected one on the CPU")
+
+
+def _run(graph: GeneratedGraph, inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of a generated graph."""
+    from torch._inductor.select_algorithm import extern_kernels
+
+    def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype)
+
+    kernels = {kernel.name: kernel for kernel in graph.kernels}
+    names = ("empty_strided_cuda", "empty_strided_cpu", "empty_strided_cpu_pinned")
+    stand_ins = {**dict.fromkeys(names, empty_strided), "extern_kernels": extern_kernels}
+    call = called(graph.code, stand_ins, lambda name, source: _Interpreted(kernels[name]))
+    with torch.no_grad():
+        return list(call(list(inputs)))
+
+
+class _Interpreted:
+    """A generated kernel, run by the interpreter where the generated module launches it."""
+
+    def __init__(self, kernel: GeneratedKernel) -> None:
+        self.kernel = kernel
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        interpret(self.kernel, *args)
 
 
 def _sizes_in_source(kernel: Kernel) -> dict[str, int]:

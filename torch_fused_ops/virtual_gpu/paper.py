@@ -19,8 +19,8 @@ from .captured import CapturedGraph, concrete, is_parameter
 from .generated import generated_graph, graph_input, is_tensor, saved_tensor
 from .gpus import GPU, H200, described
 from .results import GeneratedGraph, PaperCompilation, SavedTensor
-from .timeline import mark
 from .work import nbytes_moved
+from .wrapper import mark
 
 GraphPass = Callable[[fx.Graph], object]
 

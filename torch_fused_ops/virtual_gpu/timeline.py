@@ -7,7 +7,6 @@ storage is counted while it lives, so that Python's own lifetimes say what is fr
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import itertools
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .work import flop_of_bf16
+from .wrapper import called
 
 if TYPE_CHECKING:
     from .results import GeneratedGraph, Launch, PaperCompilation
@@ -173,7 +173,7 @@ class _Step:
         self.memory.begin(kind, graph.scheduled)
         boxed = list(inputs)
         inputs.clear()
-        call = _wrapper(graph.marked_code, self.memory)
+        call = _call_of(graph.marked_code, self.memory)
         try:
             return list(call(boxed))
         except RuntimeError as error:  # no kernel for meta tensors, or a value is asked for
@@ -376,32 +376,7 @@ def _flash_backward(args: Any) -> int:
 _WORKSPACE: dict[Any, Callable[[Any], int]] = {aten._scaled_dot_product_flash_attention_backward: _flash_backward}
 
 
-# ---- the generated module --------------------------------------------------------------------------------------------
-
-
-class _Nothing:
-    """Stands for what the wrapper asks of a device: streams, guards, hooks."""
-
-    def __getattr__(self, name: str) -> _Nothing:
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
-        return self
-
-    def __enter__(self) -> _Nothing:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-
-class _Torch:
-    """The module torch, without its devices."""
-
-    cuda = _Nothing()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+# ---- stand-ins for kernels and libraries -----------------------------------------------------------------------------
 
 
 class _Kernel:
@@ -443,63 +418,15 @@ class _Extern:
         return call
 
 
-def _reinterpret_tensor(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
-    guards: Any = torch._C._dynamo.guards
-    view: Tensor = guards._reinterpret_tensor(tensor, size, stride, offset)
-    return view
-
-
-_MARK = re.compile(r"^(\s*)# node (\d+)$", re.M)
-_REUSE = re.compile(r"^(\s*)(\w+ = .*; del (\w+)) +# reuse$", re.M)
-
-
-def mark(index: int) -> str:
-    """The line of generated code that says which of the scheduler's nodes begins."""
-    return f"# node {index}"
-
-
-def unmarked(code: str) -> str:
-    """Generated code as it is without marks."""
-    return re.sub(r"^\s*# node \d+\n", "", code, flags=re.M)
-
-
-def _wrapper(code: str, memory: _Memory) -> Callable[[list[Any]], Sequence[Any]]:
-    """The function `call` of a generated module, with stand-ins for its kernels."""
-    stand_ins: dict[str, Any] = {
+def _call_of(code: str, memory: _Memory) -> Callable[[list[Any]], Sequence[Any]]:
+    """The function `call` of a generated module, with kernels that do nothing."""
+    stand_ins = {
         "empty_strided_cuda": functools.partial(memory.empty_strided, device="cuda"),
         "empty_strided_cpu": functools.partial(memory.empty_strided, device="cpu"),
         "empty_strided_cpu_pinned": functools.partial(memory.empty_strided, device="cpu"),
-        **dict.fromkeys(("assert_size_stride", "assert_size_stride_grouped", "assert_alignment"), _Nothing()),
-        **dict.fromkeys(("get_raw_stream", "run_intermediate_hooks"), _Nothing()),
         "empty_strided": memory.empty_strided,
         "extern_kernels": _Extern(memory),
-        "reinterpret_tensor": _reinterpret_tensor,
-        "torch": _Torch(),
         "_enter": memory.enter,
         "_reuse": memory.reuse,
-    }  # fmt: skip
-    names = dict(stand_ins)
-    skipped = {"get_args", "benchmark_compiled_module"}
-    called = _REUSE.sub(r"\1_reuse(\3); \2", _MARK.sub(r"\1_enter(\2)", code))
-    for statement in ast.parse(called).body:
-        if isinstance(statement, (ast.If, ast.Delete, ast.Expr)) or getattr(statement, "name", "") in skipped:
-            continue
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.value).startswith("async_compile."):
-            targets = [ast.unparse(target) for target in statement.targets]
-            names |= {target: _Kernel(target, memory, ast.unparse(statement.value)) for target in targets}
-            continue
-        try:
-            exec(compile(ast.Module([statement], []), "<generated>", "exec"), names)
-        except (ImportError, AttributeError):  # of a device that this build of torch does not have
-            names |= dict.fromkeys(_bound(statement), _Nothing())
-        if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-            names |= stand_ins
-    call: Callable[[list[Any]], Sequence[Any]] = names["call"]
-    return call
-
-
-def _bound(statement: ast.stmt) -> list[str]:
-    """The names that an import or an assignment binds."""
-    if isinstance(statement, (ast.Import, ast.ImportFrom)):
-        return [alias.asname or alias.name for alias in statement.names]
-    return [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    }
+    return called(code, stand_ins, lambda name, source: _Kernel(name, memory, source))

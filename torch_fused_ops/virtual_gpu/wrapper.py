@@ -1,0 +1,101 @@
+"""The Python module that Inductor generates for a graph, run with stand-ins for the device, its memory and kernels."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Nothing:
+    """Stands for what the wrapper asks of a device: streams, guards, hooks."""
+
+    def __getattr__(self, name: str) -> _Nothing:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+        return self
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+class _Torch:
+    """The module torch, without its devices."""
+
+    cuda = _Nothing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _reinterpret_tensor(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
+    guards: Any = torch._C._dynamo.guards
+    view: Tensor = guards._reinterpret_tensor(tensor, size, stride, offset)
+    return view
+
+
+_MARK = re.compile(r"^(\s*)# node (\d+)$", re.M)
+_REUSE = re.compile(r"^(\s*)(\w+ = .*; del (\w+)) +# reuse$", re.M)
+
+
+def mark(index: int) -> str:
+    """The line of generated code that says which of the scheduler's nodes begins."""
+    return f"# node {index}"
+
+
+def unmarked(code: str) -> str:
+    """Generated code as it is without marks."""
+    return re.sub(r"^\s*# node \d+\n", "", code, flags=re.M)
+
+
+def called(
+    code: str, stand_ins: Mapping[str, Any], kernel: Callable[[str, str], Any]
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """The function `call` of a generated module.
+
+    Args:
+        code: the module, maybe with marks (`mark`).
+        stand_ins: what names of the module mean: `extern_kernels`, `empty_strided_cuda`; `_enter`, which is called with
+            the number of each mark, and `_reuse`, with what another result takes the memory of.
+        kernel: gives what stands for a kernel of a name and a definition: an object with `run`.
+    """
+    given: dict[str, Any] = {
+        **dict.fromkeys(("assert_size_stride", "assert_size_stride_grouped", "assert_alignment"), _Nothing()),
+        **dict.fromkeys(("get_raw_stream", "run_intermediate_hooks", "_enter", "_reuse"), _Nothing()),
+        "reinterpret_tensor": _reinterpret_tensor,
+        "torch": _Torch(),
+        **stand_ins,
+    }
+    names = dict(given)
+    skipped = {"get_args", "benchmark_compiled_module"}
+    text = _REUSE.sub(r"\1_reuse(\3); \2", _MARK.sub(r"\1_enter(\2)", code))
+    for statement in ast.parse(text).body:
+        if isinstance(statement, (ast.If, ast.Delete, ast.Expr)) or getattr(statement, "name", "") in skipped:
+            continue
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.value).startswith("async_compile."):
+            targets = [ast.unparse(target) for target in statement.targets]
+            names |= {target: kernel(target, ast.unparse(statement.value)) for target in targets}
+            continue
+        try:
+            exec(compile(ast.Module([statement], []), "<generated>", "exec"), names)
+        except (ImportError, AttributeError):  # of a device that this build of torch does not have
+            names |= dict.fromkeys(_bound(statement), _Nothing())
+        if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            names |= given
+    call: Callable[[list[Any]], Sequence[Any]] = names["call"]
+    return call
+
+
+def _bound(statement: ast.stmt) -> list[str]:
+    """The names that an import or an assignment binds."""
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return [alias.asname or alias.name for alias in statement.names]
+    return [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
