@@ -5,6 +5,7 @@ feature                       where
 ============================  =========================================================================================
 lists of passes in a slot     torch ≥ 2.13; before, a slot holds one pass
 passes told of inference      torch ≥ 2.13 tells a pass whether the graph is one of inference
+passes over a schedule        a slot whose name is not public (2.11 to 2.15); torch ≥ 2.13 has a class for what is in it
 passes after the cache        torch ≥ 2.13 asks AOTAutograd's cache before it runs pre-grad passes; before, afterwards
 context-variable config       torch ≥ 2.13: an override is seen in its own context only; before, by the whole process
 partitioner's pointwise list  no way in for operators outside aten (2.11 to 2.15): the function that makes it is wrapped
@@ -41,8 +42,10 @@ if TYPE_CHECKING:
     from torch_fused_ops.recipes import Scaling
 
     InferenceAwarePass = custom_graph_pass.CustomInferenceAwareGraphPass
+    SchedulerPass = custom_graph_pass.CustomSchedulerPass
 else:
     InferenceAwarePass = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
+    SchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", object)
 
 
 def features() -> dict[str, bool]:
@@ -58,6 +61,23 @@ def features() -> dict[str, bool]:
 
 
 # ---- pass slots ----------------------------------------------------------------------------------
+
+
+def after_fusion() -> str | None:
+    """The name of the slot for a pass over the schedule, when loops are fused to kernels; None where there is none."""
+    import torch._inductor.config as config
+
+    return "_post_fusion_custom_pass" if hasattr(config, "_post_fusion_custom_pass") else None
+
+
+def is_fused_triton(node: Any) -> bool:
+    """Whether what is in a schedule is a Triton kernel of fused loops: no template, no kernels side by side."""
+    import torch._inductor.config as config
+    from torch._inductor.scheduler import FusedSchedulerNode
+
+    if type(node) is not FusedSchedulerNode or node.is_template():
+        return False
+    return bool(node.get_device().type == "cuda" and config.cuda_backend == "triton")
 
 
 class PassChain(CustomGraphPass):

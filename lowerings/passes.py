@@ -1,7 +1,8 @@
 """What stands in Inductor's slots: how it gets there, whose policy it follows, and what it adds to cache keys.
 
-There are three slots: ``pre_grad_custom_pass`` (stage 1, recognise), ``custom_partitioner_fn`` (stage 2, remember) and
-``post_grad_custom_post_pass`` (stage 3's sums over rows, and its choice of GEMM epilogues).
+There are four slots: ``pre_grad_custom_pass`` (stage 1, recognise), ``custom_partitioner_fn`` (stage 2, remember),
+``post_grad_custom_post_pass`` (stage 3's sums over rows, and its choice of GEMM epilogues) and
+``_post_fusion_custom_pass`` (stage 4, what is written in place).
 Two kinds of object stand in them. A *fixed* one carries its policy: ``compile_options`` and ``backend="fused"`` put
 it into one compilation's options. The *ambient* one asks which policy is in force in its context: ``enable`` and
 ``enabled`` put it into the process-wide slots; where no policy is in force it does what upstream does.
@@ -26,7 +27,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from torch_fused_ops import activations, known_gemms, observers
 from torch_fused_ops._version import __version__
 from torch_fused_ops.capturing import captured_graphs
-from torch_fused_ops.lowerings import compat, epilogues, handover, memory, partition, row_blocks
+from torch_fused_ops.lowerings import compat, epilogues, handover, in_place, memory, partition, row_blocks
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, policy_or_default
 from torch_fused_ops.sites import Site
 
@@ -91,7 +92,7 @@ def active_policy() -> FusionPolicy | None:
 # ---- the stages ----------------------------------------------------------------------------------
 
 
-class _Stage:
+class Stage:
     """What stands in a slot. ``policy`` None: follow the context's."""
 
     name = ""
@@ -106,32 +107,56 @@ class _Stage:
         return f"{self.name}|{identity()}|{self.policy_now()!r}"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stage) and type(self) is type(other) and self.policy == other.policy
+        return isinstance(other, Stage) and type(self) is type(other) and self.policy == other.policy
 
     def __hash__(self) -> int:
         return hash((type(self), self.policy))
 
-    def __deepcopy__(self, memo: Any) -> _Stage:
+    def __deepcopy__(self, memo: Any) -> Stage:
         return self  # config copies must keep the identity
 
     def __repr__(self) -> str:
         return f"<torch_fused_ops: {self.name}, {self.policy or 'the policy in force'}>"
 
 
-class _Pass(_Stage):
+class _Pass(Stage):
     """One of the passes in a slot that holds several."""
 
     @staticmethod
-    def join(slot: Any, stage: _Stage) -> Any:
+    def join(slot: Any, stage: Stage) -> Any:
         """The slot with ``stage`` after whatever passes stand there."""
         passes = compat.passes_in(slot)
         return slot if stage in passes else compat.slot_of((*passes, stage))
 
     @staticmethod
-    def leave(slot: Any, stage: _Stage) -> Any:
+    def leave(slot: Any, stage: Stage) -> Any:
         """The slot without ``stage``."""
         passes = compat.passes_in(slot)
         return slot if stage not in passes else compat.slot_of([one for one in passes if one != stage])
+
+    @staticmethod
+    def others(slot: Any) -> Any:
+        """The slot without any stage of ours."""
+        return compat.slot_of([one for one in compat.passes_in(slot) if not isinstance(one, Stage)])
+
+
+class _Only(Stage):
+    """What a slot holds that holds one: somebody else's there stays, and alone."""
+
+    @staticmethod
+    def join(slot: Any, stage: Stage) -> Any:
+        """``stage``, unless something stands there."""
+        return stage if slot is None else slot
+
+    @staticmethod
+    def leave(slot: Any, stage: Stage) -> Any:
+        """None, unless something else stands there."""
+        return None if slot == stage else slot
+
+    @staticmethod
+    def others(slot: Any) -> Any:
+        """None, unless something stands there that is not ours."""
+        return None if isinstance(slot, Stage) else slot
 
 
 class Recognise(_Pass, CustomGraphPass):
@@ -171,8 +196,8 @@ def _helps(site: Site) -> str:
     return "".join(f" → {kind.advice}" if kind.cure else f" ({kind.row})" for kind in site.refusals)
 
 
-class Remember(_Stage, CustomPartitionerFn):
-    """Stage 2, in ``custom_partitioner_fn``, which holds one: somebody else's partitioner decides alone."""
+class Remember(_Only, CustomPartitionerFn):
+    """Stage 2, in ``custom_partitioner_fn``."""
 
     name = "remember"
 
@@ -203,16 +228,6 @@ class Remember(_Stage, CustomPartitionerFn):
             graphs = _guarded(self, policy, functools.partial(memory.keep_less, graphs, policy, **handed)) or graphs
         return _guarded(self, policy, functools.partial(merged, graphs)) or graphs
 
-    @staticmethod
-    def join(slot: Any, stage: _Stage) -> Any:
-        """``stage``, unless somebody else's partitioner stands there."""
-        return stage if slot is None else slot
-
-    @staticmethod
-    def leave(slot: Any, stage: _Stage) -> Any:
-        """None, unless somebody else's partitioner stands there."""
-        return None if slot == stage else slot
-
 
 class Epilogues(_Pass, compat.InferenceAwarePass):
     """Stage 3's choice of GEMM, and its sums over rows: one of the passes in ``post_grad_custom_post_pass``."""
@@ -229,10 +244,24 @@ class Epilogues(_Pass, compat.InferenceAwarePass):
             guard(functools.partial(epilogues.rewrite, graph, policy, guard))
 
 
-SLOTS: dict[str, type[Recognise] | type[Remember] | type[Epilogues]] = {
+class InPlace(_Only, compat.SchedulerPass):
+    """Stage 4, in ``_post_fusion_custom_pass``."""
+
+    name = "in place"
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        policy = self.policy_now()
+        if policy is not None:
+            _guarded(self, policy, functools.partial(in_place.allow, nodes))
+        return nodes
+
+
+_Kind = type[Recognise] | type[Remember] | type[Epilogues] | type[InPlace]
+SLOTS: dict[str, _Kind] = {
     "pre_grad_custom_pass": Recognise,
     "custom_partitioner_fn": Remember,
     "post_grad_custom_post_pass": Epilogues,
+    **({slot: InPlace} if (slot := compat.after_fusion()) else {}),
 }
 
 
@@ -240,7 +269,7 @@ _graphs = 0  # that stage 1 ran on
 _logged: set[str] = set()
 
 
-def _guarded(stage: _Stage, policy: FusionPolicy, run: Callable[[], Any]) -> Any:
+def _guarded(stage: Stage, policy: FusionPolicy, run: Callable[[], Any]) -> Any:
     """What ``run`` returns; None where it fails, which is logged once."""
     try:
         return run()
@@ -276,7 +305,7 @@ def _hold(delta: int) -> None:
             _joined.clear()  # what others have replaced since is nobody's to restore
 
 
-def _update(kind: type[Recognise] | type[Remember] | type[Epilogues], join: bool, slot: Any) -> Any:
+def _update(kind: _Kind, join: bool, slot: Any) -> Any:
     if join:
         joined = kind.join(slot, kind())
         if joined is not slot:

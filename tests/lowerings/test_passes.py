@@ -48,7 +48,7 @@ def clean() -> Iterator[None]:
     torch._dynamo.reset()
     for slot in SLOTS:
         left = compat.passes_in(getattr(inductor_config, slot))
-        assert not any(isinstance(one, passes._Stage) for one in left), "one of ours was left behind"
+        assert not any(isinstance(one, passes.Stage) for one in left), "one of ours was left behind"
     inductor_config.pre_grad_custom_pass = inductor_config.joint_custom_pre_pass = None
     inductor_config.custom_partitioner_fn = None
 

@@ -301,18 +301,16 @@ def on_paper(each: Capture, gpu: GPU, policy: FusionPolicy | None) -> PaperCompi
 
 
 def _slots(policy: FusionPolicy | None) -> dict[str, Any]:
-    """Inductor's slots as they are now, without our stages; with stage 2 for a policy, if one is given."""
+    """Inductor's slots as they are now, without our stages; with those that follow stage 1 for a policy, if given."""
     import torch._inductor.config as config
 
-    from torch_fused_ops.lowerings import compat
-    from torch_fused_ops.lowerings.passes import Recognise, Remember
+    from torch_fused_ops.lowerings.passes import SLOTS, Recognise
 
-    others = [one for one in compat.passes_in(config.pre_grad_custom_pass) if not isinstance(one, Recognise)]
-    partitioner = None if isinstance(config.custom_partitioner_fn, Remember) else config.custom_partitioner_fn
-    return {
-        "pre_grad_custom_pass": compat.slot_of(others),
-        "custom_partitioner_fn": Remember.join(partitioner, Remember(policy)) if policy else partitioner,
-    }
+    found = {}
+    for name, kind in SLOTS.items():
+        others = kind.others(getattr(config, name))
+        found[name] = others if policy is None or kind is Recognise else kind.join(others, kind(policy))
+    return found
 
 
 def _paths(paper: PaperCompilation) -> Iterator[str]:

@@ -1,0 +1,98 @@
+"""Stage 4, in Triton kernels: which of a kernel's results take the memory of what the kernel reads.
+
+Inductor writes a loop's result over an input that nothing else reads any more, and takes the other loops of the same
+kernel for such readers (``SchedulerNode.decide_inplace_update``). A kernel that computes an activation again beside its
+gradients, from the same inputs, then needs new memory for each: three tensors of a GLU's hidden layer at a step's peak.
+But where no loop waits for a reduction of the same kernel, the kernel has one body for all its loops, which loads
+whatever they read and then stores. Each input that they read at the index at which they write can be given to one.
+
+This pass says of each input which loop may have it, and of that loop that the input's other readers come before it.
+The rest Inductor asks itself, as for any kernel: whether something else still reads the input, whether its memory may
+be taken at all (not a graph's input, but for tensors that backward is handed for good), sizes, layouts, streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch_fused_ops.lowerings import compat
+
+__all__ = ["allow"]
+
+Loop = Any  # torch._inductor.scheduler.SchedulerNode
+User = Any  # NodeUser: a loop that reads a buffer, and whether it does at the index at which it writes
+
+
+class _Kernel(NamedTuple):
+    loops: Sequence[Loop]
+    names: set[str]  # of its loops
+    before: set[str]  # of what runs before it
+    read: dict[str, Any]  # the buffers that it reads, by name, but for a graph's inputs that stay
+
+    def readers(self, name: str) -> list[User]:
+        """Its loops among the users of a buffer."""
+        return [user for user in self.read[name].users if user.get_name() in self.names]
+
+
+def allow(nodes: Sequence[Any]) -> None:
+    """Let results take the memory of inputs, in those kernels of a schedule that have a loop of an operator of ours."""
+    kernels = [_kernel(node) for node in nodes if _is_ours(node)]
+    for kernel, owners in [(kernel, _owners(kernel)) for kernel in kernels]:
+        taking = list(owners.values())
+        for name in kernel.read:
+            owner, readers = owners.get(name), kernel.readers(name)
+            for user in readers if len(readers) > 1 else ():
+                if owner is not None or user.node in taking:
+                    user.can_inplace = user.node is owner
+        for name, loop in owners.items():
+            loop.ancestors = loop.ancestors | {
+                user.get_name() for user in kernel.readers(name) if user.node is not loop
+            }
+
+
+def _is_ours(node: Any) -> bool:
+    """Whether it is a Triton kernel, one body of several loops, and one of them is of an operator of ours."""
+    if not compat.is_fused_triton(node):
+        return False
+    reductions = {loop.get_name() for loop in node.get_nodes() if loop.is_reduction()}
+    if any(reductions & loop.ancestors for loop in node.get_nodes()):
+        return False
+    origins = (origin for loop in node.get_nodes() for origin in loop.node.get_origins())
+    return any(getattr(origin.target, "namespace", None) == "fused" for origin in origins)
+
+
+def _kernel(node: Any) -> _Kernel:
+    buffers = {**node.scheduler.name_to_buf, **node.scheduler.name_to_donated_buffer}
+    loops = node.get_nodes()
+    read = dict.fromkeys(dep.name for loop in loops for dep in loop.read_writes.reads)
+    names = {loop.get_name() for loop in loops}
+    return _Kernel(loops, names, set(node.ancestors), {name: buffers[name] for name in read if name in buffers})
+
+
+def _owners(kernel: _Kernel) -> dict[str, Loop]:
+    """Which loop may have which buffer: each at most one, those that fit the fewest first."""
+    fitting = {loop: [name for name in kernel.read if _fits(kernel, name, loop)] for loop in kernel.loops}
+    owners: dict[str, Loop] = {}
+    for loop, names in sorted(fitting.items(), key=lambda item: len(item[1])):
+        name = next((name for name in names if name not in owners), None)
+        if name is not None:
+            owners[name] = loop
+    return owners
+
+
+def _fits(kernel: _Kernel, name: str, loop: Loop) -> bool:
+    """Whether a loop may have a buffer, and has use for it.
+
+    Nothing reads the buffer later, all its readers here do as they write and none of them sums it up, the loop is one
+    of them, and its result is of the same dtype and read elsewhere: else it needs no memory.
+    """
+    buffer, readers, outputs = kernel.read[name], kernel.readers(name), loop.get_outputs()
+    return (
+        len(outputs) == 1
+        and any(user.get_name() not in kernel.names for user in outputs[0].users)
+        and outputs[0].node.get_dtype() == buffer.node.get_dtype()
+        and any(user.node is loop for user in readers)
+        and all(user.can_inplace and not user.node.is_reduction() for user in readers)
+        and all(user.get_name() in kernel.names | kernel.before for user in buffer.users)
+    )

@@ -1,0 +1,212 @@
+"""Which results take the memory of inputs: a step's peak, the numbers that come out, and what is left as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+from torch import Tensor
+
+import torch_fused_ops as tfo
+from torch_fused_ops.lowerings import compat, in_place, passes
+
+virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
+
+fused = torch.ops.fused
+ROWS, WIDTH, HIDDEN = 64, 24, 48
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    tfo.disable()
+
+
+def weights(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((ROWS, WIDTH), *shapes)]
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.silu(x @ gate) * (x @ up) @ down
+
+
+def gelu(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+    return F.gelu(x @ up + bias, approximate="tanh") @ down
+
+
+def packed(x: Tensor, both: Tensor, down: Tensor) -> Tensor:
+    gate, up = (x @ both).chunk(2, -1)
+    return F.silu(gate) * up @ down
+
+
+IN, OUT = (WIDTH, HIDDEN), (HIDDEN, WIDTH)
+PROGRAMS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "swiglu": (swiglu, (IN, IN, OUT)),
+    "gelu with a bias": (gelu, (IN, (HIDDEN,), OUT)),
+    "packed": (packed, ((WIDTH, 2 * HIDDEN), OUT)),
+}
+
+
+def on_paper(fn: Callable[..., Any], args: Sequence[Tensor], memory: str | None, **options: Any) -> Any:
+    torch._dynamo.reset()
+    with tfo.enabled(tfo.FusionPolicy(memory=memory)) if memory else contextlib.nullcontext():
+        return virtual_gpu.compile_on_paper(fn, *args, **options)
+
+
+LEVELS = ["free", *(pytest.param(level, marks=pytest.mark.slow) for level in ("off", "input", "tiled"))]
+
+
+# ---- what comes of it ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", LEVELS)
+@pytest.mark.parametrize("name", ["swiglu", "gelu with a bias"])
+def test_the_peak_of_one_mlp_is_not_above_plains(name: str, memory: str) -> None:
+    """But for a bias's gradient, which is there earlier."""
+    fn, shapes = PROGRAMS[name]
+    args = weights(*shapes)
+    bias = sum(a.nbytes for a in args if a.ndim == 1)
+    assert on_paper(fn, args, memory).peak_bytes() <= on_paper(fn, args, None).peak_bytes() + bias
+
+
+def test_three_results_in_the_place_of_three_inputs() -> None:
+    """The activation again and both gradients: backward's kernel takes no memory."""
+    fn, shapes = PROGRAMS["swiglu"]
+    backward = on_paper(fn, weights(*shapes), "free").backward
+    (kernel,) = (kernel for kernel in backward.kernels if "glu" in kernel.name)
+    (signature,) = (line for line in kernel.source.splitlines() if line.startswith("def "))
+    assert [signature.count(name) for name in ("in_out_ptr", "in_ptr", " out_ptr")] == [3, 0, 0]
+    lines = kernel.source.splitlines()
+    loads, stores = ([i for i, line in enumerate(lines) if f"tl.{what}(" in line] for what in ("load", "store"))
+    assert len(loads) == len(stores) == 3 and max(loads) < min(stores)
+
+
+@pytest.mark.parametrize("memory", LEVELS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_step_of_the_gpus_program_is_right(name: str, memory: str) -> None:
+    """The generated program itself runs, by Triton's interpreter: what it writes in place, and when, is the GPU's."""
+    fn, shapes = PROGRAMS[name]
+    args = weights(*shapes)
+    gradient = torch.randn(ROWS, WIDTH)
+    paper = on_paper(fn, args, memory)
+    (result,), gradients = virtual_gpu.interpret_step(paper, [a.detach().clone() for a in args], [gradient])
+    exact = [a.detach().double().requires_grad_() for a in args]
+    expected = fn(*exact)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4)
+    for got, wanted in zip(gradients, torch.autograd.grad(expected, exact, gradient.double()), strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-3)
+
+
+# ---- what is left as it is -------------------------------------------------------------------------------------------
+
+
+def both(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Two loops of one kernel, which read the same."""
+    return fused.glu(gate, up, None, "silu"), fused.glu(up, gate, None, "gelu")
+
+
+def in_places(fn: Callable[..., Any], *args: Tensor, memory: str | None = "free") -> list[int]:
+    """How many results each kernel writes over what it reads; the program's results are those of eager mode."""
+    paper = on_paper(fn, args, memory, training=False)
+    found, _ = virtual_gpu.interpret_step(paper, [a.clone() for a in args])
+    torch.testing.assert_close(found, tuple(fn(*args)), rtol=1e-4, atol=1e-3)
+    headers = [re.search(r"^def .*$", kernel.source, re.M) for kernel in paper.inference.kernels]
+    return [header[0].count("in_out_ptr") for header in headers if header]
+
+
+def square() -> Tensor:
+    return torch.randn(32, 32)
+
+
+def turned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    x = a @ b
+    return both(x, x.t())
+
+
+def returned(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    x = a @ b
+    return *both(x, b @ a), x
+
+
+def read_later(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    x = a @ b
+    r, s = both(x, b @ a)
+    return r, s @ x
+
+
+WHAT: dict[str, tuple[Callable[..., Any], list[int]]] = {
+    "both inputs": (lambda a, b: both(a @ b, b @ a), [2]),
+    "a graph's inputs are not": (lambda a, b: both(a, b), [0]),
+    "one is a graph's": (lambda a, b: both(a @ b, b), [1]),
+    "one is returned": (returned, [1]),
+    "one is read later": (read_later, [1]),
+    "read at another index": (turned, [0]),
+    "results of another dtype": (lambda a, b: [r.half() for r in both(a @ b, b @ a)], [0]),
+    "one is smaller": (lambda a, b: both(a @ b, (b @ a)[:1].expand(32, 32)), [1]),
+    "a part of a buffer": (lambda a, b: both((a @ b)[:16], (b @ a)[16:]), [0]),
+    "one reads the other's result": (lambda a, b: (r := fused.glu(x := a @ b, b @ a, None, "silu"), r * x), [2]),
+}
+
+
+@pytest.mark.parametrize("name", WHAT)
+def test_what_is_taken(name: str) -> None:
+    fn, expected = WHAT[name]
+    assert in_places(fn, square(), square()) == expected
+
+
+def test_only_kernels_of_ours() -> None:
+    def theirs(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = a @ b, b @ a
+        return x.sin() * y, x * y.cos()
+
+    args = square(), square()
+    assert in_places(theirs, *args) == in_places(theirs, *args, memory=None) == [0]
+
+
+def test_a_loop_that_waits_for_a_sum_reads_again() -> None:
+    """There the kernel goes over its input twice, and what the first pass stored the second would read."""
+
+    def fn(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        x = a @ b
+        y = fused.bias_act(x, None, None, "gelu")
+        return y, x * y.sum(-1, keepdim=True)
+
+    args = torch.randn(8, 8), torch.randn(8, 2048)
+    assert in_places(fn, *args) == in_places(fn, *args, memory=None)
+
+
+def test_somebody_elses_pass_stays_alone() -> None:
+    slot, seen = compat.after_fusion(), []
+
+    def theirs(nodes: list[Any]) -> list[Any]:
+        seen.append(len(nodes))
+        return nodes
+
+    assert slot is not None
+    with inductor_config.patch({slot: theirs}):
+        assert in_places(WHAT["both inputs"][0], square(), square()) == [0] and seen
+        assert getattr(inductor_config, slot) is theirs
+
+
+def test_a_failure_leaves_the_schedule_as_it_was(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def fails(kernel: Any) -> Any:
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr(in_place, "_owners", fails)
+    monkeypatch.setattr(passes, "_logged", set())
+    fn, args = WHAT["both inputs"][0], [square(), square()]
+    with tfo.enabled(tfo.FusionPolicy()):
+        graph = virtual_gpu.compile_on_paper(fn, *args, training=False).inference
+    assert not any("in_out_ptr" in kernel.source for kernel in graph.kernels)
+    assert [record.message.count("in place: ZeroDivisionError") for record in caplog.records] == [1]
+    torch._dynamo.reset()
+    with tfo.enabled(tfo.FusionPolicy(strict=True)), pytest.raises(Exception, match="a fault"):
+        virtual_gpu.compile_on_paper(fn, *args, training=False)
