@@ -22,6 +22,11 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 # What a page's blocks take as given: names that stand for the reader's own.
 GIVEN = {
+    "migrate.md": """
+        from types import SimpleNamespace
+        layer = SimpleNamespace(submodules=SimpleNamespace())
+        ModuleSpec, moe_submodules, groups = SimpleNamespace, SimpleNamespace(), None
+    """,
     "README.md": """
         import torch
 

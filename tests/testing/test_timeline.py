@@ -327,3 +327,26 @@ if __name__ == "__main__":
             f"{name:<28}{profiler / MiB:>10.3f}{on_meta / MiB:>10.3f}{100 * (on_meta / profiler - 1):>8.2f} %",
             flush=True,
         )
+
+
+def test_what_is_handed_over_goes_by_its_place() -> None:
+    """As AOTAutograd hands it over: a partitioner may name it differently in its two graphs."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Renaming(CustomPartitionerFn):
+        def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            for node in backward.graph.find_nodes(op="placeholder"):
+                node._rename(f"another_{node.name}")
+            backward.recompile()
+            return forward, backward
+
+        def uuid(self) -> str:
+            return "renaming"
+
+    mlp, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(16, 32)
+    plain = compile_on_paper(mlp, x)
+    renamed = compile_on_paper(mlp, x, config={"custom_partitioner_fn": Renaming()})
+    assert renamed.handed == plain.handed and renamed.handed.count(None) == len(renamed.tangents) == 1
+    assert renamed.timeline().kept == plain.timeline().kept

@@ -131,5 +131,11 @@ def saved_tensor(node: fx.Node, origins: Mapping[fx.Node, bool]) -> SavedTensor:
     )
 
 
+def is_number(node: Any) -> bool:
+    """Whether a graph's node is a size or another number."""
+    symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), symbolic)
+
+
 def is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from . import standing_in
 from .captured import CapturedGraph, concrete, is_parameter
-from .generated import generated_graph, graph_input, is_tensor, saved_tensor
+from .generated import generated_graph, graph_input, is_number, is_tensor, saved_tensor
 from .gpus import GPU, H200, described
 from .results import GeneratedGraph, PaperCompilation, SavedTensor
 from .work import nbytes_moved
@@ -172,7 +172,7 @@ class _Paper:
         self.saved: tuple[SavedTensor, ...] = ()
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         self.parameters: list[bool] = []
-        self.outputs: list[str | None] = []  # forward's, as the partitioner names them
+        self.kept: dict[str, int] = {}  # by the name of backward's input, which output of forward it is
         self.results = 0
         self.handed: tuple[int | None, ...] = ()
         self.tangents: tuple[int, ...] = ()
@@ -305,11 +305,14 @@ class _Paper:
 
     def partition(self, original: Callable[..., Any], gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         forward, backward = original(gm, joint_inputs, **kwargs)
-        outputs = forward.graph.output_node().args[0][kwargs["num_fwd_outputs"] :]
+        self.results = kwargs["num_fwd_outputs"]
+        outputs = forward.graph.output_node().args[0][self.results :]
         origins = dict(zip(forward.graph.find_nodes(op="placeholder"), self.parameters, strict=False))
         self.saved = tuple(saved_tensor(node, origins) for node in outputs if is_tensor(node))
-        self.results = kwargs["num_fwd_outputs"]
-        self.outputs = [getattr(node, "name", None) for node in forward.graph.output_node().args[0]]
+        # AOTAutograd hands over by position, forward's sizes, which come last, first. Names may differ.
+        numbers = sorted(range(len(outputs)), key=lambda i: not is_number(outputs[i]))
+        inputs = (node.name for node in backward.graph.find_nodes(op="placeholder"))
+        self.kept = {name: self.results + i for name, i in zip(inputs, numbers, strict=False)}
         return forward, backward
 
     def generate(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -324,8 +327,7 @@ class _Paper:
         is_backward, is_inference = kwargs.get("is_backward", False), kwargs.get("is_inference", False)
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         if is_backward:
-            kept = {name: i for i, name in enumerate(self.outputs) if i >= self.results}
-            self.handed = tuple(kept.get(name) for name in names)
+            self.handed = tuple(self.kept.get(name) for name in names)
             self.tangents = _differentiable_results()
         parameters = [False] * len(names) if is_backward else [*self.parameters, *[False] * len(names)][: len(names)]
         scheduled: list[tuple[Any, int]] = []
