@@ -12,7 +12,9 @@ before: where d leaves a GEMM's epilogue the sums are two kernels of their own, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Container, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -60,9 +62,11 @@ class _Edit(NamedTuple):
 
 def rewrite(graph: Graph) -> int:
     """Sum over blocks where activations' gradients are summed over their rows; how many activations that concerns."""
+    operators = {s.overload: op for op in elementwise() for s in (op.backward, op.fp8_backward)}
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        _gather(graph, node, operators)
     if autotuned("TRITON") and compat.keeps_loops_it_tried():
         return 0  # d would leave the epilogues of Inductor's own GEMMs
-    operators = {s.overload: op for op in elementwise() for s in (op.backward, op.fp8_backward)}
     found = [edit for node in graph.nodes if node.target in operators and (edit := _edit(node, operators[node.target]))]
     for marked, sums, rows in found:
         for node in marked:
@@ -70,6 +74,58 @@ def rewrite(graph: Graph) -> int:
         for total in sums:
             _sum_blocks(graph, total, rows)
     return len(found)
+
+
+def _gather(graph: Graph, total: Node, operators: Container[Any]) -> None:
+    """Add a bias's gradients of several tiles, or uses, up at once, from one tensor that has a row for each.
+
+    One after the other, Inductor makes one kernel of all additions and of the sums, and so of whatever is summed: every
+    tile's hidden layer is there for it (a GELU MLP with biases, 65536×4096→16384 in bf16, in eight tiles: 7000 MiB).
+    """
+    value = total.meta["val"]
+    if value.ndim != 1 or value.device.type != "cuda" or any(user.target is aten.add.Tensor for user in total.users):
+        return
+    parts = _parts(total)
+    if not parts or not all(_is_bias_gradient(part, operators) for part in parts):
+        return
+    with graph.inserting_before(total):
+        rows = [_call(graph, total, aten.reshape.default, part, [1, -1]) for part in parts]
+        gathered = _call(graph, total, aten.cat.default, rows)
+        result = _call(graph, total, aten.sum.dim_IntList, gathered, [0])
+    total.replace_all_uses_with(result)
+    added = [total]
+    while added:
+        node = added.pop()
+        added += [part for part in node.all_input_nodes if part not in parts]
+        graph.erase_node(node)
+
+
+def _parts(total: Node) -> list[Node]:
+    """What a sum written as a row of additions adds up."""
+    found = []
+    for part in total.args[:2] if not total.kwargs else ():
+        if not isinstance(part, Node):
+            return []
+        nested = part.target is aten.add.Tensor and len(part.users) == 1
+        found += _parts(part) if nested else [part]
+    return found
+
+
+def _is_bias_gradient(node: Node, operators: Container[Any]) -> bool:
+    """Whether it is a sum over the rows of an activation's gradient, maybe in another shape."""
+    through, sums = (*VIEWS, aten.sum.dim_IntList, operator.getitem), 0
+    while node.target in through:
+        sums += node.target is aten.sum.dim_IntList
+        node = cast(Node, node.args[0])
+    return sums == 1 and node.target in operators
+
+
+def _call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A call with its fake value, in place of ``like``."""
+    node = graph.call_function(target, args, kwargs)
+    given = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
+    node.meta = {**like.meta, "val": target(*given, **kwargs)}
+    return node
 
 
 def _edit(node: Node, op: Elementwise) -> _Edit | None:
@@ -104,14 +160,7 @@ def _sums(d: Node) -> list[Node]:
 
 
 def _sum_blocks(graph: Graph, total: Node, rows: int) -> None:
-    d, value = cast(Node, total.args[0]), total.meta["val"]
-
-    def call(target: Any, *args: Any, **kwargs: Any) -> Node:
-        node = graph.call_function(target, args, kwargs)
-        given = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
-        node.meta = {**total.meta, "val": target(*given, **kwargs)}
-        return node
-
+    d, value, call = cast(Node, total.args[0]), total.meta["val"], partial(_call, graph, total)
     with graph.inserting_before(total):
         wide = torch.float64 if value.dtype == torch.float64 else torch.float32
         blocks = call(aten.reshape.default, d, [-1, rows, d.meta["val"].shape[-1]])

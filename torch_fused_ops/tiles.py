@@ -39,8 +39,8 @@ def lengths(tokens: Any, tiles: int) -> tuple[Any, Any]:
     """How long each tile is but the last, and the last: a quarter longer, or a little more.
 
     Backward takes the last one first. There are no gradients of weights and of the input then, so there is room: at the
-    peak of a SwiGLU MLP (65536×4096→14336, bf16, eight tiles) 3174 MiB are alive on paper, 3216 with equal tiles. With
-    a last one half longer it is 3304: Inductor then plans to hold on to more, having seen more.
+    peak of a SwiGLU MLP (65536×4096→14336, bf16, eight tiles) 2697 MiB are alive on paper, 2720 with equal tiles, 2674
+    with a last one half longer.
 
     Args:
         tokens: a number, or a symbol for one (then there are floor divisions in the results).

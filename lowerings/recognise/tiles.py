@@ -5,11 +5,8 @@ row. So the tokens are split (``torch_fused_ops.tiles`` says how), what stands b
 and the results are joined. All that a tile computes but its result is marked ``MUST_RECOMPUTE``, as upstream marks what
 a checkpoint's body computes: the partitioner rebuilds it where backward comes to that tile, one after the other.
 
-Left unmarked are the pieces of the input, which cost nothing to keep, being views; marked, they are cut anew in
-backward, and Inductor, which takes inputs that are not such pieces for memory that it cannot free, plans for a higher
-peak (a SwiGLU MLP of 65536×4096→14336 in bf16, eight equal tiles: 2192 MiB without what is kept become 2368). And
-the results: the partitioner takes what is marked for what costs nothing, and would rebuild the residual stream from it,
-a GEMM for each tile.
+Left unmarked are the pieces of the input, which cost nothing to keep, being views; and the results: the partitioner
+takes what is marked for what costs nothing, and would rebuild the residual stream from it, a GEMM for each tile.
 """
 
 from __future__ import annotations

@@ -63,14 +63,23 @@ WAYS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("row", WAYS)
 def test_the_figures_of_the_page(row: str) -> None:
-    """docs/memory.md has them, and the targets: 3200 and 2550 MiB at the peak, 1.5 times plain's bytes with 8 tiles."""
+    """docs/memory.md has them, and the targets: 2700 and 2400 MiB at the peak, 1.5 times plain's bytes with 8 tiles."""
     sizes = (65536, 4096, 14336)
     paper, step = compiled(WAYS[row], SwiGLUMLP, *sizes)
     kept, most, moved = (n // MIB for n in (paper.saved_bytes(), peak(step), paper.bytes_moved))
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
     assert f"| {row} | {kept} | {most} | {moved} |" in page
     plain = compiled("plain", SwiGLUMLP, *sizes)
+    assert most <= peak(plain[1]) // MIB
     if "tiled" in row:
         assert kept == 512 and products(paper) * 9 == products(plain[0]) * 11
-        assert most <= (2550 if "16" in row else 3200)
+        assert most <= (2400 if "16" in row else 2700)
         assert "16" in row or paper.bytes_moved <= 1.5 * plain[0].bytes_moved
+
+
+@pytest.mark.slow
+def test_the_peaks_of_a_gelu_mlp_with_biases() -> None:
+    """A bias's gradient is a sum over all tiles: it must not bring them together (lowerings/row_blocks.py)."""
+    peaks = [peak(compiled(way, GELUMLP, 65536, 4096, 16384)[1]) // MIB for way in WAYS.values()]
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    assert f"{', '.join(map(str, peaks[:-1]))} and {peaks[-1]} MiB are alive at the peak" in page

@@ -61,7 +61,7 @@ def on_paper(fn: Callable[..., Any], args: Sequence[Tensor], memory: str | None,
         return virtual_gpu.compile_on_paper(fn, *args, **options)
 
 
-LEVELS = ["free", *(pytest.param(level, marks=pytest.mark.slow) for level in ("off", "input", "tiled"))]
+LEVELS = ["free", *(pytest.param(level, marks=pytest.mark.slow) for level in ("off", "input", "tiled:3"))]
 
 
 # ---- what comes of it ------------------------------------------------------------------------------------------------
