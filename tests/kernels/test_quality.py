@@ -69,7 +69,9 @@ def assert_good(gpu: virtual_gpu.GPU, activation: str, dtype: torch.dtype) -> No
         assert not [i for i in code.instructions if i.lower().startswith(("atom", "red.")) or "atomic" in i], what
         if not nvidia:
             continue
-        assert any(i == "LDG.E.128" for i in code.instructions) or "fp8" in what, what
+        # Few rows of sums leave a thread of _add_rows less than 16 bytes.
+        elements = constants["BLOCK_M"] * constants["BLOCK_N"] / (32 * constants["num_warps"])
+        assert any(i == "LDG.E.128" for i in code.instructions) or "fp8" in what or elements < 4, what
         assert any(i == "STG.E.128" for i in code.instructions) or "_add_rows" in what, what
         if "_add_rows" not in what:  # which reads little
             in_flight = resident_threads(code, constants["num_warps"]) * bytes_loaded(arguments, constants)
