@@ -93,22 +93,23 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
     atexit.register(gc.unfreeze)
-    _write_no_logs()
+    _leave_out()
 
 
-def _write_no_logs() -> None:
-    """Of what Dynamo makes for logs and for tables that nobody reads here what takes longest: a fiftieth of all.
+def _leave_out() -> None:
+    """What torch computes for logs, tables and caches that nobody reads here, and what takes long: a fiftieth of all.
 
-    For a line's function it takes a file apart, once a process; and each graph has all settings as JSON.
+    Dynamo takes a file apart to name a line's function, and writes all settings as JSON for each graph. For its caches
+    Inductor has all of Triton hashed by each process, 500 MB; ours are of this run.
     """
     for module, name in (
-        ("symbolic_convert", "get_funcname"),
-        ("utils", "_get_dynamo_config_for_logging"),
-        ("utils", "_scrubbed_inductor_config_for_logging"),
+        ("torch._dynamo.symbolic_convert", "get_funcname"),
+        ("torch._dynamo.utils", "_get_dynamo_config_for_logging"),
+        ("torch._dynamo.utils", "_scrubbed_inductor_config_for_logging"),
+        ("torch._inductor.runtime.triton_compat", "triton_key"),
     ):
-        where = sys.modules.get(f"torch._dynamo.{module}")
-        if hasattr(where, name):
-            setattr(where, name, lambda *args: None)
+        if hasattr(sys.modules.get(module), name):
+            setattr(sys.modules[module], name, lambda *args: None)
 
 
 @pytest.fixture(scope="session")
