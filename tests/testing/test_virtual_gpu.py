@@ -314,6 +314,7 @@ def test_config_reaches_inductor():
     assert "sum" not in named.inference.kernels[0].name
 
 
+@pytest.mark.slow
 def test_gemm_templates():
     """Matrix products as Triton templates and what is fused into them; what `config` says wins."""
     x = meta(512, 256, requires_grad=True)
