@@ -8,6 +8,7 @@ writes that across the rows (pytorch#130015): on GPUs a kernel of ours does it (
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import fallback_handler, lowerings, make_fallback, register_lowering
-from torch.fx import Graph, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -50,21 +51,57 @@ class _Lowered(Interpreter):
         return lowerings.get(target, target)(*args, **kwargs)
 
 
+class _Like(NamedTuple):
+    """What of a box a trace depends on."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
 def _inlined(function: Callable[..., Any], *args: Any) -> Any:
     """``function`` of boxes and of other arguments, as aten's calls, lowered."""
-    from torch._inductor import ir
+    from torch._inductor import config, ir
     from torch._inductor.virtualized import V
 
-    boxes = [a for a in args if isinstance(a, ir.TensorBox)]
+    with V.fake_mode, torch.no_grad():
+        given = [ir.ir_node_to_tensor(a) if isinstance(a, ir.TensorBox) else a for a in args]
+    tensors = [a for a in given if isinstance(a, torch.Tensor)]
+    if all(isinstance(number, int) for tensor in tensors for number in (*tensor.shape, *tensor.stride())):
+        likes = (_Like(a.shape, a.stride(), a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in given)
+        traced = _traced(function, tuple(likes), config.fallback_random)
+    else:
+        traced = _trace(function, given)
+    return _Lowered(traced).run(*(a for a in args if isinstance(a, ir.TensorBox)))
+
+
+def _trace(function: Callable[..., Any], args: Sequence[Any]) -> GraphModule:
+    """``function`` of tensors and of other arguments, as aten's calls on the tensors."""
 
     def of_tensors(*tensors: torch.Tensor) -> Any:
         rest = iter(tensors)
-        return function(*(next(rest) if isinstance(a, ir.TensorBox) else a for a in args))
+        return function(*(next(rest) if isinstance(a, torch.Tensor) else a for a in args))
+
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    traced: GraphModule = make_fx(of_tensors, decomposition_table=select_decomp_table())(*tensors)
+    return traced
+
+
+@functools.lru_cache(256)
+def _traced(function: Callable[..., Any], args: tuple[Any, ...], fallback_random: bool) -> GraphModule:
+    """``_trace`` of what has those sizes, once: layers have them in common. The setting is the decompositions' own."""
+    from torch._inductor.virtualized import V
+
+    def like(a: Any) -> Any:
+        return torch.empty_strided(a.size, a.stride, dtype=a.dtype, device=a.device) if isinstance(a, _Like) else a
 
     with V.fake_mode, torch.no_grad():
-        likes = [ir.ir_node_to_tensor(box) for box in boxes]
-    traced = make_fx(of_tensors, decomposition_table=select_decomp_table())(*likes)
-    return _Lowered(traced).run(*boxes)
+        given = [like(a) for a in args]
+    traced = _trace(function, given)
+    for node in traced.graph.nodes:
+        node.meta.clear()  # it has tensors of the compilation's, and they have all of it
+    return traced
 
 
 def _is_transposed() -> bool:

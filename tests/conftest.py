@@ -1,5 +1,6 @@
 """What every test gets: compile caches of the tests' own, the activation table as it was, a limit of processor time."""
 
+import atexit
 import gc
 import itertools
 import json
@@ -7,6 +8,7 @@ import logging
 import math
 import os
 import platform
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -28,6 +30,10 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+# Dynamo looks for garbage after each graph: a seventh of a small capture's time. ``pytest_collection_finish`` says when
+# it is looked for here.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+
 import processor_time
 
 from torch_fused_ops import activations
@@ -35,6 +41,10 @@ from torch_fused_ops import activations
 # Dynamo times each graph's guards, once, with the processor's caches flushed: 40 of a small capture's 140 ms.
 if hasattr(torch._C._dynamo.guards, "profile_guard_manager"):
     torch._C._dynamo.guards.profile_guard_manager = lambda *args: 0.0
+
+# To seed devices that are not there torch writes down three times from where: 0.5 ms. It keeps the texts for ever.
+if not torch.accelerator.is_available():
+    torch.random._manual_seed_impl = lambda seed: torch.default_generator.manual_seed(int(seed))
 
 # pytest adds its handlers to each logger that does not propagate, and so hears what torch has for TORCH_TRACE, which is
 # made where somebody hears it: a twentieth of the time of compiling. Torch's own handler is there by now.
@@ -76,14 +86,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Garbage is looked for among what tests make, and seldom: it is a tenth of a compilation's time otherwise."""
+    """Garbage is looked for among what tests make, and seldom: it is a tenth of a compilation's time otherwise.
+
+    At the end pytest looks for it five times; then all goes, or Triton's bindings list what they find left.
+    """
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
+    atexit.register(gc.unfreeze)
+    _leave_out()
 
 
-def pytest_sessionfinish() -> None:
-    """At the end all goes, or Triton's bindings list what they find left."""
-    gc.unfreeze()
+def _leave_out() -> None:
+    """What torch computes for logs, tables and caches that nobody reads here, and what takes long: a fiftieth of all.
+
+    Dynamo takes a file apart to name a line's function, and writes all settings as JSON for each graph. For its caches
+    Inductor has all of Triton hashed by each process, 500 MB; ours are of this run.
+    """
+    for module, name in (
+        ("torch._dynamo.symbolic_convert", "get_funcname"),
+        ("torch._dynamo.utils", "_get_dynamo_config_for_logging"),
+        ("torch._dynamo.utils", "_scrubbed_inductor_config_for_logging"),
+        ("torch._inductor.runtime.triton_compat", "triton_key"),
+    ):
+        if hasattr(sys.modules.get(module), name):
+            setattr(sys.modules[module], name, lambda *args: None)
 
 
 @pytest.fixture(scope="session")

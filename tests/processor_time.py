@@ -47,12 +47,13 @@ class Meter:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
+        if fixturedef.scope == "function":
+            return (yield)  # type: ignore[misc]
         began = seconds()
         try:
             return (yield)  # type: ignore[misc]
         finally:
-            if fixturedef.scope != "function":
-                self.shared += seconds() - began
+            self.shared += seconds() - began
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:

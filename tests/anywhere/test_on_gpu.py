@@ -97,15 +97,18 @@ ON_CPU = [  # one of each model, level and mode
 ]
 
 
-def on(device: str, *values: Any) -> Any:
+def on(device: str, *values: Any, slow: bool = False) -> Any:
     """A case of a device: on the CPU its graphs are interpreted."""
-    marks = pytest.mark.skipif(device == "cuda" and not torch.cuda.is_available(), reason="needs a GPU")
+    marks = [pytest.mark.skipif(device == "cuda" and not torch.cuda.is_available(), reason="needs a GPU")]
+    marks += [pytest.mark.slow] * slow
     how = "interpreted" if device == "cpu" else "generated"
     return pytest.param(how, device, *values, marks=marks, id="-".join((device, *map(str, values))))
 
 
-def everywhere(*names: str, gpu: list[tuple[Any, ...]], cpu: list[tuple[Any, ...]]) -> Callable[[Any], Any]:
-    cases = [*(on("cuda", *case) for case in gpu), *(on("cpu", *case) for case in cpu)]
+def everywhere(
+    *names: str, gpu: list[tuple[Any, ...]], cpu: list[tuple[Any, ...]], slow: bool = False
+) -> Callable[[Any], Any]:
+    cases = [*(on("cuda", *case) for case in gpu), *(on("cpu", *case, slow=slow) for case in cpu)]
     return pytest.mark.parametrize(("inductor_code", "device", *names), cases, indirect=["inductor_code"])
 
 
@@ -181,7 +184,7 @@ def test_products_in_float8(inductor_code: None, device: str, name: str, memory:
 
 
 @pytest.mark.seconds("torch 2.11 tunes on CPUs, too, with machine code of its own")
-@everywhere("name", gpu=[("gelu",)], cpu=[("gelu",)])
+@everywhere("name", gpu=[("gelu",)], cpu=[("gelu",)], slow=True)
 def test_max_autotune(inductor_code: None, device: str, name: str) -> None:
     check(name, "free", bench_ways.AUTOTUNE, device, dynamic=False)
 

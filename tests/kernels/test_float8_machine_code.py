@@ -60,7 +60,7 @@ def machine_code(
 
 
 MARKS: dict[str, Any] = {
-    "glu": pytest.mark.seconds("the largest kernel, whose registers are what its plan is for"),
+    "glu": pytest.mark.slow,
     "weight": pytest.mark.slow,
     "weight turned": pytest.mark.slow,
     "32 straight": pytest.mark.slow,
@@ -123,7 +123,7 @@ IN_ROWS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", IN_ROWS)
 @pytest.mark.parametrize("gpu", [L40S, virtual_gpu.H100, virtual_gpu.MI300X], ids=lambda gpu: gpu.arch)
 def test_rows_spill_nowhere(name: str, gpu: virtual_gpu.GPU, monkeypatch: pytest.MonkeyPatch) -> None:

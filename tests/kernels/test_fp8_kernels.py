@@ -173,6 +173,8 @@ def calls(activation: str, dtype: torch.dtype = torch.bfloat16, rows: int = 4096
 DEFAULT = {virtual_gpu.H100: True, virtual_gpu.MI300X: False}  # one by hardware and one by arithmetic
 
 
+@pytest.mark.every(2)
+@pytest.mark.parametrize("name", ("glu", "bias_act", "bias_act backward", "glu backward"))
 @pytest.mark.parametrize(
     ("gpu", "native"),
     [
@@ -182,15 +184,13 @@ DEFAULT = {virtual_gpu.H100: True, virtual_gpu.MI300X: False}  # one by hardware
     ],
     ids=lambda value: getattr(value, "name", str(value)).replace(" ", "_"),
 )
-def test_compiles_where_it_runs(gpu: virtual_gpu.GPU, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_where_it_runs(gpu: virtual_gpu.GPU, native: bool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With hardware's conversion from sm_89 on; everywhere with arithmetic on bits, as on sm_80 and on AMD's."""
     monkeypatch.setattr(kernels, "_native_fp8", lambda _: native)
-    found = calls("silu")
     if native and gpu in (virtual_gpu.A100, virtual_gpu.MI300X):
         pytest.skip("not used there")
-    for name in ("bias_act", "glu", "bias_act backward", "glu backward"):
-        (code,) = assemble(gpu, *found[name])
-        assert code.spills == 0, name
+    (code,) = assemble(gpu, *calls("silu")[name])
+    assert code.spills == 0
 
 
 @pytest.mark.slow
@@ -203,6 +203,7 @@ def test_wide_loads_and_stores(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "LDG.E.128" in code.instructions and "STG.E.128" in code.instructions, name
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "columns"), [("bias_act_fp8", 4096), ("glu_fp8", 4096), ("glu_fp8", 14336)])
 def test_several_rows_are_under_way_at_once(name: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a program waits for its row's largest number, four others or more load and store; loads are wide."""

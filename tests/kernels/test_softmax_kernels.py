@@ -255,7 +255,7 @@ def test_instructions_per_element(call: str, sk: int, most: float) -> None:
     assert code.registers <= 40
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name.replace(" ", "_"))
 def test_compiles_everywhere(gpu: virtual_gpu.GPU) -> None:
     for dtype, sk, names in ((torch.bfloat16, 2048, ("causal backward",)), (torch.float32, 40000, ("window",))):

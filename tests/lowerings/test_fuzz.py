@@ -742,7 +742,7 @@ def check_kinds(counts: Counter[str]) -> None:
 def test_programs():
     counts: Counter[str] = Counter()
 
-    @quietly(100)
+    @quietly(80)
     @given(randoms())
     def run(r):
         fuzzed(r, counts, ("eager", "eager", "aot_eager")[counts["programs"] % 3])

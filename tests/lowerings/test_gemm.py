@@ -134,6 +134,31 @@ def test_biases_dropout_and_residuals_around_it() -> None:
 
 
 @pytest.mark.codegen_is_slow
+def test_layers_of_one_size_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_fused_ops.lowerings import float8
+
+    traces = []
+
+    def trace(*args: Any) -> Any:
+        traces.append(original(*args))
+        return traces[-1]
+
+    original = float8._trace
+    monkeypatch.setattr(float8, "_trace", trace)
+    float8._traced.cache_clear()
+    torch.manual_seed(0)
+    x, one, other = torch.randn(256, HIDDEN), InFloat8(), InFloat8()
+    made = []
+    with torch.no_grad():
+        for module, tokens in ((one, x), (nn.Sequential(other, one), x), (one, x[:128])):
+            assert apart(compiled(module)(tokens), module(tokens)) < 0.02
+            made.append(len(traces))
+    assert 0 < made[0] == made[1] < made[2]
+    kept = [node for traced in traces for node in traced.graph.nodes if node.meta]
+    assert not kept, "what a trace says of its tensors has the whole compilation"
+
+
+@pytest.mark.codegen_is_slow
 def test_biases_under_autocast() -> None:
     """A gradient is quantised along rows and along columns, which Inductor's C++ fuses as loops of two orders."""
     module, x = gelu_mlp(), torch.randn(128, HIDDEN)

@@ -99,7 +99,7 @@ NOTHING = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("name", FOUND)
 def test_a_piece_without_a_site_is_no_error(name: str) -> None:
     model = torch.compile(Body(FOUND[name]), backend="fused", options={"policy": STRICT})
@@ -107,7 +107,7 @@ def test_a_piece_without_a_site_is_no_error(name: str) -> None:
         model(torch.randn(rows, 8, requires_grad=True)).sum().backward()
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", NOTHING)
 def test_linear_layers_and_no_site_are_an_error(name: str) -> None:
     model = torch.compile(Body(NOTHING[name]), backend="fused", options={"policy": STRICT})

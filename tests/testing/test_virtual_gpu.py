@@ -6,6 +6,9 @@ import re
 import sys
 import types
 from functools import cache
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from unittest import mock
 
 import pytest
 import torch
@@ -311,6 +314,7 @@ def test_config_reaches_inductor():
     assert "sum" not in named.inference.kernels[0].name
 
 
+@pytest.mark.slow
 def test_gemm_templates():
     """Matrix products as Triton templates and what is fused into them; what `config` says wins."""
     x = meta(512, 256, requires_grad=True)
@@ -428,6 +432,11 @@ def gate_kernel(x, out, n, BLOCK: tl.constexpr):
 @triton.jit
 def half_of(x):
     return x * 0.5
+
+
+@triton.jit
+def tenth_of(x):
+    return x * 0.1
 
 
 @triton.jit
@@ -554,6 +563,41 @@ def test_hand_written_kernel_runs():
     torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-7)
     virtual_gpu.interpret(gate_kernel, x, out.zero_(), 1000, grid=lambda meta: (4,), BLOCK=256)
     torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_kernel_is_rewritten_once_and_sees_what_its_globals_are_now(monkeypatch):
+    x, out = torch.randn(8), torch.zeros(8)
+    virtual_gpu.interpret(gate_kernel, x, out, 8, grid=(1,), BLOCK=8)
+    before = out.clone()
+    again = mock.Mock(side_effect=AssertionError("its source was read again"))
+    with monkeypatch.context() as patched:
+        patched.setattr(import_module("triton.runtime.interpreter").FunctionRewriter, "rewrite_ast", again)
+        virtual_gpu.interpret(gate_kernel, x, out.zero_(), 8, grid=(1,), BLOCK=8)
+    assert torch.equal(out, before) and before.any()
+    monkeypatch.setitem(globals(), "half_of", tenth_of)
+    virtual_gpu.interpret(gate_kernel, x, out, 8, grid=(1,), BLOCK=8)
+    torch.testing.assert_close(out, before / 5)
+
+
+def test_kernels_of_one_name_have_their_own_defaults(tmp_path):
+    def made(bias: float) -> object:
+        file = tmp_path / f"kernel_{bias}.py"
+        file.write_text(f"""import triton, triton.language as tl
+@triton.jit
+def kernel(out, bias={bias}, BLOCK: tl.constexpr = 4):
+    tl.store(out + tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.float32) + bias)
+""")
+        spec = spec_from_file_location(file.stem, file)
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.kernel
+
+    for bias in (2.0, 3.0):
+        kernel = made(bias)
+        for block in (4, 2):
+            out = torch.zeros(4)
+            virtual_gpu.interpret(kernel, out, grid=(1,), **({} if block == 4 else {"BLOCK": block}))
+            assert out.tolist() == [bias] * block + [0.0] * (4 - block)
 
 
 # Errors

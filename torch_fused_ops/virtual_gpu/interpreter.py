@@ -6,6 +6,7 @@ import contextlib
 import functools
 import re
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -183,15 +184,28 @@ def _next_power_of_2(size: int) -> int:
 def _rewritten(jit: Any) -> Any:
     """The function of a kernel or of a device function in the form that the interpreter runs.
 
-    It works on copies of the function and of its globals, since Triton's rewriter adds names to them.
+    It has a copy of the function's globals as they are now, since Triton's rewriter adds names to them.
     """
-    rewriter = import_triton("triton.runtime.interpreter").FunctionRewriter
-    namespace = dict(jit.fn.__globals__)
+    interpreter = import_triton("triton.runtime.interpreter")
+    namespace = {**vars(interpreter), **jit.fn.__globals__}
     libdevice = {id(original): replacement for original, replacement in _libdevice_functions()}
     namespace.update({name: libdevice[id(value)] for name, value in namespace.items() if id(value) in libdevice})
-    function = types.FunctionType(jit.fn.__code__, namespace, jit.fn.__name__, jit.fn.__defaults__, jit.fn.__closure__)
-    function.__kwdefaults__, function.__annotations__ = jit.fn.__kwdefaults__, jit.fn.__annotations__
-    return rewriter(function).rewrite_ast()
+    code = _rewritten_code.get(jit.fn)
+    if code is None:
+        copy = _with_code(jit.fn, jit.fn.__code__, namespace)
+        code = _rewritten_code[jit.fn] = interpreter.FunctionRewriter(copy).rewrite_ast().__code__
+    return _with_code(jit.fn, code, namespace)
+
+
+# Triton's rewriter reads and parses a function's source at each call: for small tensors, 2/5 of the interpreter's time.
+_rewritten_code: weakref.WeakKeyDictionary[Callable[..., Any], types.CodeType] = weakref.WeakKeyDictionary()
+
+
+def _with_code(function: Any, code: types.CodeType, namespace: dict[str, Any]) -> Any:
+    closure = function.__closure__ if code.co_freevars else None
+    copy = types.FunctionType(code, namespace, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
+    return copy
 
 
 @contextlib.contextmanager
