@@ -719,3 +719,35 @@ def test_automatic_dynamic_sizes_do_not_leak():
         paper = compile_on_paper(F.silu, meta(rows, 64))
         assert "ks0" not in paper.inference.code
         assert paper.inference.bytes_moved == 2 * rows * 64 * 2
+
+
+# ---- interpret_step --------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_step_interpreted() -> None:
+    """A module with a norm, reductions and reuse of memory: results and gradients are eager mode's."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
+    x, gradient = torch.randn(64, 32, requires_grad=True), torch.randn(64, 32)
+    paper = virtual_gpu.compile_on_paper(module, x)
+    named = {tuple(t.shape): t for t in (x, module[1].weight, module[1].bias, module[3].weight)}
+    vectors = iter((module[0].weight, module[0].bias, module[3].bias))
+    used = [named[spec.shape] if spec.shape in named else next(vectors) for spec in paper.forward.inputs]
+    (result,), found = virtual_gpu.interpret_step(paper, [t.detach().clone() for t in used], [gradient])
+    expected = module(x)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    for got, wanted in zip(found, torch.autograd.grad(expected, used, gradient), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_step_is_given_is_checked() -> None:
+    x = torch.randn(8, 16, requires_grad=True)
+    paper = virtual_gpu.compile_on_paper(F.gelu, x)
+    for inputs, gradients, text in (
+        ([], [], "inputs: got 0, expected 1"),
+        ([x.detach()], [x.detach()] * 2, "gradients: got 2, expected 1"),
+        ([x.detach().to("meta")], [], r"inputs\[0\]: got a tensor on meta, expected one on the CPU"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            virtual_gpu.interpret_step(paper, inputs, gradients)
+    assert virtual_gpu.interpret_step(paper, [x.detach()])[1] == ()
