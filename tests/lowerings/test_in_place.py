@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import torch_fused_ops as tfo
 from torch_fused_ops.lowerings import compat, in_place, passes
@@ -75,6 +76,33 @@ def test_the_peak_of_one_mlp_is_not_above_plains(name: str, memory: str) -> None
     args = weights(*shapes)
     bias = sum(a.nbytes for a in args if a.ndim == 1)
     assert on_paper(fn, args, memory).peak_bytes() <= on_paper(fn, args, None).peak_bytes() + bias
+
+
+@pytest.mark.slow
+def test_packed_gate_and_up_have_new_memory() -> None:
+    """docs/memory.md says by how much the peak is above plain's, of one block, and below it, of three."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.both, self.down = (
+                nn.LayerNorm(256),
+                nn.Linear(256, 2048, False),
+                nn.Linear(1024, 256, False),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, up = self.both(self.norm(x)).chunk(2, -1)
+            return x + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+    def ratio(blocks: int) -> float:
+        model, x = nn.Sequential(*(Block() for _ in range(blocks))), torch.randn(4096, 256)
+        free, plain = (on_paper(lambda x: model(x).square().mean(), [x], way).peak_bytes() for way in ("free", None))
+        return float(free / plain)
+
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    more, less = (f"{percent:.0f} %" for percent in (100 * (ratio(1) - 1), 100 * (1 - ratio(3))))
+    assert f"{more} more than with plain is alive at the peak, of three {less} less" in page
 
 
 def test_three_results_in_the_place_of_three_inputs() -> None:
