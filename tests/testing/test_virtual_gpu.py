@@ -730,10 +730,12 @@ def test_a_whole_step_interpreted() -> None:
     module = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
     x, gradient = torch.randn(64, 32, requires_grad=True), torch.randn(64, 32)
     paper = virtual_gpu.compile_on_paper(module, x)
-    named = {tuple(t.shape): t for t in (x, module[1].weight, module[1].bias, module[3].weight)}
-    vectors = iter((module[0].weight, module[0].bias, module[3].bias))
-    used = [named[spec.shape] if spec.shape in named else next(vectors) for spec in paper.forward.inputs]
-    (result,), found = virtual_gpu.interpret_step(paper, [t.detach().clone() for t in used], [gradient])
+    parameters = dict(module.named_parameters())
+    paths = [re.sub(r"l_fn_modules_(\d)_parameters_(\w+)_", r"\1.\2", spec.name) for spec in paper.forward.inputs]
+    used = [parameters.get(path, x) for path in paths]
+    assert len(set(paths)) == len(used) == 7
+    for strided in (gradient, gradient.t().contiguous().t()):
+        (result,), found = virtual_gpu.interpret_step(paper, [t.detach().clone() for t in used], [strided])
     expected = module(x)
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
     for got, wanted in zip(found, torch.autograd.grad(expected, used, gradient), strict=True):
@@ -744,10 +746,14 @@ def test_what_a_step_is_given_is_checked() -> None:
     x = torch.randn(8, 16, requires_grad=True)
     paper = virtual_gpu.compile_on_paper(F.gelu, x)
     for inputs, gradients, text in (
-        ([], [], "inputs: got 0, expected 1"),
-        ([x.detach()], [x.detach()] * 2, "gradients: got 2, expected 1"),
-        ([x.detach().to("meta")], [], r"inputs\[0\]: got a tensor on meta, expected one on the CPU"),
+        ([], [], "inputs: got 0, expected a sequence of 1"),
+        (x.detach(), [], "inputs: got a tensor, expected a sequence of 1"),
+        ([x.detach()], [x.detach()] * 2, "gradients: got 2, expected a sequence of 1"),
+        ([x.detach()], [x.detach().t()], r"gradients\[0\]: got shape \(16, 8\), expected \(8, 16\)"),
+        ([x.detach()], [None], r"gradients\[0\]: got NoneType, expected a tensor of torch.float32"),
+        ([x.detach().double()], [], r"inputs\[0\] \(\w+\): got torch.float64, expected a tensor of torch.float32"),
+        ([x.detach().to("meta")], [], r"inputs\[0\] \(\w+\): got a tensor on meta, expected one on the CPU"),
     ):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises((ValueError, TypeError), match=text):
             virtual_gpu.interpret_step(paper, inputs, gradients)
     assert virtual_gpu.interpret_step(paper, [x.detach()])[1] == ()

@@ -46,12 +46,12 @@ def generated_graph(
     )
 
 
-def graph_input(value: Any, is_parameter: bool) -> GraphInput:
+def graph_input(value: Any, is_parameter: bool, name: str = "") -> GraphInput:
     """What a graph was traced with, as the argument that it takes."""
     if not isinstance(value, Tensor):
-        return GraphInput(number=hint(value))
+        return GraphInput(number=hint(value), name=name)
     shape, stride = (tuple(map(hint, sizes)) for sizes in (value.shape, value.stride()))
-    return GraphInput(shape, stride, value.dtype, is_parameter)
+    return GraphInput(shape, stride, value.dtype, is_parameter, name=name)
 
 
 def _is_launched(node: Any) -> bool:

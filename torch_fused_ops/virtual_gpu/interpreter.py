@@ -19,7 +19,7 @@ from .kernels import Kernel, load
 from .wrapper import called
 
 if TYPE_CHECKING:
-    from .results import GeneratedGraph, GeneratedKernel, PaperCompilation
+    from .results import GeneratedGraph, GeneratedKernel, GraphInput, PaperCompilation
 
 # Elements that one program of an automatic grid handles: NumPy is fast on large arrays, and Triton's limit is 2**20.
 PROGRAM_ELEMENTS = 1 << 16
@@ -82,39 +82,56 @@ def interpret_step(
 
     Args:
         paper: of a program without dynamic sizes.
-        inputs: as `paper.forward.inputs`, or `paper.inference.inputs`, describe them: in the order in which the program
-            first uses them. They are not copied.
-        gradients: of the results whose number is in `paper.tangents`, in that order. Empty: there is no backward.
+        inputs: in the order of `paper.forward.inputs`, or `paper.inference.inputs`, which have Dynamo's names for them.
+            They are copied only where their strides are others.
+        gradients: of the results whose number is in `paper.tangents`, in that order. Empty: backward does not run.
 
     Returns:
-        The results, and the gradients of the inputs, None for those that have none.
+        The results, and the gradients of the inputs, in their order, None where there is none; () without backward.
 
     Raises:
         ModuleNotFoundError: when Triton or NumPy is not installed.
-        ValueError: for another number of inputs or gradients, or tensors that are not on the CPU.
+        TypeError: for an input or a gradient that is no tensor, or of another dtype.
+        ValueError: for another number of them, other shapes, or tensors that are not on the CPU.
         NotImplementedError, RuntimeError: from torch, for a call that the CPU has no kernel for.
     """
     forward = paper.forward or paper.inference
     assert forward is not None
-    _check_number("inputs", inputs, len(forward.inputs))
-    outputs = _run(forward, inputs)
+    outputs = _run(forward, _as_compiled("inputs", inputs, forward.inputs))
     results = tuple(outputs[: forward.results])
     if not gradients:
         return results, ()
-    _check_number("gradients", gradients, len(paper.tangents))
-    assert paper.backward is not None
-    given = iter(gradients)
+    if paper.backward is None:
+        raise ValueError(f"gradients: got {len(gradients)}, expected none: the program was compiled for inference")
+    specs = [spec for spec, number in zip(paper.backward.inputs, paper.handed, strict=True) if number is None]
+    given = iter(_as_compiled("gradients", gradients, specs))
     handed = [next(given) if number is None else outputs[number] for number in paper.handed]
     del outputs
     return results, tuple(_run(paper.backward, handed))
 
 
-def _check_number(name: str, values: Sequence[Any], expected: int) -> None:
-    if len(values) != expected:
-        raise ValueError(f"{name}: got {len(values)}, expected {expected}")
-    for i, value in enumerate(values):
-        if isinstance(value, Tensor) and value.device.type != "cpu":
-            raise ValueError(f"{name}[{i}]: got a tensor on {value.device}, expected one on the CPU")
+def _as_compiled(name: str, values: Sequence[Any], specs: Sequence[GraphInput]) -> list[Any]:
+    """Arguments as the generated code takes them for granted: with the strides that it was generated for."""
+    if isinstance(values, Tensor) or len(values) != len(specs):
+        got = "a tensor" if isinstance(values, Tensor) else len(values)
+        raise ValueError(f"{name}: got {got}, expected a sequence of {len(specs)}")
+    found = []
+    for i, (value, spec) in enumerate(zip(values, specs, strict=True)):
+        if spec.number is not None:
+            found.append(value)
+            continue
+        which = f"{name}[{i}]" + (f" ({spec.name})" if spec.name else "")
+        if not isinstance(value, Tensor) or value.dtype != spec.dtype:
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"{which}: got {kind}, expected a tensor of {spec.dtype}")
+        if value.device.type != "cpu":
+            raise ValueError(f"{which}: got a tensor on {value.device}, expected one on the CPU")
+        if tuple(value.shape) != spec.shape:
+            raise ValueError(f"{which}: got shape {tuple(value.shape)}, expected {spec.shape}")
+        if value.stride() != spec.stride:
+            value = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(value.detach())
+        found.append(value)
+    return found
 
 
 def _run(graph: GeneratedGraph, inputs: Sequence[Any]) -> list[Any]:

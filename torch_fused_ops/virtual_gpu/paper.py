@@ -172,6 +172,7 @@ class _Paper:
         self.saved: tuple[SavedTensor, ...] = ()
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         self.parameters: list[bool] = []
+        self.names: list[str] = []  # of what the program is given
         self.kept: dict[str, int] = {}  # by the name of backward's input, which output of forward it is
         self.results = 0
         self.handed: tuple[int | None, ...] = ()
@@ -287,7 +288,8 @@ class _Paper:
                 return context.fake_mode.from_tensor(value, static_shapes=True)
             return context.fake_mode.from_tensor(value, symbolic_context=symbolic, source=symbolic.tensor_source)
 
-        self.parameters = [is_parameter(node) for node in gm.graph.find_nodes(op="placeholder")]
+        given = gm.graph.find_nodes(op="placeholder")
+        self.parameters, self.names = [is_parameter(node) for node in given], [node.name for node in given]
         self.compile_fx(gm, [fake(value) for value in example_inputs])
         raise _Compiled
 
@@ -360,7 +362,8 @@ class _Paper:
             code: str = getattr(generated, "value", generated)
             moved = {node: nbytes_moved(node) for node in graph.scheduler.nodes}
         kind = "inference" if is_inference else "backward" if is_backward else "forward"
-        arguments = [graph_input(value, is_parameter) for value, is_parameter in zip(inputs, parameters, strict=True)]
+        given = [] if is_backward else self.names
+        arguments = list(map(graph_input, inputs, parameters, [*given, *[""] * len(names)]))
         outputs: Any = gm.graph.output_node().args[0]
         results = self.results if kind == "forward" else len(outputs)
         self.graphs[kind] = generated_graph(code, gm, moved, kernel_nodes, scheduled, arguments, results)

@@ -56,6 +56,7 @@ class GraphInput:
         dtype: element type.
         is_parameter: it is a parameter or a buffer of a module.
         number: where it is no tensor: a size or another number.
+        name: Dynamo's, of what the program is given: "l_x_", "l_fn_modules_up_parameters_weight_"; else "".
     """
 
     shape: tuple[int, ...] = ()
@@ -63,6 +64,7 @@ class GraphInput:
     dtype: torch.dtype = torch.float32
     is_parameter: bool = False
     number: Any = None
+    name: str = ""
 
 
 @dataclass(frozen=True)
