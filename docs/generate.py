@@ -246,7 +246,7 @@ def plan() -> str:
         batch, length = case["tokens"]
         fixed = f"parameters {size(first['parameters'])}, optimizer state {size(first['optimizer_state'])}"
         lines += [f"**{name}**, {batch} × {length} tokens, {first['gpu']}: {fixed}", ""]
-        lines += ["| every MLP at | peak of the step | least time | |", "|---|---|---|---|"]
+        lines += ["| every MLP at | peak of forward and backward | least time | |", "|---|---|---|---|"]
         for row in first["levels"]:
             time = f"{1000 * row['seconds']:.3g} ms | {100 * (row['seconds'] / first['off_seconds'] - 1):+.1f} %"
             lines.append(f"| {row['level']} | {size(row['peak'])} | {time} |".replace("-", "−"))
