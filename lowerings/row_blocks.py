@@ -86,7 +86,8 @@ def _gather(graph: Graph, total: Node, operators: Container[Any]) -> None:
     if value.ndim != 1 or value.device.type != "cuda" or any(user.target is aten.add.Tensor for user in total.users):
         return
     parts = _parts(total)
-    if not parts or not all(_is_bias_gradient(part, operators) for part in parts):
+    like = [(part.meta["val"].shape, part.meta["val"].dtype) == (value.shape, value.dtype) for part in parts]
+    if not all(like) or not all(_is_bias_gradient(part, operators) for part in parts):
         return
     with graph.inserting_before(total):
         rows = [_call(graph, total, aten.reshape.default, part, [1, -1]) for part in parts]
@@ -101,14 +102,11 @@ def _gather(graph: Graph, total: Node, operators: Container[Any]) -> None:
 
 
 def _parts(total: Node) -> list[Node]:
-    """What a sum written as a row of additions adds up."""
-    found = []
-    for part in total.args[:2] if not total.kwargs else ():
-        if not isinstance(part, Node):
-            return []
-        nested = part.target is aten.add.Tensor and len(part.users) == 1
-        found += _parts(part) if nested else [part]
-    return found
+    """What a sum of tensors, as it is written, adds up; any other node is a part by itself."""
+    if total.target is not aten.add.Tensor or total.kwargs or not all(isinstance(part, Node) for part in total.args):
+        return [total]
+    parts = cast(Sequence[Node], total.args)
+    return [one for part in parts for one in (_parts(part) if len(part.users) == 1 else [part])]
 
 
 def _is_bias_gradient(node: Node, operators: Container[Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -200,6 +200,34 @@ def test_the_kernel_keeps_the_precision_contract() -> None:
     bound = exact.abs().sum(0) * torch.finfo(torch.float32).eps * 4
     assert ((parts.double().sum(0) - exact.sum(0)).abs() <= bound).all()
     assert torch.equal(total, parts.sum(0).to(BF16))
+
+
+def two_tiles(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = (fused.bias_act_backward(t, t, None, None, "gelu", [True, False, False])[0].sum(0) for t in (x, y))
+    return first, second
+
+
+ADDED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "sums alone": lambda s, t, v: s + t,
+    "a scalar beside a vector": lambda s, t, v: (v + 1.5) + s + t,
+    "a factor": lambda s, t, v: torch.add(s, t, alpha=3) + s,
+    "a vector": lambda s, t, v: s + v + t,
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_whatever_is_added_to_sums_of_tiles_stays(name: str) -> None:
+    torch.manual_seed(0)
+
+    def program(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        return ADDED[name](*two_tiles(x, y), v)
+
+    args = torch.randn(64, 48), torch.randn(64, 48), torch.randn(48)
+    paper = virtual_gpu.compile_on_paper(program, *args, training=False, config=tfo.compile_options(tfo.FusionPolicy()))
+    gathered = "aten.cat.default" in str(paper.inference.graph.graph)
+    assert gathered == (name == "sums alone")
+    (found,), _ = virtual_gpu.interpret_step(paper, args[: len(paper.inference.inputs)])
+    torch.testing.assert_close(found, program(*args), rtol=1e-4, atol=1e-4)
 
 
 # ---- what is left alone ----------------------------------------------------------------------------------------------
