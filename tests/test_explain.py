@@ -199,11 +199,12 @@ def test_memory_levels_say_what_they_save_and_cost():
         LevelFigures(PLAIN, 8 << 20, 1e-3),
         LevelFigures(PICKED_UP, 4 << 20, 1.02e-3),
         LevelFigures("off", 8 << 20, 1e-3),
-        LevelFigures("input", 1 << 20, 1.2e-3),
+        LevelFigures("input", 1 << 20, 1.2e-3, note="all of it"),
     )
     figures = Figures("NVIDIA H200", True, (), levels=levels)
     assert rows_of(figures)[-1] == ("time, at least", "1.000 ms", "1.020 ms", "+2.0 %")
-    head, _, plain, off, given, note = levels_table(figures).splitlines()
+    head, _, plain, off, given, note, last = levels_table(figures).splitlines()
+    assert last == "input: all of it"
     assert head.split()[:2] == ["memory", "level"] and plain.startswith(PLAIN) and off.split()[-1] == "same"
     assert given.split() == ["input", "1.00", "MiB", "−87.5", "%", "1.200", "ms", "+20.0", "%"] and "faster" in note
     peaks = tuple(replace(one, peak=3 * one.saved) for one in levels)

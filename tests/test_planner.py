@@ -6,8 +6,10 @@ import functools
 import itertools
 import json
 import random
+import re
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,11 @@ pytest.importorskip("triton")
 
 import torch_fused_ops as tfo
 from torch_fused_ops.benchmarks import models
-from torch_fused_ops.planner import largest, search
+from torch_fused_ops.planner import largest, report, search
 from torch_fused_ops.planner.fsdp import FullyShard, Group
 from torch_fused_ops.planner.model import Stack, _stacks, captured_model
 from torch_fused_ops.planner.optimizers import optimizer_memory
-from torch_fused_ops.planner.plan import bytes_of
+from torch_fused_ops.planner.plan import LevelRow, bytes_of
 from torch_fused_ops.planner.resident import Resident, check_shards, check_whole, held
 from torch_fused_ops.planner.step import (
     MARGIN,
@@ -575,13 +577,30 @@ def test_where_nothing_fits_it_says_what_is_missing() -> None:
     lowest = rich.within("1MiB").step_peak
     poor = rich.within(lowest - MiB)
     assert not poor.fits and poor.missing == MiB and poor.peak_bytes == lowest
+    assert poor.missing == min(row.missing for row in poor.levels if row.level != "checkpoint")
+    assert f"every MLP at  peak, forward and backward  least time  in {size(poor.limit)}" in re.sub(
+        " +(?=in)", "  ", str(poor)
+    )
     assert any("torch.utils.checkpoint" in line or "(dp=" in line for line in poor.help)
     assert "does not fit: 1.00 MiB are missing" in str(poor)
     assert lowest <= min(row.peak for row in poor.levels if row.level != "checkpoint")
     least = rich.within("1MiB")
+    assert [row.missing for row in least.levels] == [row.peak - MiB for row in least.levels]
     alone = f"The optimizer's step takes {size(least.optimizer_peak)} by itself, however few tokens there are"
     assert any(line.startswith(alone) for line in least.help) and not any("by itself" in line for line in poor.help)
     assert least.help[-1].endswith("Besides them: fewer tokens.")
+
+
+def test_rows_count_as_the_headline_does() -> None:
+    """A level lacks what the optimizer's step lacks, where that is more."""
+    rich = two_mlps()
+    rows = (LevelRow("off", 9 * MiB, 1.0, 8 * MiB), LevelRow("free", 3 * MiB, 1.0, 4 * MiB))
+    poor = replace(rich, limit=MiB, optimizer_peak=5 * MiB, levels=rows)
+    assert [row[-1] for row in report.level_rows(poor)] == [
+        "in 1.00 MiB", "8.00 MiB missing", "4.00 MiB missing for the optimizer's step"
+    ]  # fmt: skip
+    lacking = rich.within(rich.optimizer_peak - 1)
+    assert lacking.missing == min(row.missing for row in lacking.levels if row.level != "checkpoint")
 
 
 def test_a_plan_over_several_gpus() -> None:

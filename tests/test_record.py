@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,12 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import torch_fused_ops as tfo
+from torch_fused_ops import tiles, virtual_gpu
 from torch_fused_ops.lowerings import recognise
+from torch_fused_ops.policy import MEMORY
 from torch_fused_ops.reports import figures as figures_module
 from torch_fused_ops.reports.figures import layers_of
+from torch_fused_ops.reports.text import KNOB, PICKED_UP, PLAIN
 
 pytestmark = [pytest.mark.codegen_is_slow, pytest.mark.usefixtures("fresh_compiler")]
 
@@ -437,11 +442,34 @@ def test_a_graph_that_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatc
     assert "a graph is missing from the figures: RuntimeError: not this one" in str(report)
 
 
-def test_without_triton_the_report_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_the_report_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     report = tfo.explain(mlp(), batch())
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert report.measure() is None and "pip install" in str(report)
+    with caplog.at_level(logging.WARNING, "torch_fused_ops"):
+        assert report.measure() is None and "pip install" in str(report)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"figures are not available: {report.figures_missing}"
+    ]
     assert operators(report) == GELU
+
+
+@pytest.mark.slow
+def test_levels_beside_upstreams_knob() -> None:
+    """Every level, and PyTorch's own budget, is the step compiled so; which MLPs a level does not change is said."""
+    model, x = mlp(), batch(grad=True)
+    found = tfo.explain(model, x).measure(levels=True)
+    assert found is not None
+    rows = {row.name: row for row in found.levels}
+    assert list(rows) == [PLAIN, PICKED_UP, KNOB, *MEMORY]
+    knob = virtual_gpu.compile_on_paper(model, x, memory_budget=0.99)
+    assert (rows[KNOB].saved, rows[KNOB].peak) == (knob.saved_bytes(), knob.peak_bytes())
+    assert rows[KNOB].saved < rows[PLAIN].saved and rows["input"].saved < rows[KNOB].saved
+    assert replace(rows["free"], name=PICKED_UP) == rows[PICKED_UP]
+    few = f'1 of 1 MLPs as "input": {ROWS} tokens are too few for two tiles of {tiles.TOKENS}'
+    assert {name: row.note for name, row in rows.items() if row.note} == {"tiled": few}
+    assert str(found).splitlines()[-1] == f"tiled: {few}"
 
 
 @pytest.mark.slow

@@ -33,10 +33,9 @@ if sys.argv[:1] == ["-m"] and (_module := sys.orig_argv[-len(sys.argv)]).split("
         from torch_fused_ops.arguments import parser
 
         parser().parse_args(sys.argv[1:])
-    # The command line does not begin with torch's warning: nothing here needs NumPy, and `info` says whether it is
-    # there. Triton's is about how numbers are rounded by its next version, on which no figure on paper hangs.
+    # The command line does not begin with torch's warning: nothing here needs NumPy, and `info` says
+    # whether it is there.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-    warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION is unset")
 
 import torch_fused_ops.environment  # noqa: F401  first: what it says wrong stops here
 from torch_fused_ops import functional

@@ -163,7 +163,7 @@ def _load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any
         make = functools.reduce(getattr, attribute.split("."), module)
     except AttributeError:
         raise _UsageError(f"{name} has no {attribute!r}") from None
-    accepted = "it must return (model, args) or (model, args, kwargs)"
+    accepted = "it must return (model, args) or (model, args, kwargs), args a tuple such as (x,)"
     if not callable(make):
         raise _UsageError(f"{spec} is a {type(make).__name__}, not callable; {accepted}")
     if isinstance(make, torch.nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import types
+import warnings
 from functools import cache
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -22,7 +23,7 @@ import triton.language as tl
 from triton.language.extra.libdevice import tanh as device_tanh
 
 from torch_fused_ops import virtual_gpu
-from torch_fused_ops.virtual_gpu import compile_on_paper
+from torch_fused_ops.virtual_gpu import compile_on_paper, gpus
 from torch_fused_ops.virtual_gpu.kernels import load
 
 MIB = 2**20
@@ -644,6 +645,18 @@ def test_missing_triton_is_said_clearly(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ModuleNotFoundError, match="pip install triton numpy"):
         compile_on_paper(lambda x: x + 1, torch.ones(4))
+
+
+def test_triton_says_nothing_about_its_next_version():
+    warn_once = getattr(pytest.importorskip("triton._utils"), "warn_once", None)
+    if warn_once is None:
+        pytest.skip("this Triton has nothing to say")
+    warn_once.cache_clear()
+    gpus._warned.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile_on_paper(lambda x: x + 1, torch.ones(4))
+    assert warn_once.cache_info().currsize
 
 
 # No trace

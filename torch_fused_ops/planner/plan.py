@@ -58,15 +58,20 @@ class LevelRow:
 
     Attributes:
         level: a level of ``FusionPolicy(memory=…)``; "checkpoint": a checkpoint around each whole layer, by arithmetic.
-        peak: the most bytes alive at once, with parameters and optimizer state.
+        peak: the most bytes alive at once in forward and backward, with parameters and optimizer state.
         seconds: the least time of forward and backward.
-        fits: whether the peak is within the limit.
+        missing: bytes beyond the limit, as ``Plan.missing``: of the optimizer's step, where that needs more.
     """
 
     level: str
     peak: int
     seconds: float
-    fits: bool
+    missing: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is missing."""
+        return not self.missing
 
 
 @dataclass(frozen=True)
@@ -188,7 +193,8 @@ class Plan:
         """For JSON: the attributes, but for curves; the policy as its memory levels."""
         left_out = {"policy", "curve", "off_curve", "_recompiled", "_within"}
         shallow = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
-        rows: dict[str, Any] = {name: [asdict(row) for row in getattr(self, name)] for name in ("levels", "layers")}
+        rows: dict[str, Any] = {"layers": [asdict(row) for row in self.layers]}
+        rows["levels"] = [{**asdict(row), "fits": row.fits} for row in self.levels]
         rows["largest"] = asdict(self.largest) if self.largest else None
         memory = self.policy.memory
         return {**shallow, **rows, "memory": memory if isinstance(memory, str) else dict(memory)}
@@ -404,13 +410,16 @@ class _Planned:
         checkpointed = step.checkpointed(inputs) if inputs and step.units else None
         if checkpointed is not None:
             curves["checkpoint"] = checkpointed
+
+        def beyond(peak: int, reserve: int) -> int:
+            return max(0, peak + reserve - limit, resident.optimizer_peak - limit)
+
         rows = [
-            LevelRow(level, of_all, each.seconds, max(of_all, resident.optimizer_peak) <= limit)
+            LevelRow(level, of_all, each.seconds, beyond(of_all, step.reserve({}, each)))
             for level, each in curves.items()
             for of_all in [resident.nbytes + each.peak]
         ]
-        short = step_peak - limit if met else step_peak + chosen.reserve - limit
-        missing = max(0, short, resident.optimizer_peak - limit)
+        missing = beyond(step_peak, chosen.reserve)
         sent = {"FSDP2": resident.shards.sent} if resident.shards else {}
         if self.parts is not None:
             sent["sums over tp"] = self.parts.sent(step.units, step.like)
@@ -465,9 +474,9 @@ class _Planned:
             return
         if checkpointed is not None and checkpointed.peak < curve.peak:
             peak = resident.nbytes + checkpointed.peak
-            fits = max(peak, resident.optimizer_peak) <= limit
-            verdict = "fits" if fits else f"{size(peak - limit)} are missing then, too"
-            if peak <= limit < resident.optimizer_peak:
+            short = peak + self.step.reserve({}, checkpointed) - limit
+            verdict = f"{size(short)} are missing then, too" if short > 0 else "fits"
+            if short <= 0 and limit < resident.optimizer_peak:
                 verdict = "forward and backward fit then"
             yield (
                 f"torch.utils.checkpoint around each whole layer: a peak of {size(peak)}, by arithmetic, "

@@ -80,11 +80,25 @@ def layer_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def level_rows(plan: Plan) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("every MLP at", "peak", "least time", "")]
+    """What every level comes to by itself, and what it lacks, counted as in the headline."""
+    rows: list[tuple[str, ...]] = [
+        ("every MLP at", "peak, forward and backward", "least time", f"in {size(plan.limit)}")
+    ]
     for row in plan.levels:
-        over = f"{size(row.peak - plan.limit)} over" if row.peak > plan.limit else "the optimizer's step does not fit"
-        rows.append((row.level, size(row.peak), duration(row.seconds), "fits" if row.fits else over))
+        lacking = f"{size(row.missing)} missing"
+        if row.missing == plan.optimizer_peak - plan.limit:
+            lacking += " for the optimizer's step"
+        rows.append((row.level, size(row.peak), duration(row.seconds), "fits" if row.fits else lacking))
     return rows
+
+
+def level_note(plan: Plan) -> str:
+    """Why a peak within the limit may not fit; "" where all is exact."""
+    from torch_fused_ops.planner.step import MARGIN
+
+    if not plan.composed:
+        return ""
+    return f"{100 * MARGIN:.0f} % of a peak are left free: it is put together from a few layers, and may be short"
 
 
 def largest_rows(plan: Plan, found: Largest) -> list[tuple[str, ...]]:
@@ -129,6 +143,7 @@ def text(plan: Plan) -> str:
         *aligned(layer_rows(plan)),
         "",
         *aligned(level_rows(plan)),
+        *filter(None, [level_note(plan)]),
         "",
         *([*aligned(largest_rows(plan, plan.largest)), largest_note(plan.largest), ""] if plan.largest else ()),
         f"chosen: {chosen(plan)}",
@@ -152,6 +167,7 @@ def page(plan: Plan) -> str:
         parts=part_rows(plan),
         layers=layer_rows(plan),
         levels=level_rows(plan),
+        level_note=level_note(plan),
         largest=largest_rows(plan, plan.largest) if plan.largest else (),
         largest_note=largest_note(plan.largest) if plan.largest else "",
         before=_polyline(plan.off_curve, highest),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_fused_ops.policy import MEMORY, FusionPolicy
-from torch_fused_ops.reports.text import PICKED_UP, PLAIN, figures_table, levels_table
+from torch_fused_ops.reports.text import KNOB, PICKED_UP, PLAIN, figures_table, levels_table
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -44,6 +44,7 @@ progress = logging.getLogger("torch_fused_ops.reports")
 
 # No module is called so: their paths have no spaces and parentheses.
 INPUTS, WHOLE, OTHER = "(inputs)", "(whole model)", "(other)"
+BUDGET = 0.99  # of upstream's ``activation_memory_budget``: all that is pointwise is rebuilt
 
 
 @dataclass(frozen=True)
@@ -95,19 +96,22 @@ class LevelFigures:
     """A whole program at a memory level (``docs/memory.md``).
 
     Attributes:
-        name: "torch.compile", or a level of ``FusionPolicy(memory=…)``.
+        name: "torch.compile", with or without PyTorch's own ``activation_memory_budget``, "with pick-up", or a level of
+            ``FusionPolicy(memory=…)``.
         saved: bytes kept from forward for backward, without parameters and buffers.
         seconds: the least time that FLOP, bytes and instructions take, one kernel after the other, at the rates that
             this GPU was measured to reach (``virtual_gpu.roofline``); None for a GPU that nobody has measured.
         peak: the most bytes alive at once in forward and backward, without parameters, with gradients
             (``PaperCompilation.timeline``); None of several graphs, whose curves are not joined here, and of one with
             operators that do not run without data.
+        note: for people: which MLPs have another level there, and why; "" where none has.
     """
 
     name: str
     saved: int
     seconds: float | None
     peak: int | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -120,7 +124,8 @@ class Figures:
         layers: by layer, in the order of the model; they add up to the whole. A kernel that is fused across layers
             counts for the one that most of its results belong to.
         skipped: why graphs are missing from the figures, a reason for each.
-        levels: if asked for, the whole under plain ``torch.compile``, with pick-up, and at every memory level.
+        levels: if asked for, the whole under plain ``torch.compile``, with pick-up, under ``torch.compile`` with
+            ``activation_memory_budget=0.99``, the least that PyTorch itself keeps, and at every level.
     """
 
     target: str
@@ -217,19 +222,24 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
     skipped: list[str] = []
     whole: list[dict[str, LevelFigures]] = []
 
-    def compiled(name: str, policy: FusionPolicy | None) -> PaperCompilation:
+    def compiled(name: str, policy: FusionPolicy | None, budget: float | None = None) -> PaperCompilation:
         progress.info("compiling on paper: graph %d of %d, %s", len(pairs) + len(skipped) + 1, len(captures), name)
-        return on_paper(each, gpu, policy)
+        return on_paper(each, gpu, policy, budget)
 
     for each in captures:
         try:
             pair = compiled(PLAIN, None), compiled(PICKED_UP, each.policy)
             if levels:  # machine code takes as long as all the rest
                 named = dict(zip((PLAIN, PICKED_UP), pair, strict=True))
+                notes = {}
                 if pair[1].backward is not None:
-                    named |= {m: compiled(f'memory="{m}"', replace(each.policy, memory=m)) for m in MEMORY}
+                    named[KNOB] = compiled(KNOB, None, BUDGET)
+                    for memory in MEMORY:
+                        policy = replace(each.policy, memory=memory)
+                        named[memory] = pair[1] if policy == each.policy else compiled(f'memory="{memory}"', policy)
+                        notes[memory] = _untiled(each, policy)
                 progress.info("assembling what was generated")
-                whole.append({name: _level(name, paper) for name, paper in named.items()})
+                whole.append({name: _level(name, paper, notes.get(name, "")) for name, paper in named.items()})
             pairs.append(pair)
         except Exception as error:
             log.debug("a graph could not be measured", exc_info=True)
@@ -259,7 +269,16 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _level(name: str, paper: PaperCompilation) -> LevelFigures:
+def _untiled(each: Capture, policy: FusionPolicy) -> str:
+    """The MLPs that a policy asks to be in tiles, and that are not."""
+    assert each.graph is not None
+    with torch.set_grad_enabled(each.graph.training):
+        sites = [site for site in sites_of(each.graph.gm, policy) if site.op is not None]
+    reasons = Counter(site.tiles_reason for site in sites if site.tiles_reason)
+    return "; ".join(f'{n} of {len(sites)} MLPs as "input": {reason}' for reason, n in reasons.items())
+
+
+def _level(name: str, paper: PaperCompilation, note: str) -> LevelFigures:
     from torch_fused_ops.virtual_gpu import roofline
 
     rates = roofline.rates_of(paper.gpu)
@@ -268,7 +287,7 @@ def _level(name: str, paper: PaperCompilation) -> LevelFigures:
         peak = paper.peak_bytes()
     except ValueError:
         peak = None
-    return LevelFigures(name, paper.saved_bytes(), rates.seconds(works) if rates else None, peak)
+    return LevelFigures(name, paper.saved_bytes(), rates.seconds(works) if rates else None, peak, note)
 
 
 def _together(graphs: Sequence[dict[str, LevelFigures]]) -> tuple[LevelFigures, ...]:
@@ -280,19 +299,22 @@ def _together(graphs: Sequence[dict[str, LevelFigures]]) -> tuple[LevelFigures, 
             seconds = [level.seconds for level in each if level.seconds is not None]
             saved = sum(level.saved for level in each)
             peak = each[0].peak if len(each) == 1 else None
-            found.append(LevelFigures(name, saved, sum(seconds) if len(seconds) == len(each) else None, peak))
+            note = "; ".join(dict.fromkeys(level.note for level in each if level.note))
+            found.append(LevelFigures(name, saved, sum(seconds) if len(seconds) == len(each) else None, peak, note))
     return tuple(found)
 
 
-def on_paper(each: Capture, gpu: GPU, policy: FusionPolicy | None) -> PaperCompilation:
-    """A graph on paper as it was captured, or, with a policy, picked up."""
+def on_paper(
+    each: Capture, gpu: GPU, policy: FusionPolicy | None, memory_budget: float | None = None
+) -> PaperCompilation:
+    """A graph on paper: with a policy, picked up; else as it was captured, with PyTorch's memory budget if given."""
     from torch_fused_ops.lowerings.recognise import rewrite
     from torch_fused_ops.virtual_gpu import compile_graph_on_paper, copy_graph
 
     if each.graph is None:
         raise RuntimeError(each.reason)
     if policy is None:
-        return compile_graph_on_paper(each.graph, gpu=gpu, config=_slots(None))
+        return compile_graph_on_paper(each.graph, gpu=gpu, config=_slots(None), memory_budget=memory_budget)
     rewritten = replace(each.graph, gm=copy_graph(each.graph.gm))
     with torch.set_grad_enabled(each.graph.training):
         for module in graphs_of(rewritten.gm):

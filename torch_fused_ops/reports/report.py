@@ -159,12 +159,12 @@ class Report:
 
         Args:
             gpu: "A100", "H100", "H200", "B200", "MI300X", or a described ``GPU``.
-            levels: also the least time, by roofline, and of a training step what every memory level keeps and costs;
-                takes three times as long.
+            levels: also the least time, by roofline, and of a training step what every memory level keeps and costs,
+                and ``torch.compile`` with its ``activation_memory_budget`` at 0.99; takes three times as long.
 
         Returns:
             The figures, kept in ``figures`` for everything that shows the report. None where they cannot be worked
-            out: then ``figures_missing`` says why, and the report is otherwise as it was.
+            out: then ``figures_missing`` says why, a warning is logged, and the report is otherwise as it was.
 
         Raises:
             ValueError: for anything else.
@@ -179,8 +179,9 @@ class Report:
                 with unobserved():
                     self.figures = measure(tuple(self._captures), described, levels)
             except Exception as error:
-                log.debug("figures could not be worked out", exc_info=True)
                 self.figures_missing = str(error) or type(error).__name__
+                log.warning("figures are not available: %s", self.figures_missing)
+                log.debug("figures could not be worked out", exc_info=True)
         return self.figures
 
     def __repr__(self) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch_fused_ops.sites import Site
 
 __all__ = [
+    "KNOB",
     "PICKED_UP",
     "PLAIN",
     "WIDTH",
@@ -39,6 +40,7 @@ __all__ = [
 
 WIDTH = 120
 PLAIN, PICKED_UP = "torch.compile", "with pick-up"  # the two ways that every report compares
+KNOB = "torch.compile, budget 0.99"
 
 
 def read_by(site: Site) -> str:
@@ -225,4 +227,5 @@ def levels_table(figures: Figures) -> str:
     lines.append(
         "at least: what FLOP, bytes and instructions take at the rates measured on this GPU; nothing runs faster"
     )
+    lines += [f"{level.name}: {level.note}" for level in figures.levels if level.note]
     return "\n".join(lines)

@@ -7,6 +7,7 @@ import functools
 import importlib
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,18 @@ def import_triton(module: str = "triton") -> Any:
         if (error.name or "").split(".")[0] == "triton":
             raise ModuleNotFoundError(TRITON_MISSING, name="triton") from error
         raise
+
+
+@functools.cache
+def _warned(gpu: GPU) -> None:
+    """Have Triton say here, unheard, what it says once a process when torch asks which types a GPU has.
+
+    It is about how its next version rounds, on which no figure on paper hangs.
+    """
+    backend = import_triton("triton.compiler").make_backend(gpu.target())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION is unset")
+        backend.parse_options({})
 
 
 def _device_caches() -> Iterator[Any]:
@@ -223,6 +236,7 @@ def described(gpu: GPU) -> Iterator[None]:
     driver = triton.runtime.driver
     active = driver._active
     with _LOCK, contextlib.ExitStack() as stack:
+        _warned(gpu)
         stack.callback(_clear_device_caches)
         _clear_device_caches()
         interface = _device_interface(gpu)

@@ -73,14 +73,14 @@ def compile_on_paper(
 
     Raises:
         ModuleNotFoundError: when Triton is not installed.
-        TypeError: when `fn` is not callable.
+        TypeError: when `fn` is not callable, or a class.
         ValueError: when `memory_budget` is not in [0, 1], or `gemm` is not known.
         torch._dynamo.exc.Unsupported: when `fn` does not capture as one graph.
     """
-    if not callable(fn):
-        raise TypeError(f"fn: got {type(fn).__name__}, expected a function or an nn.Module")
-    if memory_budget is not None and not 0 <= memory_budget <= 1:
-        raise ValueError(f"memory_budget: got {memory_budget}, expected a number from 0 to 1")
+    if not callable(fn) or isinstance(fn, type):
+        got = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
+        raise TypeError(f"fn: got {got}, expected a function or an nn.Module")
+    _check_budget(memory_budget)
     if gemm not in GEMM:
         raise ValueError(f"gemm: got {gemm!r}, expected one of {', '.join(map(repr, GEMM))}")
     return _Paper(gpu, joint_passes, pre_grad_passes, memory_budget, {**GEMM[gemm], **(config or {})}).compile(
@@ -89,7 +89,11 @@ def compile_on_paper(
 
 
 def compile_graph_on_paper(
-    captured: CapturedGraph, *, gpu: GPU = H200, config: Mapping[str, Any] | None = None
+    captured: CapturedGraph,
+    *,
+    gpu: GPU = H200,
+    memory_budget: float | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> PaperCompilation:
     """What Inductor generates on `gpu` for a graph that was captured earlier, for whichever device.
 
@@ -98,6 +102,7 @@ def compile_graph_on_paper(
     Args:
         captured: what `set_aside` returned; it stays as it is.
         gpu: the GPU to generate code for.
+        memory_budget: `torch._functorch.config.activation_memory_budget` for this compilation.
         config: settings of `torch._inductor.config` for this compilation.
 
     Returns:
@@ -105,10 +110,16 @@ def compile_graph_on_paper(
 
     Raises:
         ModuleNotFoundError: when Triton is not installed.
-        ValueError: when a size depends on data, so that it is not known.
+        ValueError: when `memory_budget` is not in [0, 1], or a size depends on data, so that it is not known.
         TypeError: when an input is a tensor subclass, or neither a tensor nor a number.
     """
-    return _Paper(gpu, (), (), None, config or {}).compile_graph(captured)
+    _check_budget(memory_budget)
+    return _Paper(gpu, (), (), memory_budget, config or {}).compile_graph(captured)
+
+
+def _check_budget(memory_budget: float | None) -> None:
+    if memory_budget is not None and not 0 <= memory_budget <= 1:
+        raise ValueError(f"memory_budget: got {memory_budget}, expected a number from 0 to 1")
 
 
 class _Compiled(BaseException):
