@@ -249,9 +249,10 @@ UNBOUNDED = {
     "torch_fused_ops.lowerings.recognise.graph._torch_functions": "no argument",
     "torch_fused_ops.virtual_gpu.kernels._source_folder": "no argument",
     "torch_fused_ops.virtual_gpu.interpreter._libdevice_functions": "no argument",
-    "torch_fused_ops.virtual_gpu.machine_code._nvidia_tools": "no argument",
+    "torch_fused_ops.virtual_gpu.listing.nvidia_tools": "no argument",
     "torch_fused_ops.virtual_gpu.roofline._assembled": "kernels that were assembled on paper",
     "torch_fused_ops.virtual_gpu.paper._register_patterns": "no argument",
+    "torch_fused_ops.virtual_gpu.gpus._warned": "no argument",
     "torch_fused_ops.virtual_gpu.kernels._load": "kernels that were assembled on paper, each a file anyway",
 }
 

@@ -20,7 +20,7 @@ from torch_fused_ops.planner.model import CapturedModel, Stack, stack_of
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.figures import Capture, on_paper
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
-from torch_fused_ops.virtual_gpu.roofline import Rates, Work, launches_of
+from torch_fused_ops.virtual_gpu.roofline import Rates, Work, launches_of, prepare
 from torch_fused_ops.virtual_gpu.timeline import Moment, Timeline, timeline_of
 
 __all__ = [
@@ -312,7 +312,9 @@ def _renamed(model: CapturedModel, unit: str) -> tuple[str, ...]:
 def clock(papers: Sequence[PaperCompilation], rates: Rates, instructions: bool) -> Callable[[Moment], float]:
     """The least time of a call; as for ``measured_step``."""
     counted: dict[tuple[str, str], float] = {}
-    for paper in papers if instructions else ():
+    papers = papers if instructions else ()
+    prepare(graph for paper in papers for graph in paper.graphs.values())
+    for paper in papers:
         for kind, graph in paper.graphs.items():
             for name, lane_instructions in launches_of(graph).items():
                 counted[kind, name] = max(counted.get((kind, name), 0.0), lane_instructions)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch_fused_ops.sites import Site
     from torch_fused_ops.virtual_gpu import GPU, CapturedGraph, PaperCompilation
+    from torch_fused_ops.virtual_gpu.roofline import Work
 
 __all__ = [
     "Capture",
@@ -239,7 +240,8 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
                         named[memory] = pair[1] if policy == each.policy else compiled(f'memory="{memory}"', policy)
                         notes[memory] = _untiled(each, policy)
                 progress.info("assembling what was generated")
-                whole.append({name: _level(name, paper, notes.get(name, "")) for name, paper in named.items()})
+                works = _works(named)
+                whole.append({n: _level(n, paper, works.get(n), notes.get(n, "")) for n, paper in named.items()})
             pairs.append(pair)
         except Exception as error:
             log.debug("a graph could not be measured", exc_info=True)
@@ -278,16 +280,28 @@ def _untiled(each: Capture, policy: FusionPolicy) -> str:
     return "; ".join(f'{n} of {len(sites)} MLPs as "input": {reason}' for reason, n in reasons.items())
 
 
-def _level(name: str, paper: PaperCompilation, note: str) -> LevelFigures:
+def _works(named: Mapping[str, PaperCompilation]) -> dict[str, list[Work]]:
+    """The work of each program, where it is known how fast its GPU does that."""
+    from torch_fused_ops.virtual_gpu import roofline
+
+    measured = {name: paper for name, paper in named.items() if roofline.rates_of(paper.gpu)}
+    roofline.prepare(graph for paper in measured.values() for graph in paper.graphs.values())
+    return {
+        n: [w for graph in paper.graphs.values() for w in roofline.works_of(graph)] for n, paper in measured.items()
+    }
+
+
+def _level(name: str, paper: PaperCompilation, works: list[Work] | None, note: str) -> LevelFigures:
     from torch_fused_ops.virtual_gpu import roofline
 
     rates = roofline.rates_of(paper.gpu)
-    works = [work for graph in paper.graphs.values() for work in roofline.works_of(graph)] if rates else []
     try:
         peak = paper.peak_bytes()
     except ValueError:
         peak = None
-    return LevelFigures(name, paper.saved_bytes(), rates.seconds(works) if rates else None, peak, note)
+    return LevelFigures(
+        name, paper.saved_bytes(), rates.seconds(works) if rates and works is not None else None, peak, note
+    )
 
 
 def _together(graphs: Sequence[dict[str, LevelFigures]]) -> tuple[LevelFigures, ...]:

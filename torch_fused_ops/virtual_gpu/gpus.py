@@ -110,12 +110,12 @@ def import_triton(module: str = "triton") -> Any:
 
 
 @functools.cache
-def _warned(gpu: GPU) -> None:
+def _warned() -> None:
     """Have Triton say here, unheard, what it says once a process when torch asks which types a GPU has.
 
     It is about how its next version rounds, on which no figure on paper hangs.
     """
-    backend = import_triton("triton.compiler").make_backend(gpu.target())
+    backend = import_triton("triton.compiler").make_backend(H200.target())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION is unset")
         backend.parse_options({})
@@ -236,7 +236,7 @@ def described(gpu: GPU) -> Iterator[None]:
     driver = triton.runtime.driver
     active = driver._active
     with _LOCK, contextlib.ExitStack() as stack:
-        _warned(gpu)
+        _warned()
         stack.callback(_clear_device_caches)
         _clear_device_caches()
         interface = _device_interface(gpu)

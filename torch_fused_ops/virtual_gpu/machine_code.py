@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import pathlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .gpus import GPU, H200, described, import_triton
 from .kernels import Configuration, Kernel, load
+from .listing import Listing, nvidia_tools
+from .results import GeneratedKernel
 
-# An instruction in cuobjdump's listing: "/*0070*/  @!P0 FMUL R0, R1, R2 ;", by its mnemonic.
+# An instruction in nvdisasm's listing: "/*0070*/  @!P0 FMUL R0, R1, R2 ;", by its mnemonic.
 SASS_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", re.M)
 AMD_INSTRUCTION = re.compile(r"^\t([a-z]\w*)", re.M)
+AMD_PADDING = ("s_nop", "s_code_end")
 # Global memory's: "LDG.E.128", "STG.E.U16", "global_load_dwordx4", "buffer_store_short"; without a width, 4 bytes.
 _ACCESS = re.compile(r"(?:LDG|STG)\.(.*)|(?:global|buffer|flat)_(?:load|store)_(\w+)")
 _WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
@@ -31,7 +33,6 @@ class MachineCode:
 
     Attributes:
         gpu: what it was compiled for.
-        instructions: the mnemonics of the whole kernel in order, padding left out: "FFMA", "v_fma_f32".
         registers: 32-bit vector registers a thread.
         spills: bytes a thread of registers spilled to memory.
         shared: bytes of shared memory a block.
@@ -39,19 +40,30 @@ class MachineCode:
         threads: threads of a block.
         block: the block's sizes by name, as far as they are not in the kernel's text.
         ptx: PTX; empty on AMD.
-        asm: the machine code's listing.
+        listing: the machine code as text, or what will be when it is read.
     """
 
     gpu: GPU
-    instructions: tuple[str, ...]
     registers: int
     spills: int
     shared: int
     elements: int
     threads: int
     ptx: str = field(repr=False)
-    asm: str = field(repr=False)
+    listing: Listing | str = field(repr=False)
     block: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def asm(self) -> str:
+        """The machine code's listing."""
+        return self.listing if isinstance(self.listing, str) else self.listing.text
+
+    @functools.cached_property
+    def instructions(self) -> tuple[str, ...]:
+        """The mnemonics of the whole kernel in order, padding left out: "FFMA", "v_fma_f32"."""
+        if self.gpu.is_amd:
+            return tuple(name for name in AMD_INSTRUCTION.findall(_body(self.asm)) if name not in AMD_PADDING)
+        return tuple(name for name in SASS_INSTRUCTION.findall(self.asm) if name != "NOP")
 
     @property
     def bytes_accessed(self) -> int:
@@ -127,18 +139,32 @@ def assemble(
     for name in blocks:
         if loaded.signature.get(name) != "constexpr":
             raise ValueError(f"block: got {name!r}, expected one of {_constexprs(loaded.signature)}")
-    tried = loaded.configurations
-    if blocks or num_warps or not any(name.startswith("R") for name in tried[0].block):
-        first = tried[0]
+    if blocks or num_warps or not loaded.grid_type:
+        first = loaded.configurations[0]
         given = Configuration({**first.block, **blocks}, num_warps or first.num_warps, first.num_stages)
         return _assemble(loaded, gpu, given)
-    key = gpu, loaded.jit.src, repr((loaded.signature, loaded.constants, loaded.attrs, tried))
-    if key not in _BEST:
-        _BEST[key] = min((_assemble(loaded, gpu, c) for c in tried), key=_price)
-    return _BEST[key]
+    tried = _tried(loaded, gpu)
+    return min(tried, key=_price) if len(tried) > 1 else tried[0]
 
 
-_BEST: dict[Any, MachineCode] = {}  # of reductions that Inductor would try in several configurations
+def prepare(kernels: Iterable[GeneratedKernel | str], gpu: GPU) -> None:
+    """Compile generated kernels, so that `assemble` has them, and their listings are made at once when one is read."""
+    for kernel in kernels:
+        _tried(load(kernel, gpu), gpu)
+
+
+_TRIED: dict[Any, list[MachineCode]] = {}  # by generated kernel
+
+
+def _tried(kernel: Kernel, gpu: GPU) -> list[MachineCode]:
+    """A kernel as Inductor would first try it; of a reduction with a loop all that it would try."""
+    tried = kernel.configurations
+    if not any(name.startswith("R") for name in tried[0].block):
+        tried = tried[:1]
+    key = gpu, kernel.jit.src, repr((kernel.signature, kernel.constants, kernel.attrs, kernel.options, tried))
+    if key not in _TRIED:
+        _TRIED[key] = [_assemble(kernel, gpu, each) for each in tried]
+    return _TRIED[key]
 
 
 def _price(code: MachineCode) -> tuple[int, float]:
@@ -199,58 +225,44 @@ def _with_signature(
     return Kernel(kernel.jit, signature, dict(constants), attrs, {"enable_fp_fusion": True})
 
 
-@functools.cache
-def _nvidia_tools() -> pathlib.Path:
-    """The folder with cuobjdump and nvdisasm: inside the Triton wheel."""
-    folder = pathlib.Path(import_triton().__file__).parent / "backends" / "nvidia" / "bin"
-    if not (folder / "cuobjdump").exists():
-        raise FileNotFoundError(f"cuobjdump is not in {folder}: this build of Triton has no NVIDIA tools")
-    return folder
-
-
 def _nvidia_machine_code(gpu: GPU, compiled: Any, elements: int, threads: int) -> MachineCode:
-    tools = _nvidia_tools()
     with tempfile.TemporaryDirectory() as folder:
         cubin = pathlib.Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
-        # cuobjdump calls nvdisasm
-        environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}
-
-        def cuobjdump(option: str) -> str:
-            command = [str(tools / "cuobjdump"), option, str(cubin)]
-            return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-
-        sass, usage = cuobjdump("-sass"), cuobjdump("-res-usage")
-    instructions = tuple(name for name in SASS_INSTRUCTION.findall(sass) if name != "NOP")
+        command = [str(nvidia_tools() / "cuobjdump"), "-res-usage", str(cubin)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    ptx = compiled.asm["ptx"]
+    target = re.search(r"^\s*\.target\s+(\w+)", ptx, re.M)
+    assert target is not None, ptx[:400]
     return MachineCode(
         gpu,
-        instructions,
         registers=used["REG"],
         spills=used["STACK"] + used["LOCAL"],
         shared=compiled.metadata.shared,
         elements=elements,
         threads=threads,
-        ptx=compiled.asm["ptx"],
-        asm=sass,
+        ptx=ptx,
+        listing=Listing(compiled.asm["cubin"], target[1]),
     )
 
 
 def _amd_machine_code(gpu: GPU, compiled: Any, elements: int, threads: int) -> MachineCode:
     asm = compiled.asm["amdgcn"]
-    body = asm[asm.index("; %bb.0:") :] if "; %bb.0:" in asm else asm
-    body = body[: body.index(".Lfunc_end0") if ".Lfunc_end0" in body else len(body)]
-    padding = ("s_nop", "s_code_end")
-    instructions = tuple(name for name in AMD_INSTRUCTION.findall(body) if name not in padding)
     used = {name: int(value) for name, value in re.findall(r"^\s*-?\s*\.(\w+):\s+(\d+)\s*$", asm, re.M)}
     return MachineCode(
         gpu,
-        instructions,
         registers=used["vgpr_count"],
         spills=4 * used["vgpr_spill_count"],
         shared=used["group_segment_fixed_size"],
         elements=elements,
         threads=threads,
         ptx="",
-        asm=asm,
+        listing=asm,
     )
+
+
+def _body(asm: str) -> str:
+    """A kernel's instructions in AMD's assembler, without what is around them."""
+    body = asm[asm.index("; %bb.0:") :] if "; %bb.0:" in asm else asm
+    return body[: body.index(".Lfunc_end0") if ".Lfunc_end0" in body else len(body)]

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from . import machine_code
 from .gpus import GPU, H200
 from .machine_code import MachineCode, assemble
-from .results import GeneratedGraph
+from .results import GeneratedGraph, GeneratedKernel
 from .work import flop_of, flop_of_bf16
 
 
@@ -156,18 +157,28 @@ def _assembled(source: str) -> MachineCode:
     return assemble(source)
 
 
+def prepare(graphs: Iterable[GeneratedGraph]) -> None:
+    """Compile the kernels of graphs whose runs are asked for next: all listings are then made at once."""
+    machine_code.prepare((_source(kernel) for graph in graphs for kernel in graph.kernels), H200)
+
+
+def _source(kernel: GeneratedKernel) -> str:
+    """The same for kernels that differ in their names alone."""
+    return _NAME.sub(lambda m: m[0].replace(m[1], "triton_kernel"), kernel.source)
+
+
 _NAME = re.compile(r"(?:def |kernel_name': ')(triton_\w+)")
 
 
 def kernel_runs(graph: GeneratedGraph) -> list[KernelRuns]:
     """The launches of the generated kernels."""
+    prepare([graph])
     found = []
     for kernel in graph.kernels:
         hints = re.search(r"size_hints=\{([^}]*)\}", kernel.source)
         sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)': (\d+)", hints[1] if hints else "")}
         sizes.update({axis: int(n) for axis, n in re.findall(r"\b(\w+)numel = (\d+)", kernel.source)})  # exact
-        named = _NAME.sub(lambda m: m[0].replace(m[1], "triton_kernel"), kernel.source)  # one entry for equal kernels
-        code = _assembled(named)
+        code = _assembled(_source(kernel))
         programs = math.prod(
             -(-n // code.block.get(f"{axis.upper()}BLOCK", 1)) for axis, n in sizes.items() if axis in "xyz"
         )

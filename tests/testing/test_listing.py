@@ -1,0 +1,93 @@
+"""Listings of NVIDIA's machine code: all that wait are made at once, each as cuobjdump shows it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+from torch_fused_ops import virtual_gpu
+from torch_fused_ops.virtual_gpu import listing
+from torch_fused_ops.virtual_gpu.machine_code import MachineCode
+
+INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?;)", re.M)
+
+
+@triton.jit
+def divide_kernel(x, out, n, BLOCK: tl.constexpr):  # a loop, and a division in float64: a subroutine
+    total = tl.zeros([BLOCK], tl.float64)
+    for i in range(0, n, BLOCK):
+        offsets = i + tl.arange(0, BLOCK)
+        total += 1.0 / tl.load(x + offsets, mask=offsets < n, other=1.0)
+    tl.store(out + tl.arange(0, BLOCK), total)
+
+
+def assembled(gpu: Any, block: int) -> MachineCode:
+    signature = {"x": "*fp64", "out": "*fp64", "n": "i32"}
+    return virtual_gpu.assemble(divide_kernel, gpu, signature=signature, block={"BLOCK": block})
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    return [(address, " ".join(rest.split())) for address, rest in INSTRUCTION.findall(text)]
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many kernels nvdisasm was given, call by call."""
+    found: list[int] = []
+    original = listing._disassembled
+
+    def counted(codes: Any, arch: str) -> list[str]:
+        found.append(len(codes))
+        return original(codes, arch)
+
+    monkeypatch.setattr(listing, "_disassembled", counted)
+    monkeypatch.setattr(listing, "_WAITING", type(listing._WAITING)())
+    return found
+
+
+def test_all_that_wait_are_listed_at_once_as_cuobjdump_lists_each(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, processes: list[int]
+) -> None:
+    cubins = []
+    original = listing._functions
+
+    def kept(cubin: bytes) -> list[bytes]:
+        cubins.append(cubin)
+        return original(cubin)
+
+    monkeypatch.setattr(listing, "_functions", kept)
+    codes = [assembled(virtual_gpu.H100, block) for block in (32, 64)]
+    assembled(virtual_gpu.H100, 128)  # nobody has it any more
+    older = assembled(virtual_gpu.A100, 64)
+    assert processes == []
+    assert codes[1].instructions and processes == [2], "those for the same GPU that somebody still has"
+    assert all(code.instructions for code in codes) and processes == [2]
+    assert older.instructions and processes == [2, 1]
+    tools = listing.nvidia_tools()
+    environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}  # it calls nvdisasm
+    for code, cubin in ((codes[0], cubins[0]), (codes[1], cubins[1])):
+        (tmp_path / "cubin").write_bytes(cubin)
+        command = [str(tools / "cuobjdump"), "-sass", str(tmp_path / "cubin")]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+        assert instructions(code.asm) == instructions(shown)
+        jumps = {name.split(".")[0] for name in code.instructions}
+        assert jumps > {"BRA", "CALL", "RET"}, "what names an address"
+
+
+def test_what_cannot_be_read_spoils_nothing_else(processes: list[int]) -> None:
+    good, bad = assembled(virtual_gpu.H100, 32), assembled(virtual_gpu.H100, 64)
+    assert isinstance(bad.listing, listing.Listing)
+    bad.listing.code = b"\xff" * len(bad.listing.code)
+    assert good.instructions[-1] == "BRA" and processes == [2, 1]
+    with pytest.raises(subprocess.CalledProcessError):
+        _ = bad.asm
+    assert processes == [2, 1, 1, 1]

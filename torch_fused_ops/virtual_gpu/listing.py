@@ -1,0 +1,111 @@
+"""Listings of NVIDIA's machine code, taken apart when they are read: all that wait, at once.
+
+nvdisasm takes 0.2 to 0.3 s to start and some 4 ms for a kernel; a step has dozens of kernels, and of a reduction
+several configurations are compared. So the code of those that wait is put into one image, and its listing is cut again.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import pathlib
+import re
+import struct
+import subprocess
+import tempfile
+import threading
+import weakref
+from collections.abc import Sequence
+
+from .gpus import import_triton
+
+__all__ = ["Listing", "nvidia_tools"]
+
+_LINE = re.compile(r"^(\s*/\*)([0-9a-f]{4,})(\*/.*)$", re.M)
+# What jumps names the place as an address of the image: "@P0 BRA 0x1dc0 ;", "BSSY B0, 0x2a0 ;".
+_JUMP = re.compile(r"(\*/\s+(?:@!?U?P\w+ )?(?:BRA|BRX|BRXU|BSSY|BPT|CALL|JMP|JMX|JMXU|RET)\b[^;]*?\b0x)([0-9a-f]+)")
+_LOCK = threading.Lock()
+_WAITING: weakref.WeakSet[Listing] = weakref.WeakSet()
+
+
+@functools.cache
+def nvidia_tools() -> pathlib.Path:
+    """The folder with cuobjdump and nvdisasm: inside the Triton wheel.
+
+    Raises:
+        FileNotFoundError: this build of Triton has none.
+    """
+    folder = pathlib.Path(import_triton().__file__).parent / "backends" / "nvidia" / "bin"
+    if not (folder / "cuobjdump").exists():
+        raise FileNotFoundError(f"cuobjdump is not in {folder}: this build of Triton has no NVIDIA tools")
+    return folder
+
+
+class Listing:
+    """The machine code of a kernel as text.
+
+    Args:
+        cubin: the compiled kernel, an ELF file.
+        arch: what it is for, as PTX calls it: "sm_90a".
+    """
+
+    def __init__(self, cubin: bytes, arch: str) -> None:
+        self.code, self.arch = b"".join(_functions(cubin)), arch
+        self._text: str | None = None
+        with _LOCK:
+            _WAITING.add(self)
+
+    @property
+    def text(self) -> str:
+        """``/*0070*/  @!P0 FMUL R0, R1, R2 ;``: an instruction a line, by its address in the kernel.
+
+        Raises:
+            subprocess.CalledProcessError: nvdisasm cannot read it.
+        """
+        with _LOCK:
+            if self._text is None:
+                together = [self, *(one for one in _WAITING if one.arch == self.arch and one is not self)]
+                _WAITING.difference_update(together)  # if they cannot be read together, each is read by itself
+                try:
+                    texts = _disassembled([one.code for one in together], self.arch)
+                except subprocess.CalledProcessError:
+                    together, texts = [self], _disassembled([self.code], self.arch)
+                for one, text in zip(together, texts, strict=True):
+                    one._text = text
+            assert self._text is not None
+            return self._text
+
+
+def _functions(cubin: bytes) -> list[bytes]:
+    """The code of the functions in an ELF file of 64 bits, from its sections' headers."""
+    (headers,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names_at = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, headers + size * i) for i in range(count)]
+    names = sections[names_at][4]  # the place of the table of names in the file
+    return [
+        cubin[place : place + length]
+        for name, _, _, _, place, length in sections
+        if cubin[names + name :].startswith(b".text.")
+    ]
+
+
+def _disassembled(codes: Sequence[bytes], arch: str) -> list[str]:
+    """The listing of each, with addresses that begin at 0."""
+    starts = [0]
+    for code in codes:
+        starts.append(starts[-1] + len(code))
+    with tempfile.TemporaryDirectory() as folder:
+        image = pathlib.Path(folder) / "image"
+        image.write_bytes(b"".join(codes))
+        command = [str(nvidia_tools() / "nvdisasm"), "--binary", arch.replace("sm_", "SM"), str(image)]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines: list[list[str]] = [[] for _ in codes]
+    for before, address, after in _LINE.findall(shown):
+        number = bisect.bisect_right(starts, int(address, 16)) - 1
+        lines[number].append(f"{before}{int(address, 16) - starts[number]:04x}{_moved(after, starts[number])}")
+    return ["\n".join(each) for each in lines]
+
+
+def _moved(instruction: str, start: int) -> str:
+    """A jump's target counted from the start of its kernel."""
+    return _JUMP.sub(lambda found: f"{found[1]}{int(found[2], 16) - start:x}", instruction)
