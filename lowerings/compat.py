@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch._guards import CompileContext
@@ -78,6 +78,94 @@ def is_fused_triton(node: Any) -> bool:
     if type(node) is not FusedSchedulerNode or node.is_template():
         return False
     return bool(node.get_device().type == "cuda" and config.cuda_backend == "triton")
+
+
+# ---- memory that results share -------------------------------------------------------------------
+
+
+def may_be_views() -> bool:
+    """Whether results may be made views of what kernels read: not where CUDA graphs, C++ or a plan hold the memory."""
+    import torch._inductor.config as config
+
+    return not (config.triton.cudagraphs or config.cpp_wrapper or config.memory_planning or config.triton.multi_kernel)
+
+
+def concatenation(node: Any) -> Any:
+    """The concatenation that a loop's result is a part of; None where it is none."""
+    from torch._inductor import ir
+
+    layout = node.get_output_spec()
+    if not isinstance(layout, ir.NonOwningLayout) or not isinstance(layout.view, ir.ReinterpretView):
+        return None
+    whole: Any = cast(Any, layout.view).data.data
+    return whole if isinstance(whole, ir.ConcatKernel) and type(whole.get_output_spec()) is ir.FixedLayout else None
+
+
+def parts(node: Any) -> set[str]:
+    """The names of a concatenation's parts; of any other result none."""
+    from torch._inductor import ir
+
+    return {cast(Any, part).get_name() for part in node.inputs} if isinstance(node, ir.ConcatKernel) else set()
+
+
+def written_at(loop: Any, result: Any) -> tuple[Any, Any] | None:
+    """Where in a result a loop writes in a turn: index and the turns' sizes; None where it cannot be told."""
+    from torch._inductor.dependencies import MemoryDep
+
+    (output,) = loop.get_outputs()
+    start = 0 if output.node is result else output.node.get_output_spec().view.get_layout().offset
+    writes = [dep for dep in loop.read_writes.writes if dep.name == output.get_name()]
+    if len(writes) != 1 or not isinstance(writes[0], MemoryDep) or writes[0].mode is not None:
+        return None
+    # Loads and stores of what begins elsewhere than vectors do could be spread over threads in two ways.
+    return (writes[0].index + start, writes[0].size) if start % 16 == 0 else None
+
+
+def read_at(loop: Any, name: str) -> list[tuple[Any, Any]]:
+    """Where in a buffer a loop reads in a turn: index and sizes for each time; of what cannot be told Nones."""
+    from torch._inductor.dependencies import MemoryDep
+
+    reads = [dep for dep in loop.read_writes.reads if dep.name == name]
+    return [(dep.index, dep.size) if isinstance(dep, MemoryDep) else (None, None) for dep in reads]
+
+
+def same_memory(node: Any, result: Any) -> bool:
+    """Whether a result is laid out as a buffer is that is memory of its own, and that the graph may write over."""
+    from torch._inductor import ir
+
+    kinds = ir.DonatedBuffer, ir.ComputedBuffer, ir.ExternKernelOut
+    layout, other = node.get_output_spec(), result.get_output_spec()
+    return (
+        isinstance(node, kinds)
+        and type(layout) is type(other) is ir.FixedLayout
+        and layout.offset == 0
+        and (layout.device, layout.dtype) == (other.device, other.dtype)
+        and list(layout.size) == list(other.size)
+        and list(layout.stride) == list(other.stride)
+        and not node.get_inputs_that_alias_output()
+        and not node.get_mutation_names()
+    )
+
+
+def make_view(result: Any, node: Any) -> None:
+    """Let a result be a view of a buffer: its memory is the buffer's, and in use as long as one of the two is."""
+    from torch._inductor import ir
+
+    view = ir.ReinterpretView(data=ir.StorageBox(node), layout=result.get_output_spec())
+    result.layout = ir.NonOwningLayout(view)
+
+
+def is_output(node: Any) -> bool:
+    """Whether a buffer's user is the graph, which returns it."""
+    from torch._inductor.scheduler import OutputNode
+
+    return isinstance(node, OutputNode)
+
+
+def on_other_streams(loop: Any, name: str) -> bool:
+    """Whether a buffer and a loop are on different streams, where torch knows several."""
+    hazard = getattr(loop.scheduler, "has_cross_stream_hazard", None)
+    return bool(hazard is not None and hazard(name, loop))
 
 
 class PassChain(CustomGraphPass):
