@@ -763,6 +763,34 @@ def test_a_plan_of_all_layers_is_exact() -> None:
             assert row.peak == plan.parameters + plan.optimizer_state + found.peak, row.level
 
 
+class Blocks(nn.Module):
+    """Blocks without attention: of these the compiler finds a better order for the whole model than for four."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(512), MLP(512, 2048)) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.float().square().mean()
+
+
+@pytest.mark.slow
+def test_a_peak_that_is_over_is_compiled_anew_where_it_decides() -> None:
+    with torch.device("meta"):
+        model, x = Blocks(8).bfloat16(), torch.empty(8192, 512, dtype=torch.bfloat16)
+    plan = tfo.plan(model, x, memory="300MiB", gpu="H100", lossless=True)
+    assert not plan.fits and plan.composed and "(--recompile) compiles all of them" in plan.help[0]
+    exact = plan.recompile()
+    assert exact.fits and exact.recompiled and exact.help == () and exact.missing == 0
+    assert exact.step_peak == exact.recompiled_peak_bytes() <= exact.limit < plan.step_peak
+    assert "the peak is the whole model's, compiled at the chosen levels" in str(exact)
+    tight = plan.within(exact.step_peak - MiB).recompile()
+    assert not tight.fits and tight.missing == MiB and "--recompile" not in str(tight)
+    assert not plan.within(plan.parameters).recompile().fits
+
+
 class Gated(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()

@@ -225,12 +225,10 @@ def _plan(arguments: argparse.Namespace) -> int:
         with _progress("torch_fused_ops.planner", "capturing"):
             found = tfo.plan(model, *args, **settings, **kwargs)
             if arguments.recompile:
-                peak = found.recompiled_peak_bytes()
+                found = found.recompile()
     except ValueError as e:
         raise _UsageError(str(e)) from None
     print(found)
-    if arguments.recompile:
-        print(f"the whole model compiled with this policy: a peak of {peak} bytes, {found.step_peak} above")
     if arguments.json:
         Path(arguments.json).write_text(found.to_json(), encoding="utf-8")
     if arguments.html:

@@ -129,6 +129,7 @@ class Plan:
             short of the whole model's is kept free, and counts.
         help: what would make it fit, or make it cheaper.
         composed: whether the curve was put together from few compiled layers.
+        recompiled: whether ``step_peak``, and so whether it fits, is of the whole model compiled at these levels.
         dp: GPUs that have shards of parameters, gradients and optimizer state (FSDP2); bytes are one GPU's, of its own
             batch.
         tp: GPUs that share the features of MLPs and the heads of attention; bytes are one GPU's.
@@ -161,6 +162,7 @@ class Plan:
     missing: int
     help: tuple[str, ...]
     composed: bool
+    recompiled: bool = False
     dp: int = 1
     tp: int = 1
     whole: tuple[str, ...] = ()
@@ -169,7 +171,8 @@ class Plan:
     largest: Largest | None = None
     curve: tuple[int, ...] = field(default=(), repr=False)
     off_curve: tuple[int, ...] = field(default=(), repr=False)
-    _recompiled: Callable[[], int] | None = field(default=None, repr=False, compare=False)
+    _recompiled_peak: Callable[[], int] | None = field(default=None, repr=False, compare=False)
+    _recompile: Callable[[], Plan] | None = field(default=None, repr=False, compare=False)
     _within: Callable[[int, int], Plan] | None = field(default=None, repr=False, compare=False)
 
     def within(self, memory: str | int, dp: int | None = None) -> Plan:
@@ -186,12 +189,21 @@ class Plan:
 
         Some seconds for each layer.
         """
-        assert self._recompiled is not None
-        return self._recompiled()
+        assert self._recompiled_peak is not None
+        return self._recompiled_peak()
+
+    def recompile(self) -> Plan:
+        """The plan by the whole model's peak: all of its layers, compiled on paper; some seconds for each.
+
+        A peak that was put together may be over. So where the chosen levels do not fit, each level by itself is
+        compiled that may, the fastest first, until one does.
+        """
+        assert self._recompile is not None
+        return replace(self._recompile(), largest=self.largest)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the attributes, but for curves; the policy as its memory levels."""
-        left_out = {"policy", "curve", "off_curve", "_recompiled", "_within"}
+        left_out = {"policy", "curve", "off_curve", "_recompiled_peak", "_recompile", "_within"}
         shallow = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
         rows: dict[str, Any] = {"layers": [asdict(row) for row in self.layers]}
         rows["levels"] = [{**asdict(row), "fits": row.fits} for row in self.levels]
@@ -395,13 +407,23 @@ class _Planned:
             return self.recompiled(chosen.levels)
         return self.resident.nbytes + chosen.curve.peak
 
-    def plan(self, chosen: Candidate, met: bool, limit: int) -> Plan:
+    def recompiled_plan(self, chosen: Candidate, limit: int) -> Plan:
+        """The plan with levels whose peak, compiled, is within the limit: these, or the fastest that all MLPs share."""
+        if not self.captured.stacks:
+            return self.within(limit, self.resident.dp)  # it is the whole model's already
+        alike = (one for one in self.every if not one.is_mixed and one.levels != chosen.levels)
+        # What is kept is exact, so beyond the limit it need not be compiled.
+        others = (one for one in alike if self.resident.nbytes + one.curve.kept <= limit)
+        met = next((one for one in (chosen, *others) if self.recompiled(one.levels) <= limit), None)
+        return self.plan(met or chosen, met is not None, limit, recompiled=True)
+
+    def plan(self, chosen: Candidate, met: bool, limit: int, recompiled: bool = False) -> Plan:
         """The plan with these levels."""
         from torch_fused_ops.planner.step import OFF, policy_of
         from torch_fused_ops.virtual_gpu import roofline
 
         model, step, resident, curve = self.model, self.step, self.resident, chosen.curve
-        step_peak = self.peak(chosen)
+        step_peak = self.recompiled(chosen.levels) if recompiled else self.peak(chosen)
         off_levels = dict.fromkeys(step.mlps, OFF)
         off = step.at(off_levels)
         alike = [one for one in self.every if one.levels and not one.is_mixed]
@@ -419,7 +441,7 @@ class _Planned:
             for level, each in curves.items()
             for of_all in [resident.nbytes + each.peak]
         ]
-        missing = beyond(step_peak, chosen.reserve)
+        missing = beyond(step_peak, 0 if recompiled else chosen.reserve)
         sent = {"FSDP2": resident.shards.sent} if resident.shards else {}
         if self.parts is not None:
             sent["sums over tp"] = self.parts.sent(step.units, step.like)
@@ -445,8 +467,9 @@ class _Planned:
             levels=tuple(rows),
             layers=tuple(_layers(step, resident, chosen.levels)),
             missing=missing,
-            help=tuple(self.help(curve, checkpointed, limit, met)),
+            help=tuple(self.help(curve, checkpointed, limit, met, recompiled)),
             composed=bool(self.captured.stacks),
+            recompiled=recompiled,
             dp=resident.dp,
             tp=self.parts.tp if self.parts else 1,
             whole=tuple(dict.fromkeys(one.place for one in self.whole if one.is_left_whole)) if self.parts else (),
@@ -454,11 +477,12 @@ class _Planned:
             link_seconds=sum(sent.values()) / roofline.link_rate(self.gpu),
             curve=tuple(resident.nbytes + point for point in step.points(chosen.levels)),
             off_curve=tuple(resident.nbytes + point for point in step.points(off_levels)),
-            _recompiled=lambda: self.recompiled(chosen.levels),
+            _recompiled_peak=lambda: self.recompiled(chosen.levels),
+            _recompile=lambda: self.recompiled_plan(chosen, limit),
             _within=self.within,
         )
 
-    def help(self, curve: Curve, checkpointed: Curve | None, limit: int, met: bool) -> Iterator[str]:
+    def help(self, curve: Curve, checkpointed: Curve | None, limit: int, met: bool, recompiled: bool) -> Iterator[str]:
         """What would make the step fit, or make it cheaper."""
         from torch_fused_ops.reports.text import size
 
@@ -472,6 +496,11 @@ class _Planned:
             )
         if met:
             return
+        if self.captured.stacks and not recompiled and self.resident.nbytes + curve.kept <= limit:
+            yield (
+                "The peak is put together from a few layers and may be over the whole model's: recompile() "
+                "(--recompile) compiles all of them, and says whether it fits."
+            )
         if checkpointed is not None and checkpointed.peak < curve.peak:
             peak = resident.nbytes + checkpointed.peak
             short = peak + self.step.reserve({}, checkpointed) - limit

@@ -93,12 +93,19 @@ def level_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def level_note(plan: Plan) -> str:
-    """Why a peak within the limit may not fit; "" where all is exact."""
+    """What the rows do not say: that levels are the same, and how exact the peaks are; "" where there is nothing."""
     from torch_fused_ops.planner.step import MARGIN
 
-    if not plan.composed:
-        return ""
-    return f"{100 * MARGIN:.0f} % of a peak are left free: it is put together from a few layers, and may be short"
+    rows = {row.level: (row.peak, row.seconds) for row in plan.levels}
+    notes = []
+    if "tiled" in rows and rows["tiled"] == rows.get("input"):
+        notes.append('"tiled" is what "input" is: too few tokens for two tiles, or nothing that can be cut')
+    if plan.composed:
+        notes.append(
+            "peaks are put together from a few layers, and may be over the whole model's; "
+            f"{100 * MARGIN:.0f} % of what is beyond parameters and optimizer state is left free, should one be short"
+        )
+    return "; ".join(notes)
 
 
 def largest_rows(plan: Plan, found: Largest) -> list[tuple[str, ...]]:
@@ -135,6 +142,8 @@ def largest_note(found: Largest) -> str:
 def text(plan: Plan) -> str:
     """The plan as lines of text."""
     how = "put together from a few of its equal layers" if plan.composed else "of the whole model"
+    if plan.composed and plan.recompiled:
+        how += "; the peak is the whole model's, compiled at the chosen levels"
     lines = [
         headline(plan),
         "",
