@@ -68,7 +68,8 @@ def compatibility() -> str:
         "",
         NOTE,
         "What `pytest --record-compatibility` has seen (`.ci/versions` runs it in an environment for each version), on",
-        "CPUs. Numbers are tests that passed, + those skipped, each with its reason; slow ones count where they ran.",
+        "CPUs; files are in `tests/`. Numbers are tests that passed, + those skipped, each with its reason; slow ones",
+        "count where they ran.",
         "✗: failures; part: not all of the files were run there.",
         "",
         f"| | what | tests | {' | '.join(versions)} |",
@@ -250,7 +251,11 @@ def plan() -> str:
         for row in first["levels"]:
             time = f"{1000 * row['seconds']:.3g} ms | {100 * (row['seconds'] / first['off_seconds'] - 1):+.1f} %"
             lines.append(f"| {row['level']} | {size(row['peak'])} | {time} |".replace("-", "−"))
-        lines += ["", "| limit | | peak | least time | levels chosen |", "|---|---|---|---|---|"]
+        lines += [
+            "",
+            "| limit | | peak, the optimizer's step included | least time | levels chosen |",
+            "|---|---|---|---|---|",
+        ]
         for limit, each in zip(case["limits"], case["plans"], strict=True):
             verdict = "fits" if each["fits"] else f"{size(each['missing'])} missing"
             cost = f"{100 * (each['seconds'] / each['off_seconds'] - 1):+.1f} %".replace("-", "−")
@@ -263,13 +268,14 @@ def plan() -> str:
 
 def _largest(found: dict[str, Any]) -> list[str]:
     """The largest batch or sequence at each level."""
+    from torch_fused_ops.policy import MEMORY
     from torch_fused_ops.reports.text import size
 
     what = found["dimension"]
     off = next(row["size"] for row in found["rows"] if row["level"] == "off")
     lines = [f"| {found['memory']}, every MLP at | {what}, at most | beside off | peak | {what} a second, at most |"]
     lines.append("|---|---|---|---|---|")
-    for row in found["rows"]:
+    for row in sorted(found["rows"], key=lambda row: MEMORY.index(row["level"])):
         rate = f"{row['size'] / row['seconds']:,.0f}" if row["size"] else ""
         lines.append(f"| {row['level']} | {row['size']} | {row['size'] / off:.2f} | {size(row['peak'])} | {rate} |")
     if found["stopped"]:

@@ -375,7 +375,7 @@ def main() -> None:
         shuffle.shuffle(order)
         for run in order:
             run.step(tokens, targets)
-        late = step >= 5 and time.perf_counter() - start > args.seconds
+        late = 5 <= step < args.steps and time.perf_counter() - start > args.seconds
         if step % max(1, args.steps // 6) == 0 or step == args.steps or late:
             print(f"  {step:<6} " + "".join(f"{f'loss {r.losses[-1]:.4f}':>15}" for r in runs.values()), flush=True)
         if late:

@@ -145,6 +145,15 @@ def test_the_page_on_gpus_is_filled_from_results(
         generate.gpu()
 
 
+@pytest.mark.slow
+def test_the_example_of_a_report_is_what_is_printed(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "reports.md").read_text(encoding="utf-8")
+    program, shown = re.findall(r"```(?:python)?\n(.*?)```", page.partition("## An example")[2], re.S)[:2]
+    (tmp_path / "small_gpt.py").write_text(program, encoding="utf-8")
+    said = subprocess.run([sys.executable, "small_gpt.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert said.stdout == shown
+
+
 def test_the_readme_and_the_questions_state_results() -> None:
     """What is no generated table; test_precision.py has GELU's tail, benchmarks/test_on_paper.py what is lost."""
     from torch_fused_ops.benchmarks import coverage

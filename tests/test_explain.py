@@ -1,11 +1,13 @@
 """Reports: what explain says, what it leaves unchanged, and how a report is shown."""
 
 import copy
+import functools
 import json
 import sys
 import types
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,6 +191,20 @@ def test_long_reasons_are_wrapped_and_a_minus_is_no_bullet():
     assert max(map(len, lines)) <= 120
     shown = [line[column:] for line in lines[2 : lines.index("")]]
     assert shown[0].startswith("the value -1 + ") and " ".join(shown) == f"the value {reason}"
+
+
+@pytest.mark.parametrize("call", [explain, functools.partial(plan, memory="1GiB"), verify])
+def test_arguments_in_a_tuple_are_explained(call: Any):
+    x = torch.randn(2, 4)
+    with pytest.raises(TypeError, match=r"args=\(tuple of 1,\): .* one by one, \(model, x\), not \(model, \(x,\)\)$"):
+        call(nn.Linear(4, 4), (x,))
+    with pytest.raises(TypeError, match=r"^(?!args=)"):
+        call(nn.Linear(4, 4), x, x)
+
+
+def test_pages_are_not_written_where_there_is_no_folder(tmp_path: Path):
+    with pytest.raises(ValueError, match="cannot be written: it must be a file in a folder that is there"):
+        Report(()).to_html(tmp_path / "none" / "page.html")
 
 
 def test_memory_levels_say_what_they_save_and_cost():

@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["call_model", "captured_graphs", "check_model", "run_captured", "throwaway", "unchanged"]
+__all__ = [
+    "arguments_checked",
+    "call_model",
+    "captured_graphs",
+    "check_model",
+    "run_captured",
+    "throwaway",
+    "unchanged",
+]
 
 
 def check_model(model: Any) -> None:
@@ -26,6 +34,19 @@ def captured_graphs() -> int:
     """How many graphs Dynamo has captured in this process, or since somebody set its counters back."""
     utils = sys.modules.get("torch._dynamo.utils")
     return utils.counters["stats"]["unique_graphs"] if utils else 0
+
+
+@contextmanager
+def arguments_checked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """A TypeError of a model that is called with one tuple says that arguments follow the model without one."""
+    try:
+        yield
+    except TypeError as error:
+        if len(args) == 1 and isinstance(args[0], (tuple, list)) and not kwargs:
+            kind = type(args[0]).__name__
+            message = f"args=({kind} of {len(args[0])},): the model was called with one {kind}, and raised: {error}"
+            raise TypeError(f"{message}. Its arguments follow it one by one, (model, x), not (model, (x,))") from error
+        raise
 
 
 def call_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +72,7 @@ def run_captured(
         **options: of ``torch.compile``.
     """
     model = getattr(model, "_orig_mod", model)
-    with unchanged(model), torch._dynamo.config.patch(recompile_limit=64):
+    with unchanged(model), torch._dynamo.config.patch(recompile_limit=64), arguments_checked(args, kwargs):
         torch.compile(throwaway(call_model), backend=backend, **options)(model, *args, **kwargs)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from torch_fused_ops.capturing import call_model, check_model, throwaway, unchanged
+from torch_fused_ops.capturing import arguments_checked, call_model, check_model, throwaway, unchanged
 from torch_fused_ops.observers import unobserved
 from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default
 from torch_fused_ops.reports.recording import record
@@ -228,7 +228,8 @@ def verify(
     sites = (0, 0)
     with unchanged(model), torch.enable_grad():
         progress.info("eager, %s", _name(own))
-        eager = _step(model, args, kwargs, None, call_model)
+        with arguments_checked(args, kwargs):
+            eager = _step(model, args, kwargs, None, call_model)
         wide = _widest(model, args, kwargs, own, notes)
         runs = [
             _Run(own, _name(own), False, _unit(own) if wide is None else torch.finfo(own).eps / 2, {"eager": eager})

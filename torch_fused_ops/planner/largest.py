@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_fused_ops.planner.model import CapturedModel
 from torch_fused_ops.planner.step import OFF, Around, Step, assembled, clock, compiled_timeline, cut
-from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.policy import MEMORY, FusionPolicy
 from torch_fused_ops.reports.figures import said
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
 from torch_fused_ops.virtual_gpu.roofline import Rates
@@ -169,7 +169,7 @@ class Sizes:
             room: bytes beside these.
         """
         rows = []
-        for level in step.parts:
+        for level in sorted(step.parts, key=MEMORY.index):
             first = _sample(self.given, step, level, step)
             sample = functools.partial(self.sample, level)
             fits, over = bisected(sample, room, first, self.step) if room > 0 else (None, None)

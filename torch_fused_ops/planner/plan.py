@@ -45,10 +45,14 @@ def bytes_of(memory: str | int) -> int:
         return memory
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory) if isinstance(memory, str) else None
     size = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
-    if size <= 0 or (found and not found[2] and size < _UNITS["MiB"]):  # "72" is not meant as 72 bytes
-        levels = "; a plan chooses the levels itself" if is_level(memory) else ""
-        accepted = 'it must be a size such as "72GiB", "800MiB" or bytes'
-        raise ValueError(f"memory={memory!r} is not accepted: {accepted}{levels}")
+    bare = bool(found and not found[2] and size < _UNITS["MiB"])
+    if size <= 0 or bare:
+        why = "; a plan chooses the levels itself" if is_level(memory) else ""
+        why = f"; that is {memory.strip()} bytes, and its unit is missing" if bare and isinstance(memory, str) else why
+        accepted = (
+            f'it must be a size such as "72GiB", "800MiB" or bytes, with one of {", ".join(filter(None, _UNITS))}'
+        )
+        raise ValueError(f"memory={memory!r} is not accepted: {accepted}{why}")
     return size
 
 
@@ -216,10 +220,15 @@ class Plan:
         return json.dumps(self.as_dict(), indent=1)
 
     def to_html(self, path: str | Path) -> None:
-        """Write the plan as one self-contained page, with the curve of the step before and after."""
-        from torch_fused_ops.planner.report import page
+        """Write the plan as one self-contained page, with the curve of the step before and after.
 
-        Path(path).write_text(page(self), encoding="utf-8")
+        Raises:
+            ValueError: path cannot be written.
+        """
+        from torch_fused_ops.planner.report import page
+        from torch_fused_ops.reports.page import writable
+
+        writable(path).write_text(page(self), encoding="utf-8")
 
     def __str__(self) -> str:
         from torch_fused_ops.planner.report import text

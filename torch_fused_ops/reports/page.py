@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,7 +27,19 @@ if TYPE_CHECKING:
     from torch_fused_ops.reports.figures import Cost, Figures, LayerFigures
     from torch_fused_ops.reports.report import Group, Report
 
-__all__ = ["page", "template"]
+__all__ = ["page", "template", "writable"]
+
+
+def writable(path: str | Path) -> Path:
+    """A path that a page can be written to.
+
+    Raises:
+        ValueError: it is a folder, or in a folder that is not there.
+    """
+    file = Path(path)
+    if file.is_dir() or not file.parent.is_dir():
+        raise ValueError(f"path={str(path)!r} cannot be written: it must be a file in a folder that is there")
+    return file
 
 
 def page(report: Report, groups: Sequence[Group], unread: Sequence[Group]) -> str:

@@ -14,7 +14,7 @@ from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
 from torch_fused_ops.reasons import Kind
 from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.reports.figures import Capture, Figures, measure
-from torch_fused_ops.reports.page import page
+from torch_fused_ops.reports.page import page, writable
 from torch_fused_ops.reports.text import (
     breaks_text,
     reason_text,
@@ -257,8 +257,12 @@ class Report:
         return json.dumps(report, indent=2, ensure_ascii=False, default=_name)
 
     def to_html(self, path: str | Path) -> Path:
-        """Write the report to ``path`` as one self-contained page; returns the path."""
-        path = Path(path)
+        """Write the report to ``path`` as one self-contained page; returns the path.
+
+        Raises:
+            ValueError: path cannot be written.
+        """
+        path = writable(path)
         path.write_text(page(self, grouped(self.sites), grouped(self.unread)), encoding="utf-8")
         return path
 
