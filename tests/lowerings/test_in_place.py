@@ -105,6 +105,19 @@ def test_a_step_of_the_gpus_program_is_right(name: str, memory: str) -> None:
         torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in PROGRAMS if n != "packed"), "packed"]
+)
+def test_a_step_is_right_with_what_is_kept_in_float8(name: str) -> None:
+    fn, shapes = PROGRAMS[name]
+    args = weights(*shapes)
+    gradient = torch.randn(ROWS, WIDTH)
+    _, gradients = virtual_gpu.interpret_step(on_paper(fn, args, "fp8"), [a.detach().clone() for a in args], [gradient])
+    exact = [a.detach().double().requires_grad_() for a in args]
+    for got, wanted in zip(gradients, torch.autograd.grad(fn(*exact), exact, gradient.double()), strict=True):
+        assert (got.double() - wanted).norm() < 0.08 * wanted.norm()
+
+
 # ---- what is left as it is -------------------------------------------------------------------------------------------
 
 
