@@ -23,7 +23,7 @@ __all__ = ["Listing", "nvidia_tools"]
 
 _LINE = re.compile(r"^(\s*/\*)([0-9a-f]{4,})(\*/.*)$", re.M)
 # What jumps names the place as an address of the image: "@P0 BRA 0x1dc0 ;", "BSSY B0, 0x2a0 ;".
-_JUMP = re.compile(r"(\*/\s+(?:@!?U?P\w+ )?(?:BRA|BRX|BRXU|BSSY|BPT|CALL|JMP|JMX|JMXU|RET)\b[^;]*?\b0x)([0-9a-f]+)")
+_JUMP = re.compile(r"(\*/\s+(?:@!?U?P\w+ )?(?:BRA|BSSY|CALL|JMP|RET)\b[^;]*?\b0x)([0-9a-f]+)")
 _LOCK = threading.Lock()
 _WAITING: weakref.WeakSet[Listing] = weakref.WeakSet()
 
