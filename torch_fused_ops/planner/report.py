@@ -16,7 +16,8 @@ __all__ = ["page", "text"]
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: "1.23 ms"."""
+    """Seconds for people: "1.23 ms"; what is less than a hundredth of a microsecond is what is left of a difference."""
+    seconds = seconds if abs(seconds) >= 1e-8 else 0.0
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
@@ -29,8 +30,9 @@ def headline(plan: Plan) -> str:
 
 
 def cost(plan: Plan) -> str:
-    """What the levels cost, beside "off"."""
-    return change(plan.off_seconds, plan.seconds)
+    """What the levels cost: '+1.2 % beside "off"'."""
+    changed = change(plan.off_seconds, plan.seconds)
+    return 'as with "off"' if changed == "same" else f'{changed} beside "off"'
 
 
 def chosen(plan: Plan) -> str:
@@ -156,7 +158,7 @@ def text(plan: Plan) -> str:
         "",
         *([*aligned(largest_rows(plan, plan.largest)), largest_note(plan.largest), ""] if plan.largest else ()),
         f"chosen: {chosen(plan)}",
-        f'least time of forward and backward: {duration(plan.seconds)}, {cost(plan)} beside "off"; figures {how}',
+        f"least time of forward and backward: {duration(plan.seconds)}, {cost(plan)}; figures {how}",
         *filter(None, [communication(plan)]),
         *plan.help,
     ]
