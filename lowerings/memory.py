@@ -148,6 +148,8 @@ def _is_rebuilt(node: Node) -> bool:
         return False
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in OPERATOR
     moves = node.target in (aten.index.Tensor, aten.gather.default, aten.index_select.default, aten.cat.default)
+    if node.target is operator.getitem:  # a part of what is split, as "tiled" splits tokens
+        moves = node.all_input_nodes[0].target in SAME_ELEMENTS
     return pointwise or moves or node.target in SAME_ELEMENTS or node.target is fused.dropout_add.default
 
 

@@ -26,7 +26,7 @@ from torch_fused_ops.lowerings.epilogues import VIEWS, autotuned
 
 __all__ = ["ROWS", "rewrite", "rows_of_a_block"]
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
 
 ROWS = "fused_rows_of_a_block"  # in a node's meta
 
@@ -140,8 +140,26 @@ def _edit(node: Node, op: Elementwise) -> _Edit | None:
     block = rows_of_a_block(rows, columns, grad.device)
     if block is None:
         return None
-    again = op.forward.overload  # what reads the same data stays in one kernel
-    return _Edit([node, *(user for user in data.users if user.target is again)], sums, block)
+    again = [user for user in data.users if user.target is op.forward.overload]  # one kernel reads the data for all
+    return None if _is_dropped_out(node, again) else _Edit([node, *again], sums, block)
+
+
+def _is_dropped_out(node: Node, again: Sequence[Node]) -> bool:
+    """Whether a dropout stands between an activation and the product behind it.
+
+    In the usual form its loops, forward and backward, are in the activation's kernel. With blocks they would be kernels
+    of their own: of two MLPs, 4096×1024→4096 with biases and dropouts, backward's would move 1067 MiB, and move 875.
+    """
+    pending, source = list(again), cast(Node, node.args[0])
+    while source.target in (*VIEWS, operator.getitem):
+        source = cast(Node, source.args[0])
+    while pending:
+        for user in pending.pop().users:
+            if user.target is fused.dropout_add.default:
+                return True
+            if user.target in VIEWS:
+                pending.append(user)
+    return source.target is fused.dropout_add_backward.default
 
 
 def _sums(d: Node) -> list[Node]:

@@ -55,6 +55,26 @@ def test_a_tile_of_the_hidden_layer_is_alive_at_a_time(model: type[nn.Module], m
     assert products(tiled[0]) == products(whole[0]) == round(more * products(plain[0]))
 
 
+class NormedMLP(nn.Module):
+    """A block's MLP: between the residual and the linear layers stands a norm."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(width), SwiGLUMLP(width, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))  # type: ignore[no-any-return]
+
+
+def test_behind_a_norm_tiles_keep_what_input_keeps() -> None:
+    """The residual, and a number a row: each tile makes its rows of the norm's result again."""
+    sizes = (4096, 256, 1024)
+    whole, tiled = (compiled(way, NormedMLP, *sizes) for way in ("input", "tiled:4"))
+    x = sizes[0] * sizes[1] * 2
+    assert tiled[0].saved_bytes() == whole[0].saved_bytes() == x + 4 * sizes[0]
+    assert peak(tiled[1]) < 0.7 * peak(whole[1]) and products(tiled[0]) == products(whole[0])
+
+
 WAYS = {
     "plain `torch.compile`": "plain",
     "`activation_memory_budget = 0.99`": "budget",

@@ -78,6 +78,18 @@ def test_what_is_summed_is_not_read_again(model: type[GELU], rows: tuple[int, ..
     assert nbytes < kernel < nbytes + 0.07 and sums < 0.07
 
 
+class Dropped(GELU):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.dropout(F.gelu(self.up(x), approximate="tanh"), 0.1))  # type: ignore[no-any-return]
+
+
+def test_behind_a_dropout_it_is_left_to_inductor() -> None:
+    """With loops over blocks, the dropout's own would not be in the activation's kernel, forward's nor backward's."""
+    names = [kernel.name for kernel in backward(Dropped).kernels]
+    assert any("bias_act_backward_dropout_add_dropout_add_backward" in name for name in names), names
+    assert sum("dropout" in name for name in names) == 1, names
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("config", "kernels", "nbytes"), [({}, 3, 10.06), (None, 2, 6.06)])
 def test_an_operators_own_bias_is_summed_there_too(config: Any, kernels: int, nbytes: float) -> None:
