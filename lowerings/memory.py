@@ -94,7 +94,7 @@ def rebuild(graphs: Graphs, *, outputs: int, static_inputs: Sequence[int]) -> Gr
     product that reads the value, too, the far one is kept ("used far apart"). It means a frozen layer's product beside
     its adapter's dropout, and a router's beside the tokens gathered for experts; and sees it or not by how the program
     is written: with tokens in three dimensions a view stands in front of the product, with two none does. Here
-    nothing is rebuilt from what is not handed over for something else.
+    nothing is rebuilt from what is not handed over for something else, but parameters and buffers.
 
     Args:
         graphs: what ``partition`` made; not touched, and handed back where there is nothing to do.
@@ -110,7 +110,8 @@ def rebuild(graphs: Graphs, *, outputs: int, static_inputs: Sequence[int]) -> Gr
         again = _again(both, node)
         if again:
             log.info("%s: backward rebuilds it of what is kept, %d bytes less", node.name, both.cost([node]))
-            both.keep_instead(node, [])
+            sources = dict.fromkeys(n for one in again for n in one.all_input_nodes)
+            both.keep_instead(node, [n for n in sources if n in both.static and n not in both.same])
             _compute_again(both, node, again)
     return _finished(graphs, both)
 
@@ -129,8 +130,10 @@ def _again(both: Handover, node: Node) -> list[Node]:
     pending = [node]
     while pending:
         one = pending[-1]
-        sources = [n for n in one.all_input_nodes if n is not node and n not in both.same and n not in again]
-        if not _is_rebuilt(one) or len(again) + len(pending) > CALLS or base(one) in both.stale:
+        own = [n for n in one.all_input_nodes if n in both.static]  # a norm's bias: it is there in any case
+        known = {node, *both.same, *own, *again}
+        sources = [n for n in one.all_input_nodes if n not in known]
+        if not _is_rebuilt(one) or len(again) + len(pending) > CALLS or any(n in both.stale for n in (base(one), *own)):
             return []
         pending += sources
         if not sources:

@@ -58,20 +58,29 @@ def test_a_tile_of_the_hidden_layer_is_alive_at_a_time(model: type[nn.Module], m
 class NormedMLP(nn.Module):
     """A block's MLP: between the residual and the linear layers stands a norm."""
 
+    kind: type[nn.Module] = nn.RMSNorm
+
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.norm, self.mlp = nn.RMSNorm(width), SwiGLUMLP(width, hidden)
+        self.norm, self.mlp = self.kind(width), SwiGLUMLP(width, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm(x))  # type: ignore[no-any-return]
 
 
-def test_behind_a_norm_tiles_keep_what_input_keeps() -> None:
-    """The residual, and a number a row: each tile makes its rows of the norm's result again."""
+class LayerNormedMLP(NormedMLP):
+    kind = nn.LayerNorm
+
+
+@pytest.mark.parametrize(
+    ("model", "numbers"), ((NormedMLP, 1), pytest.param(LayerNormedMLP, 2, marks=pytest.mark.slow))
+)
+def test_behind_a_norm_tiles_keep_what_input_keeps(model: type[nn.Module], numbers: int) -> None:
+    """The residual, and a number or two a row: each tile makes its rows of the norm's result again."""
     sizes = (4096, 256, 1024)
-    whole, tiled = (compiled(way, NormedMLP, *sizes) for way in ("input", "tiled:4"))
+    whole, tiled = (compiled(way, model, *sizes) for way in ("input", "tiled:4"))
     x = sizes[0] * sizes[1] * 2
-    assert tiled[0].saved_bytes() == whole[0].saved_bytes() == x + 4 * sizes[0]
+    assert tiled[0].saved_bytes() == whole[0].saved_bytes() == x + 4 * numbers * sizes[0]
     assert peak(tiled[1]) < 0.7 * peak(whole[1]) and products(tiled[0]) == products(whole[0])
 
 
