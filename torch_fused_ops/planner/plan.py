@@ -199,7 +199,7 @@ class Plan:
     def recompile(self) -> Plan:
         """The plan by the whole model's peak: all of its layers, compiled on paper; some seconds for each.
 
-        A peak that was put together may be over. So where the chosen levels do not fit, each level by itself is
+        A peak that was put together may be off. So where the chosen levels do not fit, each level by itself is
         compiled that may, the fastest first, until one does.
         """
         assert self._recompile is not None
@@ -505,9 +505,9 @@ class _Planned:
             )
         if met:
             return
-        if self.captured.stacks and not recompiled and self.resident.nbytes + curve.kept <= limit:
+        if self.captured.stacks and not recompiled and resident.nbytes + curve.peak <= 1.1 * limit:
             yield (
-                "The peak is put together from a few layers and may be over the whole model's: recompile() "
+                "The peak is put together from a few layers, and some is left free beside it: recompile() "
                 "(--recompile) compiles all of them, and says whether it fits."
             )
         if checkpointed is not None and checkpointed.peak < curve.peak:

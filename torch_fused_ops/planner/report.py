@@ -104,8 +104,8 @@ def level_note(plan: Plan) -> str:
         notes.append('"tiled" is what "input" is: too few tokens for two tiles, or nothing that can be cut')
     if plan.composed:
         notes.append(
-            "peaks are put together from a few layers, and may be over the whole model's; "
-            f"{100 * MARGIN:.0f} % of what is beyond parameters and optimizer state is left free, should one be short"
+            f"peaks are put together from a few layers: {100 * MARGIN:.0f} % of what is beyond parameters and "
+            "optimizer state is left free, should one be short"
         )
     return "; ".join(notes)
 

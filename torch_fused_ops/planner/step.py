@@ -42,10 +42,11 @@ __all__ = [
 log = logging.getLogger("torch_fused_ops.planner")
 
 OFF = "off"  # a level of a whole model, never of a part
-# Inductor puts some of the last layers' work off to the end of backward. So two of them stand for themselves; of the
-# others one does, and the first.
-ENDING = 2
-KEPT = 2 + ENDING
+# Inductor puts some of the last layers' work off to the end of backward, and the first layer may hold something of
+# its own that the second frees (of blocks without attention a product in place of the residual). So two at each end
+# stand for themselves, and one for all between.
+BEGINNING = ENDING = 2
+KEPT = BEGINNING + 1 + ENDING
 # What a curve that was put together may be short of the whole model's.
 MARGIN = 0.02
 
@@ -140,13 +141,13 @@ class Step:
         return part.forward.get(like, Segment()), part.backward.get(like, Segment())
 
     def like(self, unit: str) -> str:
-        """The unit that was compiled in its place: of a list the first, the second for all between, the last two."""
+        """The unit that was compiled in its place: of a list the first and last two, the third for all between."""
         found = stack_of(unit, self.stacks)
         if found is None:
             return unit
         stack, number = found
         from_end = stack.length - number
-        return stack.layer(min(number, 1) if from_end > ENDING else stack.kept - from_end)
+        return stack.layer(min(number, BEGINNING) if from_end > ENDING else stack.kept - from_end)
 
     def default(self, levels: Mapping[str, str]) -> str:
         """The level of what is in no unit with MLPs: that of all of those, "free" where they differ.
