@@ -155,25 +155,29 @@ def on_paper(result: dict[str, Any]) -> Any:
 def levels(name: str, case: dict[str, Any]) -> Any:
     """Of ``plans``: a step's peak at each memory level, and its least time over that with upstream's choice.
 
-    Levels that another beats in both are left out.
+    What the figures do not tell apart stands in one bar.
     """
     from matplotlib.figure import Figure
 
     plan, (batch, length) = case["plans"][0], case["tokens"]
-    rows = [(row["level"], row["peak"] / 2**30, row["seconds"] / plan["off_seconds"] - 1) for row in plan["levels"]]
-    rows = [r for r in rows if not any(o[1] <= r[1] and o[2] <= r[2] and o is not r for o in rows)]
+    bars: dict[tuple[int, float], list[str]] = {}
+    for row in plan["levels"]:
+        figures = round(row["peak"] / 2**30), round(row["seconds"] / plan["off_seconds"] - 1, 3)
+        bars.setdefault(figures, []).append(row["level"])
+    rows = sorted(bars, reverse=True)
     theirs = {"off": "PyTorch's own choice", "checkpoint": "checkpoint every layer"}
     figure = Figure(figsize=(7.5, 0.42 * len(rows) + 1.1), layout="constrained")
     ax = figure.subplots()
-    names = [theirs.get(level, f'memory="{level}"') for level, _, _ in rows]
-    ax.barh(names, [peak for _, peak, _ in rows], color=[THEIRS if level in theirs else OURS for level, _, _ in rows])
-    for label, (_, peak, cost) in zip(names, rows, strict=True):
+    names = [theirs.get(bars[bar][0], "memory=" + " or ".join(f'"{one}"' for one in sorted(bars[bar]))) for bar in rows]
+    ax.barh(names, [peak for peak, _ in rows], color=[THEIRS if bars[bar][0] in theirs else OURS for bar in rows])
+    for label, (peak, cost) in zip(names, rows, strict=True):
         text = f"{peak:.0f} GiB" + f", step {100 * cost:+.1f} %".replace("-", "−") * bool(cost)
         ax.annotate(text, (peak, label), (5, 0), textcoords="offset points", va="center", fontsize=11)
-    ax.set_xlim(0, 1.35 * max(peak for _, peak, _ in rows))
+    ax.set_xlim(0, 1.35 * max(peak for peak, _ in rows))
     ax.invert_yaxis()
     ax.tick_params(labelsize=11)
     ax.set_xlabel("peak memory, GiB; least time of the step")
-    ax.set_title(f"a training step of {name}, {batch} × {length:,} tokens, {plan['gpu']}, on paper", fontsize=11)
+    title = f"a training step of {name}, {batch} × {length:,} tokens, {plan['gpu']}, on paper"
+    figure.suptitle(title, fontsize=11)
     ax.spines[["top", "right"]].set_visible(False)
     return figure

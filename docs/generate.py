@@ -239,6 +239,7 @@ def gpu() -> str:
 
 def plan() -> str:
     """The page, with what each model comes to at each level, and what is chosen for each limit."""
+    from torch_fused_ops.planner.report import duration
     from torch_fused_ops.reports.text import size
 
     lines = []
@@ -249,7 +250,7 @@ def plan() -> str:
         lines += [f"**{name}**, {batch} × {length} tokens, {first['gpu']}: {fixed}", ""]
         lines += ["| every MLP at | peak of forward and backward | least time | |", "|---|---|---|---|"]
         for row in first["levels"]:
-            time = f"{1000 * row['seconds']:.3g} ms | {100 * (row['seconds'] / first['off_seconds'] - 1):+.1f} %"
+            time = f"{duration(row['seconds'])} | {100 * (row['seconds'] / first['off_seconds'] - 1):+.1f} %"
             lines.append(f"| {row['level']} | {size(row['peak'])} | {time} |".replace("-", "−"))
         lines += [
             "",

@@ -149,8 +149,11 @@ def test_which_layers_are_equal(layers: list[nn.Module], found: int) -> None:
 # ---- curves and the choice, on made-up segments ----------------------------------------------------------------------
 
 
-def made_up(units: int, seed: int, equal: bool) -> Step:
-    """A step whose units keep and need what chance says; each level keeps less and takes longer than the one before."""
+def made_up(units: int, seed: int, equal: bool, tiled: tuple[float, float] = (0.1, 1.3)) -> Step:
+    """A step whose units keep and need what chance says; each level keeps less and takes longer than the one before.
+
+    ``tiled``: the part of what "free" keeps that this level keeps, and how much longer it takes.
+    """
     rng = random.Random(seed)
     names = [f"layers.{i}" for i in range(units)]
     stacks = (Stack("layers", units, KEPT),) if equal else ()
@@ -164,12 +167,13 @@ def made_up(units: int, seed: int, equal: bool) -> Step:
         "free": (1.0, 1.0),
         "fp8": (0.6, 1.01),
         "input": (0.2, 1.2),
+        "tiled": tiled,
     }.items():
         forward, backward = {}, {}
         for unit, (kept, transient) in sizes.items():
             net = 10 + int(keeps * kept)
             forward[unit] = Segment((net + transient, net), net, slower * (kept + 1))
-            again = kept - int(keeps * kept) if level == "input" else 0
+            again = kept - int(keeps * kept) if level in ("input", "tiled") else 0
             backward[unit] = Segment((again + transient,), 3 - net, 2 * slower * (kept + 1))
         ends = (Segment((40,), 20, 1.0), Segment((30,), -20, 1.0))
         parts[level] = Parts(100, Segment((5,), 5, 1.0), forward, ends, backward, Segment((2,), -5, 1.0))
@@ -249,6 +253,26 @@ def test_more_memory_is_never_slower(units: int, equal: bool) -> None:
     assert all(
         one is not None and one.curve.peak + one.reserve <= limit for one, limit in zip(chosen, peaks, strict=True)
     )
+
+
+@pytest.mark.parametrize(
+    ("keeps", "slower", "offered"),
+    [
+        (0.2, 1.2, False),  # what "input" is
+        (0.2, 1.2 * (1 - search.ALIKE / 2), False),
+        (0.2, 1.2 * (1 - 2 * search.ALIKE), True),
+        (0.1, 1.3, True),
+        (0.2, 1.3, False),
+    ],
+)
+def test_a_level_that_saves_nothing_is_not_offered(keeps: float, slower: float, offered: bool) -> None:
+    step = made_up(4, 0, equal=False, tiled=(keeps, slower))
+    assert search.useful(step, (*LEVELS, "tiled")) == [*LEVELS, *["tiled"] * offered]
+    every = search.candidates(step, (*LEVELS, "tiled"))
+    with_it = [one for one in every if "tiled" in one.levels.values()]
+    assert offered or (every[-1:] == with_it and not with_it[0].is_mixed)  # a row of the table, and never the best
+    best = search.best(every, min(one.curve.peak for one in every))
+    assert best is not None and ("tiled" in best.levels.values()) == offered
 
 
 def test_lossless_leaves_fp8_out() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fused_ops.capturing import check_model
-from torch_fused_ops.policy import FusionPolicy, is_level
+from torch_fused_ops.policy import MEMORY, FusionPolicy, is_level
 
 if TYPE_CHECKING:
     from torch_fused_ops.planner.largest import Largest
@@ -441,13 +441,14 @@ class _Planned:
         checkpointed = step.checkpointed(inputs) if inputs and step.units else None
         if checkpointed is not None:
             curves["checkpoint"] = checkpointed
+        order = (*MEMORY, "checkpoint")
 
         def beyond(peak: int, reserve: int) -> int:
             return max(0, peak + reserve - limit, resident.optimizer_peak - limit)
 
         rows = [
             LevelRow(level, of_all, each.seconds, beyond(of_all, step.reserve({}, each)))
-            for level, each in curves.items()
+            for level, each in sorted(curves.items(), key=lambda of: order.index(of[0]))
             for of_all in [resident.nbytes + each.peak]
         ]
         missing = beyond(step_peak, 0 if recompiled else chosen.reserve)

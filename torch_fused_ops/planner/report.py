@@ -98,10 +98,13 @@ def level_note(plan: Plan) -> str:
     """What the rows do not say: that levels are the same, and how exact the peaks are; "" where there is nothing."""
     from torch_fused_ops.planner.step import MARGIN
 
-    rows = {row.level: (row.peak, row.seconds) for row in plan.levels}
+    peaks = {row.level: row.peak for row in plan.levels}
     notes = []
-    if "tiled" in rows and rows["tiled"] == rows.get("input"):
-        notes.append('"tiled" is what "input" is: too few tokens for two tiles, or nothing that can be cut')
+    if "tiled" in peaks and peaks["tiled"] == peaks.get("input"):
+        notes.append(
+            '"tiled" peaks where "input" does: too few tokens for two tiles, nothing that can be cut, or a peak that '
+            "no MLP makes"
+        )
     if plan.composed:
         notes.append(
             f"peaks are put together from a few layers: {100 * MARGIN:.0f} % of what is beyond parameters and "

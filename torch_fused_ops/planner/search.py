@@ -19,6 +19,7 @@ __all__ = ["LOSSY", "Candidate", "best", "candidates", "levels_for"]
 
 LOSSY = ("fp8",)  # levels whose gradients are not the plain ones
 ENUMERATED = 20_000  # so many assignments are tried one by one; beyond, the greedy ones
+ALIKE = 1e-3  # least times that differ by this part are one: rooflines do not tell them apart
 
 
 def levels_for(lossless: bool) -> tuple[str, ...]:
@@ -41,22 +42,43 @@ class Candidate:
 
 
 def candidates(step: Step, levels: Sequence[str]) -> list[Candidate]:
-    """Assignments of levels, the fastest first, whatever the limit.
+    """Assignments of levels, which come from the plainest on, the fastest first, whatever the limit.
 
     In a row of equal layers those at one level stand together, in both orders; how many there are of each is tried out.
     Where there are too many ways, the greedy ones: from all at the first level, always the change that lowers the peak
-    most for its time.
+    most for its time. A level that gives what a plainer one does (``useful``) is not mixed with others, and comes last.
     """
     if not step.mlps:
         return [Candidate({}, step.at({}), step.reserve({}))]
+    used = useful(step, levels)
     rows = _rows(step)
-    ways = math.prod(2 * math.comb(len(row) + len(levels) - 1, len(levels) - 1) for row in rows)
-    found = _counted(rows, levels) if ways <= ENUMERATED else greedy(step, rows, levels)
+    ways = math.prod(2 * math.comb(len(row) + len(used) - 1, len(used) - 1) for row in rows)
+    found = _counted(rows, used) if ways <= ENUMERATED else greedy(step, rows, used)
     assigned = {tuple(sorted(one.items())): one for one in (*found, *(dict.fromkeys(step.mlps, one) for one in levels))}
     assigned[(OFF,)] = dict.fromkeys(step.mlps, OFF)  # type: ignore[index]
     curves = ((one, step.at(one)) for one in assigned.values())
     every = [Candidate(one, curve, step.reserve(one, curve)) for one, curve in curves]
-    return sorted(every, key=lambda one: (one.curve.seconds, one.curve.peak))
+    unused = set(levels).difference(used)
+    return sorted(
+        every, key=lambda one: (not unused.isdisjoint(one.levels.values()), one.curve.seconds, one.curve.peak)
+    )
+
+
+def useful(step: Step, levels: Sequence[str]) -> list[str]:
+    """``levels``, which come from the plainest on, without those that save nothing over one before.
+
+    With every MLP at such a level the step has as many bytes at its peak and between forward and backward as with every
+    MLP at the plainer, or more, and takes as long (``ALIKE``).
+    """
+    found: dict[str, Curve] = {}
+    for level in levels:
+        curve = step.at(dict.fromkeys(step.mlps, level))
+        if not any(
+            one.peak <= curve.peak and one.kept <= curve.kept and one.seconds <= curve.seconds * (1 + ALIKE)
+            for one in found.values()
+        ):
+            found[level] = curve
+    return list(found)
 
 
 def best(every: Sequence[Candidate], limit: int) -> Candidate | None:
