@@ -485,6 +485,17 @@ def sampled(points: Callable[[int], Sequence[int]], bound: int = 2**40) -> tuple
     return sample, asked
 
 
+def test_the_largest_of_all_levels_is_in_the_headline() -> None:
+    def most(**sizes: int) -> str:
+        rows = tuple(largest.LargestRow(level, size, 0, 0.0, 0) for level, size in sizes.items())
+        return report.most(largest.Largest("batch", 1, 1, rows))
+
+    assert most(off=180, free=247, input=318, tiled=318) == 'batch: at most 318, every MLP at "input", 180 at "off"'
+    assert most(off=8, free=8) == 'batch: at most 8, every MLP at "off"'
+    assert most(off=0, free=2) == 'batch: at most 2, every MLP at "free", 0 at "off"'
+    assert most(off=0, free=0) == "batch: none fits"
+
+
 @pytest.mark.parametrize("first", [1, 7, 100, 5000])
 @pytest.mark.parametrize(
     ("points", "limit"),
@@ -695,6 +706,7 @@ def test_the_longest_sequence_that_a_model_runs_with(tmp_path: Path, inductor: A
     assert found.largest is not None
     (row,) = found.largest.rows
     assert (row.size, row.over, found.largest.step) == (2048, 0, 128)
+    assert str(found).splitlines()[0].endswith(': fits; tokens: at most 2048, every MLP at "free"')
     assert "the model does not run with tokens 2176: RuntimeError: Attempting to broadcast" in str(found)
     assert json.loads(found.to_json())["largest"]["rows"][0]["size"] == 2048
     found.to_html(tmp_path / "plan.html")

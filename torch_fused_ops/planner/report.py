@@ -26,7 +26,17 @@ def headline(plan: Plan) -> str:
     verdict = "fits" if plan.fits else f"does not fit: {size(plan.missing)} are missing"
     named = ", ".join(f"{name}={n}" for name, n in (("dp", plan.dp), ("tp", plan.tp)) if n > 1)
     group = f", one of {plan.dp * plan.tp} ({named})" if named else ""
-    return f"{plan.title} in {size(plan.limit)} of an {plan.gpu}{group}: {verdict}"
+    enlarged = f"; {most(plan.largest)}" if plan.largest else ""
+    return f"{plan.title} in {size(plan.limit)} of an {plan.gpu}{group}: {verdict}{enlarged}"
+
+
+def most(found: Largest) -> str:
+    """The largest size at any level, the plainest of those that have it, and the largest with upstream's choice."""
+    best = max(found.rows, key=lambda row: row.size)
+    if not best.size:
+        return f"{found.dimension}: none fits"
+    off = next((f', {row.size} at "off"' for row in found.rows if row.level == "off" and row is not best), "")
+    return f'{found.dimension}: at most {best.size}, every MLP at "{best.level}"{off}'
 
 
 def cost(plan: Plan) -> str:
