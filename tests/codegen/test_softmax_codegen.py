@@ -166,7 +166,7 @@ def test_attention_saves_the_output_and_no_more(free: bool) -> None:
     x = meta(4, 512, 512)
     with torch.device("meta"):
         model = Attention(True).to(BF16)
-    config = {"config": compile_options(FusionPolicy(strict=True))} if free else {}
+    config = {"config": compile_options(FusionPolicy())} if free else {}
     paper = virtual_gpu.compile_on_paper(model, x, **config)
     square = [t for t in paper.saved if math.prod(t.shape) == 4 * 8 * 512 * 512]
     assert len(square) == 1 and sum(t.nbytes for t in square) == 4 * 8 * 512 * 512 * 2

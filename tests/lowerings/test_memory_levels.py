@@ -244,6 +244,7 @@ def behind_a_product(tokens: tuple[int, ...], frozen: bool) -> list[Tensor]:
     return [x, *(t.detach() if frozen else t for t in (w, v, s)), a, b]
 
 
+@inductor_config.patch(force_disable_caches=True)  # they do not know that a function of ours was replaced
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("fn", "tokens", "frozen", "size"),
