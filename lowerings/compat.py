@@ -80,7 +80,44 @@ def is_fused_triton(node: Any) -> bool:
     return bool(node.get_device().type == "cuda" and config.cuda_backend == "triton")
 
 
+def is_one_body(node: Any) -> bool:
+    """Whether each loop of a kernel is a turn for each of its elements: one for a row would end the body before it."""
+    numel, sums = node.group[1]
+    return all(loop.group[1] in {(numel, sums), (numel * sums, 1)} for loop in node.get_nodes())
+
+
 # ---- memory that results share -------------------------------------------------------------------
+
+
+def buffers_written_again(scheduler: Any) -> frozenset[str]:
+    """The names of buffers that something writes to that did not make them; and of what must keep its memory.
+
+    Who reads them behind that knows them by another name (``Scheduler.mutation_renames``).
+    """
+    from torch._inductor.virtualized import V
+
+    again = scheduler.mutation_renames.keys() | scheduler.mutation_real_name.keys() | V.graph.never_reuse_buffers
+    return frozenset(again.union(scheduler.mutation_real_name.values()))
+
+
+def buffers_that_stay(scheduler: Any) -> frozenset[str]:
+    """The names of buffers whose memory has other names, too, under which it is written or read; and of unaligned ones.
+
+    (What is not aligned as its result is would be spread over threads in another way.)
+    """
+    from torch._inductor.virtualized import V
+
+    aliased = (alias for buffer in scheduler.name_to_buf.values() for alias in buffer.get_aliases())
+    return buffers_written_again(scheduler).union(V.graph.unaligned_buffers, aliased)
+
+
+def itemsize(name: str) -> int:
+    """Bytes of an element of what a kernel reads or writes; 0 of what is no tensor."""
+    from torch._inductor.virtualized import V
+
+    buffer = V.graph.try_get_buffer(name)
+    dtype = None if buffer is None else cast(Any, buffer).maybe_get_dtype()
+    return dtype.itemsize if dtype is not None else 0
 
 
 def may_be_views() -> bool:

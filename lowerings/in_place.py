@@ -17,7 +17,9 @@ that Inductor itself knows how long the memory is in use:
 * a loop's result in the place of what only other loops of the kernel read.
 
 Here an element of the input may be read only where, in the same turn, one of the kernel's loops writes that very
-element of the result. So no other turn can find it changed.
+element of the result. So no other turn can find it changed. And no other thread: what is stored need not wait for what
+is loaded from there, so load and store must be spread over threads alike. Triton spreads what is of one dtype so, where
+nothing narrower in the kernel asks for more elements at once.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class _Kernel(NamedTuple):
     loops: Sequence[Loop]
     names: set[str]  # of its loops
     before: set[str]  # of what runs before it
-    read: dict[str, Any]  # the buffers that it reads, by name, but for a graph's inputs that stay
+    read: dict[str, Any]  # the buffers that it reads, by name, but for those whose memory stays
+    narrowest: int  # bytes of an element of what it reads or writes
 
     def readers(self, name: str) -> list[User]:
         """Its loops among the users of a buffer."""
@@ -54,7 +57,9 @@ class _View(NamedTuple):
 
 def allow(nodes: Sequence[Any]) -> None:
     """Let results take the memory of inputs, in those kernels of a schedule that have a loop of an operator of ours."""
-    kernels = [_kernel(node) for node in nodes if _is_ours(node)]
+    ours = [node for node in nodes if _is_ours(node)]
+    stay = compat.buffers_that_stay(ours[0].scheduler) if ours else frozenset()
+    kernels = [_kernel(node, stay) for node in ours]
     found = [(kernel, owners, _views(kernel, owners)) for kernel in kernels for owners in [_owners(kernel)]]
     for kernel, owners, _ in found:
         taking = list(owners.values())
@@ -81,18 +86,24 @@ def _is_ours(node: Any) -> bool:
     if not compat.is_fused_triton(node):
         return False
     reductions = {loop.get_name() for loop in node.get_nodes() if loop.is_reduction()}
-    if any(reductions & loop.ancestors for loop in node.get_nodes()):
+    if any(reductions & loop.ancestors for loop in node.get_nodes()) or not compat.is_one_body(node):
         return False
     origins = (origin for loop in node.get_nodes() for origin in loop.node.get_origins())
     return any(getattr(origin.target, "namespace", None) == "fused" for origin in origins)
 
 
-def _kernel(node: Any) -> _Kernel:
+def _kernel(node: Any, stay: Collection[str]) -> _Kernel:
     buffers = {**node.scheduler.name_to_buf, **node.scheduler.name_to_donated_buffer}
     loops = node.get_nodes()
     read = dict.fromkeys(dep.name for loop in loops for dep in loop.read_writes.reads)
-    names = {loop.get_name() for loop in loops}
-    return _Kernel(loops, names, set(node.ancestors), {name: buffers[name] for name in read if name in buffers})
+    written = {output.get_name() for loop in loops for output in loop.get_outputs()}
+    return _Kernel(
+        loops,
+        {loop.get_name() for loop in loops},
+        set(node.ancestors),
+        {name: buffers[name] for name in read if name in buffers and name not in written and name not in stay},
+        min(compat.itemsize(name) for name in written.union(read)),
+    )
 
 
 def _owners(kernel: _Kernel) -> dict[str, Loop]:
@@ -152,13 +163,14 @@ def _views(kernel: _Kernel, owners: Mapping[str, Loop]) -> list[_View]:
 
 
 def _is_for_others(kernel: _Kernel, buffer: Buffer, written: Sequence[Buffer]) -> bool:
-    """Whether a result is read behind the kernel, is no result of the graph, and all of it is written here."""
+    """Whether a result is read behind the kernel, is no result of the graph, and all of it is written here, once."""
     users = [user for each in (buffer, *written) for user in each.users]
-    names = {each.get_name() for each in written}
+    names = {each.get_name() for each in (buffer, *written)}
     return (
         any(user.get_name() not in kernel.names for user in buffer.users)
         and not any(compat.is_output(user.node) for user in users)
-        and compat.parts(buffer.node) <= names | {buffer.get_name()}
+        and compat.parts(buffer.node) <= names
+        and names.isdisjoint(compat.buffers_written_again(kernel.loops[0].scheduler))
     )
 
 
@@ -167,6 +179,7 @@ def _can_be(kernel: _Kernel, name: str, result: Buffer, places: Collection[Any])
     buffer, readers = kernel.read[name], kernel.readers(name)
     return (
         compat.same_memory(buffer.node, result.node)
+        and compat.itemsize(name) <= kernel.narrowest
         and not any(user.node.is_reduction() for user in readers)
         and all(user.get_name() in kernel.names | kernel.before for user in buffer.users)
         and all(at in places for user in readers for at in compat.read_at(user.node, name))

@@ -436,8 +436,11 @@ def test_this_library_s_experts_follow_the_policy(bias: bool) -> None:
     torch._dynamo.reset()
     by_itself = torch.compile(own, backend="fused", fullgraph=True)
     for fn, of in ((by_policy, module), (by_itself, own)):
-        for mine, same, other in zip(step(lambda *a, f=fn: f(*a)[0], of, *args), eager, plain, strict=True):
-            assert apart(mine, same) < 0.03 and 1e-3 < apart(mine, other) < 0.12
+        got = step(lambda *a, f=fn: f(*a)[0], of, *args)
+        assert max(map(apart, got, eager)) < 0.03
+        differences = sorted(map(apart, got, plain))
+        exact = differences[: int(bias)]  # the gradient of the last bias: nothing is multiplied on its way
+        assert exact == [0.0] * bias and 1e-3 < differences[bias] <= differences[-1] < 0.12
 
 
 def test_operators_that_a_model_calls_are_sites_where_float8_is_asked_for() -> None:

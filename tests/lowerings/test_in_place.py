@@ -175,6 +175,21 @@ def test_what_is_taken(name: str) -> None:
     assert in_places(fn, square(), square()) == expected
 
 
+def test_what_has_no_memory_has_no_dtype() -> None:
+    """As what a deterministic ``index_put`` leaves behind."""
+
+    def fn(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        rows = torch.arange(32, device=a.device) % 7
+        x, y = (a @ b).index_put((rows,), torch.ones_like(a), accumulate=True), b @ a
+        return fused.glu(x, y, None, "silu") @ a, fused.glu(y, x, None, "gelu") @ b
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert in_places(fn, square(), square()) == [0, 0, 1]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 # ---- results that are made views -------------------------------------------------------------------------------------
 
 
@@ -237,6 +252,44 @@ def used_again(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return more @ other + more @ other.t() * more, (gradient @ a).repeat(64, 1) @ a
 
 
+def written_again(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Who reads the result behind that knows it by another name, and the memory would be another's by then."""
+    value, gradient = backward(a, b)
+    rows = torch.arange(32, device=a.device) % 7
+    v = value.index_put((rows,), torch.ones_like(value), accumulate=True)
+    t = (gradient @ a)[:, :16] @ a[:16, :16]
+    return v, t @ a[:16, :16]
+
+
+def read_by_another_name(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    x = a @ b
+    w = torch.view_as_real(torch.view_as_complex(x.view(32, 16, 2))).view(32, 32)
+    value = fused.glu(a, b, None, "silu")
+    return value @ b, (x * value + w.flip(0)).double() @ b.double()
+
+
+def of_no_memory(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    """What only the kernel itself reads is never stored."""
+    h = fused.glu(a, b, None, "gelu")
+    return h.sin().double() @ b.double(), (h * 3).cos().double() @ b.double(), (a * 2).sin() @ b
+
+
+def per_row(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    """A loop for each row ends the body in which the sum is formed; another begins, which reads again."""
+    rows, other = a[:, :4] @ b[:4, :1], (a[:, :4] * 2) @ b[:4, :1]
+    of_rows = other.sin()
+    y = fused.bias_act(a @ b, None, None, "gelu") * rows * other
+    return of_rows.t() @ a, y @ b.t(), (y * y).sum(-1)
+
+
+def between_two_sums(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    rows, other = a[:, :4] @ b[:4, :1], (a[:, :4] + 1) @ b[:4, :1]
+    x, z = (a + 1) @ b, a @ b
+    y = fused.bias_act(z, None, None, "gelu") * rows
+    total, of_rows = (z * z).sum(-1), (rows * other).sin()
+    return total, y @ b.t(), of_rows.t() @ a, (x.sin() * other).double() @ b.t().double()
+
+
 VIEWS: dict[str, tuple[Callable[..., Any], int]] = {
     "both halves": (lambda a, b: joined(*(a @ b).chunk(2, -1)) @ a, 1),
     "halves exchanged": (lambda a, b: joined(*reversed((a @ b).chunk(2, -1))) @ a, 1),
@@ -250,6 +303,9 @@ VIEWS: dict[str, tuple[Callable[..., Any], int]] = {
     "a graph's input": (lambda a, b: joined(*a.chunk(2, -1)) @ b, 0),
     "what only others read": (used, 2),
     "the result is read twice": (used_again, 2),
+    "the result is written again": (written_again, 1),
+    "read by another name": (read_by_another_name, 0),
+    "of no memory": (of_no_memory, 0),
 }
 
 
@@ -257,6 +313,23 @@ VIEWS: dict[str, tuple[Callable[..., Any], int]] = {
 def test_what_is_made_a_view(name: str) -> None:
     fn, expected = VIEWS[name]
     assert views(fn, square(), square()) == expected
+
+
+@pytest.mark.parametrize("fn", [per_row, between_two_sums])
+def test_a_kernel_of_several_bodies(fn: Callable[..., Any]) -> None:
+    assert views(fn, torch.randn(8, 8), torch.randn(8, 4096)) == 0
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, 1), (torch.bfloat16, 0)])
+def test_load_and_store_are_spread_over_threads_alike(dtype: torch.dtype, expected: int) -> None:
+    """Triton loads as many elements at once as the narrowest dtype allows, and stores as many as their own does."""
+
+    def fn(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        x = a @ b
+        value = (torch.arange(1024, device=a.device).view(32, 32) % 97) * a[0, 0]
+        return value @ b, fused.glu(x * value, c.float(), None, "silu").double() @ b.double()
+
+    assert views(fn, square(), square(), square().to(dtype)) == expected
 
 
 def test_halves_that_begin_elsewhere_than_vectors_do() -> None:
