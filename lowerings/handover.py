@@ -49,6 +49,9 @@ SAME_ELEMENTS = {
 }
 
 
+_UNCHECKED = "saved_tensor_with_no_vc_check"  # torch's mark for what an autograd.Function keeps on its ctx itself
+
+
 class UnsoundGraphs(RuntimeError):
     """A pair of graphs in which backward would not compute the gradient of what forward has computed."""
 
@@ -69,6 +72,8 @@ class Handover:
         inputs = forward.find_nodes(op="placeholder")
         self.static = {inputs[i] for i in static_inputs}  # keeping these costs nothing
         self.stale = written(forward)  # inputs that hold something else by the time that backward runs
+        user = {base(node) for node in self.returned()[:outputs] if isinstance(node, Node)}
+        self.callers = user.union(inputs) - self.static  # what who calls it has, and may write before backward runs
         self.same: dict[Node, Node] = dict(self._handed_over())  # a value of forward, and the same in backward
         self.made: set[Node] = set()  # backward's nodes that an edit has put in a kept value's place
         self.rounded: set[Node] = set()  # those of them that hold it rounded
@@ -163,6 +168,22 @@ class Handover:
             self.same = {ours: theirs for ours, theirs in self.same.items() if theirs not in changed}
         else:
             self.same[old] = result
+
+    def put_unchecked_last(self) -> None:
+        """Keep tensors without a version check behind the others: AOTAutograd counts them, from the last one on."""
+        handed_over = dict(self._handed_over())
+        tensors = [node for node in handed_over if _kind(node) is torch.Tensor]
+        unchecked = [node for node in tensors if node.meta.get(_UNCHECKED)]
+        ordered = iter([*(node for node in tensors if node not in unchecked), *unchecked])
+        for at, node in enumerate(returned := self.returned()):
+            if at >= self.outputs and node in tensors:
+                returned[at] = next(ordered)
+        self.output.args = (tuple(returned),)
+        for node in unchecked:
+            last = next(self.same[one] for one in reversed(tensors))
+            if self.same[node] is not last:
+                last.append(self.same[node])
+            tensors.append(node)
 
     # ---- pairing ----
 

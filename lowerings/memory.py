@@ -210,6 +210,7 @@ def _finished(graphs: Graphs, both: Handover) -> Graphs:
     for graph in (both.forward, both.backward):
         stable_topological_sort(graph)
         graph.lint()
+    both.put_unchecked_last()
     both.check()
     return _make_graph_module(graphs[0], both.forward), _make_graph_module(graphs[1], both.backward)
 
@@ -341,6 +342,9 @@ def _plan(both: Handover, node: Node, operand: bool, again: list[Node], keep: li
         product = not inside and (is_gemm(source) or source.target in SUMS)
         if source.target in SAME_ELEMENTS or _is_quantised(source) or product:
             _plan(both, source, inside, again, keep)
+        elif base(source) in both.callers:
+            text = f"it is made of {base(source)}, which the caller may write before backward needs it"
+            raise Refusal(Kind.MADE_OF_CALLERS, text)
         else:
             keep.append(source)
     again.append(node)

@@ -24,6 +24,7 @@ Two kinds of value must not be what backward rebuilds from, as they may hold som
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -189,16 +190,21 @@ def _returned(graph: Graph) -> Sequence[Any]:
 
 def base(node: Node) -> Node:
     """The node whose memory a view is of; any other node itself."""
-    is_view = get_default_op_list().is_view
     while node.all_input_nodes:
         source = node.all_input_nodes[0]
-        if not (is_view(node) or node.target in _ALIASES or (node.target is operator.getitem and is_view(source))):
+        if not _is_view(source.target if node.target is operator.getitem else node.target):
             break
         node = source
     return node
 
 
-_ALIASES = (aten._unsafe_view.default, aten.detach.default, aten.reshape.default)  # not on upstream's list
+@functools.cache
+def _is_view(target: Any) -> bool:
+    """Whether a call's results may be views of its first argument, as its schema says. (Upstream's list lacks some.)"""
+    schema = getattr(target, "_schema", None)
+    if target is aten._unsafe_view.default:
+        return True
+    return bool(schema and not schema.is_mutable and any(one.alias_info is not None for one in schema.returns))
 
 
 def _destinations(node: Node) -> list[Node]:
@@ -308,11 +314,10 @@ def _exposed(gm: GraphModule, graphs: Graphs, joint_inputs: Any, **kwargs: Any) 
     forward, backward = (module.graph for module in graphs)
     static = kwargs.get("static_lifetime_input_indices") or ()
     returned = _returned(forward)
-    results, kept = (
-        [base(n) for n in part if isinstance(n, Node)] for part in (returned[:outputs], returned[outputs:])
-    )
+    results, kept = ([n for n in part if isinstance(n, Node)] for part in (returned[:outputs], returned[outputs:]))
     own = {n for i, n in enumerate(forward.find_nodes(op="placeholder")) if i in static}
-    names = {n.name for n in kept if n not in own and (n in results or n.op == "placeholder") and _is_floating(n)}
+    theirs = {base(n) for n in results} | {n for n in map(base, kept) if n.op == "placeholder"} - own
+    names = {n.name: base(n).name for n in kept if base(n) in theirs and _is_floating(n)}
     handed = [n for n in backward.find_nodes(op="placeholder") if n.name in names]
     forwards = {node.name for node in forward.nodes}
     rebuilt: dict[str, set[str]] = {}
@@ -331,7 +336,7 @@ def _exposed(gm: GraphModule, graphs: Graphs, joint_inputs: Any, **kwargs: Any) 
     # Seldom: a second cut, of a copy, says what upstream keeps.
     plain, _ = upstream(GraphModule(gm, copy.deepcopy(gm.graph)), joint_inputs, **kwargs)
     by_upstream = {base(node).name for node in _returned(plain.graph)[outputs:]}
-    return {name for source, found in rebuilt.items() if source not in by_upstream for name in found}
+    return {name for source, found in rebuilt.items() if names[source] not in by_upstream for name in found}
 
 
 def _is_floating(node: Node) -> bool:

@@ -76,7 +76,7 @@ GIVEN = {
     """,
 }
 BEFORE = {"distributed.md": {1: "torch.set_default_device('cpu')"}}  # which block: what changes before it
-DEFAULT = {"memory.md"}  # the quickest; the other pages' blocks run under -m slow
+DEFAULT = {"README.md", "memory.md"}  # the first, and the quickest; the other pages' blocks run under -m slow
 
 
 def blocks(page: Path) -> list[tuple[int, str]]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # While the current folder is a clone, this package is the clone's, whichever is installed; and what is installed as its
 # parts stands beside it there: an editable installation of another clone would give that one's.
@@ -74,8 +74,20 @@ __all__ = [
 ]
 
 
+_PARTS = ("distributed", "lowerings", "megatron", "nn", "reference", "slapo", "testing", "virtual_gpu")
+
+
 def __dir__() -> list[str]:
-    return [*__all__, "distributed", "lowerings", "megatron", "nn", "reference", "slapo", "testing", "virtual_gpu"]
+    return [*__all__, *_PARTS]
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for one of these
+
+    def __getattr__(name: str) -> ModuleType:
+        """A part that has not been imported yet: ``import torch_fused_ops as tfo; tfo.nn.FusedMLP``."""
+        if name in _PARTS:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # Importing Inductor costs 1.7 s, which `import torch_fused_ops` must not: these four fetch it when they are called.

@@ -503,6 +503,11 @@ class Kind(Enum):
         "Its mask would be another one in every tile. Behind the second linear layer dropouts stay, of all tokens.",
         "Move the dropout behind the MLP's second linear layer.",
     )
+    TILE_CALLERS = _Declared(
+        Family.TILES,
+        ("its input, *x*, the caller may write before backward needs it",),
+        "An argument or a result of the graph, which PyTorch does not keep: the first weight is frozen.",
+    )
     TILE_READER = _Declared(
         Family.TILES,
         ("*sum* reads the result of *linear*, too", "*2* calls read the hidden layer: *linear*"),
@@ -554,6 +559,11 @@ class Kind(Enum):
     )
     MADE_OF_WRITTEN = _Declared(
         Family.MEMORY, ("it is made of *x*, which forward writes",), "Backward would make another value of it."
+    )
+    MADE_OF_CALLERS = _Declared(
+        Family.MEMORY,
+        ("it is made of *x*, which the caller may write before backward needs it",),
+        "An argument or a result of the graph, which PyTorch does not keep: the first weight is frozen.",
     )
     MADE_OF_SIZE = _Declared(Family.MEMORY, ("it is made of *s*, a size that is not kept",))
     # ---- graph breaks ------------------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ def _examine(facts: Facts, found: Tiling, asked: int) -> None:
     _check_readers(found)
     _check_regions(facts, found)
     _check_writes(facts, found, [source, *read.constants])
+    _check_callers(facts, found, read)
     for node in (source, last, *read.constants):
         check_plain(node)
     tokens = _tokens(source)
@@ -222,6 +223,22 @@ def _check_writes(facts: Facts, found: Tiling, given: Iterable[Node]) -> None:
         for writer in facts.writes.get(facts.storage(node), ()):
             if first <= facts.index[writer] <= last and writer not in found.cone.calls:
                 raise Refusal(Kind.WRITTEN, f"{shown(writer)} writes into it in place before it is read")
+
+
+def _check_callers(facts: Facts, found: Tiling, read: _Reader) -> None:
+    """What a tile is made of again may be the caller's where PyTorch keeps it, too: for a weight's gradient."""
+    assert found.source is not None and found.last is not None
+    graph = found.source.graph
+    theirs = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]
+    if not value_of(found.last).requires_grad or facts.storage(found.source) not in map(facts.storage, theirs):
+        return
+    for node in found.forms:
+        if facts.weight_gemm(node):
+            input, weight, *_ = arguments_of(facts, node)
+            if read.data(input) is found.source and value_of(weight).requires_grad:
+                return
+    text = f"its input, {shown(found.source)}, the caller may write before backward needs it"
+    raise Refusal(Kind.TILE_CALLERS, text)
 
 
 # ---- the edit --------------------------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ Each of these gave wrong gradients, or an error that eager does not have, before
 from __future__ import annotations
 
 import copy
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -241,6 +242,114 @@ def test_results_may_be_written(name: str, level: str) -> None:
 
     fused = interpreted(FusionPolicy(memory=level), exact=True)
     assert apart(step(model, written), step(model, lambda model, x: written(model, x, fused))) < 1e-5
+
+
+def writing(what: Callable[[Tensor, Any], Sequence[Tensor]], fn: Any = None) -> Callable[[nn.Module, Tensor], Tensor]:
+    """A step that writes, between forward and backward, what it has: of its argument and the model's results."""
+
+    def written(model: nn.Module, x: Tensor) -> Tensor:
+        x = x * 1.0
+        y, *others = model(x) if fn is None else fn(model, x)
+        with torch.no_grad():
+            for one in what(x, others):
+                one += 1.0
+        return y  # type: ignore[no-any-return]
+
+    return written
+
+
+PARTS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
+    "whole": lambda h: [h],
+    "split": lambda h: h.split([32, HIDDEN - 32], -1),
+    "unbind": lambda h: h.unbind(0),
+    "diagonal": lambda h: [h.diagonal(dim1=-2, dim2=-1)],
+}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("parts", PARTS)
+def test_results_of_three_dimensions_and_parts_of_them_may_be_written(parts: str, level: str) -> None:
+    """What is kept of them is a view then; and not every view is on upstream's list."""
+
+    class Cubes(HandsOut):
+        def forward(self, x: Tensor) -> Any:
+            h = self.up(x.view(2, 4, WIDTH))
+            return self.down(torch.tanh(h)), *PARTS[parts](h)
+
+    model, write = Cubes(torch.tanh), lambda x, others: others
+    fused = interpreted(FusionPolicy(memory=level), exact=True)
+    assert apart(step(model, writing(write)), step(model, writing(write, fused))) < 1e-5
+
+
+class Frozen(HandsOut):
+    """PyTorch keeps its pre-activation alone: no weight's gradient needs what the first product reads."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__(functools.partial(F.gelu, approximate="tanh"))
+        self.first = first
+        self.up.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.first(x)
+        return self.down(self.activation(self.up(h))), h
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "tiled:2"])
+@pytest.mark.parametrize("name", ["result", "argument"])
+def test_what_is_not_kept_for_a_frozen_layer_may_be_written(name: str, level: str) -> None:
+    model = Frozen(nn.Linear(WIDTH, WIDTH) if name == "result" else nn.Identity())
+    write: Any = (lambda x, others: others) if name == "result" else (lambda x, others: [x])
+    fused = interpreted(FusionPolicy(memory=level), exact=True)
+    assert apart(step(model, writing(write)), step(model, writing(write, fused))) < 1e-5
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_buffers_that_are_read_by_parts_and_written(level: str) -> None:
+    class Parts(HandsOut):
+        def __init__(self) -> None:
+            super().__init__(F.gelu)
+            self.register_buffer("both", torch.rand(2 * WIDTH))
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.down(self.activation(self.up(torch.tanh(x + self.both.split([WIDTH, WIDTH])[0]))))
+            self.both.mul_(0.25)
+            return y
+
+    model, fused = Parts(), interpreted(FusionPolicy(memory=level), exact=True)
+    assert apart(step(model), step(model, fused)) < 1e-5
+
+
+class Stashes(torch.autograd.Function):
+    """Keeps tensors on its ctx itself: PyTorch does not check whether they have been written."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, scale: Tensor) -> Tensor:
+        ctx.h, ctx.scale = h, scale
+        return h * scale + h.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad * ctx.scale + grad * ctx.h.cos(), (grad * ctx.h).sum(0)
+
+
+@pytest.mark.parametrize("level", ["input", "fp8"])
+def test_what_is_checked_stays_what_is_checked(level: str) -> None:
+    class Model(HandsOut):
+        def __init__(self) -> None:
+            super().__init__(F.gelu)
+            self.scale = nn.Parameter(torch.rand(HIDDEN))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(torch.tanh(x))
+            return self.down(F.gelu(h)) + Stashes.apply(h, self.scale)[..., :WIDTH]  # type: ignore[no-any-return,no-untyped-call]
+
+    model = Model()
+    forward, _ = graphs_of(model, level)
+    kept = [n for n in forward.graph.output_node().args[0][1:] if isinstance(n.meta["val"], Tensor)]  # type: ignore[index,union-attr]
+    marks = [bool(node.meta.get("saved_tensor_with_no_vc_check")) for node in kept]
+    assert any(marks) and marks == sorted(marks)
+    assert apart(step(model), step(model, interpreted(FusionPolicy(memory=level), exact=True))) < 1e-5
 
 
 @pytest.mark.every(3)

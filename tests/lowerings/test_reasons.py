@@ -348,12 +348,12 @@ def made_of_a_size(patch: Patch) -> Reason:
     view = graph.call_function(torch.ops.aten.view.default, (x, [n, 8]))
     view.meta["val"] = torch.empty(6, 8)
     product = graph.call_function(torch.ops.aten.mm.default, (view, w))
-    handed = SimpleNamespace(same={}, stale=set())
+    handed = SimpleNamespace(same={}, stale=set(), callers=set())
     return refusal(memory._plan, handed, product, False, [], [])
 
 
-def frozen() -> list[Tensor]:
-    x, w, v = tensors(hidden=2)
+def frozen(hidden: int = 2) -> list[Tensor]:
+    x, w, v = tensors(hidden=hidden)
     return [x, w.detach(), v]
 
 
@@ -515,6 +515,7 @@ PROGRAMS: dict[Kind, Program] = {
     ),
     Kind.TILE_FEW: whole(lambda x: F.linear(F.gelu(F.linear(x, UP)), DOWN), memory="tiled"),
     Kind.TILE_DROPOUT: whole(lambda x: F.linear(F.dropout(F.gelu(F.linear(x, UP)), 0.1), DOWN)),
+    Kind.TILE_CALLERS: whole(lambda x: F.linear(F.gelu(F.linear(x, UP.detach())), DOWN)),
     Kind.TILE_READER: whole(lambda x: (lambda a: F.linear(a, DOWN) + a.sum())(F.gelu(F.linear(x, UP)))),
     Kind.TILE_FORM: whole(lambda x: F.linear(F.gelu(F.linear(x, UP))[:, 1:], DOWN), 5, 10, 8),
     Kind.TILE_SIZE: whole(lambda x: F.linear(F.gelu(F.linear(x[x[:, 0] > 0], UP)), DOWN), dynamic_shapes=True),
@@ -524,7 +525,8 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.FP8_DEVICE: kept(gelu, *tensors(), level="fp8", converts_to_fp8=lambda device: False),
     Kind.ALSO_READ: kept(also_read, *tensors(), level="fp8"),
     Kind.NO_GEMM: kept(lambda x, w, v: F.linear(FF.bias_gelu(F.linear(x, w).softmax(-1).cumsum(0)), v), *tensors()),
-    Kind.COSTS_MORE: kept(gelu, *frozen()),
+    Kind.COSTS_MORE: kept(lambda x, w, v: gelu(x.sin(), w, v), *frozen()),
+    Kind.MADE_OF_CALLERS: kept(gelu, *frozen(hidden=16)),
     Kind.MADE_OF_WRITTEN: kept(
         made_of_written, torch.randn(6, 8), torch.randn(16, 8), nn.Parameter(torch.randn(16)), tensors()[-1]
     ),
