@@ -469,9 +469,9 @@ def keeps_loops_it_tried() -> bool:
 
     The two then have a higher score than the same node as a GEMM's epilogue, whose turn would have come first.
     """
-    from torch._inductor import scheduler
+    from torch._inductor import scheduler as theirs
 
-    return not hasattr(scheduler, "_LoopMutationTracker")
+    return not hasattr(theirs, "_LoopMutationTracker")
 
 
 @contextlib.contextmanager

@@ -319,7 +319,7 @@ _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "autograd_ba
 def _keep_input(both: Handover, node: Node) -> None:
     again: list[Node] = []  # forward's nodes to compute again in backward, in order
     keep: list[Node] = []  # and those to keep for that
-    _plan(both, node, False, again, keep)
+    _plan(both, node, None, again, keep)
     if not any(map(is_gemm, again)):
         raise Refusal(Kind.NO_GEMM, "no GEMM made it")
     more, less = both.cost(keep), both.cost([node])
@@ -329,10 +329,14 @@ def _keep_input(both: Handover, node: Node) -> None:
     _compute_again(both, node, again)
 
 
-def _plan(both: Handover, node: Node, operand: bool, again: list[Node], keep: list[Node]) -> None:
-    """What it takes to have ``node`` in backward: GEMMs, sums of them, and views of what is there or kept for it."""
+def _plan(both: Handover, node: Node, operand: str | None, again: list[Node], keep: list[Node]) -> None:
+    """What it takes to have ``node`` in backward: GEMMs, sums of them, and views of what is there or kept for it.
+
+    ``operand``: what a GEMM has it for, "data" or "weight" (or bias), if one does.
+    """
+    theirs = both.callers.difference(map(base, both.kept()))
     for source in node.all_input_nodes:
-        inside = operand or is_gemm(node)
+        inside = operand or (None if not is_gemm(node) else "data" if source is _data(node) else "weight")
         if source in again or source in keep or source in both.same:
             continue
         if base(source) in both.stale:
@@ -342,12 +346,17 @@ def _plan(both: Handover, node: Node, operand: bool, again: list[Node], keep: li
         product = not inside and (is_gemm(source) or source.target in SUMS)
         if source.target in SAME_ELEMENTS or _is_quantised(source) or product:
             _plan(both, source, inside, again, keep)
-        elif base(source) in both.callers:
+        elif inside != "weight" and base(source) in theirs:
             text = f"it is made of {base(source)}, which the caller may write before backward needs it"
             raise Refusal(Kind.MADE_OF_CALLERS, text)
         else:
             keep.append(source)
     again.append(node)
+
+
+def _data(gemm: Node) -> Any:
+    """What a GEMM multiplies with its weight: a bias comes before it."""
+    return gemm.args[1] if getattr(gemm.target, "overloadpacket", None) is aten.addmm else gemm.args[0]
 
 
 def _is_quantised(node: Node) -> bool:

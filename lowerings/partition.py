@@ -198,7 +198,7 @@ def base(node: Node) -> Node:
     return node
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _is_view(target: Any) -> bool:
     """Whether a call's results may be views of its first argument, as its schema says. (Upstream's list lacks some.)"""
     schema = getattr(target, "_schema", None)

@@ -255,8 +255,8 @@ def used_again(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def written_again(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Who reads the result behind that knows it by another name, and the memory would be another's by then."""
     value, gradient = backward(a, b)
-    rows = torch.arange(32, device=a.device) % 7
-    v = value.index_put((rows,), torch.ones_like(value), accumulate=True)
+    rows = torch.arange(7, device=a.device)
+    v = value.index_put((rows,), torch.ones_like(value)[:7])
     t = (gradient @ a)[:, :16] @ a[:16, :16]
     return v, t @ a[:16, :16]
 

@@ -348,8 +348,8 @@ def made_of_a_size(patch: Patch) -> Reason:
     view = graph.call_function(torch.ops.aten.view.default, (x, [n, 8]))
     view.meta["val"] = torch.empty(6, 8)
     product = graph.call_function(torch.ops.aten.mm.default, (view, w))
-    handed = SimpleNamespace(same={}, stale=set(), callers=set())
-    return refusal(memory._plan, handed, product, False, [], [])
+    handed = SimpleNamespace(same={}, stale=set(), callers=set(), kept=list)
+    return refusal(memory._plan, handed, product, None, [], [])
 
 
 def frozen(hidden: int = 2) -> list[Tensor]:
