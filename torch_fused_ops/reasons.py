@@ -507,6 +507,7 @@ class Kind(Enum):
         Family.TILES,
         ("its input, *x*, the caller may write before backward needs it",),
         "An argument or a result of the graph, which PyTorch does not keep: the first weight is frozen.",
+        "Compile what is in front of it in the same graph: what the graph makes for itself can be kept.",
     )
     TILE_READER = _Declared(
         Family.TILES,
@@ -564,6 +565,7 @@ class Kind(Enum):
         Family.MEMORY,
         ("it is made of *x*, which the caller may write before backward needs it",),
         "An argument or a result of the graph, which PyTorch does not keep: the first weight is frozen.",
+        "Compile what is in front of it in the same graph: what the graph makes for itself can be kept.",
     )
     MADE_OF_SIZE = _Declared(Family.MEMORY, ("it is made of *s*, a size that is not kept",))
     # ---- graph breaks ------------------------------------------------------------------------------------------------
