@@ -192,7 +192,8 @@ def base(node: Node) -> Node:
     """The node whose memory a view is of; any other node itself."""
     while node.all_input_nodes:
         source = node.all_input_nodes[0]
-        if not _is_view(source.target if node.target is operator.getitem else node.target):
+        call = source if node.target is operator.getitem else node  # one of a call's results
+        if not _is_view(call.target):
             break
         node = source
     return node
