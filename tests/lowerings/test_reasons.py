@@ -513,7 +513,7 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.GEMM_FORM: linear_layer(
         lambda x, w, d: F.linear(F.gelu(F.conv1d(x[..., None], w[..., None]))[..., 0], d), *blocks()
     ),
-    Kind.TILE_FEW: whole(lambda x: F.linear(F.gelu(F.linear(x, UP)), DOWN), memory="tiled"),
+    Kind.TILE_FEW: whole(lambda x: F.linear(F.gelu(F.linear(x.sin(), UP)), DOWN), memory="tiled"),
     Kind.TILE_DROPOUT: whole(lambda x: F.linear(F.dropout(F.gelu(F.linear(x, UP)), 0.1), DOWN)),
     Kind.TILE_CALLERS: whole(lambda x: F.linear(F.gelu(F.linear(x, UP.detach())), DOWN)),
     Kind.TILE_READER: whole(lambda x: (lambda a: F.linear(a, DOWN) + a.sum())(F.gelu(F.linear(x, UP)))),
