@@ -33,13 +33,13 @@ import torch_fused_ops as tfo
 from torch_fused_ops import bench_ways, float8
 from torch_fused_ops.benchmarks import harness, models, on_paper, ways
 from torch_fused_ops.recipes import MX_BLOCK, RECIPES
+from torch_fused_ops.virtual_gpu.work import FLOAT8_FLOP
 
 if TYPE_CHECKING:
     from torch_fused_ops.virtual_gpu import GPU, GeneratedGraph, PaperCompilation
 
 TOKENS = 8192
 WIDTHS = (4096, 1024, 2048, 8192, 16384)
-FP8_FLOP = 1250e12  # FLOP/s of products in float8 that the roofline has; in bfloat16, and bytes: measured (roofline.py)
 # torch's products and ours.
 PRODUCTS = ("mm", "addmm", "_scaled_mm", "scaled_mm", "scaled_mm_tiled", "_grouped_mm", "scaled_grouped_mm")
 
@@ -188,7 +188,7 @@ def figures(paper: PaperCompilation) -> dict[str, Any]:
             total[kind] += each
     moved = sum(found[name]["bytes"] for name in paper.graphs)
     found["flop"] = total
-    found["seconds"] = total["bf16"] / rates.flop + total["fp8"] / FP8_FLOP + moved / rates.nbytes
+    found["seconds"] = total["bf16"] / rates.flop + total["fp8"] / FLOAT8_FLOP + moved / rates.nbytes
     return found
 
 
@@ -306,7 +306,7 @@ def _draws_level(found: dict[str, Any], pair: tuple[str, str]) -> str:
     ours, theirs = (found[way] for way in pair)
     if "unavailable" in theirs:
         return "unavailable"
-    products = theirs["flop"]["fp8"] / FP8_FLOP
+    products = theirs["flop"]["fp8"] / FLOAT8_FLOP
     return f"{100 * (products / (ours['seconds'] - theirs['seconds'] + products) - 1):+.1f} %".replace("-", "−")
 
 
@@ -333,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "constants": {
             "copy_bytes_per_s": rates.nbytes,
             "bf16_flop_per_s": rates.flop,
-            "fp8_flop_per_s": FP8_FLOP,
+            "fp8_flop_per_s": FLOAT8_FLOP,
         },
         "tokens": TOKENS,
         "cases": [],

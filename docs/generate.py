@@ -312,7 +312,8 @@ def readme() -> str:
             f"{figure['saved_bytes'] / 2**20:.0f}" + f"; {100 * (time / times[0] - 1):+.1f} %" * (way != "plain")
             for way, figure, time in zip(WAYS, figures, times, strict=True)
         ]
-        lines.append(f"| {block['name']} | {' | '.join(cells)} |".replace("-0.0", "+0.0").replace("; -", "; −"))
+        name = block["name"].replace("GELU MLP", "GELU (tanh) MLP")
+        lines.append(f"| {name} | {' | '.join(cells)} |".replace("-0.0", "+0.0").replace("; -", "; −"))
     return _between("../README.md", BEGIN_ON_PAPER, [*lines, ""])
 
 

@@ -396,7 +396,7 @@ def main() -> None:
             print(verdict(name, run, runs["torch.compile"]))
     print(f"""
 fused         keeps what upstream's activation_memory_budget=0.99 keeps of MLPs (--budget shows it)
-fp8, input    keep less than that knob can: fp8 rounds gradients, input multiplies again
+fp8, input    keep less than 0.99 does: fp8 rounds gradients, input multiplies again (lower budgets: attention, too)
 the tail      {lost_tail()}
 float8        options={{"gemm": "fp8"}}, on an H100 or H200
 will it fit?  python -m torch_fused_ops plan your_module:make_model --gpu H100 --memory 72GiB""")

@@ -442,10 +442,10 @@ def converts_to_fp8(device: torch.device) -> bool:
 def no_scaled_products(device: torch.device, scaling: Scaling, grouped: bool = False) -> str:
     """What to call a device that cannot multiply float8 with these scales; "" where it can.
 
-    On CPUs the numbers are read back and multiplied in the model's dtype. ``grouped``: a mixture's experts. On ROCm
-    those need a build of torch with FBGEMM.
+    On CPUs the numbers are read back and multiplied in the model's dtype; on "meta" there are none. ``grouped``: a
+    mixture's experts. On ROCm those need a build of torch with FBGEMM.
     """
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return ""
     if device.type != "cuda":
         return device.type

@@ -618,6 +618,9 @@ def test_where_nothing_fits_it_says_what_is_missing() -> None:
         " +(?=in)", "  ", str(poor)
     )
     assert any("torch.utils.checkpoint" in line or "(dp=" in line for line in poor.help)
+    (said,) = [line for line in rich.within("1MiB").help if "torch.utils.checkpoint" in line]
+    (row,) = [row for row in rich.within("1MiB").levels if row.level == "checkpoint"]
+    assert said.endswith(f"; {size(row.missing)} are missing then, too.")
     assert "does not fit: 1.00 MiB are missing" in str(poor)
     assert lowest <= min(row.peak for row in poor.levels if row.level != "checkpoint")
     least = rich.within("1MiB")

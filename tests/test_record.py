@@ -299,10 +299,24 @@ def test_saved_bytes_are_those_by_hand() -> None:
     assert str(found) == repr(found) and str(found) in str(report) and "saved for backward" in str(found)
     assert report.measure() is found, "they are kept"
     for nonsense in ("H300", 3):
-        with pytest.raises(ValueError, match=f"name: got {nonsense!r}, expected one of A100"):
+        with pytest.raises(ValueError, match=f"gpu={nonsense!r} is not known; accepted: A100"):
             report.measure(nonsense)
     other = report.measure("A100")
     assert other is not None and other.target.startswith("NVIDIA A100")
+
+
+def test_float8_is_counted_where_the_gpu_has_it() -> None:
+    """The model is nowhere; what is asked of its device is asked of the GPU that figures are for."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).bfloat16(), torch.empty(128, 128)
+    given = x.bfloat16().requires_grad_()
+    report, plain = (tfo.explain(model, given, policy=tfo.FusionPolicy(gemm=gemm)) for gemm in ("fp8", "bf16"))
+    assert report.sites[0].gemm == "fp8"
+    without, measured = report.measure("A100"), report.measure("H200")
+    assert without.after == plain.measure("A100").after and "sm_80" in "".join(without.notes)
+    assert measured.after != plain.measure("H200").after and "nobody has measured" in "".join(measured.notes)
+    assert all(note in str(figures) for figures in (without, measured) for note in figures.notes)
+    assert plain.measure("H200").notes == ()
 
 
 def test_explain_measures_the_same() -> None:

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 MEMORY = ("off", "free", "fp8", "input", "tiled")  # the levels, each with less in memory than the one before
-LEVELS = f"{', '.join(MEMORY)}, tiled:N"  # all that is accepted, in messages
+LEVELS = f"{', '.join(MEMORY)}, tiled:N (N: 2 to {tiles.LIMIT})"  # all that is accepted, in messages
 EPILOGUES = ("measured", "library", "off")
 GEMM = ("bf16", *RECIPES)
 

@@ -18,10 +18,11 @@ import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy, float8
 from torch_fused_ops import virtual_gpu as gpu
 from torch_fused_ops.benchmarks import fp8_recipes, harness, models
-from torch_fused_ops.benchmarks.fp8_recipes import FP8_FLOP, GELUMLP, bytes_besides_products
+from torch_fused_ops.benchmarks.fp8_recipes import GELUMLP, bytes_besides_products
 from torch_fused_ops.benchmarks.models import SwiGLUMLP
 from torch_fused_ops.recipes import RECIPES
-from torch_fused_ops.virtual_gpu.roofline import rates_of
+from torch_fused_ops.virtual_gpu.roofline import rates_of, works_of
+from torch_fused_ops.virtual_gpu.work import FLOAT8_FLOP
 
 pytest.importorskip("triton")
 
@@ -182,7 +183,7 @@ def seconds(model: str, policy: str) -> float:
     again = layers - 1 if own.get("memory") == "input" else 0
     moved = sum(bytes_besides_products(graph) for graph in paper.graphs.values())
     assert RATES is not None
-    return product * ((fp8 + again) / FP8_FLOP + (3 * layers - fp8) / RATES.flop) + moved / RATES.nbytes
+    return product * ((fp8 + again) / FLOAT8_FLOP + (3 * layers - fp8) / RATES.flop) + moved / RATES.nbytes
 
 
 def test_the_page_has_every_policy() -> None:
@@ -203,6 +204,8 @@ def test_the_page_says_what_was_counted(model: str, policy: str) -> None:
     share = seconds(model, policy) / seconds(model, "plain")
     counted = *map(round, moved), round(paper.saved_bytes() / MIB), round(share, 2)
     assert page()[model, policy] == counted
+    works = [work for graph in paper.graphs.values() for work in works_of(graph)]
+    assert RATES.seconds(works) == pytest.approx(seconds(model, policy), rel=0.03), "as reports: with instructions"
     if policy == '`gemm="fp8"`':
         assert share <= 0.70
 

@@ -84,6 +84,19 @@ def test_behind_a_norm_tiles_keep_what_input_keeps(model: type[nn.Module], numbe
     assert peak(tiled[1]) < 0.7 * peak(whole[1]) and products(tiled[0]) == products(whole[0])
 
 
+class Layers(nn.Sequential):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__(*(NormedMLP(width, hidden) for _ in range(4)))
+
+
+def test_the_budget_lowers_the_peak_of_several_layers_alone() -> None:
+    """What all layers keep makes the peak there; what one works with makes that of a single MLP."""
+    plain, budget, ours = (peak(compiled(way, Layers, 4096, 256, 1024)[1]) for way in ("plain", "budget", "free"))
+    assert ours <= budget < plain
+    plain, budget, ours = (peak(compiled(way, SwiGLUMLP, 4096, 256, 1024)[1]) for way in ("plain", "budget", "free"))
+    assert ours < plain < budget
+
+
 WAYS = {
     "plain `torch.compile`": "plain",
     "`activation_memory_budget = 0.99`": "budget",

@@ -313,6 +313,14 @@ class Lora(nn.Module):
         return self.base(x) + 0.5 * self.b(self.a(x))
 
 
+def adapted() -> nn.Module:
+    """An adapter on all three."""
+    mlp = Gated()
+    for name, layer in list(mlp.named_children()):
+        setattr(mlp, name, Lora(layer))
+    return mlp
+
+
 class Int8(nn.Module):
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
@@ -494,6 +502,7 @@ ALONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Plain(F.gelu, Lora(nn.Linear(H, N))),
         "in a module that does more: in front of its activation stands mul, where a linear layer was looked for",
     ),
+    "LoRA on gate, up and down": (adapted, "between gate_proj.base, up_proj.base, gate_proj.b, up_proj.b and down"),
     "mish": (lambda: Plain(F.mish), "is no activation of the table"),
     "nearly": (lambda: Plain(lambda h: h * torch.sigmoid(1.7 * h)), "but has 1.7 for 1.702"),
     "kink": (lambda: Plain(lambda h: h.clamp(min=0)), ""),

@@ -32,7 +32,8 @@ from torch_fused_ops.sites import Site
 
 __all__ = ["Replacements", "replace_mlps"]
 
-MATRICES = range(2, 9)  # an MLP has two or three; a block whose MLP is spread over several modules, a few more
+# An MLP has two or three; a block whose MLP is spread over several modules, a few more; three with adapters, nine.
+MATRICES = range(2, 10)
 
 
 class Replacements(Report):

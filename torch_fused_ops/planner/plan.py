@@ -443,15 +443,12 @@ class _Planned:
             curves["checkpoint"] = checkpointed
         order = (*MEMORY, "checkpoint")
 
-        def beyond(peak: int, reserve: int) -> int:
-            return max(0, peak + reserve - limit, resident.optimizer_peak - limit)
-
         rows = [
-            LevelRow(level, of_all, each.seconds, beyond(of_all, step.reserve({}, each)))
+            LevelRow(level, of_all, each.seconds, self.beyond(limit, of_all, step.reserve({}, each)))
             for level, each in sorted(curves.items(), key=lambda of: order.index(of[0]))
             for of_all in [resident.nbytes + each.peak]
         ]
-        missing = beyond(step_peak, 0 if recompiled else chosen.reserve)
+        missing = self.beyond(limit, step_peak, 0 if recompiled else chosen.reserve)
         sent = {"FSDP2": resident.shards.sent} if resident.shards else {}
         if self.parts is not None:
             sent["sums over tp"] = self.parts.sent(step.units, step.like)
@@ -492,6 +489,10 @@ class _Planned:
             _within=self.within,
         )
 
+    def beyond(self, limit: int, peak: int, reserve: int) -> int:
+        """Bytes that a step with this peak, and the optimizer's, lack."""
+        return max(0, peak + reserve - limit, self.resident.optimizer_peak - limit)
+
     def help(self, curve: Curve, checkpointed: Curve | None, limit: int, met: bool, recompiled: bool) -> Iterator[str]:
         """What would make the step fit, or make it cheaper."""
         from torch_fused_ops.reports.text import size
@@ -513,13 +514,14 @@ class _Planned:
             )
         if checkpointed is not None and checkpointed.peak < curve.peak:
             peak = resident.nbytes + checkpointed.peak
-            short = peak + self.step.reserve({}, checkpointed) - limit
-            verdict = f"{size(short)} are missing then, too" if short > 0 else "fits"
-            if short <= 0 and limit < resident.optimizer_peak:
+            reserve = self.step.reserve({}, checkpointed)
+            short = self.beyond(limit, peak, reserve)
+            verdict = f"{size(short)} are missing then, too" if short else "fits"
+            if short and peak + reserve <= limit:
                 verdict = "forward and backward fit then"
             yield (
-                f"torch.utils.checkpoint around each whole layer: a peak of {size(peak)}, by arithmetic, "
-                f"{checkpointed.seconds / curve.seconds:.2f} times as long; {verdict}."
+                f"torch.utils.checkpoint around each whole layer: a peak of {size(peak)}, by arithmetic, and "
+                f"{checkpointed.seconds / curve.seconds:.2f} times as long as the levels chosen; {verdict}."
             )
         fewer = "fewer tokens" if checkpointed is not None else "fewer tokens, or checkpoints"
         if resident.optimizer_peak > limit:  # whatever forward and backward take

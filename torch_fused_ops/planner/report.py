@@ -53,7 +53,8 @@ def chosen(plan: Plan) -> str:
     if len(memory) <= 4:
         return f"FusionPolicy(memory={dict(memory)!r})"
     counted = ", ".join(f"{count} at {level!r}" for level, count in Counter(dict(memory).values()).items())
-    return f"FusionPolicy(memory={{…}}), a level for each of {len(memory)} MLPs: {counted}"
+    many = f"a level for each of {len(memory)} MLPs: {counted}"
+    return f"FusionPolicy(memory={{…}}), {many} (all of it: plan.policy, --json)"
 
 
 def part_rows(plan: Plan) -> list[tuple[str, ...]]:

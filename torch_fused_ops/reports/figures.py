@@ -127,6 +127,7 @@ class Figures:
         skipped: why graphs are missing from the figures, a reason for each.
         levels: if asked for, the whole under plain ``torch.compile``, with pick-up, under ``torch.compile`` with
             ``activation_memory_budget=0.99``, the least that PyTorch itself keeps, and at every level.
+        notes: for people: what this GPU does not do of what the policy asks, and which of its rates nobody measured.
     """
 
     target: str
@@ -134,6 +135,7 @@ class Figures:
     layers: tuple[LayerFigures, ...]
     skipped: tuple[str, ...] = ()
     levels: tuple[LevelFigures, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def before(self) -> Cost:
@@ -222,6 +224,7 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
     pairs: list[tuple[PaperCompilation, PaperCompilation]] = []
     skipped: list[str] = []
     whole: list[dict[str, LevelFigures]] = []
+    said_of_all: list[str] = []
 
     def compiled(name: str, policy: FusionPolicy | None, budget: float | None = None) -> PaperCompilation:
         progress.info("compiling on paper: graph %d of %d, %s", len(pairs) + len(skipped) + 1, len(captures), name)
@@ -230,6 +233,7 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
     for each in captures:
         try:
             pair = compiled(PLAIN, None), compiled(PICKED_UP, each.policy)
+            said_of_all += _notes(each, gpu, pair[1])
             if levels:  # machine code takes as long as all the rest
                 named = dict(zip((PLAIN, PICKED_UP), pair, strict=True))
                 notes = {}
@@ -238,7 +242,7 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
                     for memory in MEMORY:
                         policy = replace(each.policy, memory=memory)
                         named[memory] = pair[1] if policy == each.policy else compiled(f'memory="{memory}"', policy)
-                        notes[memory] = _untiled(each, policy)
+                        notes[memory] = _untiled(each, policy, gpu)
                 progress.info("assembling what was generated")
                 works = _works(named)
                 whole.append({n: _level(n, paper, works.get(n), notes.get(n, "")) for n, paper in named.items()})
@@ -262,7 +266,9 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
     order = [INPUTS, WHOLE, *dict.fromkeys(layers[path] for path in paths if layers[path] != OTHER), OTHER]
     found = [LayerFigures(n, before.get(n, Cost()), after.get(n, Cost())) for n in order if n in before or n in after]
     training = any(paper.backward is not None for pair in pairs for paper in pair)
-    return Figures(gpu.name, training, tuple(found), tuple(skipped), _together(whole))
+    return Figures(
+        gpu.name, training, tuple(found), tuple(skipped), _together(whole), tuple(dict.fromkeys(said_of_all))
+    )
 
 
 def said(error: Exception) -> str:
@@ -271,13 +277,32 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _untiled(each: Capture, policy: FusionPolicy) -> str:
+def _untiled(each: Capture, policy: FusionPolicy, gpu: GPU) -> str:
     """The MLPs that a policy asks to be in tiles, and that are not."""
-    assert each.graph is not None
-    with torch.set_grad_enabled(each.graph.training):
-        sites = [site for site in sites_of(each.graph.gm, policy) if site.op is not None]
+    sites = _picked_up(each, policy, gpu)
     reasons = Counter(site.tiles_reason for site in sites if site.tiles_reason)
     return "; ".join(f'{n} of {len(sites)} MLPs as "input": {reason}' for reason, n in reasons.items())
+
+
+def _notes(each: Capture, gpu: GPU, paper: PaperCompilation) -> Iterator[str]:
+    """What is to be said of a graph's figures with pick-up."""
+    from torch_fused_ops.virtual_gpu import roofline, work
+
+    sites = _picked_up(each, each.policy, gpu)
+    for reason, n in Counter(site.gemm_reason for site in sites if site.gemm_reason).items():
+        yield f"not all in float8, {n} of {len(sites)} MLPs: {reason}"
+    if any(roofline.flops(graph) > roofline.flops(graph, work.flop_of_bf16) for graph in paper.graphs.values()):
+        rates = f"{work.FLOAT8_FLOP / work.BF16_FLOP:.2f} times bfloat16's rate"
+        yield f"products in float8 are taken to reach {rates}, which nobody has measured here"
+
+
+def _picked_up(each: Capture, policy: FusionPolicy, gpu: GPU) -> list[Site]:
+    """The sites that are fused in a graph on this GPU."""
+    from torch_fused_ops.virtual_gpu.standing_in import standing_for
+
+    assert each.graph is not None
+    with standing_for(gpu), torch.set_grad_enabled(each.graph.training):
+        return [site for site in sites_of(each.graph.gm, policy) if site.op is not None]
 
 
 def _works(named: Mapping[str, PaperCompilation]) -> dict[str, list[Work]]:
@@ -324,13 +349,14 @@ def on_paper(
     """A graph on paper: with a policy, picked up; else as it was captured, with PyTorch's memory budget if given."""
     from torch_fused_ops.lowerings.recognise import rewrite
     from torch_fused_ops.virtual_gpu import compile_graph_on_paper, copy_graph
+    from torch_fused_ops.virtual_gpu.standing_in import standing_for
 
     if each.graph is None:
         raise RuntimeError(each.reason)
     if policy is None:
         return compile_graph_on_paper(each.graph, gpu=gpu, config=_slots(None), memory_budget=memory_budget)
     rewritten = replace(each.graph, gm=copy_graph(each.graph.gm))
-    with torch.set_grad_enabled(each.graph.training):
+    with standing_for(gpu), torch.set_grad_enabled(each.graph.training):
         for module in graphs_of(rewritten.gm):
             rewrite(module.graph, policy)
     return compile_graph_on_paper(rewritten, gpu=gpu, config=_slots(policy))

@@ -205,6 +205,7 @@ def figures_table(figures: Figures) -> str:
     rows = [(f"on paper, {figures.target}", PLAIN, PICKED_UP, "change"), *rows_of(figures)]
     lines = aligned(rows)
     lines += [f"a graph is missing from the figures: {reason}" for reason in dict.fromkeys(figures.skipped)]
+    lines += figures.notes
     return "\n".join(lines)
 
 
@@ -224,8 +225,10 @@ def levels_table(figures: Figures) -> str:
         most = (size(peak[0], peak[1]), change(peak[1], peak[0])) if peaks and peak[0] and peak[1] else ()
         rows.append((level.name, size(level.saved, base.saved), change(base.saved, level.saved), *most, *times))
     lines = aligned(rows)
-    lines.append(
-        "at least: what FLOP, bytes and instructions take at the rates measured on this GPU; nothing runs faster"
-    )
+    if base.seconds is None:
+        text = f"not known, as nobody has measured the rates of {figures.target}; `plan` estimates them"
+    else:
+        text = "what FLOP, bytes and instructions take at the rates measured on this GPU; nothing runs faster"
+    lines.append(f"at least: {text}")
     lines += [f"{level.name}: {level.note}" for level in figures.levels if level.note]
     return "\n".join(lines)

@@ -84,18 +84,19 @@ MI300X = GPU(
 GPUS = {"A100": A100, "H100": H100, "H200": H200, "B200": B200, "MI300X": MI300X}
 
 
-def by_name(name: str) -> GPU:
+def by_name(name: str, argument: str = "name") -> GPU:
     """The described GPU called `name`.
 
     Args:
         name: "A100", "H100", "H200", "B200" or "MI300X", in any case.
+        argument: what messages call it.
 
     Raises:
         ValueError: for any other name.
     """
     gpu = GPUS.get(str(name).upper())
     if gpu is None:
-        raise ValueError(f"name: got {name!r}, expected one of {', '.join(GPUS)}, or a GPU(…) in its place")
+        raise ValueError(f"{argument}={name!r} is not known; accepted: {', '.join(GPUS)}, or a GPU(…)")
     return gpu
 
 

@@ -12,18 +12,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from . import machine_code
 from .gpus import GPU, H200
 from .machine_code import MachineCode, assemble
 from .results import GeneratedGraph, GeneratedKernel
-from .work import flop_of, flop_of_bf16
+from .work import BF16_FLOP, flop_of, flop_of_bf16
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a kernel or a library's call does: FLOP of matrix products (of float8 half), bytes read and written, lanes'
-    instructions."""
+    """What a kernel or a library's call does: FLOP of matrix products, as ``work.flop_of_bf16`` counts them, bytes read
+    and written, lanes' instructions."""
 
     flop: float = 0.0
     nbytes: float = 0.0
@@ -53,7 +54,7 @@ class Rates:
 
 # Measured on an H200: bytes of a large copy, and FLOP of an 8192³ product in bfloat16 on random numbers. Its lanes: 132
 # multiprocessors with 4 schedulers, each of which issues an instruction of 32 lanes a clock, at boost clock.
-_RATES: Mapping[str, Rates] = {H200.name: Rates(790e12, 4.3e12, 132 * 4 * 32 * 1.98e9)}
+_RATES: Mapping[str, Rates] = {H200.name: Rates(BF16_FLOP, 4.3e12, 132 * 4 * 32 * 1.98e9)}
 
 
 # FLOP/s of dense bfloat16 products and bytes/s of memory, from the makers' data sheets.
@@ -201,10 +202,18 @@ def flops_of_node(node: torch.fx.Node, count: Callable[..., float] = flop_of) ->
 
 
 def works_of(graph: GeneratedGraph) -> list[Work]:
-    """Of a whole graph: each generated kernel's launches, and the library's calls together."""
+    """Of a whole graph: each generated kernel's launches, each matrix product, and what other calls move, together."""
     runs = kernel_runs(graph)
-    library = Work(flops(graph, flop_of_bf16), graph.bytes_moved - sum(run.nbytes for run in runs))
-    return [*(work for run in runs for work in run.works), library]
+    counted = ((node, flops_of_node(node, flop_of_bf16)) for node in graph.graph.graph.nodes)
+    products = [Work(flop, _nbytes(node)) for node, flop in counted if flop]
+    rest = graph.bytes_moved - sum(run.nbytes for run in runs) - sum(product.nbytes for product in products)
+    return [*(work for run in runs for work in run.works), *products, Work(nbytes=max(0, rest))]
+
+
+def _nbytes(call: torch.fx.Node) -> int:
+    """Bytes of a call's operands and results; of one that repeats elements, as expanded ones do, those in memory."""
+    values = tree_leaves([call.meta["val"], *(node.meta["val"] for node in call.all_input_nodes)])
+    return sum(min(v.nbytes, v.untyped_storage().nbytes()) for v in values if isinstance(v, torch.Tensor))
 
 
 def launches_of(graph: GeneratedGraph) -> dict[str, float]:

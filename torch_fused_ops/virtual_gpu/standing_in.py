@@ -20,6 +20,8 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from .gpus import GPU, described
+
 aten = torch.ops.aten
 
 _capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("a CPU stands in for a GPU", default=False)
@@ -36,9 +38,16 @@ def capturing() -> Iterator[None]:
 
 
 def stands_for(device: torch.device) -> torch.device:
-    """The device that a graph is compiled for where one of its tensors is on this: on paper not the CPU, but the GPU
-    that is described, which `torch.cuda.get_device_capability` and its like tell of. Elsewhere the device itself."""
-    return torch.device("cuda", 0) if _capturing.get() and device.type == "cpu" else device
+    """The device that a graph is compiled for where one of its tensors is on this: on paper not "cpu" or "meta", but
+    the GPU that is described, which `torch.cuda.get_device_capability` and its like tell of. Elsewhere itself."""
+    return torch.device("cuda", 0) if _capturing.get() and device.type in ("cpu", "meta") else device
+
+
+@contextlib.contextmanager
+def standing_for(gpu: GPU) -> Iterator[None]:
+    """What is asked of a graph's devices is answered for this GPU."""
+    with described(gpu), capturing():
+        yield
 
 
 # CUDA autocast's lists, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of ATen/autocast_mode.h. The CPU has lists of

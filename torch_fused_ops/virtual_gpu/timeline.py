@@ -41,7 +41,7 @@ class Moment:
         after: bytes alive once what this call was the last to read is freed.
         waiting: of these, bytes that nothing reads any more: Inductor keeps their memory for a later result.
         nbytes: bytes that it reads and writes (`Launch.bytes_moved`).
-        flop: of matrix products and attention, as torch's counter has them; of float8 half, as it is twice as quick.
+        flop: of matrix products and attention, as `work.flop_of_bf16` counts them.
         modules: as `Launch.modules`.
     """
 
