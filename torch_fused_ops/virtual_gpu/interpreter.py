@@ -229,6 +229,7 @@ def _with_code(function: Any, code: types.CodeType, namespace: dict[str, Any]) -
 def _interpreting() -> Iterator[None]:
     """Triton's language with the interpreter's meaning; its own again on leaving."""
     import_triton("numpy")
+    import_triton("triton.compiler.code_generator")  # takes min and max of the language as it is imported
     tl = import_triton("triton.language")
     interpreter = import_triton("triton.runtime.interpreter")
     jit = import_triton("triton.runtime.jit")
