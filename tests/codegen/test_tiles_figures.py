@@ -86,7 +86,7 @@ def test_behind_a_norm_tiles_keep_what_input_keeps(model: type[nn.Module], numbe
 
 class Layers(nn.Sequential):
     def __init__(self, width: int, hidden: int) -> None:
-        super().__init__(*(NormedMLP(width, hidden) for _ in range(4)))
+        super().__init__(*(NormedMLP(width, hidden) for _ in range(3)))
 
 
 def test_the_budget_lowers_the_peak_of_several_layers_alone() -> None:
