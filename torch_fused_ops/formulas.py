@@ -412,7 +412,9 @@ def softmax_factor(top: Tensor, total: Tensor, sink: Tensor | None, size: float)
     total = torch.where(closed, 1.0, total)
     if sink is None:
         return torch.reciprocal(total)
-    d = torch.where(closed, 0.0, (sink.double() - top.double() * size).to(total.dtype))
+    exact = sink.double() - top.double() * size  # beyond 4096 only the sink counts, and float32 may have no such number
+    exact = torch.where((exact > 4096.0) & (exact < torch.inf), 4096.0, exact)
+    d = torch.where(closed, 0.0, exact.to(total.dtype))
     larger = torch.clamp_min(d.detach(), 0.0)  # any number gives the same result: no derivative goes through it
     less = torch.exp(-larger)
     return less / (total * less + torch.exp(d - larger))

@@ -125,6 +125,13 @@ def test_large_scores(device: Device, rows: bool, dtype: torch.dtype, scale: flo
     check(device, (x.roll(7, -1), None, None, scale, True, -1, -1))
 
 
+def test_beside_a_sink_the_lowest_scores_are_zero(device: Device, rows: bool) -> None:
+    """As masks leave them; log₂e times them is no number of float32."""
+    x, sink = torch.full((2, 3, 40), torch.finfo(torch.float32).min), torch.tensor([0.5, -3.0])
+    y = device.run(forward, x, None, sink, 1.0, False, -1, -1)
+    assert torch.equal(y, torch.zeros_like(y))
+
+
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("scale", [1.0, -1.0, 0.0])

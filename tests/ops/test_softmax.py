@@ -112,6 +112,19 @@ def test_large_scores_lose_nothing(dtype, offset, scale):
     assert_contract(out, reference.scaled_masked_softmax(x[None].double(), None, sink.double(), scale))
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0, -2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_beside_a_sink_the_lowest_scores_are_zero(dtype, scale):
+    """Rows that masks have set to the lowest number, as transformers' do; scale times that float32 does not have."""
+    x = torch.full((2, 2, 3, 8), torch.finfo(dtype).min if scale > 0 else torch.finfo(dtype).max, dtype=dtype)
+    sink = torch.tensor([0.5, -3.0], dtype=dtype)
+    inputs = [t.requires_grad_() for t in (x, sink)]
+    for call in (softmax, torch.compile(softmax, backend="aot_eager_decomp_partition")):
+        out = call(inputs[0], None, inputs[1], scale)
+        assert torch.equal(out, torch.zeros_like(out))
+        assert all(torch.equal(g, torch.zeros_like(g)) for g in torch.autograd.grad(out.sum(), inputs))
+
+
 def assert_contract(actual, truth):
     assert precision.error(actual, truth).max() <= precision.LIMITS["forward", actual.dtype]
 

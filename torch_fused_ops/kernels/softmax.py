@@ -108,7 +108,8 @@ def _factor(peak, total, c64, sink, r, queries, heads, sink_stride, COMPUTE: tl.
         return 1.0 / tl.where(total == 0.0, 1.0, total)
     else:
         s = tl.load(sink + (r // queries) % heads * sink_stride).to(tl.float64) * LOG2E
-        d = (s - peak.to(tl.float64) * c64).to(COMPUTE)
+        exact = s - peak.to(tl.float64) * c64
+        d = tl.where((exact > 4096.0) & (exact < float("inf")), 4096.0, exact).to(COMPUTE)
         larger = tl.maximum(d, 0.0)
         less = tl.exp2(-larger)
         return tl.where(total == 0.0, 1.0, less / (total * less + tl.exp2(d - larger)))
