@@ -96,7 +96,7 @@ def bytes_besides_products(graph: GeneratedGraph) -> int:
     """Bytes that everything but matrix products moves."""
     moved = graph.bytes_moved
     for node, _ in products(graph):
-        moved -= sum(t.nbytes for t in (node.meta["val"], *(a.meta["val"] for a in node.all_input_nodes)))
+        moved -= on_paper._roofline().nbytes_of_node(node)
         moved += _bytes_of_wide_scales(node)
     return moved
 

@@ -7,6 +7,7 @@ matched by identity: names say nothing, as an edit can bring a name that the oth
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -171,19 +172,16 @@ class Handover:
 
     def put_unchecked_last(self) -> None:
         """Keep tensors without a version check behind the others: AOTAutograd counts them, from the last one on."""
-        handed_over = dict(self._handed_over())
-        tensors = [node for node in handed_over if _kind(node) is torch.Tensor]
-        unchecked = [node for node in tensors if node.meta.get(_UNCHECKED)]
-        ordered = iter([*(node for node in tensors if node not in unchecked), *unchecked])
-        for at, node in enumerate(returned := self.returned()):
-            if at >= self.outputs and node in tensors:
-                returned[at] = next(ordered)
-        self.output.args = (tuple(returned),)
-        for node in unchecked:
-            last = next(self.same[one] for one in reversed(tensors))
-            if self.same[node] is not last:
-                last.append(self.same[node])
-            tensors.append(node)
+        tensors = [node for node in self.kept() if _kind(node) is torch.Tensor]
+        ordered = sorted(tensors, key=lambda node: bool(node.meta.get(_UNCHECKED)))
+        if ordered == tensors:
+            return
+        returned, moved = self.returned(), dict(zip(tensors, ordered, strict=True))
+        kept = [moved.get(node, node) for node in returned[self.outputs :]]
+        self.output.args = ((*returned[: self.outputs], *kept),)
+        for before, node in itertools.pairwise(ordered):
+            if node.meta.get(_UNCHECKED) and self.same[before].next is not self.same[node]:
+                self.same[before].append(self.same[node])
 
     # ---- pairing ----
 

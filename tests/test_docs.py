@@ -76,8 +76,8 @@ GIVEN = {
     """,
 }
 BEFORE = {"distributed.md": {1: "torch.set_default_device('cpu')"}}  # which block: what changes before it
-DEFAULT = {"README.md", "memory.md"}  # the first, and the quickest; the other pages' blocks run under -m slow
-FIRST = pytest.mark.seconds("the first page's programs, as they stand there")
+# The first, and the quickest; the other pages' blocks run under -m slow.
+DEFAULT = {"README.md": pytest.mark.seconds("the first page's programs, as they stand there"), "memory.md": ()}
 
 
 def blocks(page: Path) -> list[tuple[int, str]]:
@@ -92,7 +92,7 @@ def test_there_are_blocks_to_run() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, marks=FIRST if p.name in DEFAULT else pytest.mark.slow) for p in PAGES if blocks(p)],
+    [pytest.param(p, marks=DEFAULT.get(p.name, pytest.mark.slow)) for p in PAGES if blocks(p)],
     ids=lambda page: page.name,
 )
 def test_blocks_run(page: Path, tmp_path: Path) -> None:

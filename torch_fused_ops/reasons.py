@@ -84,6 +84,13 @@ _REGISTER = (
 _OUT_OF_PLACE = "Write the operation that works in place out of place."
 
 
+# What TILE_CALLERS and MADE_OF_CALLERS mean, and what helps.
+_OF_CALLERS = (
+    "An argument or a result of the graph, which PyTorch does not keep: the first weight is frozen.",
+    "Compile what is in front of it in the same graph: what the graph makes for itself can be kept.",
+)
+
+
 @unique
 class Kind(Enum):
     """The kinds of reasons. Their names are what JSON has as a site's ``kind``."""
@@ -506,8 +513,7 @@ class Kind(Enum):
     TILE_CALLERS = _Declared(
         Family.TILES,
         ("its input, *x*, the caller may write before backward needs it",),
-        "An argument or a result of the graph, which PyTorch does not keep: the first weight is frozen.",
-        "Compile what is in front of it in the same graph: what the graph makes for itself can be kept.",
+        *_OF_CALLERS,
     )
     TILE_READER = _Declared(
         Family.TILES,
@@ -564,8 +570,7 @@ class Kind(Enum):
     MADE_OF_CALLERS = _Declared(
         Family.MEMORY,
         ("it is made of *x*, which the caller may write before backward needs it",),
-        "An argument or a result of the graph, which PyTorch does not keep: the first weight is frozen.",
-        "Compile what is in front of it in the same graph: what the graph makes for itself can be kept.",
+        *_OF_CALLERS,
     )
     MADE_OF_SIZE = _Declared(Family.MEMORY, ("it is made of *s*, a size that is not kept",))
     # ---- graph breaks ------------------------------------------------------------------------------------------------

@@ -18,14 +18,14 @@ TOKENS = 8192  # of a tile, at least
 MOST = 16
 ROWS = 128  # of a GEMM's block: lengths that are known are multiples
 
-LIMIT = 9999  # tiles that can be asked for
-_LEVEL = re.compile(r"tiled(?::([1-9]\d*))?")
+LIMIT = 9999  # tiles that can be asked for, as there are four digits
+_LEVEL = re.compile(r"tiled(?::([1-9]\d{0,3}))?")
 
 
 def asked(level: str) -> int | None:
     """How many tiles a memory level asks for: "tiled:16" 16, "tiled" 0 (by rule); None for any other text."""
     found = _LEVEL.fullmatch(level)
-    if found is None or (found[1] is not None and not 2 <= int(found[1]) <= LIMIT):
+    if found is None or found[1] == "1":
         return None
     return int(found[1] or 0)
 

@@ -170,7 +170,7 @@ def test_many(part: range) -> None:
 @pytest.mark.slow
 def test_rounding_is_there_to_be_seen() -> None:
     """Of these trees the first MLP keeps float8 in some, and in others something else reads what it would round."""
-    assert {check_rounding(seed, tree(seed), write=False) for seed in range(8, 12)} == {True, False}
+    assert {check_rounding(seed, tree(seed), write=False) for seed in range(12)} == {True, False}
 
 
 def test_trees_are_built_of_everything() -> None:

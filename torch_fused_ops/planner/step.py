@@ -269,7 +269,7 @@ def compiled_timeline(
     Raises:
         ValueError: a graph could not be set aside, or has no backward.
     """
-    papers = tuple(on_paper(Capture(each.graph, policy, each.reason), gpu, policy) for each in model.graphs)
+    papers = tuple(on_paper(Capture(each.graph, policy, each.reason), gpu, policy).paper for each in model.graphs)
     if all(paper.backward is None for paper in papers):
         raise ValueError("model: nothing in it needs a gradient, so there is no training step to plan")
     return timeline_of(papers, model.links), papers

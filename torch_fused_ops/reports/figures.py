@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,7 @@ __all__ = [
     "Figures",
     "LayerFigures",
     "LevelFigures",
+    "OnPaper",
     "capture",
     "graphs_of",
     "layers_of",
@@ -226,23 +227,24 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
     whole: list[dict[str, LevelFigures]] = []
     said_of_all: list[str] = []
 
-    def compiled(name: str, policy: FusionPolicy | None, budget: float | None = None) -> PaperCompilation:
+    def compiled(name: str, policy: FusionPolicy | None, budget: float | None = None) -> OnPaper:
         progress.info("compiling on paper: graph %d of %d, %s", len(pairs) + len(skipped) + 1, len(captures), name)
         return on_paper(each, gpu, policy, budget)
 
     for each in captures:
         try:
-            pair = compiled(PLAIN, None), compiled(PICKED_UP, each.policy)
-            said_of_all += _notes(each, gpu, pair[1])
+            plain, picked_up = compiled(PLAIN, None), compiled(PICKED_UP, each.policy)
+            pair = plain.paper, picked_up.paper
+            said_of_all += _notes(picked_up)
             if levels:  # machine code takes as long as all the rest
                 named = dict(zip((PLAIN, PICKED_UP), pair, strict=True))
                 notes = {}
                 if pair[1].backward is not None:
-                    named[KNOB] = compiled(KNOB, None, BUDGET)
+                    named[KNOB] = compiled(KNOB, None, BUDGET).paper
                     for memory in MEMORY:
                         policy = replace(each.policy, memory=memory)
-                        named[memory] = pair[1] if policy == each.policy else compiled(f'memory="{memory}"', policy)
-                        notes[memory] = _untiled(each, policy, gpu)
+                        one = picked_up if policy == each.policy else compiled(f'memory="{memory}"', policy)
+                        named[memory], notes[memory] = one.paper, _untiled(one.sites)
                 progress.info("assembling what was generated")
                 works = _works(named)
                 whole.append({n: _level(n, paper, works.get(n), notes.get(n, "")) for n, paper in named.items()})
@@ -277,32 +279,22 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _untiled(each: Capture, policy: FusionPolicy, gpu: GPU) -> str:
+def _untiled(sites: Sequence[Site]) -> str:
     """The MLPs that a policy asks to be in tiles, and that are not."""
-    sites = _picked_up(each, policy, gpu)
     reasons = Counter(site.tiles_reason for site in sites if site.tiles_reason)
     return "; ".join(f'{n} of {len(sites)} MLPs as "input": {reason}' for reason, n in reasons.items())
 
 
-def _notes(each: Capture, gpu: GPU, paper: PaperCompilation) -> Iterator[str]:
+def _notes(picked_up: OnPaper) -> Iterator[str]:
     """What is to be said of a graph's figures with pick-up."""
     from torch_fused_ops.virtual_gpu import roofline, work
 
-    sites = _picked_up(each, each.policy, gpu)
+    sites, graphs = picked_up.sites, picked_up.paper.graphs.values()
     for reason, n in Counter(site.gemm_reason for site in sites if site.gemm_reason).items():
         yield f"not all in float8, {n} of {len(sites)} MLPs: {reason}"
-    if any(roofline.flops(graph) > roofline.flops(graph, work.flop_of_bf16) for graph in paper.graphs.values()):
+    if any(roofline.flops(graph) > roofline.flops(graph, work.flop_of_bf16) for graph in graphs):
         rates = f"{work.FLOAT8_FLOP / work.BF16_FLOP:.2f} times bfloat16's rate"
         yield f"products in float8 are taken to reach {rates}, which nobody has measured here"
-
-
-def _picked_up(each: Capture, policy: FusionPolicy, gpu: GPU) -> list[Site]:
-    """The sites that are fused in a graph on this GPU."""
-    from torch_fused_ops.virtual_gpu.standing_in import standing_for
-
-    assert each.graph is not None
-    with standing_for(gpu), torch.set_grad_enabled(each.graph.training):
-        return [site for site in sites_of(each.graph.gm, policy) if site.op is not None]
 
 
 def _works(named: Mapping[str, PaperCompilation]) -> dict[str, list[Work]]:
@@ -343,9 +335,14 @@ def _together(graphs: Sequence[dict[str, LevelFigures]]) -> tuple[LevelFigures, 
     return tuple(found)
 
 
-def on_paper(
-    each: Capture, gpu: GPU, policy: FusionPolicy | None, memory_budget: float | None = None
-) -> PaperCompilation:
+class OnPaper(NamedTuple):
+    """A graph on paper, and the sites that are fused in it."""
+
+    paper: PaperCompilation
+    sites: Sequence[Site] = ()
+
+
+def on_paper(each: Capture, gpu: GPU, policy: FusionPolicy | None, memory_budget: float | None = None) -> OnPaper:
     """A graph on paper: with a policy, picked up; else as it was captured, with PyTorch's memory budget if given."""
     from torch_fused_ops.lowerings.recognise import rewrite
     from torch_fused_ops.virtual_gpu import compile_graph_on_paper, copy_graph
@@ -354,12 +351,12 @@ def on_paper(
     if each.graph is None:
         raise RuntimeError(each.reason)
     if policy is None:
-        return compile_graph_on_paper(each.graph, gpu=gpu, config=_slots(None), memory_budget=memory_budget)
+        return OnPaper(compile_graph_on_paper(each.graph, gpu=gpu, config=_slots(None), memory_budget=memory_budget))
     rewritten = replace(each.graph, gm=copy_graph(each.graph.gm))
     with standing_for(gpu), torch.set_grad_enabled(each.graph.training):
-        for module in graphs_of(rewritten.gm):
-            rewrite(module.graph, policy)
-    return compile_graph_on_paper(rewritten, gpu=gpu, config=_slots(policy))
+        sites = [site for module in graphs_of(rewritten.gm) for site in rewrite(module.graph, policy)]
+    paper = compile_graph_on_paper(rewritten, gpu=gpu, config=_slots(policy))
+    return OnPaper(paper, [site for site in sites if site.op is not None])
 
 
 def _slots(policy: FusionPolicy | None) -> dict[str, Any]:

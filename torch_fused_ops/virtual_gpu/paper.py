@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from . import standing_in
 from .captured import CapturedGraph, concrete, is_parameter
 from .generated import generated_graph, graph_input, is_number, is_tensor, saved_tensor
-from .gpus import GPU, H200, described
+from .gpus import GPU, H200
 from .results import GeneratedGraph, PaperCompilation, SavedTensor
 from .work import nbytes_moved
 from .wrapper import mark
@@ -232,13 +232,12 @@ class _Paper:
 
         _register_patterns()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(described(self.gpu))
+            stack.enter_context(standing_in.standing_for(self.gpu))
             stack.enter_context(inductor_config.patch(self.inductor_config))
             stack.enter_context(functorch_config.patch(self.functorch_config))
             stack.enter_context(
                 dynamo_config.patch(automatic_dynamic_local_pgo=False, automatic_dynamic_remote_pgo=False)
             )
-            stack.enter_context(standing_in.capturing())
             stack.enter_context(standing_in.cuda_autocast())
             stack.enter_context(standing_in.guardless_tensors())
             stack.enter_context(standing_in.constants_folded_on_cpu())

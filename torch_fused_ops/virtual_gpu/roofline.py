@@ -205,12 +205,12 @@ def works_of(graph: GeneratedGraph) -> list[Work]:
     """Of a whole graph: each generated kernel's launches, each matrix product, and what other calls move, together."""
     runs = kernel_runs(graph)
     counted = ((node, flops_of_node(node, flop_of_bf16)) for node in graph.graph.graph.nodes)
-    products = [Work(flop, _nbytes(node)) for node, flop in counted if flop]
+    products = [Work(flop, nbytes_of_node(node)) for node, flop in counted if flop]
     rest = graph.bytes_moved - sum(run.nbytes for run in runs) - sum(product.nbytes for product in products)
     return [*(work for run in runs for work in run.works), *products, Work(nbytes=max(0, rest))]
 
 
-def _nbytes(call: torch.fx.Node) -> int:
+def nbytes_of_node(call: torch.fx.Node) -> int:
     """Bytes of a call's operands and results; of one that repeats elements, as expanded ones do, those in memory."""
     values = tree_leaves([call.meta["val"], *(node.meta["val"] for node in call.all_input_nodes)])
     return sum(min(v.nbytes, v.untyped_storage().nbytes()) for v in values if isinstance(v, torch.Tensor))
