@@ -219,3 +219,26 @@ def test_samples_are_named_once_and_always_the_same(op):
 def test_samples_refuse_an_unknown_operator():
     with pytest.raises(ValueError, match="op='bias_gelu' is not known; accepted: bias_act, glu, bias_glu"):
         next(samples("bias_gelu"))
+
+
+def test_the_truth_is_of_the_rounded_sum():
+    """0.9477 - 0.4463 - 0.5 = 0.0014, of which float32's sum has lost 2e-5: nothing of that is the operator's."""
+    x = torch.tensor([[-1.0, 0.9477]]), torch.tensor([0.0, -0.4463])
+    sample = Sample("bias_glu", "cancels", (*x, None, "silu", "halves", -0.5, None))
+    wide = [t.double() for t in x]
+    exact = torch.ops.fused.bias_glu(*wide, *sample.args[2:])
+    assert precision.error(sample(), exact).max() > 1e-5
+    assert precision.measure(sample)["forward", torch.float32] < 1e-6
+
+
+def test_factors_of_what_float32_hardly_holds():
+    """gelu(-14) is 1e-43, 78 steps of float32's subnormals, each of which a factor of 1e38 makes 1.3 %."""
+    args = torch.tensor([[-14.0]], dtype=torch.bfloat16), None, torch.tensor([1e38])
+    sample = Sample("bias_act", "subnormal", (*args, "gelu"))
+    (near,) = precision.near_of(sample)
+    assert near.item() == pytest.approx(1e38 * 2.0**-126)
+    truth = activations.get("gelu").value(torch.tensor([[-14.0]], dtype=torch.float64)) * 1e38
+    assert precision.error((truth * 1.02).bfloat16(), truth).max() > 1
+    assert precision.error((truth * 1.02).bfloat16(), truth, near).max() == 0
+    assert precision.error((truth * 3.0).bfloat16(), truth, near).max() > 1
+    assert precision.measure(sample)["forward", torch.bfloat16] <= 1

@@ -1,6 +1,8 @@
 """The precision contract, and the one way to measure against it.
 
-The truth is ``reference.py`` in float64 on the same arguments (widened exactly). Three kinds of numbers:
+The truth is ``reference.py`` in float64 on the same arguments, widened exactly; of input + bias, on the sum as it is
+rounded to the dtype that is computed in: gelu changes by 8e-6 within half a unit at -8.4, and 0.5014 of it less an
+``up_offset`` of 0.5 has lost 2e-5. Three kinds of numbers:
 
 ``forward``
     float16, bfloat16: at most 1 ulp: the correctly rounded truth or a neighbour of it. float32: at most 1e-5 of the
@@ -17,7 +19,9 @@ The truth is ``reference.py`` in float64 on the same arguments (widened exactly)
     operator itself gives them unrounded, and those are held to the bounds above.
 
 Absolute floors, below which an error counts as none: 2**-120 for bfloat16, 1e-30 for float32, 1e-290 for float64.
-float16 has none: its subnormals are results like others, 2**-24 apart. Truth beyond the dtype's range is that dtype's
+float16 has none: its subnormals are results like others, 2**-24 apart. An activation's value, or derivative, that is
+below the normal numbers of the dtype computed in counts as the least of them, also where a factor (``up``,
+``token_scale``, the gradient) makes a result above the floors of it. Truth beyond the dtype's range is that dtype's
 infinity. NaN must meet NaN.
 """
 
@@ -32,7 +36,7 @@ from torch import Tensor
 from torch_fused_ops import activations, reference
 from torch_fused_ops.testing.samples import Sample, declared_as, family
 
-__all__ = ["LIMITS", "Errors", "error", "every_value", "measure", "show", "sum_error", "sweep"]
+__all__ = ["LIMITS", "Errors", "error", "every_value", "measure", "near_of", "show", "sum_error", "sweep", "wide_args"]
 
 HALF = (torch.bfloat16, torch.float16)
 NEAR_ZERO = 1 / 32  # what errors count relative to where a derivative is smaller and near its zero
@@ -112,21 +116,43 @@ def _cast(args: Iterable[Any], dtype: torch.dtype, device: str | torch.device) -
     return tuple(a.detach().to(device, dtype) if isinstance(a, Tensor) else a for a in args)
 
 
-def _near(sample: Sample, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The ``near`` of ``error`` for the gradients of the data; float64. None where there is no activation."""
+def wide_args(sample: Sample) -> tuple[Any, ...]:
+    """The arguments of the truth: in float64, with input + bias in place of either."""
+    op, args = declared_as(sample.op), list(sample.args)
+    if op.bias is not None and args[op.bias] is not None:
+        args[0] = sum(_cast((args[0], args[op.bias]), reference.compute_dtype(*sample.tensors), "cpu"))
+        args[op.bias] = None
+    return _cast(args, torch.float64, "cpu")
+
+
+def near_of(sample: Sample, grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """The ``near`` of ``error``: of the result, or with a gradient, in float64, of those of the data.
+
+    None where there is no activation.
+    """
     op = declared_as(sample.op)
     if "activation" not in op.scalars:
-        return (None,) * op.data
-    a, b, scale = _cast(sample.tensors, torch.float64, "cpu")
+        return (None,) * (1 if grad is None else op.data)
+    a, b, scale, *_ = wide_args(sample)
     name, layout = sample.scalars[0], None if op.layout is None else sample.args[op.layout]
-    factor = grad.abs() if scale is None else (grad * scale.unsqueeze(-1)).abs()
-    if op.data == 1 and layout is None:
-        return factor * near_zero(name, a if b is None else a + b), None
-    gate, up = reference.unpack(a if b is None else a + b, layout) if layout else (a, b)
-    up_offset, clamp = sample.scalars[-2:]
-    gate, up = reference.clamped(gate, up, clamp)
-    near = factor * (up + up_offset).abs() * near_zero(name, gate)
-    return (reference.pack(near, torch.zeros_like(near), layout), None) if layout else (near, None)
+    gate, up, factor = a, None, torch.ones_like(a[..., :1]) if grad is None else grad.abs()
+    if scale is not None:
+        factor = factor * scale.unsqueeze(-1).abs()
+    if op.data == 2 or layout is not None:
+        gate, up = reference.unpack(a, layout) if layout else (a, b)
+        up_offset, clamp = sample.scalars[-2:]
+        gate, up = reference.clamped(gate, up, clamp)
+    least = torch.finfo(reference.compute_dtype(*sample.tensors)).smallest_normal
+    table = activations.get(name)
+    value, derivative = (torch.where(v.abs() < least, least, 0.0) for v in (table.value(gate), table.derivative(gate)))
+    derivative = torch.maximum(derivative, near_zero(name, gate))
+    of_gate = factor if up is None else factor * (up + up_offset).abs()
+    if grad is None:
+        return (of_gate * value,)
+    if up is None:
+        return of_gate * derivative, None
+    nears = of_gate * derivative, factor * value
+    return (reference.pack(*nears, layout), None) if layout else nears
 
 
 def _summands(sample: Sample, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,9 +171,10 @@ def measure(sample: Sample) -> Errors:
         errors_there: Errors = own.measure(sample)
         return errors_there
     out = sample()
-    wide = _cast(sample.args, torch.float64, "cpu")
+    wide = wide_args(sample)
     errors: Errors = {}
-    _worst(errors, "forward", error(out.detach().cpu(), getattr(reference, sample.op)(*wide)), out.dtype)
+    truth = getattr(reference, sample.op)(*wide)
+    _worst(errors, "forward", error(out.detach().cpu(), truth, *near_of(sample)), out.dtype)
     wanted = [t is not None and t.requires_grad for t in sample.tensors]
     if not any(wanted):
         return errors
@@ -155,9 +182,11 @@ def measure(sample: Sample) -> Errors:
     grads = iter(torch.autograd.grad(out, [t for t in sample.tensors if t is not None and t.requires_grad], grad))
     got = [next(grads).cpu() if w else None for w in wanted]
     wide_grad = grad.double().cpu()
-    truths = getattr(reference, f"{sample.op}_backward")(wide_grad, *wide, wanted)
-    rows, row = _summands(sample, grad)
     op = declared_as(sample.op)
+    pointwise = [w and i not in (op.bias, op.scale) for i, w in enumerate(wanted)]
+    truths = getattr(reference, f"{sample.op}_backward")(wide_grad, *wide, pointwise)
+    nears = near_of(sample, wide_grad)
+    rows, row = _summands(sample, grad)
     added: dict[int | None, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
         op.scale: (row, lambda t: t.sum(-1)),
         op.bias: (rows, reference.over_rows),
@@ -170,7 +199,7 @@ def measure(sample: Sample) -> Errors:
             e = sum_error(g, total(summands), total(summands.abs()), reference.compute_dtype(*sample.tensors))
             _worst(errors, "sum", e, g.dtype)
         else:
-            _worst(errors, "gradient", error(g, truth, _near(sample, wide_grad)[i]), g.dtype)
+            _worst(errors, "gradient", error(g, truth, nears[i]), g.dtype)
     return errors
 
 
