@@ -334,7 +334,6 @@ def _plan(both: Handover, node: Node, operand: str | None, again: list[Node], ke
 
     ``operand``: what a GEMM has it for, "data" or "weight" (or bias), if one does.
     """
-    theirs = both.callers.difference(map(base, both.kept()))
     for source in node.all_input_nodes:
         inside = operand or (None if not is_gemm(node) else "data" if source is _data(node) else "weight")
         if source in again or source in keep or source in both.same:
@@ -346,7 +345,7 @@ def _plan(both: Handover, node: Node, operand: str | None, again: list[Node], ke
         product = not inside and (is_gemm(source) or source.target in SUMS)
         if source.target in SAME_ELEMENTS or _is_quantised(source) or product:
             _plan(both, source, inside, again, keep)
-        elif inside != "weight" and base(source) in theirs:
+        elif inside != "weight" and base(source) in both.callers.difference(map(base, both.kept())):
             text = f"it is made of {base(source)}, which the caller may write before backward needs it"
             raise Refusal(Kind.MADE_OF_CALLERS, text)
         else:
@@ -356,7 +355,7 @@ def _plan(both: Handover, node: Node, operand: str | None, again: list[Node], ke
 
 def _data(gemm: Node) -> Any:
     """What a GEMM multiplies with its weight: a bias comes before it."""
-    return gemm.args[1] if getattr(gemm.target, "overloadpacket", None) is aten.addmm else gemm.args[0]
+    return gemm.args[1] if getattr(gemm.target, "overloadpacket", None) in (aten.addmm, aten.baddbmm) else gemm.args[0]
 
 
 def _is_quantised(node: Node) -> bool:

@@ -384,6 +384,25 @@ def test_a_budget_of_the_users_keeps_as_little_with_our_operators(gated: bool, h
     assert upstream[0] < plain[0]
 
 
+def test_what_a_batch_of_products_is_made_of() -> None:
+    """A bias in front of a baddbmm's data is no data: a frozen one may be kept as a weight is, for the product."""
+    virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
+    shapes = (3, 512, 64), (3, 64, 256), (3, 256, 64)
+    x, up, down = (torch.empty(shape, dtype=BF16, device="meta", requires_grad=True) for shape in shapes)
+    bias = torch.empty(3, 1, 256, dtype=BF16, device="meta")
+
+    def experts(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+        return torch.bmm(F.gelu(torch.baddbmm(bias, x, up)), down)
+
+    def kept(memory: str) -> list[tuple[int, ...]]:
+        policy = fused_with(tfo.FusionPolicy(memory=memory))
+        paper = virtual_gpu.compile_on_paper(experts, x, up, bias, down, config=policy)
+        return [tuple(tensor.shape) for tensor in paper.saved]
+
+    hidden = (3, 512, 256)
+    assert hidden in kept("free") and hidden not in kept("input") and tuple(bias.shape) in kept("input")
+
+
 ALWAYS, NEVER = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 
 
