@@ -229,8 +229,9 @@ def is_as_in_torch(sample: Sample, run: Callable[..., Any] = as_kernels) -> None
         kept_from = torch.zeros(()) if residual is None else residual.detach()
         truth = torch.where(dropped & truth.isnan(), kept_from.double(), truth)  # what is dropped may be forgotten
         # A fused multiply-add does not overflow where the product alone would, and float64 has no wider oracle.
-        finite = x.detach().isfinite() & (kept_from.isfinite() if residual is not None else True)
-        plain = torch.where(plain.isinf() & finite & got.isfinite() & (got.dtype == torch.float64), got, plain)
+        widest = x.detach().isfinite() & (got.dtype == torch.float64)
+        plain = torch.where(widest & plain.isinf() & kept_from.isfinite() & got.isfinite(), got, plain)
+        truth = torch.where(widest & truth.isnan() & kept_from.isinf(), kept_from.double(), truth)
     nears: tuple[Tensor | None, ...] = (None,) * 3
     if sample.op in ACTIVATION_OPERATORS:
         (terms,), nears = precision.near_of(sample), precision.near_of(sample, grad.double())
