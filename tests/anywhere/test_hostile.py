@@ -183,7 +183,9 @@ def as_kernels(sample: Sample, grad: Tensor, mask: list[bool]) -> tuple[Tensor, 
 def as_reference(sample: Sample, grad: Tensor, mask: list[bool], dtype: torch.dtype | None) -> Any:
     """The same by plain torch, in this dtype; by default in what the operator computes in."""
     args = [a.detach() if isinstance(a, Tensor) else a for a in sample.args]
-    if dtype is not None:
+    if dtype is not None and sample.op in ACTIVATION_OPERATORS:
+        args, grad = list(precision.wide_args(sample)), grad.to(dtype)
+    elif dtype is not None:
         args = [a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
         grad = grad.to(dtype)
     out = getattr(reference, sample.op)(*args)
