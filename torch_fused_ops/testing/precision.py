@@ -117,11 +117,11 @@ def _cast(args: Iterable[Any], dtype: torch.dtype, device: str | torch.device) -
 
 
 def wide_args(sample: Sample) -> tuple[Any, ...]:
-    """The arguments of the truth: in float64, with input + bias in place of either."""
+    """The arguments of the truth: in float64, with input + bias in place of the input, and a bias of zeros."""
     op, args = declared_as(sample.op), list(sample.args)
     if op.bias is not None and args[op.bias] is not None:
         args[0] = sum(_cast((args[0], args[op.bias]), reference.compute_dtype(*sample.tensors), "cpu"))
-        args[op.bias] = None
+        args[op.bias] = torch.zeros_like(args[op.bias])
     return _cast(args, torch.float64, "cpu")
 
 
@@ -182,11 +182,10 @@ def measure(sample: Sample) -> Errors:
     grads = iter(torch.autograd.grad(out, [t for t in sample.tensors if t is not None and t.requires_grad], grad))
     got = [next(grads).cpu() if w else None for w in wanted]
     wide_grad = grad.double().cpu()
-    op = declared_as(sample.op)
-    pointwise = [w and i not in (op.bias, op.scale) for i, w in enumerate(wanted)]
-    truths = getattr(reference, f"{sample.op}_backward")(wide_grad, *wide, pointwise)
+    truths = getattr(reference, f"{sample.op}_backward")(wide_grad, *wide, wanted)
     nears = near_of(sample, wide_grad)
     rows, row = _summands(sample, grad)
+    op = declared_as(sample.op)
     added: dict[int | None, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
         op.scale: (row, lambda t: t.sum(-1)),
         op.bias: (rows, reference.over_rows),
