@@ -231,7 +231,7 @@ def is_as_in_torch(sample: Sample, run: Callable[..., Any] = as_kernels) -> None
         kept_from = torch.zeros(()) if residual is None else residual.detach()
         truth = torch.where(dropped & truth.isnan(), kept_from.double(), truth)  # what is dropped may be forgotten
         # A fused multiply-add does not overflow where the product alone would, and float64 has no wider oracle.
-        widest = x.detach().isfinite() & (got.dtype == torch.float64)
+        widest = x.detach().isfinite() & (reference.compute_dtype(*sample.tensors[:3]) == torch.float64)
         plain = torch.where(widest & plain.isinf() & kept_from.isfinite() & got.isfinite(), got, plain)
         truth = torch.where(widest & truth.isnan() & kept_from.isinf(), kept_from.double(), truth)
     nears: tuple[Tensor | None, ...] = (None,) * 3
