@@ -32,6 +32,19 @@ def test_every_test_file_is_in_one_part_of_the_slow_run(parts: dict[str, str]) -
     assert sorted(files) == sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "tests").rglob("test_*.py"))
 
 
+def test_a_part_takes_every_processor(parts: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread for each process, and a process for each processor: nproc of itself counts OMP_NUM_THREADS."""
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$OMP_NUM_THREADS" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for name, given, workers in (("none", {}, len(os.sched_getaffinity(0))), ("WORKERS", {"WORKERS": "7"}, 7)):
+        env = {k: v for k, v in os.environ.items() if k != "WORKERS"} | {"OMP_NUM_THREADS": "1"} | given
+        ran = subprocess.run(["bash", str(SLOW), "ops", "--lf"], capture_output=True, text=True, check=True, env=env)
+        called = ran.stdout.split("==== ops", 1)[1].split()
+        assert called[0] == "1" and called[called.index("-n") + 1] == str(workers), name
+        assert called[called.index("--lf") + 1 :] == parts["ops"].split()
+
+
 def test_the_workflow_has_every_part(parts: dict[str, str]) -> None:
     yaml = pytest.importorskip("yaml")
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
