@@ -218,7 +218,7 @@ def is_as_in_torch(sample: Sample, run: Callable[..., Any] = as_kernels) -> None
     truth, true_grads = as_reference(sample, grad, mask, torch.float64)
 
     def check(what: str, got: Tensor, near: Tensor | None, *wanted: Tensor) -> None:
-        limit, near = precision.LIMITS[what, got.dtype], None if near is None else near.nan_to_num(0.0, 0.0)
+        limit, near = precision.LIMITS[what, got.dtype], None if near is None else near.nan_to_num(0.0)
         worst = torch.minimum(*(precision.error(got, one.double(), near) for one in wanted))
         assert got.dtype == wanted[0].dtype and got.shape == wanted[0].shape
         assert not (worst > limit).any(), (what, got[worst > limit][:3], [one[worst > limit][:3] for one in wanted])
