@@ -18,7 +18,8 @@ Two kinds of value must not be what backward rebuilds from, as they may hold som
 * An input that forward writes. Upstream's partitioner does not know (docs/upstream/written-inputs.md): a buffer that is
   updated in forward is read in backward as if it were not, whatever the budget. Here forward reads a copy of it, which
   is kept where backward needs it and is no kernel's work where it does not.
-* A result, or an argument. The caller has it and may write it, so what PyTorch would keep in its place is kept.
+* A result, or an argument. The caller has it and may write it, so what PyTorch would keep in its place is kept. Of
+  results that it has views of, PyTorch's own cut does not keep enough (docs/upstream/written-results.md).
 """
 
 from __future__ import annotations
@@ -114,14 +115,11 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
 
     backward = _backward(gm.graph, kwargs["num_fwd_outputs"])
     held = _copies_of_written(gm.graph, backward) + _scales_of_weights(gm.graph)
-    if not free:
-        graphs = divide(held)
-    else:
-        graphs = divide(held + _kept_by_upstream(gm.graph, backward))
-        exposed = _exposed(gm, graphs, joint_inputs, **kwargs)
-        if exposed:
-            backward = _backward(gm.graph, kwargs["num_fwd_outputs"])
-            graphs = divide(_kept_by_upstream(gm.graph, backward, exposed) + _scales_of_weights(gm.graph))
+    if free:
+        held += _kept_by_upstream(gm.graph, backward)
+    graphs = divide(held)
+    while exposed := _exposed(gm, graphs, joint_inputs, free=free, **kwargs):
+        graphs = divide(exposed)  # the joint graph's nodes have the marks of before
     _drop_copies(graphs[0])
     return graphs
 
@@ -278,66 +276,102 @@ def _drop_copies(forward: GraphModule) -> None:
 # ---- what upstream keeps, and "free" keeps too ------------------------------------------------------------------
 
 
-def _kept_by_upstream(graph: Graph, backward: set[Node], exposed: Collection[str] = ()) -> list[Node]:
+def _kept_by_upstream(graph: Graph, backward: set[Node]) -> list[Node]:
     """Forward's values that backward needs in memory, and that it is to find there and not to rebuild.
 
     Those that something reads there that is no GEMM of a linear layer. Attention's matrix products above all:
     rebuilding softmax, for the product with the values, moves much and saves little (a T5 block, 16×512 tokens: 26
-    kernels instead of 22, and 1.2 ms on top of 2.4 on an H200, on paper). And those that are ``exposed``, by name.
+    kernels instead of 22, and 1.2 ms on top of 2.4 on an H200, on paper).
     """
     kinds = get_default_op_list()
 
-    def needed(node: Node, anything: bool) -> bool:
+    def needed(node: Node) -> bool:
         return any(
-            needed(user, anything) if kinds.is_view(user) else user in backward and not kinds.is_fusible(user)
+            needed(user) if kinds.is_view(user) else user in backward and not kinds.is_fusible(user)
             for user in node.users
-            if anything or not is_linear(user)
+            if not is_linear(user)
         )
 
-    return [
-        node
-        for node in graph.nodes
-        if node.op == "call_function"
-        and node not in backward
-        and "recompute" not in node.meta
-        and not kinds.is_view(node)
-        and needed(node, node.name in exposed)
-    ]
+    return [node for node in graph.nodes if _can_be_held(node) and node not in backward and needed(node)]
 
 
-def _exposed(gm: GraphModule, graphs: Graphs, joint_inputs: Any, **kwargs: Any) -> set[str]:
-    """What backward rebuilds from a result of forward's, or an argument, that upstream would not keep for it.
+def _can_be_held(node: Node) -> bool:
+    return node.op == "call_function" and "recompute" not in node.meta and not get_default_op_list().is_view(node)
 
-    ``h = linear(x); return linear(relu(h)), h``: PyTorch keeps relu's result, and its caller may write ``h``.
+
+# ---- what the caller may write -----------------------------------------------------------------------------------
+
+
+def _exposed(gm: GraphModule, graphs: Graphs, joint_inputs: Any, *, free: bool, **kwargs: Any) -> list[Node]:
+    """What backward must find in memory, as it is rebuilt from what the caller may have written by then.
+
+    ``h = linear(x); return linear(relu(h)), h.view(-1)``: autograd keeps relu's result, and the caller may write ``h``.
+    It may not write what autograd keeps, which is what backward reads of forward. Nor a result or an argument that is
+    handed over as it is: torch's version check stands over it, but not over a view (docs/upstream/written-results.md).
+    With ``free`` that is not enough: it must be handed over by upstream, too, so that no check is pick-up's.
+
     Parameters and buffers are not meant: those must not be written before backward (docs/memory.md).
     """
     outputs: int = kwargs["num_fwd_outputs"]
-    forward, backward = (module.graph for module in graphs)
+    forward = graphs[0].graph
     static = kwargs.get("static_lifetime_input_indices") or ()
-    returned = _returned(forward)
-    results, kept = ([n for n in part if isinstance(n, Node)] for part in (returned[:outputs], returned[outputs:]))
-    own = {n for i, n in enumerate(forward.find_nodes(op="placeholder")) if i in static}
-    theirs = {base(n) for n in results} | {n for n in map(base, kept) if n.op == "placeholder"} - own
-    names = {n.name: base(n).name for n in kept if base(n) in theirs and _is_floating(n)}
-    handed = [n for n in backward.find_nodes(op="placeholder") if n.name in names]
-    forwards = {node.name for node in forward.nodes}
-    rebuilt: dict[str, set[str]] = {}
-    for node in handed:
-        found, pending = set[str](), [node]
+    arguments = [n for i, n in enumerate(forward.find_nodes(op="placeholder")) if i not in static]
+    results = [n for n in _returned(forward)[:outputs] if isinstance(n, Node)]
+    theirs = {base(n) for n in results}.union(arguments)
+    kept = [n for n in _returned(forward)[outputs:] if isinstance(n, Node) and base(n) in theirs and _is_floating(n)]
+    rebuilt = _rebuilt_from(kept, graphs)
+    read = _read_by_backward(gm.graph, outputs)
+
+    def held(sources: Iterable[Node], materialised: bool) -> list[Node]:
+        names = set[str]().union(*(rebuilt[source] for source in sources))
+        needed = [node for node, in_memory in read.items() if node.name in names and in_memory >= materialised]
+        return list(filter(_can_be_held, needed))
+
+    by_autograd = {node.name for node in read}
+    exposed = [n for n in rebuilt if not (base(n).name in by_autograd or n in arguments or n in results)]
+    found = held(exposed, False)
+    if free and held(rebuilt, True):  # seldom: a second cut, of a copy, says what upstream hands over
+        plain, _ = upstream(GraphModule(gm, copy.deepcopy(gm.graph)), joint_inputs, **kwargs)
+        by_upstream = {base(node).name for node in _returned(plain.graph)[outputs:]}
+        found += held([n for n in rebuilt if base(n).name not in by_upstream], True)
+    return list(dict.fromkeys(found))
+
+
+def _rebuilt_from(kept: Sequence[Node], graphs: Graphs) -> dict[Node, set[str]]:
+    """The names of what backward computes again from each of these, which forward hands over."""
+    forward, backward = ({node.name: node for node in module.graph.nodes} for module in graphs)
+    rebuilt: dict[Node, set[str]] = {}
+    for source in kept:
+        found, pending = set[str](), [backward[source.name]] if source.name in backward else []
         while pending:
-            for user in pending.pop().users:
-                if user.name in forwards and user.name not in found:
-                    found.add(user.name)
-                    pending.append(user)
+            made = [user for user in pending.pop().users if user.name in forward and user.name not in found]
+            found.update(node.name for node in made)
+            pending += made
         if found:
-            rebuilt[node.name] = found
-    joint = _backward(gm.graph, outputs)
-    if not _kept_by_upstream(gm.graph, joint, set().union(*rebuilt.values())):
-        return set()
-    # Seldom: a second cut, of a copy, says what upstream keeps.
-    plain, _ = upstream(GraphModule(gm, copy.deepcopy(gm.graph)), joint_inputs, **kwargs)
-    by_upstream = {base(node).name for node in _returned(plain.graph)[outputs:]}
-    return {name for source, found in rebuilt.items() if names[source] not in by_upstream for name in found}
+            rebuilt[source] = found
+    return rebuilt
+
+
+def _read_by_backward(graph: Graph, outputs: int) -> dict[Node, bool]:
+    """What of forward's backward reads, in a joint graph; whether it must be in memory then.
+
+    Autograd's formulas read what autograd keeps. What needs no gradient and no result is backward's, too.
+    """
+    kinds = get_default_op_list()
+    forward, pending = {graph.output_node()}, [node for node in _returned(graph)[:outputs] if isinstance(node, Node)]
+    while pending:
+        if (node := pending.pop()) not in forward:
+            forward.add(node)
+            pending += node.all_input_nodes
+    read: dict[Node, bool] = {}
+    for node in graph.nodes:
+        if node.target is operator.getitem and node.args[0] in forward:
+            forward.add(node)
+        elif node not in forward and base(node) is node:
+            for source in map(base, node.all_input_nodes):
+                if source in forward:
+                    read[source] = read.get(source, False) or not kinds.is_fusible(node)
+    return read
 
 
 def _is_floating(node: Node) -> bool:

@@ -282,6 +282,42 @@ def test_results_of_three_dimensions_and_parts_of_them_may_be_written(parts: str
     assert apart(step(model, writing(write)), step(model, writing(write, fused))) < 1e-5
 
 
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "flat": lambda h: h.view(-1),
+    "part": lambda h: h[..., 3:7],
+    "transposed": lambda h: h.mT,
+}
+RELU2: dict[str, Callable[[Tensor], Tensor]] = {
+    "square": lambda h: F.relu(h).square(),
+    "product": lambda h: F.relu(h) * F.relu(h),
+}
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("level", [None, *LEVELS, "tiled:2"])
+@pytest.mark.parametrize("shape", [(8, WIDTH), (2, 4, WIDTH)], ids=["two axes", "three axes"])
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("activation", RELU2)
+def test_views_of_results_may_be_written(activation: str, view: str, shape: tuple[int, ...], level: str | None) -> None:
+    """Autograd keeps relu's result, PyTorch's cut the pre-activation: a view, over which no version check stands."""
+
+    class Seen(HandsOut):
+        def __init__(self) -> None:
+            super().__init__(RELU2[activation])
+            self.mix = nn.Linear(WIDTH + HIDDEN, WIDTH)
+
+        def forward(self, x: Tensor) -> Any:
+            x = x.view(shape)
+            h = self.up(x)
+            y = self.down(self.activation(h)) + torch.sin(self.mix(torch.cat([h, x], -1)))
+            return y, VIEWS[view](h)
+
+    model, write = Seen(), lambda x, others: others
+    fused = interpreted(None if level is None else FusionPolicy(memory=level), exact=True)
+    off = apart(step(model, writing(write)), step(model, writing(write, fused)))
+    assert off < 1e-5 if level else off > 0.01
+
+
 class Frozen(HandsOut):
     """PyTorch keeps its pre-activation alone: no weight's gradient needs what the first product reads."""
 

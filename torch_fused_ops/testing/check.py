@@ -130,9 +130,8 @@ def measure_fp8(sample: Sample) -> precision.Errors:
     grads = iter(torch.autograd.grad(sample()[0], required, grad))
     loaded = [reference.load_fp8(kept[2 * i], kept[2 * i + 1], torch.float32) for i in range(data)]
     at = Sample(op, sample.name, (*loaded, *sample.args[data:]))
-    wide = precision._cast(at.args, torch.float64, "cpu")
-    truths = getattr(reference, f"{op}_backward")(grad.double().cpu(), *wide, wanted)
-    near = precision._near(at, grad.double().cpu())
+    truths = getattr(reference, f"{op}_backward")(grad.double().cpu(), *precision.wide_args(at), wanted)
+    near = precision.near_of(at, grad.double().cpu())
     for i, (w, truth) in enumerate(zip(wanted, truths, strict=True)):
         got = next(grads).cpu() if w else None
         if got is not None and i < data:
