@@ -128,7 +128,8 @@ def measure_fp8(sample: Sample) -> precision.Errors:
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out)
     required = [t for t in sample.tensors if t is not None and t.requires_grad]
     grads = iter(torch.autograd.grad(sample()[0], required, grad))
-    loaded = [reference.load_fp8(kept[2 * i], kept[2 * i + 1], torch.float32) for i in range(data)]
+    computed_in = reference.compute_dtype(*sample.tensors)
+    loaded = [reference.load_fp8(kept[2 * i], kept[2 * i + 1], computed_in) for i in range(data)]
     at = Sample(op, sample.name, (*loaded, *sample.args[data:]))
     truths = getattr(reference, f"{op}_backward")(grad.double().cpu(), *precision.wide_args(at), wanted)
     near = precision.near_of(at, grad.double().cpu())
