@@ -320,6 +320,8 @@ def _exposed(gm: GraphModule, graphs: Graphs, joint_inputs: Any, *, free: bool, 
     theirs = {base(n) for n in results}.union(arguments)
     kept = [n for n in _returned(forward)[outputs:] if isinstance(n, Node) and base(n) in theirs and _is_floating(n)]
     rebuilt = _rebuilt_from(kept, graphs)
+    if not rebuilt:
+        return []
     read = _read_by_backward(gm.graph, outputs)
 
     def held(sources: Iterable[Node], materialised: bool) -> list[Node]:
@@ -358,16 +360,15 @@ def _read_by_backward(graph: Graph, outputs: int) -> dict[Node, bool]:
     Autograd's formulas read what autograd keeps. What needs no gradient and no result is backward's, too.
     """
     kinds = get_default_op_list()
-    forward, pending = {graph.output_node()}, [node for node in _returned(graph)[:outputs] if isinstance(node, Node)]
-    while pending:
-        if (node := pending.pop()) not in forward:
-            forward.add(node)
-            pending += node.all_input_nodes
+    forward = {node for node in _returned(graph)[:outputs] if isinstance(node, Node)}
+    for node in reversed(graph.nodes):
+        if node in forward:
+            forward.update(node.all_input_nodes)
     read: dict[Node, bool] = {}
     for node in graph.nodes:
         if node.target is operator.getitem and node.args[0] in forward:
             forward.add(node)
-        elif node not in forward and base(node) is node:
+        elif node not in forward and node.op != "output" and base(node) is node:
             for source in map(base, node.all_input_nodes):
                 if source in forward:
                     read[source] = read.get(source, False) or not kinds.is_fusible(node)

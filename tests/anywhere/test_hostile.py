@@ -180,14 +180,14 @@ def as_kernels(sample: Sample, grad: Tensor, mask: list[bool]) -> tuple[Tensor, 
     return out.detach(), [next(found) if wanted else None for wanted in mask]
 
 
-def as_reference(sample: Sample, grad: Tensor, mask: list[bool], dtype: torch.dtype | None) -> Any:
-    """The same by plain torch, in this dtype; by default in what the operator computes in."""
+def as_reference(sample: Sample, grad: Tensor, mask: list[bool], *, wide: bool) -> Any:
+    """The same by plain torch, in what the operator computes in, or in float64: the truth."""
     args = [a.detach() if isinstance(a, Tensor) else a for a in sample.args]
-    if dtype is not None and sample.op in ACTIVATION_OPERATORS:
-        args, grad = list(precision.wide_args(sample)), grad.to(dtype)
-    elif dtype is not None:
-        args = [a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
-        grad = grad.to(dtype)
+    if wide:
+        args = [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+        grad = grad.double()
+    if wide and sample.op in ACTIVATION_OPERATORS:
+        args = list(precision.wide_args(sample))
     out = getattr(reference, sample.op)(*args)
     if sample.op == "dropout_add":
         x, bias, _, seed, p = args
@@ -195,7 +195,7 @@ def as_reference(sample: Sample, grad: Tensor, mask: list[bool], dtype: torch.dt
         return out, [*found, grad if mask[2] else None]
     if sample.op == "scaled_masked_softmax":
         sink = args[2]
-        y = out if dtype is None else sample().detach().to(dtype)  # backward has the rounded result alone
+        y = sample().detach().double() if wide else out  # backward has the rounded result alone
         wanted = (mask[0], mask[2])
         d_x, d_sink = reference.scaled_masked_softmax_backward(
             grad, y, *args[3:], None if sink is None else sink.dtype, wanted
@@ -214,8 +214,8 @@ def is_as_in_torch(sample: Sample, run: Callable[..., Any] = as_kernels) -> None
         like = sample()
     grad = torch.randn(like.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(like.dtype)
     got, grads = run(sample, grad, mask)
-    plain, plain_grads = as_reference(sample, grad, mask, None)
-    truth, true_grads = as_reference(sample, grad, mask, torch.float64)
+    plain, plain_grads = as_reference(sample, grad, mask, wide=False)
+    truth, true_grads = as_reference(sample, grad, mask, wide=True)
 
     def check(what: str, got: Tensor, near: Tensor | None, *wanted: Tensor) -> None:
         limit, near = precision.LIMITS[what, got.dtype], None if near is None else near.nan_to_num(0.0)
@@ -237,12 +237,12 @@ def is_as_in_torch(sample: Sample, run: Callable[..., Any] = as_kernels) -> None
     nears: tuple[Tensor | None, ...] = (None,) * 3
     if sample.op in ACTIVATION_OPERATORS:
         (terms,), nears = precision.near_of(sample), precision.near_of(sample, grad.double())
-    if sample.op in ACTIVATION_OPERATORS and got.dtype != torch.float64:
-        # What is less than float32 holds is 0 to some roundings, of which a factor of infinity makes NaN.
-        args = [a.detach().double() if isinstance(a, Tensor) else a for a in sample.args]
-        alone = getattr(reference, sample.op)(*args[:2], None, *args[3:])
-        lost = (alone != 0) & (alone.abs() < torch.finfo(torch.float32).tiny)
-        truth = torch.where(lost & truth.isinf() & got.isnan(), got.double(), truth)
+        if got.dtype != torch.float64:
+            # What is less than float32 holds is 0 to some roundings, of which a factor of infinity makes NaN.
+            args = [a.detach().double() if isinstance(a, Tensor) else a for a in sample.args]
+            alone = getattr(reference, sample.op)(*args[:2], None, *args[3:])
+            lost = (alone != 0) & (alone.abs() < torch.finfo(torch.float32).tiny)
+            truth = torch.where(lost & truth.isinf() & got.isnan(), got.double(), truth)
     check("forward", got, terms, plain, truth)
     sums = {"glu": (2,), "scaled_masked_softmax": (2,), "dropout_add": (1,)}.get(sample.op, (1, 2))
     for i, (one, by_plain, true) in enumerate(zip(grads, plain_grads, true_grads, strict=True)):

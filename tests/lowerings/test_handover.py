@@ -258,6 +258,11 @@ def writing(what: Callable[[Tensor, Any], Sequence[Tensor]], fn: Any = None) -> 
     return written
 
 
+def given(x: Tensor, others: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What ``writing`` is to write: the model's results."""
+    return others
+
+
 PARTS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
     "whole": lambda h: [h],
     "split": lambda h: h.split([32, HIDDEN - 32], -1),
@@ -277,9 +282,8 @@ def test_results_of_three_dimensions_and_parts_of_them_may_be_written(parts: str
             h = self.up(x.view(2, 4, WIDTH))
             return self.down(torch.tanh(h)), *PARTS[parts](h)
 
-    model, write = Cubes(torch.tanh), lambda x, others: others
-    fused = interpreted(FusionPolicy(memory=level), exact=True)
-    assert apart(step(model, writing(write)), step(model, writing(write, fused))) < 1e-5
+    model, fused = Cubes(torch.tanh), interpreted(FusionPolicy(memory=level), exact=True)
+    assert apart(step(model, writing(given)), step(model, writing(given, fused))) < 1e-5
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -312,9 +316,9 @@ def test_views_of_results_may_be_written(activation: str, view: str, shape: tupl
             y = self.down(self.activation(h)) + torch.sin(self.mix(torch.cat([h, x], -1)))
             return y, VIEWS[view](h)
 
-    model, write = Seen(), lambda x, others: others
+    model = Seen()
     fused = interpreted(None if level is None else FusionPolicy(memory=level), exact=True)
-    off = apart(step(model, writing(write)), step(model, writing(write, fused)))
+    off = apart(step(model, writing(given)), step(model, writing(given, fused)))
     assert off < 1e-5 if level else off > 0.01
 
 
@@ -335,7 +339,7 @@ class Frozen(HandsOut):
 @pytest.mark.parametrize("name", ["result", "argument"])
 def test_what_is_not_kept_for_a_frozen_layer_may_be_written(name: str, level: str) -> None:
     model = Frozen(nn.Linear(WIDTH, WIDTH) if name == "result" else nn.Identity())
-    write: Any = (lambda x, others: others) if name == "result" else (lambda x, others: [x])
+    write: Any = given if name == "result" else (lambda x, others: [x])
     fused = interpreted(FusionPolicy(memory=level), exact=True)
     assert apart(step(model, writing(write)), step(model, writing(write, fused))) < 1e-5
 

@@ -134,25 +134,28 @@ def near_of(sample: Sample, grad: Tensor | None = None) -> tuple[Tensor | None, 
     if "activation" not in op.scalars:
         return (None,) * (1 if grad is None else op.data)
     a, b, scale, *_ = wide_args(sample)
-    name, layout = sample.scalars[0], None if op.layout is None else sample.args[op.layout]
+    name = sample.scalars[0]
+    layout: Any = None if op.layout is None else sample.args[op.layout]
     gate, up, factor = a, None, torch.ones_like(a[..., :1]) if grad is None else grad.abs()
     if scale is not None:
         factor = factor * scale.unsqueeze(-1).abs()
-    if op.data == 2 or layout is not None:
-        gate, up = reference.unpack(a, layout) if layout else (a, b)
+    if op.data == 2 or op.is_packed:
+        gate, up = reference.unpack(a, layout) if op.is_packed else (a, b)
         up_offset, clamp = sample.scalars[-2:]
         gate, up = reference.clamped(gate, up, clamp)
     least = torch.finfo(reference.compute_dtype(*sample.tensors)).smallest_normal
-    table = activations.get(name)
-    value, derivative = (torch.where(v.abs() < least, least, 0.0) for v in (table.value(gate), table.derivative(gate)))
-    derivative = torch.maximum(derivative, near_zero(name, gate))
     of_gate = factor if up is None else factor * (up + up_offset).abs()
+
+    def near(v: Tensor) -> Tensor:
+        return torch.where(v.abs() < least, least, 0.0)
+
     if grad is None:
-        return (of_gate * value,)
+        return (of_gate * near(activations.get(name).value(gate)),)
+    d_gate = of_gate * torch.maximum(near(activations.get(name).derivative(gate)), near_zero(name, gate))
     if up is None:
-        return of_gate * derivative, None
-    nears = of_gate * derivative, factor * value
-    return (reference.pack(*nears, layout), None) if layout else nears
+        return d_gate, None
+    d_up = factor * near(activations.get(name).value(gate))
+    return (reference.pack(d_gate, d_up, layout), None) if op.is_packed else (d_gate, d_up)
 
 
 def _summands(sample: Sample, grad: Tensor) -> tuple[Tensor, Tensor]:
