@@ -271,6 +271,14 @@ def passes_before_caches() -> Iterator[None]:
         yield
 
 
+def passes_before_caches_everywhere() -> None:
+    """``before_caches`` for compilations in every thread, from here on."""
+    import torch._inductor.config as config
+
+    for name, value in before_caches().items():
+        update_everywhere(config, name, lambda _, value=value: value)
+
+
 # ---- config values, process-wide -----------------------------------------------------------------
 
 

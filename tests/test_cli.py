@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -197,7 +198,7 @@ def test_explain_at_every_memory_level(models, capsys):
         ("some_models", "'some_models' is not of the form module:callable"),
         (":example", "':example' is not of the form module:callable"),
         ("no_such_module:example", "module 'no_such_module' cannot be imported: No module named 'no_such_module'"),
-        ("no_such_file.py:example", "no_such_file.py is no file"),
+        ("no_such_file.py:example", "'no_such_file.py' does not exist"),
         ("some_models:no_such_name", "some_models has no 'no_such_name'"),
         ("some_models:number", "some_models:number is a int, not callable; it must return (model, args)"),
         ("some_models:nothing", "some_models:nothing returned a NoneType; it must return (model, args)"),
@@ -334,9 +335,67 @@ def test_run_behind_torchrun(models):
     assert "1 of 1 MLP sites fused" in (models / "report.txt").read_text()
 
 
-def test_run_needs_a_program(models, capsys):
-    for arguments in (["run"], ["run", "nothing.py"]):
-        assert main(arguments) == 2
-        assert "is no file: it must be a Python program, or -m and a module's name" in capsys.readouterr().err
-    assert main(["run", "--report", "no/such/folder.txt", "some_models.py"]) == 2
-    assert "--report no/such/folder.txt cannot be written" in capsys.readouterr().err
+@pytest.mark.slow
+def test_run_is_the_program_itself(models):
+    """What `python script.py` does, `run` does: paths, `__main__` at exit, sys.path, the program's own errors."""
+    folder = models / "elsewhere"
+    folder.mkdir()
+    (models / "beside.py").write_text("VALUE = 7")
+    (models / "program.py").write_text(
+        "import atexit, inspect, os, pickle, sys, torch\n"
+        "from torch import nn\n"
+        "import beside\n"
+        "os.chdir('elsewhere')\n"
+        "assert os.path.isabs(__file__) and 'beside' in inspect.getsource(sys.modules['__main__'])\n"
+        "class State: pass\n"
+        "atexit.register(lambda: print('pickled', len(pickle.dumps(State())) > 0))\n"
+        "model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))\n"
+        "torch.compile(model)(torch.randn(2, 8)).sum().backward()\n"
+        "raise ModuleNotFoundError('its own', name='triton')\n"
+    )
+    (folder / "link.py").symlink_to(models / "program.py")
+    done = run("run", "--exclude", "layers.[0,1].*", "--report", "report.json", "elsewhere/link.py", cwd=models)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "its own" in done.stderr
+    assert "pickled True" in done.stdout and "is off" not in done.stderr
+    assert "1 of 1 MLP sites fused (1 graph); the report is in " in done.stderr
+    assert len(json.loads((models / "report.json").read_text())["sites"]) == 1
+
+
+def test_run_replaces_the_process(models, monkeypatch):
+    calls = []
+    monkeypatch.setattr(os, "execv", lambda *command: calls.append(command))
+    monkeypatch.setenv("TORCH_FUSED_OPS", "")
+    monkeypatch.setenv("TORCH_FUSED_OPS_REPORT", "")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(models)
+    main(["run", "--memory", "fp8", "--exclude", "b.[0,1]", "--report", "r.json", "-m", "some_models", "--memory", "x"])
+    (executable, command) = calls[0]
+    assert executable == command[0] == sys.executable and command[-4:] == ["-m", "some_models", "--memory", "x"]
+    asked = tfo.FusionPolicy.parse(os.environ["TORCH_FUSED_OPS"])
+    assert asked == tfo.FusionPolicy(memory="fp8", exclude=("b.[0,1]",))
+    assert os.environ["TORCH_FUSED_OPS_REPORT"] == str(models / "r.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run"], "SCRIPT is missing: give the path of a Python program, or -m and a module's name"),
+        (["run", "nothing.py"], "SCRIPT 'nothing.py' does not exist: give the path"),
+        (["run", "--report", "no/such/folder.txt", "some_models.py"], "--report no/such/folder.txt cannot be written"),
+        (["run", "--exclude", "b.[7", "some_models.py"], "'b.[7' has a [ without its ]"),
+        ([], "COMMAND"),
+        (["bench"], "NAME"),
+    ],
+)
+def test_commands_with_nothing_and_with_nonsense(models, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(models)
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_pattern_that_is_none(models, capsys):
+    for command in ("explain", "verify"):
+        assert main([command, "--exclude", "b.[7", "some_models:example"]) == 2
+        assert "'b.[7' has a [ without its ]" in capsys.readouterr().err

@@ -30,15 +30,17 @@ if (_part := Path(__file__).parents[1] / "lowerings" / "__init__.py").exists() a
 if sys.argv[:1] == ["-m"] and (_module := sys.orig_argv[-len(sys.argv)]).split(".")[0] == __name__:
     # Torch takes 2 s to import: --help, --version and arguments that make no sense do without.
     if _module == __name__:
+        from torch_fused_ops import environment
         from torch_fused_ops.arguments import parser
 
-        parser().parse_args(sys.argv[1:])
+        _arguments = parser().parse_args(sys.argv[1:])
+        if _arguments.command == "run":  # which becomes another program
+            environment.run(_arguments)
     # The command line does not begin with torch's warning: nothing here needs NumPy, and `info` says
     # whether it is there.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
-import torch_fused_ops.environment  # noqa: F401  first: what it says wrong stops here
-from torch_fused_ops import functional
+from torch_fused_ops import environment, functional  # environment first: an invalid setting stops the import here
 from torch_fused_ops._version import __version__
 from torch_fused_ops.activations import register_activation
 from torch_fused_ops.known_gemms import register_gemm
@@ -48,7 +50,7 @@ from torch_fused_ops.operators.decompositions import decompositions
 from torch_fused_ops.planner.plan import Plan, plan
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, policy_given
 from torch_fused_ops.reports.explain import Report, Site, explain
-from torch_fused_ops.reports.recording import record
+from torch_fused_ops.reports.recording import record, report_at_exit
 from torch_fused_ops.verify import Verification, verify
 
 __all__ = [
@@ -73,6 +75,9 @@ __all__ = [
     "verify",
 ]
 
+
+if environment.REPORT:
+    report_at_exit(Path(environment.REPORT))
 
 _PARTS = ("distributed", "lowerings", "megatron", "nn", "reference", "slapo", "testing", "virtual_gpu")
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,9 @@ class _Parser(argparse.ArgumentParser):
             meant = ", ".join(name for names in near for name in names)
             hint = f"; did you mean {meant}?" if meant else ""
             found.command_parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        del found.command_parser
+        if not (found.command and getattr(found, "benchmark", True)):  # a command's name is missing
+            found.command_parser.print_help(sys.stderr)
+            sys.exit(2)
         return found
 
 
@@ -122,10 +125,10 @@ def parser() -> argparse.ArgumentParser:
     """What ``python -m torch_fused_ops`` takes; ``command`` is the command, ``benchmark`` the benchmark's name."""
     whole = _Parser("python -m torch_fused_ops", description="Fused MLP operators for PyTorch.")
     whole.add_argument("--version", action="version", version=f"torch_fused_ops {__version__}")
-    commands = whole.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    commands = whole.add_subparsers(metavar="COMMAND", dest="command")
     commands.add_parser("info", help="versions, devices and what is active")
     check = commands.add_parser("check", help="opcheck and precision of every operator on a device")
-    check.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, …")
+    check.add_argument("--device", help="cpu, cuda, cuda:1, …; a GPU by default where there is one")
     check.add_argument("--quick", action="store_true", help="fewer samples")
     explain = commands.add_parser("explain", help="which MLPs of a model are fused, and why the others are not")
     _add_model(explain)
@@ -180,13 +183,13 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     run.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
     bench = commands.add_parser("bench", help="measure this library beside PyTorch's own ways, or count on paper")
-    names = bench.add_subparsers(required=True, metavar="NAME", dest="benchmark")
+    names = bench.add_subparsers(metavar="NAME", dest="benchmark")
     for name, (text, options) in BENCHMARKS.items():
         one = names.add_parser(
             name, help=text, description=text, epilog=_ways(name), formatter_class=argparse.RawDescriptionHelpFormatter
         )
         for option in options:
             one.add_argument(f"--{option}", **_BENCH_OPTIONS[option])
-    for each in (*commands.choices.values(), *names.choices.values()):
-        each.set_defaults(command_parser=each)
+    for command in (whole, *commands.choices.values(), *names.choices.values()):
+        command.set_defaults(command_parser=command)
     return whole

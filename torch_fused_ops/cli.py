@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import os
 import platform
-import runpy
 import shutil
 import sys
 import threading
@@ -119,15 +118,15 @@ def _info(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     from torch_fused_ops.testing import check as runner
 
+    gpus = (device for device in ("cuda", "xpu") if getattr(torch, device).is_available())
+    device = arguments.device or next(gpus, "cpu")
     try:
-        torch.zeros(1, device=arguments.device)
+        torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as e:
-        raise _UsageError(f"--device {arguments.device} cannot be used: {str(e).splitlines()[0]}") from None
+        raise _UsageError(f"--device {device} cannot be used: {str(e).splitlines()[0]}") from None
     start = time.perf_counter()
-    print(f"opcheck and precision on {arguments.device}, largest errors against float64\n\n{runner.line()}", flush=True)
-    rows = runner.check(
-        arguments.device, quick=arguments.quick, progress=lambda row: print(runner.row_line(row), flush=True)
-    )
+    print(f"opcheck and precision on {device}, largest errors against float64\n\n{runner.line()}", flush=True)
+    rows = runner.check(device, quick=arguments.quick, progress=lambda row: print(runner.row_line(row), flush=True))
     failures = [f for row in rows for f in row.failures]
     calls, opchecks = sum(row.samples for row in rows), sum(row.opchecks for row in rows)
     verdict = f"{len(failures)} failures" if failures else "all passed"
@@ -149,7 +148,7 @@ def _module(name: str) -> ModuleType:
             raise _UsageError(f"module {name!r} cannot be imported: {e}") from None
     path = Path(name)
     if not path.is_file():
-        raise _UsageError(f"{name} is no file")
+        raise _UsageError(f"{name!r} does not exist: give a module's name or the path of a .py file")
     sys.path.insert(0, str(path.parent.resolve()))  # as `python file.py` does: its neighbours can be imported
     return importlib.import_module(path.stem)
 
@@ -184,6 +183,13 @@ def _check_writable(arguments: argparse.Namespace, *options: str) -> None:
             raise _UsageError(f"--{option} {file} cannot be written: it must be a file in a folder that is there")
 
 
+def _policy(arguments: argparse.Namespace) -> tfo.FusionPolicy:
+    try:
+        return tfo.FusionPolicy(memory=arguments.memory, gemm=arguments.gemm, exclude=arguments.exclude)
+    except ValueError as e:
+        raise _UsageError(str(e)) from None
+
+
 def _explain(arguments: argparse.Namespace) -> int:
     _check_writable(arguments, "json", "html")
     if arguments.levels and not arguments.train:
@@ -195,7 +201,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     model, args, kwargs = _load(arguments.spec)
     if isinstance(model, torch.nn.Module):
         model.train(arguments.train)
-    policy = tfo.FusionPolicy(memory=arguments.memory, gemm=arguments.gemm, exclude=arguments.exclude)
+    policy = _policy(arguments)
     with _progress("torch_fused_ops.reports", "capturing"):
         with torch.set_grad_enabled(arguments.train):
             report = tfo.explain(model, *args, policy=policy, **kwargs)
@@ -283,7 +289,7 @@ def _progress(name: str, first: str = "", seconds: float = 5.0) -> Iterator[None
 
 def _verify(arguments: argparse.Namespace) -> int:
     _check_writable(arguments, "json")
-    policy = tfo.FusionPolicy(memory=arguments.memory, gemm=arguments.gemm, exclude=arguments.exclude)
+    policy = _policy(arguments)
     try:
         model, args, kwargs = _load(arguments.spec)
         if isinstance(model, torch.nn.Module):
@@ -299,43 +305,6 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.json:
         Path(arguments.json).write_text(found.to_json(), encoding="utf-8")
     return 0 if found.ok else 1
-
-
-# ---- run -------------------------------------------------------------------------------------------------------------
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    """Becomes the program: its name, arguments, folder and exit code. Processes that it starts do as it does."""
-    _check_writable(arguments, "report")
-    name, *rest = arguments.program or [""]
-    script = Path(name)
-    if not arguments.module and not script.is_file():
-        raise _UsageError(f"{name or 'SCRIPT'} is no file: it must be a Python program, or -m and a module's name")
-    fields = [f"memory={arguments.memory}", f"gemm={arguments.gemm}", f"strict={arguments.strict}".lower()]
-    text = ",".join((*fields, *(f"exclude={pattern}" for pattern in arguments.exclude)))
-    environment.ask_for(text)
-    sys.argv = [name, *rest]
-    if arguments.module:
-        program = functools.partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(script.parent.resolve())
-        program = functools.partial(runpy.run_path, name, run_name="__main__")
-    if not arguments.report or os.environ.get("RANK", "0") != "0":
-        program()
-        return 0
-    with tfo.record() as report:
-        try:
-            program()
-        finally:
-            _write(report, Path(arguments.report))
-    return 0
-
-
-def _write(report: tfo.Report, file: Path) -> None:
-    if file.suffix == ".html":
-        report.to_html(file)
-    else:
-        file.write_text(report.to_json() if file.suffix == ".json" else f"{report}\n", encoding="utf-8")
 
 
 # ---- bench -----------------------------------------------------------------------------------------------------------
@@ -357,7 +326,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "explain": _explain,
     "plan": _plan,
     "verify": _verify,
-    "run": _run,
+    "run": environment.run,
     "bench": _bench,
 }
 

@@ -1,25 +1,25 @@
-"""What the environment asks for: ``TORCH_FUSED_OPS="memory=fp8,gemm=fp8"`` is ``enable(FusionPolicy(...))``.
+"""Settings in the environment: ``TORCH_FUSED_OPS`` and ``TORCH_FUSED_OPS_REPORT``.
 
-For programs whose text is not ours to change (``docs/integrations.md``). ``torch_fused_ops_autoload.py`` looks for it
-as torch is imported; the policy is put in force as Inductor is, since importing that for its sake would cost 1.7 s.
+``TORCH_FUSED_OPS="memory=fp8,gemm=fp8"`` is ``enable(FusionPolicy(...))``, for programs that are run without editing
+them (``docs/integrations.md``). ``torch_fused_ops_autoload.py`` looks for it as torch is imported; the policy is put in
+force when Inductor is imported, because importing Inductor for its sake would cost 1.7 s. ``TORCH_FUSED_OPS_REPORT``
+names a file that the process writes its report to at exit. ``python -m torch_fused_ops run`` sets both.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
 
 from torch_fused_ops.policy import BOOLS, FusionPolicy
 
-__all__ = ["NAME", "POLICY", "ask_for"]
+__all__ = ["NAME", "POLICY", "REPORT", "REPORT_NAME", "run"]
 
-NAME = "TORCH_FUSED_OPS"
-
-
-def ask_for(text: str) -> None:
-    """From here on the environment asks for this, in the processes that this one starts, too."""
-    global POLICY
-    os.environ[NAME] = text
-    POLICY = _policy()
+NAME, REPORT_NAME = "TORCH_FUSED_OPS", "TORCH_FUSED_OPS_REPORT"
 
 
 def _policy() -> FusionPolicy | None:
@@ -33,3 +33,37 @@ def _policy() -> FusionPolicy | None:
 
 
 POLICY = _policy()
+# Taken out, so that processes which this one starts do not write to the same file. Other ranks' reports would.
+REPORT = os.environ.pop(REPORT_NAME, "") if os.environ.get("RANK", "0") == "0" else ""
+
+
+def run(arguments: argparse.Namespace) -> NoReturn:
+    """Replace this process by ``python SCRIPT ...``, with the policy and the report's file in its environment.
+
+    ``os.execv`` of the same interpreter: nothing of what Python does for a script has to be imitated here. The report
+    is written by the new process, at exit.
+    """
+    error = arguments.command_parser.error
+    if not arguments.program:
+        error("SCRIPT is missing: give the path of a Python program, or -m and a module's name")
+    name = arguments.program[0]
+    if not arguments.module and not Path(name).exists():
+        error(f"SCRIPT {name!r} does not exist: give the path of a Python program, or -m and a module's name")
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
+        error("TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: with it, `import torch` loads no plug-in, this one included")
+    fields = [f"memory={arguments.memory}", f"gemm={arguments.gemm}", f"strict={arguments.strict}".lower()]
+    text = ",".join((*fields, *(f"exclude={pattern}" for pattern in arguments.exclude)))
+    try:
+        FusionPolicy.parse(text)
+    except ValueError as e:
+        error(str(e))
+    os.environ[NAME] = text
+    if arguments.report and os.environ.get("RANK", "0") == "0":
+        file = Path(arguments.report).resolve()  # the program may change its folder
+        if file.is_dir() or not os.access(file.parent, os.W_OK):
+            error(f"--report {arguments.report} cannot be written: it must be a file in an existing folder")
+        os.environ[REPORT_NAME] = str(file)
+    flags = [*subprocess._args_from_interpreter_flags(), *(["-m"] if arguments.module else [])]  # type: ignore[attr-defined]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *flags, *arguments.program])

@@ -33,13 +33,19 @@ class Observer(Protocol):
         """Pick-up has failed on a graph and left it as it was."""
 
 
-_observers: ContextVar[tuple[Observer, ...]] = ContextVar("torch_fused_ops_observers", default=())
+process_wide: list[Observer] = []  # told in every thread, but not inside ``unobserved``
+_observers: ContextVar[tuple[Observer, ...] | None] = ContextVar("torch_fused_ops_observers", default=None)
+
+
+def _current() -> tuple[Observer, ...]:
+    observers = _observers.get()
+    return tuple(process_wide) if observers is None else observers
 
 
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
     """Inside, the observer is told, too."""
-    token = _observers.set((*_observers.get(), observer))
+    token = _observers.set((*_current(), observer))
     try:
         yield
     finally:
@@ -58,7 +64,7 @@ def unobserved() -> Iterator[None]:
 
 def before(graph: Graph, policy: FusionPolicy) -> None:
     """Pick-up is about to run on a graph. Never raises."""
-    for observer in _observers.get():
+    for observer in _current():
         try:
             observer.before(graph, policy)
         except Exception:
@@ -67,11 +73,11 @@ def before(graph: Graph, policy: FusionPolicy) -> None:
 
 def tell(graph: Graph, sites: Sequence[Site]) -> None:
     """Pick-up has run on a graph and found these sites."""
-    for observer in _observers.get():
+    for observer in _current():
         observer.tell(graph, sites)
 
 
 def failed(reason: str) -> None:
     """Pick-up has failed on a graph and left it as it was."""
-    for observer in _observers.get():
+    for observer in _current():
         observer.failed(reason)

@@ -118,7 +118,7 @@ class FusionPolicy:
         if BOOLS.get(text.strip().lower()):
             return cls()
         fields: dict[str, Any] = {}
-        for part in text.split(","):
+        for part in re.split(r",(?![^\[]*\])", text):  # not at a comma inside [...]
             name, equals, value = (word.strip() for word in part.partition("="))
             if not (name and equals and value):
                 meant = next((f"; did you mean {field}={name}?" for field in _KNOWN if _KNOWN[field].has(name)), "")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import re
 import sys
 import threading
@@ -10,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,13 +21,13 @@ from torch._guards import CompileContext
 from torch.fx import Graph, GraphModule
 
 from torch_fused_ops.capturing import captured_graphs
-from torch_fused_ops.observers import observed_by
+from torch_fused_ops.observers import observed_by, process_wide
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.breaks import Break, break_of
 from torch_fused_ops.reports.figures import Capture, capture
 from torch_fused_ops.reports.report import Recorded, Report, Site, unmatched
 
-__all__ = ["record", "title_of"]
+__all__ = ["record", "report_at_exit", "title_of"]
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -65,6 +68,32 @@ def record(*, figures: bool = False) -> Iterator[Report]:
             recorder.report.other_graphs = max(0, captured_graphs() - before - len(recorder.graphs))
     if figures and recorder.report.graphs:
         recorder.report.measure()
+
+
+def report_at_exit(file: Path) -> None:
+    """Record the compilations of all threads from here on, and write the report when this process exits.
+
+    Args:
+        file: its ending says the format: .json, .html, or else text.
+    """
+    recorder, process = _Recorder(), os.getpid()
+    process_wide.append(recorder)
+
+    def write() -> None:
+        if os.getpid() != process:  # forked
+            return
+        report = recorder.report
+        try:
+            if file.suffix == ".html":
+                report.to_html(file)
+            else:
+                file.write_text(report.to_json() if file.suffix == ".json" else f"{report}\n", encoding="utf-8")
+        except OSError as error:
+            print(f"torch_fused_ops: the report cannot be written to {file}: {error}", file=sys.stderr)
+            return
+        print(f"torch_fused_ops: {report.summary}; the report is in {file}", file=sys.stderr)
+
+    atexit.register(write)
 
 
 # ---- what the stage tells --------------------------------------------------------------------------------------------
