@@ -275,8 +275,8 @@ def passes_before_caches_everywhere() -> None:
     """``before_caches`` for compilations in every thread, from here on."""
     import torch._inductor.config as config
 
-    for name, value in before_caches().items():
-        update_everywhere(config, name, lambda _, value=value: value)
+    for name in (options := before_caches()):
+        update_everywhere(config, name, lambda _, name=name: options[name])  # type: ignore[misc]
 
 
 # ---- config values, process-wide -----------------------------------------------------------------

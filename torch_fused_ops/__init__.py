@@ -18,14 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-# While the current folder is a clone, this package is the clone's, whichever is installed; and what is installed as its
-# parts stands beside it there: an editable installation of another clone would give that one's.
-if (_part := Path(__file__).parents[1] / "lowerings" / "__init__.py").exists() and not (
-    (_found := importlib.util.find_spec("torch_fused_ops.lowerings"))
-    and Path(_found.origin or "").resolve() == _part.resolve()
-):
-    __path__.append(str(_part.parents[1]))
-
 # `python -m torch_fused_ops` imports this first; while Python looks for a module, sys.argv begins with "-m".
 if sys.argv[:1] == ["-m"] and (_module := sys.orig_argv[-len(sys.argv)]).split(".")[0] == __name__:
     # Torch takes 2 s to import: --help, --version and arguments that make no sense do without.
@@ -86,7 +78,12 @@ def __dir__() -> list[str]:
     return [*__all__, *_PARTS]
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for one of these
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from torch_fused_ops import distributed, lowerings, megatron, nn, reference, slapo, testing, virtual_gpu  # noqa: F401
+    from torch_fused_ops.policy import PolicyFields
+else:  # a type checker would take every name for one of these
 
     def __getattr__(name: str) -> ModuleType:
         """A part that has not been imported yet: ``import torch_fused_ops as tfo; tfo.nn.FusedMLP``."""
@@ -104,7 +101,7 @@ def _pick_up() -> Any:
     return lowerings.pick_up()
 
 
-def enable(policy: FusionPolicy | None = None, **fields: Any) -> None:
+def enable(policy: FusionPolicy | None = None, **fields: Unpack[PolicyFields]) -> None:
     """Let plain ``torch.compile(model)`` pick MLPs up, in every thread of this process. Idempotent.
 
     Passes that others put into Inductor's slots stay there and run first. Calling it again changes the policy.
@@ -121,14 +118,14 @@ def disable() -> None:
     _pick_up().disable()
 
 
-def enabled(policy: FusionPolicy | None = None, **fields: Any) -> AbstractContextManager[None]:
+def enabled(policy: FusionPolicy | None = None, **fields: Unpack[PolicyFields]) -> AbstractContextManager[None]:
     """``with enabled():`` the same, for compilations that happen inside the block, in this thread (or context) only."""
     block: AbstractContextManager[None] = _pick_up().enabled(policy_given("enabled", policy, fields))
     return block
 
 
 def compile_options(
-    policy: FusionPolicy | None = None, options: dict[str, Any] | None = None, **fields: Any
+    policy: FusionPolicy | None = None, options: dict[str, Any] | None = None, **fields: Unpack[PolicyFields]
 ) -> dict[str, Any]:
     """Options for ``torch.compile(model, options=…)`` (or AOTInductor's ``inductor_configs``) that add our passes.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from torch_fused_ops import tiles
 from torch_fused_ops.recipes import RECIPES
@@ -17,6 +17,7 @@ __all__ = [
     "BOOLS",
     "FIELDS",
     "FusionPolicy",
+    "PolicyFields",
     "UnfusedError",
     "check_known",
     "check_not_meant",
@@ -32,6 +33,23 @@ MEMORY = ("off", "free", "fp8", "input", "tiled")  # the levels, each with less 
 LEVELS = f"{', '.join(MEMORY)}, tiled:N (N: 2 to {tiles.LIMIT})"  # all that is accepted, in messages
 EPILOGUES = ("measured", "library", "off")
 GEMM = ("bf16", *RECIPES)
+
+if TYPE_CHECKING:  # the same for type checkers, which take nothing computed; of tiled:N the usual numbers
+    Tiles = Literal["tiled:2", "tiled:3", "tiled:4", "tiled:6", "tiled:8", "tiled:12", "tiled:16", "tiled:32"]
+    Level = Literal["off", "free", "fp8", "input", "tiled"] | Tiles
+    Recipe = Literal["bf16", "fp8", "fp8-wgrad-bf16", "fp8-rowwise", "mxfp8", "mxfp8-wgrad-bf16"]
+    Epilogues = Literal["measured", "library", "off"]
+
+
+class PolicyFields(TypedDict, total=False):
+    """``FusionPolicy``'s fields, as keywords of the calls that take them in a policy's place."""
+
+    memory: Level | Mapping[str, str]
+    dropout: bool
+    strict: bool
+    exclude: Sequence[str]
+    epilogues: Epilogues
+    gemm: Recipe | Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -70,12 +88,12 @@ class FusionPolicy:
             "bf16".
     """
 
-    memory: str | Mapping[str, str] | tuple[tuple[str, str], ...] = "free"
+    memory: Level | Mapping[str, str] | tuple[tuple[str, str], ...] = "free"
     dropout: bool = True
     strict: bool = False
-    exclude: tuple[str, ...] = ()
-    epilogues: str = "measured"
-    gemm: str | Mapping[str, str] | tuple[tuple[str, str], ...] = "bf16"
+    exclude: Sequence[str] = ()
+    epilogues: Epilogues = "measured"
+    gemm: Recipe | Mapping[str, str] | tuple[tuple[str, str], ...] = "bf16"
 
     def __new__(cls, *args: Any, **fields: Any) -> FusionPolicy:
         for name in fields:
@@ -142,7 +160,7 @@ class FusionPolicy:
         """The module patterns of each field that has some, by its name."""
         fields = {name: getattr(self, name) for name in _KNOWN}
         mappings = {name: tuple(dict(value)) for name, value in fields.items() if not isinstance(value, str)}
-        return {"exclude": self.exclude, **mappings}
+        return {"exclude": tuple(self.exclude), **mappings}
 
     def memory_of(self, modules: Collection[str]) -> str:
         """The memory level of what is in these modules (all around it, as ``enclosing_modules`` gives them)."""
@@ -262,7 +280,7 @@ class UnfusedError(RuntimeError):
     """
 
 
-def policy_given(name: str, policy: FusionPolicy | None, fields: Mapping[str, Any]) -> FusionPolicy | None:
+def policy_given(name: str, policy: FusionPolicy | None, fields: Mapping[str, object]) -> FusionPolicy | None:
     """The policy, or that of its fields; None where neither is given.
 
     Args:
@@ -276,7 +294,7 @@ def policy_given(name: str, policy: FusionPolicy | None, fields: Mapping[str, An
     if fields and policy is not None:
         raise TypeError(f"{name} has a policy, and {', '.join(fields)} besides: it must be the one or the other")
     if fields:
-        return FusionPolicy(**fields)
+        return FusionPolicy(**fields)  # type: ignore[arg-type]
     return None if policy is None else policy_or_default(policy)
 
 

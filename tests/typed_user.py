@@ -1,0 +1,22 @@
+"""A user's file, which `.ci/types` checks: errors where an ignore stands, and nowhere else."""
+
+import torch
+from torch import Tensor
+
+import torch_fused_ops as tfo
+from torch_fused_ops import functional as FF
+
+compiled = torch.compile(torch.nn.Linear(8, 8), backend="fused", options={"memory": "fp8"})
+hidden: Tensor = FF.swiglu(torch.ones(2, 8), torch.ones(2, 8))
+mlp: torch.nn.Module = tfo.nn.FusedMLP(8, 16)
+tfo.enable(memory="fp8", exclude=["encoder.*"])
+tfo.enable(memory={"layers.0.*": "input", "*": "tiled:6"}, gemm="fp8-rowwise")
+tfo.enable(tfo.FusionPolicy(memory="tiled:16"))
+with tfo.enabled(strict=True):
+    options: dict[str, object] = tfo.compile_options(memory="input")
+tfo.enable(memroy="fp8")  # type: ignore[call-arg]
+tfo.enable(memory="fp9")  # type: ignore[arg-type]
+tfo.FusionPolicy(gemm="fp8-rows")  # type: ignore[arg-type]
+tfo.no_such_part  # type: ignore[attr-defined]  # noqa: B018
+report: tfo.Report = tfo.explain(mlp, torch.ones(2, 8))
+sites: tuple[tfo.Site, ...] = report.sites
