@@ -167,7 +167,7 @@ def operators() -> str:
 
 # ---- recognition.md --------------------------------------------------------------------------------------------------
 
-BEGIN = "<!-- Written by `python docs/generate.py` from torch_fused_ops/reasons.py; change that, not this. -->\n"
+BEGIN = "<!-- Written by `python docs/generate.py` from docs/reasons.json; change that, not this. -->\n"
 BEGIN_GPU = "<!-- Written by `python docs/generate.py` from benchmarks/decisions.py and results; change those. -->\n"
 BEGIN_PLAN = (
     "<!-- Written by `python docs/generate.py` from benchmarks/results/plans.json; change that, not this. -->\n"
@@ -185,16 +185,19 @@ def _cell(text: str) -> str:
 
 
 def recognition() -> str:
-    """The page, with a table for each family of reasons between its two marks."""
-    from torch_fused_ops.reasons import Family, Kind
+    """The page, with a table for each category of reasons between its two marks."""
+    from torch_fused_ops.reasons import Category, Kind
 
+    reasons = json.loads((DOCS / "reasons.json").read_text(encoding="utf-8"))
     lines = []
-    for family in Family:
-        lines += [f"### {family.title}", "", *([family.introduction, ""] if family.introduction else [])]
+    for category in Category:
+        heading = reasons["categories"][category.name]
+        lines += [f"### {heading['title']}", "", *([heading["introduction"], ""] if heading["introduction"] else [])]
         lines += ["| the report says | what it means, and what helps | its kind |", "|---|---|---|"]
         for kind in Kind:
-            if kind.family is family:
-                says, means = (_cell(text) for text in ("; ".join(kind.texts), f"{kind.means} {kind.cure}".strip()))
+            if kind.category is category:
+                entry = reasons["kinds"][kind.name]
+                says, means = _cell("; ".join(entry["texts"])), _cell(f"{entry['means']} {kind.hint}".strip())
                 anchor = kind.row.partition("#")[2]
                 lines.append(f'| {says} | {means} | <a id="{anchor}"></a>`{kind.name}` |')
         lines.append("")
