@@ -168,7 +168,9 @@ def operators() -> str:
 # ---- recognition.md --------------------------------------------------------------------------------------------------
 
 BEGIN = "<!-- Written by `python docs/generate.py` from docs/reasons.json; change that, not this. -->\n"
-BEGIN_GPU = "<!-- Written by `python docs/generate.py` from benchmarks/decisions.py and results; change those. -->\n"
+BEGIN_GPU = (
+    "<!-- Written by `python docs/generate.py` from benchmarks/laboratory/decisions.py and results; change those. -->\n"
+)
 BEGIN_PLAN = (
     "<!-- Written by `python docs/generate.py` from benchmarks/results/plans.json; change that, not this. -->\n"
 )
@@ -216,8 +218,8 @@ def _between(page: str, mark: str, lines: list[str], text: str | None = None) ->
 
 def gpu() -> str:
     """The page, with what each part's results decide; "not measured yet" where there are none."""
-    from torch_fused_ops.benchmarks import decisions
-    from torch_fused_ops.benchmarks.gpu import PARTS
+    from torch_fused_ops.benchmarks.laboratory import decisions
+    from torch_fused_ops.benchmarks.laboratory.gpu import PARTS
 
     lines = []
     for part in PARTS:
@@ -326,7 +328,7 @@ def readme() -> str:
 def benchmarks() -> str:
     """The page, with the ways that are compared, and with what ours loses on paper."""
     from torch_fused_ops import bench_ways
-    from torch_fused_ops.benchmarks import on_paper
+    from torch_fused_ops.benchmarks.laboratory import on_paper
 
     table = [
         f"| {', '.join(f'`{way}`' for way in m.ways)} | {', '.join(m.benchmarks)} | {m.text} |"
@@ -350,7 +352,7 @@ def benchmarks() -> str:
 
 def fp8() -> str:
     """The page, with our recipes, and torchao's beside them."""
-    from torch_fused_ops.benchmarks import fp8_recipes
+    from torch_fused_ops.benchmarks.laboratory import fp8_recipes
 
     result = json.loads((RESULTS / "fp8_recipes.json").read_text())
     page = _between("fp8.md", BEGIN_RECIPES, fp8_recipes.tables(result))
@@ -383,7 +385,7 @@ def _recipes() -> list[str]:
 
 def memory() -> str:
     """The page, with PyTorch's own ways beside ours."""
-    from torch_fused_ops.benchmarks import upstream_memory
+    from torch_fused_ops.benchmarks.laboratory import upstream_memory
 
     result = json.loads((RESULTS / "upstream_memory.json").read_text())
     return _between("memory.md", BEGIN_UPSTREAM, upstream_memory.tables(result))
