@@ -8,6 +8,7 @@ import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import BUILTIN
 from mpmath import mpf
 from torch import fx, nn
 
@@ -15,8 +16,6 @@ import torch_fused_ops as tfo
 from torch_fused_ops import activations
 from torch_fused_ops.nn.config import activation_name
 from torch_fused_ops.testing import precision
-
-BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
 
 
 def sigmoid(x):

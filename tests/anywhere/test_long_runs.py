@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
+from harness import MLP
 from torch import Tensor
 
 import torch_fused_ops as tfo
@@ -100,15 +101,6 @@ def cheap(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., 
     return compile_fx(gm, example_inputs, inner_compile=inner)  # type: ignore[no-any-return]
 
 
-class MLP(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
-
-
 def fused_calls(gm: torch.fx.GraphModule) -> int:
     return sum("fused" in str(node.target) for node in gm.graph.nodes)
 
@@ -116,7 +108,7 @@ def fused_calls(gm: torch.fx.GraphModule) -> int:
 def cycle(i: int, backend: Any) -> None:
     """One compilation with pick-up switched on in one of the ways, a training step, and everything off again."""
     torch._dynamo.reset()
-    model, x = MLP(), torch.randn(3, 4)
+    model, x = MLP(4, 8), torch.randn(3, 4)
     policy = tfo.FusionPolicy(memory=("free", "fp8", "input", "off")[i % 4])
     compiled = torch.compile(model, backend=backend)
     if i % 3 == 0:
@@ -163,7 +155,7 @@ def test_compilations_leave_nothing_behind() -> None:
 
 def plain_cycle() -> None:
     torch._dynamo.reset()
-    torch.compile(MLP(), backend=cheap)(torch.randn(3, 4)).sum().backward()
+    torch.compile(MLP(4, 8), backend=cheap)(torch.randn(3, 4)).sum().backward()
 
 
 def blocks(cycles: Iterable[Callable[[], None]]) -> int:
@@ -228,7 +220,7 @@ def test_a_compiled_model_can_be_freed() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.down(Custom.apply(self.up(x)))  # type: ignore[no-any-return, no-untyped-call]
 
-    model = Model()
+    model = Model(4, 8)
     with tfo.enabled():
         torch.compile(model, backend=cheap)(torch.randn(3, 4)).sum().backward()
     gone = weakref.ref(model), weakref.ref(model.up.weight)
