@@ -15,7 +15,7 @@ import torch
 
 from torch_fused_ops import bench_ways
 
-from . import gpu, harness, mlp, model, on_paper, pictures, pointwise, probe, ways
+from . import harness, mlp, model, pictures, pointwise, ways
 from .harness import Case, Device, Plan, Target, UsageError
 
 
@@ -69,19 +69,18 @@ BENCHMARKS = {
     "model": Benchmark(
         model.grid, model.name_of, model.case, model.TARGETS, model.SHAPE, (2,), {"cuda": 10.0, "cpu": 60.0}
     ),
-    "probe": Benchmark(probe.grid, probe.name_of, probe.case, (), probe.SHAPE, (2,), {"cuda": 0.4, "cpu": 0.1}),
 }
 LIMIT = {"cuda": 540.0, "cpu": math.inf}  # seconds of a whole command
 QUICK_SECONDS = 0.1
 
 
-def bench(arguments: Namespace) -> int:
-    """Run a benchmark; returns the exit code. ``UsageError`` for arguments that make no sense."""
-    if arguments.benchmark == "on-paper":
-        return on_paper.main(arguments)
-    if arguments.benchmark == "gpu":
-        return gpu.main(arguments)
-    benchmark = BENCHMARKS[arguments.benchmark]
+def bench(arguments: Namespace, benchmark: Benchmark | None = None) -> int:
+    """Run a benchmark, by default the one that the arguments name; returns the exit code.
+
+    Raises:
+        UsageError: arguments that make no sense.
+    """
+    benchmark = benchmark or BENCHMARKS[arguments.benchmark]
     if arguments.draw:
         _draw(harness.read(arguments.draw, arguments.benchmark), arguments.draw)
         return 0

@@ -167,8 +167,10 @@ def operators() -> str:
 
 # ---- recognition.md --------------------------------------------------------------------------------------------------
 
-BEGIN = "<!-- Written by `python docs/generate.py` from torch_fused_ops/reasons.py; change that, not this. -->\n"
-BEGIN_GPU = "<!-- Written by `python docs/generate.py` from benchmarks/decisions.py and results; change those. -->\n"
+BEGIN = "<!-- Written by `python docs/generate.py` from docs/reasons.json; change that, not this. -->\n"
+BEGIN_GPU = (
+    "<!-- Written by `python docs/generate.py` from benchmarks/laboratory/decisions.py and results; change those. -->\n"
+)
 BEGIN_PLAN = (
     "<!-- Written by `python docs/generate.py` from benchmarks/results/plans.json; change that, not this. -->\n"
 )
@@ -185,16 +187,19 @@ def _cell(text: str) -> str:
 
 
 def recognition() -> str:
-    """The page, with a table for each family of reasons between its two marks."""
-    from torch_fused_ops.reasons import Family, Kind
+    """The page, with a table for each category of reasons between its two marks."""
+    from torch_fused_ops.reasons import Category, Kind
 
+    reasons = json.loads((DOCS / "reasons.json").read_text(encoding="utf-8"))
     lines = []
-    for family in Family:
-        lines += [f"### {family.title}", "", *([family.introduction, ""] if family.introduction else [])]
+    for category in Category:
+        heading = reasons["categories"][category.name]
+        lines += [f"### {heading['title']}", "", *([heading["introduction"], ""] if heading["introduction"] else [])]
         lines += ["| the report says | what it means, and what helps | its kind |", "|---|---|---|"]
         for kind in Kind:
-            if kind.family is family:
-                says, means = (_cell(text) for text in ("; ".join(kind.texts), f"{kind.means} {kind.cure}".strip()))
+            if kind.category is category:
+                entry = reasons["kinds"][kind.name]
+                says, means = _cell("; ".join(entry["texts"])), _cell(f"{entry['means']} {kind.hint}".strip())
                 anchor = kind.row.partition("#")[2]
                 lines.append(f'| {says} | {means} | <a id="{anchor}"></a>`{kind.name}` |')
         lines.append("")
@@ -213,8 +218,8 @@ def _between(page: str, mark: str, lines: list[str], text: str | None = None) ->
 
 def gpu() -> str:
     """The page, with what each part's results decide; "not measured yet" where there are none."""
-    from torch_fused_ops.benchmarks import decisions
-    from torch_fused_ops.benchmarks.gpu import PARTS
+    from torch_fused_ops.benchmarks.laboratory import decisions
+    from torch_fused_ops.benchmarks.laboratory.gpu import PARTS
 
     lines = []
     for part in PARTS:
@@ -323,7 +328,7 @@ def readme() -> str:
 def benchmarks() -> str:
     """The page, with the ways that are compared, and with what ours loses on paper."""
     from torch_fused_ops import bench_ways
-    from torch_fused_ops.benchmarks import on_paper
+    from torch_fused_ops.benchmarks.laboratory import on_paper
 
     table = [
         f"| {', '.join(f'`{way}`' for way in m.ways)} | {', '.join(m.benchmarks)} | {m.text} |"
@@ -347,7 +352,7 @@ def benchmarks() -> str:
 
 def fp8() -> str:
     """The page, with our recipes, and torchao's beside them."""
-    from torch_fused_ops.benchmarks import fp8_recipes
+    from torch_fused_ops.benchmarks.laboratory import fp8_recipes
 
     result = json.loads((RESULTS / "fp8_recipes.json").read_text())
     page = _between("fp8.md", BEGIN_RECIPES, fp8_recipes.tables(result))
@@ -380,7 +385,7 @@ def _recipes() -> list[str]:
 
 def memory() -> str:
     """The page, with PyTorch's own ways beside ours."""
-    from torch_fused_ops.benchmarks import upstream_memory
+    from torch_fused_ops.benchmarks.laboratory import upstream_memory
 
     result = json.loads((RESULTS / "upstream_memory.json").read_text())
     return _between("memory.md", BEGIN_UPSTREAM, upstream_memory.tables(result))

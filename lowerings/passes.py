@@ -193,7 +193,7 @@ class Recognise(_Pass, CustomGraphPass):
 
 def _helps(site: Site) -> str:
     """What helps where a site was missed, for an error's text."""
-    return "".join(f" → {kind.advice}" if kind.cure else f" ({kind.row})" for kind in site.refusals)
+    return "".join(f" → {kind.advice}" if kind.hint else f" ({kind.row})" for kind in site.refusals)
 
 
 class Remember(_Only, CustomPartitionerFn):

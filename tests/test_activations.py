@@ -2,18 +2,20 @@
 
 import functools
 import math
+import operator
 
 import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import BUILTIN
 from mpmath import mpf
+from torch import fx, nn
 
 import torch_fused_ops as tfo
 from torch_fused_ops import activations
+from torch_fused_ops.nn.config import activation_name
 from torch_fused_ops.testing import precision
-
-BUILTIN = ("relu", "relu2", "silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid", "tanh")
 
 
 def sigmoid(x):
@@ -24,16 +26,45 @@ def cubic(x):
     return mpmath.sqrt(8 / mpmath.pi) * (x + mpf("0.044715") * x**3)
 
 
-EXACT = {
-    "relu": lambda x: max(x, mpf(0)),
-    "relu2": lambda x: max(x, mpf(0)) ** 2,
-    "silu": lambda x: x * sigmoid(x),
-    "gelu": lambda x: x * mpmath.ncdf(x),
-    "gelu_tanh": lambda x: x * sigmoid(cubic(x)),
-    "quick_gelu": lambda x: x * sigmoid(mpf("1.702") * x),
-    "sigmoid": sigmoid,
-    "tanh": mpmath.tanh,
+def gelu(x, approximate="none"):
+    return x * (sigmoid(cubic(x)) if approximate == "tanh" else mpmath.ncdf(x))
+
+
+# The functions of definitions, with as many digits as mpmath is set to.
+MPMATH = {
+    F.gelu: gelu,
+    F.silu: lambda x, inplace: x * sigmoid(x),
+    torch.erf: mpmath.erf,
+    torch.exp: mpmath.exp,
+    torch.relu: lambda x: max(x, mpf(0)),
+    torch.sigmoid: sigmoid,
+    torch.square: lambda x: x * x,
+    torch.tanh: mpmath.tanh,
+    torch.abs: abs,
+    **{
+        fn: lambda *values, fn=fn: fn(*map(decimal, values))
+        for fn in (operator.add, operator.sub, operator.mul, operator.truediv, operator.neg)
+    },
 }
+
+
+def decimal(value):
+    """A constant as it is written: 1.702 is not the nearest float's value."""
+    return mpf(repr(value)) if isinstance(value, float) else value
+
+
+class InMpmath(fx.Interpreter):
+    def call_function(self, target, args, kwargs):
+        return MPMATH[target](*args, **kwargs)
+
+
+def exactly(name):
+    """An activation by its textbook definition, of mpmath's numbers."""
+    definition = activations.get(name).definition
+    return InMpmath(fx.symbolic_trace(lambda x: definition(x))).run
+
+
+EXACT = {name: exactly(name) for name in BUILTIN}
 POINTS = sorted({s * p for s in (-1, 1) for p in (*(2.0**k for k in range(-20, 5)), 0.75, 1.28, 3.0, 6.0, 11.0, 20.0)})
 
 
@@ -92,8 +123,21 @@ def test_finite_everywhere(name, dtype):
     assert act.value(torch.full((1,), math.nan, dtype=dtype)).isnan().all()
 
 
+@pytest.mark.parametrize("name", BUILTIN)
+def test_pytorchs_functions_and_modules_are_the_same_function(name):
+    act, x = activations.get(name), torch.linspace(-4.0, 4.0, 101, dtype=torch.float64)
+    for fn in act.callables:
+        applied = fn() if isinstance(fn, type) else fn
+        assert activation_name(applied) == name
+        torch.testing.assert_close(applied(x), act.value(x), rtol=1e-12, atol=1e-15)
+
+
+def test_the_forms_of_gelu_have_names_of_their_own():
+    assert [activation_name(nn.GELU(approximate)) for approximate in ("none", "tanh")] == ["gelu", "gelu_tanh"]
+
+
 def test_names_and_get():
-    assert activations.names()[:8] == BUILTIN
+    assert {"relu", "gelu", "silu"} < set(BUILTIN) and list(activations.names()[: len(BUILTIN)]) == BUILTIN
     with pytest.raises(
         ValueError, match=r"activation='swish' is not known: it is 'silu' here; accepted: relu, relu2, silu"
     ):

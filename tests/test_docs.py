@@ -157,7 +157,7 @@ def test_the_example_of_a_report_is_what_is_printed(tmp_path: Path) -> None:
 
 def test_the_readme_and_the_questions_state_results() -> None:
     """What is no generated table; test_precision.py has GELU's tail, benchmarks/test_on_paper.py what is lost."""
-    from torch_fused_ops.benchmarks import coverage
+    from torch_fused_ops.benchmarks.laboratory import coverage
 
     results = ROOT / "benchmarks" / "results"
     readme, questions = (" ".join((ROOT / p).read_text(encoding="utf-8").split()) for p in ("README.md", "docs/faq.md"))

@@ -338,7 +338,7 @@ def test_each_graph_break_has_its_line_its_reason_and_what_helps(tmp_path):
     assert one.code == "torch._dynamo.graph_break()" and one.kind is Kind.GRAPH_BREAK
     assert one.location.startswith(__file__) and one.source.startswith("test_explain.py:")
     shown = " ".join(str(report).split())
-    assert f"{one.source} ×{times}: {one.code} {one.reason} → {Kind.GRAPH_BREAK.cure} ({Kind.GRAPH_BREAK.row})" in shown
+    assert f"{one.source} ×{times}: {one.code} {one.reason} → {Kind.GRAPH_BREAK.hint} ({Kind.GRAPH_BREAK.row})" in shown
     text, parser = read(report.to_html(tmp_path / "report.html"))
     assert text.count(f"<pre>{one.code}</pre>") == 1 and f"{times} times" in text and "Graph breaks" in text
     assert any(Kind.GRAPH_BREAK.row in t for t in parser.texts)

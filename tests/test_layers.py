@@ -86,7 +86,10 @@ LAYERS: dict[str, list[str]] = {
     "integrations": ["reports"],
     # tools
     "testing": ["virtual_gpu", *OPERATORS],
-    "benchmarks": ["virtual_gpu", "bench_ways", *OPERATORS, "policy", *SITES, "lowerings", "nn", "torch_fused_ops"],
+    "benchmarks": [
+        *("virtual_gpu", "bench_ways", "arguments", *OPERATORS, "policy", *SITES, "lowerings", "nn"),
+        "torch_fused_ops",
+    ],
     "cli": [
         *("virtual_gpu", "arguments", *OPERATORS, "policy", "environment", "lowerings", "torch_fused_ops", "testing"),
         "benchmarks",
@@ -175,6 +178,13 @@ def test_a_part_imports_what_is_below_it(part: str) -> None:
     accepted = (part, *LAYERS[part])
     own = [module for module in modules() if part_of(module) == part]
     assert not {(module, other) for module in own for other in imports(module) if part_of(other) not in accepted}
+
+
+def test_nothing_that_is_installed_imports_the_laboratory() -> None:
+    folder = "torch_fused_ops.benchmarks.laboratory"
+    assert any(module.startswith(folder) for module in modules())
+    installed = [module for module in modules() if not module.startswith(folder)]
+    assert not [module for module in installed if any(name.startswith(folder) for name in imports(module))]
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import saving
 from torch.autograd.graph import saved_tensors_hooks
 
 from torch_fused_ops import functional, megatron, slapo
@@ -16,15 +17,7 @@ TOKENS, WIDTH, MLP = 8192, 4096, 16384
 
 def kept(fn, *tensors):
     """MiB of the storages that autograd keeps of this call."""
-    saved = {}
-
-    def pack(t):
-        saved[t.untyped_storage()._cdata] = t  # held, so that no other storage gets its address
-        return t
-
-    with saved_tensors_hooks(pack, lambda t: t):
-        fn(*tensors)
-    return f"{sum(t.untyped_storage().nbytes() for t in saved.values()) / 2**20:.2f}"
+    return f"{saving(lambda: fn(*tensors))[1] / 2**20:.2f}"
 
 
 def meta(*shape):

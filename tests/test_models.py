@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import SwiGLU
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -118,15 +119,6 @@ def test_compiled_model_matches_eager(name: str) -> None:
         torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
 
 
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(*s, bias=False) for s in ((16, 32), (16, 32), (32, 16)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 def operators_in(compile_and_run: Callable[[dict[str, Any]], Any]) -> list[str]:
     """The fused operators in the joint graphs of what is compiled, by a pass of the test's own."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -153,7 +145,7 @@ def operators_in(compile_and_run: Callable[[dict[str, Any]], Any]) -> list[str]:
 
 @pytest.mark.codegen_is_slow
 def test_inside_a_checkpointed_block() -> None:
-    mlp = MLP()
+    mlp = SwiGLU(16, 32)
     x = torch.randn(4, 16, requires_grad=True)
 
     def model(x: Tensor) -> Tensor:
@@ -172,7 +164,7 @@ def test_inside_a_checkpointed_block() -> None:
 
 @pytest.mark.codegen_is_slow
 def test_inside_an_autocast_region() -> None:
-    mlp = MLP()
+    mlp = SwiGLU(16, 32)
     x = torch.randn(4, 16)
 
     def model(x: Tensor) -> Tensor:
@@ -189,7 +181,7 @@ def test_inside_an_autocast_region() -> None:
 
 @pytest.mark.slow
 def test_under_aot_inductor(tmp_path: Any) -> None:
-    mlp, x = MLP().eval(), torch.randn(4, 16)
+    mlp, x = SwiGLU(16, 32).eval(), torch.randn(4, 16)
     exported = torch.export.export(mlp, (x,))
 
     def run(options: dict[str, Any]) -> None:

@@ -32,6 +32,24 @@ def test_every_test_file_is_in_one_part_of_the_slow_run(parts: dict[str, str]) -
     assert sorted(files) == sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "tests").rglob("test_*.py"))
 
 
+def test_lines_are_counted_and_limited(tmp_path: Path) -> None:
+    if not SLOW.exists() or shutil.which("bash") is None:
+        pytest.skip("needs a clone and bash")
+    for folder in (".ci", "one/inner", "two"):
+        (tmp_path / folder).mkdir(parents=True)
+    script = shutil.copy(ROOT / ".ci" / "size", tmp_path / ".ci")
+    for file, lines in (("one/a.py", 3), ("one/inner/b.py", 2), ("two/c.py", 4), ("two/d.txt", 9)):
+        (tmp_path / file).write_text("\n" * lines)
+    for most, status in ((5, 0), (9, 0), (4, 1)):
+        (tmp_path / ".ci" / "lines").write_text(f"# a comment\nsome {most} one\nothers 4 two\n")
+        counted = subprocess.run(["bash", script], capture_output=True, text=True)
+        assert counted.returncode == status, counted
+        assert "some: 5 lines" in (counted.stderr if status else counted.stdout)
+        assert "others: 4 lines of at most 4\n" in counted.stdout, "the other is counted, too"
+    limits = [line for line in (ROOT / ".ci" / "lines").read_text().splitlines() if line[0] != "#"]
+    assert [line.split()[0] for line in limits] == ["product", "tests"]
+
+
 def test_a_part_takes_every_processor(parts: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread for each process, and a process for each processor: nproc of itself counts OMP_NUM_THREADS."""
     (tmp_path / "python").write_text('#!/bin/sh\necho "$OMP_NUM_THREADS" "$@"\n')

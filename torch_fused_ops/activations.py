@@ -28,7 +28,7 @@ from functools import lru_cache
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["Activation", "get", "names", "register_activation", "table_hash"]
 
@@ -70,6 +70,7 @@ class Activation:
         gradient_from_output: whether f'(f(x)) = f'(x), with f(x) rounded: backward may keep f(x), which the next linear
             keeps anyway, instead of x.
         gradient: (g, x) → g·f'(x), where PyTorch's own is not the product: a ReLU stops infinity and NaN, too.
+        callables: PyTorch's functions and classes of modules that compute f, whatever their arguments.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Activation:
     builtin: bool = True
     gradient_from_output: bool = False
     gradient: Callable[[Tensor, Tensor], Tensor] | None = None
+    callables: tuple[Function | type[nn.Module], ...] = ()
 
     def input_grad(self, grad: Tensor, x: Tensor) -> Tensor:
         """grad · f'(x)."""
@@ -223,6 +225,7 @@ _TABLE: dict[str, Activation] = {
             torch.relu,
             gradient_from_output=True,
             gradient=_relu_gradient,
+            callables=(F.relu, torch.relu, nn.ReLU),
         ),
         # Not relu2: where x² underflows the gradient 2x does not, and of the rounded x² a root has half the digits.
         Activation(
@@ -232,8 +235,8 @@ _TABLE: dict[str, Activation] = {
             lambda x: torch.square(torch.relu(x)),
             gradient=_relu2_gradient,
         ),
-        Activation("silu", _swish(1.0), _swish_derivative(1.0), F.silu),
-        Activation("gelu", _gelu, _gelu_derivative, F.gelu),
+        Activation("silu", _swish(1.0), _swish_derivative(1.0), F.silu, callables=(F.silu, nn.SiLU)),
+        Activation("gelu", _gelu, _gelu_derivative, F.gelu, callables=(F.gelu,)),  # nn.GELU may be the tanh form
         Activation("gelu_tanh", _gelu_tanh, _gelu_tanh_derivative, lambda x: F.gelu(x, approximate="tanh")),
         Activation(
             "quick_gelu",
@@ -241,8 +244,14 @@ _TABLE: dict[str, Activation] = {
             _swish_derivative(QUICK_GELU_SLOPE),
             lambda x: x * torch.sigmoid(QUICK_GELU_SLOPE * x),
         ),
-        Activation("sigmoid", lambda x: _sigmoid_of(1.0, x), _sigmoid_derivative, torch.sigmoid),
-        Activation("tanh", torch.tanh, _tanh_derivative, torch.tanh),
+        Activation(
+            "sigmoid",
+            lambda x: _sigmoid_of(1.0, x),
+            _sigmoid_derivative,
+            torch.sigmoid,
+            callables=(F.sigmoid, torch.sigmoid, nn.Sigmoid),
+        ),
+        Activation("tanh", torch.tanh, _tanh_derivative, torch.tanh, callables=(F.tanh, torch.tanh, nn.Tanh)),
     )
 }
 
@@ -252,7 +261,7 @@ _changing = threading.RLock()
 
 
 def names() -> tuple[str, ...]:
-    """The activations that exist now: the built-in eight and those registered since."""
+    """The activations that exist now: the built-in ones and those registered since."""
     return tuple(_TABLE)
 
 

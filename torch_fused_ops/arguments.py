@@ -6,7 +6,7 @@
     plan MODULE:CALLABLE            whether a step of training fits into a GPU's memory, and at which memory levels
     verify MODULE:CALLABLE          a model's step of training, eager, compiled and fused; exit code 1 if it differs
     run SCRIPT [ARGUMENT ...]       a program as it is, with pick-up in every torch.compile
-    bench NAME                      measure this library beside PyTorch's own ways, or count on paper
+    bench NAME                      measure this library beside PyTorch's own ways
     --version                       this library's version
 
 ``explain``, ``plan`` and ``verify`` call CALLABLE without arguments; it returns ``(model, args)`` or
@@ -19,6 +19,7 @@ import argparse
 import difflib
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch_fused_ops._version import __version__
 from torch_fused_ops.bench_ways import MEANINGS
 from torch_fused_ops.policy import GEMM, LEVELS, is_level
 
-__all__ = ["BENCHMARKS", "parser"]
+__all__ = ["BENCHMARKS", "TIMED", "add_bench_options", "parser"]
 
 _BENCH_OPTIONS: dict[str, dict[str, Any]] = {
     "device": {"help": "cpu, cuda, cuda:1, …; a GPU by default where there is one"},
@@ -45,19 +46,21 @@ _BENCH_OPTIONS: dict[str, dict[str, Any]] = {
     "out": {"type": Path, "metavar": "FILE", "help": "results (CPU: in benchmarks/results; quick: none), or a folder"},
     "draw": {"type": Path, "metavar": "FILE", "help": "measure nothing: draw the pictures of these results"},
     "largest": {"action": "store_true", "help": "the largest batch that fits, for each way, too"},
-    "part": {"metavar": "PART", "help": "correctness, kernels or steps"},
 }  # fmt: skip
-_TIMED = tuple(option for option in _BENCH_OPTIONS if option not in ("largest", "part"))
+TIMED = tuple(option for option in _BENCH_OPTIONS if option != "largest")
 # What each is, and which options it takes.
 BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "pointwise": ("every operator by itself, forward and backward, and what a call costs", _TIMED),
-    "mlp": ("a training step of GELU and SwiGLU MLPs", _TIMED),
-    "model": ("a training step of whole models", (*_TIMED, "largest")),
-    "inference": ("MLPs without gradients, decoding included", _TIMED),
-    "probe": ("our eager kernels at every block size and number of warps; float8 products; launches", _TIMED),
-    "on-paper": ("every operator and six blocks, counted for an absent H200", ("only", "quick", "out", "draw")),
-    "gpu": ("a GPU's first half hour, a part of it", ("part", "out", "device", "quick", "limit")),
+    "pointwise": ("every operator by itself, forward and backward, and what a call costs", TIMED),
+    "mlp": ("a training step of GELU and SwiGLU MLPs", TIMED),
+    "model": ("a training step of whole models", (*TIMED, "largest")),
+    "inference": ("MLPs without gradients, decoding included", TIMED),
 }  # fmt: skip
+
+
+def add_bench_options(parser: argparse.ArgumentParser, options: Sequence[str]) -> None:
+    """Add options of ``bench``, by name; the scripts of benchmarks/laboratory take some of them, too."""
+    for option in options:
+        parser.add_argument(f"--{option}", **_BENCH_OPTIONS[option])
 
 
 def _ways(benchmark: str) -> str:
@@ -182,14 +185,13 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--report", metavar="FILE", help="what was fused (rank 0), at the end: .json, .html, or text")
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     run.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
-    bench = commands.add_parser("bench", help="measure this library beside PyTorch's own ways, or count on paper")
+    bench = commands.add_parser("bench", help="measure this library beside PyTorch's own ways")
     names = bench.add_subparsers(metavar="NAME", dest="benchmark")
     for name, (text, options) in BENCHMARKS.items():
         one = names.add_parser(
             name, help=text, description=text, epilog=_ways(name), formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        for option in options:
-            one.add_argument(f"--{option}", **_BENCH_OPTIONS[option])
+        add_bench_options(one, options)
     for command in (whole, *commands.choices.values(), *names.choices.values()):
         command.set_defaults(command_parser=command)
     return whole

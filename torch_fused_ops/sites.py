@@ -66,9 +66,9 @@ class Site:
         """Whether ``strict`` counts it: an MLP that was left alone, or all of its linear layers were, where the policy
         asks for float8, or was left whole, where it asks for tiles; and not because the policy says so."""
         if self.op is not None:
-            whole = self.tiles_kind is not None and not self.tiles_kind.is_wanted
+            whole = self.tiles_kind is not None and not self.tiles_kind.is_requested
             return whole or (self.gemm_kind is not None and not self.gemm)
-        return self.is_mlp and not (self.kind is not None and self.kind.is_wanted)
+        return self.is_mlp and not (self.kind is not None and self.kind.is_requested)
 
     @property
     def missed(self) -> str:
@@ -78,7 +78,7 @@ class Site:
     @property
     def hint(self) -> str:
         """What can be done about a site that was left alone; "" where there is nothing, or nothing to do."""
-        return self.kind.cure if self.op is None and self.kind is not None else ""
+        return self.kind.hint if self.op is None and self.kind is not None else ""
 
     @property
     def refusals(self) -> tuple[Kind, ...]:

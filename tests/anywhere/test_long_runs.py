@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,11 +20,13 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
+from harness import MLP
 from torch import Tensor
 
 import torch_fused_ops as tfo
 from torch_fused_ops import functional
-from torch_fused_ops.benchmarks import fp8_training, harness, long_training, models
+from torch_fused_ops.benchmarks import harness, models
+from torch_fused_ops.benchmarks.laboratory import fp8_training, long_training
 from torch_fused_ops.lowerings import compat, passes
 
 SLOTS = ("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass")
@@ -100,15 +101,6 @@ def cheap(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., 
     return compile_fx(gm, example_inputs, inner_compile=inner)  # type: ignore[no-any-return]
 
 
-class MLP(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
-
-
 def fused_calls(gm: torch.fx.GraphModule) -> int:
     return sum("fused" in str(node.target) for node in gm.graph.nodes)
 
@@ -116,7 +108,7 @@ def fused_calls(gm: torch.fx.GraphModule) -> int:
 def cycle(i: int, backend: Any) -> None:
     """One compilation with pick-up switched on in one of the ways, a training step, and everything off again."""
     torch._dynamo.reset()
-    model, x = MLP(), torch.randn(3, 4)
+    model, x = MLP(4, 8), torch.randn(3, 4)
     policy = tfo.FusionPolicy(memory=("free", "fp8", "input", "off")[i % 4])
     compiled = torch.compile(model, backend=backend)
     if i % 3 == 0:
@@ -163,7 +155,7 @@ def test_compilations_leave_nothing_behind() -> None:
 
 def plain_cycle() -> None:
     torch._dynamo.reset()
-    torch.compile(MLP(), backend=cheap)(torch.randn(3, 4)).sum().backward()
+    torch.compile(MLP(4, 8), backend=cheap)(torch.randn(3, 4)).sum().backward()
 
 
 def blocks(cycles: Iterable[Callable[[], None]]) -> int:
@@ -228,7 +220,7 @@ def test_a_compiled_model_can_be_freed() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.down(Custom.apply(self.up(x)))  # type: ignore[no-any-return, no-untyped-call]
 
-    model = Model()
+    model = Model(4, 8)
     with tfo.enabled():
         torch.compile(model, backend=cheap)(torch.randn(3, 4)).sum().backward()
     gone = weakref.ref(model), weakref.ref(model.up.weight)
@@ -310,34 +302,6 @@ def test_eager_calls_of_fresh_shapes_leave_nothing_behind(calls: int, only_new_g
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def curves(apart: float, noise: float = 1e-4, seeds: int = 5) -> dict[str, list[list[float]]]:
-    """Losses after training, as ``long_training`` would find them: ``fused`` is off by ``apart``, rounding by noise."""
-    g = torch.Generator().manual_seed(0)
-    found: dict[str, list[list[float]]] = {way: [] for way in long_training.WAYS}
-    for _ in range(seeds):
-        base = 2.3 + 0.03 * torch.randn((), generator=g).item()
-        for way in long_training.WAYS:
-            own = 0.0 if way == "eager" else noise * torch.randn((), generator=g).item()
-            found[way].append([4.0, base + own + (apart if way == "fused" else 0.0)])
-    return found
-
-
-@pytest.mark.parametrize(("apart", "same"), [(0.0, True), (2e-3, False), (0.2, False), (-0.2, False)])
-def test_the_statistic_tells_rounding_from_another_function(apart: float, same: bool) -> None:
-    found = long_training.summary(curves(apart))
-    assert long_training.agrees(found, "fused") is same
-    assert long_training.agrees(found, "compile")
-    assert ("DIFFERS" in long_training.table(found)) is not same
-    row = found["minus_eager"]["fused"]
-    assert row["mean"] == pytest.approx(apart, abs=2e-4) and found["between_seeds"] == pytest.approx(0.03, rel=0.6)
-
-
-def test_the_statistic_wants_seeds_that_its_tables_hold() -> None:
-    assert all(n in long_training.F and n - 1 in long_training.T for n in long_training.SEEDS)
-    with pytest.raises(harness.UsageError, match="--seeds 1 is not accepted: it must be from 2 to 10"):
-        long_training.compare(1, 1)
-
-
 def test_500_steps_of_training_agree() -> None:
     """What was measured: benchmarks/results/long_training.json, and the picture of it."""
     result = harness.read(harness.results_folder() / "long_training.json", "long_training")
@@ -388,30 +352,6 @@ def to_twelve_digits(value: Any) -> Any:
     if isinstance(value, list):
         return [to_twelve_digits(one) for one in value]
     return float(f"{value:.12g}") if isinstance(value, float) else value
-
-
-def test_a_study_goes_on_where_it_was() -> None:
-    small = models.Config(layers=1, width=16, hidden=32, heads=2, context=8, vocabulary=256)
-    study = fp8_training.Study({"a": None, "b": None}, (("b", "a"),), {"GELU": (models.GPT, small)}, 1, "none")
-    result: dict[str, Any] = {}
-    lines: list[str] = []
-    fp8_training.measure(study, 2, 1, result, lines.append)
-    assert "summary" not in result, "of one seed there is none"
-    fp8_training.measure(study, 2, 2, result, lines.append)
-    fp8_training.measure(study, 2, 2, result, lines.append)
-    assert len(lines) == 4 and result["curves"]["GELU"]["a"] == result["curves"]["GELU"]["b"]
-    first, second = result["curves"]["GELU"]["a"]
-    assert first != second and result["summary"]["GELU"]["differences"]["b − a"]["mean"] == 0
-
-
-def test_a_study_is_of_what_it_says() -> None:
-    model = models.GPT(replace(models.QUICK, width=64))  # too narrow for float8
-    tokens = torch.zeros(1, 8, dtype=torch.int64)
-    policy = tfo.FusionPolicy(gemm="fp8")
-    report = tfo.explain(model, tokens, tokens, policy=policy)
-    with pytest.raises(RuntimeError, match="1 MLPs were to multiply in fp8, but what was compiled is"):
-        fp8_training.check_sites(model, report, policy)
-    fp8_training.check_sites(model, tfo.explain(model, tokens, tokens), tfo.FusionPolicy())
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import GELU_TANH, MLP, SwiGLU
 from torch import Tensor, nn
 
 from torch_fused_ops import FusionPolicy, bench_ways
@@ -26,38 +27,9 @@ BF16 = torch.bfloat16
 P = 0.25
 
 
-class GELU(nn.Module):
-    """Two linear layers with biases."""
-
+class GELU(MLP):
     def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-
-
-class SwiGLU(nn.Module):
-    """Llama's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class GLU(nn.Module):
-    """A packed pair, from one linear layer with a bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(WIDTH, 2 * HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.glu(self.fc1(x)))
+        super().__init__(WIDTH, HIDDEN, GELU_TANH)
 
 
 class Dropout(GELU):
@@ -84,9 +56,13 @@ class Attention(GELU):
         return super().forward(x + (weights @ heads).transpose(0, 1).flatten(1))
 
 
-MODELS: dict[str, type[nn.Module]] = {
-    "gelu": GELU, "swiglu": SwiGLU, "glu": GLU, "dropout": Dropout, "softmax": Attention,
-}  # fmt: skip
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gelu": GELU,
+    "swiglu": lambda: SwiGLU(WIDTH, HIDDEN),
+    "glu": lambda: MLP(WIDTH, 2 * HIDDEN, F.glu, halves=2),
+    "dropout": Dropout,
+    "softmax": Attention,
+}
 MODES = ("default", "reduce-overhead")
 ON_CPU = [  # one of each model, level and mode
     ("gelu", "fp8", "default"),

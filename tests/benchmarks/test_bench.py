@@ -131,13 +131,10 @@ def test_the_gpu_paths_on_a_stand_in(given: tuple[str, ...], tmp_path: Path, mon
         (["mlp", "--device", "cpu", "--seconds", "0"], "they must be above 0"),
         (["mlp", "--device", "cpu", "--quick", "--resume"], "--resume needs the file to go on with"),
         (["mlp", "--draw", "no_such_file.json"], "no_such_file.json cannot be read"),
-        (["on-paper", "--only", "nonsense"], "leaves nothing to count"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_makes_no_sense_is_refused(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if given[0] == "on-paper":
-        pytest.importorskip("triton")
     assert cli(["bench", *given]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error
@@ -147,13 +144,12 @@ def test_unknown_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> N
     for given in (
         ["bench", "nonsense"],
         ["bench"],
-        ["bench", "on-paper", "--device", "cpu"],
         ["bench", "mlp", "--part"],
     ):
         with pytest.raises(SystemExit) as stopped:
             cli(given)
         assert stopped.value.code == 2
-    assert set(BENCHMARKS) == {*main.BENCHMARKS, "on-paper", "gpu"}
+    assert set(BENCHMARKS) == set(main.BENCHMARKS)
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from torch_fused_ops.benchmarks import upstream_memory as measured
+from torch_fused_ops.benchmarks.laboratory import upstream_memory as measured
 
 RESULT: dict[str, Any] = json.loads(measured.RESULTS.read_text(encoding="utf-8"))
 PAPER = RESULT["paper"]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch.nn as nn
@@ -32,23 +33,14 @@ def tensor(*shape: int, grad: bool = True) -> Tensor:
     return torch.empty(*shape, dtype=BF16, device="meta", requires_grad=grad)
 
 
-class GeluMLP(nn.Module):
+class GeluMLP(harness.MLP):
     def __init__(self, width: int = WIDTH, ffn: int = FFN) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, ffn), nn.Linear(ffn, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        super().__init__(width, ffn, harness.GELU_TANH)
 
 
-class SwigluMLP(nn.Module):
+class SwigluMLP(harness.SwiGLU):
     def __init__(self, width: int = WIDTH, ffn: int = FFN) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(width, ffn, bias=False) for _ in range(2))
-        self.down = nn.Linear(ffn, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        super().__init__(width, ffn)
 
 
 class LlamaBlock(nn.Module):
@@ -102,7 +94,7 @@ class LoRA(nn.Module):
 
 class Dropped(GeluMLP):
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.dropout(F.gelu(self.up(x), approximate="tanh"), 0.1, self.training))
+        return self.down(F.dropout(self.activation(self.up(x)), 0.1, self.training))
 
 
 class Glu(nn.Module):

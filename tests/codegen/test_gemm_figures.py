@@ -17,8 +17,9 @@ from torch import Tensor
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy, float8
 from torch_fused_ops import virtual_gpu as gpu
-from torch_fused_ops.benchmarks import fp8_recipes, harness, models
-from torch_fused_ops.benchmarks.fp8_recipes import GELUMLP, bytes_besides_products
+from torch_fused_ops.benchmarks import harness, models
+from torch_fused_ops.benchmarks.laboratory import fp8_recipes
+from torch_fused_ops.benchmarks.laboratory.fp8_recipes import GELUMLP, bytes_besides_products
 from torch_fused_ops.benchmarks.models import SwiGLUMLP
 from torch_fused_ops.recipes import RECIPES
 from torch_fused_ops.virtual_gpu.roofline import rates_of, works_of
@@ -29,7 +30,7 @@ pytest.importorskip("triton")
 TOKENS, HIDDEN, FFN = 8192, 4096, 14336
 MIB = 2**20
 RATES = rates_of(gpu.H200)
-COMMITTED = Path(fp8_recipes.__file__).resolve().with_name("results") / "fp8_recipes.json"
+COMMITTED = harness.results_folder() / "fp8_recipes.json"
 
 
 @cache

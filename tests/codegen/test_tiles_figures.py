@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fused_ops import FusionPolicy
-from torch_fused_ops.benchmarks.fp8_recipes import GELUMLP
+from torch_fused_ops.benchmarks.laboratory.fp8_recipes import GELUMLP
 from torch_fused_ops.benchmarks.models import SwiGLUMLP
 from torch_fused_ops.lowerings.passes import compile_options
 from torch_fused_ops.virtual_gpu import H200, PaperCompilation, compile_on_paper

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import saving
 from torch import Tensor, nn
 
 import torch_fused_ops as tfo
@@ -54,17 +55,7 @@ def states(tool: str, fused: str, plain: int, ours: int) -> None:
 
 def kept(model: nn.Module, step: Callable[[], object]) -> int:
     """Bytes that autograd keeps from forward to backward, besides the model's weights; each memory once."""
-    storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
-
-    def pack(t: Tensor) -> Tensor:
-        storages[t.untyped_storage().data_ptr()] = t.untyped_storage()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        step()
-    for t in (*model.parameters(), *model.buffers()):
-        storages.pop(t.untyped_storage().data_ptr(), None)
-    return sum(storage.nbytes() for storage in storages.values())
+    return saving(step, (*model.parameters(), *model.buffers()))[1]
 
 
 def of_mlps(report: tfo.Report | None) -> str:
@@ -323,7 +314,7 @@ def step():
 MEASURED = """
 import json
 import sys
-sys.path.insert(0, {here!r})
+sys.path[:0] = {folders}
 from titan import model, step
 import test_tools
 import torch_fused_ops as tfo
@@ -338,7 +329,9 @@ def test_torchtitan(tmp_path: Path) -> None:
     """One graph for both layers, as it compiles them one by one."""
     pytest.importorskip("torchtitan")
     (tmp_path / "titan.py").write_text(TITAN)
-    (tmp_path / "measured.py").write_text(MEASURED.format(here=str(Path(__file__).parent)))
+    (tmp_path / "measured.py").write_text(
+        MEASURED.format(folders=[str(folder) for folder in Path(__file__).parents[:2]])
+    )
 
     def run(asked: str, *arguments: str) -> Any:
         done = subprocess.run(

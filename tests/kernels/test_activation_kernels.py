@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from harness import BUILTIN
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -26,7 +27,6 @@ from torch_fused_ops.kernels import cpu, launching
 from torch_fused_ops.kernels.activation import launch_of
 from torch_fused_ops.operators import activation as declared
 
-BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EVERYTHING = (True, True, True)
 

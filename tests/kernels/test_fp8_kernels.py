@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import BUILTIN
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -20,7 +21,6 @@ from torch_fused_ops.kernels import activation as kernels
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.activation import launch_of
 
-BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 

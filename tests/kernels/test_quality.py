@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import BUILTIN
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -22,11 +23,10 @@ from kernel_harness import GPUS, assemble, recorded
 from test_activation_kernels import calls as plain_calls
 from test_fp8_kernels import calls as fp8_calls
 
-from torch_fused_ops import activations, virtual_gpu
+from torch_fused_ops import virtual_gpu
 from torch_fused_ops.kernels import activation as kernels
 from torch_fused_ops.virtual_gpu import roofline
 
-BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 THREADS, REGISTERS = 2048, 65536  # of a multiprocessor, sm_80 to sm_100
 RATES = roofline.rates_of(virtual_gpu.H200)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch_fused_ops.reports.explain import Site
 
 POLICY = FusionPolicy(dropout=False)  # a dropout that is picked up drops other elements
 TOLERANCE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.2}
+REASONS = json.loads((Path(__file__).parents[2] / "docs" / "reasons.json").read_text(encoding="utf-8"))
 
 
 class EagerFails(Exception):
@@ -25,7 +28,7 @@ class EagerFails(Exception):
 
 def fits(kind: Kind, text: str) -> bool:
     """Whether a text is what docs/recognition.md has for its kind; behind where it is, in a module that does more."""
-    forms = (".*".join(map(re.escape, form.split("*")[::2])) for form in kind.texts)
+    forms = (".*".join(map(re.escape, form.split("*")[::2])) for form in REASONS["kinds"][kind.name]["texts"])
     return any(re.fullmatch(f"(its activation stands between .*: )?{form}", text, re.DOTALL) for form in forms)
 
 

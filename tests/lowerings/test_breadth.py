@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch.nn as nn
@@ -25,13 +26,9 @@ def fresh():
     torch.manual_seed(0)
 
 
-class MLP(nn.Module):
+class MLP(harness.MLP):
     def __init__(self, act: Callable[[Tensor], Tensor], width: int = 8, ffn: int = 16, halves: int = 1) -> None:
-        super().__init__()
-        self.up, self.act, self.down = nn.Linear(width, ffn), act, nn.Linear(ffn // halves, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(x)))
+        super().__init__(width, ffn, act, halves=halves)
 
 
 class Mixer(nn.Module):
@@ -90,15 +87,6 @@ class Adapted(nn.Linear):
         return F.linear(x, self.weight.detach()) + 2 * self.b(F.dropout(self.a(x), 0.0))
 
 
-class LoRA(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = Adapted(8, 16), Adapted(8, 16), Adapted(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 def geglu(h: Tensor) -> Tensor:
     """As in diffusion models: the gate is the second half."""
     up, gate = h.chunk(2, dim=-1)
@@ -146,7 +134,7 @@ FUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[tuple[str,
     "ConvNeXt, pointwise convolutions": (lambda: ConvNeXt(False), IMAGE, [("bias_act", "gelu")]),
     "experts by bmm": (lambda: Experts(False), (3, 4, 8), [("glu", "silu")]),
     "experts by einsum": (lambda: Experts(True), (3, 4, 8), [("glu", "silu")]),
-    "LoRA": (LoRA, X, [("glu", "silu")]),
+    "LoRA": (lambda: harness.SwiGLU(8, 16, Adapted), X, [("glu", "silu")]),
     "swish with a learnable slope": (lambda: MLP(Swish()), X, [("glu", "sigmoid")]),
 }
 

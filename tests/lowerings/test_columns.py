@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from differential import compare
+from harness import saving_step
 from torch import Tensor
 
 from torch_fused_ops import FusionPolicy, explain
@@ -127,26 +129,9 @@ def test_what_is_no_site(make: Callable[[], nn.Module], reader: str) -> None:
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
-def step(fn: Callable[..., Tensor], module: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
-    """(result and gradients, bytes that autograd kept beside parameters and the input)."""
-    kept: dict[int, int] = {}
-    given = {t.untyped_storage()._cdata for t in (x, *module.parameters())}
-
-    def pack(t: Tensor) -> Tensor:
-        if t.untyped_storage()._cdata not in given:
-            kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = fn(x)
-    tangent = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    return [out.detach(), *torch.autograd.grad(out, [x, *module.parameters()], tangent)], sum(kept.values())
-
-
 def compiled(module: nn.Module, memory: str, **settings: Any) -> Any:
-    torch._dynamo.reset()
-    options = {"policy": FusionPolicy(memory=memory, strict=memory != "tiled:2")}
-    return torch.compile(module, backend="fused", fullgraph=True, options=options, **settings)
+    policy = FusionPolicy(memory=memory, strict=memory != "tiled:2")
+    return harness.compiled(module, policy, fullgraph=True, **settings)
 
 
 def near(got: Sequence[Tensor], wanted: Sequence[Tensor], most: float) -> bool:
@@ -158,11 +143,11 @@ def near(got: Sequence[Tensor], wanted: Sequence[Tensor], most: float) -> bool:
 def test_what_each_level_keeps(gated: bool) -> None:
     """Backward joins the columns again: attention keeps its own, the MLP's are what the level makes of them."""
     module, x = Parallel(gated).float(), tokens(torch.float32)
-    wanted, _ = step(module, module, x)
+    wanted, _ = saving_step(module, module, x)
     rows, columns = 2 * TOKENS, (1 + gated) * FFN
     kept = {}
     for memory in ("off", "free", "fp8", "input", "tiled:2"):
-        got, kept[memory] = step(compiled(module, memory), module, x)
+        got, kept[memory] = saving_step(compiled(module, memory), module, x)
         assert near(got, wanted, 0.05 if memory == "fp8" else 1e-5), memory
     assert kept["off"] - kept["free"] == 4 * rows * (WIDTH + FFN)
     assert kept["free"] - kept["fp8"] == rows * (3 * columns - 4), "a byte for each of four, and scales"
@@ -177,7 +162,7 @@ def test_the_number_of_tokens_may_be_dynamic() -> None:
     for length in (TOKENS, 7):
         x = tokens()[:, :length].detach().contiguous().requires_grad_()
         with torch._dynamo.config.patch(error_on_recompile=length != TOKENS):
-            assert near(step(fn, module, x)[0], step(module, module, x)[0], 1e-12)
+            assert near(saving_step(fn, module, x)[0], saving_step(module, module, x)[0], 1e-12)
 
 
 class Summed(Parallel):
@@ -192,8 +177,8 @@ class Summed(Parallel):
 def test_what_cannot_be_made_again_is_kept() -> None:
     """No product is computed twice for it, and no more is kept than without pick-up."""
     module, x = Summed().double(), tokens()
-    wanted, _ = step(module, module, x)
-    off, free = (step(compiled(module, memory), module, x) for memory in ("off", "free"))
+    wanted, _ = saving_step(module, module, x)
+    off, free = (saving_step(compiled(module, memory), module, x) for memory in ("off", "free"))
     assert near(off[0], wanted, 1e-12) and near(free[0], wanted, 1e-12)
     assert free[1] <= off[1]
 
@@ -212,6 +197,6 @@ def test_diffusers_single_stream_block() -> None:
     (site,) = explain(fn, x).sites
     assert (site.op, site.activation) == ("fused::bias_act", "gelu_tanh")
     x.requires_grad_()
-    wanted, plain = step(torch.compile(fn, fullgraph=True), module, x)
-    got, kept = step(compiled(fn, "free"), module, x)
+    wanted, plain = saving_step(torch.compile(fn, fullgraph=True), module, x)
+    got, kept = saving_step(compiled(fn, "free"), module, x)
     assert near(got, wanted, 1e-10) and plain - kept >= 8 * 20 * (16 + 64)

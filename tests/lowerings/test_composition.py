@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch._dynamo.config as dynamo_config
@@ -148,14 +149,12 @@ def fused_with(policy: tfo.FusionPolicy | None = None) -> dict[str, Any]:
 # ---- upstream's own fusions ----------------------------------------------------------------------
 
 
-class MLP(nn.Module):
+class MLP(harness.MLP):
     def __init__(self, activation: Callable[[Tensor], Tensor] = F.gelu, width: int = 64) -> None:
-        super().__init__()
-        self.activation = activation
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        super().__init__(width, 4 * width, activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.activation(self.up(x)))  # type: ignore[no-any-return]
+        return x + super().forward(x)
 
 
 class Attention(nn.Module):

@@ -13,6 +13,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import MLP
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
@@ -210,16 +211,6 @@ def test_rewriting_keeps_shape_and_order(anywhere: None) -> None:
     assert repr(node.target) == "gelu_tanh(mm)"
 
 
-class MLP(nn.Module):
-    def __init__(self, activation: Callable[[Tensor], Tensor], width: int = 32) -> None:
-        super().__init__()
-        self.activation = activation
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x)))  # type: ignore[no-any-return]
-
-
 def compiled(
     fn: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, dynamic: bool = False, **policy: Any
 ) -> tuple[Any, str]:
@@ -238,7 +229,7 @@ def compiled(
 def test_library_on_cpu(
     cpu_has_it: None, activation: Callable[[Tensor], Tensor], shape: tuple[int, ...], dynamic: bool
 ) -> None:
-    model, x = MLP(activation), torch.randn(shape)
+    model, x = MLP(32, 64, activation), torch.randn(shape)
     with torch.no_grad():
         out, code = compiled(model, x, epilogues="library", dynamic=dynamic)
     assert code.count("_addmm_activation.default(") == 1
@@ -256,7 +247,7 @@ def test_late_bias_on_cpu(cpu_has_it: None) -> None:
 @pytest.mark.parametrize("trained", ["all", "second linear", "checkpointed"])
 def test_training_is_left_alone(cpu_has_it: None, trained: str) -> None:
     """Also where nothing but the activation reads the pre-activation: frozen, or recomputed in backward."""
-    model, x = MLP(F.relu), torch.randn(8, 32)
+    model, x = MLP(32, 64, F.relu), torch.randn(8, 32)
     model.up.requires_grad_(trained != "second linear")
 
     def checkpointed(x: Tensor) -> Tensor:
@@ -272,7 +263,7 @@ def test_training_is_left_alone(cpu_has_it: None, trained: str) -> None:
 @pytest.mark.parametrize("how", ["library", pytest.param("measured", marks=pytest.mark.slow)])
 def test_cpu_stays_as_it_is(how: str) -> None:
     """oneDNN and the C++ templates have epilogues of their own."""
-    model, x = MLP(F.relu), torch.randn(8, 32)
+    model, x = MLP(32, 64, F.relu), torch.randn(8, 32)
     with torch.no_grad():
         codes = [compiled(model, x, epilogues=one)[1] for one in ("off", how)]
     assert len({code.split("\n", 1)[1] for code in codes}) == 1  # the first line counts the compilations
@@ -283,7 +274,7 @@ def test_cpu_stays_as_it_is(how: str) -> None:
 
 def test_measured_on_cpu(cpu_has_it: None, caplog: pytest.LogCaptureFixture) -> None:
     """Really timed, once for each size."""
-    model, x = nn.Sequential(MLP(F.relu), MLP(F.relu)), torch.randn(8, 32)
+    model, x = nn.Sequential(MLP(32, 64, F.relu), MLP(32, 64, F.relu)), torch.randn(8, 32)
     with torch.no_grad(), caplog.at_level(logging.INFO, "torch_fused_ops"):
         out, code = compiled(model, x, options=AUTOTUNE)
     ((library, ours),) = epilogues._measured.values()
@@ -298,7 +289,7 @@ def test_the_fastest_is_taken(
     cpu_has_it: None, monkeypatch: pytest.MonkeyPatch, library: float, ours: float, taken: bool
 ) -> None:
     monkeypatch.setattr(epilogues, "_times", lambda work: (library, ours))
-    model, x = MLP(F.relu), torch.randn(8, 32)
+    model, x = MLP(32, 64, F.relu), torch.randn(8, 32)
     with torch.no_grad():
         out, code = compiled(model, x, options=AUTOTUNE)
         untouched = compiled(model, x, options=AUTOTUNE, epilogues="off")[1]
@@ -315,15 +306,15 @@ def test_a_template_that_may_be_faster_is_not_beaten(cpu_has_it: None, monkeypat
     monkeypatch.setattr(epilogues, "_times", lambda work: (1.0, 2.0))
     monkeypatch.setattr(epilogues, "_fastest_template", lambda product: 0.9)
     with torch.no_grad():
-        _, code = compiled(MLP(F.relu), torch.randn(8, 32), options=AUTOTUNE)
+        _, code = compiled(MLP(32, 64, F.relu), torch.randn(8, 32), options=AUTOTUNE)
     assert "_addmm_activation" not in code
 
 
 def test_nothing_is_measured_without_max_autotune(cpu_has_it: None) -> None:
     with torch.no_grad():
-        _, code = compiled(MLP(F.relu), torch.randn(8, 32))
+        _, code = compiled(MLP(32, 64, F.relu), torch.randn(8, 32))
         with inductor_config.patch(deterministic=True):
-            _, deterministic = compiled(MLP(F.relu), torch.randn(8, 32), options=AUTOTUNE)
+            _, deterministic = compiled(MLP(32, 64, F.relu), torch.randn(8, 32), options=AUTOTUNE)
     assert "_addmm_activation" not in code + deterministic and not epilogues._measured
 
 
@@ -336,7 +327,7 @@ def test_a_failure_leaves_the_graph_as_it_was(
 
     monkeypatch.setattr(epilogues, where, fail)
     monkeypatch.setattr(passes, "_logged", set())
-    model, x = nn.Sequential(MLP(F.relu), MLP(F.relu)), torch.randn(8, 32)
+    model, x = nn.Sequential(MLP(32, 64, F.relu), MLP(32, 64, F.relu)), torch.randn(8, 32)
     with torch.no_grad():
         out, code = compiled(model, x, options=AUTOTUNE, strict=False)
         assert "_addmm_activation" not in code
@@ -361,7 +352,7 @@ class Other(CustomGraphPass):
 
 
 def test_other_peoples_passes_run_first_and_stay(cpu_has_it: None) -> None:
-    model, x, other = MLP(F.relu), torch.randn(8, 32), Other()
+    model, x, other = MLP(32, 64, F.relu), torch.randn(8, 32), Other()
     with torch.no_grad():
         out, code = compiled(model, x, options={"post_grad_custom_post_pass": other}, epilogues="library")
         assert code.count("_addmm_activation.default(") == 1
@@ -383,7 +374,7 @@ def test_other_peoples_passes_run_first_and_stay(cpu_has_it: None) -> None:
 
 @pytest.mark.slow
 def test_cpu_runs_are_bit_equal_in_deterministic_mode() -> None:
-    model, x = MLP(F.gelu), torch.randn(512, 32, requires_grad=True)
+    model, x = MLP(32, 64, F.gelu), torch.randn(512, 32, requires_grad=True)
     runs = []
     torch.use_deterministic_algorithms(True)
     try:

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import step
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -26,14 +28,9 @@ from torch_fused_ops.recipes import RECIPES
 HIDDEN, FFN = 128, 256
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(harness.SwiGLU):
     def __init__(self, hidden: int = HIDDEN, ffn: int = FFN) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(hidden, ffn, bias=False) for _ in range(2))
-        self.down = nn.Linear(ffn, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+        super().__init__(hidden, ffn)
 
 
 class InFloat8(SwiGLU):
@@ -50,18 +47,8 @@ def gelu_mlp(hidden: int = HIDDEN, ffn: int = FFN) -> nn.Module:
     return nn.Sequential(nn.Linear(hidden, ffn), nn.GELU(), nn.Linear(ffn, hidden))
 
 
-def step(fn: Callable[..., Tensor], module: nn.Module, x: Tensor, *rest: Tensor) -> list[Tensor]:
-    """The result and all gradients."""
-    x = x.detach().clone().requires_grad_()
-    y = fn(x, *rest)
-    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
-    return [y.detach(), *torch.autograd.grad((y * weight).sum(), (x, *module.parameters()))]
-
-
 def compiled(module: nn.Module, **policy: Any) -> Any:
-    torch._dynamo.reset()
-    options = {"policy": FusionPolicy(**policy)}
-    return torch.compile(module, backend="fused", options=options, fullgraph=True)
+    return harness.compiled(module, FusionPolicy(**policy), fullgraph=True)
 
 
 def sites(fn: Callable[..., Any], *args: Any, **policy: Any) -> tuple[Site, ...]:
@@ -268,15 +255,8 @@ def test_no_more_is_kept_than_at_the_same_level_without(memory: str) -> None:
     module, x = SwiGLU().bfloat16(), torch.randn(512, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     kept = {}
     for gemm in ("bf16", "fp8"):
-        tensors: dict[int, int] = {}
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: (tensors.setdefault(t.data_ptr(), t.nbytes), t)[1],  # noqa: B023
-            lambda t: t,
-        ):
-            compiled(module, gemm=gemm, memory=memory)(x)
-        for p in module.parameters():
-            tensors.pop(p.data_ptr(), None)
-        kept[gemm] = sum(tensors.values())
+        mlp = compiled(module, gemm=gemm, memory=memory)
+        kept[gemm] = harness.saving(lambda mlp=mlp: mlp(x), module.parameters())[1]
     # The input in one byte an element instead of two, and a scale for each block of it.
     assert kept["bf16"] - kept["fp8"] == 512 * HIDDEN - 512 * 4
 

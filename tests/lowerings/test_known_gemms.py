@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import saving_step
 from torch import Tensor
 
 import torch_fused_ops as tfo
@@ -127,26 +129,8 @@ def _registered() -> Iterator[None]:
     passes.tag_caches()
 
 
-def step(fn: Any, module: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
-    """The result and all gradients, and the bytes that are kept for backward besides the weights."""
-    x = x.detach().clone().requires_grad_()
-    kept: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = fn(x)
-    for t in module.state_dict().values():
-        kept.pop(t.untyped_storage().data_ptr(), None)
-    trained = [p for p in module.parameters() if p.requires_grad]
-    return [y.detach(), *torch.autograd.grad(y.square().sum(), (x, *trained))], sum(kept.values())
-
-
 def compiled(module: nn.Module, memory: str = "free", strict: bool = True) -> Any:
-    torch._dynamo.reset()
-    return torch.compile(module, backend="fused", options={"policy": FusionPolicy(memory=memory, strict=strict)})
+    return harness.compiled(module, FusionPolicy(memory=memory, strict=strict))
 
 
 def data() -> Tensor:
@@ -163,10 +147,10 @@ def test_an_activation_between_custom_products_is_fused(function: Any) -> None:
     if function is not Visible:
         tfo.register_gemm(function)
     module, x = MLP(function), data()
-    eager, _ = step(module, module, x)
+    eager, _ = saving_step(module, module, x)
     # The input is kept for the weights' gradients; and silu(gate), gate, up and the product; gate and up; neither.
     for memory, columns in {"free": D + 2 * H, "input": D}.items():
-        got, kept = step(compiled(module, memory), module, x)
+        got, kept = saving_step(compiled(module, memory), module, x)
         for mine, exact in zip(got, eager, strict=True):
             torch.testing.assert_close(mine, exact)
         recomputable = memory != "input" or function is Visible
@@ -179,7 +163,7 @@ def test_a_registered_operator_is_computed_again() -> None:
     tfo.register_gemm(Hidden)
     tfo.register_gemm(opaque)
     module, x = MLP(Hidden), data()
-    (got, kept), (eager, _) = step(compiled(module, "input"), module, x), step(module, module, x)
+    (got, kept), (eager, _) = saving_step(compiled(module, "input"), module, x), saving_step(module, module, x)
     for mine, exact in zip(got, eager, strict=True):
         torch.testing.assert_close(mine, exact)
     assert kept == ELEMENTS * D
@@ -260,7 +244,7 @@ def test_torchao(recipe: str) -> None:
     x = data().bfloat16()
     assert [site.op for site in tfo.explain(module, x).sites] == ["fused::bias_act"]
     for memory in ("free", "input"):
-        (got, kept), (eager, more) = step(compiled(module, memory), module, x), step(module, module, x)
+        (got, kept), (eager, more) = saving_step(compiled(module, memory), module, x), saving_step(module, module, x)
         # Two numbers of bfloat16 next to each other may be two of float8, and tensorwise has gradients in e5m2: there
         # plain torch.compile is off eager by up to 0.049, and this by up to 0.052.
         assert all((a - b).float().norm() < 0.1 * b.float().norm() for a, b in zip(got, eager, strict=True))
@@ -280,6 +264,6 @@ def test_bitsandbytes(bits: int) -> None:
     module, x = module.to("cpu"), torch.randn(2, 8, 64)
     assert [site.op for site in tfo.explain(module, x).sites] == ["fused::bias_act"]
     for memory in ("free", "input"):
-        got, eager = step(compiled(module, memory), module, x)[0], step(module, module, x)[0]
+        got, eager = saving_step(compiled(module, memory), module, x)[0], saving_step(module, module, x)[0]
         for mine, exact in zip(got, eager, strict=True):
             torch.testing.assert_close(mine, exact)

@@ -15,7 +15,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
-from differential import fits
+from differential import REASONS, fits
 from functions import Spread, StraightThrough
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,7 +28,7 @@ from torch_fused_ops.lowerings import compat, memory, recognise
 from torch_fused_ops.lowerings.passes import Recognise
 from torch_fused_ops.lowerings.recognise import gemms
 from torch_fused_ops.nn import proofs, replace
-from torch_fused_ops.reasons import Family, Kind, Reason, Refusal
+from torch_fused_ops.reasons import Category, Kind, Reason, Refusal
 from torch_fused_ops.reports import breaks
 from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.verify import interpreted
@@ -561,6 +561,14 @@ def test_each_has_a_program() -> None:
     assert PROGRAMS.keys() == set(Kind)
 
 
+def test_each_has_an_explanation_and_each_explanation_a_kind() -> None:
+    assert list(REASONS["kinds"]) == [kind.name for kind in Kind], "in the order of reasons.py, which the tables have"
+    assert list(REASONS["categories"]) == [category.name for category in Category]
+    assert all(entry["title"] for entry in REASONS["categories"].values())
+    for name, entry in REASONS["kinds"].items():
+        assert entry.keys() == {"texts", "means"} and entry["texts"] and all(entry["texts"]), name
+
+
 @pytest.mark.every(4)
 @pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.name)
 def test_texts_change_nothing(kind: Kind, monkeypatch: Patch, texts: list[Reason]) -> None:
@@ -571,8 +579,8 @@ def test_texts_change_nothing(kind: Kind, monkeypatch: Patch, texts: list[Reason
     if isinstance(found, Site):
         mlp = found.activation != "dropout"
         assert (found.op, found.reason) == (None, "x")
-        assert found.hint == kind.cure
-        assert found.is_mlp == (mlp and kind.family is not Family.NOT_AN_MLP)
+        assert found.hint == kind.hint
+        assert found.is_mlp == (mlp and kind.category is not Category.NOT_AN_MLP)
         assert found.is_missed == (found.is_mlp and kind is not Kind.EXCLUDED)
     said = [reason.text for reason in (*texts, found) if isinstance(reason, Reason) and reason.kind is kind]
     assert any(fits(kind, text) for text in said) and all(text == "x" or fits(kind, text) for text in said), said
@@ -612,7 +620,7 @@ def written(text: ast.expr) -> str:
 
 
 def test_the_page_has_every_text() -> None:
-    """Its tables are the kinds' declarations (``test_docs.py``): these have each text that is raised."""
+    """Its tables are docs/reasons.json (``test_docs.py``), which has each text that is raised."""
     found = list(said())
     assert len(found) > 75
     assert not [(place, kind, text) for place, kind, text in found if not fits(kind, text)]

@@ -5,6 +5,7 @@ import operator
 from collections.abc import Callable
 from unittest import mock
 
+import harness
 import pytest
 import torch
 import torch.nn as nn
@@ -367,15 +368,7 @@ def test_lora():
         def forward(self, x):
             return self.base(x) + self.b(self.a(x)) * 0.5
 
-    class MLP(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate, self.up, self.down = LoRA(8, 16), LoRA(8, 16), LoRA(16, 8)
-
-        def forward(self, x):
-            return self.down(F.silu(self.gate(x)) * self.up(x))
-
-    model, x = MLP(), torch.randn(4, 8)
+    model, x = harness.SwiGLU(8, 16, LoRA), torch.randn(4, 8)
     y, sites, _ = capture(model, x)
     assert (the(sites).op, the(sites).users) == ("fused::glu", ("linear", "linear"))
     torch.testing.assert_close(y, model(x))

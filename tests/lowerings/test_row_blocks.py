@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,26 +23,22 @@ fused = torch.ops.fused
 TOKENS = 8192
 
 
-class GELU(nn.Module):
+class GELU(harness.MLP):
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, width), nn.Linear(width, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
+        super().__init__(64, width, harness.GELU_TANH)
 
 
-class SwiGLU(GELU):
+class SwiGLU(harness.SwiGLU):
     def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.gate = nn.Linear(64, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+        super().__init__(64, width, nn.Linear)
 
 
 def backward(
-    model: type[GELU], width: int = 3072, rows: Sequence[int] = (TOKENS,), memory: str | None = "free", **settings: Any
+    model: type[nn.Module],
+    width: int = 3072,
+    rows: Sequence[int] = (TOKENS,),
+    memory: str | None = "free",
+    **settings: Any,
 ) -> Any:
     """The backward graph of a step; memory None: upstream's."""
     with torch.device("meta"):
@@ -71,7 +68,9 @@ def moved(graph: Any, elements: int) -> list[float]:
         pytest.param(SwiGLU, (TOKENS,), "free", 12, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_summed_is_not_read_again(model: type[GELU], rows: tuple[int, ...], memory: str, nbytes: int) -> None:
+def test_what_is_summed_is_not_read_again(
+    model: type[nn.Module], rows: tuple[int, ...], memory: str, nbytes: int
+) -> None:
     """Bytes for each hidden element: the gradient, the data, its gradients, what the level rebuilds, sums of blocks."""
     graph = backward(model, rows=rows, memory=memory)
     kernel, sums = moved(graph, torch.Size(rows).numel() * 3072)
@@ -80,7 +79,7 @@ def test_what_is_summed_is_not_read_again(model: type[GELU], rows: tuple[int, ..
 
 class Dropped(GELU):
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.dropout(F.gelu(self.up(x), approximate="tanh"), 0.1))  # type: ignore[no-any-return]
+        return self.down(F.dropout(self.activation(self.up(x)), 0.1))  # type: ignore[no-any-return]
 
 
 def test_behind_a_dropout_it_is_left_to_inductor() -> None:
@@ -105,7 +104,7 @@ def test_an_operators_own_bias_is_summed_there_too(config: Any, kernels: int, nb
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["off", "free"])
 @pytest.mark.parametrize("model", [GELU, SwiGLU])
-def test_in_a_gemms_epilogue_it_stays(model: type[GELU], memory: str) -> None:
+def test_in_a_gemms_epilogue_it_stays(model: type[nn.Module], memory: str) -> None:
     """With Inductor's templates d leaves the GEMM that makes its gradient, which saves more."""
     plain, ours = (backward(model, memory=level, gemm="triton") for level in (None, memory))
     kinds = [sorted(k.name.split("_")[1] for k in graph.kernels) for graph in (plain, ours)]

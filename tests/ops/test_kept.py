@@ -3,29 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.autograd.graph import saved_tensors_hooks
+from harness import saving
 
 from torch_fused_ops import activations
 from torch_fused_ops import functional as FF
 from torch_fused_ops.operators.activation import bias_act
 
 fused = torch.ops.fused
-
-
-def kept_bytes(fn, exclude):
-    """The bytes of the distinct storages that ``fn`` keeps for backward, and its result."""
-    storages = {}
-    mine = {t.untyped_storage()._cdata for t in exclude}
-
-    def pack(t):
-        storage = t.untyped_storage()
-        if storage._cdata not in mine:
-            storages[storage._cdata] = (storage.nbytes(), storage)
-        return t
-
-    with saved_tensors_hooks(pack, lambda t: t):
-        out = fn()
-    return sum(size for size, _ in storages.values()), out
 
 
 def mlp(act, dtype, width=32, ffn=128, tokens=64):
@@ -44,8 +28,8 @@ def test_relu_keeps_nothing_twice(dtype, bias):
     else:
         ours, theirs = (lambda h, b: FF.bias_relu(h)), (lambda h, b: torch.relu(h))
     (fn, leaves, size), (plain, others, _) = mlp(ours, dtype), mlp(theirs, dtype)
-    kept, out = kept_bytes(fn, leaves)
-    assert kept == size == kept_bytes(plain, others)[0]
+    out, kept = saving(fn, leaves)
+    assert kept == size == saving(plain, others)[1]
     wanted = [t for t, w in zip(leaves, (True, True, True, bias), strict=True) if w]
     got = torch.autograd.grad(out.sum(), wanted)
     expected = torch.autograd.grad(plain().sum(), [t for t, w in zip(others, (1, 1, 1, bias), strict=True) if w])
@@ -56,7 +40,7 @@ def test_relu_keeps_nothing_twice(dtype, bias):
 @pytest.mark.parametrize("name", activations.names())
 def test_other_activations_keep_their_input(name):
     (fn, leaves, size) = mlp(lambda h, b: FF.bias_act(h, b, activation=name), torch.float32)
-    kept, _ = kept_bytes(fn, leaves)
+    _, kept = saving(fn, leaves)
     assert kept == (size if name == "relu" else 2 * size)
 
 

@@ -96,15 +96,8 @@ class MLPConfig:
 
 
 # Functions and modules → names of ours. What else a user means by them is decided by the name alone.
-_FUNCTIONS: dict[Any, str] = {
-    F.gelu: "gelu",
-    F.silu: "silu",
-    F.relu: "relu",
-    torch.relu: "relu",
-    F.sigmoid: "sigmoid",
-    torch.sigmoid: "sigmoid",
-    F.tanh: "tanh",
-    torch.tanh: "tanh",
+_CALLABLES: dict[Any, str] = {
+    **{fn: name for name in activations.names() for fn in activations.get(name).callables},
     functional.gelu: "gelu",
     functional.silu: "silu",
     functional.quick_gelu: "quick_gelu",
@@ -114,12 +107,6 @@ _FUNCTIONS: dict[Any, str] = {
     megatron.fast_gelu: "gelu_tanh",
     megatron.openai_gelu: "gelu_tanh",
     megatron.erf_gelu: "gelu",
-}
-_MODULES: dict[type[nn.Module], str] = {
-    nn.SiLU: "silu",
-    nn.ReLU: "relu",
-    nn.Sigmoid: "sigmoid",
-    nn.Tanh: "tanh",
 }
 _APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -133,10 +120,8 @@ def activation_name(activation: Any, argument: str = "activation") -> str | None
         return _APPROXIMATE[activation.approximate]
     if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:
         return _APPROXIMATE.get(activation.keywords.get("approximate", "none"))
-    if isinstance(activation, nn.Module):
-        return _MODULES.get(type(activation))
     try:
-        return _FUNCTIONS.get(activation)
+        return _CALLABLES.get(type(activation) if isinstance(activation, nn.Module) else activation)
     except TypeError:  # not hashable
         return None
 

@@ -1,4 +1,4 @@
-"""What the figures of ``bench gpu`` decide: for each question the figures that answer it, and what follows."""
+"""What the figures of ``gpu`` decide: for each question the figures that answer it, and what follows."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch_fused_ops.benchmarks import mlp
+from torch_fused_ops.benchmarks.harness import DTYPES
 from torch_fused_ops.virtual_gpu.roofline import Rates
-
-from . import mlp
-from .harness import DTYPES
 
 Cases = Sequence[dict[str, Any]]
 
@@ -33,7 +32,7 @@ class Decision:
     """A question that a part's figures answer.
 
     Attributes:
-        part: of ``bench gpu``.
+        part: of ``gpu``.
         question: in words, with its threshold.
         follows: what is done by the answer.
         answer: of the results of the part's benchmarks, by step; None where nothing was measured that says so.

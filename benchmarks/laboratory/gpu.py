@@ -1,4 +1,6 @@
-"""A first look at a GPU that is there for minutes: ``bench gpu --part {correctness,kernels,steps} --out DIR``.
+"""A first look at a GPU that is there for minutes.
+
+    python -m torch_fused_ops.benchmarks.laboratory.gpu --part {correctness,kernels,steps} --out DIR
 
 A part is a list of steps in order of importance, each a process of its own with a share of the time that is left: what
 one does not use, the next ones have. An error that takes the device along takes its process, which is then started
@@ -24,10 +26,11 @@ from typing import Any
 
 import torch
 
-from . import decisions, harness
-from .harness import UsageError
+from torch_fused_ops.benchmarks import harness
+from torch_fused_ops.benchmarks.harness import UsageError
+from torch_fused_ops.benchmarks.laboratory import decisions, run_script
 
-ROOT = Path(__file__).resolve().parents[1]  # of a clone, where tests are
+ROOT = Path(__file__).resolve().parents[2]  # of a clone, where tests are
 LIMIT = 540.0  # seconds of a part
 FEWEST = 10.0  # seconds below which a step is not begun
 LAST = 5.0  # seconds that are kept for the end
@@ -41,7 +44,8 @@ class Step:
 
     Attributes:
         name: unique in its part.
-        kind: "command": of ``python -m torch_fused_ops``; "bench": a benchmark with results; "tests": pytest.
+        kind: "command": of ``python -m torch_fused_ops``; "bench": a benchmark with results, or the probe; "tests":
+            pytest.
         arguments: without device, limit and files, which are added.
         share: of the time that is left, relative to the shares of the steps behind it.
     """
@@ -207,6 +211,12 @@ def _module(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "torch_fused_ops", *arguments]
 
 
+def _benchmark(name: str, *arguments: str) -> list[str]:
+    if name == "probe":
+        return [sys.executable, "-m", "torch_fused_ops.benchmarks.laboratory.probe", *arguments]
+    return _module("bench", name, *arguments)
+
+
 def _status(status: int | None) -> str:
     return "cut" if status is None else "passed" if status == 0 else "failed"
 
@@ -241,7 +251,7 @@ def _bench(part: Part, step: Step, seconds: float, work: Path) -> dict[str, Any]
         if fatal:
             at = skipped.index("--skip") + 1
             skipped[at:at] = fatal
-        command = _module("bench", *skipped, *added, *(["--resume"] if restart else []))
+        command = _benchmark(*skipped, *added, *(["--resume"] if restart else []))
         status = part.process(command, left, work / f"{step.name}.txt")
         result = _read(out, step.arguments[0])
         if result is not None and result.get("lost"):
@@ -274,13 +284,14 @@ def _tests(part: Part, step: Step, seconds: float, work: Path) -> dict[str, Any]
     file = work / f"{step.name}.jsonl"
     workers = "1" if part.quick else str(min(12, os.cpu_count() or 1))
     command = [
-        sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", f"{__package__}.gpu_tests", "--gpu-report", str(file),
+        sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "torch_fused_ops.benchmarks.laboratory.gpu_tests",
+        "--gpu-report", str(file),
         "-n", workers, "--dist", "worksteal", "--max-worker-restart", "100", "-p", "no:cacheprovider", *step.arguments,
     ]  # fmt: skip
     # Each of the processes would start as many to compile, and as many threads, as there are cores.
     alone = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     status = part.process(command, seconds, work / f"{step.name}.txt", **alone)
-    from . import gpu_tests  # which needs pytest, as this part does alone
+    from torch_fused_ops.benchmarks.laboratory import gpu_tests  # which needs pytest, as this part does alone
 
     found = gpu_tests.read(file)
     if status is not None and not found["collected"]:
@@ -342,7 +353,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def main(arguments: Namespace) -> int:
-    """``bench gpu``: run a part; exit code 1 if a step failed, was cut or found no time."""
+    """Run a part; exit code 1 if a step failed, was cut or found no time."""
     if arguments.part not in PARTS:
         raise UsageError(f"--part {arguments.part} is not accepted: it must be {', '.join(PARTS)}")
     if arguments.out is None:
@@ -370,3 +381,7 @@ def main(arguments: Namespace) -> int:
         part.end()
         signal.signal(signal.SIGTERM, ends)
     return int(any(entry["status"] != "passed" for entry in result["steps"]))
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main, __doc__, ("out", "device", "quick", "limit"), part={"help": ", ".join(PARTS)}))

@@ -1,6 +1,6 @@
 """Recipes of float8 products on paper, ours beside torchao's: what a training step of an MLP launches, moves and keeps.
 
-    python -m torch_fused_ops.benchmarks.fp8_recipes [--widths 4096 …] [--out FILE]
+    python -m torch_fused_ops.benchmarks.laboratory.fp8_recipes [--widths 4096 …] [--out FILE]
 
 *plain* and our recipes' names are the model in bfloat16 under ``torch.compile`` and our ``gemm=``; *torchao …* are
 torchao's recipes by its own ``convert_to_float8_training``, under plain ``torch.compile``. All are compiled for an H200
@@ -31,7 +31,8 @@ from torch import Tensor, fx, nn
 
 import torch_fused_ops as tfo
 from torch_fused_ops import bench_ways, float8
-from torch_fused_ops.benchmarks import harness, models, on_paper, ways
+from torch_fused_ops.benchmarks import harness, models, ways
+from torch_fused_ops.benchmarks.laboratory import on_paper
 from torch_fused_ops.recipes import MX_BLOCK, RECIPES
 from torch_fused_ops.virtual_gpu.work import FLOAT8_FLOP
 

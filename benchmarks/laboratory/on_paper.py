@@ -1,4 +1,4 @@
-"""Exact figures for an H200 that is not there: ``bench on-paper``.
+"""Exact figures for an H200 that is not there: ``python -m torch_fused_ops.benchmarks.laboratory.on_paper``.
 
 For every operator, in front of a linear layer: the kernels that forward and backward generate, what they move, what is
 kept in between, and their machine code: instructions, registers, spills, how many warps fit. *plain* and *budget* are
@@ -27,11 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torch_fused_ops.benchmarks import harness, models, pointwise
+from torch_fused_ops.benchmarks.harness import UsageError
+from torch_fused_ops.benchmarks.laboratory import run_script
+from torch_fused_ops.benchmarks.pictures import OURS, THEIRS
+from torch_fused_ops.benchmarks.pointwise import Operator
 from torch_fused_ops.policy import MEMORY, FusionPolicy
-
-from . import harness, models, pointwise
-from .harness import UsageError
-from .pointwise import Operator
 
 if TYPE_CHECKING:
     from torch_fused_ops.virtual_gpu import GeneratedGraph, MachineCode, PaperCompilation
@@ -49,7 +50,7 @@ Compile = dict[str, Any]
 
 def _virtual_gpu() -> Any:
     if importlib.util.find_spec("triton") is None:
-        raise UsageError("on-paper needs Triton: pip install triton numpy")
+        raise UsageError("on_paper needs Triton: pip install triton numpy")
     from torch_fused_ops import virtual_gpu
 
     return virtual_gpu
@@ -365,7 +366,7 @@ def default_out() -> Path:
 
 
 def main(arguments: Namespace) -> int:
-    """``bench on-paper``: count everything, print, write the JSON and the picture."""
+    """Count everything, print, write the JSON and the picture."""
     if arguments.draw:
         _draw(harness.read(arguments.draw, "on-paper"), arguments.draw)
         return 0
@@ -536,14 +537,55 @@ def regressions(now: dict[str, Any], committed: dict[str, Any], same: bool) -> I
 
 def _draw(result: dict[str, Any], out: Path) -> None:
     """The picture in docs/images where the results are a clone's own, else beside them."""
-    images = Path(__file__).parent.parent / "docs" / "images"
+    images = Path(__file__).parents[2] / "docs" / "images"
     path = images / "on_paper.png" if out.resolve() == default_out() and images.is_dir() else out.with_suffix(".png")
     try:
-        from .pictures import on_paper
+        figure = picture(result)
     except ImportError as e:
         print(f"no picture: {e}; pip install matplotlib numpy", file=sys.stderr)
         return
-    figure = on_paper(result)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100, bbox_inches="tight", metadata={"Software": None})
     print(path)
+
+
+def picture(result: dict[str, Any]) -> Any:
+    """Instructions an element of every operator, and what blocks keep for backward."""
+    from matplotlib.figure import Figure
+
+    panels = (("forward", "plain", "ours-off"), ("backward", "plain", "ours-off"), ("backward", "budget", "ours-free"))
+    titles = ("forward", "backward", "backward and the value again")
+    operators, blocks = result["operators"], result["blocks"]
+    figure = Figure(figsize=(15, 0.26 * max(len(operators), 4 * len(blocks) * 0.8, 4) + 1.4))
+    axes = figure.subplots(1, 4, width_ratios=(1, 1, 1, 1.1))
+    names = [row["name"] for row in operators]
+    for i, (ax, (phase, theirs, ours), title) in enumerate(zip(axes, panels, titles, strict=False)):
+        for way, colour, shift in ((theirs, THEIRS, -0.2), (ours, OURS, 0.2)):
+            values = [row["ways"][way][phase]["instructions"] for row in operators]
+            ax.barh([y + shift for y in range(len(names))], values, height=0.4, color=colour, label=way)
+        ax.set_yticks(range(len(names)), names if i == 0 else [""] * len(names), fontsize=7)
+        ax.set_title(title, fontsize=8)
+        ax.margins(y=0.01)
+        ax.legend(fontsize=7)
+        ax.invert_yaxis()
+    rows = [(row["name"], way, f["saved_bytes"] / 2**20) for row in blocks for way, f in row["ways"].items()]
+    ax = axes[-1]
+    relative = [mib / max(m for n, w, m in rows if n == name and w == "plain") for name, _, mib in rows]
+    ax.barh(range(len(rows)), relative, color=[OURS if way.startswith("ours") else THEIRS for _, way, _ in rows])
+    for y, (_, _, mib) in enumerate(rows):
+        ax.text(0.01, y, f"{mib:.0f} MiB", va="center", fontsize=6)
+    labels = [f"{name}  {way}" if way == "plain" else way for name, way, _ in rows]
+    ax.set_yticks(range(len(rows)), labels, fontsize=6)
+    ax.yaxis.tick_right()
+    ax.set_title("kept for backward, plain torch.compile = 1", fontsize=8)
+    ax.invert_yaxis()
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    ax.margins(y=0.01)
+    what = "instructions for each element of the result, and bytes kept"
+    figure.suptitle(f"{result['gpu']} ({result['arch']}) on paper, {versions}: {what}", fontsize=9)
+    figure.tight_layout()
+    return figure
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main, __doc__, ("only", "quick", "out", "draw")))

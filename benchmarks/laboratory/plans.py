@@ -1,11 +1,12 @@
 """What ``plan`` says of four models' training steps, from which docs/plan.md has its tables: on paper, minutes.
 
-python -m torch_fused_ops.benchmarks.plans [NAME …]     writes benchmarks/results/plans.json and the README's picture
-python -m torch_fused_ops.benchmarks.plans --draw       draws it of what is there
+python -m torch_fused_ops.benchmarks.laboratory.plans [NAME …]   writes benchmarks/results/plans.json, draws
+python -m torch_fused_ops.benchmarks.laboratory.plans --draw     draws the README's picture of what is there
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 import torch_fused_ops as tfo
-from torch_fused_ops.benchmarks import models, pictures
+from torch_fused_ops.benchmarks import models
+from torch_fused_ops.benchmarks.pictures import OURS, THEIRS
 
-RESULTS = Path(__file__).parent / "results" / "plans.json"
-PICTURE, DRAWN = Path(__file__).parents[1] / "docs" / "images" / "levels.png", "Llama-3-8B"
+RESULTS = Path(__file__).parents[1] / "results" / "plans.json"
+PICTURE, DRAWN = Path(__file__).parents[2] / "docs" / "images" / "levels.png", "Llama-3-8B"
 
 
 @dataclass(frozen=True)
@@ -110,18 +112,53 @@ def planned(case: Case) -> tuple[list[dict[str, Any]], float]:
     return [plan.as_dict() for plan in plans], took
 
 
-def main(names: list[str]) -> None:
-    """Plan the cases of these names, or all, write what is found beside what is there, and draw it."""
+def main() -> None:
+    """Plan the cases that are named, or all, write them beside what is there, and draw it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[*CASES, []], metavar="NAME", help=", ".join(CASES))
+    parser.add_argument("--draw", action="store_true", help="only draw what is there")
+    arguments = parser.parse_args()
     found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    for name in () if names == ["--draw"] else names or CASES:
+    for name in () if arguments.draw else arguments.names or CASES:
         plans, took = planned(CASES[name])
         print(f"{name}: {took:.0f} s, {time.process_time():.0f} s of processor time so far\n", flush=True)
         tokens = CASES[name].tokens
         found[name] = {"tokens": tokens, "limits": CASES[name].limits, "torch": torch.__version__, "plans": plans}
         found[name]["largest"] = enlarged(CASES[name])
         RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    pictures.levels(DRAWN, found[DRAWN]).savefig(PICTURE, dpi=110, metadata={"Software": None})
+    picture(DRAWN, found[DRAWN]).savefig(PICTURE, dpi=110, metadata={"Software": None})
+
+
+def picture(name: str, case: dict[str, Any]) -> Any:
+    """A step's peak at each memory level, and its least time over that with upstream's choice.
+
+    What the figures do not tell apart stands in one bar.
+    """
+    from matplotlib.figure import Figure
+
+    plan, (batch, length) = case["plans"][0], case["tokens"]
+    bars: dict[tuple[int, float], list[str]] = {}
+    for row in plan["levels"]:
+        figures = round(row["peak"] / 2**30), round(row["seconds"] / plan["off_seconds"] - 1, 3)
+        bars.setdefault(figures, []).append(row["level"])
+    rows = sorted(bars, reverse=True)
+    theirs = {"off": "PyTorch's own choice", "checkpoint": "checkpoint every layer"}
+    figure = Figure(figsize=(7.5, 0.42 * len(rows) + 1.1), layout="constrained")
+    ax = figure.subplots()
+    names = [theirs.get(bars[bar][0], "memory=" + " or ".join(f'"{one}"' for one in sorted(bars[bar]))) for bar in rows]
+    ax.barh(names, [peak for peak, _ in rows], color=[THEIRS if bars[bar][0] in theirs else OURS for bar in rows])
+    for label, (peak, cost) in zip(names, rows, strict=True):
+        text = f"{peak:.0f} GiB" + f", step {100 * cost:+.1f} %".replace("-", "−") * bool(cost)
+        ax.annotate(text, (peak, label), (5, 0), textcoords="offset points", va="center", fontsize=11)
+    ax.set_xlim(0, 1.35 * max(peak for peak, _ in rows))
+    ax.invert_yaxis()
+    ax.tick_params(labelsize=11)
+    ax.set_xlabel("peak memory, GiB; least time of the step")
+    title = f"a training step of {name}, {batch} × {length:,} tokens, {plan['gpu']}, on paper"
+    figure.suptitle(title, fontsize=11)
+    ax.spines[["top", "right"]].set_visible(False)
+    return figure
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """What rounding to float8 does to training: loss curves of small GPTs over several seeds.
 
-    python -m torch_fused_ops.benchmarks.fp8_training [--study memory|gemm|rowwise] [--steps N] [--seeds N] [--out FILE]
+    python -m torch_fused_ops.benchmarks.laboratory.fp8_training [--study memory|gemm|rowwise] [--steps N] [--seeds N]
+        [--out FILE]
 
 ``memory``: ``eager`` (PyTorch), ``free`` (``backend="fused"``) and ``fp8`` (the same with ``memory="fp8"``). Eager
 against free shows how far two runs drift apart that differ in nothing but rounding. ``gemm``: ``plain``

@@ -1,6 +1,6 @@
 """PyTorch's own ways to keep less for backward, beside our memory levels: on paper, and how far gradients are off.
 
-    python -m torch_fused_ops.benchmarks.upstream_memory [--probe] [--out FILE]
+    python -m torch_fused_ops.benchmarks.laboratory.upstream_memory [--probe] [--out FILE]
 
 *Paper*: a training step of each block, compiled for an H200 that is not there (``docs/virtual-gpu.md``): bytes kept, on
 the GPU and on the host, kernels, matrix products, and bytes that all of them move. *Gradients*: an MLP in bfloat16 on
@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 from torch_fused_ops import FusionPolicy
-from torch_fused_ops.benchmarks import models, on_paper
+from torch_fused_ops.benchmarks import models
+from torch_fused_ops.benchmarks.laboratory import on_paper
 
 if TYPE_CHECKING:
     from torch_fused_ops.virtual_gpu import PaperCompilation
 
-RESULTS = Path(__file__).parent / "results" / "upstream_memory.json"
+RESULTS = Path(__file__).parents[1] / "results" / "upstream_memory.json"
 QUANTISES = "activation_quantization_aten_pass"
 
 

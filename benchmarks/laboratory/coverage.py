@@ -1,6 +1,6 @@
 """Which MLP sites of Hugging Face's architectures are fused, as what, and why not: a census of spellings.
 
-    python benchmarks/coverage.py [--only NAME …] [--jobs N] [--fresh] [--out FILE] [--docs]
+    python benchmarks/laboratory/coverage.py [--only NAME …] [--jobs N] [--fresh] [--out FILE] [--docs]
 
 Every architecture of the installed ``transformers`` is built tiny (two layers, width 64, random weights; nothing is
 downloaded), run, and captured with ``torch_fused_ops.explain`` in training and in evaluation mode. One process for each
@@ -37,7 +37,7 @@ from torch_fused_ops.lowerings import recognise
 from torch_fused_ops.reasons import Kind
 from torch_fused_ops.sites import DROPOUT
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "coverage.jsonl"
 SECONDS = 240  # of processor time for one architecture, both modes; ten times as long on the clock
 MODES = ("train", "eval")
@@ -520,8 +520,8 @@ def write_page(results: list[dict[str, Any]]) -> None:
     PAGE.write_text(
         f"""# Coverage: which MLPs are found
 
-Written by `python benchmarks/coverage.py --docs` from `benchmarks/results/coverage.jsonl`; torch {now["torch"]},
-transformers {now["transformers"]}.
+Written by `python benchmarks/laboratory/coverage.py --docs` from `benchmarks/results/coverage.jsonl`;
+torch {now["torch"]}, transformers {now["transformers"]}.
 
 Every architecture that transformers knows was built tiny (two layers, width 64, random weights), run, and captured in
 training and in evaluation mode. {len(built)} of {len(results)} could be built and run without downloads or further

@@ -1,4 +1,6 @@
-"""What a GPU does with our kernels, and could do with others: ``bench probe``.
+"""What a GPU does with our kernels, and could do with others.
+
+    python -m torch_fused_ops.benchmarks.laboratory.probe --help
 
     kernel      hand-written kernels beside a copy of the same bytes: as they are (*operators*), and with other block
                 sizes, warps and steps: such a way is named by the constants that it changes, in the kernels' modules
@@ -15,7 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +31,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from torch_fused_ops import formulas
-
-from . import pointwise
-from .harness import DTYPES, Case, Device, Plan, Trial, Unavailable, sets_of
+from torch_fused_ops.arguments import TIMED
+from torch_fused_ops.benchmarks import main as bench
+from torch_fused_ops.benchmarks import pointwise
+from torch_fused_ops.benchmarks.harness import DTYPES, Case, Device, Plan, Trial, Unavailable, sets_of
+from torch_fused_ops.benchmarks.laboratory import run_script
 
 SHAPE = "ROWSxCOLUMNS of hand-written kernels and reductions"
 SIZES = [(8192, 8192), (8192, 14336)]
@@ -576,3 +582,13 @@ def name_of(probe: Probe) -> str:
 def case(probe: Probe, device: Device, plan: Plan) -> Case:
     """A probe's case."""
     return probe.make(probe, device, plan)
+
+
+def main(arguments: Namespace) -> int:
+    """Measure, as ``bench`` does."""
+    arguments.benchmark = "probe"
+    return bench.bench(arguments, bench.Benchmark(grid, name_of, case, (), SHAPE, (2,), {"cuda": 0.4, "cpu": 0.1}))
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main, __doc__, TIMED))

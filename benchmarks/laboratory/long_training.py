@@ -1,6 +1,6 @@
 """Whether ``backend="fused"`` trains to the same loss: 500 steps, several seeds, judged by rounding's own noise.
 
-    python -m torch_fused_ops.benchmarks.long_training [--steps N] [--seeds N] [--out FILE] [--picture FILE]
+    python -m torch_fused_ops.benchmarks.laboratory.long_training [--steps N] [--seeds N] [--out FILE] [--picture FILE]
 
 Four ways, each seed with its own weights and batches, the same for all four: ``eager``, ``compile`` (plain
 ``torch.compile``), ``fused`` (``backend="fused"``, strict), and ``nudged``: eager again, from weights that are each one
@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 import torch_fused_ops as tfo
 from torch_fused_ops.benchmarks import harness, models
-from torch_fused_ops.benchmarks.fp8_training import T, start, train
-from torch_fused_ops.benchmarks.fp8_training import final as mean_of_last
+from torch_fused_ops.benchmarks.laboratory.fp8_training import T, start, train
+from torch_fused_ops.benchmarks.laboratory.fp8_training import final as mean_of_last
 
 WAYS = ("eager", "nudged", "compile", "fused")
 CONFIG = models.TINY

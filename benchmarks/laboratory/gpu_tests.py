@@ -1,4 +1,6 @@
-"""A pytest plug-in for a GPU that is there for minutes: ``-p torch_fused_ops.benchmarks.gpu_tests --gpu-report FILE``.
+"""A pytest plug-in for a GPU that is there for minutes.
+
+    pytest -p torch_fused_ops.benchmarks.laboratory.gpu_tests --gpu-report FILE
 
 Every result is a line of FILE as soon as it is known, so that a run which is cut leaves what it had. A test that takes
 the device along (an illegal address: CUDA then refuses everything until the process ends) ends its process; under
