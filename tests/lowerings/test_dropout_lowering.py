@@ -6,15 +6,14 @@ import copy
 import re
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
+from test_operators import cpp
 from torch import Tensor
-from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -129,15 +128,8 @@ def test_masks_are_the_same_bit_for_bit() -> None:
 
 def test_words_stay_64_bits_wide_on_cpus() -> None:
     """Vectors for bfloat16 have no conversion between int32 and int64: ten times as long, with 59 of them."""
-    sources: list[str] = []
-
-    def without_compiler(self: Any, types: list[str], source: str, **kwargs: Any) -> Callable[..., None]:
-        sources.append(source)
-        return lambda *tensors: None
-
-    with mock.patch.object(AsyncCompile, "cpp_pybinding", without_compiler):
-        torch.compile(lambda x: fused.dropout_add(x, None, None, SEED, 0.3))(leaf(8, 64, dtype=BF16, grad=False))
-    assert "int64_t" in sources[0] and "int32_t" not in sources[0]
+    (code,) = cpp(lambda x: fused.dropout_add(x, None, None, SEED, 0.3), leaf(8, 64, dtype=BF16, grad=False))
+    assert "int64_t" in code and "int32_t" not in code
 
 
 @pytest.mark.codegen_is_slow
