@@ -12,13 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._functorch.partitioners import get_default_op_list
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from torch_fused_ops.declaration import elementwise
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.lowerings.partition import Graphs, base, reached, written
+from torch_fused_ops.lowerings.partition import Graphs, base, op_types, reached, written
 
 __all__ = ["DATA", "SAME_ELEMENTS", "Handover", "UnsoundGraphs", "check"]
 
@@ -121,7 +120,7 @@ class Handover:
         Activations and their derivatives may. So may pointwise work on an activation's result, as it is that of the
         rounded input; but nothing that computes a GEMM of forward again, or what ``memory="input"`` makes again.
         """
-        gradients, kinds = self.gradients, get_default_op_list()
+        gradients, kinds = self.gradients, op_types()
 
         def is_pointwise(node: Node) -> bool:
             return kinds.is_view(node) or kinds.is_fusible(node) or node.target is aten.cat.default

@@ -23,7 +23,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch._functorch.partitioners import get_default_op_list
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _make_graph_module
@@ -34,7 +33,7 @@ from torch_fused_ops import reference, tiles
 from torch_fused_ops.declaration import Elementwise, elementwise
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.handover import DATA, SAME_ELEMENTS, Handover
-from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear
+from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear, op_types
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 from torch_fused_ops.reasons import Kind, Refusal
 from torch_fused_ops.virtual_gpu.modules import module_stack
@@ -146,7 +145,7 @@ CALLS = 32  # as many as are rebuilt for one tensor: an activation that was left
 
 def _is_rebuilt(node: Node) -> bool:
     """Whether a call is a view, pointwise, picks rows, or joins tensors: nothing that sums or is drawn by chance."""
-    kinds = get_default_op_list()
+    kinds = op_types()
     if node.op != "call_function" or kinds.is_random(node):
         return False
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in OPERATOR

@@ -10,6 +10,7 @@ value is used.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -50,8 +51,8 @@ class _Step(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def read(self) -> set[_Slot]:
-        return {a for a in (*self.args, *self.kwargs.values()) if isinstance(a, _Slot)}
+    def read(self) -> list[_Slot]:
+        return [a for a in (*self.args, *self.kwargs.values()) if isinstance(a, _Slot)]
 
 
 class Program(NamedTuple):
@@ -71,7 +72,7 @@ class Program(NamedTuple):
         needed, kept = {result}, []
         for step in reversed(steps):
             if step.slot in needed:
-                needed |= step.read()
+                needed.update(step.read())
                 kept.append(step)
         return cls(tuple(sorted(needed - {step.slot for step in kept})), tuple(reversed(kept)), result)
 
@@ -160,7 +161,25 @@ def _programs(
         lower = _Lower(gm, device, dtype)
         boxes = lower.run(*(lower.scalar(_Slot(i), d) for i, d in enumerate(dtypes)))
         results = [_evaluate(b) for b in boxes]
-    return tuple(Program.of(result, recorder.steps) for result in results)
+    floating = all(d.is_floating_point for d in dtypes) and not any(s.name == "to_dtype" for s in recorder.steps)
+    steps = recorder.steps
+    if device_type == "cpu" and floating:
+        steps = _fused_multiply_adds(steps, results)
+    return tuple(Program.of(result, steps) for result in results)
+
+
+def _fused_multiply_adds(steps: Sequence[_Step], results: Sequence[_Slot]) -> list[_Step]:
+    """a·b + c in one instruction, of floats: Inductor forbids the C++ compiler to see that by itself."""
+    uses = Counter([*results, *(slot for step in steps for slot in step.read())])
+    products = {step.slot: step.args for step in steps if step.name == "mul" and uses[step.slot] == 1}
+
+    def fused(step: _Step) -> _Step:
+        for a, c in (step.args, step.args[::-1]) if step.name == "add" else ():
+            if isinstance(a, _Slot) and a in products:
+                return _Step(step.slot, "fma", (*products[a], c), {})
+        return step
+
+    return list(map(fused, steps))
 
 
 activations._on_change.append(_programs.cache_clear)  # a name among the scalars may stand for another function

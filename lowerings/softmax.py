@@ -130,13 +130,17 @@ def _softmax(
         x = ops.sub(scores(index), peaks(_row(index)))
         return power(x if factor == 1.0 else ops.mul(x, ops.constant(factor, dtype)))
 
-    total = lowerings[aten.sum.dim_IntList](_node(input, dtype, shape, weight), [len(shape) - 1], True)
+    weights = _node(input, dtype, shape, weight)
+    if not on_gpu:
+        weights.realize()  # a row of them, which stays in the cache: an exponential costs a CPU more than that
+    weight_of = weights.make_loader()
+    total = lowerings[aten.sum.dim_IntList](weights, [len(shape) - 1], True)
     if sink is not None:
         sink = _node(input, dtype, top.get_size(), operators._widening_load(sink, lambda index: index[-3:-2], dtype))
     factors = _row_node(formulas.softmax_factor, (size,), top, total, sink).make_loader()
 
     def result(index: Index) -> Value:
-        return ops.to_dtype(ops.mul(weight(index), factors(_row(index))), input.get_dtype())
+        return ops.to_dtype(ops.mul(weight_of(index), factors(_row(index))), input.get_dtype())
 
     return _node(input, input.get_dtype(), shape, result)
 

@@ -62,6 +62,7 @@ __all__ = [
     "unpack",
     "widened",
     "window_edges",
+    "word",
 ]
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]  # one for each tensor of an operator; None where it is not wanted
@@ -232,22 +233,15 @@ PHILOX_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 
 
 def philox(low: Tensor, high: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of 32 random bits, int32, for a counter of two int32 words under a 64-bit key, int64.
+    """Four words of 32 random bits for a counter of two words (``word``) under a 64-bit key, int64.
 
     Philox4x32-10 with the counter's upper two words 0 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as
     1, 2, 3; SC 2011, doi:10.1145/2063384.2063405), the generator of Random123, cuRAND and Triton.
-
-    Words are int32 and widened for a product alone: that is the form in which LLVM sees one 32×32→64 multiplication in
-    it, and a call of the generator once for four elements. For bfloat16 on sm_90, 8 elements a thread, dropout takes
-    21 instructions an element so, 54 with words kept in int64 (H200's budget for one tensor read and written: 28).
     """
     words: list[Tensor | None] = [low, high, None, None]
     for i in range(PHILOX_ROUNDS):
         # The steps times the round, not a chain of sums: the same, as words wrap.
-        keys = [
-            ((k & _WORD) + i * step).to(torch.int32)
-            for k, step in zip((seed, seed >> 32), PHILOX_KEY_STEPS, strict=True)
-        ]
+        keys = [word((k & _WORD) + i * step) for k, step in zip((seed, seed >> 32), PHILOX_KEY_STEPS, strict=True)]
         (high0, low0), (high1, low1) = (_product(words[2 * j], factor) for j, factor in enumerate(PHILOX_FACTORS))
         words = [_xor(high1, words[1], keys[0]), low1, _xor(high0, words[3], keys[1]), low0]
     w0, w1, w2, w3 = words
@@ -255,12 +249,25 @@ def philox(low: Tensor, high: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Ten
     return w0, w1, w2, w3
 
 
-def _product(word: Tensor | None, factor: int) -> tuple[Tensor | None, Tensor | None]:
-    """The halves of word · factor, as unsigned numbers; None is 0."""
-    if word is None:
+def word(x: Tensor) -> Tensor:
+    """The lower 32 bits of int64, for the generator: int32 on a GPU; on a CPU x itself, whose upper bits do not count.
+
+    GPUs: int32 that is widened for a product alone is the form in which LLVM sees one 32×32→64 multiplication in it,
+    and a call of the generator once for four elements. For bfloat16 on sm_90, 8 elements a thread, dropout takes
+    21 instructions an element so, 54 with words kept in int64 (H200's budget for one tensor read and written: 28).
+
+    CPUs: Inductor's vectors have no conversion between int32 and int64 for the 32 elements of a vector of bfloat16
+    (forward: 32 ns an element, and 4 in int64).
+    """
+    return x if x.device.type == "cpu" else x.to(torch.int32)
+
+
+def _product(factor: Tensor | None, other: int) -> tuple[Tensor | None, Tensor | None]:
+    """The halves of the product of a word and a number, as words; None is 0."""
+    if factor is None:
         return None, None
-    product = (word.to(torch.int64) & _WORD) * factor
-    return (product >> 32).to(torch.int32), product.to(torch.int32)
+    product = (factor.to(torch.int64) & _WORD) * other
+    return word(product >> 32), word(product)
 
 
 def _xor(*words: Tensor | None) -> Tensor:
@@ -291,13 +298,15 @@ def dropout_factor(
     threshold = keep_threshold(p)
     if counter is None or lane is None or seed is None or threshold in (0, 2**32):
         return keep_scale(p)
-    w0, w1, w2, w3 = philox(counter.to(torch.int32), (counter >> 32).to(torch.int32), seed)
-    place = lane.to(torch.int32)
+    w0, w1, w2, w3 = philox(word(counter), word(counter >> 32), seed)
+    place = word(lane)
     odd, late = (place & 1) != 0, (place & 2) != 0
-    word = torch.where(late, torch.where(odd, w3, w2), torch.where(odd, w1, w0))
-    scale = torch.full((), keep_scale(p), dtype=dtype, device=word.device)
-    # Both sides less 2³¹: int32's order is then that of unsigned words.
-    return torch.where((word ^ -(2**31)) >= threshold - 2**31, scale, 0.0)
+    bits = torch.where(late, torch.where(odd, w3, w2), torch.where(odd, w1, w0))
+    scale = torch.full((), keep_scale(p), dtype=dtype, device=bits.device)
+    # Of int32 both sides less 2³¹: its order is then that of unsigned words.
+    is_narrow = bits.dtype == torch.int32
+    kept = (bits ^ -(2**31)) >= threshold - 2**31 if is_narrow else (bits & _WORD) >= threshold
+    return torch.where(kept, scale, 0.0)
 
 
 def dropout_add_element(

@@ -289,28 +289,60 @@ def long(x: Tensor, w: Tensor) -> Tensor:
     return h @ w
 
 
+def no_code(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+    """A backend: Inductor's passes and AOTAutograd's partitioner, less the code."""
+    from functorch.compile import make_boxed_func
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, example_inputs, inner_compile=lambda gm, *args, **rest: make_boxed_func(gm.forward))
+
+
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("fn", "wanted"),
     [(joining, FUSED), (growing, "a formula of more than 128 functions and variables is no activation"), (long, CALLS)],
 )
 def test_so_it_is_from_the_user_s_side(fn: Callable[..., Tensor], wanted: str) -> None:
-    """explain(), and torch.compile through Inductor's passes and AOTAutograd's partitioner, less the code."""
-    from functorch.compile import make_boxed_func
-    from torch._inductor.compile_fx import compile_fx
-
-    def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        return compile_fx(gm, example_inputs, inner_compile=lambda gm, *args, **rest: make_boxed_func(gm.forward))
-
+    """explain(), and torch.compile."""
     torch._dynamo.reset()
     x, w = (torch.randn(8, 8, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(2))
     _, report = work(lambda: tfo.explain(fn, x, w), most=1_000_000)
     assert ends_in(report.sites, wanted), report.sites
     with tfo.enabled(), tfo.record() as recorded:
-        out = torch.compile(fn, backend=backend)(x, w)
+        out = torch.compile(fn, backend=no_code)(x, w)
     assert ends_in(recorded.sites, wanted), recorded.sites
     torch.testing.assert_close(out, fn(x, w))
     torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, fn(x, w))))
+
+
+def test_upstream_s_table_of_operators_is_not_made_for_each_node() -> None:
+    """It takes 0.4 ms: as many tables are made for a deep model as for a shallow one."""
+    from torch._functorch.partitioners import get_default_op_list
+
+    def tables(layers: int) -> int:
+        def mlps(x: Tensor, w: Tensor) -> Tensor:
+            for _ in range(layers):
+                x = F.gelu(x @ w) @ w
+            return x
+
+        made = 0
+
+        def count(frame: Any, event: str, arg: Any) -> None:
+            nonlocal made
+            made += event == "call" and frame.f_code is get_default_op_list.__code__
+
+        torch._dynamo.reset()
+        x = torch.randn(8, 8, requires_grad=True)
+        sys.setprofile(count)
+        try:
+            with tfo.enabled():
+                torch.compile(mlps, backend=no_code)(x, x)
+        finally:
+            sys.setprofile(None)
+        return made
+
+    tables(1)  # what is worked out once a process
+    assert 0 < tables(1) == tables(3)
 
 
 def test_a_long_custom_function_is_refused() -> None:

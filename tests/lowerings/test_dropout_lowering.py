@@ -12,6 +12,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
+from test_operators import cpp
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -123,6 +124,12 @@ def test_masks_are_the_same_bit_for_bit() -> None:
         torch._dynamo.reset()
         x = torch.ones(37, 53)
         assert all(map(torch.equal, torch.compile(fn, dynamic=dynamic)(x), fn(x)))
+
+
+def test_words_stay_64_bits_wide_on_cpus() -> None:
+    """Vectors for bfloat16 have no conversion between int32 and int64: ten times as long, with 59 of them."""
+    (code,) = cpp(lambda x: fused.dropout_add(x, None, None, SEED, 0.3), leaf(8, 64, dtype=BF16, grad=False))
+    assert "int64_t" in code and "int32_t" not in code
 
 
 @pytest.mark.codegen_is_slow

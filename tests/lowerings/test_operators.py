@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
 
 import torch_fused_ops as tfo
@@ -40,6 +42,20 @@ def compiled_and_eager(
     with inductor_config.patch(force_disable_caches=True):
         result, code = run_and_get_code(lambda: step(torch.compile(fn, fullgraph=True, dynamic=dynamic)))
     return result, step(fn), code
+
+
+def cpp(fn: Callable[..., Any], *args: Tensor) -> list[str]:
+    """The kernels that are generated for a CPU, as text: nothing is compiled."""
+    found: list[str] = []
+
+    def note(self: Any, types: list[str], source: str, **kwargs: Any) -> Callable[..., None]:
+        found.append(source)
+        return lambda *tensors: None
+
+    torch._dynamo.reset()
+    with mock.patch.object(AsyncCompile, "cpp_pybinding", note), inductor_config.patch(force_disable_caches=True):
+        torch.compile(fn, fullgraph=True, dynamic=False)(*args)
+    return found
 
 
 def kernels(code: str) -> int:
@@ -204,6 +220,19 @@ def test_programs_evaluate_each_step_once() -> None:
     value = operators._elements(bias_act).value
     (program,) = operators._programs(value, (True, False, False), ("gelu",), torch.float32, "cpu")
     assert len([step for step in program.steps if step.name != "constant"]) <= 30
+
+
+def test_cpus_multiply_and_add_in_one_instruction() -> None:
+    """Inductor forbids the C++ compiler to see it. Nor is there a mask to make: it is a round trip through memory."""
+    (code,) = cpp(lambda x: fused.bias_act(x, None, None, "gelu"), leaf(8, 64, grad=False))
+    assert code.count("fma") >= 7 and "blendv" not in code and " ? " not in code
+
+
+def test_whole_numbers_are_not_multiplied_and_added_as_floats() -> None:
+    """``std::fma`` of them is a float64."""
+    tfo.register_activation("stairs", lambda x: x + (x.detach().to(torch.int64) * 3 + 2**60).to(x.dtype))
+    (code,) = cpp(lambda x: fused.bias_act(x, None, None, "stairs"), leaf(8, 64, grad=False))
+    assert "int64_t" in code and "fma" not in code
 
 
 def test_a_loop_reads_what_its_result_is_made_of() -> None:

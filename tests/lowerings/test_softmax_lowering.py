@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_operators import check, kernels, leaf
+from test_operators import check, cpp, kernels, leaf
 from torch import Tensor
 
 from torch_fused_ops import reference
@@ -103,6 +103,11 @@ def test_fuses_with_neighbours_on_both_sides() -> None:
 
     code = check(fn, [leaf(3, 17, 24), leaf(17, 24, grad=False)])
     assert [kernels(c) for c in code] == [1, 1]
+
+
+def test_cpus_compute_an_exponential_once() -> None:
+    (code,) = cpp(lambda x: softmax(x, None, None, 0.3), leaf(8, 64, grad=False))
+    assert code.count("exp()") == 1
 
 
 @pytest.mark.codegen_is_slow
