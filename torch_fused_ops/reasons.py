@@ -86,7 +86,8 @@ _OUT_OF_PLACE = "Write the operation that works in place out of place."
 
 # What TILE_CALLERS and MADE_OF_CALLERS mean, and what helps.
 _OF_CALLERS = (
-    "An argument or a result of the graph, which PyTorch does not keep: the first weight is frozen.",
+    "An argument or a result of the graph, which PyTorch does not keep: the first weight is frozen, or autocast copies "
+    "it.",
     "Compile what is in front of it in the same graph: what the graph makes for itself can be kept.",
 )
 
