@@ -192,6 +192,25 @@ def make_view(result: Any, node: Any) -> None:
     result.layout = ir.NonOwningLayout(view)
 
 
+def generate_behind_a_barrier(generate: Callable[..., None], has_views: bool, *args: Any) -> None:
+    """Generate a loop's code, its stores behind a barrier where the kernel writes over what it reads.
+
+    Inductor writes the same barrier itself, in front of what is stored once for many loads (triton#1615).
+
+    Args:
+        generate: ``SchedulerNode.codegen`` of the loop.
+        has_views: whether some of the kernel's results are views of what it reads.
+        args: ``generate``'s.
+    """
+    from torch._inductor.virtualized import V
+
+    barrier, kernel = "tl.debug_barrier()", cast(Any, V.kernel)
+    writes_over_inputs = has_views or kernel.args.inplace_buffers
+    if writes_over_inputs and len(kernel.active_range_trees()) > 1 and barrier not in kernel.stores.getvalue():
+        kernel.stores.writeline(barrier)
+    generate(*args)
+
+
 def is_output(node: Any) -> bool:
     """Whether a buffer's user is the graph, which returns it."""
     from torch._inductor.scheduler import OutputNode

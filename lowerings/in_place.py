@@ -18,8 +18,11 @@ that Inductor itself knows how long the memory is in use:
 
 Here an element of the input may be read only where, in the same turn, one of the kernel's loops writes that very
 element of the result. So no other turn can find it changed. And no other thread: what is stored need not wait for what
-is loaded from there, so load and store must be spread over threads alike. Triton spreads what is of one dtype so, where
-nothing narrower in the kernel asks for more elements at once.
+is loaded from there, so load and store must be spread over threads alike. In a kernel of one axis Triton spreads what
+is of one dtype so, where nothing narrower in the kernel asks for more elements at once. With two axes, a sum's among
+them, there are several ways to spread a tile, and Triton loads a tile of fewer elements than threads again for each:
+another warp may have stored by then. A tuner may choose such a tile long after this pass. So the code of these kernels
+has a barrier between what they load and what they store.
 """
 
 from __future__ import annotations
@@ -72,6 +75,9 @@ def allow(nodes: Sequence[Any]) -> None:
             loop.ancestors = loop.ancestors | {
                 user.get_name() for user in kernel.readers(name) if user.node is not loop
             }
+    for kernel, _, views in found:
+        for loop in kernel.loops:
+            loop.codegen = functools.partial(compat.generate_behind_a_barrier, loop.codegen, bool(views))
     for view in (view for _, _, views in found for view in views):
         compat.make_view(view.result.node, view.place.node)
         for user in (*view.result.users, *view.place.users):

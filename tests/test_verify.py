@@ -19,6 +19,7 @@ import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.cli import main
 from torch_fused_ops.lowerings import handover, partition
+from torch_fused_ops.verify import _apart
 
 
 class MLP(nn.Module):
@@ -184,6 +185,30 @@ def test_models_that_cast_inside() -> None:
     found = tfo.verify(normed, x_of(8, 16), w, v)
     assert found.ok, str(found)
     assert min(one.allowed for one in found.comparisons if one.dtype == "float64") > 1e-7
+
+
+def test_sparse_gradients() -> None:
+    class Embedded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.mlp = nn.Embedding(20, 16, sparse=True), MLP()
+
+        def forward(self, i: Tensor) -> Tensor:
+            return self.mlp(self.table(i))  # type: ignore[no-any-return]
+
+    found = tfo.verify(Embedded(), torch.tensor([1, 7, 7, 3, 0, 19]))
+    assert found.ok, str(found)
+    assert ("gradient", "table.weight") in {(one.kind, one.name) for one in found.comparisons}
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("one", [INF, -INF, NAN])
+@pytest.mark.parametrize("other", [INF, -INF, NAN, 1.0])
+def test_what_is_not_finite_is_compared(one: float, other: float) -> None:
+    distance = _apart(torch.tensor([1.0, one]), torch.tensor([1.0, other]), True)
+    assert distance == (0.0 if one == other or (one != one and other != other) else INF)
 
 
 def test_a_loss_that_is_not_finite_is_not_ok() -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "dequantise",
     "dtype_of",
     "grouped_product",
+    "largest",
     "padded",
     "product",
     "quantise",
@@ -184,11 +185,20 @@ def _untiled(tiles: Tensor, rows: int, blocks: int) -> Tensor:
 
 
 def dequantise(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """value · scale in ``dtype``: what ``quantise`` stored, off by at most 2⁻⁴ of an element, or 2⁻¹⁰ of its scale."""
+    """value · scale in ``dtype``: what ``quantise`` stored, off by at most 2⁻⁴ of an element, or 2⁻¹⁰ of its scale.
+
+    Where rounding to 4 bits goes beyond the dtype's largest number, that number: finite numbers load as finite ones.
+    """
     (r, c), columns = values.shape, columns_of(values, scales, rows)
     of_blocks = scales.t() if rows == 1 else scales
     blocks = values.to(torch.float32).reshape(r // rows, rows, c // columns, columns)
-    return (blocks * of_blocks[:, None, :, None]).reshape(r, c).to(dtype)
+    most = largest(dtype)
+    return (blocks * of_blocks[:, None, :, None]).clamp(-most, most).reshape(r, c).to(dtype)
+
+
+def largest(dtype: torch.dtype) -> float:
+    """The largest finite number of ``dtype`` that float32 holds."""
+    return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
 
 
 def product(

@@ -41,6 +41,7 @@ UNIT_EXACT, UNIT_WIDE = 1e-9, 64.0
 UNIT_FP8 = 2.0**-4
 # Gradients that are 0 but for rounding (a bias in front of a norm) have nothing to be compared with but the others.
 OF_LARGEST = 1e-6
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 @dataclass(frozen=True)
@@ -358,7 +359,12 @@ def _step(
         values["argument", str(i)] = t.detach()
         if t.requires_grad:
             values["gradient", f"argument {i}"] = t.grad
-    return _Step(values, not torch.equal(before, torch.get_rng_state()))
+    return _Step({key: _dense(t) for key, t in values.items()}, not torch.equal(before, torch.get_rng_state()))
+
+
+def _dense(t: Tensor | None) -> Tensor | None:
+    """A sparse gradient, as of an embedding's table, with its zeros."""
+    return t.to_dense() if t is not None and t.layout in _SPARSE else t
 
 
 def _tensors(tree: Any, depth: int = 4) -> Iterator[Tensor]:
@@ -545,7 +551,7 @@ def _counts(value: Tensor) -> bool:
 
 
 def _apart(wanted: Tensor | None, got: Tensor | None, exact: bool) -> float:
-    """The distance in the 2-norm; infinite where one is missing, or not finite where the other is."""
+    """The distance in the 2-norm; infinite where one is missing, or where they differ in what is not finite."""
     if wanted is None or got is None:
         other = got if wanted is None else wanted
         return 0.0 if other is None or not other.any() else float("inf")  # zeros are as good as no gradient
@@ -555,8 +561,8 @@ def _apart(wanted: Tensor | None, got: Tensor | None, exact: bool) -> float:
         # Decisions (a token, an expert) may fall the other way in the model's dtype: they are compared in float64.
         return 0.0 if not exact or torch.equal(wanted, got) else float("inf")
     w, g = _wide(wanted), _wide(got)
-    finite = w.isfinite()
-    if not torch.equal(finite, g.isfinite()):
+    finite, same = w.isfinite(), (w == g) | (w.isnan() & g.isnan())
+    if not torch.equal(finite, g.isfinite()) or not same[~finite].all():
         return float("inf")
     return float((w[finite] - g[finite]).norm())
 

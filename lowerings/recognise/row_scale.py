@@ -6,7 +6,8 @@ arXiv:2512.14080) the factor is the fused operator's ``token_scale``, whose grad
 computes there anyway: nothing of the product's result is kept, nor read again.
 
 What is moved is a rounding: a·W is rounded in both forms, a before, s·a now. So it is done where it keeps less alone:
-the factor and the activation need gradients, and the policy leaves the choice of what is kept to pick-up.
+the factor and the activation need gradients, and the policy leaves the choice of what is kept to pick-up. And s·a must
+not overflow where s·(a·W) does not: float16 has too few exponents, and so has what is narrower than the result.
 
 Behind the last group of a grouped product rows are undefined, in its result and in its input's gradient. There a model
 that takes no gradient from such a row would get one for its factor: it is made 0.
@@ -14,6 +15,7 @@ that takes no gradient from such a row would get one for its factor: it is made 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +32,8 @@ from .rewrite import Edit, dead_calls, insert
 from .values import check_plain, equal, keeps_rows, value_of
 
 __all__ = ["RowScale", "find", "fuse"]
+
+_EXPONENTS = 128  # of float32 and bfloat16; float16 has 16
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,9 @@ def _is_sound(facts: Facts, found: RowScale) -> bool:
         for node in (*found.chain, found.last, found.factor):
             check_plain(node)
     except Refusal:
+        return False
+    exponents = [math.frexp(torch.finfo(value_of(node).dtype).max)[1] for node in (cone.root, *found.chain, found.last)]
+    if min(exponents) < max(exponents[-1], _EXPONENTS):
         return False
     device = value_of(cone.root).device
     if any(facts.region[node] != facts.region[found.last] or value_of(node).device != device for node in moved):

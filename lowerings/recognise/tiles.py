@@ -226,7 +226,10 @@ def _check_writes(facts: Facts, found: Tiling, given: Iterable[Node]) -> None:
 
 
 def _check_callers(facts: Facts, found: Tiling, read: _Reader) -> None:
-    """What a tile is made of again may be the caller's where PyTorch keeps it, too: for a weight's gradient."""
+    """What a tile is made of again may be the caller's where PyTorch keeps it, too: for a weight's gradient.
+
+    Under autocast PyTorch keeps a copy in another dtype.
+    """
     assert found.source is not None and found.last is not None
     graph = found.source.graph
     theirs = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]
@@ -235,7 +238,8 @@ def _check_callers(facts: Facts, found: Tiling, read: _Reader) -> None:
     for node in found.forms:
         if facts.weight_gemm(node):
             input, weight, *_ = arguments_of(facts, node)
-            if read.data(input) is found.source and value_of(weight).requires_grad:
+            is_kept = value_of(node).dtype == value_of(found.source).dtype and value_of(weight).requires_grad
+            if is_kept and read.data(input) is found.source:
                 return
     text = f"its input, {shown(found.source)}, the caller may write before backward needs it"
     raise Refusal(Kind.TILE_CALLERS, text)

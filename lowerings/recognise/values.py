@@ -86,7 +86,8 @@ def is_contiguous(value: torch.Tensor, order: Sequence[int] | None = None) -> bo
 def keeps_rows(facts: Facts, node: Node) -> bool:
     """Whether a view only arranges its source's rows in other axes: the same rows, one after the other in memory.
 
-    Not what picks rows, though it may pick each of them once, and not ``detach``, through which no gradient flows.
+    Not what picks rows, though it may pick each of them once, and not what no gradient flows through: ``detach``, and a
+    view as another dtype.
     """
     if facts.calls[node].name not in RESHAPES or not node.all_input_nodes:
         return False
@@ -94,6 +95,7 @@ def keeps_rows(facts: Facts, node: Node) -> bool:
     return (
         value is not None
         and source is not None
+        and value.dtype == source.dtype
         and bool(value.ndim and source.ndim)
         and equal(value.shape[-1], source.shape[-1])
         and equal(value.numel(), source.numel())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -87,6 +88,7 @@ def test_three_results_in_the_place_of_three_inputs() -> None:
     lines = kernel.source.splitlines()
     loads, stores = ([i for i, line in enumerate(lines) if f"tl.{what}(" in line] for what in ("load", "store"))
     assert len(loads) == len(stores) == 3 and max(loads) < min(stores)
+    assert "debug_barrier" not in kernel.source  # one axis: a store needs to wait for nothing
 
 
 @pytest.mark.parametrize("memory", LEVELS)
@@ -330,6 +332,43 @@ def test_load_and_store_are_spread_over_threads_alike(dtype: torch.dtype, expect
         return value @ b, fused.glu(x * value, c.float(), None, "silu").double() @ b.double()
 
     assert views(fn, square(), square(), square().to(dtype)) == expected
+
+
+def stores_wait(ptx: str) -> bool:
+    """Whether no thread stores to global memory before all threads have loaded, in the kernel's first block of code."""
+    order = re.findall(r"^\s+(?:@!?%p\d+ )?(ld\.global|st\.global|bar\.sync)", ptx, re.M)
+    loads = order[: order.index("st.global")]
+    return loads.count("ld.global") > 1 and loads[-1] == "bar.sync"
+
+
+# Few enough elements for the threads that Triton loads them again, for the sum; one of Inductor's own; and another.
+TILES = [(64, 4, 16), (64, 4, 8), pytest.param((2, 256, 4), marks=pytest.mark.slow), (16, 8, 8)]
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_no_warp_stores_what_another_loads_for_a_sum(tile: tuple[int, int, int]) -> None:
+    """In whichever tile a tuner chooses: it does so long after buffers are reused."""
+    columns, rows, warps = tile
+    (kernel,) = (kernel for kernel in summed_gradients().kernels if "bias_act_backward" in kernel.name)
+    assert kernel.source.count("tl.debug_barrier()") == 1 and kernel.source.count("in_out_ptr0 +") == 2
+    block = {"XBLOCK": columns, "R0_BLOCK": rows}
+    assert stores_wait(virtual_gpu.assemble(kernel, virtual_gpu.H100, block=block, num_warps=warps).ptx)
+
+
+@functools.cache
+def summed_gradients() -> Any:
+    """Backward of a GELU MLP whose bias has its gradient summed in the activation's kernel."""
+    args = [torch.empty(shape, dtype=torch.bfloat16) for shape in ((512, 16), (16, 512), (512,), (512, 16))]
+    return on_paper(gelu, [a.requires_grad_() for a in args], "free").backward
+
+
+def test_a_tile_of_two_axes_waits_before_it_stores() -> None:
+    args = torch.randn(128, 128), torch.randn(128, 128), torch.randn(128, 128)
+    paper = on_paper(lambda a, b, c: both(a @ b, c.t()), args, "free", training=False)
+    (source,) = (kernel.source for kernel in paper.inference.kernels if "YBLOCK" in kernel.source)
+    lines = source.splitlines()
+    loads, stores = ([i for i, line in enumerate(lines) if f"tl.{what}(" in line] for what in ("load", "store"))
+    assert "in_out_ptr" in source and max(loads) < lines.index("    tl.debug_barrier()") < min(stores)
 
 
 def test_halves_that_begin_elsewhere_than_vectors_do() -> None:

@@ -323,8 +323,28 @@ def test_a_linear_layer_in_float8_keeps_its_factor() -> None:
 
 @pytest.mark.parametrize("wide", [torch.float32, torch.float64])
 def test_a_factor_of_a_wider_dtype(wide: torch.dtype) -> None:
-    """The result has the dtype that the multiplication gave."""
+    """The result has the dtype that the multiplication gave; in float64 it may be larger than the product's can."""
     x, up, down, _ = small(dtype=torch.bfloat16)
     s = normal(6, 1, dtype=wide)
     (site,) = compare(lambda *args: batched(*args), [x, up, down, s], dtype=torch.bfloat16)
-    assert MOVED in site.reason and batched(x, up, down, s).dtype == wide
+    assert (MOVED in site.reason) == (wide == torch.float32) and batched(x, up, down, s).dtype == wide
+
+
+def normalized(x: Tensor, up: Tensor, down: Tensor, n: Tensor) -> Tensor:
+    """An MLP between a norm and its inverse, as where its input may be large."""
+    return F.linear(F.gelu(F.linear(x / n * 512, up)), down) * n
+
+
+@pytest.mark.codegen_is_slow
+def test_a_factor_stays_where_its_dtype_has_too_small_a_range() -> None:
+    """In float16 the activation times the factor is infinite here; neither the product nor the result is."""
+    x, up, down, _ = small(dtype=torch.float16)
+    with torch.no_grad():
+        x, down = x.mul(200).requires_grad_(), down.mul(2**-7).requires_grad_()
+        n = x.norm(dim=-1, keepdim=True).requires_grad_()
+        assert (F.gelu(F.linear(x / n * 512, up)) * n).isinf().any()
+    torch._dynamo.reset()
+    fn = torch.compile(normalized, backend="fused", fullgraph=True)
+    expected = normalized(x, up, down, n)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(fn(x, up, down, n), expected, rtol=0.01, atol=5)

@@ -213,7 +213,7 @@ def test_sums_over_tiles_are_rounded_to_the_weights_dtype(memory: str, most: flo
 @pytest.mark.codegen_is_slow
 def test_sums_over_tiles_under_autocast_are_in_float32() -> None:
     torch.manual_seed(0)
-    module, x, tangent = SwiGLU(32, 64), *torch.randn(2, 1024, 32)
+    module, x, tangent = nn.Sequential(nn.LayerNorm(32), SwiGLU(32, 64)), *torch.randn(2, 1024, 32)
     whole = rounding(x, tangent, module, "input", torch.bfloat16)
     assert rounding(x, tangent, module, "tiled:8", torch.bfloat16) < 1.1 * whole
 
@@ -255,6 +255,44 @@ def test_a_buffer_that_forward_writes() -> None:
     fn, x = compiled(one), torch.randn(50, HIDDEN, dtype=torch.double)
     for _ in range(2):
         torch.testing.assert_close(step(fn, one, x), step(two, two, x), rtol=1e-12, atol=1e-12)
+
+
+def through_integers(dtype: torch.dtype, between: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    up, down = (w.detach().to(dtype) for w in weights((FFN, HIDDEN), (HIDDEN, FFN)))
+    return lambda x: F.linear(between(F.gelu(F.linear((x * 2).to(dtype), up))), down)
+
+
+@pytest.mark.codegen_is_slow
+def test_a_view_as_another_dtype_is_no_view_of_its_rows() -> None:
+    """No gradient flows through one as integers, and one as float16 is of other numbers."""
+    x = torch.randn(50, HIDDEN, requires_grad=True)
+    fn = through_integers(torch.float32, lambda h: h.view(torch.int32).view(torch.float32))
+    assert not fn(x).requires_grad and not compiled(fn, strict=False)(x).requires_grad
+    fn = through_integers(torch.bfloat16, lambda h: h.view(torch.float16).bfloat16())
+    result, expected = compiled(fn, strict=False)(x), fn(x)
+    torch.testing.assert_close(result, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+
+
+@pytest.mark.codegen_is_slow
+def test_what_the_caller_writes_under_autocast() -> None:
+    """PyTorch keeps a copy in bfloat16 there: the input, and results that are as much, the caller may write."""
+    torch.manual_seed(0)
+    module, x = SwiGLU(), torch.randn(50, HIDDEN)
+
+    def with_its_input(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = x * 2
+        return module(h), h.view(-1)
+
+    for fn, place in ((lambda x: (module(x), x), 1), (with_its_input, 1)):
+        gradients = []
+        for way in (fn, compiled(fn, strict=False)):
+            given = x.clone()
+            with torch.autocast("cpu", torch.bfloat16):
+                results = way(given)
+            with torch.no_grad():
+                results[place].zero_()
+            gradients.append(torch.autograd.grad(results[0].float().square().sum(), list(module.parameters())))
+        assert all((a - b).norm() < 0.02 * b.norm() for b, a in zip(*gradients, strict=True))
 
 
 @pytest.mark.codegen_is_slow

@@ -100,6 +100,24 @@ def test_blocks_of_32_are_requantised_in_these() -> None:
         fused.quantise_both(x, 64)
 
 
+@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if recipe.wgrad])
+@pytest.mark.parametrize(
+    ("dtype", "element"), [(torch.float16, 64000.0), (torch.bfloat16, 3.35e38), (torch.float32, 3.35e38)]
+)
+def test_what_rounds_beyond_the_largest_number_loads_as_that(dtype: torch.dtype, element: float, recipe: str) -> None:
+    """One element of a linear layer's input that float8 rounds up: the weight's gradient is finite, and right."""
+    x = torch.randn(BLOCK, BLOCK)
+    x[3, 5] = element
+    x, weight = x.to(dtype), (torch.randn(BLOCK, BLOCK) * 1e-4).to(dtype).requires_grad_()
+    gradient = (torch.randn(BLOCK, BLOCK) * 1e-3).to(dtype)
+    FF.linear_fp8(x, weight, recipe=recipe).backward(gradient)
+    expected = gradient.double().t() @ x.double()
+    assert weight.grad is not None and weight.grad.isfinite().all()
+    assert (weight.grad.double() - expected)[:, 5].norm() < 0.08 * expected[:, 5].norm()
+    for values, scales, rows in ((*fused.quantise(x, 1), 1), (*fused.requantise(*fused.quantise(x, 1)), BLOCK)):
+        assert scales.isfinite().all() and fused.dequantise(values, scales, rows, dtype).isfinite().all()
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(-100, 100), st.integers(0, 2**31))
 def test_rounding_once_more_in_other_blocks_changes_the_smallest_alone(exponent: int, seed: int) -> None:

@@ -70,6 +70,7 @@ LEAST_SCALE = tl.constexpr(1 << float8._MANTISSA_BITS)
 INVERSE = tl.constexpr(254 << float8._MANTISSA_BITS)
 INFINITY = tl.constexpr(float8._INFINITY)
 MANTISSA_BITS = tl.constexpr(float8._MANTISSA_BITS)
+BF16_LARGEST = tl.constexpr(float8.largest(torch.bfloat16))
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
 
@@ -308,11 +309,13 @@ def _pairs_of_tile(
                 known = (row < rows_left) & (part * NARROW < columns_left)
                 scale = tl.load(input_scales + part * part_row + row, mask=known, other=0.0)
                 scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (STRIP_ROWS, PARTS, NARROW)), (STRIP_ROWS, SIDE))
-                two = two + ((_from_fp8(tl.load(input + places, mask=mask, other=0), PTX) * scale).to(DTYPE),)
+                loaded = _from_fp8(tl.load(input + places, mask=mask, other=0), PTX) * scale
+                two = two + (_clamp(loaded, BF16_LARGEST).to(DTYPE),)
             else:
                 row = first + j
                 scale = tl.load(input_scales + row, mask=row < rows_left, other=0.0)
-                two = two + ((_from_fp8(tl.load(input + places, mask=mask, other=0), PTX) * scale[:, None]).to(DTYPE),)
+                loaded = _from_fp8(tl.load(input + places, mask=mask, other=0), PTX) * scale[:, None]
+                two = two + (_clamp(loaded, BF16_LARGEST).to(DTYPE),)
         strips = strips + (_pair(two[0], two[1], DTYPE, PTX),)
     return strips
 
@@ -603,9 +606,10 @@ def _quantise_turned(
 @triton.jit
 def _dequantise(
     out, values, scales, rows, columns, column_blocks,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """value · scale; out and values (rows, columns) without gaps, in blocks of (ROWS, 128), or of (1, 32)."""
+    """value · scale, at most LARGEST; out, values (rows, columns) without gaps, in blocks of (ROWS, 128) or (1, 32)."""
     program = tl.program_id(0)
     c = (program % column_blocks).to(tl.int64)
     r = (program // column_blocks).to(tl.int64) * BLOCK_M
@@ -624,7 +628,7 @@ def _dequantise(
         scale = tl.load(scales + c * rows + r + row, mask=mask, other=0.0)[:, None]
     else:
         scale = tl.load(scales + (r // SIDE) * column_blocks + c)
-    tl.store(out + corner + places, _from_fp8(code, PTX) * scale, mask=stored)
+    tl.store(out + corner + places, _clamp(_from_fp8(code, PTX) * scale, LARGEST), mask=stored)
 
 
 @triton.jit
@@ -983,8 +987,8 @@ def dequantise(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) ->
             _dequantise, (blocks(r, _ROWS_OF_DEQUANTISE) * blocks(c, BLOCK), 1, 1), values.device,
             (out, values.contiguous().view(torch.uint8), scales.contiguous()), (r, c, blocks(c, BLOCK)),
             {
-                "ROWS": rows, "COLUMNS": columns, "WIDE": _wide(c), "PTX": _ptx(values.device),
-                "BLOCK_M": _ROWS_OF_DEQUANTISE, "num_warps": 4, **OPTIONS,
+                "ROWS": rows, "COLUMNS": columns, "LARGEST": float8.largest(dtype), "WIDE": _wide(c),
+                "PTX": _ptx(values.device), "BLOCK_M": _ROWS_OF_DEQUANTISE, "num_warps": 4, **OPTIONS,
             },
         )  # fmt: skip
     return out
