@@ -27,7 +27,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
         "min_cut_rematerialization_partition",
         "pointwise_ops",
     ),
-    "torch._guards": ("CompileContext",),
+    "torch._guards": ("CompileContext", "TracingContext"),
     "torch._inductor.codegen.subgraph": ("SubgraphChoiceCaller",),
     "torch._inductor.config": (
         "cpp_wrapper",
@@ -40,7 +40,6 @@ INTERNALS: dict[str, tuple[str, ...]] = {
         "max_autotune_gemm",
         "max_autotune_gemm_backends",
         "memory_planning",
-        "patch",
         "post_grad_custom_post_pass",
         "pre_grad_custom_pass",
         "triton",

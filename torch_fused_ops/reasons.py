@@ -366,6 +366,15 @@ class Kind(Enum):
         ("CPU inference under freezing: oneDNN's fused linear and activation is kept",),
         "Inductor's own fusion is better there.",
     )
+    EAGER_ROUNDING = _Declared(
+        Family.CHOICE,
+        (
+            "inductor's *numerics='strict'* asks for eager's own rounding",
+            "inductor's *emulate_precision_casts=True* asks for eager's own rounding",
+        ),
+        "Eager rounds after each call, an operator once. `emulate_precision_casts` is for half precision.",
+        "Exclude the module, or compile without the setting.",
+    )
 
     # ---- modules that replace_mlps leaves alone ----------------------------------------------------------------------
     NO_ACTIVATION = _Declared(
