@@ -26,7 +26,7 @@ import torch._inductor.config as inductor_config
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-from torch_fused_ops import activations, known_gemms, observers
+from torch_fused_ops import activations, known_gemms, observers, switches
 from torch_fused_ops._version import __version__
 from torch_fused_ops.capturing import captured_graphs
 from torch_fused_ops.lowerings import compat, epilogues, handover, in_place, memory, partition, row_blocks
@@ -51,8 +51,9 @@ def source_hash() -> str:
 
 
 def identity() -> str:
-    """Our version, our sources, the activation table and the registered GEMMs, as they enter every compile key."""
-    parts = ("torch_fused_ops", __version__, source_hash(), activations.table_hash(), known_gemms.registered_hash())
+    """Our version, our sources, the activation table, the registered GEMMs and what is off, for every compile key."""
+    tables = (activations.table_hash(), known_gemms.registered_hash())
+    parts = ("torch_fused_ops", __version__, source_hash(), *tables, *switches.WITHOUT)
     return "-".join(filter(None, parts))
 
 
@@ -111,10 +112,10 @@ class Stage:
         policy = self.policy_now()
         for missing in _missing(policy) if policy is not None else ():
             if policy is not None and policy.strict:
-                raise UnfusedError(f"strict=True and {missing}")
+                raise UnfusedError(f"strict=True and another setting takes a part away: {missing}")
             if missing not in _logged:
                 _logged.add(missing)
-                log.warning("%s", missing)
+                log.warning(missing)
         return policy
 
     def uuid(self) -> str | None:
@@ -303,7 +304,8 @@ class Epilogues(_Pass, compat.InferenceAwarePass):
         if policy is None:
             return
         guard = functools.partial(_guarded, self, policy)
-        guard(functools.partial(row_blocks.rewrite, graph))
+        if inductor_config.split_reductions and not switches.is_without("split_reductions"):
+            guard(functools.partial(row_blocks.rewrite, graph))
         if is_inference:
             guard(functools.partial(epilogues.rewrite, graph, policy, guard))
 
@@ -315,7 +317,7 @@ class InPlace(_Only, compat.SchedulerPass):
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         policy = self.policy_to_run()
-        if policy is not None:
+        if policy is not None and inductor_config.inplace_buffers and not switches.is_without("buffer_reuse"):
             _guarded(self, policy, functools.partial(in_place.allow, nodes))
         return nodes
 

@@ -448,7 +448,9 @@ def test_a_setting_that_takes_a_stage_away_is_said_once_and_strict_raises(
     with inductor_config.patch({name: value}):
         stage([]), stage([])
         assert [r.getMessage()[: len(text)] for r in caplog.records] == [text]
-        with pytest.raises(tfo.UnfusedError, match=re.escape(f"strict=True and {text}")):
+        with pytest.raises(
+            tfo.UnfusedError, match=re.escape(f"strict=True and another setting takes a part away: {text}")
+        ):
             passes.InPlace(tfo.FusionPolicy(strict=True))([])
         if name != "use_pre_grad_passes":
             passes.InPlace(tfo.FusionPolicy(strict=True, memory="off"))([])
