@@ -10,6 +10,10 @@ import torch
 from torch_fused_ops import lowerings
 from torch_fused_ops.policy import FIELDS, FusionPolicy, not_known, policy_given
 
+# torch.compile looks a backend up when it is called. It calls it when it compiles: not where it is served saved code.
+if hasattr(lowerings.pick_up(), "check_keys"):  # pick-up may be off
+    lowerings.pick_up().check_keys()
+
 
 def fused(
     gm: torch.fx.GraphModule,

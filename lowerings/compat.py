@@ -7,6 +7,7 @@ lists of passes in a slot     torch ≥ 2.13; before, a slot holds one pass
 passes told of inference      torch ≥ 2.13 tells a pass whether the graph is one of inference
 passes over a schedule        a slot whose name is not public (2.11 to 2.15); torch ≥ 2.13 has a class for what is in it
 passes after the cache        torch ≥ 2.13 asks AOTAutograd's cache before it runs pre-grad passes; before, afterwards
+eager's rounding              torch ≥ 2.15 has numerics="strict", which implies the older emulate_precision_casts
 context-variable config       torch ≥ 2.13: an override is seen in its own context only; before, by the whole process
 partitioner's pointwise list  no way in for operators outside aten (2.11 to 2.15): the function that makes it is wrapped
 budgets on nodes              torch ≥ 2.13 has region_activation_memory_budget beside the older mark on nodes
@@ -271,23 +272,39 @@ def slot_of(passes: Sequence[Any]) -> Any:
     return passes[0] if len(passes) == 1 else PassChain(passes)
 
 
-def before_caches() -> dict[str, Any]:
-    """Inductor's options to have pre-grad passes run before AOTAutograd's cache is asked.
+TIMING = "pre_grad_pass_timing"
+"""Inductor's option for when pre-grad passes run. Without it they run before AOTAutograd's cache is asked, always."""
 
-    Where torch asks the cache first, a hit leaves the passes out. The key is then made of the graph that they left.
-    """
+
+def runs_pre_grad_passes() -> bool:
+    """Whether Inductor runs pre-grad passes at all, which ``mode="lite"`` (torch ≥ 2.10) turns off."""
     import torch._inductor.config as config
 
-    return {"pre_grad_pass_timing": "early"} if hasattr(config, "pre_grad_pass_timing") else {}
+    return bool(getattr(config, "use_pre_grad_passes", True))
 
 
-@contextlib.contextmanager
-def passes_before_caches() -> Iterator[None]:
-    """``before_caches`` for compilations in this context."""
+def saves_by_source() -> bool:
+    """Whether Dynamo saves what it compiles, and answers for a function's source whatever backend it is compiled by."""
+    import torch._dynamo.config as config
+
+    return bool(getattr(config, "caching_precompile", False))
+
+
+def has_compiled() -> bool:
+    """Whether Dynamo has compiled anything since it was reset. (Its counters go on counting.)"""
+    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
+    return bool(getattr(convert_frame, "FRAME_COUNTER", 1 if convert_frame else 0))
+
+
+def eager_rounding(dtype: torch.dtype | None) -> str:
+    """Inductor's setting that asks for eager's own rounding in a dtype, as it is written; "" where none does."""
     import torch._inductor.config as config
 
-    with config.patch(before_caches()):
-        yield
+    numerics = getattr(config, "numerics", "")  # torch ≥ 2.15
+    if str(numerics).startswith("strict"):
+        return f"numerics={numerics!r}"
+    rounds = dtype in (torch.bfloat16, torch.float16) and getattr(config, "emulate_precision_casts", False)
+    return "emulate_precision_casts=True" if rounds else ""
 
 
 def passes_before_caches_everywhere() -> None:

@@ -13,23 +13,26 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch._inductor.config as inductor_config
+from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-from torch_fused_ops import activations, known_gemms, observers
+from torch_fused_ops import activations, known_gemms, observers, switches
 from torch_fused_ops._version import __version__
 from torch_fused_ops.capturing import captured_graphs
 from torch_fused_ops.lowerings import compat, epilogues, handover, in_place, memory, partition, row_blocks
-from torch_fused_ops.policy import FusionPolicy, UnfusedError, policy_or_default
+from torch_fused_ops.policy import FusionPolicy, UnfusedError, enclosing_modules, policy_or_default
 from torch_fused_ops.sites import Site
+from torch_fused_ops.virtual_gpu.modules import module_stack
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -48,8 +51,9 @@ def source_hash() -> str:
 
 
 def identity() -> str:
-    """Our version, our sources, the activation table and the registered GEMMs, as they enter every compile key."""
-    parts = ("torch_fused_ops", __version__, source_hash(), activations.table_hash(), known_gemms.registered_hash())
+    """Our version, our sources, the activation table, the registered GEMMs and what is off, for every compile key."""
+    tables = (activations.table_hash(), known_gemms.registered_hash())
+    parts = ("torch_fused_ops", __version__, source_hash(), *tables, *switches.WITHOUT)
     return "-".join(filter(None, parts))
 
 
@@ -103,8 +107,19 @@ class Stage:
     def policy_now(self) -> FusionPolicy | None:
         return self.policy or active_policy()
 
-    def uuid(self) -> str:
-        return f"{self.name}|{identity()}|{self.policy_now()!r}"
+    def policy_to_run(self) -> FusionPolicy | None:
+        """The same for a stage that begins. Raises, or says once, what other settings take from the policy."""
+        policy = self.policy_now()
+        for missing in _missing(policy) if policy is not None else ():
+            if policy is not None and policy.strict:
+                raise UnfusedError(f"strict=True and another setting takes a part away: {missing}")
+            if missing not in _logged:
+                _logged.add(missing)
+                log.warning(missing)
+        return policy
+
+    def uuid(self) -> str | None:
+        return f"{self.name}|{identity()}|{self.policy_now()!r}|{_decided_before()}"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stage) and type(self) is type(other) and self.policy == other.policy
@@ -159,17 +174,46 @@ class _Only(Stage):
         return None if isinstance(slot, Stage) else slot
 
 
+class BeforeCaches(_Only):
+    """Not a stage: ``pre_grad_pass_timing``, where torch would ask AOTAutograd's cache before it runs stage 1.
+
+    Keys must be made after it, as it says in them what the policy's patterns decide (``_note_decisions``).
+    """
+
+    @staticmethod
+    def join(slot: Any, stage: Stage) -> Any:
+        """Early, unless somebody has chosen."""
+        return "early" if slot == "default" else slot
+
+    @staticmethod
+    def others(slot: Any) -> Any:
+        """As it is: it tells nothing of who has set it."""
+        return slot
+
+
 class Recognise(_Pass, CustomGraphPass):
     """Stage 1, one of the passes in ``pre_grad_custom_pass``."""
 
     name = "recognise"
 
+    def uuid(self) -> str | None:
+        """None where a key that is made before this pass has run would lack what patterns decide.
+
+        Torch then runs the pass first, or says that it must.
+        """
+        policy = self.policy_now()
+        by_patterns = policy is not None and any(policy.patterns.values())
+        return None if by_patterns and compat.TIMING in SLOTS else super().uuid()
+
     def __call__(self, graph: torch.fx.Graph) -> None:
         global _graphs
-        policy = self.policy_now()
+        policy = self.policy_to_run()
         if policy is not None:
+            check_keys()
             _graphs += 1
             _guarded(self, policy, functools.partial(self.run, graph, policy))
+            if any(policy.patterns.values()):
+                _note_decisions(graph, policy)
 
     def run(self, graph: torch.fx.Graph, policy: FusionPolicy) -> None:
         from torch_fused_ops.lowerings.recognise import rewrite
@@ -191,6 +235,27 @@ class Recognise(_Pass, CustomGraphPass):
             nothing_found.check(graph, sites)
 
 
+_decided: WeakKeyDictionary[TracingContext, str] = WeakKeyDictionary()  # by compilation, forward and backward
+
+
+def _decided_before() -> str:
+    context = TracingContext.try_get()
+    return "" if context is None else _decided.get(context, "")
+
+
+def _note_decisions(graph: torch.fx.Graph, policy: FusionPolicy) -> None:
+    """Put what the policy's patterns decide for each node of a graph into the keys that are made from here on.
+
+    What follows decides by paths, too, and no key of torch's has paths.
+    """
+    context = TracingContext.try_get()
+    if context is not None:  # a caller of Inductor's own has no cache
+        decide = functools.cache(lambda *paths: policy.decisions(enclosing_modules(paths)))
+        decisions = [decide(*module_stack(node)) for node in graph.nodes]
+        noted = repr((_decided_before(), decisions))  # with what bodies of higher-order operators have
+        _decided[context] = hashlib.sha256(noted.encode()).hexdigest()
+
+
 def _helps(site: Site) -> str:
     """What helps where a site was missed, for an error's text."""
     return "".join(f" → {kind.advice}" if kind.hint else f" ({kind.row})" for kind in site.refusals)
@@ -202,7 +267,7 @@ class Remember(_Only, CustomPartitionerFn):
     name = "remember"
 
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        policy = self.policy_now()
+        policy = self.policy_to_run()
         if policy is None:
             return partition.upstream(gm, joint_inputs, **kwargs)
         free = policy.memory != "off" and not partition.budgeted(gm.graph)
@@ -235,11 +300,12 @@ class Epilogues(_Pass, compat.InferenceAwarePass):
     name = "epilogues"
 
     def __call__(self, graph: torch.fx.Graph, is_inference: bool = True) -> None:
-        policy = self.policy_now()
+        policy = self.policy_to_run()
         if policy is None:
             return
         guard = functools.partial(_guarded, self, policy)
-        guard(functools.partial(row_blocks.rewrite, graph))
+        if inductor_config.split_reductions and not switches.is_without("split_reductions"):
+            guard(functools.partial(row_blocks.rewrite, graph))
         if is_inference:
             guard(functools.partial(epilogues.rewrite, graph, policy, guard))
 
@@ -250,19 +316,34 @@ class InPlace(_Only, compat.SchedulerPass):
     name = "in place"
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        policy = self.policy_now()
-        if policy is not None:
+        policy = self.policy_to_run()
+        if policy is not None and inductor_config.inplace_buffers and not switches.is_without("buffer_reuse"):
             _guarded(self, policy, functools.partial(in_place.allow, nodes))
         return nodes
 
 
-_Kind = type[Recognise] | type[Remember] | type[Epilogues] | type[InPlace]
+_Kind = type[Recognise] | type[Remember] | type[Epilogues] | type[InPlace] | type[BeforeCaches]
 SLOTS: dict[str, _Kind] = {
+    **({compat.TIMING: BeforeCaches} if hasattr(inductor_config, compat.TIMING) else {}),
     "pre_grad_custom_pass": Recognise,
     "custom_partitioner_fn": Remember,
     "post_grad_custom_post_pass": Epilogues,
     **({slot: InPlace} if (slot := compat.after_fusion()) else {}),
 }
+
+
+def _missing(policy: FusionPolicy) -> Iterator[str]:
+    """What other people's settings take from this policy in the compilation that is going on."""
+    if not compat.runs_pre_grad_passes():
+        yield (
+            "no MLP is looked for: use_pre_grad_passes=False, which mode='lite' sets, turns Inductor's pre-grad passes "
+            "off. Compile in another mode."
+        )
+    effects = {Remember: f"memory={policy.memory!r} has no effect", InPlace: "no kernel writes over what it reads"}
+    for name, kind in SLOTS.items():
+        there = getattr(inductor_config, name)
+        if kind in effects and there is not None and not isinstance(there, Stage) and policy.memory != "off":
+            yield f"{effects[kind]}: {name} is {there!r}, and that slot of Inductor's holds one"
 
 
 _graphs = 0  # that stage 1 ran on
@@ -321,6 +402,20 @@ def _update(kind: _Kind, join: bool, slot: Any) -> Any:
 # ---- public --------------------------------------------------------------------------------------
 
 
+def check_keys() -> None:
+    """Refuse what would serve code that was compiled under another policy.
+
+    Raises:
+        RuntimeError: Dynamo saves what it compiles by the function's source alone.
+    """
+    if compat.saves_by_source():
+        raise RuntimeError(
+            "torch._dynamo.config.caching_precompile=True is not accepted: it saves compiled code by the function's "
+            "source, and serves it under any policy and backend. Set it to False; Inductor's and AOTAutograd's caches "
+            "hold the policy in their keys"
+        )
+
+
 def enable(policy: FusionPolicy | None = None) -> None:
     """Let plain ``torch.compile(model)`` pick MLPs up, in every thread of this process. Idempotent.
 
@@ -328,6 +423,7 @@ def enable(policy: FusionPolicy | None = None) -> None:
     """
     global _everywhere
     policy = policy_or_default(policy)
+    check_keys()
     if _everywhere is None:
         _say_what_came_before()
     with _lock:
@@ -337,7 +433,7 @@ def enable(policy: FusionPolicy | None = None) -> None:
 
 def _say_what_came_before() -> None:
     """Once: that what is compiled already stays as it is. (A graph that is being compiled now is counted already.)"""
-    graphs = captured_graphs() - _graphs
+    graphs = captured_graphs() - _graphs if compat.has_compiled() else 0
     if graphs > 0 and torch._guards.CompileContext.try_get() is None and "before" not in _logged:
         _logged.add("before")
         log.warning(
@@ -373,6 +469,7 @@ class enabled(ContextDecorator):
     def __enter__(self) -> None:
         if self._token is not None:
             raise RuntimeError("this enabled() block is open already: nested, and in each thread, call enabled() anew")
+        check_keys()
         self._token = _here.set(self.policy)
         _hold(+1)
 
@@ -393,9 +490,8 @@ def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] 
     """
     if not isinstance(options, (dict, type(None))):
         raise TypeError(f"options={options!r} is not accepted: it must be a dict of Inductor options, or None")
+    check_keys()
     policy, result = policy_or_default(policy), {**options_without_us(), **(options or {})}
-    if policy.strict:  # what a cache answers has been looked at in another process, and maybe not as a whole
-        result = {**compat.before_caches(), **result}
     for name, kind in SLOTS.items():
         result[name] = kind.join(kind.leave(result[name], kind()), kind(policy))
     return result

@@ -60,12 +60,14 @@ LAYERS: dict[str, list[str]] = {
     "bench_ways": ["policy"],
     "arguments": ["_version", "policy", "bench_ways"],
     "environment": ["policy"],
+    "switches": [],
     "observers": ["policy"],
     "declaration": ["activations"],
     "kernels": ["activations", "formulas", "recipes", "float8", "declaration"],
     "distributed": ["recipes", "float8", "declaration"],
     "operators": [
-        *("activations", "formulas", "recipes", "float8", "declaration", "kernels", "distributed", "flop_formulas")
+        *("activations", "formulas", "recipes", "float8", "declaration", "kernels", "distributed", "flop_formulas"),
+        "switches",
     ],
     "reference": ["formulas", "operators"],
     "viewless": ["operators"],
@@ -74,7 +76,9 @@ LAYERS: dict[str, list[str]] = {
     "megatron": ["reference", "operators", "viewless", "routing", "functional"],
     "slapo": ["activations", "functional", "megatron"],
     # torch.compile
-    "lowerings": ["virtual_gpu", "_version", "tiles", *POLICY, *SITES, "observers", "known_gemms", *OPERATORS],
+    "lowerings": [
+        *("virtual_gpu", "_version", "tiles", "switches", *POLICY, *SITES, "observers", "known_gemms", *OPERATORS)
+    ],
     "reports": ["virtual_gpu", "policy", *SITES, "observers", "lowerings"],
     "verify": ["policy", *SITES, "observers", "lowerings", "reports"],
     "planner": ["virtual_gpu", "policy", *SITES, "lowerings", "reports"],
@@ -91,8 +95,8 @@ LAYERS: dict[str, list[str]] = {
         "torch_fused_ops",
     ],
     "cli": [
-        *("virtual_gpu", "arguments", *OPERATORS, "policy", "environment", "lowerings", "torch_fused_ops", "testing"),
-        "benchmarks",
+        *("virtual_gpu", "arguments", "switches", *OPERATORS, "policy", "environment", "lowerings", "torch_fused_ops"),
+        *("testing", "benchmarks"),
     ],
     "__main__": ["cli"],
 }  # fmt: skip

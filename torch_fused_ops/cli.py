@@ -74,14 +74,13 @@ def _info(arguments: argparse.Namespace) -> int:
     import torch._dynamo
     import torch._inductor.lowering as inductor
 
-    from torch_fused_ops import activations, lowerings
+    from torch_fused_ops import activations, lowerings, switches
 
     passes = lowerings.pick_up()
     if lowerings.off():
         print(lowerings.off())
         return 1
     from torch_fused_ops.lowerings import compat
-    from torch_fused_ops.operators.registration import IN_TORCH
 
     forward = [n for n in dir(torch.ops.fused) if isinstance(getattr(torch.ops.fused, n), torch._ops.OpOverloadPacket)]
     overloads = [getattr(torch.ops.fused, n).default for n in forward]
@@ -97,7 +96,10 @@ def _info(arguments: argparse.Namespace) -> int:
         *((package, [_version(package) or "not installed"]) for package in ("triton", "numpy")),
         ("devices", _devices()),
         ("operators", [", ".join(f"fused::{n}" for n in forward if "_backward" not in n)]),
-        ("eager kernels", ["plain torch (TORCH_FUSED_OPS_KERNELS=torch)" if IN_TORCH else "this library's"]),
+        (
+            "turned off",
+            [", ".join(switches.WITHOUT) or f"nothing; TORCH_FUSED_OPS_WITHOUT takes {', '.join(switches.PARTS)}"],
+        ),
         ("activations", [", ".join(activations.names())]),
         ("lowerings", [f"{len(lowered)} of {len(traced)} operators, backward ones included"]),
         ("backend 'fused'", [backend]),

@@ -170,6 +170,10 @@ class FusionPolicy:
         """What the linear layers of an MLP in these modules multiply in."""
         return self._of("gemm", modules, "bf16")
 
+    def decisions(self, modules: Collection[str]) -> tuple[str, str, str | None]:
+        """All that patterns decide for what is in these modules: compile keys of graphs without paths lack it."""
+        return self.memory_of(modules), self.gemm_of(modules), self.excluding(modules)
+
     def _of(self, name: str, modules: Collection[str], otherwise: str) -> str:
         value = getattr(self, name)
         if isinstance(value, str):

@@ -128,6 +128,7 @@ class Kind(Enum):
         True,
     )
     FREEZING = Category.CHOICE
+    EAGER_ROUNDING = Category.CHOICE, "Exclude the module, or compile without the setting."
 
     NO_ACTIVATION = Category.MODULE
     LINEAR = Category.MODULE

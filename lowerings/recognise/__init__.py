@@ -36,7 +36,7 @@ from .graph import FREE, NONLINEAR, Facts, join, shown, tensor
 from .normal import Normal
 from .rewrite import fuse, operator_of, replace
 from .symbolic import RULES
-from .values import value_of
+from .values import check_rounding, value_of
 
 __all__ = ["rewrite", "unread"]
 
@@ -88,6 +88,7 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
                 activation = cone.verdict.activation
                 _check_known(facts, list(gemms.producers(facts, cone.operands)))
                 _check_freezing(cone)
+                check_rounding(cone.root)
                 cones[top] = cone
                 roots[cone.root] = cone
             except Refusal as e:

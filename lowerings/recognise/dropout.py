@@ -27,7 +27,7 @@ from torch_fused_ops.sites import DROPOUT
 from .cone import check_in_place_call
 from .graph import AFFINE, Facts, describe, record, shown, statically, tensor
 from .rewrite import Edit
-from .values import FLOATING, check_plain, is_contiguous, is_plain, same_shape, value_of
+from .values import FLOATING, check_plain, check_rounding, is_contiguous, is_plain, same_shape, value_of
 
 __all__ = ["OPERATOR", "Dropout", "find", "fuse"]
 
@@ -75,6 +75,7 @@ def _examine(facts: Facts, policy: FusionPolicy, site: Dropout, source: Node) ->
         raise Refusal(Kind.DROPOUT_POLICY, "the policy leaves dropouts as they are (dropout=False)")
     if inductor.fallback_random:
         raise Refusal(Kind.FALLBACK_RANDOM, "inductor's fallback_random asks for eager's random numbers")
+    check_rounding(node)
     if not isinstance(p := call.dropout_arguments()["p"], (int, float)):
         raise Refusal(Kind.PROBABILITY, "its probability is no constant")
     for one in (node, source):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from torch_fused_ops.lowerings import compat
 from torch_fused_ops.reasons import Kind, Refusal
 
 from .graph import RESHAPES, Facts, shown, statically, tensor
@@ -15,6 +16,7 @@ from .graph import RESHAPES, Facts, shown, statically, tensor
 __all__ = [
     "FLOATING",
     "check_plain",
+    "check_rounding",
     "equal",
     "is_contiguous",
     "is_plain",
@@ -58,6 +60,17 @@ def check_plain(node: Node) -> None:
         raise Refusal(Kind.TRANSFORM, "it is computed under a torch.func transform (vmap, grad, …)")
     if value.dtype not in FLOATING:
         raise Refusal(Kind.DTYPE, f"{shown(node)} gives {value.dtype}: only real floating tensors are fused")
+
+
+def check_rounding(node: Node) -> None:
+    """Refuse what Inductor is to round as eager does: after each call, where an operator rounds once.
+
+    Raises:
+        Refusal: a setting of Inductor's asks for that.
+    """
+    setting = compat.eager_rounding(value_of(node).dtype)
+    if setting:
+        raise Refusal(Kind.EAGER_ROUNDING, f"inductor's {setting} asks for eager's own rounding")
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -209,7 +209,7 @@ def test_a_kernel_that_fails_says_how_to_do_without(driver: Driver, monkeypatch:
 
     monkeypatch.setattr(triton.compiler, "compile", fails)
     with pytest.raises(
-        RuntimeError, match=r"_kernel of torch_fused_ops .* cpu: ptxas: no\n.*TORCH_FUSED_OPS_KERNELS=torch"
+        RuntimeError, match=r"_kernel of torch_fused_ops .* cpu: ptxas: no\n.*TORCH_FUSED_OPS_WITHOUT=kernels"
     ):
         launching.launch(kernel(), (1, 1, 1), CPU, (None,) * 3, (3, 5, 7), CONSTANTS)
     assert not launching._COMPILED

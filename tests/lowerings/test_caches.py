@@ -1,13 +1,23 @@
-"""A second process is never served another version's code, and is served its own."""
+"""What a cache is asked for is served under no other version and no other policy, and under its own it is."""
 
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch._functorch._aot_autograd import autograd_cache
+from torch._inductor import config as inductor_config
+from torch.nn import functional as F
+
+import torch_fused_ops as tfo
 
 # The program is "upgraded" by editing one formula in a copy of the package: relu becomes twice relu, both ways.
 PROGRAM = """
@@ -93,3 +103,188 @@ def test_policies_do_not_share_entries(package: Path, tmp_path: Path) -> None:
     assert run(package, cache, "picked-up", "free") == (1.0, 1.0, "miss")
     assert run(package, cache, "picked-up", "free") == (1.0, 1.0, "hit")
     assert run(package, cache, "picked-up", "off") == (1.0, 1.0, "miss")
+
+
+# ---- policies that choose by modules' paths --------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Weights are arguments, or the block's own: two blocks' graphs have the same text."""
+
+    def __init__(self, owns: bool) -> None:
+        super().__init__()
+        if owns:
+            self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor, *weights: Tensor) -> Tensor:
+        if weights:
+            return F.linear(F.gelu(F.linear(x, weights[0])), weights[1])
+        out: Tensor = self.down(F.gelu(self.up(x)))
+        return out
+
+
+class TwoBlocks(nn.Module):
+    def __init__(self, owns: bool = False) -> None:
+        super().__init__()
+        self.enc, self.dec = Block(owns), Block(owns)
+
+
+def run_enc(model: TwoBlocks, *args: Tensor) -> Tensor:
+    return model.enc(*args)  # type: ignore[no-any-return]
+
+
+def run_dec(model: TwoBlocks, *args: Tensor) -> Tensor:
+    return model.dec(*args)  # type: ignore[no-any-return]
+
+
+RUNS = {"enc": run_enc, "dec": run_dec}
+
+
+def arguments() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(s, requires_grad=True) for s in ((64, 64), (128, 64), (64, 128))]
+
+
+def compiled(way: str, fn: Callable[..., Tensor], policy: tfo.FusionPolicy) -> Callable[..., Tensor]:
+    torch._dynamo.reset()
+    if way == "fused":
+        return torch.compile(fn, backend="fused", options={"policy": policy})
+    if way == "options":
+        return torch.compile(fn, options=tfo.compile_options(policy))
+    tfo.enable(policy)
+    return torch.compile(fn)
+
+
+@pytest.fixture
+def left_clean() -> Iterator[None]:
+    yield
+    tfo.disable()
+    torch._dynamo.reset()
+    assert getattr(inductor_config, "pre_grad_pass_timing", "default") == "default"
+
+
+class _Stop(BaseException):
+    pass
+
+
+@pytest.fixture
+def key_of(monkeypatch: pytest.MonkeyPatch, left_clean: None) -> Callable[..., str]:
+    """AOTAutograd's key of a compilation, which ends there."""
+    keys: list[str] = []
+    original = autograd_cache.autograd_cache_key
+
+    def stopping(*args: Any, **kwargs: Any) -> Any:
+        keys.append(original(*args, **kwargs)[0])
+        raise _Stop
+
+    monkeypatch.setattr(autograd_cache, "autograd_cache_key", stopping)
+
+    def key(way: str, fn: Callable[..., Tensor], policy: tfo.FusionPolicy, model: TwoBlocks | None = None) -> str:
+        args = arguments()[: 3 if model is None else 1]
+        with torch._functorch.config.patch(enable_autograd_cache=True), pytest.raises(_Stop):
+            compiled(way, fn, policy)(model or TwoBlocks(), *args)
+        return keys[-1]
+
+    return key
+
+
+@pytest.mark.parametrize("way", ["fused", "options", "enable"])
+def test_what_a_policy_decides_by_paths_is_in_the_key(key_of: Callable[..., str], way: str) -> None:
+    mixed, everywhere = tfo.FusionPolicy(memory={"enc": "fp8"}), tfo.FusionPolicy()
+    assert key_of(way, run_enc, everywhere) == key_of(way, run_dec, everywhere)
+    assert key_of(way, run_enc, mixed) == key_of(way, run_enc, mixed) != key_of(way, run_dec, mixed)
+
+
+def test_an_operator_that_the_model_calls_has_its_module_s_decision_in_the_key(key_of: Callable[..., str]) -> None:
+    def run(which: str) -> Callable[..., Tensor]:
+        def call(model: TwoBlocks, x: Tensor, *_: Tensor) -> Tensor:
+            return getattr(model, which)(x)  # type: ignore[no-any-return]
+
+        return call
+
+    class Called(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return tfo.functional.bias_act(x, activation="gelu")
+
+    model = TwoBlocks()
+    model.enc, model.dec = Called(), Called()
+    policy = tfo.FusionPolicy(exclude=("enc",))
+    assert key_of("fused", run("enc"), policy, model) != key_of("fused", run("dec"), policy, model)
+
+
+def test_a_late_pass_would_be_left_out_of_the_key() -> None:
+    """Torch then says so: who sets the timing has the last word."""
+    from torch_fused_ops.lowerings import compat, passes
+
+    by_paths = tfo.FusionPolicy(memory={"enc": "fp8"})
+    has_timing = hasattr(inductor_config, compat.TIMING)
+    assert (passes.Recognise(by_paths).uuid() is None) == has_timing and passes.Remember(by_paths).uuid()
+    if has_timing:
+        args = (TwoBlocks(), *arguments())
+        options = tfo.compile_options(by_paths, {"pre_grad_pass_timing": "late"})
+        with pytest.raises(RuntimeError, match="pre_grad_pass_timing to 'early'"):
+            torch.compile(run_enc, options=options)(*args)
+
+
+def gradients(fn: Callable[..., Tensor], owns: bool = False) -> list[Tensor]:
+    args = arguments()[: 1 if owns else 3]
+    model = TwoBlocks(owns)
+    wanted = [*args, *model.parameters()]
+    grads = torch.autograd.grad(fn(model, *args).square().sum(), wanted, allow_unused=True)
+    return [grad for grad in grads if grad is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fused", "options", "enable"])
+def test_random_pairs_of_policies_over_one_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_clean: None, way: str
+) -> None:
+    """Each is served what it is served where there is no cache."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    chance = random.Random(way)
+    levels, recipes = ("free", "fp8", "input", "tiled:2"), ("bf16", "fp8-rowwise")
+    alone: dict[tuple[str, str, bool], list[Tensor]] = {}
+    for _ in range(6):
+        level, other, recipe = chance.choice(levels), chance.choice(levels), chance.choice(recipes)
+        policy = tfo.FusionPolicy(
+            memory={"enc": level, "*": other},
+            gemm={"dec": recipe},
+            exclude=chance.choice(((), ("enc",), ("dec",))),
+        )
+        for which, owns in chance.sample([(which, owns) for which in RUNS for owns in (False, True)], 2):
+            key = (repr(policy), which, owns)
+            for cached in (False, True):
+                with (
+                    inductor_config.patch(fx_graph_cache=cached),
+                    torch._functorch.config.patch(enable_autograd_cache=cached),
+                ):
+                    computed = gradients(compiled(way, RUNS[which], policy), owns)
+                torch.testing.assert_close(computed, alone.setdefault(key, computed))
+
+
+PATHS = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from test_caches import RUNS, compiled, gradients
+import torch_fused_ops as tfo
+from torch._dynamo.utils import counters
+for which in sys.argv[2].split(","):
+    counters.clear()
+    policy = tfo.FusionPolicy(memory={"enc": "fp8"})
+    both = [gradients(fn)[1] for fn in (RUNS[which], compiled("fused", RUNS[which], policy))]
+    hit = counters["aot_autograd"]["autograd_cache_hit"]
+    print(which, "rounded" if (both[0] - both[1]).norm() > 1e-4 * both[0].norm() else "exact", "hit" if hit else "miss")
+"""
+
+
+@pytest.mark.slow
+def test_another_process_is_served_its_own_policy_s_code(tmp_path: Path) -> None:
+    def lines(order: str) -> list[str]:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+        command = [sys.executable, "-c", PATHS, str(Path(__file__).parent), order]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout.splitlines()
+
+    assert lines("enc,dec") == ["enc rounded miss", "dec exact miss"]
+    assert lines("dec,enc") == ["dec exact hit", "enc rounded hit"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +17,8 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import Tensor
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 import torch_fused_ops as tfo
 from torch_fused_ops.lowerings import compat, passes
@@ -183,9 +187,6 @@ def test_a_pass_added_after_enable_survives_disable() -> None:
 
 
 def test_somebody_elses_partitioner_decides_alone() -> None:
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
-
     class Theirs(CustomPartitionerFn):
         calls = 0
 
@@ -409,3 +410,106 @@ def test_enable_says_once_that_what_is_compiled_stays_as_it_is(caplog: pytest.Lo
         assert "compiled 1 graph without it" in text
     finally:
         passes._graphs = before
+
+
+# ---- other people's settings -----------------------------------------------------------------------------------------
+
+
+class Partitioner(CustomPartitionerFn):
+    def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        return "theirs"
+
+
+class AfterFusion(compat.SchedulerPass):  # type: ignore[misc]
+    def __call__(self, nodes: Any) -> Any:
+        return nodes
+
+    def uuid(self) -> str:
+        return "theirs"
+
+
+TAKEN = {
+    "use_pre_grad_passes": (False, "no MLP is looked for: use_pre_grad_passes=False"),
+    "custom_partitioner_fn": (Partitioner(), "memory='free' has no effect: custom_partitioner_fn is <"),
+    "_post_fusion_custom_pass": (AfterFusion(), "no kernel writes over what it reads: _post_fusion_custom_pass is <"),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_setting_that_takes_a_stage_away_is_said_once_and_strict_raises(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    value, text = TAKEN[name]
+    monkeypatch.setattr(passes, "_logged", set())
+    stage = passes.InPlace(tfo.FusionPolicy())
+    with inductor_config.patch({name: value}):
+        stage([]), stage([])
+        assert [r.getMessage()[: len(text)] for r in caplog.records] == [text]
+        with pytest.raises(
+            tfo.UnfusedError, match=re.escape(f"strict=True and another setting takes a part away: {text}")
+        ):
+            passes.InPlace(tfo.FusionPolicy(strict=True))([])
+        if name != "use_pre_grad_passes":
+            passes.InPlace(tfo.FusionPolicy(strict=True, memory="off"))([])
+    passes.InPlace(tfo.FusionPolicy(strict=True))([])
+    assert len(caplog.records) == 1
+
+
+def test_lite_mode_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    if "lite" not in torch._inductor.list_mode_options():
+        pytest.skip("this torch has no such mode")
+    monkeypatch.setattr(passes, "_logged", set())
+    x, w, v = arguments()
+    with inductor_config.patch(force_disable_caches=True):
+        torch.compile(mlp, fullgraph=True, backend="fused", mode="lite")(x, w, v)
+    assert "mode='lite'" in caplog.text
+
+
+def test_enable_right_after_a_reset_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(passes, "_logged", set())
+    monkeypatch.setattr(passes, "_graphs", 0)
+    torch.compile(mlp, backend=lambda gm, _: gm.forward)(*arguments())
+    torch.compiler.reset()
+    tfo.enable()
+    assert not caplog.records
+    tfo.disable()
+    torch.compile(mlp, backend=lambda gm, _: gm.forward)(*arguments())
+    tfo.enable()
+    assert "enable() comes after torch.compile has compiled" in caplog.text
+
+
+def test_code_that_is_saved_by_its_source_alone_is_refused() -> None:
+    refused = r"torch\._dynamo\.config\.caching_precompile=True is not accepted: .* under any policy and backend"
+    x, w, v = arguments()
+    backend = torch._dynamo.lookup_backend("fused")
+    with torch._dynamo.config.patch(caching_precompile=True):
+        for call in (tfo.enable, tfo.compile_options, tfo.enabled().__enter__):
+            with pytest.raises(RuntimeError, match=refused):
+                call()
+        graph = torch.fx.symbolic_trace(mlp)
+        with pytest.raises(RuntimeError, match=refused):
+            backend(graph, [x, w, v])
+        with pytest.raises(RuntimeError, match=refused):
+            passes.Recognise(tfo.FusionPolicy())(graph.graph)
+        with pytest.raises(RuntimeError, match=refused):
+            importlib.reload(sys.modules["torch_fused_ops.lowerings.backend"])
+    assert passes.active_policy() is None
+
+
+def test_strict_numerics_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 has the setting; ``emulate_precision_casts`` rounds half precision alone."""
+    for numerics, emulates, dtype, found in (
+        ("strict", False, torch.float32, "numerics='strict'"),
+        ("strict_eager", False, torch.bfloat16, "numerics='strict_eager'"),
+        ("default", True, torch.float32, ""),
+        ("default", True, torch.float16, "emulate_precision_casts=True"),
+        ("default", False, torch.float16, ""),
+    ):
+        config = SimpleNamespace(numerics=numerics, emulate_precision_casts=emulates)
+        monkeypatch.setattr(torch._inductor, "config", config)
+        assert compat.eager_rounding(dtype) == found

@@ -164,6 +164,12 @@ def freezing(patch: Patch) -> Site:
         return mlp(lambda h, u, m: F.silu(h))(patch)
 
 
+def emulated(patch: Patch) -> Site:
+    x, w, d = (torch.randn(s, dtype=torch.bfloat16, requires_grad=True) for s in ((4, 8), (16, 8), (8, 16)))
+    with inductor_config.patch(emulate_precision_casts=True):
+        return one(explain(lambda x: F.linear(F.silu(F.linear(x, w)), d), x))
+
+
 def no_mlp(h: Tensor, u: Tensor, m: Tensor) -> Tensor:
     return torch.softmax(h @ u.t(), -1) @ u * torch.sigmoid(h)
 
@@ -479,6 +485,7 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.FALLBACK_RANDOM: dropout(lambda: inductor_config.patch(fallback_random=True), FusionPolicy()),
     Kind.EXCLUDED: mlp(lambda h, u, m: F.silu(h), FusionPolicy(exclude=("",))),
     Kind.FREEZING: freezing,
+    Kind.EAGER_ROUNDING: emulated,
     Kind.NO_ACTIVATION: no_activation,
     Kind.LINEAR: module(lambda: Mlp(lambda s, x: x + s.down(s.act(s.up(x))))),
     Kind.MORE: module(lambda: Mlp(lambda s, x: s.down(s.act(s.up(x.flip(0)))))),

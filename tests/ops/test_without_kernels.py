@@ -1,4 +1,4 @@
-"""``TORCH_FUSED_OPS_KERNELS=torch``: operators without this library's kernels, for GPUs that break one."""
+"""``TORCH_FUSED_OPS_WITHOUT``: the library without its kernels, or other parts, for GPUs that break one."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import subprocess
 import sys
 
 import pytest
+import torch._inductor.config as inductor_config
 
-from torch_fused_ops.operators.registration import in_torch
+import torch_fused_ops as tfo
+from torch_fused_ops import switches
+from torch_fused_ops.lowerings import in_place, passes, row_blocks
 
 
 def run(code: str, value: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "TORCH_FUSED_OPS_KERNELS": value}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
+    variables = {**os.environ, "TORCH_FUSED_OPS_WITHOUT": value}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=variables)
 
 
 PROGRAM = """
 import sys, torch
-from torch_fused_ops import functional
-from torch_fused_ops.operators.registration import IN_TORCH, Parts
+from torch_fused_ops import functional, switches
+from torch_fused_ops.operators.registration import Parts
 
-assert IN_TORCH
+assert switches.is_without("kernels") and switches.is_without("float8_kernels")
 assert Parts("cpu", "gpu", "plain", "fake", "vmap").chosen() == ("plain", "plain", "plain", "fake", "vmap")
 files = set()
 sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
@@ -40,20 +43,95 @@ print([name for name in files if "torch_fused_ops/kernels/" in name])
 
 @pytest.mark.slow
 def test_plain_torch_alone_runs() -> None:
-    done = run(PROGRAM, "torch")
+    done = run(PROGRAM, "kernels")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 
 
+# Which operators have a kernel of ours on a device: functions of kernels/, or what imports one, behind the registered.
+REGISTRATIONS = """
+import functools, torch
+with_kernels, original = set(), torch.library.Library.impl
+
+def impl(self, op, fn, key="", **kwargs):
+    pending, seen = [fn], set()
+    while pending:
+        one = pending.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        name = getattr(one, "__qualname__", "")
+        if key in ("CPU", "CUDA") and (
+            getattr(one, "__module__", "").startswith("torch_fused_ops.kernels") or name.startswith("imported.")
+        ):
+            with_kernels.add((op._schema.name.removeprefix("fused::"), key))
+        inside = [cell.cell_contents for cell in getattr(one, "__closure__", None) or ()]
+        pending += filter(callable, inside)
+        pending += list(getattr(one, "args", ())) + [one.func] if isinstance(one, functools.partial) else []
+    return original(self, op, fn, key, **kwargs)
+
+torch.library.Library.impl = impl
+import torch_fused_ops
+from torch_fused_ops.operators.autograd import REGISTERED
+float8 = {"quantise", "quantise_by", "dequantise", "scaled_mm", "scaled_mm_tiled", "scaled_grouped_mm", "quantise_both",
+          "requantise", *(name for name in REGISTERED if name.endswith("_quantised"))}
+on_cpu, on_gpu = ({name for name, key in with_kernels if key == device} & set(REGISTERED) for device in ("CPU", "CUDA"))
+print(len(REGISTERED), len(on_gpu), len(on_gpu & float8), len(on_cpu), len(float8))
+"""
+
+
+@pytest.mark.slow
+def test_every_operator() -> None:
+    def counts(value: str) -> list[int]:
+        done = run(REGISTRATIONS, value)
+        assert done.returncode == 0, done.stderr
+        return [int(n) for n in done.stdout.split()]
+
+    operators, on_gpu, in_float8, on_cpu, float8 = counts("")
+    assert on_gpu > float8 == in_float8 > 0 and on_cpu > 0
+    assert counts("kernels") == [operators, 0, 0, 0, float8]
+    assert counts("float8_kernels") == [operators, on_gpu - float8, 0, on_cpu, float8]
+    assert counts("buffer_reuse,split_reductions") == [operators, on_gpu, in_float8, on_cpu, float8]
+
+
 def test_values() -> None:
-    assert (in_torch(""), in_torch("torch")) == (False, True)
-    for value in ("triton", "1", "TORCH"):
-        with pytest.raises(ValueError, match=rf"TORCH_FUSED_OPS_KERNELS='{value}' is not accepted: it must be 'torch'"):
-            in_torch(value)
+    parse = switches._parse
+    assert parse("") == () and parse(" split_reductions, kernels,") == ("kernels", "split_reductions")
+    for value in ("torch", "kernels,kernel", "all"):
+        with pytest.raises(ValueError) as raised:
+            parse(value)
+        message = str(raised.value)
+        assert f"TORCH_FUSED_OPS_WITHOUT={value!r} is not accepted: {value.split(',')[-1]!r} is not" in message
+        assert all(part in message for part in switches.PARTS)
 
 
 @pytest.mark.slow
 def test_a_bad_value_stops_the_import() -> None:
     done = run("import torch_fused_ops", "cuda")
     assert done.returncode == 1
-    assert "TORCH_FUSED_OPS_KERNELS='cuda' is not accepted" in done.stderr
+    assert "TORCH_FUSED_OPS_WITHOUT='cuda' is not accepted" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("part", "setting"), [("buffer_reuse", "inplace_buffers"), ("split_reductions", "split_reductions")]
+)
+def test_what_compiled_code_goes_without(monkeypatch: pytest.MonkeyPatch, part: str, setting: str) -> None:
+    """By the variable, and by Inductor's own setting."""
+    calls: list[str] = []
+    monkeypatch.setattr(in_place, "allow", lambda nodes: calls.append("buffer_reuse"))
+    monkeypatch.setattr(row_blocks, "rewrite", lambda graph: calls.append("split_reductions"))
+
+    def ran() -> list[str]:
+        calls.clear()
+        passes.Epilogues(tfo.FusionPolicy())(None, is_inference=False)
+        passes.InPlace(tfo.FusionPolicy())([])
+        return list(calls)
+
+    both = ["split_reductions", "buffer_reuse"]
+    left = [one for one in both if one != part]
+    assert ran() == both
+    with inductor_config.patch({setting: False}):
+        assert ran() == left
+    before = passes.identity()
+    monkeypatch.setattr(switches, "WITHOUT", (part,))
+    assert ran() == left and passes.identity() == f"{before}-{part}"

@@ -24,7 +24,7 @@ except ImportError as error:
     raise ImportError(
         "torch_fused_ops needs Triton to run its operators on a GPU in eager mode, and it cannot be imported. "
         "Install it with: pip install triton numpy (GPU builds of PyTorch bring the Triton that fits "
-        "them). With TORCH_FUSED_OPS_KERNELS=torch in the environment they run as plain PyTorch"
+        "them). With TORCH_FUSED_OPS_WITHOUT=kernels in the environment they run as plain PyTorch"
     ) from error
 
 __all__ = [
@@ -120,8 +120,7 @@ def _launched_by_triton(
     except Exception as error:
         raise RuntimeError(
             f"the kernel {kernel.__name__} of torch_fused_ops cannot be compiled or launched on {device}: {error}\n"
-            "With TORCH_FUSED_OPS_KERNELS=torch in the environment eager operators run as plain PyTorch. Please report "
-            "it."
+            "With TORCH_FUSED_OPS_WITHOUT=kernels in the environment operators run as plain PyTorch. Please report it."
         ) from error
 
 

@@ -35,6 +35,7 @@ from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
 from torch_fused_ops.operators.registration import imported
 from torch_fused_ops.recipes import BLOCK, MX_BLOCK, RECIPES, Block, Recipe
+from torch_fused_ops.switches import is_without
 
 __all__ = ["DTYPES_OF_EXPERTS", "DTYPES_OF_PRODUCTS", "grouped_linear", "linear", "register_plain"]
 
@@ -229,7 +230,8 @@ def register_plain(
     signature: Signature, plain: Callable[..., Any], fake: Callable[..., Any], check: Callable[..., None] | None = None
 ) -> torch._ops.OpOverload:
     """An operator without a derivative; its kernel for GPUs is the function of its name in ``kernels/float8.py``."""
-    on_gpu = imported("torch_fused_ops.kernels.float8", lambda module: module.launch_of(signature.name))
+    kernel = imported("torch_fused_ops.kernels.float8", lambda module: module.launch_of(signature.name))
+    on_gpu = plain if is_without("float8_kernels") else kernel
     return register(signature, plain, on_gpu, plain, fake, _each, check)
 
 

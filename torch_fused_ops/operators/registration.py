@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,25 +22,9 @@ from torch_fused_ops.operators.autograd import (
     register,
 )
 from torch_fused_ops.operators.checks import check
+from torch_fused_ops.switches import is_without
 
-__all__ = ["IN_TORCH", "Parts", "imported", "register_elementwise", "register_pair"]
-
-
-def in_torch(value: str) -> bool:
-    """Whether eager operators run as plain torch, the reference's formulas, on every device: the variable's value.
-
-    Raises:
-        ValueError: for another value than "torch" or "".
-    """
-    if value not in ("", "torch"):
-        raise ValueError(
-            f"TORCH_FUSED_OPS_KERNELS={value!r} is not accepted: it must be 'torch' (eager operators run as plain "
-            "PyTorch on every device), or not be set (they run as this library's kernels)"
-        )
-    return value == "torch"
-
-
-IN_TORCH = in_torch(os.environ.get("TORCH_FUSED_OPS_KERNELS", ""))
+__all__ = ["Parts", "imported", "register_elementwise", "register_pair"]
 
 
 class Parts(NamedTuple):
@@ -55,7 +38,7 @@ class Parts(NamedTuple):
 
     def chosen(self) -> Parts:
         """These, without kernels of ours where the environment says so."""
-        return self._replace(on_cpu=self.plain, on_gpu=self.plain) if IN_TORCH else self
+        return self._replace(on_cpu=self.plain, on_gpu=self.plain) if is_without("kernels") else self
 
 
 def register_pair(
@@ -77,7 +60,7 @@ def register_pair(
         adapt: makes of the backward operator what gives a gradient, or None, for each of the operator's tensors.
     """
     forward, backward = forward.chosen(), backward.chosen()
-    if IN_TORCH:
+    if is_without("kernels"):
         record = None  # which is a kernel of ours on CPUs, if one made of PyTorch's
     operator = register(signatures[0], *forward, check)
     backward_operator = register(signatures[1], *backward)

@@ -43,9 +43,7 @@ def record(*, figures: bool = False) -> Iterator[Report]:
         print(report)
 
     All ways of compiling count: ``backend="fused"``, ``enable()``, ``enabled()``, ``compile_options()``. Blocks may be
-    nested: each gets everything inside. Code that comes out of a compile cache counts too. (AOTAutograd's cache, from
-    torch 2.13 on, is asked before pick-up runs, and answers with no graph at all. In the block pick-up runs first; so a
-    model cached outside of a block is compiled once more, and cached for blocks.)
+    nested: each gets everything inside. Code that comes out of a compile cache counts too.
 
     Args:
         figures: work out memory, traffic and kernels at the end of the block, as ``report.measure()`` does.
@@ -56,16 +54,13 @@ def record(*, figures: bool = False) -> Iterator[Report]:
     from torch_fused_ops import lowerings
 
     lowerings.require()
-    from torch_fused_ops.lowerings import compat
-
     recorder = _Recorder()
     before = captured_graphs()
-    with compat.passes_before_caches():
-        try:
-            with observed_by(recorder):
-                yield recorder.report
-        finally:
-            recorder.report.other_graphs = max(0, captured_graphs() - before - len(recorder.graphs))
+    try:
+        with observed_by(recorder):
+            yield recorder.report
+    finally:
+        recorder.report.other_graphs = max(0, captured_graphs() - before - len(recorder.graphs))
     if figures and recorder.report.graphs:
         recorder.report.measure()
 

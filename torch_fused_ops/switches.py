@@ -1,0 +1,34 @@
+"""Parts of the library that the environment turns off: ``TORCH_FUSED_OPS_WITHOUT="kernels,buffer_reuse"``.
+
+For devices that compute something wrong with one, or break (``docs/troubleshooting.md``).
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["NAME", "PARTS", "WITHOUT", "is_without"]
+
+NAME = "TORCH_FUSED_OPS_WITHOUT"
+
+PARTS = ("kernels", "float8_kernels", "buffer_reuse", "split_reductions")
+"""All that can be turned off; the first includes the second."""
+
+
+def _parse(text: str) -> tuple[str, ...]:
+    names = [name for part in text.split(",") if (name := part.strip())]
+    for name in names:
+        if name not in PARTS:
+            raise ValueError(
+                f"the environment variable {NAME}={text!r} is not accepted: {name!r} is not a part that can be turned "
+                f"off (accepted, separated by commas: {', '.join(PARTS)})"
+            )
+    return tuple(part for part in PARTS if part in names)
+
+
+WITHOUT = _parse(os.environ.get(NAME, ""))
+
+
+def is_without(part: str) -> bool:
+    """Whether the environment turns a part of ``PARTS`` off."""
+    return part in WITHOUT or (part == "float8_kernels" and "kernels" in WITHOUT)
