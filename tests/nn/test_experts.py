@@ -417,6 +417,7 @@ class Counting(_memory.save_on_cpu):
             self.back.append((*kept[1].shape, kept[1].dtype))
             return unpack(kept)
 
+        counted.__module__ = pack.__module__  # as torch's own, it takes float8
         self.pack_hook, self.unpack_hook = counted, counted_back
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 
 import pytest
@@ -96,3 +97,47 @@ def test_nested_in_a_checkpoint_of_two(case: tuple[nn.Module, Tensor, list[Tenso
     expected = gradients(module, x, module(module(x)))
     y = checkpoint(lambda x: module(module(x)), x, use_reentrant=False)
     assert_equal(gradients(module, x, y), expected)
+
+
+@pytest.mark.parametrize("name", ["FusedMLP", "gated", "MLP"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_users_hooks_get_numbers_that_they_can_compute_with(name: str, inside: bool) -> None:
+    """Of float8 there is no sum; its gradients are those of ``"fp8"`` without hooks, bit for bit."""
+    torch.manual_seed(0)
+    module, x = MODULES[name]("fp8"), torch.randn(ROWS, WIDTH, requires_grad=True)
+    if inside:  # of another module with a level
+        module = Inside(module)
+    expected = gradients(module, x, module(x))
+    seen: list[torch.dtype] = []
+
+    def pack(t: Tensor) -> Tensor:
+        seen.append(t.dtype)
+        return t * 2 + 0
+
+    with saved_tensors_hooks(pack, lambda t: t / 2):
+        y = module(x)
+    assert set(seen) == {torch.float32}
+    for a, b in zip(gradients(module, x, y), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+class Inside(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.outer = FusedMLP(WIDTH, FFN, memory="fp8")
+        self.outer.fc2 = nn.Sequential(self.outer.fc2, inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(x)  # type: ignore[no-any-return]
+
+
+def test_what_only_carries_tensors_carries_float8() -> None:
+    """A checkpoint and ``save_on_cpu`` give back what they got: float8 goes through them as it is."""
+    module, x = FusedMLP(WIDTH, FFN, memory="fp8"), torch.randn(ROWS, WIDTH, requires_grad=True)
+    seen: list[torch.dtype] = []
+    around = save_on_cpu()
+    pack = around.pack_hook
+    note = functools.wraps(pack)(lambda t: seen.append(t.dtype) or pack(t))
+    with saved_tensors_hooks(note, around.unpack_hook):
+        module(x)
+    assert torch.float8_e4m3fn in seen

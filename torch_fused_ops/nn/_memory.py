@@ -41,22 +41,40 @@ def _outer_hooks() -> Hooks:
     return hooks or (_Kept.of, _Kept.get)
 
 
+def _inner(t: Tensor) -> list[Tensor]:
+    """The tensors that a wrapper subclass wraps: a DTensor's local one, which is not its mesh."""
+    if not is_traceable_wrapper_subclass(t):
+        return []
+    parts = (getattr(t, name) for name in t.__tensor_flatten__()[0])
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
+def _versions(t: Tensor) -> tuple[int, ...]:
+    """The counts of writes to a tensor and to what it wraps: a write to a DTensor does not count for its local one."""
+    version = 0 if t.is_inference() else t._version
+    return (version, *(count for part in _inner(t) for count in _versions(part)))
+
+
 class _Kept(NamedTuple):
     """A tensor and how often it was written. Autograd itself does not look at what goes through hooks."""
 
     tensor: Tensor
-    version: int
+    versions: tuple[int, ...]
 
     @classmethod
     def of(cls, t: Tensor) -> _Kept:
-        return cls(t, 0 if t.is_inference() else t._version)
+        return cls(t, _versions(t))
+
+    def is_unwritten(self) -> bool:
+        return _versions(self.tensor) == self.versions
 
     def get(self) -> Tensor:
         t = self.tensor
-        if not t.is_inference() and t._version != self.version:
+        if not self.is_unwritten():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{t.type()} {list(t.shape)}] is at version {t._version}; expected version {self.version} instead"
+                f"[{t.type()} {list(t.shape)}] is at version {sum(_versions(t))}; expected version "
+                f"{sum(self.versions)} instead"
             )
         return t
 
@@ -69,11 +87,29 @@ def _hooks(h: Tensor, offload: bool) -> Hooks:
     return to_cpu.pack_hook, to_cpu.unpack_hook
 
 
+def _take_any_dtype(hooks: Hooks) -> bool:
+    """Whether the hooks are ours or torch's (a checkpoint's, ``save_on_cpu``), which give back what they get.
+
+    A user's may compute: float8 has no arithmetic, and its bits as integers are no numbers.
+    """
+    pack: Any = hooks[0]
+    while hasattr(pack, "outer"):  # a module's in another's, which hand on what they get
+        pack = pack.outer
+    module = getattr(pack, "__module__", None) or ""
+    return module == __name__ or module.partition(".")[0] == "torch"
+
+
 class _Remade:
     """A value that backward makes again, from tensors kept for it or from another such value, once for all savers."""
 
-    def __init__(self, make: Callable[..., Tensor], *sources: Tensor | _Remade, hooks: Hooks | None = None) -> None:
-        self.make, self.sources = make, sources
+    def __init__(
+        self,
+        make: Callable[..., Tensor],
+        *sources: _Kept | _Remade,
+        hooks: Hooks | None = None,
+        reads: Iterable[_Kept] = (),
+    ) -> None:
+        self.make, self.sources, self.reads = make, sources, tuple(reads)
         self.kept: list[Any] = []
         self.pack, self.unpack = hooks or _outer_hooks()
         self.savers = self.left = 0
@@ -86,9 +122,13 @@ class _Remade:
                     source.saved()
                     self.kept.append(source)
                 else:
-                    self.kept.append(self.pack(source))
+                    self.kept.append(self.pack(source.tensor))
             self.sources = ()
         self.savers += 1
+
+    def is_unwritten(self) -> bool:
+        """Whether all that the value is made of is still what it was made of."""
+        return all(source.is_unwritten() for source in (*self.sources, *self.reads))
 
     def __call__(self) -> Tensor:
         if self.value is None:
@@ -116,7 +156,8 @@ class _Recipe(NamedTuple):
 
     def get(self) -> Tensor:
         value = self.value()
-        if self.placed is None or hasattr(value, "device_mesh"):
+        value = value.to_local() if hasattr(value, "device_mesh") else value
+        if self.placed is None:
             return value.view(self.shape)
         from torch.distributed.tensor import DTensor
 
@@ -124,50 +165,71 @@ class _Recipe(NamedTuple):
         return DTensor.from_local(value.view(local), mesh, placements, run_check=False, shape=self.shape, stride=stride)
 
 
-def _memory_of(t: Tensor) -> tuple[Any, ...]:
-    """Whose elements these are: the same for a tensor, its detached twin and its views of all of it."""
-    if is_traceable_wrapper_subclass(t):  # a DTensor: what it wraps, which is not its mesh
-        inner = (getattr(t, name) for name in t.__tensor_flatten__()[0])
-        return tuple(part for one in inner if isinstance(one, Tensor) for part in _memory_of(one))
-    return (t.untyped_storage()._cdata, t.storage_offset(), t.numel(), t.dtype)
+def _elements_of(t: Tensor) -> tuple[Any, ...] | None:
+    """The elements' place in memory and how often it was written; None where that does not tell their values.
+
+    It is the same for a tensor, its detached twin, its views of all of it, and a DTensor whose local tensor it is; not
+    for views of other elements or another dtype, nor for any of these once one was written. (Autograd does not notice
+    writes through ``.data`` or by foreign code, and nor does this.)
+    """
+    if hasattr(t, "device_mesh"):
+        (local,) = _inner(t)
+        elements, version = _elements_of(local), _versions(t)[0]
+        return elements if elements is None or version == 0 else (*elements, version)
+    if t.layout != torch.strided or t.is_nested or is_traceable_wrapper_subclass(t):
+        return None
+    if not t.is_contiguous() or t.is_neg() or t.is_conj():
+        return None
+    return (t.untyped_storage()._cdata, t.storage_offset(), t.numel(), t.dtype, *_versions(t))
 
 
-Values: TypeAlias = dict[tuple[Any, ...], _Remade]
+Values: TypeAlias = dict[tuple[Any, ...] | None, tuple[_Kept, _Remade]]
 
 
 @contextlib.contextmanager
 def _instead_of(values: Values, found: Callable[[Tensor], _Remade | None] | None = None) -> Iterator[None]:
-    """Inside, whatever saves one of the values for backward saves how it is made again; so does what is ``found``."""
+    """Inside, whatever saves one of the values for backward saves how it is made again; so does what is ``found``.
+
+    A value is told by ``_elements_of``, and only as long as neither it nor what it is made of is written.
+    """
     outer_pack, outer_unpack = _outer_hooks()
 
     def pack(saved: Tensor) -> Any:
-        if not saved.is_contiguous():
+        elements = _elements_of(saved)
+        if elements is None:
             return outer_pack(saved)
-        own = _memory_of(saved)
-        if own not in values and found is not None and (new := found(saved)) is not None:
-            values[own] = new
-        if own not in values:
+        if elements not in values and found is not None and (new := found(saved)) is not None:
+            values[elements] = _Kept.of(saved), new
+        if elements not in values:
             return outer_pack(saved)
-        values[own].saved()
-        return _Recipe.of(values[own], saved)
+        value, remade = values[elements]
+        if not (value.is_unwritten() and remade.is_unwritten()):
+            return outer_pack(saved)
+        remade.saved()
+        return _Recipe.of(remade, saved)
 
     def unpack(kept: Any) -> Tensor:
         return kept.get() if isinstance(kept, _Recipe) else outer_unpack(kept)
 
-    with saved_tensors_hooks(pack, unpack):
-        yield
+    pack.outer = outer_pack  # type: ignore[attr-defined]
+    try:
+        with saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        values.clear()  # autograd holds ``pack`` until backward
 
 
 @contextlib.contextmanager
-def _watch(seen: set[tuple[Any, ...]]) -> Iterator[None]:
+def _watch(seen: set[tuple[Any, ...] | None]) -> Iterator[None]:
     """Inside, note whose memory is saved for backward."""
 
     outer_pack, outer_unpack = _outer_hooks()
 
     def pack(saved: Tensor) -> Any:
-        seen.add(_memory_of(saved))
+        seen.add(_elements_of(saved))
         return outer_pack(saved)
 
+    pack.outer = outer_pack  # type: ignore[attr-defined]
     with saved_tensors_hooks(pack, outer_unpack):
         yield
 
@@ -243,68 +305,88 @@ def through(
     memory: str,
     offload: bool = False,
     reads: Callable[[], Iterable[Tensor | None]] = tuple,
+    may_draw: bool = False,
 ) -> Tensor:
     """``second(activate(first(x)))``, keeping what ``memory`` says between them.
 
     Under ``torch.compile`` the policy decides (``FusionPolicy.memory``), and this is the plain composition.
 
     Args:
-        first, activate, second: deterministic; ``activate`` keeps no more than its input, or its result instead.
+        first, activate, second: ``first`` and ``activate`` deterministic; ``activate`` keeps no more than its input, or
+            its result instead. Where one of them writes to its argument, what it wrote over is not made again.
         memory: ``"off"`` h and a; ``"free"`` h, from which a is made again; ``"fp8"`` h in float8_e4m3fn with a scale
             for each row, from which both are; ``"input"`` neither: ``first`` runs again in backward.
         offload: keep it in the CPU's memory.
         reads: what ``first`` and ``activate`` read besides their argument; written before backward makes something
             again, it raises.
+        may_draw: ``activate`` is not ours and may draw random numbers. If it does, its result is kept.
     """
     if _is_plain(x) or (memory == "off" and not offload):
         return second(activate(first(x)))
+    source = _Kept.of(x.detach())
     h = first(x)
     again, hooks = _Again(x.device, reads()), _hooks(h, offload)
-    remade = _LEVELS[memory](x, h, first, again, hooks)
-    values, seen = {_memory_of(h): remade}, set[tuple[Any, ...]]()
-    held: list[Tensor] = []  # while values are told by their memory it must not become another tensor's
+    remade = _LEVELS[memory](source, h, first, again, hooks)
+    hidden, of_h = _Kept.of(h), _elements_of(h)
+    values: Values = {of_h: (hidden, remade)}
+    seen = set[tuple[Any, ...] | None]()
 
     def large(saved: Tensor) -> _Remade | None:
         """Of what the activation keeps besides, its result, as ReLU, but no bias and no scale."""
-        if 2 * saved.numel() < h.numel():
-            return None
-        held.append(saved)
-        return _Remade(_same, saved.detach(), hooks=hooks)
+        return None if 2 * saved.numel() < h.numel() else _Remade(_same, _Kept.of(saved.detach()), hooks=hooks)
 
+    random = _random_states(x.device) if may_draw else []
     with _watch(seen) if memory == "free" and not offload else _instead_of(values, large if offload else None):
         a = activate(h)
-    own = _memory_of(a)
-    if own in seen or (own == _memory_of(h) and not offload):  # as ReLU, it keeps its result; the identity, or in place
+        of_a = _elements_of(a)
+        _, result = values.get(of_a, (None, None))
+    # As ReLU, it keeps its result; or it is the identity.
+    if of_a is None or of_a in seen or (of_a == of_h and not offload):
         return second(a)
-    if own not in values:
-        as_it_is = memory == "off"
-        values[own] = (
-            _Remade(_same, a.detach(), hooks=hooks) if as_it_is else _Remade(lambda h: again(activate, h), remade)
-        )
-    with _instead_of({own: values[own]}):
+    if result is None:
+        drawn = may_draw and not all(map(torch.equal, random, _random_states(x.device)))
+        if memory != "off" and hidden.is_unwritten() and not drawn:
+            result = _Remade(lambda h: again(activate, h), remade, reads=again.reads)
+        elif offload:
+            result = _Remade(_same, _Kept.of(a.detach()), hooks=hooks)
+        else:  # it works in place, or draws: again it would give something else
+            return second(a)
+    with _instead_of({of_a: (_Kept.of(a), result)}):
         return second(a)
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    """The states of the generators that code for this device draws from."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu" and hasattr(module := torch.get_device_module(device), "get_rng_state"):
+        states.append(module.get_rng_state(device))
+    return states
 
 
 def _same(t: Tensor) -> Tensor:
     return t
 
 
-def _free(x: Tensor, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Remade:
-    return _Remade(_same, h.detach(), hooks=hooks)
+def _free(x: _Kept, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Remade:
+    return _Remade(_same, _Kept.of(h.detach()), hooks=hooks)
 
 
-def _fp8(x: Tensor, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Remade:
+def _fp8(x: _Kept, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Remade:
+    dtype = h.dtype
     with torch.no_grad():
         stored, scale = reference.store_fp8(h)
-    dtype = h.dtype
-    return _Remade(lambda stored, scale: reference.load_fp8(stored, scale, dtype), stored, scale, hooks=hooks)
+        if not _take_any_dtype(hooks):
+            return _Remade(_same, _Kept.of(reference.load_fp8(stored, scale, dtype)), hooks=hooks)
+    return _Remade(
+        lambda stored, scale: reference.load_fp8(stored, scale, dtype), _Kept.of(stored), _Kept.of(scale), hooks=hooks
+    )
 
 
-def _input(x: Tensor, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Remade:
-    return _Remade(lambda x: again(first, x), x.detach())
+def _input(x: _Kept, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Remade:
+    return _Remade(lambda x: again(first, x), x, reads=again.reads)
 
 
-_LEVELS: dict[str, Callable[[Tensor, Tensor, Map, _Again, Hooks], _Remade]] = {
+_LEVELS: dict[str, Callable[[_Kept, Tensor, Map, _Again, Hooks], _Remade]] = {
     "off": _free,
     "free": _free,
     "fp8": _fp8,

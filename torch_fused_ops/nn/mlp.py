@@ -184,6 +184,8 @@ class _Block(nn.Module):
         tiled = tiles.asked(level) is not None
         if tiled and not (scale is None and not groups and parallel is None and self._calls_may_repeat()):
             level = "input"  # probabilities, experts, collectives and delayed gradients go with all tokens at once
+        if level == "input" and not (untouched(fc1) or hasattr(fc1, "set_requires_gradient_sync")):
+            level = "free"  # a hook need not do the same twice; FSDP2's own do
         then = dict(fc1.named_parameters()) if tiled or level == "input" else {}
 
         def first(x: Tensor) -> Tensor:
@@ -212,7 +214,8 @@ class _Block(nn.Module):
             yield from () if self.activation_func is None else self.activation_func.parameters()
 
         def run(x: Tensor, level: str) -> Tensor:
-            return through(x, first, activate, second, level, self._offload, reads)
+            unknown = self.activation_func is not None or self._activation.name is None
+            return through(x, first, activate, second, level, self._offload, reads, unknown)
 
         return in_tiles(x, level, run), biases["fc2"]
 
