@@ -1,8 +1,8 @@
 """Why something is left as it is, as data: every kind of reason, and what helps, each in one place.
 
 A refusal is raised with its kind and its text, ``Refusal(Kind.MASK, "a mask takes part: gt")``. The text is for people.
-Whatever goes on from there (whether a site counts as an MLP, whether ``strict`` asks for it, which hint a report gives,
-what ``replace_mlps`` tries next) reads the kind: texts may be reworded. ``python docs/generate.py`` writes the tables
+Whatever goes on from there (whether a site counts as an MLP, whether ``strict`` asks for it, which hint a report
+gives) reads the kind: texts may be reworded. ``python docs/generate.py`` writes the tables
 of docs/recognition.md from the kinds.
 """
 
@@ -25,11 +25,7 @@ class Family(Enum):
     FUNCTION = ("Another function", "")
     SOUNDNESS = ("Replacing it would change something", "")
     CHOICE = ("You, or Inductor", "")
-    MODULE = (
-        "Modules that replace_mlps leaves alone",
-        "For any of the reasons above, or because the module is not exactly linear layers around an activation. In a "
-        "module of many linear layers the report says first where the activation stands.",
-    )
+    MODULE = ("Modules that replace_mlps does not compile", "Or for any of the reasons above.")
     GEMM = (
         "Linear layers that stay in the model's dtype",
         'Of `gemm="fp8"`. They stand behind the site of their activation.',
@@ -325,12 +321,12 @@ class Kind(Enum):
     MANY_CALLS = _Declared(Family.SOUNDNESS, ("more than *64* pointwise calls lie between the GEMMs",))
     PROBABILITY = _Declared(
         Family.SOUNDNESS,
-        ("its probability is no constant", "its dropout's probability is no number"),
+        ("its probability is no constant",),
         "A dropout's `p` that is a tensor, or a number that differs from call to call.",
     )
     UNRECORDED = _Declared(
         Family.SOUNDNESS,
-        ("the graph does not record the shape and dtype of *op*", "the capture does not record what *op* gives"),
+        ("the graph does not record the shape and dtype of *op*",),
         "The graph was not made by Dynamo or `torch.export`.",
     )
 
@@ -367,105 +363,17 @@ class Kind(Enum):
         "Inductor's own fusion is better there.",
     )
 
-    # ---- modules that replace_mlps leaves alone ----------------------------------------------------------------------
-    NO_ACTIVATION = _Declared(
-        Family.MODULE,
-        ("there is no activation between linear layers in it",),
-        "It is no MLP: reports do not list it.",
-    )
-    LINEAR = _Declared(
-        Family.MODULE,
-        (
-            "*at its end* stands *op*, where a linear layer was looked for: F.linear, addmm, x @ w or x @ w + b, of "
-            "parameters of the module",
-            "a linear layer's weight is computed (*op*): it is no parameter of its own",
-            "a linear layer's bias is no vector of its own (*op*)",
-        ),
-        "An adapter, quantised or parametrized weights; or a sum or a norm where the linear layer should be.",
-    )
-    MORE = _Declared(
-        Family.MODULE,
-        (
-            "its last linear layer does not read the activation, but *op*",
-            "a linear layer in front of its activation does not read its input, but *op*",
-            "its activation is computed in *dtype*",
-            "two dropouts follow one another",
-            "its result has other leading axes than its input",
-            "its forward also calls *op*",
-            f"{NOT_AN_MLP}*reason*",
-        ),
-        "Its forward does more than an MLP: an MLP's module inside of it may be replaced.",
-    )
-    SIZES = _Declared(Family.MODULE, ("its forward depends on its input's sizes: *conditions*",))
-    RESULTS = _Declared(Family.MODULE, ("it gives *2* tensors", "it gives something else than one tensor"))
-    ARGUMENTS = _Declared(Family.MODULE, ("it is called with *2* arguments",))
-    OTHER_INPUTS = _Declared(
-        Family.MODULE,
-        ("it cannot be captured in one graph: it needs other inputs: *error*",),
-        "Tried with (2, 3, the input size of its first linear layer). Without example inputs it is a note of the "
-        "report: `replace_mlps(model, *inputs)`.",
-    )
-    UNCAPTURED = _Declared(
-        Family.MODULE,
-        ("it cannot be captured in one graph: *error*",),
-        "Dynamo's own words; a forward that depends on its input's values, for example.",
-    )
-    DISABLED = _Declared(Family.MODULE, ("Dynamo did not capture it (is it disabled?)",))
-    NOT_CALLED = _Declared(Family.MODULE, ("it was not called with these inputs",))
-    STACKED = _Declared(
-        Family.MODULE,
-        (
-            "its weights are stacked, as a mixture's experts are: nn.GroupedMLP computes those (docs/modules.md, "
-            'Experts), and torch.compile(model, backend="fused") finds their activations',
-        ),
-    )
-    DTENSORS = _Declared(
-        Family.MODULE,
-        (
-            "its weights are DTensors: call replace_mlps before fully_shard; a tensor-parallel plan takes nn.FusedMLP "
-            "or nn.MLP instead (docs/distributed.md)",
-        ),
-    )
-    REPLACED = _Declared(Family.MODULE, ("it is replaced already",))
-    SCRIPT = _Declared(Family.MODULE, ("it is a script",), "`torch.jit.script`'s.")
+    # ---- modules that replace_mlps does not compile ------------------------------------------------------------------
     COMPILED = _Declared(
-        Family.MODULE, ("it is compiled already: pick-up reads it there", "*up* in it is compiled already")
-    )
-    HOOKED = _Declared(
         Family.MODULE,
-        (
-            "*up*: *Linear has a hook*, which a fused forward would not run",
-            "*Linear has a hook*, which its fused forward would not run",
-        ),
-        "Or its forward was put in its place, or it is compiled.",
+        ("*layers.0* is compiled already",),
+        "The module, one around it, or one in it, by `replace_mlps`, `nn.Module.compile` or `torch.compile`.",
+        'Call `restore()` of the earlier report, or compile the model by `backend="fused"` alone.',
     )
-    ATTRIBUTES = _Declared(
-        Family.MODULE, ("its forward changes the module's attributes",), "A counter, or something it keeps."
-    )
-    UNWATCHED = _Declared(
+    UNPLACED = _Declared(
         Family.MODULE,
-        ("its forward reads what it changes, or what cannot be watched: *what*",),
-        "Attributes of a parameter; methods of an object that it makes itself.",
-    )
-    INPUT = _Declared(
-        Family.MODULE,
-        ("its input is no plain tensor, or empty",),
-        "From here on, later: for such a call it runs its own forward.",
-    )
-    AT_WORK = _Declared(
-        Family.MODULE,
-        (
-            "a torch.func transform or a tracer is at work",
-            "forward-mode derivatives or global module hooks are at work",
-        ),
-    )
-    CLASS_CHANGED = _Declared(
-        Family.MODULE, ("its class got *name* after it was replaced: set it before, or on the module",)
-    )
-    SITUATIONS = _Declared(
-        Family.MODULE,
-        ("it was in too many situations already",),
-        "An attribute that is another at every call must not cost a proof each.",
+        ("it lies behind a graph break, and its module is not known",),
+        "Its module is told by the parameters in it, and it has none.",
     )
 
     # ---- linear layers that stay in the model's dtype ----------------------------------------------------------------
