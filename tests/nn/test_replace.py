@@ -555,6 +555,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.seconds("transformers is imported")
 @pytest.mark.parametrize(
     "path", [next(iter(MODELS)), *(pytest.param(path, marks=pytest.mark.slow) for path in [*MODELS][1:])]
 )

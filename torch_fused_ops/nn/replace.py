@@ -20,7 +20,7 @@ from torch_fused_ops import lowerings
 from torch_fused_ops.capturing import run_captured, throwaway
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, check_not_meant, enclosing_modules, names_module
 from torch_fused_ops.reasons import Kind, Reason, excluded
-from torch_fused_ops.reports.breaks import break_of, reasons_noted, since
+from torch_fused_ops.reports.breaks import break_of
 from torch_fused_ops.reports.figures import sites_of
 from torch_fused_ops.reports.report import Report
 from torch_fused_ops.sites import Site
@@ -69,6 +69,7 @@ def replace_mlps(
     gemm: str | Mapping[str, str] = "bf16",
     exclude: Collection[str] = (),
     dropout: bool = True,
+    epilogues: str = "measured",
     strict: bool = False,
     **kwargs: Any,
 ) -> Replacements:
@@ -86,7 +87,7 @@ def replace_mlps(
             ``model``.
         gemm: what linear layers multiply in, as ``FusionPolicy.gemm``.
         exclude: MLPs to leave alone, as ``FusionPolicy.exclude``.
-        dropout: as ``FusionPolicy.dropout``, for dropouts in the compiled modules.
+        dropout, epilogues: as ``FusionPolicy``'s, for what is in the compiled modules.
         strict: raise where an MLP is not compiled, now or in a later recompilation.
         **kwargs: what to call the model with.
 
@@ -101,14 +102,13 @@ def replace_mlps(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} is not accepted: it must be a torch.nn.Module")
-    policy = FusionPolicy(memory, dropout, strict, exclude, gemm=gemm)  # type: ignore[arg-type]
+    policy = FusionPolicy(memory, dropout, strict, exclude, epilogues, gemm)  # type: ignore[arg-type]
     found = _Found(model, policy)
     _check_patterns(policy, list(found.modules))
     check_not_meant("replace_mlps", model, kwargs)
     if not args and not kwargs:
         raise TypeError("replace_mlps needs example inputs, as in replace_mlps(model, x): the model is run once")
     lowerings.require()
-    noted = reasons_noted()
     run_captured(model, args, kwargs, found.capture)
     if not found.graphs:
         raise RuntimeError(
@@ -118,8 +118,8 @@ def replace_mlps(
     chosen = found.choose()
     sites = tuple(found.sites)
     missed = [site for site in sites if site.is_missed]
-    if strict and (missed or not chosen):
-        lines = [f"{site.source}: {site.missed}" for site in missed] or [_first_reason(found, ())]
+    if strict and (missed or not sites):
+        lines = [f"{site.source}: {site.missed}" for site in missed] or [_first_reason(found)]
         raise UnfusedError("strict=True and these MLPs were not compiled:\n" + "\n".join(f"  {one}" for one in lines))
     if any(p.device.type == "cpu" for module in chosen.values() for p in module.parameters()):
         _check_compiler()
@@ -132,7 +132,7 @@ def replace_mlps(
         module._compiled_call_impl = call
     report = Replacements(sites, found.graphs, chosen, type(getattr(model, "_orig_mod", model)).__name__)
     report.unread = tuple(found.unread)
-    report.breaks = tuple(one for one in found.breaks if one is not None) or since(noted)
+    report.breaks = tuple(one for one in found.breaks if one is not None)
     around = enclosing_modules(path for module in chosen.values() for path in found.paths(module))
     report.notes = tuple(
         f"{name}={pattern!r} names no module that was compiled"
@@ -141,7 +141,7 @@ def replace_mlps(
         if not names_module(pattern, around)
     )
     if not chosen:
-        warnings.warn(f"replace_mlps compiled no module: {_first_reason(found, sites)}", stacklevel=2)
+        warnings.warn(f"replace_mlps compiled no module: {_first_reason(found)}", stacklevel=2)
     return report
 
 
@@ -235,12 +235,13 @@ class _Found:
     def _add_alike(self) -> None:
         """Add the sites of modules that are like those with sites: behind a graph break Dynamo captures equal layers
         once."""
-        seen = {site.module for site in self.sites}
-        models = {path: _shape(self.modules[path]) for path in seen if path in self.modules}
+        captured: dict[str, list[Site]] = {}
+        for site in self.sites:
+            captured.setdefault(site.module, []).append(site)
+        alike = {_shape(self.modules[path]): sites for path, sites in captured.items() if path in self.modules}
         for path, module in self.modules.items():
-            like = next((other for other, shape in models.items() if other and shape == _shape(module)), None)
-            if path not in seen and like is not None:
-                self.sites += [self._moved(site, path) for site in self.sites if site.module == like]
+            if path not in captured:
+                self.sites += [self._moved(site, path) for site in alike.get(_shape(module), ())]
 
     def _moved(self, site: Site, path: str) -> Site:
         """The site in another module."""
@@ -249,8 +250,8 @@ class _Found:
         return replaced(site, module=path, source=f"{where} in {path}" if path else where, memory=memory)
 
 
-def _first_reason(found: _Found, sites: Sequence[Site]) -> str:
-    for site in (*sites, *found.unread):
+def _first_reason(found: _Found) -> str:
+    for site in (*found.sites, *found.unread):
         return f"{site.source}: {site.reason}"
     return "no matrix product in the model reads an activation of matrix products (docs/recognition.md)"
 
