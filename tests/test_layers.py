@@ -83,7 +83,7 @@ LAYERS: dict[str, list[str]] = {
     "verify": ["policy", *SITES, "observers", "lowerings", "reports"],
     "planner": ["virtual_gpu", "policy", *SITES, "lowerings", "reports"],
     # modules
-    "nn": [*OPERATORS, "megatron", "tiles", "policy", *SITES, "lowerings", "reports"],
+    "nn": ["virtual_gpu", *OPERATORS, "megatron", "tiles", "policy", *SITES, "lowerings", "reports"],
     "torch_fused_ops": [
         *("_version", "arguments", *OPERATORS, "known_gemms", *POLICY, "lowerings", "reports", "verify", "planner")
     ],

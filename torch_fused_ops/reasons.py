@@ -1,9 +1,9 @@
 """Why something is not fused, as data: every kind of reason, and what helps, each in one place.
 
 A refusal is raised with its kind and its text, ``Refusal(Kind.MASK, "a mask takes part: gt")``. The text is for people.
-Whatever goes on from there (whether a site counts as an MLP, whether ``strict`` asks for it, which hint a report gives,
-what ``replace_mlps`` tries next) reads the kind: texts may be reworded. ``docs/reasons.json`` has the texts and
-explanations of all kinds, of which ``python docs/generate.py`` writes the tables of docs/recognition.md.
+Whatever goes on from there (whether a site counts as an MLP, whether ``strict`` asks for it, which hint a report gives)
+reads the kind: texts may be reworded. ``docs/reasons.json`` has the texts and explanations of all kinds, of which
+``python docs/generate.py`` writes the tables of docs/recognition.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Category(Enum):
     FUNCTION = auto()  # another function than an activation of the table
     SOUNDNESS = auto()  # replacing it would change something
     CHOICE = auto()  # the user's, or Inductor's
-    MODULE = auto()  # modules that replace_mlps does not replace
+    MODULE = auto()  # modules that replace_mlps does not compile
     GEMM = auto()  # linear layers that stay in the model's dtype
     TILES = auto()  # MLPs that are not cut into tiles
     MEMORY = auto()  # tensors that a memory level leaves as they are
@@ -130,28 +130,11 @@ class Kind(Enum):
     FREEZING = Category.CHOICE
     EAGER_ROUNDING = Category.CHOICE, "Exclude the module, or compile without the setting."
 
-    NO_ACTIVATION = Category.MODULE
-    LINEAR = Category.MODULE
-    MORE = Category.MODULE
-    SIZES = Category.MODULE
-    RESULTS = Category.MODULE
-    ARGUMENTS = Category.MODULE
-    OTHER_INPUTS = Category.MODULE
-    UNCAPTURED = Category.MODULE
-    DISABLED = Category.MODULE
-    NOT_CALLED = Category.MODULE
-    STACKED = Category.MODULE
-    DTENSORS = Category.MODULE
-    REPLACED = Category.MODULE
-    SCRIPT = Category.MODULE
-    COMPILED = Category.MODULE
-    HOOKED = Category.MODULE
-    ATTRIBUTES = Category.MODULE
-    UNWATCHED = Category.MODULE
-    INPUT = Category.MODULE
-    AT_WORK = Category.MODULE
-    CLASS_CHANGED = Category.MODULE
-    SITUATIONS = Category.MODULE
+    COMPILED = (
+        Category.MODULE,
+        'Call `restore()` of the earlier report, or compile the model by `backend="fused"` alone.',
+    )
+    UNPLACED = Category.MODULE
 
     GEMM_DEVICE = (
         Category.GEMM,

@@ -403,7 +403,7 @@ def _source(root: Node, gemm: Node) -> dict[str, Any]:
     """Where the user's code calls it (or, in nn.Sequential, torch's own module), as a Site's fields."""
     frames = _FRAME.findall(root.meta.get("stack_trace") or "")
     frames = [f for f in frames if not f[0].startswith(_NOT_THE_USERS)]
-    path = _module(root, gemm)
+    module = path = _module(root, gemm)
     location = code = ""
     if frames:
         file, line, code = frames[-1]
@@ -415,4 +415,4 @@ def _source(root: Node, gemm: Node) -> dict[str, Any]:
     else:
         where = "unknown"
     source = f"{where} in {path}" if path else where
-    return {"source": source, "module": path, "location": location, "code": code.strip()}
+    return {"source": source, "module": module, "location": location, "code": code.strip()}

@@ -31,7 +31,7 @@ from .graph import AFFINE, Facts, record, shown, statically, tensor
 from .rewrite import Edit
 from .values import check_plain, value_of
 
-__all__ = ["Linears", "arguments_of", "check_float8", "experts_of", "fuse", "linears", "producers"]
+__all__ = ["Linears", "arguments_of", "experts_of", "fuse", "linears", "producers"]
 
 log = logging.getLogger("torch_fused_ops")
 

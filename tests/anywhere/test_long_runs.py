@@ -236,7 +236,6 @@ UNBOUNDED = {
     "torch_fused_ops.distributed.sharding.rules": "no argument",
     "torch_fused_ops.kernels.activation.launch_of": "the declared operators",
     "torch_fused_ops.lowerings.operators._elements": "the declared operators",
-    "torch_fused_ops.nn.replaced.class_of": "the classes of the modules that were replaced",
     "torch_fused_ops.lowerings.passes.source_hash": "no argument",
     "torch_fused_ops.lowerings.recognise.graph._torch_functions": "no argument",
     "torch_fused_ops.virtual_gpu.kernels._source_folder": "no argument",

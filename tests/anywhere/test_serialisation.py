@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_fused_ops as tfo
-from torch_fused_ops.nn import MLP, FusedMLP, MLPConfig, replace_mlps
+from torch_fused_ops.nn import MLP, FusedMLP, MLPConfig
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +43,6 @@ def python(program: str, *arguments: object, folder: Path | None = None, **envir
 # ---- modules, policies, reports --------------------------------------------------------------------------------------
 
 
-def replaced() -> nn.Module:
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-    assert replace_mlps(model, memory="input")
-    return model
-
-
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "FusedMLP": lambda: FusedMLP(8, 16),
     "FusedMLP gated": lambda: FusedMLP(8, 16, "silu", gated=True, memory="fp8", dropout=0.1),
@@ -64,7 +58,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
         )
     ),
     "MLP of a name": lambda: MLP(MLPConfig(8, add_bias_linear=False, activation_func="relu2")),
-    "replaced": replaced,
 }
 
 LOADS = """

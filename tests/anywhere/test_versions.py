@@ -133,7 +133,7 @@ for call in (
     lambda: tfo.enable(tfo.FusionPolicy(strict=True)),
     lambda: tfo.explain(model, x),
     lambda: tfo.record().__enter__(),
-    lambda: fnn.replace_mlps(model),
+    lambda: fnn.replace_mlps(model, x),
 ):
     try:
         call()

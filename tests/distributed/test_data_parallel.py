@@ -151,7 +151,7 @@ def fsdp_whole(rank, ranks, folder):
 
 
 def modules(rank, ranks, folder):
-    """Eager operators: nn.FusedMLP and replace_mlps under DistributedDataParallel and FSDP2."""
+    """nn.FusedMLP, and what replace_mlps compiles, under DistributedDataParallel and FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -159,14 +159,17 @@ def modules(rank, ranks, folder):
     from torch_fused_ops import nn as fnn
 
     expected, mesh = truth(), init_device_mesh("cpu", (ranks,))
-    for memory in ("free", "input", "tiled:2"):
+    for sharded in (False, True):
         model = net()
-        report = fnn.replace_mlps(model, torch.randn(4, WIDTH), memory=memory)
-        parallel = DistributedDataParallel(model)
-        train(parallel, model.parameters(), ranks, rank, parallel.no_sync)
+        report = fnn.replace_mlps(model, torch.randn(4, WIDTH), memory="input")
+        for mlp in report.replaced.values() if sharded else ():
+            fully_shard(mlp, mesh=mesh)
+        parallel = fully_shard(model, mesh=mesh) if sharded else DistributedDataParallel(model)
+        no_sync = contextlib.nullcontext if sharded else parallel.no_sync
+        train(parallel, model.parameters(), ranks, rank, no_sync)
         assert_trained_alike(model, expected)
-        assert all(site.op for site in report.sites), str(report)
-
+        assert len(report.replaced) == BLOCKS and all(site.op for site in report.sites), str(report)
+    for memory in ("free", "input", "tiled:2"):
         model = nn.Sequential(*(fnn.FusedMLP(WIDTH, FFN, memory=memory) for _ in range(2)))
         one = nn.Sequential(*(fnn.FusedMLP(WIDTH, FFN, memory=memory) for _ in range(2)))
         one.load_state_dict(expected_state := {k: torch.full_like(v, 0.01) for k, v in one.state_dict().items()})

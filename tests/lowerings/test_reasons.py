@@ -27,7 +27,7 @@ from torch_fused_ops import functional as FF
 from torch_fused_ops.lowerings import compat, memory, recognise
 from torch_fused_ops.lowerings.passes import Recognise
 from torch_fused_ops.lowerings.recognise import gemms
-from torch_fused_ops.nn import proofs, replace
+from torch_fused_ops.nn import replace_mlps
 from torch_fused_ops.reasons import Category, Kind, Reason, Refusal
 from torch_fused_ops.reports import breaks
 from torch_fused_ops.reports.breaks import Break
@@ -178,77 +178,38 @@ def no_mlp(h: Tensor, u: Tensor, m: Tensor) -> Tensor:
 
 
 class Mlp(nn.Module):
-    """down(act(up(x))); ``body(self, x)`` is another forward."""
+    """down(gelu(up(x)))"""
 
-    def __init__(self, body: Callable[..., Any] | None = None, act: Any = F.gelu) -> None:
-        super().__init__()
-        self.up, self.down, self.act, self.body = nn.Linear(8, 16), nn.Linear(16, 8), act, body
-
-    def forward(self, x: Tensor) -> Any:
-        return self.down(self.act(self.up(x))) if self.body is None else self.body(self, x)
-
-
-class Two(Mlp):
-    def forward(self, x: Tensor, scale: Tensor) -> Any:  # type: ignore[override]
-        return super().forward(x) * scale
-
-
-class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(4, 16, 8)), nn.Parameter(torch.randn(4, 8, 16))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
 
 
-def count(s: Mlp, x: Tensor) -> Tensor:
-    s.calls = getattr(s, "calls", 0) + 1  # type: ignore[assignment]
-    return s.down(s.act(s.up(x)))  # type: ignore[no-any-return]
+class OfNoParameters(nn.Module):
+    """A graph break, and a module with an MLP of global tensors behind it."""
+
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(F.gelu(F.linear(x, UP)), DOWN)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.inner(x)  # type: ignore[no-any-return]
 
 
-def helped() -> nn.Module:
-    class Helper:
-        def act(self, h: Tensor) -> Tensor:
-            return F.gelu(h)
-
-    return Mlp(act=lambda h: Helper().act(h))
-
-
-def dynamo_is_off(patch: Patch) -> Site:
-    with torch.compiler.set_stance("force_eager"):
-        return module(Mlp)(patch)
-
-
-def module(make: Callable[[], nn.Module], *inputs: Any) -> Program:
-    return lambda patch: one(replace.replace_mlps(make(), *inputs))
-
-
-def refusal(call: Callable[..., Any], *args: Any) -> Reason:
-    with pytest.raises(Refusal) as info:
-        call(*args)
-    return info.value.reason
-
-
-def later(change: Callable[[nn.Module, Patch], Any], x: Tensor | None = None) -> Program:
-    """What a replaced module is refused for at a later call."""
-
-    def program(patch: Patch) -> Reason:
-        model: Any = Mlp()
-        replace.replace_mlps(model)
-        change(model, patch)
-        return refusal(model._fused.recipes.find, model, torch.randn(4, 8) if x is None else x)
+def module(make: Callable[[], nn.Module]) -> Program:
+    def program(patch: Patch) -> Site:
+        with pytest.warns(UserWarning, match="compiled no module"):
+            return one(replace_mlps(make(), torch.randn(4, 8)))
 
     return program
-
-
-def often(model: nn.Module, patch: Patch) -> None:
-    find = proofs.Recipes.find
-    patch.setattr(proofs.Recipes, "find", lambda self, module, x: find(self, module, x, prove=False))
-    model.eval()
-
-
-def hooked() -> nn.Module:
-    model = Mlp()
-    model.up.register_forward_hook(lambda *_: None)
-    return model
 
 
 def compiled() -> nn.Module:
@@ -257,43 +218,10 @@ def compiled() -> nn.Module:
     return model
 
 
-def replaced() -> nn.Module:
-    model = Mlp()
-    replace.replace_mlps(model)
-    return model
-
-
-def sharded() -> nn.Module:
-    class AsDTensor(nn.Parameter):
-        device_mesh = None
-
-    model = Mlp()
-    model.up.weight = AsDTensor(model.up.weight.detach())
-    return model
-
-
-class Model(nn.Module):
-    """One of its modules takes two arguments, the other is not called."""
-
-    def __init__(self, *, called: bool) -> None:
-        super().__init__()
-        self.inner = Two() if called else Mlp()
-        self.called = called
-
-    def forward(self, x: Tensor) -> Any:
-        return self.inner(x, x) if self.called else x
-
-
-def no_activation(patch: Patch) -> Reason:
-    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
-    assert not replace.replace_mlps(model).sites
-    return refusal(proofs.Recipes().find, model, torch.randn(4, 8))
-
-
-def other_inputs(patch: Patch) -> Reason:
-    report = replace.replace_mlps(Two())
-    assert not report.sites and "for want of inputs to call them with: Two" in report.notes[0]
-    return refusal(replace._try, Two(), None, proofs.Recipes())
+def refusal(call: Callable[..., Any], *args: Any) -> Reason:
+    with pytest.raises(Refusal) as info:
+        call(*args)
+    return info.value.reason
 
 
 # ---- memory levels ---------------------------------------------------------------------------------------------------
@@ -486,28 +414,8 @@ PROGRAMS: dict[Kind, Program] = {
     Kind.EXCLUDED: mlp(lambda h, u, m: F.silu(h), FusionPolicy(exclude=("",))),
     Kind.FREEZING: freezing,
     Kind.EAGER_ROUNDING: emulated,
-    Kind.NO_ACTIVATION: no_activation,
-    Kind.LINEAR: module(lambda: Mlp(lambda s, x: x + s.down(s.act(s.up(x))))),
-    Kind.MORE: module(lambda: Mlp(lambda s, x: s.down(s.act(s.up(x.flip(0)))))),
-    Kind.SIZES: module(lambda: Mlp(lambda s, x: s.down(s.act(s.up(x))) if x.shape[0] < 5 else s.up(x))),
-    Kind.RESULTS: module(lambda: Mlp(lambda s, x: (s.down(s.act(s.up(x))), x))),
-    Kind.ARGUMENTS: module(lambda: Model(called=True), torch.randn(4, 8)),
-    Kind.OTHER_INPUTS: other_inputs,
-    Kind.UNCAPTURED: module(lambda: Mlp(lambda s, x: s.down(s.act(s.up(x))) if x.sum() > 0 else x)),
-    Kind.DISABLED: dynamo_is_off,
-    Kind.NOT_CALLED: module(lambda: Model(called=False), torch.randn(4, 8)),
-    Kind.STACKED: module(Experts),
-    Kind.DTENSORS: module(sharded),
-    Kind.REPLACED: module(replaced),
-    Kind.SCRIPT: module(lambda: torch.jit.script(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)))),
     Kind.COMPILED: module(compiled),
-    Kind.HOOKED: module(hooked),
-    Kind.ATTRIBUTES: module(lambda: Mlp(count)),
-    Kind.UNWATCHED: module(helped),
-    Kind.INPUT: later(lambda model, patch: None, torch.empty(0, 8)),
-    Kind.AT_WORK: later(lambda model, patch: patch.setattr(torch._C, "_get_tracing_state", lambda: 1)),
-    Kind.CLASS_CHANGED: later(lambda model, patch: patch.setattr(type(model), "extra", 1, raising=False)),
-    Kind.SITUATIONS: later(often),
+    Kind.UNPLACED: module(lambda: nn.Sequential(OfNoParameters())),
     Kind.GEMM_DEVICE: linear_layer(two_linears(F.gelu), *blocks(), no_scaled_products=lambda *_: "sm_80"),
     Kind.GEMM_EXPERTS: linear_layer(
         lambda x, w, d: F.grouped_mm(

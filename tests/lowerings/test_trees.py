@@ -18,11 +18,10 @@ import pytest
 import torch
 import torch.nn as nn
 from torch import Tensor
-from trees import TOKENS, WIDTH, Configured, Tree, tree
+from trees import TOKENS, WIDTH, Tree, tree
 
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.lowerings import passes
-from torch_fused_ops.nn import replace_mlps
 from torch_fused_ops.verify import interpreted
 
 LEVELS = ("off", "free", "fp8", "input", "tiled:2")
@@ -118,7 +117,6 @@ def check(seed: int, only: int | None = None, write: bool = True) -> None:
                 raise AssertionError(f"tree({seed}), {policy}, write={write}:\n{model}") from error
             assert not off, f"tree({seed}), {policy}, write={write}: {off}\n{model}"
         check_rounding(seed, model, write)
-    check_replaced(seed, model)
 
 
 def check_rounding(seed: int, model: Tree, write: bool) -> bool:
@@ -128,22 +126,6 @@ def check_rounding(seed: int, model: Tree, write: bool) -> bool:
     off = {name: by for name, by in behind.items() if not by < 1e-4}
     assert not off, f"tree({seed}), the first MLP's rounding is seen: {off}\n{model}"
     return max(distances.values()) > 1e-3
-
-
-def check_replaced(seed: int, model: Tree) -> None:
-    """Modules that ``replace_mlps`` has replaced follow their settings as the modules themselves do."""
-    model = model.double()
-    wanted, got = copy.deepcopy(model), copy.deepcopy(model)
-    replace_mlps(got)
-    for change in (False, True):
-        if change:
-            for one in (wanted, got):
-                for module in one.modules():
-                    if isinstance(module, Configured):
-                        module.changed()
-        x, column = (torch.randn(TOKENS, n, dtype=torch.float64) for n in (WIDTH, 1))
-        results = [one(x, column.clone())[0] for one in (wanted, got)]
-        assert apart(*results, 1e-9) < 1e-9, f"tree({seed}), replaced, changed={change}\n{model}"
 
 
 @pytest.mark.every(20)

@@ -326,14 +326,6 @@ class Configured(nn.Module):
         name = self.config.hidden_act if self.reads == "config" else self.default  # type: ignore[attr-defined]
         return self.down(ACTIVATIONS[name](self.up(x)))  # type: ignore[no-any-return]
 
-    def changed(self) -> None:
-        """Other settings than those it was made with."""
-        if self.reads == "config":
-            self.config.hidden_act = {"silu": "gelu", "gelu": "tanh", "tanh": "silu"}[self.config.hidden_act]
-        else:
-            owner = next(kind for kind in type(self).__mro__ if "default" in vars(kind))
-            owner.default = "sigmoid"  # type: ignore[attr-defined]
-
 
 LEAVES = (MLP, GLU, GLU, Chain, Adapted, Weighted, Twice, Concatenated, Parametrised, Configured)
 NODES = (Residual, Residual, Sequence, Checkpointed)

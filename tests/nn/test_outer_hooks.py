@@ -11,16 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from torch_fused_ops.nn import MLP, FusedMLP, MLPConfig, replace_mlps
+from torch_fused_ops.nn import MLP, FusedMLP, MLPConfig
 
 ROWS, WIDTH, FFN = 64, 8, 128
 LEVELS = ("off", "free", "fp8", "input", "tiled:2")
-
-
-def replaced(memory: str) -> nn.Module:
-    model = nn.Sequential(nn.Linear(WIDTH, FFN), nn.GELU(), nn.Linear(FFN, WIDTH))
-    assert replace_mlps(model, memory=memory)
-    return model
 
 
 class Core(MLP):
@@ -34,7 +28,6 @@ MODULES = {
     "FusedMLP": lambda memory: FusedMLP(WIDTH, FFN, memory=memory),
     "gated": lambda memory: FusedMLP(WIDTH, FFN, "silu", gated=True, memory=memory),
     "relu": lambda memory: FusedMLP(WIDTH, FFN, "relu", memory=memory),
-    "replaced": replaced,
     "MLP": lambda memory: Core(MLPConfig(WIDTH, ffn_hidden_size=FFN, memory=memory)),
 }
 

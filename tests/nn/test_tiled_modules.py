@@ -1,4 +1,4 @@
-"""memory="tiled" in eager mode: FusedMLP, MLP and replace_mlps compute and keep what they do with "input", by tiles."""
+"""memory="tiled" in eager mode: FusedMLP and MLP compute and keep what they do with "input", by tiles."""
 
 from __future__ import annotations
 
@@ -16,22 +16,6 @@ from torch_fused_ops import nn as fnn
 HIDDEN, FFN, ROWS = 8, 16, (2, 25)
 
 
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(HIDDEN, FFN) for _ in range(2))
-        self.down = nn.Linear(FFN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
-
-
-def replaced(memory: str) -> nn.Module:
-    module = Plain().double()
-    assert all(site.op for site in fnn.replace_mlps(module, memory=memory).sites)
-    return module
-
-
 def megatron(memory: str, **config: Any) -> nn.Module:
     return fnn.MLP(fnn.MLPConfig(HIDDEN, FFN, memory=memory, params_dtype=torch.double, **config))
 
@@ -41,7 +25,6 @@ MODULES: dict[str, Callable[[str], nn.Module]] = {
     "relu": lambda memory: fnn.FusedMLP(HIDDEN, FFN, "relu", memory=memory, dtype=torch.double),
     "swiglu": lambda memory: fnn.FusedMLP(HIDDEN, FFN, "silu", gated=True, memory=memory, dtype=torch.double),
     "megatron": lambda memory: megatron(memory, gated_linear_unit=True, activation_func=F.silu),
-    "replaced": replaced,
 }
 
 
@@ -123,23 +106,6 @@ def test_hooks_of_a_parameter_run_once(name: str) -> None:
     step(tiled, torch.randn(50, HIDDEN, dtype=torch.double))
     learning = [p for p in tiled.parameters() if p.grad is not None]
     assert len(calls) == len(learning)
-
-
-def test_a_dropout_inside_differs_from_tile_to_tile() -> None:
-    module = nn.Sequential(nn.Linear(HIDDEN, FFN), nn.GELU(), nn.Dropout(0.5), nn.Linear(FFN, HIDDEN)).double()
-    fnn.replace_mlps(module, memory="tiled:2")
-    each, last = 40, 52  # of 92 rows
-    x = torch.randn(1, HIDDEN, dtype=torch.double).expand(each + last, -1).contiguous().requires_grad_()
-    y = module(x)
-    assert not torch.equal(y[:each], y[each : 2 * each])
-    torch.manual_seed(0)
-    a = module(x)
-    (by_hand,) = torch.autograd.grad(a.sum(), x)
-    eps = 1e-6 * torch.ones_like(x)
-    torch.manual_seed(0)
-    b = module((x + eps).detach())
-    # Forward's mask is backward's: the derivative along a line.
-    torch.testing.assert_close((b - a).sum(), (by_hand * eps).sum(), rtol=1e-4, atol=0.0)
 
 
 @pytest.mark.parametrize("where", ("fc1", "fc2"))

@@ -1,4 +1,4 @@
-"""``FusedMLP``: linear, activation, linear as a plain PyTorch module; and what eager MLPs run between their linears."""
+"""``FusedMLP``: linear, activation, linear as a plain PyTorch module; and what it runs between its linears."""
 
 from __future__ import annotations
 
@@ -29,25 +29,20 @@ def untouched(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Middle:
-    """What stands between two linears: ``act(h)``, or a GLU of packed h, and maybe dropout.
+    """What stands between two linears: ``act(h)``, or a GLU of packed h.
 
     Attributes:
         activation: its name in the table.
         layout: how gate and up lie in h; None if it is not gated.
-        up_offset, clamp: as ``functional.bias_glu``.
     """
 
     activation: str
     layout: str | None = None
-    up_offset: float = 0.0
-    clamp: float | None = None
 
     def __call__(self, h: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.layout is None:
             return functional.bias_act(h, bias, activation=self.activation)
-        return functional.bias_glu(
-            h, bias, activation=self.activation, layout=self.layout, up_offset=self.up_offset, clamp=self.clamp
-        )
+        return functional.bias_glu(h, bias, activation=self.activation, layout=self.layout)
 
     def run(
         self,
@@ -56,14 +51,13 @@ class Middle:
         bias: Tensor | None,
         second: Callable[[Tensor], Tensor],
         memory: str,
-        p: float = 0.0,
         reads: Callable[[], Iterable[Tensor | None]] = tuple,
     ) -> Tensor:
-        """``second(dropout(act(first(x) + bias), p))``, keeping for backward what ``memory`` says; ``reads``: what
+        """``second(act(first(x) + bias))``, keeping for backward what ``memory`` says; ``reads``: what
         ``first`` reads besides its argument."""
 
         def of_rows(rows: Tensor, level: str) -> Tensor:
-            """Of all rows, or of a tile's: then with a seed of its own for the dropout."""
+            """Of all rows, or of a tile's."""
             produce: Callable[[Tensor], Tensor] = first
             act: Callable[[Tensor], Tensor] = lambda h: self(h, bias)  # noqa: E731
             # ReLU keeps its result. Where that is made again it must not: threshold is ReLU, bit for bit, and keeps
@@ -71,11 +65,7 @@ class Middle:
             if self.layout is None and self.activation == "relu" and level in ("fp8", "input"):
                 produce = first if bias is None else lambda x: first(x) + bias
                 act = lambda h: F.threshold(h, 0.0, 0.0)  # noqa: E731
-            activate = act
-            if p:
-                seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=rows.device)
-                activate = lambda h: functional.dropout_add(act(h), seed=seed, p=p)  # noqa: E731
-            return through(rows, produce, activate, second, level, reads=lambda: (bias, *reads()))
+            return through(rows, produce, act, second, level, reads=lambda: (bias, *reads()))
 
         return in_tiles(x, memory, of_rows)
 

@@ -1,88 +1,65 @@
-"""``replace_mlps``: eager models run their MLPs with our operators, found by what they compute.
+"""``replace_mlps``: a model's MLPs compiled in place by ``backend="fused"``, the rest of the model left eager.
 
-A candidate's ``forward`` is captured (``proofs``: a shallow twin of the module, on a tiny input, by Dynamo; nothing is
-computed), pick-up's recogniser proves the activation, and what is left must be linear layers around it: then the graph
-is read (``reading``) as a recipe (``recipes``). A module with one gets a subclass of its class whose ``forward``
-follows it (``replaced``), with the module's parameters. All else about it stays.
+``explain``'s way of capturing says which modules hold an MLP. Each gets what ``nn.Module.compile`` would give it, a
+``_compiled_call_impl``: Dynamo's guards say when its code holds, and PyTorch leaves it out of copies and pickles.
 """
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace as replaced
-from typing import Any
+from types import MethodType
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torch_fused_ops import lowerings
-from torch_fused_ops.capturing import unchanged
-from torch_fused_ops.nn.fused_mlp import untouched
-from torch_fused_ops.nn.proofs import Fusing, Recipes, capture, hooked, twin_of, uncaptured
-from torch_fused_ops.nn.reading import MLPS_MATRICES, NO_ACTIVATION
-from torch_fused_ops.nn.recipes import Recipe, Refused
-from torch_fused_ops.nn.replaced import Replaced, class_of, original_of
-from torch_fused_ops.policy import FusionPolicy, check_not_meant, enclosing_modules, names_module
+from torch_fused_ops.capturing import run_captured, throwaway
+from torch_fused_ops.policy import FusionPolicy, UnfusedError, check_not_meant, enclosing_modules, names_module
 from torch_fused_ops.reasons import Kind, Reason, excluded
+from torch_fused_ops.reports.breaks import break_of
+from torch_fused_ops.reports.figures import sites_of
 from torch_fused_ops.reports.report import Report
 from torch_fused_ops.sites import Site
+from torch_fused_ops.virtual_gpu.captured import source_name
+from torch_fused_ops.virtual_gpu.modules import module_path, tensor_path
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
 
 __all__ = ["Replacements", "replace_mlps"]
-
-# An MLP has two or three; a block whose MLP is spread over several modules, a few more; three with adapters, nine.
-MATRICES = range(2, 10)
 
 
 class Replacements(Report):
     """What ``replace_mlps`` did: a ``Report`` with a site for each MLP, and the way back.
 
     Attributes:
-        sites: a replaced module's has ``op``; the reason of one left alone says why.
-        replaced: the replaced modules by their paths.
+        sites: an MLP whose module was compiled has ``op``; the reason of any other says why it was not.
+        replaced: the compiled modules by their paths in the model.
     """
 
-    def __init__(self, sites: tuple[Site, ...], replaced: dict[str, nn.Module], title: str) -> None:
-        super().__init__(sites, 0)
+    def __init__(self, sites: tuple[Site, ...], graphs: int, replaced: dict[str, nn.Module], title: str) -> None:
+        super().__init__(sites, graphs)
         self.title, self.replaced = title, replaced
+        self._calls = {path: module._compiled_call_impl for path, module in replaced.items()}
 
     @property
     def summary(self) -> str:
-        """One line: how many of how many."""
+        """One line: the number of MLPs, and of those in compiled modules."""
         fused = sum(site.op is not None for site in self.sites)
-        return f"{fused} of {len(self.sites)} MLPs replaced"
-
-    @property
-    def nothing(self) -> str:
-        """What to look at where there are no sites."""
-        return "No module of the model is linear layers around an activation (docs/modules.md says what is looked at)."
+        return f"{fused} of {len(self.sites)} MLPs compiled in place"
 
     def restore(self) -> None:
-        """Put every module back as it was before. Again, it does nothing.
+        """Have every module run its own forward again. A second call does nothing.
 
-        Raises:
-            RuntimeError: something else has since changed a module's class (fully_shard); none is put back then.
+        A module that was compiled anew since keeps that.
         """
         for path, module in self.replaced.items():
-            mine = "_fused" in module.__dict__  # until it is put back
-            if mine and (not isinstance(module, Replaced) or type(module) is not _class_for(module)):
-                raise RuntimeError(f"{path or 'the model'} cannot be put back: its class is now {type(module)!r}")
-        for module in self.replaced.values():
-            _put_back(module)
-
-
-def _class_for(module: nn.Module) -> Any:
-    original: Any = original_of(module)
-    return class_of(original)
-
-
-def _put_back(module: Any) -> None:
-    if isinstance(module, Replaced):
-        original: Any = type(module)._original
-        module.__class__ = original
-    module.__dict__.pop("_fused", None)
+            if module._compiled_call_impl is self._calls[path]:
+                module.__dict__.pop("_compiled_call_impl", None)
 
 
 def replace_mlps(
@@ -91,93 +68,192 @@ def replace_mlps(
     memory: str | Mapping[str, str] = "free",
     gemm: str | Mapping[str, str] = "bf16",
     exclude: Collection[str] = (),
+    dropout: bool = True,
+    epilogues: str = "measured",
+    strict: bool = False,
     **kwargs: Any,
 ) -> Replacements:
-    """Have a model's MLPs run with our operators in eager mode, in place; ``report.restore()`` puts it back.
+    """Compile a model's MLPs in place, and nothing else of it; ``report.restore()`` undoes that.
 
-    A module is replaced where its forward is proved to be linear layers, an activation of the table (gated or not),
-    maybe dropouts, and a linear layer, however it is spelled. Its parameters stay where they are, so optimizers, state
-    dicts and later loading work on; hooks on the module, training flags and copies of the model do, too. Under
-    ``torch.compile`` the module's own forward is compiled. Results are within the precision contract; where dropout is
-    active, other elements are dropped, by the same chance.
-
-    A linear, activation or dropout inside that is hooked, wrapped or parametrized refuses, or, if that happens later,
-    has the module's own forward run again: nothing is skipped.
+    The model runs once while Dynamo captures it, as in ``explain``. For each MLP that is found, the innermost module
+    that holds all of it is compiled with ``backend="fused"``; a module that holds several is compiled once. Code is
+    generated in its first call, which takes seconds; modules that are equal share it. Parameters, names, state dicts,
+    training flags and hooks are as before. Copies and pickles of the model are not compiled, as PyTorch has it.
 
     Args:
-        model: a module. Its classes are not looked at, only what they compute.
-        *args, **kwargs: what to call the model with, once, to see what its modules are called with. Without, each
-            candidate is tried with (2, 3, its first linear's input size).
-        memory: what eager autograd keeps between the linears, as ``FusedMLP``; or, as ``FusionPolicy``'s, a mapping
-            from module patterns to levels: the first that fits counts, and what none names is "free".
-        gemm: what the linear layers multiply in, as ``FusionPolicy.gemm``, a mapping from module patterns too. Those
-            that cannot be in float8 stay in their own dtype; the report says which, and why.
-        exclude: module paths to leave alone, as shell patterns, e.g. ``("encoder.*",)``.
+        model: a module; as it is, in training or evaluation mode.
+        *args: what to call it with, once.
+        memory: what is kept for backward, as ``FusionPolicy.memory``; module patterns of a mapping fit paths in
+            ``model``.
+        gemm: what linear layers multiply in, as ``FusionPolicy.gemm``.
+        exclude: MLPs to leave alone, as ``FusionPolicy.exclude``.
+        dropout, epilogues: as ``FusionPolicy``'s, for what is in the compiled modules.
+        strict: raise where an MLP is not compiled, now or in a later recompilation.
+        **kwargs: what to call the model with.
 
     Returns:
-        A report: print it. For each module that looks like an MLP what it runs now, or why it was left alone.
+        A report: print it. It has a site for each MLP; where nothing is compiled, a warning gives the first reason.
 
     Raises:
-        TypeError, ValueError: for arguments that are not accepted, patterns that fit no module of the model included.
-        Whatever the model raises on ``args``. The model is then as it was.
+        TypeError, ValueError: an argument is not accepted, a pattern that fits no module of the model included.
+        UnfusedError: under ``strict``, an MLP is left alone, or there is none.
+        RuntimeError: the compiler is switched off, or there is none for CPUs.
+        Whatever the model raises on these arguments. In each case the model is as it was.
     """
-    lowerings.require()
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} is not accepted: it must be a torch.nn.Module")
-    policy = FusionPolicy(memory=memory, gemm=gemm, exclude=exclude)  # type: ignore[arg-type]
-    paths = _paths(model)
-    _check_patterns(policy, [path for several in paths.values() for path in several])
+    policy = FusionPolicy(memory, dropout, strict, exclude, epilogues, gemm)  # type: ignore[arg-type]
+    found = _Found(model, policy)
+    _check_patterns(policy, list(found.modules))
     check_not_meant("replace_mlps", model, kwargs)
-    inputs = _inputs(model, args, kwargs) if args or kwargs else None
-    recipes, chosen, sites = Recipes(), dict[str, nn.Module](), dict[str, Site]()
-    settled: list[nn.Module] = []
-    unseen: dict[str, None] = {}
-    refused: dict[Any, Refused] = {}
-    compiled = [path for path, module in model.named_modules() if _is_compiled(module)]
-    for path, module in _candidates(model):
-        if any(_holds(module, inner) for inner in settled):
-            continue
-        site = _site(path, module, paths[id(module)], policy, compiled, inputs, recipes, refused)
-        if site is not None and inputs is None and site.kind is Kind.OTHER_INPUTS:
-            unseen[type(module).__name__] = None
-            continue
-        if site is None:
-            continue
-        settled.append(module)
-        sites[path] = site
-        if site.op is not None:
-            chosen[path] = module
-    done: list[nn.Module] = []
-    try:
-        for module in chosen.values():
-            done.append(module)
-            around = enclosing_modules(paths[id(module)])
-            module.__dict__["_fused"] = Fusing(policy.memory_of(around), policy.gemm_of(around), recipes)
-            module.__class__ = _class_for(module)
-    except BaseException:
-        for module in done:
-            _put_back(module)
-        raise
-    ordered = tuple(sites[path] for path, _ in model.named_modules() if path in sites)
-    report = Replacements(ordered, chosen, type(model).__name__)
-    around = enclosing_modules(path for module in chosen.values() for path in paths[id(module)])
+    if not args and not kwargs:
+        raise TypeError("replace_mlps needs example inputs, as in replace_mlps(model, x): the model is run once")
+    lowerings.require()
+    run_captured(model, args, kwargs, found.capture)
+    if not found.graphs:
+        raise RuntimeError(
+            "replace_mlps compiles modules, and torch.compile captured nothing: it is disabled (TORCH_COMPILE_DISABLE, "
+            "TORCHDYNAMO_DISABLE, torch.compiler.set_stance), or the model computes nothing with tensors"
+        )
+    chosen = found.choose()
+    sites = tuple(found.sites)
+    missed = [site for site in sites if site.is_missed]
+    if strict and (missed or not sites):
+        lines = [f"{site.source}: {site.missed}" for site in missed] or [_first_reason(found)]
+        raise UnfusedError("strict=True and these MLPs were not compiled:\n" + "\n".join(f"  {one}" for one in lines))
+    if any(p.device.type == "cpu" for module in chosen.values() for p in module.parameters()):
+        _check_compiler()
+    calls, entries = [], dict[Any, Callable[..., Any]]()
+    for module in chosen.values():
+        own = policy_within(policy, found.paths(module), module)
+        entry = entries.setdefault((_shape(module), _settings(module), own), throwaway(_call))
+        calls.append(_Compiled(module, own, entry))
+    for module, call in zip(chosen.values(), calls, strict=True):
+        module._compiled_call_impl = call
+    report = Replacements(sites, found.graphs, chosen, type(getattr(model, "_orig_mod", model)).__name__)
+    report.unread = tuple(found.unread)
+    report.breaks = tuple(one for one in found.breaks if one is not None)
+    around = enclosing_modules(path for module in chosen.values() for path in found.paths(module))
     report.notes = tuple(
-        f"{name}={pattern!r} names no module that was replaced"
+        f"{name}={pattern!r} names no module that was compiled"
         for name in ("memory", "gemm")
         for pattern in policy.patterns.get(name, ())
         if not names_module(pattern, around)
     )
-    if unseen:
-        report.notes = (f"not looked at, for want of inputs to call them with: {', '.join(unseen)}", *report.notes)
+    if not chosen:
+        warnings.warn(f"replace_mlps compiled no module: {_first_reason(found)}", stacklevel=2)
     return report
 
 
-def _paths(model: nn.Module) -> dict[int, list[str]]:
-    """All paths of each module: one that is used twice has two."""
-    paths: dict[int, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        paths.setdefault(id(module), []).append(path)
-    return paths
+# ---- what is compiled ------------------------------------------------------------------------------------------------
+
+
+class _Found:
+    """The MLPs that a run of a model is captured with, by the paths of the modules that hold them."""
+
+    def __init__(self, model: nn.Module, policy: FusionPolicy) -> None:
+        named = list(model.named_modules(remove_duplicate=False))
+        self.policy = policy
+        self.modules = {module_path(name): module for name, module in named}  # of a wrapper and its module, the latter
+        self.compiled = {
+            module_path(name)
+            for name, module in named
+            if module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule)
+        }
+        self.owners: dict[int, list[str]] = {}
+        for tensors in (model.named_parameters, model.named_buffers):
+            for name, tensor in tensors(remove_duplicate=False):
+                self.owners.setdefault(id(tensor), []).append(module_path(name))
+        self.sites: list[Site] = []
+        self.unread: list[Site] = []
+        self.breaks: list[Any] = []
+        self.graphs = 0
+
+    def paths(self, module: nn.Module) -> list[str]:
+        """All paths of a module: one that is used twice has two."""
+        return [path for path, other in self.modules.items() if other is module]
+
+    def capture(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """A backend for Dynamo: note a graph's MLPs, and run it as it is."""
+        from torch_fused_ops.lowerings import recognise
+
+        self.graphs += 1
+        places = [
+            (tensor_path(source_name(node)), self.owners[id(value)])
+            for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+            if id(value) in self.owners
+        ]
+        # Behind a graph break Dynamo's paths begin at another module than the model: no pattern fits them.
+        whole = all(path in paths for path, paths in places)
+        policy = self.policy if whole else FusionPolicy(dropout=self.policy.dropout)
+        self.sites += [self._placed(site, places) for site in sites_of(gm, policy) if site.is_mlp]
+        self.unread += recognise.unread(gm.graph)
+        self.breaks.append(break_of(gm))
+        return gm.forward
+
+    def _placed(self, site: Site, places: Sequence[tuple[str, list[str]]]) -> Site:
+        """The site with its module's path in the model, which the module's parameters give."""
+        inside = f"{site.module}." if site.module else ""
+        for path, paths in places:
+            if path.startswith(inside) and path not in paths:
+                within = path.removeprefix(inside)
+                for whole in paths:
+                    if whole == within or whole.endswith(f".{within}"):
+                        return self._moved(site, whole.removesuffix(within).strip("."))
+        return site
+
+    def choose(self) -> dict[str, nn.Module]:
+        """The modules to compile, by their paths; the sites of the others say why not."""
+        if self.graphs > 1:
+            self._add_alike()
+        chosen: dict[str, nn.Module] = {}
+        for i, site in enumerate(self.sites):
+            path = site.module
+            while path in self.modules and type(self.modules[path]).forward is nn.Module.forward:
+                path = path.rpartition(".")[0]  # a ModuleList has no forward
+            refusal = self._refusal(path) if site.op is not None else None
+            if refusal is not None:
+                self.sites[i] = replaced(
+                    site, op=None, reason=str(refusal), kind=refusal.kind, excluded_by=refusal.excluded_by
+                )
+            elif site.op is not None and not any(module is self.modules[path] for module in chosen.values()):
+                chosen[path] = self.modules[path]
+        inner = {id(one) for module in chosen.values() for one in list(module.modules())[1:]}
+        return {path: module for path, module in chosen.items() if id(module) not in inner}
+
+    def _refusal(self, path: str) -> Reason | None:
+        if path not in self.modules:
+            return Reason(Kind.UNPLACED, "it lies behind a graph break, and its module is not known")
+        pattern = self.policy.excluding(enclosing_modules(self.paths(self.modules[path])))
+        if pattern is not None:
+            return excluded(pattern)
+        for other in self.compiled:
+            if not other or not path or f"{path}.".startswith(f"{other}.") or other.startswith(f"{path}."):
+                return Reason(Kind.COMPILED, f"{other or 'the model'} is compiled already")
+        return None
+
+    def _add_alike(self) -> None:
+        """Add the sites of modules that are like those with sites: behind a graph break Dynamo captures equal layers
+        once."""
+        captured: dict[str, list[Site]] = {}
+        for site in self.sites:
+            captured.setdefault(site.module, []).append(site)
+        alike = {_shape(self.modules[path]): sites for path, sites in captured.items() if path in self.modules}
+        for path, module in self.modules.items():
+            if path not in captured:
+                self.sites += [self._moved(site, path) for site in alike.get(_shape(module), ())]
+
+    def _moved(self, site: Site, path: str) -> Site:
+        """The site in another module."""
+        where = site.source.partition(" in ")[0]
+        memory = self.policy.memory_of(enclosing_modules([path])) if site.memory else ""
+        return replaced(site, module=path, source=f"{where} in {path}" if path else where, memory=memory)
+
+
+def _first_reason(found: _Found) -> str:
+    for site in (*found.sites, *found.unread):
+        return f"{site.source}: {site.reason}"
+    return "no matrix product in the model reads an activation of matrix products (docs/recognition.md)"
 
 
 def _check_patterns(policy: FusionPolicy, paths: Sequence[str]) -> None:
@@ -189,166 +265,102 @@ def _check_patterns(policy: FusionPolicy, paths: Sequence[str]) -> None:
                 raise ValueError(f"{name}={pattern!r} is not accepted: it must fit a module of the model{close}")
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+def _check_compiler() -> None:
+    from torch._inductor import cpp_builder
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "replace_mlps compiles modules, and for CPUs no C++ compiler was found: install g++, or set CXX"
+        ) from error
 
 
-def _holds(outer: nn.Module, inner: nn.Module) -> bool:
-    return any(module is inner for module in outer.modules())
+def policy_within(policy: FusionPolicy, paths: Collection[str], module: nn.Module) -> FusionPolicy:
+    """A policy as it reads in a graph of one module alone, whose paths begin at that module.
+
+    Args:
+        policy: its patterns fit paths in the model.
+        paths: the module's, in the model.
+        module: the module.
+    """
+    around = enclosing_modules(paths)
+    inner = {name: [f"{path}.{name}".strip(".") for path in paths] for name, _ in module.named_modules() if name}
+
+    def within(pattern: str) -> Iterator[str]:
+        if names_module(pattern, around):
+            yield "*"
+        else:
+            yield from (name for name, whole in inner.items() if names_module(pattern, whole))
+
+    def of(value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        levels: dict[str, str] = {}
+        for pattern, level in value:
+            for name in within(pattern):
+                levels.setdefault(name, level)
+        return levels["*"] if next(iter(levels), "") == "*" else levels
+
+    exclude = tuple(name for pattern in policy.exclude for name in within(pattern))
+    return replaced(policy, memory=of(policy.memory), gemm=of(policy.gemm), exclude=exclude)
 
 
-def _matrices(module: nn.Module) -> list[Tensor]:
-    """What may be linear layers' weights. (Whole numbers of 8 bits may, too; those of 64 are positions.)"""
-    owners = (m for m in module.modules() if not isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
-    tensors = (t for m in owners for t in (*m._parameters.values(), *m._buffers.values()))
-    indices = (torch.int64, torch.bool)
-    return list({id(t): t for t in tensors if t is not None and t.ndim == 2 and t.dtype not in indices}.values())
+# ---- how it is compiled ----------------------------------------------------------------------------------------------
 
 
-def _are_experts(module: nn.Module) -> bool:
-    """Whether its own parameters are an MLP's weights, stacked: gate and up, packed or not, and down."""
-    weights = [p for p in module._parameters.values() if p is not None and p.ndim == 3]
-    if len(weights) not in (2, 3) or len({p.shape[0] for p in weights}) != 1 or weights[0].shape[0] == 1:
-        return False
-    shapes = [tuple(p.shape[1:]) for p in weights]
-    return any(
-        all(shape in ((b, a), (2 * b, a), (b, 2 * a)) for j, shape in enumerate(shapes) if j != i)
-        for i, (a, b) in enumerate(shapes)
+def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """What is compiled. ``nn.Module.compile`` compiles ``_call_impl`` itself, whose frame Dynamo skips: with it the
+    forward of a class of torch's own, such as ``nn.Sequential``, which then runs eagerly."""
+    return module._call_impl(*args, **kwargs)
+
+
+class _Compiled:
+    """A module's compiled call.
+
+    Args:
+        module: the module.
+        policy: its policy, whose patterns begin at the module.
+        entry: the function to compile, with a code object that equal modules share. Dynamo keeps what it compiles with
+            the code object, eight times at most: layers that differ must not count against one another.
+    """
+
+    def __init__(self, module: nn.Module, policy: FusionPolicy, entry: Callable[..., Any]) -> None:
+        self.module, self.policy = module, policy
+        self._compile(entry)
+
+    def _compile(self, entry: Callable[..., Any]) -> None:
+        self.hooks = _hooks(self.module)
+        options: dict[str, Any] = {"policy": self.policy}
+        self.call = torch.compile(MethodType(entry, self.module), backend="fused", options=options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _hooks(self.module) != self.hooks:  # Dynamo traces hooks, and has no guards on them
+            self._compile(throwaway(_call))
+        return self.call(*args, **kwargs)
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """What identifies the hooks of a module and of all in it."""
+    own = [*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks, *module._backward_pre_hooks]
+    for child in module._modules.values():
+        if child is not None:
+            own += _hooks(child)
+    return own
+
+
+def _shape(module: nn.Module) -> Any:
+    """The classes of a module and of all in it, and the parameters: equal for layers of one kind."""
+    tensors = tuple((name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in module.named_parameters())
+    return tuple((name, type(one)) for name, one in module.named_modules()), tensors
+
+
+def _settings(module: nn.Module) -> Any:
+    """The plain attributes of a module and of all in it, such as a layer's number, which Dynamo may specialize on."""
+    plain = (bool, int, float, str)
+    return tuple(
+        (key, type(value), value)
+        for one in module.modules()
+        for key, value in vars(one).items()
+        if isinstance(value, plain)
     )
-
-
-def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that may be MLPs or hold one, the innermost first."""
-    named = list(model.named_modules())
-    for path, module in reversed(named):
-        many = len(_matrices(module)) in MATRICES and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        if many or _are_experts(module):
-            yield path, module
-
-
-def _inputs(model: nn.Module, args: Any, kwargs: Any) -> dict[int, tuple[Any, Any]]:
-    """What each candidate is first called with."""
-    seen: dict[int, tuple[Any, Any]] = {}
-
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        seen.setdefault(id(module), (args, kwargs))
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(unchanged(model))
-        for _, module in _candidates(model):
-            stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
-        model(*args, **kwargs)
-    return seen
-
-
-def _site(
-    path: str,
-    module: nn.Module,
-    paths: Sequence[str],
-    policy: FusionPolicy,
-    compiled: Sequence[str],
-    inputs: dict[int, tuple[Any, Any]] | None,
-    recipes: Recipes,
-    refused: dict[Any, Refused],
-) -> Site | None:
-    """What becomes of a candidate; None if it is no MLP, as far as can be seen."""
-    where = f"{type(module).__name__} in {path}" if path else type(module).__name__
-    looks = len(_matrices(module)) <= MLPS_MATRICES
-    # Blocks have attributes of their own (their number, say): one of a kind is looked at.
-    kind = None if looks else (tuple(map(type, module.modules())), tuple(p.shape for p in module.parameters()))
-    try:
-        pattern = policy.excluding(enclosing_modules(paths))
-        if pattern is not None:
-            raise Refused(*excluded(pattern))
-        if _are_experts(module):
-            raise Refused(*_STACKED, has_mlp=True)
-        _check_module(path, module, compiled)
-        if kind in refused:
-            raise refused[kind]
-        try:
-            recipe = _try(module, inputs, recipes)
-        except Refused as refusal:
-            if kind is not None:
-                refused[kind] = refusal
-            raise
-    except Refused as refusal:
-        why = refusal.reason
-        if not (refusal.has_mlp or (looks and why.kind is not Kind.NO_ACTIVATION)):
-            return None
-        return Site(None, None, where, str(why), (), path, kind=why.kind, excluded_by=why.excluded_by)
-    op = "fused::bias_act" if recipe.middle.layout is None else "fused::bias_glu"
-    proof = f"proved from {recipe.proved_from}"
-    if "memory" in policy.patterns:
-        proof += f"; memory={policy.memory_of(enclosing_modules(paths))!r}"
-    site = Site(op, recipe.middle.activation, where, proof, ("linear",), path)
-    gemm = policy.gemm_of(enclosing_modules(paths))
-    if gemm == "bf16":
-        return site
-    refusals = [reason for reason in recipe.not_in_float8[gemm] if reason is not None]
-    text = "; ".join(dict.fromkeys(f"linear: {reason}" for reason in refusals))
-    some = len(refusals) <= len(recipe.first)
-    gemm_kind = refusals[0].kind if refusals else None
-    return replaced(site, gemm=gemm if some else "", gemm_reason=text, gemm_kind=gemm_kind)
-
-
-_STACKED = Reason(
-    Kind.STACKED,
-    "its weights are stacked, as a mixture's experts are: nn.GroupedMLP computes those (docs/modules.md, Experts), and "
-    'torch.compile(model, backend="fused") finds their activations',
-)
-
-
-def _check_module(path: str, module: nn.Module, compiled: Sequence[str]) -> None:
-    if isinstance(module, Replaced):
-        raise Refused(Kind.REPLACED, "it is replaced already")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise Refused(Kind.SCRIPT, "it is a script")
-    if any(path == outer or not outer or path.startswith(f"{outer}.") for outer in compiled):
-        raise Refused(Kind.COMPILED, "it is compiled already: pick-up reads it there")
-    if any(hasattr(p, "device_mesh") for p in module.parameters()):
-        raise Refused(
-            Kind.DTENSORS,
-            "its weights are DTensors: call replace_mlps before fully_shard; a tensor-parallel plan takes nn.FusedMLP "
-            "or nn.MLP instead (docs/distributed.md)",
-        )
-    for name, inner in module.named_modules():
-        if _is_compiled(inner):
-            raise Refused(Kind.COMPILED, f"{name} in it is compiled already")
-        if not untouched(inner) and (name or "forward" in inner.__dict__):
-            raise Refused(Kind.HOOKED, f"{name or 'it'}: {hooked(inner)}, which a fused forward would not run")
-
-
-def _takes_one(module: nn.Module) -> bool:
-    try:
-        inspect.signature(module.forward).bind(None)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _try(module: nn.Module, inputs: dict[int, tuple[Any, Any]] | None, recipes: Recipes) -> Recipe:
-    if inputs is not None:
-        if id(module) not in inputs:
-            raise Refused(Kind.NOT_CALLED, "it was not called with these inputs")
-        args, kwargs = inputs[id(module)]
-        given = (*args, *kwargs.values())
-        if len(given) == 1:
-            return recipes.find(module, given[0])
-        refusal = capture(twin_of(module, {}), args, kwargs)[0].refusal()
-        raise refusal if refusal.has_mlp else Refused(*NO_ACTIVATION)
-    if not _takes_one(module):
-        raise Refused(*uncaptured("more than one argument", inputs=True))
-    # Of a linear layer the input size comes second, of GPT-2's Conv1D first.
-    matrices = _matrices(module)
-    sizes = dict.fromkeys(size for matrix in matrices for size in (matrix.shape[1], matrix.shape[0]))
-    learns = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-    refusals: list[Refused] = []
-    for size in list(sizes)[:3]:
-        x = torch.empty(2, 3, size, dtype=matrices[0].dtype, device=matrices[0].device)
-        try:
-            return recipes.find(module, x.requires_grad_(learns) if x.is_floating_point() else x)
-        except Refused as refusal:
-            refusals.append(refusal)
-            if refusal.reason.kind not in (Kind.UNCAPTURED, Kind.OTHER_INPUTS):
-                raise
-    raise refusals[0]
