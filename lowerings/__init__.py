@@ -47,8 +47,6 @@ def register() -> None:
             passes.tag_caches()
             if environment.POLICY is not None:
                 passes.enable(environment.POLICY)
-            if environment.REPORT:
-                import_module(f"{__name__}.compat").passes_before_caches_everywhere()
     except Exception as error:
         _turn_off(f"{type(error).__name__}: {error}")
     finally:

@@ -307,14 +307,6 @@ def eager_rounding(dtype: torch.dtype | None) -> str:
     return "emulate_precision_casts=True" if rounds else ""
 
 
-def passes_before_caches_everywhere() -> None:
-    """``before_caches`` for compilations in every thread, from here on."""
-    import torch._inductor.config as config
-
-    for name in (options := before_caches()):
-        update_everywhere(config, name, lambda _, name=name: options[name])  # type: ignore[misc]
-
-
 # ---- config values, process-wide -----------------------------------------------------------------
 
 
