@@ -493,6 +493,7 @@ class Kind(Enum):
         ("its weight is (*1000*, *8*): not multiples of *128*",),
         "Blocks are 128 wide, or 32; of rows, libraries multiply such whose sizes are multiples of 16. Adapters of low "
         "rank stay as they are, and cost next to nothing.",
+        'gemm="fp8-rowwise" takes multiples of 16.',
     )
     GEMM_EXPERTS = _Declared(
         Family.GEMM,
