@@ -226,8 +226,8 @@ class Recognise(_Pass, CustomGraphPass):
         missed = [site for site in sites if site.is_missed]
         if policy.strict and missed:
             raise UnfusedError(
-                "strict=True and these MLP sites were not fused:\n"
-                + "\n".join(f"  {s.source}: {s.missed}{_helps(s)}" for s in missed)
+                "strict=True and these MLP sites were not fused, or not as the policy asks:\n"
+                + "\n".join(f"  {s.source}: {'fused, but ' * bool(s.op)}{s.missed}{_helps(s)}" for s in missed)
             )
         if policy.strict:
             from torch_fused_ops.lowerings import nothing_found  # not earlier: it imports the operators

@@ -140,7 +140,7 @@ class Kind(Enum):
         Category.GEMM,
         'Use this policy on such a GPU; more have `gemm="fp8-rowwise"` than `"fp8"`, and Blackwell has `"mxfp8"`.',
     )
-    GEMM_SIZE = Category.GEMM
+    GEMM_SIZE = Category.GEMM, 'gemm="fp8-rowwise" takes multiples of 16.'
     GEMM_EXPERTS = (
         Category.GEMM,
         'Name these modules in a mapping: `gemm={"*.experts": "fp8-rowwise", "*": "fp8"}`.',
