@@ -127,6 +127,31 @@ def test_ten_batch_sizes_compile_twice():
     assert counter.frame_count <= 2  # the first size, then all
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("memory", ["free", "fp8"])
+def test_tensors_without_axes(dtype, memory):
+    x, u = (torch.tensor(v, dtype=dtype, requires_grad=True) for v in (1.25, -0.5))
+    for ours, own, args in (
+        (tf.gelu, F.gelu, (x,)),
+        (tf.silu, F.silu, (x,)),
+        (tf.swiglu, lambda gate, up: F.silu(gate) * up, (x, u)),
+    ):
+        found, expected = ours(*args, memory=memory), own(*args)
+        torch.testing.assert_close(found, expected)
+        gradients = (torch.autograd.grad(y, args) for y in (found, expected))
+        rounding = {"rtol": 0.1, "atol": 0.01} if memory == "fp8" else {}
+        torch.testing.assert_close(*gradients, **rounding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_say_that_they_take_an_axis(dtype):
+    x, only = torch.tensor(1.0, dtype=dtype), [True, False, False]
+    with pytest.raises(ValueError, match=r"grad has shape \(\); accepted: at least one axis"):
+        torch.ops.fused.bias_act_backward(x, x, None, None, "gelu", only)
+    with pytest.raises(ValueError, match=r"grad has shape \(\); accepted: at least one axis"):
+        torch.ops.fused.glu_backward(x, x, x, None, "silu", 0.0, None, only)
+
+
 def test_torch_fx_traces_through():
     graph = torch.fx.symbolic_trace(lambda x, b: tf.bias_geglu(x, b, approximate="tanh")).graph
     assert [n.target for n in graph.nodes if n.op == "call_function"] == [torch.ops.fused.bias_glu]

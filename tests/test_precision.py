@@ -37,6 +37,17 @@ def test_float32_everywhere(name):
         assert precision.error(derivative, act.derivative(wide), near).max() <= 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", activations.names())
+def test_gated_tails_below_the_floor(name, dtype):
+    """Where an activation is so small that its exponential overflows, and ``up`` makes a result of it that is not."""
+    least, largest = math.log(torch.finfo(torch.float32 if dtype != torch.float64 else dtype).smallest_normal), 1e10
+    gate = torch.linspace(1.1 * least, 0.4 * least, 2001).to(dtype)[None].requires_grad_()
+    up = torch.full_like(gate, largest).requires_grad_()
+    for (kind, _), e in precision.measure(Sample("glu", "tails", (gate, up, None, name, 0.0, None))).items():
+        assert e <= precision.LIMITS[kind, dtype], kind
+
+
 # An activation's zeros of the derivative, and PyTorch's own spelling of it. Terms of 0.22 cancel there.
 ZEROS = {
     "silu": (-1.278464542761074, F.silu),
@@ -232,13 +243,15 @@ def test_the_truth_is_of_the_rounded_sum():
 
 
 def test_factors_of_what_float32_hardly_holds():
-    """gelu(-14) is 1e-43, 78 steps of float32's subnormals, each of which a factor of 1e38 makes 1.3 %."""
+    """gelu(-14) is 1e-43, which may be 0, also times 1e38: the result may be off by as much as that of the floor."""
     args = torch.tensor([[-14.0]], dtype=torch.bfloat16), None, torch.tensor([1e38])
     sample = Sample("bias_act", "subnormal", (*args, "gelu"))
     (near,) = precision.near_of(sample)
-    assert near.item() == pytest.approx(1e38 * 2.0**-126)
+    floor = 1e38 * 2.0**-118
+    assert near.item() == pytest.approx(floor / 1e-5)
     truth = activations.get("gelu").value(torch.tensor([[-14.0]], dtype=torch.float64)) * 1e38
     assert precision.error((truth * 1.02).bfloat16(), truth).max() > 1
-    assert precision.error((truth * 1.02).bfloat16(), truth, near).max() == 0
-    assert precision.error((truth * 3.0).bfloat16(), truth, near).max() > 1
+    for value in (truth * 1.02, truth * 0.0, truth - 0.9 * floor):
+        assert precision.error(value.bfloat16(), truth, near).max() == 0
+    assert precision.error((truth - 1.1 * floor).bfloat16(), truth, near).max() > 1
     assert precision.measure(sample)["forward", torch.bfloat16] <= 1

@@ -172,6 +172,8 @@ def bias_act(
     if token_scale is not None and not isinstance(token_scale, Tensor):
         _check_optional("token_scale", token_scale)
     _check_activation(activation)
+    if bias is token_scale is None and isinstance(input, Tensor) and input.ndim == 0:  # operators take rows
+        return bias_act(input.unsqueeze(0), activation=activation, memory=memory).squeeze(0)
     args = input, bias, token_scale, activation
     # Of ReLU nothing is kept that the next linear does not keep.
     if memory != "free" and _stores_fp8(memory, input, bias, token_scale) and not _keeps_result(*args):
@@ -218,6 +220,9 @@ def glu(
         _check_optional("token_scale", token_scale)
     _check_activation(activation)
     _check_glu_scalars(up_offset, clamp)
+    if token_scale is None and isinstance(gate, Tensor) and isinstance(up, Tensor) and gate.ndim == up.ndim == 0:
+        options: dict[str, Any] = {"up_offset": up_offset, "clamp": clamp, "memory": memory}
+        return glu(gate.unsqueeze(0), up.unsqueeze(0), activation=activation, **options).squeeze(0)
     if memory != "free" and _stores_fp8(memory, gate, up, token_scale):
         return torch.ops.fused.glu_fp8(gate, up, token_scale, activation, up_offset, clamp)[0]  # type: ignore[no-any-return]
     out: Tensor = torch.ops.fused.glu(gate, up, token_scale, activation, up_offset, clamp)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_fused_ops.declaration import Operator
 
-__all__ = ["DTYPES", "check"]
+__all__ = ["DTYPES", "check", "check_gradient"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -21,6 +21,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def _first(name: str, shape: Any) -> None:
     if len(shape) == 0:
         raise ValueError(f"{name} has shape (); accepted: at least one axis")
+
+
+def check_gradient(grad: Tensor, *args: Any) -> None:
+    """Raise where a backward operator's gradient has no axis: its operator takes no such argument either."""
+    _first("grad", grad.shape)
 
 
 def _packed(name: str, shape: Any) -> None:

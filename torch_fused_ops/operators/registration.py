@@ -16,12 +16,13 @@ from torch_fused_ops.kernels import cpu
 from torch_fused_ops.operators import batching, fakes, plain
 from torch_fused_ops.operators.autograd import (
     Keep,
+    checked,
     differentiate,
     differentiate_by_reference,
     keep_arguments,
     register,
 )
-from torch_fused_ops.operators.checks import check
+from torch_fused_ops.operators.checks import check, check_gradient
 from torch_fused_ops.switches import is_without
 
 __all__ = ["Parts", "imported", "register_elementwise", "register_pair"]
@@ -63,8 +64,9 @@ def register_pair(
     if is_without("kernels"):
         record = None  # which is a kernel of ours on CPUs, if one made of PyTorch's
     operator = register(signatures[0], *forward, check)
-    backward_operator = register(signatures[1], *backward)
-    differentiate_by_reference(backward_operator, backward.plain, backward.on_cpu)
+    backward_operator = register(signatures[1], *backward, check_gradient)
+    of_backward = (checked(kernel, check_gradient) for kernel in (backward.plain, backward.on_cpu))
+    differentiate_by_reference(backward_operator, *of_backward)
     of_all = adapt(backward_operator), adapt(backward.on_cpu)
     differentiate(operator, check, forward.plain, forward.on_cpu, of_all, keep, record)
     return operator

@@ -19,10 +19,11 @@ rounded to the dtype that is computed in: gelu changes by 8e-6 within half a uni
     operator itself gives them unrounded, and those are held to the bounds above.
 
 Absolute floors, below which an error counts as none: 2**-120 for bfloat16, 1e-30 for float32, 1e-290 for float64.
-float16 has none: its subnormals are results like others, 2**-24 apart. An activation's value, or derivative, that is
-below the normal numbers of the dtype computed in counts as the least of them, also where a factor (``up``,
-``token_scale``, the gradient) makes a result above the floors of it. Truth beyond the dtype's range is that dtype's
-infinity. NaN must meet NaN.
+float16 has none: its subnormals are results like others, 2**-24 apart. An activation's value and derivative have floors
+of their own, 256 times the least normal number of the dtype computed in (2**-118, 3.0e-36, in float32): below it they
+may be 0, also where a factor (``up``, ``token_scale``, the gradient) makes a result above the result's floor of it. The
+exponential in a sigmoid is infinite from 2**128 on: silu is 0 below x = -88.7, as PyTorch's own is, and truly
+x·2**-128. Truth beyond the dtype's range is that dtype's infinity. NaN must meet NaN.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from torch_fused_ops.testing.samples import Sample, declared_as, family
 __all__ = ["LIMITS", "Errors", "error", "every_value", "measure", "near_of", "show", "sum_error", "sweep", "wide_args"]
 
 HALF = (torch.bfloat16, torch.float16)
+OF_LEAST_NORMAL = 2.0**8  # below so many of the least normal number an activation may be 0
 NEAR_ZERO = 1 / 32  # what errors count relative to where a derivative is smaller and near its zero
 FLOORS = {torch.bfloat16: 2.0**-120, torch.float16: 0.0, torch.float32: 1e-30, torch.float64: 1e-290}
 _RELATIVE = {torch.bfloat16: 1e-5, torch.float16: 1e-5, torch.float32: 1e-5, torch.float64: 1e-12}
@@ -143,11 +145,12 @@ def near_of(sample: Sample, grad: Tensor | None = None) -> tuple[Tensor | None, 
         gate, up = reference.unpack(a, layout) if op.is_packed else (a, b)
         up_offset, clamp = sample.scalars[-2:]
         gate, up = reference.clamped(gate, up, clamp)
-    least = torch.finfo(reference.compute_dtype(*sample.tensors)).smallest_normal
+    computed_in = reference.compute_dtype(*sample.tensors)
+    least = OF_LEAST_NORMAL * torch.finfo(computed_in).smallest_normal
     of_gate = factor if up is None else factor * (up + up_offset).abs()
 
     def near(v: Tensor) -> Tensor:
-        return torch.where(v.abs() < least, least, 0.0)
+        return torch.where(v.abs() < least, least / _RELATIVE[computed_in], 0.0)
 
     if grad is None:
         return (of_gate * near(activations.get(name).value(gate)),)
