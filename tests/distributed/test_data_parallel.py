@@ -220,7 +220,12 @@ def in_tiles(rank, ranks, folder):
     assert_trained_alike(model, expected)
 
 
-GROUPS = {"few": [modules, ddp, fsdp], "tiles": [in_tiles], "more": [ddp_whole, ddp_of_compiled, fsdp_whole]}
+GROUPS = {
+    "few": [ddp, fsdp],
+    "modules": [modules],
+    "tiles": [in_tiles],
+    "more": [ddp_whole, ddp_of_compiled, fsdp_whole],
+}
 
 
 @pytest.mark.slow
