@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 pytest.importorskip("triton")
@@ -24,25 +26,23 @@ import torch_fused_ops as tfo
 from torch_fused_ops.benchmarks import models
 from torch_fused_ops.planner import largest, report, search
 from torch_fused_ops.planner.fsdp import FullyShard, Group
-from torch_fused_ops.planner.model import Stack, _stacks, captured_model
+from torch_fused_ops.planner.model import captured_model
 from torch_fused_ops.planner.optimizers import optimizer_memory
 from torch_fused_ops.planner.plan import LevelRow, bytes_of
 from torch_fused_ops.planner.resident import Resident, check_shards, check_whole, held
 from torch_fused_ops.planner.step import (
-    KEPT,
-    MARGIN,
     Parts,
+    Piece,
     Segment,
     Step,
     compiled_timeline,
     cut,
-    measured_step,
     policy_of,
 )
 from torch_fused_ops.planner.tensor_parallel import split
-from torch_fused_ops.policy import MEMORY, FusionPolicy
+from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.text import size
-from torch_fused_ops.virtual_gpu import H100, roofline
+from torch_fused_ops.virtual_gpu import H100
 from torch_fused_ops.virtual_gpu.timeline import Moment, Timeline
 
 MiB = 2**20
@@ -99,8 +99,7 @@ def test_a_plan_is_static_whatever_sizes_were_seen() -> None:
         for length in (16, 24):
             tokens = torch.zeros(2, length, dtype=torch.long)
             torch.compile(model, backend="eager")(tokens, tokens)
-            captured = captured_model(model, (tokens, tokens), {}, KEPT)
-            assert split(captured, 2)[1].sent(captured.units, lambda unit: unit) > 0
+            assert split(captured_model(model, (tokens, tokens), {}), 2)[1].sent > 0
 
 
 def test_what_is_no_size_but_a_level() -> None:
@@ -120,32 +119,6 @@ def test_optimizers() -> None:
     assert (sgd.state, sgd.transient, none.state, none.transient) == (0, 0, 0, 0)
 
 
-# ---- equal layers ----------------------------------------------------------------------------------------------------
-
-
-class Numbered(nn.Module):
-    def __init__(self, number: int, heads: int = 4, width: int = 8) -> None:
-        super().__init__()
-        self.layer_idx, self.heads, self.linear = number, heads, nn.Linear(width, width)
-
-
-@pytest.mark.parametrize(
-    ("layers", "found"),
-    [
-        ([Numbered(i) for i in range(6)], 1),  # layer 4 has heads of its own number
-        ([Numbered(i, heads=4 + (i == 3)) for i in range(6)], 0),
-        ([Numbered(i, width=8 * (1 + i % 2)) for i in range(6)], 0),
-        ([Numbered(0)] * 6, 0),  # one layer, run six times
-        ([Numbered(i) for i in range(4)], 0),  # no more than are kept
-        ([nn.ReLU() for _ in range(6)], 0),
-    ],
-)
-def test_which_layers_are_equal(layers: list[nn.Module], found: int) -> None:
-    model = nn.Module()
-    model.layers = nn.ModuleList(layers)
-    assert list(_stacks(model, 4)) == [Stack("layers", 6, 4)] * found
-
-
 # ---- curves and the choice, on made-up segments ----------------------------------------------------------------------
 
 
@@ -156,11 +129,9 @@ def made_up(units: int, seed: int, equal: bool, tiled: tuple[float, float] = (0.
     """
     rng = random.Random(seed)
     names = [f"layers.{i}" for i in range(units)]
-    stacks = (Stack("layers", units, KEPT),) if equal else ()
-    compiled = [f"layers.{i}" for i in range(KEPT)] if equal else names
-    sizes = {unit: [rng.randint(50, 100), rng.randint(20, 60)] for unit in compiled}
+    sizes = {unit: [rng.randint(50, 100), rng.randint(20, 60)] for unit in names}
     if equal:
-        sizes = dict.fromkeys(compiled, sizes[compiled[0]])
+        sizes = dict.fromkeys(names, sizes[names[0]])
     parts = {}
     for level, (keeps, slower) in {
         "off": (1.5, 0.99),
@@ -175,33 +146,68 @@ def made_up(units: int, seed: int, equal: bool, tiled: tuple[float, float] = (0.
             forward[unit] = Segment((net + transient, net), net, slower * (kept + 1))
             again = kept - int(keeps * kept) if level in ("input", "tiled") else 0
             backward[unit] = Segment((again + transient,), 3 - net, 2 * slower * (kept + 1))
-        ends = (Segment((40,), 20, 1.0), Segment((30,), -20, 1.0))
-        parts[level] = Parts(100, Segment((5,), 5, 1.0), forward, ends, backward, Segment((2,), -5, 1.0))
-    return Step(tuple(names), stacks, {name: (f"{name}.mlp",) for name in names}, parts)
+        ends = Segment((5,), 5, 1.0), Segment((40,), 20, 1.0), Segment((30,), -20, 1.0), Segment((2,), -5, 1.0)
+        parts[level] = Parts(100, in_order(forward, backward, *ends))
+    return Step(tuple(names), {name: (f"{name}.mlp",) for name in names}, parts)
 
 
-def test_what_a_curve_put_together_may_be_short() -> None:
-    equal, whole = made_up(6, 0, equal=True), made_up(6, 0, equal=False)
-    assert whole.reserve({"layers.0": "free", "layers.1": "input"}) == 0
-    alike = dict.fromkeys(equal.mlps, "free")
-    assert equal.reserve(alike) == int(MARGIN * equal.at(alike).peak)
-    mixed = {**alike, "layers.2": "input"}
-    nets = [equal.segments("layers.2", level)[0].net for level in ("free", "input")]
-    assert equal.reserve(mixed) == nets[0] - nets[1] + int(MARGIN * equal.at(mixed).peak)
+def in_order(forward: dict[str, Segment], backward: dict[str, Segment], *ends: Segment) -> tuple[Piece, ...]:
+    """The segments of a step: what stands before and behind forward's units, and backward's, which come the other way
+    round."""
+    pieces: list[Piece] = [("forward", "", ends[0]), *(("forward", *each) for each in forward.items())]
+    pieces += [("forward", "", ends[1]), ("backward", "", ends[2])]
+    pieces += [("backward", unit, backward[unit]) for unit in reversed(backward)]
+    return (*pieces, ("backward", "", ends[3]))
 
 
 def test_what_is_in_no_layer() -> None:
-    """Its level: the one that all layers have, where the model was compiled whole; "free" where it was put together."""
-    equal, whole = made_up(6, 0, equal=True), made_up(6, 0, equal=False)
-    for level, put_together in (("input", "free"), ("off", "off"), ("free", "free")):
-        levels = dict.fromkeys(whole.mlps, level)
-        assert (whole.default(levels), equal.default(levels)) == (level, put_together)
-    assert whole.default({"layers.0": "input"}) == equal.default({"layers.0": "input"}) == "free"
+    """Its level: the one that all layers have, else "free"."""
+    step = made_up(6, 0, equal=False)
+    for level in ("input", "off", "free"):
+        assert step.default(dict.fromkeys(step.mlps, level)) == level
+    assert step.default({"layers.0": "input"}) == "free"
+
+
+def moments_of(graph: str, *units: str, live: Sequence[int]) -> tuple[Moment, ...]:
+    return tuple(Moment(graph, "", x + 1, x, 0, 0, 0.0, (unit,)) for unit, x in zip(units, live, strict=True))
+
+
+def a_model(*units: str, names: Sequence[str] = ()) -> Any:
+    return types.SimpleNamespace(
+        units=units,
+        layers={unit: unit for unit in units},
+        unit_of=lambda path: path if path in units else "",
+        parameter=lambda graph, number: names[number],
+    )
+
+
+@pytest.mark.parametrize("backward", ["cba", "acb", "cab"])
+def test_layers_in_any_order_are_the_steps_own_curve(backward: str) -> None:
+    """Backward of Gemma 3 runs something of its first layer first; the curve is that of the order in which it ran."""
+    live = random.Random(0).choices(range(100), k=12)
+    moments = moments_of("forward", "", "a", "b", "b", "c", "", live=live[:6])
+    moments += moments_of("backward", "", *backward, "a", "", live=live[6:])
+    timeline = Timeline(moments, 3, 40, 5)
+    step = Step(("a", "b", "c"), {}, {"free": cut(timeline, a_model("a", "b", "c"), lambda call: 1.0)})
+    curve = step.at({})
+    assert (curve.peak, curve.kept, curve.end, curve.seconds) == (timeline.peak, 40, 5, 12.0)
+    assert step.points({})[1:-1] == [moment.live for moment in moments]
+
+
+def test_what_runs_ahead_of_a_layer_is_not_where_it_begins() -> None:
+    """Something of every layer of GPT-J depends on inputs alone, and Inductor runs it first."""
+    ahead, layers = moments_of("forward", *"abc", live=[1, 2, 3]), [13, 14, 15, 25, 26, 27, 37, 38, 39]
+    moments = ahead + moments_of("forward", *"aaabbbccc", live=layers)
+    moments += moments_of("backward", *"cba", live=[30, 20, 10])
+    parts = cut(Timeline(moments, 0, 39, 10), a_model("a", "b", "c"), lambda call: 0.0)
+    assert [parts.segments["forward", unit].net for unit in "abc"] == [15, 12, 12]
 
 
 def test_a_curve_by_hand() -> None:
     step = made_up(2, 0, equal=False)
-    (k0, t0), (k1, t1) = ((s.net - 10, s.points[0] - s.net) for s in step.parts["free"].forward.values())
+    (k0, t0), (k1, t1) = (
+        (s.net - 10, s.points[0] - s.net) for s in (step.segment("forward", unit, "free") for unit in step.units)
+    )
     curve = step.at({})
     assert curve.kept == 100 + 5 + (10 + k0) + (10 + k1) + 20
     lives = [105 + 10 + k0 + t0, 115 + k0 + 10 + k1 + t1, curve.kept - 20 + 40, curve.kept + 30, curve.kept - 20 + t1]
@@ -216,20 +222,20 @@ def test_a_curve_by_hand() -> None:
 
 def test_a_checkpoint_keeps_the_input_and_runs_again() -> None:
     step = made_up(6, 0, equal=True)
-    kept = step.parts["free"].forward["layers.1"].net
-    found = step.checkpointed(dict.fromkeys((f"layers.{i}" for i in range(KEPT)), 7))
+    forward = step.segment("forward", "layers.1", "free")
+    kept = forward.net
+    found = step.checkpointed(dict.fromkeys(step.units, 7))
     assert found.kept == step.at({}).kept - 6 * (kept - 7)
     assert found.end == step.at({}).end
-    assert found.seconds == pytest.approx(step.at({}).seconds + 6 * step.parts["free"].forward["layers.1"].seconds)
+    assert found.seconds == pytest.approx(step.at({}).seconds + 6 * forward.seconds)
 
 
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_choice_is_within_2_percent_of_the_best_of_all(seed: int, equal: bool) -> None:
     step = made_up(7, seed, equal)
-    counted = [search.Candidate(one.levels, one.curve) for one in search.candidates(step, LEVELS)]
-    rows = search._rows(step)
-    greedy = [search.Candidate(one, step.at(one)) for one in search.greedy(step, rows, LEVELS)]
+    counted = search.candidates(step, LEVELS)
+    greedy = [search.Candidate(one, step.at(one)) for one in search.greedy(step, LEVELS)]
     greedy.sort(key=lambda one: one.curve.seconds)
     every = [step.at(dict(zip(step.mlps, chosen, strict=True))) for chosen in itertools.product(LEVELS, repeat=7)]
     low, high = min(curve.peak for curve in every), max(curve.peak for curve in every)
@@ -245,14 +251,41 @@ def test_the_choice_is_within_2_percent_of_the_best_of_all(seed: int, equal: boo
 @pytest.mark.parametrize("units", [7, 40])
 def test_more_memory_is_never_slower(units: int, equal: bool) -> None:
     every = search.candidates(made_up(units, 1, equal), LEVELS)
-    peaks = sorted({one.curve.peak + one.reserve for one in every})
+    peaks = sorted({one.curve.peak for one in every})
     chosen = [search.best(every, limit) for limit in peaks]
     seconds = [one.curve.seconds for one in chosen if one is not None]
     assert len(seconds) == len(peaks) and seconds == sorted(seconds, reverse=True)
     assert search.best(every, peaks[0] - 1) is None
-    assert all(
-        one is not None and one.curve.peak + one.reserve <= limit for one, limit in zip(chosen, peaks, strict=True)
-    )
+    assert all(one is not None and one.curve.peak <= limit for one, limit in zip(chosen, peaks, strict=True))
+
+
+@pytest.mark.parametrize("short", [0, 3, 10, 1000])
+def test_what_fits_was_compiled(short: int) -> None:
+    """With mixed levels the peak is so much above the curve: few are compiled, and what is chosen fits."""
+    every = search.candidates(made_up(7, 1, equal=True), LEVELS)
+    compiled: list[search.Candidate] = []
+
+    def peak(one: search.Candidate) -> int:
+        compiled.extend([one] * one.is_mixed)
+        return one.curve.peak + short * one.is_mixed
+
+    for limit in range(min(one.curve.peak for one in every), max(one.curve.peak for one in every), 7):
+        compiled.clear()
+        found = search.best(every, limit, peak)
+        expected = next((one for one in every if one.curve.peak + short * one.is_mixed <= limit), None)
+        assert found is expected and len(compiled) <= 1 + (short > 0)
+
+
+def test_mixed_levels_are_given_up_after_a_few_that_do_not_fit() -> None:
+    every = search.candidates(made_up(7, 1, equal=True), LEVELS)
+    limit, compiled = sorted(one.curve.peak for one in every)[len(every) // 2], []
+
+    def peak(one: search.Candidate) -> int:
+        compiled.extend([one] * one.is_mixed)
+        return limit + 1 if one.is_mixed else one.curve.peak
+
+    found = search.best(every, limit, peak)
+    assert found is not None and not found.is_mixed and 0 < len(compiled) <= search.MISSES
 
 
 @pytest.mark.parametrize(
@@ -340,9 +373,9 @@ def test_shards_by_hand() -> None:
     forward = {"a": Segment((5, 9), 3), "b": Segment((7,), 2)}
     backward = {"b": Segment((11,), 4, 0.0, 6), "a": Segment((1,), 5, 0.0, 8)}
     ends = Segment((1,), 1), (Segment((0,), 0), Segment((2,), 4)), Segment((3,), 2, 0.0, 4)
-    parts = Parts(10, ends[0], forward, ends[1], backward, ends[2])
+    parts = Parts(10, in_order(forward, dict(reversed(backward.items())), ends[0], *ends[1], ends[2]))
     groups = {"a": Group(4, 4), "b": Group(3, 3), "": Group(2, 2)}
-    step = Step(("a", "b"), (), {}, {"free": parts}, FullyShard(2, groups))
+    step = Step(("a", "b"), {}, {"free": parts}, FullyShard(2, groups))
     root, a, b = 4, 8, 6
     assert step.points({}) == [
         10,
@@ -366,16 +399,10 @@ def test_gradients_are_whole_where_their_layer_ends_or_later() -> None:
     moments = tuple(Moment(graph, "", 0, 0, 0, 0, 0.0, (unit,)) for graph, unit in calls)
     names = ["a.weight", "b.weight", "b.bias", "head"]
     gradients = {(0, 0): (4, 1), (0, 1): (0, 10), (0, 2): (4, 100), (0, 3): (2, 1000)}
-    model: Any = types.SimpleNamespace(
-        units=("a", "b"),
-        layers={"a": "a", "b": "b"},
-        unit_of=lambda path: path if path in ("a", "b") else "",
-        parameter=lambda graph, number: names[number],
-    )
-    parts = cut(Timeline(moments, 0, 0, 0, gradients), model, lambda call: 0.0)
-    found = {unit: segment.gradients for unit, segment in parts.backward.items()}
-    assert found == {"b": 10, "a": 101} and parts.behind.gradients == 1000
-    assert parts.between[1].gradients == 0
+    parts = cut(Timeline(moments, 0, 0, 0, gradients), a_model("a", "b", names=names), lambda call: 0.0)
+    whole = {unit: segment.gradients for graph, unit, segment in parts.pieces if graph == "backward" and unit}
+    assert whole == {"b": 10, "a": 101} and parts.pieces[-1][2].gradients == 1000
+    assert not any(segment.gradients for _, unit, segment in parts.pieces[:-1] if not unit)
 
 
 # ---- tensor parallelism ----------------------------------------------------------------------------------------------
@@ -398,7 +425,7 @@ def with_parts(model: Any, tp: int) -> nn.Module:
 def recorded(model: Any, tp: int = 1) -> tuple[Any, list[tuple[str, Any]]]:
     """What of a model is split, if that is asked for, and the calls of its graph with their shapes."""
     tokens = torch.zeros(4, 128, dtype=torch.long, device="meta")
-    captured, found = captured_model(model, (tokens, tokens), {}, 100), None
+    captured, found = captured_model(model, (tokens, tokens), {}), None
     if tp > 1:
         captured, found = split(captured, tp)
     graph: Any = captured.graphs[0].graph
@@ -423,8 +450,7 @@ def test_a_split_model_is_the_smaller_one() -> None:
     local = {name: tuple(p.shape) for name, p in by_hand.named_parameters()}
     assert {name: found.shape(name, p.shape) for name, p in made("Llama").named_parameters()} == local
     x = 4 * 128 * 64 * 4
-    assert found.summed == {"blocks.0": 2 * 2 * x}  # two results, and the gradients of two inputs
-    assert found.sent(["blocks.0"] * 3, lambda unit: unit) == 3 * 4 * x
+    assert found.summed == found.sent == 2 * 2 * x  # two results, and the gradients of two inputs
 
 
 def test_numbers_of_heads_in_a_graph_are_divided() -> None:
@@ -463,10 +489,10 @@ def test_what_cannot_be_split() -> None:
         recorded(made("Llama"), 4)
     model, x = on_meta(MLP(256, 1022))
     with pytest.raises(ValueError, match=r"tp=4 is not accepted: it does not divide the 1022 features between"):
-        split(captured_model(model, (x,), {}, 4), 4)
+        split(captured_model(model, (x,), {}), 4)
     model, x = on_meta(nn.Linear(256, 256))
     with pytest.raises(ValueError, match="tp=2 is not accepted: there is nothing to split"):
-        split(captured_model(model, (x,), {}, 4), 2)
+        split(captured_model(model, (x,), {}), 2)
     with pytest.raises(ValueError, match=r"tp=2 is not accepted: model=.* is a function"):
         check_whole(torch.relu, 1, 2)
 
@@ -480,7 +506,7 @@ def sampled(points: Callable[[int], Sequence[int]], bound: int = 2**40) -> tuple
 
     def sample(size: int) -> largest.Sample | int:
         asked.append(size)
-        return largest.Sample(size, points(size), 0, lambda: 0.0) if size <= bound else bound
+        return largest.Sample(size, points(size), lambda: 0.0) if size <= bound else bound
 
     return sample, asked
 
@@ -537,10 +563,10 @@ def test_a_model_that_does_not_run_with_more() -> None:
 
 
 def test_the_calls_that_two_sizes_share_say_where_the_third_is() -> None:
-    a, b = (largest.Sample(n, (100 + n, 10 * n), 5, lambda: 0.0) for n in (2, 4))
-    assert largest.crossing(a, b, room=205) == 20.0
-    flat = largest.Sample(4, (102, 20), 0, lambda: 0.0)
-    assert largest.crossing(a, flat, room=205) == float("inf")
+    a, b = (largest.Sample(n, (100 + n, 10 * n), lambda: 0.0) for n in (2, 4))
+    assert largest.crossing(a, b, room=200) == 20.0
+    flat = largest.Sample(4, (102, 20), lambda: 0.0)
+    assert largest.crossing(a, flat, room=200) == float("inf")
 
 
 def test_arguments_of_another_size() -> None:
@@ -603,7 +629,7 @@ def test_a_plan_takes_what_fits(inductor: Any) -> None:
     assert sum(row.parameters for row in rich.layers) == weights
     assert sum(row.kept for row in rich.layers) == rich.kept
     assert sum(row.seconds for row in rich.layers) == pytest.approx(rich.seconds)
-    free = rich.within(int(rows["free"].peak * (1 + MARGIN)))
+    free = rich.within(rows["free"].peak)
     assert free.fits and free.policy == FusionPolicy(memory="free") and free.seconds > rich.seconds
     assert free.step_peak == rows["free"].peak
 
@@ -726,52 +752,16 @@ def test_nothing_to_train() -> None:
 SMALL = models.Config(layers=8, width=256, hidden=1024, heads=4, context=128, vocabulary=256, kv_heads=2)
 
 
-@functools.cache
-def measured(kind: str) -> tuple[Step, Any]:
-    """The step of a model of 8 layers put together, and the whole model captured."""
-    with torch.device("meta"):
-        model = {"GPT": models.GPT, "Llama": models.Llama}[kind](SMALL).bfloat16()
-        tokens = torch.zeros(16, 128, dtype=torch.long)
-    rates = roofline.estimated_rates(H100)
-    assert rates is not None
-    few = captured_model(model, (tokens, tokens), {}, KEPT)
-    assert few.stacks == (Stack("blocks", 8, KEPT),)
-    return measured_step(few, H100, rates, False, LEVELS), captured_model(model, (tokens, tokens), {}, 100)
-
-
-MIXED = {
-    "free": ["free"] * 8,
-    "off": ["off"] * 8,
-    "fp8": ["fp8"] * 8,
-    "input": ["input"] * 8,
-    "input first": ["input"] * 4 + ["free"] * 4,
-    "input last": ["free"] * 4 + ["input"] * 4,
-    "three": ["fp8"] * 3 + ["input"] * 3 + ["free"] * 2,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mixed", MIXED)
-@pytest.mark.parametrize("kind", ["GPT", "Llama"])
-def test_the_curve_put_together_is_the_whole_models(kind: str, mixed: str) -> None:
-    """At any levels: what waits at a layer's end to be written again is not counted there."""
-    step, whole = measured(kind)
-    levels = dict(zip(step.units, MIXED[mixed], strict=True))
-    found = compiled_timeline(whole, H100, policy_of(step.mlps, levels))[0]
-    composed = step.at(levels)
-    assert composed.peak == pytest.approx(found.peak, rel=1e-4) and composed.kept == pytest.approx(found.kept, rel=1e-3)
-
-
 @pytest.mark.slow
 def test_the_chosen_plan_recompiled_meets_the_limit() -> None:
     with torch.device("meta"):
         model, tokens = models.GPT(SMALL).bfloat16(), torch.zeros(16, 128, dtype=torch.long)
     found = tfo.plan(model, tokens, tokens, memory="10GiB", gpu="H100", optimizer="none")
     rows = {row.level: row.peak for row in found.levels}
-    limit = int(1.02 * rows["input"] + 0.4 * (rows["free"] - rows["input"]))
+    limit = int(rows["input"] + 0.4 * (rows["free"] - rows["input"]))
     tight = found.within(limit)
-    assert tight.fits and tight.composed and len(set(tight.choices.values())) > 1
-    assert tight.recompiled_peak_bytes() <= limit
+    assert tight.fits and len(set(tight.choices.values())) > 1
+    assert tight.recompiled_peak_bytes() == tight.step_peak == max(tight.curve) <= limit
 
 
 @pytest.mark.slow
@@ -788,7 +778,7 @@ def test_a_plan_of_a_split_model() -> None:
     both = found.within("1GiB", dp=4)
     assert both.levels == expected.within("1GiB", dp=4).levels
     assert (both.dp, both.tp) == (4, 2) and "one of 8 (dp=4, tp=2): fits" in str(both)
-    assert both.recompiled_peak_bytes() == pytest.approx(both.step_peak, rel=MARGIN)
+    assert both.recompiled_peak_bytes() == both.step_peak
 
 
 @pytest.mark.slow
@@ -796,7 +786,7 @@ def test_a_plan_of_all_layers_is_exact() -> None:
     plan = two_mlps()
     assert plan.recompiled_peak_bytes() == plan.step_peak
     model, x = on_meta(MLP(256, 1024), MLP(256, 1024))
-    whole = captured_model(model, (x,), {}, 100)
+    whole = captured_model(model, (x,), {})
     for row in plan.levels:
         if row.level != "checkpoint":
             found = compiled_timeline(whole, H100, FusionPolicy(memory=row.level))[0]
@@ -813,56 +803,6 @@ class Gated(nn.Module):
         return y
 
 
-class Blocks(nn.Module):
-    """Blocks without attention: of the first a product is kept in place of the residual, and the second frees it."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.RMSNorm(512), Gated(512, 2048)) for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.float().square().mean()
-
-
-@functools.cache
-def blocks() -> tfo.Plan:
-    with torch.device("meta"):
-        model, x = Blocks(8).bfloat16(), torch.empty(16384, 512, dtype=torch.bfloat16)
-    return tfo.plan(model, x, memory="10GiB", gpu="H100", optimizer="none")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", MEMORY)
-def test_the_first_of_several_layers_does_not_stand_for_all(level: str) -> None:
-    with torch.device("meta"):
-        model, x = Blocks(8).bfloat16(), torch.empty(16384, 512, dtype=torch.bfloat16)
-    whole = compiled_timeline(captured_model(model, (x,), {}, 100), H100, FusionPolicy(memory=level))[0]
-    (row,) = (row for row in blocks().levels if row.level == level)
-    within = 1e-4 if level in ("off", "free", "fp8") else 2 * MARGIN
-    assert blocks().composed and row.peak == pytest.approx(blocks().parameters + whole.peak, rel=within)
-
-
-@pytest.mark.slow
-def test_the_whole_models_peak_decides_where_it_is_asked_for() -> None:
-    rows = {row.level: row.peak for row in blocks().levels}
-    limit = int(1.015 * max(rows["input"], rows["tiled"]))
-    poor = blocks().within(limit)
-    close = replace(poor, fits=False) if poor.fits else poor
-    assert close.composed and not close.recompiled
-    exact = poor.recompile()
-    assert exact.fits and exact.recompiled and exact.help == () and exact.missing == 0
-    assert exact.step_peak == exact.recompiled_peak_bytes() <= exact.limit
-    assert "the peak is the whole model's, compiled at the chosen levels" in str(exact)
-    lowest = min(exact.step_peak, blocks().within(rows["tiled"]).recompile().step_peak)
-    tight = blocks().within(int(0.95 * lowest))
-    assert not tight.fits and "--recompile" in tight.help[0]
-    none = tight.recompile()
-    assert not none.fits and none.missing == none.step_peak - none.limit and "--recompile" not in str(none)
-    assert not blocks().within(blocks().parameters).recompile().fits
-
-
 @pytest.mark.slow
 def test_what_is_missing_is_of_a_plan_that_was_compiled() -> None:
     """What the second layer writes lies where the first's gate and up were: that memory is neither's to keep."""
@@ -877,11 +817,145 @@ def test_what_is_missing_is_of_a_plan_that_was_compiled() -> None:
 
 
 @pytest.mark.slow
-def test_unequal_layers_are_compiled_whole_and_sure() -> None:
+def test_unequal_layers_with_mixed_levels_meet_the_limit() -> None:
     model, x = on_meta(MLP(256, 1024), MLP(256, 2048), MLP(256, 512))
     found = tfo.plan(model, x, memory="10GiB", gpu="H100", optimizer="none")
     rows = {row.level: row.peak for row in found.levels}
     for share in (0.2, 0.5, 0.8):
         limit = int(1.02 * rows["input"] + share * (rows["free"] - rows["input"]))
         tight = found.within(limit)
-        assert tight.fits and not tight.composed and tight.recompiled_peak_bytes() <= limit
+        assert tight.fits and tight.recompiled_peak_bytes() <= limit
+
+
+# ---- one odd layer among equal ones ----------------------------------------------------------------------------------
+
+
+class Spread(nn.Module):
+    """A transposed convolution over 64 × 64 tokens, whose result is cut to as many."""
+
+    def __init__(self, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv = nn.ConvTranspose2d(width, width, 2, stride=stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spread = F.gelu(self.conv(x.T.unflatten(1, (64, 64)).unsqueeze(0)))
+        return spread[0, :, :64, :64].flatten(1).T
+
+
+class Acts(nn.Module):
+    """An MLP with its activation in an attribute."""
+
+    def __init__(self, width: int, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.act(self.up(x)))
+        return y
+
+
+def expensive(x: Tensor) -> Tensor:
+    """Keeps a few tensors of its own for backward."""
+    return torch.cumsum(torch.sin(torch.cumsum(x, 1)), 1) * torch.cumsum(torch.cos(x), 1)
+
+
+class Odd(nn.Module):
+    """Equal layers but for one: by an attribute of it, or by what the model does with it."""
+
+    def __init__(self, kind: str, layers: int, odd: int, width: int = 128) -> None:
+        super().__init__()
+        self.kind, self.odd = kind, odd
+        made = [Acts(width, expensive if kind == "function" and i == odd else F.gelu) for i in range(layers)]
+        self.layers = nn.ModuleList(made)
+        if kind == "stride":
+            self.layers = nn.ModuleList(Spread(width, 1 + (i == odd)) for i in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses = []
+        for i, layer in enumerate(self.layers):
+            if self.kind == "tokens" and i == self.odd:
+                x = torch.cat([x, x])
+            x = x + layer(x)
+            if self.kind == "losses" and i % 2:
+                losses.append(torch.logsumexp(torch.sin(x.float()), 1).mean())
+        return x.float().square().mean() + sum(losses)
+
+
+KINDS = ("stride", "function", "tokens", "losses")
+
+
+def odd(kind: str, layers: int, number: int) -> tuple[nn.Module, Tensor]:
+    with torch.device("meta"):
+        return Odd(kind, layers, number), torch.empty(4096, 128)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_layer_is_left_out(kind: str) -> None:
+    """Layers that differ in a tuple, in a function, or in what is done with them: the graph has all of them."""
+    model, x = odd(kind, 8, 6)
+    captured = captured_model(model, (x,), {})
+    assert captured.units == tuple(f"layers.{i}" for i in range(8))
+    graph: Any = captured.graphs[0].graph
+    linear = {F.linear, torch._C._nn.linear, torch.conv_transpose2d}
+    assert len([n for n in graph.gm.graph.nodes if n.target in linear]) == (8 if kind == "stride" else 16)
+
+
+def is_never_short(model: nn.Module, x: Tensor) -> None:
+    """A row, a plan between two rows and one that does not fit have the peak that the model is compiled to."""
+    plan = tfo.plan(model, x, memory="1TiB", gpu="H100", optimizer="none", lossless=True)
+    rows = {row.level: row.peak for row in plan.levels if row.level != "checkpoint"}
+    whole = compiled_timeline(captured_model(model, (x,), {}), H100, FusionPolicy(memory="free"))[0]
+    assert rows["free"] >= 0.99 * (plan.parameters + whole.peak)
+    low, high = min(rows.values()), max(rows.values())
+    for found in (plan.within((low + high) // 2), plan.within(low // 2)):
+        compiled = found.recompiled_peak_bytes()
+        assert found.step_peak >= 0.99 * compiled and found.fits == (compiled <= found.limit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plan_of_a_model_with_an_odd_layer(kind: str) -> None:
+    is_never_short(*odd(kind, 7, 6))
+
+
+@pytest.mark.slow
+@settings(max_examples=5, deadline=None)
+@given(st.sampled_from(KINDS), st.integers(6, 8), st.integers(0, 7))
+def test_plans_of_models_with_an_odd_layer(kind: str, layers: int, number: int) -> None:
+    is_never_short(*odd(kind, layers, number))
+
+
+# ---- architectures whose compiled order is not that of their layers --------------------------------------------------
+
+SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT-J": ("GPTJ", {"n_embd": 128, "n_layer": 12, "n_head": 4, "rotary_dim": 16, "n_positions": 256}),
+    "Falcon": ("Falcon", {**SIZES, "ffn_hidden_size": 512}),
+    "Gemma 3": ("Gemma3Text", {**SIZES, "head_dim": 32, "num_key_value_heads": 2, "sliding_window": 64}),
+    "T5": ("T5", {"d_model": 128, "d_ff": 512, "d_kv": 32, "num_layers": 6, "num_heads": 4}),
+}
+
+
+def architecture(name: str) -> tuple[nn.Module, Tensor]:
+    transformers = pytest.importorskip("transformers")
+    prefix, config = ARCHITECTURES[name]
+    config = getattr(transformers, f"{prefix}Config")(vocab_size=256, use_cache=False, **config)
+    kinds = {"Gemma3Text": "Gemma3TextModel", "T5": "T5EncoderModel"}
+    body = getattr(transformers, kinds.get(prefix, f"{prefix}Model"))(config)
+
+    class Trained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = body
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            hidden: Tensor = self.body(input_ids=tokens).last_hidden_state
+            return hidden.float().square().mean()
+
+    return Trained().train(), torch.randint(256, (8, 256))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_plans_of_architectures(name: str) -> None:
+    is_never_short(*architecture(name))

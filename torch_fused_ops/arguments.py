@@ -167,7 +167,6 @@ def parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--tp", type=int, default=1, help="GPUs that share MLPs' features and attention's heads")
     plan.add_argument("--meta", action="store_true", help="make the model on the meta device: sizes, and no data")
-    plan.add_argument("--recompile", action="store_true", help="compile the whole model, too; seconds for each layer")
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")
     plan.add_argument("--html", metavar="FILE", help="write the plan as a page too, with the curve of a step")
     verify = commands.add_parser("verify", help="compare a training step of a model, eager, compiled and fused")

@@ -232,8 +232,6 @@ def _plan(arguments: argparse.Namespace) -> int:
     try:
         with _progress("torch_fused_ops.planner", "capturing"):
             found = tfo.plan(model, *args, **settings, **kwargs)
-            if arguments.recompile:
-                found = found.recompile()
     except ValueError as e:
         raise _UsageError(str(e)) from None
     print(found)

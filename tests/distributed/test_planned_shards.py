@@ -146,7 +146,7 @@ def predicted(model, tokens, ranks):
     )
     parts = cut(Timeline(moments, entry, kept, end, gradients), captured, lambda call: 0.0)
     resident = Resident.of(held(model, unit_of), "none", ranks)
-    found = Step(units, (), {}, {"free": parts}, resident.shards)
+    found = Step(units, {}, {"free": parts}, resident.shards)
     alive, peaks = 0, dict.fromkeys(("forward", "backward"), 0)
     for graph, _, segment in found.sharded(found.pieces({})):
         peaks[graph] = max(peaks[graph], alive + segment.peak)

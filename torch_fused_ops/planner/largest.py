@@ -12,7 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_fused_ops.planner.model import CapturedModel
-from torch_fused_ops.planner.step import OFF, Around, Step, assembled, clock, compiled_timeline, cut
+from torch_fused_ops.planner.step import Around, Step, clock, compiled_timeline, cut
 from torch_fused_ops.policy import MEMORY, FusionPolicy
 from torch_fused_ops.reports.figures import said
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
@@ -80,23 +80,16 @@ class Sample:
     Attributes:
         size: the size.
         points: bytes alive at each call.
-        reserve: bytes by which the peak may be short (``Step.reserve``).
         seconds: the least time of the step.
     """
 
     size: int
     points: Sequence[int]
-    reserve: int
     seconds: Callable[[], float]
 
     @property
     def peak(self) -> int:
         return max(self.points)
-
-    @property
-    def need(self) -> int:
-        """The room that the step is given."""
-        return self.peak + self.reserve
 
 
 def size_of(args: Any, dimension: str) -> int:
@@ -173,7 +166,7 @@ class Sizes:
             first = _sample(self.given, step, level, step)
             sample = functools.partial(self.sample, level)
             fits, over = bisected(sample, room, first, self.step) if room > 0 else (None, None)
-            beyond = over.need - room if over else 0
+            beyond = over.peak - room if over else 0
             found = (fits.size, resident + fits.peak, fits.seconds()) if fits else (0, 0, 0.0)
             rows.append(LargestRow(level, *found, beyond))
         return Largest(self.dimension, self.given, self.step, tuple(rows), self.stopped)
@@ -183,16 +176,11 @@ class Sizes:
         captured = self.at(size)
         if captured is None:
             return self.bound
-        # What is in no layer is that of "free" where the step is put together (``Step.default``).
-        levels = {level} if level == OFF or not captured.stacks else {level, "free"}
 
         def step(timed: bool) -> Step:
-            parts = {}
-            for each in levels:
-                timeline, papers = self._compiled(size, each)
-                seconds = clock(papers, self.rates, self.instructions) if timed else lambda call: 0.0
-                parts[each] = cut(timeline, captured, seconds)
-            return replace(assembled(captured, parts), shards=self.shards)
+            timeline, papers = self._compiled(size, level)
+            seconds = clock(papers, self.rates, self.instructions) if timed else lambda call: 0.0
+            return Step(captured.units, captured.mlps, {level: cut(timeline, captured, seconds)}, self.shards)
 
         return _sample(size, step(False), level, lambda: step(True))
 
@@ -239,7 +227,6 @@ def _sample(size: int, step: Step, level: str, timed: Step | Callable[[], Step])
     return Sample(
         size,
         step.points(levels),
-        step.reserve(levels),
         lambda: (timed() if callable(timed) else timed).at(levels).seconds,
     )
 
@@ -265,7 +252,7 @@ def bisected(
     low, high = 0, 0  # what fits; what does not, 0 if that is not known yet
     seen, found = {first.size: first}, first
     while True:
-        if found.need <= room:
+        if found.peak <= room:
             low = found.size
         else:
             high = found.size
@@ -285,7 +272,7 @@ def _guess(seen: Sequence[Sample], room: int, low: int, high: int, step: int) ->
     halved = _middle(low, high, step) if high else 2 * low
     if len(seen) > GUESSES:
         return halved
-    guess = crossing(*seen[-2:], room=room) if len(seen) > 1 else seen[0].size * room / seen[0].need
+    guess = crossing(*seen[-2:], room=room) if len(seen) > 1 else seen[0].size * room / seen[0].peak
     if guess == math.inf and not high:
         return halved
     least, most = low + step, high - step if high else math.inf
@@ -299,6 +286,5 @@ def crossing(a: Sample, b: Sample, *, room: int) -> float:
     """
     same = len(a.points) == len(b.points)
     pairs = zip(a.points, b.points, strict=True) if same else [(a.peak, b.peak)]
-    room -= b.reserve
     slopes = [(x, (y - x) / (b.size - a.size)) for x, y in pairs]
     return min((a.size + (room - x) / slope for x, slope in slopes if slope > 0), default=math.inf)

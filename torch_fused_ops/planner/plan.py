@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch_fused_ops.planner.model import CapturedModel
     from torch_fused_ops.planner.resident import Held, Resident
     from torch_fused_ops.planner.search import Candidate
-    from torch_fused_ops.planner.step import Curve, Step
+    from torch_fused_ops.planner.step import Curve, Parts, Step
     from torch_fused_ops.planner.tensor_parallel import Split
     from torch_fused_ops.virtual_gpu import GPU
 
@@ -129,11 +129,8 @@ class Plan:
         choices: the memory level of each MLP, by module.
         levels: what the whole step comes to at each level.
         layers: where the bytes are.
-        missing: bytes beyond the limit, 0 where it fits. What a curve that was put together may be
-            short of the whole model's is kept free, and counts.
+        missing: bytes beyond the limit, 0 where it fits.
         help: what would make it fit, or make it cheaper.
-        composed: whether the curve was put together from few compiled layers.
-        recompiled: whether ``step_peak``, and so whether it fits, is of the whole model compiled at these levels.
         dp: GPUs that have shards of parameters, gradients and optimizer state (FSDP2); bytes are one GPU's, of its own
             batch.
         tp: GPUs that share the features of MLPs and the heads of attention; bytes are one GPU's.
@@ -165,8 +162,6 @@ class Plan:
     layers: tuple[LayerRow, ...]
     missing: int
     help: tuple[str, ...]
-    composed: bool
-    recompiled: bool = False
     dp: int = 1
     tp: int = 1
     whole: tuple[str, ...] = ()
@@ -176,11 +171,10 @@ class Plan:
     curve: tuple[int, ...] = field(default=(), repr=False)
     off_curve: tuple[int, ...] = field(default=(), repr=False)
     _recompiled_peak: Callable[[], int] | None = field(default=None, repr=False, compare=False)
-    _recompile: Callable[[], Plan] | None = field(default=None, repr=False, compare=False)
     _within: Callable[[int, int], Plan] | None = field(default=None, repr=False, compare=False)
 
     def within(self, memory: str | int, dp: int | None = None) -> Plan:
-        """The plan for another limit, and over so many GPUs, without ``largest``; nothing is compiled again.
+        """The plan for another limit, and over so many GPUs, without ``largest``; compiled is a choice of mixed levels.
 
         Raises:
             ValueError: as ``plan``, for memory and dp.
@@ -189,25 +183,13 @@ class Plan:
         return self._within(bytes_of(memory), self.dp if dp is None else _count("dp", dp))
 
     def recompiled_peak_bytes(self) -> int:
-        """``step_peak`` anew: the whole model, all of its layers, compiled on paper with the plan's policy.
-
-        Some seconds for each layer.
-        """
+        """``step_peak`` anew: the model captured, and compiled on paper with the plan's policy; seconds a layer."""
         assert self._recompiled_peak is not None
         return self._recompiled_peak()
 
-    def recompile(self) -> Plan:
-        """The plan by the whole model's peak: all of its layers, compiled on paper; some seconds for each.
-
-        A peak that was put together may be off. So where the chosen levels do not fit, each level by itself is
-        compiled that may, the fastest first, until one does.
-        """
-        assert self._recompile is not None
-        return replace(self._recompile(), largest=self.largest)
-
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the attributes, but for curves; the policy as its memory levels."""
-        left_out = {"policy", "curve", "off_curve", "_recompiled_peak", "_recompile", "_within"}
+        left_out = {"policy", "curve", "off_curve", "_recompiled_peak", "_within"}
         shallow = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
         rows: dict[str, Any] = {"layers": [asdict(row) for row in self.layers]}
         rows["levels"] = [{**asdict(row), "fits": row.fits} for row in self.levels]
@@ -256,8 +238,9 @@ def plan(
 ) -> Plan:
     """Plan a training step: what it needs of a GPU's memory, and the cheapest memory levels with which it fits.
 
-    The model is compiled on paper, for a GPU that need not be there; of equal layers a few are compiled. Nothing is
-    allocated on a device; a model that is captured as one graph does not run.
+    The whole model is compiled on paper at each level, for a GPU that need not be there: seconds for each layer and
+    level. Where the levels chosen are mixed it is compiled with these, too, so that what is said to fit was compiled.
+    Nothing is allocated on a device; a model that is captured as one graph does not run.
 
     Args:
         model: a module or a function that returns its loss. What it returns is what backward begins with.
@@ -292,7 +275,7 @@ def plan(
     from torch_fused_ops.planner import model as models
     from torch_fused_ops.planner.optimizers import OPTIMIZERS
     from torch_fused_ops.planner.resident import Resident, check_shards, check_whole, held
-    from torch_fused_ops.planner.step import KEPT, measured_step
+    from torch_fused_ops.planner.step import measured_step, parts_of, policy_of
     from torch_fused_ops.planner.tensor_parallel import split
     from torch_fused_ops.virtual_gpu import gpus, roofline
 
@@ -316,11 +299,11 @@ def plan(
     module = getattr(model, "_orig_mod", model)
     check_whole(module, dp, tp)
 
-    def capture(args: Any, kwargs: Any, kept: int) -> tuple[CapturedModel, Split | None]:
-        captured = models.captured_model(model, args, kwargs, kept=kept)
+    def capture(args: Any, kwargs: Any) -> tuple[CapturedModel, Split | None]:
+        captured = models.captured_model(model, args, kwargs)
         return split(captured, tp) if tp > 1 else (captured, None)
 
-    captured, parts = capture(args, kwargs, KEPT)
+    captured, parts = capture(args, kwargs)
     whole = held(module, captured.unit_of, parts)
 
     @functools.cache
@@ -333,8 +316,9 @@ def plan(
     instructions = roofline.rates_of(described) is not None
     measured = measured_step(captured, described, rates, instructions, levels)
 
-    def recompile(step: Step, levels: Mapping[str, str]) -> int:
-        return _recompiled_peak(capture(args, kwargs, 2**31)[0], described, step, levels)
+    def recompile(levels: Mapping[str, str]) -> Parts:
+        again = capture(args, kwargs)[0]
+        return parts_of(again, described, rates, instructions, policy_of(again.mlps, levels))
 
     @functools.cache
     def over(dp: int) -> _Planned:
@@ -351,21 +335,11 @@ def plan(
 
     def sized(size: int) -> CapturedModel:
         its_args, its_kwargs = largest.resized((args, kwargs), maximum, size)
-        return capture(its_args, its_kwargs, KEPT)[0]
+        return capture(its_args, its_kwargs)[0]
 
     sizes = largest.Sizes(sized, maximum, given, described, rates, instructions, resident.shards)
     room = limit - resident.nbytes if resident.optimizer_peak <= limit else 0
     return replace(found, largest=sizes.largest(step, resident.nbytes, room))
-
-
-def _recompiled_peak(whole: CapturedModel, gpu: GPU, step: Step, levels: Mapping[str, str]) -> int:
-    """The peak of forward and backward, without what is resident, of the whole model."""
-    from torch_fused_ops.planner.step import Step, compiled_timeline, cut, policy_of
-
-    timeline = compiled_timeline(whole, gpu, policy_of(step.mlps, levels))[0]
-    if step.shards is None:
-        return timeline.peak
-    return Step(step.units, (), {}, {"free": cut(timeline, whole, lambda call: 0.0)}, step.shards).at({}).peak
 
 
 @dataclass(frozen=True)
@@ -381,16 +355,26 @@ class _Planned:
     every: Sequence[Candidate]
     gpu: GPU
     optimizer: str
-    recompile: Callable[[Step, Mapping[str, str]], int]
+    recompile: Callable[[Mapping[str, str]], Parts]
     over: Callable[[int], _Planned]
-    _recompiled: dict[tuple[tuple[str, str], ...], int] = field(default_factory=dict)
+    _exact: dict[tuple[tuple[str, str], ...], Step] = field(default_factory=dict)
 
-    def recompiled(self, levels: Mapping[str, str]) -> int:
-        """The step's peak anew, the whole model compiled at these levels; once."""
-        key = tuple(levels.items())
-        if key not in self._recompiled:
-            self._recompiled[key] = self.resident.nbytes + self.recompile(self.step, levels)
-        return self._recompiled[key]
+    def recompiled(self, chosen: Candidate) -> Step:
+        """The step of the model captured and compiled anew at these levels: with the same parts for any level."""
+        return replace(self.step, parts=dict.fromkeys(self.step.parts, self.recompile(chosen.levels)))
+
+    def exact(self, chosen: Candidate) -> Step:
+        """The step compiled at these levels; where they are mixed it is compiled once, when it is asked for."""
+        if not chosen.is_mixed:
+            return self.step
+        key = tuple(chosen.levels.items())
+        if key not in self._exact:
+            self._exact[key] = self.recompiled(chosen)
+        return self._exact[key]
+
+    def peak(self, chosen: Candidate, step: Step | None = None) -> int:
+        """Of forward and backward at these levels, compiled."""
+        return self.resident.nbytes + (step or self.exact(chosen)).at(chosen.levels).peak
 
     def within(self, limit: int, dp: int) -> Plan:
         """The plan for a limit, over so many GPUs."""
@@ -399,40 +383,20 @@ class _Planned:
         if dp != self.resident.dp:
             return self.over(dp).within(limit, dp)
         room = limit - self.resident.nbytes
-        if self.captured.stacks:
-            chosen = search.best(self.every, room)
-        else:
-            chosen = next((one for one in self.every if one.curve.peak <= room and self.peak(one) <= limit), None)
+        chosen = search.best(self.every, room, lambda one: self.peak(one) - self.resident.nbytes)
         if chosen is not None:
             return self.plan(chosen, True, limit)
-        ordered = sorted(self.every, key=lambda one: one.curve.peak + one.reserve)
+        ordered = sorted(self.every, key=lambda one: one.curve.peak)
         alike = next(one for one in ordered if not one.is_mixed)
-        least = min(ordered[0], alike, key=lambda one: self.peak(one) + one.reserve)
-        return self.plan(least, False, limit)
+        return self.plan(min(ordered[0], alike, key=self.peak), False, limit)
 
-    def peak(self, chosen: Candidate) -> int:
-        """Of forward and backward. Where what was compiled is the whole model, mixed levels are compiled, too."""
-        if chosen.is_mixed and not self.captured.stacks:
-            return self.recompiled(chosen.levels)
-        return self.resident.nbytes + chosen.curve.peak
-
-    def recompiled_plan(self, chosen: Candidate, limit: int) -> Plan:
-        """The plan with levels whose peak, compiled, is within the limit: these, or the fastest that all MLPs share."""
-        if not self.captured.stacks:
-            return self.within(limit, self.resident.dp)  # it is the whole model's already
-        alike = (one for one in self.every if not one.is_mixed and one.levels != chosen.levels)
-        # What is kept is exact, so beyond the limit it need not be compiled.
-        others = (one for one in alike if self.resident.nbytes + one.curve.kept <= limit)
-        met = next((one for one in (chosen, *others) if self.recompiled(one.levels) <= limit), None)
-        return self.plan(met or chosen, met is not None, limit, recompiled=True)
-
-    def plan(self, chosen: Candidate, met: bool, limit: int, recompiled: bool = False) -> Plan:
+    def plan(self, chosen: Candidate, met: bool, limit: int) -> Plan:
         """The plan with these levels."""
         from torch_fused_ops.planner.step import OFF, policy_of
         from torch_fused_ops.virtual_gpu import roofline
 
-        model, step, resident, curve = self.model, self.step, self.resident, chosen.curve
-        step_peak = self.recompiled(chosen.levels) if recompiled else self.peak(chosen)
+        model, step, resident, exact = self.model, self.step, self.resident, self.exact(chosen)
+        curve, step_peak = exact.at(chosen.levels), self.peak(chosen)
         off_levels = dict.fromkeys(step.mlps, OFF)
         off = step.at(off_levels)
         alike = [one for one in self.every if one.levels and not one.is_mixed]
@@ -444,14 +408,14 @@ class _Planned:
         order = (*MEMORY, "checkpoint")
 
         rows = [
-            LevelRow(level, of_all, each.seconds, self.beyond(limit, of_all, step.reserve({}, each)))
+            LevelRow(level, of_all, each.seconds, self.beyond(limit, of_all))
             for level, each in sorted(curves.items(), key=lambda of: order.index(of[0]))
             for of_all in [resident.nbytes + each.peak]
         ]
-        missing = self.beyond(limit, step_peak, 0 if recompiled else chosen.reserve)
+        missing = self.beyond(limit, step_peak)
         sent = {"FSDP2": resident.shards.sent} if resident.shards else {}
         if self.parts is not None:
-            sent["sums over tp"] = self.parts.sent(step.units, step.like)
+            sent["sums over tp"] = self.parts.sent
         return Plan(
             title=type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", ""),
             gpu=self.gpu.name,
@@ -472,28 +436,25 @@ class _Planned:
             policy=policy_of(step.mlps, chosen.levels) if step.mlps else FusionPolicy(),
             choices={mlp: level for unit, level in chosen.levels.items() for mlp in step.mlps.get(unit, ())},
             levels=tuple(rows),
-            layers=tuple(_layers(step, resident, chosen.levels)),
+            layers=tuple(_layers(exact, resident, chosen.levels)),
             missing=missing,
-            help=tuple(self.help(curve, checkpointed, limit, met, recompiled)),
-            composed=bool(self.captured.stacks),
-            recompiled=recompiled,
+            help=tuple(self.help(curve, checkpointed, limit, met)),
             dp=resident.dp,
             tp=self.parts.tp if self.parts else 1,
             whole=tuple(dict.fromkeys(one.place for one in self.whole if one.is_left_whole)) if self.parts else (),
             sent=sent,
             link_seconds=sum(sent.values()) / roofline.link_rate(self.gpu),
-            curve=tuple(resident.nbytes + point for point in step.points(chosen.levels)),
+            curve=tuple(resident.nbytes + point for point in exact.points(chosen.levels)),
             off_curve=tuple(resident.nbytes + point for point in step.points(off_levels)),
-            _recompiled_peak=lambda: self.recompiled(chosen.levels),
-            _recompile=lambda: self.recompiled_plan(chosen, limit),
+            _recompiled_peak=lambda: self.peak(chosen, self.recompiled(chosen)),
             _within=self.within,
         )
 
-    def beyond(self, limit: int, peak: int, reserve: int) -> int:
+    def beyond(self, limit: int, peak: int) -> int:
         """Bytes that a step with this peak, and the optimizer's, lack."""
-        return max(0, peak + reserve - limit, self.resident.optimizer_peak - limit)
+        return max(0, peak - limit, self.resident.optimizer_peak - limit)
 
-    def help(self, curve: Curve, checkpointed: Curve | None, limit: int, met: bool, recompiled: bool) -> Iterator[str]:
+    def help(self, curve: Curve, checkpointed: Curve | None, limit: int, met: bool) -> Iterator[str]:
         """What would make the step fit, or make it cheaper."""
         from torch_fused_ops.reports.text import size
 
@@ -507,17 +468,11 @@ class _Planned:
             )
         if met:
             return
-        if self.captured.stacks and not recompiled and resident.nbytes + curve.peak <= 1.1 * limit:
-            yield (
-                "The peak is put together from a few layers, and some is left free beside it: recompile() "
-                "(--recompile) compiles all of them, and says whether it fits."
-            )
         if checkpointed is not None and checkpointed.peak < curve.peak:
             peak = resident.nbytes + checkpointed.peak
-            reserve = self.step.reserve({}, checkpointed)
-            short = self.beyond(limit, peak, reserve)
+            short = self.beyond(limit, peak)
             verdict = f"{size(short)} are missing then, too" if short else "fits"
-            if short and peak + reserve <= limit:
+            if short and peak <= limit:
                 verdict = "forward and backward fit then"
             yield (
                 f"torch.utils.checkpoint around each whole layer: a peak of {size(peak)}, by arithmetic, and "
@@ -549,7 +504,7 @@ class _Planned:
             resident = Resident.of(self.whole, self.optimizer, dp)
             step = replace(self.step, shards=resident.shards)
             needs = [
-                (max(resident.nbytes + step.at(each).peak + step.reserve(each), resident.optimizer_peak), number)
+                (max(resident.nbytes + step.at(each).peak, resident.optimizer_peak), number)
                 for number, each in enumerate(alike)
             ]
             need, number = min(needs)
@@ -572,7 +527,7 @@ def _layers(step: Step, fixed: Resident, levels: Mapping[str, str]) -> list[Laye
     for unit in step.units:
         at = levels.get(unit, default)
         level = at if unit in step.mlps else ""
-        forward, backward = step.segments(unit, at)
+        forward, backward = (step.segment(graph, unit, at) for graph in ("forward", "backward"))
         total, trained = left.pop(unit, (0, 0))
         own = (total, trained, round(factor * trained), forward.net)
         row = LayerRow(unit, 1, level, *own, forward.seconds + backward.seconds)

@@ -106,22 +106,14 @@ def level_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def level_note(plan: Plan) -> str:
-    """What the rows do not say: that levels are the same, and how exact the peaks are; "" where there is nothing."""
-    from torch_fused_ops.planner.step import MARGIN
-
+    """Why two levels have the same peak; "" where they differ."""
     peaks = {row.level: row.peak for row in plan.levels}
-    notes = []
-    if "tiled" in peaks and peaks["tiled"] == peaks.get("input"):
-        notes.append(
-            '"tiled" peaks where "input" does: too few tokens for two tiles, nothing that can be cut, or a peak that '
-            "no MLP makes"
-        )
-    if plan.composed:
-        notes.append(
-            f"peaks are put together from a few layers: {100 * MARGIN:.0f} % of what is beyond parameters and "
-            "optimizer state is left free, should one be short"
-        )
-    return "; ".join(notes)
+    if "tiled" not in peaks or peaks["tiled"] != peaks.get("input"):
+        return ""
+    return (
+        '"tiled" peaks where "input" does: too few tokens for two tiles, nothing that can be cut, or a peak that '
+        "no MLP makes"
+    )
 
 
 def largest_rows(plan: Plan, found: Largest) -> list[tuple[str, ...]]:
@@ -157,9 +149,6 @@ def largest_note(found: Largest) -> str:
 
 def text(plan: Plan) -> str:
     """The plan as lines of text."""
-    how = "put together from a few of its equal layers" if plan.composed else "of the whole model"
-    if plan.composed and plan.recompiled:
-        how += "; the peak is the whole model's, compiled at the chosen levels"
     lines = [
         headline(plan),
         "",
@@ -172,7 +161,7 @@ def text(plan: Plan) -> str:
         "",
         *([*aligned(largest_rows(plan, plan.largest)), largest_note(plan.largest), ""] if plan.largest else ()),
         f"chosen: {chosen(plan)}",
-        f"least time of forward and backward: {duration(plan.seconds)}, {cost(plan)}; figures {how}",
+        f"least time of forward and backward: {duration(plan.seconds)}, {cost(plan)}",
         *filter(None, [communication(plan)]),
         *plan.help,
     ]

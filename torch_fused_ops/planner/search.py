@@ -1,24 +1,25 @@
 """The levels to choose among, and the choice: the fastest of a fixed list of assignments whose peak meets the limit.
 
-The list does not depend on the limit. So more memory never gives a slower plan: what met the smaller limit meets the
-larger one.
+The list does not depend on the limit. So of curves that are exact more memory never gives a slower plan: what met the
+smaller limit meets the larger one.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch_fused_ops.planner.model import stack_of
 from torch_fused_ops.planner.step import OFF, Curve, Step
 from torch_fused_ops.policy import MEMORY
 
 __all__ = ["LOSSY", "Candidate", "best", "candidates", "levels_for"]
 
 LOSSY = ("fp8",)  # levels whose gradients are not the plain ones
-ENUMERATED = 20_000  # so many assignments are tried one by one; beyond, the greedy ones
+ALL = 2_500  # so many assignments of any level to any unit are tried one by one
+ENUMERATED = 20_000  # so many with equal levels side by side; beyond, the greedy ones
+MISSES = 4  # so many mixed assignments are compiled that do not fit
 ALIKE = 1e-3  # least times that differ by this part are one: rooflines do not tell them apart
 
 
@@ -29,11 +30,10 @@ def levels_for(lossless: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Levels by unit, what the step comes to with them, and the bytes that its peak may be short (``Step.reserve``)."""
+    """Levels by unit, and the step's curve with them: exact where all units have one, else an estimate."""
 
     levels: Mapping[str, str]
     curve: Curve
-    reserve: int = 0
 
     @property
     def is_mixed(self) -> bool:
@@ -44,20 +44,25 @@ class Candidate:
 def candidates(step: Step, levels: Sequence[str]) -> list[Candidate]:
     """Assignments of levels, which come from the plainest on, the fastest first, whatever the limit.
 
-    In a row of equal layers those at one level stand together, in both orders; how many there are of each is tried out.
-    Where there are too many ways, the greedy ones: from all at the first level, always the change that lowers the peak
-    most for its time. A level that gives what a plainer one does (``useful``) is not mixed with others, and comes last.
+    Of a few layers all assignments. In rows of more (``_rows``) those at one level stand together, in both orders; how
+    many there are of each is tried out. Where there are too many ways, the greedy ones: from all at the first level,
+    always the change that lowers the peak most for its time. A level that gives what a plainer one does (``useful``) is
+    not mixed with others, and comes last.
     """
     if not step.mlps:
-        return [Candidate({}, step.at({}), step.reserve({}))]
+        return [Candidate({}, step.at({}))]
     used = useful(step, levels)
     rows = _rows(step)
     ways = math.prod(2 * math.comb(len(row) + len(used) - 1, len(used) - 1) for row in rows)
-    found = _counted(rows, used) if ways <= ENUMERATED else greedy(step, rows, used)
+    found: Iterator[dict[str, str]]
+    if len(used) ** len(step.mlps) <= ALL:
+        every_way = itertools.product(used, repeat=len(step.mlps))
+        found = (dict(zip(step.mlps, way, strict=True)) for way in every_way)
+    else:
+        found = _counted(rows, used) if ways <= ENUMERATED else greedy(step, used)
     assigned = {tuple(sorted(one.items())): one for one in (*found, *(dict.fromkeys(step.mlps, one) for one in levels))}
     assigned[(OFF,)] = dict.fromkeys(step.mlps, OFF)  # type: ignore[index]
-    curves = ((one, step.at(one)) for one in assigned.values())
-    every = [Candidate(one, curve, step.reserve(one, curve)) for one, curve in curves]
+    every = [Candidate(one, step.at(one)) for one in assigned.values()]
     unused = set(levels).difference(used)
     return sorted(
         every, key=lambda one: (not unused.isdisjoint(one.levels.values()), one.curve.seconds, one.curve.peak)
@@ -81,17 +86,34 @@ def useful(step: Step, levels: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def best(every: Sequence[Candidate], limit: int) -> Candidate | None:
-    """The fastest whose peak, and what it may be short of, is no more than ``limit`` bytes; None if there is none."""
-    return next((one for one in every if one.curve.peak + one.reserve <= limit), None)
+def best(
+    every: Sequence[Candidate], limit: int, peak: Callable[[Candidate], int] = lambda one: one.curve.peak
+) -> Candidate | None:
+    """The fastest whose peak is no more than ``limit`` bytes; None if there is none.
+
+    Args:
+        every: the fastest first.
+        limit: bytes.
+        peak: the exact one, asked for where the curve meets the limit. Where mixed levels have a higher peak than their
+            curve, the others' are taken to be as much higher; after a few such (``MISSES``) they are given up.
+    """
+    short = misses = 0
+    for one in every:
+        if one.curve.peak + short * one.is_mixed > limit or (one.is_mixed and misses == MISSES):
+            continue
+        exact = peak(one)
+        if exact <= limit:
+            return one
+        short, misses = max(short, exact - one.curve.peak), misses + 1
+    return None
 
 
 def _rows(step: Step) -> list[list[str]]:
-    """Units with MLPs; equal ones in one row."""
-    rows: dict[str, list[str]] = {}
-    for unit in step.mlps:
-        found = stack_of(unit, step.stacks)
-        rows.setdefault(found[0].path if found else unit, []).append(unit)
+    """Units with MLPs; those of one list whose MLPs have the same names are in one row."""
+    rows: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for unit, mlps in step.mlps.items():
+        kind = unit.rpartition(".")[0], tuple(mlp.removeprefix(unit) for mlp in mlps)
+        rows.setdefault(kind, []).append(unit)
     return list(rows.values())
 
 
@@ -105,20 +127,19 @@ def _counted(rows: Sequence[Sequence[str]], levels: Sequence[str]) -> Iterator[d
         yield {unit: level for way in chosen for unit, level in way.items()}
 
 
-def greedy(step: Step, rows: Sequence[Sequence[str]], levels: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Always the next change of one unit of a row that lowers the peak most for the time that it costs."""
+def greedy(step: Step, levels: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Always the next change of one unit that lowers the peak most for the time that it costs."""
     now = dict.fromkeys(step.mlps, levels[0])
     at = step.at(now)
     yield dict(now)
     while True:
         moves = []
-        for row in rows:
-            for end in {row[0], row[-1], *_borders(row, now)}:
-                for level in levels[levels.index(now[end]) + 1 :]:
-                    changed = {**now, end: level}
-                    curve = step.at(changed)
-                    gain = at.peak - curve.peak
-                    moves.append((gain / max(curve.seconds - at.seconds, 1e-12), gain, changed, curve))
+        for unit in step.mlps:
+            for level in levels[levels.index(now[unit]) + 1 :]:
+                changed = {**now, unit: level}
+                curve = step.at(changed)
+                gain = at.peak - curve.peak
+                moves.append((gain / max(curve.seconds - at.seconds, 1e-12), gain, changed, curve))
         lower = [move for move in moves if move[1] > 0]
         # Where no single change lowers the peak, two together may: go on with the one that keeps least.
         chosen = max(lower, key=lambda move: move[0]) if lower else min(moves, key=lambda m: m[3].kept, default=None)
@@ -126,11 +147,3 @@ def greedy(step: Step, rows: Sequence[Sequence[str]], levels: Sequence[str]) -> 
             return
         now, at = chosen[2], chosen[3]
         yield dict(now)
-
-
-def _borders(row: Sequence[str], levels: Mapping[str, str]) -> Iterator[str]:
-    """Units whose neighbour has another level."""
-    for first, second in itertools.pairwise(row):
-        if levels[first] != levels[second]:
-            yield first
-            yield second

@@ -1,10 +1,10 @@
-"""The memory and the time of a training step, put together from its layers' own.
+"""The memory and the time of a training step, cut at its layers.
 
 A compiled step is cut into segments, one for each layer (unit) forward and one backward: bytes alive relative to the
-segment's beginning, what it leaves, and its seconds. Equal layers have equal segments, and a layer's memory level
-changes its own segments: so the curve of a model with any number of layers, at any levels, is a sum over segments. A
+segment's beginning, what it leaves, and its seconds. Put together in the order in which they ran they are the step's
+own curve, exactly. A layer's memory level changes its own segments: with other segments in their places they estimate
+the step whose layers have several levels. Such an estimate ranks; what is said of a step was compiled (``plan.py``). A
 segment begins and ends with what is still to be read: memory that Inductor holds for a later result is the later one's.
-What is not exact in it: in a longer graph Inductor may order the work in another way.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from torch_fused_ops.planner.model import CapturedModel, Stack, stack_of
+from torch_fused_ops.planner.model import CapturedModel
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.figures import Capture, on_paper
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
@@ -24,31 +24,22 @@ from torch_fused_ops.virtual_gpu.roofline import Rates, Work, launches_of, prepa
 from torch_fused_ops.virtual_gpu.timeline import Moment, Timeline, timeline_of
 
 __all__ = [
-    "KEPT",
-    "MARGIN",
     "OFF",
     "Curve",
     "Parts",
     "Segment",
     "Step",
-    "assembled",
     "clock",
     "compiled_timeline",
     "cut",
     "measured_step",
+    "parts_of",
     "policy_of",
 ]
 
 log = logging.getLogger("torch_fused_ops.planner")
 
 OFF = "off"  # a level of a whole model, never of a part
-# Inductor puts some of the last layers' work off to the end of backward, and the first layer may hold something of
-# its own that the second frees (of blocks without attention a product in place of the residual). So two at each end
-# stand for themselves, and one for all between.
-BEGINNING = ENDING = 2
-KEPT = BEGINNING + 1 + ENDING
-# What a curve that was put together may be short of the whole model's.
-MARGIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -101,14 +92,21 @@ class Curve:
 
 @dataclass(frozen=True)
 class Parts:
-    """A compiled step, cut: what stands before, in and behind its units."""
+    """A compiled step, cut.
+
+    Attributes:
+        entry: bytes alive before it: its arguments.
+        pieces: its segments, in the order in which they ran: what stands before, in and behind the units, of each
+            graph.
+    """
 
     entry: int
-    before: Segment
-    forward: Mapping[str, Segment]
-    between: tuple[Segment, Segment]  # behind the last unit's forward, before its backward
-    backward: Mapping[str, Segment]
-    behind: Segment
+    pieces: tuple[Piece, ...]
+
+    @cached_property
+    def segments(self) -> Mapping[tuple[str, str], Segment]:
+        """The units' segments."""
+        return {(graph, unit): segment for graph, unit, segment in self.pieces if unit}
 
 
 @dataclass(frozen=True)
@@ -116,62 +114,32 @@ class Step:
     """All that is known of a model's step.
 
     Attributes:
-        units: of the whole model, in the order of forward.
-        stacks: lists of equal units, of which the first, the last and some between were compiled.
+        units: in the order of the model.
         mlps: the units that have MLPs, for which levels are chosen.
         parts: the compiled steps, by the level that all of their units are at.
         shards: what has parameters in shards, if they are.
     """
 
     units: tuple[str, ...]
-    stacks: tuple[Stack, ...]
     mlps: Mapping[str, tuple[str, ...]]
     parts: Mapping[str, Parts]
     shards: Around | None = None
-    _found: dict[tuple[str, str], tuple[Segment, Segment]] = field(default_factory=dict, repr=False, compare=False)
 
-    def segments(self, unit: str, level: str) -> tuple[Segment, Segment]:
-        """A unit's forward and backward at a level."""
-        if (unit, level) not in self._found:
-            self._found[unit, level] = self._look_up(unit, level)
-        return self._found[unit, level]
-
-    def _look_up(self, unit: str, level: str) -> tuple[Segment, Segment]:
-        part, like = self.parts[level], self.like(unit)
-        return part.forward.get(like, Segment()), part.backward.get(like, Segment())
-
-    def like(self, unit: str) -> str:
-        """The unit that was compiled in its place: of a list the first and last two, the third for all between."""
-        found = stack_of(unit, self.stacks)
-        if found is None:
-            return unit
-        stack, number = found
-        from_end = stack.length - number
-        return stack.layer(min(number, BEGINNING) if from_end > ENDING else stack.kept - from_end)
+    def segment(self, graph: str, unit: str, level: str) -> Segment:
+        """A unit's forward or backward at a level; an empty one where nothing of it runs."""
+        return self.parts[level].segments.get((graph, unit), Segment())
 
     def default(self, levels: Mapping[str, str]) -> str:
-        """The level of what is in no unit with MLPs: that of all of those, "free" where they differ.
-
-        So a step that was compiled whole is exact. Of one that was put together "free" is nearer, but for "off": at the
-        end of few layers the compiler orders the loss in ways that it does not at the end of many (a Llama of eight
-        layers at "fp8" has a peak of 97.6 MiB; 97.6 with the ends of "free", 113.7 with those of "fp8").
-        """
-        found = {levels.get(unit, "free") for unit in self.mlps}
-        level = found.pop() if len(found) == 1 else "free"
-        return "free" if self.stacks and level != OFF else level
+        """The level of what is in no unit with MLPs: that of all of those, "free" where they differ."""
+        chosen = {levels.get(unit, "free") for unit in self.mlps}
+        return chosen.pop() if len(chosen) == 1 else "free"
 
     def pieces(self, levels: Mapping[str, str]) -> Iterator[Piece]:
         """The segments in the order of the step, as if no parameters were in shards."""
         default = self.default(levels)
-        ends = self.parts[default]
-        yield "forward", "", ends.before
-        for unit in self.units:
-            yield "forward", unit, self.segments(unit, levels.get(unit, default))[0]
-        yield "forward", "", ends.between[0]
-        yield "backward", "", ends.between[1]
-        for unit in reversed(self.units):
-            yield "backward", unit, self.segments(unit, levels.get(unit, default))[1]
-        yield "backward", "", ends.behind
+        for graph, unit, segment in self.parts[default].pieces:
+            level = levels.get(unit, default)
+            yield graph, unit, segment if level == default else self.segment(graph, unit, level)
 
     @property
     def entry(self) -> int:
@@ -197,39 +165,18 @@ class Step:
         """The step with a memory level for each unit; those that are not named are at "free"."""
         return self.curve(self.pieces(levels))
 
-    def reserve(self, levels: Mapping[str, str], curve: Curve | None = None) -> int:
-        """Bytes by which the whole model's peak may be above that of the curve at these levels, if put together.
-
-        Of the models that were measured none was (``docs/plan.md``): it is left for another order of the work, which
-        the compiler may find in the longer graph. At the border between two levels that may keep what one layer
-        rebuilds beside another's.
-        """
-        if not self.stacks:
-            return 0
-        chosen = set(levels.values())
-        layer = max(
-            (
-                self.segments(unit, a)[0].net - self.segments(unit, b)[0].net
-                for unit in self.mlps
-                for a in chosen
-                for b in chosen
-            ),
-            default=0,
-        )
-        return layer + int(MARGIN * (curve or self.at(levels)).peak)
-
     def checkpointed(self, inputs: Mapping[str, int]) -> Curve:
         """The step with a checkpoint around each whole unit, by arithmetic: it keeps its input, and runs again.
 
         Args:
-            inputs: the bytes of what each compiled unit is given by the one before.
+            inputs: the bytes of what each unit is given by the one before.
         """
 
         def pieces() -> Iterator[Piece]:
             for graph, unit, segment in self.pieces({}):
                 if unit:
-                    forward, backward = self.segments(unit, "free")
-                    given = inputs.get(self.like(unit), 0)
+                    forward, backward = (self.segment(kind, unit, "free") for kind in ("forward", "backward"))
+                    given = inputs.get(unit, 0)
                     if graph == "forward":
                         segment = Segment(forward.points, given, forward.seconds)
                     else:
@@ -275,6 +222,12 @@ def compiled_timeline(
     return timeline_of(papers, model.links), papers
 
 
+def parts_of(model: CapturedModel, gpu: GPU, rates: Rates, instructions: bool, policy: FusionPolicy) -> Parts:
+    """Compile a captured model with a policy, and cut its step; as for ``measured_step``."""
+    timeline, papers = compiled_timeline(model, gpu, policy)
+    return cut(timeline, model, clock(papers, rates, instructions))
+
+
 def measured_step(model: CapturedModel, gpu: GPU, rates: Rates, instructions: bool, levels: Sequence[str]) -> Step:
     """Compile a captured model at each level.
 
@@ -288,26 +241,8 @@ def measured_step(model: CapturedModel, gpu: GPU, rates: Rates, instructions: bo
     parts = {}
     for level in (*levels, OFF) if model.mlps else levels[:1]:
         log.info('compiling on paper: every MLP at "%s"', level)
-        timeline, papers = compiled_timeline(model, gpu, FusionPolicy(memory=level))
-        parts[level] = cut(timeline, model, clock(papers, rates, instructions))
-    return assembled(model, parts)
-
-
-def assembled(model: CapturedModel, parts: Mapping[str, Parts]) -> Step:
-    """The step of the whole model, of which a few equal layers were compiled."""
-    whole = [*model.units]
-    for stack in model.stacks:
-        first = whole.index(stack.layer(0))
-        whole[first : first + stack.kept] = map(stack.layer, range(stack.length))
-    mlps = {unit: _renamed(model, unit) for unit in whole}
-    return Step(tuple(whole), model.stacks, {unit: found for unit, found in mlps.items() if found}, parts)
-
-
-def _renamed(model: CapturedModel, unit: str) -> tuple[str, ...]:
-    """The MLPs of a unit that is like one that was captured."""
-    found = stack_of(unit, model.stacks)
-    like = found[0].layer(0) if found else unit
-    return tuple(f"{unit}{mlp.removeprefix(like)}" for mlp in model.mlps.get(like, ()))
+        parts[level] = parts_of(model, gpu, rates, instructions, FusionPolicy(memory=level))
+    return Step(model.units, model.mlps, parts)
 
 
 def clock(papers: Sequence[PaperCompilation], rates: Rates, instructions: bool) -> Callable[[Moment], float]:
@@ -344,24 +279,38 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Moment], fl
         whole[max(born, own if own in order else "", key=order.__getitem__)] += nbytes
     for owner, nbytes in whole.items():
         segments[1][owner] = replace(segments[1].get(owner, Segment()), gradients=nbytes)
-    ends = [(each.pop("", Segment()), each.pop(BEHIND, Segment())) for each in segments]
-    return Parts(timeline.entry, ends[0][0], segments[0], (ends[0][1], ends[1][0]), segments[1], ends[1][1])
+    pieces: list[Piece] = []
+    limits = (timeline.entry, timeline.kept, timeline.end)
+    for i, (kind, by_owner) in enumerate(zip(("forward", "backward"), segments, strict=True)):
+        # What is freed between the last call and the graph's return belongs to what stands behind the units.
+        left = limits[i + 1] - limits[i] - sum(segment.net for segment in by_owner.values())
+        before, behind = by_owner.pop("", Segment()), by_owner.pop(BEHIND, Segment())
+        pieces.append((kind, "", before))
+        pieces += [(kind, unit, segment) for unit, segment in by_owner.items()]
+        pieces.append((kind, "", replace(behind, net=behind.net + left)))
+    return Parts(timeline.entry, tuple(pieces))
 
 
 def _owners(moments: Sequence[Moment], model: CapturedModel) -> list[str]:
-    """The unit that each call counts for, from its own first call on; before all units "", behind them BEHIND."""
-    owners: list[str] = []
-    seen: set[str] = set()
-    current, last = "", 0
+    """The unit that each call counts for; before all units "", behind them BEHIND.
+
+    Units come in the order of the middle ones of their calls: a compiler may run something of a unit, or of all of
+    them, long before the rest of it. A unit begins with its first call behind the middle one of the unit before.
+    """
+    calls: dict[str, list[int]] = {}
     for i, moment in enumerate(moments):
-        unit = _unit(moment, model)
-        if unit and unit not in seen:
-            current = unit
-            seen.add(unit)
-        last = i if unit and unit == current else last
-        owners.append(current)
-    behind = len(owners) - 1 - last if current else 0
-    return owners[: len(owners) - behind] + [BEHIND] * behind
+        if unit := _unit(moment, model):
+            calls.setdefault(unit, []).append(i)
+    middles = {unit: numbers[len(numbers) // 2] for unit, numbers in calls.items()}
+    owners = [""] * len(moments)
+    middle = last = -1
+    for unit in sorted(calls, key=middles.__getitem__):
+        begin = next(i for i in calls[unit] if i > middle)
+        owners[begin:] = [unit] * (len(owners) - begin)
+        middle, last = middles[unit], calls[unit][-1]
+    if calls:
+        owners[last + 1 :] = [BEHIND] * (len(owners) - last - 1)
+    return owners
 
 
 def _segments(

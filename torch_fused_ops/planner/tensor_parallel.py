@@ -14,8 +14,7 @@ Where no numbers give that, the products stay whole. The smaller graph is then c
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from torch_fused_ops.planner.model import CapturedModel, Stack, stack_of
+from torch_fused_ops.planner.model import CapturedModel
 from torch_fused_ops.virtual_gpu.captured import copy_graph
 
 __all__ = ["Split", "split"]
@@ -41,31 +40,22 @@ class Split:
     Attributes:
         tp: the number of GPUs.
         dimensions: by parameter of the captured model: the dimension of which a GPU has a part.
-        summed: by layer, bytes of results, and of their inputs' gradients, that the group sums.
-        stacks: of the captured model.
+        summed: bytes of results, and of their inputs' gradients, that the group sums.
     """
 
     tp: int
     dimensions: Mapping[str, int]
-    summed: Mapping[str, int]
-    stacks: Sequence[Stack]
+    summed: int
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """What a GPU has of a parameter of the whole model."""
-        found = stack_of(name, self.stacks)
-        like = f"{found[0].layer(0)}{name.removeprefix(found[0].layer(found[1]))}" if found else name
-        dimension = self.dimensions.get(like)
+        dimension = self.dimensions.get(name)
         return tuple(size // self.tp if i == dimension else size for i, size in enumerate(shape))
 
-    def sent(self, units: Sequence[str], like: Callable[[str], str]) -> int:
-        """Bytes that a GPU sends in a step, as rings send them: 2 (tp - 1)/tp of what is summed.
-
-        Args:
-            units: the layers of the whole model.
-            like: the captured layer that each is like.
-        """
-        summed = sum(self.summed.get(like(unit), 0) for unit in units) + self.summed.get("", 0)
-        return 2 * summed * (self.tp - 1) // self.tp
+    @property
+    def sent(self) -> int:
+        """Bytes that a GPU sends in a step, as rings send them: 2 (tp - 1)/tp of what is summed."""
+        return 2 * self.summed * (self.tp - 1) // self.tp
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,7 @@ def split(captured: CapturedModel, tp: int) -> tuple[CapturedModel, Split]:
     Raises:
         ValueError: tp does not divide an MLP's hidden features or an attention's heads; or nothing is found to split.
     """
-    graphs, dimensions, summed = [], {}, Counter[str]()
+    graphs, dimensions, summed = [], {}, 0
     for each in captured.graphs:
         if each.graph is None:
             graphs.append(each)
@@ -120,7 +110,7 @@ def split(captured: CapturedModel, tp: int) -> tuple[CapturedModel, Split]:
                         dimensions[paths[product.bias]] = 0
                 inputs = {column.x for column in block.columns}
                 tensors = [block.row.node, *(x for x in inputs if _value(x).requires_grad)]
-                summed[captured.unit_of(block.module)] += sum(_value(node).nbytes for node in tensors)
+                summed += sum(_value(node).nbytes for node in tensors)
         gm.recompile()
         graphs.append(replace(each, graph=replace(each.graph, gm=gm)))
     if not dimensions:
@@ -128,7 +118,7 @@ def split(captured: CapturedModel, tp: int) -> tuple[CapturedModel, Split]:
             f"tp={tp} is not accepted: there is nothing to split: neither an MLP that is picked up between two linear "
             "layers, nor attention by torch.nn.functional.scaled_dot_product_attention whose shapes follow its heads"
         )
-    return replace(captured, graphs=tuple(graphs)), Split(tp, dimensions, summed, captured.stacks)
+    return replace(captured, graphs=tuple(graphs)), Split(tp, dimensions, summed)
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
