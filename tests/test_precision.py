@@ -126,7 +126,7 @@ def lost(fn, approximate):
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_the_negative_tail_of_gelu(approximate):
-    """None of ours is lost. Of PyTorch's own, documented here as a fact, over 60 %, by up to hundreds of ulp."""
+    """None of ours is lost; more than half of PyTorch's are, by up to hundreds of ulp. The share varies by CPU."""
     name = "gelu" if approximate == "none" else "gelu_tanh"
     assert len(tail()) > 200
     assert lost(lambda x: torch.ops.fused.bias_act(x, None, None, name), approximate) == (
@@ -134,7 +134,7 @@ def test_the_negative_tail_of_gelu(approximate):
         pytest.approx(0.0, abs=1.0),
     )
     share, worst = lost(lambda x: F.gelu(x, approximate=approximate), approximate)
-    assert share > 0.6 and worst > 100
+    assert share > 0.5 and worst > 100
 
 
 # ---- the measure -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ to it.
 The formulas are chosen for two things that PyTorch's own do not have:
 
 * **They keep the negative tail.** ``1 + tanh(u)`` and ``1 + erf(x)`` cancel for negative ``x``: of all bf16 inputs in
-  [-10, -3] more than 60 % of PyTorch's GELU results are off by more than one ulp, and from x = -6 on nothing is left.
+  [-10, -3] more than half of PyTorch's GELU results are off by more than one ulp, and from x = -6 on nothing is left.
   The sigmoid form ``x / (1 + exp(-2u))`` and the complementary error function do not cancel.
 * **They cost less.** Exponentials are base two (one instruction on a GPU), there are no branches, and no ``tanh``.
 
