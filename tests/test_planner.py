@@ -959,3 +959,59 @@ def architecture(name: str) -> tuple[nn.Module, Tensor]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_plans_of_architectures(name: str) -> None:
     is_never_short(*architecture(name))
+
+
+# ---- what a model may be ---------------------------------------------------------------------------------------------
+
+
+class Partly(nn.Module):
+    """Parameters that backward does not reach: unused, under no_grad, detached; one stands in it under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused, self.silent, self.detached = (nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.tied = self.used
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.silent(x)
+        return (self.tied(x) + self.detached(x).detach()).sum()
+
+
+def test_parameters_that_get_no_gradient_are_not_trained() -> None:
+    model = Partly()
+    captured = captured_model(model, (torch.randn(4, 8),), {})
+    whole = held(model, captured.unit_of, None, captured.gets_gradient)
+    model(torch.randn(4, 8)).backward()
+    assert {each.name: each.trained for each in whole} == {
+        name: p.grad is not None for name, p in model.named_parameters()
+    }
+
+
+def test_the_optimizers_step_has_the_batch_beside_it() -> None:
+    resident = Resident.of(held(nn.Linear(8, 8), lambda path: ""), "adamw", 1)
+    assert replace(resident, batch=100).optimizer_peak == resident.optimizer_peak + 100
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x.sum()
+
+
+def test_a_graph_break_inside_a_loop_is_named() -> None:
+    with pytest.raises(ValueError, match=r"captures no graph of it, as of a graph break inside a loop: \w+"):
+        captured_model(Broken(), (torch.randn(4, 8),), {})
+
+
+def test_a_list_as_index_on_meta() -> None:
+    with torch.device("meta"):
+        layer, x = nn.Linear(8, 8), torch.empty(4, 6, 8)
+    captured = captured_model(lambda x: layer(x[:, [0, -1]]).sum(), (x,), {})
+    assert len(captured.graphs) == 1

@@ -72,8 +72,26 @@ def run_captured(
         **options: of ``torch.compile``.
     """
     model = getattr(model, "_orig_mod", model)
-    with unchanged(model), torch._dynamo.config.patch(recompile_limit=64), arguments_checked(args, kwargs):
+    with (
+        unchanged(model),
+        _meta_indices(),
+        torch._dynamo.config.patch(recompile_limit=64),
+        arguments_checked(args, kwargs),
+    ):
         torch.compile(throwaway(call_model), backend=backend, **options)(model, *args, **kwargs)
+
+
+@contextmanager
+def _meta_indices() -> Iterator[None]:
+    """Accept the real meta tensor that torch makes of a list, ``x[[0, 2]]``, beside fake ones on meta."""
+    from torch._subclasses.fake_tensor import fake_tensor_tls
+
+    before = fake_tensor_tls.allow_non_fake_inputs_override
+    fake_tensor_tls.allow_non_fake_inputs_override = True
+    try:
+        yield
+    finally:
+        fake_tensor_tls.allow_non_fake_inputs_override = before
 
 
 @contextmanager

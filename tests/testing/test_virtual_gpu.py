@@ -226,6 +226,45 @@ def test_attention_is_the_gpus(dtype, kernel):
     assert f"aten._scaled_dot_product_{kernel}_attention_backward" in paper.backward.extern
 
 
+@pytest.mark.parametrize(
+    ("dtype", "heads", "operators"),
+    [(torch.float32, 2, {"mm", "bmm"}), (BF16, 2, {"aten._scaled_dot_product_flash_attention"})],
+)
+def test_grouped_queries_take_the_kernel_that_has_them(dtype, heads, operators):
+    """The memory-efficient kernel has no groups, so in float32 CUDA takes the plain products."""
+    q, *kv = (meta(2, n, 128, 64, dtype=dtype, requires_grad=True) for n in (4, heads, heads))
+    paper = compile_on_paper(lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True), q, *kv)
+    assert set(paper.forward.extern) <= operators
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_a_checkpoint_around_attention(dtype):
+    """It keeps what attention is given, and no random state on the GPU, which has no generator here."""
+    qkv = [meta(2, 4, 128, 64, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+    def fn(*qkv: Tensor) -> Tensor:
+        return checkpoint(F.scaled_dot_product_attention, *qkv, use_reentrant=False)
+
+    paper = compile_on_paper(fn, *qkv)
+    assert paper.saved_bytes() == sum(each.nbytes for each in qkv)
+    assert paper.timeline().kept == 4 * qkv[0].nbytes  # with the result
+
+
+def test_a_mask_is_laid_out_for_the_kernel():
+    q = meta(2, 4, 24, 64, dtype=torch.float32, requires_grad=True)
+    mask = meta(24, 24, dtype=torch.bool)
+    paper = compile_on_paper(lambda q, mask: F.scaled_dot_product_attention(q, q, q, mask), q, mask)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    (node,) = paper.forward.graph.graph.find_nodes(op="call_function", target=efficient)
+    assert node.args[3].meta["val"].stride()[-2:] == (32, 1)
+
+
+def test_shape_functions_answer_for_the_gpu():
+    """On CPUs a histogram of integers is refused: mixtures of experts count their tokens so."""
+    paper = compile_on_paper(lambda x: torch.histc(x, bins=4, min=0, max=3), meta(64, dtype=torch.int32))
+    assert paper.inference is not None
+
+
 def test_constants_indexing_embedding_and_dropout():
     table = nn.Embedding(1000, 256, device="meta")
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from torch_fused_ops.capturing import run_captured
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reports.figures import Capture, layers_of, sites_of
+from torch_fused_ops.reports.figures import Capture, layers_of, said, sites_of
 from torch_fused_ops.reports.figures import capture as set_aside
 from torch_fused_ops.sites import Site
 
@@ -41,10 +43,35 @@ class CapturedModel:
         captured = self.graphs[graph].graph
         return captured.paths[number] if captured else ""
 
+    def gets_gradient(self, path: str) -> bool:
+        """Whether backward reaches a parameter of the whole model, by its path."""
+        return path in self._reached
+
+    @cached_property
+    def _reached(self) -> set[str]:
+        """The paths of the parameters that backward reaches."""
+        paths: set[str] = set()
+        for each in self.graphs:
+            if each.graph is None:
+                continue
+            nodes = each.graph.gm.graph.nodes
+            reached = set(each.graph.gm.graph.output_node().all_input_nodes)
+            for node in reversed(nodes):
+                if node in reached and _needs_gradient(node):
+                    reached.update(node.all_input_nodes)
+            placeholders = each.graph.gm.graph.find_nodes(op="placeholder")
+            paths |= {p for node, p in zip(placeholders, each.graph.paths, strict=True) if p and node in reached}
+        return paths
+
     def unit_of(self, path: str) -> str:
         """The unit that a module is in; "" if it is in none."""
         layer = self.layers.get(path, "")
         return layer if layer in self.units else ""
+
+
+def _needs_gradient(node: torch.fx.Node) -> bool:
+    values = [value for value in tree_leaves(node.meta.get("example_value")) if isinstance(value, Tensor)]
+    return not values or any(value.requires_grad for value in values)
 
 
 class _Captured(BaseException):
@@ -74,6 +101,7 @@ def captured_model(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
         return run
 
+    why = "it computes nothing on tensors"
     for whole in (True, False):
         try:
             with torch.enable_grad():
@@ -81,11 +109,14 @@ def captured_model(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
             break
         except _Captured:
             break
-        except torch._dynamo.exc.Unsupported:
+        except torch._dynamo.exc.Unsupported as error:
             if not whole:
                 raise
+            why = said(error)
             graphs.clear()
             sites.clear()
+    if not graphs:
+        raise ValueError(f"model: torch.compile captures no graph of it, as of a graph break inside a loop: {why}")
     model = getattr(model, "_orig_mod", model)
     paths = [path for path, _ in model.named_modules()] if isinstance(model, nn.Module) else []
     paths += [site.module for site in sites if site.module not in paths]

@@ -116,7 +116,7 @@ class Plan:
         peak_bytes: the most bytes alive at once: parameters, optimizer state, and the curve's peak; or the
             optimizer's step, where that is more.
         step_peak: of forward and backward alone, with parameters and optimizer state.
-        optimizer_peak: of the optimizer's step: parameters, gradients, state, and what it allocates.
+        optimizer_peak: of the optimizer's step: parameters, gradients, state, what it allocates, and the batch.
         parameters: bytes of parameters and buffers.
         gradients: bytes of gradients.
         optimizer_state: bytes that the optimizer keeps.
@@ -304,7 +304,7 @@ def plan(
         return split(captured, tp) if tp > 1 else (captured, None)
 
     captured, parts = capture(args, kwargs)
-    whole = held(module, captured.unit_of, parts)
+    whole = held(module, captured.unit_of, parts, captured.gets_gradient)
 
     @functools.cache
     def held_over(dp: int) -> Resident:
@@ -324,6 +324,7 @@ def plan(
     def over(dp: int) -> _Planned:
         resident = held_over(dp)
         step = replace(measured, shards=resident.shards)
+        resident = replace(resident, batch=max(step.entry, step.at({}).end - resident.gradients))
         every = search.candidates(step, levels)
         return _Planned(model, captured, parts, step, whole, resident, every, described, optimizer, recompile, over)
 
@@ -501,7 +502,7 @@ class _Planned:
         alike = [one.levels for one in self.every if not one.is_mixed]
         need = dp = 0
         for dp in (n for n in DP if n > self.resident.dp):
-            resident = Resident.of(self.whole, self.optimizer, dp)
+            resident = replace(Resident.of(self.whole, self.optimizer, dp), batch=self.resident.batch)
             step = replace(self.step, shards=resident.shards)
             needs = [
                 (max(resident.nbytes + step.at(each).peak, resident.optimizer_peak), number)

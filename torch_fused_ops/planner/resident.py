@@ -59,16 +59,23 @@ class Held:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def held(model: Callable[..., Any], unit_of: Callable[[str], str], split: Split | None = None) -> list[Held]:
+def held(
+    model: Callable[..., Any],
+    unit_of: Callable[[str], str],
+    split: Split | None = None,
+    gets_gradient: Callable[[str], bool] = lambda path: True,
+) -> list[Held]:
     """All parameters and buffers of a model; of a function none.
 
     Args:
         model: a module or a function.
         unit_of: the layer that a module is in, by its path.
         split: what one GPU has a part of.
+        gets_gradient: whether backward reaches the parameter of a path; one that it does not reach is not trained.
     """
     if not isinstance(model, nn.Module):
         return []
+    reached = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if gets_gradient(name)}
     named: list[tuple[str, Tensor, bool]] = [(name, p, True) for name, p in model.named_parameters()]
     named += [(name, buffer, False) for name, buffer in model.named_buffers()]
     return [
@@ -78,7 +85,7 @@ def held(model: Callable[..., Any], unit_of: Callable[[str], str], split: Split 
             split.shape(name, t.shape) if split else tuple(t.shape),
             t.dtype,
             is_parameter,
-            t.requires_grad,
+            t.requires_grad and id(t) in reached,
             split is not None and split.shape(name, t.shape) != tuple(t.shape),
         )
         for name, t, is_parameter in named
@@ -141,6 +148,7 @@ class Resident:
         transient: that its step allocates and frees.
         by_unit: of parameters and buffers, and of gradients, by layer.
         shards: the shards, if there are any.
+        batch: of the arguments and results that the caller still holds while the optimizer runs.
     """
 
     parameters: int
@@ -149,6 +157,7 @@ class Resident:
     transient: int
     by_unit: Mapping[str, tuple[int, int]]
     shards: FullyShard | None
+    batch: int = 0
 
     @property
     def dp(self) -> int:
@@ -163,7 +172,7 @@ class Resident:
     @property
     def optimizer_peak(self) -> int:
         """What is alive at most in the optimizer's step."""
-        return self.nbytes + self.gradients + self.transient
+        return self.nbytes + self.gradients + self.transient + self.batch
 
     @classmethod
     def of(cls, whole: Sequence[Held], optimizer: str, dp: int) -> Resident:

@@ -137,5 +137,7 @@ def is_number(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), symbolic)
 
 
-def is_tensor(node: Any) -> bool:
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
+def is_tensor(node: Any, device: str) -> bool:
+    """Whether a graph's node is a tensor on a device of this type."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, Tensor) and value.device.type == device

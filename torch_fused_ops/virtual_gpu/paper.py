@@ -176,6 +176,9 @@ class _Paper:
         self.functorch_config: dict[str, Any] = {
             "enable_autograd_cache": False,
             "force_non_lazy_backward_lowering": True,
+            # A checkpoint's random state would be a generator of the device's, which there is not. Without this it is a
+            # tensor on the CPU.
+            "graphsafe_rng_functionalization": False,
         }
         if memory_budget is not None:
             self.functorch_config["activation_memory_budget"] = memory_budget
@@ -239,6 +242,8 @@ class _Paper:
                 dynamo_config.patch(automatic_dynamic_local_pgo=False, automatic_dynamic_remote_pgo=False)
             )
             stack.enter_context(standing_in.cuda_autocast())
+            stack.enter_context(standing_in.cuda_attention())
+            stack.enter_context(standing_in.cuda_rules())
             stack.enter_context(standing_in.guardless_tensors())
             stack.enter_context(standing_in.constants_folded_on_cpu())
             for module in (joint_graph, post_grad):
@@ -320,7 +325,7 @@ class _Paper:
         self.results = kwargs["num_fwd_outputs"]
         outputs = forward.graph.output_node().args[0][self.results :]
         origins = dict(zip(forward.graph.find_nodes(op="placeholder"), self.parameters, strict=False))
-        self.saved = tuple(saved_tensor(node, origins) for node in outputs if is_tensor(node))
+        self.saved = tuple(saved_tensor(node, origins) for node in outputs if is_tensor(node, "cuda"))
         # AOTAutograd hands over by position, forward's sizes, which come last, first. Names may differ.
         numbers = sorted(range(len(outputs)), key=lambda i: not is_number(outputs[i]))
         inputs = (node.name for node in backward.graph.find_nodes(op="placeholder"))

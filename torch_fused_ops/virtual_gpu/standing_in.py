@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -181,6 +181,92 @@ def _native_layer_norm(
 
 
 @contextlib.contextmanager
+def cuda_attention() -> Iterator[None]:
+    """Have `scaled_dot_product_attention` choose on CPU tensors among CUDA's kernels, by CUDA's conditions."""
+    torch_library: Any = torch.library
+    library = torch_library.Library("aten", "IMPL")
+    op = aten.scaled_dot_product_attention.default
+    with contextlib.ExitStack() as stack:
+        stack.callback(_forget_dispatch, [op])
+        stack.callback(library._destroy)
+        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+        _forget_dispatch([op])
+        yield
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention as `sdp_utils.cpp` and `attention.cpp` have it for CUDA, but for cuDNN: flash, efficient, or math."""
+    mask = attn_mask
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    width, *widths = (tensor.size(-1) for tensor in (query, key, value))
+    heads = {tensor.shape[:2] for tensor in (query, key, value)}
+    plain = query.dim() == 4 and 0 not in (query.size(-2), key.size(-2)) and widths[0] == width
+    strided = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    flash = (
+        plain and strided and half and mask is None and widths[1] == width <= 256 and (len(heads) == 1 or enable_gqa)
+    )
+    if flash and torch.cuda.get_device_capability() >= (8, 0) and not (is_causal and query.size(-2) != key.size(-2)):
+        padded = (F.pad(tensor, (0, -width % 8)) if width % 8 else tensor for tensor in (query, key, value))
+        scale = width**-0.5 if scale is None else scale
+        found = aten._scaled_dot_product_flash_attention.default(*padded, dropout_p, is_causal, False, scale=scale)
+        return found[0][..., :width]
+    alignment = 8 if half else 4
+    if (
+        plain
+        and strided
+        and len(heads) == 1
+        and query.dtype != torch.float64
+        and not any(size % alignment for size in (width, widths[1]))
+    ):
+        needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        bias = None if mask is None else _aligned(mask).expand(*query.shape[:3], key.size(2))
+        efficient = aten._scaled_dot_product_efficient_attention.default
+        found = efficient(query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale)
+        return found[0]
+    math = aten._scaled_dot_product_attention_math.default
+    found = math(query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)
+    return found[0]
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    """Pad a mask's rows in memory as the efficient kernel wants them."""
+    if mask.stride(-1) == 1 and not any(stride % 16 for stride in mask.stride()[:-1]):
+        return mask
+    size = mask.size(-1)
+    return F.pad(mask, (0, 16 - size % 16))[..., :size]
+
+
+@contextlib.contextmanager
+def cuda_rules() -> Iterator[None]:
+    """Have shape functions that ask for a fake CPU tensor's device treat it as CUDA's (`histc` of integers)."""
+    from torch import _meta_registrations
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    original = _meta_registrations.device_hint
+
+    def device_hint(tensor: Any) -> str:
+        device = original(tensor)
+        return "cuda" if device == "cpu" else device
+
+    with mock.patch.object(_meta_registrations, "device_hint", device_hint), contextlib.ExitStack() as stack:
+        stack.callback(FakeTensorMode.cache_clear)  # it remembers what shape functions answered, by device
+        FakeTensorMode.cache_clear()
+        yield
+
+
+@contextlib.contextmanager
 def guardless_tensors() -> Iterator[None]:
     """Fake CUDA tensors whose Python methods do without a device guard.
 
@@ -258,78 +344,12 @@ def _dims_consumed(entry: Any) -> int:
     return entry.dim() if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
 
 
-def replace_cpu_nodes(graph: fx.Graph) -> None:
-    """Put the GPU's operators in place of those that only the CPU has, in a graph captured on the CPU."""
-    for node in list(graph.nodes):
-        if node.target is aten._scaled_dot_product_flash_attention_for_cpu.default:
-            _replace_attention(graph, node)
-        elif node.target is aten.lift_fresh_copy.default:
-            _move_constant(graph, node)
-
-
 def _move_constant(graph: fx.Graph, node: fx.Node) -> None:
     """A constant, `torch.tensor([1.0], device=…)`, is lifted on the CPU and copied to the GPU."""
     with graph.inserting_after(node):
         copy = graph.call_function(torch.ops.prims.device_put.default, (node, torch.device("cuda", 0)))
     copy.meta.update(node.meta)
     node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
-
-
-def _replace_attention(graph: fx.Graph, node: fx.Node) -> None:
-    """Flash attention where it can be, else the memory-efficient kernel: what CUDA chooses for training."""
-    query, key, value, dropout, causal, mask, scale = _arguments(node)
-    results = {user.args[1]: user for user in list(node.users)}
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    backwards = [other for other in graph.nodes if other.target is backward and _origin(other.args[5]) is node]
-    half = query.meta["val"].dtype in (torch.bfloat16, torch.float16)
-    is_flash = mask is None and half
-    with graph.inserting_before(node):
-        if is_flash:
-            attention = aten._scaled_dot_product_flash_attention.default
-            forward = graph.call_function(attention, (query, key, value, dropout, causal, False), {"scale": scale})
-        else:
-            attention = aten._scaled_dot_product_efficient_attention.default
-            forward = graph.call_function(attention, (query, key, value, mask, True, dropout, causal), {"scale": scale})
-        forward.meta.update({name: entry for name, entry in node.meta.items() if name != "val"})
-        random_state = (6, 7) if is_flash else (2, 3)
-        extra = [graph.call_function(operator.getitem, (forward, i)) for i in random_state] if backwards else []
-    for result in results.values():
-        result.replace_input_with(node, forward)
-    for old in backwards:
-        grad, out, logsumexp = old.args[0], old.args[4], old.args[5]
-        with graph.inserting_before(old):
-            if is_flash:
-                # no cumulative lengths, and the longest ones: that of a batch without padding
-                lengths = None, None, query.meta["val"].size(2), key.meta["val"].size(2)
-                new = graph.call_function(
-                    aten._scaled_dot_product_flash_attention_backward.default,
-                    (grad, query, key, value, out, logsumexp, *lengths, dropout, causal, *extra),
-                    {"scale": scale},
-                )
-            else:
-                wanted = [True, True, True, False]
-                new = graph.call_function(
-                    aten._scaled_dot_product_efficient_attention_backward.default,
-                    (grad, query, key, value, mask, out, logsumexp, *extra, dropout, wanted, causal),
-                    {"scale": scale},
-                )
-        new.meta.update({name: entry for name, entry in old.meta.items() if name != "val"})
-        old.replace_all_uses_with(new)
-        graph.erase_node(old)
-    graph.erase_node(node)
-
-
-def _arguments(node: fx.Node) -> tuple[Any, ...]:
-    """The CPU attention's arguments in full: query, key, value, dropout_p, is_causal, attn_mask, scale."""
-    positional = [*node.args, *(0.0, False)[len(node.args) - 3 :]]
-    return (*positional, node.kwargs.get("attn_mask"), node.kwargs.get("scale"))
-
-
-def _origin(node: fx.Node) -> fx.Node:
-    """The operator a result comes from, through `detach`, `alias` and getitem."""
-    while node.target in (operator.getitem, aten.detach.default, aten.alias.default):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def on_gpu(mode: Any, value: Any) -> Any:
@@ -350,7 +370,8 @@ def move_graph(gm: fx.GraphModule) -> None:
     def moved(value: Any) -> Any:
         return gpu if isinstance(value, torch.device) and value.type == "cpu" else value
 
-    replace_cpu_nodes(gm.graph)
+    for node in gm.graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default):
+        _move_constant(gm.graph, node)
     inputs = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
