@@ -1,4 +1,4 @@
-"""What pick-up adds to compile time: 12-layer models, forward and backward, and the recogniser alone as graphs grow.
+"""What pick-up adds to compile time: 12-layer models, forward and backward, and the recognizer alone as graphs grow.
 
     python benchmarks/compile_time.py [--quick] [--rounds N] [--out FILE]
 
@@ -8,7 +8,7 @@ order; what counts is the median over rounds of the ratio within a round. CPU se
 shared machine, so both are given. Two kinds of round: ``torch`` leaves the C++ compiler out (kernels are generated, and
 do nothing), which is the harder test of 3 %, and ``all`` has it in, CPU seconds included.
 
-Where even that is too coarse, the part that is ours is timed by itself, inside the same compilations: *recognise*,
+Where even that is too coarse, the part that is ours is timed by itself, inside the same compilations: *recognize*,
 stage 1, with the import of its modules and the activation table; *remember*, stage 2, without upstream's partitioner
 that it calls; *identity*, the hash of our sources for cache keys. Lowering our operators comes in place of lowering
 aten's and is in the ratio.
@@ -100,8 +100,8 @@ def compile_once(name: str, way: str, kind: str, layers: int) -> dict[str, Any]:
     if way == "fused":
         from torch_fused_ops.lowerings import partition, passes
 
-        ours.wrap(passes.Recognise, "__call__", "recognise")
-        ours.wrap(passes.Remember, "__call__", "remember")
+        ours.wrap(passes.Recognize, "__call__", "recognize")
+        ours.wrap(passes.Partition, "__call__", "remember")
         ours.wrap(partition, "min_cut_rematerialization_partition", "remember", -1)
         passes.source_hash.cache_clear()
         ours.wrap(passes, "source_hash", "identity")
@@ -150,9 +150,9 @@ def measure(name: str, kind: str, layers: int, rounds: int, shuffle: random.Rand
 
 
 def growth(name: str, sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
-    """The recogniser alone, dry, on graphs captured from models without storage: the fastest of several runs."""
+    """The recognizer alone, dry, on graphs captured from models without storage: the fastest of several runs."""
     from torch_fused_ops import FusionPolicy
-    from torch_fused_ops.lowerings.recognise import rewrite
+    from torch_fused_ops.lowerings.recognize import rewrite
 
     rows: list[dict[str, Any]] = []
     for layers in sizes:
@@ -235,7 +235,7 @@ def main() -> None:
             "machine": {**about, "load_at_end": round(os.getloadavg()[0], 2)},
             "quick": args.quick,
             "cases": cases,
-            "recogniser_growth": rows,
+            "recognizer_growth": rows,
         }
         args.out.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     middle = statistics.median(case["ratio"]["cpu"]["median"] for case in cases)

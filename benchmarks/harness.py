@@ -1,6 +1,6 @@
 """How every benchmark is timed, checked and written down.
 
-Times on a machine that does other things, or changes its clock, say little; compared with their neighbours in time
+Times on a machine that does other things, or changes its clock, say little; compared with their neighbors in time
 they say much. So all ways of a case run in one process, and a *round* is one run of each in random order. What is
 reported is the median of each, its quartiles and its 95 % interval (order statistics: no assumption on the noise), and,
 for what is ours, the same of the *ratio* to each other way within a round.

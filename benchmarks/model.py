@@ -60,7 +60,7 @@ def build(name: str, dtype: torch.dtype, device: Device, seed: int) -> nn.Module
     make, config = MODELS[name]
     with torch.device(device.where):
         model = make(config).to(dtype)
-    models.initialise(model, seed)
+    models.initialize(model, seed)
     return model
 
 

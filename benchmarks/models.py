@@ -160,7 +160,7 @@ class Llama(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def initialise(model: nn.Module, seed: int) -> None:
+def initialize(model: nn.Module, seed: int) -> None:
     """Matrices and embeddings from N(0, 0.02²), drawn on the model's own device."""
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)

@@ -14,8 +14,8 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 
 from torch_fused_ops.bench_ways import AUTOTUNE, TORCHAO
+from torch_fused_ops.float8_recipes import RECIPES
 from torch_fused_ops.policy import GEMM, MEMORY, FusionPolicy
-from torch_fused_ops.recipes import RECIPES
 
 from . import models
 from .harness import Trial, Unavailable, saved_bytes
@@ -51,7 +51,8 @@ def ours(memory: str, mode: str = "default", **more: Any) -> Callable[..., Funct
     def compiled(fn: Function, **settings: Any) -> Function:
         import torch._inductor as inductor
 
-        options: dict[str, Any] = {"policy": FusionPolicy(memory=memory, strict=True, **more)}
+        policy = FusionPolicy(memory=memory, strict=True, **more)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"policy": policy}
         options.update(inductor.list_mode_options(mode))
         return torch.compile(fresh(fn), backend="fused", options=options, **settings)
 

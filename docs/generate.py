@@ -41,8 +41,8 @@ ITEMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Distributed training", "DDP with and without split graphs, FSDP2, accumulation, `no_sync`; tensor and expert "
      "parallelism, DTensor, checkpoints", ("distributed/test_data_parallel.py", "distributed/test_tensor_parallel.py",
      "distributed/test_expert_parallel.py", "distributed/test_sharding.py", "distributed/test_checkpoint.py")),
-    ("Serialisation", "`torch.save`, pickle, copies, compile caches in other processes, fork, spawn, threads",
-     ("anywhere/test_serialisation.py", "lowerings/test_caches.py")),
+    ("Serialization", "`torch.save`, pickle, copies, compile caches in other processes, fork, spawn, threads",
+     ("anywhere/test_serialization.py", "lowerings/test_caches.py")),
     ("Devices", "CPU, CUDA, ROCm, XPU, all others as plain PyTorch; meta and fake tensors; mixtures rejected",
      ("anywhere/test_devices.py",)),
     ("Hostile input", "shapes, strides, dtypes and values of every kind against float64; wrong arguments; tensors "
@@ -360,7 +360,7 @@ def fp8() -> str:
 
 
 def _recipes() -> list[str]:
-    from torch_fused_ops.recipes import RECIPES, Block
+    from torch_fused_ops.float8_recipes import RECIPES, Block
 
     def block(b: Block) -> str:
         return {(1, None): "row", (None, None): "tensor"}.get(b, f"{b.rows} × {b.columns}")

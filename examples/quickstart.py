@@ -278,7 +278,7 @@ def picture(runs: dict[str, Run], subtitle: str) -> str:
         "One training step, ms": [(quartiles([1e3 * s for s in r.seconds]), paces[name]) for name, r in runs.items()],
     }
     height = 152 + 34 * len(runs)
-    grey, blue, ink, faint = "#c3c9d1", "#2563eb", "#1f2937", "#6b7280"
+    gray, blue, ink, faint = "#c3c9d1", "#2563eb", "#1f2937", "#6b7280"
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 {height}" width="880" height="{height}" '
         'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="14">',
@@ -292,7 +292,7 @@ def picture(runs: dict[str, Run], subtitle: str) -> str:
         for row, (name, ((low, middle, high), change)) in enumerate(zip(runs, rows, strict=True)):
             y, text = 112 + 34 * row, 129 + 34 * row
             x1, x2, end = start + scale * low, start + scale * high, start + scale * high + 8
-            fill, weight = (blue, 600) if name.startswith("fused") else (grey, 400)
+            fill, weight = (blue, 600) if name.startswith("fused") else (gray, 400)
             bold = f'font-weight="{weight}" fill="{ink}"'
             out += [
                 f'<text x="{start - 8}" y="{text}" text-anchor="end" {bold}>{name}</text>',

@@ -40,7 +40,7 @@ LISTS_OF_PASSES: bool = hasattr(custom_graph_pass, "get_custom_graph_passes")
 
 # What a pass derives from to be called with ``is_inference``; where it is not, it must do without.
 if TYPE_CHECKING:
-    from torch_fused_ops.recipes import Scaling
+    from torch_fused_ops.float8_recipes import Scaling
 
     InferenceAwarePass = custom_graph_pass.CustomInferenceAwareGraphPass
     SchedulerPass = custom_graph_pass.CustomSchedulerPass

@@ -1,7 +1,7 @@
-"""Stage 3 for linear layers in float8: ``quantise``, ``quantise_by``, ``dequantise``, ``scaled_mm`` as Inductor IR.
+"""Stage 3 for linear layers in float8: ``quantize``, ``quantize_by``, ``dequantize``, ``scaled_mm`` as Inductor IR.
 
-What is quantised along its rows is fused with whatever makes it, an activation or a norm: that is Inductor's own
-work, given the formula in aten. What is quantised along its columns is stored transposed, and Inductor reads or
+What is quantized along its rows is fused with whatever makes it, an activation or a norm: that is Inductor's own
+work, given the formula in aten. What is quantized along its columns is stored transposed, and Inductor reads or
 writes that across the rows (pytorch#130015): on GPUs a kernel of ours does it (``kernels/float8.py``).
 """
 
@@ -23,12 +23,12 @@ from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_fused_ops import activations, float8
-from torch_fused_ops.declaration import Elementwise
+from torch_fused_ops.declaration import PointwiseOperator
+from torch_fused_ops.float8_recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.lowerings import operators
 from torch_fused_ops.lowerings.epilogues import VIEWS
 from torch_fused_ops.lowerings.partition import Graphs
-from torch_fused_ops.operators.quantised import QUANTISED, RESULTS
-from torch_fused_ops.recipes import BLOCK, MX_BLOCK
+from torch_fused_ops.operators.quantized import QUANTIZED, RESULTS
 
 __all__ = ["merged"]
 
@@ -114,7 +114,7 @@ def _is_transposed() -> bool:
 
 _by_kernel = {
     name: fallback_handler(getattr(fused, name).default, add_to_fallback_set=False)
-    for name in ("quantise", "quantise_by", "scaled_mm", "scaled_mm_tiled")
+    for name in ("quantize", "quantize_by", "scaled_mm", "scaled_mm_tiled")
 }
 # By compilation and by the FX node of scales. Both products that read a matrix read its scales.
 _tiles: WeakKeyDictionary[Any, dict[Node, Box]] = WeakKeyDictionary()
@@ -141,28 +141,28 @@ def _halves(box: Box) -> tuple[Box, Box] | None:
     return first, second
 
 
-def _quantise(input: Box, rows: int, columns: int = BLOCK) -> Any:
+def _quantize(input: Box, rows: int, columns: int = BLOCK) -> Any:
     if operators.is_on_gpu(input) and (rows != 1 or _is_transposed()):
-        return _by_kernel["quantise"](input, rows, columns)
+        return _by_kernel["quantize"](input, rows, columns)
     halves = _halves(input) if rows == 1 and columns == input.get_size()[1] else None
     if halves is not None:
-        first, second, scales = _inlined(float8.quantise_halves, *halves)
+        first, second, scales = _inlined(float8.quantize_halves, *halves)
         return operators.pack(first, second, "halves"), scales
-    return _inlined(float8.quantise, input, rows, columns)
+    return _inlined(float8.quantize, input, rows, columns)
 
 
-def _quantise_by(input: Box, scales: Box) -> Box:
+def _quantize_by(input: Box, scales: Box) -> Box:
     if operators.is_on_gpu(input) and _is_transposed():
-        return _by_kernel["quantise_by"](input, scales)
-    return _inlined(float8.quantise_by, input, scales)
+        return _by_kernel["quantize_by"](input, scales)
+    return _inlined(float8.quantize_by, input, scales)
 
 
-def _dequantise(values: Box, scales: Box, rows: int, dtype: torch.dtype) -> Box:
-    return _inlined(float8.dequantise, values, scales, rows, dtype)
+def _dequantize(values: Box, scales: Box, rows: int, dtype: torch.dtype) -> Box:
+    return _inlined(float8.dequantize, values, scales, rows, dtype)
 
 
 def _tiled(scales: Box, node: Node) -> Box:
-    """As the tensor cores read them, by the kernel that quantises: float32 is then not written at all."""
+    """As the tensor cores read them, by the kernel that quantizes: float32 is then not written at all."""
     from torch._inductor.virtualized import V
 
     known = _tiles.setdefault(V.graph, {})
@@ -186,31 +186,31 @@ def _scaled_mm(a: Box, a_scales: Box, b: Box, b_scales: Box, bias: Box | None, r
     return _by_kernel["scaled_mm"](*args)
 
 
-register_lowering(fused.quantise.default, type_promotion_kind=None)(_quantise)
-register_lowering(fused.quantise_by.default, type_promotion_kind=None)(_quantise_by)
-register_lowering(fused.dequantise.default, type_promotion_kind=None)(_dequantise)
+register_lowering(fused.quantize.default, type_promotion_kind=None)(_quantize)
+register_lowering(fused.quantize_by.default, type_promotion_kind=None)(_quantize_by)
+register_lowering(fused.dequantize.default, type_promotion_kind=None)(_dequantize)
 register_lowering(fused.scaled_mm.default, type_promotion_kind=None)(_scaled_mm)
 
 for _op in (
-    fused.quantise_both.default,
-    fused.requantise.default,
+    fused.quantize_both.default,
+    fused.requantize.default,
     fused.scaled_grouped_mm.default,
     fused.scaled_mm_tiled.default,
-    *QUANTISED.values(),
+    *QUANTIZED.values(),
 ):
     make_fallback(_op, warn=False)
 
 
 # ---- backward graphs -------------------------------------------------------------------------------------------------
 
-BACKWARD: dict[Any, Elementwise] = {op.backward.overload: op for op in QUANTISED}
+BACKWARD: dict[Any, PointwiseOperator] = {op.backward.overload: op for op in QUANTIZED}
 TRANSPOSED = {aten.t.default, aten.permute.default, aten.transpose.int}  # of a matrix
 
 
 def merged(graphs: Graphs) -> Graphs:
-    """A pair of graphs in which what is quantised more than once is so in one pass; without float8 the pair itself.
+    """A pair of graphs in which what is quantized more than once is so in one pass; without float8 the pair itself.
 
-    Backward does not round twice what it has. On GPUs what is quantised along rows and along columns is one call:
+    Backward does not round twice what it has. On GPUs what is quantized along rows and along columns is one call:
     elsewhere Inductor's code for the single steps does as well.
     """
     from torch._inductor.pattern_matcher import stable_topological_sort  # not earlier: it imports the lowerings
@@ -237,24 +237,24 @@ def _is_on_gpu(node: Node) -> bool:
 
 
 def _round_once(graph: Graph) -> None:
-    """Quantise what a graph has itself, and not what that loads as.
+    """Quantize what a graph has itself, and not what that loads as.
 
     The input of a linear layer is kept as it was multiplied, or rebuilt. Where it is rebuilt, rounding it in one form
     of blocks and then in the other is work for nothing: both round to the same numbers, but for the smallest.
     """
-    for node in graph.find_nodes(op="call_function", target=fused.dequantise.default):
+    for node in graph.find_nodes(op="call_function", target=fused.dequantize.default):
         values, block = node.args[0], _block_of_columns(node)
         uses = _uses(node, *block)
         made: Any = values.args[0] if values.target is operator.getitem else None
         alone = uses.columns and not (uses.rows or uses.sums or uses.others)  # no rounding that somebody asked for
-        if alone and isinstance(made, Node) and _is_quantise(made, node.args[2], block[1]):
+        if alone and isinstance(made, Node) and _is_quantize(made, node.args[2], block[1]):
             source: Any = made.args[0]
             if source.meta["val"].dtype == node.meta["val"].dtype:
                 node.replace_all_uses_with(source)
 
 
 class _Uses(NamedTuple):
-    """Where a matrix is quantised along its rows, where along its columns, where its columns are summed."""
+    """Where a matrix is quantized along its rows, where along its columns, where its columns are summed."""
 
     rows: list[Node]
     columns: list[Node]
@@ -262,9 +262,9 @@ class _Uses(NamedTuple):
     others: list[Node]
 
 
-def _block_of_columns(dequantised: Node) -> tuple[int, int]:
-    """In which a layer's input, loaded, is quantised along its columns: as a weight."""
-    values, scales, rows, _ = _seen(dequantised.args)
+def _block_of_columns(dequantized: Node) -> tuple[int, int]:
+    """In which a layer's input, loaded, is quantized along its columns: as a weight."""
+    values, scales, rows, _ = _seen(dequantized.args)
     narrow = float8.columns_of(values, scales, rows) == MX_BLOCK
     return (1, MX_BLOCK) if narrow else (BLOCK, BLOCK)
 
@@ -274,9 +274,9 @@ def _uses(node: Node, rows_of_columns: int = 1, columns: int = BLOCK) -> _Uses:
     found = _Uses([], [], [], [])
     for user in node.users:
         of_transposed = list(user.users) if user.target in TRANSPOSED else []
-        if _is_quantise(user, 1, columns):
+        if _is_quantize(user, 1, columns):
             found.rows.append(user)
-        elif of_transposed and all(_is_quantise(u, rows_of_columns, columns) for u in of_transposed):
+        elif of_transposed and all(_is_quantize(u, rows_of_columns, columns) for u in of_transposed):
             found.columns.extend(of_transposed)
         elif user.target is aten.sum.dim_IntList and user.args[1] == [0]:
             found.sums.append(user)
@@ -285,9 +285,9 @@ def _uses(node: Node, rows_of_columns: int = 1, columns: int = BLOCK) -> _Uses:
     return found
 
 
-def _is_quantise(node: Node, rows: Any, columns: int = BLOCK) -> bool:
+def _is_quantize(node: Node, rows: Any, columns: int = BLOCK) -> bool:
     """In blocks of (rows, columns)."""
-    return node.target is fused.quantise.default and (*node.args[1:], BLOCK)[:2] == (rows, columns)
+    return node.target is fused.quantize.default and (*node.args[1:], BLOCK)[:2] == (rows, columns)
 
 
 def _seen(args: Sequence[Any]) -> list[Any]:
@@ -304,7 +304,7 @@ def _call(graph: Graph, target: Any, *args: Any) -> Node:
 
 
 def _replace_pair(graph: Graph, old: Sequence[Node], values: Node, scales: Node) -> None:
-    """Let who reads what ``quantise`` gave read these."""
+    """Let who reads what ``quantize`` gave read these."""
     for node in old:
         for item in list(node.users):
             item.replace_all_uses_with(scales if item.args[1] else values)
@@ -316,10 +316,10 @@ def _results(graph: Graph, node: Node) -> list[Node]:
 
 
 def _merge(graph: Graph, node: Node) -> None:
-    """A matrix's two quantisations, or the one of what was quantised along its rows, in one pass.
+    """A matrix's two quantizations, or the one of what was quantized along its rows, in one pass.
 
     In blocks of 32 Inductor's own, along its rows, also writes scales as products read them: that is left to it, but
-    where the columns are summed as well, as it then quantises in a kernel of its own.
+    where the columns are summed as well, as it then quantizes in a kernel of its own.
     """
     if not isinstance(node.meta["val"], torch.Tensor) or node.meta["val"].ndim != 2:
         return
@@ -328,16 +328,16 @@ def _merge(graph: Graph, node: Node) -> None:
         if not (uses.rows and uses.columns) or (width == MX_BLOCK and not uses.sums):
             continue
         with graph.inserting_after(node):
-            both = _call(graph, fused.quantise_both.default, node, width)
+            both = _call(graph, fused.quantize_both.default, node, width)
         with graph.inserting_after(both):
             parts = _results(graph, both)
         _replace_pair(graph, uses.rows, *parts[:2])
         _replace_pair(graph, uses.columns, *parts[2:])
-    if node.target is fused.dequantise.default and node.args[2] == 1:
+    if node.target is fused.dequantize.default and node.args[2] == 1:
         columns = _uses(node, *_block_of_columns(node)).columns
         if columns:
             with graph.inserting_after(node):
-                again = _call(graph, fused.requantise.default, *node.args[:2])
+                again = _call(graph, fused.requantize.default, *node.args[:2])
             with graph.inserting_after(again):
                 _replace_pair(graph, columns, *_results(graph, again))
 
@@ -394,7 +394,7 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
     of_result = [c for n in results for m in _matrices(n)[0] for c in _uses(m, of_columns, width).columns]
     with graph.inserting_before(node):
         flat = [_call(graph, aten.reshape.default, t, [-1, t.meta["val"].shape[-1]]) for t in (grad, *data)]
-        made = _call(graph, QUANTISED[op], *flat, *args[len(tensors) :], width)
+        made = _call(graph, QUANTIZED[op], *flat, *args[len(tensors) :], width)
         made.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         parts = _results(graph, made)
     for i, (rows, columns, sums) in enumerate(of_gradients):

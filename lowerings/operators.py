@@ -3,7 +3,7 @@
 An operator never reaches generated code as a call. Its arithmetic is the text of ``formulas.py``: the element
 function is traced to aten on scalars, each aten node goes through Inductor's own lowering, and the ``ops`` calls that
 come out are kept as a flat :class:`Program`. A lowering is then a loader for each argument around that program, so it
-fuses with its neighbours as any pointwise node does, and the formula costs each of its steps once however often a
+fuses with its neighbors as any pointwise node does, and the formula costs each of its steps once however often a
 value is used.
 """
 
@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.functions import FloorDiv
 
 from torch_fused_ops import activations, formulas
-from torch_fused_ops.declaration import Elementwise, elementwise
+from torch_fused_ops.declaration import PointwiseOperator, elementwise
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.lowerings.row_blocks import ROWS
+from torch_fused_ops.lowerings.split_reductions import ROWS
 
 Box = Any  # ir.TensorBox
 Index = Sequence[Any]
@@ -312,7 +312,7 @@ class _Elements(NamedTuple):
 
 
 @functools.cache  # the functions are keys of the cache of programs
-def _elements(op: Elementwise) -> _Elements:
+def _elements(op: PointwiseOperator) -> _Elements:
     data = 2 if op.is_packed else op.data
     biases = 0 if op.bias is None else data if op.is_packed else 1
     count = data + biases
@@ -335,7 +335,9 @@ def _elements(op: Elementwise) -> _Elements:
     return _Elements(value, grads, scale_grad)
 
 
-def _loads(op: Elementwise, tensors: Sequence[Any], layout: str | None) -> tuple[list[Any], list[tuple[Any, Any]]]:
+def _loads(
+    op: PointwiseOperator, tensors: Sequence[Any], layout: str | None
+) -> tuple[list[Any], list[tuple[Any, Any]]]:
     """The ranges (…, n), and the loads: the data, packed data in two; the biases, likewise; the scale."""
     *rows, n = tensors[0].get_size()
     at: list[Callable[[Index], Index]] = [_here]
@@ -377,7 +379,7 @@ def _over_blocks(lowering: Callable[..., Any], arguments: Sequence[str], results
     return over_blocks
 
 
-def _forward(op: Elementwise) -> Callable[..., Box]:
+def _forward(op: PointwiseOperator) -> Callable[..., Box]:
     def lowering(*args: Any) -> Box:
         tensors, layout, scalars = op.split(args)
         ranges, loads = _loads(op, tensors, layout)
@@ -386,7 +388,7 @@ def _forward(op: Elementwise) -> Callable[..., Box]:
     return _over_blocks(lowering, op.kinds, ["data"])
 
 
-def _backward(op: Elementwise) -> Callable[..., tuple[Box | None, ...]]:
+def _backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
     def lowering(grad: Box, *args: Any, dtypes: Sequence[torch.dtype] = ()) -> tuple[Box | None, ...]:
         """``dtypes``: of the data's gradients, where they are not the data's own."""
         tensors, layout, scalars = op.split(args[:-1])
@@ -457,7 +459,7 @@ def _load_fp8(stored: Box, scale: Box, dtype: torch.dtype) -> Box:
     return to_dtype(x, torch.float64) if dtype == torch.float64 else x
 
 
-def _fp8(op: Elementwise) -> Callable[..., tuple[Box, ...]]:
+def _fp8(op: PointwiseOperator) -> Callable[..., tuple[Box, ...]]:
     """The operator that also stores its data."""
     forward = _forward(op)
 
@@ -469,7 +471,7 @@ def _fp8(op: Elementwise) -> Callable[..., tuple[Box, ...]]:
     return lowering
 
 
-def _fp8_backward(op: Elementwise) -> Callable[..., tuple[Box | None, ...]]:
+def _fp8_backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
     """Its backward operator."""
     backward = _backward(op)
 
@@ -482,7 +484,7 @@ def _fp8_backward(op: Elementwise) -> Callable[..., tuple[Box | None, ...]]:
     return lowering
 
 
-def lower(op: Elementwise) -> None:
+def lower(op: PointwiseOperator) -> None:
     """Register the lowerings of the four that a declared operator comes in."""
     for signature, make in zip(op.signatures, (_forward, _backward, _fp8, _fp8_backward), strict=True):
         # type_promotion_kind=None: the arguments' dtypes differ by design; promotion would widen what is loaded.

@@ -1,7 +1,7 @@
 """Stage 2, first half: which of a training step's values are handed from forward to backward, and which rebuilt there.
 
 By default Inductor's partitioner keeps both sides of an activation between two GEMMs: its rule is that what backward
-must materialise anyway (the second GEMM's weight gradient reads the activation) is not rebuilt. Taking away that one
+must materialize anyway (the second GEMM's weight gradient reads the activation) is not rebuilt. Taking away that one
 rule, for what linear layers read, is enough (``memory="free"``): the activation is rebuilt in the kernel that computes
 its gradient, from the same loads.
 
@@ -37,7 +37,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops.declaration import OPERATORS
-from torch_fused_ops.known_gemms import is_known
+from torch_fused_ops.gemm_registry import is_known
 from torch_fused_ops.lowerings import compat
 
 __all__ = [
@@ -62,7 +62,7 @@ aten = torch.ops.aten
 op_types = functools.cache(get_default_op_list)  # 0.4 ms a call, and passes ask for every node
 
 # What forward computes and backward can rebuild without a GEMM. A dropout is rebuilt from its seed: the same mask.
-REBUILT = (*(op.name for op in OPERATORS.values() if op.pointwise), "quantise", "dequantise")
+REBUILT = (*(op.name for op in OPERATORS.values() if op.pointwise), "quantize", "dequantize")
 # GEMMs of linear layers, and of experts
 _LINEAR = {aten.mm, aten.addmm, aten._grouped_mm, aten._scaled_mm}
 _LINEAR |= {torch.ops.fused.scaled_mm, torch.ops.fused.scaled_grouped_mm}
@@ -128,12 +128,12 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
 
 
 def _leave_to_backward(graph: Graph, outputs: int) -> None:
-    """Let backward make what only it reads of a linear layer's quantised input: what is kept is that input as it is.
+    """Let backward make what only it reads of a linear layer's quantized input: what is kept is that input as it is.
 
     Along the tokens it takes as much room, and more where the other form is kept anyway, for a product made again.
     """
     backward, results = _backward(graph, outputs), set(_returned(graph)[:outputs])
-    for node in graph.find_nodes(op="call_function", target=torch.ops.fused.dequantise.default):
+    for node in graph.find_nodes(op="call_function", target=torch.ops.fused.dequantize.default):
         made = reached([node])
         if made.isdisjoint(results):
             for one in made - backward:
@@ -146,9 +146,9 @@ def _scales_of_weights(graph: Graph) -> list[Node]:
     Upstream takes that for free, as backward has the weight anyway. What is kept is 4 bytes.
     """
     found = dict[Node, None]()
-    for node in graph.find_nodes(op="call_function", target=torch.ops.fused.quantise_by.default):
+    for node in graph.find_nodes(op="call_function", target=torch.ops.fused.quantize_by.default):
         source = node.args[1]
-        while isinstance(source, Node) and source.args and source.target is not torch.ops.fused.quantise.default:
+        while isinstance(source, Node) and source.args and source.target is not torch.ops.fused.quantize.default:
             source = source.args[0]
         if isinstance(source, Node) and source.op == "call_function" and "recompute" not in source.meta:
             found[source] = None
@@ -327,9 +327,9 @@ def _exposed(gm: GraphModule, graphs: Graphs, joint_inputs: Any, *, free: bool, 
         return []
     read = _read_by_backward(gm.graph, outputs)
 
-    def held(sources: Iterable[Node], materialised: bool) -> list[Node]:
+    def held(sources: Iterable[Node], materialized: bool) -> list[Node]:
         names = set[str]().union(*(rebuilt[source] for source in sources))
-        needed = [node for node, in_memory in read.items() if node.name in names and in_memory >= materialised]
+        needed = [node for node, in_memory in read.items() if node.name in names and in_memory >= materialized]
         return list(filter(_can_be_held, needed))
 
     by_autograd = {node.name for node in read}

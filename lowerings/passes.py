@@ -1,6 +1,6 @@
 """What stands in Inductor's slots: how it gets there, whose policy it follows, and what it adds to cache keys.
 
-There are four slots: ``pre_grad_custom_pass`` (stage 1, recognise), ``custom_partitioner_fn`` (stage 2, remember),
+There are four slots: ``pre_grad_custom_pass`` (stage 1, recognize), ``custom_partitioner_fn`` (stage 2, remember),
 ``post_grad_custom_post_pass`` (stage 3's sums over rows, and its choice of GEMM epilogues) and
 ``_post_fusion_custom_pass`` (stage 4, what is written in place).
 Two kinds of object stand in them. A *fixed* one carries its policy: ``compile_options`` and ``backend="fused"`` put
@@ -26,10 +26,18 @@ import torch._inductor.config as inductor_config
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-from torch_fused_ops import activations, known_gemms, observers, switches
+from torch_fused_ops import activations, fusion_events, gemm_registry, switches
 from torch_fused_ops._version import __version__
-from torch_fused_ops.capturing import captured_graphs
-from torch_fused_ops.lowerings import compat, epilogues, handover, in_place, memory, partition, row_blocks
+from torch_fused_ops.capture import captured_graphs
+from torch_fused_ops.lowerings import (
+    buffer_reuse,
+    compat,
+    epilogues,
+    memory_levels,
+    partition,
+    saved_tensors,
+    split_reductions,
+)
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, enclosing_modules, policy_or_default
 from torch_fused_ops.sites import Site
 from torch_fused_ops.virtual_gpu.modules import module_stack
@@ -52,7 +60,7 @@ def source_hash() -> str:
 
 def identity() -> str:
     """Our version, our sources, the activation table, the registered GEMMs and what is off, for every compile key."""
-    tables = (activations.table_hash(), known_gemms.registered_hash())
+    tables = (activations.table_hash(), gemm_registry.registered_hash())
     parts = ("torch_fused_ops", __version__, source_hash(), *tables, *switches.WITHOUT)
     return "-".join(filter(None, parts))
 
@@ -76,7 +84,7 @@ def tag_caches() -> None:
     compat.update_everywhere(compiler_config, "cache_key_tag", update)
     global _tag
     _tag = f"|{identity()}"
-    for tables in (activations, known_gemms):
+    for tables in (activations, gemm_registry):
         if tag_caches not in tables._on_change:
             tables._on_change.append(tag_caches)
 
@@ -191,10 +199,10 @@ class BeforeCaches(_Only):
         return slot
 
 
-class Recognise(_Pass, CustomGraphPass):
+class Recognize(_Pass, CustomGraphPass):
     """Stage 1, one of the passes in ``pre_grad_custom_pass``."""
 
-    name = "recognise"
+    name = "recognize"
 
     def uuid(self) -> str | None:
         """None where a key that is made before this pass has run would lack what patterns decide.
@@ -216,11 +224,11 @@ class Recognise(_Pass, CustomGraphPass):
                 _note_decisions(graph, policy)
 
     def run(self, graph: torch.fx.Graph, policy: FusionPolicy) -> None:
-        from torch_fused_ops.lowerings.recognise import rewrite
+        from torch_fused_ops.lowerings.recognize import rewrite
 
-        observers.before(graph, policy)
+        fusion_events.before(graph, policy)
         sites = rewrite(graph, policy)
-        observers.tell(graph, sites)
+        fusion_events.tell(graph, sites)
         for site in sites:
             log.info("%s: %s", site.source, site.op or f"left alone: {site.reason}")
         missed = [site for site in sites if site.is_missed]
@@ -230,9 +238,9 @@ class Recognise(_Pass, CustomGraphPass):
                 + "\n".join(f"  {s.source}: {'fused, but ' * bool(s.op)}{s.missed}{_helps(s)}" for s in missed)
             )
         if policy.strict:
-            from torch_fused_ops.lowerings import nothing_found  # not earlier: it imports the operators
+            from torch_fused_ops.lowerings import strict  # not earlier: it imports the operators
 
-            nothing_found.check(graph, sites)
+            strict.check(graph, sites)
 
 
 _decided: WeakKeyDictionary[TracingContext, str] = WeakKeyDictionary()  # by compilation, forward and backward
@@ -261,7 +269,7 @@ def _helps(site: Site) -> str:
     return "".join(f" → {kind.advice}" if kind.hint else f" ({kind.row})" for kind in site.refusals)
 
 
-class Remember(_Only, CustomPartitionerFn):
+class Partition(_Only, CustomPartitionerFn):
     """Stage 2, in ``custom_partitioner_fn``."""
 
     name = "remember"
@@ -271,7 +279,7 @@ class Remember(_Only, CustomPartitionerFn):
         if policy is None:
             return partition.upstream(gm, joint_inputs, **kwargs)
         free = policy.memory != "off" and not partition.budgeted(gm.graph)
-        asked = free and memory.unstore(gm.graph)
+        asked = free and memory_levels.unstore(gm.graph)
         handed = {
             "outputs": kwargs["num_fwd_outputs"],
             "static_inputs": kwargs.get("static_lifetime_input_indices") or (),
@@ -279,7 +287,7 @@ class Remember(_Only, CustomPartitionerFn):
 
         def divide() -> partition.Graphs:
             graphs = partition.partition(gm, joint_inputs, free=free, **kwargs)
-            handover.check(graphs, **handed)
+            saved_tensors.check(graphs, **handed)
             return graphs
 
         from torch_fused_ops.lowerings.float8 import merged  # not earlier: it imports the lowerings
@@ -288,9 +296,11 @@ class Remember(_Only, CustomPartitionerFn):
         if graphs is None:  # nothing is rebuilt then that upstream would not rebuild
             return partition.upstream(gm, joint_inputs, budget=1, **kwargs)
         if free:
-            graphs = _guarded(self, policy, functools.partial(memory.rebuild, graphs, **handed)) or graphs
+            graphs = _guarded(self, policy, functools.partial(memory_levels.rebuild, graphs, **handed)) or graphs
         if free and (policy.memory != "free" or asked):
-            graphs = _guarded(self, policy, functools.partial(memory.keep_less, graphs, policy, **handed)) or graphs
+            graphs = (
+                _guarded(self, policy, functools.partial(memory_levels.keep_less, graphs, policy, **handed)) or graphs
+            )
         return _guarded(self, policy, functools.partial(merged, graphs)) or graphs
 
 
@@ -305,12 +315,12 @@ class Epilogues(_Pass, compat.InferenceAwarePass):
             return
         guard = functools.partial(_guarded, self, policy)
         if inductor_config.split_reductions and not switches.is_without("split_reductions"):
-            guard(functools.partial(row_blocks.rewrite, graph))
+            guard(functools.partial(split_reductions.rewrite, graph))
         if is_inference:
             guard(functools.partial(epilogues.rewrite, graph, policy, guard))
 
 
-class InPlace(_Only, compat.SchedulerPass):
+class BufferReuse(_Only, compat.SchedulerPass):
     """Stage 4, in ``_post_fusion_custom_pass``."""
 
     name = "in place"
@@ -318,17 +328,17 @@ class InPlace(_Only, compat.SchedulerPass):
     def __call__(self, nodes: list[Any]) -> list[Any]:
         policy = self.policy_to_run()
         if policy is not None and inductor_config.inplace_buffers and not switches.is_without("buffer_reuse"):
-            _guarded(self, policy, functools.partial(in_place.allow, nodes))
+            _guarded(self, policy, functools.partial(buffer_reuse.allow, nodes))
         return nodes
 
 
-_Kind = type[Recognise] | type[Remember] | type[Epilogues] | type[InPlace] | type[BeforeCaches]
+_Kind = type[Recognize] | type[Partition] | type[Epilogues] | type[BufferReuse] | type[BeforeCaches]
 SLOTS: dict[str, _Kind] = {
     **({compat.TIMING: BeforeCaches} if hasattr(inductor_config, compat.TIMING) else {}),
-    "pre_grad_custom_pass": Recognise,
-    "custom_partitioner_fn": Remember,
+    "pre_grad_custom_pass": Recognize,
+    "custom_partitioner_fn": Partition,
     "post_grad_custom_post_pass": Epilogues,
-    **({slot: InPlace} if (slot := compat.after_fusion()) else {}),
+    **({slot: BufferReuse} if (slot := compat.after_fusion()) else {}),
 }
 
 
@@ -339,7 +349,7 @@ def _missing(policy: FusionPolicy) -> Iterator[str]:
             "no MLP is looked for: use_pre_grad_passes=False, which mode='lite' sets, turns Inductor's pre-grad passes "
             "off. Compile in another mode."
         )
-    effects = {Remember: f"memory={policy.memory!r} has no effect", InPlace: "no kernel writes over what it reads"}
+    effects = {Partition: f"memory={policy.memory!r} has no effect", BufferReuse: "no kernel writes over what it reads"}
     for name, kind in SLOTS.items():
         there = getattr(inductor_config, name)
         if kind in effects and there is not None and not isinstance(there, Stage) and policy.memory != "off":
@@ -358,7 +368,7 @@ def _guarded(stage: Stage, policy: FusionPolicy, run: Callable[[], Any]) -> Any:
         if policy.strict:
             raise
         reason = f"{stage.name}: {type(error).__name__}: {error}"
-        observers.failed(reason)
+        fusion_events.failed(reason)
         if reason not in _logged:
             _logged.add(reason)
             log.warning("a pass failed and left the graph as it was (%s). Please report it.", reason, exc_info=True)

@@ -65,7 +65,7 @@ def _window(size: Sequence[Any], causal: bool, window_left: int, window_right: i
     return is_open
 
 
-# Loads are switched off so many at a time: by single elements they would no longer be vectorised (bfloat16, causal,
+# Loads are switched off so many at a time: by single elements they would no longer be vectorized (bfloat16, causal,
 # backward, rows of 2048 on sm_90: 31.5 instructions an element by single keys, 23.2 so).
 _GROUP = 8
 

@@ -282,7 +282,7 @@ class _Record:
 
 @pytest.fixture(autouse=True)
 def activation_table() -> Iterator[None]:
-    """Takes out what a test registers, so that no other test recognises it. Names must still differ between tests."""
+    """Takes out what a test registers, so that no other test recognizes it. Names must still differ between tests."""
     before = dict(activations._TABLE)
     yield
     if before != activations._TABLE:

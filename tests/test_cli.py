@@ -311,7 +311,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [["program.py"], ["-m", "program"]])
 def test_run(models, how):
-    """A program as it is: its arguments, its neighbours, its exit code; its children do as it does."""
+    """A program as it is: its arguments, its neighbors, its exit code; its children do as it does."""
     (models / "program.py").write_text(PROGRAM)
     done = run("run", "--memory", "input", "--strict", "--report", "report.json", *how, "--memory", "x", cwd=models)
     assert done.returncode == 3, done.stderr

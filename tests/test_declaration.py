@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_fused_ops.declaration import OPERATORS, Elementwise, above_zero, elementwise, finite, one_of
+from torch_fused_ops.declaration import OPERATORS, PointwiseOperator, above_zero, elementwise, finite, one_of
 
 PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
 
@@ -24,7 +24,7 @@ def gated(gate, up, gain):
 def gated_grads(grad, gate, up, gain):
     return grad * torch.cos(gate) * up * gain, grad * torch.sin(gate) * gain
 
-sine_glu = Elementwise(
+sine_glu = PointwiseOperator(
     "sine_glu",
     "sin(gate) · up · gain of the packed input + bias.",
     tensors={"input": "packed", "bias": "per_column?"},
@@ -32,7 +32,7 @@ sine_glu = Elementwise(
     value=gated,
     grads=gated_grads,
 )
-register_elementwise(sine_glu)
+register_pointwise(sine_glu)
 """
 
 TRIED = """
@@ -142,7 +142,7 @@ print("everything")
 @pytest.mark.seconds("the one process in which operators are declared, and compiled")
 def test_a_declared_operator_gets_everything() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    (declared,) = (block for block in blocks if "register_elementwise" in block)
+    (declared,) = (block for block in blocks if "register_pointwise" in block)
     script = "import torch\ntorch.manual_seed(0)\n" + declared + PACKED + TRIED
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
@@ -164,7 +164,7 @@ def test_wrong_declarations_say_what_is_wrong(changed: dict[str, object], text: 
     before = dict(OPERATORS)
     given: dict[str, object] = {"name": "wrong", "doc": "", "tensors": {"input": "data"}, "scalars": {}}
     with pytest.raises(ValueError, match=re.escape(text)):
-        Elementwise(**{**given, "value": lambda x: x, "grads": lambda g, x: (g,), **changed})  # type: ignore[arg-type]
+        PointwiseOperator(**{**given, "value": lambda x: x, "grads": lambda g, x: (g,), **changed})  # type: ignore[arg-type]
     assert before == OPERATORS
 
 

@@ -24,12 +24,12 @@ pytest.importorskip("triton")
 
 import torch_fused_ops as tfo
 from torch_fused_ops.benchmarks import models
-from torch_fused_ops.planner import largest, report, search
+from torch_fused_ops.planner import max_batch, report, search
 from torch_fused_ops.planner.fsdp import FullyShard, Group
 from torch_fused_ops.planner.model import captured_model
 from torch_fused_ops.planner.optimizers import optimizer_memory
 from torch_fused_ops.planner.plan import LevelRow, bytes_of
-from torch_fused_ops.planner.resident import Resident, check_shards, check_whole, held
+from torch_fused_ops.planner.static_memory import Resident, check_shards, check_whole, held
 from torch_fused_ops.planner.step import (
     Parts,
     Piece,
@@ -504,17 +504,17 @@ def sampled(points: Callable[[int], Sequence[int]], bound: int = 2**40) -> tuple
     """What is sampled of a step with these bytes at its calls, and the sizes that were asked for."""
     asked: list[int] = []
 
-    def sample(size: int) -> largest.Sample | int:
+    def sample(size: int) -> max_batch.Sample | int:
         asked.append(size)
-        return largest.Sample(size, points(size), lambda: 0.0) if size <= bound else bound
+        return max_batch.Sample(size, points(size), lambda: 0.0) if size <= bound else bound
 
     return sample, asked
 
 
 def test_the_largest_of_all_levels_is_in_the_headline() -> None:
     def most(**sizes: int) -> str:
-        rows = tuple(largest.LargestRow(level, size, 0, 0.0, 0) for level, size in sizes.items())
-        return report.most(largest.Largest("batch", 1, 1, rows))
+        rows = tuple(max_batch.LargestRow(level, size, 0, 0.0, 0) for level, size in sizes.items())
+        return report.most(max_batch.Largest("batch", 1, 1, rows))
 
     assert most(off=180, free=247, input=318, tiled=318) == 'batch: at most 318, every MLP at "input", 180 at "off"'
     assert most(off=8, free=8) == 'batch: at most 8, every MLP at "off"'
@@ -536,7 +536,7 @@ def test_the_largest_of_all_levels_is_in_the_headline() -> None:
 )
 def test_the_largest_size_fits_and_the_next_does_not(points: Any, limit: int, first: int) -> None:
     sample, asked = sampled(points)
-    fits, over = largest.bisected(sample, limit, sample(first), 1)
+    fits, over = max_batch.bisected(sample, limit, sample(first), 1)
     expected = max((n for n in range(1, 1000) if max(points(n)) <= limit), default=0)
     assert (fits.size if fits else 0) == expected and over is not None and over.size == expected + 1
     assert {expected, expected + 1} - {0} <= set(asked)
@@ -544,40 +544,42 @@ def test_the_largest_size_fits_and_the_next_does_not(points: Any, limit: int, fi
 
 def test_affine_bytes_need_four_samples() -> None:
     sample, asked = sampled(lambda n: (10**9 + 7 * n, 10**8 + 2 * 10**6 * n, 3))
-    fits, over = largest.bisected(sample, 10**10, sample(8), 1)
+    fits, over = max_batch.bisected(sample, 10**10, sample(8), 1)
     assert fits is not None and over is not None and (fits.size, over.size) == (4950, 4951) and len(asked) == 4
 
 
 def test_sizes_go_in_steps() -> None:
     sample, asked = sampled(lambda n: (n,))
-    fits, over = largest.bisected(sample, 1000, sample(384), 128)
+    fits, over = max_batch.bisected(sample, 1000, sample(384), 128)
     assert fits is not None and over is not None and (fits.size, over.size) == (896, 1024)
     assert all(size % 128 == 0 for size in asked)
-    assert [largest.step_of(n, "tokens") for n in (4096, 96, 7)] == [128, 32, 1] and largest.step_of(32, "batch") == 1
+    assert [max_batch.step_of(n, "tokens") for n in (4096, 96, 7)] == [128, 32, 1] and max_batch.step_of(
+        32, "batch"
+    ) == 1
 
 
 def test_a_model_that_does_not_run_with_more() -> None:
     sample, _ = sampled(lambda n: (n,), bound=1024)
-    fits, over = largest.bisected(sample, 10**6, sample(128), 128)
+    fits, over = max_batch.bisected(sample, 10**6, sample(128), 128)
     assert fits is not None and fits.size == 1024 and over is None
 
 
 def test_the_calls_that_two_sizes_share_say_where_the_third_is() -> None:
-    a, b = (largest.Sample(n, (100 + n, 10 * n), lambda: 0.0) for n in (2, 4))
-    assert largest.crossing(a, b, room=200) == 20.0
-    flat = largest.Sample(4, (102, 20), lambda: 0.0)
-    assert largest.crossing(a, flat, room=200) == float("inf")
+    a, b = (max_batch.Sample(n, (100 + n, 10 * n), lambda: 0.0) for n in (2, 4))
+    assert max_batch.crossing(a, b, room=200) == 20.0
+    flat = max_batch.Sample(4, (102, 20), lambda: 0.0)
+    assert max_batch.crossing(a, flat, room=200) == float("inf")
 
 
 def test_arguments_of_another_size() -> None:
     x, mask, token = torch.randn(2, 8, 4, requires_grad=True), torch.zeros(8, 8), torch.tensor([[3], [4]])
-    (a, b, c), named = largest.resized(((x, mask, token), {"n": 2}), "batch", 5)
+    (a, b, c), named = max_batch.resized(((x, mask, token), {"n": 2}), "batch", 5)
     assert a.shape == (5, 8, 4) and a.requires_grad and torch.equal(a[2:4], x) and b is mask
     assert torch.equal(c, torch.tensor([[3], [4], [3], [4], [3]])) and named == {"n": 2}
-    (a, b, c), _ = largest.resized(((x, mask, token), {}), "tokens", 3)
+    (a, b, c), _ = max_batch.resized(((x, mask, token), {}), "tokens", 3)
     assert a.shape == (2, 3, 4) and b.shape == (8, 3) and c is token
     with pytest.raises(ValueError, match=r"maximum='tokens' is not accepted: no tensor .* has a dimension 1"):
-        largest.size_of((torch.zeros(3), 4), "tokens")
+        max_batch.size_of((torch.zeros(3), 4), "tokens")
 
 
 # ---- real models -----------------------------------------------------------------------------------------------------

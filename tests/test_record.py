@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_fused_ops as tfo
 from torch_fused_ops import tiles, virtual_gpu
-from torch_fused_ops.lowerings import recognise
+from torch_fused_ops.lowerings import recognize
 from torch_fused_ops.policy import MEMORY
 from torch_fused_ops.reports import figures as figures_module
 from torch_fused_ops.reports.figures import layers_of
@@ -165,13 +165,13 @@ def test_patterns_that_match_no_site_are_noted() -> None:
 
 def test_a_failing_pass_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("broken <recogniser>")
+        raise RuntimeError("broken <recognizer>")
 
-    monkeypatch.setattr(recognise, "rewrite", fails)
+    monkeypatch.setattr(recognize, "rewrite", fails)
     with tfo.record() as report:
         torch.compile(mlp(), backend="fused")(batch())
     assert report.sites == () and report.graphs == 1
-    assert "note: pick-up failed on a graph and left it as it was: recognise: RuntimeError: broken" in str(report)
+    assert "note: pick-up failed on a graph and left it as it was: recognize: RuntimeError: broken" in str(report)
 
 
 def test_two_threads_do_not_mix() -> None:

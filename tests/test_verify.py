@@ -18,7 +18,7 @@ from torch import Tensor
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.cli import main
-from torch_fused_ops.lowerings import handover, partition
+from torch_fused_ops.lowerings import partition, saved_tensors
 from torch_fused_ops.verify import _apart
 
 
@@ -87,7 +87,7 @@ def test_where_plain_is_off_it_says_so() -> None:
 def test_a_fault_of_ours_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """With stage 2 as it was: a buffer is read in backward after forward has updated it."""
     monkeypatch.setattr(partition, "_copies_of_written", lambda *args: [])
-    monkeypatch.setattr(handover.Handover, "check", lambda self: None)
+    monkeypatch.setattr(saved_tensors.SavedTensors, "check", lambda self: None)
     found = tfo.verify(Pointwise(), x_of(8, 16))
     assert not found.ok
     assert {(one.kind, one.name) for one in found.differences} == {("gradient", "w")}
@@ -319,12 +319,12 @@ def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -
 
 @pytest.mark.slow
 def test_what_a_way_raises_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_fused_ops.lowerings import recognise
+    from torch_fused_ops.lowerings import recognize
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(recognise, "rewrite", broken)
+    monkeypatch.setattr(recognize, "rewrite", broken)
     found = tfo.verify(MLP(), x_of(8, 16), policy=FusionPolicy(strict=True))
     assert not found.ok and "on purpose" in found.failures["fused, float32"]
     assert "fused, float32: raised " in str(found)
@@ -374,7 +374,7 @@ def test_the_command(models: Any, capsys: pytest.CaptureFixture[str], monkeypatc
     assert "1 of 1 MLP sites fused" in out and "'input'" in out
     assert json.loads((models / "found.json").read_text())["ok"]
     monkeypatch.setattr(partition, "_copies_of_written", lambda *args: [])
-    monkeypatch.setattr(handover.Handover, "check", lambda self: None)
+    monkeypatch.setattr(saved_tensors.SavedTensors, "check", lambda self: None)
     assert main(["verify", "verified_models.py:example"]) == 1
     out = capsys.readouterr().out
     assert "gradient of scale" in out and "not ok" in out

@@ -35,7 +35,7 @@ if sys.argv[:1] == ["-m"] and (_module := sys.orig_argv[-len(sys.argv)]).split("
 from torch_fused_ops import environment, functional  # environment first: an invalid setting stops the import here
 from torch_fused_ops._version import __version__
 from torch_fused_ops.activations import register_activation
-from torch_fused_ops.known_gemms import register_gemm
+from torch_fused_ops.gemm_registry import register_gemm
 
 # Importing the operators registers torch.ops.fused.*.
 from torch_fused_ops.operators.decompositions import decompositions

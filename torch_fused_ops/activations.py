@@ -65,7 +65,7 @@ class Activation:
         name: what the operators' ``activation`` argument calls it.
         value: f(x), in x's dtype (float32 or float64), accurate relative to the result.
         derivative: f'(x), likewise; itself differentiable, for double backward.
-        definition: the textbook spelling of f, for the recogniser to read symbolically; it may lose accuracy.
+        definition: the textbook spelling of f, for the recognizer to read symbolically; it may lose accuracy.
         builtin: whether the hand-written Triton kernels know it.
         gradient_from_output: whether f'(f(x)) = f'(x), with f(x) rounded: backward may keep f(x), which the next linear
             keeps anyway, instead of x.
@@ -288,7 +288,7 @@ def get(name: str, argument: str = "activation") -> Activation:
 
 
 def register_activation(name: str, fn: Function, derivative: Function | None = None, *, replace: bool = False) -> None:
-    """Add an activation to the table, for every operator, for the lowerings and for the recogniser.
+    """Add an activation to the table, for every operator, for the lowerings and for the recognizer.
 
     Args:
         name: a new name (an identifier). Registering the same functions under the same name again does nothing.

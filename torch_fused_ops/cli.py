@@ -25,7 +25,7 @@ import torch
 import torch_fused_ops as tfo
 from torch_fused_ops import environment
 from torch_fused_ops.arguments import parser
-from torch_fused_ops.recipes import RECIPES
+from torch_fused_ops.float8_recipes import RECIPES
 from torch_fused_ops.virtual_gpu import gpus
 
 __all__ = ["main"]
@@ -151,7 +151,7 @@ def _module(name: str) -> ModuleType:
     path = Path(name)
     if not path.is_file():
         raise _UsageError(f"{name!r} does not exist: give a module's name or the path of a .py file")
-    sys.path.insert(0, str(path.parent.resolve()))  # as `python file.py` does: its neighbours can be imported
+    sys.path.insert(0, str(path.parent.resolve()))  # as `python file.py` does: its neighbors can be imported
     return importlib.import_module(path.stem)
 
 

@@ -1,6 +1,6 @@
 """What an operator is, said once: its tensors and what their axes mean, its scalars, its formula on elements.
 
-    glu = Elementwise(
+    glu = PointwiseOperator(
         "glu",
         "act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset) · token_scale[..., None]; gate, up (..., n).",
         tensors={"gate": "data", "up": "data", "token_scale": "per_row?"},
@@ -44,12 +44,12 @@ from torch_fused_ops import activations
 __all__ = [
     "OPERATORS",
     "Argument",
-    "Elementwise",
+    "OpaqueOperator",
     "Operator",
+    "PointwiseOperator",
     "Rule",
     "Signature",
     "Stored",
-    "Whole",
     "above_zero",
     "arguments_of",
     "between",
@@ -244,7 +244,7 @@ def arguments_of(**types: str) -> tuple[Argument, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class Whole(Operator):
+class OpaqueOperator(Operator):
     """An operator that is no formula of its data's elements: its family has kernels, lowering and gradients itself.
 
     Attributes:
@@ -274,7 +274,7 @@ def _never(*args: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Elementwise(Operator):
+class PointwiseOperator(Operator):
     """An operator whose result is a formula of its data, element by element.
 
     It comes in four: itself; ``…_backward``; ``…_fp8``, which also stores its data as backward needs it, in float8; and
@@ -401,6 +401,6 @@ class Elementwise(Operator):
         return self.forward, self.backward, self.fp8, self.fp8_backward
 
 
-def elementwise() -> Iterator[Elementwise]:
+def elementwise() -> Iterator[PointwiseOperator]:
     """Those of ``OPERATORS`` that are formulas on elements."""
-    return (op for op in OPERATORS.values() if isinstance(op, Elementwise))
+    return (op for op in OPERATORS.values() if isinstance(op, PointwiseOperator))

@@ -20,22 +20,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_fused_ops.float8_recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.formulas import FP8
-from torch_fused_ops.recipes import BLOCK, MX_BLOCK
 
 __all__ = [
     "DTYPES",
     "FNUZ",
     "FP8",
     "columns_of",
-    "dequantise",
+    "dequantize",
     "dtype_of",
     "grouped_product",
     "largest",
     "padded",
     "product",
-    "quantise",
-    "quantise_by",
+    "quantize",
+    "quantize_by",
     "scales_shape",
     "stored_columns",
     "tiled",
@@ -66,7 +66,7 @@ def padded(size: int, multiple: int = BLOCK) -> int:
 
 
 def stored_columns(size: int, columns: int) -> int:
-    """How many columns ``quantise`` stores of ``size``, in blocks that wide."""
+    """How many columns ``quantize`` stores of ``size``, in blocks that wide."""
     return padded(size, columns) if columns in (BLOCK, MX_BLOCK) else size
 
 
@@ -78,12 +78,12 @@ def scales_shape(stored: Sequence[int], rows: int, columns: int = BLOCK) -> tupl
 
 
 def columns_of(values: Tensor, scales: Tensor, rows: int) -> int:
-    """How wide the blocks are in which ``quantise`` has stored values."""
+    """How wide the blocks are in which ``quantize`` has stored values."""
     blocks = scales.shape[0 if rows == 1 else 1]
     return values.shape[1] // blocks if blocks else BLOCK
 
 
-def quantise(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
+def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
     """(values, scales) of a tensor (r, c) in blocks of (rows, columns).
 
     scale = 2^⌈log₂(amax(|block|) / 448)⌉, at least 2⁻¹²⁶; value = block / scale, which 448 bounds. A block with an
@@ -124,8 +124,8 @@ def _scales(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return scales, ((254 - exponent) << _MANTISSA_BITS).view(torch.float32)
 
 
-def quantise_halves(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``quantise`` of ``cat((first, second), 1)`` in rows, the values in two: (first's, second's, scales (1, r)).
+def quantize_halves(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``quantize`` of ``cat((first, second), 1)`` in rows, the values in two: (first's, second's, scales (1, r)).
 
     A compiler makes one loop of it, over both, which ``cat`` would stand in front of.
     """
@@ -136,12 +136,12 @@ def quantise_halves(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tens
     return one, other, scales.reshape(1, -1)
 
 
-def quantise_by(input: Tensor, scales: Tensor) -> Tensor:
-    """``quantise``'s values in one block, or in rows, by scales that are known; input (r, c), any strides.
+def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
+    """``quantize``'s values in one block, or in rows, by scales that are known; input (r, c), any strides.
 
     Args:
         input: (r, c), or a stack of such, (e, r, c); any strides.
-        scales: (1, 1), or (1, r); those that ``quantise`` gives, or larger ones that are powers of two, or NaN. Of a
+        scales: (1, 1), or (1, r); those that ``quantize`` gives, or larger ones that are powers of two, or NaN. Of a
             stack (e, 1, 1) or (e, 1, r).
     """
     exponent = scales.contiguous().view(torch.int32) >> _MANTISSA_BITS
@@ -163,7 +163,7 @@ def tiled(scales: Tensor) -> Tensor:
     …. Tiles follow each other along the rows. What is behind the last row or block is 0.
 
     Args:
-        scales: (blocks, rows), as ``quantise`` gives them.
+        scales: (blocks, rows), as ``quantize`` gives them.
 
     Returns:
         uint8, (⌈rows / 128⌉ · ⌈blocks / 4⌉ · 512,).
@@ -184,8 +184,8 @@ def _untiled(tiles: Tensor, rows: int, blocks: int) -> Tensor:
     return torch.where(bits == _INFINITY, _NAN, bits).view(torch.float32).t()
 
 
-def dequantise(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """value · scale in ``dtype``: what ``quantise`` stored, off by at most 2⁻⁴ of an element, or 2⁻¹⁰ of its scale.
+def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """value · scale in ``dtype``: what ``quantize`` stored, off by at most 2⁻⁴ of an element, or 2⁻¹⁰ of its scale.
 
     Where rounding to 4 bits goes beyond the dtype's largest number, that number: finite numbers load as finite ones.
     """
@@ -209,7 +209,7 @@ def product(
     bfloat16 and float32 hold what is stored exactly, so these are products of the very numbers.
     """
     wide = dtype if dtype in (torch.bfloat16, torch.float64) else torch.float32
-    left, right = dequantise(a, a_scales, 1, wide), dequantise(b, b_scales, rows, wide).t()
+    left, right = dequantize(a, a_scales, 1, wide), dequantize(b, b_scales, rows, wide).t()
     out = torch.mm(left, right) if bias is None else torch.addmm(bias.to(wide), left, right)
     return out.to(dtype)
 
@@ -229,12 +229,12 @@ def grouped_product(
     """Each row of a (t, k) times bᵀ of its group: (t, n).
 
     Args:
-        a, a_scales: in rows, as ``quantise`` gives them.
+        a, a_scales: in rows, as ``quantize`` gives them.
         b, b_scales: (e, n, k), and (e, 1, n), or (e, 1, 1) of one block each.
         ends: (e,), int32: where each group's rows end; what lies behind the last is undefined.
         dtype: the result's, bfloat16 or float32.
     """
-    left = dequantise(a, a_scales, 1, dtype)
+    left = dequantize(a, a_scales, 1, dtype)
     right = (b.to(torch.float32) * b_scales.transpose(-2, -1)).to(dtype)
     if not a.shape[0]:
         return left.new_zeros(0, b.shape[1])

@@ -1,7 +1,7 @@
 """What the operators compute: their formulas on elements, in plain torch, and what they are made of.
 
 An *element function* says what happens to one element: it takes tensors that broadcast together, already widened, and
-returns unrounded results. The operators in plain torch (``operators/plain.py``), the CPU kernels and, traced on
+returns unrounded results. The operators in plain torch (``operators/eager.py``), the CPU kernels and, traced on
 scalars, Inductor's lowerings are all made of this text. Dropout's and softmax's operators, which are no such formulas,
 stand here whole.
 
@@ -292,7 +292,7 @@ def dropout_factor(
 ) -> Tensor | float:
     """keep/(1 − p) of the element with the row-major index 4·counter + lane mod 4, all int64.
 
-    So four neighbours share one call of the generator, a word for each. A number, and nothing random, where the chance
+    So four neighbors share one call of the generator, a word for each. A number, and nothing random, where the chance
     of being dropped is 0 or 1, or rounds to it.
     """
     threshold = keep_threshold(p)

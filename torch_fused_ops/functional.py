@@ -36,8 +36,8 @@ from torch import Tensor
 
 from torch_fused_ops import activations
 from torch_fused_ops.distributed.sharding import dropout_add_by_shards, shard_seed
+from torch_fused_ops.float8_recipes import RECIPES
 from torch_fused_ops.operators import activation as declared
-from torch_fused_ops.recipes import RECIPES
 from torch_fused_ops.viewless import (
     MakeViewlessTensor,
     assert_viewless_tensor,

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from torch_fused_ops import tiles
-from torch_fused_ops.recipes import RECIPES
+from torch_fused_ops.float8_recipes import RECIPES
 
 __all__ = [
     "BOOLS",

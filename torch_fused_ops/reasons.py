@@ -1,6 +1,6 @@
 """Why something is not fused, as data: every kind of reason, and what helps, each in one place.
 
-A refusal is raised with its kind and its text, ``Refusal(Kind.MASK, "a mask takes part: gt")``. The text is for people.
+``Rejection(Kind.MASK, "a mask takes part: gt")`` is raised with its kind and its text. The text is for people.
 Whatever goes on from there (whether a site counts as an MLP, whether ``strict`` asks for it, which hint a report gives)
 reads the kind: texts may be reworded. ``docs/reasons.json`` has the texts and explanations of all kinds, of which
 ``python docs/generate.py`` writes the tables of docs/recognition.md.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
-__all__ = ["CAN_BE_ADDED", "NOT_AN_MLP", "Category", "Kind", "Reason", "Refusal", "excluded"]
+__all__ = ["CAN_BE_ADDED", "NOT_AN_MLP", "Category", "Kind", "Reason", "Rejection", "excluded"]
 
 NOT_AN_MLP = "not an MLP: "  # in front of the texts of what no policy counts as a miss
 CAN_BE_ADDED = " (register_activation can add it)"  # behind a text, for where no hint is shown
@@ -213,7 +213,7 @@ class Reason(NamedTuple):
         return self.text
 
 
-class Refusal(Exception):
+class Rejection(Exception):
     """Something is left as it is; ``reason`` says why."""
 
     def __init__(self, kind: Kind, text: str, excluded_by: str = "") -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from torch_fused_ops.capturing import arguments_checked, call_model, check_model, throwaway, unchanged
-from torch_fused_ops.observers import unobserved
+from torch_fused_ops.capture import arguments_checked, call_model, check_model, throwaway, unchanged
+from torch_fused_ops.fusion_events import unobserved
 from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default
 from torch_fused_ops.reports.recording import record
 
@@ -448,7 +448,7 @@ def interpreted(policy: FusionPolicy | None, *, exact: bool = False, compiled: b
         exact: keep what memory levels round as it is.
         compiled: generate code. By default the graphs that code would be generated for are run call by call.
     """
-    from torch_fused_ops.lowerings import memory, passes
+    from torch_fused_ops.lowerings import memory_levels, passes
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
@@ -456,7 +456,7 @@ def interpreted(policy: FusionPolicy | None, *, exact: bool = False, compiled: b
         options = passes.compile_options(policy) if policy else passes.options_without_us()
         settings = {**options, "fallback_random": True, "force_disable_caches": True}
         more: dict[str, Any] = {} if compiled else {"inner_compile": _call_by_call}
-        with memory.unrounded(exact):
+        with memory_levels.unrounded(exact):
             fn: Any = compile_fx(gm, example_inputs, config_patches=settings, **more)
         return fn  # type: ignore[no-any-return]
 

@@ -33,7 +33,7 @@ import torch
 
 import torch_fused_ops as tfo
 from torch_fused_ops import activations
-from torch_fused_ops.lowerings import recognise
+from torch_fused_ops.lowerings import recognize
 from torch_fused_ops.reasons import Kind
 from torch_fused_ops.sites import DROPOUT
 
@@ -316,12 +316,12 @@ def versions() -> dict[str, str]:
     """What results depend on."""
     import transformers
 
-    sources = [activations.__file__, *Path(recognise.__file__).parent.glob("*.py")]
+    sources = [activations.__file__, *Path(recognize.__file__).parent.glob("*.py")]
     digest = hashlib.sha256(b"".join(Path(source).read_bytes() for source in sorted(map(str, sources))))
     return {
         "torch": torch.__version__.split("+")[0],
         "transformers": transformers.__version__,
-        "recogniser": digest.hexdigest()[:12],
+        "recognizer": digest.hexdigest()[:12],
     }
 
 
@@ -580,11 +580,11 @@ def _draw(results: list[dict[str, Any]]) -> None:
     for _, site in _sites(results):
         found.setdefault(f"{site['activation']}{FORMS[site['op']]}" if site["op"] else outcome(site), []).append(site)
     rows = sorted(found.items(), key=lambda item: (item[0] in OUTCOMES, -len(item[1])))
-    colours = dict(zip(OUTCOMES, ("#2a7f62", "#d1495b", "#b8c0c8"), strict=True))
+    colors = dict(zip(OUTCOMES, ("#2a7f62", "#d1495b", "#b8c0c8"), strict=True))
     figure = Figure(figsize=(7, 0.3 * len(rows) + 1.2), layout="constrained")
     axes = figure.subplots()
     names = [name for name, _ in rows]
-    axes.barh(names, [len(sites) for _, sites in rows], color=[colours.get(n, colours["fused"]) for n in names])
+    axes.barh(names, [len(sites) for _, sites in rows], color=[colors.get(n, colors["fused"]) for n in names])
     for name, sites in rows:
         spellings = len({_spelling(site) for site in sites})
         said = f"{len(sites)}, in {spellings} spellings" if spellings > 1 else str(len(sites))

@@ -14,7 +14,7 @@ Cases = Sequence[dict[str, Any]]
 
 OF_COPY = 0.90  # of a copy's bandwidth: below it a kernel's plan is worth changing
 BOUND = 0.05  # of a step: what all fusion could gain; below it only the products matter
-FP8_FLOP_PER_S = 1.1e15  # from here on products in fp8 pay for their quantisation in passes of their own
+FP8_FLOP_PER_S = 1.1e15  # from here on products in fp8 pay for their quantization in passes of their own
 TWICE = 2.0  # a cost further from its roofline than this is another cost
 HOST_US = 10.0  # microseconds that a launch may take more than compiled code's
 
@@ -127,7 +127,7 @@ def fp8_products(results: dict[str, dict[str, Any]]) -> Answer | None:
     if not rows:
         return None
     verdict = (
-        "fp8 products pay" if best >= FP8_FLOP_PER_S else "fp8 products do not pay for a quantisation of their own"
+        "fp8 products pay" if best >= FP8_FLOP_PER_S else "fp8 products do not pay for a quantization of their own"
     )
     return Answer(f"{verdict}: the best is {best / 1e15:.2f} PFLOP/s (in each row PFLOP/s)", rows)
 
@@ -239,7 +239,7 @@ DECISIONS: Sequence[Decision] = (
     Decision("kernels", "Is Inductor's reduction for a bias' gradient the right one?",
              "where ours in one pass takes less, compiled code calls it", reductions),
     Decision("kernels", f"Do products in fp8 reach {FP8_FLOP_PER_S / 1e15:g} PFLOP/s?",
-             "from there on fp8 products pay for a quantisation of their own", fp8_products),
+             "from there on fp8 products pay for a quantization of their own", fp8_products),
     Decision("kernels", f"Does the host take more than {HOST_US:g} µs beyond the bare launches of an eager call?",
              "then a cache of compiled launches pays", launches),
     Decision("steps", "Is fused-off as quick as torch.compile, whose bytes and FLOP it has?",

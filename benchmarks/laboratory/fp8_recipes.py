@@ -33,7 +33,7 @@ import torch_fused_ops as tfo
 from torch_fused_ops import bench_ways, float8
 from torch_fused_ops.benchmarks import harness, models, ways
 from torch_fused_ops.benchmarks.laboratory import on_paper
-from torch_fused_ops.recipes import MX_BLOCK, RECIPES
+from torch_fused_ops.float8_recipes import MX_BLOCK, RECIPES
 from torch_fused_ops.virtual_gpu.work import FLOAT8_FLOP
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def compiled(mlp: str, width: int, way: str, tokens: int = TOKENS, device: str =
 def _on_paper(module: nn.Module, x: Tensor, way: str, gpu: GPU) -> PaperCompilation:
     if way == "plain":
         return on_paper._virtual_gpu().compile_on_paper(module, x, gpu=gpu)
-    with tfo.enabled(tfo.FusionPolicy(gemm=way, strict=True)):
+    with tfo.enabled(tfo.FusionPolicy(gemm=way, strict=True)):  # type: ignore[arg-type]
         return on_paper._virtual_gpu().compile_on_paper(module, x, gpu=gpu)
 
 

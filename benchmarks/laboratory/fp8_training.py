@@ -35,7 +35,7 @@ from torch_fused_ops import FusionPolicy
 from torch_fused_ops.benchmarks import harness, models
 
 TAIL = 40  # the steps, at the end, whose mean is called the final loss
-COLOURS = ("#9aa3ad", "#2563eb", "#d97706")
+COLORS = ("#9aa3ad", "#2563eb", "#d97706")
 T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # Student's t at 97.5 %
 SEEDS = range(2, 2 + max(T))
 
@@ -133,7 +133,7 @@ def check_sites(model: nn.Module, report: tfo.Report, policy: FusionPolicy | Non
 
 def start(model: nn.Module, fresh: nn.Module, seed: int) -> None:
     """Give a model, which may have been trained, the weights that ``fresh`` of its class starts from with this seed."""
-    models.initialise(fresh, seed)
+    models.initialize(fresh, seed)
     model.load_state_dict(fresh.state_dict())
 
 
@@ -237,14 +237,14 @@ def draw(study: Study, result: dict[str, Any], path: Path) -> None:
         return [statistics.fmean(losses[i : i + every]) for i in range(0, len(losses) - every + 1, every)]
 
     at = [i * every + every / 2 for i in range(result["steps"] // every)]
-    colours = dict(zip(study.ways, COLOURS, strict=True))
+    colors = dict(zip(study.ways, COLORS, strict=True))
     size = (10, 3.6 * len(study.models))
     figure, panels = plt.subplots(len(study.models), 2, figsize=size, layout="constrained", squeeze=False)
     for (left, right), (model, curves) in zip(panels, result["curves"].items(), strict=True):
         for way in study.ways:
             rows = [smooth(c) for c in curves[way]]
             means = [statistics.fmean(column) for column in zip(*rows, strict=True)]
-            left.plot(at, means, color=colours[way], label=way)
+            left.plot(at, means, color=colors[way], label=way)
         left.set(xlabel="step", ylabel="training loss, mean of the seeds", title=f"{model}: loss")
         left.legend(frameon=False)
         for way, other in study.pairs:
@@ -253,9 +253,9 @@ def draw(study: Study, result: dict[str, Any], path: Path) -> None:
                 for x, y in zip(curves[way], curves[other], strict=True)
             ]
             for row in rows:
-                right.plot(at, row, color=colours[way], alpha=0.25, linewidth=0.8)
+                right.plot(at, row, color=colors[way], alpha=0.25, linewidth=0.8)
             means = [statistics.fmean(column) for column in zip(*rows, strict=True)]
-            right.plot(at, means, color=colours[way], label=f"{way} − {other}")
+            right.plot(at, means, color=colors[way], label=f"{way} − {other}")
         right.axhline(0, color="#1f2937", linewidth=0.6)
         right.set(xlabel="step", ylabel="difference in loss", title=f"{model}: differences, each seed (thin) and mean")
         right.legend(frameon=False)

@@ -153,23 +153,23 @@ def draw(result: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     curves, found, every = result["curves"], result["summary"], max(1, result["steps"] // 60)
-    colours = dict(zip(WAYS, ("#9aa3ad", "#6b7280", "#d97706", "#2563eb"), strict=True))
+    colors = dict(zip(WAYS, ("#9aa3ad", "#6b7280", "#d97706", "#2563eb"), strict=True))
     at = [i * every + every / 2 for i in range(result["steps"] // every)]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     for way in WAYS:
         means = [statistics.fmean(column) for column in zip(*curves[way], strict=True)]
         smooth = [statistics.fmean(means[i * every : (i + 1) * every]) for i in range(len(at))]
         style = ":" if way == "nudged" else "-"
-        left.plot(at, smooth, color=colours[way], linestyle=style, label=way, linewidth=3 if way == "eager" else 1.2)
+        left.plot(at, smooth, color=colors[way], linestyle=style, label=way, linewidth=3 if way == "eager" else 1.2)
     left.set(xlabel="step", ylabel="training loss, mean of the seeds", title="Loss")
     left.legend(frameon=False)
     spread = found["between_seeds"]
     right.axhspan(-spread, spread, color="#eef1f5", label="± standard deviation between seeds")
     for x, (way, row) in enumerate(found["minus_eager"].items()):
         low, high = row["interval_95"]
-        right.scatter([x] * len(row["each"]), row["each"], color=colours[way], s=16, alpha=0.6)
+        right.scatter([x] * len(row["each"]), row["each"], color=colors[way], s=16, alpha=0.6)
         right.errorbar(
-            [x + 0.15], [row["mean"]], [[row["mean"] - low], [high - row["mean"]]], fmt="_", color=colours[way]
+            [x + 0.15], [row["mean"]], [[row["mean"] - low], [high - row["mean"]]], fmt="_", color=colors[way]
         )
     right.set_xticks(range(len(found["minus_eager"])), [f"{way} − eager" for way in found["minus_eager"]])
     right.set(ylabel="difference in final loss", title="Each seed; mean with its 95 % interval")

@@ -73,7 +73,7 @@ def settings(way: str) -> Compile:
 
     if not way.startswith("ours-"):
         return {"plain": {}, "budget": {"memory_budget": 0.99}}[way]
-    return {"config": compile_options(FusionPolicy(memory=way.removeprefix("ours-"), strict=True))}
+    return {"config": compile_options(FusionPolicy(memory=way.removeprefix("ours-"), strict=True))}  # type: ignore[arg-type]
 
 
 OPERATOR_WAYS = ("plain", "budget", "ours-off", "ours-free")
@@ -180,7 +180,7 @@ def _hand_written(operator: Operator, backward: bool) -> dict[str, Any]:
 
 
 def _hand_written_code(launch: Any) -> MachineCode:
-    options = launch.specialisation()
+    options = launch.specialization()
     options["block"] = {name: options["constants"].pop(name) for name in ("BLOCK_M", "BLOCK_N")}
     return _virtual_gpu().assemble(launch.kernel, **options)
 
@@ -560,9 +560,9 @@ def picture(result: dict[str, Any]) -> Any:
     axes = figure.subplots(1, 4, width_ratios=(1, 1, 1, 1.1))
     names = [row["name"] for row in operators]
     for i, (ax, (phase, theirs, ours), title) in enumerate(zip(axes, panels, titles, strict=False)):
-        for way, colour, shift in ((theirs, THEIRS, -0.2), (ours, OURS, 0.2)):
+        for way, color, shift in ((theirs, THEIRS, -0.2), (ours, OURS, 0.2)):
             values = [row["ways"][way][phase]["instructions"] for row in operators]
-            ax.barh([y + shift for y in range(len(names))], values, height=0.4, color=colour, label=way)
+            ax.barh([y + shift for y in range(len(names))], values, height=0.4, color=color, label=way)
         ax.set_yticks(range(len(names)), names if i == 0 else [""] * len(names), fontsize=7)
         ax.set_title(title, fontsize=8)
         ax.margins(y=0.01)

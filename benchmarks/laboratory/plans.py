@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -161,4 +160,4 @@ def picture(name: str, case: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

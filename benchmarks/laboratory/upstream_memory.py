@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch_fused_ops.virtual_gpu import PaperCompilation
 
 RESULTS = Path(__file__).parents[1] / "results" / "upstream_memory.json"
-QUANTISES = "activation_quantization_aten_pass"
+QUANTIZES = "activation_quantization_aten_pass"
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Way:
         level: of ``FusionPolicy(memory=…)``; None without this library.
         budget: ``torch._functorch.config.activation_memory_budget``.
         region: the budget of ``torch.autograd.graph.region_activation_memory_budget`` around the block.
-        quantised: the dtype in which torch keeps what is large.
+        quantized: the dtype in which torch keeps what is large.
         offloaded: whether torch's offloading is on, and everything marked for it.
     """
 
     level: str | None = None
     budget: float | None = None
     region: float | None = None
-    quantised: str | None = None
+    quantized: str | None = None
     offloaded: bool = False
 
 
@@ -57,19 +57,19 @@ WAYS: dict[str, Way] = {
     "torch.compile": Way(),
     "budget 0.99": Way(budget=0.99),
     "region's budget 0": Way(region=0.0),
-    "torch's fp8 store": Way(quantised="torch.float8_e5m2"),
-    "the same, e4m3": Way(quantised="torch.float8_e4m3fn"),
-    "budget 0.99 + torch's fp8 store": Way(budget=0.99, quantised="torch.float8_e5m2"),
+    "torch's fp8 store": Way(quantized="torch.float8_e5m2"),
+    "the same, e4m3": Way(quantized="torch.float8_e4m3fn"),
+    "budget 0.99 + torch's fp8 store": Way(budget=0.99, quantized="torch.float8_e5m2"),
     "torch's offloading": Way(offloaded=True),
     "budget 0.99 + torch's offloading": Way(budget=0.99, offloaded=True),
     '`"free"`': Way("free"),
-    '`"free"` + torch\'s fp8 store': Way("free", quantised="torch.float8_e5m2"),
+    '`"free"` + torch\'s fp8 store': Way("free", quantized="torch.float8_e5m2"),
     '`"free"` + torch\'s offloading': Way("free", offloaded=True),
     '`"fp8"`': Way("fp8"),
-    '`"fp8"` + torch\'s fp8 store': Way("fp8", quantised="torch.float8_e5m2"),
+    '`"fp8"` + torch\'s fp8 store': Way("fp8", quantized="torch.float8_e5m2"),
     '`"fp8"` + torch\'s offloading': Way("fp8", offloaded=True),
     '`"input"`': Way("input"),
-    '`"input"` + torch\'s fp8 store': Way("input", quantised="torch.float8_e5m2"),
+    '`"input"` + torch\'s fp8 store': Way("input", quantized="torch.float8_e5m2"),
 }
 BLOCKS = {
     "GELU MLP": "GELU MLP 8192 4096→16384",
@@ -86,7 +86,7 @@ def features() -> dict[str, bool]:
 
     known = set(getattr(utils, "POST_GRAD_FUSIONS", ())) | _names_of(utils)
     return {
-        "fp8 store": QUANTISES in known,
+        "fp8 store": QUANTIZES in known,
         "offloading": hasattr(functorch_config, "enable_activation_offloading"),
         "region's budget": hasattr(torch.autograd.graph, "region_activation_memory_budget"),
     }
@@ -114,11 +114,11 @@ def options_of(way: Way, smallest: int | None = None) -> dict[str, Any]:
     """Inductor's settings; ``smallest``: the MiB from which torch's store takes a tensor, 100 by default."""
     from torch_fused_ops.lowerings.passes import compile_options
 
-    options = dict(compile_options(FusionPolicy(memory=way.level))) if way.level else {}
-    if way.quantised:
-        store: dict[str, Any] = {"quant_type": way.quantised, "use_scaling": True}  # see docs/upstream/fp8-store.md
+    options = dict(compile_options(FusionPolicy(memory=way.level))) if way.level else {}  # type: ignore[arg-type]
+    if way.quantized:
+        store: dict[str, Any] = {"quant_type": way.quantized, "use_scaling": True}  # see docs/upstream/fp8-store.md
         options["post_grad_fusion_options"] = {
-            QUANTISES: store | ({} if smallest is None else {"size_in_mb": smallest})
+            QUANTIZES: store | ({} if smallest is None else {"size_in_mb": smallest})
         }
     return options
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_fused_ops as tfo
 from torch_fused_ops import functional as FF
 from torch_fused_ops import megatron
-from torch_fused_ops.lowerings.recognise import rewrite
+from torch_fused_ops.lowerings.recognize import rewrite
 from torch_fused_ops.testing import precision
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -360,7 +360,7 @@ def test_jit_trace(level: str) -> None:
     file.seek(0)
     loaded = torch.jit.load(file)
     assert "fused::bias_act" in str(loaded.inlined_graph)
-    for rows in (4, 4, 9):  # the second and third call run what TorchScript has optimised
+    for rows in (4, 4, 9):  # the second and third call run what TorchScript has optimized
         x = torch.randn(rows, 8, requires_grad=True)
         wanted = model(x)
         for module in (traced, loaded):

@@ -2,7 +2,7 @@
 
 A case is drawn once and goes through ``testing.precision``'s measure, which compares with the float64 reference. Values
 are ordinary numbers and, here and there, ones at which something happens: NaN, infinities, denormals, zeros of either
-sign, the largest finite numbers, where activations saturate, a clamp's bound and its neighbours.
+sign, the largest finite numbers, where activations saturate, a clamp's bound and its neighbors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TURNING = (0.0, 0.5, 0.7517, 1.0, 1.2784, 3.0, 5.5, 7.0, 8.3, 9.3, 14.0, 17.4, 3
 
 @functools.cache
 def special(dtype: torch.dtype) -> Tensor:
-    """The values of interest, of either sign, each with its two neighbours; then what is not finite."""
+    """The values of interest, of either sign, each with its two neighbors; then what is not finite."""
     finfo = torch.finfo(dtype)
     points = [*TURNING, finfo.max, finfo.max / 2, math.sqrt(finfo.max), finfo.tiny, finfo.smallest_normal * finfo.eps]
     wide = torch.tensor(points, dtype=torch.float64).to(dtype)
@@ -76,7 +76,7 @@ def tensors(draw: Any, shape: tuple[int, ...], dtype: torch.dtype, kind: str) ->
     """A tensor of this shape, laid out in memory as drawn; a leaf that may require a gradient."""
     make = functools.partial(values, dtype=dtype, seed=draw(st.integers(0, 1000)), kind=kind)
     count, layout, offset = math.prod(shape), draw(st.sampled_from(MEMORY)), draw(st.sampled_from((0, 0, 1, 3, 7)))
-    if layout == "overlapping":  # as unfold's windows: neighbours share elements along every axis
+    if layout == "overlapping":  # as unfold's windows: neighbors share elements along every axis
         strides = [draw(st.sampled_from((1, 1, 2, 3))) for _ in shape]
     elif layout == "far apart":
         strides = [draw(st.sampled_from((1, 17, 1009))) for _ in shape]
@@ -338,7 +338,7 @@ class Compiled(Sample):
 
 @st.composite
 def of_one_kind(draw: Any, op: str, dtype: torch.dtype) -> Sample:
-    """Calls of one rank, with every tensor there, and all that a graph is specialised to the same."""
+    """Calls of one rank, with every tensor there, and all that a graph is specialized to the same."""
     rows, n = (draw(st.integers(2, 9)) for _ in range(2))
     shape = (rows, 2 * n if op == "bias_glu" else n)
     shapes = (shape, shape if op == "glu" else shape[-1:], shape[:-1])

@@ -20,9 +20,9 @@ from torch.fx import Graph, Node
 
 import torch_fused_ops as tfo
 from torch_fused_ops import reference
-from torch_fused_ops.lowerings import recognise
-from torch_fused_ops.lowerings.recognise import prove, symbolic
-from torch_fused_ops.lowerings.recognise.symbolic import Ref
+from torch_fused_ops.lowerings import recognize
+from torch_fused_ops.lowerings.recognize import prove, symbolic
+from torch_fused_ops.lowerings.recognize.symbolic import Ref
 
 # ---- graphs that could take for ever ---------------------------------------------------------------------------------
 
@@ -152,8 +152,8 @@ def shared_bodies(n: int) -> Graph:
 FUSED = "fused"
 CALLS = "more than 64 pointwise calls lie between the GEMMs"
 GRAPHS: dict[str, tuple[Callable[[int], Graph], str | None]] = {
-    "a cone of n functions": (pointwise(lambda g, h: g("sin", h)), CALLS),
-    "a cone of activations": (pointwise(lambda g, h: g(F.gelu, h)), CALLS),
+    "a subgraph of n functions": (pointwise(lambda g, h: g("sin", h)), CALLS),
+    "a subgraph of activations": (pointwise(lambda g, h: g(F.gelu, h)), CALLS),
     "n times where": (pointwise(lambda g, h: g("where", g("gt", h, 0), h, g("sin", h))), CALLS),
     "x·sin(x) of itself": (pointwise(lambda g, h: g("mul", h, g("sin", h))), CALLS),
     "doubled n times": (pointwise(lambda g, h: g("add", h, h)), None),  # linear in a GEMM's result
@@ -174,12 +174,12 @@ class TooMuchWork(Exception):
 
 
 def work(run: Callable[[], Any], most: int) -> tuple[int, Any]:
-    """How many lines of the recogniser are executed, and what it returns: exact, and the same on every machine.
+    """How many lines of the recognizer are executed, and what it returns: exact, and the same on every machine.
 
     Raises:
         TooMuchWork: more than ``most``.
     """
-    folder, lines = str(Path(recognise.__file__).parent), 0
+    folder, lines = str(Path(recognize.__file__).parent), 0
 
     def local(frame: Any, event: str, arg: Any) -> Any:
         nonlocal lines
@@ -198,8 +198,8 @@ def work(run: Callable[[], Any], most: int) -> tuple[int, Any]:
 
 
 def sites(graph: Graph) -> Any:
-    recognise.unread(graph)
-    return recognise.rewrite(graph, tfo.FusionPolicy(), apply=False)
+    recognize.unread(graph)
+    return recognize.rewrite(graph, tfo.FusionPolicy(), apply=False)
 
 
 def ends_in(found: Any, wanted: str | None) -> bool:
@@ -233,7 +233,7 @@ def test_bodies_that_share_bodies_are_read_once() -> None:
     assert ends_in(found, FUSED) and large <= 2.2 * small
 
 
-# As many calls as a cone may have, each of which makes the expression's text or its terms twice as long.
+# As many calls as a subgraph may have, each of which makes the expression's text or its terms twice as long.
 STEPS: dict[str, Callable[[Built, Node], Node]] = {
     "x·sin(x)": lambda g, h: g("mul", h, g("sin", h)),
     "sin + cos": lambda g, h: g("add", g("sin", h), g("cos", h)),

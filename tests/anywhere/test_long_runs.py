@@ -46,7 +46,7 @@ def modules() -> tuple[ModuleType, ...]:
             except ImportError:  # what needs an extra
                 continue
     # In a clone these two are not below the package's folder.
-    for name in ("lowerings", "lowerings.recognise"):
+    for name in ("lowerings", "lowerings.recognize"):
         module = importlib.import_module(f"torch_fused_ops.{name}")
         found += [importlib.import_module(f"{module.__name__}.{i.name}") for i in pkgutil.iter_modules(module.__path__)]
     return tuple(dict.fromkeys(found))
@@ -237,12 +237,12 @@ UNBOUNDED = {
     "torch_fused_ops.kernels.activation.launch_of": "the declared operators",
     "torch_fused_ops.lowerings.operators._elements": "the declared operators",
     "torch_fused_ops.lowerings.passes.source_hash": "no argument",
-    "torch_fused_ops.lowerings.recognise.graph._torch_functions": "no argument",
+    "torch_fused_ops.lowerings.recognize.graph._torch_functions": "no argument",
     "torch_fused_ops.virtual_gpu.kernels._source_folder": "no argument",
     "torch_fused_ops.virtual_gpu.interpreter._libdevice_functions": "no argument",
-    "torch_fused_ops.virtual_gpu.listing.nvidia_tools": "no argument",
+    "torch_fused_ops.virtual_gpu.sass.nvidia_tools": "no argument",
     "torch_fused_ops.virtual_gpu.roofline._assembled": "kernels that were assembled on paper",
-    "torch_fused_ops.virtual_gpu.paper._register_patterns": "no argument",
+    "torch_fused_ops.virtual_gpu.compile._register_patterns": "no argument",
     "torch_fused_ops.virtual_gpu.gpus._warned": "no argument",
     "torch_fused_ops.virtual_gpu.kernels._load": "kernels that were assembled on paper, each a file anyway",
 }

@@ -21,7 +21,7 @@ from torch_fused_ops.benchmarks import harness, models
 from torch_fused_ops.benchmarks.laboratory import fp8_recipes
 from torch_fused_ops.benchmarks.laboratory.fp8_recipes import GELUMLP, bytes_besides_products
 from torch_fused_ops.benchmarks.models import SwiGLUMLP
-from torch_fused_ops.recipes import RECIPES
+from torch_fused_ops.float8_recipes import RECIPES
 from torch_fused_ops.virtual_gpu.roofline import rates_of, works_of
 from torch_fused_ops.virtual_gpu.work import FLOAT8_FLOP
 
@@ -56,17 +56,17 @@ def test_kernels_and_calls_of_a_step() -> None:
     assert forward is not None and backward is not None
     # The input, and gate and up with the activation: Inductor's. Three weights: ours.
     assert sum(k.launches for k in forward.kernels) == 2
-    assert extern(forward) == {"quantise": 3, "scaled_mm": 3}
+    assert extern(forward) == {"quantize": 3, "scaled_mm": 3}
     # The two parts of the input's gradient are added; everything else is ours.
     assert sum(k.launches for k in backward.kernels) == 1
-    ours = {"quantise": 3, "quantise_both": 1, "requantise": 1, "glu_backward_quantised": 1}
+    ours = {"quantize": 3, "quantize_both": 1, "requantize": 1, "glu_backward_quantized": 1}
     assert extern(backward) == {**ours, "scaled_mm": 6}
     (activation,) = [k for k in forward.kernels if "glu" in k.name]
     assert activation.bytes_moved == TOKENS * FFN * (2 + 2 + 1) + TOKENS * FFN // 128 * 4
 
 
 @pytest.mark.parametrize("tokens", (pytest.param((6,), marks=pytest.mark.slow), (2, 3)))
-def test_packed_gradients_are_quantised_where_they_are_made(tokens: tuple[int, ...]) -> None:
+def test_packed_gradients_are_quantized_where_they_are_made(tokens: tuple[int, ...]) -> None:
     """A row of theirs is gate's and up's together: one kernel makes both, finds the largest of both, and stores both.
 
     In the second pass over a row it reads back what it wrote, in bfloat16; the largest is that of float32, before it is
@@ -79,7 +79,7 @@ def test_packed_gradients_are_quantised_where_they_are_made(tokens: tuple[int, .
     def fn(g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
         args = (None, None, "silu", "halves", 0.0, None, [True, False, False])
         d = torch.ops.fused.bias_glu_backward(g, h, *args)[0].view(rows, 2 * n)
-        return (d, *torch.ops.fused.quantise(d, 1, 2 * n))
+        return (d, *torch.ops.fused.quantize(d, 1, 2 * n))
 
     (kernel,) = gpu.compile_on_paper(fn, g, h, training=False).inference.kernels
     assert kernel.bytes_moved == rows * (n * (4 + 2 * 2 + 2 * 2 + 2 * 1) + 4)
@@ -92,7 +92,7 @@ def test_packed_gradients_are_quantised_where_they_are_made(tokens: tuple[int, .
     pointers = re.findall(r"'((?:in|out)_ptr\d+)': '(\*\w+)'", kernel.source)
     gpu.interpret(kernel, *(given[kind] if name.startswith("in") else next(halves[kind]) for name, kind in pointers))
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=1e-6)
-    exact = float8.quantise(found, 1, 2 * n)
+    exact = float8.quantize(found, 1, 2 * n)
     assert torch.equal(scales[None], exact[1]) and torch.equal(values.float(), exact[0].float())
 
 
@@ -125,7 +125,7 @@ def test_blocks_of_32_on_sm_100() -> None:
     activation = TOKENS * FFN * (2 + 2 + 1) + TOKENS * FFN // 32
     assert activation in [k.bytes_moved for k in forward.kernels]
     # Three weights' transposes and the gradient of the result; the input as it was kept; the activation in one pass.
-    ours = {"quantise": 4, "requantise": 1, "glu_backward_quantised": 1}
+    ours = {"quantize": 4, "requantize": 1, "glu_backward_quantized": 1}
     assert extern(backward) == {**ours, "scaled_mm_tiled": 6}
 
 
@@ -133,7 +133,7 @@ def test_blocks_of_32_on_sm_100() -> None:
 def test_a_gelu_mlp_with_biases() -> None:
     backward = on_paper(GELUMLP, gemm="fp8").backward
     assert backward is not None
-    ours = {"quantise": 2, "quantise_both": 1, "requantise": 1, "bias_act_backward_quantised": 1}
+    ours = {"quantize": 2, "quantize_both": 1, "requantize": 1, "bias_act_backward_quantized": 1}
     assert extern(backward) == {**ours, "scaled_mm": 4}
 
 

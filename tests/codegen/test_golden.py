@@ -112,7 +112,7 @@ tl.store(out_ptr0 + (x2), tmp47, None)
 """,
         )
 
-    def test_swiglu_with_a_neighbour(self) -> None:
+    def test_swiglu_with_a_neighbor(self) -> None:
         self.assertExpectedInline(
             body(lambda g, u: fused.glu(g, u, None, "silu") * 2, (512, 1024), (512, 1024)),
             """\

@@ -107,7 +107,7 @@ def test_instructions_per_element(way: str, sk: int, forward: float, backward: f
         assert code.spills == 0
         assert code.instructions_per_element() <= most, code.instructions_per_element()
         large = [i for i in code.instructions if i.startswith(("LDG", "STG"))]
-        assert sum(i.endswith(".128") for i in large) >= len(large) // 2, "not vectorised"
+        assert sum(i.endswith(".128") for i in large) >= len(large) // 2, "not vectorized"
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_windows_read_no_memory_and_switch_loads_off() -> None:
 
 
 @pytest.mark.parametrize("sk", [512, 4096])
-def test_neighbours_are_in_the_same_kernels(sk: int) -> None:
+def test_neighbors_are_in_the_same_kernels(sk: int) -> None:
     """A bias and a scale in front, a dropout behind: one kernel forward (and the seed), one backward."""
 
     def fn(x: Tensor, b: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ def step(live, model, tokens):
 
 def predicted(model, tokens, ranks):
     """The same of one of so many GPUs, by arithmetic on the whole model's step."""
-    from torch_fused_ops.planner.resident import Resident, held
+    from torch_fused_ops.planner.static_memory import Resident, held
     from torch_fused_ops.planner.step import Step, cut
     from torch_fused_ops.virtual_gpu.timeline import Moment, Timeline
 

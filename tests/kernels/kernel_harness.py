@@ -60,7 +60,7 @@ class Device:
 def assert_close(actual: Tensor, expected: Tensor, gradient: bool = False, absolute: Tensor | float = 0.0) -> None:
     """Within the contract of actual's dtype of the float64 value; ``absolute``: an error allowed on top.
 
-    A kernel rounds once: where the contract has 1 ulp, the value or its neighbour, it is within half of one of the
+    A kernel rounds once: where the contract has 1 ulp, the value or its neighbor, it is within half of one of the
     exact value, and where it has 2 within one and a half.
     """
     assert expected.dtype == torch.float64
@@ -94,5 +94,5 @@ GPUS = [virtual_gpu.A100, virtual_gpu.H100, virtual_gpu.B200, virtual_gpu.MI300X
 
 
 def assemble(gpu: virtual_gpu.GPU, operator: Callable[..., Any], *args: Any) -> list[virtual_gpu.MachineCode]:
-    """Machine code of each kernel that a call launches, specialised as Triton does: absent tensors, ones, alignment."""
-    return [virtual_gpu.assemble(launch.kernel, gpu, **launch.specialisation()) for launch in recorded(operator, *args)]
+    """Machine code of each kernel that a call launches, specialized as Triton does: absent tensors, ones, alignment."""
+    return [virtual_gpu.assemble(launch.kernel, gpu, **launch.specialization()) for launch in recorded(operator, *args)]

@@ -274,7 +274,7 @@ def test_all_transposed_and_expanded(device: Device) -> None:
 
 
 def test_evenly_strided_tensors_are_one_row(device: Device) -> None:
-    """Contiguous data, and the expanded gradient of a sum, run as one flat vectorised loop; nothing is copied."""
+    """Contiguous data, and the expanded gradient of a sum, run as one flat vectorized loop; nothing is copied."""
     x, one = normal(4, 5, 64, dtype=torch.bfloat16), torch.ones(()).expand(4, 5, 64)
     for args in ((x,), (one, x)):
         operator = launch_of("bias_act") if len(args) == 1 else launch_of("bias_act_backward")
@@ -428,8 +428,8 @@ def test_instructions_per_element(call: str, activation: str, most: float) -> No
     (launch,) = recorded(*calls(activation, torch.bfloat16)[call])
     elements = launch.constants["BLOCK_N"] / (32 * launch.constants["num_warps"])
     assert elements == (8 if "backward" in call else 16)
-    vectorised = [name for name in code.instructions if name.startswith(("LDG", "STG"))]
-    assert vectorised and all(name.endswith(".128") for name in vectorised)
+    vectorized = [name for name in code.instructions if name.startswith(("LDG", "STG"))]
+    assert vectorized and all(name.endswith(".128") for name in vectorized)
     assert len(code.instructions) / elements <= most
     assert (code.spills, code.shared) == (0, 0)
 

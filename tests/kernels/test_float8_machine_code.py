@@ -25,7 +25,7 @@ def gradients(name: str, activation: str, rows: int = ROWS, columns: int = 128) 
     x, packed = meta(rows, COLUMNS), meta(rows, 2 * COLUMNS)
     data = {"bias_act": (x,), "glu": (x, x), "bias_glu": (packed,)}[name]
     layout = "halves" if name == "bias_glu" else None
-    return kernels.gradients_quantised, name, x, data, activation, layout, 0.0, None, columns
+    return kernels.gradients_quantized, name, x, data, activation, layout, 0.0, None, columns
 
 
 def turned() -> Tensor:
@@ -38,16 +38,16 @@ def turned() -> Tensor:
 CALLS: dict[str, tuple[Callable[[], tuple[Any, ...]], int, int, float, int, int, int]] = {
     "glu": (lambda: gradients("glu", "silu"), 128, 8, 67, 32, 20, 16),
     "bias_act": (lambda: gradients("bias_act", "gelu_tanh"), 128, 0, 50, 16, 8, 8),
-    "both": (lambda: (kernels.quantise_both, meta(ROWS, COLUMNS)), 128, 0, 17, 8, 4, 8),
-    "straight": (lambda: (kernels.quantise, meta(ROWS, COLUMNS), 1), 64, 0, 10, 8, 0, 8),
-    "turned": (lambda: (kernels.quantise, turned(), 1), 64, 0, 12, 8, 4, 0),
-    "weight": (lambda: (kernels.quantise, meta(ROWS, COLUMNS), 128), 64, 0, 11, 8, 0, 8),
-    "weight turned": (lambda: (kernels.quantise, turned(), 128), 64, 0, 12, 8, 4, 0),
+    "both": (lambda: (kernels.quantize_both, meta(ROWS, COLUMNS)), 128, 0, 17, 8, 4, 8),
+    "straight": (lambda: (kernels.quantize, meta(ROWS, COLUMNS), 1), 64, 0, 10, 8, 0, 8),
+    "turned": (lambda: (kernels.quantize, turned(), 1), 64, 0, 12, 8, 4, 0),
+    "weight": (lambda: (kernels.quantize, meta(ROWS, COLUMNS), 128), 64, 0, 11, 8, 0, 8),
+    "weight turned": (lambda: (kernels.quantize, turned(), 128), 64, 0, 12, 8, 4, 0),
     "32 glu": (lambda: gradients("glu", "silu", columns=32), 128, 96, 67, 32, 20, 16),
     "32 bias_act": (lambda: gradients("bias_act", "gelu_tanh", columns=32), 128, 64, 51, 16, 8, 8),
-    "32 straight": (lambda: (kernels.quantise, meta(ROWS, COLUMNS), 1, 32), 72, 0, 11, 8, 0, 9),
-    "32 turned": (lambda: (kernels.quantise, turned(), 1, 32), 64, 0, 12, 8, 4, 1),
-    "32 both": (lambda: (kernels.quantise_both, meta(ROWS, COLUMNS), 32), 128, 0, 17, 8, 4, 10),
+    "32 straight": (lambda: (kernels.quantize, meta(ROWS, COLUMNS), 1, 32), 72, 0, 11, 8, 0, 9),
+    "32 turned": (lambda: (kernels.quantize, turned(), 1, 32), 64, 0, 12, 8, 4, 1),
+    "32 both": (lambda: (kernels.quantize_both, meta(ROWS, COLUMNS), 32), 128, 0, 17, 8, 4, 10),
 }
 
 
@@ -102,7 +102,7 @@ def test_two_programs_fit_a_multiprocessor(
 
 def test_before_sm_90_it_is_arithmetic_on_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_ptx", lambda _: False)
-    (code,) = assemble(virtual_gpu.A100, kernels.quantise, turned(), 1)
+    (code,) = assemble(virtual_gpu.A100, kernels.quantize, turned(), 1)
     assert code.spills == 0 and not [i for i in code.instructions if i.startswith("F2FP.SATFINITE")]
 
 
@@ -113,10 +113,10 @@ L40S = virtual_gpu.GPU(
 )
 SCALE = meta(1, 1, dtype=torch.float32)
 IN_ROWS: dict[str, tuple[Any, ...]] = {
-    "row": (kernels.quantise, meta(ROWS, 14336), 1, 14336),
-    "weight turned": (kernels.quantise_by, turned(), SCALE),
+    "row": (kernels.quantize, meta(ROWS, 14336), 1, 14336),
+    "weight turned": (kernels.quantize_by, turned(), SCALE),
     "experts turned": (
-        kernels.quantise_by,
+        kernels.quantize_by,
         meta(8, COLUMNS, ROWS).transpose(1, 2),
         meta(8, 1, 1, dtype=torch.float32),
     ),

@@ -1,4 +1,4 @@
-"""Running a function with and without the recogniser's rewrite, and comparing everything that a user can see of it."""
+"""Running a function with and without the recognizer's rewrite, and comparing everything that a user can see of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from torch_fused_ops.lowerings.recognise import rewrite
+from torch_fused_ops.lowerings.recognize import rewrite
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reasons import Kind
 from torch_fused_ops.reports.explain import Site

@@ -38,7 +38,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import torch_fused_ops as tfo
 from torch_fused_ops import functional as FF
 from torch_fused_ops.lowerings import compat, passes
-from torch_fused_ops.lowerings.recognise import rewrite
+from torch_fused_ops.lowerings.recognize import rewrite
 
 aten, fused = torch.ops.aten, torch.ops.fused
 PASS_SLOTS = (
@@ -171,7 +171,7 @@ class Attention(nn.Module):
 
 
 class Int8Weights(nn.Module):
-    """An MLP whose weights are int8, dequantised after the product."""
+    """An MLP whose weights are int8, dequantized after the product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Int8Weights(nn.Module):
 
 
 class Int8(nn.Module):
-    """What quantisation (pt2e, x86) makes of an MLP: uint8 activations, int8 weights."""
+    """What quantization (pt2e, x86) makes of an MLP: uint8 activations, int8 weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,11 +195,11 @@ class Int8(nn.Module):
             self.register_buffer(f"{name}_zero", torch.zeros(shape[0], dtype=torch.int64))
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        quantised = torch.ops.quantized_decomposed
-        x = quantised.quantize_per_tensor(x, 0.05, 100, 0, 255, torch.uint8)
-        x = quantised.dequantize_per_tensor(x, 0.05, 100, 0, 255, torch.uint8)
+        quantized = torch.ops.quantized_decomposed
+        x = quantized.quantize_per_tensor(x, 0.05, 100, 0, 255, torch.uint8)
+        x = quantized.dequantize_per_tensor(x, 0.05, 100, 0, 255, torch.uint8)
         weight = (getattr(self, name), getattr(self, f"{name}_scale"), getattr(self, f"{name}_zero"))
-        return F.linear(x, quantised.dequantize_per_channel(*weight, 0, -128, 127, torch.int8))
+        return F.linear(x, quantized.dequantize_per_channel(*weight, 0, -128, 127, torch.int8))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(F.relu(self.linear(x, "up")), "down")
@@ -261,7 +261,7 @@ FUSIONS = {
     "batched norms": Fusion(
         Experts, (16, 64), ("batch_layernorm",), 5, training=True, config={PRE_GRAD: {"batch_layernorm": {}}}
     ),
-    "normalised splits": Fusion(
+    "normalized splits": Fusion(
         Packed, (16, 64), ("normalization_pass",), 1, training=True,
         config={PRE_GRAD: {"normalization_pass": {}, "remove_split_with_size_one_pass": {}, "split_cat_pass": {}}},
     ),
@@ -300,7 +300,7 @@ def test_upstreams_fusion_fires_next_to_ours(name: str) -> None:
 
         if not hasattr(quantization, "_register_qlinear_weight_prepack"):
             pytest.skip("this torch leaves int8 linears to torchao")
-        from torch.ao.quantization.fx import _decomposed  # noqa: F401 - registers the quantising operators
+        from torch.ao.quantization.fx import _decomposed  # noqa: F401 - registers the quantizing operators
     model, x = case.model().train(case.training), torch.randn(case.shape).to(case.dtype)
     if case.dtype != torch.float32 and not isinstance(model, Int8Weights):
         model = model.to(case.dtype)
@@ -443,18 +443,18 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Any]] =
 }
 
 
-@pytest.mark.parametrize("verdict", [ALWAYS, NEVER])
+@pytest.mark.parametrize("match", [ALWAYS, NEVER])
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_eager_selective_checkpointing_names_our_operators(name: str, verdict: CheckpointPolicy) -> None:
+def test_eager_selective_checkpointing_names_our_operators(name: str, match: CheckpointPolicy) -> None:
     _, mlp, operator = SPELLINGS[name]
     x, *ws = weights((8, 16), (64, 16), (64, 16), (16, 64))
     gemms = dict.fromkeys((aten.mm.default, aten.addmm.default), ALWAYS)
     seen: set[Any] = set()
-    out = checkpoint(mlp, x, *ws, use_reentrant=False, context_fn=selective({operator: verdict, **gemms}, seen))
+    out = checkpoint(mlp, x, *ws, use_reentrant=False, context_fn=selective({operator: match, **gemms}, seen))
     with Calls() as ran:
         grads = torch.autograd.grad(out.square().sum(), [x, ws[0], ws[2]])
     assert operator in seen
-    assert ran.counted[operator] == (verdict is NEVER)
+    assert ran.counted[operator] == (match is NEVER)
     for got, wanted in zip(grads, torch.autograd.grad(mlp(x, *ws).square().sum(), [x, ws[0], ws[2]]), strict=True):
         torch.testing.assert_close(got, wanted)
 
@@ -471,24 +471,22 @@ def test_eager_checkpointing_runs_our_operators_again() -> None:
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("memory", ["free", "off"])
-@pytest.mark.parametrize("verdict", [ALWAYS, NEVER])
+@pytest.mark.parametrize("match", [ALWAYS, NEVER])
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_compiled_selective_checkpointing_names_our_operators(
-    name: str, verdict: CheckpointPolicy, memory: str
-) -> None:
+def test_compiled_selective_checkpointing_names_our_operators(name: str, match: CheckpointPolicy, memory: str) -> None:
     """Picked up: the policy is asked about the operator that the MLP became, and decides against ours for memory."""
     mlp, _, operator = SPELLINGS[name]
     x, *ws = weights((8, 16), (64, 16), (64, 16), (16, 64))
     gemms = dict.fromkeys((aten.mm.default, aten.addmm.default), ALWAYS)
 
-    context_fn = selective({operator: verdict, **gemms})
+    context_fn = selective({operator: match, **gemms})
 
     def model(x: Tensor) -> Tensor:
         return checkpoint(mlp, x, *ws, use_reentrant=False, context_fn=context_fn)  # type: ignore[no-any-return]
 
     result = compiled(model, x, options=fused_with(tfo.FusionPolicy(memory=memory)))
     forward, backward = (calls(g.graph) for g in result.graphs)
-    assert forward[str(operator)] == 1 and backward[str(operator)] == (verdict is NEVER)
+    assert forward[str(operator)] == 1 and backward[str(operator)] == (match is NEVER)
     (wanted,) = torch.autograd.grad(mlp(x, *ws).square().mean(), x)
     torch.testing.assert_close(x.grad, wanted)
 
@@ -704,7 +702,7 @@ def enable_and_disable() -> Iterator[None]:
 
 @pytest.mark.parametrize("on", [enable_and_disable, tfo.enabled])
 def test_what_others_set_meanwhile_is_not_undone(on: Callable[[], Any]) -> None:
-    theirs, partitioner = Theirs(), passes.Remember(tfo.FusionPolicy(memory="off"))
+    theirs, partitioner = Theirs(), passes.Partition(tfo.FusionPolicy(memory="off"))
     with on():
         inductor_config.pre_grad_custom_pass = theirs
         inductor_config.custom_partitioner_fn = partitioner
@@ -1060,7 +1058,7 @@ def work(fn: Callable[[], Any]) -> int:
 
 
 @pytest.mark.slow
-def test_recognising_grows_linearly() -> None:
+def test_recognizing_grows_linearly() -> None:
     def calls_for(layers: int) -> int:
         with torch.device("meta"):
             graph = captured(Stack(layers), torch.empty(4, 32))

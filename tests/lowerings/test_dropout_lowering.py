@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import torch_fused_ops as tfo
 from torch_fused_ops import functional
-from torch_fused_ops.lowerings.recognise import rewrite
+from torch_fused_ops.lowerings.recognize import rewrite
 from torch_fused_ops.policy import FusionPolicy
 
 fused = torch.ops.fused
@@ -94,7 +94,7 @@ def test_compiled_equals_eager(name: str) -> None:
     fn, args = CASES[name]
     code = check(fn, args())
     if name == "every argument":
-        assert len(re.findall(r"= async_compile\.\w+\(", code[0])) == 1, "fuses with its neighbours"
+        assert len(re.findall(r"= async_compile\.\w+\(", code[0])) == 1, "fuses with its neighbors"
 
 
 @pytest.mark.slow
@@ -376,13 +376,13 @@ def test_the_same_is_done_without_gradients() -> None:
 
 
 def test_strict_does_not_count_dropouts() -> None:
-    from torch_fused_ops.lowerings.passes import Recognise
+    from torch_fused_ops.lowerings.passes import Recognize
 
     model = Net(FOUND["whole MLP"][0])
     policy, graphs = FusionPolicy(strict=True, dropout=False), []
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        Recognise(policy)(gm.graph)  # raises where it counts a miss
+        Recognize(policy)(gm.graph)  # raises where it counts a miss
         graphs.append(gm)
         return gm.forward
 
@@ -450,7 +450,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.codegen_is_slow
-def test_training_honours_manual_seed_and_differs_from_step_to_step() -> None:
+def test_training_honors_manual_seed_and_differs_from_step_to_step() -> None:
     """With deterministic algorithms asked for, which are no obstacle."""
     model, x = Block(), torch.linspace(-1, 1, 8 * 16).view(8, 16)
     compiled, start = torch.compile(model, backend="fused"), copy.deepcopy(model.state_dict())

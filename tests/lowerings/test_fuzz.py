@@ -3,7 +3,7 @@
     pytest tests/lowerings/test_fuzz.py            a fixed sample, under half a minute
     pytest -m slow tests/lowerings/test_fuzz.py    2,400 programs, and 24 through Inductor
 
-``equivalent`` spells a function in another way and ``neighbour`` makes another function of it; ``Program`` writes a
+``equivalent`` spells a function in another way and ``neighbor`` makes another function of it; ``Program`` writes a
 random function as source text around such expressions. Each statement is executed as it is written, so that shapes are
 known and nothing is kept that raises. A failing program prints itself.
 """
@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torch_fused_ops.lowerings.recognise import prove, symbolic
+from torch_fused_ops.lowerings.recognize import prove, symbolic
 
 # ---- expressions -----------------------------------------------------------------------------------------------------
 
@@ -47,7 +47,7 @@ def newton(a: Expression) -> Expression:
 
 
 # Functions that are equal, from one to its others: the completeness test walks them at random, so each is one that the
-# recogniser is to see through wherever it stands.
+# recognizer is to see through wherever it stands.
 EQUAL: dict[str, list[Callable[..., Expression]]] = {
     "add": [
         lambda a, b: ("add", b, a),
@@ -170,7 +170,7 @@ def equivalent(r: random.Random, e: Expression, steps: int, size: int = 60) -> E
     return e
 
 
-def neighbour(r: random.Random, e: Expression) -> Expression:
+def neighbor(r: random.Random, e: Expression) -> Expression:
     """Another function that looks like e (rarely the same one: a swap may be undone by what stands around it)."""
     path, node = r.choice(nodes(e))
     if number(node):
@@ -622,7 +622,7 @@ class Program:
                 else (r.choice(["add", "div", "sub"]), e, up)
             )
         e = equivalent(r, e, r.choice([0, 1, 3, 6]), 40)
-        return e if r.randrange(4) else neighbour(r, e)
+        return e if r.randrange(4) else neighbor(r, e)
 
     # As a function
 
@@ -803,7 +803,7 @@ def test_through_inductor(part):
 
 
 def steps_of(e: Expression) -> tuple[symbolic.Step, ...]:
-    """The expression as the recogniser would read it; x and y are operands 0 and 1."""
+    """The expression as the recognizer would read it; x and y are operands 0 and 1."""
     steps: list[symbolic.Step] = []
 
     def ref(e: Expression) -> Any:
@@ -825,8 +825,8 @@ def form(algebra: symbolic.Algebra, e: Expression) -> symbolic.Poly:
     return symbolic.evaluate(algebra, steps_of(e), variables)[-1]
 
 
-def verdict(e: Expression, operands: int) -> prove.Verdict:
-    """What the recogniser says of it; kinks' derivatives apart, in which spellings of relu differ."""
+def match(e: Expression, operands: int) -> prove.Match:
+    """What the recognizer says of it; kinks' derivatives apart, in which spellings of relu differ."""
     steps = steps_of(e)
     return prove.prove(steps, symbolic.Ref("value", len(steps) - 1), operands, differentiable=False)
 
@@ -889,7 +889,7 @@ def test_equal_forms_are_equal_functions():
             e = ("mul", e, scrap(r, 2))
         f = equivalent(r, e, r.choice([0, 2, 5]))
         if not r.randrange(3):
-            f = neighbour(r, f)
+            f = neighbor(r, f)
         algebra = symbolic.Algebra()
         try:
             equal = algebra.same(form(algebra, e), form(algebra, f))
@@ -918,7 +918,7 @@ def test_equivalent_spellings_are_proved():
     def run(r):
         name = r.choice(sorted(ACTIVATIONS))
         e = equivalent(r, ACTIVATIONS[name], r.choice([1, 2, 4, 8]))
-        found = verdict(e, 1)
+        found = match(e, 1)
         if CAUTIOUS in str(found.reason):
             counts["cautious"] += 1
             return
@@ -929,7 +929,7 @@ def test_equivalent_spellings_are_proved():
             path, n = r.choice(constants)
             f = put(e, path, n * (1 + r.choice([1, -1]) * r.choice([1.2e-5, 1e-4, 1e-2])))
             counts["perturbed"] += 1
-            v = verdict(f, 1)
+            v = match(f, 1)
             if v.activation is not None:
                 same = e if v.activation == name else ACTIVATIONS[v.activation]
                 scaled = substitute(same, {"x": ("mul", "x", v.gate_scale)})
@@ -958,14 +958,14 @@ def test_equivalent_gates_are_proved():
             up = ("clamp_max", ("clamp_min", "y", -limit), limit)
         product = ("mul", gate, ("add", up, offset) if offset else up)
         e = equivalent(r, product, r.choice([0, 1, 2, 4]))
-        v = verdict(e, 2)
+        v = match(e, 2)
         if CAUTIOUS in str(v.reason):
             counts["cautious"] += 1
             return
         assert (v.activation, v.gate, v.up, v.clamp) == (name, 0, 1, limit), (e, v)
         assert math.isclose(v.up_offset, offset, rel_tol=1e-6), (e, v)
         counts[name] += 1
-        other = verdict(substitute(e, {"x": "y", "y": "x"}), 2)
+        other = match(substitute(e, {"x": "y", "y": "x"}), 2)
         assert (other.activation, other.gate, other.up) == (name, 1, 0), e
 
     run()

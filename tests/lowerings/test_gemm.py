@@ -19,11 +19,11 @@ import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy, Site
 from torch_fused_ops import functional as FF
 from torch_fused_ops import nn as fnn
+from torch_fused_ops.float8_recipes import RECIPES
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.lowerings.recognise import gemms, rewrite
+from torch_fused_ops.lowerings.recognize import gemms, rewrite
 from torch_fused_ops.nn import FusedMLP
 from torch_fused_ops.reasons import Kind
-from torch_fused_ops.recipes import RECIPES
 
 HIDDEN, FFN = 128, 256
 
@@ -147,7 +147,7 @@ def test_layers_of_one_size_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.codegen_is_slow
 def test_biases_under_autocast() -> None:
-    """A gradient is quantised along rows and along columns, which Inductor's C++ fuses as loops of two orders."""
+    """A gradient is quantized along rows and along columns, which Inductor's C++ fuses as loops of two orders."""
     module, x = gelu_mlp(), torch.randn(128, HIDDEN)
     with torch.autocast("cpu", torch.bfloat16):
         got, exact = step(compiled(module, gemm="fp8", strict=True), module, x), step(module, module, x)
@@ -225,11 +225,11 @@ def test_fused_mlp_in_eager_and_compiled(gated: bool) -> None:
 
 @pytest.mark.codegen_is_slow
 def test_rounding_that_a_model_asks_for_stays() -> None:
-    """Backward quantises what it has and not what that loads as; but not where the model itself has loaded it."""
+    """Backward quantizes what it has and not what that loads as; but not where the model itself has loaded it."""
 
     def rounded(x: Tensor) -> Tensor:
-        stored = torch.ops.fused.quantise(x.detach() * 1.01, 1)
-        return x + (torch.ops.fused.dequantise(*stored, 1, x.dtype) - x).detach()
+        stored = torch.ops.fused.quantize(x.detach() * 1.01, 1)
+        return x + (torch.ops.fused.dequantize(*stored, 1, x.dtype) - x).detach()
 
     class Rounding(SwiGLU):
         def forward(self, x: Tensor) -> Tensor:
@@ -468,7 +468,7 @@ def test_packed_gradients_in_rows(tokens: tuple[int, ...]) -> None:
     def fn(g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
         args = (None, None, "silu", "halves", 0.0, None, [True, False, False])
         d = torch.ops.fused.bias_glu_backward(g, h, *args)[0].view(-1, h.shape[-1])
-        return (d, *torch.ops.fused.quantise(d, 1, d.shape[1]))
+        return (d, *torch.ops.fused.quantize(d, 1, d.shape[1]))
 
     g, h = torch.randn(*tokens, 80), torch.randn(*tokens, 160) * 4
     h[..., 0, 3], h[..., 1, 90] = float("nan"), float("inf")

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from torch_fused_ops import FusionPolicy, activations, reference
 from torch_fused_ops import functional as FF
-from torch_fused_ops.lowerings import memory, passes
+from torch_fused_ops.lowerings import memory_levels, passes
 from torch_fused_ops.policy import MEMORY
 
 LEVELS = ("fp8", "input")
@@ -260,8 +260,8 @@ def test_what_a_product_reads_is_rebuilt_behind_another(
 ) -> None:
     inputs = behind_a_product(tokens, frozen)
     steps = []
-    for rebuild in (memory.rebuild, lambda graphs, **_: graphs):
-        monkeypatch.setattr(memory, "rebuild", rebuild)
+    for rebuild in (memory_levels.rebuild, lambda graphs, **_: graphs):
+        monkeypatch.setattr(memory_levels, "rebuild", rebuild)
         torch.manual_seed(0)
         steps.append(step(compiled(fn, "free", strict=False), inputs))
     (ours, kept), (theirs, more) = steps
@@ -446,8 +446,8 @@ def test_a_failure_leaves_free(level: str, monkeypatch: pytest.MonkeyPatch, capl
             raise RuntimeError(f"on purpose: {level}")
         original(both, node)
 
-    original = memory._LEVELS[level]
-    monkeypatch.setitem(memory._LEVELS, level, fails)
+    original = memory_levels._LEVELS[level]
+    monkeypatch.setitem(memory_levels._LEVELS, level, fails)
     monkeypatch.setattr(passes, "_logged", set())  # it is logged once a process
     inputs = tensors("swiglu")
     got, kept = step(compiled(swiglu, level, strict=False), inputs)

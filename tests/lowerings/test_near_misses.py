@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops import FusionPolicy, activations
-from torch_fused_ops.lowerings.recognise import rewrite
+from torch_fused_ops.lowerings.recognize import rewrite
 from torch_fused_ops.reasons import Kind
 from torch_fused_ops.reference import CLAMP_KEEPS_BOUNDS
 
@@ -178,7 +178,7 @@ FUNCTIONS: dict[str, tuple[Case, str]] = {
     # A constant is off.
     "1.7": (one(lambda x: x * torch.sigmoid(1.7 * x)), r"like quick_gelu, but has 1\.7 for 1\.702$"),
     "1.702 off by 2e-6": (one(lambda x: x * torch.sigmoid(1.702 * (1 + 2e-6) * x)), "like quick_gelu, but has"),
-    "1.772, CLIP's neighbour": (one(lambda x: x * torch.sigmoid(1.772 * x)), "like quick_gelu, but has 1.772 for"),
+    "1.772, CLIP's neighbor": (one(lambda x: x * torch.sigmoid(1.772 * x)), "like quick_gelu, but has 1.772 for"),
     "-1.702": (one(lambda x: x * torch.sigmoid(-1.702 * x)), NO_ACTIVATION),
     "0.044": (
         one(lambda x: 0.5 * x * (1 + torch.tanh(C * (x + 0.044 * x**3)))),
@@ -615,7 +615,7 @@ WRITTEN: dict[str, tuple[Case, str]] = {
         lambda h, u, p, w, m: (lambda s: F.linear(s * first(h, h.numpy().__setitem__(0, 1.0)), w))(torch.sigmoid(h)),
         "setitem.* writes",
     ),
-    "by an embedding's renormalisation": (
+    "by an embedding's renormalization": (
         lambda h, u, p, w, m: (lambda s: F.linear(s * first(h, F.embedding(torch.arange(4), h, max_norm=0.1)), w))(
             torch.sigmoid(h)
         ),
@@ -783,7 +783,7 @@ FUSED: dict[str, tuple[Case, str, str]] = {
     "a sum as the up": (two(lambda h, u: F.silu(h) * (u + h)), "fused::glu", "silu"),
     "a sum with an input": (lambda h, u, p, w, m: F.linear(F.gelu(h + m), w), "fused::bias_act", "gelu"),
     "scaled by an input before": (lambda h, u, p, w, m: F.linear(F.gelu(h * m), w), "fused::bias_act", "gelu"),
-    "centred before": (one(lambda x: F.relu(x - x.mean(-1, keepdim=True))), "fused::bias_act", "relu"),
+    "centered before": (one(lambda x: F.relu(x - x.mean(-1, keepdim=True))), "fused::bias_act", "relu"),
     "within no_grad": (one(lambda x: within(torch.no_grad, F.silu, x)), "fused::bias_act", "silu"),
     "within inference_mode": (
         lambda h, u, p, w, m: within(torch.inference_mode, lambda: F.linear(F.silu(m @ w.t() @ w), w)).clone(),
@@ -1047,7 +1047,7 @@ def test_a_subclass_that_computes_something_else():
 @pytest.mark.parametrize(
     "act", [lambda x: F.softplus(x, 1.0, 0.5), lambda x: F.softplus(x, 2.0), lambda x: F.softplus(x) + 0.0001]
 )
-def test_neighbours_of_a_registered_activation(act):
+def test_neighbors_of_a_registered_activation(act):
     activations.register_activation("softplus_near_miss", lambda x: F.softplus(x))
     (site,) = sites(one(act), "")
     assert site.op is None

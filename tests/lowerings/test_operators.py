@@ -177,7 +177,7 @@ def test_every_activation_in_one_kernel() -> None:
 
 
 @pytest.mark.slow
-def test_fuses_with_neighbours_on_both_sides() -> None:
+def test_fuses_with_neighbors_on_both_sides() -> None:
     code = check(lambda x, b: (fused.bias_act(x.sin() * 2, b, None, "gelu") + 1).cos(), [leaf(33, 24), leaf(24)])
     assert [kernels(c) for c in code] == [1, 1]
 

@@ -269,7 +269,7 @@ def test_a_failing_pass_leaves_the_graph_and_says_so_once(
     def broken(*_: Any) -> None:
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(passes.Recognise, "run", broken)
+    monkeypatch.setattr(passes.Recognize, "run", broken)
     monkeypatch.setattr(passes, "_logged", set())
     x, w, v = arguments()
     for _ in range(2):
@@ -277,7 +277,7 @@ def test_a_failing_pass_leaves_the_graph_and_says_so_once(
         with inductor_config.patch(force_disable_caches=True):
             torch.testing.assert_close(torch.compile(mlp, fullgraph=True, backend="fused")(x, w, v), mlp(x, w, v))
     assert [r.getMessage() for r in caplog.records].count(
-        "a pass failed and left the graph as it was (recognise: RuntimeError: broken on purpose). Please report it."
+        "a pass failed and left the graph as it was (recognize: RuntimeError: broken on purpose). Please report it."
     ) == 1
     torch._dynamo.reset()
     strict = {"policy": tfo.FusionPolicy(strict=True)}
@@ -286,16 +286,16 @@ def test_a_failing_pass_leaves_the_graph_and_says_so_once(
 
 
 def test_uuid_follows_policy_and_table() -> None:
-    one, two = passes.Recognise(tfo.FusionPolicy()), passes.Recognise(tfo.FusionPolicy(memory="off"))
-    assert one.uuid() != two.uuid() and one.uuid() == passes.Recognise(tfo.FusionPolicy()).uuid()
-    ambient = passes.Recognise()
+    one, two = passes.Recognize(tfo.FusionPolicy()), passes.Recognize(tfo.FusionPolicy(memory="off"))
+    assert one.uuid() != two.uuid() and one.uuid() == passes.Recognize(tfo.FusionPolicy()).uuid()
+    ambient = passes.Recognize()
     outside = ambient.uuid()
     with tfo.enabled():
         assert ambient.uuid() == one.uuid() != outside
 
 
 def test_passes_and_policies_copy_and_pickle() -> None:
-    one = passes.Recognise(tfo.FusionPolicy(exclude=("a.*",)))
+    one = passes.Recognize(tfo.FusionPolicy(exclude=("a.*",)))
     assert copy.deepcopy(one) is one
     assert pickle.loads(pickle.dumps(one)) == one
     assert pickle.loads(pickle.dumps(tfo.FusionPolicy())) == tfo.FusionPolicy()
@@ -444,17 +444,17 @@ def test_a_setting_that_takes_a_stage_away_is_said_once_and_strict_raises(
 ) -> None:
     value, text = TAKEN[name]
     monkeypatch.setattr(passes, "_logged", set())
-    stage = passes.InPlace(tfo.FusionPolicy())
+    stage = passes.BufferReuse(tfo.FusionPolicy())
     with inductor_config.patch({name: value}):
         stage([]), stage([])
         assert [r.getMessage()[: len(text)] for r in caplog.records] == [text]
         with pytest.raises(
             tfo.UnfusedError, match=re.escape(f"strict=True and another setting takes a part away: {text}")
         ):
-            passes.InPlace(tfo.FusionPolicy(strict=True))([])
+            passes.BufferReuse(tfo.FusionPolicy(strict=True))([])
         if name != "use_pre_grad_passes":
-            passes.InPlace(tfo.FusionPolicy(strict=True, memory="off"))([])
-    passes.InPlace(tfo.FusionPolicy(strict=True))([])
+            passes.BufferReuse(tfo.FusionPolicy(strict=True, memory="off"))([])
+    passes.BufferReuse(tfo.FusionPolicy(strict=True))([])
     assert len(caplog.records) == 1
 
 
@@ -495,7 +495,7 @@ def test_code_that_is_saved_by_its_source_alone_is_refused() -> None:
         with pytest.raises(RuntimeError, match=refused):
             backend(graph, [x, w, v])
         with pytest.raises(RuntimeError, match=refused):
-            passes.Recognise(tfo.FusionPolicy())(graph.graph)
+            passes.Recognize(tfo.FusionPolicy())(graph.graph)
         with pytest.raises(RuntimeError, match=refused):
             importlib.reload(sys.modules["torch_fused_ops.lowerings.backend"])
     assert passes.active_policy() is None

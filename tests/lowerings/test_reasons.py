@@ -24,11 +24,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from torch_fused_ops import FusionPolicy, Site, UnfusedError, activations, explain, reasons
 from torch_fused_ops import functional as FF
-from torch_fused_ops.lowerings import compat, memory, recognise
-from torch_fused_ops.lowerings.passes import Recognise
-from torch_fused_ops.lowerings.recognise import gemms
+from torch_fused_ops.lowerings import compat, memory_levels, recognize
+from torch_fused_ops.lowerings.passes import Recognize
+from torch_fused_ops.lowerings.recognize import gemms
 from torch_fused_ops.nn import replace_mlps
-from torch_fused_ops.reasons import Category, Kind, Reason, Refusal
+from torch_fused_ops.reasons import Category, Kind, Reason, Rejection
 from torch_fused_ops.reports import breaks
 from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.verify import interpreted
@@ -115,7 +115,7 @@ def devices(patch: Patch) -> Site:
     with FakeTensorMode():
         v, u, w = (torch.empty(s, device=on) for s, on in (((4,), "cpu"), ((4, 4), "cuda"), ((4, 4), "cuda")))
         graph = recorded(lambda v, u, w: torch.mm(torch.sigmoid(torch.inner(v, v)) * torch.mm(u, w), w), v, u, w)
-        (site,) = recognise.rewrite(graph, FusionPolicy(), apply=False)
+        (site,) = recognize.rewrite(graph, FusionPolicy(), apply=False)
     return site
 
 
@@ -125,7 +125,7 @@ def unrecorded(patch: Patch) -> Site:
     )
     for node in graph.nodes:
         node.meta.clear()
-    (site,) = recognise.rewrite(graph, FusionPolicy())
+    (site,) = recognize.rewrite(graph, FusionPolicy())
     return site
 
 
@@ -219,7 +219,7 @@ def compiled() -> nn.Module:
 
 
 def refusal(call: Callable[..., Any], *args: Any) -> Reason:
-    with pytest.raises(Refusal) as info:
+    with pytest.raises(Rejection) as info:
         call(*args)
     return info.value.reason
 
@@ -234,9 +234,9 @@ def kept(fn: Callable[..., Tensor], *inputs: Tensor, level: str = "input", **set
         found: list[Reason] = []
 
         def note(text: str, *args: Any) -> None:
-            found.extend(arg.reason for arg in args if isinstance(arg, Refusal))
+            found.extend(arg.reason for arg in args if isinstance(arg, Rejection))
 
-        patch.setattr(memory.log, "info", note)
+        patch.setattr(memory_levels.log, "info", note)
         if settings:
             patch.setattr(compat, *next(iter(settings.items())))
         interpreted(FusionPolicy(memory=level))(fn, *inputs).sum().backward()
@@ -283,7 +283,7 @@ def made_of_a_size(patch: Patch) -> Reason:
     view.meta["val"] = torch.empty(6, 8)
     product = graph.call_function(torch.ops.aten.mm.default, (view, w))
     handed = SimpleNamespace(same={}, stale=set(), callers=set(), kept=list)
-    return refusal(memory._plan, handed, product, None, [], [])
+    return refusal(memory_levels._plan, handed, product, None, [], [])
 
 
 def frozen(hidden: int = 2) -> list[Tensor]:
@@ -328,8 +328,8 @@ def whole(fn: Callable[[Tensor], Any], *shape: int, dynamic_shapes: bool = False
 
     def program(patch: Patch) -> Reason:
         found: list[Reason] = []
-        recorded = recognise._with_tiles
-        patch.setattr(recognise, "_with_tiles", lambda site, one: (found.append(one.reason), recorded(site, one))[1])
+        recorded = recognize._with_tiles
+        patch.setattr(recognize, "_with_tiles", lambda site, one: (found.append(one.reason), recorded(site, one))[1])
         x = nn.Parameter(torch.randn(shape or (50, 8)))
         with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=dynamic_shapes):
             explain(fn, x, policy=FusionPolicy(**{"memory": "tiled:2", **policy}))
@@ -465,7 +465,7 @@ def test_strict_and_the_notes_read_kinds(texts: list[Reason]) -> None:
     for act, error in asked.items():
         for exclude in ((), ("",)):
             graph = recorded(two_linears(act), x, w, d)
-            stage = Recognise(FusionPolicy(strict=True, exclude=exclude))
+            stage = Recognize(FusionPolicy(strict=True, exclude=exclude))
             with pytest.raises(error) if error and not exclude else contextlib.nullcontext():
                 stage(graph)
     report = explain(two_linears(F.silu), x, w, d, policy=FusionPolicy(exclude=("", "encoder")))

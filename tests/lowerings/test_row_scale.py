@@ -12,7 +12,7 @@ from differential import compare
 from torch import Tensor
 
 from torch_fused_ops import FusionPolicy, explain
-from torch_fused_ops.lowerings.recognise import rewrite
+from torch_fused_ops.lowerings.recognize import rewrite
 from torch_fused_ops.policy import MEMORY
 
 TOKENS, WIDTH, FFN, EXPERTS, CHOSEN = 64, 32, 48, 4, 2

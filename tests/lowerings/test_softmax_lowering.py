@@ -94,7 +94,7 @@ def test_one_compilation_for_every_length() -> None:
 
 
 @pytest.mark.slow  # on paper by default: codegen/test_softmax_codegen.py
-def test_fuses_with_neighbours_on_both_sides() -> None:
+def test_fuses_with_neighbors_on_both_sides() -> None:
     """A bias in front, a factor and a cast behind."""
 
     def fn(x: Tensor, b: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What fuzzing and adversarial reading have found in the recogniser, each shrunk to the smallest program.
+"""What fuzzing and adversarial reading have found in the recognizer, each shrunk to the smallest program.
 
 Every program here was once rewritten into one that computes something else, or made the pass fail. Now it is left
 alone, for the reason named; and compiled, it does what it does without us, gradients and writes included.
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from functions import Swish
 
 from torch_fused_ops import FusionPolicy
-from torch_fused_ops.lowerings.recognise import rewrite
+from torch_fused_ops.lowerings.recognize import rewrite
 
 POLICY = FusionPolicy()
 
@@ -79,7 +79,7 @@ WRITES = {
 
 
 def unfused(fn, *args):
-    """The graphs that Dynamo makes of fn, after the recogniser, and the sites that it reports."""
+    """The graphs that Dynamo makes of fn, after the recognizer, and the sites that it reports."""
     sites = []
 
     def backend(gm, _):
@@ -192,7 +192,7 @@ def test_terms_that_cancel_on_paper_only():
 
 
 def test_nothing_times_nothing():
-    """Division of what has cancelled to 0."""
+    """Division of what has canceled to 0."""
     unfused(act(lambda h: (h.abs() + h) / 2 * ((h.abs() - h.abs()) / 2) * (h + 0.5)), *inputs((4, 8), (16, 8), (8, 16)))
 
 

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy, Site, tiles
-from torch_fused_ops.lowerings import recognise
-from torch_fused_ops.lowerings.recognise import tiles as edit
+from torch_fused_ops.lowerings import recognize
+from torch_fused_ops.lowerings.recognize import tiles as edit
 from torch_fused_ops.reasons import Kind
 
 HIDDEN, FFN = 8, 12
@@ -428,7 +428,7 @@ def test_a_failure_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -
     original = edit._linear
     monkeypatch.setattr(edit, "_linear", fails)
     with pytest.raises(RuntimeError, match="the second tile"):
-        recognise.rewrite(gm.graph, FusionPolicy(memory="tiled:3"))
+        recognize.rewrite(gm.graph, FusionPolicy(memory="tiled:3"))
     assert str(gm.graph) == before
 
 

@@ -292,7 +292,7 @@ class Checkpointed(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A parametrisation of a weight."""
+    """A parametrization of a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ class Scaled(nn.Module):
         return torch.tanh(weight) * self.gain
 
 
-class Parametrised(nn.Module):
+class Parametrized(nn.Module):
     def __init__(self, r: random.Random) -> None:
         super().__init__()
         self.mlp = MLP(r)
@@ -327,7 +327,7 @@ class Configured(nn.Module):
         return self.down(ACTIVATIONS[name](self.up(x)))  # type: ignore[no-any-return]
 
 
-LEAVES = (MLP, GLU, GLU, Chain, Adapted, Weighted, Twice, Concatenated, Parametrised, Configured)
+LEAVES = (MLP, GLU, GLU, Chain, Adapted, Weighted, Twice, Concatenated, Parametrized, Configured)
 NODES = (Residual, Residual, Sequence, Checkpointed)
 
 

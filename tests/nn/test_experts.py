@@ -23,8 +23,8 @@ from torch_fused_ops.nn import (
     GroupedRowParallelLinear,
     MLPConfig,
     MLPSubmodules,
+    _gemms,
     _memory,
-    _products,
     permute,
     unpermute,
 )
@@ -126,7 +126,7 @@ def test_is_as_many_mlps(counts: list[int], dtype: torch.dtype) -> None:
 def test_is_no_further_from_the_truth_than_as_many_mlps(dtype: torch.dtype, loop: bool, monkeypatch) -> None:
     """Of 700 rows, a bias's gradient, too: summed by indexing's own derivative it would be rounded 700 times."""
     if loop:
-        monkeypatch.setattr(_products, "_grouped", lambda *args: False)
+        monkeypatch.setattr(_gemms, "_grouped", lambda *args: False)
     counts = [300, 0, 700]
     grouped = build(config(params_dtype=dtype))
     x, probs, d = inputs(counts, dtype)

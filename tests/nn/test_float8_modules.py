@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch_fused_ops import float8
 from torch_fused_ops import functional as FF
 from torch_fused_ops import nn as fnn
+from torch_fused_ops.float8_recipes import RECIPES
 from torch_fused_ops.reasons import Kind
-from torch_fused_ops.recipes import RECIPES
 
 HIDDEN, FFN = 128, 256
 
@@ -146,7 +146,7 @@ def rows(counts: tuple[int, ...] = COUNTS, dtype: torch.dtype = BF16) -> tuple[T
 def multiplied(x: Tensor, weight: Tensor) -> Tensor:
     """x · weightᵀ in float64 of what float8 holds of both."""
     a, b = (
-        float8.dequantise(*float8.quantise(t, 1, WIDTH if t.shape[1] == WIDTH else INNER), 1, torch.float64)
+        float8.dequantize(*float8.quantize(t, 1, WIDTH if t.shape[1] == WIDTH else INNER), 1, torch.float64)
         for t in (x, weight)
     )
     return a @ b.t()

@@ -148,7 +148,7 @@ LAGS = [*range(1, 9), 16, 31, 32, 33, 64, 128, 256]
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
-def test_neighbours_are_independent(p):
+def test_neighbors_are_independent(p):
     kept = mask((512, 1024), torch.tensor([7]), p)
     bound = sigmas(2 * 2 * len(LAGS))
     for lag in LAGS:
@@ -163,8 +163,8 @@ def chi2_bound(degrees, cases):
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
-def test_contingency_of_neighbouring_pairs(p):
-    """2×2 tables of an element and its neighbour: in a row, in a column, across calls of the generator, within one."""
+def test_contingency_of_neighboring_pairs(p):
+    """2×2 tables of an element and its neighbor: in a row, in a column, across calls of the generator, within one."""
     kept = mask((1024, 1024), torch.tensor([11]), p).long()
     pairs = {
         "row": (kept[:, ::2], kept[:, 1::2]),

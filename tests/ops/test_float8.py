@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_fused_ops import float8, reference
 from torch_fused_ops import functional as FF
-from torch_fused_ops.recipes import BLOCK, MX_BLOCK, RECIPES, Block
+from torch_fused_ops.float8_recipes import BLOCK, MX_BLOCK, RECIPES, Block
 
 fused = torch.ops.fused
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -23,9 +23,9 @@ BLOCKS = (Block(1, BLOCK), Block(BLOCK, BLOCK), Block(1, None), Block(None, None
 
 
 def scale_of_each(x: Tensor, block: Block) -> Tensor:
-    """quantise's scales, beside each element."""
+    """quantize's scales, beside each element."""
     rows, columns = block.of(x.shape)
-    scales = float8.quantise(x, rows, columns)[1]
+    scales = float8.quantize(x, rows, columns)[1]
     scales = scales.t() if rows == 1 else scales
     return scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:, : x.shape[1]]
 
@@ -44,8 +44,8 @@ def wide_matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> 
 def test_what_is_stored_is_off_by_half_a_step(block: Block, dtype: torch.dtype) -> None:
     x = wide_matrix(256, 384, dtype)
     rows, columns = block.of(x.shape)
-    values, scales = fused.quantise(x, rows, columns)
-    loaded = fused.dequantise(values, scales, rows, torch.float64)
+    values, scales = fused.quantize(x, rows, columns)
+    loaded = fused.dequantize(values, scales, rows, torch.float64)
     exact, scale = x.to(torch.float32).double(), scale_of_each(x, block).double()
     assert ((loaded - exact).abs() <= (2**-4 * exact.abs()).maximum(2**-10 * scale)).all()
     assert torch.equal(scale.log2(), scale.log2().round())
@@ -60,20 +60,20 @@ def test_blocks_of_zeros_denormals_infinities_and_nans(width: int) -> None:
     rows = torch.zeros(7, width)
     rows[1] = 1e-40
     rows[2, 3], rows[3, 3], rows[4, 3], rows[5, 3], rows[6, 3] = math.inf, -math.inf, math.nan, 3e38, 448.0
-    loaded = fused.dequantise(*fused.quantise(rows, 1, width), 1, torch.float64)
+    loaded = fused.dequantize(*fused.quantize(rows, 1, width), 1, torch.float64)
     assert (loaded[0] == 0).all()
     assert (loaded[1] - rows[1].double()).abs().max() <= 2.0**-136  # 2⁻¹⁰ of the least scale
     assert loaded[2:5].isnan().all()
     assert loaded[5, 3] == pytest.approx(3e38, rel=2**-4) and (loaded[5, 4:] == 0).all()
     assert loaded[6, 3] == 448
-    assert fused.quantise(rows[6:], 1, width)[1].item() == 1
+    assert fused.quantize(rows[6:], 1, width)[1].item() == 1
 
 
 @pytest.mark.parametrize("block", (BLOCK, MX_BLOCK))
 @pytest.mark.parametrize("shape", ((0, 128), (1, 1), (3, 0), (5, 200), (1, 128)))
 def test_columns_are_filled_with_zeros(shape: tuple[int, int], block: int) -> None:
     x = torch.randn(shape)
-    values, scales = fused.quantise(x, 1, block)
+    values, scales = fused.quantize(x, 1, block)
     width = -(-shape[1] // block) * block
     assert values.shape == (shape[0], width) and scales.shape == (width // block, shape[0])
     assert (values.float()[:, shape[1] :] == 0).all()
@@ -85,19 +85,19 @@ def test_any_strides_are_read() -> None:
     for view in (x.t(), x[::2, 1:], x[:, :1].expand(256, 256), x.t()[:BLOCK]):
         for block in BLOCKS:
             sizes = block.of(view.shape)
-            for a, b in zip(fused.quantise(view, *sizes), fused.quantise(view.contiguous(), *sizes), strict=True):
+            for a, b in zip(fused.quantize(view, *sizes), fused.quantize(view.contiguous(), *sizes), strict=True):
                 assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)) and a.is_contiguous()
 
 
 def test_blocks_of_32_are_requantised_in_these() -> None:
     x = wide_matrix(70, 160)
-    values, scales = fused.requantise(*fused.quantise(x, 1, MX_BLOCK))
-    once = fused.dequantise(*fused.quantise(x, 1, MX_BLOCK), 1, torch.float32)
-    for found, wanted in zip((values, scales), fused.quantise(once.t(), 1, MX_BLOCK), strict=True):
+    values, scales = fused.requantize(*fused.quantize(x, 1, MX_BLOCK))
+    once = fused.dequantize(*fused.quantize(x, 1, MX_BLOCK), 1, torch.float32)
+    for found, wanted in zip((values, scales), fused.quantize(once.t(), 1, MX_BLOCK), strict=True):
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
     assert values.shape == (160, 96) and scales.shape == (3, 160)
     with pytest.raises(ValueError, match="columns=64 is not accepted: it must be 128 or 32, the columns of a block"):
-        fused.quantise_both(x, 64)
+        fused.quantize_both(x, 64)
 
 
 @pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if recipe.wgrad])
@@ -114,8 +114,8 @@ def test_what_rounds_beyond_the_largest_number_loads_as_that(dtype: torch.dtype,
     expected = gradient.double().t() @ x.double()
     assert weight.grad is not None and weight.grad.isfinite().all()
     assert (weight.grad.double() - expected)[:, 5].norm() < 0.08 * expected[:, 5].norm()
-    for values, scales, rows in ((*fused.quantise(x, 1), 1), (*fused.requantise(*fused.quantise(x, 1)), BLOCK)):
-        assert scales.isfinite().all() and fused.dequantise(values, scales, rows, dtype).isfinite().all()
+    for values, scales, rows in ((*fused.quantize(x, 1), 1), (*fused.requantize(*fused.quantize(x, 1)), BLOCK)):
+        assert scales.isfinite().all() and fused.dequantize(values, scales, rows, dtype).isfinite().all()
 
 
 @settings(max_examples=30, deadline=None)
@@ -124,9 +124,9 @@ def test_rounding_once_more_in_other_blocks_changes_the_smallest_alone(exponent:
     """Scales are powers of two: what is e4m3 already stays, unless it falls below the least normal number."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(BLOCK, BLOCK, generator=generator) * 2.0**exponent
-    once = fused.dequantise(*fused.quantise(x, 1), 1, torch.float32)
-    values, scales = fused.requantise(*fused.quantise(x, 1))
-    twice = fused.dequantise(values, scales, BLOCK, torch.float32).t()
+    once = fused.dequantize(*fused.quantize(x, 1), 1, torch.float32)
+    values, scales = fused.requantize(*fused.quantize(x, 1))
+    twice = fused.dequantize(values, scales, BLOCK, torch.float32).t()
     small = once.abs() < 2**-6 * scales.item()
     assert torch.equal(once[~small], twice[~small])
     assert ((once - twice)[small].abs() <= 2**-10 * scales.item()).all()
@@ -138,7 +138,7 @@ def test_scales_of_blocks_of_32_lie_in_tiles(shape: tuple[int, int]) -> None:
     x = wide_matrix(*shape)
     if x.numel():
         x[0, 0], x[-1, -1] = math.nan, 0.0
-    scales = fused.quantise(x, 1, MX_BLOCK)[1]
+    scales = fused.quantize(x, 1, MX_BLOCK)[1]
     (rows, columns), tiles = shape, -(-shape[1] // (4 * MX_BLOCK))
     found = float8.tiled(scales)
     assert found.dtype == torch.uint8 and found.numel() == -(-rows // 128) * tiles * 512
@@ -155,14 +155,14 @@ def test_scales_of_blocks_of_32_lie_in_tiles(shape: tuple[int, int]) -> None:
 def test_a_scale_that_is_known_gives_the_same_values() -> None:
     """One scale for all is the largest of the rows'; larger scales and NaN are the caller's to give."""
     x = wide_matrix(48, 80)
-    values, scales = fused.quantise(x, 1, 80)
-    whole, scale = fused.quantise(x, 48, 80)
+    values, scales = fused.quantize(x, 1, 80)
+    whole, scale = fused.quantize(x, 48, 80)
     assert torch.equal(scale, scales.amax(1, keepdim=True))
     for known, wanted in ((scales, values), (scale, whole)):
         for own in (x, x.t().contiguous().t()):
-            found = fused.quantise_by(own, known)
+            found = fused.quantize_by(own, known)
             assert found.is_contiguous() and torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
-    assert fused.dequantise(fused.quantise_by(x, scale * math.nan), scale * math.nan, 48, torch.float32).isnan().all()
+    assert fused.dequantize(fused.quantize_by(x, scale * math.nan), scale * math.nan, 48, torch.float32).isnan().all()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -174,7 +174,7 @@ def test_on_gfx942_the_numbers_are_the_same(recipe: str, monkeypatch: pytest.Mon
     blocks = [(x, scaling.data.of(x.shape)), (w, scaling.weight.of(w.shape)), (w.t(), scaling.weight_t.of(w.t().shape))]
 
     def found() -> list[Any]:
-        stored = [fused.quantise(t, *sizes) for t, sizes in blocks]
+        stored = [fused.quantize(t, *sizes) for t, sizes in blocks]
         y = FF.linear_fp8(x.requires_grad_(), w.requires_grad_(), recipe=recipe)
         return [*stored, [y.detach(), *torch.autograd.grad(y.sum(), (x, w))]]
 
@@ -223,7 +223,7 @@ def test_products_are_within_their_bound(block: Block, dtype: torch.dtype) -> No
     b[3, 5] = 100.0  # an outlier
     bias = torch.randn(128, dtype=dtype)
     of_a, (rows, columns) = Block(1, block.columns), block.of(b.shape)
-    stored = fused.quantise(a, *of_a.of(a.shape)), fused.quantise(b, rows, columns)
+    stored = fused.quantize(a, *of_a.of(a.shape)), fused.quantize(b, rows, columns)
     out = fused.scaled_mm(*stored[0], *stored[1], bias, rows, dtype)
     exact = a.double() @ b.double().t() + bias.double()
     rounding = 2 * torch.finfo(dtype).eps * (a.double().abs() @ b.double().abs().t() + bias.double().abs())
@@ -303,7 +303,7 @@ def test_the_operators_of_one_pass_are_those_of_several(
     name: str, make: Any, scalars: tuple[Any, ...], columns: int
 ) -> None:
     grad, data = torch.randn(200, 256).bfloat16(), make(torch.randn(200, 256).bfloat16())
-    found = list(getattr(fused, f"{name}_backward_quantised")(grad, *data, *scalars, columns))
+    found = list(getattr(fused, f"{name}_backward_quantized")(grad, *data, *scalars, columns))
     others = (None,) * {"bias_act": 2, "glu": 1, "bias_glu": 2}[name]
     mask = [True] * len(data) + [False] * len(others)
     gradients = getattr(reference, f"{name}_backward")(grad, *data, *others, *scalars, mask)
@@ -311,10 +311,10 @@ def test_the_operators_of_one_pass_are_those_of_several(
     wanted = []
     for g in gradients[: len(data)]:
         sums = torch.stack([part.float().sum(0) for part in g.split(BLOCK)])
-        wanted += [*fused.quantise(g, 1, columns), *fused.quantise(g.t(), 1, columns), sums]
-        for a, b in zip(fused.quantise_both(g, columns), wanted[-5:-1], strict=True):
+        wanted += [*fused.quantize(g, 1, columns), *fused.quantize(g.t(), 1, columns), sums]
+        for a, b in zip(fused.quantize_both(g, columns), wanted[-5:-1], strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    wanted += fused.quantise(result.t(), *((1, columns) if columns == MX_BLOCK else (columns, columns)))
+    wanted += fused.quantize(result.t(), *((1, columns) if columns == MX_BLOCK else (columns, columns)))
     for a, b in zip(found, wanted, strict=True):
         if a.dtype == float8.FP8:
             a, b = a.float(), b.float()
@@ -341,35 +341,35 @@ def test_the_operators_of_one_pass_are_those_of_several(
         ),
         (lambda x, w: fused.linear_fp8(x, w, None, None, "int8"), "recipe='int8' is not known"),
         (lambda x, w: FF.linear_fp8(x, w, dtype=torch.float64), "dtype=torch.float64 is not accepted"),
-        (lambda x, w: fused.quantise(x[None], 1), r"input has shape \(1, 4, 128\); accepted: two axes"),
-        (lambda x, w: fused.quantise(x, 2), "rows=2 is not accepted: it must be 1 or 128"),
+        (lambda x, w: fused.quantize(x[None], 1), r"input has shape \(1, 4, 128\); accepted: two axes"),
+        (lambda x, w: fused.quantize(x, 2), "rows=2 is not accepted: it must be 1 or 128"),
         (
-            lambda x, w: fused.quantise(x, 1, 64),
+            lambda x, w: fused.quantize(x, 1, 64),
             "columns=64 is not accepted: it must be 128 or 32, .*, or 128, those of input",
         ),
-        (lambda x, w: fused.quantise_by(x, torch.ones(4, 1)), r"scales has shape \(4, 1\); accepted: \(1, 1\), or"),
+        (lambda x, w: fused.quantize_by(x, torch.ones(4, 1)), r"scales has shape \(4, 1\); accepted: \(1, 1\), or"),
         (
             lambda x, w: fused.scaled_mm(
-                *fused.quantise(torch.cat((x, x), 1), 1, 256),
-                *fused.quantise(torch.cat((w, w), 1), 1),
+                *fused.quantize(torch.cat((x, x), 1), 1, 256),
+                *fused.quantize(torch.cat((w, w), 1), 1),
                 None,
                 1,
                 x.dtype,
             ),
             "a and b have blocks of 256 and 128 columns; accepted: as many in both",
         ),
-        (lambda x, w: fused.quantise(w, BLOCK, MX_BLOCK), "columns=32 is not accepted: it must be 128, the columns"),
+        (lambda x, w: fused.quantize(w, BLOCK, MX_BLOCK), "columns=32 is not accepted: it must be 128, the columns"),
         (
             lambda x, w: FF.linear_fp8(x[:, :48], w[:, :48], recipe="mxfp8"),
             r"weight has shape \(256, 48\); accepted: two axes, multiples of 32",
         ),
         (
-            lambda x, w: fused.scaled_mm(*fused.quantise(x, 1, MX_BLOCK), *fused.quantise(w, 1), None, 1, x.dtype),
+            lambda x, w: fused.scaled_mm(*fused.quantize(x, 1, MX_BLOCK), *fused.quantize(w, 1), None, 1, x.dtype),
             "a and b have blocks of 32 and 128 columns; accepted: as many in both",
         ),
-        (lambda x, w: fused.quantise(x, 128), "accepted: a first axis of a multiple of rows=128"),
+        (lambda x, w: fused.quantize(x, 128), "accepted: a first axis of a multiple of rows=128"),
         (
-            lambda x, w: fused.scaled_mm(*fused.quantise(x, 1), *fused.quantise(w, 1), None, 128, torch.float32),
+            lambda x, w: fused.scaled_mm(*fused.quantize(x, 1), *fused.quantize(w, 1), None, 128, torch.float32),
             r"b's scales have shape \(1, 256\); accepted: \(2, 1\)",
         ),
     ],
@@ -388,14 +388,14 @@ def test_second_derivatives_and_transforms_raise() -> None:
 
 
 def in_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
-    values, scales = fused.quantise(x, 1, MX_BLOCK)
+    values, scales = fused.quantize(x, 1, MX_BLOCK)
     return values, float8.tiled(scales)
 
 
 def test_products_by_tiled_scales_are_the_same() -> None:
     a, b, bias = wide_matrix(70, 160), wide_matrix(130, 160), torch.randn(130)
     a[3, 5] = math.nan
-    wanted = fused.scaled_mm(*fused.quantise(a, 1, MX_BLOCK), *fused.quantise(b, 1, MX_BLOCK), bias, 1, torch.float32)
+    wanted = fused.scaled_mm(*fused.quantize(a, 1, MX_BLOCK), *fused.quantize(b, 1, MX_BLOCK), bias, 1, torch.float32)
     found = fused.scaled_mm_tiled(*in_tiles(a), *in_tiles(b), bias, torch.float32)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
     assert found[3].isnan().all() and found[4:].isfinite().all()
@@ -409,17 +409,17 @@ def test_products_by_tiled_scales_are_the_same() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        ("quantise", lambda x: (x, 1)),
-        ("quantise", lambda x: (x.t(), BLOCK)),
-        ("quantise_both", lambda x: (x,)),
-        pytest.param(("quantise_both", lambda x: (x, MX_BLOCK)), marks=pytest.mark.slow),
-        pytest.param(("glu_backward_quantised", lambda x: (x, x, x, "silu", 0.0, None)), marks=pytest.mark.slow),
-        ("glu_backward_quantised", lambda x: (x, x, x, "silu", 0.0, None, MX_BLOCK)),
-        ("quantise", lambda x: (x, 1, 256)),
-        ("quantise_by", lambda x: (x.t(), fused.quantise(x, *x.shape)[1])),
+        ("quantize", lambda x: (x, 1)),
+        ("quantize", lambda x: (x.t(), BLOCK)),
+        ("quantize_both", lambda x: (x,)),
+        pytest.param(("quantize_both", lambda x: (x, MX_BLOCK)), marks=pytest.mark.slow),
+        pytest.param(("glu_backward_quantized", lambda x: (x, x, x, "silu", 0.0, None)), marks=pytest.mark.slow),
+        ("glu_backward_quantized", lambda x: (x, x, x, "silu", 0.0, None, MX_BLOCK)),
+        ("quantize", lambda x: (x, 1, 256)),
+        ("quantize_by", lambda x: (x.t(), fused.quantize(x, *x.shape)[1])),
         ("linear_fp8", lambda x: (x, x.flip(1), None, None, "fp8")),
         ("linear_fp8", lambda x: (x, x.flip(1), None, None, "fp8-rowwise")),
-        ("quantise", lambda x: (x.t(), 1, MX_BLOCK)),
+        ("quantize", lambda x: (x.t(), 1, MX_BLOCK)),
         ("scaled_mm_tiled", lambda x: (*in_tiles(x), *in_tiles(x[:70]), None, torch.float32)),
     ],
 )
@@ -434,7 +434,7 @@ def test_opcheck(call: tuple[str, Callable[[Tensor], tuple[Any, ...]]]) -> None:
 
 def test_vmap_is_one_call_for_each() -> None:
     x = torch.randn(3, 128, 256)
-    values, scales = torch.func.vmap(lambda x: fused.quantise(x, BLOCK))(x)
+    values, scales = torch.func.vmap(lambda x: fused.quantize(x, BLOCK))(x)
     for i in range(3):
-        assert torch.equal(values[i].view(torch.uint8), fused.quantise(x[i], BLOCK)[0].view(torch.uint8))
-        assert torch.equal(scales[i], fused.quantise(x[i], BLOCK)[1])
+        assert torch.equal(values[i].view(torch.uint8), fused.quantize(x[i], BLOCK)[0].view(torch.uint8))
+        assert torch.equal(scales[i], fused.quantize(x[i], BLOCK)[1])

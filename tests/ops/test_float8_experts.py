@@ -40,7 +40,7 @@ def product_bound(a: Tensor, b: Tensor, whole: bool) -> Tensor:
     x, y = a.double(), b.double()
 
     def error(t: Tensor, own: Tensor, block: tuple[int, int]) -> Tensor:
-        scales = float8.quantise(own, *block)[1].reshape(-1, 1).double()
+        scales = float8.quantize(own, *block)[1].reshape(-1, 1).double()
         return (2**-4 * t.abs()).maximum(2**-10 * scales)
 
     ex, ey = error(x, a, (1, a.shape[1])), error(y, b, (b.shape[0] if whole else 1, b.shape[1]))
@@ -69,12 +69,12 @@ def test_products_and_gradients_are_within_their_bounds(turned: bool) -> None:
 def test_an_expert_s_scale_is_its_own() -> None:
     _, w, _, _ = drawn()
     rows = w.transpose(1, 2).reshape(EXPERTS * OUT, IN)
-    scales = fused.quantise(rows, 1, IN)[1].view(EXPERTS, 1, OUT)
+    scales = fused.quantize(rows, 1, IN)[1].view(EXPERTS, 1, OUT)
     largest = scales.amax(2, keepdim=True)
-    values = fused.quantise_by(w, largest)
+    values = fused.quantize_by(w, largest)
     assert values.is_contiguous()
     for e in range(EXPERTS):
-        own, scale = fused.quantise(w[e], IN, OUT)
+        own, scale = fused.quantize(w[e], IN, OUT)
         assert torch.equal(own.view(torch.uint8), values[e].view(torch.uint8)) and torch.equal(scale, largest[e])
 
 
@@ -140,9 +140,9 @@ def test_second_derivatives_raise() -> None:
 
 def test_opcheck() -> None:
     x, w, ends, _ = drawn()
-    stored = fused.quantise(x.detach(), 1, IN)
+    stored = fused.quantize(x.detach(), 1, IN)
     rows = w.detach().transpose(1, 2).reshape(EXPERTS * OUT, IN)
-    values, scales = fused.quantise(rows, 1, IN)
+    values, scales = fused.quantize(rows, 1, IN)
     args = (*stored, values.view(EXPERTS, OUT, IN), scales.view(EXPERTS, 1, OUT), ends, BF16)
     torch.library.opcheck(fused.scaled_grouped_mm.default, args, test_utils=["test_faketensor"])
-    torch.library.opcheck(fused.quantise_by.default, (w.detach(), scales.view(EXPERTS, 1, OUT).amax(2, keepdim=True)))
+    torch.library.opcheck(fused.quantize_by.default, (w.detach(), scales.view(EXPERTS, 1, OUT).amax(2, keepdim=True)))

@@ -11,7 +11,7 @@ import torch._inductor.config as inductor_config
 
 import torch_fused_ops as tfo
 from torch_fused_ops import switches
-from torch_fused_ops.lowerings import in_place, passes, row_blocks
+from torch_fused_ops.lowerings import buffer_reuse, passes, split_reductions
 
 
 def run(code: str, value: str) -> subprocess.CompletedProcess[str]:
@@ -73,8 +73,8 @@ def impl(self, op, fn, key="", **kwargs):
 torch.library.Library.impl = impl
 import torch_fused_ops
 from torch_fused_ops.operators.autograd import REGISTERED
-float8 = {"quantise", "quantise_by", "dequantise", "scaled_mm", "scaled_mm_tiled", "scaled_grouped_mm", "quantise_both",
-          "requantise", *(name for name in REGISTERED if name.endswith("_quantised"))}
+float8 = {"quantize", "quantize_by", "dequantize", "scaled_mm", "scaled_mm_tiled", "scaled_grouped_mm", "quantize_both",
+          "requantize", *(name for name in REGISTERED if name.endswith("_quantized"))}
 on_cpu, on_gpu = ({name for name, key in with_kernels if key == device} & set(REGISTERED) for device in ("CPU", "CUDA"))
 print(len(REGISTERED), len(on_gpu), len(on_gpu & float8), len(on_cpu), len(float8))
 """
@@ -118,13 +118,13 @@ def test_a_bad_value_stops_the_import() -> None:
 def test_what_compiled_code_goes_without(monkeypatch: pytest.MonkeyPatch, part: str, setting: str) -> None:
     """By the variable, and by Inductor's own setting."""
     calls: list[str] = []
-    monkeypatch.setattr(in_place, "allow", lambda nodes: calls.append("buffer_reuse"))
-    monkeypatch.setattr(row_blocks, "rewrite", lambda graph: calls.append("split_reductions"))
+    monkeypatch.setattr(buffer_reuse, "allow", lambda nodes: calls.append("buffer_reuse"))
+    monkeypatch.setattr(split_reductions, "rewrite", lambda graph: calls.append("split_reductions"))
 
     def ran() -> list[str]:
         calls.clear()
         passes.Epilogues(tfo.FusionPolicy())(None, is_inference=False)
-        passes.InPlace(tfo.FusionPolicy())([])
+        passes.BufferReuse(tfo.FusionPolicy())([])
         return list(calls)
 
     both = ["split_reductions", "buffer_reuse"]

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
-from torch_fused_ops.distributed.parts import Part
+from torch_fused_ops.distributed.shard_spec import ShardSpec
 from torch_fused_ops.distributed.tensor_parallel import TensorParallel
 
 __all__ = ["Offsets", "ShardedTensor", "apply_swiglu_sharded_factory", "load", "save", "sharded_state_dict"]
@@ -119,7 +119,7 @@ class ShardedTensor(Tensor):
         cls,
         key: str,
         parameter: Tensor,
-        part: Part | None = None,
+        part: ShardSpec | None = None,
         parallel: TensorParallel | None = None,
         as_dtensors: bool = False,
         offsets: Offsets = (),
@@ -131,7 +131,7 @@ class ShardedTensor(Tensor):
             as_dtensors: whether the parameter, if it is a DTensor, is one over ``parallel``'s mesh, too.
             experts: (the first, of how many) of those whose parameters are stacked in this one along its first axis.
         """
-        part = part or Part(None)
+        part = part or ShardSpec(None)
         local, part_shape, start = _box(parameter, part, parallel, as_dtensors)
         if experts is not None:
             start = (start[0] + experts[0], *start[1:])
@@ -180,7 +180,7 @@ def _local(t: Tensor) -> Tensor:
 
 
 def _box(
-    parameter: Tensor, part: Part, parallel: TensorParallel | None, as_dtensors: bool
+    parameter: Tensor, part: ShardSpec, parallel: TensorParallel | None, as_dtensors: bool
 ) -> tuple[Tensor, torch.Size, tuple[int, ...]]:
     """(what this rank holds, its part's shape, where in its part that begins)"""
     data = parameter.detach()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_fused_ops.float8 import columns_of
-from torch_fused_ops.recipes import BLOCK, MX_BLOCK
+from torch_fused_ops.float8_recipes import BLOCK, MX_BLOCK
 
 __all__ = ["RULES", "multiples"]
 
@@ -50,7 +50,7 @@ def _stored(t: Any, axis: int, rows: int, columns: int) -> tuple[Any, Any] | Non
     return Shard(axis), Shard(1 - axis if rows == 1 else axis)
 
 
-def _quantise(input: Any, rows: int, columns: int = BLOCK) -> Ways:
+def _quantize(input: Any, rows: int, columns: int = BLOCK) -> Ways:
     from torch.distributed.tensor import Replicate
 
     whole = Replicate()
@@ -61,7 +61,7 @@ def _quantise(input: Any, rows: int, columns: int = BLOCK) -> Ways:
     return ways
 
 
-def _quantise_by(input: Any, scales: Any) -> Ways:
+def _quantize_by(input: Any, scales: Any) -> Ways:
     from torch.distributed.tensor import Replicate, Shard
 
     whole, by_rows = Replicate(), scales.shape[-1] > 1
@@ -74,7 +74,7 @@ def _quantise_by(input: Any, scales: Any) -> Ways:
     ]
 
 
-def _dequantise(values: Any, scales: Any, rows: int, dtype: Any) -> Ways:
+def _dequantize(values: Any, scales: Any, rows: int, dtype: Any) -> Ways:
     from torch.distributed.tensor import Replicate
 
     whole = Replicate()
@@ -107,8 +107,8 @@ def _scaled_mm(a: Any, a_scales: Any, b: Any, b_scales: Any, bias: Any, rows: in
 
 
 RULES: dict[str, Callable[..., Ways]] = {
-    "quantise": _quantise,
-    "quantise_by": _quantise_by,
-    "dequantise": _dequantise,
+    "quantize": _quantize,
+    "quantize_by": _quantize_by,
+    "dequantize": _dequantize,
     "scaled_mm": _scaled_mm,
 }

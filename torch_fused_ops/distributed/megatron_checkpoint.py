@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_fused_ops.distributed.parts import Shareable
+from torch_fused_ops.distributed.shard_spec import Shardable
 
 if TYPE_CHECKING:
     from torch_fused_ops.distributed.checkpoint import Offsets
@@ -44,7 +44,7 @@ def with_group(module: nn.Module, metadata: dict[str, Any] | None) -> dict[str, 
     theirs = [
         f"{name} of type {type(child).__name__}"
         for name, child in module.named_children()
-        if not isinstance(child, Shareable) and hasattr(child, "sharded_state_dict")
+        if not isinstance(child, Shardable) and hasattr(child, "sharded_state_dict")
     ]
     if not theirs:
         return None
@@ -56,7 +56,7 @@ def with_group(module: nn.Module, metadata: dict[str, Any] | None) -> dict[str, 
         raise ValueError(
             f"metadata={metadata!r} is not accepted with {theirs[0]}, whose tensors are Megatron's: without "
             "metadata['dp_cp_group'], the process group that holds the same parameters, its parallel state must be "
-            f"initialised ({error})"
+            f"initialized ({error})"
         ) from None
     return {**(metadata or {}), "dp_cp_group": group}
 
@@ -99,7 +99,7 @@ def of_block(
     apart = bool(metadata.get("singleton_local_shards"))
     state: dict[str, Any] = {}
     for name, child in block.named_children():
-        if grouped and isinstance(child, Shareable):
+        if grouped and isinstance(child, Shardable):
             state |= _of_stacked(child, prefix, f"{name}.", offsets, metadata, name in packed)
             continue
         own = _of_child(child, f"{name}." if grouped else f"{prefix}{name}.", offsets, metadata)
@@ -115,7 +115,7 @@ def of_block(
 
 
 def _of_child(child: nn.Module, prefix: str, offsets: Offsets, metadata: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(child, Shareable):
+    if isinstance(child, Shardable):
         return of_linear(child, prefix, offsets, metadata)
     if not child.state_dict():
         return {}

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops.declaration import Elementwise, Signature, elementwise
+from torch_fused_ops.declaration import PointwiseOperator, Signature, elementwise
 from torch_fused_ops.distributed import float8
 
 __all__ = ["dropout_add_backward_by_shards", "dropout_add_by_shards", "register", "rules", "shard_seed"]
@@ -51,7 +51,7 @@ def _dropout_add(input: Any, bias: Any, residual: Any, seed: Any, p: float) -> l
 # ---- operators that are computed row by row --------------------------------------------------------------------------
 
 
-def _elementwise(op: Elementwise, signature: Signature) -> Callable[..., list[tuple[Placements, Placements]]]:
+def _elementwise(op: PointwiseOperator, signature: Signature) -> Callable[..., list[tuple[Placements, Placements]]]:
     """The rule of one of a declared operator's four: any axis of the data, but not the last where rows are whole.
 
     By the tensors' kinds: packed data is sharded so that gate and up of a column stay together; what is one number a

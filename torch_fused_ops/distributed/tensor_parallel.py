@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torch_fused_ops.distributed.parts import Part, Shareable
+from torch_fused_ops.distributed.shard_spec import Shardable, ShardSpec
 
 __all__ = ["PackedColwiseParallel", "SharedLinear", "TensorParallel", "tensor_parallel_plan"]
 
@@ -91,7 +91,7 @@ class TensorParallel:
 
     # ---- parameters
 
-    def share(self, whole: Tensor, part: Part) -> Tensor:
+    def share(self, whole: Tensor, part: ShardSpec) -> Tensor:
         """This rank's part of a whole parameter. All ranks get theirs from the first one's, so seeds may differ."""
         if part.axis is not None:
             _check_divides(whole.shape[part.axis], part.groups, self.size)
@@ -105,7 +105,7 @@ class TensorParallel:
             shares = distribute_tensor(whole.unflatten(part.axis, (part.groups, -1)), mesh, [Shard(part.axis + 1)])
         return shares.to_local().reshape(shape).to(whole.device)
 
-    def shape(self, whole: torch.Size, part: Part) -> torch.Size:
+    def shape(self, whole: torch.Size, part: ShardSpec) -> torch.Size:
         """A rank's part of a shape."""
         return torch.Size(n // self.size if axis == part.axis else n for axis, n in enumerate(whole))
 
@@ -116,7 +116,7 @@ class TensorParallel:
         local: Tensor = parameter.to_local()
         return local
 
-    def as_dtensor(self, local: Tensor, whole: Tensor, part: Part) -> DTensor:
+    def as_dtensor(self, local: Tensor, whole: Tensor, part: ShardSpec) -> DTensor:
         """A rank's part of a parameter as a DTensor of the whole."""
         placement: Any = Replicate()
         if part.axis is not None:
@@ -174,7 +174,7 @@ class SharedLinear(ParallelStyle):
         self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, Shareable):
+        if not isinstance(module, Shardable):
             raise TypeError(f"{type(module).__name__} is not accepted: this is for the linears of torch_fused_ops.nn")
         module.share(TensorParallel(device_mesh, sequence_parallel=self.sequence_parallel), as_dtensors=True)
         return module
@@ -248,7 +248,7 @@ def tensor_parallel_plan(mlp: nn.Module, sequence_parallel: bool | None = None) 
         sequence_parallel = getattr(getattr(mlp, "config", None), "sequence_parallel", None) or False
         if sequence_parallel not in (False, True):
             raise TypeError(f"sequence_parallel={sequence_parallel!r} is not accepted: it must be True or False")
-    if isinstance(children[rows], Shareable):
+    if isinstance(children[rows], Shardable):
         return {name: SharedLinear(sequence_parallel) for name in (*columns, rows)}
     outside: Any = Shard(0) if sequence_parallel else Replicate()
     first: Any = children[columns[0]]

@@ -11,7 +11,7 @@ the forward one that also stores its inputs in float8, for which it sees whole r
   that the bias gradient is summed in registers first and leaves few partial sums. There are no atomics: the partial
   sums and their order depend on the shapes and strides alone, so results are the same in every run.
 
-What is not asked for is not there: an absent tensor or gradient is ``None``, which Triton specialises on, and loads and
+What is not asked for is not there: an absent tensor or gradient is ``None``, which Triton specializes on, and loads and
 arithmetic that nothing uses are dropped by its compiler. Clamp and offset are constants of the kernel, exact in float64
 where an argument would arrive in float32; a model has one or two values of them, each with a kernel of its own.
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import activations, formulas
-from torch_fused_ops.declaration import Elementwise, elementwise
+from torch_fused_ops.declaration import PointwiseOperator, elementwise
 from torch_fused_ops.formulas import Gradients
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.launching import (
@@ -652,7 +652,9 @@ class _Operands(NamedTuple):
     up_row_scale: Tensor | None = None
 
     @staticmethod
-    def of(op: Elementwise, tensors: Sequence[Any], layout: str | None, row_scales: Sequence[Tensor] = ()) -> _Operands:
+    def of(
+        op: PointwiseOperator, tensors: Sequence[Any], layout: str | None, row_scales: Sequence[Tensor] = ()
+    ) -> _Operands:
         bias, scale = (None if i is None else tensors[i] for i in (op.bias, op.scale))
         gate_row_scale, up_row_scale = (*row_scales, *row_scales, None, None)[:2]
         if layout is None:
@@ -825,13 +827,13 @@ def _total(sums: Tensor | None, t: Tensor | None) -> Tensor | None:
 _SCALARS = {"activation", "layout", "up_offset", "clamp"}
 
 
-def _formula(op: Elementwise, scalars: Sequence[Any]) -> tuple[str, float, float | None]:
+def _formula(op: PointwiseOperator, scalars: Sequence[Any]) -> tuple[str, float, float | None]:
     """(activation, up_offset, clamp): all that the kernels know of."""
     given = dict(zip((name for name in op.scalars if name != "layout"), scalars, strict=True))
     return given["activation"], given.get("up_offset", 0.0), given.get("clamp")
 
 
-def forward(op: Elementwise) -> Callable[..., Tensor]:
+def forward(op: PointwiseOperator) -> Callable[..., Tensor]:
     """The operator, in one kernel."""
 
     def launch(*args: Any) -> Tensor:
@@ -842,7 +844,7 @@ def forward(op: Elementwise) -> Callable[..., Tensor]:
     return launch
 
 
-def backward(op: Elementwise) -> Callable[..., Gradients]:
+def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
     """Its gradients, in one pass."""
 
     def launch(grad: Tensor, *args: Any) -> Gradients:
@@ -853,7 +855,7 @@ def backward(op: Elementwise) -> Callable[..., Gradients]:
     return launch
 
 
-def fp8(op: Elementwise) -> Callable[..., tuple[Tensor, ...]]:
+def fp8(op: PointwiseOperator) -> Callable[..., tuple[Tensor, ...]]:
     """The operator, and what its backward needs of its data in float8, in one kernel."""
 
     def launch(*args: Any) -> tuple[Tensor, ...]:
@@ -864,7 +866,7 @@ def fp8(op: Elementwise) -> Callable[..., tuple[Tensor, ...]]:
     return launch
 
 
-def fp8_backward(op: Elementwise) -> Callable[..., Gradients]:
+def fp8_backward(op: PointwiseOperator) -> Callable[..., Gradients]:
     """Its gradients at what was stored, in one pass."""
 
     def launch(*args: Any) -> Gradients:
@@ -904,7 +906,7 @@ def _room_for_result(first: Tensor, layout: str | None) -> Tensor:
 
 
 def _gradients(
-    op: Elementwise,
+    op: PointwiseOperator,
     grad: Tensor,
     tensors: Sequence[Tensor | None],
     x: _Operands,

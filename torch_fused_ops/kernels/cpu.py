@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_fused_ops import activations
-from torch_fused_ops.declaration import DATA, Elementwise
+from torch_fused_ops.declaration import DATA, PointwiseOperator
 from torch_fused_ops.formulas import (
     FP8,
     Gradients,
@@ -266,7 +266,7 @@ class _Operands(NamedTuple):
 
     @staticmethod
     def of(
-        op: Elementwise,
+        op: PointwiseOperator,
         tensors: Sequence[Any],
         layout: str | None,
         dtype: torch.dtype,
@@ -313,7 +313,7 @@ class _Call(NamedTuple):
     scalars: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # the formula's, but for the activation, which is its first
 
     @staticmethod
-    def of(op: Elementwise) -> _Call:
+    def of(op: PointwiseOperator) -> _Call:
         count = len(op.tensors)
         names = list(op.scalars)
         activation = count + names.index("activation") if "activation" in names else None
@@ -325,12 +325,12 @@ class _Call(NamedTuple):
         return _Call(op.complete, count, count + len(names), op.layout, activation, scalars)
 
 
-def _is_activation_alone(op: Elementwise) -> bool:
+def _is_activation_alone(op: PointwiseOperator) -> bool:
     """Whether without bias and scale the operator is nothing but its activation: with any scalar more it is not."""
     return op.value is act_element and (op.kinds, *op.scalars) == (("data", "per_column", "per_row"), "activation")
 
 
-def _simple_elements(op: Elementwise) -> Callable[[tuple[Any, ...], str | None], tuple[Any, ...]]:
+def _simple_elements(op: PointwiseOperator) -> Callable[[tuple[Any, ...], str | None], tuple[Any, ...]]:
     """What the formula is called with where no row is scaled and nothing need be widened or cut."""
     bias_at, data, scale = op.bias, op.data, () if op.scale is None else (None,)
 
@@ -345,7 +345,7 @@ def _simple_elements(op: Elementwise) -> Callable[[tuple[Any, ...], str | None],
     return elements
 
 
-def forward(op: Elementwise) -> Callable[..., Tensor]:
+def forward(op: PointwiseOperator) -> Callable[..., Tensor]:
     """The operator."""
     complete, count, total, layout_at, activation_at, rest = _Call.of(op)
     alone, scale_at, simple, value = _is_activation_alone(op), op.scale, _simple_elements(op), op.value
@@ -377,7 +377,7 @@ def forward(op: Elementwise) -> Callable[..., Tensor]:
     return kernel
 
 
-def backward(op: Elementwise) -> Callable[..., Gradients]:
+def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
     """Its backward operator."""
     _, count, _, layout_at, activation_at, rest = _Call.of(op)
     alone, bias, scale_at, simple = _is_activation_alone(op), op.bias, op.scale, _simple_elements(op)
@@ -412,13 +412,13 @@ def backward(op: Elementwise) -> Callable[..., Gradients]:
     return kernel
 
 
-def fp8(op: Elementwise) -> Callable[..., tuple[Tensor, ...]]:
+def fp8(op: PointwiseOperator) -> Callable[..., tuple[Tensor, ...]]:
     """The operator that also stores its data."""
     plain, data = forward(op), op.data
     return lambda *args: (plain(*args), *(part for t in args[:data] for part in _store(t)))
 
 
-def fp8_backward(op: Elementwise) -> Callable[..., Gradients]:
+def fp8_backward(op: PointwiseOperator) -> Callable[..., Gradients]:
     """That one's backward operator."""
     _, _, _, layout_at, activation_at, rest = _Call.of(op)
 
@@ -438,7 +438,7 @@ def fp8_backward(op: Elementwise) -> Callable[..., Gradients]:
     return kernel
 
 
-def recorded(op: Elementwise) -> Callable[..., Tensor | None] | None:
+def recorded(op: PointwiseOperator) -> Callable[..., Tensor | None] | None:
     """The operator as PyTorch's own differentiable function where that is all there is to it, or None.
 
     It keeps for backward just what the operator keeps. So a recomputation that takes the other way, because some mode
@@ -467,7 +467,7 @@ def _store(t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fill_gradients(
-    op: Elementwise,
+    op: PointwiseOperator,
     grad: Tensor,
     operands: _Operands,
     layout: str | None,

@@ -3,7 +3,7 @@
 
 How tensors are seen, cut into tiles and added up over rows is ``kernels/activation.py``'s. What is new is the mask, a
 function of the seed and of an element's place: nothing is read for it and nothing written. A call of the generator
-gives four words, for four neighbours in a row-major order; where a row's length is a multiple of four, tiles are made
+gives four words, for four neighbors in a row-major order; where a row's length is a multiple of four, tiles are made
 of such fours, and the compiler finds the call once for them (as it is written here, for every element).
 
 The chance of being dropped is a constant of the kernel, exact in float64 where an argument would arrive in float32; a

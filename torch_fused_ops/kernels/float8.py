@@ -7,7 +7,7 @@ layouts lies whole: (1, 128), (128, 128) and (1, 32), of the tensor and of its t
 the axis that lies close in memory, and stores each layout along the axis that lies close there.
 
 The tile is held as 8 *strips* of 16 rows: strip q has the rows q, q + 8, q + 16 …, so a thread has the same columns of
-8 neighbouring rows. Four neighbouring rows of a column, in float8, are one 32-bit word: what is transposed through
+8 neighboring rows. Four neighboring rows of a column, in float8, are one 32-bit word: what is transposed through
 shared memory is words, not bytes (and not float8, which Triton 3.7 transposes wrongly). Two 16-bit numbers share a
 register from when they are rounded to when they are stored; ``_pair`` says which two.
 
@@ -28,8 +28,9 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from torch_fused_ops import float8, formulas
-from torch_fused_ops.declaration import Elementwise, elementwise
+from torch_fused_ops.declaration import PointwiseOperator, elementwise
 from torch_fused_ops.float8 import FP8
+from torch_fused_ops.float8_recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.activation import (
     _activate,
@@ -42,16 +43,15 @@ from torch_fused_ops.kernels.activation import (
     _to_fp8,
 )
 from torch_fused_ops.kernels.launching import INT32_MAX, OPTIONS, blocks, matrix, power_of_2, tl, triton
-from torch_fused_ops.recipes import BLOCK, MX_BLOCK
 
 __all__ = [
-    "dequantise",
-    "gradients_quantised",
+    "dequantize",
+    "gradients_quantized",
     "launch_of",
-    "quantise",
-    "quantise_both",
-    "quantise_by",
-    "requantise",
+    "quantize",
+    "quantize_both",
+    "quantize_by",
+    "requantize",
     "scaled_grouped_mm",
     "scaled_mm",
     "scaled_mm_tiled",
@@ -63,7 +63,7 @@ STRIPS = tl.constexpr(8)
 STRIP_ROWS = tl.constexpr(BLOCK // 8)
 NARROW = tl.constexpr(MX_BLOCK)
 PARTS = tl.constexpr(BLOCK // MX_BLOCK)
-# As in ``float8.quantise``, in places: an exponent of 1 is 1 << 23.
+# As in ``float8.quantize``, in places: an exponent of 1 is 1 << 23.
 ABOVE_1_75 = tl.constexpr(float8._ABOVE_1_75)
 LOG2_LARGEST = tl.constexpr(float8._LOG2_LARGEST << float8._MANTISSA_BITS)
 LEAST_SCALE = tl.constexpr(1 << float8._MANTISSA_BITS)
@@ -237,7 +237,7 @@ def _parts_in_order(s):
 
 @triton.jit
 def _strips_of_pairs(pairs, HIGH: tl.constexpr, ALONG: tl.constexpr, DTYPE: tl.constexpr):
-    """8 strips in float32: the halves of 8 pairs, or, ALONG, both halves of 4, which hold neighbouring strips."""
+    """8 strips in float32: the halves of 8 pairs, or, ALONG, both halves of 4, which hold neighboring strips."""
     strips = ()
     if ALONG:
         for i in tl.static_range(len(pairs)):
@@ -292,7 +292,7 @@ def _pairs_of_tile(
     input, input_scales, first, place, rows_left, columns_left, input_row, input_column,
     DTYPE: tl.constexpr, PTX: tl.constexpr, part_row=None,
 ):  # fmt: skip
-    """A tile's 8 strips, as 4 of pairs: of neighbouring strips. ``input_scales``: those of its rows; it is float8.
+    """A tile's 8 strips, as 4 of pairs: of neighboring strips. ``input_scales``: those of its rows; it is float8.
 
     ``part_row``: from one to the next of a row's four, of blocks of 32 columns.
     """
@@ -381,15 +381,15 @@ def _places_of_scales(stride, place, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _quantise(
+def _quantize(
     input, input_scales, values, scales, values_t, scales_t,
     rows, columns, column_blocks, input_row, input_column, values_row, values_t_row,
     ROWS: tl.constexpr, ROWS_T: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Input (rows, columns) in blocks of (ROWS, 128), its transpose in blocks of (ROWS_T, 128); None is not wanted.
 
-    values (rows, values_row) and scales are ``float8.quantise(input, ROWS)``; values_t (columns, 4 · values_t_row), in
-    words, and scales_t are ``float8.quantise(inputᵀ, ROWS_T)``.
+    values (rows, values_row) and scales are ``float8.quantize(input, ROWS)``; values_t (columns, 4 · values_t_row), in
+    words, and scales_t are ``float8.quantize(inputᵀ, ROWS_T)``.
     """
     r, c = _tile_of(column_blocks)
     first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
@@ -446,15 +446,15 @@ def _quantise(
 
 
 @triton.jit
-def _quantise_narrow(
+def _quantize_narrow(
     input, input_scales, values, scales, values_t, scales_t,
     rows, columns, column_blocks, input_row, input_column, values_row, values_t_row,
     WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Input (rows, columns) in blocks of (1, 32), its transpose too; None is not wanted.
 
-    values (rows, values_row) and scales are ``float8.quantise(input, 1, 32)``; values_t (columns, 4 · values_t_row), in
-    words, and scales_t are ``float8.quantise(inputᵀ, 1, 32)``.
+    values (rows, values_row) and scales are ``float8.quantize(input, 1, 32)``; values_t (columns, 4 · values_t_row), in
+    words, and scales_t are ``float8.quantize(inputᵀ, 1, 32)``.
     """
     r, c = _tile_of(column_blocks)
     first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
@@ -533,11 +533,11 @@ def _store_part(values, x, inverse, start, columns, PLACES: tl.constexpr, PTX: t
 
 
 @triton.jit
-def _quantise_rows(
+def _quantize_rows(
     input, values, scales, columns, input_row, input_column,
     PLACES: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """``float8.quantise`` in rows; a program has a row.
+    """``float8.quantize`` in rows; a program has a row.
 
     WHOLE: of up to PLACES columns, and it is read once; else it is read again, which is for the cache to answer.
     """
@@ -563,11 +563,11 @@ def _quantise_rows(
 
 
 @triton.jit
-def _quantise_by(
+def _quantize_by(
     input, scales, values, rows, columns, input_one, input_row, input_column, scale_one, scale_row,
     PLACES: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """``float8.quantise_by``; a program has PLACES of a row, of one matrix of a stack."""
+    """``float8.quantize_by``; a program has PLACES of a row, of one matrix of a stack."""
     row, start, one = tl.program_id(0).to(tl.int64), tl.program_id(1) * PLACES, tl.program_id(2).to(tl.int64)
     part = _part_of_row(input + one * input_one + row * input_row, start, columns, input_column, PLACES)
     inverse = _inverse(tl.load(scales + one * scale_one + row * scale_row), FNUZ)
@@ -575,12 +575,12 @@ def _quantise_by(
 
 
 @triton.jit
-def _quantise_turned(
+def _quantize_turned(
     input, scales, values_t, rows, columns, column_blocks, input_one, input_row, input_column,
     scale_one, scale_column, values_t_row,
     WIDE: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """``float8.quantise_by`` of the transpose of input (rows, columns), as words: values_t (columns, values_t_row).
+    """``float8.quantize_by`` of the transpose of input (rows, columns), as words: values_t (columns, values_t_row).
 
     Of a stack of matrices ``one`` is a program's.
     """
@@ -604,7 +604,7 @@ def _quantise_turned(
 
 
 @triton.jit
-def _dequantise(
+def _dequantize(
     out, values, scales, rows, columns, column_blocks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -799,7 +799,7 @@ def _gradients(
 
 _WARPS = 8  # 64 elements a thread: a strip is one load of 16 bytes for each
 _REGISTERS = 128  # so that two programs fit a multiprocessor of 64 Ki
-_ROWS_OF_DEQUANTISE = 32
+_ROWS_OF_DEQUANTIZE = 32
 _COLUMNS_AT_ONCE = 16384  # of a row in registers: 16 warps have 32 elements a thread
 _COLUMNS_OF_A_PART = 2048
 
@@ -831,7 +831,7 @@ def _in_words(values_t: Tensor) -> Tensor:
     return values_t.view(torch.int32)
 
 
-def _run_quantise(
+def _run_quantize(
     input: Tensor,
     rows: int | None,
     rows_t: int | None,
@@ -862,7 +862,7 @@ def _run_quantise(
         stored = values, scales, None if values_t is None else _in_words(values_t), scales_t
         narrow = columns == MX_BLOCK
         launching.launch(
-            _quantise_narrow if narrow else _quantise, (blocks(r, BLOCK) * blocks(c, BLOCK), 1, 1), input.device,
+            _quantize_narrow if narrow else _quantize, (blocks(r, BLOCK) * blocks(c, BLOCK), 1, 1), input.device,
             (input, input_scales, *stored),
             (r, c, blocks(c, BLOCK), input.stride(0), input.stride(1), width, width_t // 4),
             {
@@ -883,14 +883,14 @@ def _of_device(t: Tensor) -> dict[str, Any]:
     return {"PTX": _native_fp8(t.device), "FNUZ": float8.dtype_of(t.device) == float8.FNUZ}
 
 
-def _quantise_in_rows(input: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize_in_rows(input: Tensor) -> tuple[Tensor, Tensor]:
     """(values, scales) of rows; those of up to 16384 columns are read once."""
     r, c = input.shape
     values, scales = input.new_empty((r, c), dtype=torch.uint8), input.new_empty((1, r), dtype=torch.float32)
     if r and c:
         places = min(power_of_2(c), _COLUMNS_AT_ONCE)
         launching.launch(
-            _quantise_rows, (r, 1, 1), input.device, (input, values, scales), (c, *input.stride()),
+            _quantize_rows, (r, 1, 1), input.device, (input, values, scales), (c, *input.stride()),
             {
                 "PLACES": places, "WHOLE": c <= places, **_of_device(input),
                 "num_warps": min(max(places // 1024, 1), 16), **OPTIONS,
@@ -899,8 +899,8 @@ def _quantise_in_rows(input: Tensor) -> tuple[Tensor, Tensor]:
     return values.view(float8.dtype_of(input.device)), scales
 
 
-def quantise_by(input: Tensor, scales: Tensor) -> Tensor:
-    """``float8.quantise_by`` in one kernel, which reads and writes along what lies close in memory."""
+def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
+    """``float8.quantize_by`` in one kernel, which reads and writes along what lies close in memory."""
     *stack, r, c = input.shape
     values, scales = input.new_empty(input.shape, dtype=torch.uint8), scales.contiguous()
     count, of_rows = (stack or [1])[0], scales.shape[-1]
@@ -908,33 +908,33 @@ def quantise_by(input: Tensor, scales: Tensor) -> Tensor:
     scale_one, scale_row = of_rows, 0 if of_rows == 1 else 1
     if values.numel() and _is_turned(input) and c % 4 == 0:
         launching.launch(
-            _quantise_turned, (blocks(c, BLOCK) * blocks(r, BLOCK), count, 1), input.device,
+            _quantize_turned, (blocks(c, BLOCK) * blocks(r, BLOCK), count, 1), input.device,
             (input, scales, _in_words(values)),
             (c, r, blocks(r, BLOCK), one, column, row, scale_one, scale_row, c // 4),
             {"WIDE": _wide(row, column, c), **_of_device(input), "num_warps": _WARPS, **OPTIONS},
         )  # fmt: skip
     elif values.numel():
         launching.launch(
-            _quantise_by, (r, blocks(c, _COLUMNS_OF_A_PART), count), input.device, (input, scales, values),
+            _quantize_by, (r, blocks(c, _COLUMNS_OF_A_PART), count), input.device, (input, scales, values),
             (r, c, one, row, column, scale_one, scale_row),
             {"PLACES": _COLUMNS_OF_A_PART, **_of_device(input), "num_warps": 4, **OPTIONS},
         )  # fmt: skip
     return values.view(float8.dtype_of(input.device))
 
 
-def quantise(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """``float8.quantise`` in one kernel, which reads and writes along what lies close in memory.
+def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """``float8.quantize`` in one kernel, which reads and writes along what lies close in memory.
 
     Where a row is a block, and the columns lie close, its largest elements are torch's to find: a pass more.
     """
     if (columns or BLOCK) not in (BLOCK, MX_BLOCK):
         if rows == 1 and not _is_turned(input):
-            return _quantise_in_rows(input)
+            return _quantize_in_rows(input)
         largest = input.abs().amax(1 if rows == 1 else (0, 1)).reshape(-1, 1)
-        scales = float8.quantise(largest, 1, 1)[1]
-        return quantise_by(input, scales), scales
+        scales = float8.quantize(largest, 1, 1)[1]
+        return quantize_by(input, scales), scales
     given = (input.t(), None, rows) if _is_turned(input) else (input, rows, None)
-    values, scales = _run_quantise(*given, columns=columns or BLOCK)
+    values, scales = _run_quantize(*given, columns=columns or BLOCK)
     return values, scales
 
 
@@ -952,49 +952,49 @@ def tile_scales(scales: Tensor) -> Tensor:
     return tiles
 
 
-def quantise_both(input: Tensor, columns: int = BLOCK) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(*quantise(input, 1, columns), *quantise(input.t(), 1, columns)) from one read of input (r, c)."""
+def quantize_both(input: Tensor, columns: int = BLOCK) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(*quantize(input, 1, columns), *quantize(input.t(), 1, columns)) from one read of input (r, c)."""
     if input.stride(0) == 1 and input.stride(1) != 1:
-        values_t, scales_t, values, scales = _run_quantise(input.t(), 1, 1, columns=columns)
+        values_t, scales_t, values, scales = _run_quantize(input.t(), 1, 1, columns=columns)
     else:
-        values, scales, values_t, scales_t = _run_quantise(input, 1, 1, columns=columns)
+        values, scales, values_t, scales_t = _run_quantize(input, 1, 1, columns=columns)
     return values, scales, values_t, scales_t
 
 
 def _block_of_columns(columns: int) -> tuple[int, int]:
-    """In which a layer's input is quantised along its columns, as a weight, beside blocks of (1, columns)."""
+    """In which a layer's input is quantized along its columns, as a weight, beside blocks of (1, columns)."""
     return (1, MX_BLOCK) if columns == MX_BLOCK else (BLOCK, BLOCK)
 
 
-def requantise(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """quantise(dequantise(values, scales, 1).t(), 128), or (…, 1, 32), in one kernel. values (r, c) without gaps.
+def requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """quantize(dequantize(values, scales, 1).t(), 128), or (…, 1, 32), in one kernel. values (r, c) without gaps.
 
     In float32 but for the last bits of what lies below 2⁻¹²⁶, which go by bfloat16.
     """
     rows_t, columns = _block_of_columns(float8.columns_of(values, scales, 1))
-    found = _run_quantise(values.contiguous().view(torch.uint8), None, rows_t, scales.contiguous(), columns)
+    found = _run_quantize(values.contiguous().view(torch.uint8), None, rows_t, scales.contiguous(), columns)
     return found[0], found[1]
 
 
-def dequantise(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """``float8.dequantise`` in one kernel; where a row is a block, in plain torch: no recipe needs it."""
+def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """``float8.dequantize`` in one kernel; where a row is a block, in plain torch: no recipe needs it."""
     (r, c), columns = values.shape, float8.columns_of(values, scales, rows)
     if columns not in (BLOCK, MX_BLOCK):
-        return float8.dequantise(values, scales, rows, dtype)
+        return float8.dequantize(values, scales, rows, dtype)
     out = values.new_empty((r, c), dtype=dtype)
     if out.numel():
         launching.launch(
-            _dequantise, (blocks(r, _ROWS_OF_DEQUANTISE) * blocks(c, BLOCK), 1, 1), values.device,
+            _dequantize, (blocks(r, _ROWS_OF_DEQUANTIZE) * blocks(c, BLOCK), 1, 1), values.device,
             (out, values.contiguous().view(torch.uint8), scales.contiguous()), (r, c, blocks(c, BLOCK)),
             {
                 "ROWS": rows, "COLUMNS": columns, "LARGEST": float8.largest(dtype), "WIDE": _wide(c),
-                "PTX": _ptx(values.device), "BLOCK_M": _ROWS_OF_DEQUANTISE, "num_warps": 4, **OPTIONS,
+                "PTX": _ptx(values.device), "BLOCK_M": _ROWS_OF_DEQUANTIZE, "num_warps": 4, **OPTIONS,
             },
         )  # fmt: skip
     return out
 
 
-def gradients_quantised(
+def gradients_quantized(
     name: str,
     grad: Tensor,
     data: Sequence[Tensor],
@@ -1007,9 +1007,9 @@ def gradients_quantised(
     """What the two GEMMs around an activation's backward read, from one pass over its inputs.
 
     For each data tensor d (rows, columns) with gradient g, rounded to d's dtype as ``reference.{name}_backward`` gives
-    it, five tensors: ``*quantise(g, 1, columns)``, ``*quantise(g.t(), 1, columns)``, and g's sums over each 128 rows in
-    float32, (⌈rows / 128⌉, columns). Then, of the operator's result a in d's dtype, two: ``*quantise(a.t(), 128)``, or,
-    with ``columns`` of 32, ``*quantise(a.t(), 1, 32)``.
+    it, five tensors: ``*quantize(g, 1, columns)``, ``*quantize(g.t(), 1, columns)``, and g's sums over each 128 rows in
+    float32, (⌈rows / 128⌉, columns). Then, of the operator's result a in d's dtype, two: ``*quantize(a.t(), 128)``, or,
+    with ``columns`` of 32, ``*quantize(a.t(), 1, 32)``.
 
     Args:
         name: "bias_act" (data is (x,), and there is no bias), "glu" ((gate, up)) or "bias_glu" ((packed,)).
@@ -1085,7 +1085,7 @@ def gradients_quantised(
 _WRITTEN_FOR = ("bias_act", "glu", "bias_glu")  # the operators whose gradients the kernel above computes
 
 
-def _declared(name: str) -> Elementwise:
+def _declared(name: str) -> PointwiseOperator:
     return next(op for op in elementwise() if op.name == name)
 
 
@@ -1096,7 +1096,7 @@ def _data_of(name: str) -> int:
 
 def launch_of(name: str) -> Callable[..., Any]:
     """What computes the operator ``fused::name`` on a GPU."""
-    operator = name.removesuffix("_backward_quantised")
+    operator = name.removesuffix("_backward_quantized")
     if operator == name:
         return globals()[name]  # type: ignore[no-any-return]
     data = _data_of(operator)
@@ -1106,7 +1106,7 @@ def launch_of(name: str) -> Callable[..., Any]:
         activation, *scalars = args[data:end]
         layout = scalars.pop(0) if operator == "bias_glu" else None
         (columns,) = args[end:] or (BLOCK,)  # left out where it is the default
-        return gradients_quantised(operator, grad, args[:data], activation, layout, *scalars, columns=columns)
+        return gradients_quantized(operator, grad, args[:data], activation, layout, *scalars, columns=columns)
 
     return gradients
 

@@ -70,9 +70,9 @@ def launch(
 ) -> None:
     """The one place that launches kernels: on the tensors' device, which need not be the current one.
 
-    Triton specialises a kernel on its constants and, of each argument, on the type, whether it is None or 1 and whether
+    Triton specializes a kernel on its constants and, of each argument, on the type, whether it is None or 1 and whether
     16 divides it. Here a kernel is found by the integers themselves, which the shapes and strides give, by the tensors'
-    dtypes and alignment, and by all else that Triton's ``JITFunction.run`` reads: so never a kernel that is specialised
+    dtypes and alignment, and by all else that Triton's ``JITFunction.run`` reads: so never a kernel that is specialized
     for something else, and a shape's first launch goes Triton's way. So does every launch where more can matter: of a
     kernel with hooks before it, under Triton's interpreter, and on GPUs whose backends look at more than a tensor's
     alignment (AMD's: at its size).
@@ -138,7 +138,7 @@ class Launch(NamedTuple):
         """Those that are no constants, by name."""
         return dict(zip(self.kernel.arg_names, (*self.tensors, *self.integers), strict=False))
 
-    def specialisation(self) -> dict[str, Any]:
+    def specialization(self) -> dict[str, Any]:
         """Keyword arguments of ``virtual_gpu.assemble`` for what Triton compiles. All tensors begin at 16 bytes."""
         signature, divisible = {}, []
         constants = {name: value for name, value in self.constants.items() if name not in OPTIONS}

@@ -8,7 +8,7 @@ that is read twice, with a running maximum and sum first.
 Every tensor is seen as (outer, heads, queries, keys) with four strides, so that a mask that is broadcast along an axis
 has stride 0 there and is never spelled out. What causality and the window hide is no mask: each row knows its first and
 its last open key, loads beyond them are switched off, and the loops over a long row leave whole blocks out. Loads are
-switched off 16 bytes at a time (GROUP): by single elements they would no longer be vectorised.
+switched off 16 bytes at a time (GROUP): by single elements they would no longer be vectorized.
 
 Exponents are taken to base 2: a score's is (x − peak) · c, with c = size · log2(e) in float64 as an argument (its bits:
 Triton passes numbers in float32), so that a new scale is not a new kernel. There are no atomics.

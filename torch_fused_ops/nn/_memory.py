@@ -155,7 +155,7 @@ class _Recipe(NamedTuple):
         return cls(value, saved.shape, place)
 
     def get(self) -> Tensor:
-        value = self.value()
+        value: Any = self.value()
         value = value.to_local() if hasattr(value, "device_mesh") else value
         if self.placed is None:
             return value.view(self.shape)

@@ -291,7 +291,7 @@ class Activation(NamedTuple):
         return h if self.interleave is None else functional.convert_glu_layout(h, self.interleave, "halves")
 
     def spelled(self, h: Tensor, scale: Tensor | None) -> Tensor:
-        """The same in PyTorch's own functions; under ``torch.compile`` the recogniser may well find it."""
+        """The same in PyTorch's own functions; under ``torch.compile`` the recognizer may well find it."""
         act, y = self.function, h
         assert act is not None
         if self.gated:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torch_fused_ops.nn._products import Groups, check_gemm, check_shape, dense_gradient
+from torch_fused_ops.nn._gemms import Groups, check_gemm, check_shape, dense_gradient
 from torch_fused_ops.nn.config import checked, read, read_groups, read_interleave, read_probs_on_input
 from torch_fused_ops.nn.linear import GroupedColumnParallelLinear, GroupedLinear, GroupedRowParallelLinear
 from torch_fused_ops.nn.mlp import TEActivationFunctionBuilder, _Block, _check_divides, _from_megatron, _sizes

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fused_ops.distributed.parts import Part, Shareable
-from torch_fused_ops.nn._products import Groups, Products, under_autocast
+from torch_fused_ops.distributed.shard_spec import Shardable, ShardSpec
+from torch_fused_ops.nn._gemms import Groups, Products, under_autocast
 from torch_fused_ops.nn.config import ParallelGroups, checked, read, read_groups
 
 if TYPE_CHECKING:  # importing DTensor takes 0.4 s
@@ -21,11 +21,11 @@ if TYPE_CHECKING:  # importing DTensor takes 0.4 s
 
 __all__ = [
     "ColumnParallelLinear",
+    "DeferredWeightGradient",
     "Experts",
     "GroupedColumnParallelLinear",
     "GroupedLinear",
     "GroupedRowParallelLinear",
-    "Later",
     "Linear",
     "RowParallelLinear",
 ]
@@ -39,7 +39,7 @@ class Experts(NamedTuple):
     total: int
 
 
-class Later:
+class DeferredWeightGradient:
     """Gradients of parameters that ``backward`` leaves for ``backward_dw``: a queue for each, first in, first out."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ def _check_once() -> None:
         )
 
 
-class _LinearLater(torch.autograd.Function):
+class _LinearDeferred(torch.autograd.Function):
     """x · weightᵀ; backward gives x's gradient and leaves weight's."""
 
     @staticmethod
@@ -92,8 +92,8 @@ class _LinearLater(torch.autograd.Function):
         return dx, None, None, None
 
 
-class _BiasLater(torch.autograd.Function):
-    """A bias as it is; backward leaves its gradient, which comes out of the kernel that computes its neighbour's."""
+class _BiasDeferred(torch.autograd.Function):
+    """A bias as it is; backward leaves its gradient, which comes out of the kernel that computes its neighbor's."""
 
     @staticmethod
     def forward(ctx: Any, bias: nn.Parameter, linear: Linear) -> Tensor:
@@ -108,7 +108,7 @@ class _BiasLater(torch.autograd.Function):
         return None, None
 
 
-class Linear(Shareable):
+class Linear(Shardable):
     """x · weightᵀ + bias, or, with ``skip_bias_add``, x · weightᵀ and the bias beside it.
 
     Attributes:
@@ -151,13 +151,13 @@ class Linear(Shareable):
         stacked = () if experts is None else (experts.here,)
         self.weight = nn.Parameter(torch.empty(*stacked, output_size, input_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(*stacked, output_size, device=device, dtype=dtype)) if bias else None
-        self._later = Later() if delay_wgrad else None
+        self._deferred = DeferredWeightGradient() if delay_wgrad else None
         self.reset_parameters()
 
     @property
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, ShardSpec]:
         """Of each parameter, the part that a rank holds where the linear is shared out."""
-        return {"weight": Part(None), "bias": Part(None)}
+        return {"weight": ShardSpec(None), "bias": ShardSpec(None)}
 
     def reset_parameters(self) -> None:
         """Fill the parameters anew; shared out, with the same numbers as in one process."""
@@ -200,7 +200,7 @@ class Linear(Shareable):
                 bias.zero_()
 
     def share(self, parallel: TensorParallel | None, as_dtensors: bool = False) -> None:
-        """As ``Shareable``."""
+        """As ``Shardable``."""
         if parallel is None:
             return
         self._check_gemm(self.gemm, parallel)
@@ -235,7 +235,7 @@ class Linear(Shareable):
 
     def forward(self, x: Tensor, /, entered: bool = False) -> tuple[Tensor, Tensor | None]:
         """(result, bias to be added, or None); ``entered``: x is what ``_enter`` gives."""
-        alone = self.parallel is None and not self.skip_bias_add and not (self._later and torch.is_grad_enabled())
+        alone = self.parallel is None and not self.skip_bias_add and not (self._deferred and torch.is_grad_enabled())
         if alone and self.gemm == "bf16":
             return F.linear(x, self.weight, self.bias), None
         return self._forward(x, entered, Products(self.gemm))
@@ -257,23 +257,23 @@ class Linear(Shareable):
                 f"gemm={gemm!r} is not accepted where {parallel.size} processes hold a weight together: they "
                 "communicate through DTensors, which products in float8 do not take"
             )
-        if self._later is not None:
+        if self._deferred is not None:
             raise ValueError(
                 f"gemm={gemm!r} is not accepted with delay_wgrad_compute=True: a weight's gradient in float8 "
                 "is computed in backward"
             )
 
     def _forward(self, x: Tensor, entered: bool, products: Products) -> tuple[Tensor, Tensor | None]:
-        later, bias = self._later if torch.is_grad_enabled() else None, self.bias
+        later, bias = self._deferred if torch.is_grad_enabled() else None, self.bias
         x = x if entered else self._enter(x)
-        product: Callable[..., Tensor] = _LinearLater.apply
+        product: Callable[..., Tensor] = _LinearDeferred.apply
         y = product(x, self.weight, self, products) if later else products.forward(x, self._own(self.weight))
         y = self._leave(y)
         if bias is None:
             return y, None
         added: Tensor
         if later is not None and bias.requires_grad:
-            added = _BiasLater.apply(bias, self)  # type: ignore[no-untyped-call]
+            added = _BiasDeferred.apply(bias, self)  # type: ignore[no-untyped-call]
         else:
             added = self._used_bias(self._own(bias))
         return (y, handed_on(self, added)) if self.skip_bias_add else (products.add(y, added), None)
@@ -336,16 +336,16 @@ class Linear(Shareable):
         return grad
 
     def _put(self, parameter: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
-        assert self._later is not None
+        assert self._deferred is not None
         if (parallel := self.parallel) is None:
-            self._later.put(parameter, gradient)
+            self._deferred.put(parameter, gradient)
         else:
-            self._later.put(parameter, lambda: parallel.gradient_of(parameter, gradient()))
+            self._deferred.put(parameter, lambda: parallel.gradient_of(parameter, gradient()))
 
     def backward_dw(self) -> None:
         """Compute the gradients that the oldest ``backward`` has left; nothing without ``delay_wgrad``."""
-        if self._later is not None:
-            self._later.compute()
+        if self._deferred is not None:
+            self._deferred.compute()
 
     def extra_repr(self) -> str:
         shared = "" if self.parallel is None else f", over {self.parallel.size} ranks"
@@ -405,9 +405,9 @@ class ColumnParallelLinear(Linear):
         self._mark(config, is_expert)
 
     @property
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, ShardSpec]:
         axis = 0 if self.experts is None else 1
-        return {"weight": Part(axis, self.stride), "bias": Part(axis, self.stride)}
+        return {"weight": ShardSpec(axis, self.stride), "bias": ShardSpec(axis, self.stride)}
 
     def _enter(self, x: Tensor) -> Tensor:
         return x if self.parallel is None else self.parallel.enter(x)
@@ -454,8 +454,8 @@ class RowParallelLinear(Linear):
         self._mark(config, is_expert)
 
     @property
-    def parts(self) -> dict[str, Part]:
-        return {"weight": Part(1 if self.experts is None else 2), "bias": Part(None)}
+    def parts(self) -> dict[str, ShardSpec]:
+        return {"weight": ShardSpec(1 if self.experts is None else 2), "bias": ShardSpec(None)}
 
     def _leave(self, y: Tensor) -> Tensor:
         return y if self.parallel is None else self.parallel.leave(y)

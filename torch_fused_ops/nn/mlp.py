@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_fused_ops import tiles
+from torch_fused_ops.nn._gemms import DENSE, check_gemm, check_shape
 from torch_fused_ops.nn._memory import in_tiles, through
-from torch_fused_ops.nn._products import DENSE, check_gemm, check_shape
 from torch_fused_ops.nn.config import (
     Activation,
     check_precision,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torch_fused_ops import lowerings
-from torch_fused_ops.capturing import run_captured, throwaway
+from torch_fused_ops.capture import run_captured, throwaway
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, check_not_meant, enclosing_modules, names_module
 from torch_fused_ops.reasons import Kind, Reason, excluded
 from torch_fused_ops.reports.breaks import break_of
@@ -175,7 +175,7 @@ class _Found:
 
     def capture(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """A backend for Dynamo: note a graph's MLPs, and run it as it is."""
-        from torch_fused_ops.lowerings import recognise
+        from torch_fused_ops.lowerings import recognize
 
         self.graphs += 1
         places = [
@@ -187,7 +187,7 @@ class _Found:
         whole = all(path in paths for path, paths in places)
         policy = self.policy if whole else FusionPolicy(dropout=self.policy.dropout)
         self.sites += [self._placed(site, places) for site in sites_of(gm, policy) if site.is_mlp]
-        self.unread += recognise.unread(gm.graph)
+        self.unread += recognize.unread(gm.graph)
         self.breaks.append(break_of(gm))
         return gm.forward
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from torch_fused_ops import activations, formulas
-from torch_fused_ops.declaration import Elementwise, above_zero, finite, known_activation, one_of
+from torch_fused_ops.declaration import PointwiseOperator, above_zero, finite, known_activation, one_of
 from torch_fused_ops.formulas import LAYOUTS
-from torch_fused_ops.operators.registration import register_elementwise
+from torch_fused_ops.operators.registration import register_pointwise
 
 __all__ = ["FAMILY", "bias_act", "bias_glu", "glu"]
 
@@ -28,7 +28,7 @@ def _keeps_result(input: Tensor, bias: Tensor | None, token_scale: Tensor | None
     )
 
 
-bias_act = Elementwise(
+bias_act = PointwiseOperator(
     "bias_act",
     "act(input + bias) · token_scale[..., None]; input (..., n), bias (n,), token_scale (...).",
     tensors={"input": "data", "bias": "per_column?", "token_scale": "per_row?"},
@@ -40,7 +40,7 @@ bias_act = Elementwise(
     kernels=_KERNELS,
 )
 
-glu = Elementwise(
+glu = PointwiseOperator(
     "glu",
     "act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset) · token_scale[..., None]; gate, up (..., n).",
     tensors={"gate": "data", "up": "data", "token_scale": "per_row?"},
@@ -51,7 +51,7 @@ glu = Elementwise(
     kernels=_KERNELS,
 )
 
-bias_glu = Elementwise(
+bias_glu = PointwiseOperator(
     "bias_glu",
     "glu of the packed input (..., 2n) + bias (2n,).",
     tensors={"input": "packed", "bias": "per_column?", "token_scale": "per_row?"},
@@ -67,4 +67,4 @@ FAMILY = bias_act, glu, bias_glu
 CALLS = {f"fused::{op.name}{suffix}": op for op in FAMILY for suffix in ("", "_fp8")}
 
 for _operator in FAMILY:
-    register_elementwise(_operator)
+    register_pointwise(_operator)

@@ -26,8 +26,8 @@ from torch_fused_ops.declaration import Signature
 
 __all__ = [
     "REGISTERED",
-    "Keep",
     "Registered",
+    "SavePolicy",
     "checked",
     "define",
     "differentiate",
@@ -214,7 +214,7 @@ def _requires_grad(args: tuple[Any, ...]) -> bool:
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
-class Keep(NamedTuple):
+class SavePolicy(NamedTuple):
     """What forward keeps for backward.
 
     Attributes:
@@ -229,9 +229,9 @@ class Keep(NamedTuple):
     once: bool = False
 
 
-def keep_arguments(tensors: int) -> Keep:
+def keep_arguments(tensors: int) -> SavePolicy:
     """Keep the arguments, of which the first ``tensors`` are tensors."""
-    return Keep(lambda args, _: (args[:tensors], args[tensors:]), lambda kept, rest, _: kept + rest)
+    return SavePolicy(lambda args, _: (args[:tensors], args[tensors:]), lambda kept, rest, _: kept + rest)
 
 
 _profiler_enabled = torch._C._autograd._profiler_enabled  # a profile is to name the operator
@@ -250,7 +250,7 @@ class _Differentiable(torch.autograd.Function):
     """An operator forward, its backward *operator* backward. The tensor arguments come first in every schema."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, operator: _Operator, keep: Keep, *args: Any) -> Any:
+    def forward(ctx: Any, keyset: Any, operator: _Operator, keep: SavePolicy, *args: Any) -> Any:
         outputs = _below(operator.op, operator.on_cpu, keyset, args)
         if isinstance(outputs, tuple):
             ctx.mark_non_differentiable(*outputs[1:])
@@ -263,7 +263,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         operator: _Operator
-        keep: Keep
+        keep: SavePolicy
         operator, keep, rest, on_cpu = ctx.rest
         grad, tensors = grads[0], ctx.saved_tensors
         if grad is None:
@@ -289,7 +289,7 @@ class _DifferentiableOnce(_Differentiable):
     """
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, operator: _Operator, keep: Keep, *args: Any) -> Any:
+    def forward(ctx: Any, keyset: Any, operator: _Operator, keep: SavePolicy, *args: Any) -> Any:
         outputs = _Differentiable.forward(ctx, keyset, operator, keep, *args)
         not_kept = outputs[0].new_empty(0)
         ctx.save_for_backward(*ctx.to_save, not_kept)
@@ -321,7 +321,7 @@ def differentiate(
     reference: Callable[..., Any],
     on_cpu: Callable[..., Any],
     backward: tuple[torch._ops.OpOverload, Callable[..., Any]],
-    keep: Callable[..., Keep],
+    keep: Callable[..., SavePolicy],
     record: Callable[..., Tensor | None] | None = None,
 ) -> None:
     """Make ``op`` differentiable: by its backward operator in reverse mode, through ``reference`` under any transform.

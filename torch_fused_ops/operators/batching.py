@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_fused_ops.declaration import Elementwise
+from torch_fused_ops.declaration import PointwiseOperator
 from torch_fused_ops.formulas import Gradients, compute_dtype, load_dtype, load_fp8, widened
-from torch_fused_ops.operators.plain import backward as plain_backward
+from torch_fused_ops.operators.eager import backward as plain_backward
 
 __all__ = ["backward", "forward", "fp8_backward", "lead", "over_rows_of_each"]
 
@@ -48,7 +48,7 @@ def _led(info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...], bias: int |
 
 
 def forward(
-    op: Elementwise, operator: Callable[..., Any], plain: Callable[..., Any], check: Callable[..., None]
+    op: PointwiseOperator, operator: Callable[..., Any], plain: Callable[..., Any], check: Callable[..., None]
 ) -> Rule:
     """Of the operator, or of the one that also stores its data."""
 
@@ -63,7 +63,7 @@ def forward(
     return rule
 
 
-def backward(op: Elementwise, operator: Callable[..., Any]) -> Rule:
+def backward(op: PointwiseOperator, operator: Callable[..., Any]) -> Rule:
     """Of its backward operator. A bias's gradient must not be summed over the examples."""
     bias = None if op.bias is None else op.bias + 1
     plain = plain_backward(op)
@@ -80,7 +80,9 @@ def backward(op: Elementwise, operator: Callable[..., Any]) -> Rule:
     return rule
 
 
-def _per_example(op: Elementwise, plain: Callable[..., Gradients], bias: int, grad: Tensor, *args: Any) -> Gradients:
+def _per_example(
+    op: PointwiseOperator, plain: Callable[..., Gradients], bias: int, grad: Tensor, *args: Any
+) -> Gradients:
     """``plain`` on a leading batch axis, with a bias gradient for each example."""
     *given, wanted = args
     first, own = given[0], given[bias]
@@ -97,7 +99,7 @@ def _per_example(op: Elementwise, plain: Callable[..., Gradients], bias: int, gr
     return tuple(found)
 
 
-def fp8_backward(op: Elementwise, _: Callable[..., Any]) -> Rule:
+def fp8_backward(op: PointwiseOperator, _: Callable[..., Any]) -> Rule:
     """Of a backward operator that loads float8: the plain backward operator's rule, on what was loaded."""
     loading = backward(op, op.backward.overload)
 

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import formulas
-from torch_fused_ops.declaration import Signature, Whole, arguments_of, between
+from torch_fused_ops.declaration import OpaqueOperator, Signature, arguments_of, between
 from torch_fused_ops.kernels import dropout_cpu
 from torch_fused_ops.operators import checks
-from torch_fused_ops.operators.autograd import Keep
+from torch_fused_ops.operators.autograd import SavePolicy
 from torch_fused_ops.operators.batching import lead, over_rows_of_each
-from torch_fused_ops.operators.registration import Parts, imported, register_pair
+from torch_fused_ops.operators.registration import KernelSet, imported, register_pair
 
 Grads2: TypeAlias = tuple[Tensor | None, Tensor | None]
 
-dropout_add = Whole(
+dropout_add = OpaqueOperator(
     "dropout_add",
     "residual + dropout(input + bias); input (..., n), bias (n,), residual as input, seed int64 with one element.",
     tensors={"input": "data", "bias": "per_column?", "residual": "data?", "seed": "seed"},
@@ -106,7 +106,7 @@ def _backward_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
 
 # ---- what is kept for backward ---------------------------------------------------------------------------------------
 
-_SEED = Keep(
+_SEED = SavePolicy(
     lambda args, _: ((args[3],), (args[4], args[0].dtype, None if args[1] is None else args[1].dtype)),
     lambda kept, rest, _: (*kept, *rest),
 )
@@ -132,14 +132,14 @@ _KERNELS = "torch_fused_ops.kernels.dropout"
 
 register_pair(
     dropout_add.signatures,
-    Parts(
+    KernelSet(
         dropout_cpu.dropout_add,
         imported(_KERNELS, lambda kernels: kernels.dropout_add),
         formulas.dropout_add,
         _fake,
         lambda _: _rule,
     ),
-    Parts(
+    KernelSet(
         dropout_cpu.dropout_add_backward,
         imported(_KERNELS, lambda kernels: kernels.dropout_add_backward),
         formulas.dropout_add_backward,

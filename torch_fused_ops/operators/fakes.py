@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops.declaration import Elementwise
+from torch_fused_ops.declaration import PointwiseOperator
 from torch_fused_ops.formulas import FP8, Gradients, room
 
 __all__ = ["backward", "forward", "fp8", "fp8_backward"]
 
 
-def forward(op: Elementwise, check: Callable[..., None]) -> Callable[..., Tensor]:
+def forward(op: PointwiseOperator, check: Callable[..., None]) -> Callable[..., Tensor]:
     """Of the operator; ``check`` raises for what it does not accept."""
 
     def fake(*args: Any) -> Tensor:
@@ -25,7 +25,7 @@ def forward(op: Elementwise, check: Callable[..., None]) -> Callable[..., Tensor
     return fake
 
 
-def backward(op: Elementwise) -> Callable[..., Gradients]:
+def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
     """Of its backward operator."""
 
     def fake(grad: Tensor, *args: Any) -> Gradients:
@@ -34,7 +34,7 @@ def backward(op: Elementwise) -> Callable[..., Gradients]:
     return fake
 
 
-def fp8(op: Elementwise, check: Callable[..., None]) -> Callable[..., tuple[Tensor, ...]]:
+def fp8(op: PointwiseOperator, check: Callable[..., None]) -> Callable[..., tuple[Tensor, ...]]:
     """Of the operator that also stores its data."""
     plain = forward(op, check)
 
@@ -49,7 +49,7 @@ def fp8(op: Elementwise, check: Callable[..., None]) -> Callable[..., tuple[Tens
     return fake
 
 
-def fp8_backward(op: Elementwise) -> Callable[..., Gradients]:
+def fp8_backward(op: PointwiseOperator) -> Callable[..., Gradients]:
     """Of that one's backward operator."""
 
     def fake(*args: Any) -> Gradients:

@@ -1,8 +1,8 @@
 """``fused::linear_fp8``, a linear layer whose products are in float8, and the operators that it consists of.
 
-    quantise      a tensor as float8 with a scale for each block: (1, 128), (128, 128), (1, 32), a row, or all of it
-    quantise_by   the same by scales that are known
-    dequantise    back
+    quantize      a tensor as float8 with a scale for each block: (1, 128), (128, 128), (1, 32), a row, or all of it
+    quantize_by   the same by scales that are known
+    dequantize    back
     scaled_mm     a product of two of those
     scaled_mm_tiled    that in blocks of (1, 32), with scales as sm_100 reads them, which lowerings make
     linear_fp8    input · weightᵀ + bias, and its gradients, in these four, by a recipe (``recipes.RECIPES``)
@@ -13,7 +13,7 @@
 ``…linear_fp8`` are CompositeImplicitAutograd: compilers see what they are made of, with blocks, and edit and fuse that
 (``lowerings/float8.py``).
 
-A weight's gradient sums over the tokens. Where it is in float8, too, both operands are quantised along them, the
+A weight's gradient sums over the tokens. Where it is in float8, too, both operands are quantized along them, the
 gradient as data, the input as a weight, which costs GEMMs less on sm_90 (docs/fp8.md); what is kept for backward is
 the input as it was multiplied, a byte an element. Else it is a product in the model's dtype, and the input is kept.
 """
@@ -29,12 +29,12 @@ from torch import Tensor
 from torch_fused_ops import float8
 from torch_fused_ops.declaration import Signature, arguments_of, one_of, refuse
 from torch_fused_ops.distributed.float8 import multiples
+from torch_fused_ops.float8_recipes import BLOCK, MX_BLOCK, RECIPES, Block, Recipe
 from torch_fused_ops.flop_formulas import count, rows_times_columns
 from torch_fused_ops.operators.autograd import define, register
 from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
 from torch_fused_ops.operators.registration import imported
-from torch_fused_ops.recipes import BLOCK, MX_BLOCK, RECIPES, Block, Recipe
 from torch_fused_ops.switches import is_without
 
 __all__ = ["DTYPES_OF_EXPERTS", "DTYPES_OF_PRODUCTS", "grouped_linear", "linear", "register_plain"]
@@ -62,12 +62,12 @@ def _check_blocks(name: str, shape: Sequence[int], rows: int, columns: int) -> N
         raise ValueError(f"{name} has shape {tuple(shape)}; accepted: a first axis of a multiple of rows={rows}")
 
 
-def _check_quantise(input: Tensor, rows: int, columns: int = BLOCK) -> None:
+def _check_quantize(input: Tensor, rows: int, columns: int = BLOCK) -> None:
     _check_matrix("input", input, *DTYPES)
     _check_blocks("input", input.shape, rows, columns)
 
 
-def _check_quantise_by(input: Tensor, scales: Tensor) -> None:
+def _check_quantize_by(input: Tensor, scales: Tensor) -> None:
     if input.ndim != 3:
         _check_matrix("input", input, *DTYPES)
     elif input.dtype not in DTYPES:
@@ -99,10 +99,10 @@ def _check_stored(name: str, values: Tensor, scales: Tensor, rows: int) -> None:
     if values.shape[1] % columns or values.shape[0] % rows:
         raise ValueError(f"{name} has shape {tuple(values.shape)}; accepted: whole blocks of ({rows}, {columns})")
     if tuple(scales.shape) != expected:
-        raise ValueError(f"{name}'s scales have shape {tuple(scales.shape)}; accepted: {expected}, as quantise gives")
+        raise ValueError(f"{name}'s scales have shape {tuple(scales.shape)}; accepted: {expected}, as quantize gives")
 
 
-def _check_dequantise(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> None:
+def _check_dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> None:
     _check_stored("values", values, scales, rows)
     if dtype not in DTYPES:
         refuse("dtype", dtype, ", ".join(map(str, DTYPES)))
@@ -172,20 +172,20 @@ def _check_ends(ends: Tensor, weight: Tensor) -> None:
 # ---- fakes, vmap -----------------------------------------------------------------------------------------------------
 
 
-def _fake_quantise(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
-    _check_quantise(input, rows, columns)
+def _fake_quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
+    _check_quantize(input, rows, columns)
     r, c = input.shape
     values = input.new_empty((r, float8.stored_columns(c, columns)), dtype=float8.dtype_of(input.device))
     return values, input.new_empty(float8.scales_shape(values.shape, rows, columns), dtype=torch.float32)
 
 
-def _fake_quantise_by(input: Tensor, scales: Tensor) -> Tensor:
-    _check_quantise_by(input, scales)
+def _fake_quantize_by(input: Tensor, scales: Tensor) -> Tensor:
+    _check_quantize_by(input, scales)
     return input.new_empty(input.shape, dtype=float8.dtype_of(input.device))
 
 
-def _fake_dequantise(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    _check_dequantise(values, scales, rows, dtype)
+def _fake_dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    _check_dequantize(values, scales, rows, dtype)
     return values.new_empty(values.shape, dtype=dtype)
 
 
@@ -235,38 +235,38 @@ def register_plain(
     return register(signature, plain, on_gpu, plain, fake, _each, check)
 
 
-_quantise = register_plain(
+_quantize = register_plain(
     Signature(
-        "quantise",
+        "quantize",
         arguments_of(input="Tensor: data", rows="int", columns=f"int={BLOCK}"),
         ("data", "scales"),
         "(float8, scales) of a matrix in blocks of (rows, columns).",
     ),
-    float8.quantise,
-    _fake_quantise,
-    _check_quantise,
+    float8.quantize,
+    _fake_quantize,
+    _check_quantize,
 )
-_quantise_by = register_plain(
+_quantize_by = register_plain(
     Signature(
-        "quantise_by",
+        "quantize_by",
         arguments_of(input="Tensor: data", scales="Tensor: scales"),
         ("data",),
-        "The float8 of quantise, in rows or in one block, by scales that are known.",
+        "The float8 of quantize, in rows or in one block, by scales that are known.",
     ),
-    float8.quantise_by,
-    _fake_quantise_by,
-    _check_quantise_by,
+    float8.quantize_by,
+    _fake_quantize_by,
+    _check_quantize_by,
 )
-_dequantise = register_plain(
+_dequantize = register_plain(
     Signature(
-        "dequantise",
+        "dequantize",
         arguments_of(values="Tensor: data", scales="Tensor: scales", rows="int", dtype="ScalarType"),
         ("data",),
-        "What quantise has stored.",
+        "What quantize has stored.",
     ),
-    float8.dequantise,
-    _fake_dequantise,
-    _check_dequantise,
+    float8.dequantize,
+    _fake_dequantize,
+    _check_dequantize,
 )
 _scaled_mm = register_plain(
     Signature(
@@ -281,7 +281,7 @@ _scaled_mm = register_plain(
             dtype="ScalarType",
         ),
         ("data",),
-        "a · bᵀ + bias of what quantise has stored in blocks as wide: a in blocks of a row, b in blocks of rows.",
+        "a · bᵀ + bias of what quantize has stored in blocks as wide: a in blocks of a row, b in blocks of rows.",
     ),
     float8.product,
     _fake_product,
@@ -319,7 +319,7 @@ _scaled_grouped_mm = register_plain(
             dtype="ScalarType",
         ),
         ("data",),
-        "Each row of a times bᵀ of its expert, of what quantise has stored in rows; ends[e] is where e's rows end.",
+        "Each row of a times bᵀ of its expert, of what quantize has stored in rows; ends[e] is where e's rows end.",
     ),
     float8.grouped_product,
     _fake_grouped_product,
@@ -345,16 +345,16 @@ def _refuse_second_derivative(name: str, grad: Tensor) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """Of a matrix. Each product's operands are quantised along what it sums over."""
+    """Of a matrix. Each product's operands are quantized along what it sums over."""
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, recipe: Recipe
     ) -> Tensor:
         scaling = recipe.scaling
-        values, scales = _quantise(input, *scaling.data.of(input.shape))
+        values, scales = _quantize(input, *scaling.data.of(input.shape))
         rows, columns = scaling.weight.of(weight.shape)
-        of_weight = _quantise(weight, rows, columns)
+        of_weight = _quantize(weight, rows, columns)
         out: Tensor = _scaled_mm(values, scales, *of_weight, bias, rows, dtype)
         # The one scale of the transpose, by which backward need not look for its largest element.
         largest = of_weight[1].amax(1, keepdim=True) if scaling.weight_t == Block(None, None) else None
@@ -372,15 +372,15 @@ class _Linear(torch.autograd.Function):
             turned = weight.t()
             rows, columns = scaling.weight_t.of(turned.shape)
             known = largest is not None
-            of_weight = (_quantise_by(turned, largest), largest) if known else _quantise(turned, rows, columns)
-            of_grad = _quantise(grad, *scaling.data.of(grad.shape))
+            of_weight = (_quantize_by(turned, largest), largest) if known else _quantize(turned, rows, columns)
+            of_grad = _quantize(grad, *scaling.data.of(grad.shape))
             d_input = _scaled_mm(*of_grad, *of_weight, None, rows, grad.dtype).to(input_dtype)
         if ctx.needs_input_grad[1]:
             if wgrad:
-                input = _dequantise(*kept, 1, grad.dtype).t()
+                input = _dequantize(*kept, 1, grad.dtype).t()
                 rows, columns = scaling.weight.of(input.shape)
-                of_grad = _quantise(grad.t(), *scaling.data.of(grad.t().shape))
-                d_weight = _scaled_mm(*of_grad, *_quantise(input, rows, columns), None, rows, grad.dtype)
+                of_grad = _quantize(grad.t(), *scaling.data.of(grad.t().shape))
+                d_weight = _scaled_mm(*of_grad, *_quantize(input, rows, columns), None, rows, grad.dtype)
             else:
                 d_weight = torch.mm(grad.t(), kept[0].to(grad.dtype))
             d_weight = d_weight.to(weight.dtype)
@@ -441,9 +441,9 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         experts, k, n = weight.shape
         rows = weight.transpose(1, 2).reshape(experts * n, k)
-        values, scales = _quantise(rows, 1, k)
+        values, scales = _quantize(rows, 1, k)
         scales = scales.view(experts, 1, n)
-        of_input = _quantise(input, 1, k)
+        of_input = _quantize(input, 1, k)
         out: Tensor = _scaled_grouped_mm(*of_input, values.view(experts, n, k), scales, ends, input.dtype)
         ctx.save_for_backward(input, weight, scales.amax(2, keepdim=True), ends)
         return out
@@ -455,8 +455,8 @@ class _GroupedLinear(torch.autograd.Function):
         _refuse_second_derivative("grouped_linear_fp8", grad)
         grad = grad.contiguous()  # torch's grouped products take nothing that is expanded, as a sum's gradient is
         if ctx.needs_input_grad[0]:
-            of_grad = _quantise(grad, 1, grad.shape[1])
-            d_input = _scaled_grouped_mm(*of_grad, _quantise_by(weight, largest), largest, ends, grad.dtype)
+            of_grad = _quantize(grad, 1, grad.shape[1])
+            d_input = _scaled_grouped_mm(*of_grad, _quantize_by(weight, largest), largest, ends, grad.dtype)
         if ctx.needs_input_grad[1]:
             if not input.shape[0]:
                 d_weight = torch.zeros_like(weight)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import activations
-from torch_fused_ops.declaration import Elementwise, Signature
+from torch_fused_ops.declaration import PointwiseOperator, Signature
 from torch_fused_ops.kernels import cpu
-from torch_fused_ops.operators import batching, fakes, plain
+from torch_fused_ops.operators import batching, eager, fakes
 from torch_fused_ops.operators.autograd import (
-    Keep,
+    SavePolicy,
     checked,
     differentiate,
     differentiate_by_reference,
@@ -25,10 +25,10 @@ from torch_fused_ops.operators.autograd import (
 from torch_fused_ops.operators.checks import check, check_gradient
 from torch_fused_ops.switches import is_without
 
-__all__ = ["Parts", "imported", "register_elementwise", "register_pair"]
+__all__ = ["KernelSet", "imported", "register_pair", "register_pointwise"]
 
 
-class Parts(NamedTuple):
+class KernelSet(NamedTuple):
     """What an operator, or its backward operator, is registered with."""
 
     on_cpu: Callable[..., Any]
@@ -37,17 +37,17 @@ class Parts(NamedTuple):
     fake: Callable[..., Any]
     vmap: Callable[[torch._ops.OpOverload], Callable[..., Any]]
 
-    def chosen(self) -> Parts:
+    def chosen(self) -> KernelSet:
         """These, without kernels of ours where the environment says so."""
         return self._replace(on_cpu=self.plain, on_gpu=self.plain) if is_without("kernels") else self
 
 
 def register_pair(
     signatures: tuple[Signature, Signature],
-    forward: Parts,
-    backward: Parts,
+    forward: KernelSet,
+    backward: KernelSet,
     check: Callable[..., None],
-    keep: Callable[..., Keep],
+    keep: Callable[..., SavePolicy],
     record: Callable[..., Tensor | None] | None = None,
     adapt: Callable[[Any], Any] = lambda backward: backward,
 ) -> torch._ops.OpOverload:
@@ -72,23 +72,23 @@ def register_pair(
     return operator
 
 
-def register_elementwise(op: Elementwise) -> None:
+def register_pointwise(op: PointwiseOperator) -> None:
     """``fused::name``, ``…_backward``, ``…_fp8`` and ``…_fp8_backward``."""
     accepts = check(op)
-    for makers, forward, backward in ((_PLAIN, op.forward, op.backward), (_STORING, op.fp8, op.fp8_backward)):
-        plain_forward, plain_backward = (make(op) for make in makers.plain)
-        on_cpu, backward_on_cpu = (make(op) for make in makers.on_cpu)
+    for factories, forward, backward in ((_PLAIN, op.forward, op.backward), (_STORING, op.fp8, op.fp8_backward)):
+        plain_forward, plain_backward = (make(op) for make in factories.plain)
+        on_cpu, backward_on_cpu = (make(op) for make in factories.on_cpu)
         batched = functools.partial(batching.forward, op, plain=plain_forward, check=accepts)
-        batched_backward = functools.partial(makers.batched_backward, op)
-        fake, backward_fake = makers.fakes[0](op, accepts), makers.fakes[1](op)
+        batched_backward = functools.partial(factories.batched_backward, op)
+        fake, backward_fake = factories.fakes[0](op, accepts), factories.fakes[1](op)
         gpu, backward_gpu = (_on_gpu(op, s.name, k) for s, k in ((forward, on_cpu), (backward, backward_on_cpu)))
         register_pair(
             (forward, backward),
-            Parts(on_cpu, gpu, plain_forward, fake, batched),
-            Parts(backward_on_cpu, backward_gpu, plain_backward, backward_fake, batched_backward),
+            KernelSet(on_cpu, gpu, plain_forward, fake, batched),
+            KernelSet(backward_on_cpu, backward_gpu, plain_backward, backward_fake, batched_backward),
             accepts,
-            makers.keep(op),
-            cpu.recorded(op) if makers is _PLAIN else None,
+            factories.keep(op),
+            cpu.recorded(op) if factories is _PLAIN else None,
         )
 
 
@@ -98,7 +98,7 @@ def imported(module: str, find: Callable[[Any], Callable[..., Any]]) -> Callable
     return lambda *args: load()(*args)
 
 
-def _on_gpu(op: Elementwise, name: str, in_torch: Callable[..., Any]) -> Callable[..., Any]:
+def _on_gpu(op: PointwiseOperator, name: str, in_torch: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel of ``op.kernels``; blocks of plain torch where there is none, and for registered activations."""
     if op.kernels is None:
         return in_torch
@@ -116,7 +116,7 @@ def _on_gpu(op: Elementwise, name: str, in_torch: Callable[..., Any]) -> Callabl
 # ---- what is kept for backward ---------------------------------------------------------------------------------------
 
 
-def _keep(op: Elementwise) -> Callable[..., Keep]:
+def _keep(op: PointwiseOperator) -> Callable[..., SavePolicy]:
     """The arguments; or the result in the data's place, if that is enough."""
     arguments, suffices, bias = keep_arguments(len(op.tensors)), op.keeps_result, op.bias
     count = len(op.tensors)
@@ -133,14 +133,14 @@ def _keep(op: Elementwise) -> Callable[..., Keep]:
             tensors[bias] = out.new_zeros(out.shape[-1:], dtype=bias_dtype)
         return *tensors, *scalars
 
-    result = Keep(saved, given_back)
+    result = SavePolicy(saved, given_back)
     return lambda *args: result if suffices(*args) else arguments
 
 
-def _keep_fp8(op: Elementwise) -> Callable[..., Keep]:
+def _keep_fp8(op: PointwiseOperator) -> Callable[..., SavePolicy]:
     """Of the data what the operator stored; the other arguments as they are."""
     data, count = op.data, len(op.tensors)
-    keep = Keep(
+    keep = SavePolicy(
         lambda args, outputs: ((*outputs[1:], *args[data:count]), (*args[count:], *(t.dtype for t in args[:data]))),
         lambda kept, rest, _: kept + rest,
         once=True,
@@ -151,25 +151,25 @@ def _keep_fp8(op: Elementwise) -> Callable[..., Keep]:
 # ---- an operator, and the same with its data stored ------------------------------------------------------------------
 
 
-class _Makers(NamedTuple):
+class _KernelFactories(NamedTuple):
     """What makes the parts of an operator and of its backward operator."""
 
     plain: tuple[Callable[..., Any], Callable[..., Any]]
     on_cpu: tuple[Callable[..., Any], Callable[..., Any]]
     fakes: tuple[Callable[..., Any], Callable[..., Any]]
     batched_backward: Callable[..., Any]
-    keep: Callable[[Elementwise], Callable[..., Keep]]
+    keep: Callable[[PointwiseOperator], Callable[..., SavePolicy]]
 
 
-_PLAIN = _Makers(
-    plain=(plain.forward, plain.backward),
+_PLAIN = _KernelFactories(
+    plain=(eager.forward, eager.backward),
     on_cpu=(cpu.forward, cpu.backward),
     fakes=(fakes.forward, fakes.backward),
     batched_backward=batching.backward,
     keep=_keep,
 )
-_STORING = _Makers(
-    plain=(plain.fp8, plain.fp8_backward),
+_STORING = _KernelFactories(
+    plain=(eager.fp8, eager.fp8_backward),
     on_cpu=(cpu.fp8, cpu.fp8_backward),
     fakes=(fakes.fp8, fakes.fp8_backward),
     batched_backward=batching.fp8_backward,

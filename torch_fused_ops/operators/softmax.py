@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.amp.autocast_mode import _cast
 
 from torch_fused_ops import formulas
-from torch_fused_ops.declaration import Signature, Whole, arguments_of
+from torch_fused_ops.declaration import OpaqueOperator, Signature, arguments_of
 from torch_fused_ops.kernels import softmax_cpu
-from torch_fused_ops.operators.autograd import Keep, library
+from torch_fused_ops.operators.autograd import SavePolicy, library
 from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES
-from torch_fused_ops.operators.registration import Parts, imported, register_pair
+from torch_fused_ops.operators.registration import KernelSet, imported, register_pair
 
 Grads2: TypeAlias = tuple[Tensor | None, Tensor | None]
 
-scaled_masked_softmax = Whole(
+scaled_masked_softmax = OpaqueOperator(
     "scaled_masked_softmax",
     "softmax(scale·input) over the last axis, with a sink beside the row's scores, where nothing masks a score.",
     tensors={"input": "scores", "mask": "mask?", "sink": "per_head?"},
@@ -178,7 +178,7 @@ def _backward_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
 # ---- what is kept for backward ---------------------------------------------------------------------------------------
 
 # The output alone, which what reads it keeps anyway: attention's product with the values.
-_OUTPUT = Keep(
+_OUTPUT = SavePolicy(
     lambda args, out: ((out,), (*args[3:], None if args[2] is None else args[2].dtype)),
     lambda kept, rest, _: (*kept, *rest),
 )
@@ -201,14 +201,14 @@ _KERNELS = "torch_fused_ops.kernels.softmax"
 
 _FORWARD = register_pair(
     scaled_masked_softmax.signatures,
-    Parts(
+    KernelSet(
         softmax_cpu.scaled_masked_softmax,
         imported(_KERNELS, lambda kernels: kernels.scaled_masked_softmax),
         formulas.scaled_masked_softmax,
         _fake,
         lambda _: _rule,
     ),
-    Parts(
+    KernelSet(
         softmax_cpu.scaled_masked_softmax_backward,
         imported(_KERNELS, lambda kernels: kernels.scaled_masked_softmax_backward),
         formulas.scaled_masked_softmax_backward,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from torch_fused_ops.capturing import run_captured
+from torch_fused_ops.capture import run_captured
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.figures import Capture, layers_of, said, sites_of
 from torch_fused_ops.reports.figures import capture as set_aside

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torch_fused_ops.capturing import check_model
+from torch_fused_ops.capture import check_model
 from torch_fused_ops.policy import MEMORY, FusionPolicy, is_level
 
 if TYPE_CHECKING:
-    from torch_fused_ops.planner.largest import Largest
+    from torch_fused_ops.planner.max_batch import Largest
     from torch_fused_ops.planner.model import CapturedModel
-    from torch_fused_ops.planner.resident import Held, Resident
     from torch_fused_ops.planner.search import Candidate
+    from torch_fused_ops.planner.static_memory import Held, Resident
     from torch_fused_ops.planner.step import Curve, Parts, Step
     from torch_fused_ops.planner.tensor_parallel import Split
     from torch_fused_ops.virtual_gpu import GPU
@@ -271,10 +271,10 @@ def plan(
         ModuleNotFoundError: Triton is not installed.
     """
     from torch_fused_ops import lowerings
-    from torch_fused_ops.planner import largest, search
+    from torch_fused_ops.planner import max_batch, search
     from torch_fused_ops.planner import model as models
     from torch_fused_ops.planner.optimizers import OPTIMIZERS
-    from torch_fused_ops.planner.resident import Resident, check_shards, check_whole, held
+    from torch_fused_ops.planner.static_memory import Resident, check_shards, check_whole, held
     from torch_fused_ops.planner.step import measured_step, parts_of, policy_of
     from torch_fused_ops.planner.tensor_parallel import split
     from torch_fused_ops.virtual_gpu import gpus, roofline
@@ -285,11 +285,11 @@ def plan(
         raise ValueError(f"gpu={gpu!r} is not known; accepted: {', '.join(gpus.GPUS)}")
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r} is not known; accepted: {', '.join(OPTIMIZERS)}")
-    if maximum is not None and maximum not in largest.DIMENSIONS:
-        raise ValueError(f"maximum={maximum!r} is not known; accepted: {', '.join(largest.DIMENSIONS)}, None")
+    if maximum is not None and maximum not in max_batch.DIMENSIONS:
+        raise ValueError(f"maximum={maximum!r} is not known; accepted: {', '.join(max_batch.DIMENSIONS)}, None")
     _count("dp", dp)
     _count("tp", tp)
-    given = largest.size_of((args, kwargs), maximum) if maximum is not None else 0
+    given = max_batch.size_of((args, kwargs), maximum) if maximum is not None else 0
     described = gpus.by_name(gpu)
     gpus.import_triton()  # at once, not after the model was captured
     rates = roofline.estimated_rates(described)
@@ -335,10 +335,10 @@ def plan(
     step, resident = planned.step, planned.resident
 
     def sized(size: int) -> CapturedModel:
-        its_args, its_kwargs = largest.resized((args, kwargs), maximum, size)
+        its_args, its_kwargs = max_batch.resized((args, kwargs), maximum, size)
         return capture(its_args, its_kwargs)[0]
 
-    sizes = largest.Sizes(sized, maximum, given, described, rates, instructions, resident.shards)
+    sizes = max_batch.Sizes(sized, maximum, given, described, rates, instructions, resident.shards)
     room = limit - resident.nbytes if resident.optimizer_peak <= limit else 0
     return replace(found, largest=sizes.largest(step, resident.nbytes, room))
 
@@ -492,7 +492,7 @@ class _Planned:
             limit: bytes.
             fewer: what helps where shards alone do not.
         """
-        from torch_fused_ops.planner.resident import Resident, check_shards
+        from torch_fused_ops.planner.static_memory import Resident, check_shards
         from torch_fused_ops.reports.text import size
 
         try:
@@ -520,7 +520,7 @@ class _Planned:
 
 
 def _layers(step: Step, fixed: Resident, levels: Mapping[str, str]) -> list[LayerRow]:
-    """A row for each run of neighbouring layers with the same figures, and one for all else."""
+    """A row for each run of neighboring layers with the same figures, and one for all else."""
     factor = fixed.state / fixed.gradients if fixed.gradients else 0.0
     default = step.default(levels)
     rows: list[LayerRow] = []

@@ -9,7 +9,7 @@ from torch_fused_ops.reports.page import template
 from torch_fused_ops.reports.text import aligned, change, size
 
 if TYPE_CHECKING:
-    from torch_fused_ops.planner.largest import Largest
+    from torch_fused_ops.planner.max_batch import Largest
     from torch_fused_ops.planner.plan import Plan
 
 __all__ = ["page", "text"]

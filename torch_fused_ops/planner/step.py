@@ -204,7 +204,7 @@ def policy_of(mlps: Mapping[str, Sequence[str]], levels: Mapping[str, str]) -> F
     """The policy that gives the MLPs of each unit its level."""
     chosen = {module: levels.get(unit, "free") for unit, modules in mlps.items() for module in modules}
     if len(set(chosen.values())) == 1:
-        return FusionPolicy(memory=next(iter(chosen.values())))
+        return FusionPolicy(memory=next(iter(chosen.values())))  # type: ignore[arg-type]
     return FusionPolicy(memory={module: level for module, level in chosen.items() if level != "free"})
 
 
@@ -241,7 +241,8 @@ def measured_step(model: CapturedModel, gpu: GPU, rates: Rates, instructions: bo
     parts = {}
     for level in (*levels, OFF) if model.mlps else levels[:1]:
         log.info('compiling on paper: every MLP at "%s"', level)
-        parts[level] = parts_of(model, gpu, rates, instructions, FusionPolicy(memory=level))
+        policy = FusionPolicy(memory=level)  # type: ignore[arg-type]
+        parts[level] = parts_of(model, gpu, rates, instructions, policy)
     return Step(model.units, model.mlps, parts)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_fused_ops.capturing import check_model, run_captured
+from torch_fused_ops.capture import check_model, run_captured
 from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default
 from torch_fused_ops.reports.breaks import break_of, reasons_noted, since
 from torch_fused_ops.reports.figures import capture as set_aside
@@ -45,7 +45,7 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     from torch_fused_ops import lowerings
 
     lowerings.require()
-    from torch_fused_ops.lowerings import recognise
+    from torch_fused_ops.lowerings import recognize
 
     sites: list[Site] = []
     unread: list[Site] = []
@@ -55,7 +55,7 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     def capture(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         captures.append(set_aside(gm, policy))
         sites.extend(sites_of(gm, policy))
-        unread.extend(recognise.unread(gm.graph))
+        unread.extend(recognize.unread(gm.graph))
         breaks.append(break_of(gm))
         return gm.forward
 

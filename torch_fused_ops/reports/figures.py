@@ -203,10 +203,10 @@ def graphs_of(gm: GraphModule) -> Iterator[GraphModule]:
 
 def sites_of(gm: GraphModule, policy: FusionPolicy) -> Iterator[Site]:
     """What pick-up would find in a graph from Dynamo, and in those of the operators it calls; nothing is edited."""
-    from torch_fused_ops.lowerings import recognise
+    from torch_fused_ops.lowerings import recognize
 
     for module in graphs_of(gm):
-        yield from recognise.rewrite(module.graph, policy, apply=False)
+        yield from recognize.rewrite(module.graph, policy, apply=False)
 
 
 def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figures:
@@ -242,7 +242,7 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
                 if pair[1].backward is not None:
                     named[KNOB] = compiled(KNOB, None, BUDGET).paper
                     for memory in MEMORY:
-                        policy = replace(each.policy, memory=memory)
+                        policy = replace(each.policy, memory=memory)  # type: ignore[arg-type]
                         one = picked_up if policy == each.policy else compiled(f'memory="{memory}"', policy)
                         named[memory], notes[memory] = one.paper, _untiled(one.sites)
                 progress.info("assembling what was generated")
@@ -344,9 +344,9 @@ class OnPaper(NamedTuple):
 
 def on_paper(each: Capture, gpu: GPU, policy: FusionPolicy | None, memory_budget: float | None = None) -> OnPaper:
     """A graph on paper: with a policy, picked up; else as it was captured, with PyTorch's memory budget if given."""
-    from torch_fused_ops.lowerings.recognise import rewrite
+    from torch_fused_ops.lowerings.recognize import rewrite
     from torch_fused_ops.virtual_gpu import compile_graph_on_paper, copy_graph
-    from torch_fused_ops.virtual_gpu.standing_in import standing_for
+    from torch_fused_ops.virtual_gpu.emulation import standing_for
 
     if each.graph is None:
         raise RuntimeError(each.reason)
@@ -363,12 +363,12 @@ def _slots(policy: FusionPolicy | None) -> dict[str, Any]:
     """Inductor's slots as they are now, without our stages; with those that follow stage 1 for a policy, if given."""
     import torch._inductor.config as config
 
-    from torch_fused_ops.lowerings.passes import SLOTS, Recognise
+    from torch_fused_ops.lowerings.passes import SLOTS, Recognize
 
     found = {}
     for name, kind in SLOTS.items():
         others = kind.others(getattr(config, name))
-        found[name] = others if policy is None or kind is Recognise else kind.join(others, kind(policy))
+        found[name] = others if policy is None or kind is Recognize else kind.join(others, kind(policy))
     return found
 
 

@@ -20,8 +20,8 @@ import torch
 from torch._guards import CompileContext
 from torch.fx import Graph, GraphModule
 
-from torch_fused_ops.capturing import captured_graphs
-from torch_fused_ops.observers import observed_by, process_wide
+from torch_fused_ops.capture import captured_graphs
+from torch_fused_ops.fusion_events import observed_by, process_wide
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.breaks import Break, break_of
 from torch_fused_ops.reports.figures import Capture, capture
@@ -119,7 +119,7 @@ class _Recorder:
         self.lock = threading.Lock()
 
     def before(self, graph: Graph, policy: FusionPolicy) -> None:
-        from torch_fused_ops.lowerings import recognise
+        from torch_fused_ops.lowerings import recognize
 
         gm = graph.owning_module or GraphModule(torch.nn.Module(), graph)
         compilation = CompileContext.try_get()
@@ -135,7 +135,7 @@ class _Recorder:
             parts = [one for one in kept if one.graph() in inner]
             copies = {part.graph(): part.capture.graph.gm for part in parts if part.capture.graph}
             sites = tuple(site for part in parts for site in part.sites)
-            unread = recognise.unread(graph)  # that of its parts, too
+            unread = recognize.unread(graph)  # that of its parts, too
             captured = capture(gm, policy, copies)
             title, broken, code = title_of(graph), break_of(gm), _code_of(graph, compilation)
             new = _Graph(weakref.ref(graph), captured, title, sites, unread, broken, compilation, attempt, code)

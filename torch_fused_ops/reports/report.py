@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_fused_ops.observers import unobserved
+from torch_fused_ops.fusion_events import unobserved
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
 from torch_fused_ops.reasons import Kind
 from torch_fused_ops.reports.breaks import Break

@@ -5,7 +5,7 @@ rounded to the dtype that is computed in: gelu changes by 8e-6 within half a uni
 ``up_offset`` of 0.5 has lost 2e-5. Three kinds of numbers:
 
 ``forward``
-    float16, bfloat16: at most 1 ulp: the correctly rounded truth or a neighbour of it. float32: at most 1e-5 of the
+    float16, bfloat16: at most 1 ulp: the correctly rounded truth or a neighbor of it. float32: at most 1e-5 of the
     truth. float64: at most 1e-12 of it.
 ``gradient`` of a pointwise argument (input, gate, up)
     float16, bfloat16: at most 2 ulp. float32, float64: as forward. Where an activation's derivative f' goes through

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import activations, reference
-from torch_fused_ops.declaration import Elementwise, elementwise
+from torch_fused_ops.declaration import PointwiseOperator, elementwise
 from torch_fused_ops.operators.activation import FAMILY
 
 __all__ = [
@@ -216,7 +216,7 @@ def _tensor(
     return t.expand(shape)
 
 
-def _build(op: Elementwise, case: _Case, device: torch.device) -> Sample:
+def _build(op: PointwiseOperator, case: _Case, device: torch.device) -> Sample:
     g = torch.Generator().manual_seed(zlib.crc32(f"{op.name} {case.name}".encode()))
     dtype, other = DTYPES[case.dtype], DTYPES[case.other_dtype or case.dtype]
     rows, n = case.shape[:-1], case.shape[-1] * (2 if op.is_packed else 1)
@@ -269,7 +269,7 @@ def samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) 
             yield replace(_build(declared, case, torch.device(device)), op=op)
 
 
-def declared_as(op: str) -> Elementwise:
+def declared_as(op: str) -> PointwiseOperator:
     """The declaration of an operator, or of the one that stores float8."""
     return next(one for one in elementwise() if op in (one.name, one.fp8.name))
 

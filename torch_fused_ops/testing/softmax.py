@@ -2,7 +2,7 @@
 
 ``forward``
     As every forward result (``testing.precision``): float16 and bfloat16 are the correctly rounded truth or its
-    neighbour, float32 within 1e-5 of it (or 1e-30), float64 within 1e-12.
+    neighbor, float32 within 1e-5 of it (or 1e-30), float64 within 1e-12.
 ``gradient`` of input, at most 2 ulp (float32: 1e-5, float64: 1e-12)
     The truth is scale · y · (g − Σ g·y) in float64 *at the rounded output*, which is all that backward has. Errors are
     counted against the row's largest gradient, its ulp or itself, after what the arithmetic may lose where the two

@@ -10,12 +10,12 @@ Only torch and Triton are needed; no device, driver or toolkit. `docs/virtual-gp
 """
 
 from .captured import CapturedGraph, copy_graph, set_aside
+from .compile import compile_graph_on_paper, compile_on_paper
+from .emulation import stands_for
 from .gpus import A100, B200, GPU, H100, H200, MI300X, by_name, described
 from .interpreter import interpret, interpret_step
 from .machine_code import MachineCode, assemble
-from .paper import compile_graph_on_paper, compile_on_paper
 from .results import GeneratedGraph, GeneratedKernel, Launch, PaperCompilation, SavedTensor
-from .standing_in import stands_for
 
 __all__ = [
     "A100",

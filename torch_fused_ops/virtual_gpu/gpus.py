@@ -123,7 +123,7 @@ def _warned() -> None:
 
 
 def _device_caches() -> Iterator[Any]:
-    """Every memoised answer in torch that depends on the device: asked on paper, it must not be given in earnest.
+    """Every memoized answer in torch that depends on the device: asked on paper, it must not be given in earnest.
 
     Only modules whose cached functions are free of side effects are listed, so that emptying them is always safe.
     """
@@ -167,7 +167,7 @@ def _patches(gpu: GPU) -> dict[str, Any]:
         "torch.cuda.set_rng_state": answer(None),
         "torch._inductor.runtime.triton_helpers.set_driver_to_gpu": answer(None),
         "torch._subclasses.fake_tensor.init_gpu_context": answer(None),
-        # fake tensors on a device that must not be initialised: torch's own mode for machines without one
+        # fake tensors on a device that must not be initialized: torch's own mode for machines without one
         "torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init": True,
     }
     if gpu.is_amd:
@@ -220,7 +220,7 @@ def described(gpu: GPU) -> Iterator[None]:
     """Make torch and Triton believe that `gpu` is device 0, and nothing else is; take it all back on leaving.
 
     One thread at a time: another waits. Code generation works inside; launching a kernel or allocating on the device
-    does not. A real device, where there is one, is neither initialised nor used.
+    does not. A real device, where there is one, is neither initialized nor used.
 
     Args:
         gpu: the GPU to describe.

@@ -14,8 +14,8 @@ from typing import Any
 
 from .gpus import GPU, H200, described, import_triton
 from .kernels import Configuration, Kernel, load
-from .listing import Listing, nvidia_tools
 from .results import GeneratedKernel
+from .sass import Listing, nvidia_tools
 
 # An instruction in nvdisasm's listing: "/*0070*/  @!P0 FMUL R0, R1, R2 ;", by its mnemonic.
 SASS_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", re.M)

@@ -9,17 +9,17 @@ from torch import nn
 if TYPE_CHECKING:
     from torch_fused_ops.distributed.tensor_parallel import TensorParallel
 
-__all__ = ["Part", "Shareable"]
+__all__ = ["ShardSpec", "Shardable"]
 
 
-class Part(NamedTuple):
+class ShardSpec(NamedTuple):
     """Which part of a parameter a rank holds: its share of an axis, in each of so many groups; of None, all of it."""
 
     axis: int | None
     groups: int = 1  # 2: [gate | up] along the axis
 
 
-class Shareable(nn.Module):
+class Shardable(nn.Module):
     """A layer that shares its own parameters out, as ``torch_fused_ops.nn``'s linears do."""
 
     def share(self, parallel: TensorParallel | None, as_dtensors: bool = False) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from torch_fused_ops.known_gemms import name_of
+from torch_fused_ops.gemm_registry import name_of
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.activation import CALLS
 from torch_fused_ops.policy import UnfusedError
@@ -86,10 +86,10 @@ def _judge(found: bool, linears: int, graphs: int) -> None:
 
 def _linears(graph: Graph) -> int:
     """The products with weights, but convolutions, in a graph."""
-    from torch_fused_ops.lowerings.recognise.graph import CONVOLUTIONS, Facts
+    from torch_fused_ops.lowerings.recognize.graph import CONVOLUTIONS, GraphAnalysis
 
-    facts = Facts(graph, {})
-    return sum(facts.weight_gemm(node) for node, call in facts.calls.items() if call.name not in CONVOLUTIONS)
+    analysis = GraphAnalysis(graph, {})
+    return sum(analysis.weight_gemm(node) for node, call in analysis.calls.items() if call.name not in CONVOLUTIONS)
 
 
 def _has_ours(graph: Graph) -> bool:

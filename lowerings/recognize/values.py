@@ -9,9 +9,9 @@ import torch
 from torch.fx import Node
 
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.reasons import Kind, Refusal
+from torch_fused_ops.reasons import Kind, Rejection
 
-from .graph import RESHAPES, Facts, shown, statically, tensor
+from .graph import RESHAPES, GraphAnalysis, shown, statically, tensor
 
 __all__ = [
     "FLOATING",
@@ -33,11 +33,11 @@ def value_of(node: Node) -> torch.Tensor:
     """The node's recorded value.
 
     Raises:
-        Refusal: none is recorded, or it is no tensor.
+        Rejection: none is recorded, or it is no tensor.
     """
     value = tensor(node)
     if value is None:
-        raise Refusal(Kind.UNRECORDED, f"the graph does not record the shape and dtype of {shown(node)}")
+        raise Rejection(Kind.UNRECORDED, f"the graph does not record the shape and dtype of {shown(node)}")
     return value
 
 
@@ -50,27 +50,27 @@ def check_plain(node: Node) -> None:
     """Whether operators may take the node's value.
 
     Raises:
-        Refusal: it is a subclass's, a transform's, or not of real floating numbers.
+        Rejection: it is a subclass's, a transform's, or not of real floating numbers.
     """
     value = value_of(node)
     if not is_plain(value):
         text = f"{shown(node)} gives a {type(value).__name__}: tensor subclasses are left alone"
-        raise Refusal(Kind.SUBCLASS, text)
+        raise Rejection(Kind.SUBCLASS, text)
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
-        raise Refusal(Kind.TRANSFORM, "it is computed under a torch.func transform (vmap, grad, …)")
+        raise Rejection(Kind.TRANSFORM, "it is computed under a torch.func transform (vmap, grad, …)")
     if value.dtype not in FLOATING:
-        raise Refusal(Kind.DTYPE, f"{shown(node)} gives {value.dtype}: only real floating tensors are fused")
+        raise Rejection(Kind.DTYPE, f"{shown(node)} gives {value.dtype}: only real floating tensors are fused")
 
 
 def check_rounding(node: Node) -> None:
     """Refuse what Inductor is to round as eager does: after each call, where an operator rounds once.
 
     Raises:
-        Refusal: a setting of Inductor's asks for that.
+        Rejection: a setting of Inductor's asks for that.
     """
     setting = compat.eager_rounding(value_of(node).dtype)
     if setting:
-        raise Refusal(Kind.EAGER_ROUNDING, f"inductor's {setting} asks for eager's own rounding")
+        raise Rejection(Kind.EAGER_ROUNDING, f"inductor's {setting} asks for eager's own rounding")
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -96,13 +96,13 @@ def is_contiguous(value: torch.Tensor, order: Sequence[int] | None = None) -> bo
     return True
 
 
-def keeps_rows(facts: Facts, node: Node) -> bool:
+def keeps_rows(analysis: GraphAnalysis, node: Node) -> bool:
     """Whether a view only arranges its source's rows in other axes: the same rows, one after the other in memory.
 
     Not what picks rows, though it may pick each of them once, and not what no gradient flows through: ``detach``, and a
     view as another dtype.
     """
-    if facts.calls[node].name not in RESHAPES or not node.all_input_nodes:
+    if analysis.calls[node].name not in RESHAPES or not node.all_input_nodes:
         return False
     value, source = tensor(node), tensor(node.all_input_nodes[0])
     return (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_fused_ops as tfo
-from torch_fused_ops.lowerings import row_blocks
+from torch_fused_ops.lowerings import split_reductions
 
 virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
@@ -126,7 +126,7 @@ def test_the_bound_is_inductors(columns: int, kernels: int) -> None:
     x = torch.empty(TOKENS, columns, dtype=BF16, device="meta")
     assert len(virtual_gpu.compile_on_paper(summed, x, training=False).inference.kernels) == kernels
     with virtual_gpu.described(virtual_gpu.H200):
-        found = row_blocks.rows_of_a_block(TOKENS, columns, torch.device("cuda", 0))
+        found = split_reductions.rows_of_a_block(TOKENS, columns, torch.device("cuda", 0))
     assert (found is None) == (kernels == 1)
 
 
@@ -139,11 +139,13 @@ def test_wide_steps_are_as_they_were() -> None:
 def test_the_rows_of_a_block() -> None:
     with virtual_gpu.described(virtual_gpu.H200):
         cuda = torch.device("cuda", 0)
-        assert row_blocks.rows_of_a_block(TOKENS, 3072, cuda) == 128
-        assert row_blocks.rows_of_a_block(16384, 3072, cuda) == 256
-        assert row_blocks.rows_of_a_block(3000, 3072, cuda) == 125
-        assert [row_blocks.rows_of_a_block(rows, 3072, cuda) for rows in (0, 1, 32, 64, 8191)] == [None] * 5  # a prime
-        assert row_blocks.rows_of_a_block(TOKENS, 3072, torch.device("cpu")) is None
+        assert split_reductions.rows_of_a_block(TOKENS, 3072, cuda) == 128
+        assert split_reductions.rows_of_a_block(16384, 3072, cuda) == 256
+        assert split_reductions.rows_of_a_block(3000, 3072, cuda) == 125
+        assert [split_reductions.rows_of_a_block(rows, 3072, cuda) for rows in (0, 1, 32, 64, 8191)] == [
+            None
+        ] * 5  # a prime
+        assert split_reductions.rows_of_a_block(TOKENS, 3072, torch.device("cpu")) is None
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -158,7 +160,7 @@ def step(x: Tensor, g: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.fixture
 def blocks_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_blocks, "rows_of_a_block", lambda rows, columns, device: 8)
+    monkeypatch.setattr(split_reductions, "rows_of_a_block", lambda rows, columns, device: 8)
 
 
 @pytest.mark.parametrize("leading", [(64,), (2, 32)])
@@ -166,10 +168,10 @@ def blocks_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_graph_computes_the_same(leading: tuple[int, ...]) -> None:
     args = [torch.randn(s, dtype=torch.float64) for s in ((*leading, 24), (*leading, 24), (24,))]
     gm = make_fx(step, tracing_mode="fake")(*args)
-    assert row_blocks.rewrite(gm.graph) == 1
+    assert split_reductions.rewrite(gm.graph) == 1
     gm.graph.lint()
     gm.recompile()
-    marked = [n.target for n in gm.graph.nodes if row_blocks.ROWS in n.meta]
+    marked = [n.target for n in gm.graph.nodes if split_reductions.ROWS in n.meta]
     assert marked == [fused.bias_act_backward.default, fused.bias_act.default]
     assert [n.args[1] for n in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)] == [
         [1], [0], [1], [0], [-1],
@@ -250,7 +252,7 @@ def test_what_is_left_alone() -> None:
 
     def count(fn: Any, *shapes: tuple[int, ...], mode: str = "fake") -> int:
         gm = make_fx(fn, tracing_mode=mode)(*(torch.randn(s) for s in shapes))
-        return row_blocks.rewrite(gm.graph)
+        return split_reductions.rewrite(gm.graph)
 
     def of(mask: list[bool], scale: bool = False) -> Any:
         return lambda g, x, b, s: fused.bias_act_backward(g, x, b, s if scale else None, "gelu", mask)

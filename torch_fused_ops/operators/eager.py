@@ -13,7 +13,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from torch_fused_ops.declaration import DATA, Elementwise
+from torch_fused_ops.declaration import DATA, PointwiseOperator
 from torch_fused_ops.formulas import (
     Gradients,
     compute_dtype,
@@ -29,7 +29,9 @@ from torch_fused_ops.formulas import (
 __all__ = ["backward", "forward", "fp8", "fp8_backward"]
 
 
-def _elements(op: Elementwise, tensors: Sequence[Tensor | None], layout: str | None, dtype: torch.dtype) -> list[Any]:
+def _elements(
+    op: PointwiseOperator, tensors: Sequence[Tensor | None], layout: str | None, dtype: torch.dtype
+) -> list[Any]:
     """What ``op.value`` is called with: the data, biases added, packed data in two; and the scale as a column."""
     wide = [widened(dtype, t) for t in tensors]
     if op.bias is not None and wide[op.bias] is not None:
@@ -41,7 +43,7 @@ def _elements(op: Elementwise, tensors: Sequence[Tensor | None], layout: str | N
     return data
 
 
-def forward(op: Elementwise) -> Callable[..., Tensor]:
+def forward(op: PointwiseOperator) -> Callable[..., Tensor]:
     """The operator."""
 
     def plain(*args: Any) -> Tensor:
@@ -52,7 +54,7 @@ def forward(op: Elementwise) -> Callable[..., Tensor]:
     return plain
 
 
-def backward(op: Elementwise) -> Callable[..., Gradients]:
+def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
     """The gradients of its tensors; None where output_mask says no."""
     summed = [kind in DATA or kind == "per_column" for kind in op.kinds]
 
@@ -78,7 +80,7 @@ def backward(op: Elementwise) -> Callable[..., Gradients]:
     return plain
 
 
-def fp8(op: Elementwise) -> Callable[..., tuple[Tensor, ...]]:
+def fp8(op: PointwiseOperator) -> Callable[..., tuple[Tensor, ...]]:
     """The operator, and ``store_fp8`` of its data; no derivative goes through that, in any mode."""
     result = forward(op)
 
@@ -90,7 +92,7 @@ def fp8(op: Elementwise) -> Callable[..., tuple[Tensor, ...]]:
     return plain
 
 
-def fp8_backward(op: Elementwise) -> Callable[..., Gradients]:
+def fp8_backward(op: PointwiseOperator) -> Callable[..., Gradients]:
     """The gradients of its tensors at ``load_fp8`` of what was stored, unrounded; those of data in its own dtypes."""
     gradients = backward(op)
 

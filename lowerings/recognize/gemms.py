@@ -1,7 +1,7 @@
-"""The linear layers of recognised MLPs, in float8: ``F.linear`` becomes ``fused::linear_fp8`` where the policy asks.
+"""The linear layers of recognized MLPs, in float8: ``F.linear`` becomes ``fused::linear_fp8`` where the policy asks.
 
 Those of an MLP are the ones that its activation reads, through sums with biases and adapters, and those that read it.
-The activation is a proved cone, or an operator of this library that the model calls itself, as ``nn.FusedMLP`` does.
+The activation is a proved subgraph, or an operator of this library that the model calls, as ``nn.FusedMLP`` does.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from torch_fused_ops.declaration import Elementwise
+from torch_fused_ops.declaration import PointwiseOperator
 from torch_fused_ops.distributed.float8 import multiples
-from torch_fused_ops.known_gemms import name_of
+from torch_fused_ops.float8_recipes import RECIPES
+from torch_fused_ops.gemm_registry import name_of
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.activation import CALLS
 from torch_fused_ops.operators.float8 import DTYPES_OF_EXPERTS, DTYPES_OF_PRODUCTS
-from torch_fused_ops.reasons import Kind, Reason, Refusal
-from torch_fused_ops.recipes import RECIPES
+from torch_fused_ops.reasons import Kind, Reason, Rejection
 from torch_fused_ops.virtual_gpu import stands_for
 
-from .cone import readers
-from .graph import AFFINE, Facts, record, shown, statically, tensor
+from .graph import AFFINE, GraphAnalysis, record, shown, statically, tensor
 from .rewrite import Edit
+from .subgraph import readers
 from .values import check_plain, value_of
 
 __all__ = ["Linears", "arguments_of", "experts_of", "fuse", "linears", "producers"]
@@ -45,7 +45,7 @@ class Linears:
     refused: list[tuple[Node, Reason]] = field(default_factory=list)
 
 
-def linears(facts: Facts, operands: Iterable[Node], reading: Iterable[Node], recipe: str) -> Linears:
+def linears(analysis: GraphAnalysis, operands: Iterable[Node], reading: Iterable[Node], recipe: str) -> Linears:
     """The linear layers that produce what an activation reads, and those that read it, in graph order.
 
     Args:
@@ -55,14 +55,14 @@ def linears(facts: Facts, operands: Iterable[Node], reading: Iterable[Node], rec
         recipe: of ``recipes.RECIPES``. What is in float8 already, as the model asks for it, stays.
     """
     result = Linears(recipe)
-    around = {*producers(facts, operands), *(one for one in reading if facts.weight_gemm(one))}
-    for node in sorted(around, key=facts.index.__getitem__):
+    around = {*producers(analysis, operands), *(one for one in reading if analysis.weight_gemm(one))}
+    for node in sorted(around, key=analysis.index.__getitem__):
         if name_of(node.target) in ("fused::linear_fp8", "fused::grouped_linear_fp8"):
             continue
         try:
-            _check(facts, node, recipe)
+            _check(analysis, node, recipe)
             result.found.append(node)
-        except Refusal as refusal:
+        except Rejection as refusal:
             result.refused.append((node, refusal.reason))
     return result
 
@@ -72,7 +72,7 @@ class Called:
     """A call of an activation's operator that the model makes itself."""
 
     node: Node
-    op: Elementwise
+    op: PointwiseOperator
     operands: list[Node]
     reading: list[Node]  # who reads the value in the end, dropouts between
 
@@ -83,9 +83,9 @@ class Called:
         return self.node.args[place] if len(self.node.args) > place else self.node.kwargs["activation"]
 
 
-def called(facts: Facts) -> Iterator[Called]:
+def called(analysis: GraphAnalysis) -> Iterator[Called]:
     """The activations that a graph has as operators already, as this library's modules and functions call them."""
-    for node in facts.calls:
+    for node in analysis.calls:
         op = CALLS.get(name_of(node.target) or "") if node.op == "call_function" else None
         if op is None:
             continue
@@ -94,8 +94,8 @@ def called(facts: Facts) -> Iterator[Called]:
         reading: list[Node] = []
         pending = [node]
         while pending:
-            for one in readers(facts, pending.pop()):
-                dropped = name_of(one.target) == "fused::dropout_add" and facts.origin(one.all_input_nodes[0])
+            for one in readers(analysis, pending.pop()):
+                dropped = name_of(one.target) == "fused::dropout_add" and analysis.origin(one.all_input_nodes[0])
                 if dropped:
                     pending.append(one)
                 elif one not in reading:
@@ -103,35 +103,35 @@ def called(facts: Facts) -> Iterator[Called]:
         yield Called(node, op, [one for one in given if isinstance(one, Node)], reading)
 
 
-def producers(facts: Facts, operands: Iterable[Node]) -> Iterator[Node]:
+def producers(analysis: GraphAnalysis, operands: Iterable[Node]) -> Iterator[Node]:
     """The GEMMs with weights that the operands come from, through views, sums and pointwise autograd functions."""
     pending, seen = list(operands), set[Node]()
     while pending:
-        node = facts.origin(pending.pop())
+        node = analysis.origin(pending.pop())
         if node in seen:
             continue
         seen.add(node)
-        if facts.weight_gemm(node):
+        if analysis.weight_gemm(node):
             yield node
-        elif facts.state[node] == AFFINE or facts.custom(node):
-            pending.extend(facts.sources(node))
+        elif analysis.state[node] == AFFINE or analysis.custom(node):
+            pending.extend(analysis.sources(node))
 
 
-def arguments_of(facts: Facts, node: Node) -> tuple[Node, Node, Node | None, bool]:
+def arguments_of(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node, Node | None, bool]:
     """(input, weight, bias, whether the weight is (in, out)) of a linear layer.
 
     Raises:
-        Refusal: it is spelled as none.
+        Rejection: it is spelled as none.
     """
-    call = facts.calls[node]
+    call = analysis.calls[node]
     names, order, transposed = _SPELLINGS.get(call.name, ((), (), False))
     given: dict[str, Any] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
     input, weight, bias = (given.pop(names[i], None) if i is not None else None for i in order or (None,) * 3)
     if isinstance(input, Node) and isinstance(weight, Node) and isinstance(bias, Node | None) and not given:
         value, matrix = tensor(weight), value_of(input).ndim == 2 or call.name in ("linear", "matmul")
-        if value is not None and value.ndim == 2 and not facts.fed[weight] and matrix:
+        if value is not None and value.ndim == 2 and not analysis.fed[weight] and matrix:
             return input, weight, bias, transposed
-    raise Refusal(Kind.GEMM_FORM, f"{shown(node)} is no linear layer")
+    raise Rejection(Kind.GEMM_FORM, f"{shown(node)} is no linear layer")
 
 
 # By a GEMM's name: its arguments, which of them are input, weight and bias, and whether the weight is (in, out).
@@ -143,8 +143,8 @@ _SPELLINGS: dict[str, tuple[tuple[str, ...], tuple[int | None, ...], bool]] = {
 }
 
 
-def _check(facts: Facts, node: Node, recipe: str) -> None:
-    experts = experts_of(facts, node)
+def _check(analysis: GraphAnalysis, node: Node, recipe: str) -> None:
+    experts = experts_of(analysis, node)
     if experts is not None:
         for one in (node, *experts[:2]):
             check_plain(one)
@@ -152,19 +152,19 @@ def _check(facts: Facts, node: Node, recipe: str) -> None:
         return
     if name_of(node.target) == "fused_nn::grouped_mm":  # nn.GroupedMLP's where torch's grouped products do not go
         check_float8(value_of(node.all_input_nodes[1]), value_of(node).dtype, recipe)
-    _, weight, bias, transposed = arguments_of(facts, node)
+    _, weight, bias, transposed = arguments_of(analysis, node)
     for one in (node, weight, *node.all_input_nodes):
         if not (hasattr(value_of(one), "device_mesh") and RECIPES[recipe].scaling.takes_shards):
             check_plain(one)
     value, (n, k) = value_of(node), value_of(weight).shape
     check_float8(value_of(weight), value.dtype, recipe)
     if bias is not None and not statically(value_of(bias).shape == (k if transposed else n,)):
-        raise Refusal(Kind.GEMM_FORM, f"{shown(node)} is no linear layer")
+        raise Rejection(Kind.GEMM_FORM, f"{shown(node)} is no linear layer")
 
 
-def experts_of(facts: Facts, node: Node) -> tuple[Node, Node, Node] | None:
+def experts_of(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node, Node] | None:
     """(input, weight (experts, in, out), where each expert's rows end) of a product of experts; None for others."""
-    call = facts.calls[node]
+    call = analysis.calls[node]
     if call.name != "grouped_mm":
         return None
     given: dict[str, Any] = {**dict(zip(("input", "weight", "offs"), call.args, strict=False)), **call.kwargs}
@@ -174,7 +174,7 @@ def experts_of(facts: Facts, node: Node) -> tuple[Node, Node, Node] | None:
     ):
         return None
     value = tensor(weight)
-    if value is None or value.ndim != 3 or value_of(input).ndim != 2 or facts.fed[weight]:
+    if value is None or value.ndim != 3 or value_of(input).ndim != 2 or analysis.fed[weight]:
         return None
     return input, weight, ends
 
@@ -188,31 +188,31 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
         recipe: of ``recipes.RECIPES``.
 
     Raises:
-        Refusal: it cannot.
+        Rejection: it cannot.
     """
     scaling, grouped = RECIPES[recipe].scaling, weight.ndim == 3
     if grouped and not scaling.grouped:
         text = f"experts are multiplied in float8 with a scale for each row, not for each {scaling.noun}"
-        raise Refusal(Kind.GEMM_EXPERTS, text)
+        raise Rejection(Kind.GEMM_EXPERTS, text)
     if dtype not in (DTYPES_OF_EXPERTS if grouped else DTYPES_OF_PRODUCTS):
-        raise Refusal(Kind.GEMM_DTYPE, f"it gives {str(dtype).removeprefix('torch.')}")
+        raise Rejection(Kind.GEMM_DTYPE, f"it gives {str(dtype).removeprefix('torch.')}")
     sizes, multiple_of = multiples(weight, scaling.multiple)
     if not all(statically(size % multiple == 0) and statically(size > 0) for size, multiple in sizes):
         *_, n, k = weight.shape
-        raise Refusal(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of {multiple_of}")
+        raise Rejection(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of {multiple_of}")
     device = compat.no_scaled_products(stands_for(weight.device), scaling, grouped)
     if device and grouped:
-        raise Refusal(Kind.GEMM_DEVICE, f"this device ({device}) has no products of experts in float8")
+        raise Rejection(Kind.GEMM_DEVICE, f"this device ({device}) has no products of experts in float8")
     if device:
         text = f"this device ({device}) has no products of float8 with a scale for each {scaling.noun}"
-        raise Refusal(Kind.GEMM_DEVICE, text)
+        raise Rejection(Kind.GEMM_DEVICE, text)
 
 
-def fuse(graph: Graph, facts: Facts, found: dict[Node, str]) -> list[Edit]:
+def fuse(graph: Graph, analysis: GraphAnalysis, found: dict[Node, str]) -> list[Edit]:
     """The edits that make linear layers ``fused::linear_fp8``, each by its recipe."""
     if any(stands_for(value_of(node).device).type == "cpu" for node in found):
         _warn_of_cpu()
-    return [(node, partial(_insert, graph, facts, node, recipe), {node}) for node, recipe in found.items()]
+    return [(node, partial(_insert, graph, analysis, node, recipe), {node}) for node, recipe in found.items()]
 
 
 @lru_cache(maxsize=1)
@@ -224,15 +224,15 @@ def _warn_of_cpu() -> None:
     )
 
 
-def _insert(graph: Graph, facts: Facts, node: Node, recipe: str, new: list[Node]) -> Node:
-    experts = experts_of(facts, node)
+def _insert(graph: Graph, analysis: GraphAnalysis, node: Node, recipe: str, new: list[Node]) -> Node:
+    experts = experts_of(analysis, node)
     if experts is not None:
         with graph.inserting_before(node):
             made = graph.call_function(torch.ops.fused.grouped_linear_fp8.default, (*experts, recipe))
             new.append(made)
             record(made, node)
         return made
-    input, weight, bias, transposed = arguments_of(facts, node)
+    input, weight, bias, transposed = arguments_of(analysis, node)
     with graph.inserting_before(node):
         if transposed:
             weight = graph.call_function(torch.ops.aten.t.default, (weight,))

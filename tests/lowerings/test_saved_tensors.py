@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
-from torch_fused_ops.lowerings import handover, memory, partition, passes
-from torch_fused_ops.lowerings.handover import Handover, UnsoundGraphs
+from torch_fused_ops.lowerings import memory_levels, partition, passes, saved_tensors
+from torch_fused_ops.lowerings.saved_tensors import SavedTensors, UnsoundGraphs
 from torch_fused_ops.verify import interpreted
 
 LEVELS = ("off", "free", "fp8", "input")
@@ -65,7 +65,7 @@ class Weighted(MLP):
 
 
 class Pointwise(MLP):
-    """Nothing is materialised: plain torch.compile is wrong here, too."""
+    """Nothing is materialized: plain torch.compile is wrong here, too."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.state.mul_(0.5)
@@ -178,8 +178,8 @@ def graphs_of(model: nn.Module, level: str = "free") -> partition.Graphs:
         return result[0] if isinstance(result, tuple) else result
 
     with pytest.MonkeyPatch.context() as patch:
-        divide = passes.Remember.__call__
-        patch.setattr(passes.Remember, "__call__", lambda *a, **k: found.append(divide(*a, **k)) or found[-1])  # type: ignore[func-returns-value]
+        divide = passes.Partition.__call__
+        patch.setattr(passes.Partition, "__call__", lambda *a, **k: found.append(divide(*a, **k)) or found[-1])  # type: ignore[func-returns-value]
         step(model, fused)
     return found[-1]
 
@@ -470,7 +470,7 @@ def test_the_reason() -> None:
 
 
 def test_a_result_that_upstream_keeps_is_kept_alone() -> None:
-    """The normalised stream is rebuilt from it, as plain and eager keep the stream, too."""
+    """The normalized stream is rebuilt from it, as plain and eager keep the stream, too."""
 
     class Stream(nn.Module):
         def __init__(self) -> None:
@@ -573,9 +573,9 @@ def test_fp8_is_seen_by_nothing_else(reader: str) -> None:
 # ---- the invariant ---------------------------------------------------------------------------------------------------
 
 
-def both_of(model: nn.Module) -> Handover:
+def both_of(model: nn.Module) -> SavedTensors:
     forward, backward = graphs_of(model)
-    return Handover(forward.graph, backward.graph, 1)
+    return SavedTensors(forward.graph, backward.graph, 1)
 
 
 def test_graphs_are_found_unsound() -> None:
@@ -593,7 +593,7 @@ def test_graphs_are_found_unsound() -> None:
     with pytest.raises(UnsoundGraphs, match="is another value"):
         both.check()
     with pytest.raises(UnsoundGraphs, match="is another value"):
-        Handover(both.forward, both.backward, 1)
+        SavedTensors(both.forward, both.backward, 1)
 
     both = both_of(model)  # something is kept no longer
     both.output.args = (tuple(both.returned()[:-1]),)
@@ -621,7 +621,7 @@ def test_an_input_that_is_written_is_found_out() -> None:
         at = next(i for i, n in enumerate(kept) if i and n.name == placeholder.name)  # type: ignore[union-attr]
         forward.graph.output_node().update_arg(0, (*kept[:at], source, *kept[at + 1 :]))
     with pytest.raises(UnsoundGraphs):
-        handover.check((forward, backward), 1)
+        saved_tensors.check((forward, backward), 1)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -631,12 +631,12 @@ def test_unsound_edits_are_failures_of_the_pass(
 ) -> None:
     """Graphs as they were, one line, an exception under strict."""
 
-    def wrong(both: Handover, node: torch.fx.Node) -> None:
+    def wrong(both: SavedTensors, node: torch.fx.Node) -> None:
         placeholder = both.same[node]
         other = next(n for n in both.backward.find_nodes(op="placeholder") if n is not placeholder)
         both.same[node] = other
 
-    monkeypatch.setitem(memory._LEVELS, "input", wrong)
+    monkeypatch.setitem(memory_levels._LEVELS, "input", wrong)
     passes._logged.clear()
     model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)).double()
     fused = interpreted(FusionPolicy(memory="input", strict=strict))

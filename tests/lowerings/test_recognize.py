@@ -1,4 +1,4 @@
-"""The recogniser: what it must find, what it must not, and that a rewritten graph computes what the original did."""
+"""The recognizer: what it must find, what it must not, and that a rewritten graph computes what the original did."""
 
 import math
 import operator
@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_fused_ops
 from torch_fused_ops import activations
-from torch_fused_ops.lowerings import recognise
-from torch_fused_ops.lowerings.recognise import prove, rewrite, symbolic
+from torch_fused_ops.lowerings import recognize
+from torch_fused_ops.lowerings.recognize import prove, rewrite, symbolic
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.explain import Site
 
 POLICY = FusionPolicy()
-Elementwise = Callable[[Tensor], Tensor]
+PointwiseOperator = Callable[[Tensor], Tensor]
 
 
 class Net(nn.Module):
@@ -94,7 +94,7 @@ def refused(body, *, packed=False, x=None, policy=POLICY, model=None) -> str:
 # ---- spellings -----------------------------------------------------------------------------------------------------
 
 C = math.sqrt(2 / math.pi)
-SPELLINGS: dict[str, tuple[str, Elementwise]] = {
+SPELLINGS: dict[str, tuple[str, PointwiseOperator]] = {
     "relu": ("relu", F.relu),
     "torch.relu": ("relu", torch.relu),
     "Tensor.relu": ("relu", lambda x: x.relu()),
@@ -580,7 +580,7 @@ def test_tensor_parallel():
 
 # ---- near misses ---------------------------------------------------------------------------------------------------
 
-NEAR_MISSES: dict[str, tuple[Elementwise, str]] = {
+NEAR_MISSES: dict[str, tuple[PointwiseOperator, str]] = {
     "1.7": (lambda x: x * torch.sigmoid(1.7 * x), "is like quick_gelu, but has 1.7 for 1.702"),
     "x/(1-exp(-x))": (lambda x: x / (1 - torch.exp(-x)), "no activation of the table"),
     "x/(2+exp(-x))": (lambda x: x / (2 + torch.exp(-x)), "no activation of the table"),
@@ -874,7 +874,7 @@ def test_exclude(pattern):
 def test_sources():
     _, sites, _ = capture(Two(), torch.randn(4, 8))
     assert [site.source.split(" in ")[1] for site in sites] == ["layers.0", "layers.1"]
-    assert all(site.source.startswith("test_recognise.py:") for site in sites)
+    assert all(site.source.startswith("test_recognize.py:") for site in sites)
 
 
 def test_freezing_on_cpu():
@@ -903,7 +903,7 @@ def test_a_failure_leaves_the_graph_as_it_was(monkeypatch, fails_at):
 
     graph = traced(fn, X, V1, V2)
     before, nodes, calls = str(graph), list(graph.nodes), 0
-    record = recognise.rewrite.__globals__["replace"].__globals__["record"]
+    record = recognize.rewrite.__globals__["replace"].__globals__["record"]
 
     def failing(*args):
         nonlocal calls
@@ -912,7 +912,7 @@ def test_a_failure_leaves_the_graph_as_it_was(monkeypatch, fails_at):
             raise RuntimeError("made to fail")
         record(*args)
 
-    monkeypatch.setitem(recognise.rewrite.__globals__["replace"].__globals__, "record", failing)
+    monkeypatch.setitem(recognize.rewrite.__globals__["replace"].__globals__, "record", failing)
     with pytest.raises(RuntimeError, match="made to fail"):
         rewrite(graph, POLICY)
     assert str(graph) == before and list(graph.nodes) == nodes
@@ -920,7 +920,7 @@ def test_a_failure_leaves_the_graph_as_it_was(monkeypatch, fails_at):
 
 
 def test_a_failing_dropout_leaves_the_mlps_too_as_they_were(monkeypatch):
-    from torch_fused_ops.lowerings.recognise import dropout
+    from torch_fused_ops.lowerings.recognize import dropout
 
     def fn(x, w1, w2):
         return x + F.dropout(F.linear(F.gelu(F.linear(x, w1)), w2), 0.1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
-from . import standing_in
+from . import emulation
 from .captured import CapturedGraph, concrete, is_parameter
 from .generated import generated_graph, graph_input, is_number, is_tensor, saved_tensor
 from .gpus import GPU, H200
@@ -235,17 +235,17 @@ class _Paper:
 
         _register_patterns()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(standing_in.standing_for(self.gpu))
+            stack.enter_context(emulation.standing_for(self.gpu))
             stack.enter_context(inductor_config.patch(self.inductor_config))
             stack.enter_context(functorch_config.patch(self.functorch_config))
             stack.enter_context(
                 dynamo_config.patch(automatic_dynamic_local_pgo=False, automatic_dynamic_remote_pgo=False)
             )
-            stack.enter_context(standing_in.cuda_autocast())
-            stack.enter_context(standing_in.cuda_attention())
-            stack.enter_context(standing_in.cuda_rules())
-            stack.enter_context(standing_in.guardless_tensors())
-            stack.enter_context(standing_in.constants_folded_on_cpu())
+            stack.enter_context(emulation.cuda_autocast())
+            stack.enter_context(emulation.cuda_attention())
+            stack.enter_context(emulation.cuda_rules())
+            stack.enter_context(emulation.guardless_tensors())
+            stack.enter_context(emulation.constants_folded_on_cpu())
             for module in (joint_graph, post_grad):
                 stack.enter_context(mock.patch.object(module, "lazy_init", lambda *args, **kwargs: None))
             stack.enter_context(self.wrap(FakeTensorMode, "from_tensor", self.from_tensor))
@@ -311,11 +311,11 @@ class _Paper:
     def compile_fx(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         from torch._inductor.compile_fx import compile_fx
 
-        compile_fx(gm, inputs, inner_compile=self.generate, decompositions=standing_in.decompositions())
+        compile_fx(gm, inputs, inner_compile=self.generate, decompositions=emulation.decompositions())
 
     def joint_graph_passes(self, original: Callable[..., Any], gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         """Inductor's joint passes, on the graph moved to the GPU."""
-        standing_in.move_graph(gm)
+        emulation.move_graph(gm)
         bound = inspect.signature(original).bind(gm, *args, **kwargs)  # it is given by name, and by position to bodies
         bound.arguments["input_device"] = torch.device("cuda", 0)
         return original(*bound.args, **bound.kwargs)
@@ -348,7 +348,7 @@ class _Paper:
             self.tangents = _differentiable_results()
         parameters = [False] * len(names) if is_backward else [*self.parameters, *[False] * len(names)][: len(names)]
         scheduled: list[tuple[Any, int]] = []
-        inputs = tree_map(functools.partial(standing_in.on_gpu, V.fake_mode), list(example_inputs))
+        inputs = tree_map(functools.partial(emulation.on_gpu, V.fake_mode), list(example_inputs))
         kernel_nodes: dict[str, list[str]] = {}
         with contextlib.ExitStack() as stack:
             stack.enter_context(V.set_debug_handler(DebugContext()))

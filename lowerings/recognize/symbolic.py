@@ -32,7 +32,7 @@ Poly: TypeAlias = dict[Monomial, float]
 Operand: TypeAlias = "Poly | float"
 
 TOLERANCE = 1e-6  # relative, of each constant in the canonical form
-CANCELLED = 1e-12  # a sum this much smaller than its terms is rounding, not a term
+CANCELED = 1e-12  # a sum this much smaller than its terms is rounding, not a term
 MAX_TERMS = 128
 MAX_POWER = 8
 # What ends a proof that would take long, for expressions that are no activation.
@@ -130,7 +130,7 @@ class Algebra:
             old = total.get(m, 0.0)
             if not math.isfinite(old + c):
                 raise Unprovable("a constant beyond float64's range in it")
-            if abs(old + c) <= CANCELLED * abs(c):
+            if abs(old + c) <= CANCELED * abs(c):
                 total.pop(m, None)
             else:
                 total[m] = old + c
@@ -452,7 +452,7 @@ def _relu6(a: Algebra, input: Operand) -> Poly:
 
 
 # Every function that is read, under torch's name for it: its definition, with torch's parameter names. `inplace` is
-# taken out before (what is written in place is settled in cone.py); what a rule does not take is not provable.
+# taken out before (what is written in place is settled in subgraph.py); what a rule does not take is not provable.
 RULES: dict[str, Rule] = {
     "add": lambda a, input, other, alpha=1.0: a.add(input, a.mul(other, alpha)),
     "sub": lambda a, input, other, alpha=1.0: a.sub(input, a.mul(other, alpha)),

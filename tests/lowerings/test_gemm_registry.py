@@ -15,7 +15,7 @@ from harness import saving_step
 from torch import Tensor
 
 import torch_fused_ops as tfo
-from torch_fused_ops import FusionPolicy, known_gemms
+from torch_fused_ops import FusionPolicy, gemm_registry
 from torch_fused_ops.lowerings import passes
 from torch_fused_ops.reasons import Kind
 
@@ -122,10 +122,10 @@ class MLP(nn.Module):
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
     """Takes out what a test registers."""
-    before = dict(known_gemms._registered)
+    before = dict(gemm_registry._registered)
     yield
-    known_gemms._registered.clear()
-    known_gemms._registered.update(before)
+    gemm_registry._registered.clear()
+    gemm_registry._registered.update(before)
     passes.tag_caches()
 
 
@@ -227,7 +227,7 @@ def test_what_can_be_registered() -> None:
     assert passes.identity() != before, "what is registered changes what is compiled, so it is in every cache's key"
     for one in (opaque, torch.ops.torch_fused_ops_tests.opaque, torch.ops.torch_fused_ops_tests.opaque.default):
         tfo.register_gemm(one)
-    assert len(known_gemms._registered) == 2
+    assert len(gemm_registry._registered) == 2
 
 
 # ---- the libraries themselves ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The edit: proved cones become fused operators. Nothing is changed until everything is computed."""
+"""The edit: proved subgraphs become fused operators. Nothing is changed until everything is computed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Graph, Node
 
-from .cone import Cone
 from .graph import record, tensor
+from .subgraph import Subgraph
 
 __all__ = ["Edit", "dead_calls", "fuse", "insert", "operator_of", "replace"]
 
 
-def operator_of(cone: Cone) -> str:
-    """The operator that the cone becomes."""
-    if cone.verdict.up is None:
+def operator_of(subgraph: Subgraph) -> str:
+    """The operator that the subgraph becomes."""
+    if subgraph.match.up is None:
         return "bias_act"
-    return "bias_glu" if cone.packed else "glu"
+    return "bias_glu" if subgraph.packed else "glu"
 
 
 Edit: TypeAlias = tuple[Node, Callable[[list[Node]], Node], Collection[Node]]
@@ -55,17 +55,17 @@ def replace(graph: Graph, edits: Sequence[Edit]) -> None:
             graph.erase_node(node)
 
 
-def fuse(graph: Graph, cone: Cone) -> Edit:
-    """The edit that makes a proved cone one fused operator."""
-    return cone.root, partial(insert, graph, cone), dead_calls(cone)
+def fuse(graph: Graph, subgraph: Subgraph) -> Edit:
+    """The edit that makes a proved subgraph one fused operator."""
+    return subgraph.root, partial(insert, graph, subgraph), dead_calls(subgraph)
 
 
-def dead_calls(cone: Cone) -> set[Node]:
-    """What may be dead once the operator has taken the cone's place."""
-    dead = {*cone.calls, *cone.bypassed}
-    if cone.packed:  # the cuts of the packed tensor
-        for node in cone.operands:
-            while node is not cone.packed[0]:
+def dead_calls(subgraph: Subgraph) -> set[Node]:
+    """What may be dead once the operator has taken the subgraph's place."""
+    dead = {*subgraph.calls, *subgraph.bypassed}
+    if subgraph.packed:  # the cuts of the packed tensor
+        for node in subgraph.operands:
+            while node is not subgraph.packed[0]:
                 dead.add(node)
                 node = node.all_input_nodes[0]
     return dead
@@ -73,23 +73,23 @@ def dead_calls(cone: Cone) -> set[Node]:
 
 def insert(
     graph: Graph,
-    cone: Cone,
+    subgraph: Subgraph,
     new: list[Node],
     of: Callable[[Node], Node] = lambda n: n,
     at: Node | None = None,
     token_scale: Node | None = None,
 ) -> Node:
-    """Write the operator that a proved cone becomes into the graph.
+    """Write the operator that a proved subgraph becomes into the graph.
 
     Args:
         graph: changed in place.
-        cone: proved.
+        subgraph: proved.
         new: each node that is made is appended.
         of: what it reads in place of each operand (or of gate and up, packed).
-        at: it is written before this node; by default the cone's root.
+        at: it is written before this node; by default the subgraph's root.
         token_scale: a factor of each row, of the result's shape without its last axis.
     """
-    root, verdict = cone.root, cone.verdict
+    root, match = subgraph.root, subgraph.match
 
     def call(target: Callable[..., Any], *args: Any) -> Node:
         node = graph.call_function(target, args)
@@ -102,27 +102,27 @@ def insert(
         return node if value is None or value.dtype == dtype else call(torch.ops.aten.to.dtype, node, dtype)
 
     def given(i: int, scale: float = 1.0) -> Node:
-        node = scaled(cast(of(cone.operands[i]), cone.dtype), scale)
-        return node if cone.order is None else call(torch.permute, node, cone.order)
+        node = scaled(cast(of(subgraph.operands[i]), subgraph.dtype), scale)
+        return node if subgraph.order is None else call(torch.permute, node, subgraph.order)
 
     def scaled(node: Node, scale: float) -> Node:
         return node if scale == 1 else call(torch.mul, node, scale)
 
     ops = torch.ops.fused
-    scalars = (verdict.up_offset, verdict.clamp)
+    scalars = (match.up_offset, match.clamp)
     with graph.inserting_before(at or root):
-        if cone.packed:
-            base, layout = cone.packed
-            base = cast(of(base), cone.dtype)
-            result = call(ops.bias_glu.default, base, None, token_scale, verdict.activation, layout, *scalars)
-        elif verdict.up is not None:
-            gate, up = given(verdict.gate, verdict.gate_scale), given(verdict.up)
-            result = call(ops.glu.default, gate, up, token_scale, verdict.activation, *scalars)
+        if subgraph.packed:
+            base, layout = subgraph.packed
+            base = cast(of(base), subgraph.dtype)
+            result = call(ops.bias_glu.default, base, None, token_scale, match.activation, layout, *scalars)
+        elif match.up is not None:
+            gate, up = given(match.gate, match.gate_scale), given(match.up)
+            result = call(ops.glu.default, gate, up, token_scale, match.activation, *scalars)
         else:
-            gate = given(verdict.gate, verdict.gate_scale)
-            result = call(ops.bias_act.default, gate, None, token_scale, verdict.activation)
-        result = scaled(result, verdict.scale)
-        if cone.order is not None:
-            result = call(torch.permute, result, tuple(map(cone.order.index, range(len(cone.order)))))
+            gate = given(match.gate, match.gate_scale)
+            result = call(ops.bias_act.default, gate, None, token_scale, match.activation)
+        result = scaled(result, match.scale)
+        if subgraph.order is not None:
+            result = call(torch.permute, result, tuple(map(subgraph.order.index, range(len(subgraph.order)))))
         value = tensor(root)
         return result if value is None else cast(result, value.dtype)

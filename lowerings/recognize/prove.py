@@ -16,7 +16,7 @@ from torch_fused_ops.reasons import CAN_BE_ADDED, NOT_AN_MLP, Kind, Reason
 from .graph import read
 from .symbolic import MAX_NAMES, TOLERANCE, Algebra, Poly, Ref, Step, Unprovable, evaluate
 
-__all__ = ["Verdict", "prove"]
+__all__ = ["Match", "prove"]
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -24,7 +24,7 @@ NAMES = ("x", "y")  # an activation reads one tensor, a gated one two
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Match:
     """What was proved: scale · ``activation``(gate_scale · gate), of operand ``gate``, times operand ``up`` if there is
     one; or why nothing was."""
 
@@ -38,7 +38,7 @@ class Verdict:
     reason: Reason | None = None
 
 
-def prove(steps: tuple[Step, ...], result: Ref, operands: int, *, differentiable: bool = True) -> Verdict:
+def prove(steps: tuple[Step, ...], result: Ref, operands: int, *, differentiable: bool = True) -> Match:
     """Compare an expression with every activation and with every gated form of it.
 
     Args:
@@ -51,7 +51,7 @@ def prove(steps: tuple[Step, ...], result: Ref, operands: int, *, differentiable
 
 
 @lru_cache(maxsize=1024)
-def _prove(steps: tuple[Step, ...], result: Ref, operands: int, kinks: bool, table: tuple[str, ...]) -> Verdict:
+def _prove(steps: tuple[Step, ...], result: Ref, operands: int, kinks: bool, table: tuple[str, ...]) -> Match:
     if operands > len(NAMES):
         text = f"{operands} different tensors take part; an MLP's activation reads one or two"
         return _refused(Kind.MANY_TENSORS, text)
@@ -65,7 +65,7 @@ def _prove(steps: tuple[Step, ...], result: Ref, operands: int, kinks: bool, tab
         found = _unary(algebra, expression, forms) if operands == 1 else _gated(algebra, expression, steps, forms)
         found = found or _scaled(algebra, expression, steps, forms, operands)
     except Unprovable as e:
-        return Verdict(None, reason=e.reason)
+        return Match(None, reason=e.reason)
     if found is not None and rounds:
         return _refused(Kind.ROUNDED, f"it is {found.activation} in real numbers, but large terms cancel, which rounds")
     if found is None and kinks:
@@ -76,8 +76,8 @@ def _prove(steps: tuple[Step, ...], result: Ref, operands: int, kinks: bool, tab
     return found or _explained(algebra, expression, steps, forms, operands == 1)
 
 
-def _refused(kind: Kind, text: str) -> Verdict:
-    return Verdict(None, reason=Reason(kind, text))
+def _refused(kind: Kind, text: str) -> Match:
+    return Match(None, reason=Reason(kind, text))
 
 
 Forms: TypeAlias = "dict[tuple[str, int], Poly]"
@@ -94,7 +94,7 @@ def _table(names: tuple[str, ...], kinks: bool) -> tuple[Algebra, Forms]:
             for i, x in enumerate(variables):
                 table[name, i] = _applied(algebra, name, x)
         except Unprovable as e:  # a registered activation beyond the rules: the operators know it, pick-up does not
-            log.warning("pick-up cannot recognise the registered activation %r: %s", name, e)
+            log.warning("pick-up cannot recognize the registered activation %r: %s", name, e)
     return algebra, table
 
 
@@ -123,10 +123,10 @@ def _applied(algebra: Algebra, name: str, x: Poly) -> Poly:
     return evaluate(algebra, steps, [x])[result.i] if result.kind == "value" else x
 
 
-def _unary(algebra: Algebra, expression: Poly, forms: Forms) -> Verdict | None:
+def _unary(algebra: Algebra, expression: Poly, forms: Forms) -> Match | None:
     for (name, i), form in forms.items():
         if i == 0 and algebra.same(expression, form):
-            return Verdict(name)
+            return Match(name)
     return None
 
 
@@ -141,7 +141,7 @@ def _bounds(steps: tuple[Step, ...]) -> list[float | None]:
     return found
 
 
-def _gated(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms) -> Verdict | None:
+def _gated(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms) -> Match | None:
     """act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset), for either operand as the gate."""
     variables = [algebra.variable(name) for name in NAMES]
     for clamp in _bounds(steps):
@@ -153,7 +153,7 @@ def _gated(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: F
             # expression = act·(up + offset): what act·up leaves is a multiple of act
             offset = algebra.ratio(algebra.sub(expression, algebra.mul(act, up)), act)
             if offset is not None:
-                return Verdict(name, gate, 1 - gate, round(offset, 12), clamp)
+                return Match(name, gate, 1 - gate, round(offset, 12), clamp)
     return None
 
 
@@ -167,7 +167,7 @@ def _factors(steps: tuple[Step, ...]) -> list[float]:
     return [factor for factor in dict.fromkeys(found) if factor != 1]
 
 
-def _scaled(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, operands: int) -> Verdict | None:
+def _scaled(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, operands: int) -> Match | None:
     """scale · act(gate_scale · gate) · up: muP's and Falcon-H1's multipliers.
 
     A scale inside must stand in the program, and one in front of it, too: silu(1.7·x) / 1.7 is x·sigmoid(1.7·x), which
@@ -183,7 +183,7 @@ def _scaled(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: 
             act = form if inside == 1 else _applied(algebra, name, algebra.mul(variables[gate], inside))
             scale = algebra.ratio(expression, act if up is None else algebra.mul(act, variables[up]))
             if scale and (inside == 1 or any(math.isclose(scale, f, rel_tol=TOLERANCE) for f in (1.0, *factors))):
-                return Verdict(name, gate, up, gate_scale=inside, scale=1.0 if abs(scale - 1) < TOLERANCE else scale)
+                return Match(name, gate, up, gate_scale=inside, scale=1.0 if abs(scale - 1) < TOLERANCE else scale)
     return None
 
 
@@ -191,7 +191,7 @@ def _short(text: str) -> str:
     return text if len(text) <= 160 else f"{text[:160]}…"
 
 
-def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, unary: bool) -> Verdict:
+def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, unary: bool) -> Match:
     """Why the expression is none of the table's, and what it is near to if anything."""
     if algebra.names(expression) > MAX_NAMES:  # the text doubles with every call of x·sin(x) on its own result
         many = f"a formula of more than {MAX_NAMES} functions and variables"

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from torch_fused_ops import virtual_gpu
-from torch_fused_ops.virtual_gpu import listing
+from torch_fused_ops.virtual_gpu import sass
 from torch_fused_ops.virtual_gpu.machine_code import MachineCode
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?;)", re.M)
@@ -43,14 +43,14 @@ def instructions(text: str) -> list[tuple[str, str]]:
 def processes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many kernels nvdisasm was given, call by call."""
     found: list[int] = []
-    original = listing._disassembled
+    original = sass._disassembled
 
     def counted(codes: Any, arch: str) -> list[str]:
         found.append(len(codes))
         return original(codes, arch)
 
-    monkeypatch.setattr(listing, "_disassembled", counted)
-    monkeypatch.setattr(listing, "_WAITING", type(listing._WAITING)())
+    monkeypatch.setattr(sass, "_disassembled", counted)
+    monkeypatch.setattr(sass, "_WAITING", type(sass._WAITING)())
     return found
 
 
@@ -58,13 +58,13 @@ def test_all_that_wait_are_listed_at_once_as_cuobjdump_lists_each(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, processes: list[int]
 ) -> None:
     cubins = []
-    original = listing._functions
+    original = sass._functions
 
     def kept(cubin: bytes) -> list[bytes]:
         cubins.append(cubin)
         return original(cubin)
 
-    monkeypatch.setattr(listing, "_functions", kept)
+    monkeypatch.setattr(sass, "_functions", kept)
     codes = [assembled(virtual_gpu.H100, block) for block in (32, 64)]
     assembled(virtual_gpu.H100, 128)  # nobody has it any more
     older = assembled(virtual_gpu.A100, 64)
@@ -72,7 +72,7 @@ def test_all_that_wait_are_listed_at_once_as_cuobjdump_lists_each(
     assert codes[1].instructions and processes == [2], "those for the same GPU that somebody still has"
     assert all(code.instructions for code in codes) and processes == [2]
     assert older.instructions and processes == [2, 1]
-    tools = listing.nvidia_tools()
+    tools = sass.nvidia_tools()
     environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}  # it calls nvdisasm
     for code, cubin in ((codes[0], cubins[0]), (codes[1], cubins[1])):
         (tmp_path / "cubin").write_bytes(cubin)
@@ -85,7 +85,7 @@ def test_all_that_wait_are_listed_at_once_as_cuobjdump_lists_each(
 
 def test_what_cannot_be_read_spoils_nothing_else(processes: list[int]) -> None:
     good, bad = assembled(virtual_gpu.H100, 32), assembled(virtual_gpu.H100, 64)
-    assert isinstance(bad.listing, listing.Listing)
+    assert isinstance(bad.listing, sass.Listing)
     bad.listing.code = b"\xff" * len(bad.listing.code)
     assert good.instructions[-1] == "BRA" and processes == [2, 1]
     with pytest.raises(subprocess.CalledProcessError):

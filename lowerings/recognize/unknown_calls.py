@@ -1,7 +1,8 @@
 """Calls that hide what they compute, where they stand between matrix products: for people, who may say what they are.
 
 Custom operators, Triton kernels and functions that Dynamo does not look into (``allow_in_graph``). A custom
-``torch.autograd.Function`` that Dynamo traces is read (``custom.py``), and is a site, or a product (``graph.py``).
+``torch.autograd.Function`` that Dynamo traces is read (``autograd_functions.py``), and is a site, or a product
+(``graph.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.fx import Node
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason
 
-from .graph import Facts, shown, tensor
+from .graph import GraphAnalysis, shown, tensor
 from .symbolic import LINEAR, RULES
 
 __all__ = ["find"]
@@ -27,16 +28,16 @@ _KNOWN = {
 _LONGEST = 64  # nodes that are looked at around a call
 
 
-def find(facts: Facts) -> Iterator[tuple[Node, Reason]]:
+def find(analysis: GraphAnalysis) -> Iterator[tuple[Node, Reason]]:
     """The calls of a graph that are not looked into and stand between products, or beside an activation."""
-    hidden = {node: name for node in facts.calls if (name := _name(facts, node))}
+    hidden = {node: name for node in analysis.calls if (name := _name(analysis, node))}
 
     def is_product(node: Node) -> bool:
-        return node in hidden or facts.weight_gemm(node)
+        return node in hidden or analysis.weight_gemm(node)
 
     for node, name in hidden.items():
-        before = _reached(facts, node.all_input_nodes, is_product, lambda n: n.all_input_nodes)
-        after = _reached(facts, _readers(node), is_product, lambda n: n.users)
+        before = _reached(analysis, node.all_input_nodes, is_product, lambda n: n.all_input_nodes)
+        after = _reached(analysis, _readers(node), is_product, lambda n: n.users)
         if True in before or True in after:
             text = f"{NOT_AN_MLP}it is not known whether {name} is a matrix product"
         elif before and after:
@@ -46,9 +47,9 @@ def find(facts: Facts) -> Iterator[tuple[Node, Reason]]:
         yield node, Reason(Kind.OPAQUE, text)
 
 
-def _name(facts: Facts, node: Node) -> str:
+def _name(analysis: GraphAnalysis, node: Node) -> str:
     """What to call what a call hides; "" for what hides nothing."""
-    call, target = facts.calls[node], node.target
+    call, target = analysis.calls[node], node.target
     if node.op != "call_function" or call.name or call.gemm is not None:
         return ""
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
@@ -77,7 +78,10 @@ def _readers(node: Node) -> list[Node]:
 
 
 def _reached(
-    facts: Facts, start: Iterable[Node], is_product: Callable[[Node], bool], on: Callable[[Node], Iterable[Node]]
+    analysis: GraphAnalysis,
+    start: Iterable[Node],
+    is_product: Callable[[Node], bool],
+    on: Callable[[Node], Iterable[Node]],
 ) -> set[bool]:
     """For each product reached through views and pointwise functions, whether one of these is nonlinear.
 
@@ -90,10 +94,10 @@ def _reached(
         if (node, bent) in seen:
             continue
         seen.add((node, bent))
-        name = facts.calls[node].name
+        name = analysis.calls[node].name
         if is_product(node):
             found.add(bent)
-        elif facts.passes(node):
+        elif analysis.passes(node):
             pending += [(one, bent) for one in on(node)]
         elif name in RULES and not (name in ("add", "sub") and len(_larger(node)) > 1):
             pending += [(one, bent or name not in LINEAR) for one in on(node)]

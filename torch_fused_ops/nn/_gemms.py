@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fused_ops import functional
+from torch_fused_ops.float8_recipes import RECIPES
 from torch_fused_ops.flop_formulas import count, rows_times_columns
 from torch_fused_ops.policy import check_known
-from torch_fused_ops.recipes import RECIPES
 from torch_fused_ops.routing import readable
 
 __all__ = [
@@ -209,7 +209,7 @@ _sums.register_autograd(_sums_backward, setup_context=_keep)
 count(_by_expert._opoverload, lambda x, weight, ends, **out: rows_times_columns(x, weight))
 count(_sums._opoverload, lambda a, b, ends, **out: 2 * a[0] * a[1] * b[1])
 
-# In eager mode torch.func's transforms, too, want functions; a compiler's recogniser wants the operators.
+# In eager mode torch.func's transforms, too, want functions; a compiler's recognizer wants the operators.
 
 
 class _ByExpert(torch.autograd.Function):

@@ -19,7 +19,7 @@ from torch_fused_ops.declaration import elementwise
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.partition import Graphs, base, op_types, reached, written
 
-__all__ = ["DATA", "SAME_ELEMENTS", "Handover", "UnsoundGraphs", "check"]
+__all__ = ["DATA", "SAME_ELEMENTS", "SavedTensors", "UnsoundGraphs", "check"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -56,7 +56,7 @@ class UnsoundGraphs(RuntimeError):
     """A pair of graphs in which backward would not compute the gradient of what forward has computed."""
 
 
-class Handover:
+class SavedTensors:
     """A forward and a backward graph, edited in place.
 
     Args:
@@ -253,9 +253,9 @@ class Handover:
 
 
 def check(graphs: Graphs, outputs: int, static_inputs: Sequence[int] = ()) -> None:
-    """``Handover.check`` of a forward and a backward graph."""
+    """``SavedTensors.check`` of a forward and a backward graph."""
     forward, backward = graphs
-    Handover(forward.graph, backward.graph, outputs, static_inputs).check()
+    SavedTensors(forward.graph, backward.graph, outputs, static_inputs).check()
 
 
 def _kind(node: Node) -> type:

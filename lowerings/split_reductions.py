@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.fx import Graph, Node
 
-from torch_fused_ops.declaration import Elementwise, elementwise
+from torch_fused_ops.declaration import PointwiseOperator, elementwise
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.epilogues import VIEWS, autotuned
 
@@ -126,7 +126,7 @@ def _call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> N
     return node
 
 
-def _edit(node: Node, op: Elementwise) -> _Edit | None:
+def _edit(node: Node, op: PointwiseOperator) -> _Edit | None:
     """What there is to do for an activation's gradients, where something is summed over rows and nothing along them."""
     grad, data = cast(Node, node.args[0]).meta["val"], cast(Node, node.args[1])
     rows, columns = grad.numel() // max(grad.shape[-1], 1), grad.shape[-1]

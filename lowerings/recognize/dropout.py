@@ -1,7 +1,7 @@
 """Dropouts of linear layers: ``residual + F.dropout(linear(x) + bias, p)`` becomes ``fused::dropout_add``.
 
 Its mask is a function of a seed, so backward makes it again, where autograd keeps a byte an element. A *site* is an
-active dropout of what a linear layer has produced, or a recognised activation of
+active dropout of what a linear layer has produced, or a recognized activation of
 that. (Attention's probabilities and embeddings are neither: they stay as they are, unlisted.) Other elements are
 dropped than upstream's, by the same distribution, and ``torch.manual_seed`` still decides; who asks for eager's own
 numbers (``fallback_random``) keeps them. All sites of a device share one draw of seeds.
@@ -21,12 +21,12 @@ import torch
 from torch.fx import Graph, Node
 
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reasons import Kind, Reason, Refusal
+from torch_fused_ops.reasons import Kind, Reason, Rejection
 from torch_fused_ops.sites import DROPOUT
 
-from .cone import check_in_place_call
-from .graph import AFFINE, Facts, describe, record, shown, statically, tensor
+from .graph import AFFINE, GraphAnalysis, describe, record, shown, statically, tensor
 from .rewrite import Edit
+from .subgraph import check_in_place_call
 from .values import FLOATING, check_plain, check_rounding, is_contiguous, is_plain, same_shape, value_of
 
 __all__ = ["OPERATOR", "Dropout", "find", "fuse"]
@@ -47,51 +47,51 @@ class Dropout:
     reason: Reason | None = None  # why it is left alone; None where it is not
 
 
-def find(facts: Facts, policy: FusionPolicy, activations: Collection[Node]) -> list[Dropout]:
-    """Every site, in graph order. ``activations``: the roots of recognised activations that become operators."""
+def find(analysis: GraphAnalysis, policy: FusionPolicy, activations: Collection[Node]) -> list[Dropout]:
+    """Every site, in graph order. ``activations``: the roots of recognized activations that become operators."""
     sites = []
-    for node, call in facts.calls.items():
+    for node, call in analysis.calls.items():
         if call.name != DROPOUT or not call.dropout_is_active() or not call.args or not isinstance(call.args[0], Node):
             continue
         value, source = tensor(node), call.args[0]
-        linear = facts.state[source] == AFFINE or facts.origin(source) in activations
+        linear = analysis.state[source] == AFFINE or analysis.origin(source) in activations
         # Without gradients, too: a reentrant checkpoint runs forward so, and with them again, and must drop the same.
         if value is None or not linear:
             continue
         site = Dropout(node)
         try:
-            _examine(facts, policy, site, source)
-        except Refusal as refusal:
+            _examine(analysis, policy, site, source)
+        except Rejection as refusal:
             site.reason = refusal.reason
         sites.append(site)
     return sites
 
 
-def _examine(facts: Facts, policy: FusionPolicy, site: Dropout, source: Node) -> None:
+def _examine(analysis: GraphAnalysis, policy: FusionPolicy, site: Dropout, source: Node) -> None:
     import torch._inductor.config as inductor
 
-    node, call, value = site.node, facts.calls[site.node], value_of(site.node)
+    node, call, value = site.node, analysis.calls[site.node], value_of(site.node)
     if not policy.dropout:
-        raise Refusal(Kind.DROPOUT_POLICY, "the policy leaves dropouts as they are (dropout=False)")
+        raise Rejection(Kind.DROPOUT_POLICY, "the policy leaves dropouts as they are (dropout=False)")
     if inductor.fallback_random:
-        raise Refusal(Kind.FALLBACK_RANDOM, "inductor's fallback_random asks for eager's random numbers")
+        raise Rejection(Kind.FALLBACK_RANDOM, "inductor's fallback_random asks for eager's random numbers")
     check_rounding(node)
     if not isinstance(p := call.dropout_arguments()["p"], (int, float)):
-        raise Refusal(Kind.PROBABILITY, "its probability is no constant")
+        raise Rejection(Kind.PROBABILITY, "its probability is no constant")
     for one in (node, source):
         check_plain(one)
     if not (value.ndim and is_contiguous(value)):
-        raise Refusal(Kind.ORDER, "its result is laid out in memory in another order than the operator's")
+        raise Rejection(Kind.ORDER, "its result is laid out in memory in another order than the operator's")
     if call.inplace:
-        check_in_place_call(facts, node, node, [node])
+        check_in_place_call(analysis, node, node, [node])
     site.p, site.calls = float(p), [node]
-    _take_bias(facts, site, source)
-    _take_residual(facts, site)
+    _take_bias(analysis, site, source)
+    _take_residual(analysis, site)
 
 
-def _addends(facts: Facts, node: Node) -> tuple[Node, Node] | None:
+def _addends(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node] | None:
     """What a call adds, if it is two tensors as they are, and nothing is written."""
-    call = facts.calls[node]
+    call = analysis.calls[node]
     if call.name != "add" or call.inplace or len(call.args) != 2 or call.kwargs.get("alpha", 1) != 1:
         return None
     if set(call.kwargs) - {"alpha"} or not all(isinstance(a, Node) for a in call.args):
@@ -100,48 +100,48 @@ def _addends(facts: Facts, node: Node) -> tuple[Node, Node] | None:
     return (a, b) if a is not b else None  # type: ignore[return-value]
 
 
-def _written(facts: Facts, node: Node, first: Node, last: Node) -> bool:
+def _written(analysis: GraphAnalysis, node: Node, first: Node, last: Node) -> bool:
     """Whether anything writes a value between two nodes."""
-    index = facts.index
-    return any(index[first] < index[w] < index[last] for w in facts.writes.get(facts.storage(node), ()))
+    index = analysis.index
+    return any(index[first] < index[w] < index[last] for w in analysis.writes.get(analysis.storage(node), ()))
 
 
-def _take_bias(facts: Facts, site: Dropout, source: Node) -> None:
+def _take_bias(analysis: GraphAnalysis, site: Dropout, source: Node) -> None:
     """A vector over the last axis that is added before, for the dropout alone."""
-    pair, node = _addends(facts, source), site.node
-    if pair is None or list(source.users) != [node] or facts.region[source] != facts.region[node]:
+    pair, node = _addends(analysis, source), site.node
+    if pair is None or list(source.users) != [node] or analysis.region[source] != analysis.region[node]:
         return
     for x, bias in (pair, pair[::-1]):
         wide, vector = value_of(x), value_of(bias)
         if not is_plain(vector) or vector.ndim != 1 or vector.dtype != wide.dtype or not same_shape(x, node):
             continue
         if wide.ndim > 1 and statically(vector.shape[0] == wide.shape[-1]) and vector.device == wide.device:
-            if not any(_written(facts, one, source, node) for one in pair):
+            if not any(_written(analysis, one, source, node) for one in pair):
                 site.bias, site.calls = bias, [source, *site.calls]
             return
 
 
-def _take_residual(facts: Facts, site: Dropout) -> None:
+def _take_residual(analysis: GraphAnalysis, site: Dropout) -> None:
     """The sum of the dropout and a tensor like it, where that is all that reads the dropout."""
     node = site.node
-    sums = [user for user in node.users if facts.calls[user].name == "add"]
+    sums = [user for user in node.users if analysis.calls[user].name == "add"]
     if not sums:
         return
-    site.left = _not_taken(facts, node, sums[0])
+    site.left = _not_taken(analysis, node, sums[0])
     if not site.left:
-        pair = _addends(facts, sums[0])
+        pair = _addends(analysis, sums[0])
         assert pair is not None
         site.residual = pair[1] if pair[0] is node else pair[0]
         site.calls.append(sums[0])
 
 
-def _not_taken(facts: Facts, node: Node, total: Node) -> str:
+def _not_taken(analysis: GraphAnalysis, node: Node, total: Node) -> str:
     others = [shown(user) for user in node.users if user is not total]
     if others:
         return f"{', '.join(dict.fromkeys(others))} reads the dropout, too"
-    if facts.calls[total].inplace:
+    if analysis.calls[total].inplace:
         return "it works in place"
-    pair = _addends(facts, total)
+    pair = _addends(analysis, total)
     if pair is None:
         return "it is no plain sum of two tensors"
     residual = pair[1] if pair[0] is node else pair[0]
@@ -152,9 +152,9 @@ def _not_taken(facts: Facts, node: Node, total: Node) -> str:
         return "it broadcasts, or is laid out in another order"
     if value.dtype not in FLOATING or result.dtype != value.dtype:
         return f"it is {result.dtype} where {shown(residual)} is {value.dtype}"
-    if facts.region[node] != facts.region[total]:
+    if analysis.region[node] != analysis.region[total]:
         return "autocast or grad mode is switched between"
-    if any(_written(facts, one, node, total) for one in (node, *node.all_input_nodes)):
+    if any(_written(analysis, one, node, total) for one in (node, *node.all_input_nodes)):
         return "something is written in place between"
     return ""
 

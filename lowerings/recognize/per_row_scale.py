@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from torch_fused_ops.reasons import Refusal
+from torch_fused_ops.reasons import Rejection
 
-from .cone import Cone
-from .graph import CASTS, COPIES, Facts, describe, shown, statically, tensor
+from .graph import CASTS, COPIES, GraphAnalysis, describe, shown, statically, tensor
 from .rewrite import Edit, dead_calls, insert
+from .subgraph import Subgraph
 from .values import check_plain, equal, keeps_rows, value_of
 
 __all__ = ["RowScale", "find", "fuse"]
@@ -41,7 +41,7 @@ class RowScale:
     """A factor of a product's rows.
 
     Attributes:
-        cone: the activation that the product reads.
+        subgraph: the activation that the product reads.
         chain: the calls from the activation to the factor's own, without these: the product, and what only arranges
             rows or casts them.
         product: the one of them that is a matrix product.
@@ -49,7 +49,7 @@ class RowScale:
         last: the multiplication.
     """
 
-    cone: Cone
+    subgraph: Subgraph
     chain: tuple[Node, ...]
     product: Node
     factor: Node
@@ -59,32 +59,32 @@ class RowScale:
         return f"{shown(self.last)} by a number for each row is taken in front of {shown(self.product)}"
 
 
-def find(facts: Facts, cone: Cone) -> RowScale | None:
+def find(analysis: GraphAnalysis, subgraph: Subgraph) -> RowScale | None:
     """The factor behind the product that reads a proved activation; None where there is none that can be moved.
 
     The activation needs a gradient: else the operator would keep, for the factor's, what nothing else keeps.
     """
-    if cone.order is not None:
+    if subgraph.order is not None:
         return None
-    node, chain, product = cone.root, list[Node](), None
+    node, chain, product = subgraph.root, list[Node](), None
     while len(node.users) == 1:
         (user,) = node.users
-        factor = _factor(facts, user, node) if product is not None else None
+        factor = _factor(analysis, user, node) if product is not None else None
         if product is not None and factor is not None:
-            found = RowScale(cone, tuple(chain), product, factor, user)
-            return found if _is_sound(facts, found) else None
-        if product is None and _is_product(facts, user, node):
+            found = RowScale(subgraph, tuple(chain), product, factor, user)
+            return found if _is_sound(analysis, found) else None
+        if product is None and _is_product(analysis, user, node):
             product = user
-        elif not _keeps_rows(facts, user):
+        elif not _keeps_rows(analysis, user):
             return None
         chain.append(user)
         node = user
     return None
 
 
-def _is_product(facts: Facts, node: Node, rows: Node) -> bool:
+def _is_product(analysis: GraphAnalysis, node: Node, rows: Node) -> bool:
     """Whether each row of a call's result is that row of ``rows`` times a matrix, and nothing is added."""
-    call, value, result = facts.calls[node], tensor(rows), tensor(node)
+    call, value, result = analysis.calls[node], tensor(rows), tensor(node)
     given = [argument for argument in call.args if argument is not None]
     named = {name for name, argument in call.kwargs.items() if argument is not None}
     if value is None or result is None or len(given) != 2 or given[0] is not rows or value.ndim != result.ndim:
@@ -97,14 +97,14 @@ def _is_product(facts: Facts, node: Node, rows: Node) -> bool:
     return known and all(map(equal, value.shape[:-1], result.shape[:-1]))
 
 
-def _keeps_rows(facts: Facts, node: Node) -> bool:
-    call = facts.calls[node]
-    return not call.inplace and (keeps_rows(facts, node) or call.name in CASTS or call.name in COPIES)
+def _keeps_rows(analysis: GraphAnalysis, node: Node) -> bool:
+    call = analysis.calls[node]
+    return not call.inplace and (keeps_rows(analysis, node) or call.name in CASTS or call.name in COPIES)
 
 
-def _factor(facts: Facts, node: Node, rows: Node) -> Node | None:
+def _factor(analysis: GraphAnalysis, node: Node, rows: Node) -> Node | None:
     """What a call multiplies ``rows`` with, if it is a number for each row that needs a gradient."""
-    call = facts.calls[node]
+    call = analysis.calls[node]
     if call.name != "mul" or call.inplace or call.kwargs or len(call.args) != 2:
         return None
     factor = call.args[1] if call.args[0] is rows else call.args[0]
@@ -115,24 +115,26 @@ def _factor(facts: Facts, node: Node, rows: Node) -> Node | None:
     return factor if shape and value.requires_grad and value.device == of.device else None
 
 
-def _is_sound(facts: Facts, found: RowScale) -> bool:
+def _is_sound(analysis: GraphAnalysis, found: RowScale) -> bool:
     """Whether all that is moved may be computed where the multiplication stands."""
-    cone, moved = found.cone, (*found.cone.calls, *found.chain, found.last)
+    subgraph, moved = found.subgraph, (*found.subgraph.calls, *found.chain, found.last)
     try:
         for node in (*found.chain, found.last, found.factor):
             check_plain(node)
-    except Refusal:
+    except Rejection:
         return False
-    exponents = [math.frexp(torch.finfo(value_of(node).dtype).max)[1] for node in (cone.root, *found.chain, found.last)]
+    exponents = [
+        math.frexp(torch.finfo(value_of(node).dtype).max)[1] for node in (subgraph.root, *found.chain, found.last)
+    ]
     if min(exponents) < max(exponents[-1], _EXPONENTS):
         return False
-    device = value_of(cone.root).device
-    if any(facts.region[node] != facts.region[found.last] or value_of(node).device != device for node in moved):
+    device = value_of(subgraph.root).device
+    if any(analysis.region[node] != analysis.region[found.last] or value_of(node).device != device for node in moved):
         return False
-    read = {source for node in (*moved, *dead_calls(cone)) for source in node.all_input_nodes}
-    first, last = min(map(facts.index.__getitem__, moved)), facts.index[found.last]
-    writers = (w for node in read for w in facts.writes.get(facts.storage(node), ()))
-    return not any(first <= facts.index[w] <= last and w not in cone.calls for w in writers)
+    read = {source for node in (*moved, *dead_calls(subgraph)) for source in node.all_input_nodes}
+    first, last = min(map(analysis.index.__getitem__, moved)), analysis.index[found.last]
+    writers = (w for node in read for w in analysis.writes.get(analysis.storage(node), ()))
+    return not any(first <= analysis.index[w] <= last and w not in subgraph.calls for w in writers)
 
 
 # ---- the edit --------------------------------------------------------------------------------------------------------
@@ -140,12 +142,12 @@ def _is_sound(facts: Facts, found: RowScale) -> bool:
 
 def fuse(graph: Graph, found: RowScale) -> Edit:
     """The edit that makes the activation an operator with the factor, and leaves the product alone behind it."""
-    return found.last, partial(_insert, graph, found), {*dead_calls(found.cone), *found.chain, found.last}
+    return found.last, partial(_insert, graph, found), {*dead_calls(found.subgraph), *found.chain, found.last}
 
 
 def _insert(graph: Graph, found: RowScale, new: list[Node]) -> Node:
-    cone, last = found.cone, found.last
-    root, factor = cone.root, value_of(found.factor)
+    subgraph, last = found.subgraph, found.last
+    root, factor = subgraph.root, value_of(found.factor)
 
     def call(target: Any, args: tuple[Any, ...], make: Callable[[], Any], **kwargs: Any) -> Node:
         node = graph.call_function(target, args, kwargs)
@@ -169,9 +171,9 @@ def _insert(graph: Graph, found: RowScale, new: list[Node]) -> Node:
             inside = call(torch.unsqueeze, (inside, 1), lambda: torch.empty(count, 1, dtype=torch.bool, device=device))
             scale = call(torch.where, (inside, scale, 0.0), lambda: torch.empty_like(factor))
         leading = value_of(root).shape[:-1]
-        sizes = [size(cone.operands[0], axis) for axis in range(len(leading))]
+        sizes = [size(subgraph.operands[0], axis) for axis in range(len(leading))]
         scale = call(torch.reshape, (scale, sizes), lambda: factor.new_empty(leading))
-        made = {root: insert(graph, cone, new, at=last, token_scale=scale)}
+        made = {root: insert(graph, subgraph, new, at=last, token_scale=scale)}
         for node in found.chain:
             made[node] = graph.node_copy(node, lambda one: made.get(one, one))
             new.append(made[node])

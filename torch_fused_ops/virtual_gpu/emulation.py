@@ -221,7 +221,7 @@ def _attention(
         padded = (F.pad(tensor, (0, -width % 8)) if width % 8 else tensor for tensor in (query, key, value))
         scale = width**-0.5 if scale is None else scale
         found = aten._scaled_dot_product_flash_attention.default(*padded, dropout_p, is_causal, False, scale=scale)
-        return found[0][..., :width]
+        return found[0][..., :width]  # type: ignore[no-any-return]
     alignment = 8 if half else 4
     if (
         plain
@@ -234,10 +234,10 @@ def _attention(
         bias = None if mask is None else _aligned(mask).expand(*query.shape[:3], key.size(2))
         efficient = aten._scaled_dot_product_efficient_attention.default
         found = efficient(query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale)
-        return found[0]
+        return found[0]  # type: ignore[no-any-return]
     math = aten._scaled_dot_product_attention_math.default
     found = math(query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)
-    return found[0]
+    return found[0]  # type: ignore[no-any-return]
 
 
 def _aligned(mask: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ def cuda_rules() -> Iterator[None]:
 def guardless_tensors() -> Iterator[None]:
     """Fake CUDA tensors whose Python methods do without a device guard.
 
-    Those few that torch binds by hand enter one before they dispatch, which fails on a CPU build and would initialise
+    Those few that torch binds by hand enter one before they dispatch, which fails on a CPU build and would initialize
     a real device on another.
     """
     from torch._subclasses.fake_tensor import FakeTensor

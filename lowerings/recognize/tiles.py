@@ -23,12 +23,12 @@ from torch.fx import Graph, Node, Proxy
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops import tiles
-from torch_fused_ops.reasons import Kind, Reason, Refusal
+from torch_fused_ops.reasons import Kind, Reason, Rejection
 
-from .cone import Cone, readers
 from .gemms import arguments_of, producers
-from .graph import CASTS, COPIES, DROPOUTS, FREE, Facts, describe, shown
+from .graph import CASTS, COPIES, DROPOUTS, FREE, GraphAnalysis, describe, shown
 from .rewrite import Edit, dead_calls, insert
+from .subgraph import Subgraph, readers
 from .symbolic import LINEAR
 from .values import check_plain, equal, keeps_rows, value_of
 
@@ -50,25 +50,25 @@ class Tiling:
 
     tiles: int = 0
     reason: Reason | None = None
-    cone: Cone = field(default_factory=lambda: Cone(None))  # type: ignore[arg-type]
+    subgraph: Subgraph = field(default_factory=lambda: Subgraph(None))  # type: ignore[arg-type]
     source: Node | None = None  # what holds the tokens
     last: Node | None = None  # the linear layer that reads the activation
     forms: dict[Node, Form] = field(default_factory=dict)  # what a tile computes, in graph order; ends with ``last``
     dead: set[Node] = field(default_factory=set)
 
 
-def tiling(facts: Facts, cone: Cone, asked: int) -> Tiling:
+def tiling(analysis: GraphAnalysis, subgraph: Subgraph, asked: int) -> Tiling:
     """How an MLP is computed in tiles, or why it is not.
 
     Args:
         facts: of the graph.
-        cone: its activation.
+        subgraph: its activation.
         asked: how many tiles; 0 by rule.
     """
-    found = Tiling(cone=cone)
+    found = Tiling(subgraph=subgraph)
     try:
-        _examine(facts, found, asked)
-    except Refusal as refusal:
+        _examine(analysis, found, asked)
+    except Rejection as refusal:
         return Tiling(reason=refusal.reason)
     return found
 
@@ -85,54 +85,54 @@ def apart(found: Iterable[Tiling]) -> list[Tiling]:
     return result
 
 
-def _examine(facts: Facts, found: Tiling, asked: int) -> None:
-    cone = found.cone
-    found.source, found.last = source, last = _source(facts, cone), _last(facts, cone)
-    if cone.order is not None:
-        raise Refusal(Kind.TILE_FORM, "its tokens do not lie one after the other in memory")
-    read = _Reader(facts, cone, source, last)
-    found.forms = {node: read.forms[node] for node in sorted(read.forms, key=facts.index.__getitem__)}
-    found.dead = {*read.forms, *read.passed, *dead_calls(cone)}
+def _examine(analysis: GraphAnalysis, found: Tiling, asked: int) -> None:
+    subgraph = found.subgraph
+    found.source, found.last = source, last = _source(analysis, subgraph), _last(analysis, subgraph)
+    if subgraph.order is not None:
+        raise Rejection(Kind.TILE_FORM, "its tokens do not lie one after the other in memory")
+    read = _Reader(analysis, subgraph, source, last)
+    found.forms = {node: read.forms[node] for node in sorted(read.forms, key=analysis.index.__getitem__)}
+    found.dead = {*read.forms, *read.passed, *dead_calls(subgraph)}
     _check_readers(found)
-    _check_regions(facts, found)
-    _check_writes(facts, found, [source, *read.constants])
-    _check_callers(facts, found, read)
+    _check_regions(analysis, found)
+    _check_writes(analysis, found, [source, *read.constants])
+    _check_callers(analysis, found, read)
     for node in (source, last, *read.constants):
         check_plain(node)
     tokens = _tokens(source)
     if any(not equal(tokens, _tokens(node)) for node in found.forms):
-        raise Refusal(Kind.TILE_FORM, "not every row of its input becomes a row of its result")
+        raise Rejection(Kind.TILE_FORM, "not every row of its input becomes a row of its result")
     if not isinstance(tokens, int) and (tokens.node.hint is None or not _shape_is_known(found)):
-        raise Refusal(Kind.TILE_SIZE, "the number of its tokens is not known when it is compiled")
+        raise Rejection(Kind.TILE_SIZE, "the number of its tokens is not known when it is compiled")
     count = tokens if isinstance(tokens, int) else tokens.node.hint
     found.tiles = tiles.number(count, asked)
     if found.tiles == 1:
         text = f"{count} tokens are too few for {asked or 'two'} tiles" + ("" if asked else f" of {tiles.TOKENS}")
-        raise Refusal(Kind.TILE_FEW, text)
+        raise Rejection(Kind.TILE_FEW, text)
 
 
 def _tokens(node: Node) -> Any:
     return math.prod(value_of(node).shape[:-1])
 
 
-def _source(facts: Facts, cone: Cone) -> Node:
+def _source(analysis: GraphAnalysis, subgraph: Subgraph) -> Node:
     """What the linear layers in front of the activation read; of adapters' the first."""
     sources = []
-    for node in producers(facts, cone.operands):
-        source = arguments_of(facts, node)[0]
-        while keeps_rows(facts, source):
+    for node in producers(analysis, subgraph.operands):
+        source = arguments_of(analysis, node)[0]
+        while keeps_rows(analysis, source):
             source = source.all_input_nodes[0]
         sources.append(source)
     if not sources:
-        raise Refusal(Kind.TILE_FORM, "no linear layer stands in front of it")
-    return min(sources, key=facts.index.__getitem__)
+        raise Rejection(Kind.TILE_FORM, "no linear layer stands in front of it")
+    return min(sources, key=analysis.index.__getitem__)
 
 
-def _last(facts: Facts, cone: Cone) -> Node:
-    reading = list(readers(facts, cone.root))
+def _last(analysis: GraphAnalysis, subgraph: Subgraph) -> Node:
+    reading = list(readers(analysis, subgraph.root))
     if len(reading) != 1:
         names = ", ".join(dict.fromkeys(map(shown, reading)))
-        raise Refusal(Kind.TILE_READER, f"{len(reading)} calls read the hidden layer: {names}")
+        raise Rejection(Kind.TILE_READER, f"{len(reading)} calls read the hidden layer: {names}")
     return reading[0]
 
 
@@ -145,8 +145,8 @@ class _Reader:
         constants: weights, biases and factors: what every tile reads as it is.
     """
 
-    def __init__(self, facts: Facts, cone: Cone, source: Node, last: Node) -> None:
-        self.facts, self.cone, self.source = facts, cone, source
+    def __init__(self, analysis: GraphAnalysis, subgraph: Subgraph, source: Node, last: Node) -> None:
+        self.analysis, self.subgraph, self.source = analysis, subgraph, source
         self.forms: dict[Node, Form] = {}
         self.passed: set[Node] = set()
         self.constants: list[Node] = []
@@ -156,16 +156,16 @@ class _Reader:
             if node is source or node in self.forms:
                 continue
             if len(self.forms) == MAX_CALLS:
-                raise Refusal(Kind.TILE_FORM, f"more than {MAX_CALLS} calls stand between its input and its result")
+                raise Rejection(Kind.TILE_FORM, f"more than {MAX_CALLS} calls stand between its input and its result")
             self.forms[node], sources = self.read(node)
             pending.extend(sources)
 
     def data(self, node: Node) -> Node:
         """The node that a tile has in place of this one: without views that keep rows, copies and idle dropouts."""
-        while node is not self.source and node is not self.cone.root:
-            call = self.facts.calls[node]
+        while node is not self.source and node is not self.subgraph.root:
+            call = self.analysis.calls[node]
             idle = call.name in COPIES or (call.name in DROPOUTS and not call.dropout_is_active())
-            if call.inplace or not (idle or keeps_rows(self.facts, node)):
+            if call.inplace or not (idle or keeps_rows(self.analysis, node)):
                 break
             self.passed.add(node)
             node = node.all_input_nodes[0]
@@ -173,23 +173,23 @@ class _Reader:
 
     def read(self, node: Node) -> tuple[Form, Sequence[Node]]:
         """How a tile makes a call, and what it needs for that."""
-        facts, call = self.facts, self.facts.calls[node]
-        if node is self.cone.root:
-            operands = [self.cone.packed[0]] if self.cone.packed else self.cone.operands
-            return partial(_activation, self.cone, self.data), operands
-        if facts.weight_gemm(node):
-            input, weight, bias, transposed = arguments_of(facts, node)
+        analysis, call = self.analysis, self.analysis.calls[node]
+        if node is self.subgraph.root:
+            operands = [self.subgraph.packed[0]] if self.subgraph.packed else self.subgraph.operands
+            return partial(_activation, self.subgraph, self.data), operands
+        if analysis.weight_gemm(node):
+            input, weight, bias, transposed = arguments_of(analysis, node)
             self.constants += [one for one in (weight, bias) if one is not None]
             return partial(_linear, self.data(input), weight, bias, transposed), [input]
         if call.name in DROPOUTS:
-            raise Refusal(Kind.TILE_DROPOUT, "an active dropout stands inside")
+            raise Rejection(Kind.TILE_DROPOUT, "an active dropout stands inside")
         is_sum = call.name in LINEAR and not call.inplace
-        if facts.state[node] == FREE or not (is_sum or call.name in CASTS):
-            raise Refusal(Kind.TILE_FORM, f"{shown(node)} stands between its input and its result")
-        data = [one for one in node.all_input_nodes if facts.state[one] != FREE or one is self.source]
+        if analysis.state[node] == FREE or not (is_sum or call.name in CASTS):
+            raise Rejection(Kind.TILE_FORM, f"{shown(node)} stands between its input and its result")
+        data = [one for one in node.all_input_nodes if analysis.state[one] != FREE or one is self.source]
         for one in set(node.all_input_nodes) - set(data):
             if value_of(one).ndim > 1:
-                raise Refusal(Kind.TILE_FORM, f"{shown(node)} combines it with {shown(one)}, which is no vector")
+                raise Rejection(Kind.TILE_FORM, f"{shown(node)} combines it with {shown(one)}, which is no vector")
             self.constants.append(one)
         return partial(_copy, {one: self.data(one) for one in data}), data
 
@@ -206,26 +206,26 @@ def _check_readers(found: Tiling) -> None:
     for node in found.dead:
         for user in node.users if node is not found.last else ():
             if user not in found.dead:
-                raise Refusal(Kind.TILE_READER, f"{shown(user)} reads the result of {shown(node)}, too")
+                raise Rejection(Kind.TILE_READER, f"{shown(user)} reads the result of {shown(node)}, too")
 
 
-def _check_regions(facts: Facts, found: Tiling) -> None:
+def _check_regions(analysis: GraphAnalysis, found: Tiling) -> None:
     assert found.last is not None
-    if any(facts.region[node] != facts.region[found.last] for node in found.dead):
-        raise Refusal(Kind.REGION, "autocast or grad mode is switched between its parts")
+    if any(analysis.region[node] != analysis.region[found.last] for node in found.dead):
+        raise Rejection(Kind.REGION, "autocast or grad mode is switched between its parts")
 
 
-def _check_writes(facts: Facts, found: Tiling, given: Iterable[Node]) -> None:
+def _check_writes(analysis: GraphAnalysis, found: Tiling, given: Iterable[Node]) -> None:
     """What a tile reads it reads where the last linear layer stood."""
     assert found.last is not None
-    first, last = min(map(facts.index.__getitem__, found.dead)), facts.index[found.last]
+    first, last = min(map(analysis.index.__getitem__, found.dead)), analysis.index[found.last]
     for node in (*given, *found.dead):
-        for writer in facts.writes.get(facts.storage(node), ()):
-            if first <= facts.index[writer] <= last and writer not in found.cone.calls:
-                raise Refusal(Kind.WRITTEN, f"{shown(writer)} writes into it in place before it is read")
+        for writer in analysis.writes.get(analysis.storage(node), ()):
+            if first <= analysis.index[writer] <= last and writer not in found.subgraph.calls:
+                raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into it in place before it is read")
 
 
-def _check_callers(facts: Facts, found: Tiling, read: _Reader) -> None:
+def _check_callers(analysis: GraphAnalysis, found: Tiling, read: _Reader) -> None:
     """What a tile is made of again may be the caller's where PyTorch keeps it, too: for a weight's gradient.
 
     Under autocast PyTorch keeps a copy in another dtype.
@@ -233,16 +233,16 @@ def _check_callers(facts: Facts, found: Tiling, read: _Reader) -> None:
     assert found.source is not None and found.last is not None
     graph = found.source.graph
     theirs = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]
-    if not value_of(found.last).requires_grad or facts.storage(found.source) not in map(facts.storage, theirs):
+    if not value_of(found.last).requires_grad or analysis.storage(found.source) not in map(analysis.storage, theirs):
         return
     for node in found.forms:
-        if facts.weight_gemm(node):
-            input, weight, *_ = arguments_of(facts, node)
+        if analysis.weight_gemm(node):
+            input, weight, *_ = arguments_of(analysis, node)
             is_kept = value_of(node).dtype == value_of(found.source).dtype and value_of(weight).requires_grad
             if is_kept and read.data(input) is found.source:
                 return
     text = f"its input, {shown(found.source)}, the caller may write before backward needs it"
-    raise Refusal(Kind.TILE_CALLERS, text)
+    raise Rejection(Kind.TILE_CALLERS, text)
 
 
 # ---- the edit --------------------------------------------------------------------------------------------------------
@@ -287,8 +287,8 @@ def _copy(data: dict[Node, Node], tile: _Tile, node: Node) -> Node:
     return tile.call(node.target, args, node, **kwargs)
 
 
-def _activation(cone: Cone, data: Callable[[Node], Node], tile: _Tile, node: Node) -> Node:
-    return insert(tile.graph, cone, tile.new, lambda operand: tile.made[data(operand)], tile.at)
+def _activation(subgraph: Subgraph, data: Callable[[Node], Node], tile: _Tile, node: Node) -> Node:
+    return insert(tile.graph, subgraph, tile.new, lambda operand: tile.made[data(operand)], tile.at)
 
 
 def _insert(graph: Graph, found: Tiling, new: list[Node]) -> Node:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_fused_ops as tfo
-from torch_fused_ops.lowerings import compat, in_place, passes
+from torch_fused_ops.lowerings import buffer_reuse, compat, passes
 
 virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
@@ -432,7 +432,7 @@ def test_a_failure_leaves_the_schedule_as_it_was(monkeypatch: pytest.MonkeyPatch
     def fails(kernel: Any) -> Any:
         raise ZeroDivisionError("a fault")
 
-    monkeypatch.setattr(in_place, "_owners", fails)
+    monkeypatch.setattr(buffer_reuse, "_owners", fails)
     monkeypatch.setattr(passes, "_logged", set())
     fn, args = WHAT["both inputs"][0], [square(), square()]
     with tfo.enabled(tfo.FusionPolicy()):

@@ -1,12 +1,12 @@
 """What backward makes of an activation for products in float8, each in one pass over memory.
 
-A gradient is multiplied twice: by the weight, quantised along its rows, and by the input, along its columns. Its sum
+A gradient is multiplied twice: by the weight, quantized along its rows, and by the input, along its columns. Its sum
 over the rows is a bias's gradient. Where it is an activation's, that activation's result is multiplied as well, along
 its columns. Compiled backward graphs call these operators where they find all that (``lowerings/float8.py``).
 
-    quantise_both                      a matrix along its rows and along its columns
-    …_backward_quantised               that of an activation's gradients, with sums, and of its result
-    requantise                         what is quantised along its rows, along its columns, as a weight would be
+    quantize_both                      a matrix along its rows and along its columns
+    …_backward_quantized               that of an activation's gradients, with sums, and of its result
+    requantize                         what is quantized along its rows, along its columns, as a weight would be
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import float8
-from torch_fused_ops.declaration import DATA, Elementwise, Signature, arguments_of, refuse
-from torch_fused_ops.operators import plain
+from torch_fused_ops.declaration import DATA, PointwiseOperator, Signature, arguments_of, refuse
+from torch_fused_ops.float8_recipes import BLOCK, MX_BLOCK
+from torch_fused_ops.operators import eager
 from torch_fused_ops.operators.activation import FAMILY
 from torch_fused_ops.operators.float8 import register_plain
-from torch_fused_ops.recipes import BLOCK, MX_BLOCK
 
-__all__ = ["QUANTISED", "RESULTS"]
+__all__ = ["QUANTIZED", "RESULTS"]
 
 # By operator: those that ``kernels/float8.py`` has a kernel for.
-QUANTISED: dict[Elementwise, torch._ops.OpOverload] = {}
+QUANTIZED: dict[PointwiseOperator, torch._ops.OpOverload] = {}
 RESULTS = 5  # of each gradient: values and scales along its rows, values and scales along its columns, sums
 
 
 def _both(input: Tensor, columns: int = BLOCK) -> tuple[Tensor, ...]:
-    return *float8.quantise(input, 1, columns), *float8.quantise(input.t(), 1, columns)
+    return *float8.quantize(input, 1, columns), *float8.quantize(input.t(), 1, columns)
 
 
 def _check_both(input: Tensor, columns: int = BLOCK) -> None:
@@ -52,36 +52,36 @@ def _of_columns(columns: int) -> tuple[int, int]:
     return (1, MX_BLOCK) if columns == MX_BLOCK else (BLOCK, BLOCK)
 
 
-def _requantise(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    wide = float8.dequantise(values, scales, 1, torch.float32)
-    return float8.quantise(wide.t(), *_of_columns(float8.columns_of(values, scales, 1)))
+def _requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    wide = float8.dequantize(values, scales, 1, torch.float32)
+    return float8.quantize(wide.t(), *_of_columns(float8.columns_of(values, scales, 1)))
 
 
-def _signature(op: Elementwise) -> Signature:
-    """``…_backward_quantised`` of a declared operator, for calls without biases and scales."""
+def _signature(op: PointwiseOperator) -> Signature:
+    """``…_backward_quantized`` of a declared operator, for calls without biases and scales."""
     return Signature(
-        f"{op.name}_backward_quantised",
+        f"{op.name}_backward_quantized",
         (*op.backward.arguments[: 1 + op.data], *op.required_scalars, *arguments_of(columns=f"int={BLOCK}")),
         (*("data", "scales", "data", "scales", "sums") * op.data, "data", "scales"),
-        f"For each of {op.backward.name}'s gradients of data what quantise_both gives of it, and its sums over each "
+        f"For each of {op.backward.name}'s gradients of data what quantize_both gives of it, and its sums over each "
         f"{BLOCK} rows; and {op.name}'s result along its columns, in blocks of ({BLOCK}, {BLOCK}), or (1, {MX_BLOCK}).",
     )
 
 
-def _of(op: Elementwise) -> Callable[..., tuple[Tensor, ...]]:
-    forward, backward = plain.forward(op), plain.backward(op)
+def _of(op: PointwiseOperator) -> Callable[..., tuple[Tensor, ...]]:
+    forward, backward = eager.forward(op), eager.backward(op)
     others = (None,) * (len(op.tensors) - op.data)
     wanted = tuple(kind in DATA for kind in op.kinds)
     end = op.data + len(op.required_scalars)
 
-    def quantised(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    def quantized(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         (columns,) = args[end:] or (BLOCK,)  # left out where it is the default
         arguments = *args[: op.data], *others, *args[op.data : end]
         gradients = backward(grad, *arguments, wanted)[: op.data]
         of_each = [part for g in gradients if g is not None for part in (*_both(g, columns), _sums(g))]
-        return *of_each, *float8.quantise(forward(*arguments).t(), *_of_columns(columns))
+        return *of_each, *float8.quantize(forward(*arguments).t(), *_of_columns(columns))
 
-    return quantised
+    return quantized
 
 
 def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,22 +104,22 @@ def _register(
 
 _register(
     Signature(
-        "quantise_both",
+        "quantize_both",
         arguments_of(input="Tensor: data", columns=f"int={BLOCK}"),
         ("data", "scales", "data", "scales"),
-        "quantise(input, 1, columns) and quantise(inputᵀ, 1, columns), in one pass.",
+        "quantize(input, 1, columns) and quantize(inputᵀ, 1, columns), in one pass.",
     ),
     _both,
     _check_both,
 )
 _register(
     Signature(
-        "requantise",
+        "requantize",
         arguments_of(values="Tensor: data", scales="Tensor: scales"),
         ("data", "scales"),
-        f"quantise(dequantise(values, scales, 1)ᵀ, {BLOCK}), in one pass; of blocks of (1, {MX_BLOCK}) again in these.",
+        f"quantize(dequantize(values, scales, 1)ᵀ, {BLOCK}), in one pass; of blocks of (1, {MX_BLOCK}) again in these.",
     ),
-    _requantise,
+    _requantize,
 )
 for _op in FAMILY:
-    QUANTISED[_op] = _register(_signature(_op), _of(_op))
+    QUANTIZED[_op] = _register(_signature(_op), _of(_op))

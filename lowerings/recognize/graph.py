@@ -2,7 +2,7 @@
 
 Pre-grad graphs spell one function in many ways (``torch.relu``, ``F.relu``, ``Tensor.relu_``, ``aten.relu.default``,
 ``operator.iadd``, …), are not functional, and hold autocast and grad-mode switches as nodes. Here that is put in order
-once; `cone.py` then reads calls by torch's plain name.
+once; `subgraph.py` then reads calls by torch's plain name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
-from torch_fused_ops import known_gemms
+from torch_fused_ops import gemm_registry
 from torch_fused_ops.lowerings import compat
 
 from .symbolic import LINEAR, RULES, Ref, Step, Unprovable
@@ -30,7 +30,7 @@ __all__ = [
     "FREE",
     "NONLINEAR",
     "Call",
-    "Facts",
+    "GraphAnalysis",
     "describe",
     "join",
     "read",
@@ -208,7 +208,7 @@ class Call:
         elif not self.name and _is_other_gemm(node.target):
             self.gemm = (0, 1)
         self.unknown = False
-        self.known = not self.name and known_gemms.is_known(compat.traced_function(node.target) or node.target)
+        self.known = not self.name and gemm_registry.is_known(compat.traced_function(node.target) or node.target)
         if self.known:
             self.gemm = _tensor_positions(node)
 
@@ -311,7 +311,7 @@ def _tensors(argument: Any) -> Iterator[Node]:
             yield from _tensors(part)
 
 
-def _writes(node: Node, call: Call, bodies: dict[GraphModule, Facts]) -> Iterator[Node]:
+def _writes(node: Node, call: Call, bodies: dict[GraphModule, GraphAnalysis]) -> Iterator[Node]:
     """The nodes whose memory this one writes: as its schema says; all that it reads, if nobody knows.
 
     ``bodies``: those that have been read; a body may be called twice by one that is called twice, and so on.
@@ -340,15 +340,15 @@ def _writes(node: Node, call: Call, bodies: dict[GraphModule, Facts]) -> Iterato
         yield from _tensors(node.kwargs.get(name, node.kwargs.get("input") if position == 0 else None))
 
 
-def _body_writes(node: Node, known: dict[GraphModule, Facts]) -> bool:
+def _body_writes(node: Node, known: dict[GraphModule, GraphAnalysis]) -> bool:
     """Whether a higher-order operator may write what it reads: by its name, or because a body writes its inputs."""
     bodies = _bodies(node)
     return not bodies or any(_facts_of(body, known).writes_inputs() for body in bodies)
 
 
-def _facts_of(body: GraphModule, known: dict[GraphModule, Facts]) -> Facts:
+def _facts_of(body: GraphModule, known: dict[GraphModule, GraphAnalysis]) -> GraphAnalysis:
     if body not in known:
-        known[body] = Facts(body.graph, {}, known)
+        known[body] = GraphAnalysis(body.graph, {}, known)
     return known[body]
 
 
@@ -463,11 +463,11 @@ def _grad_mode(graph: Graph) -> bool | None:
     return None
 
 
-class Facts:
+class GraphAnalysis:
     """One forward pass over a graph; linear in its size."""
 
     def __init__(
-        self, graph: Graph, known: Mapping[Node, Call], bodies: dict[GraphModule, Facts] | None = None
+        self, graph: Graph, known: Mapping[Node, Call], bodies: dict[GraphModule, GraphAnalysis] | None = None
     ) -> None:
         """``known``: the calls that have been read already; ``bodies``: higher-order operators' that have been."""
         self.index: dict[Node, int] = {}
@@ -512,7 +512,7 @@ class Facts:
         body = _child(node.args[0]) if node.target is _CUSTOM and isinstance(node.args[0], Node) else None
         operands = tuple(i for i in _tensor_positions(node) if node.target is not _CUSTOM or i > 1)
         if body is not None:
-            call.known = known_gemms.function_at(frame for n in body.graph.nodes for frame in _frames(n))
+            call.known = gemm_registry.function_at(frame for n in body.graph.nodes for frame in _frames(n))
         seen = body is not None and _facts_of(body, self._bodies).multiplies()
         read = [a for i, a in enumerate(node.args) if i in operands and isinstance(a, Node)]
         origins = ((a, tensor(self.origin(a))) for a in read)
@@ -618,19 +618,19 @@ class Facts:
             return NONLINEAR if any(states) else FREE
         streams = [a for a in inputs if not self.state[a] and self.fed[a]]  # computed, not pointwise from a GEMM
         if call.name in ("add", "sub", "rsub"):
-            return FREE if NONLINEAR in states and streams else max(states)  # joining a residual stream ends a cone
+            return FREE if NONLINEAR in states and streams else max(states)  # joining a residual stream ends a subgraph
         if any(states) and len(inputs) > 1:  # a product or quotient of two tensors
             if all(states) or (call.name == "div" and states[1]):
                 return NONLINEAR
             if not streams:
                 return max(states)
             (stream,), (other,) = streams, (a for a in inputs if self.state[a])
-            return FREE if self.state[other] == AFFINE or self._normalises(stream, other) else NONLINEAR
+            return FREE if self.state[other] == AFFINE or self._normalizes(stream, other) else NONLINEAR
         if any(states) and (call.args.count(inputs[0]) > 1 or (call.name == "div" and call.args[0] is not inputs[0])):
             return NONLINEAR  # x·x, 1/x
         return states[0]
 
-    def _normalises(self, scale: Node, node: Node) -> bool:
+    def _normalizes(self, scale: Node, node: Node) -> bool:
         """Whether ``scale`` is made of ``node`` itself, as 1/sqrt(mean(node²)) is: a norm, not a gate."""
         node = self.origin(node)
         for _ in range(8):

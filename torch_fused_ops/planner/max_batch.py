@@ -189,7 +189,8 @@ class Sizes:
             log.info('compiling on paper: %s %d, every MLP at "%s"', self.dimension, size, level)
             captured = self.captured[size]
             assert captured is not None
-            self.compiled[size, level] = compiled_timeline(captured, self.gpu, FusionPolicy(memory=level))
+            policy = FusionPolicy(memory=level)  # type: ignore[arg-type]
+            self.compiled[size, level] = compiled_timeline(captured, self.gpu, policy)
         return self.compiled[size, level]
 
     def at(self, size: int) -> CapturedModel | None:

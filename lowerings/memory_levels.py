@@ -8,7 +8,7 @@ becomes something smaller, from which the backward graph makes it again.
              that. Only where nothing else in backward reads the tensor: whatever does would see the rounding.
 ``"input"``  nothing: the GEMM that made it (of an adapted linear layer the GEMMs and their sum) is computed again,
              from inputs that are kept for the weights' gradients anyway. So is what ``"tiled"`` has left whole: the
-             tiles themselves are stage 1's (``recognise/tiles.py``), and keep nothing that could be kept smaller.
+             tiles themselves are stage 1's (``recognize/tiles.py``), and keep nothing that could be kept smaller.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops import reference, tiles
-from torch_fused_ops.declaration import Elementwise, elementwise
+from torch_fused_ops.declaration import PointwiseOperator, elementwise
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.lowerings.handover import DATA, SAME_ELEMENTS, Handover
 from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear, op_types
+from torch_fused_ops.lowerings.saved_tensors import DATA, SAME_ELEMENTS, SavedTensors
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
-from torch_fused_ops.reasons import Kind, Refusal
+from torch_fused_ops.reasons import Kind, Rejection
 from torch_fused_ops.virtual_gpu.modules import module_stack
 
 log = logging.getLogger("torch_fused_ops")
 
 aten, fused = torch.ops.aten, torch.ops.fused
 
-OPERATOR: dict[Any, Elementwise] = {op.forward.overload: op for op in elementwise()}
-STORING: dict[Any, Elementwise] = {op.fp8.overload: op for op in elementwise()}
-STORING_BACKWARD: dict[Any, Elementwise] = {op.fp8_backward.overload: op for op in elementwise()}
+OPERATOR: dict[Any, PointwiseOperator] = {op.forward.overload: op for op in elementwise()}
+STORING: dict[Any, PointwiseOperator] = {op.fp8.overload: op for op in elementwise()}
+STORING_BACKWARD: dict[Any, PointwiseOperator] = {op.fp8_backward.overload: op for op in elementwise()}
 SUMS = {aten.add.Tensor, aten.mul.Tensor}  # a bias, an adapter and its factor
 
 
@@ -100,11 +100,11 @@ def rebuild(graphs: Graphs, *, outputs: int, static_inputs: Sequence[int]) -> Gr
         outputs: how many of forward's results are the user's, before what is kept for backward.
         static_inputs: which of forward's inputs live on in any case: parameters and buffers.
     """
-    as_it_is = Handover(graphs[0].graph, graphs[1].graph, outputs, static_inputs)
+    as_it_is = SavedTensors(graphs[0].graph, graphs[1].graph, outputs, static_inputs)
     if not any(_again(as_it_is, node) for node in as_it_is.kept()):
         return graphs
     forward, backward = (copy.deepcopy(module.graph) for module in graphs)
-    both = Handover(forward, backward, outputs, static_inputs)
+    both = SavedTensors(forward, backward, outputs, static_inputs)
     for node in both.kept():
         again = _again(both, node)
         if again:
@@ -115,7 +115,7 @@ def rebuild(graphs: Graphs, *, outputs: int, static_inputs: Sequence[int]) -> Gr
     return _finished(graphs, both)
 
 
-def _again(both: Handover, node: Node) -> list[Node]:
+def _again(both: SavedTensors, node: Node) -> list[Node]:
     """The calls that make a kept tensor of what backward has, for linear layers' products alone; none if it is kept."""
     if (
         node in both.static
@@ -164,7 +164,7 @@ def _readers(node: Node) -> Iterator[Node]:
             yield user
 
 
-def _compute_again(both: Handover, node: Node, again: Sequence[Node]) -> None:
+def _compute_again(both: SavedTensors, node: Node, again: Sequence[Node]) -> None:
     """Let backward make ``node``, kept until now, by copies of forward's calls, the last of which is ``node``."""
     first = both.first_reader(node)
     copies: dict[Node, Node] = {}
@@ -189,20 +189,20 @@ def keep_less(graphs: Graphs, policy: FusionPolicy, *, outputs: int, static_inpu
         static_inputs: which of forward's inputs live on in any case: parameters and buffers.
     """
     forward, backward = (copy.deepcopy(module.graph) for module in graphs)
-    both = Handover(forward, backward, outputs, static_inputs)
+    both = SavedTensors(forward, backward, outputs, static_inputs)
     for node, level in _kept(both, policy):
         module, before = next(reversed(module_stack(node)), ""), both.nbytes()
         try:
             if isinstance(node.meta.get("recompute"), CheckpointPolicy):
-                raise Refusal(Kind.CHECKPOINTED, "selective checkpointing has decided to keep it")
+                raise Rejection(Kind.CHECKPOINTED, "selective checkpointing has decided to keep it")
             _LEVELS[level](both, node)
             log.info("%s in %s: memory=%r, %d bytes less kept", node.name, module, level, before - both.nbytes())
-        except Refusal as refusal:
+        except Rejection as refusal:
             log.info("%s in %s: memory=%r, but %s; kept as it is", node.name, module, level, refusal)
     return _finished(graphs, both)
 
 
-def _finished(graphs: Graphs, both: Handover) -> Graphs:
+def _finished(graphs: Graphs, both: SavedTensors) -> Graphs:
     """The edited graphs, in order and checked, as modules like those they were copied from."""
     from torch._inductor.pattern_matcher import stable_topological_sort  # not earlier: it imports the lowerings
 
@@ -214,7 +214,7 @@ def _finished(graphs: Graphs, both: Handover) -> Graphs:
     return _make_graph_module(graphs[0], both.forward), _make_graph_module(graphs[1], both.backward)
 
 
-def _kept(both: Handover, policy: FusionPolicy) -> list[tuple[Node, str]]:
+def _kept(both: SavedTensors, policy: FusionPolicy) -> list[tuple[Node, str]]:
     """The tensors that activations read and that are kept for backward, with their memory levels."""
     found: dict[Node, str] = {}
     for node in both.forward.nodes:
@@ -244,15 +244,15 @@ def unrounded(on: bool = True) -> Iterator[None]:
         _unrounded.reset(token)
 
 
-def _keep_fp8(both: Handover, node: Node) -> None:
+def _keep_fp8(both: SavedTensors, node: Node) -> None:
     value, exact = node.meta["val"], _unrounded.get()
     if value.dtype not in (torch.bfloat16, torch.float16, torch.float32) and not exact:
-        raise Refusal(Kind.FP8_DTYPE, f"it is {value.dtype}")
+        raise Rejection(Kind.FP8_DTYPE, f"it is {value.dtype}")
     if not compat.converts_to_fp8(value.device) and not exact:
-        raise Refusal(Kind.FP8_DEVICE, "this GPU has no instruction that makes float8_e4m3fn")
+        raise Rejection(Kind.FP8_DEVICE, "this GPU has no instruction that makes float8_e4m3fn")
     other = both.reader_of_rounding(both.same[node])
     if other is not None:
-        raise Refusal(Kind.ALSO_READ, f"backward reads it in {other.target}, too")
+        raise Rejection(Kind.ALSO_READ, f"backward reads it in {other.target}, too")
     stored, scale = _stored(both.forward, node, exact)
     first = both.first_reader(node)
     low = both.keep_instead(node, [stored, scale])
@@ -315,20 +315,20 @@ _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "autograd_ba
 # ---- "input" -------------------------------------------------------------------------------------
 
 
-def _keep_input(both: Handover, node: Node) -> None:
+def _keep_input(both: SavedTensors, node: Node) -> None:
     again: list[Node] = []  # forward's nodes to compute again in backward, in order
     keep: list[Node] = []  # and those to keep for that
     _plan(both, node, None, again, keep)
     if not any(map(is_gemm, again)):
-        raise Refusal(Kind.NO_GEMM, "no GEMM made it")
+        raise Rejection(Kind.NO_GEMM, "no GEMM made it")
     more, less = both.cost(keep), both.cost([node])
     if more >= less:
-        raise Refusal(Kind.COSTS_MORE, f"what it is made of takes {more} bytes, and is not kept otherwise")
+        raise Rejection(Kind.COSTS_MORE, f"what it is made of takes {more} bytes, and is not kept otherwise")
     both.keep_instead(node, keep)
     _compute_again(both, node, again)
 
 
-def _plan(both: Handover, node: Node, operand: str | None, again: list[Node], keep: list[Node]) -> None:
+def _plan(both: SavedTensors, node: Node, operand: str | None, again: list[Node], keep: list[Node]) -> None:
     """What it takes to have ``node`` in backward: GEMMs, sums of them, and views of what is there or kept for it.
 
     ``operand``: what a GEMM has it for, "data" or "weight" (or bias), if one does.
@@ -338,15 +338,15 @@ def _plan(both: Handover, node: Node, operand: str | None, again: list[Node], ke
         if source in again or source in keep or source in both.same:
             continue
         if base(source) in both.stale:
-            raise Refusal(Kind.MADE_OF_WRITTEN, f"it is made of {base(source)}, which forward writes")
-        if not isinstance(source.meta.get("val"), torch.Tensor) and not _is_quantised(source):
-            raise Refusal(Kind.MADE_OF_SIZE, f"it is made of {source}, a size that is not kept")
+            raise Rejection(Kind.MADE_OF_WRITTEN, f"it is made of {base(source)}, which forward writes")
+        if not isinstance(source.meta.get("val"), torch.Tensor) and not _is_quantized(source):
+            raise Rejection(Kind.MADE_OF_SIZE, f"it is made of {source}, a size that is not kept")
         product = not inside and (is_gemm(source) or source.target in SUMS)
-        if source.target in SAME_ELEMENTS or _is_quantised(source) or product:
+        if source.target in SAME_ELEMENTS or _is_quantized(source) or product:
             _plan(both, source, inside, again, keep)
         elif inside != "weight" and base(source) in both.callers.difference(map(base, both.kept())):
             text = f"it is made of {base(source)}, which the caller may write before backward needs it"
-            raise Refusal(Kind.MADE_OF_CALLERS, text)
+            raise Rejection(Kind.MADE_OF_CALLERS, text)
         else:
             keep.append(source)
     again.append(node)
@@ -357,10 +357,10 @@ def _data(gemm: Node) -> Any:
     return gemm.args[1] if getattr(gemm.target, "overloadpacket", None) in (aten.addmm, aten.baddbmm) else gemm.args[0]
 
 
-def _is_quantised(node: Node) -> bool:
+def _is_quantized(node: Node) -> bool:
     """Whether it is a weight in float8, or a part of that: a pass over the weight."""
     made = node.args[0] if node.target is operator.getitem else node
-    return isinstance(made, Node) and made.target is fused.quantise.default
+    return isinstance(made, Node) and made.target is fused.quantize.default
 
 
-_LEVELS: dict[str, Callable[[Handover, Node], None]] = {"fp8": _keep_fp8, "input": _keep_input}
+_LEVELS: dict[str, Callable[[SavedTensors, Node], None]] = {"fp8": _keep_fp8, "input": _keep_input}

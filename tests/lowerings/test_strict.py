@@ -172,7 +172,7 @@ def test_a_part_that_is_compiled_anew_does_not_speak_for_the_rest() -> None:
 
 def test_exported_graphs_are_whole() -> None:
     exported = torch.export.export(Body(normed), (torch.randn(4, 8),)).module()
-    from torch_fused_ops.lowerings import nothing_found
+    from torch_fused_ops.lowerings import strict
 
     with pytest.raises(tfo.UnfusedError, match="no MLP was found between 2 linear layers"):
-        nothing_found.check(exported.graph, ())  # type: ignore[arg-type]
+        strict.check(exported.graph, ())  # type: ignore[arg-type]
