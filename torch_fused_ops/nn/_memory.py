@@ -155,8 +155,8 @@ class _Recipe(NamedTuple):
         return cls(value, saved.shape, place)
 
     def get(self) -> Tensor:
-        value: Any = self.value()
-        value = value.to_local() if hasattr(value, "device_mesh") else value
+        value = self.value()
+        value = value.to_local() if hasattr(value, "device_mesh") else value  # type: ignore[attr-defined]
         if self.placed is None:
             return value.view(self.shape)
         from torch.distributed.tensor import DTensor
