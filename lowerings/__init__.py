@@ -83,7 +83,7 @@ def pick_up() -> Any:
                 f"torch_fused_ops on torch {torch.__version__}: {internals.tested()}. All that it needs is there; "
                 "please report what does not work."
             )
-    return import_module(f"{__name__}.{'without' if _off else 'passes'}")
+    return import_module(f"{__name__}.{'disabled' if _off else 'passes'}")
 
 
 def require() -> None:

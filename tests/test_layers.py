@@ -29,7 +29,7 @@ OPERATORS = [
     *(
         "activations",
         "formulas",
-        "recipes",
+        "float8_recipes",
         "float8",
         "declaration",
         "kernels",
@@ -40,56 +40,56 @@ OPERATORS = [
     ),
     *("viewless", "routing", "functional"),
 ]
-SITES = ["capturing", "reasons", "sites"]
+SITES = ["capture", "reasons", "sites"]
 POLICY = ["policy", "environment"]
 LAYERS: dict[str, list[str]] = {
     "virtual_gpu": [],
     "_version": [],
     "tiles": [],
-    "capturing": [],
+    "capture": [],
     "reasons": [],
     "sites": ["reasons"],
-    "known_gemms": [],
+    "gemm_registry": [],
     "flop_formulas": [],
     # operators
     "activations": [],
     "formulas": ["activations"],
-    "recipes": [],
-    "float8": ["formulas", "recipes"],
-    "policy": ["recipes", "tiles"],
+    "float8_recipes": [],
+    "float8": ["formulas", "float8_recipes"],
+    "policy": ["float8_recipes", "tiles"],
     "bench_ways": ["policy"],
     "arguments": ["_version", "policy", "bench_ways"],
     "environment": ["policy"],
     "switches": [],
-    "observers": ["policy"],
+    "fusion_events": ["policy"],
     "declaration": ["activations"],
-    "kernels": ["activations", "formulas", "recipes", "float8", "declaration"],
-    "distributed": ["recipes", "float8", "declaration"],
+    "kernels": ["activations", "formulas", "float8_recipes", "float8", "declaration"],
+    "distributed": ["float8_recipes", "float8", "declaration"],
     "operators": [
-        *("activations", "formulas", "recipes", "float8", "declaration", "kernels", "distributed", "flop_formulas"),
+        *("activations", "formulas", "float8_recipes", "float8", "declaration", "kernels", "distributed", "flop_formulas"),
         "switches",
     ],
     "reference": ["formulas", "operators"],
     "viewless": ["operators"],
     "routing": [],
-    "functional": ["activations", "recipes", "distributed", "operators", "viewless"],
+    "functional": ["activations", "float8_recipes", "distributed", "operators", "viewless"],
     "megatron": ["reference", "operators", "viewless", "routing", "functional"],
     "slapo": ["activations", "functional", "megatron"],
     # torch.compile
     "lowerings": [
-        *("virtual_gpu", "_version", "tiles", "switches", *POLICY, *SITES, "observers", "known_gemms", *OPERATORS)
+        *("virtual_gpu", "_version", "tiles", "switches", *POLICY, *SITES, "fusion_events", "gemm_registry", *OPERATORS)
     ],
-    "reports": ["virtual_gpu", "policy", *SITES, "observers", "lowerings"],
-    "verify": ["policy", *SITES, "observers", "lowerings", "reports"],
+    "reports": ["virtual_gpu", "policy", *SITES, "fusion_events", "lowerings"],
+    "verify": ["policy", *SITES, "fusion_events", "lowerings", "reports"],
     "planner": ["virtual_gpu", "policy", *SITES, "lowerings", "reports"],
     # modules
     "nn": ["virtual_gpu", *OPERATORS, "megatron", "tiles", "policy", *SITES, "lowerings", "reports"],
     "torch_fused_ops": [
-        *("_version", "arguments", *OPERATORS, "known_gemms", *POLICY, "lowerings", "reports", "verify", "planner")
+        *("_version", "arguments", *OPERATORS, "gemm_registry", *POLICY, "lowerings", "reports", "verify", "planner")
     ],
     "integrations": ["reports"],
     # tools
-    "testing": ["virtual_gpu", *OPERATORS],
+    "testing": OPERATORS,
     "benchmarks": [
         *("virtual_gpu", "bench_ways", "arguments", *OPERATORS, "policy", *SITES, "lowerings", "nn"),
         "torch_fused_ops",

@@ -1,18 +1,13 @@
-"""The virtual GPU is a package of its own: nothing of this library in it; and its old name."""
+"""The virtual GPU is a package of its own: nothing of this library in it."""
 
 from __future__ import annotations
 
-import importlib
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from torch_fused_ops import virtual_gpu
-
-OLD = "torch_fused_ops.testing.virtual_gpu"
 
 
 def test_it_is_whole_without_the_rest_of_the_library(tmp_path: Path) -> None:
@@ -25,17 +20,6 @@ print([name for name in sys.modules if name.startswith("torch_fused_ops") and na
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.splitlines() == ["sm_90", "[]"], done.stderr[-3000:]
-
-
-def test_the_old_name_gives_the_same_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name == OLD or name.startswith(f"{OLD}.")]:
-        monkeypatch.delitem(sys.modules, name)
-    with pytest.warns(DeprecationWarning, match=r"is now torch_fused_ops\.virtual_gpu") as warned:
-        kernels = importlib.import_module(f"{OLD}.kernels")
-        again = importlib.import_module(OLD)
-    assert len(warned) == 1
-    assert again is virtual_gpu and kernels is virtual_gpu.kernels
-    assert importlib.import_module(f"{OLD}.paper").compile_on_paper is virtual_gpu.compile_on_paper
 
 
 def test_a_compiler_that_is_imported_while_kernels_are_interpreted_is_whole() -> None:
