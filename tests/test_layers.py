@@ -66,8 +66,8 @@ LAYERS: dict[str, list[str]] = {
     "kernels": ["activations", "formulas", "float8_recipes", "float8", "declaration"],
     "distributed": ["float8_recipes", "float8", "declaration"],
     "operators": [
-        *("activations", "formulas", "float8_recipes", "float8", "declaration", "kernels", "distributed", "flop_formulas"),
-        "switches",
+        *("activations", "formulas", "float8_recipes", "float8", "declaration", "kernels", "distributed"),
+        *("flop_formulas", "switches"),
     ],
     "reference": ["formulas", "operators"],
     "viewless": ["operators"],
