@@ -114,7 +114,7 @@ for error, args, text in (
 
 # under the compiler it is an ordinary node; the memory tables know it; DTensor has its rules
 from torch._inductor.utils import run_and_get_code
-from torch_fused_ops.lowerings import handover, memory, partition
+from torch_fused_ops.lowerings import memory_levels, partition, saved_tensors
 from torch_fused_ops.distributed import sharding
 
 x, b, s = leaf(6, 8), leaf(8), leaf(6)
@@ -123,7 +123,7 @@ fn = torch.compile(lambda x, b, s: F.bias_square(torch.tanh(x), b, s, 1.5) * 2, 
 result, codes = run_and_get_code(lambda: torch.autograd.grad(fn(x, b, s).sum(), (x, b, s)))
 close(result, torch.autograd.grad((square(torch.tanh(x), b, s, 1.5) * 2).sum(), (x, b, s)))
 assert codes and not any("fused.bias_square" in code for code in codes)
-assert handover.DATA[F.bias_square_backward.default] == (1,) and F.bias_square.default in memory.OPERATOR
+assert saved_tensors.DATA[F.bias_square_backward.default] == (1,) and F.bias_square.default in memory_levels.OPERATOR
 assert "bias_square" in partition.RECOMPUTED and set(schemas) <= set(sharding.rules())
 
 # `python -m torch_fused_ops check` has it, and its samples
