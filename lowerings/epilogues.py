@@ -228,7 +228,7 @@ class Lowering:
             return _by_library(work, call, *operands)
         product = _gemm(work, call, *operands)
         if V.graph.is_inference and self.guard(lambda: _is_fastest(work, product)):
-            return _by_library(work, call, *operands)  # nobody reads the product then, and Inductor drops it
+            return _by_library(work, call, *operands)  # the product has no reader then, and Inductor drops it
         return _activation(work, call, product, operands[0])
 
 

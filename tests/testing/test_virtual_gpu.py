@@ -247,7 +247,7 @@ def test_a_checkpoint_around_attention(dtype):
 
     paper = compile_on_paper(fn, *qkv)
     assert paper.saved_bytes() == sum(each.nbytes for each in qkv)
-    assert paper.timeline().kept == 4 * qkv[0].nbytes  # with the result
+    assert paper.timeline().between == 4 * qkv[0].nbytes  # with the result
 
 
 def test_a_mask_is_laid_out_for_the_kernel():

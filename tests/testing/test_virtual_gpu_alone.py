@@ -35,7 +35,7 @@ def test_the_old_name_gives_the_same_modules(monkeypatch: pytest.MonkeyPatch) ->
         again = importlib.import_module(OLD)
     assert len(warned) == 1
     assert again is virtual_gpu and kernels is virtual_gpu.kernels
-    assert importlib.import_module(f"{OLD}.paper").compile_on_paper is virtual_gpu.compile_on_paper
+    assert importlib.import_module(f"{OLD}.compile").compile_on_paper is virtual_gpu.compile_on_paper
 
 
 def test_a_compiler_that_is_imported_while_kernels_are_interpreted_is_whole() -> None:

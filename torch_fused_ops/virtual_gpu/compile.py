@@ -138,7 +138,7 @@ class _Passes:
 
     def uuid(self) -> str:
         """A key: nothing is cached here, but without a key Inductor warns that it cannot cache."""
-        return f"on paper {id(self)}"
+        return f"without a device {id(self)}"
 
 
 def _append_passes(slot: str, passes: Sequence[GraphPass]) -> dict[str, Any]:

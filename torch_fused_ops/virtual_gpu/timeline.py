@@ -41,7 +41,7 @@ class Event:
         after: bytes alive once the tensors that this call was the last to read are freed.
         waiting: bytes of `after` that nothing reads any more: Inductor keeps their memory for a later result.
         nbytes: bytes that it reads and writes (`Launch.bytes_moved`).
-        flop: of matrix products and attention, as `work.flop_of_bf16` counts them.
+        flop: of GEMMs and attention, as `work.flop_of_bf16` counts them.
         modules: as `Launch.modules`.
     """
 
