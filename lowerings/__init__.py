@@ -1,7 +1,7 @@
-"""The Inductor plug-in: pick-up, memory policy and lowerings of the fused operators.
+"""The Inductor plug-in: fusion passes, memory policy and lowerings of the fused operators.
 
-Lives at the top of the repository, is installed and imported as ``torch_fused_ops.lowerings`` and under no other
-name: a second copy would register every lowering and pass twice.
+The package lies at the top of the repository. It is installed and imported as ``torch_fused_ops.lowerings`` and under
+no other name: a second copy would register every lowering and pass twice.
 """
 
 if __name__ != "torch_fused_ops.lowerings":
@@ -28,17 +28,17 @@ def register() -> None:
     """Put our operators into Inductor's and the partitioner's tables, and our identity into cache keys. Idempotent.
 
     Runs by itself when ``torch._inductor.lowering`` is first imported (see ``torch_fused_ops/__init__.py``). Where this
-    torch lacks what it takes, pick-up is off, and Inductor calls our operators as it calls anybody's.
+    torch lacks a name of ``internals``, the fusion passes are off, and Inductor calls our operators as any others.
     """
     global _registered
     me = get_ident()
-    # operators registers as it is imported: when *it* is what imports Inductor first, it is still half way through
-    # here. Another thread waits for the imports; a lock of ours besides could wait for them the other way round.
+    # The module operators registers as it is imported. If it is the first to import Inductor, it is half way through
+    # here. Another thread waits for the imports; a lock of ours could wait for them in the other order.
     if _registered or me in _registering:
         return
     _registering.add(me)
     try:
-        _turn_off(_lacking(imported=True))
+        _check(imported=True)
         if not _off:
             for name in ("dropout", "float8", "operators", "softmax"):
                 import_module(f"{__name__}.{name}")
@@ -54,40 +54,41 @@ def register() -> None:
     _registered = True
 
 
-def _lacking(imported: bool = False) -> str:
+def _check(imported: bool = False) -> None:
     names = internals.missing(imported)
-    return f"it has no {', '.join(names)}" if names else ""
+    _turn_off(f"it lacks {', '.join(names)}" if names else "")
 
 
 def _turn_off(why: str) -> None:
     global _off
     if why and not _off:
         _off = why
-        internals.warn(f"{off()} Operators work as they are; torch.compile does not find MLPs.")
+        internals.warn(f"{off()} The operators still work; torch.compile fuses no MLPs.")
 
 
 def off() -> str:
-    """Why pick-up is off on this torch; "" where nothing is known to miss."""
-    return _off and f"torch_fused_ops: pick-up is off on torch {torch.__version__} ({_off}); {internals.tested()}."
+    """The reason why the fusion passes are off on this torch, for messages; "" where they are on."""
+    version = f"{torch.__version__} ({_off}); {internals.tested()}"
+    return _off and f"torch_fused_ops: the fusion passes are off on torch {version}."
 
 
 def pick_up() -> Any:
-    """The module of passes; where pick-up is off, one with the same functions, which leave everything as it is."""
+    """The module ``passes``; where the fusion passes are off, ``disabled``, whose functions do nothing."""
     global _checked
     register()
     if not _checked:
         _checked = True
-        _turn_off(_lacking())
+        _check()
         if not _off and internals.is_newer(torch.__version__):
             internals.warn(
-                f"torch_fused_ops on torch {torch.__version__}: {internals.tested()}. All that it needs is there; "
-                "please report what does not work."
+                f"torch_fused_ops on torch {torch.__version__}: {internals.tested()}. It has all that is needed; "
+                "please report errors."
             )
     return import_module(f"{__name__}.{'disabled' if _off else 'passes'}")
 
 
 def require() -> None:
-    """RuntimeError where pick-up is off."""
+    """Raise RuntimeError where the fusion passes are off."""
     pick_up()
     if _off:
         raise RuntimeError(off())

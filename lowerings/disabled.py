@@ -1,4 +1,4 @@
-"""What ``passes`` is where pick-up is off (``internals``): nothing is picked up, and ``strict`` says so."""
+"""The functions of ``passes`` where the fusion passes are off (``internals``): nothing is fused; ``strict`` raises."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ def _unless_strict(policy: FusionPolicy | None) -> None:
 
 
 def active_policy() -> FusionPolicy | None:
-    """None is in force."""
+    """Return None: no policy is in force."""
     return None
 
 
 def enable(policy: FusionPolicy | None = None) -> None:
-    """Nothing."""
+    """Do nothing, unless the policy is strict."""
     _unless_strict(policy)
 
 
 def disable() -> None:
-    """Nothing."""
+    """Do nothing."""
 
 
 @contextmanager
 def enabled(policy: FusionPolicy | None = None) -> Iterator[None]:
-    """Nothing."""
+    """Do nothing, unless the policy is strict."""
     _unless_strict(policy)
     yield
 
 
 def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The options as they are."""
+    """Return the options unchanged."""
     _unless_strict(policy)
     return dict(options or {})

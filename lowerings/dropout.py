@@ -1,8 +1,8 @@
 """``fused::dropout_add`` → Inductor IR: the generator is part of the element function, so the mask is no tensor.
 
-The index of an element is that in its own tensor, row-major, whatever the kernel's order is: eager and compiled masks
-are the same. Inductor simplifies it to the kernel's own index, of which a thread has some contiguous ones, and LLVM
-then finds that four of them ask the generator for the same.
+An element's index is row-major in its own tensor, whatever the kernel's order is, so eager and compiled masks are the
+same. Inductor simplifies it to the kernel's own index, of which a thread has some contiguous ones. LLVM then finds that
+four of them call the generator with the same arguments.
 """
 
 from __future__ import annotations
@@ -33,16 +33,12 @@ def _row_major(size: Sequence[Any]) -> list[Load]:
     return [lambda index: ops.bitwise_right_shift(place(index), ops.constant(2, torch.int64)), place]
 
 
-def _single(box: Box) -> Load:
-    """A tensor's one element."""
-    load, ndim = box.make_loader(), len(box.get_size())
-    return lambda _: load([0] * ndim)
-
-
 def _random(size: Sequence[Any], seed: Box, p: float) -> list[Load | None]:
-    """What the generator reads, where anything is random."""
-    none: list[Load | None] = [None, None, None]
-    return none if formulas.keep_threshold(p) in (0, 2**32) else [*_row_major(size), _single(seed)]
+    """The generator's loads; None for each where nothing is random."""
+    if formulas.keep_threshold(p) in (0, 2**32):
+        return [None, None, None]
+    load, ndim = seed.make_loader(), len(seed.get_size())
+    return [*_row_major(size), lambda _: load([0] * ndim)]
 
 
 def _dropout_add(input: Box, bias: Box | None, residual: Box | None, seed: Box, p: float) -> Box:
@@ -57,15 +53,10 @@ def _dropout_add(input: Box, bias: Box | None, residual: Box | None, seed: Box, 
     return e.node(formulas.dropout_add_element, p, dtype=(input if residual is None else residual).get_dtype())
 
 
-def _kept_grad(grad: Tensor, d_input: Tensor, p: float) -> Tensor:
-    """The input's gradient before it was rounded to d_input: 0 where that is, which is where nothing was kept."""
-    kept = torch.where(torch.isnan(d_input), d_input, grad * formulas.keep_scale(p))
-    return torch.where(d_input == 0, 0.0, kept)
-
-
-def _shows_zeros(grad: torch.dtype, d_input: torch.dtype) -> bool:
-    """Whether a gradient of that dtype is 0 in the other only where it is 0."""
-    return torch.finfo(d_input).tiny <= torch.finfo(grad).tiny
+def _unrounded_grad(grad: Tensor, d_input: Tensor, p: float) -> Tensor:
+    """The input's gradient before it was rounded to d_input: 0 where that is, which is where it was dropped."""
+    scaled = torch.where(torch.isnan(d_input), d_input, grad * formulas.keep_scale(p))
+    return torch.where(d_input == 0, 0.0, scaled)
 
 
 def _dropout_add_backward(
@@ -76,7 +67,10 @@ def _dropout_add_backward(
     bias_dtype: torch.dtype | None,
     output_mask: Sequence[bool],
 ) -> tuple[Box | None, ...]:
-    size, d_input, d_bias, shows_zeros = grad.get_size(), None, None, _shows_zeros(grad.get_dtype(), dtype)
+    size, d_input, d_bias = grad.get_size(), None, None
+    shows_zeros = (
+        torch.finfo(dtype).tiny <= torch.finfo(grad.get_dtype()).tiny
+    )  # a gradient is 0 in dtype only if it is 0
     if torch.float64 in (dtype, bias_dtype):
         grad = to_dtype(grad, torch.float64)
     e = operators._Elementwise(size, (grad, operators._here), integers=_random(size, seed, p))
@@ -85,10 +79,10 @@ def _dropout_add_backward(
         operators._before_sums(output_mask[1:], d_input)
     if output_mask[1] and bias_dtype is not None:
         if d_input is not None and shows_zeros:
-            # Where a thread adds up columns the compiler shares few calls of the generator: 48 instructions an element
-            # on sm_90, for bfloat16, where reading one more tensor takes 9, and as long as 14.
+            # Where a thread adds columns the compiler shares few calls of the generator: 48 instructions an element on
+            # sm_90, for bfloat16. Reading one more tensor takes 9, and as long as 14.
             terms = operators._Elementwise(size, (grad, operators._here), (d_input, operators._here)).node(
-                _kept_grad, p
+                _unrounded_grad, p
             )
         else:
             terms = e.node(formulas.dropout_input_grad, p)

@@ -1,16 +1,16 @@
-"""Stage 3's choice of GEMM: a linear layer and its activation as one call of the vendor's library.
+"""Choice of GEMM in the post-grad pass: a linear layer and its activation as one call of the vendor's library.
 
-Inductor knows two ways for a GEMM and the activation behind it: the library's GEMM and then a pointwise kernel, or one
-of its own Triton templates with the activation as its epilogue. CUDA has a third, which Inductor never takes:
+Inductor has two implementations of a GEMM and the activation behind it: the library's GEMM and then a pointwise kernel,
+or one of its own Triton templates with the activation as its epilogue. CUDA has a third, which Inductor never takes:
 cuBLASLt's own epilogue, ``aten._addmm_activation``, for relu and tanh's GELU. Here it is one more choice at inference,
-for what the stages before have left as ``addmm → fused.bias_act``:
+where the earlier passes leave ``addmm → fused.bias_act``:
 
-``"measured"``  under max-autotune it is timed against Inductor's ways and taken only where it is the fastest. Nothing
-                is measured otherwise, and then nothing changes.
+``"measured"``  under max-autotune it is timed against Inductor's variants and taken only where it is the fastest.
+                Otherwise nothing is measured, and nothing changes.
 ``"library"``   it is taken wherever ``find`` finds it possible.
 
-The pass leaves one node for the two, in the way of Inductor's own pattern matcher: a function that lowers itself. By
-then is known what the choice needs: whether the graph is one of inference, and how fast upstream's choices are.
+The pass replaces the two nodes by one, as Inductor's own pattern matcher does: a function that lowers itself. At
+lowering it is known whether the graph is one of inference, and how fast Inductor's variants are.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ log = logging.getLogger("torch_fused_ops")
 aten, fused = torch.ops.aten, torch.ops.fused
 
 Box = Any  # ir.TensorBox
-Guard: TypeAlias = Callable[[Callable[[], Any]], Any]  # what a function returns; None where it fails
+Guard: TypeAlias = Callable[[Callable[[], Any]], Any]  # calls a function; None where it fails
 
-# What the library's epilogue computes: its ``use_gelu``, and the dtypes in which it may stand for ours. Its GELU is no
-# more exact than PyTorch's, which loses the negative tail: in float32, all digits of it. relu is exact.
+# The library's epilogues by activation: its ``use_gelu``, and the dtypes in which it may replace ours. Its GELU is as
+# inexact as PyTorch's, which loses the negative tail: in float32, all digits of it. relu is exact.
 HALF = (torch.bfloat16, torch.float16)
 ACTIVATIONS: dict[str, tuple[bool, tuple[torch.dtype, ...]]] = {
     "relu": (False, (*HALF, torch.float32)),
     "gelu_tanh": (True, HALF),
 }
 
-# The same elements in the same order: in front of an activation as good as behind it.
+# The same elements in the same order: they commute with an activation.
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a GEMM and the activation behind it compute.
+    """A GEMM and the activation behind it.
 
     Attributes:
         gemm: ``aten.addmm``, or ``aten.mm`` where the activation adds the bias.
@@ -67,13 +67,13 @@ class Work:
 
     @property
     def late_bias(self) -> bool:
-        """Whether the activation adds the bias."""
+        """True where the activation adds the bias."""
         return bool(self.gemm is aten.mm.default)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Where it stands in a graph: the activation alone reads the GEMM, maybe through views (the last one first)."""
+    """The nodes of a ``Work`` in a graph: the activation alone reads the GEMM, maybe through views (last first)."""
 
     work: Work
     operands: tuple[Node, Node, Node]
@@ -86,22 +86,22 @@ class Pair:
 
 
 def wanted(policy: FusionPolicy) -> bool:
-    """Whether there is anything to choose, by the policy and by Inductor's settings."""
+    """Tell whether the policy and Inductor's settings leave a choice."""
     if policy.epilogues != "measured":
         return policy.epilogues == "library"
-    # What is chosen by time differs from run to run; and who leaves ATen out of the backends wants no library's GEMM.
+    # A choice by time differs from run to run. A user who leaves ATen out of the backends wants no library GEMM.
     deterministic = inductor_config.deterministic or torch.are_deterministic_algorithms_enabled()
     return autotuned("ATEN") and not deterministic
 
 
 def autotuned(backend: str) -> bool:
-    """Whether this backend competes for GEMMs."""
+    """Tell whether this backend competes for GEMMs."""
     backends = inductor_config.max_autotune_gemm_backends.upper().replace(" ", "").split(",")
     return backend in backends and bool(inductor_config.max_autotune or inductor_config.max_autotune_gemm)
 
 
 def find(graph: Graph, policy: FusionPolicy) -> Iterator[Pair]:
-    """The pairs of a post-grad graph that the library can compute in one call and that the policy does not exclude."""
+    """Find the pairs of a post-grad graph that the library can compute in one call and the policy does not exclude."""
     for node in graph.find_nodes(op="call_function", target=fused.bias_act.default):
         pair = _pair(node)
         excluded = policy.excluding(enclosing_modules(module_stack(node))) is not None
@@ -111,30 +111,30 @@ def find(graph: Graph, policy: FusionPolicy) -> Iterator[Pair]:
 
 def _pair(node: Node) -> Pair | None:
     names = [argument.name for argument in fused.bias_act.default._schema.arguments]
-    of: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    gemm, bias, views = of["input"], of["bias"], []
+    arguments: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    gemm, bias, views = arguments["input"], arguments["bias"], []
     while gemm.target in VIEWS and len(gemm.users) == 1:
         views.append(gemm)
         gemm = gemm.args[0]
-    # Not where it is scaled, where others read what the GEMM makes (training keeps it), or with an alpha or a beta.
-    if of["token_scale"] is not None or len(gemm.users) != 1 or any(v != 1 for v in gemm.kwargs.values()):
+    # Not with a scale, an alpha or a beta, nor where others read the GEMM's result (training saves it).
+    if arguments["token_scale"] is not None or len(gemm.users) != 1 or any(v != 1 for v in gemm.kwargs.values()):
         return None
     operands = gemm.args if bias is None else (bias, *gemm.args)
     if gemm.target is not (aten.addmm.default if bias is None else aten.mm.default):
         return None
-    work = Work(gemm.target, of["activation"], tuple(operand.meta["val"] for operand in operands))
+    work = Work(gemm.target, arguments["activation"], tuple(operand.meta["val"] for operand in operands))
     return Pair(work, operands, gemm, tuple(views), node)
 
 
 def library_computes(work: Work, out: Tensor) -> bool:
-    """Whether ATen hands this to cuBLASLt in one call: ``isInputCompliesAddmmCudaLt`` in its Blas.cpp.
+    """Tell whether ATen computes this by one call of cuBLASLt: ``isInputCompliesAddmmCudaLt`` in its Blas.cpp.
 
-    Elsewhere ``_addmm_activation`` is a GEMM and a pointwise kernel; an operand without a stride of 1 it copies.
+    Elsewhere ``_addmm_activation`` is a GEMM and a pointwise kernel; it copies an operand without a stride of 1.
     https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/cuda/Blas.cpp
 
     Args:
         work: the GEMM and the activation.
-        out: like what the activation makes.
+        out: like the activation's result.
     """
     bias, x, w = work.likes
     (m, k), n = x.shape, w.shape[1]
@@ -151,7 +151,7 @@ def library_computes(work: Work, out: Tensor) -> bool:
 
 
 def has_library(device: torch.device) -> bool:
-    """Whether a device's library is cuBLASLt. On CPUs, oneDNN and Inductor's C++ templates have their own epilogues."""
+    """Tell whether a device's library is cuBLASLt. (On CPUs oneDNN and Inductor's C++ templates have epilogues.)"""
     return device.type == "cuda" and not torch.version.hip
 
 
@@ -159,19 +159,19 @@ def has_library(device: torch.device) -> bool:
 
 
 def rewrite(graph: Graph, policy: FusionPolicy, guard: Guard) -> int:
-    """Make one node of each pair that ``find`` finds, all found before any is edited; return how many there were.
+    """Replace each pair that ``find`` finds by one node, once all are found; return the number of pairs.
 
     Args:
-        graph: one that went through the post-grad passes.
-        policy: whose ``epilogues`` and ``exclude`` hold.
-        guard: runs what may fail at lowering, and returns None where it does.
+        graph: a graph after the post-grad passes.
+        policy: its ``epilogues`` and ``exclude`` decide.
+        guard: calls a function that may fail at lowering, and returns None where it does.
     """
     pairs = list(find(graph, policy)) if wanted(policy) else []
     for pair in pairs:
         with graph.inserting_before(pair.activation):
             new = graph.call_function(Lowering(pair.work, policy.epilogues, guard), pair.operands)
             new.meta = {**pair.activation.meta, "val": pair.gemm.meta["val"]}
-            if pair.views:  # the last one says what the result looks like
+            if pair.views:  # the last view has the result's shape
                 new = graph.create_node("call_function", pair.views[0].target, (new, *pair.views[0].args[1:]))
                 new.meta = dict(pair.activation.meta)
         pair.activation.replace_all_uses_with(new)
@@ -182,7 +182,7 @@ def rewrite(graph: Graph, policy: FusionPolicy, guard: Guard) -> int:
 
 # ---- choosing -------------------------------------------------------------------------------------------------------
 
-Call: TypeAlias = Callable[[Any], Callable[..., Any]]  # an operator to what computes it: itself, or its lowering
+Call: TypeAlias = Callable[[Any], Callable[..., Any]]  # an operator to its implementation: itself, or its lowering
 
 
 def _by_library(work: Work, call: Call, bias: Any, x: Any, w: Any) -> Any:
@@ -198,12 +198,12 @@ def _activation(work: Work, call: Call, product: Any, bias: Any) -> Any:
 
 
 class Lowering:
-    """What a pair's node calls: the library, or upstream's GEMM and our activation, to be fused as they would be.
+    """The target of a pair's node: the library's call, or Inductor's GEMM and our activation, to be fused as usual.
 
     Args:
-        work: what the pair computes.
+        work: the GEMM and the activation.
         how: the policy's ``epilogues``.
-        guard: runs what may fail.
+        guard: calls a function that may fail.
     """
 
     _inductor_lowering_function = True
@@ -216,7 +216,7 @@ class Lowering:
         return f"{self.work.activation}({self.work.gemm.overloadpacket.__name__})"
 
     def _inductor_lowering_output_metadata_fn(self, *operands: Tensor) -> Tensor:
-        """The result's fake tensor, which torch ≥ 2.15 renews where what is in front of the node has changed."""
+        """The result's fake tensor, which torch ≥ 2.15 renews where the node's inputs have changed."""
         return _by_library(self.work, _as_operator, *operands)  # type: ignore[no-any-return]
 
     def __call__(self, *operands: Box) -> Box:
@@ -228,17 +228,18 @@ class Lowering:
             return _by_library(work, call, *operands)
         product = _gemm(work, call, *operands)
         if V.graph.is_inference and self.guard(lambda: _is_fastest(work, product)):
-            return _by_library(work, call, *operands)  # nobody reads the product then, and Inductor drops it
+            return _by_library(work, call, *operands)  # the product has no reader then, and Inductor drops it
         return _activation(work, call, product, operands[0])
 
 
 def _is_fastest(work: Work, product: Box) -> bool:
-    """Whether the library's call takes less time than upstream's GEMM with our kernel behind it, and than each of the
-    templates without an epilogue: how fast those are with one is known after scheduling only, but it is not faster.
+    """Tell whether the library's call takes less time than its GEMM with our kernel behind it, and than any template.
+
+    Templates are timed without an epilogue. With one, their time is known only after scheduling, and is no shorter.
     """
     from torch._inductor.virtualized import V
 
-    if V.graph.cpp_wrapper:  # what is timed is called from Python
+    if V.graph.cpp_wrapper:  # the timed calls are Python's
         return False
     library, ours = _times(work)
     template = _fastest_template(product)
@@ -247,7 +248,7 @@ def _is_fastest(work: Work, product: Box) -> bool:
 
 
 def _fastest_template(product: Box) -> float:
-    """The milliseconds of the fastest of what competes with the library's GEMM; 0 where it is chosen already."""
+    """The milliseconds of the fastest competitor of the library's GEMM; 0 where one is chosen already."""
     from torch._inductor import ir
     from torch._inductor.select_algorithm import ExternKernelCaller
 
@@ -264,7 +265,7 @@ _measured: dict[Any, tuple[float, float]] = {}  # a model's layers are alike: ea
 
 
 def _times(work: Work) -> tuple[float, float]:
-    """The milliseconds of the library's call, and of the library's GEMM and our kernel; symbolic sizes as captured."""
+    """The milliseconds of the library's call, and of its GEMM with our kernel; symbolic sizes as captured."""
     key = work.gemm, work.activation, *((like.device, like.dtype, *_numbers(like)) for like in work.likes)
     if key not in _measured:
 
@@ -289,8 +290,9 @@ def _numbers(like: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _milliseconds(name: str, fn: Callable[..., Any], likes: Sequence[Tensor]) -> float:
-    """The time of a function of tensors like these, compiled by Inductor in the way in which it times decompositions:
-    without autotuning, so that a GEMM is the library's.
+    """Time a function of tensors like these, compiled by Inductor as it times decompositions.
+
+    That is without autotuning, so that a GEMM is the library's.
     """
     from torch._dynamo.testing import rand_strided
     from torch._inductor import ir

@@ -1,8 +1,8 @@
-"""Stage 3 for linear layers in float8: ``quantize``, ``quantize_by``, ``dequantize``, ``scaled_mm`` as Inductor IR.
+"""Lowerings for linear layers in float8: ``quantize``, ``quantize_by``, ``dequantize``, ``scaled_mm`` as Inductor IR.
 
-What is quantized along its rows is fused with whatever makes it, an activation or a norm: that is Inductor's own
-work, given the formula in aten. What is quantized along its columns is stored transposed, and Inductor reads or
-writes that across the rows (pytorch#130015): on GPUs a kernel of ours does it (``kernels/float8.py``).
+Inductor fuses a quantization along rows with its producer, an activation or a norm, from the formula in aten. A tensor
+quantized along its columns is stored transposed, which Inductor reads or writes across the rows (pytorch#130015): on
+GPUs a kernel of ours does it (``kernels/float8.py``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Box = Any  # ir.TensorBox
 
 
 class _Lowered(Interpreter):
-    """Runs a graph of aten's calls on Inductor's boxes."""
+    """Interpreter of a graph of aten's calls on Inductor's boxes."""
 
     def run_node(self, n: Node) -> Any:
         value = n.meta.get("val")
@@ -45,14 +45,14 @@ class _Lowered(Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in VIEWS and len(args[1]) < len(args[0].get_size()) and not operators.is_on_gpu(args[0]):
-            # Blocks are written as blocks. As rows, the index of their scales is a quotient; Inductor's C++ then splits
-            # the loop, and where it fused loops of another order with it, that is an assertion (try_loop_split).
+            # Keep loops over blocks. Over rows, the index of their scales is a quotient: Inductor's C++ then splits the
+            # loop, which asserts where it has fused loops of another order (try_loop_split).
             args[0].realize()
         return lowerings.get(target, target)(*args, **kwargs)
 
 
 class _Like(NamedTuple):
-    """What of a box a trace depends on."""
+    """The properties of a box that a trace depends on."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -61,27 +61,27 @@ class _Like(NamedTuple):
 
 
 def _inlined(function: Callable[..., Any], *args: Any) -> Any:
-    """``function`` of boxes and of other arguments, as aten's calls, lowered."""
+    """Lower ``function`` of boxes and other arguments, as aten's calls."""
     from torch._inductor import config, ir
     from torch._inductor.virtualized import V
 
     with V.fake_mode, torch.no_grad():
-        given = [ir.ir_node_to_tensor(a) if isinstance(a, ir.TensorBox) else a for a in args]
-    tensors = [a for a in given if isinstance(a, torch.Tensor)]
+        values = [ir.ir_node_to_tensor(a) if isinstance(a, ir.TensorBox) else a for a in args]
+    tensors = [a for a in values if isinstance(a, torch.Tensor)]
     if all(isinstance(number, int) for tensor in tensors for number in (*tensor.shape, *tensor.stride())):
-        likes = (_Like(a.shape, a.stride(), a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in given)
+        likes = (_Like(a.shape, a.stride(), a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in values)
         traced = _traced(function, tuple(likes), config.fallback_random)
     else:
-        traced = _trace(function, given)
+        traced = _trace(function, values)
     return _Lowered(traced).run(*(a for a in args if isinstance(a, ir.TensorBox)))
 
 
 def _trace(function: Callable[..., Any], args: Sequence[Any]) -> GraphModule:
-    """``function`` of tensors and of other arguments, as aten's calls on the tensors."""
+    """Trace ``function`` of tensors and other arguments to aten's calls on the tensors."""
 
     def of_tensors(*tensors: torch.Tensor) -> Any:
-        rest = iter(tensors)
-        return function(*(next(rest) if isinstance(a, torch.Tensor) else a for a in args))
+        remaining = iter(tensors)
+        return function(*(next(remaining) if isinstance(a, torch.Tensor) else a for a in args))
 
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     traced: GraphModule = make_fx(of_tensors, decomposition_table=select_decomp_table())(*tensors)
@@ -90,22 +90,21 @@ def _trace(function: Callable[..., Any], args: Sequence[Any]) -> GraphModule:
 
 @functools.lru_cache(256)
 def _traced(function: Callable[..., Any], args: tuple[Any, ...], fallback_random: bool) -> GraphModule:
-    """``_trace`` of what has those sizes, once: layers have them in common. The setting is the decompositions' own."""
+    """``_trace`` once for equal sizes, which layers share. Decompositions depend on the setting."""
     from torch._inductor.virtualized import V
 
     def like(a: Any) -> Any:
         return torch.empty_strided(a.size, a.stride, dtype=a.dtype, device=a.device) if isinstance(a, _Like) else a
 
     with V.fake_mode, torch.no_grad():
-        given = [like(a) for a in args]
-    traced = _trace(function, given)
+        traced = _trace(function, [like(a) for a in args])
     for node in traced.graph.nodes:
-        node.meta.clear()  # it has tensors of the compilation's, and they have all of it
+        node.meta.clear()  # it has tensors of the compilation, which keep all of it alive
     return traced
 
 
 def _is_transposed() -> bool:
-    """Whether what is being lowered reads a matrix the other way round."""
+    """Tell whether the node that is being lowered reads a transposed matrix."""
     from torch._inductor.virtualized import V
 
     node = V.graph.current_node
@@ -116,14 +115,14 @@ _by_kernel = {
     name: fallback_handler(getattr(fused, name).default, add_to_fallback_set=False)
     for name in ("quantize", "quantize_by", "scaled_mm", "scaled_mm_tiled")
 }
-# By compilation and by the FX node of scales. Both products that read a matrix read its scales.
+# By compilation and by the FX node of scales. Both GEMMs that read a matrix read its scales.
 _tiles: WeakKeyDictionary[Any, dict[Node, Box]] = WeakKeyDictionary()
 
 
 def _halves(box: Box) -> tuple[Box, Box] | None:
-    """The two tensors that lie side by side in a matrix's rows, as gate's and up's gradients do where they are packed.
+    """The two tensors that lie side by side in a matrix's rows, as packed gradients of gate and up do.
 
-    Read as one, it would have to be there as a whole: a kernel of its own would read it again.
+    Read as one matrix they would have to be in memory as a whole: a kernel of its own would read them again.
     """
     from torch._inductor import ir
 
@@ -162,7 +161,7 @@ def _dequantize(values: Box, scales: Box, rows: int, dtype: torch.dtype) -> Box:
 
 
 def _tiled(scales: Box, node: Node) -> Box:
-    """As the tensor cores read them, by the kernel that quantizes: float32 is then not written at all."""
+    """Scales in the tensor cores' layout, from the kernel that quantizes: it then writes no float32."""
     from torch._inductor.virtualized import V
 
     known = _tiles.setdefault(V.graph, {})
@@ -208,9 +207,9 @@ TRANSPOSED = {aten.t.default, aten.permute.default, aten.transpose.int}  # of a 
 
 
 def merged(graphs: Graphs) -> Graphs:
-    """A pair of graphs in which what is quantized more than once is so in one pass; without float8 the pair itself.
+    """Merge quantizations of one tensor into one pass over it; without float8 return the pair of graphs itself.
 
-    Backward does not round twice what it has. On GPUs what is quantized along rows and along columns is one call:
+    Backward does not round a tensor twice. On GPUs quantizations along rows and along columns become one call;
     elsewhere Inductor's code for the single steps does as well.
     """
     from torch._inductor.pattern_matcher import stable_topological_sort  # not earlier: it imports the lowerings
@@ -237,24 +236,24 @@ def _is_on_gpu(node: Node) -> bool:
 
 
 def _round_once(graph: Graph) -> None:
-    """Quantize what a graph has itself, and not what that loads as.
+    """Quantize a tensor that a graph has, instead of its quantized and dequantized copy.
 
-    The input of a linear layer is kept as it was multiplied, or rebuilt. Where it is rebuilt, rounding it in one form
-    of blocks and then in the other is work for nothing: both round to the same numbers, but for the smallest.
+    A linear layer's input is saved in the form that was multiplied, or recomputed. Where it is recomputed, rounding
+    it in one form of blocks and then in the other is useless: both round to the same numbers, but for the smallest.
     """
     for node in graph.find_nodes(op="call_function", target=fused.dequantize.default):
         values, block = node.args[0], _block_of_columns(node)
         uses = _uses(node, *block)
-        made: Any = values.args[0] if values.target is operator.getitem else None
-        alone = uses.columns and not (uses.rows or uses.sums or uses.others)  # no rounding that somebody asked for
-        if alone and isinstance(made, Node) and _is_quantize(made, node.args[2], block[1]):
-            source: Any = made.args[0]
+        producer: Any = values.args[0] if values.target is operator.getitem else None
+        alone = uses.columns and not (uses.rows or uses.sums or uses.others)  # no rounding that the user asked for
+        if alone and isinstance(producer, Node) and _is_quantize(producer, node.args[2], block[1]):
+            source: Any = producer.args[0]
             if source.meta["val"].dtype == node.meta["val"].dtype:
                 node.replace_all_uses_with(source)
 
 
 class _Uses(NamedTuple):
-    """Where a matrix is quantized along its rows, where along its columns, where its columns are summed."""
+    """Readers of a matrix: quantizations along its rows, along its columns, sums of its columns, and others."""
 
     rows: list[Node]
     columns: list[Node]
@@ -263,35 +262,35 @@ class _Uses(NamedTuple):
 
 
 def _block_of_columns(dequantized: Node) -> tuple[int, int]:
-    """In which a layer's input, loaded, is quantized along its columns: as a weight."""
-    values, scales, rows, _ = _seen(dequantized.args)
+    """The block in which a layer's dequantized input is quantized along its columns: a weight's block."""
+    values, scales, rows, _ = _fake_args(dequantized.args)
     narrow = float8.columns_of(values, scales, rows) == MX_BLOCK
     return (1, MX_BLOCK) if narrow else (BLOCK, BLOCK)
 
 
 def _uses(node: Node, rows_of_columns: int = 1, columns: int = BLOCK) -> _Uses:
-    """What reads a matrix, through transpositions; its rows in blocks of (1, columns), its columns in such of more."""
-    found = _Uses([], [], [], [])
+    """Sort the readers of a matrix, through transpositions; blocks along its rows are (1, columns)."""
+    uses = _Uses([], [], [], [])
     for user in node.users:
         of_transposed = list(user.users) if user.target in TRANSPOSED else []
         if _is_quantize(user, 1, columns):
-            found.rows.append(user)
+            uses.rows.append(user)
         elif of_transposed and all(_is_quantize(u, rows_of_columns, columns) for u in of_transposed):
-            found.columns.extend(of_transposed)
+            uses.columns.extend(of_transposed)
         elif user.target is aten.sum.dim_IntList and user.args[1] == [0]:
-            found.sums.append(user)
+            uses.sums.append(user)
         else:
-            found.others.append(user)
-    return found
+            uses.others.append(user)
+    return uses
 
 
 def _is_quantize(node: Node, rows: Any, columns: int = BLOCK) -> bool:
-    """In blocks of (rows, columns)."""
+    """Tell whether a node quantizes in blocks of (rows, columns)."""
     return node.target is fused.quantize.default and (*node.args[1:], BLOCK)[:2] == (rows, columns)
 
 
-def _seen(args: Sequence[Any]) -> list[Any]:
-    """A call's arguments, nodes by their fake values."""
+def _fake_args(args: Sequence[Any]) -> list[Any]:
+    """A call's arguments, with fake values in place of nodes."""
     return [a.meta["val"] if isinstance(a, Node) else a for a in args]
 
 
@@ -299,12 +298,12 @@ def _call(graph: Graph, target: Any, *args: Any) -> Node:
     """A call with its fake value."""
     node = graph.call_function(target, args)
     with torch.no_grad():
-        node.meta["val"] = target(*_seen(args))
+        node.meta["val"] = target(*_fake_args(args))
     return node
 
 
 def _replace_pair(graph: Graph, old: Sequence[Node], values: Node, scales: Node) -> None:
-    """Let who reads what ``quantize`` gave read these."""
+    """Redirect users of ``quantize`` calls to these values and scales."""
     for node in old:
         for item in list(node.users):
             item.replace_all_uses_with(scales if item.args[1] else values)
@@ -316,10 +315,10 @@ def _results(graph: Graph, node: Node) -> list[Node]:
 
 
 def _merge(graph: Graph, node: Node) -> None:
-    """A matrix's two quantizations, or the one of what was quantized along its rows, in one pass.
+    """Merge a matrix's two quantizations, or quantize a dequantized matrix along its columns, in one pass.
 
-    In blocks of 32 Inductor's own, along its rows, also writes scales as products read them: that is left to it, but
-    where the columns are summed as well, as it then quantizes in a kernel of its own.
+    In blocks of 32 Inductor's own quantization along rows also writes scales in the GEMMs' layout. It stays, except
+    where the columns are summed as well: Inductor would then quantize in a kernel of its own.
     """
     if not isinstance(node.meta["val"], torch.Tensor) or node.meta["val"].ndim != 2:
         return
@@ -343,33 +342,33 @@ def _merge(graph: Graph, node: Node) -> None:
 
 
 def _matrices(node: Node) -> tuple[list[Node], bool]:
-    """A tensor's rows as a matrix, wherever the graph makes one of it, and whether all that reads it reads that."""
-    found, other = ([node], False) if node.meta["val"].ndim == 2 else ([], False)
+    """The graph's views of a tensor as a matrix of its rows, and whether all readers read one of them."""
+    matrices, other = ([node], False) if node.meta["val"].ndim == 2 else ([], False)
     for user in node.users:
         columns = node.meta["val"].shape[-1]
         if user.target in VIEWS and user.meta["val"].ndim == 2 and user.meta["val"].shape[-1] == columns:
-            found.append(user)
+            matrices.append(user)
         elif node.meta["val"].ndim != 2:
             other = True
-    return found, not other
+    return matrices, not other
 
 
 def _is_of_tiles(t: torch.Tensor) -> bool:
-    """Whether its rows and columns are known to be multiples of 128: the kernel for blocks of 32 has no other tiles."""
+    """Tell whether rows and columns are known multiples of 128: the kernel for blocks of 32 has no other tiles."""
     *rows, columns = t.shape
     return all(isinstance(n, int) for n in t.shape) and math.prod(rows) % BLOCK == 0 and columns % BLOCK == 0
 
 
 def _merge_gradients(graph: Graph, node: Node) -> None:
-    """An activation's gradients and its result, where they are read by products in float8 and by nothing else."""
+    """Quantize an activation's gradients and result in one call, where float8 GEMMs alone read them."""
     op = BACKWARD.get(node.target)
     if op is None:
         return
-    given: Any = node.args
-    grad, *args, _ = given
+    call_args: Any = node.args
+    grad, *args, _ = call_args
     tensors, layout, _ = op.split(tuple(args))
-    data, others = tensors[: op.data], tensors[op.data :]
-    if layout == "interleaved" or any(other is not None for other in others):
+    data = tensors[: op.data]
+    if layout == "interleaved" or any(other is not None for other in tensors[op.data :]):
         return
     if "activation" in op.scalars and not activations.get(args[len(tensors)]).builtin:
         return
@@ -380,9 +379,8 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
     of_gradients = []
     for i in range(op.data):
         matrices, alone = _matrices(items[i]) if i in items else ([], False)
-        rows, columns, sums, rest = ([u for m in matrices for u in _uses(m, 1, width)[part]] for part in range(4))
-        rest = [u for u in rest if u not in matrices]
-        if not (alone and rows and columns) or rest:
+        rows, columns, sums, others = ([u for m in matrices for u in _uses(m, 1, width)[part]] for part in range(4))
+        if not (alone and rows and columns) or any(u not in matrices for u in others):
             return
         of_gradients.append((rows, columns, sums))
     results = [
@@ -394,9 +392,9 @@ def _merge_gradients(graph: Graph, node: Node) -> None:
     of_result = [c for n in results for m in _matrices(n)[0] for c in _uses(m, of_columns, width).columns]
     with graph.inserting_before(node):
         flat = [_call(graph, aten.reshape.default, t, [-1, t.meta["val"].shape[-1]]) for t in (grad, *data)]
-        made = _call(graph, QUANTIZED[op], *flat, *args[len(tensors) :], width)
-        made.meta.update({k: v for k, v in node.meta.items() if k != "val"})
-        parts = _results(graph, made)
+        fused_call = _call(graph, QUANTIZED[op], *flat, *args[len(tensors) :], width)
+        fused_call.meta.update({k: v for k, v in node.meta.items() if k != "val"})
+        parts = _results(graph, fused_call)
     for i, (rows, columns, sums) in enumerate(of_gradients):
         values, scales, values_t, scales_t, tiles = parts[RESULTS * i : RESULTS * (i + 1)]
         _replace_pair(graph, rows, values, scales)

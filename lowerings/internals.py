@@ -1,8 +1,8 @@
-"""What pick-up and lowerings take from torch beyond its public interface, and what happens where it is not there.
+"""The table of torch's private names that the fusion passes and lowerings use, and warnings where one is missing.
 
-Each name is one that ``lowerings`` cannot do without, on all versions; what differs between versions is probed in
-``compat.py``. A torch that lacks one (newer than ours, as a rule) gets eager operators only: pick-up turns itself off
-and says so. ``tests/anywhere/test_versions.py`` compares this table with what the source files use.
+``lowerings`` cannot do without any of them, on all versions; ``compat.py`` probes for differences between versions.
+A torch that lacks one (newer than the tested ones, as a rule) gets eager operators only: the fusion passes turn
+themselves off and say so. ``tests/anywhere/test_versions.py`` compares this table with the source files.
 """
 
 from __future__ import annotations
@@ -85,33 +85,33 @@ INTERNALS: dict[str, tuple[str, ...]] = {
 
 
 def missing(imported: bool = False) -> list[str]:
-    """Names of the table that this torch does not have; with ``imported``, of the modules that are in by now."""
+    """The table's names that this torch does not have; with ``imported``, only of modules that are imported already."""
     lacking = []
     for module, names in INTERNALS.items():
         if imported and (module not in sys.modules or getattr(sys.modules[module].__spec__, "_initializing", False)):
             continue
         try:
-            found = importlib.import_module(module)
+            imported_module = importlib.import_module(module)
         except ImportError:
             lacking.append(module)
             continue
-        lacking += [f"{module}.{name}" for name in names if not hasattr(found, name)]
+        lacking += [f"{module}.{name}" for name in names if not hasattr(imported_module, name)]
     return lacking
 
 
 def is_newer(version: str) -> bool:
-    """Whether a torch is newer than those that were tested."""
+    """Tell whether a torch version is newer than the tested ones."""
     return tuple(int(n) for n in re.findall(r"\d+", version)[:2]) > TESTED[1]
 
 
 def tested() -> str:
-    """Which torch versions were."""
+    """The tested torch versions, for messages."""
     first, last = (".".join(map(str, version)) for version in TESTED)
     return f"tested with torch {first} to {last}"
 
 
 def warn(message: str) -> None:
-    """Each message once, as a UserWarning."""
+    """Give each message once, as a UserWarning."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, UserWarning, stacklevel=3)

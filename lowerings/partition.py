@@ -1,25 +1,25 @@
-"""Stage 2, first half: which of a training step's values are handed from forward to backward, and which rebuilt there.
+"""Partitioning, first half: the values of a training step that are saved for backward, and those recomputed there.
 
-By default Inductor's partitioner keeps both sides of an activation between two GEMMs: its rule is that what backward
-must materialize anyway (the second GEMM's weight gradient reads the activation) is not rebuilt. Taking away that one
-rule, for what linear layers read, is enough (``memory="free"``): the activation is rebuilt in the kernel that computes
-its gradient, from the same loads.
+By default Inductor's partitioner saves both sides of an activation between two GEMMs: its rule is not to recompute a
+value that backward must materialize anyway (the second GEMM's weight gradient reads the activation). Lifting that one
+rule for the inputs of linear layers is enough (``memory="free"``): the kernel that computes the activation's gradient
+recomputes the activation, from the same loads.
 
-Upstream's knob for this is ``torch._functorch.config.activation_memory_budget``, just below 1. It keeps as little,
-and costs more: it rebuilds a softmax that is spelled out (a T5 block: pointwise work of 3.5 ms by bytes and
-instructions on an H200, where plain and this have 2.4), it also drops the rule against rebuilding values used far
-apart, so chains of residual adds are rebuilt (four Llama blocks, bf16: backward moves 1453 MiB by default, 1601 with
-the budget, 1529 here, and the budget adds kernels), and where nothing pointwise is left to gain it rebuilds a *GEMM*
-(four linear layers: 9 matrix products in backward instead of 8). Here nothing but pointwise work is ever rebuilt,
-unless the policy asks for it. A budget that the user sets is the user's: then it decides.
+PyTorch's knob for this is ``torch._functorch.config.activation_memory_budget``, just below 1. It saves as little, and
+costs more. It recomputes a softmax that is written out (a T5 block: pointwise work of 3.5 ms by bytes and instructions
+on an H200, where plain and this have 2.4). It also drops the rule against recomputing values used far apart, so chains
+of residual adds are recomputed (four Llama blocks, bf16: backward moves 1453 MiB by default, 1601 with the budget, 1529
+here, and the budget adds kernels). Where no pointwise work is left it recomputes a *GEMM* (four linear layers: 9 GEMMs
+in backward instead of 8). Here only pointwise work is ever recomputed, unless the policy asks for more. A budget that
+the user sets decides.
 
-Two kinds of value must not be what backward rebuilds from, as they may hold something else by then:
+Backward must not recompute from two kinds of value, as they may have changed by then:
 
-* An input that forward writes. Upstream's partitioner does not know (docs/upstream/written-inputs.md): a buffer that is
-  updated in forward is read in backward as if it were not, whatever the budget. Here forward reads a copy of it, which
-  is kept where backward needs it and is no kernel's work where it does not.
-* A result, or an argument. The caller has it and may write it, so what PyTorch would keep in its place is kept. Of
-  results that it has views of, PyTorch's own cut does not keep enough (docs/upstream/written-results.md).
+* An input that forward writes. PyTorch's partitioner does not know (docs/upstream/written-inputs.md): backward reads a
+  buffer that forward has updated as if it had not, whatever the budget. Here forward reads a copy of it. The copy is
+  saved where backward needs it, and costs no kernel where backward does not.
+* A result, or an argument. The caller has it and may write it, so the value that PyTorch would save in its place is
+  saved. Of results with views PyTorch's own cut does not save enough (docs/upstream/written-results.md).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch_fused_ops.gemm_registry import is_known
 from torch_fused_ops.lowerings import compat
 
 __all__ = [
-    "REBUILT",
+    "RECOMPUTED",
     "Graphs",
     "allow_recomputation",
     "base",
@@ -61,8 +61,8 @@ aten = torch.ops.aten
 
 op_types = functools.cache(get_default_op_list)  # 0.4 ms a call, and passes ask for every node
 
-# What forward computes and backward can rebuild without a GEMM. A dropout is rebuilt from its seed: the same mask.
-REBUILT = (*(op.name for op in OPERATORS.values() if op.pointwise), "quantize", "dequantize")
+# Forward's operators that backward can recompute without a GEMM. A dropout is recomputed from its seed: the same mask.
+RECOMPUTED = (*(op.name for op in OPERATORS.values() if op.pointwise), "quantize", "dequantize")
 # GEMMs of linear layers, and of experts
 _LINEAR = {aten.mm, aten.addmm, aten._grouped_mm, aten._scaled_mm}
 _LINEAR |= {torch.ops.fused.scaled_mm, torch.ops.fused.scaled_grouped_mm}
@@ -71,56 +71,56 @@ _OTHERS = {aten.bmm, aten.baddbmm}
 
 
 def is_linear(node: Node) -> bool:
-    """Whether a call is a GEMM of a linear layer, of PyTorch or by name (``known_gemms``)."""
+    """Tell whether a call is a GEMM of a linear layer, of PyTorch or registered (``gemm_registry``)."""
     return getattr(node.target, "overloadpacket", None) in _LINEAR or is_known(node.target)
 
 
 def is_gemm(node: Node) -> bool:
-    """Whether a call is a GEMM of a linear layer, or a batch of products."""
+    """Tell whether a call is a GEMM of a linear layer, or a batch of GEMMs."""
     return is_linear(node) or getattr(node.target, "overloadpacket", None) in _OTHERS
 
 
 def allow_recomputation() -> None:
-    """Tell the partitioner that our forward operators are as cheap to rebuild as aten's pointwise ones. Idempotent."""
-    compat.allow_recomputation(getattr(torch.ops.fused, name) for name in REBUILT)
+    """Tell the partitioner that our forward operators are as cheap to recompute as aten's pointwise ones."""
+    compat.allow_recomputation(getattr(torch.ops.fused, name) for name in RECOMPUTED)
 
 
 def budgeted(graph: Graph) -> bool:
-    """Whether the user has set a memory budget, process-wide or on nodes of this joint graph: then it decides."""
+    """Tell whether the user has set a memory budget, process-wide or on nodes of this joint graph: then it decides."""
     return functorch_config.activation_memory_budget != 1 or any(map(compat.has_memory_budget, graph.nodes))
 
 
 def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) -> Graphs:
-    """Upstream's min-cut partition of a joint graph, sound where forward writes its inputs.
+    """Partition a joint graph by PyTorch's min-cut, soundly where forward writes its inputs.
 
     Args:
         gm: the joint graph; it is edited.
-        joint_inputs: as for upstream's.
-        free: whether what linear layers read is rebuilt in backward.
-        **kwargs: as for upstream's.
+        joint_inputs: as for PyTorch's.
+        free: recompute inputs of linear layers in backward.
+        **kwargs: as for PyTorch's.
     """
 
     _leave_to_backward(gm.graph, kwargs["num_fwd_outputs"])
 
-    def divide(held: Collection[Node]) -> Graphs:
-        for node in held:  # upstream reads it as "if it is needed"
-            node.meta.update({"recompute": CheckpointPolicy.MUST_SAVE, _HELD: True})
+    def divide(to_save: Collection[Node]) -> Graphs:
+        for node in to_save:  # the partitioner reads it as "if it is needed"
+            node.meta.update({"recompute": CheckpointPolicy.MUST_SAVE, _TO_SAVE: True})
         settings: dict[str, Any] = {"ban_recompute_materialized_backward": False} if free else {}
-        if held and functorch_config.activation_memory_budget == 0:  # upstream then keeps inputs and nothing else
+        if to_save and functorch_config.activation_memory_budget == 0:  # then the partitioner saves inputs alone
             settings["activation_memory_budget"] = 1e-6
         with functorch_config.patch(settings):
             graphs = upstream(gm, joint_inputs, **kwargs)
         for graph in graphs:
             for node in graph.graph.nodes:
-                if node.meta.pop(_HELD, None):
+                if node.meta.pop(_TO_SAVE, None):
                     del node.meta["recompute"]
         return graphs
 
     backward = _backward(gm.graph, kwargs["num_fwd_outputs"])
-    held = _copies_of_written(gm.graph, backward) + _scales_of_weights(gm.graph)
+    to_save = _copies_of_written(gm.graph, backward) + _scales_of_weights(gm.graph)
     if free:
-        held += _kept_by_upstream(gm.graph, backward)
-    graphs = divide(held)
+        to_save += _saved_by_default(gm.graph, backward)
+    graphs = divide(to_save)
     while exposed := _exposed(gm, graphs, joint_inputs, free=free, **kwargs):
         graphs = divide(exposed)  # the joint graph's nodes have the marks of before
     _drop_copies(graphs[0])
@@ -128,69 +128,69 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
 
 
 def _leave_to_backward(graph: Graph, outputs: int) -> None:
-    """Let backward make what only it reads of a linear layer's quantized input: what is kept is that input as it is.
+    """Move to backward the forms of a linear layer's quantized input that backward alone reads: the input is saved.
 
-    Along the tokens it takes as much room, and more where the other form is kept anyway, for a product made again.
+    A form quantized along the tokens takes as much memory. It takes more where a recomputed GEMM needs both forms.
     """
     backward, results = _backward(graph, outputs), set(_returned(graph)[:outputs])
     for node in graph.find_nodes(op="call_function", target=torch.ops.fused.dequantize.default):
-        made = reached([node])
-        if made.isdisjoint(results):
-            for one in made - backward:
-                one.meta["partitioner_tag"] = "must_be_in_backward"
+        dependents = reached([node])
+        if dependents.isdisjoint(results):
+            for dependent in dependents - backward:
+                dependent.meta["partitioner_tag"] = "must_be_in_backward"
 
 
 def _scales_of_weights(graph: Graph) -> list[Node]:
-    """What finds the scales that backward stores a weight by: it would find them again, in a pass over the weight.
+    """The scales by which backward quantizes a weight, to be saved: recomputing them takes a pass over the weight.
 
-    Upstream takes that for free, as backward has the weight anyway. What is kept is 4 bytes.
+    The partitioner takes that pass for free, as backward has the weight anyway. Saving the scale takes 4 bytes.
     """
-    found = dict[Node, None]()
+    sources = dict[Node, None]()
     for node in graph.find_nodes(op="call_function", target=torch.ops.fused.quantize_by.default):
         source = node.args[1]
         while isinstance(source, Node) and source.args and source.target is not torch.ops.fused.quantize.default:
             source = source.args[0]
         if isinstance(source, Node) and source.op == "call_function" and "recompute" not in source.meta:
-            found[source] = None
-    return [] if budgeted(graph) else list(found)
+            sources[source] = None
+    return [] if budgeted(graph) else list(sources)
 
 
 def upstream(gm: GraphModule, joint_inputs: Any, *, budget: float | None = None, **kwargs: Any) -> Graphs:
-    """Upstream's partition; with ``budget`` in place of the memory budget that is set process-wide."""
+    """Partition as PyTorch does; ``budget`` replaces the process-wide memory budget."""
     with functorch_config.patch({} if budget is None else {"activation_memory_budget": budget}):
         return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
 
-_HELD = "torch_fused_ops_held"
+_TO_SAVE = "torch_fused_ops_to_save"
 _COPY = "torch_fused_ops_copy"
 
 
 def _backward(graph: Graph, outputs: int) -> set[Node]:
-    """The nodes of a joint graph that need a tangent, and those that it gives as gradients."""
+    """The nodes of a joint graph that depend on a tangent, and those that it returns as gradients."""
     tangents = [node for node in graph.find_nodes(op="placeholder") if "tangents" in node.name]
     return reached([*tangents, *(node for node in _returned(graph)[outputs:] if isinstance(node, Node))])
 
 
 def reached(nodes: Iterable[Node]) -> set[Node]:
-    """These nodes and all that is made of them; not the graph's output."""
-    found, pending = set[Node](), list(nodes)
+    """These nodes and all that depend on them, without the graph's output."""
+    dependents, pending = set[Node](), list(nodes)
     while pending:
         node = pending.pop()
-        if node not in found and node.op != "output":
-            found.add(node)
+        if node not in dependents and node.op != "output":
+            dependents.add(node)
             pending.extend(node.users)
-    return found
+    return dependents
 
 
 def _returned(graph: Graph) -> Sequence[Any]:
     return graph.output_node().args[0]  # type: ignore[return-value]
 
 
-# ---- what forward writes -----------------------------------------------------------------------------------------
+# ---- inputs that forward writes --------------------------------------------------------------------------------------
 
 
 def base(node: Node) -> Node:
-    """The node whose memory a view is of; any other node itself."""
+    """The node whose memory a view shares; any other node itself."""
     while node.all_input_nodes:
         source = node.all_input_nodes[0]
         call = source if node.target is operator.getitem else node  # one of a call's results
@@ -202,34 +202,35 @@ def base(node: Node) -> Node:
 
 @functools.lru_cache(1024)
 def _is_view(target: Any) -> bool:
-    """Whether a call's results may be views of its first argument, as its schema says. (Upstream's list lacks some.)"""
+    """Tell from the schema whether a call's results may be views of its first argument. (PyTorch's list lacks some.)"""
     schema = getattr(target, "_schema", None)
     if target is aten._unsafe_view.default:
         return True
-    return bool(schema and not schema.is_mutable and any(one.alias_info is not None for one in schema.returns))
+    return bool(schema and not schema.is_mutable and any(result.alias_info is not None for result in schema.returns))
 
 
 def _destinations(node: Node) -> list[Node]:
-    """What a call writes, as its schema says."""
+    """The arguments that a call writes, by its schema."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    found = []
+    destinations: list[Node] = []
     for i, argument in enumerate(schema.arguments):
         value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Node)]
-    return found
+            values = value if isinstance(value, (list, tuple)) else [value]
+            destinations += [v for v in values if isinstance(v, Node)]
+    return destinations
 
 
 def written(graph: Graph, backward: Iterable[Node] = ()) -> dict[Node, list[Node]]:
-    """The inputs that do not hold after a forward what it reads of them: the readers of each, before it is written.
+    """The inputs that forward overwrites after it has read them, with the readers of the old values.
 
     Forward writes an input in place (``copy_``, at its end), or AOTAutograd does afterwards, from a result.
 
     Args:
         graph: a joint graph, or a forward one.
-        backward: nodes that are none of forward's.
+        backward: nodes that are not forward's.
     """
     after, first = set(backward), dict[Node, int]()
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -248,7 +249,7 @@ def written(graph: Graph, backward: Iterable[Node] = ()) -> dict[Node, list[Node
 
 
 def _copies_of_written(graph: Graph, backward: set[Node]) -> list[Node]:
-    """Copies of the inputs that forward writes and that backward's values are made of, read in their place."""
+    """Let readers of the inputs that forward writes, and that backward depends on, read copies of them."""
     copies: list[Node] = []
     for node, readers in written(graph, backward).items():
         if not isinstance(node.meta.get("val"), torch.Tensor) or reached(readers).isdisjoint(backward):
@@ -267,24 +268,23 @@ def _copies_of_written(graph: Graph, backward: set[Node]) -> list[Node]:
 
 
 def _drop_copies(forward: GraphModule) -> None:
-    """Let forward read its inputs themselves where no copy of them is kept."""
-    kept = forward.graph.output_node().all_input_nodes
+    """Let forward read its inputs themselves where no copy of them is saved."""
+    saved = forward.graph.output_node().all_input_nodes
     for node in [node for node in forward.graph.nodes if node.meta.pop(_COPY, False)]:
-        if node not in kept and not any(base(one) is node for one in kept):
+        if node not in saved and not any(base(value) is node for value in saved):
             node.replace_all_uses_with(node.all_input_nodes[0])
             forward.graph.erase_node(node)
     forward.recompile()
 
 
-# ---- what upstream keeps, and "free" keeps too ------------------------------------------------------------------
+# ---- values saved by default, and at "free" too ---------------------------------------------------------------
 
 
-def _kept_by_upstream(graph: Graph, backward: set[Node]) -> list[Node]:
-    """Forward's values that backward needs in memory, and that it is to find there and not to rebuild.
+def _saved_by_default(graph: Graph, backward: set[Node]) -> list[Node]:
+    """Forward's values that backward needs in memory, for readers that are not GEMMs of linear layers.
 
-    Those that something reads there that is no GEMM of a linear layer. Attention's matrix products above all:
-    rebuilding softmax, for the product with the values, moves much and saves little (a T5 block, 16×512 tokens: 26
-    kernels instead of 22, and 1.2 ms on top of 2.4 on an H200, on paper).
+    Attention's GEMMs above all: recomputing softmax for the GEMM with the values moves much and saves little (a T5
+    block, 16×512 tokens: 26 kernels instead of 22, and an estimated 1.2 ms on top of 2.4 on an H200).
     """
     kinds = op_types()
 
@@ -295,25 +295,25 @@ def _kept_by_upstream(graph: Graph, backward: set[Node]) -> list[Node]:
             if not is_linear(user)
         )
 
-    return [node for node in graph.nodes if _can_be_held(node) and node not in backward and needed(node)]
+    return [node for node in graph.nodes if _can_be_saved(node) and node not in backward and needed(node)]
 
 
-def _can_be_held(node: Node) -> bool:
+def _can_be_saved(node: Node) -> bool:
     return node.op == "call_function" and "recompute" not in node.meta and not op_types().is_view(node)
 
 
-# ---- what the caller may write -----------------------------------------------------------------------------------
+# ---- values that the caller may write --------------------------------------------------------------------------------
 
 
 def _exposed(gm: GraphModule, graphs: Graphs, joint_inputs: Any, *, free: bool, **kwargs: Any) -> list[Node]:
-    """What backward must find in memory, as it is rebuilt from what the caller may have written by then.
+    """Values that must be saved, as backward would recompute them from values that the caller may have written.
 
-    ``h = linear(x); return linear(relu(h)), h.view(-1)``: autograd keeps relu's result, and the caller may write ``h``.
-    It may not write what autograd keeps, which is what backward reads of forward. Nor a result or an argument that is
-    handed over as it is: torch's version check stands over it, but not over a view (docs/upstream/written-results.md).
-    With ``free`` that is not enough: it must be handed over by upstream, too, so that no check is pick-up's.
+    ``h = linear(x); return linear(relu(h)), h.view(-1)``: autograd saves relu's result, and the caller may write ``h``.
+    The caller must not write a tensor that autograd saves, which is one that backward reads. Nor a result or an
+    argument that is saved as it is: torch's version check guards it, but not a view of it
+    (docs/upstream/written-results.md). With ``free`` PyTorch itself must save it too, so that no check is ours alone.
 
-    Parameters and buffers are not meant: those must not be written before backward (docs/memory.md).
+    Parameters and buffers do not count: they must not be written before backward (docs/memory.md).
     """
     outputs: int = kwargs["num_fwd_outputs"]
     forward = graphs[0].graph
@@ -321,46 +321,46 @@ def _exposed(gm: GraphModule, graphs: Graphs, joint_inputs: Any, *, free: bool, 
     arguments = [n for i, n in enumerate(forward.find_nodes(op="placeholder")) if i not in static]
     results = [n for n in _returned(forward)[:outputs] if isinstance(n, Node)]
     theirs = {base(n) for n in results}.union(arguments)
-    kept = [n for n in _returned(forward)[outputs:] if isinstance(n, Node) and base(n) in theirs and _is_floating(n)]
-    rebuilt = _rebuilt_from(kept, graphs)
-    if not rebuilt:
+    saved = [n for n in _returned(forward)[outputs:] if isinstance(n, Node) and base(n) in theirs and _is_floating(n)]
+    recomputed = _recomputed_from(saved, graphs)
+    if not recomputed:
         return []
     read = _read_by_backward(gm.graph, outputs)
 
-    def held(sources: Iterable[Node], materialized: bool) -> list[Node]:
-        names = set[str]().union(*(rebuilt[source] for source in sources))
+    def to_save(sources: Iterable[Node], materialized: bool) -> list[Node]:
+        names = set[str]().union(*(recomputed[source] for source in sources))
         needed = [node for node, in_memory in read.items() if node.name in names and in_memory >= materialized]
-        return list(filter(_can_be_held, needed))
+        return list(filter(_can_be_saved, needed))
 
     by_autograd = {node.name for node in read}
-    exposed = [n for n in rebuilt if not (base(n).name in by_autograd or n in arguments or n in results)]
-    found = held(exposed, False)
-    if free and held(rebuilt, True):  # seldom: a second cut, of a copy, says what upstream hands over
+    exposed = [n for n in recomputed if not (base(n).name in by_autograd or n in arguments or n in results)]
+    values = to_save(exposed, False)
+    if free and to_save(recomputed, True):  # seldom: a second cut, of a copy, shows the values that PyTorch saves
         plain, _ = upstream(GraphModule(gm, copy.deepcopy(gm.graph)), joint_inputs, **kwargs)
-        by_upstream = {base(node).name for node in _returned(plain.graph)[outputs:]}
-        found += held([n for n in rebuilt if base(n).name not in by_upstream], True)
-    return list(dict.fromkeys(found))
+        by_default = {base(node).name for node in _returned(plain.graph)[outputs:]}
+        values += to_save([n for n in recomputed if base(n).name not in by_default], True)
+    return list(dict.fromkeys(values))
 
 
-def _rebuilt_from(kept: Sequence[Node], graphs: Graphs) -> dict[Node, set[str]]:
-    """The names of what backward computes again from each of these, which forward hands over."""
+def _recomputed_from(saved: Sequence[Node], graphs: Graphs) -> dict[Node, set[str]]:
+    """The names of the values that backward recomputes from each of these saved ones."""
     forward, backward = ({node.name: node for node in module.graph.nodes} for module in graphs)
-    rebuilt: dict[Node, set[str]] = {}
-    for source in kept:
-        found, pending = set[str](), [backward[source.name]] if source.name in backward else []
+    recomputed: dict[Node, set[str]] = {}
+    for source in saved:
+        names, pending = set[str](), [backward[source.name]] if source.name in backward else []
         while pending:
-            made = [user for user in pending.pop().users if user.name in forward and user.name not in found]
-            found.update(node.name for node in made)
-            pending += made
-        if found:
-            rebuilt[source] = found
-    return rebuilt
+            copies = [user for user in pending.pop().users if user.name in forward and user.name not in names]
+            names.update(node.name for node in copies)
+            pending += copies
+        if names:
+            recomputed[source] = names
+    return recomputed
 
 
 def _read_by_backward(graph: Graph, outputs: int) -> dict[Node, bool]:
-    """What of forward's backward reads, in a joint graph; whether it must be in memory then.
+    """Forward's values that backward reads in a joint graph, and whether they must be in memory then.
 
-    Autograd's formulas read what autograd keeps. What needs no gradient and no result is backward's, too.
+    Autograd's formulas read the tensors that autograd saves. A node that no result depends on is backward's, too.
     """
     kinds = op_types()
     forward = {node for node in _returned(graph)[:outputs] if isinstance(node, Node)}

@@ -1,8 +1,8 @@
-"""The two graphs of a training step and what the one hands to the other: edited as one, and checked after every edit.
+"""The two graphs of a training step and the tensors saved between them: edited as one, checked after every edit.
 
-A value of forward and the node that holds it in backward are paired once, when the graphs are split: what is handed
-over by position, as the runtime hands it over; what backward rebuilds by proof, call by call. From there on they are
-matched by identity: names say nothing, as an edit can bring a name that the other graph has for another value.
+A value of forward and the node that holds it in backward are paired once, when the graphs are split: saved values by
+position, as the runtime passes them; recomputed values by proof, call by call. From then on identity decides. Names do
+not, as an edit can introduce a name that the other graph has for another value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["DATA", "SAME_ELEMENTS", "SavedTensors", "UnsoundGraphs", "check"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# The arguments through which each operator reads the data that its formula is of.
+# Positions of the arguments through which each operator reads its formula's data.
 DATA: dict[Any, tuple[int, ...]] = {
     signature.overload: tuple(range(first, first + op.data))
     for op in elementwise()
@@ -49,76 +49,80 @@ SAME_ELEMENTS = {
 }
 
 
-_UNCHECKED = "saved_tensor_with_no_vc_check"  # torch's mark for what an autograd.Function keeps on its ctx itself
+_UNCHECKED = (
+    "saved_tensor_with_no_vc_check"  # torch's mark for tensors that an autograd.Function puts on its ctx itself
+)
 
 
 class UnsoundGraphs(RuntimeError):
-    """A pair of graphs in which backward would not compute the gradient of what forward has computed."""
+    """A pair of graphs in which backward would not compute the gradient of forward's results."""
 
 
 class SavedTensors:
     """A forward and a backward graph, edited in place.
 
     Args:
-        forward: its results are ``outputs`` values for the user, then what is kept for backward.
-        backward: what is kept comes first among its inputs, in the same order kind by kind (sizes, tensors, others).
-        outputs: how many of forward's results are the user's.
-        static_inputs: which of forward's inputs live on in any case: parameters and buffers.
+        forward: its results are ``outputs`` values for the user, then the values saved for backward.
+        backward: saved values come first among its inputs, in the same order kind by kind (sizes, tensors, others).
+        outputs: the number of forward's results that are the user's.
+        static_inputs: the positions of forward's inputs that live on in any case: parameters and buffers.
     """
 
     def __init__(self, forward: Graph, backward: Graph, outputs: int, static_inputs: Sequence[int] = ()) -> None:
         self.forward, self.backward, self.outputs = forward, backward, outputs
         self.output = forward.output_node()
         inputs = forward.find_nodes(op="placeholder")
-        self.static = {inputs[i] for i in static_inputs}  # keeping these costs nothing
-        self.stale = written(forward)  # inputs that hold something else by the time that backward runs
+        self.static = {inputs[i] for i in static_inputs}  # saving these costs nothing
+        self.stale = written(forward)  # inputs that have changed by the time that backward runs
         user = {base(node) for node in self.returned()[:outputs] if isinstance(node, Node)}
-        self.callers = user.union(inputs) - self.static  # what who calls it has, and may write before backward runs
-        self.same: dict[Node, Node] = dict(self._handed_over())  # a value of forward, and the same in backward
-        self.made: set[Node] = set()  # backward's nodes that an edit has put in a kept value's place
+        self.callers = (
+            user.union(inputs) - self.static
+        )  # values that the caller has, and may write before backward runs
+        self.same: dict[Node, Node] = dict(self._saved_pairs())  # a value of forward to the same value in backward
+        self.made: set[Node] = set()  # backward's nodes that an edit has put in a saved value's place
         self.rounded: set[Node] = set()  # those of them that hold it rounded
-        self._pair_rebuilt()
-        # Gradients, above all; what does not depend on them is forward's values, computed again.
+        self._pair_recomputed()
+        # Gradients, above all; nodes that do not depend on them are forward's values, recomputed.
         self.incoming = set(backward.find_nodes(op="placeholder")).difference(self.same.values())
         self.gradients = reached(self.incoming)
 
     # ---- reading ----
 
     def returned(self) -> list[Any]:
-        """What forward returns: ``outputs`` values for the user, then what is kept for backward."""
+        """Forward's results: ``outputs`` values for the user, then the values saved for backward."""
         return list(self.output.args[0])  # type: ignore[arg-type]
 
     def kept(self) -> list[Node]:
-        """What is kept for backward."""
+        """The values saved for backward."""
         return [node for node in self.returned()[self.outputs :] if isinstance(node, Node)]
 
     def kept_source(self, node: Any) -> Node | None:
-        """The kept tensor that has ``node``'s elements; None where it is an input or a result, alive in any case."""
-        user, kept = self.returned()[: self.outputs], self.kept()
-        while isinstance(node, Node) and node not in kept:
+        """The saved tensor that has ``node``'s elements; None where it is an input or a result, alive in any case."""
+        user, saved = self.returned()[: self.outputs], self.kept()
+        while isinstance(node, Node) and node not in saved:
             node = node.args[0] if node.target in SAME_ELEMENTS else None
         return node if isinstance(node, Node) and node.op != "placeholder" and node not in user else None
 
     def first_reader(self, node: Node) -> Node:
-        """The first node in backward that reads ``node``, a kept tensor."""
+        """The first node in backward that reads ``node``, a saved tensor."""
         users = self.same[node].users
-        first: Node = next(one for one in self.backward.nodes if one in users)
+        first: Node = next(reader for reader in self.backward.nodes if reader in users)
         return first
 
     def nbytes(self) -> int:
-        """Bytes kept, without parameters and buffers."""
+        """Bytes saved for backward, without parameters and buffers."""
         return self.cost(self.kept())
 
     def cost(self, nodes: Iterable[Node]) -> int:
-        """What keeping these takes, in bytes."""
+        """The bytes that saving these values takes."""
         values = [node.meta.get("val") for node in nodes if node not in self.static]
         return sum(compat.nbytes(v) for v in values if isinstance(v, torch.Tensor))
 
     def reader_of_rounding(self, node: Node) -> Node | None:
-        """What in backward must not read ``node`` rounded, if anything does.
+        """A reader in backward that must not read ``node`` rounded, if there is one.
 
-        Activations and their derivatives may. So may pointwise work on an activation's result, as it is that of the
-        rounded input; but nothing that computes a GEMM of forward again, or what ``memory="input"`` makes again.
+        Activations and their derivatives may. So may pointwise work on an activation's result, which is that of the
+        rounded input. A recomputed GEMM of forward may not, nor a recomputation that ``memory="input"`` has put there.
         """
         gradients, kinds = self.gradients, op_types()
 
@@ -145,7 +149,7 @@ class SavedTensors:
     # ---- editing ----
 
     def keep_instead(self, old: Node, new: Sequence[Node]) -> list[Node]:
-        """Keep ``new``, tensors, in ``old``'s place; returns backward's placeholders for them."""
+        """Save ``new``, tensors, in ``old``'s place; return backward's placeholders for them."""
         returned, placeholder = self.returned(), self.same[old]
         at = returned.index(old, self.outputs)
         self.output.args = (tuple([*returned[:at], *new, *returned[at + 1 :]]),)
@@ -157,63 +161,63 @@ class SavedTensors:
         return [self.same[node] for node in new]
 
     def make_again(self, old: Node, result: Node, *, rounded: bool = False) -> None:
-        """Let backward read ``result`` where it read ``old``, which is kept no longer."""
+        """Let backward read ``result`` where it read ``old``, which is no longer saved."""
         placeholder = self.same.pop(old)
         placeholder.replace_all_uses_with(result)
         self.backward.erase_node(placeholder)
         self.made.add(result)
         if rounded:
             self.rounded.add(result)
-            changed = reached([result])  # and what was rebuilt from it is the same no longer
+            changed = reached([result])  # and values recomputed from it are no longer the same
             self.same = {ours: theirs for ours, theirs in self.same.items() if theirs not in changed}
         else:
             self.same[old] = result
 
     def put_unchecked_last(self) -> None:
-        """Keep tensors without a version check behind the others: AOTAutograd counts them, from the last one on."""
+        """Save tensors without a version check behind the others: AOTAutograd counts them from the end."""
         tensors = [node for node in self.kept() if _kind(node) is torch.Tensor]
         ordered = sorted(tensors, key=lambda node: bool(node.meta.get(_UNCHECKED)))
         if ordered == tensors:
             return
-        returned, moved = self.returned(), dict(zip(tensors, ordered, strict=True))
-        kept = [moved.get(node, node) for node in returned[self.outputs :]]
-        self.output.args = ((*returned[: self.outputs], *kept),)
+        returned, replacement = self.returned(), dict(zip(tensors, ordered, strict=True))
+        saved = [replacement.get(node, node) for node in returned[self.outputs :]]
+        self.output.args = ((*returned[: self.outputs], *saved),)
         for before, node in itertools.pairwise(ordered):
             if node.meta.get(_UNCHECKED) and self.same[before].next is not self.same[node]:
                 self.same[before].append(self.same[node])
 
     # ---- pairing ----
 
-    def _handed_over(self) -> Iterator[tuple[Node, Node]]:
-        """What is kept, and backward's inputs for it: position by position among sizes, tensors and other values."""
-        kept: dict[type, list[Node]] = {}
+    def _saved_pairs(self) -> Iterator[tuple[Node, Node]]:
+        """The saved values with backward's inputs for them: by position among sizes, tensors and other values."""
+        saved: dict[type, list[Node]] = {}
         for node in self.kept():
-            kept.setdefault(_kind(node), []).append(node)
+            saved.setdefault(_kind(node), []).append(node)
         inputs: dict[type, list[Node]] = {}
         for node in self.backward.find_nodes(op="placeholder"):
             inputs.setdefault(_kind(node), []).append(node)
-        for kind, nodes in kept.items():
+        for kind, nodes in saved.items():
             if len(nodes) != len(set(nodes)) or len(nodes) > len(inputs.get(kind, ())):
                 raise UnsoundGraphs(
-                    f"{len(nodes)} values are kept, and backward has {len(inputs.get(kind, ()))} inputs"
+                    f"{len(nodes)} values are saved, and backward has {len(inputs.get(kind, ()))} inputs"
                 )
             yield from zip(nodes, inputs[kind], strict=False)
 
-    def _pair_rebuilt(self) -> None:
-        """Pair what backward rebuilds: the partitioner has copied those nodes, names included."""
+    def _pair_recomputed(self) -> None:
+        """Pair the values that backward recomputes: the partitioner has copied those nodes, names included."""
         named = {node.name: node for node in self.forward.nodes}
         paired = {theirs: ours for ours, theirs in self.same.items()}
         for node in self.backward.find_nodes(op="placeholder"):
             ours = paired.get(node)
             if named.get(node.name, ours) is not ours:
-                raise UnsoundGraphs(f"forward hands {ours} over as backward's {node}, which is another value")
+                raise UnsoundGraphs(f"forward saves {ours} as backward's {node}, which is another value")
         for node in self.backward.nodes:
             source = named.get(node.name)
             if source is not None and node.op in ("call_function", "get_attr") and self._is_same_call(source, node):
                 self.same.setdefault(source, node)
 
     def _is_same_call(self, ours: Node, theirs: Node) -> bool:
-        """Whether two calls are the same function of the same values."""
+        """Tell whether two calls are the same function of the same values."""
         if (ours.op, ours.target) != (theirs.op, theirs.target):
             return False
         mapped = map_arg((ours.args, ours.kwargs), lambda node: self.same.get(node, node))
@@ -224,20 +228,20 @@ class SavedTensors:
     def check(self) -> None:
         """Assert that backward computes with forward's values.
 
-        Each of backward's inputs that is not a gradient's is handed over by forward, once, and is the same value; what
-        is rebuilt is the same function of the same values; no input is kept that holds something else when backward
-        reads it; what is rounded is read where it may be. Linear in the graphs.
+        Forward saves each of backward's inputs that is not a gradient, once, and it is the same value. Recomputed
+        values are the same function of the same values. No input is saved that changes before backward reads it.
+        Rounded values are read only where they may be. Linear in the graphs.
 
         Raises:
             UnsoundGraphs: it does not, and where.
         """
-        handed_over = dict(self._handed_over())
-        unknown = set(self.backward.find_nodes(op="placeholder")) - self.incoming - set(handed_over.values())
+        pairs = dict(self._saved_pairs())
+        unknown = set(self.backward.find_nodes(op="placeholder")) - self.incoming - set(pairs.values())
         if unknown:
-            raise UnsoundGraphs(f"backward reads {', '.join(map(str, unknown))}, which forward does not hand over")
-        for ours, theirs in handed_over.items():
+            raise UnsoundGraphs(f"backward reads {', '.join(map(str, unknown))}, which forward does not save")
+        for ours, theirs in pairs.items():
             if self.same.get(ours) is not theirs:
-                raise UnsoundGraphs(f"forward hands {ours} over as backward's {theirs}, which is another value")
+                raise UnsoundGraphs(f"forward saves {ours} as backward's {theirs}, which is another value")
             if _described(ours) != _described(theirs):
                 raise UnsoundGraphs(f"forward's {ours} is {_described(ours)}, backward's {theirs} {_described(theirs)}")
         for ours, theirs in self.same.items():
@@ -249,7 +253,7 @@ class SavedTensors:
         for node in self.rounded:
             reader = self.reader_of_rounding(node)
             if reader is not None:
-                raise UnsoundGraphs(f"{reader} reads what is rounded in backward")
+                raise UnsoundGraphs(f"{reader} reads {node}, which is rounded in backward")
 
 
 def check(graphs: Graphs, outputs: int, static_inputs: Sequence[int] = ()) -> None:
@@ -261,8 +265,8 @@ def check(graphs: Graphs, outputs: int, static_inputs: Sequence[int] = ()) -> No
 def _kind(node: Node) -> type:
     value = node.meta.get("val")
     kinds = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-    found = next((kind for kind in kinds if isinstance(value, kind)), object)
-    return torch.SymInt if found in kinds[1:] else found
+    kind = next((kind for kind in kinds if isinstance(value, kind)), object)
+    return torch.SymInt if kind in kinds[1:] else kind
 
 
 def _described(node: Node) -> str:
@@ -271,8 +275,8 @@ def _described(node: Node) -> str:
 
 
 def _other_arguments(node: Node) -> list[Node]:
-    """What a call reads but for the data that one of our operators works on."""
+    """The nodes that a call reads, without the data of one of our operators."""
     data = DATA.get(node.target, ())
-    found: list[Node] = []
-    map_arg((tuple(a for i, a in enumerate(node.args) if i not in data), node.kwargs), found.append)
-    return found
+    others: list[Node] = []
+    map_arg((tuple(a for i, a in enumerate(node.args) if i not in data), node.kwargs), others.append)
+    return others

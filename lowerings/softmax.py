@@ -1,15 +1,15 @@
 """``fused::scaled_masked_softmax`` → Inductor IR: two reductions over a row, and pointwise nodes around them.
 
-Nothing is a call: scores, masks and weights are loaders that the reductions inline, so that what stands before the
-operator (a bias, a cast) and behind it (a dropout, a cast) is computed in the same kernel. Causality and the window
-are index expressions: they read no memory, and on a GPU what they hide is not loaded either.
+Nothing is a call: scores, masks and weights are loaders that the reductions inline, so operators before (a bias, a
+cast) and behind (a dropout, a cast) run in the same kernel. Causality and the window are index expressions: they read
+no memory, and on a GPU a hidden score is not loaded either.
 
-The row's maximum comes first, then the sum: Inductor's reduction for both at once (``prepare_softmax_online``) reads a
-long row once less, from the cache, for twice the instructions (rows of 4096 on sm_90: 61 an element, 26 so), and takes
-scores that are scaled, and rounded, already.
+The row's maximum comes first, then the sum. Inductor's reduction for both at once (``prepare_softmax_online``) reads a
+long row once less, from the cache, for twice the instructions (rows of 4096 on sm_90: 61 an element instead of 26), and
+takes scores that are scaled and rounded already.
 
-What belongs to a row (its factor, its sink) is the text of ``formulas.py``, traced. What belongs to an element is one
-line, and stands here: on a GPU its exponent is to base 2, which is the instruction that there is.
+The formulas for a row (its factor, its sink) are those of ``formulas.py``, traced. The formula for an element is one
+line here: on a GPU its exponential has base 2, as the hardware's instruction has.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _node(like: Box, dtype: torch.dtype, ranges: Sequence[Any], inner: Callable[
 
 
 def _window(size: Sequence[Any], causal: bool, window_left: int, window_right: int, group: int = 1) -> Load | None:
-    """Whether a key, or one of its ``group``, is open to a query, from the index alone; None where every key is."""
+    """A function that tells from the index whether a query sees a key, or one of its ``group``; None where all do."""
     left, right = formulas.window_edges(causal, window_left, window_right)
     if left is None and right is None:
         return None
@@ -65,22 +65,21 @@ def _window(size: Sequence[Any], causal: bool, window_left: int, window_right: i
     return is_open
 
 
-# Loads are switched off so many at a time: by single elements they would no longer be vectorized (bfloat16, causal,
-# backward, rows of 2048 on sm_90: 31.5 instructions an element by single keys, 23.2 so).
+# Loads are masked in groups of this size: masked by single elements they would not be vectorized (bfloat16, causal,
+# backward, rows of 2048 on sm_90: 31.5 instructions an element by single keys, 23.2 by groups).
 _GROUP = 8
 
 
 def _unread(load: Load, near: Load | None, otherwise: float) -> Load:
-    """``load`` where something near is open: nothing is read elsewhere."""
+    """``load`` where a key of the group is visible; elsewhere nothing is read."""
     return load if near is None else lambda index: ops.masked(near(index), lambda: load(index), otherwise)
 
 
 def _row_node(function: Callable[..., Any], scalars: tuple[Any, ...], *boxes: Box | None) -> Box:
-    """A function of ``formulas.py`` on what rows have one of."""
-    given = tuple(b is not None for b in boxes)
-    first, *rest = (b for b in boxes if b is not None)
-    loads = [b.make_loader() for b in (first, *rest)]
-    (program,) = operators._programs(function, given, scalars, first.get_dtype(), first.get_device().type)
+    """A function of ``formulas.py`` on values of rows."""
+    present = [b for b in boxes if b is not None]
+    first, loads, is_present = present[0], [b.make_loader() for b in present], tuple(b is not None for b in boxes)
+    (program,) = operators._programs(function, is_present, scalars, first.get_dtype(), first.get_device().type)
     return _node(first, first.get_dtype(), first.get_size(), lambda index: program(loads, index))
 
 
@@ -96,7 +95,7 @@ def _softmax(
     shape = input.get_size()
     if V.graph.sizevars.statically_known_equals(shape[-1], 0):
         return lowerings[aten.clone.default](input)
-    input.mark_reuse(2)  # as of any value that is read twice: what costs much to make is made once
+    input.mark_reuse(2)  # as for any value that is read twice: an expensive one is computed once
     double = torch.float64 in (input.get_dtype(), None if sink is None else sink.get_dtype())
     dtype = torch.float64 if double else torch.float32
     on_gpu = operators.is_on_gpu(input)
@@ -180,7 +179,7 @@ def _softmax_backward(
     if output_mask[1] and sink_dtype is not None:
         total = lowerings[aten.sum.dim_IntList](_node(output, dtype, shape, y), last, True)
         terms = _row_node(formulas.softmax_sink_grad, (), inner, total)
-        terms.realize()  # one number for each row, where the kernel that adds them up would read both of theirs
+        terms.realize()  # one number for each row, where the kernel that adds them would read two
         axes = [a for a in range(len(shape)) if a != len(shape) - 3]
         d_sink = to_dtype(lowerings[aten.sum.dim_IntList](terms, axes), sink_dtype)
     return d_input, d_sink

@@ -1,13 +1,13 @@
-"""Stage 3's sums over rows: a bias's gradient without another read of what is summed.
+"""Split reductions, in the post-grad pass: a bias's gradient without another read of the tensor that it sums.
 
 A linear layer's bias in front of an activation gets Σ d over the rows, d the activation's gradient. Where columns alone
 are too few for a GPU, Inductor sums blocks of rows, and reads d again, which a kernel before has written: 2 more bytes
 an element of 16 bits. Its scheduler would fuse the two if their loops had one form. The sum's are (blocks, columns,
-rows); d's, over (blocks, rows, columns), can be put into that order, and over (rows, columns) they cannot.
+rows). Loops of d over (blocks, rows, columns) can be put into that order, loops over (rows, columns) cannot.
 
-So the sum is written out as one of blocks and one of what those give, and the activation's nodes are marked with the
-rows of a block: their lowerings loop over blocks (``operators.py``). What fuses with what is then Inductor's choice, as
-before: where d leaves a GEMM's epilogue the sums are two kernels of their own, as they are without this.
+So the sum is written as sums of blocks and a sum of their results, and the activation's nodes are marked with the rows
+of a block: their lowerings loop over blocks (``operators.py``). Inductor still chooses the fusions: where d leaves a
+GEMM's epilogue the sums are two kernels of their own, as they are without this pass.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
 
 ROWS = "fused_rows_of_a_block"  # in a node's meta
 
-# Of fewer, the sums of blocks are no small part of the traffic: they are written and read in 4 bytes.
+# With fewer rows in a block, the blocks' sums, written and read in 4 bytes, are a large part of the traffic.
 _FEWEST_ROWS = 32
 
 
 def rows_of_a_block(rows: int, columns: int, device: torch.device) -> int | None:
-    """The rows of the blocks in which to sum a matrix's rows; None where Inductor cuts none, or no equal ones.
+    """The rows of the blocks in which to sum a matrix's rows; None where Inductor does not split, or not evenly.
 
-    As near as a divisor comes to Inductor's own blocks, which leave a remainder where they like. It cuts none from 64
-    columns a multiprocessor on (``Reduction.num_splits`` in torch/_inductor/ir.py, 2.11 to 2.15): 8448 on an H100 or
-    H200. There a sum's loops are (columns, rows), and d joins them as it is.
+    The divisor of the rows nearest to Inductor's own blocks, which may leave a remainder. Inductor does not split from
+    64 columns a multiprocessor on (``Reduction.num_splits`` in torch/_inductor/ir.py, 2.11 to 2.15): 8448 on an H100 or
+    H200. There a sum's loops are (columns, rows), and d fuses with them unchanged.
     """
     from torch._inductor.runtime.hints import DeviceProperties
     from torch._inductor.virtualized import V
@@ -50,8 +50,8 @@ def rows_of_a_block(rows: int, columns: int, device: torch.device) -> int | None
         return None
     blocks = V.choices.reduction_split_factor(device, rows, columns, inner_reduction=False)
     near = rows / max(blocks, 1)
-    found = min((n for n in range(1, int(2 * near)) if rows % n == 0), key=lambda n: abs(n - near))
-    return found if blocks > 1 and found >= _FEWEST_ROWS else None
+    divisor = min((n for n in range(1, int(2 * near)) if rows % n == 0), key=lambda n: abs(n - near))
+    return divisor if blocks > 1 and divisor >= _FEWEST_ROWS else None
 
 
 class _Edit(NamedTuple):
@@ -61,26 +61,27 @@ class _Edit(NamedTuple):
 
 
 def rewrite(graph: Graph) -> int:
-    """Sum over blocks where activations' gradients are summed over their rows; how many activations that concerns."""
+    """Sum over blocks where activations' gradients are summed over their rows; count these activations."""
     operators = {s.overload: op for op in elementwise() for s in (op.backward, op.fp8_backward)}
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         _gather(graph, node, operators)
     if autotuned("TRITON") and compat.keeps_loops_it_tried():
         return 0  # d would leave the epilogues of Inductor's own GEMMs
-    found = [edit for node in graph.nodes if node.target in operators and (edit := _edit(node, operators[node.target]))]
-    for marked, sums, rows in found:
+    edits = [edit for node in graph.nodes if node.target in operators and (edit := _edit(node, operators[node.target]))]
+    for marked, sums, rows in edits:
         for node in marked:
             node.meta[ROWS] = rows
         for total in sums:
             _sum_blocks(graph, total, rows)
-    return len(found)
+    return len(edits)
 
 
 def _gather(graph: Graph, total: Node, operators: Container[Any]) -> None:
-    """Add a bias's gradients of several tiles, or uses, up at once, from one tensor that has a row for each.
+    """Add a bias's gradients of several tiles, or uses, in one sum, over a tensor with a row for each.
 
-    One after the other, Inductor makes one kernel of all additions and of the sums, and so of whatever is summed: every
-    tile's hidden layer is there for it (a GELU MLP with biases, 65536×4096→16384 in bf16, in eight tiles: 7000 MiB).
+    Where they are added one after the other, Inductor fuses all additions with the sums and their inputs: it keeps
+    every tile's hidden layer for that kernel (a GELU MLP with biases, 65536×4096→16384 in bf16, in eight tiles: 7000
+    MiB).
     """
     value = total.meta["val"]
     if value.ndim != 1 or value.device.type != "cuda" or any(user.target is aten.add.Tensor for user in total.users):
@@ -102,15 +103,15 @@ def _gather(graph: Graph, total: Node, operators: Container[Any]) -> None:
 
 
 def _parts(total: Node) -> list[Node]:
-    """What a sum of tensors, as it is written, adds up; any other node is a part by itself."""
+    """The terms of a chain of additions; any other node is a term by itself."""
     if total.target is not aten.add.Tensor or total.kwargs or not all(isinstance(part, Node) for part in total.args):
         return [total]
     parts = cast(Sequence[Node], total.args)
-    return [one for part in parts for one in (_parts(part) if len(part.users) == 1 else [part])]
+    return [term for part in parts for term in (_parts(part) if len(part.users) == 1 else [part])]
 
 
 def _is_bias_gradient(node: Node, operators: Container[Any]) -> bool:
-    """Whether it is a sum over the rows of an activation's gradient, maybe in another shape."""
+    """Tell whether a node is a sum over the rows of an activation's gradient, maybe in another shape."""
     through, sums = (*VIEWS, aten.sum.dim_IntList, operator.getitem), 0
     while node.target in through:
         sums += node.target is aten.sum.dim_IntList
@@ -121,20 +122,20 @@ def _is_bias_gradient(node: Node, operators: Container[Any]) -> bool:
 def _call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     """A call with its fake value, in place of ``like``."""
     node = graph.call_function(target, args, kwargs)
-    given = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
-    node.meta = {**like.meta, "val": target(*given, **kwargs)}
+    values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
+    node.meta = {**like.meta, "val": target(*values, **kwargs)}
     return node
 
 
 def _edit(node: Node, op: PointwiseOperator) -> _Edit | None:
-    """What there is to do for an activation's gradients, where something is summed over rows and nothing along them."""
+    """The edit for an activation whose gradients are summed over rows, and not along them; None for any other."""
     grad, data = cast(Node, node.args[0]).meta["val"], cast(Node, node.args[1])
     rows, columns = grad.numel() // max(grad.shape[-1], 1), grad.shape[-1]
     gradients = {cast(int, user.args[1]): user for user in node.users if user.users}
     sums = [total for i, d in gradients.items() if i < op.data for total in _sums(d)]
     if not sums and op.bias not in gradients:
         return None
-    # A sum along the rows is in the loop that computes d; packed gradients are two buffers, and no sum's.
+    # A sum along the rows is in the loop that computes d; packed gradients are two buffers, which no sum reads whole.
     if op.is_packed or op.scale in gradients or not (isinstance(rows, int) and isinstance(columns, int)):
         return None
     block = rows_of_a_block(rows, columns, grad.device)
@@ -145,10 +146,10 @@ def _edit(node: Node, op: PointwiseOperator) -> _Edit | None:
 
 
 def _is_dropped_out(node: Node, again: Sequence[Node]) -> bool:
-    """Whether a dropout stands between an activation and the product behind it.
+    """Tell whether a dropout stands between an activation and the GEMM behind it.
 
-    In the usual form its loops, forward and backward, are in the activation's kernel. With blocks they would be kernels
-    of their own: of two MLPs, 4096×1024→4096 with biases and dropouts, backward's would move 1067 MiB, and move 875.
+    Usually its loops, forward and backward, are in the activation's kernel. With blocks they would be kernels of their
+    own: backward of two MLPs, 4096×1024→4096 with biases and dropouts, would move 1067 MiB instead of 875.
     """
     pending, source = list(again), cast(Node, node.args[0])
     while source.target in (*VIEWS, operator.getitem):
@@ -164,15 +165,15 @@ def _is_dropped_out(node: Node, again: Sequence[Node]) -> bool:
 
 def _sums(d: Node) -> list[Node]:
     """The sums over all rows of d."""
-    found, value = [], d.meta["val"]
+    sums, value = [], d.meta["val"]
     for user in d.users:
         if user.target in VIEWS and user.meta["val"].shape[-1] == value.shape[-1]:
-            found += _sums(user)
+            sums += _sums(user)
         elif user.target is aten.sum.dim_IntList and "dtype" not in user.kwargs:
             axes = cast(Sequence[int], user.args[1])
             if sorted(axis % value.ndim for axis in axes) == list(range(value.ndim - 1)):
-                found.append(user)
-    return found
+                sums.append(user)
+    return sums
 
 
 def _sum_blocks(graph: Graph, total: Node, rows: int) -> None:

@@ -43,7 +43,7 @@ from torch_fused_ops.planner.tensor_parallel import split
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.text import size
 from torch_fused_ops.virtual_gpu import H100
-from torch_fused_ops.virtual_gpu.timeline import Moment, Timeline
+from torch_fused_ops.virtual_gpu.timeline import Event, Timeline
 
 MiB = 2**20
 LEVELS = ("free", "fp8", "input")
@@ -168,8 +168,8 @@ def test_what_is_in_no_layer() -> None:
     assert step.default({"layers.0": "input"}) == "free"
 
 
-def moments_of(graph: str, *units: str, live: Sequence[int]) -> tuple[Moment, ...]:
-    return tuple(Moment(graph, "", x + 1, x, 0, 0, 0.0, (unit,)) for unit, x in zip(units, live, strict=True))
+def moments_of(graph: str, *units: str, live: Sequence[int]) -> tuple[Event, ...]:
+    return tuple(Event(graph, "", x + 1, x, 0, 0, 0.0, (unit,)) for unit, x in zip(units, live, strict=True))
 
 
 def a_model(*units: str, names: Sequence[str] = ()) -> Any:
@@ -396,7 +396,7 @@ def test_shards_by_hand() -> None:
 def test_gradients_are_whole_where_their_layer_ends_or_later() -> None:
     """What the compiler puts off counts for the layer in which it is allocated; the root's stays whole to the end."""
     calls = [*(("forward", unit) for unit in "ab"), *(("backward", unit) for unit in ("", "b", "a", ""))]
-    moments = tuple(Moment(graph, "", 0, 0, 0, 0, 0.0, (unit,)) for graph, unit in calls)
+    moments = tuple(Event(graph, "", 0, 0, 0, 0, 0.0, (unit,)) for graph, unit in calls)
     names = ["a.weight", "b.weight", "b.bias", "head"]
     gradients = {(0, 0): (4, 1), (0, 1): (0, 10), (0, 2): (4, 100), (0, 3): (2, 1000)}
     parts = cut(Timeline(moments, 0, 0, 0, gradients), a_model("a", "b", names=names), lambda call: 0.0)

@@ -120,7 +120,7 @@ def predicted(model, tokens, ranks):
     """The same of one of so many GPUs, by arithmetic on the whole model's step."""
     from torch_fused_ops.planner.static_memory import Resident, held
     from torch_fused_ops.planner.step import Step, cut
-    from torch_fused_ops.virtual_gpu.timeline import Moment, Timeline
+    from torch_fused_ops.virtual_gpu.timeline import Event, Timeline
 
     units = tuple(f"blocks.{i}" for i in range(len(model.blocks)))
 
@@ -131,7 +131,7 @@ def predicted(model, tokens, ranks):
     follow(live, model)
     entry, *_, kept, end = step(live, model, tokens)
     moments = tuple(
-        Moment(kind, name, alive, after, 0, 0, 0.0, (layer,)) for kind, name, layer, alive, after in live.calls
+        Event(kind, name, alive, after, 0, 0, 0.0, (layer,)) for kind, name, layer, alive, after in live.calls
     )
     names = [name for name, _ in model.named_parameters()]
     gradients = {

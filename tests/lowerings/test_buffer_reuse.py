@@ -386,7 +386,7 @@ def test_who_times_configurations_is_told_what_is_written_over() -> None:
 @pytest.mark.parametrize("setting", ["triton.cudagraphs", "memory_planning", "triton.multi_kernel"])
 def test_where_memory_is_held_otherwise_there_are_none(setting: str) -> None:
     with inductor_config.patch({setting: 1}):
-        assert not compat.may_be_views()
+        assert not buffer_reuse.may_be_views()
         paper = on_paper(VIEWS["both halves"][0], [square(), square()], "free", training=False)
     assert not re.search(r"^ +\w+ = \w+ +# alias$", paper.inference.code, re.M)
 

@@ -597,7 +597,7 @@ def test_graphs_are_found_unsound() -> None:
 
     both = both_of(model)  # something is kept no longer
     both.output.args = (tuple(both.returned()[:-1]),)
-    with pytest.raises(UnsoundGraphs, match="does not hand over"):
+    with pytest.raises(UnsoundGraphs, match="does not save"):
         both.check()
 
     both = both_of(model)  # backward rebuilds another function

@@ -224,7 +224,7 @@ def test_a_gelu_mlp_by_hand() -> None:
     mlp = gelu_mlp(4096, 16384).bfloat16().to("meta")
     paper = compile_on_paper(mlp, meta(8192, 4096))
     found = paper.timeline()
-    products = [(moment.graph, moment.live // MiB) for moment in found.moments if moment.call in ("addmm", "mm")]
+    products = [(moment.graph, moment.live // MiB) for moment in found.events if moment.call in ("addmm", "mm")]
     assert products == [
         ("forward", 64 + 256),  # input, pre-activation
         ("forward", 64 + 2 * 256 + 64),  # and the activation, and the result
@@ -234,12 +234,12 @@ def test_a_gelu_mlp_by_hand() -> None:
         ("backward", 576 + 128),
     ]
     assert found.entry == 64 * MiB and found.peak == paper.peak_bytes() == 1088 * MiB
-    assert found.kept == paper.saved_bytes() + 64 * MiB  # and the result, which the caller holds
+    assert found.between == paper.saved_bytes() + 64 * MiB  # and the result, which the caller holds
     gradients = sum(p.nbytes for p in mlp.parameters()) + 64 * MiB
     assert found.end == 2 * 64 * MiB + gradients
-    assert sum(moment.flop for moment in found.moments) == 6 * 2 * 8192 * 4096 * 16384
-    assert sum(moment.nbytes for moment in found.moments) == paper.bytes_moved
-    assert [moment.modules for moment in found.moments if moment.call == "addmm"] == [("0",), ("2",)]
+    assert sum(moment.flop for moment in found.events) == 6 * 2 * 8192 * 4096 * 16384
+    assert sum(moment.nbytes for moment in found.events) == paper.bytes_moved
+    assert [moment.modules for moment in found.events if moment.call == "addmm"] == [("0",), ("2",)]
 
 
 def test_inference_has_a_curve_too() -> None:
@@ -252,7 +252,7 @@ def test_memory_that_waits_for_a_later_result() -> None:
     a, b, c = (nn.Parameter(meta(1024, 1024), requires_grad=False) for _ in range(3))
     paper = compile_on_paper(lambda x: (x @ a).relu() @ b @ c, meta(1024, 1024, requires_grad=False), training=False)
     assert paper.inference is not None and paper.inference.code.count("# reuse") == 2
-    found = [(moment.after // MiB, moment.waiting // MiB) for moment in paper.timeline().moments]
+    found = [(moment.after // MiB, moment.waiting // MiB) for moment in paper.timeline().events]
     assert found == [(4, 0), (4, 0), (6, 2), (4, 0)]
 
 
@@ -263,7 +263,7 @@ def test_graphs_are_joined() -> None:
     second = compile_on_paper(lambda y: y.square().sum(), meta(512, 512, dtype=torch.float32))
     joined = timeline_of([first, second], {(1, 0): (0, 0)})
     assert joined.entry == MiB
-    assert joined.kept == 2 * MiB + 4  # x, y, the loss
+    assert joined.between == 2 * MiB + 4  # x, y, the loss
     assert joined.peak == 3 * MiB + 8  # and y's gradient; the loss's own
     assert joined.end == 2 * MiB + 4  # x, the weight's gradient, the loss
     apart = timeline_of([first, second])
@@ -273,7 +273,7 @@ def test_graphs_are_joined() -> None:
 def test_attention_counts_what_it_allocates_inside() -> None:
     q = [meta(2, 4, 1024, 64) for _ in range(3)]
     paper = compile_on_paper(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), *q)
-    (backward,) = (m for m in paper.timeline().moments if m.call.endswith("flash_attention_backward"))
+    (backward,) = (m for m in paper.timeline().events if m.call.endswith("flash_attention_backward"))
     # q, k, v, result and its gradient, log-sum-exp, random state; three gradients; dq in float32
     assert backward.live >= 8 * MiB + 2 * 4 * 1024 * 4 + 2 * MiB
 
@@ -349,4 +349,4 @@ def test_what_is_handed_over_goes_by_its_place() -> None:
     plain = compile_on_paper(mlp, x)
     renamed = compile_on_paper(mlp, x, config={"custom_partitioner_fn": Renaming()})
     assert renamed.handed == plain.handed and renamed.handed.count(None) == len(renamed.tangents) == 1
-    assert renamed.timeline().kept == plain.timeline().kept
+    assert renamed.timeline().between == plain.timeline().between

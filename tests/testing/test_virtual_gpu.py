@@ -164,7 +164,7 @@ def test_dynamic_sizes():
 def test_str_is_aligned():
     text = str(mlp_on_paper(GeluMLP, 8192, 4096, None))
     lines = text.splitlines()
-    assert lines[0] == "on paper: NVIDIA H200 (sm_90)"
+    assert lines[0] == "compiled for NVIDIA H200 (sm_90), without a device"
     rows = [line for line in lines if " MiB" in line]
     assert len({line.index(" MiB") for line in rows}) == 1
     assert any("saved for backward" in line for line in rows)
@@ -247,7 +247,7 @@ def test_a_checkpoint_around_attention(dtype):
 
     paper = compile_on_paper(fn, *qkv)
     assert paper.saved_bytes() == sum(each.nbytes for each in qkv)
-    assert paper.timeline().kept == 4 * qkv[0].nbytes  # with the result
+    assert paper.timeline().between == 4 * qkv[0].nbytes  # with the result
 
 
 def test_a_mask_is_laid_out_for_the_kernel():
@@ -672,7 +672,7 @@ def test_errors_name_argument_value_and_choice():
         virtual_gpu.assemble(kernel).instructions_per_element(0)
     with pytest.raises(ValueError, match=r"x: got a tensor on meta, expected one on the CPU"):
         virtual_gpu.interpret(gate_kernel, meta(4), x, 4, grid=(1,), BLOCK=4)
-    with pytest.raises(ValueError, match=r"grid: none given, and gate_kernel is hand-written"):
+    with pytest.raises(ValueError, match=r"grid: missing, and gate_kernel is hand-written"):
         virtual_gpu.interpret(gate_kernel, x, x, 4, BLOCK=4)
     with pytest.raises(ValueError, match=r"XBLOCK: got 8192, expected a power of 2 up to 4096"):
         virtual_gpu.interpret(kernel, x, x, XBLOCK=8192)

@@ -21,7 +21,7 @@ from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.figures import Capture, on_paper
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
 from torch_fused_ops.virtual_gpu.roofline import Rates, Work, launches_of, prepare
-from torch_fused_ops.virtual_gpu.timeline import Moment, Timeline, timeline_of
+from torch_fused_ops.virtual_gpu.timeline import Event, Timeline, timeline_of
 
 __all__ = [
     "OFF",
@@ -246,7 +246,7 @@ def measured_step(model: CapturedModel, gpu: GPU, rates: Rates, instructions: bo
     return Step(model.units, model.mlps, parts)
 
 
-def clock(papers: Sequence[PaperCompilation], rates: Rates, instructions: bool) -> Callable[[Moment], float]:
+def clock(papers: Sequence[PaperCompilation], rates: Rates, instructions: bool) -> Callable[[Event], float]:
     """The least time of a call; as for ``measured_step``."""
     counted: dict[tuple[str, str], float] = {}
     papers = papers if instructions else ()
@@ -261,15 +261,15 @@ def clock(papers: Sequence[PaperCompilation], rates: Rates, instructions: bool) 
 BEHIND = "(behind)"  # no module is called so
 
 
-def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Moment], float]) -> Parts:
+def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], float]) -> Parts:
     """A compiled step, cut at its units, with the least time of each call."""
-    kinds = [moment.graph == "backward" for moment in timeline.moments]
+    kinds = [moment.graph == "backward" for moment in timeline.events]
     first = kinds.index(True) if True in kinds else len(kinds)
-    sides = timeline.moments[:first], timeline.moments[first:]
+    sides = timeline.events[:first], timeline.events[first:]
     forward, backward = (_owners(side, model) for side in sides)
     segments = [
         _segments(side, owners, start, seconds)
-        for side, owners, start in zip(sides, (forward, backward), (timeline.entry, timeline.kept), strict=True)
+        for side, owners, start in zip(sides, (forward, backward), (timeline.entry, timeline.between), strict=True)
     ]
     # A gradient is whole where its layer ends; or later, where the compiler put it off.
     order = {owner: i for i, owner in enumerate(dict.fromkeys(["", *(o for o in backward if o != BEHIND), BEHIND]))}
@@ -281,7 +281,7 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Moment], fl
     for owner, nbytes in whole.items():
         segments[1][owner] = replace(segments[1].get(owner, Segment()), gradients=nbytes)
     pieces: list[Piece] = []
-    limits = (timeline.entry, timeline.kept, timeline.end)
+    limits = (timeline.entry, timeline.between, timeline.end)
     for i, (kind, by_owner) in enumerate(zip(("forward", "backward"), segments, strict=True)):
         # What is freed between the last call and the graph's return belongs to what stands behind the units.
         left = limits[i + 1] - limits[i] - sum(segment.net for segment in by_owner.values())
@@ -292,7 +292,7 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Moment], fl
     return Parts(timeline.entry, tuple(pieces))
 
 
-def _owners(moments: Sequence[Moment], model: CapturedModel) -> list[str]:
+def _owners(moments: Sequence[Event], model: CapturedModel) -> list[str]:
     """The unit that each call counts for; before all units "", behind them BEHIND.
 
     Units come in the order of the middle ones of their calls: a compiler may run something of a unit, or of all of
@@ -315,25 +315,25 @@ def _owners(moments: Sequence[Moment], model: CapturedModel) -> list[str]:
 
 
 def _segments(
-    moments: Sequence[Moment], owners: Sequence[str], start: int, seconds: Callable[[Moment], float]
+    moments: Sequence[Event], owners: Sequence[str], start: int, seconds: Callable[[Event], float]
 ) -> dict[str, Segment]:
-    found: dict[str, tuple[int, list[Moment]]] = {}
+    found: dict[str, tuple[int, list[Event]]] = {}
     for i, (moment, owner) in enumerate(zip(moments, owners, strict=True)):
         found.setdefault(owner, (_needed(moments[i - 1]) if i else start, []))[1].append(moment)
     return {owner: _segment(beginning, each, seconds) for owner, (beginning, each) in found.items()}
 
 
-def _unit(moment: Moment, model: CapturedModel) -> str:
+def _unit(moment: Event, model: CapturedModel) -> str:
     votes = Counter(model.layers.get(path, "") for path in moment.modules)
     unit = votes.most_common(1)[0][0] if votes else ""
     return unit if unit in model.units else ""
 
 
-def _segment(start: int, moments: Sequence[Moment], seconds: Callable[[Moment], float]) -> Segment:
+def _segment(start: int, moments: Sequence[Event], seconds: Callable[[Event], float]) -> Segment:
     points = tuple(moment.live - start for moment in moments)
     return Segment(points, _needed(moments[-1]) - start if moments else 0, sum(map(seconds, moments)))
 
 
-def _needed(moment: Moment) -> int:
+def _needed(moment: Event) -> int:
     """Bytes behind a call that are to be read: what only waits to be written again belongs to who writes it."""
     return moment.after - moment.waiting

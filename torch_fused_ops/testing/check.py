@@ -4,7 +4,7 @@
     print(table(rows))
     assert all(row.passed for row in rows)
 
-What ``python -m torch_fused_ops check`` runs. ``precision.py`` says what is measured and what is allowed.
+``python -m torch_fused_ops check`` runs this. ``precision.py`` states the measures and their limits.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ __all__ = ["Row", "check", "measure_fp8", "run_opcheck", "table"]
 
 @dataclass
 class Row:
-    """What was found for one operator (or one activation through ``bias_act``) and one dtype.
+    """The results for one operator (or one activation through ``bias_act``) and one dtype.
 
     Attributes:
         operator: e.g. ``bias_glu``, or ``bias_act gelu`` for the sweep over an activation's whole range.
-        dtype: of the results that the errors are about.
-        samples: how many calls, or values for a sweep.
-        opchecks: how many calls of the operator and of its backward operator opcheck has seen.
+        dtype: of the results whose errors are measured.
+        samples: the number of calls, or of values for a sweep.
+        opchecks: the number of calls of the operator and of its backward operator that opcheck has run.
         errors: the largest errors, by kind ("forward", "gradient", "sum"), in the units of ``precision.LIMITS``.
-        failures: a line for each thing that went wrong.
+        failures: a line for each failure.
     """
 
     operator: str
@@ -55,11 +55,11 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing went wrong."""
+        """True without failures."""
         return not self.failures
 
     def note(self, where: str, errors: precision.Errors) -> None:
-        """Take in the errors that are about this row's dtype."""
+        """Record the errors of this row's dtype."""
         for (kind, dtype), error in errors.items():
             if dtype == self.dtype:
                 self.errors[kind] = max(self.errors.get(kind, 0.0), error)
@@ -69,7 +69,7 @@ class Row:
 
 
 def _opcheck_fp8(sample: Sample) -> None:
-    """opcheck, as far as it goes where tensors are float8, in which torch neither adds nor compares; and the rest."""
+    """Run the tests of opcheck that float8 allows, in which torch neither adds nor compares, and replace the others."""
     from torch.testing._internal.optests.aot_autograd import aot_autograd_check
 
     def widened(*args: Any) -> list[Tensor]:
@@ -94,7 +94,7 @@ def _opcheck_fp8(sample: Sample) -> None:
 
 
 def run_opcheck(sample: Sample) -> str | None:
-    """What ``torch.library.opcheck`` has against this call, in a line; None if nothing."""
+    """Run ``torch.library.opcheck`` on this call; return its complaint in a line, or None."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
             if sample.op.removesuffix("_backward") in FP8_OPERATORS:
@@ -107,19 +107,19 @@ def run_opcheck(sample: Sample) -> str | None:
 
 
 def measure_fp8(sample: Sample) -> precision.Errors:
-    """The largest errors of an operator that stores float8: of its gradients, at what it stored.
+    """The largest errors of an operator that stores float8: of its gradients, at the stored values.
 
-    Its result must be the plain operator's, bit for bit, and what it stored ``reference.store_fp8``'s: an infinite
+    Its result must be the plain operator's, bit for bit, and its stored values ``reference.store_fp8``'s: an infinite
     error if not.
     """
     op, data = declared_as(sample.op).name, declared_as(sample.op).data
-    given = [t for t in sample.tensors[:data] if t is not None]
+    tensors = [t for t in sample.tensors[:data] if t is not None]
     errors: precision.Errors = {}
     with torch.no_grad():
-        out, *kept = sample()
+        out, *saved = sample()
         plain = Sample(op, sample.name, sample.args)()
-    stored = [part for t in given for part in reference.store_fp8(t.detach())]
-    same = [(out, plain), *((a.float(), b.float()) for a, b in zip(kept, stored, strict=True))]
+    stored = [part for t in tensors for part in reference.store_fp8(t.detach())]
+    same = [(out, plain), *((a.float(), b.float()) for a, b in zip(saved, stored, strict=True))]
     exact = all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in same)
     errors["forward", out.dtype] = 0.0 if exact else torch.inf
     wanted = [t is not None and t.requires_grad for t in sample.tensors]
@@ -129,7 +129,7 @@ def measure_fp8(sample: Sample) -> precision.Errors:
     required = [t for t in sample.tensors if t is not None and t.requires_grad]
     grads = iter(torch.autograd.grad(sample()[0], required, grad))
     computed_in = reference.compute_dtype(*sample.tensors)
-    loaded = [reference.load_fp8(kept[2 * i], kept[2 * i + 1], computed_in) for i in range(data)]
+    loaded = [reference.load_fp8(saved[2 * i], saved[2 * i + 1], computed_in) for i in range(data)]
     at = Sample(op, sample.name, (*loaded, *sample.args[data:]))
     truths = getattr(reference, f"{op}_backward")(grad.double().cpu(), *precision.wide_args(at), wanted)
     near = precision.near_of(at, grad.double().cpu())
@@ -177,7 +177,7 @@ def check(
     Args:
         device: where to run. The truth is always computed on the CPU, in float64.
         quick: the core samples alone, and sweeps in bfloat16 alone.
-        progress: called with each row as it is done.
+        progress: called with each finished row.
     """
     device = torch.device(device)
     rows = []
@@ -207,6 +207,6 @@ def row_line(row: Row) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as text: largest errors with their units, then what failed."""
+    """The rows as text: largest errors with their units, then the failures."""
     failures = [f for row in rows for f in row.failures]
     return "\n".join([line(), *(row_line(row) for row in rows), *failures])

@@ -1,7 +1,7 @@
 """Sample inputs and the measure of ``fused::dropout_add``; see ``samples.py`` and ``precision.py``.
 
-The mask is exact: what float64 drops, every dtype drops. The result is a sum of up to three terms, and where they
-cancel no float32 formula has float32's relative accuracy: errors count relative to the terms' absolute sum there.
+The mask is exact: every dtype drops the elements that float64 drops. The result is a sum of up to three terms. Where
+they cancel no float32 formula has float32's relative accuracy: errors count relative to the terms' absolute sum there.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ def _build(case: _Case, device: torch.device) -> Sample:
     dtypes = [DTYPES[d or case.dtype] for d in (case.dtype, case.bias_dtype, case.residual_dtype)]
     small = "sliced" if case.view == "transposed" else case.view
     shapes = (case.shape, case.view), (case.shape[-1:], small), (case.shape, case.view)
-    given = (True, case.with_bias, case.with_residual)
+    present = (True, case.with_bias, case.with_residual)
     tensors = tuple(
         # detach() keeps the strides, so that the view itself is the leaf.
         _tensor(shape, dtype, view, "normal", device, g).detach().requires_grad_(r) if here else None
-        for (shape, view), dtype, here, r in zip(shapes, dtypes, given, case.requires_grad, strict=True)
+        for (shape, view), dtype, here, r in zip(shapes, dtypes, present, case.requires_grad, strict=True)
     )
     seed = torch.randint(-(2**63), 2**63 - 1, (1,), generator=g).to(device)
     return Sample(OP, case.name, (*tensors, seed, case.p), case.core)
@@ -112,7 +112,7 @@ def backward_samples(device: torch.device, core: bool) -> Iterator[Sample]:
 
 
 def _absolute(sample: Sample, wide: tuple[Any, ...]) -> Tensor:
-    """The sum of the absolute values of what the result adds up; float64."""
+    """The sum of the absolute values of the result's terms; float64."""
     x, *others = wide[:3]
     bias, residual = (None if t is None else t.abs() for t in others)
     return reference.dropout_add(x.abs(), bias, residual, *wide[3:])
@@ -144,11 +144,11 @@ def measure(sample: Sample) -> precision.Errors:
         precision._worst(errors, "gradient", precision.error(got[0], d_input), got[0].dtype)
     if got[1] is not None and bias is not None:
         dtype = reference.dropout_backward_dtype(grad, first.dtype, bias.dtype)
-        # What the operator gives unrounded: its gradient in the dtype that it computes in.
+        # The operator's unrounded gradient: in the dtype that it computes in.
         backward = torch.ops.fused.dropout_add_backward
         rows = backward(grad.to(dtype), sample.args[3], p, dtype, None, [True, False])[0].double().cpu()
         total, absolute = (reference.over_rows(t) for t in (rows, rows.abs()))
         precision._worst(errors, "sum", precision.sum_error(got[1], total, absolute, dtype), got[1].dtype)
-    if got[2] is not None:  # grad itself
+    if got[2] is not None:  # its truth is grad itself
         precision._worst(errors, "gradient", precision.error(got[2], grad.double().cpu()), got[2].dtype)
     return errors

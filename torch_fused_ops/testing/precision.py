@@ -1,7 +1,7 @@
 """The precision contract, and the one way to measure against it.
 
-The truth is ``reference.py`` in float64 on the same arguments, widened exactly; of input + bias, on the sum as it is
-rounded to the dtype that is computed in: gelu changes by 8e-6 within half a unit at -8.4, and 0.5014 of it less an
+The truth is ``reference.py`` in float64 on the same arguments, widened exactly; input + bias count as the sum rounded
+to the dtype that is computed in: gelu changes by 8e-6 within half a unit at -8.4, and 0.5014 of it less an
 ``up_offset`` of 0.5 has lost 2e-5. Three kinds of numbers:
 
 ``forward``
@@ -9,19 +9,19 @@ rounded to the dtype that is computed in: gelu changes by 8e-6 within half a uni
     truth. float64: at most 1e-12 of it.
 ``gradient`` of a pointwise argument (input, gate, up)
     float16, bfloat16: at most 2 ulp. float32, float64: as forward. Where an activation's derivative f' goes through
-    zero it is the difference of two equal terms (0.22 each), and what is left there of terms in float32 is their
-    rounding, of ours as of PyTorch's own: the relative error has no bound. Near such a zero (f' changes its sign
-    between 3/4·x and 5/4·x) errors count relative to max(|f'|, 1/32) instead of |f'|, for every dtype: in float32 they
-    are at most 1e-5/32 = 3.1e-7, for a gradient of 1. Tails are never near a zero: they are held to the relative bound.
+    zero it is the difference of two equal terms (0.22 each). In float32 the difference is rounding error, ours as
+    PyTorch's own: the relative error has no bound. Near such a zero (f' changes its sign between 3/4·x and 5/4·x)
+    errors count relative to max(|f'|, 1/32) instead of |f'|, for every dtype: in float32 they are at most 1e-5/32 =
+    3.1e-7, for a gradient of 1. Tails are never near a zero: the relative bound applies to them.
 ``sum``, the gradients of bias and token_scale
     at most 4 ulp of the summands' absolute sum (ulp of the dtype that is computed in: float32, or float64), and one
-    rounding to the argument's dtype. This is about the *adding*: the truth is the float64 sum of the summands as the
-    operator itself gives them unrounded, and those are held to the bounds above.
+    rounding to the argument's dtype. This measures the *addition*: the truth is the float64 sum of the operator's own
+    unrounded summands, to which the bounds above apply.
 
 Absolute floors, below which an error counts as none: 2**-120 for bfloat16, 1e-30 for float32, 1e-290 for float64.
 float16 has none: its subnormals are results like others, 2**-24 apart. An activation's value and derivative have floors
 of their own, 256 times the least normal number of the dtype computed in (2**-118, 3.0e-36, in float32): below it they
-may be 0, also where a factor (``up``, ``token_scale``, the gradient) makes a result above the result's floor of it. The
+may be 0, even where a factor (``up``, ``token_scale``, the gradient) lifts a result above the result's floor. The
 exponential in a sigmoid is infinite from 2**128 on: silu is 0 below x = -88.7, as PyTorch's own is, and truly
 x·2**-128. Truth beyond the dtype's range is that dtype's infinity. NaN must meet NaN.
 """
@@ -60,7 +60,7 @@ def show(kind: str, dtype: torch.dtype, error: float) -> str:
 
 
 def _steps(got: Tensor, truth: Tensor) -> Tensor:
-    """How many representable numbers lie between two tensors of the same half-precision dtype; -0 is 0."""
+    """The distance of two tensors of one half-precision dtype, counted in representable numbers; -0 is 0."""
 
     def rank(t: Tensor) -> Tensor:
         bits = t.contiguous().view(torch.int16).to(torch.int64)
@@ -162,7 +162,7 @@ def near_of(sample: Sample, grad: Tensor | None = None) -> tuple[Tensor | None, 
 
 
 def _summands(sample: Sample, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """What the gradients of bias and token_scale add up, as the operator gives it unrounded: over rows, over a row."""
+    """The operator's unrounded summands of the gradients of bias (over rows) and token_scale (over a row)."""
     (grad,), args = (_cast(a, reference.compute_dtype(*sample.tensors), grad.device) for a in ((grad,), sample.args))
     scale = declared_as(sample.op).scale
     value = sample.overload(*(None if i == scale else a for i, a in enumerate(args)))
@@ -173,9 +173,8 @@ def _summands(sample: Sample, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 def measure(sample: Sample) -> Errors:
     """The largest errors of an operator on a sample: of its result, and of every gradient that the sample asks for."""
-    if (own := family(sample.op)) is not None:
-        errors_there: Errors = own.measure(sample)
-        return errors_there
+    if (module := family(sample.op)) is not None:
+        return module.measure(sample)  # type: ignore[no-any-return]
     out = sample()
     wide = wide_args(sample)
     errors: Errors = {}

@@ -1,11 +1,11 @@
-"""Sample inputs for every operator: named, small, the same on every run and machine, each there for a reason.
+"""Sample inputs for every operator: named, small, the same on every run and machine, each for a reason.
 
     for sample in samples("bias_glu", device="cpu"):
         out = sample()                                  # torch.ops.fused.bias_glu(*sample.args)
     for sample in backward_samples("bias_glu"):         # the same for torch.ops.fused.bias_glu_backward
 
-A sample's name says what is special about it; its values depend on its name alone, so picking some leaves the rest as
-they are. Use them to check another implementation (a kernel, a lowering, a sharding rule) against ``reference``.
+A sample's name is its special feature. Its values depend on its name alone, so a selection does not change them. Use
+them to check another implementation (a kernel, a lowering, a sharding rule) against ``reference``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, 
 
 ACTIVATION_OPERATORS = tuple(op.name for op in FAMILY)
 _DECLARED = tuple(elementwise())  # before this is imported
-FP8_OPERATORS = tuple(op.fp8.name for op in _DECLARED)  # what backward needs, stored in float8
+FP8_OPERATORS = tuple(op.fp8.name for op in _DECLARED)  # they save float8 for backward
 # Families with a module of their own beside this one: samples, backward_samples, measure.
 _FAMILIES = {"dropout_add": "dropout", "scaled_masked_softmax": "softmax"}
 OPERATORS = (*(op.name for op in _DECLARED), *_FAMILIES)
@@ -52,7 +52,7 @@ class Sample:
 
     Attributes:
         op: the operator's name after ``fused::``.
-        name: what is special about this call; unique for the operator.
+        name: the special feature of this call; unique for the operator.
         args: all arguments of the schema, positionally, the tensors first.
         core: part of the short list that touches every feature once (opcheck takes about a second a sample).
     """
@@ -96,9 +96,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Case:
-    """How to build a sample. ``shape`` is the result's: packed operators double the last axis.
+    """A recipe of a sample. ``shape`` is the result's: packed operators double the last axis.
 
-    Scalars are found by their names; one that is not here has its schema's default.
+    Fields with a scalar's name give its value; other scalars have their schema's default.
     """
 
     name: str
@@ -241,7 +241,7 @@ def _build(op: PointwiseOperator, case: _Case, device: torch.device) -> Sample:
 
 
 def family(op: str) -> ModuleType | None:
-    """The module with the samples and the measure of an operator that is no activation; None for the others."""
+    """The module with an operator's samples and measure, if it is not an activation; None for activations."""
     name = _FAMILIES.get(op)
     return None if name is None else importlib.import_module(f"torch_fused_ops.testing.{name}")
 
@@ -259,8 +259,8 @@ def samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) 
     """
     if op not in OPERATORS + FP8_OPERATORS:
         raise ValueError(f"op={op!r} is not known; accepted: {', '.join(OPERATORS + FP8_OPERATORS)}")
-    if (own := family(op)) is not None:
-        yield from own.samples(torch.device(device), core=core)
+    if (module := family(op)) is not None:
+        yield from module.samples(torch.device(device), core=core)
         return
     declared = declared_as(op)
     for case in _cases():
@@ -271,16 +271,16 @@ def samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) 
 
 def declared_as(op: str) -> PointwiseOperator:
     """The declaration of an operator, or of the one that stores float8."""
-    return next(one for one in elementwise() if op in (one.name, one.fp8.name))
+    return next(declared for declared in elementwise() if op in (declared.name, declared.fp8.name))
 
 
 def backward_samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) -> Iterator[Sample]:
-    """The samples of ``op``'s backward operator: those of ``op`` that require a gradient, with output_mask so.
+    """The samples of ``op``'s backward operator: those of ``op`` that require a gradient, with their output_mask.
 
     The incoming gradient is contiguous in most, expanded with zero strides (as ``sum().backward()`` gives it) in some.
     """
-    if (own := family(op)) is not None:
-        yield from own.backward_samples(torch.device(device), core=core)
+    if (module := family(op)) is not None:
+        yield from module.backward_samples(torch.device(device), core=core)
         return
     for sample in samples(op, device, core=core):
         mask = [t is not None and t.requires_grad for t in sample.tensors]
@@ -294,9 +294,9 @@ def backward_samples(op: str, device: str | torch.device = "cpu", *, core: bool 
         view = "expanded" if sample.name.startswith("expanded") else "contiguous"
         grad = _tensor((*first.shape[:-1], width), first.dtype, view, "normal", first.device, g)
         tensors = tuple(None if t is None else t.detach() for t in sample.tensors)
-        kept, scalars = tensors, sample.scalars
+        saved, scalars = tensors, sample.scalars
         if op in FP8_OPERATORS:
             data = tuple(t for t in tensors[: declared.data] if t is not None)
-            kept = (*(part for t in data for part in reference.store_fp8(t)), *tensors[len(data) :])
+            saved = (*(part for t in data for part in reference.store_fp8(t)), *tensors[len(data) :])
             scalars = (*scalars, *(t.dtype for t in data))
-        yield Sample(f"{op}_backward", sample.name, (grad, *kept, *scalars, mask), sample.core)
+        yield Sample(f"{op}_backward", sample.name, (grad, *saved, *scalars, mask), sample.core)

@@ -1,12 +1,12 @@
 """Sample inputs of ``fused::scaled_masked_softmax``, and the measure of its precision.
 
 ``forward``
-    As every forward result (``testing.precision``): float16 and bfloat16 are the correctly rounded truth or its
-    neighbor, float32 within 1e-5 of it (or 1e-30), float64 within 1e-12.
+    Limits as for every forward result (``testing.precision``): float16 and bfloat16 are the correctly rounded truth or
+    its neighbor, float32 within 1e-5 of it (or 1e-30), float64 within 1e-12.
 ``gradient`` of input, at most 2 ulp (float32: 1e-5, float64: 1e-12)
-    The truth is scale · y · (g − Σ g·y) in float64 *at the rounded output*, which is all that backward has. Errors are
-    counted against the row's largest gradient, its ulp or itself, after what the arithmetic may lose where the two
-    terms cancel: 8 · 2⁻²⁴ (float64: 2⁻⁵³) of the largest scale · y · (|g| + Σ |g·y|) in the row.
+    The truth is scale · y · (g − Σ g·y) in float64 *at the rounded output*, all that backward has. Errors count
+    relative to the row's largest gradient, its ulp or itself, less the loss that is allowed where the two terms
+    cancel: 8 · 2⁻²⁴ (float64: 2⁻⁵³) of the largest scale · y · (|g| + Σ |g·y|) in the row.
 ``sum``, the gradient of sink, at most 4 ulp
     of the sum over the head's rows of (1 + Σ y) · Σ |g·y|, ulp of the dtype that is computed in, after one rounding.
 """
@@ -33,7 +33,7 @@ OP = "scaled_masked_softmax"
 
 @dataclass(frozen=True)
 class _Case:
-    """How to build a sample. ``mask`` is the mask's shape, with 0 for "as input here"; () for no mask."""
+    """A recipe of a sample. ``mask`` is the mask's shape, with 0 for the input's size; () for no mask."""
 
     name: str
     shape: tuple[int, ...] = (2, 3, 5, 8)

@@ -1,7 +1,7 @@
-"""A GPU on paper: see what Inductor and Triton make of a program for a GPU that is not there.
+"""A virtual GPU: compile a program with Inductor and Triton for a GPU that is not present.
 
     compile_on_paper    Inductor's generated code, kernels, bytes moved and tensors saved for backward
-    set_aside, compile_graph_on_paper    the same for a graph that a compiler pass or a Dynamo backend was handed
+    set_aside, compile_graph_on_paper    the same for the graph of a compiler pass or a Dynamo backend
     assemble            machine code of a kernel: instructions, registers, spills
     interpret           a kernel's real arithmetic, on CPU tensors
     interpret_step      a whole program's, forward and backward

@@ -1,4 +1,4 @@
-"""Graphs that Dynamo captured, set aside to be compiled on paper: copied, then freed of devices and symbolic sizes."""
+"""Graphs that Dynamo captured, set aside to be compiled without a device: copied, their devices and sizes fixed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .modules import tensor_path
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """A graph that Dynamo captured, set aside by `set_aside` to be compiled on paper later.
+    """A graph that Dynamo captured, set aside by `set_aside` to be compiled without a device later.
 
     Attributes:
         gm: a copy of the graph and of its subgraphs, with their recorded values.
         parameters: for each placeholder, whether it is a parameter or a buffer of a module.
-        paths: and its path in the model, "layers.0.up.weight"; "" of what is none.
+        paths: and its path in the model, "layers.0.up.weight"; "" for any other placeholder.
         training: whether grad mode was on.
         autocast: the dtype of the autocast that was on around it for its device; None where none was.
     """
@@ -34,15 +34,15 @@ class CapturedGraph:
 
 
 def set_aside(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] | None = None) -> CapturedGraph:
-    """Copy a graph as Dynamo hands it to its backend, or as a pre-grad pass finds it; cheap, and `gm` stays as it is.
+    """Copy a graph as Dynamo passes it to its backend, or to a pre-grad pass; cheap, and `gm` is not changed.
 
     Args:
         gm: the graph.
-        subgraphs: copies to take for subgraphs (checkpoint bodies) instead of what they are now, by their graph:
-            Inductor runs its passes on them before it runs them on the graph that calls them.
+        subgraphs: copies to use for subgraphs (checkpoint bodies), by their graph: Inductor runs its passes on them
+            before it runs them on the graph that calls them.
 
     Returns:
-        What `compile_graph_on_paper` takes. It keeps no real tensor alive, but for constants inside the graph.
+        The argument of `compile_graph_on_paper`. It keeps no real tensor alive, except constants inside the graph.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     values = [node.meta.get("example_value") for node in placeholders]
@@ -55,15 +55,15 @@ def set_aside(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] |
 
 
 def copy_graph(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] | None = None) -> fx.GraphModule:
-    """A graph and its subgraphs with nodes of their own; attributes and recorded values are shared.
+    """Copy a graph and its subgraphs; attributes and recorded values are shared.
 
     Args:
         gm: the graph.
         subgraphs: as for `set_aside`.
     """
-    graph = copy.deepcopy(gm.graph)  # nodes and the dictionaries of what they record, not the values in them
+    graph = copy.deepcopy(gm.graph)  # nodes and their dictionaries of recorded values, not the values
     copied = fx.GraphModule(gm, graph, type(gm).__name__)
-    # What AOTAutograd reads to know which inputs are parameters, and live anyway.
+    # AOTAutograd reads this to know the inputs that are parameters, and live anyway.
     copied.meta = dict(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
         copied._param_name_to_source = gm._param_name_to_source
@@ -78,21 +78,20 @@ def copy_graph(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] 
 
 
 def is_parameter(node: fx.Node) -> bool:
-    """Whether a placeholder of Dynamo's graph is a parameter or a buffer of a module."""
+    """Tell whether a placeholder of Dynamo's graph is a parameter or a buffer of a module."""
     if isinstance(node.meta.get("example_value"), nn.Parameter):
         return True
     return "._buffers[" in source_name(node)
 
 
 def source_name(node: fx.Node) -> str:
-    """What Dynamo calls the variable that a placeholder stands for: ``L['self']._parameters['weight']``."""
+    """Dynamo's name of a placeholder's variable: ``L['self']._parameters['weight']``."""
     name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
-    found: str = name() if callable(name) else name
-    return found
+    return str(name() if callable(name) else name)
 
 
 def concrete(captured: CapturedGraph, mode: Any) -> tuple[fx.GraphModule, list[Any], list[bool]]:
-    """A copy of the graph to trace on fake CPU tensors of fixed sizes, those tensors, and which of them live anyway."""
+    """Copy the graph to trace it on fake CPU tensors of fixed sizes; return it, the tensors, and which live anyway."""
     gm = copy_graph(captured.gm)
     lives_anyway = dict(zip(gm.graph.find_nodes(op="placeholder"), captured.parameters, strict=True))
     for module in gm.modules():
@@ -118,7 +117,7 @@ def _fix_sizes(graph: fx.Graph, *, keep_inputs: bool) -> None:
 
 
 def _fake_on_cpu(node: fx.Node, mode: Any) -> Any:
-    """The like of a placeholder's recorded value: fake, on the CPU, its sizes fixed."""
+    """A fake CPU tensor like a placeholder's recorded value, its sizes fixed."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     name, value = node.name, node.meta.get("example_value")
@@ -139,8 +138,8 @@ def _name_cpu(graph: fx.Graph) -> None:
     """Name the CPU wherever a graph names a GPU or meta, and the GPU's autocast wherever it enters the CPU's."""
     for node in graph.nodes:
         if node.target is torch.amp.autocast_mode._enter_autocast:
-            device, dtype, *rest = node.args
-            node.args = ("cuda", dtype or torch.get_autocast_dtype(device), *rest)
+            device, dtype, *flags = node.args
+            node.args = ("cuda", dtype or torch.get_autocast_dtype(device), *flags)
         elif node.op == "call_method" and node.target == "cuda":
             node.target, node.args, node.kwargs = "cpu", node.args[:1], {}
         else:
@@ -154,7 +153,7 @@ def _cpu_for_gpu(value: Any) -> Any:
 
 
 def hint(size: Any) -> Any:
-    """A size or another number, or what a dynamic one was when it was captured."""
+    """A size or another number; for a dynamic one its value at capture."""
     if isinstance(size, (int, float)):
         return size
     if size.node.hint is None:

@@ -24,8 +24,8 @@ from .wrapper import mark
 
 GraphPass = Callable[[fx.Graph], object]
 
-# What computes matrix products, as settings of Inductor. It chooses among templates by measuring them; in deterministic
-# mode it takes the first instead, which needs no device.
+# Inductor's settings for GEMMs. Inductor measures templates to choose among them; in deterministic mode it takes the
+# first, which needs no device.
 GEMM: dict[str, dict[str, Any]] = {
     "library": {},
     "triton": {"max_autotune_gemm": True, "max_autotune_gemm_backends": "TRITON", "deterministic": True},
@@ -45,7 +45,7 @@ def compile_on_paper(
     config: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> PaperCompilation:
-    """What `torch.compile(fn, fullgraph=True)` generates on `gpu`, without having it.
+    """Generate the code of `torch.compile(fn, fullgraph=True)` for `gpu`, without having it.
 
     Dynamo captures `fn` on fake CPU tensors; AOTAutograd traces forward and backward; the joint graph is moved to the
     described GPU; from there Inductor's own passes, partitioner, scheduler and code generator run unchanged. Nothing
@@ -53,8 +53,8 @@ def compile_on_paper(
 
     Args:
         fn: a function or an `nn.Module`, which may close over other modules.
-        *inputs: its arguments. Of tensors (real, meta or fake, on any device) shape, strides, dtype and
-            `requires_grad` are used; so are those of parameters and buffers.
+        *inputs: its arguments. Tensors (real, meta or fake, on any device) count by shape, strides, dtype and
+            `requires_grad`; so do parameters and buffers.
         gpu: the GPU to generate code for.
         training: False compiles under `torch.no_grad()`.
         joint_passes: run on the joint FX graph, after `torch._inductor.config.joint_custom_pre_pass`.
@@ -62,9 +62,9 @@ def compile_on_paper(
             `torch._inductor.config.pre_grad_custom_pass`. Its `example_value`s are fake CPU tensors.
         memory_budget: `torch._functorch.config.activation_memory_budget` for this compilation.
         dynamic: make sizes symbolic, as `torch.compile(dynamic=True)` does.
-        gemm: what computes matrix products: "library", Inductor's default; or "triton", its templates, into which it
-            fuses what comes before and after. Which template max-autotune would choose, only a device can say: here it
-            is the first.
+        gemm: the implementation of GEMMs: "library", Inductor's default; or "triton", its templates, into which it
+            fuses the operators before and after. Only a device can tell the template that max-autotune would choose:
+            here it is the first.
         config: settings of `torch._inductor.config` for this compilation.
         **kwargs: keyword arguments of `fn`.
 
@@ -95,12 +95,12 @@ def compile_graph_on_paper(
     memory_budget: float | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> PaperCompilation:
-    """What Inductor generates on `gpu` for a graph that was captured earlier, for whichever device.
+    """Generate Inductor's code on `gpu` for a graph that was captured earlier, for any device.
 
-    The same as `compile_on_paper` from the captured graph on. Sizes that were symbolic are those it was captured with.
+    The same as `compile_on_paper` from the captured graph on. Symbolic sizes have their values at capture.
 
     Args:
-        captured: what `set_aside` returned; it stays as it is.
+        captured: the result of `set_aside`; it is not changed.
         gpu: the GPU to generate code for.
         memory_budget: `torch._functorch.config.activation_memory_budget` for this compilation.
         config: settings of `torch._inductor.config` for this compilation.
@@ -128,7 +128,7 @@ class _Compiled(BaseException):
 
 @dataclass
 class _Passes:
-    """Graph passes run one after the other in one of Inductor's slots, in front of which others may already stand."""
+    """Graph passes that run one after the other in one of Inductor's slots."""
 
     passes: tuple[GraphPass, ...]
 
@@ -137,21 +137,21 @@ class _Passes:
             graph_pass(graph)
 
     def uuid(self) -> str:
-        """Nothing compiled on paper is cached; without a key Inductor warns that it cannot cache."""
-        return f"on paper {id(self)}"
+        """A key: nothing is cached here, but without a key Inductor warns that it cannot cache."""
+        return f"without a device {id(self)}"
 
 
 def _append_passes(slot: str, passes: Sequence[GraphPass]) -> dict[str, Any]:
-    """A config patch that runs `passes` after what `slot` holds: one pass, a list (from torch 2.13 on) or None."""
+    """A config patch that runs `passes` after those in `slot`: one pass, a list (from torch 2.13 on) or None."""
     from torch._inductor import config
 
-    held = getattr(config, slot)
-    before = tuple(held) if isinstance(held, (list, tuple)) else () if held is None else (held,)
+    value = getattr(config, slot)
+    before = tuple(value) if isinstance(value, (list, tuple)) else () if value is None else (value,)
     return {slot: _Passes(before + tuple(passes))} if passes else {}
 
 
 class _Paper:
-    """One compilation on paper."""
+    """One compilation without a device."""
 
     def __init__(
         self,
@@ -163,12 +163,12 @@ class _Paper:
     ) -> None:
         self.gpu = gpu
         self.inductor_config = {
-            # measured on a device, which there is not
+            # measured on a device, which is missing
             "shape_padding": False,
             **config,
             **_append_passes("joint_custom_pre_pass", joint_passes),
             **_append_passes("pre_grad_custom_pass", pre_grad_passes),
-            # no cache is read or written: `generate` stands in for the one that keeps graphs
+            # no cache is read or written: `generate` replaces the one of graphs
             "fx_graph_cache": False,
             "autotune_local_cache": False,
             "autotune_remote_cache": False,
@@ -186,8 +186,8 @@ class _Paper:
         self.saved: tuple[SavedTensor, ...] = ()
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         self.parameters: list[bool] = []
-        self.names: list[str] = []  # of what the program is given
-        self.kept: dict[str, int] = {}  # by the name of backward's input, which output of forward it is
+        self.names: list[str] = []  # the program's arguments
+        self.saved_outputs: dict[str, int] = {}  # by the name of backward's input, the number of forward's output
         self.results = 0
         self.handed: tuple[int | None, ...] = ()
         self.tangents: tuple[int, ...] = ()
@@ -195,7 +195,7 @@ class _Paper:
     def compile(
         self, fn: Callable[..., Any], inputs: Sequence[Any], kwargs: Mapping[str, Any], training: bool, dynamic: bool
     ) -> PaperCompilation:
-        # A frame of our own, a new one each time: Dynamo's caches and its memory of sizes go by frame.
+        # A new frame each time: Dynamo's caches and its memory of sizes are per frame.
         def on_paper(*args: Any, **kwargs: Any) -> Any:
             return fn(*args, **kwargs)
 
@@ -265,7 +265,7 @@ class _Paper:
         return mock.patch.object(owner, name, wrapped)
 
     def from_tensor(self, original: Callable[..., Any], mode: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Fake tensors are made on the CPU, whatever the tensor's own device is.
+        """Make fake tensors on the CPU, whatever the tensor's own device is.
 
         A CPU build of torch cannot run autograd on fake CUDA tensors: it has no device guard, and aborts.
         """
@@ -273,7 +273,7 @@ class _Paper:
 
         if isinstance(tensor, FakeTensor):
             is_ready = tensor.fake_mode is mode
-        else:  # other subclasses are taken apart by torch, and come back in pieces
+        else:  # torch takes other subclasses apart and calls this for their parts
             is_ready = tensor.device.type == "cpu" or type(tensor) not in (Tensor, nn.Parameter)
         if is_ready:
             return original(mode, tensor, *args, **kwargs)
@@ -284,7 +284,7 @@ class _Paper:
                 )
                 if isinstance(tensor, nn.Parameter):
                     stand_in = nn.Parameter(stand_in, tensor.requires_grad)
-            self.stand_ins[id(tensor)] = (stand_in, tensor)  # the tensor too: it keeps its id from being given away
+            self.stand_ins[id(tensor)] = (stand_in, tensor)  # the tensor too: while it lives no other gets its id
         return original(mode, self.stand_ins[id(tensor)][0], *args, **kwargs)
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -303,8 +303,8 @@ class _Paper:
                 return context.fake_mode.from_tensor(value, static_shapes=True)
             return context.fake_mode.from_tensor(value, symbolic_context=symbolic, source=symbolic.tensor_source)
 
-        given = gm.graph.find_nodes(op="placeholder")
-        self.parameters, self.names = [is_parameter(node) for node in given], [node.name for node in given]
+        inputs = gm.graph.find_nodes(op="placeholder")
+        self.parameters, self.names = [is_parameter(node) for node in inputs], [node.name for node in inputs]
         self.compile_fx(gm, [fake(value) for value in example_inputs])
         raise _Compiled
 
@@ -316,7 +316,9 @@ class _Paper:
     def joint_graph_passes(self, original: Callable[..., Any], gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         """Inductor's joint passes, on the graph moved to the GPU."""
         emulation.move_graph(gm)
-        bound = inspect.signature(original).bind(gm, *args, **kwargs)  # it is given by name, and by position to bodies
+        bound = inspect.signature(original).bind(
+            gm, *args, **kwargs
+        )  # a keyword for graphs, a positional argument for bodies
         bound.arguments["input_device"] = torch.device("cuda", 0)
         return original(*bound.args, **bound.kwargs)
 
@@ -326,10 +328,10 @@ class _Paper:
         outputs = forward.graph.output_node().args[0][self.results :]
         origins = dict(zip(forward.graph.find_nodes(op="placeholder"), self.parameters, strict=False))
         self.saved = tuple(saved_tensor(node, origins) for node in outputs if is_tensor(node, "cuda"))
-        # AOTAutograd hands over by position, forward's sizes, which come last, first. Names may differ.
+        # AOTAutograd passes saved values by position; forward's sizes, which come last, first. Names may differ.
         numbers = sorted(range(len(outputs)), key=lambda i: not is_number(outputs[i]))
         inputs = (node.name for node in backward.graph.find_nodes(op="placeholder"))
-        self.kept = {name: self.results + i for name, i in zip(inputs, numbers, strict=False)}
+        self.saved_outputs = {name: self.results + i for name, i in zip(inputs, numbers, strict=False)}
         return forward, backward
 
     def generate(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -344,7 +346,7 @@ class _Paper:
         is_backward, is_inference = kwargs.get("is_backward", False), kwargs.get("is_inference", False)
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         if is_backward:
-            self.handed = tuple(self.kept.get(name) for name in names)
+            self.handed = tuple(self.saved_outputs.get(name) for name in names)
             self.tangents = _differentiable_results()
         parameters = [False] * len(names) if is_backward else [*self.parameters, *[False] * len(names)][: len(names)]
         scheduled: list[tuple[Any, int]] = []
@@ -375,16 +377,16 @@ class _Paper:
                 context.output_strides += [_stride(output) for output in graph.graph_outputs]
             generated: Any = graph.codegen()[0]
             code: str = getattr(generated, "value", generated)
-            moved = {node: nbytes_moved(node) for node in graph.scheduler.nodes}
+            bytes_of = {node: nbytes_moved(node) for node in graph.scheduler.nodes}
         kind = "inference" if is_inference else "backward" if is_backward else "forward"
-        given = [] if is_backward else self.names
-        arguments = list(map(graph_input, inputs, parameters, [*given, *[""] * len(names)]))
+        sources = [] if is_backward else self.names
+        arguments = list(map(graph_input, inputs, parameters, [*sources, *[""] * len(names)]))
         outputs: Any = gm.graph.output_node().args[0]
         results = self.results if kind == "forward" else len(outputs)
-        self.graphs[kind] = generated_graph(code, gm, moved, kernel_nodes, scheduled, arguments, results)
+        self.graphs[kind] = generated_graph(code, gm, bytes_of, kernel_nodes, scheduled, arguments, results)
 
         def not_compiled(*args: Any) -> Any:
-            raise RuntimeError("compiled on paper: there is nothing to run")
+            raise RuntimeError("compiled without a device: there is nothing to run")
 
         not_compiled._boxed_call = True  # type: ignore[attr-defined]
         return not_compiled
@@ -394,8 +396,8 @@ class _Paper:
 def _register_patterns() -> None:
     """Let Inductor register its patterns as it would for the CPU, by passing it a graph that does nothing.
 
-    It does so once a process, on first use, and traces them on the device it compiles for. A second time with other
-    arguments it would find duplicates.
+    Inductor does so once a process, on first use, and traces them on the target device. A second registration, with
+    other arguments, would find duplicates.
     """
     from torch._inductor import config
     from torch._inductor.fx_passes import joint_graph, post_grad
@@ -416,7 +418,7 @@ def _register_patterns() -> None:
 
 @contextlib.contextmanager
 def _recorded_kernels(kernel_nodes: dict[str, list[str]]) -> Iterator[None]:
-    """Note which scheduler nodes each Triton kernel holds: kernel name to names of nodes, one list for all launches."""
+    """Note the scheduler nodes of each Triton kernel: kernel name to names of nodes, one list for all launches."""
     from torch._inductor.codegen.triton import TritonScheduling
 
     def define_kernel(original: Callable[..., str], self: Any, source: str, nodes: Any, *args: Any) -> str:
@@ -445,7 +447,7 @@ def _marked_nodes(scheduled: list[tuple[Any, int]]) -> Iterator[None]:
 
 
 def _differentiable_results() -> tuple[int, ...]:
-    """Which of forward's results have a gradient that backward is given, in its order; () where that is not known."""
+    """The numbers of forward's results whose gradients are backward's inputs, in its order; () if unknown."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -457,7 +459,7 @@ def _differentiable_results() -> tuple[int, ...]:
 
 
 def _stride(output: Any) -> tuple[int, ...] | None:
-    """The strides of a lowered output, as AOTAutograd wants them to lay out what backward reads."""
+    """The strides of a lowered output, by which AOTAutograd lays out backward's inputs."""
     if not hasattr(output, "has_tensor_output") or not output.has_tensor_output():
         return None
     strides = output.get_layout().stride

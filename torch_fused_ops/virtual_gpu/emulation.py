@@ -1,8 +1,8 @@
-"""What the CPU, standing in for the GPU while a program is captured, has to do as the GPU would.
+"""Emulation of a GPU on CPU tensors while a program is captured.
 
 Capture runs on fake CPU tensors, because a CPU build of torch has no CUDA device guard and aborts in autograd on fake
-CUDA tensors. Where torch gives the two devices different programs, the differences are made good here: autocast's
-lists, decompositions that ask for the device, and attention kernels.
+CUDA tensors. The patches here remove the differences between torch's programs for the two devices: autocast's lists,
+decompositions that ask for the device, and attention kernels.
 """
 
 from __future__ import annotations
@@ -24,34 +24,31 @@ from .gpus import GPU, described
 
 aten = torch.ops.aten
 
-_capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("a CPU stands in for a GPU", default=False)
-
-
-@contextlib.contextmanager
-def capturing() -> Iterator[None]:
-    """CPU tensors stand in for the GPU's."""
-    token = _capturing.set(True)
-    try:
-        yield
-    finally:
-        _capturing.reset(token)
+_capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("a CPU emulates a GPU", default=False)
 
 
 def stands_for(device: torch.device) -> torch.device:
-    """The device that a graph is compiled for where one of its tensors is on this: on paper not "cpu" or "meta", but
-    the GPU that is described, which `torch.cuda.get_device_capability` and its like tell of. Elsewhere itself."""
+    """The target device of a graph with tensors on `device`: itself, or the GPU that it emulates.
+
+    While a GPU is emulated, "cpu" and "meta" are that GPU, which `torch.cuda.get_device_capability` and its like
+    describe.
+    """
     return torch.device("cuda", 0) if _capturing.get() and device.type in ("cpu", "meta") else device
 
 
 @contextlib.contextmanager
 def standing_for(gpu: GPU) -> Iterator[None]:
-    """What is asked of a graph's devices is answered for this GPU."""
-    with described(gpu), capturing():
-        yield
+    """Emulate this GPU: torch describes it, and it is the target device of CPU tensors."""
+    with described(gpu):
+        token = _capturing.set(True)
+        try:
+            yield
+        finally:
+            _capturing.reset(token)
 
 
-# CUDA autocast's lists, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of ATen/autocast_mode.h. The CPU has lists of
-# its own (pow and softmax, for one, stay in bfloat16 there); its list of matrix products is CUDA's.
+# CUDA autocast's lists, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of ATen/autocast_mode.h. The CPU has other
+# lists (pow and softmax, for example, stay in bfloat16 there); its list of GEMMs is CUDA's.
 FLOAT32 = (
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
     "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim "
@@ -68,7 +65,7 @@ FLOAT32_RESULT = (
 
 @contextlib.contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """CPU tensors see CUDA's autocast: its state, in place of their own, its lists, and operators' Python kernels."""
+    """Give CPU tensors CUDA's autocast: its state in place of the CPU's, its lists, and operators' Python kernels."""
     state = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
     def mirror() -> None:
@@ -102,17 +99,17 @@ def cuda_autocast() -> Iterator[None]:
     libraries = [library]
     for full_name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"):
         op = torch._library.utils.lookup_op(full_name)
-        own = op.py_kernels.get(torch._C.DispatchKey.AutocastCUDA)
-        if own is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "AutocastCPU"):
+        cuda_kernel = op.py_kernels.get(torch._C.DispatchKey.AutocastCUDA)
+        if cuda_kernel is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "AutocastCPU"):
             libraries.append(torch_library.Library(op.namespace, "FRAGMENT"))
-            libraries[-1].impl(op, functools.partial(_own_kernel, own), "AutocastCPU")
+            libraries[-1].impl(op, functools.partial(_python_kernel, cuda_kernel), "AutocastCPU")
             overloads.append(op)
     autocast = torch.amp.autocast_mode.autocast
     with contextlib.ExitStack() as stack:
         stack.callback(restore)
         stack.callback(_forget_dispatch, overloads)
-        for each in libraries:
-            stack.callback(each._destroy)
+        for registered in libraries:
+            stack.callback(registered._destroy)
         _forget_dispatch(overloads)
         for name in ("__enter__", "__exit__"):
             stack.enter_context(mock.patch.object(autocast, name, mirrored(getattr(autocast, name))))
@@ -121,7 +118,7 @@ def cuda_autocast() -> Iterator[None]:
 
 
 def _forget_dispatch(overloads: list[Any]) -> None:
-    """Python's dispatcher remembers which keys an operator has kernels for."""
+    """Clear the Python dispatcher's cache of the keys that operators have kernels for."""
     for overload in overloads:
         overload._dispatch_cache.clear()
 
@@ -142,22 +139,22 @@ def _float32_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _float32_result_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Autocast's policy fp32_set_opt_dtype: `dtype=float32` where the caller gives none."""
+    """Autocast's policy fp32_set_opt_dtype: `dtype=float32` by default."""
     position = [argument.name for argument in op._schema.arguments].index("dtype")
-    given = kwargs.get("dtype") if len(args) <= position else args[position]
-    if given is None and (_is_low_precision(args[0]) or args[0].dtype == torch.float32):
+    dtype = kwargs.get("dtype") if len(args) <= position else args[position]
+    if dtype is None and (_is_low_precision(args[0]) or args[0].dtype == torch.float32):
         args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
     with _without_autocast():
         return op(*args, **kwargs)
 
 
-def _own_kernel(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _python_kernel(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with _without_autocast():
         return kernel(*args, **kwargs)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's decompositions, with the GPU's side of those that treat the CPU as a case of its own."""
+    """Inductor's decompositions, with the GPU's branch of those that depend on the device."""
     from torch._inductor.decomposition import select_decomp_table
 
     table = dict(select_decomp_table())
@@ -172,7 +169,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def _native_layer_norm(
     original: Callable[..., Any], input: Tensor, normalized_shape: Any, weight: Any, bias: Any, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Layer norm with mean and reciprocal deviation in float32; on the CPU they have the input's dtype."""
+    """Layer norm with mean and reciprocal deviation in float32; on the CPU their dtype is the input's."""
     from torch._refs import _normalize
 
     dims = list(range(input.dim() - len(normalized_shape), input.dim()))
@@ -205,7 +202,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention as `sdp_utils.cpp` and `attention.cpp` have it for CUDA, but for cuDNN: flash, efficient, or math."""
+    """Attention by CUDA's rules in `sdp_utils.cpp` and `attention.cpp`, without cuDNN: flash, efficient, or math."""
     mask = attn_mask
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
@@ -220,8 +217,8 @@ def _attention(
     if flash and torch.cuda.get_device_capability() >= (8, 0) and not (is_causal and query.size(-2) != key.size(-2)):
         padded = (F.pad(tensor, (0, -width % 8)) if width % 8 else tensor for tensor in (query, key, value))
         scale = width**-0.5 if scale is None else scale
-        found = aten._scaled_dot_product_flash_attention.default(*padded, dropout_p, is_causal, False, scale=scale)
-        return found[0][..., :width]  # type: ignore[no-any-return]
+        outputs = aten._scaled_dot_product_flash_attention.default(*padded, dropout_p, is_causal, False, scale=scale)
+        return outputs[0][..., :width]  # type: ignore[no-any-return]
     alignment = 8 if half else 4
     if (
         plain
@@ -233,15 +230,15 @@ def _attention(
         needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
         bias = None if mask is None else _aligned(mask).expand(*query.shape[:3], key.size(2))
         efficient = aten._scaled_dot_product_efficient_attention.default
-        found = efficient(query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale)
-        return found[0]  # type: ignore[no-any-return]
+        outputs = efficient(query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale)
+        return outputs[0]  # type: ignore[no-any-return]
     math = aten._scaled_dot_product_attention_math.default
-    found = math(query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)
-    return found[0]  # type: ignore[no-any-return]
+    outputs = math(query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)
+    return outputs[0]  # type: ignore[no-any-return]
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """Pad a mask's rows in memory as the efficient kernel wants them."""
+    """Pad a mask's rows in memory as the efficient kernel requires."""
     if mask.stride(-1) == 1 and not any(stride % 16 for stride in mask.stride()[:-1]):
         return mask
     size = mask.size(-1)
@@ -287,7 +284,7 @@ def guardless_tensors() -> Iterator[None]:
 
 
 class _ConstantsOnCPU(TorchDispatchMode):
-    """Real tensors asked for on the GPU are made on the CPU."""
+    """Mode that makes real tensors on the CPU where the GPU is requested."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cpu = torch.device("cpu")
@@ -297,7 +294,7 @@ class _ConstantsOnCPU(TorchDispatchMode):
 
 @contextlib.contextmanager
 def constants_folded_on_cpu() -> Iterator[None]:
-    """Inductor folds uniform constants with real tensors of one element, on the device: here on the CPU."""
+    """Let Inductor fold uniform constants, with real tensors of one element, on the CPU instead of the device."""
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 
     def on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -345,7 +342,7 @@ def _dims_consumed(entry: Any) -> int:
 
 
 def _move_constant(graph: fx.Graph, node: fx.Node) -> None:
-    """A constant, `torch.tensor([1.0], device=…)`, is lifted on the CPU and copied to the GPU."""
+    """Copy a constant, `torch.tensor([1.0], device=…)`, to the GPU: it is lifted on the CPU."""
     with graph.inserting_after(node):
         copy = graph.call_function(torch.ops.prims.device_put.default, (node, torch.device("cuda", 0)))
     copy.meta.update(node.meta)
@@ -353,7 +350,7 @@ def _move_constant(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def on_gpu(mode: Any, value: Any) -> Any:
-    """A fake CPU tensor's like on the GPU; anything else as it is."""
+    """A fake GPU tensor like a fake CPU tensor; any other value unchanged."""
     if not isinstance(value, Tensor) or value.device.type != "cpu":
         return value
     with mode:
@@ -367,7 +364,7 @@ def move_graph(gm: fx.GraphModule) -> None:
 
     gpu = torch.device("cuda", 0)
 
-    def moved(value: Any) -> Any:
+    def renamed(value: Any) -> Any:
         return gpu if isinstance(value, torch.device) and value.type == "cpu" else value
 
     for node in gm.graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default):
@@ -377,7 +374,7 @@ def move_graph(gm: fx.GraphModule) -> None:
         if node.op == "placeholder":
             node.meta["val"] = tree_map(functools.partial(on_gpu, V.fake_mode), node.meta.get("val"))
             inputs.append(node.meta["val"])
-        node.args, node.kwargs = fx.node.map_aggregate(node.args, moved), fx.node.map_aggregate(node.kwargs, moved)
+        node.args, node.kwargs = fx.node.map_aggregate(node.args, renamed), fx.node.map_aggregate(node.kwargs, renamed)
         node.meta.pop("tensor_meta", None)
     gm.recompile()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What Inductor generated, read: kernels, launches, external calls, saved tensors, and the modules they come from."""
+"""Reader of Inductor's generated code: kernels, launches, external calls, saved tensors, and their modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .wrapper import unmarked
 def generated_graph(
     marked_code: str,
     gm: fx.GraphModule,
-    moved: Mapping[Any, int],
+    bytes_of: Mapping[Any, int],
     kernel_nodes: Mapping[str, Sequence[str]],
     scheduled: Sequence[tuple[Any, int]],
     inputs: Sequence[GraphInput],
@@ -30,7 +30,7 @@ def generated_graph(
     code = unmarked(marked_code)
     kernel_of = {node: kernel for kernel, nodes in kernel_nodes.items() for node in nodes}
     kernel_bytes: Counter[str] = Counter()
-    for node, nbytes in moved.items():
+    for node, nbytes in bytes_of.items():
         names = [node.get_name(), *(inner.get_name() for inner in node.get_nodes())]
         kernel = next((kernel_of[name] for name in names if name in kernel_of), None)
         if kernel is not None:
@@ -39,15 +39,15 @@ def generated_graph(
     kernels = tuple(
         GeneratedKernel(name, source, kernel_bytes[name], launches[name]) for name, source in sources.items()
     )
-    launched = tuple(Launch(nbytes, modules_of(node)) for node, nbytes in moved.items() if _is_launched(node))
+    launched = tuple(Launch(nbytes, modules_of(node)) for node, nbytes in bytes_of.items() if _is_launched(node))
     in_order = tuple(Launch(nbytes, modules_of(node)) for node, nbytes in scheduled)
     return GeneratedGraph(
-        code, kernels, extern, sum(moved.values()), gm, launched, tuple(inputs), results, in_order, marked_code
+        code, kernels, extern, sum(bytes_of.values()), gm, launched, tuple(inputs), results, in_order, marked_code
     )
 
 
 def graph_input(value: Any, is_parameter: bool, name: str = "") -> GraphInput:
-    """What a graph was traced with, as the argument that it takes."""
+    """The graph's argument for a value that it was traced with."""
     if not isinstance(value, Tensor):
         return GraphInput(number=hint(value), name=name)
     shape, stride = (tuple(map(hint, sizes)) for sizes in (value.shape, value.stride()))
@@ -55,7 +55,7 @@ def graph_input(value: Any, is_parameter: bool, name: str = "") -> GraphInput:
 
 
 def _is_launched(node: Any) -> bool:
-    """Whether something runs for a scheduler node: not for one that only names a part of another's result."""
+    """Tell whether a scheduler node runs anything: not if it only names a part of another's result."""
     from torch._inductor.ir import MultiOutput
     from torch._inductor.scheduler import NopKernelSchedulerNode
 
@@ -65,15 +65,15 @@ def _is_launched(node: Any) -> bool:
 def modules_of(node: Any) -> tuple[str, ...]:
     """The modules whose results a scheduler node writes, one entry for each buffer.
 
-    What is computed on the way does not count: a mask that is rebuilt inside a kernel has many operations.
+    Intermediate values do not count: a mask that is recomputed inside a kernel has many operations.
     """
-    found = []
+    modules = []
     for inner in node.get_nodes():
         written = getattr(inner.node, "origin_node", None)
         origins = getattr(inner.node, "origins", ())
         paths = [_module_of(written)] if written is not None else []
-        found.append(next(filter(None, [*paths, *map(_module_of, reversed(list(origins)))]), ""))
-    return tuple(filter(None, found))
+        modules.append(next(filter(None, [*paths, *map(_module_of, reversed(list(origins)))]), ""))
+    return tuple(filter(None, modules))
 
 
 def _module_of(node: fx.Node) -> str:
@@ -104,7 +104,7 @@ def _read_code(code: str) -> tuple[dict[str, str], Counter[str], tuple[str, ...]
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether `node` is a view of its first argument, by its operator's schema."""
+    """Tell from the schema whether `node` is a view of its first argument."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     returns = node.target._schema.returns
@@ -132,12 +132,12 @@ def saved_tensor(node: fx.Node, origins: Mapping[fx.Node, bool]) -> SavedTensor:
 
 
 def is_number(node: Any) -> bool:
-    """Whether a graph's node is a size or another number."""
+    """Tell whether a graph's node is a size or another number."""
     symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), symbolic)
 
 
 def is_tensor(node: Any, device: str) -> bool:
-    """Whether a graph's node is a tensor on a device of this type."""
+    """Tell whether a graph's node is a tensor on a device of this type."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return isinstance(value, Tensor) and value.device.type == device

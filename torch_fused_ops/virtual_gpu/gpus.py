@@ -1,4 +1,4 @@
-"""GPUs described on paper, and the context in which torch and Triton believe that one of them is present."""
+"""Descriptions of GPUs, and the context in which torch and Triton believe that one of them is present."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-# What `described` patches belongs to the process.
+# The patches of `described` apply to the whole process.
 _LOCK = threading.RLock()
 
 TRITON_MISSING = "the virtual GPU needs Triton: pip install triton numpy"
@@ -23,7 +23,7 @@ TRITON_MISSING = "the virtual GPU needs Triton: pip install triton numpy"
 
 @dataclass(frozen=True)
 class GPU:
-    """What Inductor and Triton ask about a GPU; the names follow `torch.cuda.get_device_properties`.
+    """The properties of a GPU that Inductor and Triton read, named as in `torch.cuda.get_device_properties`.
 
     Attributes:
         name: as the driver reports it.
@@ -55,7 +55,7 @@ class GPU:
 
     @property
     def is_amd(self) -> bool:
-        """Whether machine code for this GPU comes from Triton's AMD backend."""
+        """True where Triton's AMD backend makes the machine code."""
         return self.arch.startswith("gfx")
 
     def target(self) -> Any:
@@ -89,7 +89,7 @@ def by_name(name: str, argument: str = "name") -> GPU:
 
     Args:
         name: "A100", "H100", "H200", "B200" or "MI300X", in any case.
-        argument: what messages call it.
+        argument: its name in messages.
 
     Raises:
         ValueError: for any other name.
@@ -112,9 +112,9 @@ def import_triton(module: str = "triton") -> Any:
 
 @functools.cache
 def _warned() -> None:
-    """Have Triton say here, unheard, what it says once a process when torch asks which types a GPU has.
+    """Trigger and drop Triton's warning, once a process, when torch asks for a GPU's types.
 
-    It is about how its next version rounds, on which no figure on paper hangs.
+    It is about the rounding of its next version, which no estimate depends on.
     """
     backend = import_triton("triton.compiler").make_backend(H200.target())
     with warnings.catch_warnings():
@@ -123,7 +123,7 @@ def _warned() -> None:
 
 
 def _device_caches() -> Iterator[Any]:
-    """Every memoized answer in torch that depends on the device: asked on paper, it must not be given in earnest.
+    """The caches in torch that depend on the device: an answer for a described GPU must not outlive the description.
 
     Only modules whose cached functions are free of side effects are listed, so that emptying them is always safe.
     """
@@ -144,7 +144,7 @@ def _clear_device_caches() -> None:
 
 
 def _patches(gpu: GPU) -> dict[str, Any]:
-    """What torch answers, by dotted name, while `gpu` is described."""
+    """Replacements of torch's functions, by dotted name, while `gpu` is described."""
     properties = gpu.properties()
 
     def answer(value: Any) -> Callable[..., Any]:
@@ -217,10 +217,10 @@ def _driver(gpu: GPU) -> Any:
 
 @contextlib.contextmanager
 def described(gpu: GPU) -> Iterator[None]:
-    """Make torch and Triton believe that `gpu` is device 0, and nothing else is; take it all back on leaving.
+    """Make torch and Triton believe that `gpu` is the only device; undo everything on leaving.
 
     One thread at a time: another waits. Code generation works inside; launching a kernel or allocating on the device
-    does not. A real device, where there is one, is neither initialized nor used.
+    does not. A real device is neither initialized nor used.
 
     Args:
         gpu: the GPU to describe.

@@ -1,4 +1,4 @@
-"""Kernels run on CPU tensors by Triton's interpreter: the arithmetic of the GPU code, without the GPU."""
+"""Run kernels on CPU tensors in Triton's interpreter: the arithmetic of the GPU code, without the GPU."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def interpret(
     """Run a kernel on CPU tensors, in place, in Triton's interpreter.
 
     The interpreter is Triton's own, with four things added: device functions (`libdevice.tanh`) computed in float64
-    and rounded, float32 to bfloat16 and to float8 rounded to nearest even, `TRITON_INTERPRET` not needed, and
-    everything that it patches in Triton taken back. It is not safe to use from several threads at once.
+    and rounded, float32 to bfloat16 and to float8 rounded to nearest even, `TRITON_INTERPRET` not needed, and its
+    patches of Triton undone. It is not safe to use from several threads at once.
 
     Args:
         kernel: a `GeneratedKernel`, or a hand-written `triton.jit` function.
@@ -47,8 +47,8 @@ def interpret(
 
     Raises:
         ModuleNotFoundError: when Triton or NumPy is not installed.
-        TypeError: when `kernel` is no kernel, or the arguments do not fit.
-        ValueError: when a tensor is not on the CPU, or no grid is given and none follows from the sizes.
+        TypeError: when `kernel` is not a kernel, or the arguments do not fit.
+        ValueError: when a tensor is not on the CPU, or `grid` is missing and does not follow from the sizes.
     """
     loaded = load(kernel)
     for name, value in zip(loaded.jit.arg_names, args, strict=False):
@@ -75,23 +75,23 @@ def interpret(
 def interpret_step(
     paper: PaperCompilation, inputs: Sequence[Any], gradients: Sequence[Tensor] = ()
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Run what Inductor generated for a program, forward and backward, on CPU tensors: kernels as `interpret` does.
+    """Run Inductor's generated code of a program, forward and backward, on CPU tensors; kernels as `interpret` does.
 
-    The generated module itself runs: what it allocates, reuses, writes in place and hands from forward to backward is
-    as on the GPU. Library calls (`extern_kernels.mm`) and operators that it calls are torch's on the CPU.
+    The generated module itself runs: its allocations, reuse, in-place writes and saved tensors are those on the GPU.
+    Library calls (`extern_kernels.mm`) and operators that it calls are torch's on the CPU.
 
     Args:
-        paper: of a program without dynamic sizes.
+        paper: the compilation of a program without dynamic sizes.
         inputs: in the order of `paper.forward.inputs`, or `paper.inference.inputs`, which have Dynamo's names for them.
-            They are copied only where their strides are others.
-        gradients: of the results whose number is in `paper.tangents`, in that order. Empty: backward does not run.
+            They are copied only where their strides differ.
+        gradients: for the results whose number is in `paper.tangents`, in that order. Empty: backward does not run.
 
     Returns:
-        The results, and the gradients of the inputs, in their order, None where there is none; () without backward.
+        The results, and the inputs' gradients in their order, None for an input without one; () without backward.
 
     Raises:
         ModuleNotFoundError: when Triton or NumPy is not installed.
-        TypeError: for an input or a gradient that is no tensor, or of another dtype.
+        TypeError: for an input or a gradient that is not a tensor, or has another dtype.
         ValueError: for another number of them, other shapes, or tensors that are not on the CPU.
         NotImplementedError, RuntimeError: from torch, for a call that the CPU has no kernel for.
     """
@@ -104,21 +104,21 @@ def interpret_step(
     if paper.backward is None:
         raise ValueError(f"gradients: got {len(gradients)}, expected none: the program was compiled for inference")
     specs = [spec for spec, number in zip(paper.backward.inputs, paper.handed, strict=True) if number is None]
-    given = iter(_as_compiled("gradients", gradients, specs))
-    handed = [next(given) if number is None else outputs[number] for number in paper.handed]
+    tangents = iter(_as_compiled("gradients", gradients, specs))
+    arguments = [next(tangents) if number is None else outputs[number] for number in paper.handed]
     del outputs
-    return results, tuple(_run(paper.backward, handed))
+    return results, tuple(_run(paper.backward, arguments))
 
 
 def _as_compiled(name: str, values: Sequence[Any], specs: Sequence[GraphInput]) -> list[Any]:
-    """Arguments as the generated code takes them for granted: with the strides that it was generated for."""
+    """Arguments as the generated code expects them, with the strides that it was generated for."""
     if isinstance(values, Tensor) or len(values) != len(specs):
         got = "a tensor" if isinstance(values, Tensor) else len(values)
         raise ValueError(f"{name}: got {got}, expected a sequence of {len(specs)}")
-    found = []
+    arguments = []
     for i, (value, spec) in enumerate(zip(values, specs, strict=True)):
         if spec.number is not None:
-            found.append(value)
+            arguments.append(value)
             continue
         which = f"{name}[{i}]" + (f" ({spec.name})" if spec.name else "")
         if not isinstance(value, Tensor) or value.dtype != spec.dtype:
@@ -130,8 +130,8 @@ def _as_compiled(name: str, values: Sequence[Any], specs: Sequence[GraphInput]) 
             raise ValueError(f"{which}: got shape {tuple(value.shape)}, expected {spec.shape}")
         if value.stride() != spec.stride:
             value = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(value.detach())
-        found.append(value)
-    return found
+        arguments.append(value)
+    return arguments
 
 
 def _run(graph: GeneratedGraph, inputs: Sequence[Any]) -> list[Any]:
@@ -161,15 +161,15 @@ class _Interpreted:
 
 def _sizes_in_source(kernel: Kernel) -> dict[str, int]:
     """Sizes that Inductor wrote into the kernel, `xnumel = 512`, as the launch would pass them."""
-    found = re.findall(r"^    (\w+numel) = (\d+)$", kernel.jit.src, re.M)
-    return {name: int(size) for name, size in found if name in kernel.jit.arg_names}
+    sizes = re.findall(r"^    (\w+numel) = (\d+)$", kernel.jit.src, re.M)
+    return {name: int(size) for name, size in sizes if name in kernel.jit.arg_names}
 
 
 def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
     """Block sizes and the grid that covers the sizes of a generated kernel."""
     if kernel.grid_type not in SIMPLE_GRIDS:
         what = f"launched as {kernel.grid_type}" if kernel.grid_type else "hand-written"
-        raise ValueError(f"grid: none given, and {kernel.jit.__name__} is {what}")
+        raise ValueError(f"grid: missing, and {kernel.jit.__name__} is {what}")
     named, grid, room = dict(named), [], PROGRAM_ELEMENTS
     axes = [axis for axis in ("r0_", "r1_", "x", "y", "z") if f"{axis}numel" in kernel.jit.arg_names]
     for axis in axes:
@@ -188,7 +188,7 @@ def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str,
 
 
 def _largest_blocks() -> dict[str, int]:
-    """Inductor's largest blocks by axis. It leaves out masks that no block up to these needs: beyond, memory is hit."""
+    """Inductor's largest blocks by axis. It omits masks that no block up to these needs: larger blocks hit memory."""
     from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
 
     return dict(TRITON_MAX_BLOCK)
@@ -227,7 +227,7 @@ def _with_code(function: Any, code: types.CodeType, namespace: dict[str, Any]) -
 
 @contextlib.contextmanager
 def _interpreting() -> Iterator[None]:
-    """Triton's language with the interpreter's meaning; its own again on leaving."""
+    """Give Triton's language the interpreter's meaning; restore its own on leaving."""
     import_triton("numpy")
     import_triton("triton.compiler.code_generator")  # takes min and max of the language as it is imported
     tl = import_triton("triton.language")
@@ -242,7 +242,7 @@ def _interpreting() -> Iterator[None]:
         return rewritten[id(self)](*args, **kwargs)
 
     def sees_language() -> None:
-        """What Triton patches depends on the modules that a function's globals hold."""
+        """A function whose globals hold the modules that Triton is to patch."""
 
     everything = types.FunctionType(sees_language.__code__, {"tl": tl, "core": tl.core, "__builtins__": {}})
     with contextlib.ExitStack() as stack:
@@ -268,7 +268,7 @@ def _interpreting() -> Iterator[None]:
 
 
 def _delete_new_attributes(owner: type, names: frozenset[str]) -> None:
-    """Triton puts inherited attributes back as the class's own."""
+    """Delete attributes that Triton has restored as the class's own although they are inherited."""
     for name in set(vars(owner)) - names:
         delattr(owner, name)
 
@@ -328,9 +328,9 @@ _FLOAT8 = {
 
 
 def _narrow(builder: Any, otherwise: Any, source: Any, target_type: Any, rounding_mode: Any) -> Any:
-    """Conversion to float8 as GPUs do it: rounded to nearest, ties to even, and what lies above is the largest number.
+    """Conversion to float8 as GPUs do it: rounded to nearest, ties to even, saturated at the largest number.
 
-    Triton 3.6 to 3.9 lose what rounding carries into the exponent (1.97 becomes 1) and round ties up.
+    Triton 3.6 to 3.9 lose the carry of rounding into the exponent (1.97 becomes 1) and round ties up.
     """
     import numpy as np
 
@@ -372,13 +372,13 @@ _DEVICE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {name: getattr(torch, name
 @functools.cache
 def _libdevice_functions() -> list[tuple[Any, Any]]:
     """Triton's device functions, which only a compiler can resolve, with functions that the interpreter can call."""
-    found = []
+    replacements = []
     for module in ("triton.language.extra.libdevice", "triton.language.extra.cuda.libdevice"):
         library = import_triton(module)
         for name, function in _DEVICE_FUNCTIONS.items():
             if hasattr(library, name):
-                found.append((getattr(library, name), functools.partial(_device_function, function)))
-    return found
+                replacements.append((getattr(library, name), functools.partial(_device_function, function)))
+    return replacements
 
 
 def _device_function(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from .results import GeneratedKernel
 
 @dataclass(frozen=True)
 class Configuration:
-    """How Inductor may launch a kernel that it generated.
+    """A launch configuration that Inductor may choose for a kernel that it generated.
 
     Attributes:
         block: sizes of a block by name.
@@ -34,7 +34,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A Triton kernel with what a compiler has to know about it.
+    """A Triton kernel with the arguments of its compilation.
 
     Attributes:
         jit: the `triton.JITFunction`.
@@ -43,7 +43,7 @@ class Kernel:
         attrs: divisibility of arguments, by position.
         options: compiler options that go with the kernel.
         configurations: those Inductor would try on a GPU, in its order; one without block sizes if it is hand-written.
-        grid_type: how Inductor computes the launch grid; empty for a hand-written kernel.
+        grid_type: the class by which Inductor computes the launch grid; empty for a hand-written kernel.
     """
 
     jit: Any
@@ -57,7 +57,7 @@ class Kernel:
 
 @functools.cache
 def _source_folder() -> pathlib.Path:
-    """Where generated kernels lie as files, for as long as the process lives: Triton and tracebacks read them again."""
+    """The folder of generated kernels' files until the process ends: Triton and tracebacks read them again."""
     folder = tempfile.mkdtemp(prefix="virtual_gpu_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return pathlib.Path(folder)
@@ -111,7 +111,7 @@ def load(kernel: Any, gpu: GPU = H200) -> Kernel:
 
 
 def _for_gpu(source: str, gpu: GPU) -> str:
-    """Generated source with the device it was generated for replaced by `gpu`, for Inductor's choice of blocks."""
+    """Generated source with its device replaced by `gpu`, for Inductor's choice of blocks."""
     major, minor = gpu.capability
     fields = {
         "type": "hip" if gpu.is_amd else "cuda",

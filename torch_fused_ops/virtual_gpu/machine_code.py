@@ -32,7 +32,7 @@ class MachineCode:
     """A kernel as the GPU runs it.
 
     Attributes:
-        gpu: what it was compiled for.
+        gpu: the GPU it was compiled for.
         registers: 32-bit vector registers a thread.
         spills: bytes a thread of registers spilled to memory.
         shared: bytes of shared memory a block.
@@ -40,7 +40,7 @@ class MachineCode:
         threads: threads of a block.
         block: the block's sizes by name, as far as they are not in the kernel's text.
         ptx: PTX; empty on AMD.
-        listing: the machine code as text, or what will be when it is read.
+        listing: the machine code as text, or a `Listing` that disassembles it when it is read.
     """
 
     gpu: GPU
@@ -67,12 +67,12 @@ class MachineCode:
 
     @property
     def bytes_accessed(self) -> int:
-        """Bytes a thread that the loads and stores in the kernel's text move from and to global memory, each once."""
-        moved = 0
+        """Bytes that a thread's loads and stores in the kernel's text move from and to global memory, each once."""
+        nbytes = 0
         for access in filter(None, map(_ACCESS.fullmatch, self.instructions)):
             words = re.split(r"\.|_d16.*", access[1] or access[2])
-            moved += next((_WIDTHS[word] for word in words if word in _WIDTHS), 4)
-        return moved
+            nbytes += next((_WIDTHS[word] for word in words if word in _WIDTHS), 4)
+        return nbytes
 
     def instructions_per_element(self, elements_per_thread: float | None = None) -> float:
         """Instructions in the kernel's text for each element that a thread handles.
@@ -111,21 +111,21 @@ def assemble(
         constants: values of its `tl.constexpr` arguments.
         num_warps: warps in a block; 4 by default for a hand-written kernel.
         block: sizes of a block by name, {"BLOCK": 1024}, or XBLOCK alone; their product is its number of elements. A
-            hand-written kernel without any counts as one element a block.
+            hand-written kernel without sizes counts as one element a block.
         divisible_by_16: compile a hand-written kernel for pointers and integers divisible by 16, as Triton does for
             such arguments: all, none or those named. Generated kernels carry their own.
-        max_registers: the most that a thread may have, on NVIDIA's GPUs: Triton's ``maxnreg``.
+        max_registers: the limit for a thread, on NVIDIA's GPUs: Triton's ``maxnreg``.
 
-    A generated kernel without `block` and `num_warps` is compiled as Inductor would first try it. Of a reduction with a
-    loop, which it would time in several configurations, all are compiled, and that one is taken which spills least and
-    then has the fewest instructions for each byte that its loads and stores move (the kernel moves the same bytes in
-    all of them, however its loop is unrolled). `MachineCode.block` and `threads` say which.
+    A generated kernel without `block` and `num_warps` is compiled as Inductor would first try it. A reduction with a
+    loop is compiled in all configurations that Inductor would time. The result is the one with the least spills, and
+    then the fewest instructions for each byte that its loads and stores move (all configurations move the same bytes,
+    however the loop is unrolled). `MachineCode.block` and `threads` tell the configuration.
 
     Returns:
         The machine code.
 
     Raises:
-        TypeError: when `kernel` is no kernel.
+        TypeError: when `kernel` is not a kernel.
         ValueError: when `signature`, `constants` or `block` do not fit the kernel's arguments.
     """
     loaded = load(kernel, gpu)
@@ -141,14 +141,16 @@ def assemble(
             raise ValueError(f"block: got {name!r}, expected one of {_constexprs(loaded.signature)}")
     if blocks or num_warps or not loaded.grid_type:
         first = loaded.configurations[0]
-        given = Configuration({**first.block, **blocks}, num_warps or first.num_warps, first.num_stages)
-        return _assemble(loaded, gpu, given)
+        configuration = Configuration({**first.block, **blocks}, num_warps or first.num_warps, first.num_stages)
+        return _assemble(loaded, gpu, configuration)
     tried = _tried(loaded, gpu)
-    return min(tried, key=_price) if len(tried) > 1 else tried[0]
+    if len(tried) == 1:
+        return tried[0]
+    return min(tried, key=lambda code: (code.spills, len(code.instructions) / max(code.bytes_accessed, 1)))
 
 
 def prepare(kernels: Iterable[GeneratedKernel | str], gpu: GPU) -> None:
-    """Compile generated kernels, so that `assemble` has them, and their listings are made at once when one is read."""
+    """Compile generated kernels for `assemble`; their listings are made together when the first is read."""
     for kernel in kernels:
         _tried(load(kernel, gpu), gpu)
 
@@ -157,19 +159,14 @@ _TRIED: dict[Any, list[MachineCode]] = {}  # by generated kernel
 
 
 def _tried(kernel: Kernel, gpu: GPU) -> list[MachineCode]:
-    """A kernel as Inductor would first try it; of a reduction with a loop all that it would try."""
+    """A kernel as Inductor would first try it; a reduction with a loop in all configurations that it would try."""
     tried = kernel.configurations
     if not any(name.startswith("R") for name in tried[0].block):
         tried = tried[:1]
     key = gpu, kernel.jit.src, repr((kernel.signature, kernel.constants, kernel.attrs, kernel.options, tried))
     if key not in _TRIED:
-        _TRIED[key] = [_assemble(kernel, gpu, each) for each in tried]
+        _TRIED[key] = [_assemble(kernel, gpu, configuration) for configuration in tried]
     return _TRIED[key]
-
-
-def _price(code: MachineCode) -> tuple[int, float]:
-    """What the best of a reduction's configurations has least of."""
-    return code.spills, len(code.instructions) / max(code.bytes_accessed, 1)
 
 
 def _assemble(kernel: Kernel, gpu: GPU, configuration: Configuration) -> MachineCode:
@@ -195,8 +192,8 @@ def _assemble(kernel: Kernel, gpu: GPU, configuration: Configuration) -> Machine
 
 def _inner_blocks(jit: Any) -> dict[str, int]:
     """Block sizes that a persistent reduction fixes in its body: `R0_BLOCK: tl.constexpr = 1024`."""
-    found = re.findall(r"^\s+(R\d_BLOCK)\s*:\s*tl\.constexpr\s*=\s*(\d+)", jit.src, re.M)
-    return {name: int(size) for name, size in found}
+    sizes = re.findall(r"^\s+(R\d_BLOCK)\s*:\s*tl\.constexpr\s*=\s*(\d+)", jit.src, re.M)
+    return {name: int(size) for name, size in sizes}
 
 
 def _constexprs(signature: Mapping[str, str]) -> list[str]:
@@ -208,8 +205,8 @@ def _with_signature(
 ) -> Kernel:
     """A hand-written kernel with types for all its arguments."""
     names = kernel.jit.arg_names
-    for label, given in (("signature", types), ("constants", constants)):
-        for name in given:
+    for label, named in (("signature", types), ("constants", constants)):
+        for name in named:
             if name not in names:
                 raise ValueError(f"{label}: got {name!r}, expected an argument of {kernel.jit.__name__}: {names}")
     untyped = [name for name in names if name not in types and name not in constants]
@@ -263,6 +260,6 @@ def _amd_machine_code(gpu: GPU, compiled: Any, elements: int, threads: int) -> M
 
 
 def _body(asm: str) -> str:
-    """A kernel's instructions in AMD's assembler, without what is around them."""
+    """A kernel's instructions in AMD's assembler, without the directives around them."""
     body = asm[asm.index("; %bb.0:") :] if "; %bb.0:" in asm else asm
     return body[: body.index(".Lfunc_end0") if ".Lfunc_end0" in body else len(body)]

@@ -1,4 +1,4 @@
-"""What a compilation on paper finds: generated code, kernels and their launches, bytes moved, tensors saved."""
+"""Results of a compilation without a device: generated code, kernels, launches, bytes moved, tensors saved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GeneratedKernel:
         name: as in the generated code, "triton_poi_fused_gelu_0".
         source: a Python module: the decorated kernel and its imports. `assemble` and `interpret` take it.
         bytes_moved: bytes read and written by all launches of this kernel in the graph, as Inductor counts them.
-        launches: how often the graph runs it.
+        launches: the number of times that the graph runs it.
     """
 
     name: str
@@ -38,8 +38,7 @@ class Launch:
 
     Attributes:
         bytes_moved: bytes it reads and writes, as Inductor counts them.
-        modules: for each result that it writes, the path in the model of the module it comes from ("layers.0.mlp"),
-            where that is known.
+        modules: for each result that it writes, the path in the model of its module ("layers.0.mlp"), where known.
     """
 
     bytes_moved: int
@@ -55,8 +54,8 @@ class GraphInput:
         stride: strides, likewise.
         dtype: element type.
         is_parameter: it is a parameter or a buffer of a module.
-        number: where it is no tensor: a size or another number.
-        name: Dynamo's, of what the program is given: "l_x_", "l_fn_modules_up_parameters_weight_"; else "".
+        number: a size or another number, where it is not a tensor.
+        name: Dynamo's name of a program's argument: "l_x_", "l_fn_modules_up_parameters_weight_"; else "".
     """
 
     shape: tuple[int, ...] = ()
@@ -69,7 +68,7 @@ class GraphInput:
 
 @dataclass(frozen=True)
 class GeneratedGraph:
-    """What Inductor generated for one graph.
+    """Inductor's generated code for one graph.
 
     Attributes:
         code: the whole generated Python module.
@@ -79,8 +78,8 @@ class GeneratedGraph:
         graph: the FX graph after the post-grad passes.
         launches: kernels and external calls, as scheduled.
         inputs: its arguments, in order.
-        results: how many of its outputs are the caller's; the others are kept for backward.
-        scheduled: what the compiler scheduled, in the order of the code; not all of it is launched.
+        results: the number of its outputs that are the caller's; the others are saved for backward.
+        scheduled: the scheduler's nodes, in the order of the code; not all of them are launched.
         marked_code: the code, with a mark before each of them (`timeline.mark`).
     """
 
@@ -98,7 +97,7 @@ class GeneratedGraph:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor that the forward graph keeps for the backward graph.
+    """A tensor that the forward graph saves for the backward graph.
 
     Attributes:
         name: the node's name in the joint graph.
@@ -107,7 +106,7 @@ class SavedTensor:
         nbytes: size in bytes.
         is_parameter: it is an `nn.Parameter` or a module's buffer, or a view of one: it lives anyway.
         is_graph_input: it is another input of the function, or a view of one.
-        module: path in the model of the module that computes it; "" where that is not known, as for inputs.
+        module: path in the model of the module that computes it; "" where unknown, as for inputs.
     """
 
     name: str
@@ -128,9 +127,9 @@ class PaperCompilation:
         forward: the forward graph of a training step; None in inference.
         backward: the backward graph of a training step; None in inference.
         inference: the graph where nothing needs a gradient; None in training.
-        saved: tensors kept from forward for backward.
-        handed: for each input of backward, which output of forward it is; None for a result's gradient.
-        tangents: the results of forward whose gradients backward is given, in the order of its inputs.
+        saved: tensors that forward saves for backward.
+        handed: for each input of backward the number of forward's output that it is; None for a result's gradient.
+        tangents: the results of forward whose gradients are inputs of backward, in its order.
     """
 
     gpu: GPU
@@ -158,7 +157,7 @@ class PaperCompilation:
         return tuple(kernel for graph in self.graphs.values() for kernel in graph.kernels)
 
     def saved_bytes(self, *, include_inputs: bool = True, include_parameters: bool = False) -> int:
-        """Bytes kept from forward for backward.
+        """Bytes saved for backward.
 
         Parameters and buffers (and views of them) are left out, since they live whether saved or not. Inputs are
         counted: in a model the input of one block is the output of another, alive only because it was saved.
@@ -177,10 +176,10 @@ class PaperCompilation:
         )
 
     def timeline(self) -> Timeline:
-        """The curve of live bytes over forward and backward: the generated wrapper, executed on meta tensors.
+        """The live-bytes timeline of forward and backward: the generated wrapper, executed on meta tensors.
 
-        Counted are the function's arguments, its results, all that the graphs allocate, and gradients; not counted are
-        parameters and buffers. The caller holds arguments and results to the end.
+        It counts the function's arguments, its results, all allocations of the graphs, and gradients, but neither
+        parameters nor buffers. The caller holds arguments and results to the end.
 
         Raises:
             ValueError: when a graph calls an operator that does not run without data.
@@ -207,7 +206,7 @@ class PaperCompilation:
                 rows.append((f"  {tensor.name} {dtype}{list(tensor.shape)}", _mib(tensor.nbytes), kind))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in rows]
-        return "\n".join([f"on paper: {self.gpu.name} ({self.gpu.arch})", *lines])
+        return "\n".join([f"compiled for {self.gpu.name} ({self.gpu.arch}), without a device", *lines])
 
 
 def _mib(nbytes: int) -> str:

@@ -1,6 +1,6 @@
 """The roofline of programs: the least time that their FLOP, bytes and instructions take at a GPU's rates.
 
-No prediction, but nothing runs faster. One kernel runs after the other, and within one the slowest of the three counts.
+A lower bound, not a prediction. Kernels run one after the other, and the slowest of the three counts for each.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from .work import BF16_FLOP, flop_of, flop_of_bf16
 
 @dataclass(frozen=True)
 class Work:
-    """What a kernel or a library's call does: FLOP of matrix products, as ``work.flop_of_bf16`` counts them, bytes read
-    and written, lanes' instructions."""
+    """Work of a kernel or a library's call: FLOP of GEMMs (``work.flop_of_bf16``), bytes moved, lanes' instructions."""
 
     flop: float = 0.0
     nbytes: float = 0.0
@@ -33,12 +32,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU reaches in a second.
+    """Rates that a GPU reaches, a second.
 
     Attributes:
-        flop: of a large matrix product in bfloat16 on random numbers.
+        flop: of a large GEMM in bfloat16 on random numbers.
         nbytes: of a large copy, read and written.
-        lane_instructions: of all lanes together; infinite where nobody counts them.
+        lane_instructions: of all lanes together; infinite where they are not counted.
     """
 
     flop: float
@@ -88,14 +87,14 @@ def link_rate(gpu: GPU) -> float:
 
 
 def rates_of(gpu: GPU) -> Rates | None:
-    """What this GPU was measured to reach; None if nobody has measured it."""
+    """The measured rates of a GPU; None if it was not measured."""
     return _RATES.get(gpu.name)
 
 
 def estimated_rates(gpu: GPU) -> Rates | None:
-    """What a GPU was measured to reach, or else what it does with the H200's share of its data sheet; None of others.
+    """The measured rates of a GPU, or else the H200's share of its data sheet; None for a GPU without a sheet.
 
-    An H200 reaches 80 % of its sheet's FLOP and 90 % of its bytes. Enough to compare programs on one GPU.
+    An H200 reaches 80 % of its sheet's FLOP and 90 % of its bytes. This suffices to compare programs on one GPU.
     """
     if gpu.name not in _SHEETS or gpu.name in _RATES:
         return rates_of(gpu)
@@ -110,7 +109,7 @@ _BRANCH = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?BRA\S*\s+.*?0x(
 
 
 def loops(code: MachineCode) -> bool:
-    """Whether the machine code branches back; not to itself, as it does behind its end."""
+    """Tell whether the machine code branches back; not to itself, as it does behind its end."""
     return any(int(target, 16) < int(at, 16) for at, target in _BRANCH.findall(code.asm))
 
 
@@ -121,9 +120,9 @@ class KernelRuns:
     Attributes:
         code: its machine code.
         programs: blocks of the grid.
-        elements: how many elements it goes through.
+        elements: the elements that it goes through.
         nbytes: bytes that it reads and writes.
-        launches: how often it runs.
+        launches: the number of its launches.
     """
 
     code: MachineCode
@@ -136,8 +135,8 @@ class KernelRuns:
     def lane_instructions(self) -> float:
         """Instructions that all lanes together issue.
 
-        Without a loop the machine code's text is what each warp issues. With one, how many tiles the text handles (a
-        compiler unrolls loops) is told from the bytes that its loads and stores move: an estimate.
+        Without a loop each warp issues the machine code's text once. With one, the number of tiles that the text
+        handles (a compiler unrolls loops) is estimated from the bytes that its loads and stores move.
         """
         code, count = self.code, len(self.code.instructions)
         if not loops(code):
@@ -148,7 +147,7 @@ class KernelRuns:
 
     @property
     def works(self) -> list[Work]:
-        """Of each launch; instructions where they are exact."""
+        """The work of each launch; instructions where they are exact."""
         exact = 0.0 if loops(self.code) else self.lane_instructions
         return [Work(0.0, self.nbytes / self.launches, exact)] * self.launches
 
@@ -159,12 +158,12 @@ def _assembled(source: str) -> MachineCode:
 
 
 def prepare(graphs: Iterable[GeneratedGraph]) -> None:
-    """Compile the kernels of graphs whose runs are asked for next: all listings are then made at once."""
+    """Compile the kernels of graphs before `kernel_runs`, so that all listings are made together."""
     machine_code.prepare((_source(kernel) for graph in graphs for kernel in graph.kernels), H200)
 
 
 def _source(kernel: GeneratedKernel) -> str:
-    """The same for kernels that differ in their names alone."""
+    """A kernel's source, the same for kernels that differ in their names alone."""
     return _NAME.sub(lambda m: m[0].replace(m[1], "triton_kernel"), kernel.source)
 
 
@@ -174,7 +173,7 @@ _NAME = re.compile(r"(?:def |kernel_name': ')(triton_\w+)")
 def kernel_runs(graph: GeneratedGraph) -> list[KernelRuns]:
     """The launches of the generated kernels."""
     prepare([graph])
-    found = []
+    runs = []
     for kernel in graph.kernels:
         hints = re.search(r"size_hints=\{([^}]*)\}", kernel.source)
         sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)': (\d+)", hints[1] if hints else "")}
@@ -184,17 +183,17 @@ def kernel_runs(graph: GeneratedGraph) -> list[KernelRuns]:
             -(-n // code.block.get(f"{axis.upper()}BLOCK", 1)) for axis, n in sizes.items() if axis in "xyz"
         )
         nbytes, launches = kernel.bytes_moved, kernel.launches
-        found.append(KernelRuns(code, programs, float(math.prod(sizes.values())), nbytes, launches))
-    return found
+        runs.append(KernelRuns(code, programs, float(math.prod(sizes.values())), nbytes, launches))
+    return runs
 
 
 def flops(graph: GeneratedGraph, count: Callable[..., float] = flop_of) -> float:
-    """FLOP of the matrix products and attention in a graph; ``count``: of one call, as ``work.flop_of``."""
+    """FLOP of the GEMMs and attention in a graph; ``count`` counts one call, as ``work.flop_of`` does."""
     return sum(flops_of_node(node, count) for node in graph.graph.graph.nodes)
 
 
 def flops_of_node(node: torch.fx.Node, count: Callable[..., float] = flop_of) -> float:
-    """The same of one node."""
+    """FLOP of one node."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return 0.0
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -202,16 +201,16 @@ def flops_of_node(node: torch.fx.Node, count: Callable[..., float] = flop_of) ->
 
 
 def works_of(graph: GeneratedGraph) -> list[Work]:
-    """Of a whole graph: each generated kernel's launches, each matrix product, and what other calls move, together."""
+    """The work of a whole graph: each generated kernel's launches, each GEMM, and the bytes of all other calls."""
     runs = kernel_runs(graph)
     counted = ((node, flops_of_node(node, flop_of_bf16)) for node in graph.graph.graph.nodes)
     products = [Work(flop, nbytes_of_node(node)) for node, flop in counted if flop]
-    rest = graph.bytes_moved - sum(run.nbytes for run in runs) - sum(product.nbytes for product in products)
-    return [*(work for run in runs for work in run.works), *products, Work(nbytes=max(0, rest))]
+    others = graph.bytes_moved - sum(run.nbytes for run in runs) - sum(product.nbytes for product in products)
+    return [*(work for run in runs for work in run.works), *products, Work(nbytes=max(0, others))]
 
 
 def nbytes_of_node(call: torch.fx.Node) -> int:
-    """Bytes of a call's operands and results; of one that repeats elements, as expanded ones do, those in memory."""
+    """Bytes of a call's operands and results; an expanded tensor counts by its bytes in memory."""
     values = tree_leaves([call.meta["val"], *(node.meta["val"] for node in call.all_input_nodes)])
     return sum(min(v.nbytes, v.untyped_storage().nbytes()) for v in values if isinstance(v, torch.Tensor))
 

@@ -1,7 +1,7 @@
-"""Listings of NVIDIA's machine code, taken apart when they are read: all that wait, at once.
+"""Listings of NVIDIA's machine code, disassembled when they are read: all that wait, in one call.
 
-nvdisasm takes 0.2 to 0.3 s to start and some 4 ms for a kernel; a step has dozens of kernels, and of a reduction
-several configurations are compared. So the code of those that wait is put into one image, and its listing is cut again.
+nvdisasm takes 0.2 to 0.3 s to start and some 4 ms for a kernel. A step has dozens of kernels, and a reduction is
+compared in several configurations. So the code of waiting kernels is put into one image, and its listing is split.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .gpus import import_triton
 __all__ = ["Listing", "nvidia_tools"]
 
 _LINE = re.compile(r"^(\s*/\*)([0-9a-f]{4,})(\*/.*)$", re.M)
-# What jumps names the place as an address of the image: "@P0 BRA 0x1dc0 ;", "BSSY B0, 0x2a0 ;".
+# A jump names its target as an address of the image: "@P0 BRA 0x1dc0 ;", "BSSY B0, 0x2a0 ;".
 _JUMP = re.compile(r"(\*/\s+(?:@!?U?P\w+ )?(?:BRA|BSSY|CALL|JMP|RET)\b[^;]*?\b0x)([0-9a-f]+)")
 _LOCK = threading.Lock()
 _WAITING: weakref.WeakSet[Listing] = weakref.WeakSet()
@@ -33,7 +33,7 @@ def nvidia_tools() -> pathlib.Path:
     """The folder with cuobjdump and nvdisasm: inside the Triton wheel.
 
     Raises:
-        FileNotFoundError: this build of Triton has none.
+        FileNotFoundError: this build of Triton has no such tools.
     """
     folder = pathlib.Path(import_triton().__file__).parent / "backends" / "nvidia" / "bin"
     if not (folder / "cuobjdump").exists():
@@ -46,7 +46,7 @@ class Listing:
 
     Args:
         cubin: the compiled kernel, an ELF file.
-        arch: what it is for, as PTX calls it: "sm_90a".
+        arch: its architecture, as PTX calls it: "sm_90a".
     """
 
     def __init__(self, cubin: bytes, arch: str) -> None:
@@ -64,14 +64,14 @@ class Listing:
         """
         with _LOCK:
             if self._text is None:
-                together = [self, *(one for one in _WAITING if one.arch == self.arch and one is not self)]
+                together = [self, *(other for other in _WAITING if other.arch == self.arch and other is not self)]
                 _WAITING.difference_update(together)  # if they cannot be read together, each is read by itself
                 try:
-                    texts = _disassembled([one.code for one in together], self.arch)
+                    texts = _disassembled([listing.code for listing in together], self.arch)
                 except subprocess.CalledProcessError:
                     together, texts = [self], _disassembled([self.code], self.arch)
-                for one, text in zip(together, texts, strict=True):
-                    one._text = text
+                for listing, text in zip(together, texts, strict=True):
+                    listing._text = text
             assert self._text is not None
             return self._text
 
@@ -90,7 +90,7 @@ def _functions(cubin: bytes) -> list[bytes]:
 
 
 def _disassembled(codes: Sequence[bytes], arch: str) -> list[str]:
-    """The listing of each, with addresses that begin at 0."""
+    """The listing of each kernel, with addresses that begin at 0."""
     starts = [0]
     for code in codes:
         starts.append(starts[-1] + len(code))
@@ -102,10 +102,10 @@ def _disassembled(codes: Sequence[bytes], arch: str) -> list[str]:
     lines: list[list[str]] = [[] for _ in codes]
     for before, address, after in _LINE.findall(shown):
         number = bisect.bisect_right(starts, int(address, 16)) - 1
-        lines[number].append(f"{before}{int(address, 16) - starts[number]:04x}{_moved(after, starts[number])}")
-    return ["\n".join(each) for each in lines]
+        lines[number].append(f"{before}{int(address, 16) - starts[number]:04x}{_relative(after, starts[number])}")
+    return ["\n".join(listing) for listing in lines]
 
 
-def _moved(instruction: str, start: int) -> str:
-    """A jump's target counted from the start of its kernel."""
-    return _JUMP.sub(lambda found: f"{found[1]}{int(found[2], 16) - start:x}", instruction)
+def _relative(instruction: str, start: int) -> str:
+    """An instruction whose jump target counts from the start of its kernel."""
+    return _JUMP.sub(lambda match: f"{match[1]}{int(match[2], 16) - start:x}", instruction)

@@ -1,8 +1,8 @@
-"""The curve of live bytes of a step: Inductor's generated wrapper, executed on meta tensors.
+"""The live-bytes timeline of a step: Inductor's generated wrapper, executed on meta tensors.
 
 The wrapper is Python: it allocates, launches, deletes and reuses. On meta tensors, which have sizes and no data, it
-runs on any machine. Kernels do nothing, a library's call returns its `out`, what else it calls runs on meta. Each
-storage is counted while it lives, so that Python's own lifetimes say what is freed when, views and reuse included.
+runs on any machine. Kernels do nothing, a library's call returns its `out`, other operators run on meta. Each storage
+is counted while it lives, so Python's own lifetimes give the frees, views and reuse included.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Moment:
+class Event:
     """A launch of a kernel, or a call that leaves the generated code, in the order in which they run.
 
     Attributes:
         graph: "forward", "backward" or "inference".
         call: the kernel's name, or the operator's: "triton_poi_fused_gelu_0", "addmm".
         live: the most bytes that are alive between the call before and the end of this one.
-        after: bytes alive once what this call was the last to read is freed.
-        waiting: of these, bytes that nothing reads any more: Inductor keeps their memory for a later result.
+        after: bytes alive once the tensors that this call was the last to read are freed.
+        waiting: bytes of `after` that nothing reads any more: Inductor keeps their memory for a later result.
         nbytes: bytes that it reads and writes (`Launch.bytes_moved`).
-        flop: of matrix products and attention, as `work.flop_of_bf16` counts them.
+        flop: of GEMMs and attention, as `work.flop_of_bf16` counts them.
         modules: as `Launch.modules`.
     """
 
@@ -60,29 +60,29 @@ class Timeline:
     """The bytes alive during forward and backward, without parameters and buffers, with gradients.
 
     Attributes:
-        moments: the calls, in order.
+        events: the calls, in order.
         entry: bytes alive before the first: the function's own inputs.
-        kept: bytes alive between forward and backward: inputs, results, and what was saved.
+        between: bytes alive between forward and backward: inputs, results, and saved tensors.
         end: bytes alive after the last call: inputs, results and gradients.
-        gradients: of parameters, by graph and number of its input: the number of the call for which their storage was
-            allocated, and its bytes; of several in one storage the first.
+        gradients: parameters' gradients, by graph and number of its input: the number of the call for which the storage
+            was allocated, and its bytes. Gradients that share a storage count as the first one.
     """
 
-    moments: tuple[Moment, ...]
+    events: tuple[Event, ...]
     entry: int
-    kept: int
+    between: int
     end: int
     gradients: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
         """The most bytes alive at once."""
-        return max((moment.live for moment in self.moments), default=self.entry)
+        return max((event.live for event in self.events), default=self.entry)
 
     @property
-    def at_peak(self) -> Moment | None:
+    def at_peak(self) -> Event | None:
         """The first call at which the most bytes are alive; None where nothing is called."""
-        return max(self.moments, key=lambda moment: moment.live, default=None)
+        return max(self.events, key=lambda event: event.live, default=None)
 
 
 def timeline_of(
@@ -91,12 +91,12 @@ def timeline_of(
     *,
     device: str = "cuda",
 ) -> Timeline:
-    """The curve of a step that runs several graphs, forward one after the other and backward the other way round.
+    """The timeline of a step that runs several graphs, backward in the reverse order of forward.
 
     Args:
         papers: the graphs, in the order of forward.
-        links: (graph, input) that is (an earlier graph, its result): both are one tensor. Inputs and results are
-            numbered as the graphs' own; the gradient goes the same way back.
+        links: (graph, input) to the (earlier graph, result) that is the same tensor. Inputs and results are numbered as
+            the graphs' own; gradients flow back along the links.
         device: the type of the device whose memory is counted.
 
     Raises:
@@ -117,9 +117,9 @@ class _Step:
         last_reader = {
             result: max(i for (i, _), read in self.links.items() if read == result) for result in self.links.values()
         }
-        held: list[Any] = []  # the caller's: arguments and what the last graph returns
-        results: dict[tuple[int, int], Any] = {}  # what later graphs read
-        handed: list[list[Any]] = []
+        callers: list[Any] = []  # tensors that the caller holds: arguments and the last graph's results
+        results: dict[tuple[int, int], Any] = {}  # those that later graphs read
+        saved: list[list[Any]] = []
         entry = 0
         with self.memory:
             for i, paper in enumerate(self.papers):
@@ -131,43 +131,43 @@ class _Step:
                         inputs.append(results[self.links[i, j]])
                     else:
                         inputs.append(self.memory.new(spec, counted=not spec.is_parameter))
-                        held.append(inputs[-1])
+                        callers.append(inputs[-1])
                 entry = entry or self.memory.live
                 outputs = self._call(graph, "forward" if paper.forward else "inference", inputs)
                 for j, output in enumerate(outputs[: graph.results]):
                     if (i, j) in last_reader:
                         results[i, j] = output
                     else:
-                        held.append(output)
-                handed.append([None if j is None else outputs[j] for j in paper.handed])
+                        callers.append(output)
+                saved.append([None if j is None else outputs[j] for j in paper.handed])
                 del outputs, output
                 for result in [result for result in results if last_reader[result] <= i]:
                     del results[result]
-            kept = self.memory.live
+            between = self.memory.live
             tangents: dict[tuple[int, int], Any] = {}
             born: dict[tuple[int, int], tuple[int, int]] = {}
             for i, paper in reversed(list(enumerate(self.papers))):
                 if paper.backward is None:
                     continue
-                inputs, saved, positions = [], handed.pop(), iter(paper.tangents)
+                inputs, tensors, positions = [], saved.pop(), iter(paper.tangents)
                 for j, spec in enumerate(paper.backward.inputs):
                     if paper.handed[j] is not None:
-                        inputs.append(saved[j])
+                        inputs.append(tensors[j])
                         continue
-                    made = tangents.pop((i, next(positions, -1)), None)
-                    inputs.append(self.memory.new(spec, counted=True) if made is None else made)
-                    del made
-                del saved
+                    tangent = tangents.pop((i, next(positions, -1)), None)
+                    inputs.append(self.memory.new(spec, counted=True) if tangent is None else tangent)
+                    del tangent
+                del tensors
                 gradients = self._call(paper.backward, "backward", inputs)
-                born |= {(i, j): each for j, each in self.memory.born(gradients) if _is_parameter(paper, j)}
+                born |= {(i, j): birth for j, birth in self.memory.born(gradients) if _is_parameter(paper, j)}
                 for j, gradient in enumerate(gradients):
                     if (i, j) not in self.links:
-                        held.append(gradient)
+                        callers.append(gradient)
                     elif self.links[i, j] not in tangents:  # else it is added to that one
                         tangents[self.links[i, j]] = gradient
                 del gradients, gradient
             end = self.memory.live
-        return Timeline(self.memory.finished(), entry, kept, end, born)
+        return Timeline(self.memory.finished(), entry, between, end, born)
 
     def _call(self, graph: GeneratedGraph, kind: str, inputs: list[Any]) -> list[Any]:
         self.memory.begin(kind, graph.scheduled)
@@ -183,12 +183,12 @@ class _Step:
 
 
 class Storages(TorchDispatchMode):
-    """While it is on, the storages of meta tensors that operators make are counted as long as they live.
+    """Count the storages of meta tensors that operators make while the mode is on, as long as they live.
 
     Attributes:
         live: bytes alive now.
         most: the most bytes that were alive at once.
-        known: those that are alive, and when each was first seen: ``now`` at that time.
+        known: the storages that are alive, by when each was first seen: ``now`` at that time.
     """
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class Storages(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """How many calls there were so far."""
+        """The number of calls so far."""
         return 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -209,7 +209,7 @@ class Storages(TorchDispatchMode):
         return result
 
     def add(self, tensor: Tensor, counted: bool = True) -> Tensor:
-        """Count a tensor's storage from now on, unless it is known; or know it, and do not count it."""
+        """Count a tensor's storage from now on, unless it is known; with ``counted=False`` only know it."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.known:
@@ -226,13 +226,13 @@ class Storages(TorchDispatchMode):
 
 
 class _Memory(Storages):
-    """Counts the storages that are alive; while it is on, what is called runs on meta tensors."""
+    """Count the storages that are alive, and run operators on meta tensors while the mode is on."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
         self.device = device
-        self.moments: list[Moment] = []
-        self.touched: dict[int, int] = {}  # by storage, the last call that had it
+        self.events: list[Event] = []
+        self.touched: dict[int, int] = {}  # by storage, the last call that used it
         self.reused: dict[int, int] = {}  # by storage that got another name since: the last call before
         self.waited: list[tuple[int, int, int]] = []  # from one call to another, bytes
         self.kind = ""
@@ -259,10 +259,10 @@ class _Memory(Storages):
         self.touch(tree_leaves((args, kwargs)))
         meta = torch.device("meta")
 
-        def moved(value: Any) -> Any:
+        def on_meta(value: Any) -> Any:
             return meta if isinstance(value, torch.device) else value
 
-        args, kwargs = tree_map(moved, (args, kwargs or {}))
+        args, kwargs = tree_map(on_meta, (args, kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.touch(tree_leaves(result))
         if not _is_view(func):
@@ -273,7 +273,7 @@ class _Memory(Storages):
         return result
 
     def _with_random_state(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """What checkpointed regions call attention and dropout through: an operator, with a state kept or given."""
+        """Call an operator as checkpoints call attention and dropout, with a random state saved or restored."""
         position = next((i for i, arg in enumerate(args) if isinstance(arg, torch._ops.OpOverload)), None)
         if position is None or "rng_state" not in name:
             raise NotImplementedError(f"{name} has no kernel for meta tensors")
@@ -285,23 +285,23 @@ class _Memory(Storages):
 
     @property
     def now(self) -> int:
-        return len(self.moments)
+        return len(self.events)
 
     def begin(self, kind: str, scheduled: Sequence[Launch]) -> None:
         self.finish()
         self.kind, self.scheduled, self.most = kind, scheduled, self.live
 
     def enter(self, index: int) -> None:
-        """The code of a scheduler's node begins: what the one before it was the last to read has been freed."""
+        """Begin the code of a scheduler's node: tensors that the node before was the last to read have been freed."""
         self.finish()
         self.launch = self.scheduled[index]
 
     def note(self, call: str, flop: float = 0.0) -> None:
-        """A call is made: the first after `enter` gives the moment its name."""
+        """Note a call: the first after `enter` gives the event its name."""
         self.call, self.flop = self.call or call, self.flop + flop
 
     def touch(self, tensors: Sequence[Any], reads: bool = True) -> None:
-        """The call in progress has these: what they held before it is read, or overwritten as a whole."""
+        """Note that the call in progress uses these tensors: it reads them, or overwrites them as a whole."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -311,7 +311,7 @@ class _Memory(Storages):
                 self.touched[storage._cdata] = self.now
 
     def reuse(self, tensor: Tensor) -> None:
-        """Another result takes a tensor's memory: what it held is read by nothing, or by the call that is next."""
+        """Note that another result takes a tensor's memory: nothing but the next call reads the tensor any more."""
         key = tensor.untyped_storage()._cdata
         self.reused[key] = self.touched.get(key, self.now)
 
@@ -320,28 +320,28 @@ class _Memory(Storages):
         self.touched.pop(key, None)
         self.reused.pop(key, None)
 
-    def finished(self) -> tuple[Moment, ...]:
-        """All calls, with what was waiting behind each."""
-        change = [0] * (len(self.moments) + 1)
+    def finished(self) -> tuple[Event, ...]:
+        """All calls, with the bytes that were waiting after each."""
+        change = [0] * (len(self.events) + 1)
         for since, until, nbytes in self.waited:
             change[since] += nbytes
             change[until] -= nbytes
         waiting = itertools.accumulate(change)
-        return tuple(replace(moment, waiting=each) for moment, each in zip(self.moments, waiting, strict=False))
+        return tuple(replace(event, waiting=nbytes) for event, nbytes in zip(self.events, waiting, strict=False))
 
     def born(self, gradients: Sequence[Any]) -> list[tuple[int, tuple[int, int]]]:
-        """The number of each, the call for which its storage was allocated, and the bytes that no other one counts."""
-        found: dict[int, tuple[int, tuple[int, int]]] = {}
+        """The number of each gradient, the call for which its storage was allocated, and the storage's bytes, once."""
+        births: dict[int, tuple[int, tuple[int, int]]] = {}
         for j, gradient in enumerate(gradients):
             if isinstance(gradient, Tensor):
                 storage = gradient.untyped_storage()
-                found.setdefault(storage._cdata, (j, (self.known.get(storage._cdata, 0), storage.nbytes())))
-        return list(found.values())
+                births.setdefault(storage._cdata, (j, (self.known.get(storage._cdata, 0), storage.nbytes())))
+        return list(births.values())
 
     def finish(self) -> None:
         if self.call:
             nbytes, modules = (self.launch.bytes_moved, self.launch.modules) if self.launch else (0, ())
-            self.moments.append(Moment(self.kind, self.call, self.most, self.live, 0, nbytes, self.flop, modules))
+            self.events.append(Event(self.kind, self.call, self.most, self.live, 0, nbytes, self.flop, modules))
             self.most = self.live
         self.call, self.flop, self.launch = "", 0.0, None
 
@@ -353,7 +353,7 @@ def _is_parameter(paper: PaperCompilation, number: int) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing that happens inside is a call of the program."""
+    """Run without the mode: nothing inside is a call of the program."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():
@@ -362,7 +362,7 @@ def _quiet() -> Iterator[None]:
 
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
-    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _flash_backward(args: Any) -> int:
@@ -372,7 +372,7 @@ def _flash_backward(args: Any) -> int:
     return int(batch * heads * -(-rows // 128) * 128 * -(-width // 32) * 32 * 4)
 
 
-# What a library allocates inside a call, where its source says how much: mha_bwd in flash-attention's flash_api.cpp.
+# Bytes that a library allocates inside a call, by its source: mha_bwd in flash-attention's flash_api.cpp.
 _WORKSPACE: dict[Any, Callable[[Any], int]] = {aten._scaled_dot_product_flash_attention_backward: _flash_backward}
 
 
@@ -380,12 +380,12 @@ _WORKSPACE: dict[Any, Callable[[Any], int]] = {aten._scaled_dot_product_flash_at
 
 
 class _Kernel:
-    """A generated kernel: it has its arguments, and does nothing with them."""
+    """A generated kernel, which touches its arguments and computes nothing."""
 
     def __init__(self, name: str, memory: _Memory, source: str) -> None:
         self.name, self.memory = name, memory
-        found = re.search(rf"def {name}\(([^)]*)\)", source)
-        self.parameters = [each.partition(":")[0].strip() for each in found[1].split(",")] if found else []
+        match = re.search(rf"def {name}\(([^)]*)\)", source)
+        self.parameters = [item.partition(":")[0].strip() for item in match[1].split(",")] if match else []
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         self.memory.note(self.name)

@@ -1,4 +1,4 @@
-"""What a kernel or a library's call does: bytes read and written, FLOP of matrix products."""
+"""Work of a kernel or a library's call: bytes read and written, FLOP of GEMMs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 def nbytes_moved(node: Any) -> int:
     """The bytes that a node of Inductor's scheduler reads and writes, each buffer once.
 
-    Inductor (`get_read_write_buffer_accesses`) counts all of a buffer for a fused kernel and for a library's call, also
-    where they read a slice of it. Here a buffer counts for no more than its accesses together touch.
+    Inductor (`get_read_write_buffer_accesses`) counts all of a buffer for a fused kernel and for a library's call, even
+    where they read a slice of it. Here a buffer counts for at most the bytes that its accesses together touch.
     """
     accesses: dict[str, int] = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
     touched: Counter[str] = Counter()
@@ -41,17 +41,17 @@ def _touched(node: Any) -> Iterator[tuple[str, int]]:
 
 
 def _operand(operand: Any) -> Iterator[tuple[str, int]]:
-    """A buffer that a library's call is given, or a view of one: which may be of a part of it."""
+    """The operand of a library's call: a buffer, or a view of all or part of one."""
     from torch._inductor.utils import get_dtype_size
     from torch._inductor.virtualized import V
 
-    if operand.maybe_get_size() is not None:  # else it is the several results of another call
+    if operand.maybe_get_size() is not None:  # else it is the tuple of another call's results
         sizes = [V.graph.sizevars.optimization_hint(size, fallback=0) for size in operand.get_size()]
         yield operand.get_name(), math.prod(sizes) * get_dtype_size(operand.get_dtype())
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Of a matrix product in groups, which torch's counter leaves out: rows or columns go to one group each."""
+    """FLOP of a grouped GEMM, which torch's counter omits: each row or column belongs to one group."""
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
@@ -60,19 +60,19 @@ def _multiplies_float8(args: Any) -> bool:
     return bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].itemsize == 1
 
 
-# FLOP/s of large matrix products on an H200: in bfloat16 measured, of 8192³ random numbers; in float8 *assumed*. By the
-# data sheet it is twice bfloat16's rate, of which a chip that is out of power there already does not reach all.
+# FLOP/s of large GEMMs on an H200: measured in bfloat16, 8192³ random numbers; *assumed* in float8. By the data sheet
+# float8 has twice bfloat16's rate, but the chip's power already limits bfloat16.
 BF16_FLOP, FLOAT8_FLOP = 790e12, 1250e12
 
 
 def flop_of_bf16(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """FLOP in bfloat16 that take as long as a call's do: fewer than its own where it multiplies float8."""
+    """FLOP in bfloat16 that take as long as a call's own FLOP: fewer where it multiplies float8."""
     flop = flop_of(packet, args, kwargs, result)
     return flop * BF16_FLOP / FLOAT8_FLOP if _multiplies_float8(args) else flop
 
 
 def flop_of(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """FLOP of one call of an operator on tensors, or their like, as torch's own counter has them; 0 of all others."""
+    """FLOP of one call of an operator on tensors, or their like, by torch's own counter; 0 where it has none."""
     from torch.utils.flop_counter import flop_registry
 
     count = {torch.ops.aten._grouped_mm: _grouped_flops, **flop_registry}.get(packet)

@@ -1,4 +1,4 @@
-"""The Python module that Inductor generates for a graph, run with stand-ins for the device, its memory and kernels."""
+"""Runner of the Python module that Inductor generates for a graph, with stand-ins for device, memory and kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class _Nothing:
-    """Stands for what the wrapper asks of a device: streams, guards, hooks."""
+    """Stand-in for the wrapper's calls of a device: streams, guards, hooks."""
 
     def __getattr__(self, name: str) -> _Nothing:
         return self
@@ -47,12 +47,12 @@ _REUSE = re.compile(r"^(\s*)(\w+ = .*; del (\w+)) +# reuse$", re.M)
 
 
 def mark(index: int) -> str:
-    """The line of generated code that says which of the scheduler's nodes begins."""
+    """A comment in generated code where a node of the scheduler begins, by its number."""
     return f"# node {index}"
 
 
 def unmarked(code: str) -> str:
-    """Generated code as it is without marks."""
+    """Generated code without marks."""
     return re.sub(r"^\s*# node \d+\n", "", code, flags=re.M)
 
 
@@ -63,18 +63,18 @@ def called(
 
     Args:
         code: the module, maybe with marks (`mark`).
-        stand_ins: what names of the module mean: `extern_kernels`, `empty_strided_cuda`; `_enter`, which is called with
-            the number of each mark, and `_reuse`, with what another result takes the memory of.
-        kernel: gives what stands for a kernel of a name and a definition: an object with `run`.
+        stand_ins: values for names of the module: `extern_kernels`, `empty_strided_cuda`; `_enter`, which takes the
+            number of each mark, and `_reuse`, with a tensor whose memory another result takes.
+        kernel: makes a stand-in, an object with `run`, from a kernel's name and definition.
     """
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         **dict.fromkeys(("assert_size_stride", "assert_size_stride_grouped", "assert_alignment"), _Nothing()),
         **dict.fromkeys(("get_raw_stream", "run_intermediate_hooks", "_enter", "_reuse"), _Nothing()),
         "reinterpret_tensor": _reinterpret_tensor,
         "torch": _Torch(),
         **stand_ins,
     }
-    names = dict(given)
+    names = dict(defaults)
     skipped = {"get_args", "benchmark_compiled_module"}
     text = _REUSE.sub(r"\1_reuse(\3); \2", _MARK.sub(r"\1_enter(\2)", code))
     for statement in ast.parse(text).body:
@@ -89,7 +89,7 @@ def called(
         except (ImportError, AttributeError):  # of a device that this build of torch does not have
             names |= dict.fromkeys(_bound(statement), _Nothing())
         if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-            names |= given
+            names |= defaults
     call: Callable[[list[Any]], Sequence[Any]] = names["call"]
     return call
 
