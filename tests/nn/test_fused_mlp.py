@@ -290,7 +290,7 @@ def test_wrapped_hooked_and_parametrized_linears_are_called():
         ({"dropout": 1.5}, ValueError, "dropout=1.5 is not accepted"),
         ({"dropout": "x"}, TypeError, "dropout='x' is not accepted"),
         ({"memory": "least"}, ValueError, "memory='least' is not known; accepted: off, free, fp8, input"),
-        ({"checkpoint_layout": "fc2/fc1"}, ValueError, "checkpoint_layout='fc2/fc1' is no layout of an MLP that"),
+        ({"checkpoint_layout": "fc2/fc1"}, ValueError, "checkpoint_layout='fc2/fc1' is not a layout of an MLP that"),
     ],
 )
 def test_errors(arguments, error, words):
@@ -480,7 +480,7 @@ def test_assign_and_the_callers_dict():
 
 def test_no_such_layout():
     with pytest.raises(
-        ValueError, match=r"layout='gate_proj/up_proj/down_proj' is no layout of an MLP that is not gated"
+        ValueError, match=r"layout='gate_proj/up_proj/down_proj' is not a layout of an MLP that is not gated"
     ):
         FusedMLP(6, 10).state_dict_as("gate_proj/up_proj/down_proj")
 

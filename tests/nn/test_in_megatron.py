@@ -314,7 +314,7 @@ def share_of(module: Any, ranks: int, rank: int) -> Any:
     shared = copy.deepcopy(module)
     for linear in (shared.linear_fc1, shared.linear_fc2):
         for name, p in list(linear.named_parameters()):
-            part = linear.parts[name]
+            part = linear.shard_specs[name]
             if part.axis is not None:
                 pieces = p.detach().chunk(part.groups, part.axis)
                 own = torch.cat([piece.chunk(ranks, part.axis)[rank] for piece in pieces], part.axis)

@@ -157,7 +157,7 @@ def test_a_level_keeps_what_it_says_and_computes_no_product_twice_but_one(
         kept = seen.alive(x, y, *mlp.parameters()) + x.nbytes
         y.sum().backward()
         mlp.backward_dw()
-    assert kept == paper.kept
+    assert kept == paper.saved
     assert sorted(map(sorted, seen.gemms)) == sorted(map(sorted, paper.gemms))
     del y
     with Seen() as seen, torch.no_grad():
