@@ -255,8 +255,9 @@ def sharded_state_dict(
     Other modules' tensors are as in ``state_dict``: tensors that every rank has, and DTensors.
     """
     state: dict[str, Any] = {}
-    if hasattr(module, "sharded_state_dict"):
-        return state | module.sharded_state_dict(prefix, sharded_offsets, metadata)
+    state_of_module: Any = getattr(module, "sharded_state_dict", None)
+    if state_of_module is not None:
+        return {**state_of_module(prefix, sharded_offsets, metadata)}
     module._save_to_state_dict(state, prefix, keep_vars=False)
     for key, t in state.items():
         packed = _packed(key, t, sharded_offsets)

@@ -363,4 +363,6 @@ class GroupedGemms(Gemms):
 
 
 def _refuse_counts(counts: Sequence[int], rows: int) -> None:
-    raise ValueError(f"tokens_per_expert={list(counts)!r} is not accepted: its sum must be the number of rows, {rows}")
+    raise ValueError(
+        f"tokens_per_expert={list(counts)!r} is not accepted: it must be numbers from 0 on with the sum {rows}"
+    )

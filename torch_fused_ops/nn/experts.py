@@ -257,9 +257,7 @@ def permute(tokens: Tensor, experts: Tensor, probs: Tensor | None, num_experts: 
     if readable(experts) and experts.numel():
         low, high = map(int, experts.aminmax())
         if low < 0 or high >= num_experts:
-            raise ValueError(
-                f"experts from {low} to {high} are not accepted: they must be below num_experts={num_experts}"
-            )
+            raise ValueError(f"experts from {low} to {high} are not accepted: they must be from 0 to {num_experts - 1}")
     flat = experts.flatten()
     ordered, source = flat.sort(stable=True)  # row i is number source[i] of the T · k
     ends = torch.searchsorted(ordered, torch.arange(num_experts, dtype=flat.dtype, device=flat.device), right=True)
