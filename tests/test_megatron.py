@@ -41,7 +41,7 @@ def quick(x):
 
 
 def glu(act, y, bias=None, weights=None, offset=0.0, clamp=None):
-    """What every GLU here means, in float64."""
+    """The definition of every GLU, in float64."""
     y = y.double() if bias is None else y.double() + bias.double()
     gate, up = y.chunk(2, -1)
     if clamp:

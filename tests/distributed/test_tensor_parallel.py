@@ -262,7 +262,7 @@ def odds(rank, ranks, folder):
 
 
 def selective_checkpointing(rank, ranks, folder):
-    """What a policy saves is not computed, nor communicated, again."""
+    """A tensor that a policy saves is neither recomputed nor communicated again."""
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 

@@ -69,14 +69,14 @@ def separate(grouped, **flags):
 
 
 def run(experts, x, counts, probs):
-    """What ``MLP``s of each expert's rows give, one behind the other."""
+    """Concatenate the results of an ``MLP`` per expert."""
     parts = [None] * len(counts) if probs is None else probs.split(counts)
     outputs = (one(rows, part) for one, rows, part in zip(experts, x.split(counts), parts, strict=True))
     return torch.cat([y if bias is None else y + bias for y, bias in outputs])
 
 
 def gradients(y, d, grouped, *others):
-    """Of a grouped MLP's parameters, or of its experts', stacked."""
+    """Gradients of a grouped MLP's parameters, or of its experts', stacked."""
     if isinstance(grouped, GroupedMLP):
         return torch.autograd.grad(y, [*others, *grouped.parameters()], d)
     wanted = [list(one.parameters()) for one in grouped]
@@ -124,7 +124,7 @@ def test_is_as_many_mlps(counts: list[int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("loop", [False, True])
 def test_is_no_further_from_the_truth_than_as_many_mlps(dtype: torch.dtype, loop: bool, monkeypatch) -> None:
-    """Of 700 rows, a bias's gradient, too: summed by indexing's own derivative it would be rounded 700 times."""
+    """Gradients of 700 rows, the bias's, too: indexing's own derivative would round it 700 times."""
     if loop:
         monkeypatch.setattr(_gemms, "_grouped", lambda *args: False)
     counts = [300, 0, 700]
@@ -398,7 +398,7 @@ def test_own_parts_are_built_with_megatrons_arguments_and_used() -> None:
 
 
 class Counting(_memory.save_on_cpu):
-    """What goes to the CPU and comes back."""
+    """Count tensors that go to the CPU and come back."""
 
     sent: ClassVar[list] = []
     back: ClassVar[list] = []
@@ -727,7 +727,7 @@ def test_permute_refuses(call, error: type, words: str) -> None:
 
 
 class MoE(nn.Module):
-    """What docs/modules.md shows."""
+    """The example of docs/modules.md."""
 
     def __init__(self, given, experts, k):
         super().__init__()

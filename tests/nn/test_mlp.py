@@ -437,7 +437,7 @@ def test_linears_alone() -> None:
 
 @pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])
 def test_parameters_of_functional_call_are_those_of_backward_too(memory: str) -> None:
-    """Where backward runs the first linear again, the module has its own parameters back."""
+    """The module has its own parameters back when backward recomputes the first linear."""
     mlp, x = build(config(memory=memory)), tokens(5, HIDDEN).requires_grad_()
     others = {name: (p.detach() * 1.5).requires_grad_() for name, p in mlp.named_parameters()}
     y, bias = torch.func.functional_call(mlp, others, (x,))

@@ -278,7 +278,7 @@ def test_layers_that_differ_do_not_count_against_one_another() -> None:
 
 
 def test_layers_behind_graph_breaks() -> None:
-    """Of equal layers Dynamo captures the first, and from the break on, with paths that begin there."""
+    """Dynamo captures the first of equal layers, behind the break with paths that begin there."""
     model, x = Model(*(Block(Mlp(), broken=True) for _ in range(4))), rows()
     memory = {"layers.1": "input"}
     report = replace_mlps(model, x, memory=memory)
