@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import saving
 from torch.autograd.graph import saved_tensors_hooks
 
 from torch_fused_ops import megatron as mg
@@ -40,7 +41,7 @@ def quick(x):
 
 
 def glu(act, y, bias=None, weights=None, offset=0.0, clamp=None):
-    """What every GLU here means, in float64."""
+    """The definition of every GLU, in float64."""
     y = y.double() if bias is None else y.double() + bias.double()
     gate, up = y.chunk(2, -1)
     if clamp:
@@ -397,15 +398,12 @@ def test_fp8_store_keeps_half(name):
     y = randn(8, 64, dtype=torch.bfloat16, requires_grad=True)
     args = (y, None) if name == "bias_swiglu_impl" else (y, None, torch.ones(8, 1))
 
-    def kept(**kwargs):
-        tensors = []
-        with saved_tensors_hooks(lambda t: tensors.append(t) or t, lambda t: t):
-            getattr(mg, name)(*args, **kwargs)
-        return sum(t.nbytes for t in tensors)
+    def saved(**flags):
+        return saving(lambda: getattr(mg, name)(*args, **flags))[1]
 
     rows = 8 * 4 * (1 + (len(args) == 3))  # a float32 scale, and a float32 weight, for each row
-    assert kept(fp8_input_store=True) == 8 * 64 + rows
-    assert kept() == 8 * 64 * 2 + rows - 8 * 4
+    assert saved(fp8_input_store=True) == 8 * 64 + rows
+    assert saved() == 8 * 64 * 2 + rows - 8 * 4
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -483,10 +481,8 @@ def test_evaluation_writes_no_argument():
 
 def test_dropout_keeps_no_mask():
     x, bias, residual = leaves(randn(64, 8), BIAS, randn(64, 8, seed=1))
-    kept = []
-    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        out = mg.get_bias_dropout_add(True, True)((x, bias), residual, 0.5)
-    assert sum(t.nbytes for t in kept) <= 16
+    out, saved = saving(lambda: mg.get_bias_dropout_add(True, True)((x, bias), residual, 0.5))
+    assert saved <= 16
     out.sum().backward()
     dropped = out.detach() == residual.detach()
     assert torch.equal(x.grad, torch.where(dropped, 0.0, 2.0))

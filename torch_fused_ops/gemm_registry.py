@@ -1,8 +1,8 @@
-"""Matrix products by name, where a graph does not show that they are: other libraries', and those that users register.
+"""GEMMs known by name, as a graph does not show them: other libraries', and those that users register.
 
-Pick-up looks for activations between matrix products. PyTorch's own it knows; a ``torch.autograd.Function`` whose
-forward shows a product is one; and what hides it, in a custom operator, a kernel, or a function that Dynamo does not
-look into (``allow_in_graph``), is one if its name stands here.
+The fusion pass looks for activations between GEMMs. It recognizes PyTorch's own, and a ``torch.autograd.Function`` that
+calls one. Custom operators, kernels, and functions that Dynamo does not trace (``allow_in_graph``) are GEMMs if
+they are registered here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 __all__ = ["function_at", "is_known", "name_of", "register_gemm", "registered_hash"]
 
-# Of libraries that need not be there: operators by their qualified names, functions by module and name.
+# Optional libraries': operators by their qualified names, functions by module and name.
 _OPERATORS = {"bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"}
 _FUNCTIONS = {
     ("torchao.float8.float8_linear", "matmul_with_hp_or_float8_args"),
@@ -29,7 +29,7 @@ _on_change: list[Callable[[], None]] = []
 
 
 def register_gemm(fn: Any) -> None:
-    """Let pick-up take a function or operator for a matrix product with weights, as ``F.linear`` is.
+    """Register a function or operator as a GEMM with weights, such as ``F.linear``.
 
     ::
 
@@ -37,31 +37,30 @@ def register_gemm(fn: Any) -> None:
 
         tfo.register_gemm(Linear4Bit)
 
-    An activation that stands between two such products, or between one and a linear layer, is then fused, and what is
-    kept of it for backward goes by the memory level. You promise that
+    An activation between two such GEMMs, or between one and a linear layer, is then fused, and the memory level applies
+    to it. You promise that
 
-    * its result is linear in the one of its tensors that the model computes, its input, along that tensor's last axis:
-      the others are weights, biases and scales;
+    * the result is linear in the one tensor that the model computes, the input, along that tensor's last axis: the
+      others are weights, biases and scales;
     * it reads its tensors and writes none of them, forward and backward;
-    * called again with the same tensors it gives the same.
+    * a second call with the same tensors has the same result.
 
-    Neither the function nor what it keeps for backward is changed. A function need not be registered whose forward is
-    traced by Dynamo and calls one of PyTorch's products: that is seen. torchao's ``Float8Linear`` and bitsandbytes'
-    4-bit and 8-bit linear layers are known. ``memory="input"`` computes a product again where the operator that
-    computes it is PyTorch's, or registered itself.
+    The function and its saved tensors are unchanged. Functions that Dynamo traces and that call one of PyTorch's GEMMs
+    need no registration; torchao's ``Float8Linear`` and bitsandbytes' 4-bit and 8-bit linear layers are registered.
+    ``memory="input"`` recomputes a GEMM if its operator is PyTorch's, or registered itself.
 
     Args:
         fn: a subclass of ``torch.autograd.Function``; or an operator: ``torch.ops.library.name``, one of its overloads,
-            or what ``torch.library.custom_op`` gave. Registering it again changes nothing.
+            or the result of ``torch.library.custom_op``. Registering it again has no effect.
 
     Raises:
-        TypeError: it is anything else.
+        TypeError: for anything else.
     """
     name = name_of(fn)
     if name is None:
         raise TypeError(
             f"fn={fn!r} is not accepted: it must be a subclass of torch.autograd.Function, or an operator "
-            "(torch.ops.library.name, or what torch.library.custom_op gave)"
+            "(torch.ops.library.name, or the result of torch.library.custom_op)"
         )
     _registered[name] = fn
     for notify in _on_change:
@@ -69,7 +68,7 @@ def register_gemm(fn: Any) -> None:
 
 
 def name_of(fn: Any) -> str | None:
-    """What identifies an operator or a Function's class; None for anything else."""
+    """The name of an operator or a Function's class; None for anything else."""
     fn = getattr(fn, "_opoverload", fn)  # torch.library.custom_op's
     if isinstance(fn, torch._ops.OpOverload):
         return str(fn._schema.name)
@@ -81,26 +80,26 @@ def name_of(fn: Any) -> str | None:
 
 
 def is_known(fn: Any) -> bool:
-    """Whether an operator, or a Function's class, is a product by name."""
+    """True if an operator, or a Function's class, is a registered GEMM."""
     if isinstance(fn, type):
-        return any(fn is one for one in _functions())
+        return any(fn is function for function in _functions())
     name = name_of(fn)
     return name is not None and (name in _OPERATORS or name in _registered)
 
 
 def _functions() -> Iterator[type[torch.autograd.Function]]:
-    """The Functions that are products, as far as their modules are imported."""
-    yield from (one for one in _registered.values() if isinstance(one, type))
+    """The registered Functions whose modules are imported."""
+    yield from (fn for fn in _registered.values() if isinstance(fn, type))
     for module, name in _FUNCTIONS:
-        found = getattr(sys.modules.get(module), name, None)
-        if isinstance(found, type):
-            yield found
+        function = getattr(sys.modules.get(module), name, None)
+        if isinstance(function, type):
+            yield function
 
 
 def function_at(frames: Iterable[tuple[str, int]]) -> bool:
-    """Whether one of these lines, (file, line), is of the forward of a Function that is a product.
+    """True if one of these lines, (file, line), is in the forward of a registered Function.
 
-    Where Dynamo traces a Function its graph does not name it; but of every call inside it has where it stands.
+    Dynamo's graph does not name a traced Function, but has the source lines of its calls.
     """
     lines: dict[str, list[tuple[int, int]]] = {}
     for function in _functions():
@@ -112,6 +111,6 @@ def function_at(frames: Iterable[tuple[str, int]]) -> bool:
 
 
 def registered_hash() -> str:
-    """Identifies what users have registered, for compile keys; "" where that is nothing."""
+    """A hash of the users' registrations, for compile keys; "" if there are none."""
     names = "\n".join(sorted(_registered))
     return hashlib.sha256(names.encode()).hexdigest()[:16] if names else ""

@@ -8,19 +8,19 @@ Names, signatures and return conventions are those of ``megatron.core.fusions`` 
 needs it, ``megatron.core.transformer.enums`` and ``.utils``; ``permute``, ``unpermute`` and ``sort_chunks_by_idxs``,
 which are in ``routing.py``, of ``megatron.core.transformer.moe.moe_utils``. Read at commit d98e8a64; "upstream" below.
 
-What holds for all of them, unlike upstream: any number of axes and any strides; float16, bfloat16, float32 and float64,
-mixed, with float32 arithmetic rounded once and the result in the first data tensor's dtype; frozen arguments cost no
-work; ``torch.compile(fullgraph=True)``, double backward and ``torch.func`` work; CPUs and GPUs. A bias gradient has the
-bias's shape, summed in float32, where upstream's Functions return one as large as the input. Gate halves come first
-in packed axes, as upstream.
+All of them, unlike upstream, take any number of axes and any strides; float16, bfloat16, float32 and float64, mixed,
+with float32 arithmetic rounded once and the result in the first data tensor's dtype. Frozen arguments cost no work.
+``torch.compile(fullgraph=True)``, double backward and ``torch.func`` work, on CPUs and GPUs. A bias gradient has the
+bias's shape, summed in float32; upstream's Functions return one as large as the input. Gate halves come first in packed
+axes, as upstream.
 
-* ``bias``: (n,), or what broadcasts to the input (which is then added on its own, unfused).
+* ``bias``: (n,), or a tensor that broadcasts to the input (and is then added on its own, unfused).
 * ``weights``: a factor for each row, as upstream (rows, 1), or the input's shape with a last axis of 1.
-* ``fp8_input_store``: what backward keeps of the input is in float8_e4m3fn with a scale for each row
-  (``memory="fp8"`` of ``torch_fused_ops.functional``). Upstream casts without a scale: what lies above 448 is lost.
-* Functions named ``…_back`` are the derivatives, for who calls them; autograd needs none of them.
+* ``fp8_input_store``: save the input in float8_e4m3fn with a scale for each row (``memory="fp8"`` of
+  ``torch_fused_ops.functional``). Upstream casts without a scale: values above 448 are lost.
+* Functions named ``…_back`` are the derivatives, for direct calls; autograd does not need them.
 
-Errors are those of ``torch_fused_ops.functional`` (they name the argument, its value and what is accepted).
+Errors are those of ``torch_fused_ops.functional`` (they name the argument, its value and the accepted values).
 """
 
 from __future__ import annotations
@@ -113,11 +113,11 @@ __all__ = [
     "weighted_swiglu_back",
 ]
 
-# ---- upstream's conventions → the operators' -------------------------------------------------------------------------
+# ---- from upstream's conventions to the operators' -------------------------------------------------------------------
 
 
 def _biased(input: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(input, its bias as a vector); a bias that is no vector over the last axis is added here."""
+    """(input, its bias as a vector); a bias that is not a vector over the last axis is added here."""
     if bias is None or bias.ndim == 1:
         return input, bias
     if bias.shape[-1:] == input.shape[-1:] and bias.numel() == input.shape[-1]:
@@ -134,10 +134,6 @@ def _token_scale(input: Tensor, weights: Tensor) -> Tensor:
             f"{' or '.join(dict.fromkeys(map(str, ((math.prod(rows), 1), (*rows, 1)))))}, a number for each row"
         )
     return weights.reshape(rows)
-
-
-def _memory(fp8_input_store: bool) -> str:
-    return "fp8" if fp8_input_store else "free"
 
 
 def _glu(
@@ -158,7 +154,7 @@ def _glu(
         activation=activation,
         up_offset=float(up_offset),  # upstream's Functions take a tensor
         clamp=clamp,
-        memory=_memory(fp8),
+        memory="fp8" if fp8 else "free",
     )
 
 
@@ -172,19 +168,14 @@ def _glu_back(
     up_offset: Any = 0.0,
     clamp: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of input and weights; the latter means nothing where there are none."""
+    """The gradients of input and weights; the latter is undefined without weights."""
     y, bias = _biased(y, bias)
     scale = None if weights is None else _token_scale(y, weights)
-    wanted = [True, False, weights is not None]
+    requested = [True, False, weights is not None]
     dy, _, dw = torch.ops.fused.bias_glu_backward(
-        g, y, bias, scale, activation, "halves", float(up_offset), clamp, wanted
+        g, y, bias, scale, activation, "halves", float(up_offset), clamp, requested
     )
     return dy, dw if weights is None else dw.reshape(weights.shape)
-
-
-def _swiglu_clamp(clamp_value: float | None) -> float | None:
-    """Upstream's SwiGLU takes 0 for "no clamp"."""
-    return None if clamp_value == 0 else clamp_value
 
 
 # ---- GELU (fused_bias_gelu, activations) -----------------------------------------------------------------------------
@@ -207,7 +198,7 @@ def bias_gelu_back(g: Tensor, bias: Tensor | None, y: Tensor) -> Tensor:
 
 
 class GeLUFunction:
-    """``GeLUFunction.apply(input, bias)``: ``bias_gelu`` with its gradients. Keeps input and bias."""
+    """``GeLUFunction.apply(input, bias)``: ``bias_gelu`` with its gradients. Saves input and bias."""
 
     @staticmethod
     def apply(input: Tensor, bias: Tensor | None) -> Tensor:
@@ -268,19 +259,13 @@ def bias_geglu_impl(input: Tensor, bias: Tensor | None, *, clamp_value: float | 
 class BiasGeGLUFunction:
     """``BiasGeGLUFunction.apply(input, bias)``: ``bias_geglu_impl``."""
 
-    @staticmethod
-    def apply(input: Tensor, bias: Tensor | None) -> Tensor:
-        """``geglu(input + bias)``."""
-        return _glu("gelu_tanh", input, bias)
+    apply = staticmethod(bias_geglu_impl)
 
 
 class GeGLUFunction:
     """``GeGLUFunction.apply(input)``: ``geglu``."""
 
-    @staticmethod
-    def apply(input: Tensor) -> Tensor:
-        """``geglu(input)``."""
-        return _glu("gelu_tanh", input)
+    apply = staticmethod(geglu)
 
 
 def quick_gelu(y: Tensor) -> Tensor:
@@ -324,9 +309,9 @@ def weighted_bias_quick_geglu_back(
     """
     y, vector = _biased(y, bias)
     scale = _token_scale(y, weights)
-    wanted = [True, vector is not None, True]
+    requested = [True, vector is not None, True]
     dy, d_bias, dw = torch.ops.fused.bias_glu_backward(
-        g, y, vector, scale, "quick_gelu", "halves", float(linear_offset), None, wanted
+        g, y, vector, scale, "quick_gelu", "halves", float(linear_offset), None, requested
     )
     d_bias = dy.sum_to_size(bias.shape).to(bias.dtype) if d_bias is None else d_bias.reshape(bias.shape)
     return dy, d_bias, dw.reshape(weights.shape)
@@ -341,23 +326,12 @@ class WeightedQuickGeGLUFunction:
         return _glu("quick_gelu", input, None, weights, up_offset=linear_offset, fp8=fp8_input_store)
 
 
-class WeightedBiasQuickGeGLUFunction:
-    """``WeightedBiasQuickGeGLUFunction.apply(input, bias, weights, fp8_input_store, linear_offset)``."""
-
-    @staticmethod
-    def apply(
-        input: Tensor, bias: Tensor | None, weights: Tensor, fp8_input_store: bool, linear_offset: float | Tensor
-    ) -> Tensor:
-        """``quick_geglu(input + bias) · weights``."""
-        return _glu("quick_gelu", input, bias, weights, up_offset=linear_offset, fp8=fp8_input_store)
-
-
 def weighted_bias_quick_geglu_impl(
     input: Tensor,
     bias: Tensor | None,
     weights: Tensor,
     fp8_input_store: bool = False,
-    linear_offset: float = 0.0,
+    linear_offset: float | Tensor = 0.0,
     clamp_value: float | None = None,
 ) -> Tensor:
     """``quick_gelu(min(gate, c)) · (clamp(up, ±c) + linear_offset) · weights`` of packed ``input + bias``: gpt-oss's.
@@ -365,9 +339,13 @@ def weighted_bias_quick_geglu_impl(
     Upstream's ``weighted_bias_quick_geglu_impl`` clamps the input before the bias is added, its unfused path after;
     this clamps the sum, always.
     """
-    return _glu(
-        "quick_gelu", input, bias, weights, up_offset=linear_offset, clamp=clamp_value, fp8=bool(fp8_input_store)
-    )
+    return _glu("quick_gelu", input, bias, weights, up_offset=linear_offset, clamp=clamp_value, fp8=fp8_input_store)
+
+
+class WeightedBiasQuickGeGLUFunction:
+    """``WeightedBiasQuickGeGLUFunction.apply(input, bias, weights, fp8_input_store, linear_offset)``."""
+
+    apply = staticmethod(weighted_bias_quick_geglu_impl)
 
 
 # ---- SwiGLU (fused_bias_swiglu) --------------------------------------------------------------------------------------
@@ -433,10 +411,10 @@ def clamped_weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor, clamp_va
     return _glu_back("silu", g, y, None, weights, clamp=clamp_value)
 
 
-def _marked_for_offloading(wanted: bool) -> AbstractContextManager[Any]:
-    """What is saved in here reaches the saved-tensor hooks around us with ``activation_offloading = True``."""
+def _marked_for_offloading(requested: bool) -> AbstractContextManager[Any]:
+    """Set ``activation_offloading = True`` on saved tensors before the enclosing saved-tensor hooks get them."""
     hooks = None
-    if wanted and not torch.compiler.is_compiling():
+    if requested and not torch.compiler.is_compiling():
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return nullcontext()
@@ -460,10 +438,10 @@ def bias_swiglu_impl(
 
     Args:
         input: (…, 2n). bias: (2n,) or None.
-        fp8_input_store: keep the input in 8 bits for backward.
-        cpu_offload_input: mark what is kept for backward with ``activation_offloading = True``, as upstream, for the
-            saved-tensor hooks that do the offloading (TransformerEngine's, or your own). It moves nothing itself: where
-            there are no hooks, and under ``torch.compile``, it has no effect.
+        fp8_input_store: save the input in 8 bits for backward.
+        cpu_offload_input: mark saved tensors with ``activation_offloading = True``, as upstream, for the saved-tensor
+            hooks that do the offloading (TransformerEngine's, or your own). Without hooks, and under ``torch.compile``,
+            it has no effect.
         clamp_value: c, above 0; None or 0 does not clamp.
 
     Upstream's ``bias_swiglu_impl`` takes 2 or 3 axes that ``view`` can flatten, and clamps nothing where clamp_value is
@@ -471,7 +449,7 @@ def bias_swiglu_impl(
     torch 2.15 on.
     """
     with _marked_for_offloading(cpu_offload_input):
-        return _glu("silu", input, bias, clamp=_swiglu_clamp(clamp_value), fp8=fp8_input_store)
+        return _glu("silu", input, bias, clamp=clamp_value or None, fp8=fp8_input_store)
 
 
 def weighted_bias_swiglu_impl(
@@ -482,7 +460,7 @@ def weighted_bias_swiglu_impl(
     clamp_value: float | None = None,
 ) -> Tensor:
     """``bias_swiglu_impl(input, bias) · weights``. Upstream's raises NotImplementedError where there is a bias."""
-    return _glu("silu", input, bias, weights, clamp=_swiglu_clamp(clamp_value), fp8=fp8_input_store)
+    return _glu("silu", input, bias, weights, clamp=clamp_value or None, fp8=fp8_input_store)
 
 
 class BiasSwiGLUFunction:
@@ -561,8 +539,8 @@ def _bias_dropout_add_func(
 def bias_dropout_add_unfused(training: bool) -> BiasDropoutAdd:
     """A function ``((x, bias), residual, prob)``: ``residual + dropout(x + bias)``, dropping while training.
 
-    The same operator as the fused names; upstream's ``bias_dropout_add_unfused``, which in evaluation writes its result
-    into the caller's x. Here no argument is written.
+    The same operator as the fused names. In evaluation upstream's ``bias_dropout_add_unfused`` writes its result into
+    the caller's x; this does not.
     """
 
     def bias_dropout_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
@@ -574,8 +552,8 @@ def bias_dropout_add_unfused(training: bool) -> BiasDropoutAdd:
 def bias_dropout_add_fused_train(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
     """``residual + dropout(x + bias)``, in residual's dtype; ``x_with_bias`` is (x, bias), bias may be None.
 
-    Upstream's ``bias_dropout_add_fused_train``. The mask is made anew in backward, where upstream keeps it; which
-    elements fall is decided by torch's generator, but not the same ones as in ``torch.nn.functional.dropout``.
+    Upstream's ``bias_dropout_add_fused_train``. Backward recomputes the mask, which upstream saves. torch's generator
+    determines the mask, but not the same one as in ``torch.nn.functional.dropout``.
     """
     return _bias_dropout_add_func(x_with_bias, residual, prob, True)
 
@@ -598,7 +576,7 @@ def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
 
 
 class AttnMaskType(enum.Enum):
-    """What masks attention: upstream's members and values. Its own members are understood, too: names count."""
+    """The kind of attention mask, with upstream's members and values; upstream's own members work, by their names."""
 
     padding = 1
     causal = 2
@@ -618,8 +596,8 @@ def _hidden(mask: Tensor | None) -> Tensor | None:
         return None
     functional._check_optional("mask", mask)
     if mask.dtype not in (torch.bool, torch.uint8):
-        how = "; one that is added to the scores is made one with `mask < 0`" if mask.is_floating_point() else ""
-        raise TypeError(f"mask has dtype {mask.dtype}; accepted: bool or uint8, nonzero where a score is masked{how}")
+        hint = "; convert a mask that is added to the scores with `mask < 0`" if mask.is_floating_point() else ""
+        raise TypeError(f"mask has dtype {mask.dtype}; accepted: bool or uint8, nonzero where a score is masked{hint}")
     return mask if mask.dtype == torch.bool else mask != 0
 
 
@@ -628,7 +606,7 @@ class ScaledUpperTriangMaskedSoftmax:
 
     @staticmethod
     def apply(inputs: Tensor, scale: float | None) -> Tensor:
-        """``softmax(inputs · scale)`` over the last axis, of which query i of sq sees keys 0 … sk − sq + i.
+        """``softmax(inputs · scale)`` over the last axis; query i of sq sees keys 0 … sk − sq + i.
 
         Any (…, sq, sk). Upstream's CUDA kernel takes half precision, square, sides up to 4096 (or 16384).
         """
@@ -636,7 +614,7 @@ class ScaledUpperTriangMaskedSoftmax:
 
 
 class ScaledMaskedSoftmax:
-    """``ScaledMaskedSoftmax.apply(inputs, mask, scale)``: softmax of what a mask leaves."""
+    """``ScaledMaskedSoftmax.apply(inputs, mask, scale)``: softmax of unmasked scores."""
 
     @staticmethod
     def apply(inputs: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -647,8 +625,8 @@ class ScaledMaskedSoftmax:
             mask: bool or uint8, nonzero where a score is masked, broadcastable to inputs; or None.
             scale: a number.
 
-        Upstream's kernel sets masked scores to −10000, so they win where real ones are lower; here they never count,
-        and a row that is masked altogether is 0.
+        Upstream's kernel sets masked scores to −10000, so they win over lower scores; here they never count, and a
+        fully masked row is 0.
         """
         return functional.scaled_masked_softmax(inputs, _hidden(mask), scale=_scale(scale))
 
@@ -669,8 +647,8 @@ def _scale(scale: float | None) -> float:
 def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
     """``attention_scores`` with their dtype's lowest number where the mask is nonzero, as a new tensor.
 
-    Upstream's writes −10000 into the caller's scores. ``FusedScaleMaskSoftmax`` knows this function by its name, and
-    masks exactly instead of calling it.
+    Upstream's writes −10000 into the caller's scores. ``FusedScaleMaskSoftmax`` recognizes this function by its name,
+    and masks exactly instead of calling it.
     """
     hidden = _hidden(attention_mask)
     assert hidden is not None
@@ -734,26 +712,26 @@ class SoftmaxOne(nn.Module):
 
 
 class FusedScaleMaskSoftmax(nn.Module):
-    """``softmax(input · scale)`` of what mask, causality and window leave: Megatron-LM's attention softmax.
+    """``softmax(input · scale)`` under mask, causality and window: Megatron-LM's attention softmax.
 
     Args:
-        input_in_fp16, input_in_bf16: what the model computes in; at most one of them.
-        attn_mask_type: AttnMaskType; the causal ones mask what lies right of the diagonal that ends bottom right.
-        scaled_masked_softmax_fusion: False asks for plain PyTorch functions instead of the operator.
-        mask_func: None or ``attention_mask_func`` (whoever's): nonzero in the mask is masked out. Any other function is
-            called as upstream calls it, ``mask_func(scores, mask)``, on a copy, and nothing is fused.
-        softmax_in_fp32: only decides what upstream accepts, and the result's dtype where the input's is another than
-            the flags say; the arithmetic is float32 anyway.
-        scale: a number or None; a number asks for softmax_in_fp32.
-        window_size: (left, right): how far a query sees; −1 is no bound. None for no window.
+        input_in_fp16, input_in_bf16: the model's dtype; at most one of them.
+        attn_mask_type: AttnMaskType; the causal ones mask scores right of the diagonal that ends bottom right.
+        scaled_masked_softmax_fusion: False uses plain PyTorch functions instead of the operator.
+        mask_func: None or ``attention_mask_func`` (any library's): nonzero in the mask is masked out. Any other
+            function is called as upstream does, ``mask_func(scores, mask)``, on a copy, and nothing is fused.
+        softmax_in_fp32: validated as upstream; sets the result's dtype if the input's is not the flags'. Arithmetic is
+            always float32.
+        scale: a number or None; a number requires softmax_in_fp32.
+        window_size: (left, right), a query's reach; −1 is no bound. None for no window.
 
     Raises:
-        AssertionError: both half-precision flags; scale without softmax_in_fp32; an input that has not four axes.
+        AssertionError: both half-precision flags; scale without softmax_in_fp32; an input without four axes.
 
-    Upstream's writes masked scores into its input, fills with −10000 (a masked key wins where real scores are lower,
-    and a masked row is uniform), drops causality where a mask is given, and the mask where there is a window or where
-    the kernel is causal; its kernel leaves the window out. Here all that is given applies, masked scores never count,
-    and a row with nothing left is 0, as are its gradients.
+    Upstream's writes masked scores into its input, fills with −10000 (a masked key wins over lower scores, and a masked
+    row is uniform), drops causality if there is a mask, and the mask if there is a window or a causal kernel; its
+    kernel ignores the window. Here all arguments apply, masked scores never count, and a fully masked row is 0, as are
+    its gradients.
     """
 
     def __init__(
@@ -797,7 +775,7 @@ class FusedScaleMaskSoftmax(nn.Module):
             softmax_offset: (np,), a logit for each head that joins the denominator only (a sink); or None.
 
         Returns:
-            (b, np, sq, sk), in the dtype that the flags say, or else input's.
+            (b, np, sq, sk), in the flags' dtype, or else input's.
         """
         if input.dim() != 4:
             raise AssertionError(f"input has shape {tuple(input.shape)}; accepted: four axes, (b, np, sq, sk)")
@@ -806,10 +784,9 @@ class FusedScaleMaskSoftmax(nn.Module):
         return self.forward_torch_softmax(input, mask, softmax_offset)
 
     def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-        """Whether the fused operator does it: fusion is asked for, and the mask is one that it takes.
+        """True if the fused operator runs: fusion is requested, and the operator takes the mask.
 
-        Sizes and dtypes never stand in the way; upstream's kernel needs half precision, 16 < sk ≤ 4096 and multiples
-        of 4.
+        It takes all sizes and dtypes; upstream's kernel needs half precision, 16 < sk ≤ 4096 and multiples of 4.
         """
         if not self.scaled_masked_softmax_fusion or mask is None:
             return bool(self.scaled_masked_softmax_fusion)
@@ -822,7 +799,7 @@ class FusedScaleMaskSoftmax(nn.Module):
         return self._rounded(out)
 
     def forward_torch_softmax(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
-        """forward by PyTorch's own functions, one after another; with mask_func where it is one of yours."""
+        """forward by PyTorch's own functions, with a mask_func of your own."""
         if self._masks_as_usual or mask is None:
             arguments = self._arguments(input, _hidden(mask), softmax_offset)
             softmax.check(*arguments)

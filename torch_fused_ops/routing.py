@@ -1,16 +1,16 @@
 """Rows of a mixture's tokens: each token once for each of its experts, sorted by expert, and back.
 
-A routing map (tokens, experts) says which experts a token goes to; tokens may go to any number of them. Where each pair
-of a token and an expert has its row is counted, not sorted, by one cumulative sum over the map, expert by expert:
+A routing map (tokens, experts) marks each token's experts, any number of them. One cumulative sum over the map, expert
+by expert, counts the row of each pair of a token and an expert; nothing is sorted:
 
     place = (pairs before it)                        as many rows as pairs, or the first so many of them
-    place = expert · capacity + (its place there)    so many rows for each expert; what is beyond them is dropped
+    place = expert · capacity + (its place there)    ``capacity`` rows for each expert; further pairs are dropped
     place = (padded sizes of the experts before it) + (its place there)
 
-so sizes are known without waiting for the device. A row that is no token's is zeros, and goes back to none.
+so sizes are known without waiting for the device. Rows without a token are zeros, and contribute to none.
 
-``permute``, ``unpermute`` and ``sort_chunks_by_idxs`` have the names and arguments that they have in
-``megatron.core.transformer.moe.moe_utils``; ``nn.permute`` takes what ``topk`` gives instead.
+``permute``, ``unpermute`` and ``sort_chunks_by_idxs`` have names and arguments of
+``megatron.core.transformer.moe.moe_utils``; ``nn.permute`` takes ``topk``'s result instead.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ __all__ = ["permute", "readable", "rows_of_tokens", "sort_chunks_by_idxs", "toke
 
 
 def readable(t: Tensor) -> bool:
-    """Whether its values are there, to be checked without waiting for anything."""
+    """True if the values can be checked without waiting for a device."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    there = t.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(t, FakeTensor)
-    return there and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    real = t.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(t, FakeTensor)
+    return real and not torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
-# Compiled, nothing in these is written in place, and no result comes out of a ``to`` that changes nothing: torch 2.11's
-# Dynamo then gives zeros for gradients.
+# Compiled, these must not write in place, nor return the result of a ``to`` that changes nothing: with torch 2.11's
+# Dynamo gradients are then zeros.
 
 
 class _Gather(torch.autograd.Function):
-    """rows[i] = tokens[token_of_row[i]], 0 for a token of -1; backward adds up a token's rows."""
+    """rows[i] = tokens[token_of_row[i]], 0 for a token of -1; backward sums a token's rows."""
 
     @staticmethod
     def forward(tokens: Tensor, token_of_row: Tensor, order: Tensor | None, padded: bool) -> Tensor:
         if not padded:
             return tokens.index_select(0, token_of_row)
-        some = tokens if tokens.shape[0] else tokens.new_zeros(1, *tokens.shape[1:])
-        rows = some.index_select(0, token_of_row.clamp(min=0))
+        nonempty = tokens if tokens.shape[0] else tokens.new_zeros(1, *tokens.shape[1:])
+        rows = nonempty.index_select(0, token_of_row.clamp(min=0))
         of_none = token_of_row.lt(0).unsqueeze(-1)
         return rows.masked_fill(of_none, 0) if torch.compiler.is_compiling() else rows.masked_fill_(of_none, 0)
 
@@ -70,7 +70,7 @@ class _Sum(torch.autograd.Function):
             of_tokens: Tensor = rows.index_select(0, order.flatten()).unflatten(0, order.shape)
             return of_tokens.sum(1)
         wide = torch.promote_types(rows.dtype, torch.float32)
-        # The row behind the last token takes what is no token's.
+        # The row behind the last token sums the rows without a token.
         sums = torch.zeros(tokens + padded, *rows.shape[1:], dtype=wide, device=rows.device)
         places = torch.where(token_of_row < 0, tokens, token_of_row) if padded else token_of_row
         add = sums.index_add if torch.compiler.is_compiling() else sums.index_add_
@@ -94,7 +94,7 @@ def rows_of_tokens(tokens: Tensor, token_of_row: Tensor, order: Tensor | None = 
     Args:
         tokens: (tokens, h).
         token_of_row: (rows,), or -1 for zeros, if ``padded``.
-        order: (tokens, k), which row is a token's j-th, if each has k.
+        order: (tokens, k), the rows of each token, if each has k.
     """
     rows: Tensor = _Gather.apply(tokens, token_of_row, order, padded)  # type: ignore[no-untyped-call]
     return rows
@@ -128,30 +128,30 @@ def permute(
         tokens: (T, h).
         routing_map: (T, E), bool or integers: not 0 where a token goes to an expert.
         probs: (T, E), or None.
-        num_out_tokens: how many rows to give: of more pairs the last are dropped. None: as many as there are pairs, for
-            which the host waits. More than there are pairs is an error on a CPU; on a GPU, where nothing can check that
-            without waiting, what is beyond them is undefined.
-        fused: taken, and of no consequence.
-        drop_and_pad: give each expert num_out_tokens // E rows: its first so many tokens, then zeros.
-        tokens_per_expert: (E,), the map's sums; with align_size, and handed through without.
-        align_size: give each expert a multiple of so many rows: its tokens, then zeros. The host waits for the number.
+        num_out_tokens: the number of rows; further pairs are dropped. None: the number of pairs, for which the host
+            waits. More than there are pairs is an error on a CPU; on a GPU, where checking would wait, further rows are
+            undefined.
+        fused: accepted, without effect.
+        drop_and_pad: give each expert num_out_tokens // E rows: its first tokens, then zeros.
+        tokens_per_expert: (E,), the map's sums; read with align_size only, and returned.
+        align_size: pad each expert's rows with zeros to a multiple of this. The host waits for the number.
         return_batch_invariant_inverse_map: must be False.
 
     Returns:
         (rows, their probs or None, sorted_indices, pad_offsets or None, tokens_per_expert): sorted_indices (rows,) is
-        each row's token, or -1 where there is none; its probability is 0 there. With align_size, pad_offsets (E,) says
-        how many zero rows stand before each expert's, and tokens_per_expert counts them, too.
+        each row's token, or -1 for rows without one, whose probability is 0. With align_size, pad_offsets (E,) is the
+        number of zero rows before each expert's, and tokens_per_expert counts them, too.
 
     Raises:
         TypeError, ValueError: for dtypes, shapes and arguments that are not accepted.
 
     Source: ``megatron.core.transformer.moe.moe_utils.permute`` (its releases up to 0.16 return the first three). There
-    an expert with fewer tokens than its capacity gets tokens that are not its own, and rows are padded by
-    TransformerEngine's kernel alone.
+    an expert with fewer tokens than its capacity gets tokens that are not its own, and only TransformerEngine's kernel
+    pads rows.
     """
     _check_map(tokens, "tokens", routing_map, probs)
     if return_batch_invariant_inverse_map:
-        raise ValueError("return_batch_invariant_inverse_map=True is not accepted: there is no such map here")
+        raise ValueError("return_batch_invariant_inverse_map=True is not accepted: this map is not supported")
     if num_out_tokens is not None and num_out_tokens < 0:
         raise ValueError(f"num_out_tokens={num_out_tokens} is not accepted: it must be 0 or more")
     count, experts = routing_map.shape
@@ -202,12 +202,12 @@ def unpermute(
     """The sum of each token's rows, each with its probability if there are any: (rows, h) → (T, h), in the rows' dtype.
 
     Args:
-        permuted_tokens: (rows, h), as ``permute`` gave them.
-        sorted_indices, pad_offsets: what ``permute`` gave beside them.
+        permuted_tokens: (rows, h), ``permute``'s result.
+        sorted_indices, pad_offsets: ``permute``'s, too.
         restore_shape: (T, h).
-        probs: (T, E), with ``routing_map`` (T, E) as ``permute`` had it; or None for 1.
-        drop_and_pad: as ``permute`` had it.
-        fused: taken, and of no consequence.
+        probs: (T, E), with ``permute``'s ``routing_map`` (T, E); or None for 1.
+        drop_and_pad: as in ``permute``.
+        fused: accepted, without effect.
         batch_invariant_inverse_map: must be None.
 
     Sums are float32's (float64's of float64), rounded once; on a GPU in any order.
@@ -220,7 +220,7 @@ def unpermute(
     """
     rows, (count, hidden) = permuted_tokens, restore_shape
     if batch_invariant_inverse_map is not None:
-        raise ValueError("batch_invariant_inverse_map is not accepted: there is no such map here")
+        raise ValueError("batch_invariant_inverse_map is not accepted: this map is not supported")
     if rows.ndim != 2 or rows.shape[1] != hidden:
         raise ValueError(
             f"permuted_tokens of shape {tuple(rows.shape)} are not accepted: they must be (rows, {hidden})"
@@ -229,22 +229,22 @@ def unpermute(
         raise ValueError(
             f"sorted_indices of shape {tuple(sorted_indices.shape)} are not accepted: they must be ({rows.shape[0]},)"
         )
-    dtype, given = rows.dtype, sorted_indices
+    dtype = rows.dtype
     if probs is not None:
         if routing_map is None:
-            raise ValueError("probs are not accepted without routing_map: which of them a row has is read there")
+            raise ValueError("probs are not accepted without routing_map, which has each row's expert")
         _check_map(torch.empty(count, 0), "restore_shape", routing_map, probs)
         if drop_and_pad:
             capacity = rows.shape[0] // routing_map.shape[1]
-            expert = torch.arange(rows.shape[0], device=given.device) // max(capacity, 1)
-            pair = torch.where(given < 0, given, expert * count + given)
+            expert = torch.arange(rows.shape[0], device=rows.device) // max(capacity, 1)
+            pair = torch.where(sorted_indices < 0, sorted_indices, expert * count + sorted_indices)
         else:
             pair = _pairs(routing_map, rows.shape[0], offsets=pad_offsets)
         of_rows = _of_pairs(probs, pair).unsqueeze(-1)
         wide = torch.promote_types(torch.promote_types(dtype, probs.dtype), torch.float32)
         rows = rows.to(wide) * of_rows
-    # -1 may stand anywhere: on a GPU nothing has checked how many pairs there are.
-    return tokens_of_rows(rows, given, count, padded=True).to(dtype)
+    # Any index may be -1: on a GPU the number of pairs was not checked.
+    return tokens_of_rows(rows, sorted_indices, count, padded=True).to(dtype)
 
 
 def sort_chunks_by_idxs(
@@ -254,18 +254,18 @@ def sort_chunks_by_idxs(
     probs: Tensor | None = None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The input's chunks in another order: (N, …) → (N, …), and so the probabilities (N,); the host waits for nothing.
+    """Reorder the input's chunks, (N, …) → (N, …), and the probabilities (N,), without waiting for a GPU.
 
     Args:
         input: (N, …), rows of the first chunk, then of the second, and so on.
-        split_sizes: (chunks,), integers of which the sum is N.
-        sorted_idxs: (chunks,), which chunk comes first, second, …: each once.
+        split_sizes: (chunks,), integers with the sum N.
+        sorted_idxs: (chunks,), the first chunk's number, the second's, …: each once.
         probs: (N,), or None.
-        fused: taken, and of no consequence.
+        fused: accepted, without effect.
 
     Raises:
-        ValueError: for shapes that are not accepted; if they can be read without waiting, for sizes that do not sum up
-            to N, and for indices that are no order.
+        ValueError: for shapes that are not accepted; on a CPU, for sizes whose sum is not N, and for indices that are
+            not a permutation.
 
     Source: ``megatron.core.transformer.moe.moe_utils.sort_chunks_by_idxs``, which waits for both.
     """
@@ -310,25 +310,25 @@ def _mask(routing_map: Tensor) -> Tensor:
 
 
 def _pairs(routing_map: Tensor, rows: int, capacity: int | None = None, offsets: Tensor | None = None) -> Tensor:
-    """(rows,): expert · T + token of each row, -1 where there is none."""
+    """(rows,): expert · T + token of each row, -1 for rows without a pair."""
     mask = _mask(routing_map).reshape(-1)
     experts, count = routing_map.shape[1], routing_map.shape[0]
     if capacity is None:
         place = mask.cumsum(0) - 1
         if offsets is not None:
             place = place + offsets.to(place.device).repeat_interleave(count, output_size=mask.shape[0])
-        kept = mask
+        fits = mask
     else:
         within = mask.view(experts, count).cumsum(1) - 1
         place = (within + capacity * torch.arange(experts, device=mask.device).unsqueeze(-1)).reshape(-1)
-        kept = mask & (within < capacity).reshape(-1)
-    place = torch.where(kept & (place < rows), place, rows)
+        fits = mask & (within < capacity).reshape(-1)
+    place = torch.where(fits & (place < rows), place, rows)
     pair = mask.new_full((rows + 1,), -1, dtype=torch.int64)
     return pair.scatter_(0, place, torch.arange(mask.shape[0], device=mask.device))[:rows]
 
 
 def _of_pairs(probs: Tensor, pair: Tensor) -> Tensor:
-    """(rows,): each row's probability, 0 where there is no pair."""
+    """(rows,): each row's probability, 0 for rows without a pair."""
     flat = probs.t().reshape(-1)
     if not flat.shape[0]:
         return flat.new_zeros(pair.shape)

@@ -3,12 +3,12 @@
     from torch_fused_ops.slapo import FusedMLP, LinearWithAct, LinearWithDropout, bias_dropout
 
 Names, signatures and parameters' names (so checkpoints load) are those of ``slapo.op.fused_bias``, ``slapo.op.linear``
-and ``slapo.op.mlp``, read at commit b80534a; "upstream" below. None of them needs Slapo. ``FusedQKV`` and
-``LinearWithSeparateBias`` hold no operator of ours, and attention and cross entropy are other libraries' kernels: they
-stay where they are.
+and ``slapo.op.mlp``, read at commit b80534a; "upstream" below. None of them needs Slapo. Left out are ``FusedQKV`` and
+``LinearWithSeparateBias``, which have none of these operators, and attention and cross entropy, other libraries'
+kernels.
 
-What holds for all of them, unlike upstream: float32 arithmetic rounded once, GELU's negative tail, bias gradients of
-the bias's shape, no work for frozen arguments, ``torch.compile(fullgraph=True)``, double backward and ``torch.func``.
+All of them, unlike upstream, have float32 arithmetic rounded once, GELU's negative tail, bias gradients of the bias's
+shape, no work for frozen arguments, ``torch.compile(fullgraph=True)``, double backward and ``torch.func``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class BiasGeLUFunction:
-    """``BiasGeLUFunction.apply(inp, bias)``: ``gelu_tanh(inp + bias)`` with its gradients. Keeps inp and bias."""
+    """``BiasGeLUFunction.apply(inp, bias)``: ``gelu_tanh(inp + bias)`` with its gradients. Saves inp and bias."""
 
     bias_gelu = staticmethod(bias_gelu)
     bias_gelu_back = staticmethod(bias_gelu_back)
@@ -62,9 +62,9 @@ def bias_new_gelu(inp: Tensor, bias: Tensor) -> Tensor:
 def bias_dropout(x: Tensor, bias: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """``dropout(x + bias)``, in x's dtype.
 
-    Upstream's ``bias_dropout``. The mask is made anew in backward instead of being kept; torch's generator decides it,
-    but not as for ``torch.nn.functional.dropout``. ``inplace`` is accepted and changes nothing: there is no tensor in
-    between that could be saved, and x is never written.
+    Upstream's ``bias_dropout``. Backward recomputes the mask, which torch's generator determines, though not as for
+    ``torch.nn.functional.dropout``. ``inplace`` is accepted and has no effect: there is no intermediate tensor to save,
+    and x is never written.
     """
     return _bias_dropout_add_func((x, bias), None, p, training)
 
@@ -77,10 +77,10 @@ class LinearWithSyncFunc(nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: as ``torch.nn.Linear``.
-        sync_fn: a function of the product, or None.
+        sync_fn: a function of the GEMM's result, or None.
     """
 
-    traceable = False  # Slapo's tracer takes such a module whole
+    traceable = False  # Slapo's tracer does not trace into such a module
 
     def __init__(
         self,
@@ -96,15 +96,15 @@ class LinearWithSyncFunc(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, in_features) → (…, out_features)."""
-        x = self._product(input)
+        x = self._gemm(input)
         return x if self.bias is None else x + self.bias
 
-    def _product(self, input: Tensor) -> Tensor:
+    def _gemm(self, input: Tensor) -> Tensor:
         x = F.linear(input, self.weight)
         return x if self.sync_fn is None else self.sync_fn(x)
 
     def extra_repr(self) -> str:
-        """As ``torch.nn.Linear``'s, and what was added."""
+        """``torch.nn.Linear``'s, with sync_fn."""
         return f"{super().extra_repr()}, sync_fn={getattr(self.sync_fn, '__name__', self.sync_fn)}"
 
 
@@ -113,7 +113,7 @@ def _needs_bias(module: nn.Module, bias: bool) -> None:
         raise ValueError(f"bias={bias!r} is not accepted by {type(module).__name__}: it must be True")
 
 
-# Upstream's "gelu" is the tanh form, whatever it stands in for; so a model keeps its numbers.
+# Upstream's "gelu" is the tanh form, so that a model's numbers stay the same.
 _ACTIVATIONS = {"gelu": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_erf": "gelu"}
 
 
@@ -127,7 +127,7 @@ class LinearWithAct(LinearWithSyncFunc):
 
     Raises:
         ValueError: bias is False.
-        NotImplementedError: act_fn is no activation.
+        NotImplementedError: act_fn is not an activation.
     """
 
     def __init__(
@@ -150,10 +150,10 @@ class LinearWithAct(LinearWithSyncFunc):
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, in_features) → (…, out_features)."""
-        return functional.bias_act(self._product(input), self.bias, activation=self.activation)
+        return functional.bias_act(self._gemm(input), self.bias, activation=self.activation)
 
     def extra_repr(self) -> str:
-        """As ``LinearWithSyncFunc``'s, and what was added."""
+        """``LinearWithSyncFunc``'s, with the additions."""
         return f"{super().extra_repr()}, act_fn={self.act_fn}"
 
 
@@ -161,8 +161,8 @@ class LinearWithDropout(LinearWithSyncFunc):
     """``dropout(sync_fn(x @ weight.T) + bias)``, bias and dropout in one pass, dropping while training.
 
     Args:
-        p: the chance of an element to become 0.
-        inplace, use_torchscript: accepted, and change nothing: there is one implementation, and it writes no input.
+        p: the probability of an element to become 0.
+        inplace, use_torchscript: accepted, without effect: the one implementation does not write its input.
         others: as ``LinearWithSyncFunc``; bias must be True.
 
     Raises:
@@ -191,10 +191,10 @@ class LinearWithDropout(LinearWithSyncFunc):
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, in_features) → (…, out_features)."""
-        return bias_dropout(self._product(input), self.bias, self.p, self.training)
+        return bias_dropout(self._gemm(input), self.bias, self.p, self.training)
 
     def extra_repr(self) -> str:
-        """As ``LinearWithSyncFunc``'s, and what was added."""
+        """``LinearWithSyncFunc``'s, with the additions."""
         return f"{super().extra_repr()}, p={self.p}"
 
 
@@ -205,13 +205,13 @@ class FusedMLP(nn.Module):
     """``dropout(act(x @ W_in.T + b_in) @ W_out.T + b_out)``: ``fc_in`` a LinearWithAct, ``fc_out`` a LinearWithDropout.
 
     Args:
-        hidden_size: of input and output.
+        hidden_size: the input's and output's.
         intermediate_size: between the two.
         orig_act: an ``act_fn`` of LinearWithAct.
-        resid_pdrop: the chance of an element of the result to become 0 while training.
-        use_torchscript: accepted, and changes nothing.
+        resid_pdrop: the probability of an element of the result to become 0 while training.
+        use_torchscript: accepted, without effect.
 
-    Upstream's hands orig_act on as the linear layer's ``bias``: whatever it says, its activation is tanh GELU.
+    Upstream's passes orig_act as the linear layer's ``bias``: its activation is always tanh GELU.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Viewless tensors: another tensor over the same memory that holds no reference to what it was a view of.
+"""Viewless tensors: tensors over the same memory as a view, without a reference to its base.
 
-A view keeps its base alive, and with it the base's autograd graph, even after ``tensor.data`` was set to something
-small. Pipeline-parallel schedules free activations in that way, so what they hand on must be no view. The names and
+A view keeps its base alive, and with it the base's autograd graph, even after ``tensor.data`` was set to a small
+tensor. Pipeline-parallel schedules free activations in that way, so their tensors must not be views. The names and
 signatures are Megatron-LM's (``megatron.core.utils``).
 """
 
@@ -21,7 +21,7 @@ __all__ = [
     "safely_set_viewless_tensor_data",
 ]
 
-# Under Dynamo a tensor made inside cannot be told to require a gradient. It does if it comes from one that does.
+# Dynamo cannot call requires_grad_() on an intermediate tensor; the result of a tensor that requires a gradient does.
 _ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 
 
@@ -43,7 +43,7 @@ def _alias(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
         return out
     if torch.compiler.is_dynamo_compiling():
         return _Leaf.apply(out, _ANCHOR)  # type: ignore[no-any-return, no-untyped-call]
-    # Inside torch.func transforms no tensor can be told to; what they differentiate does not depend on it.
+    # torch.func transforms do not allow requires_grad_(), and do not need it.
     return out if torch._C._functorch.peek_interpreter_stack() is not None else out.requires_grad_()
 
 
@@ -61,7 +61,7 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
     """``inp`` over the same memory, with ``_base is None``; the gradient is the identity.
 
     ========== ============= ============= ============================= =======================================
-    keep_graph requires_grad inp requires  inp is a view                 inp is none
+    keep_graph requires_grad inp requires  inp is a view                 inp is not a view
     ========== ============= ============= ============================= =======================================
     True       True          yes           in inp's graph                inp itself
     True       True          no            a new leaf                    a new leaf
@@ -73,36 +73,36 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
     False      False         no            without a graph               inp itself
     ========== ============= ============= ============================= =======================================
 
-    So ``result.requires_grad`` is what was asked for, on every path: what requires no gradient has no graph to keep
-    (nor a tangent), and what has no graph is a leaf (whose gradient arrives in its own ``.grad``, not inp's). The
-    caller's tensor is never changed. Two exceptions: under ``torch.no_grad()`` nothing with ``keep_graph=True``
-    requires a gradient, as of any function; and inside a ``torch.func`` transform only what it differentiates does.
+    So ``result.requires_grad`` is as requested, on every path: a tensor without a gradient has no graph (nor a
+    tangent), and a tensor without a graph is a leaf (with its own ``.grad``, not inp's). The caller's tensor is never
+    changed. Two exceptions: under ``torch.no_grad()`` nothing with ``keep_graph=True`` requires a
+    gradient, as of any function; and inside a ``torch.func`` transform only the differentiated tensors do.
 
-    Under ``torch.compile`` there are no graph breaks; what the table calls a new leaf requires a gradient and passes
-    none on, but is no leaf and has no ``.grad``, as Dynamo makes none inside a graph. What it cannot do: a compiled
-    function that returns its own argument, made viewless and nothing else, gets it from Inductor as a view after all;
-    and a new leaf inside a compiled ``torch.func.jvp`` or ``vmap`` raises, as any autograd.Function does there.
+    Under ``torch.compile`` there are no graph breaks. The table's new leaf then requires a gradient and passes none on,
+    but is not a leaf and has no ``.grad``, as Dynamo makes none inside a graph. Two limits: a compiled function that
+    only makes its argument viewless and returns it gets a view from Inductor; and a new leaf inside a compiled
+    ``torch.func.jvp`` or ``vmap`` raises, as any autograd.Function does there.
 
-    The result shares inp's version counter, as views do: a write in place to either makes autograd raise where
-    backward needs what was there before. Where the result is in inp's graph, this does not hold under ``torch.func``,
-    forward-mode AD, dispatch modes and ``torch.compile``: there the counter is its own, so do not write to it.
+    The result shares inp's version counter, as views do: autograd raises if backward needs a tensor that either was
+    used to write. A result in inp's graph has its own counter under ``torch.func``, forward-mode AD, dispatch modes and
+    ``torch.compile``: do not write to it there.
 
     Args:
         inp: any shape, strides and dtype.
-        requires_grad: whether the result requires a gradient; True asks for a floating-point or complex dtype.
-        keep_graph: whether backward goes on from the result into inp.
+        requires_grad: the result requires a gradient; the dtype must then be floating-point or complex.
+        keep_graph: backward continues from the result into inp.
 
     Returns:
         A tensor with inp's shape, strides and dtype.
 
     Raises:
-        TypeError: inp is no tensor.
+        TypeError: inp is not a tensor.
         ValueError: requires_grad is True and inp's dtype has no gradients.
 
-    Megatron-LM's ignores requires_grad where keep_graph is True and both where inp is no view, has a version counter
-    of its own, so that writes corrupt gradients silently, and breaks graphs under ``torch.compile``.
+    Megatron-LM's ignores requires_grad if keep_graph is True, and both if inp is not a view. Its result has its own
+    version counter, so that writes corrupt gradients silently, and it breaks graphs under ``torch.compile``.
     """
-    if isinstance(inp, torch.fx.Proxy):  # a call in its graph: what is to be done depends on the tensor
+    if isinstance(inp, torch.fx.Proxy):  # record the call: its result depends on the tensor
         return inp.tracer.create_proxy("call_function", make_viewless_tensor, (inp, requires_grad, keep_graph), {})
     _check(inp, requires_grad)
     same = bool(requires_grad) == inp.requires_grad and (keep_graph or inp.is_leaf)
@@ -122,7 +122,7 @@ class MakeViewlessTensor:
 
 
 def assert_viewless_tensor(tensor: Any, extra_msg: str | None = None) -> Any:
-    """``tensor`` as it is, or AssertionError if it is a view. Lists and tuples are looked into; anything else passes.
+    """Return ``tensor``, or raise AssertionError if it is a view. Checks lists' and tuples' items; ignores others.
 
     Args:
         tensor: a tensor, a list or tuple of them, or anything else.
@@ -144,15 +144,15 @@ def assert_viewless_tensor(tensor: Any, extra_msg: str | None = None) -> Any:
 
 
 def safely_set_viewless_tensor_data(tensor: Tensor, new_data_tensor: Tensor) -> None:
-    """``tensor.data = new_data_tensor``, after making sure that this frees the old memory: that tensor is no view.
+    """``tensor.data = new_data_tensor``, after checking that this frees the old memory: tensor is not a view.
 
     Args:
-        tensor: no view. Under ``torch.compile(fullgraph=True)``: one from outside the graph.
+        tensor: not a view. Under ``torch.compile(fullgraph=True)``: an input of the graph.
         new_data_tensor: any shape; tensor's dtype and device.
 
     Raises:
         AssertionError: tensor is a view.
-        TypeError: new_data_tensor is no tensor.
+        TypeError: new_data_tensor is not a tensor.
     """
     if not isinstance(new_data_tensor, Tensor):
         raise TypeError(

@@ -82,7 +82,7 @@ def matrix(rank, ranks, folder):
 
 
 def plain(where, file, truth):
-    """What a checkpoint is to torch.load: one process's state dict."""
+    """A checkpoint as torch.load reads it: one process's state dict."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(where, file)
@@ -133,7 +133,7 @@ def damaged(rank, ranks, folder):
 
 
 def data_of(where, key):
-    """What flips one bit of the numbers that the last rank has saved under a key."""
+    """Flip one bit of the numbers that the last rank saved under a key."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     metadata = FileSystemReader(where).read_metadata()
@@ -321,22 +321,22 @@ def test_factory_places_gate_and_up() -> None:
     """The second of two ranks: gate rows behind the first's gate rows, up rows behind all gate rows."""
     whole = torch.arange(8.0).view(8, 1)
     part = torch.cat([whole[2:4], whole[6:8]])
-    one = ShardedTensor.of_parameter("w", part)
+    layout = ShardedTensor.of_parameter("w", part).sharding
     from dataclasses import replace
 
-    own = replace(one.sharding, shape=torch.Size((8, 1)), runs=(one.sharding.runs[0]._replace(place=4),))
-    given = ShardedTensor("w", part, own)
-    (found,) = apply_swiglu_sharded_factory(given, ()).values()
-    assert [(tuple(place), box.flatten().tolist()) for place, box in found._boxes()] == [
+    layout = replace(layout, shape=torch.Size((8, 1)), runs=(layout.runs[0]._replace(place=4),))
+    packed = ShardedTensor("w", part, layout)
+    (sharded,) = apply_swiglu_sharded_factory(packed, ()).values()
+    assert [(tuple(place), box.flatten().tolist()) for place, box in sharded._boxes()] == [
         ((2, 0), [2.0, 3.0]),
         ((6, 0), [6.0, 7.0]),
     ]
-    stacked = apply_swiglu_sharded_factory(given, ((0, 3, 5),), singleton_local_shards=True)
+    stacked = apply_swiglu_sharded_factory(packed, ((0, 3, 5),), singleton_local_shards=True)
     assert list(stacked) == ["w_w", "w_v"] and all(t.shape == (5, 4, 1) for t in stacked.values())
     assert [tuple(place) for t in stacked.values() for place, _ in t._boxes()] == [(3, 2, 0), (3, 2, 0)]
-    with pytest.raises(NotImplementedError, match="saved and loaded"):
-        found + 1
-    assert "w" in repr(found)
+    with pytest.raises(NotImplementedError, match="only save and load it"):
+        sharded + 1
+    assert "w" in repr(sharded)
 
 
 if __name__ == "__main__":

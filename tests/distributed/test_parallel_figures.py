@@ -24,7 +24,7 @@ def test_the_table_of_the_page() -> None:
                 mlp_figures(8192, 28672, 8192, int(tp), gated=True, memory=memory, sequence_parallel=sequence)
                 for memory in ("off", "free", "fp8", "input")
             ]
-            counted = [found[0].weights, *(f.kept for f in found), found[0].sent]
+            counted = [found[0].weights, *(f.saved for f in found), found[0].sent]
             assert [round(n / 2**20) for n in counted] == [int(n) for n in (weights, *numbers)]
             assert ["×".join(map(str, gemm)) for gemm in found[1].gemms[:2]] == [first, second]
 

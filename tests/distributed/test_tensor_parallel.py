@@ -49,7 +49,7 @@ def cut(t, part, rank, ranks):
 def parts(mlp):
     for name, parameter in mlp.named_parameters():
         linear, own = name.split(".")[-2:]
-        yield name, parameter, getattr(mlp, linear).parts[own]
+        yield name, parameter, getattr(mlp, linear).shard_specs[own]
 
 
 def local(t):
@@ -262,7 +262,7 @@ def odds(rank, ranks, folder):
 
 
 def selective_checkpointing(rank, ranks, folder):
-    """What a policy saves is not computed, nor communicated, again."""
+    """A tensor that a policy saves is neither recomputed nor communicated again."""
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -334,7 +334,7 @@ def on_paper(rank, ranks, folder):
             y, _ = mlp(x)
             kept = seen.alive(x, y, *mlp.parameters()) + (0 if shared else x.nbytes)
             y.sum().backward()
-        assert kept == paper.kept, (kept, paper, given)
+        assert kept == paper.saved, (kept, paper, given)
         assert seen.collectives == list(paper.collectives), (seen.collectives, paper, given)
         assert sorted(map(sorted, seen.gemms)) == sorted(map(sorted, paper.gemms)), (seen.gemms, paper.gemms)
 

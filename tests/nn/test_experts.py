@@ -69,14 +69,14 @@ def separate(grouped, **flags):
 
 
 def run(experts, x, counts, probs):
-    """What ``MLP``s of each expert's rows give, one behind the other."""
+    """Concatenate the results of an ``MLP`` per expert."""
     parts = [None] * len(counts) if probs is None else probs.split(counts)
     outputs = (one(rows, part) for one, rows, part in zip(experts, x.split(counts), parts, strict=True))
     return torch.cat([y if bias is None else y + bias for y, bias in outputs])
 
 
 def gradients(y, d, grouped, *others):
-    """Of a grouped MLP's parameters, or of its experts', stacked."""
+    """Gradients of a grouped MLP's parameters, or of its experts', stacked."""
     if isinstance(grouped, GroupedMLP):
         return torch.autograd.grad(y, [*others, *grouped.parameters()], d)
     wanted = [list(one.parameters()) for one in grouped]
@@ -124,7 +124,7 @@ def test_is_as_many_mlps(counts: list[int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("loop", [False, True])
 def test_is_no_further_from_the_truth_than_as_many_mlps(dtype: torch.dtype, loop: bool, monkeypatch) -> None:
-    """Of 700 rows, a bias's gradient, too: summed by indexing's own derivative it would be rounded 700 times."""
+    """Gradients of 700 rows, the bias's, too: indexing's own derivative would round it 700 times."""
     if loop:
         monkeypatch.setattr(_gemms, "_grouped", lambda *args: False)
     counts = [300, 0, 700]
@@ -398,7 +398,7 @@ def test_own_parts_are_built_with_megatrons_arguments_and_used() -> None:
 
 
 class Counting(_memory.save_on_cpu):
-    """What goes to the CPU and comes back."""
+    """Count tensors that go to the CPU and come back."""
 
     sent: ClassVar[list] = []
     back: ClassVar[list] = []
@@ -505,7 +505,7 @@ def test_what_an_activation_of_several_functions_keeps_is_moved_and_not_mixed_up
         ({"moe_mlp_glu_interleave_size": 4, "gated_linear_unit": False}, ValueError, "without gated_linear_unit"),
         ({"moe_apply_probs_on_input": True}, ValueError, "moe_router_topk=2"),
         ({"use_te_activation_func": True}, ValueError, "GroupedMLPSubmodules.activation_func"),
-        ({"cpu_offloading": True, "memory": "input"}, ValueError, "nothing is kept"),
+        ({"cpu_offloading": True, "memory": "input"}, ValueError, "there is nothing to offload"),
         ({"memory": "all"}, ValueError, "memory='all'"),
         ({"activation_func": 3}, TypeError, "activation_func"),
     ],
@@ -570,9 +570,9 @@ def test_dense_mlps_do_not_read_what_is_for_experts_and_experts_refuse_blocks() 
     plain, other = (build_mlp(c) for c in (config(ffn_hidden_size=FFN), given))
     x, _, _ = inputs([5])
     assert torch.equal(plain(x)[0], other(x)[0])
-    with pytest.raises(ValueError, match="GroupedMLP reads it"):
+    with pytest.raises(ValueError, match="Megatron's MLP ignores it, GroupedMLP does not"):
         MLP(given, is_expert=True)
-    with pytest.raises(ValueError, match="nothing is kept"):
+    with pytest.raises(ValueError, match="there is nothing to offload"):
         MLP(config(cpu_offloading=True, memory="input"))
     with pytest.raises(ValueError, match=r"MLPSubmodules\.activation_func"):
         MLP(config(use_te_activation_func=True), MLPSubmodules())
@@ -589,12 +589,16 @@ def build_mlp(given):
         ((torch.zeros(5, 8), [2, 0, 3]), ValueError, r"\(5, 8\) are not accepted: they must be \(T, 16\)"),
         ((torch.zeros(5, 1, 16), [2, 0, 3]), ValueError, "permuted_local_hidden_states"),
         ((torch.zeros(5, 16), [2, 3]), ValueError, "must have 3 numbers"),
-        ((torch.zeros(5, 16), [2, 0, 4]), ValueError, r"\[2, 0, 4\] is not accepted: there are 5 rows"),
-        ((torch.zeros(5, 16), [6, 0, -1]), ValueError, "there are 5 rows"),
+        (
+            (torch.zeros(5, 16), [2, 0, 4]),
+            ValueError,
+            r"\[2, 0, 4\] is not accepted: it must be numbers from 0 on with the sum 5",
+        ),
+        ((torch.zeros(5, 16), [6, 0, -1]), ValueError, "numbers from 0 on with the sum 5"),
         ((torch.zeros(5, 16), [2, 0, 3.0]), TypeError, "a tensor or integers"),
         ((torch.zeros(5, 16), torch.tensor([2, 3])), ValueError, r"shape \(2,\) is not accepted: it must be \(3,\)"),
         ((torch.zeros(5, 16), torch.tensor([2, 0, 4])), ValueError, r"\[2, 0, 4\] is not accepted"),
-        ((torch.zeros(5, 16), torch.tensor([6, 0, -1])), ValueError, "there are 5 rows"),
+        ((torch.zeros(5, 16), torch.tensor([6, 0, -1])), ValueError, "numbers from 0 on with the sum 5"),
         ((torch.zeros(5, 16), torch.tensor([2.0, 0, 3])), TypeError, "must have integers"),
         ((torch.zeros(5, 16), [2, 0, 3], torch.ones(4)), ValueError, r"permuted_probs of shape \(4,\)"),
         ((torch.zeros(5, 16), [2, 0, 3], torch.ones(5, 1)), ValueError, r"they must be \(5,\)"),
@@ -706,7 +710,7 @@ def test_permute_and_unpermute(tokens: int, k: int, experts: int) -> None:
         (lambda x, e, p: permute(x, e[:4], p, 4), ValueError, r"experts of shape \(4, 2\) .* \(5, k\)"),
         (lambda x, e, p: permute(x, e[:, 0], p, 4), ValueError, r"experts of shape \(5,\)"),
         (lambda x, e, p: permute(x, e, p[:, :1], 4), ValueError, r"probs of shape \(5, 1\)"),
-        (lambda x, e, p: permute(x, e, p, 3), ValueError, "from 0 to 3 are not accepted: there are num_experts=3"),
+        (lambda x, e, p: permute(x, e, p, 3), ValueError, "from 0 to 3 are not accepted: they must be from 0 to 2"),
         (lambda x, e, p: permute(x, e - 1, p, 4), ValueError, "from -1"),
         (lambda x, e, p: unpermute(x, e), ValueError, r"rows of shape \(5, 3\) .* \(10, h\)"),
         (lambda x, e, p: unpermute(x, e[:, 0]), ValueError, r"order of shape \(5,\)"),
@@ -723,7 +727,7 @@ def test_permute_refuses(call, error: type, words: str) -> None:
 
 
 class MoE(nn.Module):
-    """What docs/modules.md shows."""
+    """The example of docs/modules.md."""
 
     def __init__(self, given, experts, k):
         super().__init__()

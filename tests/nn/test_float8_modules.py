@@ -108,8 +108,8 @@ def test_megatrons_mlp_says_what_it_does_not_take() -> None:
     with pytest.raises(ValueError, match="gemm='fp8' is not accepted with delay_wgrad_compute=True"):
         fnn.MLP(config(delay_wgrad_compute=True), gemm="fp8")
     linear = fnn.MLP(config(), gemm="fp8").linear_fc1
-    with pytest.raises(ValueError, match="not accepted where 2 processes hold a weight together: they communicate"):
-        linear.share(SimpleNamespace(size=2))
+    with pytest.raises(ValueError, match="not accepted with a weight that 2 processes shard: they communicate"):
+        linear.shard(SimpleNamespace(size=2))
 
     class Other(nn.Module):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -227,7 +227,7 @@ def test_experts_say_what_they_do_not_take() -> None:
         fnn.GroupedMLP(2, fnn.MLPConfig(48, moe_ffn_hidden_size=80, moe_latent_size=24), gemm="fp8-rowwise")
     with pytest.raises(ValueError, match="gemm='fp8-rowwise' is not accepted with delay_wgrad_compute=True"):
         experts(delay_wgrad_compute=True)
-    with pytest.raises(ValueError, match="not accepted where 2 processes hold a weight together"):
-        experts().linear_fc2.share(SimpleNamespace(size=2, sequence_parallel=False))
+    with pytest.raises(ValueError, match="not accepted with a weight that 2 processes shard"):
+        experts().linear_fc2.shard(SimpleNamespace(size=2, sequence_parallel=False))
     assert repr(experts()).count("gemm=fp8-rowwise") == 2 and "gemm" not in repr(experts("bf16"))
     assert list(experts().state_dict()) == list(experts("bf16").state_dict())

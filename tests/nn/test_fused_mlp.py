@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import step
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,13 +68,6 @@ def kept(fn: Callable[[Tensor], Tensor], x: Tensor, *known: Tensor) -> tuple[int
     return sum(alive.values()), counting.products
 
 
-def step(fn: Callable[[Tensor], Tensor], x: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    x = x.detach().requires_grad_()
-    y = fn(x)
-    tangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
-    return [y.detach(), *torch.autograd.grad(y, [x, *parameters], tangent)]
-
-
 def plain(mlp: FusedMLP) -> Callable[[Tensor], Tensor]:
     act = ACTS[mlp.activation]
 
@@ -103,10 +97,10 @@ def test_the_formula(activation, gated, bias):
         shape for shape in ((40 * (1 + gated), 24), (40 * (1 + gated),), (24, 40), (24,)) if bias or len(shape) == 2
     ]
     x = torch.randn(3, 5, 24)
-    expected = step(plain(mlp), x, list(mlp.parameters()))
+    expected = step(plain(mlp), mlp, x)
     for level in LEVELS:
         mlp.memory = level
-        close(step(mlp, x, list(mlp.parameters())), expected, 0.1 if level == "fp8" else 1e-5)
+        close(step(mlp, mlp, x), expected, 0.1 if level == "fp8" else 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -115,7 +109,7 @@ def test_levels_give_the_same(dtype):
     x = torch.randn(4, 16, dtype=dtype)
     results = []
     for mlp.memory in ("off", "free", "input"):
-        results.append(step(mlp, x, list(mlp.parameters())))
+        results.append(step(mlp, mlp, x))
     for result in results[1:]:
         assert all(map(torch.equal, result, results[0]))
     mlp.memory = "fp8"
@@ -214,9 +208,9 @@ def test_compiled(dropout):
     x = torch.randn(6, 16)
     run = torch.compile(mlp, backend="aot_eager", fullgraph=True)
     torch.manual_seed(0)
-    expected = step(mlp, x, list(mlp.parameters()))
+    expected = step(mlp, mlp, x)
     torch.manual_seed(0)
-    close(step(run, x, list(mlp.parameters())), expected, 1e-5)
+    close(step(run, mlp, x), expected, 1e-5)
 
 
 @pytest.mark.codegen_is_slow
@@ -230,7 +224,7 @@ def test_compiled_fused(gated, level):
 
     run = torch.compile(mlp, backend="fused", fullgraph=True, options={"policy": FusionPolicy(memory=level)})
     tolerance = 0.1 if level == "fp8" else 1e-5
-    close(step(run, x, list(mlp.parameters())), step(plain(mlp), x, list(mlp.parameters())), tolerance)
+    close(step(run, mlp, x), step(plain(mlp), mlp, x), tolerance)
 
 
 def test_autocast():
@@ -290,7 +284,7 @@ def test_wrapped_hooked_and_parametrized_linears_are_called():
         ({"dropout": 1.5}, ValueError, "dropout=1.5 is not accepted"),
         ({"dropout": "x"}, TypeError, "dropout='x' is not accepted"),
         ({"memory": "least"}, ValueError, "memory='least' is not known; accepted: off, free, fp8, input"),
-        ({"checkpoint_layout": "fc2/fc1"}, ValueError, "checkpoint_layout='fc2/fc1' is no layout of an MLP that"),
+        ({"checkpoint_layout": "fc2/fc1"}, ValueError, "checkpoint_layout='fc2/fc1' is not a layout of an MLP that"),
     ],
 )
 def test_errors(arguments, error, words):
@@ -480,7 +474,7 @@ def test_assign_and_the_callers_dict():
 
 def test_no_such_layout():
     with pytest.raises(
-        ValueError, match=r"layout='gate_proj/up_proj/down_proj' is no layout of an MLP that is not gated"
+        ValueError, match=r"layout='gate_proj/up_proj/down_proj' is not a layout of an MLP that is not gated"
     ):
         FusedMLP(6, 10).state_dict_as("gate_proj/up_proj/down_proj")
 

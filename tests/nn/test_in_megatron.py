@@ -228,7 +228,7 @@ def test_a_checkpoint_in_megatrons_format_is_read(tmp_path: Path) -> None:
 
 @dataclass
 class Sharded:
-    """What Megatron documents of ``ShardedTensor.from_rank_offsets``, in numbers of elements."""
+    """Megatron's documented ``ShardedTensor.from_rank_offsets``, in numbers of elements."""
 
     key: str
     data: torch.Tensor
@@ -314,7 +314,7 @@ def share_of(module: Any, ranks: int, rank: int) -> Any:
     shared = copy.deepcopy(module)
     for linear in (shared.linear_fc1, shared.linear_fc2):
         for name, p in list(linear.named_parameters()):
-            part = linear.parts[name]
+            part = linear.shard_specs[name]
             if part.axis is not None:
                 pieces = p.detach().chunk(part.groups, part.axis)
                 own = torch.cat([piece.chunk(ranks, part.axis)[rank] for piece in pieces], part.axis)
@@ -365,7 +365,7 @@ def test_an_mlps_entries_make_the_whole(megatron: None, gated: bool, apart: bool
 def test_experts_entries_make_the_whole(
     megatron: None, gated: bool, apart: bool, offsets: Any, tp: int, ep: int
 ) -> None:
-    """What ``TEGroupedMLP`` writes for so many experts: their axis behind the layers', or a key for each."""
+    """``TEGroupedMLP``'s entries for so many experts: their axis behind the layers', or a key for each."""
     torch.manual_seed(0)
     given = config(gated_linear_unit=gated)
     whole, shares = GroupedMLP(EXPERTS, given), []

@@ -157,7 +157,7 @@ def test_a_level_keeps_what_it_says_and_computes_no_product_twice_but_one(
         kept = seen.alive(x, y, *mlp.parameters()) + x.nbytes
         y.sum().backward()
         mlp.backward_dw()
-    assert kept == paper.kept
+    assert kept == paper.saved
     assert sorted(map(sorted, seen.gemms)) == sorted(map(sorted, paper.gemms))
     del y
     with Seen() as seen, torch.no_grad():
@@ -437,7 +437,7 @@ def test_linears_alone() -> None:
 
 @pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])
 def test_parameters_of_functional_call_are_those_of_backward_too(memory: str) -> None:
-    """Where backward runs the first linear again, the module has its own parameters back."""
+    """The module has its own parameters back when backward recomputes the first linear."""
     mlp, x = build(config(memory=memory)), tokens(5, HIDDEN).requires_grad_()
     others = {name: (p.detach() * 1.5).requires_grad_() for name, p in mlp.named_parameters()}
     y, bias = torch.func.functional_call(mlp, others, (x,))

@@ -95,7 +95,7 @@ def test_nested_in_a_checkpoint_of_two(case: tuple[nn.Module, Tensor, list[Tenso
 @pytest.mark.parametrize("name", ["FusedMLP", "gated", "MLP"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_users_hooks_get_numbers_that_they_can_compute_with(name: str, inside: bool) -> None:
-    """Of float8 there is no sum; its gradients are those of ``"fp8"`` without hooks, bit for bit."""
+    """Float8 has no sum; gradients are those of ``"fp8"`` without hooks, bit for bit."""
     torch.manual_seed(0)
     module, x = MODULES[name]("fp8"), torch.randn(ROWS, WIDTH, requires_grad=True)
     if inside:  # of another module with a level

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import saving
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -104,19 +105,7 @@ def assert_alike(model: nn.Module, reference: nn.Module, x: Tensor, tolerance: f
 
 def kept(model: nn.Module, x: Tensor) -> int:
     """Elements that a call saves for backward, without parameters and the input."""
-    storages = {t.untyped_storage()._cdata for t in (x, *model.parameters())}
-    found = 0
-
-    def pack(t: Tensor) -> Tensor:
-        nonlocal found
-        if t.untyped_storage()._cdata not in storages:
-            storages.add(t.untyped_storage()._cdata)
-            found += t.untyped_storage().nbytes() // 4
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(x)
-    return found
+    return saving(lambda: model(x), (x, *model.parameters()))[1] // 4
 
 
 EAGER, FREE = 2 * ROWS * N, ROWS * N  # of Mlp: what the activation reads, and what it gives
@@ -289,7 +278,7 @@ def test_layers_that_differ_do_not_count_against_one_another() -> None:
 
 
 def test_layers_behind_graph_breaks() -> None:
-    """Of equal layers Dynamo captures the first, and from the break on, with paths that begin there."""
+    """Dynamo captures the first of equal layers, behind the break with paths that begin there."""
     model, x = Model(*(Block(Mlp(), broken=True) for _ in range(4))), rows()
     memory = {"layers.1": "input"}
     report = replace_mlps(model, x, memory=memory)

@@ -1,10 +1,9 @@
-"""Checkpoints that do not know how many processes wrote them: ``torch.distributed.checkpoint`` of tensors in parts.
+"""Checkpoints that load with any number of processes: ``torch.distributed.checkpoint`` of sharded tensors.
 
-What is written under a key is the whole tensor, as one process would have it: of a packed [gate; up] weight all gate
-rows, then all up rows. A rank holds boxes of it (one for gate, one for up), and a ``ShardedTensor`` tells
-``torch.distributed.checkpoint`` which: it takes any object for a tensor that says what its chunks are
-(``__create_write_items__``, ``__create_chunk_list__``, ``__get_tensor_shard__``). Reading for another number of ranks
-is then upstream's work, as are replicas, which are written once.
+A key stores the whole tensor, as one process would have it: all gate rows of a packed [gate; up] weight, then all up
+rows. A rank holds boxes of it (one for gate, one for up), and a ``ShardedTensor`` lists them by the protocol of
+``torch.distributed.checkpoint`` (``__create_write_items__``, ``__create_chunk_list__``, ``__get_tensor_shard__``).
+Upstream then reads for another number of ranks, and writes replicas once.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import io
 import math
 import os
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as _write
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_fused_ops.distributed.shard_spec import ShardSpec
 from torch_fused_ops.distributed.tensor_parallel import TensorParallel
@@ -49,7 +49,7 @@ Offsets = tuple[tuple[int, int, int], ...]
 
 
 class Run(NamedTuple):
-    """Rows of a rank's part and where they are in the whole tensor, along the axis that is shared out."""
+    """Rows of a rank's shard and their place in the whole tensor, along the sharded axis."""
 
     start: int
     length: int
@@ -58,13 +58,13 @@ class Run(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which boxes of a whole tensor a rank holds.
+    """The boxes of a whole tensor that a rank holds.
 
     Attributes:
-        shape: of the whole tensor.
-        axis: the one along which ranks have parts.
-        runs: of which rows of the whole tensor a rank's part is made.
-        start: where in its part begins what it holds, which is a box of it where FSDP shards it once more.
+        shape: the whole tensor's.
+        axis: the sharded axis.
+        runs: the rows of the whole tensor that make up a rank's shard.
+        start: the beginning of the local box in the shard, which FSDP may shard once more.
         offsets: axes of the checkpoint in front of the tensor's own.
     """
 
@@ -75,11 +75,11 @@ class Layout:
     offsets: Offsets = ()
 
     def size(self) -> torch.Size:
-        """Of the tensor in the checkpoint."""
+        """The size of the tensor in the checkpoint."""
         return torch.Size((*(size for _, _, size in sorted(self.offsets)), *self.shape))
 
     def boxes(self, local: Tensor) -> Iterator[tuple[torch.Size, Tensor]]:
-        """(place in the checkpoint's tensor, view of what this rank holds of it)"""
+        """(place in the checkpoint's tensor, view of this rank's box)"""
         front = tuple(place for _, place, _ in sorted(self.offsets))
         within = (None,) * len(front)
         if not self.shape:
@@ -96,12 +96,12 @@ class Layout:
 
 
 class ShardedTensor(Tensor):
-    """A tensor of a checkpoint, of which this rank holds boxes. It is saved and loaded (in place), not computed with.
+    """A checkpoint's tensor, of which this rank holds boxes; it is saved and loaded in place, not computed with.
 
     Attributes:
         key: its name in the checkpoint.
-        local: what this rank holds.
-        sharding: what that is of the whole.
+        local: this rank's shard.
+        sharding: the shard's place in the whole.
     """
 
     key: str
@@ -119,37 +119,39 @@ class ShardedTensor(Tensor):
         cls,
         key: str,
         parameter: Tensor,
-        part: ShardSpec | None = None,
+        spec: ShardSpec | None = None,
         parallel: TensorParallel | None = None,
         as_dtensors: bool = False,
         offsets: Offsets = (),
         experts: tuple[int, int] | None = None,
     ) -> ShardedTensor:
-        """A parameter of which each rank of ``parallel`` has a part.
+        """A parameter that the ranks of ``parallel`` shard.
 
         Args:
-            as_dtensors: whether the parameter, if it is a DTensor, is one over ``parallel``'s mesh, too.
-            experts: (the first, of how many) of those whose parameters are stacked in this one along its first axis.
+            as_dtensors: a DTensor parameter's mesh includes ``parallel``'s, too.
+            experts: (first, total) of the experts whose parameters are stacked along the first axis.
         """
-        part = part or ShardSpec(None)
-        local, part_shape, start = _box(parameter, part, parallel, as_dtensors)
+        spec = spec or ShardSpec(None)
+        local, shard_shape, start = _box(parameter, spec, parallel, as_dtensors)
         if experts is not None:
             start = (start[0] + experts[0], *start[1:])
-            part_shape = torch.Size((experts[1], *part_shape[1:]))
-        ranks, rank = (1, 0) if parallel is None or part.axis is None else (parallel.size, parallel.rank)
-        axis = part.axis or 0
-        shape = torch.Size(n * ranks if i == axis else n for i, n in enumerate(part_shape))
-        own = part_shape[axis] if part_shape else 1
-        return cls(key, local, Layout(shape, axis, (Run(0, own, rank * own),), start, tuple(offsets)))
+            shard_shape = torch.Size((experts[1], *shard_shape[1:]))
+        ranks, rank = (1, 0) if parallel is None or spec.axis is None else (parallel.size, parallel.rank)
+        axis = spec.axis or 0
+        shape = torch.Size(n * ranks if i == axis else n for i, n in enumerate(shard_shape))
+        rows = shard_shape[axis] if shard_shape else 1
+        return cls(key, local, Layout(shape, axis, (Run(0, rows, rank * rows),), start, tuple(offsets)))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{func} of a ShardedTensor: it is saved and loaded; its part here is .local")
+        raise NotImplementedError(
+            f"{func} is not accepted of a ShardedTensor: only save and load it; the local shard is .local"
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedTensor({self.key}, {tuple(self.shape)}, {self.local.dtype})"
 
-    # What torch.distributed.checkpoint asks.
+    # The protocol of torch.distributed.checkpoint.
 
     def _boxes(self) -> Iterator[tuple[torch.Size, Tensor]]:
         return self.sharding.boxes(self.local)
@@ -180,39 +182,39 @@ def _local(t: Tensor) -> Tensor:
 
 
 def _box(
-    parameter: Tensor, part: ShardSpec, parallel: TensorParallel | None, as_dtensors: bool
+    parameter: Tensor, spec: ShardSpec, parallel: TensorParallel | None, as_dtensors: bool
 ) -> tuple[Tensor, torch.Size, tuple[int, ...]]:
-    """(what this rank holds, its part's shape, where in its part that begins)"""
+    """(the local tensor, the shard's shape, the local tensor's beginning in the shard)"""
     data = parameter.detach()
     shape, start = list(data.shape), [0] * data.ndim
     if not isinstance(data, DTensor):
         return data, torch.Size(shape), tuple(start)
-    # FSDP's mesh dimensions come first, and share out what the one after them, the DTensor's own, has left.
+    # FSDP's mesh dimensions come first, and shard the shards of the dimension after them, the linear's own.
     beyond = data.device_mesh.ndim
     if as_dtensors and parallel is not None:
         beyond -= 1
-        shape = list(parallel.shape(data.shape, part))
+        shape = list(parallel.shape(data.shape, spec))
     left = list(shape)
     for dimension, placement in enumerate(data.placements[:beyond]):
         axis = getattr(placement, "dim", None)
         if axis is not None:
-            each = -(-left[axis] // data.device_mesh.size(dimension))
-            first = min(each * data.device_mesh.get_local_rank(dimension), left[axis])
-            start[axis], left[axis] = start[axis] + first, min(each, left[axis] - first)
+            rows = -(-left[axis] // data.device_mesh.size(dimension))
+            first = min(rows * data.device_mesh.get_local_rank(dimension), left[axis])
+            start[axis], left[axis] = start[axis] + first, min(rows, left[axis] - first)
     local = _local(data)
     if list(local.shape) != left and local.numel():
-        raise ValueError(f"a DTensor placed as {data.placements} is not understood: only FSDP's are, of plain shards")
+        raise ValueError(f"a DTensor placed as {data.placements} is not accepted: it must be FSDP's, with plain shards")
     return local, torch.Size(shape), tuple(start)
 
 
 def apply_swiglu_sharded_factory(
     original_sh_ten: ShardedTensor, sharded_offsets: Offsets, singleton_local_shards: bool = False
 ) -> dict[str, ShardedTensor]:
-    """A packed [gate; up] parameter's parts, each rank's gate and up in their places, by key.
+    """A packed [gate; up] parameter's shards by key, each rank's gate and up in their places.
 
     Args:
-        original_sh_ten: as ``Linear.sharded_state_dict`` has it: the part of one tensor that is shared out along one
-            axis, its first, or, of experts, its second; each rank's part is [gate_r; up_r].
+        original_sh_ten: an entry of ``Linear.sharded_state_dict``, sharded along its first axis (experts': the second);
+            each rank's shard is [gate_r; up_r].
         sharded_offsets: the axes in front of the tensor's own.
         singleton_local_shards: gate and up are two tensors, ``{key}_w`` and ``{key}_v``.
 
@@ -220,7 +222,7 @@ def apply_swiglu_sharded_factory(
         {key: [gate_0 … gate_p, up_0 … up_p]}, or the two.
 
     Raises:
-        TypeError: for another kind of tensor: Megatron's are for its function.
+        TypeError: for another kind of tensor, such as Megatron's.
 
     Source: the function of this name in ``megatron.core.transformer.mlp``, which returns a factory of such.
     """
@@ -248,30 +250,30 @@ def apply_swiglu_sharded_factory(
 def sharded_state_dict(
     module: nn.Module, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A model's state for ``torch.distributed.checkpoint``: modules that have a ``sharded_state_dict`` say theirs.
+    """A model's state for ``torch.distributed.checkpoint``, by its modules' ``sharded_state_dict`` if they have one.
 
-    All else is as ``state_dict`` has it: tensors that every rank has, and DTensors.
+    Other modules' tensors are as in ``state_dict``: tensors that every rank has, and DTensors.
     """
-    own = getattr(module, "sharded_state_dict", None)
-    if own is not None:
-        found: dict[str, Any] = own(prefix, sharded_offsets, metadata)
-        return found
     state: dict[str, Any] = {}
+    state_of_module: Any = getattr(module, "sharded_state_dict", None)
+    if state_of_module is not None:
+        return {**state_of_module(prefix, sharded_offsets, metadata)}
     module._save_to_state_dict(state, prefix, keep_vars=False)
-    packed = {key: one for key, t in state.items() if (one := _packed(key, t, sharded_offsets)) is not None}
-    if sharded_offsets:
-        rest = {key: t for key, t in state.items() if key not in packed}
-        state = {key: ShardedTensor.of_parameter(key, t, offsets=sharded_offsets) for key, t in rest.items()}
-    state |= packed
+    for key, t in state.items():
+        packed = _packed(key, t, sharded_offsets)
+        if packed is not None:
+            state[key] = packed
+        elif sharded_offsets:
+            state[key] = ShardedTensor.of_parameter(key, t, offsets=sharded_offsets)
     for name, child in module.named_children():
         state |= sharded_state_dict(child, f"{prefix}{name}.", sharded_offsets, metadata)
     return state
 
 
 def _packed(key: str, t: Any, offsets: Offsets) -> ShardedTensor | None:
-    """A DTensor of which each of several pieces is sharded, as ``tensor_parallel_plan`` makes of packed gate and up.
+    """A DTensor whose halves are each sharded (``tensor_parallel_plan``'s packed gate and up) as a ``ShardedTensor``.
 
-    ``torch.distributed.checkpoint`` takes its part for one box of the whole, and refuses the overlap.
+    ``torch.distributed.checkpoint`` takes such a shard for one box of the whole, and rejects the overlap.
     """
     if not isinstance(t, DTensor) or t.device_mesh.ndim != 1 or not isinstance(t.placements[0], _StridedShard):
         return None
@@ -286,14 +288,14 @@ def _packed(key: str, t: Any, offsets: Offsets) -> ShardedTensor | None:
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer, of_model: Mapping[str, Any]) -> tuple[Any, Any]:
-    """(the optimizer's state by parameter names, and the same as it goes into a checkpoint)
+    """(the optimizer's state by parameter names, the same as written to a checkpoint)
 
-    What is as large as a parameter is shared out as it is. A parameter that is two tensors in the checkpoint has two
-    states there.
+    A tensor of a parameter's size is sharded as the parameter. A parameter that is two tensors in the checkpoint has
+    two states there.
     """
     fresh = not optimizer.state
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    if fresh:  # no step has been made
+    if fresh:  # before the first step
         for of_parameter in state["state"].values():
             if "step" in of_parameter:
                 of_parameter["step"] = torch.zeros_like(torch.as_tensor(of_parameter["step"]))
@@ -302,19 +304,19 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, of_model: Mapping[s
         places = [k for k in (name, f"{name}_w", f"{name}_v") if isinstance(of_model.get(k), ShardedTensor)]
         for key in places or [name]:
             place = of_model.get(key)
-            saved[key] = {what: _state_of(f"{key}.{what}", value, place) for what, value in of_parameter.items()}
+            saved[key] = {n: _state_of(f"{key}.{n}", value, place) for n, value in of_parameter.items()}
     return state, {"state": saved, "param_groups": state["param_groups"]}
 
 
 def _state_of(key: str, value: Any, parameter: Any) -> Any:
-    """A part of an optimizer's state of a parameter, as it goes into a checkpoint."""
+    """An entry of a parameter's optimizer state, as written to a checkpoint."""
     if not isinstance(parameter, ShardedTensor) or not isinstance(value, Tensor) or value.ndim == 0:
         return value
     local = _local(value).detach()
     if local.shape != parameter.local.shape:
         raise ValueError(
-            f"{key} has shape {tuple(local.shape)}, its parameter {tuple(parameter.local.shape)}: which part of the "
-            "whole it is, is not known"
+            f"{key} has shape {tuple(local.shape)}, which is not accepted: it must have its parameter's, "
+            f"{tuple(parameter.local.shape)}"
         )
     return ShardedTensor(key, local, parameter.sharding)
 
@@ -327,7 +329,7 @@ def save(
     metadata: dict[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save a model, and its optimizer, of which every process of the group holds its parts.
+    """Save a model, and its optimizer, that the processes of the group shard.
 
     Args:
         checkpoint_id: a folder.
@@ -339,9 +341,9 @@ def save(
 
 @contextlib.contextmanager
 def _untouched(optimizer: Optimizer | None) -> Iterator[None]:
-    """Inside, an optimizer that has made no step yet may get its state; behind it, it has none again.
+    """Restore the empty state of an optimizer that has made no step yet.
 
-    Upstream makes that state by a step without gradients, which counts as the first one (torch 2.11 to 2.15).
+    Upstream initializes that state by a step without gradients, which counts as the first one (torch 2.11 to 2.15).
     """
     fresh = optimizer is not None and not optimizer.state
     try:
@@ -370,20 +372,20 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     verify: bool = True,
 ) -> None:
-    """Load what ``save`` has saved, with any number of processes: all of it, or nothing.
+    """Load a checkpoint of ``save``, with any number of processes: all of it, or nothing.
 
     Args:
-        verify: compare what is read with its check sums (``torch.serialization.set_crc32_options(False)`` writes none).
+        verify: compare the data with its check sums (``torch.serialization.set_crc32_options(False)`` writes none).
 
     Raises:
         FileNotFoundError: there is no checkpoint, or a file of it is missing, which is named.
         ValueError: the checkpoint lacks a tensor, or has another shape or dtype for it; the key is named. Model and
             optimizer are as before.
-        RuntimeError: what is stored under a key is damaged; likewise.
+        RuntimeError: the data of a key is damaged; likewise.
     """
     with _untouched(optimizer):
         state, of_optimizer = _whole(model, optimizer, metadata)
-        fresh = _map(state, _empty_like)
+        fresh = tree_map(_empty_like, state, is_leaf=_is_leaf)
         reader = _Reader(checkpoint_id, verify)
         try:
             _read(fresh, storage_reader=reader, planner=_Planner(), process_group=process_group)
@@ -394,7 +396,7 @@ def load(
                     raise kind(f"checkpoint {checkpoint_id}: {reason}; nothing was loaded") from None
             raise RuntimeError(f"checkpoint {checkpoint_id} cannot be read; nothing was loaded") from error
     with torch.no_grad():
-        for target, source in zip(_leaves(state), _leaves(fresh), strict=True):
+        for target, source in zip(*(tree_leaves(t, is_leaf=_is_leaf) for t in (state, fresh)), strict=True):
             if isinstance(target, ShardedTensor):
                 for (_, into), (_, box) in zip(target._boxes(), source._boxes(), strict=True):
                     into.copy_(box)
@@ -406,7 +408,7 @@ def load(
 
 
 class _Missing(FileNotFoundError):
-    """The checkpoint is not there, or not whole."""
+    """The checkpoint does not exist, or a file of it is missing."""
 
 
 class _Mismatch(ValueError):
@@ -414,11 +416,11 @@ class _Mismatch(ValueError):
 
 
 class _Damage(RuntimeError):
-    """The checkpoint is not as it was written."""
+    """The checkpoint's data is damaged."""
 
 
 class _Reader(FileSystemReader):
-    """Upstream's, which first looks at check sums: ``torch.save`` writes them, ``torch.load`` does not compare."""
+    """Upstream's reader, comparing check sums first: ``torch.save`` writes them, ``torch.load`` does not compare."""
 
     def __init__(self, path: str | os.PathLike[str], verify: bool) -> None:
         super().__init__(path)
@@ -426,13 +428,13 @@ class _Reader(FileSystemReader):
         self.failure: Exception | None = None
 
     def read_metadata(self, *_: Any) -> Metadata:
-        # Upstream logs what is raised here, and goes on; what set_up_storage_reader raises is told to every process.
+        # Upstream only logs an error raised here; it sends one of set_up_storage_reader to every process.
         try:
             return super().read_metadata()
         except OSError as error:
             gone = isinstance(error, FileNotFoundError)
-            what = "it has no .metadata" if os.path.isdir(self.path) else "there is no such folder"
-            self.failure = _Missing(what) if gone else _Damage(f".metadata cannot be read ({error})")
+            text = "it has no .metadata" if os.path.isdir(self.path) else "there is no such folder"
+            self.failure = _Missing(text) if gone else _Damage(f".metadata cannot be read ({error})")
         except Exception as error:
             self.failure = _Damage(f".metadata is damaged ({type(error).__name__}: {error})")
         return Metadata({}, storage_data={})
@@ -458,50 +460,40 @@ class _Reader(FileSystemReader):
             except (OSError, zipfile.BadZipFile):
                 whole = False
             if not whole:
-                raise _Damage(f"what is stored under {index.fqn}, in {item.relative_path}, is damaged")
+                raise _Damage(f"the data of {index.fqn}, in {item.relative_path}, is damaged")
         future: torch.futures.Future[None] = super().read_data(plan, planner)
         return future
 
 
 class _Planner(DefaultLoadPlanner):
-    """Upstream's, which first compares what is wanted with what is there."""
+    """Upstream's planner, comparing the requested tensors with the checkpoint's first."""
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        for key, wanted in self.state_dict.items():
-            _check(key, wanted, self.metadata)
+        for key, requested in self.state_dict.items():
+            _check(key, requested, self.metadata)
         plan: LoadPlan = super().create_local_plan()
         return plan
 
 
-def _check(key: str, wanted: Any, metadata: Metadata) -> None:
-    there = metadata.state_dict_metadata.get(key)
-    if there is None:
+def _check(key: str, requested: Any, metadata: Metadata) -> None:
+    stored = metadata.state_dict_metadata.get(key)
+    if stored is None:
         raise _Mismatch(f"{key} is not in the checkpoint")
-    if not isinstance(wanted, Tensor):
+    if not isinstance(requested, Tensor):
         return
-    if not isinstance(there, TensorStorageMetadata):
+    if not isinstance(stored, TensorStorageMetadata):
         raise _Mismatch(f"{key} is not a tensor in the checkpoint")
-    if there.size != wanted.shape:
-        raise _Mismatch(f"{key} has shape {tuple(there.size)} in the checkpoint, {tuple(wanted.shape)} here")
-    if there.properties.dtype != wanted.dtype:
-        raise _Mismatch(f"{key} has dtype {there.properties.dtype} in the checkpoint, {wanted.dtype} here")
-    if sum(math.prod(chunk.sizes) for chunk in there.chunks) != math.prod(there.size):
+    if stored.size != requested.shape:
+        raise _Mismatch(f"{key} has shape {tuple(stored.size)} in the checkpoint, {tuple(requested.shape)} here")
+    if stored.properties.dtype != requested.dtype:
+        raise _Mismatch(f"{key} has dtype {stored.properties.dtype} in the checkpoint, {requested.dtype} here")
+    if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
         raise _Mismatch(f"{key} is not complete in the checkpoint")
 
 
-def _map(state: Any, fn: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _map(value, fn) for key, value in state.items()}
-    return fn(state)
-
-
-def _leaves(state: Any) -> Iterable[Any]:
-    if isinstance(state, dict):
-        for value in state.values():
-            yield from _leaves(value)
-    else:
-        yield state
+def _is_leaf(state: Any) -> bool:
+    return not isinstance(state, dict)
 
 
 def _empty_like(t: Any) -> Any:

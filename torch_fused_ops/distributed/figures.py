@@ -1,4 +1,4 @@
-"""A tensor-parallel MLP on paper: what each rank keeps, sends and multiplies."""
+"""Estimated cost of a tensor-parallel MLP: each rank's saved bytes, collectives and GEMMs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class MLPFigures(NamedTuple):
     """One training step of an MLP, on one of its ranks.
 
     Attributes:
-        weights: bytes of its part of both weights.
-        kept: bytes kept from forward to backward, without weights.
+        weights: bytes of its shards of both weights.
+        saved: bytes saved for backward, excluding weights.
         collectives: (name, bytes of the whole tensor) of each, forward, then backward.
         sent: bytes that a rank sends in them, as rings send them: (p-1)/p of the tensor, an all-reduce twice as much.
-        gemms: (m, k, n) of each product of m×k and k×n matrices: two forward, with memory="input" one that is run
-            again, four backward.
+        gemms: (m, k, n) of each GEMM of m×k and k×n matrices: two forward, one recomputed with memory="input", four
+            backward.
     """
 
     weights: int
-    kept: int
+    saved: int
     collectives: tuple[tuple[str, int], ...]
     sent: int
     gemms: tuple[tuple[int, int, int], ...]
@@ -39,7 +39,7 @@ def mlp_figures(
     sequence_parallel: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> MLPFigures:
-    """What ``nn.MLP`` without biases costs each of ``tp`` ranks, for a batch of ``tokens`` in all.
+    """Estimate the cost of ``nn.MLP`` without biases for each of ``tp`` ranks, for a batch of ``tokens`` in all.
 
     The activation is one whose backward needs its input (all but ReLU).
 
@@ -50,10 +50,10 @@ def mlp_figures(
         raise ValueError(
             f"ffn_hidden_size={ffn_hidden_size}, tokens={tokens} are not accepted: {tp} ranks do not divide them"
         )
-    size, wide, own = dtype.itemsize, (2 if gated else 1) * ffn_hidden_size // tp, ffn_hidden_size // tp
+    size, wide, narrow = dtype.itemsize, (2 if gated else 1) * ffn_hidden_size // tp, ffn_hidden_size // tp
     x = tokens * hidden_size * size  # on every rank: the first weight's gradient needs all tokens
     between = {
-        "off": tokens * (wide + own) * size,
+        "off": tokens * (wide + narrow) * size,
         "free": tokens * wide * size,
         "fp8": tokens * (wide + 4),  # a float32 scale for each row
         "input": 0,
@@ -66,16 +66,11 @@ def mlp_figures(
         collectives = (("all_gather", x), ("reduce_scatter", x)) * 2
     else:
         collectives = (("all_reduce", x),) * 2
-    parts = sum(n * (2 if name == "all_reduce" else 1) for name, n in collectives)
+    sent = sum(n * (2 if name == "all_reduce" else 1) for name, n in collectives)
     first = (tokens, hidden_size, wide)
-    gemms = [first, (tokens, own, hidden_size)]
+    gemms = [first, (tokens, narrow, hidden_size)]
     gemms += [first] if memory == "input" else []
-    gemms += [
-        (tokens, hidden_size, own),
-        (hidden_size, tokens, own),
-        (tokens, wide, hidden_size),
-        (wide, tokens, hidden_size),
-    ]
-    return MLPFigures(
-        hidden_size * (wide + own) * size, x + between[memory], collectives, parts * (tp - 1) // tp, tuple(gemms)
-    )
+    gemms += [(tokens, hidden_size, narrow), (hidden_size, tokens, narrow)]
+    gemms += [(tokens, wide, hidden_size), (wide, tokens, hidden_size)]
+    weights = hidden_size * (wide + narrow) * size
+    return MLPFigures(weights, x + between[memory], collectives, sent * (tp - 1) // tp, tuple(gemms))

@@ -1,13 +1,13 @@
-"""Parts of parameters as Megatron core's ``dist_checkpointing`` takes them, under its keys.
+"""Parameter shards for Megatron core's ``dist_checkpointing``, under its keys.
 
-A layer of Megatron's asks each module for its ``sharded_state_dict``, with ``metadata["dp_cp_group"]``, and wants its
-own ``ShardedTensor``s: which box of a whole tensor a rank has, counted in boxes of that size. A packed [gate; up]
-parameter is two boxes, and so a ``ShardedTensorFactory``, which cuts a tensor of the parameter's shape and puts it
-together again: Megatron's optimizers have theirs cut likewise, and find them by the parameter itself, which is why an
-entry's ``data`` is that, and why experts that are stacked in one parameter are one entry.
+Megatron's layers call each module's ``sharded_state_dict`` with ``metadata["dp_cp_group"]``, and take Megatron's own
+``ShardedTensor``: a rank's box of a whole tensor, counted in boxes of that size. A packed [gate; up] parameter is two
+boxes, and so a ``ShardedTensorFactory``, which splits a tensor of the parameter's shape and joins it again. Megatron's
+optimizers split their state likewise and look it up by the parameter itself. So an entry's ``data`` is the parameter,
+and experts that are stacked in one parameter are one entry.
 
-Of Megatron three classes are needed, and two functions; they are imported here, when they are asked for. What is
-written is what ``MLP`` and ``TEGroupedMLP`` of Megatron core write (0.16, and its main branch of August 2026).
+Megatron is imported on first use. The checkpoints equal those of ``MLP`` and ``TEGroupedMLP`` of Megatron core (0.16,
+and its main branch of August 2026).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ __all__ = ["asked_for", "gate_and_up", "of_block", "of_linear", "with_group"]
 
 
 def asked_for(metadata: dict[str, Any] | None) -> bool:
-    """Whether it is a layer of Megatron's that asks."""
+    """True if a layer of Megatron's calls."""
     return "dp_cp_group" in (metadata or {})
 
 
 def with_group(module: nn.Module, metadata: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The metadata with ``dp_cp_group``, where Megatron asks, or one of the module's linears is Megatron's; or None.
+    """The metadata with ``dp_cp_group`` if Megatron calls or one of the module's linears is Megatron's; else None.
 
     Raises:
-        ValueError: a linear is Megatron's, and its global state, which it would ask, has no such group.
+        ValueError: a linear is Megatron's, and Megatron's global state has no such group.
     """
     if asked_for(metadata):
         return metadata
@@ -62,10 +62,10 @@ def with_group(module: nn.Module, metadata: dict[str, Any] | None) -> dict[str, 
 
 
 def of_linear(linear: Any, prefix: str, offsets: Offsets, metadata: Any) -> dict[str, Any]:
-    """A linear's state, as Megatron's ``ColumnParallelLinear`` and ``TEColumnParallelGroupedLinear`` give it.
+    """A linear's state, as of Megatron's ``ColumnParallelLinear`` and ``TEColumnParallelGroupedLinear``.
 
     Args:
-        linear: ``nn.linear.Linear``; of several experts each has its entries, weight0, weight1, …
+        linear: ``nn.linear.Linear``; each expert has its own entries, weight0, weight1, …
     """
     apart = bool(metadata.get("singleton_local_shards"))
     if linear.experts is None:
@@ -91,7 +91,7 @@ def of_block(
     packed: Sequence[str],
     grouped: bool,
 ) -> dict[str, Any]:
-    """An MLP's state, as Megatron's ``MLP`` gives it, or, ``grouped``, experts', as its ``TEGroupedMLP``.
+    """An MLP's state, as of Megatron's ``MLP``; ``grouped``: experts', as of its ``TEGroupedMLP``.
 
     Args:
         packed: the children whose weight and bias are [gate; up].
@@ -102,15 +102,12 @@ def of_block(
         if grouped and isinstance(child, Shardable):
             state |= _of_stacked(child, prefix, f"{name}.", offsets, metadata, name in packed)
             continue
-        own = _of_child(child, f"{name}." if grouped else f"{prefix}{name}.", offsets, metadata)
-        if name in packed:
-            own = {
-                key: gate_and_up(one, apart=apart) if re.search(r"\.(weight|bias)\d*$", key) else one
-                for key, one in own.items()
-            }
-        for one in own.values() if grouped else ():
-            one.key = f"{prefix}experts.{one.key}"
-        state |= {f"{prefix}{key}": one for key, one in own.items()} if grouped else own
+        for key, entry in _of_child(child, f"{name}." if grouped else f"{prefix}{name}.", offsets, metadata).items():
+            if name in packed and re.search(r"\.(weight|bias)\d*$", key):
+                entry = gate_and_up(entry, apart=apart)
+            if grouped:
+                key, entry.key = f"{prefix}{key}", f"{prefix}experts.{entry.key}"
+            state[key] = entry
     return state
 
 
@@ -121,14 +118,14 @@ def _of_child(child: nn.Module, prefix: str, offsets: Offsets, metadata: dict[st
         return {}
     from megatron.core.transformer.utils import sharded_state_dict_default
 
-    found: dict[str, Any] = sharded_state_dict_default(child, prefix, offsets, metadata)
-    return found
+    state: dict[str, Any] = sharded_state_dict_default(child, prefix, offsets, metadata)
+    return state
 
 
 def _of_stacked(
     linear: Any, prefix: str, tail: str, offsets: Offsets, metadata: dict[str, Any], packed: bool
 ) -> dict[str, Any]:
-    """A grouped linear's state with one entry for all experts: as tensors are stacked, so are the boxes of them."""
+    """A grouped linear's state with one entry for all experts: stacked boxes of stacked tensors."""
     state: dict[str, Any] = {}
     key, apart = f"{prefix}experts.{tail}", bool(metadata.get("singleton_local_shards"))
     for name, p in linear.named_parameters(recurse=False):
@@ -142,7 +139,7 @@ def _of_stacked(
 
 
 def _of_expert(key: str, expert: int, total: int, offsets: Offsets, apart: bool) -> tuple[str, Offsets]:
-    """(the beginning of an expert's keys, its tensors' place); ``key`` is that of all: "mlp.experts.linear_fc1." """
+    """(an expert's key prefix, its tensors' place); ``key`` is the prefix of all: "mlp.experts.linear_fc1." """
     if not apart:
         return key, (*offsets, (len(offsets), expert, total))
     head, dot, linear = key[:-1].rpartition(".")
@@ -150,53 +147,50 @@ def _of_expert(key: str, expert: int, total: int, offsets: Offsets, apart: bool)
 
 
 def _replica(linear: Any, metadata: dict[str, Any]) -> int:
-    """Which of the processes that hold the same parameters this one is."""
+    """This process's number among those that hold the same parameters."""
     if linear.replica is not None:
-        own: int = linear.replica
-        return own
+        return int(linear.replica)
     if linear.experts is not None and linear.experts.here < linear.experts.total:
         raise ValueError(
-            "an ep_group alone is not accepted where Megatron saves: which processes have the same experts is in "
-            "pg_collection.expt_dp; give pg_collection"
+            "an ep_group alone is not accepted where Megatron saves: pg_collection.expt_dp has the processes with the "
+            "same experts; give pg_collection"
         )
-    rank: int = metadata["dp_cp_group"].rank()
-    return rank
+    return int(metadata["dp_cp_group"].rank())
 
 
 def _entry(
     linear: Any, name: str, parameter: Tensor, key: str, offsets: Offsets, metadata: Any, expert: int | None = None
 ) -> Any:
-    """This rank's box of a parameter, or of one expert's, which is the place that ``offsets`` ends with."""
+    """This rank's box of a parameter, or of one expert's, whose place is the last of ``offsets``."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
     if isinstance(parameter, DTensor):
-        raise ValueError(f"{key} is a DTensor, of which Megatron's checkpoints know nothing: use distributed.save")
-    part, front = linear.parts[name], len(offsets)
+        raise ValueError(f"{key} is a DTensor, which Megatron's checkpoints do not support: use distributed.save")
+    axis, front = linear.shard_specs[name].axis, len(offsets)
     ranks, rank = (1, 0) if linear.parallel is None else (linear.parallel.size, linear.parallel.rank)
-    axis = part.axis
-    own = [] if axis is None else [(front + axis - (expert is not None), rank, ranks)]
+    fragments = [] if axis is None else [(front + axis - (expert is not None), rank, ranks)]
     data = parameter if expert is None else parameter[expert]
     if linear.experts is not None and expert is None and linear.experts.total > linear.experts.here:
         here = linear.experts.here
-        own.append((front, linear.experts.first // here, linear.experts.total // here))
+        fragments.append((front, linear.experts.first // here, linear.experts.total // here))
     replica = (0, rank if axis is None else 0, _replica(linear, metadata))
-    return ShardedTensor.from_rank_offsets(key, data, *offsets, *own, replica_id=replica, prepend_axis_num=front)
+    return ShardedTensor.from_rank_offsets(key, data, *offsets, *fragments, replica_id=replica, prepend_axis_num=front)
 
 
 def _extra_states(linear: Any, prefix: str, key: str, offsets: Offsets, metadata: dict[str, Any]) -> dict[str, Any]:
-    """What Megatron's linears ask a checkpoint for besides: TransformerEngine's state for fp8. Here it is None."""
+    """The ``_extra_state`` of Megatron's linears, TransformerEngine's state for fp8; here it is None."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     rank = 0 if linear.parallel is None else linear.parallel.rank
     apart = bool(metadata.get("singleton_local_shards"))
     state: dict[str, Any] = {}
     for i in range(1 if linear.experts is None else linear.experts.here):
-        own, place = key, tuple(offsets)
+        head, place = key, tuple(offsets)
         if linear.experts is not None:
-            own, place = _of_expert(key, linear.experts.first + i, linear.experts.total, offsets, apart)
+            head, place = _of_expert(key, linear.experts.first + i, linear.experts.total, offsets, apart)
         ordered = sorted(place) or [(0, 0, 1)]
         state[f"{prefix}_extra_state{i or ''}"] = ShardedObject(
-            f"{own}_extra_state",
+            f"{head}_extra_state",
             None,
             tuple(size for *_, size in ordered),
             tuple(at for _, at, _ in ordered),
@@ -206,32 +200,32 @@ def _extra_states(linear: Any, prefix: str, key: str, offsets: Offsets, metadata
 
 
 def _places(entry: Any) -> tuple[Offsets, Offsets]:
-    """(of the axes in front of an entry's own, of its own axes that are shared out)"""
+    """(places of the axes in front of an entry's own, places of its own axes)"""
     front = entry.prepend_axis_num
     before = tuple((i, entry.global_offset[i], entry.global_shape[i]) for i in range(front))
-    own = tuple(
+    places = tuple(
         (front + i, entry.global_offset[front + i] // n, entry.axis_fragmentations[front + i])
         for i, n in enumerate(entry.local_shape)
     )
-    return before, own
+    return before, places
 
 
 def gate_and_up(entry: Any, axis: int = 0, apart: bool = False) -> Any:
-    """The entry of a packed [gate; up] parameter, whose part is placed as if it were one, as a factory of two.
+    """A factory of gate and up from the entry of a packed [gate; up] parameter, whose shard is placed as one piece.
 
-    Of p ranks' parts the whole is [gate_0 … gate_p, up_0 … up_p]; with ``apart`` there are two, ``{key}_w`` and
-    ``{key}_v``.
+    The whole of p ranks' shards is [gate_0 … gate_p, up_0 … up_p]; with ``apart`` there are two tensors, ``{key}_w``
+    and ``{key}_v``.
 
     Source: ``apply_swiglu_sharded_factory`` of ``megatron.core.transformer.mlp``.
     """
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-    before, own = _places(entry)
+    before, places = _places(entry)
     front = len(before)
-    _, rank, ranks = own[axis]
-    others = (*before, *own[:axis], *own[axis + 1 :])
-    places = [(rank, ranks)] * 2 if apart else [(rank, 2 * ranks), (ranks + rank, 2 * ranks)]
+    _, rank, ranks = places[axis]
+    others = (*before, *places[:axis], *places[axis + 1 :])
+    halves = [(rank, ranks)] * 2 if apart else [(rank, 2 * ranks), (ranks + rank, 2 * ranks)]
 
     def build(key: str, t: Tensor, replica_id: Any, flattened_range: Any = None) -> list[Any]:
         names = (f"{key}_w", f"{key}_v") if apart else (key, key)
@@ -239,42 +233,34 @@ def gate_and_up(entry: Any, axis: int = 0, apart: bool = False) -> Any:
             ShardedTensor.from_rank_offsets(
                 name, half, *others, (front + axis, *place), replica_id=replica_id, prepend_axis_num=front
             )
-            for name, half, place in zip(names, t.detach().chunk(2, axis), places, strict=True)
+            for name, half, place in zip(names, t.detach().chunk(2, axis), halves, strict=True)
         ]
 
-    def merge(halves: list[Tensor]) -> Tensor:
-        return torch.cat(halves, axis)
-
-    return ShardedTensorFactory(entry.key, entry.data, build, merge, entry.replica_id)
+    return ShardedTensorFactory(entry.key, entry.data, build, lambda t: torch.cat(t, axis), entry.replica_id)
 
 
 def _experts_apart(entry: Any, first: int, tail: str, packed: bool) -> Any:
-    """The entry of stacked experts as a factory of one for each, or two, under keys of their own.
+    """A factory of one entry per expert (two if packed), under the expert's keys, from the entry of stacked experts.
 
     Args:
-        first: which of all experts the first one here is.
-        tail: what stands behind the expert's number: "linear_fc1.weight".
+        first: the number of the first local expert among all.
+        tail: the key's part behind the expert's number: "linear_fc1.weight".
     """
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-    before, (_, *own) = _places(entry)
+    before, (_, *own_axes) = _places(entry)
     front = len(before)
-    places = [(axis - 1, *place) for axis, *place in own]
+    places = [(axis - 1, *place) for axis, *place in own_axes]
 
     def build(key: str, t: Tensor, replica_id: Any, flattened_range: Any = None) -> list[Any]:
         head = key.removesuffix(tail)
         pieces: list[Any] = []
-        for i, one in enumerate(t.detach().unbind()):
-            alone = ShardedTensor.from_rank_offsets(
-                f"{head}{first + i}.{tail}",
-                one,
-                *before,
-                *places,
-                replica_id=replica_id,
-                prepend_axis_num=front,
+        for i, expert in enumerate(t.detach().unbind(), first):
+            piece = ShardedTensor.from_rank_offsets(
+                f"{head}{i}.{tail}", expert, *before, *places, replica_id=replica_id, prepend_axis_num=front
             )
-            pieces += gate_and_up(alone, apart=True).build() if packed else [alone]
+            pieces += gate_and_up(piece, apart=True).build() if packed else [piece]
         return pieces
 
     def merge(pieces: list[Tensor]) -> Tensor:

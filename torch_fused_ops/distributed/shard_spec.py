@@ -1,4 +1,4 @@
-"""What a layer and the processes that share it out have to agree upon; it imports no DTensor, which takes 0.4 s."""
+"""``ShardSpec``: a parameter's sharding, without importing DTensor, which takes 0.4 s."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["ShardSpec", "Shardable"]
 
 
 class ShardSpec(NamedTuple):
-    """Which part of a parameter a rank holds: its share of an axis, in each of so many groups; of None, all of it."""
+    """A rank's shard of a parameter: a part of each of ``groups`` groups along ``axis``; all of it if axis is None."""
 
     axis: int | None
     groups: int = 1  # 2: [gate | up] along the axis
 
 
 class Shardable(nn.Module):
-    """A layer that shares its own parameters out, as ``torch_fused_ops.nn``'s linears do."""
+    """A layer that shards its own parameters, as ``torch_fused_ops.nn``'s linears do."""
 
-    def share(self, parallel: TensorParallel | None, as_dtensors: bool = False) -> None:
-        """Keep this rank's parts of the parameters: plain tensors, or DTensors, in the parameters' places.
+    def shard(self, parallel: TensorParallel | None, as_dtensors: bool = False) -> None:
+        """Replace the parameters by this rank's shards: plain tensors or DTensors.
 
         Raises:
-            ValueError: what is to be shared out does not divide evenly.
+            ValueError: features do not divide evenly.
         """
         raise NotImplementedError

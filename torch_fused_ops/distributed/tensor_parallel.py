@@ -1,20 +1,18 @@
 """Tensor parallelism of two linears with an activation between them (Shoeybi et al. 2019, arXiv:1909.08053).
 
-Of the first linear's weight each rank holds rows, of a packed [gate | up] weight its gate rows and its up rows; of the
-second linear's, the columns that meet them. The activation is then each rank's own affair. What ranks tell each other
-is left to DTensor: tensors become DTensors where they enter the first linear and leave the second, are redistributed,
-and are plain tensors again.
+Each rank holds rows of the first weight (gate rows and up rows of a packed [gate | up] weight) and the matching columns
+of the second. The activation needs no communication. DTensor does the rest: tensors become DTensors where they enter
+the first linear and leave the second, are redistributed, and become plain tensors again.
 
     forward    nothing on entering            all-reduce on leaving
     backward   all-reduce                     nothing
 
-or, with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198), where tokens are shared out outside,
+or, with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198), where tokens are sharded outside,
 
     forward    all-gather                     reduce-scatter
     backward   reduce-scatter                 all-gather
 
-Besides, a few numbers in backward: a per-token scale's gradient is summed over ranks, and, with sequence parallelism,
-the second bias's. A ``TensorParallel`` is what a linear knows of all this.
+Backward also sums a per-token scale's gradient over ranks and, with sequence parallelism, the second bias's.
 """
 
 from __future__ import annotations
@@ -31,17 +29,16 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_fused_ops.distributed.shard_spec import Shardable, ShardSpec
 
-__all__ = ["PackedColwiseParallel", "SharedLinear", "TensorParallel", "tensor_parallel_plan"]
+__all__ = ["PackedColwiseParallel", "ShardedLinear", "TensorParallel", "tensor_parallel_plan"]
 
 
 class TensorParallel:
-    """The processes that hold a linear's weight together, and how tensors come to them and go.
+    """The processes that shard a linear's weight, and the collectives on its inputs, outputs and parameters.
 
     Args:
         meshes: one-dimensional, of the same processes, for each kind of device where tensors may be.
-        sequence_parallel: outside, each rank holds a share of the tokens, that of its place along the first axis.
-        summed_outside: each rank gives its summand of the output, which somebody else adds up, and sums gradients of
-            the input likewise: nothing is sent here.
+        sequence_parallel: outside, each rank holds its shard of the tokens, along the first axis.
+        summed_outside: communicate nothing: the caller sums the ranks' outputs and the input's gradients.
     """
 
     def __init__(self, *meshes: DeviceMesh, sequence_parallel: bool = False, summed_outside: bool = False) -> None:
@@ -55,7 +52,7 @@ class TensorParallel:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, **arguments: bool) -> TensorParallel:
-        """The processes of a group."""
+        """Make the meshes of a process group."""
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         here = {"cpu", accelerator.type if accelerator is not None else "cpu"}
         kinds = [device.type for device in group._device_types if device.type in here]
@@ -65,94 +62,77 @@ class TensorParallel:
         return self.meshes[t.device.type]
 
     def _any_mesh(self, t: Tensor) -> DeviceMesh:
-        """For parameters, which may be made elsewhere and moved later."""
+        """Support parameters that are created on one device and moved later."""
         return self.meshes.get(t.device.type) or next(iter(self.meshes.values()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
-        return self  # a copied module is shared by the same processes
+        return self  # the same processes shard a copied module
 
     # ---- activations
 
     def enter(self, x: Tensor) -> Tensor:
-        """What each rank has of x → all of x; what each rank has of its gradient is added up."""
-        if self.summed_outside:
-            return x
-        given = DTensor.from_local(x, self._mesh(x), [self._outside], run_check=False)
-        whole: Tensor = given.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        return whole
+        """Gather x from each rank's tokens; backward sums the ranks' gradients."""
+        return x if self.summed_outside else self._redistribute(x, self._outside, Replicate(), [Partial()])
 
     def leave(self, y: Tensor) -> Tensor:
-        """Each rank's summand of y → its share of the sum."""
-        if self.summed_outside:
-            return y
-        given = DTensor.from_local(y, self._mesh(y), [Partial()], run_check=False)
-        summed: Tensor = given.redistribute(placements=[self._outside]).to_local()
-        return summed
+        """Sum the ranks' y; each rank gets its shard of the tokens."""
+        return y if self.summed_outside else self._redistribute(y, Partial(), self._outside)
+
+    def _redistribute(self, local: Tensor, before: Any, after: Any, grad_placements: Any = None) -> Tensor:
+        t = DTensor.from_local(local, self._mesh(local), [before], run_check=False)
+        result: Tensor = t.redistribute(placements=[after]).to_local(grad_placements=grad_placements)
+        return result
 
     # ---- parameters
 
-    def share(self, whole: Tensor, part: ShardSpec) -> Tensor:
-        """This rank's part of a whole parameter. All ranks get theirs from the first one's, so seeds may differ."""
-        if part.axis is not None:
-            _check_divides(whole.shape[part.axis], part.groups, self.size)
-        shape = self.shape(whole.shape, part)
+    def shard(self, whole: Tensor, spec: ShardSpec) -> Tensor:
+        """This rank's shard of a whole parameter; all ranks get it from the first rank, so seeds may differ."""
+        if spec.axis is not None:
+            _check_divides(whole.shape[spec.axis], spec.groups, self.size)
+        shape = self.shape(whole.shape, spec)
         if whole.is_meta:
             return whole.new_empty(shape)
         mesh = self._any_mesh(whole)
-        if part.axis is None:
-            shares = distribute_tensor(whole, mesh, [Replicate()])
+        if spec.axis is None:
+            shards = distribute_tensor(whole, mesh, [Replicate()])
         else:
-            shares = distribute_tensor(whole.unflatten(part.axis, (part.groups, -1)), mesh, [Shard(part.axis + 1)])
-        return shares.to_local().reshape(shape).to(whole.device)
+            shards = distribute_tensor(whole.unflatten(spec.axis, (spec.groups, -1)), mesh, [Shard(spec.axis + 1)])
+        return shards.to_local().reshape(shape).to(whole.device)
 
-    def shape(self, whole: torch.Size, part: ShardSpec) -> torch.Size:
-        """A rank's part of a shape."""
-        return torch.Size(n // self.size if axis == part.axis else n for axis, n in enumerate(whole))
+    def shape(self, whole: torch.Size, spec: ShardSpec) -> torch.Size:
+        """The shape of a rank's shard."""
+        return torch.Size(n // self.size if axis == spec.axis else n for axis, n in enumerate(whole))
 
-    def own(self, parameter: Tensor) -> Tensor:
-        """This rank's part as a plain tensor, of a parameter that may be a DTensor."""
+    def local(self, parameter: Tensor) -> Tensor:
+        """This rank's shard as a plain tensor; the parameter may be a DTensor."""
         if not isinstance(parameter, DTensor):
             return parameter
         local: Tensor = parameter.to_local()
         return local
 
-    def as_dtensor(self, local: Tensor, whole: Tensor, part: ShardSpec) -> DTensor:
-        """A rank's part of a parameter as a DTensor of the whole."""
+    def as_dtensor(self, local: Tensor, whole: Tensor, spec: ShardSpec) -> DTensor:
+        """A DTensor of the whole parameter from this rank's shard."""
         placement: Any = Replicate()
-        if part.axis is not None:
-            placement = Shard(part.axis) if part.groups == 1 else _StridedShard(part.axis, split_factor=part.groups)
+        if spec.axis is not None:
+            placement = Shard(spec.axis) if spec.groups == 1 else _StridedShard(spec.axis, split_factor=spec.groups)
         return DTensor.from_local(
             local, self._any_mesh(local), [placement], run_check=False, shape=whole.shape, stride=whole.stride()
         )
 
     def gradient_of(self, parameter: Tensor, grad: Tensor) -> Tensor:
-        """A gradient of what ``own`` gives, as the parameter's."""
+        """The parameter's gradient from that of its local tensor."""
         if not isinstance(parameter, DTensor):
             return grad
-        return DTensor.from_local(
-            grad,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        mesh, places, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+        return DTensor.from_local(grad, mesh, places, run_check=False, shape=shape, stride=stride)
 
     def replicated(self, bias: Tensor) -> Tensor:
-        """A parameter that all ranks hold and add to their own tokens."""
-        if not self.sequence_parallel:
-            return bias
-        same = DTensor.from_local(bias, self._mesh(bias), [Replicate()], run_check=False)
-        used: Tensor = same.to_local(grad_placements=[Partial()])
-        return used
+        """A bias that all ranks hold and add to their own tokens; backward sums the ranks' gradients."""
+        return self._redistribute(bias, Replicate(), Replicate(), [Partial()]) if self.sequence_parallel else bias
 
     def replicated_gradient(self, grad: Tensor) -> Tensor:
-        """The gradient that ``replicated`` gives a bias whose uses have this one."""
-        if not self.sequence_parallel:
-            return grad
-        parts = DTensor.from_local(grad, self._mesh(grad), [Partial()], run_check=False)
-        summed: Tensor = parts.redistribute(placements=[Replicate()]).to_local()
-        return summed
+        """The sum of the ranks' gradients of a ``replicated`` bias."""
+        return self._redistribute(grad, Partial(), Replicate()) if self.sequence_parallel else grad
 
 
 def _check_divides(features: int, groups: int, ranks: int) -> None:
@@ -166,8 +146,8 @@ def _check_divides(features: int, groups: int, ranks: int) -> None:
 # ---- parallelize_module ----------------------------------------------------------------------------------------------
 
 
-class SharedLinear(ParallelStyle):
-    """Shares out one of our linears (``nn.ColumnParallelLinear``, ``nn.RowParallelLinear``), as DTensors."""
+class ShardedLinear(ParallelStyle):
+    """Shards ``nn.ColumnParallelLinear`` or ``nn.RowParallelLinear`` as DTensors."""
 
     def __init__(self, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -176,28 +156,28 @@ class SharedLinear(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, Shardable):
             raise TypeError(f"{type(module).__name__} is not accepted: this is for the linears of torch_fused_ops.nn")
-        module.share(TensorParallel(device_mesh, sequence_parallel=self.sequence_parallel), as_dtensors=True)
+        module.shard(TensorParallel(device_mesh, sequence_parallel=self.sequence_parallel), as_dtensors=True)
         return module
 
 
 class PackedColwiseParallel(ColwiseParallel):
-    """``ColwiseParallel`` for an ``nn.Linear`` that gives [gate | up]: each rank gives its columns of both."""
+    """``ColwiseParallel`` for an ``nn.Linear`` with packed [gate | up] output: each rank computes columns of both."""
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         packed = [_StridedShard(0, split_factor=2)]
         for key, parameter in list(module.named_parameters(recurse=False)):
             _check_divides(parameter.shape[0], 2, device_mesh.size())
             try:
-                shared = distribute_tensor(parameter.detach(), device_mesh, packed)
-                if parameter.ndim == 2:  # torch 2.11 makes such a tensor, and can do nothing with it
-                    one = DTensor.from_local(parameter.new_zeros(1, parameter.shape[1]), device_mesh, run_check=False)
-                    nn.functional.linear(one, shared)
+                sharded = distribute_tensor(parameter.detach(), device_mesh, packed)
+                if parameter.ndim == 2:  # torch 2.11 makes such a tensor and cannot compute with it
+                    row = DTensor.from_local(parameter.new_zeros(1, parameter.shape[1]), device_mesh, run_check=False)
+                    nn.functional.linear(row, sharded)
             except ValueError as error:
                 raise NotImplementedError(
                     f"{type(module).__name__} with packed gate and up is not accepted: this torch's DTensor cannot "
-                    "shard each half of a tensor. torch 2.13's can, and torch_fused_ops.nn.MLP does without"
+                    "shard each half of a tensor. Use torch 2.13 or later, or torch_fused_ops.nn.MLP"
                 ) from error
-            setattr(module, key, nn.Parameter(shared, requires_grad=parameter.requires_grad))
+            setattr(module, key, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
     @staticmethod
     def _prepare_output_fn(
@@ -206,7 +186,7 @@ class PackedColwiseParallel(ColwiseParallel):
         return outputs.to_local() if use_local_output else outputs
 
 
-# What the linears before and after the activation are called. The first that a module has.
+# Names of the linears before and after the activation; the first entry that a module has counts.
 _NAMES = (
     (("linear_fc1",), "linear_fc2"),
     (("fc1",), "fc2"),
@@ -220,17 +200,17 @@ _NAMES = (
 
 
 def tensor_parallel_plan(mlp: nn.Module, sequence_parallel: bool | None = None) -> dict[str, ParallelStyle]:
-    """What ``torch.distributed.tensor.parallel.parallelize_module`` is to do with an MLP's linears.
+    """The plan for an MLP's linears that ``torch.distributed.tensor.parallel.parallelize_module`` takes.
 
         parallelize_module(mlp, mesh["tp"], tensor_parallel_plan(mlp))
 
-    Parameters become DTensors. Packed [gate | up] weights are shared out half by half, so that each rank computes gate
-    and up of the same columns.
+    Parameters become DTensors. Each half of a packed [gate | up] weight is sharded, so that each rank computes gate and
+    up of the same columns.
 
     Args:
         mlp: ``nn.MLP``, or a module whose children are two or three linears of usual names (fc1 and fc2; gate_proj,
-            up_proj and down_proj; …), which passes tensors between them as they are.
-        sequence_parallel: tokens are shared out along the first axis outside; by default as ``mlp.config`` says.
+            up_proj and down_proj; …), and whose forward passes plain tensors between them.
+        sequence_parallel: tokens are sharded along the first axis outside; the default is ``mlp.config``'s.
 
     Raises:
         ValueError: the module has no such children.
@@ -242,14 +222,14 @@ def tensor_parallel_plan(mlp: nn.Module, sequence_parallel: bool | None = None) 
     else:
         names = ", ".join(f"{name} ({type(child).__name__})" for name, child in children.items())
         raise ValueError(
-            f"{type(mlp).__name__} is not accepted: of its children, {names or 'none'}, none are an MLP's linears"
+            f"{type(mlp).__name__} is not accepted: it must have an MLP's linears, and has {names or 'none'}"
         )
     if sequence_parallel is None:
         sequence_parallel = getattr(getattr(mlp, "config", None), "sequence_parallel", None) or False
         if sequence_parallel not in (False, True):
             raise TypeError(f"sequence_parallel={sequence_parallel!r} is not accepted: it must be True or False")
     if isinstance(children[rows], Shardable):
-        return {name: SharedLinear(sequence_parallel) for name in (*columns, rows)}
+        return {name: ShardedLinear(sequence_parallel) for name in (*columns, rows)}
     outside: Any = Shard(0) if sequence_parallel else Replicate()
     first: Any = children[columns[0]]
     second: Any = children[rows]

@@ -1,4 +1,4 @@
-"""The three products of a linear layer: of all rows with one weight, or of each expert's rows with the expert's own."""
+"""The three GEMMs of a linear layer, with one weight for all rows or a weight per expert."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch_fused_ops.routing import readable
 
 __all__ = [
     "DENSE",
-    "Groups",
-    "Products",
+    "Gemms",
+    "GroupedGemms",
     "check_gemm",
     "check_shape",
     "dense_gradient",
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 
-class Products:
-    """x · weightᵀ and what its gradients are made of; all rows have one weight and one bias.
+class Gemms:
+    """x · weightᵀ and its gradients' GEMMs, with one weight and one bias for all rows.
 
     Args:
-        gemm: what to multiply in, as ``FusionPolicy.gemm``: of float8 the gradients are by its own derivative.
+        gemm: the precision, as ``FusionPolicy.gemm``; float8 has its own derivative.
     """
 
     def __init__(self, gemm: str = "bf16") -> None:
@@ -46,20 +46,20 @@ class Products:
         """y + bias · scale[..., None], in y's dtype."""
         return y + (bias if scale is None else (bias * scale.unsqueeze(-1)).to(y.dtype))
 
-    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         """grad · weight: x's gradient"""
         return grad.matmul(weight)
 
-    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         """gradᵀ · x: weight's gradient"""
         return grad.reshape(-1, grad.shape[-1]).t().mm(x.reshape(-1, x.shape[-1]))
 
 
-DENSE = Products()
+DENSE = Gemms()
 
 
 def linear(gemm: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x · weightᵀ + bias, multiplied in what ``gemm`` says; under autocast in its dtype."""
+    """x · weightᵀ + bias in the precision ``gemm``; under autocast in its dtype."""
     if gemm == "bf16":
         return F.linear(x, weight, bias)
     x, weight = under_autocast(x, weight)
@@ -67,12 +67,12 @@ def linear(gemm: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def check_gemm(gemm: object, experts: bool = False, **sizes: int) -> None:
-    """ValueError for what is no recipe, or none of ``experts``, and for sizes that float8 does not have."""
+    """Raise ValueError for an unknown recipe, one that ``experts`` do not support, and sizes that float8 does not."""
     check_known("gemm", gemm)
     if experts and gemm in RECIPES and not RECIPES[str(gemm)].scaling.grouped:
-        accepted = ", ".join(("bf16", *(name for name, each in RECIPES.items() if each.scaling.grouped)))
+        accepted = ", ".join(("bf16", *(name for name, recipe in RECIPES.items() if recipe.scaling.grouped)))
         raise ValueError(
-            f"gemm={gemm!r} is not accepted of experts: there are no grouped products with a scale for each "
+            f"gemm={gemm!r} is not accepted of experts: grouped GEMMs do not take a scale for each "
             f"{RECIPES[str(gemm)].scaling.noun}; accepted: {accepted}"
         )
     multiple = RECIPES[str(gemm)].scaling.multiple if gemm in RECIPES else 1
@@ -82,7 +82,7 @@ def check_gemm(gemm: object, experts: bool = False, **sizes: int) -> None:
 
 
 def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As autocast gives them to a product, where that is not left to it: in its dtype, but for float64."""
+    """Cast as autocast casts a GEMM's inputs: to its dtype, except float64."""
     kind = tensors[0].device.type
     available = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)  # torch 2.11's Dynamo cannot ask that
     if not available or not torch.is_autocast_enabled(kind):
@@ -92,26 +92,26 @@ def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_shape(name: str, t: Any, accepted: Sequence[Any], rows: str = "") -> None:
-    """That t is a tensor of this shape; with ``rows``, of one axis, behind another of any size, "T", or any, "...".
+    """Check a tensor's shape; ``rows`` allows one axis of any size ("T") or any axes ("...") in front.
 
     Raises:
-        TypeError, ValueError: it is not.
+        TypeError, ValueError: t is not such a tensor.
     """
     if isinstance(t, torch.fx.Proxy) or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return  # sizes are not there to be compared
+        return  # no sizes to compare
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} of type {type(t).__name__} is not accepted: it must be a tensor")
     axes = t.ndim - len(accepted)
     if t.shape[max(axes, 0) :] == tuple(accepted) and (rows == "..." or axes == (rows == "T")):
         return
-    # After an exception of Python's Dynamo leaves the frame to eager mode for good; after an operator's it does not.
+    # After a Python exception Dynamo runs the frame eagerly for good; after an operator's exception it does not.
     (_refuse_op if torch.compiler.is_compiling() else _refuse)(name, t.shape, accepted, rows)
 
 
 def _refuse(name: str, shape: Sequence[int], accepted: Sequence[int], rows: str) -> None:
-    wanted = f"({rows}, {accepted[0]})" if rows else f"{tuple(accepted)}"
+    shapes = f"({rows}, {accepted[0]})" if rows else f"{tuple(accepted)}"
     verb, pronoun = ("are", "they") if name.endswith("s") else ("is", "it")
-    raise ValueError(f"{name} of shape {tuple(shape)} {verb} not accepted: {pronoun} must be {wanted}")
+    raise ValueError(f"{name} of shape {tuple(shape)} {verb} not accepted: {pronoun} must be {shapes}")
 
 
 _refuse_op = torch.library.custom_op(
@@ -122,18 +122,18 @@ _refuse_op.register_fake(_refuse)
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
 #
-# Two products, each the other's derivative, so that no third is needed, to any order:
+# Two GEMMs, each the other's derivative, to any order:
 #
 #     by_expert(x (T, k), weight (E, n, k), ends) → (T, n)     row t of expert e: weight[e] · x[t]
 #     sums(a (T, n), b (T, k), ends) → (E, n, k)               the sum of a[t] ⊗ b[t] over e's rows t
 #
-# Rows are sorted by expert; ends[e], int32 and on the tensors' device, is where e's rows end. They are operators, as a
-# compiler has no place for loops whose length is in a tensor, and as F.grouped_mm's own derivative refuses gradients
-# that are expanded, as a sum's are.
+# Rows are sorted by expert; ends[e], int32 and on the tensors' device, is the end of e's rows. They are operators, as a
+# compiler cannot trace loops whose length is in a tensor, and as F.grouped_mm's own derivative rejects expanded
+# gradients, such as a sum's.
 
 
 def _grouped(x: Tensor, n: int, k: int) -> bool:
-    """Whether ``F.grouped_mm`` takes it. What it does not is gone through expert by expert."""
+    """True if ``F.grouped_mm`` supports the GEMM; others run expert by expert."""
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or x.device.type not in ("cpu", "cuda"):
         return False
     if n * x.element_size() % 16 or k * x.element_size() % 16:  # "strides should be multiple of 16 bytes"
@@ -142,7 +142,7 @@ def _grouped(x: Tensor, n: int, k: int) -> bool:
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """Rows at multiples of 16 bytes, of matrices columns will do: gradients may be expanded, one row has any stride."""
+    """Align rows, or a weight's columns, to 16 bytes: gradients may be expanded, and a single row has any stride."""
     *_, row, column = t.stride()
     dense = column == 1 and row >= t.shape[-1] and row * t.element_size() % 16 == 0
     if t.ndim == 3:
@@ -165,8 +165,8 @@ def _sums(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     if _grouped(a, a.shape[1], b.shape[1]):
         return F.grouped_mm(_aligned(a).t(), _aligned(b), offs=ends)
     y = a.new_empty(ends.shape[0], a.shape[1], b.shape[1])
-    for one, (start, end) in zip(y, _ranges(ends), strict=True):
-        torch.mm(a[start:end].t(), b[start:end], out=one)
+    for out, (start, end) in zip(y, _ranges(ends), strict=True):
+        torch.mm(a[start:end].t(), b[start:end], out=out)
     return y
 
 
@@ -184,7 +184,7 @@ def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return a.new_empty(ends.shape[0], a.shape[1], b.shape[1])
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     first, second, ends = inputs
     of_first, of_second = ctx.needs_input_grad[:2]
     ctx.save_for_backward(first if of_second else None, second if of_first else None, ends)
@@ -202,38 +202,35 @@ def _sums_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None
     return da, None if a is None else by_expert(a, grad.transpose(1, 2), ends), None
 
 
-_by_expert.register_autograd(_by_expert_backward, setup_context=_keep)
-_sums.register_autograd(_sums_backward, setup_context=_keep)
+_by_expert.register_autograd(_by_expert_backward, setup_context=_save)
+_sums.register_autograd(_sums_backward, setup_context=_save)
 
 
 count(_by_expert._opoverload, lambda x, weight, ends, **out: rows_times_columns(x, weight))
 count(_sums._opoverload, lambda a, b, ends, **out: 2 * a[0] * a[1] * b[1])
 
-# In eager mode torch.func's transforms, too, want functions; a compiler's recognizer wants the operators.
+# In eager mode torch.func's transforms need Functions; the fusion pass needs the operators.
 
 
 class _ByExpert(torch.autograd.Function):
     forward = staticmethod(lambda x, weight, ends: _by_expert(x, weight, ends))
-    setup_context = staticmethod(_keep)
+    setup_context = staticmethod(_save)
     backward = staticmethod(_by_expert_backward)
 
 
 class _Sums(torch.autograd.Function):
     forward = staticmethod(lambda a, b, ends: _sums(a, b, ends))
-    setup_context = staticmethod(_keep)
+    setup_context = staticmethod(_save)
     backward = staticmethod(_sums_backward)
 
 
 def _native(x: Tensor, n: int, k: int) -> bool:
-    """Whether a compiler gets ``F.grouped_mm`` to see, which it has kernels for: those take bfloat16 alone.
-
-    So does its fake kernel until torch 2.13.
-    """
+    """True if compiled code calls ``F.grouped_mm``; its kernels, and its fake until torch 2.13, take bfloat16."""
     return torch.compiler.is_compiling() and x.dtype == torch.bfloat16 and _grouped(x, n, k)
 
 
 def by_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Each row of x times its expert's weightᵀ."""
+    """Multiply each row of x by its expert's weightᵀ."""
     if _native(x, *weight.shape[1:]):
         return F.grouped_mm(_aligned(x), _aligned(weight).transpose(1, 2), offs=ends)
     call: Callable[..., Tensor] = _by_expert if torch.compiler.is_compiling() else _ByExpert.apply
@@ -249,7 +246,7 @@ def sums(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 class _Dense(torch.autograd.Function):
-    """y; backward takes expanded gradients, which ``F.grouped_mm``'s own derivative does not."""
+    """y unchanged; backward accepts expanded gradients, which ``F.grouped_mm``'s own derivative does not."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -261,7 +258,7 @@ class _Dense(torch.autograd.Function):
 
 
 def dense_gradient(y: Tensor) -> Tensor:
-    """The result of ``by_expert`` for whoever may give back any gradient; the operator takes any by itself."""
+    """Accept any gradient of ``by_expert``'s result; the operator does so by itself."""
     if not torch.compiler.is_compiling():
         return y
     same: Tensor = _Dense.apply(y)  # type: ignore[no-untyped-call]
@@ -276,8 +273,8 @@ def _expert_of_rows(rows: int, ends: Tensor) -> Tensor:
 class _AddBias(torch.autograd.Function):
     """y + bias[expert of the row] · scale[:, None].
 
-    Indexing's own derivative adds a thousand rows to one, in any order and rounding each time; here the rows are summed
-    in a product. Nothing of y's size is kept.
+    Indexing's own derivative adds a thousand rows to one, in any order and rounding each time; here a GEMM sums the
+    rows. Nothing of y's size is saved.
     """
 
     @staticmethod
@@ -298,10 +295,10 @@ class _AddBias(torch.autograd.Function):
         _, of_bias, of_scale, _ = ctx.needs_input_grad
         d_bias = d_scale = None
         if of_bias:
-            # Two of eight columns (16 bytes a row): a float32 scale's leading bits, and what they leave.
+            # Two of eight columns (16 bytes a row): a float32 scale's leading bits, and its remainder.
             first = grad.new_ones(grad.shape[0]) if scale is None else scale.to(grad.dtype)
-            rest = torch.zeros_like(first) if scale is None else (scale - first).to(grad.dtype)
-            columns = F.pad(torch.stack([first, rest], 1), (0, 6))
+            second = torch.zeros_like(first) if scale is None else (scale - first).to(grad.dtype)
+            columns = F.pad(torch.stack([first, second], 1), (0, 6))
             d_bias = sums(columns, grad, ends)[:, :2].sum(1).to(bias.dtype)
         if of_scale:
             rows = bias.index_select(0, _expert_of_rows(grad.shape[0], ends))
@@ -309,37 +306,35 @@ class _AddBias(torch.autograd.Function):
         return grad, d_bias, d_scale, None
 
 
-class Groups(Products):
-    """The products of rows that are sorted by expert, with a weight (E, n, k) and a bias (E, n)."""
+class GroupedGemms(Gemms):
+    """The GEMMs of rows that are sorted by expert, with a weight (E, n, k) and a bias (E, n)."""
 
     def __init__(self, ends: Tensor, gemm: str = "bf16") -> None:
         super().__init__(gemm)
         self.ends = ends
 
     @classmethod
-    def of(cls, x: Tensor, tokens_per_expert: Tensor | Sequence[int], experts: int) -> Groups:
-        """From the numbers of rows, which stay on the device where they are.
+    def of(cls, x: Tensor, tokens_per_expert: Tensor | Sequence[int], experts: int) -> GroupedGemms:
+        """Make groups from the experts' numbers of rows, without waiting for a GPU.
 
         Raises:
-            TypeError, ValueError: they are not E numbers of which the sum is x's number of rows. (For a tensor on a GPU
-                that would mean waiting for it: rows beyond the sum are undefined then.)
+            TypeError, ValueError: they are not E numbers whose sum is x's number of rows. (The sum of a tensor on a
+                GPU is not checked: rows beyond it are undefined.)
         """
-        given, rows = tokens_per_expert, x.shape[0]
-        if isinstance(given, Tensor):
-            if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-                raise TypeError(f"tokens_per_expert of dtype {given.dtype} is not accepted: it must have integers")
-            if given.shape != (experts,):
-                raise ValueError(
-                    f"tokens_per_expert of shape {tuple(given.shape)} is not accepted: it must be ({experts},)"
-                )
-            if readable(given) and (int(given.sum()) != rows or int(given.min()) < 0):
-                _refuse_counts(given.tolist(), rows)
-            return cls(given.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32))
-        counts = list(given)
+        counts, rows = tokens_per_expert, x.shape[0]
+        if isinstance(counts, Tensor):
+            if counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool:
+                raise TypeError(f"tokens_per_expert of dtype {counts.dtype} is not accepted: it must have integers")
+            if counts.shape != (experts,):
+                shape = tuple(counts.shape)
+                raise ValueError(f"tokens_per_expert of shape {shape} is not accepted: it must be ({experts},)")
+            if readable(counts) and (int(counts.sum()) != rows or int(counts.min()) < 0):
+                _refuse_counts(counts.tolist(), rows)
+            return cls(counts.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32))
         if any(isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)) for n in counts):
-            raise TypeError(f"tokens_per_expert={given!r} is not accepted: it must be a tensor or integers")
+            raise TypeError(f"tokens_per_expert={counts!r} is not accepted: it must be a tensor or integers")
         if len(counts) != experts:
-            raise ValueError(f"tokens_per_expert={given!r} is not accepted: it must have {experts} numbers")
+            raise ValueError(f"tokens_per_expert={counts!r} is not accepted: it must have {experts} numbers")
         if sum(counts) != rows or min(counts) < 0:
             _refuse_counts(counts, rows)
         return cls(torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=x.device))
@@ -349,9 +344,9 @@ class Groups(Products):
         if self.gemm == "bf16":
             return by_expert(x, weight, self.ends)
         if {x.dtype, weight.dtype} != {torch.bfloat16}:
-            found = " and ".join(str(dtype) for dtype in dict.fromkeys((x.dtype, weight.dtype)))
+            dtypes = " and ".join(str(dtype) for dtype in dict.fromkeys((x.dtype, weight.dtype)))
             raise TypeError(
-                f"gemm={self.gemm!r} is not accepted of experts in {found}: rows and weights must be torch.bfloat16, "
+                f"gemm={self.gemm!r} is not accepted of experts in {dtypes}: rows and weights must be torch.bfloat16, "
                 "by themselves or under autocast"
             )
         return functional.grouped_linear_fp8(x, weight.transpose(1, 2), self.ends, recipe=self.gemm)
@@ -360,14 +355,14 @@ class Groups(Products):
         added: Tensor = _AddBias.apply(y, bias, scale, self.ends)  # type: ignore[no-untyped-call]
         return added
 
-    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         return by_expert(grad, weight.transpose(1, 2), self.ends)
 
-    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         return sums(grad, x, self.ends)
 
 
 def _refuse_counts(counts: Sequence[int], rows: int) -> None:
     raise ValueError(
-        f"tokens_per_expert={list(counts)!r} is not accepted: there are {rows} rows, and each belongs to one expert"
+        f"tokens_per_expert={list(counts)!r} is not accepted: it must be numbers from 0 on with the sum {rows}"
     )

@@ -1,12 +1,11 @@
-"""What eager autograd keeps of a first linear, an activation and a second linear: the memory levels without a compiler.
+"""The memory levels in eager mode, for a first linear, an activation and a second linear.
 
-Run one after the other, the first linear keeps x, the activation its input h, the second linear its input a. Two of
-these are functions of what is kept besides. ``torch.autograd.graph.saved_tensors_hooks`` swaps a tensor, as it is
-saved, for how to make it again: autograd itself is as it was, so hooks, double backward, DTensors and frozen weights
-work as without.
+The first linear saves x, the activation its input h, the second linear its input a. h and a can be recomputed from x.
+``torch.autograd.graph.saved_tensors_hooks`` replaces a tensor, as it is saved, by its recomputation. Autograd itself is
+unchanged, so hooks, double backward, DTensors and frozen weights work.
 
-``torch.utils.checkpoint`` could do it too, but for fp8; on one core a training step of an MLP of 64×64×256 takes 508 µs
-plain, 654 so, and 895 with checkpoint (torch 2.13).
+``torch.utils.checkpoint`` has no fp8 and is slower: on one core a training step of an MLP of 64×64×256 takes 508 µs
+plain, 654 here, and 895 with checkpoint (torch 2.13).
 """
 
 from __future__ import annotations
@@ -33,12 +32,9 @@ Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def _outer_hooks() -> Hooks:
-    """The saved-tensor hooks around us (a checkpoint's, an offloader's): what we keep is theirs to keep.
-
-    Of nested hooks autograd calls the innermost pair alone.
-    """
+    """The enclosing saved-tensor hooks (a checkpoint's, an offloader's), as autograd calls only the innermost pair."""
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks or (_Kept.of, _Kept.get)
+    return hooks or (_Saved.of, _Saved.get)
 
 
 def _inner(t: Tensor) -> list[Tensor]:
@@ -50,19 +46,19 @@ def _inner(t: Tensor) -> list[Tensor]:
 
 
 def _versions(t: Tensor) -> tuple[int, ...]:
-    """The counts of writes to a tensor and to what it wraps: a write to a DTensor does not count for its local one."""
+    """The version counters of a tensor and those it wraps: a write to a DTensor does not count for its local one."""
     version = 0 if t.is_inference() else t._version
     return (version, *(count for part in _inner(t) for count in _versions(part)))
 
 
-class _Kept(NamedTuple):
-    """A tensor and how often it was written. Autograd itself does not look at what goes through hooks."""
+class _Saved(NamedTuple):
+    """A tensor and its versions, which autograd does not check for tensors that go through hooks."""
 
     tensor: Tensor
     versions: tuple[int, ...]
 
     @classmethod
-    def of(cls, t: Tensor) -> _Kept:
+    def of(cls, t: Tensor) -> _Saved:
         return cls(t, _versions(t))
 
     def is_unwritten(self) -> bool:
@@ -80,7 +76,7 @@ class _Kept(NamedTuple):
 
 
 def _hooks(h: Tensor, offload: bool) -> Hooks:
-    """Where what we keep goes: to the CPU, if asked for, but for hooks around us."""
+    """The hooks for our tensors: enclosing ones first, then the CPU's if requested."""
     if not offload or torch._C._autograd._top_saved_tensors_default_hooks(True):
         return _outer_hooks()
     to_cpu = save_on_cpu(pin_memory=h.is_cuda)
@@ -88,29 +84,29 @@ def _hooks(h: Tensor, offload: bool) -> Hooks:
 
 
 def _take_any_dtype(hooks: Hooks) -> bool:
-    """Whether the hooks are ours or torch's (a checkpoint's, ``save_on_cpu``), which give back what they get.
+    """True for our hooks and torch's (a checkpoint's, ``save_on_cpu``), which return their tensors unchanged.
 
-    A user's may compute: float8 has no arithmetic, and its bits as integers are no numbers.
+    A user's hooks may compute, and float8 has no arithmetic.
     """
     pack: Any = hooks[0]
-    while hasattr(pack, "outer"):  # a module's in another's, which hand on what they get
+    while hasattr(pack, "outer"):  # hooks of nested modules
         pack = pack.outer
     module = getattr(pack, "__module__", None) or ""
     return module == __name__ or module.partition(".")[0] == "torch"
 
 
-class _Remade:
-    """A value that backward makes again, from tensors kept for it or from another such value, once for all savers."""
+class _Recomputed:
+    """A value that backward recomputes once for all savers, from saved tensors or from another such value."""
 
     def __init__(
         self,
         make: Callable[..., Tensor],
-        *sources: _Kept | _Remade,
+        *sources: _Saved | _Recomputed,
         hooks: Hooks | None = None,
-        reads: Iterable[_Kept] = (),
+        reads: Iterable[_Saved] = (),
     ) -> None:
         self.make, self.sources, self.reads = make, sources, tuple(reads)
-        self.kept: list[Any] = []
+        self.packed: list[Any] = []
         self.pack, self.unpack = hooks or _outer_hooks()
         self.savers = self.left = 0
         self.value: Tensor | None = None
@@ -118,21 +114,21 @@ class _Remade:
     def saved(self) -> None:
         if self.savers == 0:
             for source in self.sources:
-                if isinstance(source, _Remade):
+                if isinstance(source, _Recomputed):
                     source.saved()
-                    self.kept.append(source)
+                    self.packed.append(source)
                 else:
-                    self.kept.append(self.pack(source.tensor))
+                    self.packed.append(self.pack(source.tensor))
             self.sources = ()
         self.savers += 1
 
     def is_unwritten(self) -> bool:
-        """Whether all that the value is made of is still what it was made of."""
+        """True if no input of the recomputation was written."""
         return all(source.is_unwritten() for source in (*self.sources, *self.reads))
 
     def __call__(self) -> Tensor:
         if self.value is None:
-            self.value = self.make(*(one() if isinstance(one, _Remade) else self.unpack(one) for one in self.kept))
+            self.value = self.make(*(t() if isinstance(t, _Recomputed) else self.unpack(t) for t in self.packed))
             self.left = self.savers
         value, self.left = self.value, self.left - 1
         if self.left <= 0:
@@ -141,14 +137,14 @@ class _Remade:
 
 
 class _Recipe(NamedTuple):
-    """Saved in a tensor's place."""
+    """The stand-in for a saved tensor: its recomputation, shape and placement."""
 
-    value: _Remade
+    value: _Recomputed
     shape: torch.Size
-    placed: tuple[Any, ...] | None = None  # of a DTensor made of the value: its local shape, mesh, placements, stride
+    placed: tuple[Any, ...] | None = None  # a DTensor's local shape, mesh, placements, stride
 
     @classmethod
-    def of(cls, value: _Remade, saved: Any) -> _Recipe:
+    def of(cls, value: _Recomputed, saved: Any) -> _Recipe:
         if not hasattr(saved, "device_mesh"):
             return cls(value, saved.shape)
         place = saved.to_local().shape, saved.device_mesh, saved.placements, saved.stride()
@@ -158,7 +154,8 @@ class _Recipe(NamedTuple):
         value = self.value()
         value = value.to_local() if hasattr(value, "device_mesh") else value  # type: ignore[attr-defined]
         if self.placed is None:
-            return value.view(self.shape)
+            viewed: Tensor = value.view(self.shape)
+            return viewed
         from torch.distributed.tensor import DTensor
 
         local, mesh, placements, stride = self.placed
@@ -166,11 +163,11 @@ class _Recipe(NamedTuple):
 
 
 def _elements_of(t: Tensor) -> tuple[Any, ...] | None:
-    """The elements' place in memory and how often it was written; None where that does not tell their values.
+    """A key of the elements: their place in memory and versions; None if that does not identify their values.
 
-    It is the same for a tensor, its detached twin, its views of all of it, and a DTensor whose local tensor it is; not
-    for views of other elements or another dtype, nor for any of these once one was written. (Autograd does not notice
-    writes through ``.data`` or by foreign code, and nor does this.)
+    A tensor, its detached copy, its full views, and a DTensor around it have the same key. Views of other elements or
+    another dtype have another, and so has a tensor after a write. (As in autograd, writes through ``.data`` or by
+    foreign code go unnoticed.)
     """
     if hasattr(t, "device_mesh"):
         (local,) = _inner(t)
@@ -183,14 +180,14 @@ def _elements_of(t: Tensor) -> tuple[Any, ...] | None:
     return (t.untyped_storage()._cdata, t.storage_offset(), t.numel(), t.dtype, *_versions(t))
 
 
-Values: TypeAlias = dict[tuple[Any, ...] | None, tuple[_Kept, _Remade]]
+Values: TypeAlias = dict[tuple[Any, ...] | None, tuple[_Saved, _Recomputed]]
 
 
 @contextlib.contextmanager
-def _instead_of(values: Values, found: Callable[[Tensor], _Remade | None] | None = None) -> Iterator[None]:
-    """Inside, whatever saves one of the values for backward saves how it is made again; so does what is ``found``.
+def _recompute(values: Values, other: Callable[[Tensor], _Recomputed | None] | None = None) -> Iterator[None]:
+    """Save a recomputation for each of the values, and for tensors for which ``other`` has one.
 
-    A value is told by ``_elements_of``, and only as long as neither it nor what it is made of is written.
+    ``_elements_of`` identifies a value, as long as neither it nor the recomputation's inputs are written.
     """
     outer_pack, outer_unpack = _outer_hooks()
 
@@ -198,18 +195,18 @@ def _instead_of(values: Values, found: Callable[[Tensor], _Remade | None] | None
         elements = _elements_of(saved)
         if elements is None:
             return outer_pack(saved)
-        if elements not in values and found is not None and (new := found(saved)) is not None:
-            values[elements] = _Kept.of(saved), new
+        if elements not in values and other is not None and (new := other(saved)) is not None:
+            values[elements] = _Saved.of(saved), new
         if elements not in values:
             return outer_pack(saved)
-        value, remade = values[elements]
-        if not (value.is_unwritten() and remade.is_unwritten()):
+        value, recomputed = values[elements]
+        if not (value.is_unwritten() and recomputed.is_unwritten()):
             return outer_pack(saved)
-        remade.saved()
-        return _Recipe.of(remade, saved)
+        recomputed.saved()
+        return _Recipe.of(recomputed, saved)
 
-    def unpack(kept: Any) -> Tensor:
-        return kept.get() if isinstance(kept, _Recipe) else outer_unpack(kept)
+    def unpack(packed: Any) -> Tensor:
+        return packed.get() if isinstance(packed, _Recipe) else outer_unpack(packed)
 
     pack.outer = outer_pack  # type: ignore[attr-defined]
     try:
@@ -221,8 +218,7 @@ def _instead_of(values: Values, found: Callable[[Tensor], _Remade | None] | None
 
 @contextlib.contextmanager
 def _watch(seen: set[tuple[Any, ...] | None]) -> Iterator[None]:
-    """Inside, note whose memory is saved for backward."""
-
+    """Collect the keys of the tensors that are saved for backward."""
     outer_pack, outer_unpack = _outer_hooks()
 
     def pack(saved: Tensor) -> Any:
@@ -235,19 +231,19 @@ def _watch(seen: set[tuple[Any, ...] | None]) -> Iterator[None]:
 
 
 class _Again:
-    """A function as it was called: without gradients, under the autocast that was in force, on the same numbers."""
+    """Repeat a call: without gradients, under forward's autocast, after checking that its tensors were not written."""
 
     def __init__(self, device: torch.device, reads: Iterable[Tensor | None]) -> None:
         kind = device.type
-        self.reads = [_Kept.of(t) for t in reads if t is not None]
+        self.reads = [_Saved.of(t) for t in reads if t is not None]
         self.autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             self.autocast = lambda: torch.autocast(kind, dtype)
 
     def __call__(self, fn: Map, x: Tensor) -> Tensor:
-        for kept in self.reads:
-            kept.get()
+        for read in self.reads:
+            read.get()
         with torch.no_grad(), self.autocast():
             return fn(x)
 
@@ -256,20 +252,17 @@ _SELECTIVE = (torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.chec
 
 
 def _in_selective_checkpoint() -> bool:
-    """Whether a selective checkpoint's policy decides what is kept, in its forward pass or its repetition.
-
-    With a level inside, torch 2.15 warns, and raises where the checkpoint is to respect hooks.
-    """
-    if not torch._C._len_torch_dispatch_stack():
-        return False
-    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+    """True inside a selective checkpoint, whose policy decides; with a level torch 2.15 warns or raises there."""
+    return torch._C._len_torch_dispatch_stack() > 0 and any(
+        isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether no level is for this call: nothing is kept, somebody else decides, or there is nothing to hook into."""
+    """True if the call has no memory level: nothing is saved, a compiler or checkpoint decides, or hooks cannot run."""
     plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
-    # A torch.func transform's tensors have no memory of their own, nor have those with symbolic sizes and torch.fx's
-    # proxies; torch.jit.trace traces again without gradients, and compares. Where hooks are disabled there is no level.
+    # A torch.func transform's tensors have no memory of their own, nor have symbolic sizes or torch.fx's proxies.
+    # torch.jit.trace traces again without gradients, and compares.
     plain = plain or torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing()
     plain = plain or not isinstance(x, Tensor) or isinstance(x.numel(), torch.SymInt)
     plain = plain or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
@@ -277,23 +270,23 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def in_tiles(x: Tensor, memory: str, run: Callable[[Tensor, str], Tensor]) -> Tensor:
-    """``run(x, memory)``; at the level "tiled" of one tile of x's rows after the other, each at the level "input".
+    """``run(x, memory)``; at the level "tiled" for each tile of x's rows in turn, at the level "input".
 
     Args:
         x: (..., n)
         memory: a level.
-        run: what to compute, each row of one row: ``through`` at the level that it is handed. It is called once a tile.
+        run: a function of each row, ``through`` at the level of its argument; called once per tile.
     """
     asked = tiles.asked(memory)
     if asked is None:
         return run(x, memory)
-    # A DTensor's rows are shared out, and what is computed of them may communicate.
+    # A DTensor's rows are sharded, and their computation may communicate.
     count = 1 if _is_plain(x) or hasattr(x, "device_mesh") else tiles.number(x.shape[:-1].numel(), asked)
     if count == 1:
         return run(x, "input")
     rows = x.reshape(-1, x.shape[-1])
-    each, last = tiles.lengths(rows.shape[0], count)
-    results = [run(piece, "input") for piece in rows.split([each] * (count - 1) + [last])]
+    length, last = tiles.lengths(rows.shape[0], count)
+    results = [run(tile, "input") for tile in rows.split([length] * (count - 1) + [last])]
     return torch.cat(results).view(*x.shape[:-1], results[0].shape[-1])
 
 
@@ -307,51 +300,50 @@ def through(
     reads: Callable[[], Iterable[Tensor | None]] = tuple,
     may_draw: bool = False,
 ) -> Tensor:
-    """``second(activate(first(x)))``, keeping what ``memory`` says between them.
+    """``second(activate(first(x)))`` at a memory level.
 
     Under ``torch.compile`` the policy decides (``FusionPolicy.memory``), and this is the plain composition.
 
     Args:
-        first, activate, second: ``first`` and ``activate`` deterministic; ``activate`` keeps no more than its input, or
-            its result instead. Where one of them writes to its argument, what it wrote over is not made again.
-        memory: ``"off"`` h and a; ``"free"`` h, from which a is made again; ``"fp8"`` h in float8_e4m3fn with a scale
-            for each row, from which both are; ``"input"`` neither: ``first`` runs again in backward.
-        offload: keep it in the CPU's memory.
-        reads: what ``first`` and ``activate`` read besides their argument; written before backward makes something
-            again, it raises.
-        may_draw: ``activate`` is not ours and may draw random numbers. If it does, its result is kept.
+        first, activate, second: ``first`` and ``activate`` are deterministic. ``activate`` saves only its input or its
+            result. If one of them writes to its argument, that is not recomputed.
+        memory: ``"off"`` saves h and a; ``"free"`` h, and recomputes a; ``"fp8"`` h in float8_e4m3fn with a scale per
+            row, and recomputes both; ``"input"`` neither: backward runs ``first`` again.
+        offload: save in the CPU's memory.
+        reads: further tensors that ``first`` and ``activate`` read; backward raises if one was written.
+        may_draw: ``activate`` is not ours and may draw random numbers. If it does, its result is saved.
     """
     if _is_plain(x) or (memory == "off" and not offload):
         return second(activate(first(x)))
-    source = _Kept.of(x.detach())
+    source = _Saved.of(x.detach())
     h = first(x)
     again, hooks = _Again(x.device, reads()), _hooks(h, offload)
-    remade = _LEVELS[memory](source, h, first, again, hooks)
-    hidden, of_h = _Kept.of(h), _elements_of(h)
-    values: Values = {of_h: (hidden, remade)}
+    recomputed_h = _LEVELS[memory](source, h, first, again, hooks)
+    hidden, of_h = _Saved.of(h), _elements_of(h)
+    values: Values = {of_h: (hidden, recomputed_h)}
     seen = set[tuple[Any, ...] | None]()
 
-    def large(saved: Tensor) -> _Remade | None:
-        """Of what the activation keeps besides, its result, as ReLU, but no bias and no scale."""
-        return None if 2 * saved.numel() < h.numel() else _Remade(_same, _Kept.of(saved.detach()), hooks=hooks)
+    def large(saved: Tensor) -> _Recomputed | None:
+        """Offload large tensors that the activation saves, such as ReLU's result, but not biases and scales."""
+        return None if 2 * saved.numel() < h.numel() else _Recomputed(_same, _Saved.of(saved.detach()), hooks=hooks)
 
     random = _random_states(x.device) if may_draw else []
-    with _watch(seen) if memory == "free" and not offload else _instead_of(values, large if offload else None):
+    with _watch(seen) if memory == "free" and not offload else _recompute(values, large if offload else None):
         a = activate(h)
         of_a = _elements_of(a)
         _, result = values.get(of_a, (None, None))
-    # As ReLU, it keeps its result; or it is the identity.
+    # The activation saves its result, as ReLU, or is the identity.
     if of_a is None or of_a in seen or (of_a == of_h and not offload):
         return second(a)
     if result is None:
         drawn = may_draw and not all(map(torch.equal, random, _random_states(x.device)))
         if memory != "off" and hidden.is_unwritten() and not drawn:
-            result = _Remade(lambda h: again(activate, h), remade, reads=again.reads)
+            result = _Recomputed(lambda h: again(activate, h), recomputed_h, reads=again.reads)
         elif offload:
-            result = _Remade(_same, _Kept.of(a.detach()), hooks=hooks)
-        else:  # it works in place, or draws: again it would give something else
+            result = _Recomputed(_same, _Saved.of(a.detach()), hooks=hooks)
+        else:  # it works in place, or draws: the recomputed result would differ
             return second(a)
-    with _instead_of({of_a: (_Kept.of(a), result)}):
+    with _recompute({of_a: (_Saved.of(a), result)}):
         return second(a)
 
 
@@ -367,26 +359,26 @@ def _same(t: Tensor) -> Tensor:
     return t
 
 
-def _free(x: _Kept, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Remade:
-    return _Remade(_same, _Kept.of(h.detach()), hooks=hooks)
+def _free(x: _Saved, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Recomputed:
+    return _Recomputed(_same, _Saved.of(h.detach()), hooks=hooks)
 
 
-def _fp8(x: _Kept, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Remade:
+def _fp8(x: _Saved, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Recomputed:
     dtype = h.dtype
     with torch.no_grad():
         stored, scale = reference.store_fp8(h)
         if not _take_any_dtype(hooks):
-            return _Remade(_same, _Kept.of(reference.load_fp8(stored, scale, dtype)), hooks=hooks)
-    return _Remade(
-        lambda stored, scale: reference.load_fp8(stored, scale, dtype), _Kept.of(stored), _Kept.of(scale), hooks=hooks
+            return _Recomputed(_same, _Saved.of(reference.load_fp8(stored, scale, dtype)), hooks=hooks)
+    return _Recomputed(
+        lambda stored, scale: reference.load_fp8(stored, scale, dtype), _Saved.of(stored), _Saved.of(scale), hooks=hooks
     )
 
 
-def _input(x: _Kept, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Remade:
-    return _Remade(lambda x: again(first, x), x, reads=again.reads)
+def _input(x: _Saved, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Recomputed:
+    return _Recomputed(lambda x: again(first, x), x, reads=again.reads)
 
 
-_LEVELS: dict[str, Callable[[_Kept, Tensor, Map, _Again, Hooks], _Remade]] = {
+_LEVELS: dict[str, Callable[[_Saved, Tensor, Map, _Again, Hooks], _Recomputed]] = {
     "off": _free,
     "free": _free,
     "fp8": _fp8,

@@ -1,4 +1,4 @@
-"""What an MLP is made of: ``MLPConfig``, with Megatron's attribute names, and what it means."""
+"""``MLPConfig``, with Megatron's attribute names, and functions that read and check such configs."""
 
 from __future__ import annotations
 
@@ -39,35 +39,33 @@ class MLPConfig:
     """The attributes of Megatron's ``TransformerConfig`` that an MLP reads, with its defaults where it has any.
 
     Attributes:
-        hidden_size: of the block's input and output.
-        ffn_hidden_size: between the two linears, of gate and of up alone if gated; by default 4 · hidden_size.
-        add_bias_linear: whether the linears have biases.
-        gated_linear_unit: act(gate) · (up + offset) instead of act(h); the first linear then gives [gate | up].
+        hidden_size: the input's and output's.
+        ffn_hidden_size: between the two linears, of gate and of up separately; by default 4 · hidden_size.
+        add_bias_linear: the linears have biases.
+        gated_linear_unit: act(gate) · (up + offset) instead of act(h); the first linear computes [gate | up].
         activation_func: F.gelu, F.silu, F.relu, F.sigmoid, torch.tanh, ``megatron.quick_gelu``, ``squared_relu``, a
-            module of torch.nn with one of these, the name of an activation of ours, or any other callable on tensors.
-        activation_func_clamp_value: gate is cut above it, up on both sides. GLUs only.
+            module of torch.nn with one of these, a supported activation's name, or any other callable on tensors.
+        activation_func_clamp_value: the upper bound of gate, and the bound of up on both sides. GLUs only.
         glu_linear_offset: added to up. GLUs only.
-        bias_activation_fusion: whether bias, activation and scale may be one kernel. Never another formula: Megatron's
-            fused gelu is the tanh form and its unfused one erf's, here ``F.gelu`` is erf's, either way.
-        activation_func_fp8_input_store: keep the activation's input in float8 for backward, as ``memory="fp8"``.
-        use_te_activation_func: take the activation module that ``MLPSubmodules.activation_func`` builds.
-        moe_ffn_hidden_size: ffn_hidden_size of an expert that is given none.
+        bias_activation_fusion: has no effect on the formula. Megatron's fused gelu is the tanh form, its unfused one
+            the erf form; here ``F.gelu`` is always the erf form.
+        activation_func_fp8_input_store: save the activation's input in float8, as ``memory="fp8"``.
+        use_te_activation_func: use the activation module that ``MLPSubmodules.activation_func`` builds.
+        moe_ffn_hidden_size: the default of an expert's ffn_hidden_size.
         moe_latent_size: input and output size of an expert, if not hidden_size.
-        moe_mlp_glu_interleave_size: n, of a gated ``GroupedMLP``: fc1 gives n features of gate, n of up, and so on.
-            Dense MLPs do not read it, and ``MLP`` as an expert refuses it: in Megatron it would compute something else.
-        moe_apply_probs_on_input: ``GroupedMLP`` multiplies the probabilities to its input, not to the activation.
-        moe_router_topk: how many experts a token has; read with moe_apply_probs_on_input alone, which needs 1.
-        delay_wgrad_compute: backward computes input gradients alone; ``backward_dw()`` the weights' later.
-        sequence_parallel: with a tp_group, tokens are shared out along the first axis outside the MLP: each rank gives
-            and gets its own.
+        moe_mlp_glu_interleave_size: n: a gated ``GroupedMLP``'s fc1 computes n features of gate, n of up, and so on.
+            Dense MLPs ignore it. ``MLP`` as an expert rejects it, since Megatron's ignores it.
+        moe_apply_probs_on_input: ``GroupedMLP`` multiplies its input, not the activation, by the probabilities.
+        moe_router_topk: the number of experts of a token; moe_apply_probs_on_input needs 1.
+        delay_wgrad_compute: backward computes only input gradients; ``backward_dw()`` computes the weights'.
+        sequence_parallel: with a tp_group, tokens are sharded along the first axis outside the MLP.
         init_method, output_layer_init_method: fill the first and the second weight, in place; by default
             ``nn.Linear``'s.
         params_dtype: of weights and biases; by default torch's default dtype.
-        cpu_offloading, cpu_offloading_activations: with both, what eager autograd keeps between the two linears waits
-            for backward in the CPU's memory (pinned, for a GPU), however much it is by ``memory``.
-        memory: what eager autograd keeps between the two linears: "off", "free", "fp8", "input" or
-            "tiled" (docs/memory.md); experts, token scales, tensor-parallel MLPs and delayed gradients have "input" for
-            "tiled".
+        cpu_offloading, cpu_offloading_activations: with both, eager autograd saves the activations between the two
+            linears in the CPU's memory (pinned, for a GPU).
+        memory: eager autograd's memory level between the two linears: "off", "free", "fp8", "input" or "tiled"
+            (docs/memory.md). For experts, token scales, tensor-parallel MLPs and deferred gradients "tiled" is "input".
     """
 
     hidden_size: int
@@ -95,7 +93,7 @@ class MLPConfig:
     memory: str = "free"
 
 
-# Functions and modules → names of ours. What else a user means by them is decided by the name alone.
+# Functions and modules of the supported activations.
 _CALLABLES: dict[Any, str] = {
     **{fn: name for name in activations.names() for fn in activations.get(name).callables},
     functional.gelu: "gelu",
@@ -112,9 +110,9 @@ _APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def activation_name(activation: Any, argument: str = "activation") -> str | None:
-    """The name in our table of a name, a function or a module; None for any other callable."""
+    """The supported activation's name for a name, a function or a module; None for any other callable."""
     if isinstance(activation, str):
-        activations.get(activation, argument)  # ValueError for what is not in the table
+        activations.get(activation, argument)  # ValueError for unknown names
         return activation
     if isinstance(activation, nn.GELU):
         return _APPROXIMATE[activation.approximate]
@@ -148,7 +146,7 @@ _NUMBER = _Accepted(lambda v: not isinstance(v, bool) and isinstance(v, numbers.
 _FILL = _Accepted(callable, "a function that fills a tensor in place")
 _GROUP = _Accepted(_has("size", "rank"), "a torch.distributed.ProcessGroup; mesh.get_group() gives one")
 
-# Attributes of a config and arguments of the modules. Of other names nothing is checked here.
+# Attributes of a config and arguments of the modules; other names are not checked here.
 _ACCEPTED = {
     "config": _Accepted(_has("hidden_size"), "an MLPConfig, or an object with its attributes, hidden_size at least"),
     "submodules": _Accepted(
@@ -179,10 +177,10 @@ _ACCEPTED = {
 
 
 def checked(name: str, value: Any, required: bool = False) -> Any:
-    """The value, if it is what is accepted under this name, or None where that is: sizes as int, flags as bool.
+    """Check and return the value of an attribute or argument: sizes as int, flags as bool.
 
     Raises:
-        TypeError, ValueError: it is not; a size is below 1.
+        TypeError, ValueError: the value is not accepted; a size is below 1.
     """
     accepted = _ACCEPTED.get(name)
     if accepted is None or (value is None and not required):
@@ -202,7 +200,7 @@ _DEFAULTS = {f.name: f.default for f in fields(MLPConfig)}
 
 
 def read(config: Any, name: str) -> Any:
-    """An attribute of the config, ours or Megatron's; what it does not have, or has as None, is at its default.
+    """An attribute of the config, ours or Megatron's, or its default if missing or None.
 
     Raises:
         TypeError, ValueError: as ``checked``.
@@ -212,12 +210,12 @@ def read(config: Any, name: str) -> Any:
 
 
 class ParallelGroups(NamedTuple):
-    """The processes that a module's weights are shared out over.
+    """The process groups of a module.
 
     Attributes:
-        tp: those that hold a weight, or an expert, together.
-        ep: those that have the other experts.
-        expt_dp: those that have the same experts.
+        tp: the processes that shard a weight, or an expert.
+        ep: the processes that have the other experts.
+        expt_dp: the processes that have the same experts.
     """
 
     tp: torch.distributed.ProcessGroup | None = None
@@ -233,48 +231,47 @@ def read_groups(
     pg_collection: Any = None,
     grouped: bool = False,
 ) -> ParallelGroups:
-    """The groups that a module was given, by themselves or in Megatron's ``ProcessGroupCollection``.
+    """The groups of a module's arguments, or of Megatron's ``ProcessGroupCollection``.
 
     Args:
-        grouped: whether the module holds several experts, and so has an ep group.
+        grouped: the module holds several experts, and so has an ep group.
 
     Raises:
-        TypeError: for what are no groups, or not those that are needed.
-        ValueError: the config shares weights out over more processes than one, and there is no group of them.
+        TypeError: an argument is not a group, or the collection lacks one.
+        ValueError: the config shards weights, and their group is missing.
     """
-    given = {"tp": checked("tp_group", tp_group), "ep": checked("ep_group", ep_group), "expt_dp": None}
+    groups = {"tp": checked("tp_group", tp_group), "ep": checked("ep_group", ep_group), "expt_dp": None}
     if pg_collection is not None:
         names = {"tp": "expt_tp", "ep": "ep"} if grouped else {"tp": "expt_tp" if is_expert else "tp"}
-        for of, name in names.items():
-            if given[of] is None and not hasattr(pg_collection, name):
+        for kind, name in names.items():
+            if groups[kind] is None and not hasattr(pg_collection, name):
                 raise TypeError(
                     f"pg_collection={pg_collection!r} is not accepted: it must have the process group {name}, as "
                     "Megatron's ProcessGroupCollection has it"
                 )
-            given[of] = given[of] or checked(f"{of}_group", getattr(pg_collection, name, None))
-        given["expt_dp"] = getattr(pg_collection, "expt_dp", None)
+            groups[kind] = groups[kind] or checked(f"{kind}_group", getattr(pg_collection, name, None))
+        groups["expt_dp"] = getattr(pg_collection, "expt_dp", None)
     sizes = {"tp": "expert_tensor_parallel_size" if is_expert else "tensor_model_parallel_size"}
     if grouped:
         sizes["ep"] = "expert_model_parallel_size"
-    for of, flag in sizes.items():
+    for kind, flag in sizes.items():
         size = getattr(config, flag, None) or 1
-        if size > 1 and given[of] is None:
+        if size > 1 and groups[kind] is None:
             raise ValueError(
-                f"{flag}={size} is not accepted without {of}_group or pg_collection: which processes those are is "
-                "asked of no global state"
+                f"{flag}={size} is not accepted without {kind}_group or pg_collection: global state is not read"
             )
-    return ParallelGroups(**given)
+    return ParallelGroups(**groups)
 
 
 class Activation(NamedTuple):
-    """What stands between the two linears: ``y = act(h + bias) · scale[..., None]``, or a GLU of packed [gate | up]."""
+    """The activation between the linears: ``y = act(h + bias) · scale[..., None]``, or a GLU of packed [gate | up]."""
 
-    name: str | None  # in the table; None: ``function``, spelled out
+    name: str | None  # a supported activation's; None: ``function``, in plain torch
     function: Callable[[Tensor], Tensor] | None
     gated: bool
     up_offset: float
     clamp: float | None
-    interleave: int | None = None  # features of gate, features of up, and so on, so many at a time
+    interleave: int | None = None  # n: n features of gate, n of up, and so on
 
     def __call__(self, h: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
         if self.name is not None and self.gated:
@@ -284,14 +281,14 @@ class Activation(NamedTuple):
             )
         if self.name is not None:
             return functional.bias_act(h, bias, scale, activation=self.name)
-        return self.spelled(h if bias is None else h + bias, scale)
+        return self._in_plain_torch(h if bias is None else h + bias, scale)
 
     def halves(self, h: Tensor) -> Tensor:
-        """h with gate and up apart, for who knows of no blocks."""
+        """Convert interleaved blocks of h to [gate | up]."""
         return h if self.interleave is None else functional.convert_glu_layout(h, self.interleave, "halves")
 
-    def spelled(self, h: Tensor, scale: Tensor | None) -> Tensor:
-        """The same in PyTorch's own functions; under ``torch.compile`` the recognizer may well find it."""
+    def _in_plain_torch(self, h: Tensor, scale: Tensor | None) -> Tensor:
+        """Compute the activation in PyTorch's own functions, which the fusion pass may still match."""
         act, y = self.function, h
         assert act is not None
         if self.gated:
@@ -307,12 +304,12 @@ class Activation(NamedTuple):
 
 
 def read_activation(config: Any) -> Activation:
-    """What the config says of the activation.
+    """Read the config's activation.
 
     Raises:
-        ValueError, TypeError: for flags that do not go together.
+        ValueError, TypeError: for incompatible flags.
     """
-    given, gated = read(config, "activation_func"), read(config, "gated_linear_unit")
+    function, gated = read(config, "activation_func"), read(config, "gated_linear_unit")
     clamp, offset = read(config, "activation_func_clamp_value"), read(config, "glu_linear_offset")
     for flag, value, neutral in (("activation_func_clamp_value", clamp, None), ("glu_linear_offset", offset, 0.0)):
         if value != neutral and not gated:
@@ -321,15 +318,15 @@ def read_activation(config: Any) -> Activation:
             raise ValueError(f"{flag}={value!r} is not accepted: it must be finite")
     if clamp is not None and clamp <= 0:
         raise ValueError(f"activation_func_clamp_value={clamp!r} is not accepted: it must be above 0, or None")
-    name = activation_name(given, "activation_func")
-    return Activation(name, given if name is None else None, gated, float(offset), clamp)
+    name = activation_name(function, "activation_func")
+    return Activation(name, function if name is None else None, gated, float(offset), clamp)
 
 
 def read_memory(config: Any, fused: bool) -> str:
-    """The memory level that the config asks for.
+    """Read the config's memory level.
 
     Raises:
-        ValueError: it is not known, or two flags ask for two levels, or float8 is asked for where nothing is fused.
+        ValueError: the level is unknown, two flags set two levels, or float8 is requested and nothing is fused.
     """
     memory, fp8 = read(config, "memory"), read(config, "activation_func_fp8_input_store")
     check_known("memory", memory)
@@ -338,30 +335,29 @@ def read_memory(config: Any, fused: bool) -> str:
     memory = "fp8" if fp8 else memory
     if memory == "fp8" and not fused:
         raise ValueError(
-            "activation_func_fp8_input_store=True or memory='fp8' is not accepted with an activation that is not in "
-            "our table: it keeps what it likes. torch_fused_ops.register_activation adds it"
+            "activation_func_fp8_input_store=True or memory='fp8' is not accepted with an unsupported activation. "
+            "torch_fused_ops.register_activation adds it"
         )
     return str(memory)
 
 
 def read_offload(config: Any, memory: str) -> bool:
-    """Whether the config asks for what is kept between the linears to be kept in the CPU's memory.
+    """True if the config offloads the saved activations to the CPU's memory.
 
     Raises:
-        ValueError: with a memory level that keeps nothing.
+        ValueError: with a memory level that saves nothing.
     """
     offload: bool = read(config, "cpu_offloading") and read(config, "cpu_offloading_activations")
     if offload and (memory == "input" or tiles.asked(memory) is not None):
-        text = f"cpu_offloading=True is not accepted with memory={memory!r}: nothing is kept that could be moved"
-        raise ValueError(text)
+        raise ValueError(f"cpu_offloading=True is not accepted with memory={memory!r}: there is nothing to offload")
     return offload
 
 
 def read_interleave(config: Any, ffn: int) -> int | None:
-    """How many features of gate, then of up, are next to each other in what a gated ``GroupedMLP``'s fc1 gives.
+    """The number of adjacent features of gate, then of up, in a gated ``GroupedMLP``'s fc1; None for [gate | up].
 
     Raises:
-        ValueError, TypeError: it is no integer that divides ffn, or the MLP is not gated.
+        ValueError, TypeError: the number is not an integer that divides ffn, or the MLP is not gated.
     """
     flag = "moe_mlp_glu_interleave_size"
     n: int | None = read(config, flag)
@@ -375,7 +371,7 @@ def read_interleave(config: Any, ffn: int) -> int | None:
 
 
 def read_probs_on_input(config: Any) -> bool:
-    """Whether probabilities are multiplied to the input.
+    """True if probabilities scale the input instead of the activation.
 
     Raises:
         ValueError: a token has several experts.
@@ -389,17 +385,17 @@ def read_probs_on_input(config: Any) -> bool:
     return on_input
 
 
-# Flags of Megatron's that would change the numbers, and the one value of each that is accepted.
+# Megatron's flags that would change the numbers, and the accepted value of each.
 _PRECISION = {"fp8": None, "fp4": None, "quant_recipe": None}
 _PRECISION_OF_EXPERTS = {**_PRECISION, "moe_dispatch_fwd_dtype": "bf16", "moe_combine_bwd_dtype": "bf16"}
 
 
 def check_precision(config: Any, experts: bool) -> None:
-    """ValueError for a config that asks for products in a precision that they are not computed in here."""
+    """Raise ValueError for a config with a GEMM precision of Megatron's."""
     for flag, accepted in (_PRECISION_OF_EXPERTS if experts else _PRECISION).items():
         value = getattr(config, flag, None)
         if value and value != accepted:
             raise ValueError(
-                f"{flag}={value!r} is not accepted: products are computed in the tensors' own dtypes, or autocast's. "
-                "memory='fp8' keeps activations in float8"
+                f"{flag}={value!r} is not accepted: GEMMs run in the tensors' own dtypes, or autocast's. "
+                "memory='fp8' saves activations in float8"
             )

@@ -1,4 +1,4 @@
-"""A mixture's experts: Megatron core's ``TEGroupedMLP``, and what sorts tokens for it."""
+"""A mixture's experts: Megatron core's ``TEGroupedMLP``, and functions that sort tokens for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torch_fused_ops.nn._gemms import Groups, check_gemm, check_shape, dense_gradient
+from torch_fused_ops.nn._gemms import GroupedGemms, check_gemm, check_shape, dense_gradient
 from torch_fused_ops.nn.config import checked, read, read_groups, read_interleave, read_probs_on_input
 from torch_fused_ops.nn.linear import GroupedColumnParallelLinear, GroupedLinear, GroupedRowParallelLinear
 from torch_fused_ops.nn.mlp import TEActivationFunctionBuilder, _Block, _check_divides, _from_megatron, _sizes
@@ -27,24 +27,24 @@ __all__ = [
 
 
 class GroupedLinearInterface(Protocol):
-    """What the experts' first linear, or their second, must be."""
+    """The interface of the experts' linears."""
 
     def forward(
         self, hidden_states: Tensor, tokens_per_expert: Tensor | Sequence[int], /
     ) -> tuple[Tensor, Tensor | None]:
-        """(result, bias (num_local_experts, output size) if that was to be skipped, or None)"""
+        """(result, bias (num_local_experts, output size) with ``skip_bias_add``, or None)"""
         ...
 
     def backward_dw(self) -> None:
-        """Weight gradients that ``backward`` has left."""
+        """Compute the weight gradients that ``backward`` deferred."""
         ...
 
 
 class GroupedLinearBuilder(Protocol):
-    """What makes one of the experts' linears.
+    """A builder of the experts' linears.
 
-    ``groups_and_stride``: tp_group and ep_group, or pg_collection if the MLP was given that; name, if it was given; of
-    the first linear stride, as ``LinearFc1Builder``'s.
+    ``groups_and_stride``: tp_group and ep_group, or the MLP's pg_collection; the MLP's name, if it has one; the first
+    linear's stride, as ``LinearFc1Builder``'s.
     """
 
     def __call__(
@@ -66,11 +66,11 @@ class GroupedLinearBuilder(Protocol):
 
 @dataclass
 class GroupedMLPSubmodules:
-    """What a ``GroupedMLP`` builds its parts with.
+    """The builders of a ``GroupedMLP``'s children.
 
     Attributes:
-        linear_fc1, linear_fc2: builders. The first is asked to add its bias, the second to hand it on; the first is
-            given ``stride``, too, as ``LinearFc1Builder`` is.
+        linear_fc1, linear_fc2: builders. The first linear adds its bias, the second returns it; the first gets
+            ``stride``, too, as ``LinearFc1Builder``.
         activation_func: builder of an activation module, used with ``config.use_te_activation_func`` alone.
     """
 
@@ -84,32 +84,32 @@ class GroupedMLP(_Block):
 
         output = fc2_e(act(fc1_e(x) + bias1_e) · p) + bias2_e · p
 
-    Each linear is one grouped product (``torch.nn.functional.grouped_mm``), which the
-    host does not wait for; where that does not take dtype, device or sizes (rows must be multiples of 16 bytes), it is
-    a product for each expert, and on a GPU the host then waits for ``tokens_per_expert``.
+    Each linear is one grouped GEMM (``torch.nn.functional.grouped_mm``), without waiting for the GPU. If that does not
+    support dtype, device or sizes (rows must be multiples of 16 bytes), it is a GEMM per expert, and the host waits for
+    ``tokens_per_expert``.
 
     Attributes:
         linear_fc1: weight (num_local_experts, ffn, h), or (…, 2 · ffn, h) if gated; bias (num_local_experts, …).
         linear_fc2: weight (num_local_experts, h, ffn), bias (num_local_experts, h).
 
     Args:
-        num_local_experts: how many experts this rank has.
-        config: as ``MLP`` takes it; ffn is ``moe_ffn_hidden_size``, and h ``moe_latent_size`` or ``hidden_size``.
+        num_local_experts: this rank's number of experts.
+        config: as ``MLP``'s; ffn is ``moe_ffn_hidden_size``, and h ``moe_latent_size`` or ``hidden_size``.
         submodules: builders of the linears; by default ours.
-        pg_collection: Megatron's ``ProcessGroupCollection``: its ``expt_tp`` and ``ep``, where the next two are not
-            given, and its ``expt_dp``, which Megatron's checkpoints need.
-        name: as ``MLP`` takes it.
-        tp_group: the processes that hold each expert together, as ``MLP``'s. All get the same rows, and the whole
-            output; with a config of Megatron's its summand, which Megatron's token dispatchers add up.
-        ep_group: the processes that have the other experts; this one has those from rank · num_local_experts on.
-            Bringing rows to their experts' ranks is the caller's. The same seed on all ranks gives one process's
-            weights; in checkpoints experts have their places among all.
-        gemm: what both linears multiply in, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or "fp8-rowwise",
-            in float8 (``functional.grouped_linear_fp8``), for rows and weights in bfloat16, by themselves or under
-            autocast, and sizes that are multiples of 16, where each process has whole experts.
+        pg_collection: Megatron's ``ProcessGroupCollection``: its ``expt_tp`` and ``ep`` are the next two's defaults,
+            and Megatron's checkpoints need its ``expt_dp``.
+        name: as ``MLP``'s.
+        tp_group: the processes that shard each expert, as ``MLP``'s. All get the same rows, and the whole output; with
+            Megatron's config a summand of it, which Megatron's token dispatchers sum.
+        ep_group: the processes that have the other experts; this one has those from rank · num_local_experts on. The
+            caller brings rows to their experts' ranks. The same seed on all ranks gives one process's weights; in
+            checkpoints experts have their places among all.
+        gemm: both linears' precision, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or "fp8-rowwise", float8
+            (``functional.grouped_linear_fp8``), for rows and weights in bfloat16, by themselves or under autocast,
+            sizes that are multiples of 16, and experts that are not sharded.
 
     Raises:
-        ValueError, TypeError: for flags that do not go together, each with its reason. Nothing is left for ``forward``.
+        ValueError, TypeError: for incompatible flags, each with its reason; ``forward`` raises none of these.
 
     Source: ``megatron.core.transformer.moe.experts.TEGroupedMLP``, which has parameters weight0, weight1, …;
     ``load_state_dict`` takes those, too.
@@ -135,9 +135,9 @@ class GroupedMLP(_Block):
         self.input_size, ffn, output_size = _sizes(config, True, None, None)
         self.ffn_hidden_size = ffn
         groups = read_groups(config, True, tp_group, ep_group, pg_collection, grouped=True)
-        given = {"tp_group": tp_group, "ep_group": ep_group}
+        common: dict[str, Any] = {"tp_group": tp_group, "ep_group": ep_group}
         if pg_collection is not None:  # the linears find the same groups in it
-            given = {of: group for of, group in given.items() if group is not None}
+            common = {name: group for name, group in common.items() if group is not None}
         tp_group = groups.tp
         _check_divides(ffn, tp_group)
         width = "hidden_size" if read(config, "moe_latent_size") is None else "moe_latent_size"
@@ -150,8 +150,7 @@ class GroupedMLP(_Block):
             )
         self._activation = self._activation._replace(interleave=blocks)
         self._probs_on_input = read_probs_on_input(config)
-        common: dict[str, Any] = {"config": config, "bias": read(config, "add_bias_linear"), "is_expert": True}
-        common |= given
+        common |= {"config": config, "bias": read(config, "add_bias_linear"), "is_expert": True}
         gated = self._activation.gated
         self.linear_fc1: Any = submodules.linear_fc1(
             self.num_local_experts,
@@ -187,8 +186,8 @@ class GroupedMLP(_Block):
 
         Args:
             permuted_local_hidden_states: (T, h), sorted by expert.
-            tokens_per_expert: (num_local_experts,), how many rows each has: a tensor of integers, or integers. Their
-                sum is T.
+            tokens_per_expert: (num_local_experts,), each expert's number of rows: a tensor of integers, or integers.
+                Their sum is T.
             permuted_probs: (T,), a probability for each row, or None for 1.
 
         Raises:
@@ -198,7 +197,7 @@ class GroupedMLP(_Block):
         check_shape("permuted_local_hidden_states", x, (self.input_size,), "T")
         if probs is not None:
             check_shape("permuted_probs", probs, x.shape[:1])
-        groups = Groups.of(x, tokens_per_expert, self.num_local_experts)
+        groups = GroupedGemms.of(x, tokens_per_expert, self.num_local_experts)
         if self._probs_on_input and probs is not None:
             x, probs = (x * probs.unsqueeze(-1)).to(x.dtype), None
         ours = isinstance(self.linear_fc1, GroupedLinear) and isinstance(self.linear_fc2, GroupedLinear)
@@ -207,17 +206,17 @@ class GroupedMLP(_Block):
         return output if bias is None else groups.add(output, bias, probs), None
 
 
-# ---- which rows go to which expert -----------------------------------------------------------------------------------
+# ---- sorting rows by expert ------------------------------------------------------------------------------------------
 
 
 class Permuted(NamedTuple):
-    """What ``permute`` gives.
+    """The result of ``permute``.
 
     Attributes:
         rows: (T · k, h), each token once for each of its experts, sorted by expert, then by token.
         tokens_per_expert: (num_experts,), int64, on the tokens' device.
         probs: (T · k,), or None.
-        order: (T, k): which row is a token's j-th.
+        order: (T, k): the rows of each token.
     """
 
     rows: Tensor
@@ -227,9 +226,9 @@ class Permuted(NamedTuple):
 
 
 def permute(tokens: Tensor, experts: Tensor, probs: Tensor | None, num_experts: int) -> Permuted:
-    """Sort tokens by the experts that they go to, as many each; the host waits for nothing.
+    """Sort tokens by their experts, as many per token, without waiting for a GPU.
 
-    With a routing map, capacities or padding: ``megatron.permute``.
+    ``megatron.permute`` takes a routing map, capacities or padding.
 
         probs, experts = router(x).softmax(-1).topk(k)
         rows, tokens_per_expert, row_probs, order = permute(x, experts, probs, num_experts)
@@ -240,10 +239,10 @@ def permute(tokens: Tensor, experts: Tensor, probs: Tensor | None, num_experts: 
         tokens: (T, h).
         experts: (T, k), integers from 0 to num_experts - 1.
         probs: (T, k), or None.
-        num_experts: of all of them.
+        num_experts: the number of all experts.
 
     Raises:
-        TypeError, ValueError: for dtypes and shapes that are not accepted; on a CPU for an expert that there is not.
+        TypeError, ValueError: for dtypes and shapes that are not accepted; on a CPU for expert numbers out of range.
     """
     if experts.is_floating_point() or experts.is_complex() or experts.dtype == torch.bool:
         raise TypeError(f"experts of dtype {experts.dtype} are not accepted: they must be integers")
@@ -256,11 +255,11 @@ def permute(tokens: Tensor, experts: Tensor, probs: Tensor | None, num_experts: 
     if probs is not None and probs.shape != experts.shape:
         raise ValueError(f"probs of shape {tuple(probs.shape)} are not accepted: they must be as experts")
     if readable(experts) and experts.numel():
-        low, high = (int(one) for one in experts.aminmax())
+        low, high = map(int, experts.aminmax())
         if low < 0 or high >= num_experts:
-            raise ValueError(f"experts from {low} to {high} are not accepted: there are num_experts={num_experts}")
+            raise ValueError(f"experts from {low} to {high} are not accepted: they must be from 0 to {num_experts - 1}")
     flat = experts.flatten()
-    ordered, source = flat.sort(stable=True)  # source[i]: which of the T · k is row i
+    ordered, source = flat.sort(stable=True)  # row i is number source[i] of the T · k
     ends = torch.searchsorted(ordered, torch.arange(num_experts, dtype=flat.dtype, device=flat.device), right=True)
     order = _inverse(source).view(experts.shape)
     rows = rows_of_tokens(tokens, source // max(experts.shape[1], 1), order)
@@ -269,7 +268,7 @@ def permute(tokens: Tensor, experts: Tensor, probs: Tensor | None, num_experts: 
 
 
 def unpermute(rows: Tensor, order: Tensor) -> Tensor:
-    """The sum of each token's rows: (T · k, h), and ``order`` from ``permute`` → (T, h).
+    """Sum each token's rows: (T · k, h), and ``permute``'s ``order`` → (T, h).
 
     Raises:
         ValueError: for shapes that are not accepted.

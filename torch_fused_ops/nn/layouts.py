@@ -1,4 +1,4 @@
-"""How checkpoints name and pack an MLP's weights: a table of layouts, and the way into ours and back.
+"""Names and packing of an MLP's weights in checkpoints: a table of layouts, and conversions to ours and back.
 
 Ours is ``fc1.weight`` (f, h), or (2f, h) with the gate's rows over up's, ``fc1.bias``, ``fc2.weight`` (h, f) and
 ``fc2.bias``.
@@ -28,13 +28,13 @@ class Layout(NamedTuple):
     """One way to store an MLP.
 
     Attributes:
-        name: of the layout: its modules, and what is special about it.
-        first: the modules that make up the first linear: one, or gate and up.
+        name: its modules, and its packing.
+        first: the modules of the first linear: one, or gate and up.
         second: the second linear.
-        gated: whether the first linear gives gate and up.
-        packing: of a gated one in one module: "halves" [gate; up], "interleaved" g0 u0 g1 u1 …, "swapped" [up; gate].
+        gated: the first linear computes gate and up.
+        packing: of gate and up in one module: "halves" [gate; up], "interleaved" g0 u0 g1 u1 …, "swapped" [up; gate].
         transposed: weights are (in, out).
-        guessed: whether keys and shapes may choose it; else another one has the same, and only its name does.
+        guessed: keys and shapes may choose it; otherwise another layout has the same ones, and only the name does.
     """
 
     name: str
@@ -46,30 +46,30 @@ class Layout(NamedTuple):
     guessed: bool = True
 
     def keys(self, bias: bool) -> dict[str, tuple[str, ...]]:
-        """For each of our keys those that it is made of."""
+        """The layout's keys for each of our keys."""
         kinds = ("weight", "bias") if bias else ("weight",)
         parts = {"fc1": self.first, "fc2": (self.second,)}
-        return {f"{own}.{kind}": tuple(f"{m}.{kind}" for m in parts[own]) for own in parts for kind in kinds}
+        return {f"{fc}.{kind}": tuple(f"{m}.{kind}" for m in parts[fc]) for fc in parts for kind in kinds}
 
-    def shape(self, key: str, own: torch.Size) -> torch.Size:
-        """The shape of what is stored for our key, which has shape ``own``."""
-        rows, *rest = own
-        shape = (rows // len(self.first) if key.startswith("fc1.") else rows, *rest)
+    def shape(self, key: str, ours: torch.Size) -> torch.Size:
+        """The stored shape of our key, whose shape is ``ours``."""
+        rows, *columns = ours
+        shape = (rows // len(self.first) if key.startswith("fc1.") else rows, *columns)
         return torch.Size(shape[::-1] if self.transposed else shape)
 
     def load(self, key: str, stored: Sequence[Tensor]) -> Tensor:
-        """What is stored, as ours."""
+        """Convert the stored tensors of a key to ours."""
         tensors = [t.t() if self.transposed and t.ndim == 2 else t for t in stored]
         whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         packed = self.gated and len(self.first) == 1 and key.startswith("fc1.")
         return (_PACKINGS[self.packing][0](whole) if packed else whole).contiguous()
 
-    def save(self, key: str, own: Tensor) -> list[Tensor]:
-        """Ours, as it is stored: new tensors."""
+    def save(self, key: str, ours: Tensor) -> list[Tensor]:
+        """Convert our tensor to the stored ones, as new tensors."""
         first = key.startswith("fc1.")
-        parts = own.chunk(len(self.first)) if first else (own,)
+        parts = ours.chunk(len(self.first)) if first else (ours,)
         if first and self.gated and len(self.first) == 1:
-            parts = (_PACKINGS[self.packing][1](own),)
+            parts = (_PACKINGS[self.packing][1](ours),)
         parts = tuple(t.t() if self.transposed and t.ndim == 2 else t for t in parts)
         return [t.clone(memory_format=torch.contiguous_format) for t in parts]
 
@@ -82,7 +82,7 @@ def _named(*modules: str, gated: bool = False, packing: str = "halves", guessed:
     )
 
 
-# Where two fit as well as one another, the first counts.
+# If two fit equally well, the first counts.
 _TABLE = (
     # Linear, activation, linear.
     _named("fc1", "fc2"),
@@ -121,21 +121,21 @@ LAYOUTS: dict[tuple[str, bool], Layout] = {(layout.name, layout.gated): layout f
 
 
 def layout_of(name: str, gated: bool, argument: str) -> Layout:
-    """The layout with this name, of a gated MLP or one that is not.
+    """The layout with this name, of a gated or plain MLP.
 
     Raises:
-        ValueError: there is none; the message names the argument.
+        ValueError: the name is not a layout; the message names the argument.
     """
     try:
         return LAYOUTS[name, gated]
     except (KeyError, TypeError):
         kind = "a gated MLP" if gated else "an MLP that is not gated"
         accepted = ", ".join(repr(n) for n, g in LAYOUTS if g == gated)
-        raise ValueError(f"{argument}={name!r} is no layout of {kind}; accepted: {accepted}") from None
+        raise ValueError(f"{argument}={name!r} is not a layout of {kind}; accepted: {accepted}") from None
 
 
 class Conversion(NamedTuple):
-    """What a state dict gives: our tensors that are whole in it, and what is wrong with it, by its own keys."""
+    """A state dict's tensors in our layout, and its problems, by its own keys."""
 
     tensors: dict[str, Tensor]
     missing: list[str]
@@ -143,56 +143,56 @@ class Conversion(NamedTuple):
     errors: list[str]
 
 
-def detect(stored: Mapping[str, Tensor], own: Mapping[str, torch.Size], gated: bool) -> list[Layout]:
-    """The layouts that fit the keys best, and of those the ones that fit the shapes, if any does."""
-    bias = "fc1.bias" in own
+def detect(stored: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], gated: bool) -> list[Layout]:
+    """The layouts that fit the keys best; among them those that fit the shapes, if any does."""
+    bias = "fc1.bias" in shapes
 
     def fit(layout: Layout) -> tuple[int, int]:
-        wanted = [key for keys in layout.keys(bias).values() for key in keys]
-        return sum(key in stored for key in wanted), -len(wanted)
+        names = [key for keys in layout.keys(bias).values() for key in keys]
+        return sum(key in stored for key in names), -len(names)
 
     guessed = [layout for layout in _TABLE if layout.gated == gated and layout.guessed]
     best = max(map(fit, guessed))
     if not best[0]:
         return [LAYOUTS[OWN, gated]]
     near = [layout for layout in guessed if fit(layout) == best]
-    return [layout for layout in near if not _mismatches(layout, stored, own)] or near[:1]
+    return [layout for layout in near if not _mismatches(layout, stored, shapes)] or near[:1]
 
 
-def _mismatches(layout: Layout, stored: Mapping[str, Tensor], own: Mapping[str, torch.Size]) -> list[str]:
+def _mismatches(layout: Layout, stored: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> list[str]:
     wrong = []
-    for key, parts in layout.keys("fc1.bias" in own).items():
-        wanted = layout.shape(key, own[key])
+    for key, parts in layout.keys("fc1.bias" in shapes).items():
+        shape = layout.shape(key, shapes[key])
         for part in parts:
             if part not in stored:
                 continue
             if not isinstance(stored[part], Tensor):
                 wrong.append(f"{part} is not a tensor, but {type(stored[part]).__name__}")
-            elif stored[part].shape != wanted:
-                wrong.append(f"{part} has shape {tuple(stored[part].shape)}, and must have {tuple(wanted)}")
+            elif stored[part].shape != shape:
+                wrong.append(f"{part} has shape {tuple(stored[part].shape)}, and must have {tuple(shape)}")
     return wrong
 
 
 def convert(
-    stored: Mapping[str, Tensor], own: Mapping[str, torch.Size], gated: bool, name: str | None = None
+    stored: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], gated: bool, name: str | None = None
 ) -> Conversion:
     """Bring a state dict into our layout.
 
     Args:
-        stored: in the layout called ``name``, or in one that its keys and shapes tell.
-        own: the shapes of our tensors.
-        gated: whether the MLP is.
+        stored: a state dict in the layout ``name``, or in one that keys and shapes tell.
+        shapes: our tensors' shapes.
+        gated: the MLP is gated.
     """
-    found = detect(stored, own, gated) if name is None else [layout_of(name, gated, "layout")]
-    layout, bias = found[0], "fc1.bias" in own
-    keys = layout.keys(bias)
-    errors = [f"{text} (layout {layout.name!r})" for text in _mismatches(layout, stored, own)]
-    if len(found) > 1:
-        names = " or ".join(repr(one.name) for one in found)
-        errors.append(f"{found[0].second}.weight is square: it could be {names}; checkpoint_layout tells which")
-    wanted = {part for parts in keys.values() for part in parts}
-    missing = [part for parts in keys.values() for part in parts if part not in stored]
-    unexpected = [key for key in stored if key not in wanted]
+    candidates = detect(stored, shapes, gated) if name is None else [layout_of(name, gated, "layout")]
+    layout = candidates[0]
+    keys = layout.keys("fc1.bias" in shapes)
+    errors = [f"{text} (layout {layout.name!r})" for text in _mismatches(layout, stored, shapes)]
+    if len(candidates) > 1:
+        names = " or ".join(repr(candidate.name) for candidate in candidates)
+        errors.append(f"{layout.second}.weight is square: it could be {names}; checkpoint_layout tells which")
+    required = [part for parts in keys.values() for part in parts]
+    missing = [part for part in required if part not in stored]
+    unexpected = [key for key in stored if key not in required]
     tensors = {}
     if not errors:
         whole = {key: parts for key, parts in keys.items() if all(part in stored for part in parts)}

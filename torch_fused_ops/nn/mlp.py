@@ -23,7 +23,7 @@ from torch_fused_ops.nn.config import (
     read_offload,
 )
 from torch_fused_ops.nn.fused_mlp import untouched
-from torch_fused_ops.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear, handed_on
+from torch_fused_ops.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear, bias_for_caller
 
 if TYPE_CHECKING:
     from torch_fused_ops.distributed.checkpoint import Offsets
@@ -41,19 +41,19 @@ __all__ = [
 
 
 class LinearFc1Interface(Protocol):
-    """What the first linear must be."""
+    """The interface of the first linear."""
 
     def forward(self, hidden_states: Tensor, /) -> tuple[Tensor, Tensor | None]:
         """(result without bias, bias or None)"""
         ...
 
     def backward_dw(self) -> None:
-        """Weight gradients that ``backward`` has left."""
+        """Compute the weight gradients that ``backward`` deferred."""
         ...
 
 
 class LinearFc1Builder(Protocol):
-    """What makes a first linear; it is given name and pg_collection if the MLP was."""
+    """A builder of the first linear; name and pg_collection are passed if the MLP has them."""
 
     def __call__(
         self,
@@ -76,7 +76,7 @@ class LinearFc1Builder(Protocol):
 
 
 class TEActivationFunctionInterface(Protocol):
-    """What an activation module must be: packed [gate | up] in, half of it out, if the MLP is gated."""
+    """The interface of an activation module; if the MLP is gated, it halves packed [gate | up]."""
 
     def forward(self, input_: Tensor, /) -> Tensor:
         """The activation's result."""
@@ -84,25 +84,17 @@ class TEActivationFunctionInterface(Protocol):
 
 
 class TEActivationFunctionBuilder(Protocol):
-    """What makes an activation module."""
+    """A builder of an activation module."""
 
     def __call__(self, *, config: Any) -> TEActivationFunctionInterface: ...
 
 
-class LinearFc2Interface(Protocol):
-    """What the second linear must be."""
-
-    def forward(self, hidden_states: Tensor, /) -> tuple[Tensor, Tensor | None]:
-        """(result without bias, bias or None)"""
-        ...
-
-    def backward_dw(self) -> None:
-        """Weight gradients that ``backward`` has left."""
-        ...
+class LinearFc2Interface(LinearFc1Interface, Protocol):
+    """The interface of the second linear."""
 
 
 class LinearFc2Builder(Protocol):
-    """What makes a second linear; it is given name and pg_collection if the MLP was."""
+    """A builder of the second linear; name and pg_collection are passed if the MLP has them."""
 
     def __call__(
         self,
@@ -125,7 +117,7 @@ class LinearFc2Builder(Protocol):
 
 @dataclass
 class MLPSubmodules:
-    """What an MLP builds its parts with.
+    """The builders of an MLP's children.
 
     Attributes:
         linear_fc1, linear_fc2: builders; a class whose constructor takes these arguments is one.
@@ -138,7 +130,7 @@ class MLPSubmodules:
 
 
 class _Block(nn.Module):
-    """Two linears and what stands between them, as a config says: what ``MLP`` and ``GroupedMLP`` share."""
+    """The base of ``MLP`` and ``GroupedMLP``: two linears and the activation between them, from a config."""
 
     linear_fc1: Any
     linear_fc2: Any
@@ -152,7 +144,7 @@ class _Block(nn.Module):
         self._activation = read_activation(config)
 
     def _build(self, builder: TEActivationFunctionBuilder | None, where: str) -> None:
-        """What the activation is, and what is kept of it."""
+        """Build the activation module, and read the memory level."""
         self.activation_func = _activation_module(self.config, builder, where, self._activation)
         fused = self._activation.name is not None and self.activation_func is None
         self._memory = read_memory(self.config, fused)
@@ -160,38 +152,38 @@ class _Block(nn.Module):
         self._delayed: bool = read(self.config, "delay_wgrad_compute")
 
     def _multiply_in(self, gemm: str) -> None:
-        """Have both linears multiply in this, which ``check_gemm`` has seen."""
+        """Set both linears' precision, which ``check_gemm`` accepted."""
         self.gemm = gemm
         for child, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
             if isinstance(linear, Linear):
                 linear.multiply_in(gemm)
             elif gemm != "bf16":
                 raise ValueError(
-                    f"gemm={gemm!r} is not accepted with a {child} of type {type(linear).__name__}, which multiplies "
-                    "as it does"
+                    f"gemm={gemm!r} is not accepted with a {child} of type {type(linear).__name__}: it must be a "
+                    "linear of torch_fused_ops.nn"
                 )
 
     def _run(self, x: Tensor, scale: Tensor | None, *groups: Any) -> tuple[Tensor, Tensor | None]:
-        """(fc2's result, its bias to be added); ``groups``: what the linears take besides."""
+        """(fc2's result, its bias to be added); ``groups``: further arguments of the linears."""
         biases: dict[str, Tensor | None] = {}
         fc1 = self.linear_fc1
         parallel = fc1.parallel if isinstance(fc1, Linear) else None
         entered: dict[str, Any] = {}
-        if parallel is not None:  # here, so that nothing is gathered again where fc1 runs again
+        if parallel is not None:  # here, so that recomputing fc1 does not gather again
             x, scale, entered = parallel.enter(x), scale if scale is None else parallel.enter(scale), {"entered": True}
 
         level = self._memory
         tiled = tiles.asked(level) is not None
         if tiled and not (scale is None and not groups and parallel is None and self._calls_may_repeat()):
-            level = "input"  # probabilities, experts, collectives and delayed gradients go with all tokens at once
+            level = "input"  # probabilities, experts, collectives and deferred gradients need all tokens at once
         if level == "input" and not (untouched(fc1) or hasattr(fc1, "set_requires_gradient_sync")):
-            level = "free"  # a hook need not do the same twice; FSDP2's own do
-        then = dict(fc1.named_parameters()) if tiled or level == "input" else {}
+            level = "free"  # a hook may differ between calls; FSDP2's own do not
+        in_forward = dict(fc1.named_parameters()) if tiled or level == "input" else {}
 
         def first(x: Tensor) -> Tensor:
             h: Tensor
-            if then and _are_others(fc1, then):  # functional_call's, which are gone when backward comes here again
-                h, biases["fc1"] = torch.func.functional_call(fc1, then, (x, *groups), entered)
+            if in_forward and _are_others(fc1, in_forward):  # functional_call's, which backward does not see
+                h, biases["fc1"] = torch.func.functional_call(fc1, in_forward, (x, *groups), entered)
             else:
                 h, biases["fc1"] = fc1(x, *groups, **entered)
             return h
@@ -220,24 +212,23 @@ class _Block(nn.Module):
         return in_tiles(x, level, run), biases["fc2"]
 
     def _calls_may_repeat(self) -> bool:
-        """Whether the linears may run once a tile: nobody notices, and nothing is counted by calls."""
+        """True if the linears may run once per tile: they have no hooks, and no gradient is deferred."""
         linears = self.linear_fc1, self.linear_fc2
-        return all(isinstance(one, Linear) and untouched(one) for one in linears) and not self._delayed
+        return all(isinstance(fc, Linear) and untouched(fc) for fc in linears) and not self._delayed
 
     def backward_dw(self) -> None:
-        """With ``delay_wgrad_compute``: the gradients that the oldest ``backward`` has left, fc2's, then fc1's."""
+        """Compute the gradients that the oldest ``backward`` deferred (``delay_wgrad_compute``), fc2's, then fc1's."""
         self.linear_fc2.backward_dw()
         self.linear_fc1.backward_dw()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """This rank's parts of the parameters, for ``torch.distributed.checkpoint``: to be saved, and loaded in place.
+        """This rank's shards of the parameters, for ``torch.distributed.checkpoint``: to be saved, and loaded in place.
 
-        What is saved does not depend on how many ranks saved it: fc1's weight is [gate; up], (2n, h), as one process's
-        ``state_dict`` has it, and loads at any other number of ranks. A ``GroupedMLP``'s parameters are those of all
-        experts, on all of ``ep_group``'s ranks, along one axis more: what as many ``MLP``s save with
-        sharded_offsets=((0, expert, experts),), and they load each other's.
+        The checkpoint does not depend on the number of ranks: fc1's weight is [gate; up], (2n, h), as in one process's
+        ``state_dict``. A ``GroupedMLP``'s parameters are those of all experts, on all of ``ep_group``'s ranks, along
+        one axis more. As many ``MLP``s with sharded_offsets=((0, expert, experts),) save the same checkpoint.
 
         Args:
             prefix: of the keys.
@@ -262,17 +253,15 @@ class _Block(nn.Module):
                 "are not two pieces of the weight"
             )
         packed = ("linear_fc1",) if self._activation.gated and blocks is None else ()
-        theirs = megatron_checkpoint.with_group(self, metadata)
-        if theirs is not None:
-            return megatron_checkpoint.of_block(self, prefix, sharded_offsets, theirs, packed, self._grouped)
+        megatrons = megatron_checkpoint.with_group(self, metadata)
+        if megatrons is not None:
+            return megatron_checkpoint.of_block(self, prefix, sharded_offsets, megatrons, packed, self._grouped)
         state: dict[str, Any] = {}
         for name, module in self.named_children():
-            found = sharded_state_dict(module, f"{prefix}{name}.", sharded_offsets, metadata)
-            if name in packed:
-                for one in found.values():
-                    state |= apply_swiglu_sharded_factory(one, sharded_offsets, apart)
-            else:
-                state |= found
+            shards = sharded_state_dict(module, f"{prefix}{name}.", sharded_offsets, metadata)
+            for key, shard in shards.items():
+                halves = name in packed
+                state |= apply_swiglu_sharded_factory(shard, sharded_offsets, apart) if halves else {key: shard}
         return state
 
 
@@ -280,29 +269,28 @@ class MLP(_Block):
     """fc2(act(fc1(x) + bias1) · scale): Megatron core's MLP block.
 
     Hidden states (..., h) → (output (..., h), bias to be added to it or None). With ``gated_linear_unit`` fc1 is twice
-    as wide and gives [gate | up]. Bias, activation and scale are one kernel each way wherever the activation is in our
-    table, whatever ``config.bias_activation_fusion`` says; no flag changes the formula.
+    as wide and its output is [gate | up]. Bias, activation and scale are one kernel each way if the activation is
+    supported, whatever ``config.bias_activation_fusion``; no flag changes the formula.
 
     Args:
         config: an ``MLPConfig``, or any object with some of its attributes.
         submodules: builders of the linears; by default ours.
-        is_expert: whether this is an expert of a mixture: its sizes are ``moe_ffn_hidden_size``, ``moe_latent_size``.
-            With a tp_group and a config of Megatron's see ``ColumnParallelLinear``.
+        is_expert: this is an expert of a mixture, with sizes ``moe_ffn_hidden_size``, ``moe_latent_size``. With a
+            tp_group and Megatron's config see ``ColumnParallelLinear``.
         input_size: by default ``config.hidden_size``.
         ffn_hidden_size: by default ``config.ffn_hidden_size``, for both linears.
-        tp_group: the processes that hold the weights together (``distributed.tensor_parallel``): of fc1's weight each
-            has its rows, gate rows and up rows if gated, of fc2's its columns, as plain parameters, cut from those that
-            one process would have started with. Every rank gets the whole output, or with
-            ``config.sequence_parallel`` its tokens'.
-        name, is_mtp_layer: taken, as Megatron's ``TransformerLayer`` passes them; the name is handed on to the linears.
-        pg_collection: Megatron's ``ProcessGroupCollection``, whose ``tp`` (of an expert ``expt_tp``) is the tp_group
-            where none is given; handed on to the linears.
-        gemm: what both linears multiply in, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or in float8,
-            "fp8", "fp8-wgrad-bf16", "fp8-rowwise", "mxfp8" or "mxfp8-wgrad-bf16" (``functional.linear_fp8``), for sizes
-            that are multiples of 128, in rows of 16, by "mxfp8" of 32, in one process.
+        tp_group: the processes that shard the weights (``distributed.tensor_parallel``): each has rows of fc1's weight
+            (gate rows and up rows if gated) and columns of fc2's, as plain parameters, cut from one process's initial
+            weights. Every rank gets the whole output, or its tokens' with ``config.sequence_parallel``.
+        name, is_mtp_layer: accepted, as Megatron's ``TransformerLayer`` passes them; the linears get the name.
+        pg_collection: Megatron's ``ProcessGroupCollection``, whose ``tp`` (an expert's: ``expt_tp``) is the default
+            tp_group; the linears get it, too.
+        gemm: both linears' precision, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or float8, in one
+            process: "fp8", "fp8-wgrad-bf16", "fp8-rowwise", "mxfp8" or "mxfp8-wgrad-bf16" (``functional.linear_fp8``).
+            Float8 sizes are multiples of 128, of 16 with rowwise scales, of 32 with "mxfp8".
 
     Raises:
-        ValueError, TypeError: for flags that do not go together, each with its reason. Nothing is left for ``forward``.
+        ValueError, TypeError: for incompatible flags, each with its reason; ``forward`` raises none of these.
 
     Source: ``megatron.core.transformer.mlp.MLP``. There fc2 ignores ``ffn_hidden_size``, fused GELU is the tanh form,
     the unfused one erf's, and some configurations raise in ``forward``.
@@ -332,8 +320,8 @@ class MLP(_Block):
         check_gemm(gemm, input_size=self.input_size, ffn_hidden_size=ffn, hidden_size=output_size)
         if is_expert and (blocks := read(config, "moe_mlp_glu_interleave_size")) is not None:
             raise ValueError(
-                f"moe_mlp_glu_interleave_size={blocks!r} is not accepted with is_expert: GroupedMLP reads it, and "
-                "Megatron's MLP does not, so that it would compute something else with the same weights"
+                f"moe_mlp_glu_interleave_size={blocks!r} is not accepted with is_expert: Megatron's MLP ignores it, "
+                "GroupedMLP does not, and so the same weights would give different results"
             )
         common: dict[str, Any] = {"config": config, "bias": read(config, "add_bias_linear"), "skip_bias_add": True}
         common |= {"is_expert": is_expert, "tp_group": tp_group}
@@ -362,7 +350,7 @@ class MLP(_Block):
 
     @classmethod
     def as_mlp_submodule(cls, submodules: MLPSubmodules | None = None, **arguments: Any) -> MLP:
-        """As the constructor: what Megatron's layer specs are given, with ``functools.partial``, to build an MLP.
+        """Construct an MLP; Megatron's layer specs take this method, in a ``functools.partial``.
 
         Source: the method of this name in ``megatron.core.transformer.mlp.MLP``.
         """
@@ -375,12 +363,12 @@ class MLP(_Block):
 
         Args:
             hidden_states: (..., input_size).
-            per_token_scale: (...), multiplied to what the activation gives (a router's weight of this expert). The
-                output bias is then scaled and added here, and the bias returned is None.
-            **kwargs: taken and left, as Megatron's layers pass some on.
+            per_token_scale: (...), a factor of the activation's result (a router's weight of this expert). The output
+                bias is then scaled and added here, and the bias returned is None.
+            **kwargs: accepted and ignored, as Megatron's layers pass some on.
 
         Raises:
-            TypeError, ValueError: for what is no tensor, or of another shape.
+            TypeError, ValueError: an argument is not a tensor, or has another shape.
         """
         check_shape("hidden_states", hidden_states, (self.input_size,), "...")
         if per_token_scale is not None:
@@ -388,20 +376,20 @@ class MLP(_Block):
         output, bias = self._run(hidden_states, per_token_scale)
         if per_token_scale is not None and bias is not None:
             return DENSE.add(output, bias, per_token_scale), None
-        return output, bias if bias is None else handed_on(self, bias)
+        return output, bias if bias is None else bias_for_caller(self, bias)
 
 
 def _from_megatron(name: str | None, child: str, pg_collection: Any) -> dict[str, Any]:
-    """What Megatron's layers give a linear besides, of which its older releases know nothing."""
-    given = {"name": checked("name", name) and f"{name}.{child}", "pg_collection": pg_collection}
-    return {argument: value for argument, value in given.items() if value is not None}
+    """Arguments that Megatron's layers pass to linears; older releases lack them, so None is left out."""
+    arguments = {"name": checked("name", name) and f"{name}.{child}", "pg_collection": pg_collection}
+    return {argument: value for argument, value in arguments.items() if value is not None}
 
 
-def _are_others(module: nn.Module, then: dict[str, Tensor]) -> bool:
-    """Whether its parameters were others then. FSDP2's own come and go by hooks."""
+def _are_others(module: nn.Module, in_forward: dict[str, Tensor]) -> bool:
+    """True if forward ran with other parameters; FSDP2's hooks restore its own."""
     if hasattr(module, "set_requires_gradient_sync"):
         return False
-    return any(p is not then[name] for name, p in module.named_parameters())
+    return any(p is not in_forward[name] for name, p in module.named_parameters())
 
 
 def _sizes(config: Any, is_expert: bool, input_size: int | None, ffn_hidden_size: int | None) -> tuple[int, int, int]:
@@ -437,5 +425,7 @@ def _activation_module(
         ("glu_linear_offset", activation.up_offset, 0.0),
     ):
         if value != neutral:
-            raise ValueError(f"{flag}={value!r} is not accepted with use_te_activation_func: the module knows none")
+            raise ValueError(
+                f"{flag}={value!r} is not accepted with use_te_activation_func: the module does not take it"
+            )
     return builder(config=config)  # type: ignore[return-value]

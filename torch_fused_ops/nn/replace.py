@@ -1,7 +1,7 @@
-"""``replace_mlps``: a model's MLPs compiled in place by ``backend="fused"``, the rest of the model left eager.
+"""``replace_mlps``: compile a model's MLPs in place with ``backend="fused"``, and nothing else of it.
 
-``explain``'s way of capturing says which modules hold an MLP. Each gets what ``nn.Module.compile`` would give it, a
-``_compiled_call_impl``: Dynamo's guards say when its code holds, and PyTorch leaves it out of copies and pickles.
+A capture as in ``explain`` finds the modules that hold an MLP. Each gets a ``_compiled_call_impl``, as from
+``nn.Module.compile``: Dynamo's guards check its code, and PyTorch leaves it out of copies and pickles.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ __all__ = ["Replacements", "replace_mlps"]
 
 
 class Replacements(Report):
-    """What ``replace_mlps`` did: a ``Report`` with a site for each MLP, and the way back.
+    """The result of ``replace_mlps``: a ``Report`` with a site for each MLP, and ``restore``.
 
     Attributes:
-        sites: an MLP whose module was compiled has ``op``; the reason of any other says why it was not.
+        sites: an MLP whose module was compiled has ``op``; any other has the reason.
         replaced: the compiled modules by their paths in the model.
     """
 
@@ -53,10 +53,7 @@ class Replacements(Report):
         return f"{fused} of {len(self.sites)} MLPs compiled in place"
 
     def restore(self) -> None:
-        """Have every module run its own forward again. A second call does nothing.
-
-        A module that was compiled anew since keeps that.
-        """
+        """Undo the compilation, except of modules that were compiled again since. A second call has no effect."""
         for path, module in self.replaced.items():
             if module._compiled_call_impl is self._calls[path]:
                 module.__dict__.pop("_compiled_call_impl", None)
@@ -73,67 +70,66 @@ def replace_mlps(
     strict: bool = False,
     **kwargs: Any,
 ) -> Replacements:
-    """Compile a model's MLPs in place, and nothing else of it; ``report.restore()`` undoes that.
+    """Compile a model's MLPs in place, and nothing else of it; ``report.restore()`` undoes it.
 
-    The model runs once while Dynamo captures it, as in ``explain``. For each MLP that is found, the innermost module
-    that holds all of it is compiled with ``backend="fused"``; a module that holds several is compiled once. Code is
-    generated in its first call, which takes seconds; modules that are equal share it. Parameters, names, state dicts,
-    training flags and hooks are as before. Copies and pickles of the model are not compiled, as PyTorch has it.
+    The model runs once while Dynamo captures it, as in ``explain``. The innermost module around each MLP is compiled
+    with ``backend="fused"``; a module with several MLPs is compiled once. Its first call generates code, which takes
+    seconds; equal modules share it. Parameters, names, state dicts, training flags and hooks are unchanged. Copies and
+    pickles of the model are not compiled, as with ``nn.Module.compile``.
 
     Args:
-        model: a module; as it is, in training or evaluation mode.
-        *args: what to call it with, once.
-        memory: what is kept for backward, as ``FusionPolicy.memory``; module patterns of a mapping fit paths in
-            ``model``.
-        gemm: what linear layers multiply in, as ``FusionPolicy.gemm``.
-        exclude: MLPs to leave alone, as ``FusionPolicy.exclude``.
-        dropout, epilogues: as ``FusionPolicy``'s, for what is in the compiled modules.
+        model: a module, in training or evaluation mode.
+        *args: arguments of the one call.
+        memory: as ``FusionPolicy.memory``; a mapping's module patterns match paths in ``model``.
+        gemm: linear layers' precision, as ``FusionPolicy.gemm``.
+        exclude: MLPs not to fuse, as ``FusionPolicy.exclude``.
+        dropout, epilogues: as ``FusionPolicy``'s, in the compiled modules.
         strict: raise where an MLP is not compiled, now or in a later recompilation.
-        **kwargs: what to call the model with.
+        **kwargs: keyword arguments of the one call.
 
     Returns:
-        A report: print it. It has a site for each MLP; where nothing is compiled, a warning gives the first reason.
+        A report to print, with a site for each MLP. If nothing is compiled, a warning has the first reason.
 
     Raises:
-        TypeError, ValueError: an argument is not accepted, a pattern that fits no module of the model included.
-        UnfusedError: under ``strict``, an MLP is left alone, or there is none.
+        TypeError, ValueError: an argument is not accepted, including a pattern that matches no module.
+        UnfusedError: under ``strict``, an MLP is not fused, or there is none.
         RuntimeError: the compiler is switched off, or there is none for CPUs.
-        Whatever the model raises on these arguments. In each case the model is as it was.
+        The model's own errors. In each case the model is unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} is not accepted: it must be a torch.nn.Module")
     policy = FusionPolicy(memory, dropout, strict, exclude, epilogues, gemm)  # type: ignore[arg-type]
-    found = _Found(model, policy)
-    _check_patterns(policy, list(found.modules))
+    capture = _Capture(model, policy)
+    _check_patterns(policy, list(capture.modules))
     check_not_meant("replace_mlps", model, kwargs)
     if not args and not kwargs:
         raise TypeError("replace_mlps needs example inputs, as in replace_mlps(model, x): the model is run once")
     lowerings.require()
-    run_captured(model, args, kwargs, found.capture)
-    if not found.graphs:
+    run_captured(model, args, kwargs, capture.graph)
+    if not capture.graphs:
         raise RuntimeError(
             "replace_mlps compiles modules, and torch.compile captured nothing: it is disabled (TORCH_COMPILE_DISABLE, "
             "TORCHDYNAMO_DISABLE, torch.compiler.set_stance), or the model computes nothing with tensors"
         )
-    chosen = found.choose()
-    sites = tuple(found.sites)
+    chosen = capture.choose()
+    sites = tuple(capture.sites)
     missed = [site for site in sites if site.is_missed]
     if strict and (missed or not sites):
-        lines = [f"{site.source}: {site.missed}" for site in missed] or [_first_reason(found)]
-        raise UnfusedError("strict=True and these MLPs were not compiled:\n" + "\n".join(f"  {one}" for one in lines))
+        lines = [f"{site.source}: {site.missed}" for site in missed] or [_first_reason(capture)]
+        raise UnfusedError("strict=True and these MLPs were not compiled:\n" + "\n".join(f"  {line}" for line in lines))
     if any(p.device.type == "cpu" for module in chosen.values() for p in module.parameters()):
         _check_compiler()
     calls, entries = [], dict[Any, Callable[..., Any]]()
     for module in chosen.values():
-        own = policy_within(policy, found.paths(module), module)
-        entry = entries.setdefault((_shape(module), _settings(module), own), throwaway(_call))
-        calls.append(_Compiled(module, own, entry))
+        inner = policy_within(policy, capture.paths(module), module)
+        entry = entries.setdefault((_shape(module), _settings(module), inner), throwaway(_call))
+        calls.append(_Compiled(module, inner, entry))
     for module, call in zip(chosen.values(), calls, strict=True):
         module._compiled_call_impl = call
-    report = Replacements(sites, found.graphs, chosen, type(getattr(model, "_orig_mod", model)).__name__)
-    report.unread = tuple(found.unread)
-    report.breaks = tuple(one for one in found.breaks if one is not None)
-    around = enclosing_modules(path for module in chosen.values() for path in found.paths(module))
+    report = Replacements(sites, capture.graphs, chosen, type(getattr(model, "_orig_mod", model)).__name__)
+    report.unread = tuple(capture.unread)
+    report.breaks = tuple(b for b in capture.breaks if b is not None)
+    around = enclosing_modules(path for module in chosen.values() for path in capture.paths(module))
     report.notes = tuple(
         f"{name}={pattern!r} names no module that was compiled"
         for name in ("memory", "gemm")
@@ -141,20 +137,20 @@ def replace_mlps(
         if not names_module(pattern, around)
     )
     if not chosen:
-        warnings.warn(f"replace_mlps compiled no module: {_first_reason(found)}", stacklevel=2)
+        warnings.warn(f"replace_mlps compiled no module: {_first_reason(capture)}", stacklevel=2)
     return report
 
 
-# ---- what is compiled ------------------------------------------------------------------------------------------------
+# ---- captured modules ------------------------------------------------------------------------------------------------
 
 
-class _Found:
-    """The MLPs that a run of a model is captured with, by the paths of the modules that hold them."""
+class _Capture:
+    """The MLPs in the captured graphs of a model's run, by the paths of their modules."""
 
     def __init__(self, model: nn.Module, policy: FusionPolicy) -> None:
         named = list(model.named_modules(remove_duplicate=False))
         self.policy = policy
-        self.modules = {module_path(name): module for name, module in named}  # of a wrapper and its module, the latter
+        self.modules = {module_path(name): module for name, module in named}  # a wrapper's module, not the wrapper
         self.compiled = {
             module_path(name)
             for name, module in named
@@ -170,11 +166,11 @@ class _Found:
         self.graphs = 0
 
     def paths(self, module: nn.Module) -> list[str]:
-        """All paths of a module: one that is used twice has two."""
+        """All paths of a module: a module used twice has two."""
         return [path for path, other in self.modules.items() if other is module]
 
-    def capture(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """A backend for Dynamo: note a graph's MLPs, and run it as it is."""
+    def graph(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """A backend for Dynamo: collect a graph's MLPs, and run it unchanged."""
         from torch_fused_ops.lowerings import recognize
 
         self.graphs += 1
@@ -183,7 +179,7 @@ class _Found:
             for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
             if id(value) in self.owners
         ]
-        # Behind a graph break Dynamo's paths begin at another module than the model: no pattern fits them.
+        # Behind a graph break Dynamo's paths begin at another module than the model: no pattern matches them.
         whole = all(path in paths for path, paths in places)
         policy = self.policy if whole else FusionPolicy(dropout=self.policy.dropout)
         self.sites += [self._placed(site, places) for site in sites_of(gm, policy) if site.is_mlp]
@@ -192,18 +188,18 @@ class _Found:
         return gm.forward
 
     def _placed(self, site: Site, places: Sequence[tuple[str, list[str]]]) -> Site:
-        """The site with its module's path in the model, which the module's parameters give."""
+        """Find the site's module path in the model by the module's parameters."""
         inside = f"{site.module}." if site.module else ""
         for path, paths in places:
             if path.startswith(inside) and path not in paths:
                 within = path.removeprefix(inside)
                 for whole in paths:
                     if whole == within or whole.endswith(f".{within}"):
-                        return self._moved(site, whole.removesuffix(within).strip("."))
+                        return self._in_module(site, whole.removesuffix(within).strip("."))
         return site
 
     def choose(self) -> dict[str, nn.Module]:
-        """The modules to compile, by their paths; the sites of the others say why not."""
+        """Choose the modules to compile, by their paths; the other sites get their reasons."""
         if self.graphs > 1:
             self._add_alike()
         chosen: dict[str, nn.Module] = {}
@@ -218,7 +214,7 @@ class _Found:
                 )
             elif site.op is not None and not any(module is self.modules[path] for module in chosen.values()):
                 chosen[path] = self.modules[path]
-        inner = {id(one) for module in chosen.values() for one in list(module.modules())[1:]}
+        inner = {id(m) for module in chosen.values() for m in list(module.modules())[1:]}
         return {path: module for path, module in chosen.items() if id(module) not in inner}
 
     def _refusal(self, path: str) -> Reason | None:
@@ -233,25 +229,24 @@ class _Found:
         return None
 
     def _add_alike(self) -> None:
-        """Add the sites of modules that are like those with sites: behind a graph break Dynamo captures equal layers
-        once."""
+        """Add the sites of equal modules: behind a graph break Dynamo captures equal layers once."""
         captured: dict[str, list[Site]] = {}
         for site in self.sites:
             captured.setdefault(site.module, []).append(site)
         alike = {_shape(self.modules[path]): sites for path, sites in captured.items() if path in self.modules}
         for path, module in self.modules.items():
             if path not in captured:
-                self.sites += [self._moved(site, path) for site in alike.get(_shape(module), ())]
+                self.sites += [self._in_module(site, path) for site in alike.get(_shape(module), ())]
 
-    def _moved(self, site: Site, path: str) -> Site:
-        """The site in another module."""
+    def _in_module(self, site: Site, path: str) -> Site:
+        """Copy the site into another module."""
         where = site.source.partition(" in ")[0]
         memory = self.policy.memory_of(enclosing_modules([path])) if site.memory else ""
         return replaced(site, module=path, source=f"{where} in {path}" if path else where, memory=memory)
 
 
-def _first_reason(found: _Found) -> str:
-    for site in (*found.sites, *found.unread):
+def _first_reason(capture: _Capture) -> str:
+    for site in (*capture.sites, *capture.unread):
         return f"{site.source}: {site.reason}"
     return "no matrix product in the model reads an activation of matrix products (docs/recognition.md)"
 
@@ -277,10 +272,10 @@ def _check_compiler() -> None:
 
 
 def policy_within(policy: FusionPolicy, paths: Collection[str], module: nn.Module) -> FusionPolicy:
-    """A policy as it reads in a graph of one module alone, whose paths begin at that module.
+    """Translate a policy for the graph of one module, whose paths begin at that module.
 
     Args:
-        policy: its patterns fit paths in the model.
+        policy: its patterns match paths in the model.
         paths: the module's, in the model.
         module: the module.
     """
@@ -306,12 +301,12 @@ def policy_within(policy: FusionPolicy, paths: Collection[str], module: nn.Modul
     return replaced(policy, memory=of(policy.memory), gemm=of(policy.gemm), exclude=exclude)
 
 
-# ---- how it is compiled ----------------------------------------------------------------------------------------------
+# ---- compiled calls --------------------------------------------------------------------------------------------------
 
 
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """What is compiled. ``nn.Module.compile`` compiles ``_call_impl`` itself, whose frame Dynamo skips: with it the
-    forward of a class of torch's own, such as ``nn.Sequential``, which then runs eagerly."""
+    """The compiled function. Dynamo skips ``_call_impl``'s frame, which ``nn.Module.compile`` compiles, and with it the
+    forward of torch's own classes, such as ``nn.Sequential``."""
     return module._call_impl(*args, **kwargs)
 
 
@@ -321,8 +316,8 @@ class _Compiled:
     Args:
         module: the module.
         policy: its policy, whose patterns begin at the module.
-        entry: the function to compile, with a code object that equal modules share. Dynamo keeps what it compiles with
-            the code object, eight times at most: layers that differ must not count against one another.
+        entry: the function to compile, with a code object that equal modules share. Dynamo stores at most eight
+            compilations with a code object: different layers must not share that limit.
     """
 
     def __init__(self, module: nn.Module, policy: FusionPolicy, entry: Callable[..., Any]) -> None:
@@ -335,32 +330,32 @@ class _Compiled:
         self.call = torch.compile(MethodType(entry, self.module), backend="fused", options=options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _hooks(self.module) != self.hooks:  # Dynamo traces hooks, and has no guards on them
+        if _hooks(self.module) != self.hooks:  # Dynamo traces hooks without guards on them
             self._compile(throwaway(_call))
         return self.call(*args, **kwargs)
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """What identifies the hooks of a module and of all in it."""
-    own = [*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks, *module._backward_pre_hooks]
+    """The ids of the hooks of a module and its children."""
+    ids = [*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks, *module._backward_pre_hooks]
     for child in module._modules.values():
         if child is not None:
-            own += _hooks(child)
-    return own
+            ids += _hooks(child)
+    return ids
 
 
 def _shape(module: nn.Module) -> Any:
-    """The classes of a module and of all in it, and the parameters: equal for layers of one kind."""
+    """The classes of a module and its children, and the parameters: equal for equal layers."""
     tensors = tuple((name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in module.named_parameters())
-    return tuple((name, type(one)) for name, one in module.named_modules()), tensors
+    return tuple((name, type(child)) for name, child in module.named_modules()), tensors
 
 
 def _settings(module: nn.Module) -> Any:
-    """The plain attributes of a module and of all in it, such as a layer's number, which Dynamo may specialize on."""
+    """The plain attributes of a module and its children, such as a layer's number, which Dynamo may specialize on."""
     plain = (bool, int, float, str)
     return tuple(
         (key, type(value), value)
-        for one in module.modules()
-        for key, value in vars(one).items()
+        for child in module.modules()
+        for key, value in vars(child).items()
         if isinstance(value, plain)
     )
