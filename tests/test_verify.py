@@ -329,7 +329,7 @@ def test_what_a_way_raises_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found.ok and "on purpose" in found.failures["fused, float32"]
     assert "fused, float32: raised " in str(found)
     found = tfo.verify(MLP(), x_of(8, 16))
-    assert found.ok and any("pick-up failed" in note for note in found.notes), "the graph was left as it was"
+    assert found.ok and any("fusion failed" in note for note in found.notes), "the graph was left as it was"
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
