@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -246,9 +246,10 @@ def verify(
             for way in WAYS[1:]:
                 run_policy = replace(policy, gemm="bf16") if run.exact else policy
                 fn = interpreted(run_policy if way == "fused" else None, exact=run.exact, compiled=compiled)
+                recording: AbstractContextManager[Any] = record() if way == "fused" else nullcontext()
                 progress.info("%s, %s", way, run.name)
                 try:
-                    with _recorded(way) as report:
+                    with unobserved(), recording as report:
                         run.steps[way] = _step(model, args, kwargs, run.dtype if run.exact else None, fn)
                 except Exception as error:
                     failures[f"{way}, {run.name}"] = f"raised {_error_line(error)}"
@@ -482,13 +483,6 @@ def _call_by_call(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **set
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
-
-
-@contextmanager
-def _recorded(way: str) -> Iterator[Any]:
-    with ExitStack() as stack:
-        stack.enter_context(unobserved())
-        yield stack.enter_context(record()) if way == "fused" else None
 
 
 class _Narrowest(TorchDispatchMode):

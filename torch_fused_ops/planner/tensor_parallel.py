@@ -134,7 +134,8 @@ def _blocks(graph: fx.Graph, paths: Mapping[fx.Node, str], captured: CapturedMod
         block = _block(row, gemms, paths, order)
         if block is None or taken & {gemm.node for gemm in (*block.columns, row)}:
             continue
-        if block.attention or any(_inside(block, module, paths) for module in mlps):
+        weights = [paths[gemm.weight] for gemm in (*block.columns, row)]
+        if block.attention or any(all(not m or weight.startswith(f"{m}.") for weight in weights) for m in mlps):
             taken |= {gemm.node for gemm in (*block.columns, row)}
             yield block
 
@@ -182,11 +183,6 @@ def _block(
         return None
     module = _common([paths[gemms[node].weight] for node in columns] + [paths[row.weight]])
     return _Block(module, tuple(gemms[node] for node in sorted(columns, key=order.__getitem__)), row, tuple(between))
-
-
-def _inside(block: _Block, module: str, paths: Mapping[fx.Node, str]) -> bool:
-    weights = [paths[gemm.weight] for gemm in (*block.columns, block.row)]
-    return all(not module or weight.startswith(f"{module}.") for weight in weights)
 
 
 def _common(paths: Sequence[str]) -> str:
@@ -267,7 +263,8 @@ def _smaller(block: _Block, tp: int, strategy: int | None) -> dict[fx.Node, tupl
                 part(column.bias, 0)
         part(block.row.weight, 1 - block.row.out)
         for column in block.columns:
-            changes[column.node] = (column.node.args, column.node.kwargs, run(column.node, *_arguments(column.node)))
+            node = column.node
+            changes[node] = (node.args, node.kwargs, run(node, node.args, node.kwargs))
         for node in block.between:
             for args, kwargs in _variants(node, sizes, tp, strategy):
                 try:
@@ -281,14 +278,10 @@ def _smaller(block: _Block, tp: int, strategy: int | None) -> dict[fx.Node, tupl
                 return None
         if any(_parted(_value(tensor), value(tensor)) != -3 for node in block.attention for tensor in node.args[:3]):
             return None
-        result = run(block.row.node, *_arguments(block.row.node))
+        result = run(block.row.node, block.row.node.args, block.row.node.kwargs)
     columns = [_parted(_value(column.node), value(column.node)) for column in block.columns]
     same: bool = result.shape == _value(block.row.node).shape
     return changes if same and {*columns, _parted(_value(block.row.x), value(block.row.x))} == {-1} else None
-
-
-def _arguments(node: fx.Node) -> tuple[Any, Any]:
-    return node.args, node.kwargs
 
 
 def _as(new: Any, old: Any) -> Any:

@@ -45,7 +45,8 @@ def writable(path: str | Path) -> Path:
 def page(report: Report, groups: Sequence[Group], unread: Sequence[Group]) -> str:
     """Render the report as HTML, with its sites and unread activations in groups. Text from the model is escaped."""
     mlps = [site for site in report.sites if site.is_mlp]
-    filters: dict[str, Callable[..., str]] = {"kind": _kind, "read_by": read_by}
+    better = {"−": "good", "+": "bad"}  # less is better for all figures
+    filters: dict[str, Callable[..., str]] = {"kind": lambda d: better.get(d[0], "same"), "read_by": read_by}
     filters |= {"reason_text": reason_text, "bare_reason": bare_reason}
     return template("reports/page.html", filters).render(
         report=report,
@@ -78,11 +79,6 @@ def template(file: str, filters: Mapping[str, Callable[..., Any]] | None = None)
     )
     environment.filters.update(filters or {})
     return environment.get_template(file)
-
-
-def _kind(difference: str) -> str:
-    """Classify a change: less is better for everything counted here."""
-    return {"−": "good", "+": "bad"}.get(difference[0], "same")
 
 
 def _facts(report: Report) -> Iterator[str]:
