@@ -78,13 +78,13 @@ def test_info(capsys):
         assert fact in out
     assert re.search(r"^lowerings +(\d+) of \1 operators", out, re.M)
     assert re.search(r"^torch features +\S.*: (yes|no)$", out, re.M)
-    assert re.search(r"^policy +none in force", out, re.M)
+    assert re.search(r"^policy +none: plain", out, re.M)
     assert re.search(r"^numpy +[\d.]+$", out, re.M)
     for what in (
         "torch.compile on CPUs",
         "torch.compile on GPUs",
-        "products in float8",
-        "figures on paper",
+        "float8 GEMMs",
+        "estimated figures",
         "pictures",
     ):
         assert re.search(rf"^(works here)? +{what}.*: .+$", out, re.M), what
@@ -382,7 +382,7 @@ def test_run_replaces_the_process(models, monkeypatch):
         (["run"], "SCRIPT is missing: give the path of a Python program, or -m and a module's name"),
         (["run", "nothing.py"], "SCRIPT 'nothing.py' does not exist: give the path"),
         (["run", "--report", "no/such/folder.txt", "some_models.py"], "--report no/such/folder.txt cannot be written"),
-        (["run", "--exclude", "b.[7", "some_models.py"], "'b.[7' has a [ without its ]"),
+        (["run", "--exclude", "b.[7", "some_models.py"], "'b.[7' has a [ without a ]"),
         ([], "COMMAND"),
         (["bench"], "NAME"),
     ],
@@ -398,4 +398,4 @@ def test_commands_with_nothing_and_with_nonsense(models, monkeypatch, capsys, ar
 def test_a_pattern_that_is_none(models, capsys):
     for command in ("explain", "verify"):
         assert main([command, "--exclude", "b.[7", "some_models:example"]) == 2
-        assert "'b.[7' has a [ without its ]" in capsys.readouterr().err
+        assert "'b.[7' has a [ without a ]" in capsys.readouterr().err

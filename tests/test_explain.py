@@ -203,17 +203,17 @@ def test_arguments_in_a_tuple_are_explained(call: Any):
 
 
 def test_pages_are_not_written_where_there_is_no_folder(tmp_path: Path):
-    with pytest.raises(ValueError, match="cannot be written: it must be a file in a folder that is there"):
+    with pytest.raises(ValueError, match="cannot be written: it must be a file in an existing folder"):
         Report(()).to_html(tmp_path / "none" / "page.html")
 
 
 def test_memory_levels_say_what_they_save_and_cost():
     from torch_fused_ops.reports.figures import Figures, LevelFigures
-    from torch_fused_ops.reports.text import PICKED_UP, PLAIN, levels_table, rows_of
+    from torch_fused_ops.reports.text import FUSED, PLAIN, levels_table, rows_of
 
     levels = (
         LevelFigures(PLAIN, 8 << 20, 1e-3),
-        LevelFigures(PICKED_UP, 4 << 20, 1.02e-3),
+        LevelFigures(FUSED, 4 << 20, 1.02e-3),
         LevelFigures("off", 8 << 20, 1e-3),
         LevelFigures("input", 1 << 20, 1.2e-3, note="all of it"),
     )
@@ -222,7 +222,9 @@ def test_memory_levels_say_what_they_save_and_cost():
     head, _, plain, off, given, note, last = levels_table(figures).splitlines()
     assert last == "input: all of it"
     assert head.split()[:2] == ["memory", "level"] and plain.startswith(PLAIN) and off.split()[-1] == "same"
-    assert given.split() == ["input", "1.00", "MiB", "−87.5", "%", "1.200", "ms", "+20.0", "%"] and "faster" in note
+    assert (
+        given.split() == ["input", "1.00", "MiB", "−87.5", "%", "1.200", "ms", "+20.0", "%"] and "lower bound" in note
+    )
     peaks = tuple(replace(one, peak=3 * one.saved) for one in levels)
     row = levels_table(Figures("NVIDIA H200", True, (), levels=peaks)).splitlines()[4].split()
     assert row == ["input", "1.00", "MiB", "−87.5", "%", "3.0", "MiB", "−87.5", "%", "1.200", "ms", "+20.0", "%"]
@@ -278,8 +280,8 @@ def test_html(tmp_path):
     assert Report(SITES, graphs=2).to_html(path) == path
     text, parser = read(path)
     assert "&lt;softmax&gt;" in text and "<softmax>" not in text
-    headings = [t for t in parser.texts if t.strip() in ("Fused", "Left alone", "Not MLPs")]
-    assert [h.strip() for h in headings] == ["Fused", "Left alone", "Not MLPs"]
+    headings = [t for t in parser.texts if t.strip() in ("Fused", "Not fused", "Not MLPs")]
+    assert [h.strip() for h in headings] == ["Fused", "Not fused", "Not MLPs"]
     assert "report.measure()" in text
 
 
@@ -316,7 +318,7 @@ def test_html_of_refusals_shows_the_line_and_what_to_do(tmp_path):
 
 def test_html_of_nothing(tmp_path):
     text, _ = read(Report((), graphs=3).to_html(tmp_path / "report.html"))
-    assert "graph break" in text and "Left alone" not in text and "<h2>Graph breaks" not in text
+    assert "graph break" in text and "Not fused" not in text and "<h2>Graph breaks" not in text
 
 
 def breaks(x, w):
@@ -473,8 +475,10 @@ def test_calls_that_are_not_looked_into_are_named_where_they_stand_between_produ
     report = explain(fn, torch.randn(4, 8))
     hidden = [site for site in report.unread if site.kind is Kind.OPAQUE]
     assert [site.reason for site in hidden] == wanted and not any(site.is_mlp for site in hidden)
-    assert ("register_gemm says so" in " ".join(str(report).split())) == bool(wanted)
-    assert ("register_gemm says so" in read(report.to_html(tmp_path / "report.html"))[0]) == bool(wanted)
+    assert ("register it: torch_fused_ops.register_gemm" in " ".join(str(report).split())) == bool(wanted)
+    assert ("register it: torch_fused_ops.register_gemm" in read(report.to_html(tmp_path / "report.html"))[0]) == bool(
+        wanted
+    )
 
 
 def test_the_policys_memory_level_stands_with_each_site():
@@ -542,7 +546,7 @@ def test_explaining_does_not_use_up_the_models_compilations():
 def test_nothing_found_says_what_to_look_at():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
     report = explain(model, torch.randn(2, 8))
-    assert report.sites == () and "something else (a norm" in str(report) and repr(report) == str(report)
+    assert report.sites == () and "another op (a norm" in str(report) and repr(report) == str(report)
 
     def broken(x):
         y = x @ x
@@ -580,7 +584,7 @@ def test_activations_that_no_gemm_reads():
     (seen,) = report.unread
     assert report.sites == () and not seen.is_mlp
     assert (seen.spelling, seen.users) == (("gelu",), ("layer_norm",))
-    assert "gelu is no site: no GEMM reads it, but layer_norm (test_explain.py:" in str(report)
+    assert "gelu is not a site: no GEMM reads it, but layer_norm (test_explain.py:" in str(report)
     assert json.loads(report.to_json())["unread"][0]["users"] == ["layer_norm"]
     with record() as recorded:
         torch.compile(NormFormer(), backend="fused")(torch.randn(4, 8))
@@ -671,7 +675,7 @@ def test_a_checkpoint_around_a_part_of_an_mlp_is_the_reason(part):
         (seen,) = report.unread
         assert report.sites == () and ", ".join(seen.spelling) == spelling
         assert seen.reason == f"the boundary of {CHECKPOINT} lies between it and a GEMM"
-        assert f"{spelling} is no site: {seen.reason} (test_explain.py:" in str(report)
+        assert f"{spelling} is not a site: {seen.reason} (test_explain.py:" in str(report)
         assert seen.users == ("linear",) and seen.op is None
 
 

@@ -29,7 +29,7 @@ from torch_fused_ops.planner.fsdp import FullyShard, Group
 from torch_fused_ops.planner.model import captured_model
 from torch_fused_ops.planner.optimizers import optimizer_memory
 from torch_fused_ops.planner.plan import LevelRow, bytes_of
-from torch_fused_ops.planner.static_memory import Resident, check_shards, check_whole, held
+from torch_fused_ops.planner.static_memory import Resident, check_shards, check_whole, resident_tensors
 from torch_fused_ops.planner.step import (
     Parts,
     Piece,
@@ -103,7 +103,7 @@ def test_a_plan_is_static_whatever_sizes_were_seen() -> None:
 
 
 def test_what_is_no_size_but_a_level() -> None:
-    with pytest.raises(ValueError, match=r"memory='fp8' is not accepted: .*; a plan chooses the levels itself"):
+    with pytest.raises(ValueError, match=r"memory='fp8' is not accepted: .*; plan chooses the levels itself"):
         bytes_of("fp8")
 
 
@@ -190,7 +190,7 @@ def test_layers_in_any_order_are_the_steps_own_curve(backward: str) -> None:
     timeline = Timeline(moments, 3, 40, 5)
     step = Step(("a", "b", "c"), {}, {"free": cut(timeline, a_model("a", "b", "c"), lambda call: 1.0)})
     curve = step.at({})
-    assert (curve.peak, curve.kept, curve.end, curve.seconds) == (timeline.peak, 40, 5, 12.0)
+    assert (curve.peak, curve.saved, curve.end, curve.seconds) == (timeline.peak, 40, 5, 12.0)
     assert step.points({})[1:-1] == [moment.live for moment in moments]
 
 
@@ -209,15 +209,21 @@ def test_a_curve_by_hand() -> None:
         (s.net - 10, s.points[0] - s.net) for s in (step.segment("forward", unit, "free") for unit in step.units)
     )
     curve = step.at({})
-    assert curve.kept == 100 + 5 + (10 + k0) + (10 + k1) + 20
-    lives = [105 + 10 + k0 + t0, 115 + k0 + 10 + k1 + t1, curve.kept - 20 + 40, curve.kept + 30, curve.kept - 20 + t1]
+    assert curve.saved == 100 + 5 + (10 + k0) + (10 + k1) + 20
+    lives = [
+        105 + 10 + k0 + t0,
+        115 + k0 + 10 + k1 + t1,
+        curve.saved - 20 + 40,
+        curve.saved + 30,
+        curve.saved - 20 + t1,
+    ]
     assert curve.peak == max(lives)
     assert curve.end == 100 + 2 * 3
     assert curve.seconds == pytest.approx(4 + 3 * (k0 + 1) + 3 * (k1 + 1))
     points = step.points({})
     assert max(points) == curve.peak and points[-1] == curve.end and points[0] == 100
     off = step.at({"layers.0": "off", "layers.1": "off"})
-    assert off.kept > curve.kept and off.seconds < curve.seconds
+    assert off.saved > curve.saved and off.seconds < curve.seconds
 
 
 def test_a_checkpoint_keeps_the_input_and_runs_again() -> None:
@@ -225,7 +231,7 @@ def test_a_checkpoint_keeps_the_input_and_runs_again() -> None:
     forward = step.segment("forward", "layers.1", "free")
     kept = forward.net
     found = step.checkpointed(dict.fromkeys(step.units, 7))
-    assert found.kept == step.at({}).kept - 6 * (kept - 7)
+    assert found.saved == step.at({}).saved - 6 * (kept - 7)
     assert found.end == step.at({}).end
     assert found.seconds == pytest.approx(step.at({}).seconds + 6 * forward.seconds)
 
@@ -334,7 +340,7 @@ def test_what_one_gpu_holds() -> None:
         return path if path.startswith("layers.") else ""
 
     check_shards(model, unit_of, 4)
-    found = Resident.of(held(model, unit_of), "adamw", 4)
+    found = Resident.of(resident_tensors(model, unit_of), "adamw", 4)
     weight, bias, head = 4 * 3 * 4, 4 * 3, 2 * (2 * 3 + 2)
     assert found.shards is not None and found.shards.groups == {
         "layers.0": Group(weight + bias, weight + bias),
@@ -346,7 +352,7 @@ def test_what_one_gpu_holds() -> None:
     assert found.shards.gathered("layers.1") == 4 * (weight + bias) and found.shards.reduced("layers.1") == 4 * weight
     layers = 3 * (weight + bias) + 3 * weight + 2 * bias  # each gathered twice; one frozen bias
     assert found.shards.sent == 3 * (layers + 2 * head)
-    assert Resident.of(held(model, unit_of), "adamw", 1).parameters == 2 * 200 + 2 * 20 + 28
+    assert Resident.of(resident_tensors(model, unit_of), "adamw", 1).parameters == 2 * 200 + 2 * 20 + 28
 
 
 def test_what_cannot_be_sharded() -> None:
@@ -361,7 +367,7 @@ def test_what_cannot_be_sharded() -> None:
     model.layers[0].bias.data = model.layers[0].bias.data.double()
     refused("dp=8 is not accepted: layers.0.bias is torch.float64, other parameters of layers.0 are torch.float32")
     model.layers[0].bias = model.layers[1].bias
-    refused("dp=8 is not accepted: layers.1.bias is layers.0.bias, and FSDP2 shards no parameter in two layers")
+    refused("dp=8 is not accepted: layers.1.bias is layers.0.bias, and FSDP2 does not shard a parameter in two layers")
     model.layers[0].bias = nn.Parameter(torch.tensor(0.0))
     refused("dp=8 is not accepted: layers.0.bias is a scalar")
     with pytest.raises(ValueError, match=r"dp=8 is not accepted: model=.* is a function"):
@@ -390,7 +396,7 @@ def test_shards_by_hand() -> None:
         22,
     ]
     curve = step.at({})
-    assert (curve.kept, curve.peak, curve.end) == (16 + root, max(step.points({})), 22)
+    assert (curve.saved, curve.peak, curve.end) == (16 + root, max(step.points({})), 22)
 
 
 def test_gradients_are_whole_where_their_layer_ends_or_later() -> None:
@@ -477,7 +483,7 @@ def test_what_does_not_follow_stays_whole() -> None:
     attention.o = nn.Sequential(nn.LayerNorm(PARTS.width, device="meta"), attention.o)
     found, _ = recorded(model, 2)
     assert set(found.dimensions) == {f"blocks.0.mlp.{name}.weight" for name in ("gate", "up", "down")}
-    whole = [one.place for one in held(model, lambda path: "", found) if one.is_left_whole]
+    whole = [one.place for one in resident_tensors(model, lambda path: "", found) if one.is_left_whole]
     names = ["token", "head", *(f"blocks.*.attention.{name}" for name in ("q", "k", "v", "o.*"))]
     assert sorted(whole) == sorted(f"{name}.weight" for name in names)
 
@@ -703,7 +709,7 @@ def test_a_model_without_mlps_is_planned_too() -> None:
     model, x = on_meta(nn.Linear(256, 256))
     found = tfo.plan(model, x, memory="1GiB", gpu="H100", optimizer="none")
     assert found.fits and found.choices == {} and found.policy == FusionPolicy() and found.optimizer_state == 0
-    assert found.help == ("There is no MLP that is picked up, so there is no level to choose.",)
+    assert found.help == ("No MLP is fused, so there is no level to choose.",)
 
 
 class Positions(nn.Module):
@@ -983,7 +989,7 @@ class Partly(nn.Module):
 def test_parameters_that_get_no_gradient_are_not_trained() -> None:
     model = Partly()
     captured = captured_model(model, (torch.randn(4, 8),), {})
-    whole = held(model, captured.unit_of, None, captured.gets_gradient)
+    whole = resident_tensors(model, captured.unit_of, None, captured.gets_gradient)
     model(torch.randn(4, 8)).backward()
     assert {each.name: each.trained for each in whole} == {
         name: p.grad is not None for name, p in model.named_parameters()
@@ -991,7 +997,7 @@ def test_parameters_that_get_no_gradient_are_not_trained() -> None:
 
 
 def test_the_optimizers_step_has_the_batch_beside_it() -> None:
-    resident = Resident.of(held(nn.Linear(8, 8), lambda path: ""), "adamw", 1)
+    resident = Resident.of(resident_tensors(nn.Linear(8, 8), lambda path: ""), "adamw", 1)
     assert replace(resident, batch=100).optimizer_peak == resident.optimizer_peak + 100
 
 
@@ -1008,7 +1014,7 @@ class Broken(nn.Module):
 
 
 def test_a_graph_break_inside_a_loop_is_named() -> None:
-    with pytest.raises(ValueError, match=r"captures no graph of it, as of a graph break inside a loop: \w+"):
+    with pytest.raises(ValueError, match=r"captures no graph of it, as with a graph break inside a loop: \w+"):
         captured_model(Broken(), (torch.randn(4, 8),), {})
 
 

@@ -25,7 +25,7 @@ from torch_fused_ops.lowerings import recognize
 from torch_fused_ops.policy import MEMORY
 from torch_fused_ops.reports import figures as figures_module
 from torch_fused_ops.reports.figures import layers_of
-from torch_fused_ops.reports.text import KNOB, PICKED_UP, PLAIN
+from torch_fused_ops.reports.text import FUSED, KNOB, PLAIN
 
 pytestmark = [pytest.mark.codegen_is_slow, pytest.mark.usefixtures("fresh_compiler")]
 
@@ -120,7 +120,7 @@ def test_a_block_without_pick_up_says_so() -> None:
     with tfo.record() as report:
         torch.compile(mlp(), backend="eager")(batch())
     assert report.graphs == 0
-    assert "Nothing was compiled with pick-up" in str(report) and "Dynamo captured 1 graph:" in str(report)
+    assert "No model was compiled with fusion" in str(report) and "Dynamo captured 1 graph:" in str(report)
 
 
 def test_nested_blocks_each_get_everything_inside() -> None:
@@ -171,7 +171,7 @@ def test_a_failing_pass_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     with tfo.record() as report:
         torch.compile(mlp(), backend="fused")(batch())
     assert report.sites == () and report.graphs == 1
-    assert "note: pick-up failed on a graph and left it as it was: recognize: RuntimeError: broken" in str(report)
+    assert "note: fusion failed on a graph and left it unchanged: recognize: RuntimeError: broken" in str(report)
 
 
 def test_two_threads_do_not_mix() -> None:
@@ -237,7 +237,7 @@ def test_dynamic_sizes_and_recompilations() -> None:
         for rows in (3, 5, 7):
             compiled(batch(rows))
     assert (report.graphs, report.recompilations) == (1, 1), "static, then dynamic, which holds for the third size"
-    assert operators(report) == GELU and "(1 graph, compiled anew 1 time)" in str(report)
+    assert operators(report) == GELU and "(1 graph, recompiled 1 time)" in str(report)
 
 
 def test_layers_that_share_their_code_are_no_recompilation() -> None:
@@ -314,7 +314,7 @@ def test_float8_is_counted_where_the_gpu_has_it() -> None:
     assert report.sites[0].gemm == "fp8"
     without, measured = report.measure("A100"), report.measure("H200")
     assert without.after == plain.measure("A100").after and "sm_80" in "".join(without.notes)
-    assert measured.after != plain.measure("H200").after and "nobody has measured" in "".join(measured.notes)
+    assert measured.after != plain.measure("H200").after and "not measured" in "".join(measured.notes)
     assert all(note in str(figures) for figures in (without, measured) for note in figures.notes)
     assert plain.measure("H200").notes == ()
 
@@ -398,10 +398,10 @@ def test_layers_that_keep_less_though_left_alone_are_explained(tmp_path: Path) -
     report = tfo.explain(Stack(3), batch(grad=True), policy=tfo.FusionPolicy(exclude=("layers.[12]",)))
     less = [LayerFigures(f"layers.{i}", Cost(saved=9), Cost(saved=8 if i < 2 else 9)) for i in range(3)]
     report.figures = Figures("NVIDIA H200", True, tuple(less))
-    assert report.rebuilt.startswith("layers.1: left alone") and f"note: {report.rebuilt}" in str(report)
-    assert report.rebuilt.partition("=")[0] in report.to_html(tmp_path / "r.html").read_text(encoding="utf-8")
+    assert report.recomputed.startswith("layers.1: not fused") and f"note: {report.recomputed}" in str(report)
+    assert report.recomputed.partition("=")[0] in report.to_html(tmp_path / "r.html").read_text(encoding="utf-8")
     report.figures = Figures("NVIDIA H200", True, (less[0], less[2]))
-    assert report.rebuilt == "", "nothing is fused in layers.1, and nothing is saved in layers.2"
+    assert report.recomputed == "", "nothing is fused in layers.1, and nothing is saved in layers.2"
 
 
 @pytest.mark.parametrize(
@@ -476,11 +476,11 @@ def test_levels_beside_upstreams_knob() -> None:
     found = tfo.explain(model, x).measure(levels=True)
     assert found is not None
     rows = {row.name: row for row in found.levels}
-    assert list(rows) == [PLAIN, PICKED_UP, KNOB, *MEMORY]
+    assert list(rows) == [PLAIN, FUSED, KNOB, *MEMORY]
     knob = virtual_gpu.compile_on_paper(model, x, memory_budget=0.99)
     assert (rows[KNOB].saved, rows[KNOB].peak) == (knob.saved_bytes(), knob.peak_bytes())
     assert rows[KNOB].saved < rows[PLAIN].saved and rows["input"].saved < rows[KNOB].saved
-    assert replace(rows["free"], name=PICKED_UP) == rows[PICKED_UP]
+    assert replace(rows["free"], name=FUSED) == rows[FUSED]
     few = f'1 of 1 MLPs as "input": {ROWS} tokens are too few for two tiles of {tiles.TOKENS}'
     assert {name: row.note for name, row in rows.items() if row.note} == {"tiled": few}
     assert str(found).splitlines()[-1] == f"tiled: {few}"

@@ -1,6 +1,6 @@
-"""Fused MLP operators for PyTorch that ``torch.compile`` sees through.
+"""Fused MLP operators for PyTorch, transparent to ``torch.compile``.
 
-Three ways in: ``torch.compile(model, backend="fused")``; ``enable()`` and then plain ``torch.compile(model)``; the
+Three uses: ``torch.compile(model, backend="fused")``; ``enable()`` and then plain ``torch.compile(model)``; the
 operators themselves, ``torch.ops.fused.*``, typed in ``torch_fused_ops.functional``.
 """
 
@@ -20,16 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 # `python -m torch_fused_ops` imports this first; while Python looks for a module, sys.argv begins with "-m".
 if sys.argv[:1] == ["-m"] and (_module := sys.orig_argv[-len(sys.argv)]).split(".")[0] == __name__:
-    # Torch takes 2 s to import: --help, --version and arguments that make no sense do without.
+    # Torch takes 2 s to import; --help, --version and usage errors do not need it.
     if _module == __name__:
         from torch_fused_ops import environment
         from torch_fused_ops.arguments import parser
 
         _arguments = parser().parse_args(sys.argv[1:])
-        if _arguments.command == "run":  # which becomes another program
+        if _arguments.command == "run":  # replaces this process
             environment.run(_arguments)
-    # The command line does not begin with torch's warning: nothing here needs NumPy, and `info` says
-    # whether it is there.
+    # Hide torch's warning: nothing here needs NumPy, and `info` reports it.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 from torch_fused_ops import environment, functional  # environment first: an invalid setting stops the import here
@@ -83,16 +82,16 @@ if TYPE_CHECKING:
 
     from torch_fused_ops import distributed, lowerings, megatron, nn, reference, slapo, testing, virtual_gpu  # noqa: F401
     from torch_fused_ops.policy import PolicyFields
-else:  # a type checker would take every name for one of these
+else:  # type checkers would accept any name
 
     def __getattr__(name: str) -> ModuleType:
-        """A part that has not been imported yet: ``import torch_fused_ops as tfo; tfo.nn.FusedMLP``."""
+        """Import a subpackage on first use: ``import torch_fused_ops as tfo; tfo.nn.FusedMLP``."""
         if name in _PARTS:
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# Importing Inductor costs 1.7 s, which `import torch_fused_ops` must not: these four fetch it when they are called.
+# Importing Inductor costs 1.7 s, so these four import it when they are called.
 
 
 def _pick_up() -> Any:
@@ -102,24 +101,24 @@ def _pick_up() -> Any:
 
 
 def enable(policy: FusionPolicy | None = None, **fields: Unpack[PolicyFields]) -> None:
-    """Let plain ``torch.compile(model)`` pick MLPs up, in every thread of this process. Idempotent.
+    """Fuse MLPs in plain ``torch.compile(model)``, in every thread of this process. Idempotent.
 
-    Passes that others put into Inductor's slots stay there and run first. Calling it again changes the policy.
+    Other passes in Inductor's slots stay and run first. A second call changes the policy.
 
     Args:
         policy: by default ``FusionPolicy()``.
-        fields: a policy's, in its place: ``enable(memory="fp8")`` for ``enable(FusionPolicy(memory="fp8"))``.
+        fields: a policy's fields, instead: ``enable(memory="fp8")`` is ``enable(FusionPolicy(memory="fp8"))``.
     """
     _pick_up().enable(policy_given("enable", policy, fields))
 
 
 def disable() -> None:
-    """Undo ``enable``: take our passes, and only ours, out of Inductor's slots. Idempotent."""
+    """Undo ``enable``: remove our passes, and only ours, from Inductor's slots. Idempotent."""
     _pick_up().disable()
 
 
 def enabled(policy: FusionPolicy | None = None, **fields: Unpack[PolicyFields]) -> AbstractContextManager[None]:
-    """``with enabled():`` the same, for compilations that happen inside the block, in this thread (or context) only."""
+    """``with enabled():`` the same for compilations inside the block, in this thread (or context) only."""
     block: AbstractContextManager[None] = _pick_up().enabled(policy_given("enabled", policy, fields))
     return block
 
@@ -131,16 +130,15 @@ def compile_options(
 
     Args:
         policy: by default ``FusionPolicy()``.
-        options: your own Inductor options, kept; passes in them, or else those in Inductor's config now, run before
-            ours.
-        fields: a policy's, in its place.
+        options: your own Inductor options. Their passes, or else those in Inductor's config now, run before ours.
+        fields: a policy's fields, instead.
     """
     result: dict[str, Any] = _pick_up().compile_options(policy_given("compile_options", policy, fields), options)
     return result
 
 
-# What is registered with parts of torch that are expensive to import, right after they are first imported, by whomever:
-# Inductor's lowerings; DTensor's rules (0.4 s); FLOP formulas (0.2 to 0.5 s: Triton).
+# Modules of torch that are expensive to import (DTensor 0.4 s, Triton's FLOP formulas 0.2 to 0.5 s), and ours that
+# register with them right after their first import.
 _WHEN_LOADED = {
     "torch._inductor.lowering": "torch_fused_ops.lowerings",
     "torch.distributed.tensor": "torch_fused_ops.distributed.sharding",
@@ -149,7 +147,7 @@ _WHEN_LOADED = {
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls ``register()`` of the module that ``_WHEN_LOADED`` names when a module of the table has been imported."""
+    """Call ``register()`` of our module in ``_WHEN_LOADED`` after torch's module is imported."""
 
     def __init__(self, pending: dict[str, str]) -> None:
         self.pending = pending

@@ -1,4 +1,4 @@
-"""What the ways are that benchmarks compare: for ``bench NAME --help``, without torch, and for docs/benchmarks.md."""
+"""The variants that benchmarks compare, for ``bench NAME --help`` (without torch) and docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # recipes' names in t
 
 @dataclass(frozen=True)
 class Meaning:
-    """What some ways are.
+    """An explanation of some variants.
 
     Attributes:
-        ways: their names.
-        benchmarks: those that have them.
-        text: with Markdown's quotes.
+        ways: the variants' names.
+        benchmarks: the benchmarks that have them.
+        text: the explanation, in Markdown.
     """
 
     ways: tuple[str, ...]
@@ -33,7 +33,7 @@ MEANINGS = (
             "`torch.compile` under `torch._functorch.config.activation_memory_budget = 0.99`"),
     Meaning(("autotune",), _EVERY, f'`torch.compile(mode="{AUTOTUNE}")`'),
     Meaning(tuple(f"fused-{memory}" for memory in MEMORY if memory != "tiled"), _TRAINED,
-            '`backend="fused"` with each level of `FusionPolicy(memory=…)`; strict: it fails rather than fuse nothing'),
+            '`backend="fused"` with each level of `FusionPolicy(memory=…)`; strict: unfused MLPs are errors'),
     Meaning(("fused-free",), ("inference",), '`backend="fused"`, strict'),
     Meaning(("fused-autotune",), ("mlp", "model", "inference"), "`fused-free` with autotune's mode"),
     Meaning(tuple(f"gemm-{recipe}" for recipe in GEMM if recipe != "bf16"), _TRAINED,
@@ -45,9 +45,9 @@ MEANINGS = (
     Meaning(("operators",), ("pointwise", "mlp"), "eager PyTorch with our eager operators"),
     Meaning(("fused",), ("pointwise",), "our operators under `torch.compile`"),
     Meaning(("gemms",), ("mlp", "inference"),
-            "an MLP's matrix products alone, into tensors that are there: what no fusion goes below"),
-    Meaning(("copy",), ("pointwise",), "a copy that reads and writes as many bytes as the operator must"),
+            "an MLP's GEMMs alone, into preallocated tensors: a lower bound for any fusion"),
+    Meaning(("copy",), ("pointwise",), "a copy of as many bytes as the operator reads and writes"),
     Meaning(("liger",), ("pointwise",), "Liger-Kernel's SwiGLU and GEGLU, where `liger_kernel` can be imported"),
     Meaning(("megatron",), ("pointwise",),
-            "bias and GELU as one function with a derivative written by hand, each compiled, as Megatron does it"),
+            "bias and GELU as one function with a handwritten derivative, each compiled, as in Megatron"),
 )  # fmt: skip

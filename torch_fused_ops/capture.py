@@ -1,4 +1,4 @@
-"""How a model is run so that Dynamo captures it, and nothing of it stays; and how much it has captured."""
+"""Run a model so that Dynamo captures it, without lasting effects; count captured graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def check_model(model: Any) -> None:
-    """TypeError for what is no model: not callable, or a class of models."""
+    """Raise a TypeError if ``model`` is not callable, or is a class."""
     if not callable(model):
         raise TypeError(f"model={model!r} is not callable: it must be a module or a function")
     if isinstance(model, type):
@@ -31,14 +31,14 @@ def check_model(model: Any) -> None:
 
 
 def captured_graphs() -> int:
-    """How many graphs Dynamo has captured in this process, or since somebody set its counters back."""
+    """The number of graphs that Dynamo captured in this process, or since its counters were last reset."""
     utils = sys.modules.get("torch._dynamo.utils")
     return utils.counters["stats"]["unique_graphs"] if utils else 0
 
 
 @contextmanager
 def arguments_checked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """A TypeError of a model that is called with one tuple says that arguments follow the model without one."""
+    """Extend the TypeError of a model that was called with one tuple: arguments are not packed in a tuple."""
     try:
         yield
     except TypeError as error:
@@ -50,25 +50,26 @@ def arguments_checked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterato
 
 
 def call_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What is compiled in a model's place. Its frame is on every captured stack, and is none of the user's."""
+    """Call a model; compiled in the model's place. Its frame is on every captured stack and is not the user's."""
     return model(*args, **kwargs)
 
 
 def throwaway(fn: Any) -> Callable[..., Any]:
-    """fn with a code object of its own. Dynamo keeps what it captures on the code object, and eight captures are its
-    limit: on the model's own code they would count against the user's compilations."""
+    """Copy fn with a new code object. Dynamo's limit of eight captures counts per code object: without a copy, captures
+    here would count against the user's compilations."""
     return types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__)
 
 
 def run_captured(
     model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], backend: Any, **options: Any
 ) -> None:
-    """Run a model once under ``torch.compile(backend=…)``, a compiled one as it was before; nothing of it stays.
+    """Run a model once under ``torch.compile(backend=…)``, without lasting effects; a compiled model uncompiled.
 
     Args:
         model: a module or a function.
-        args: what to call it with; so are ``kwargs``.
-        backend: is given the graphs that Dynamo captures.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        backend: takes the graphs that Dynamo captures.
         **options: of ``torch.compile``.
     """
     model = getattr(model, "_orig_mod", model)
@@ -83,7 +84,7 @@ def run_captured(
 
 @contextmanager
 def _meta_indices() -> Iterator[None]:
-    """Accept the real meta tensor that torch makes of a list, ``x[[0, 2]]``, beside fake ones on meta."""
+    """Accept the real meta tensor that torch creates for a list index, ``x[[0, 2]]``, beside fake meta tensors."""
     from torch._subclasses.fake_tensor import fake_tensor_tls
 
     before = fake_tensor_tls.allow_non_fake_inputs_override
@@ -96,10 +97,10 @@ def _meta_indices() -> Iterator[None]:
 
 @contextmanager
 def unchanged(model: Callable[..., Any]) -> Iterator[None]:
-    """Put back what a run changes: buffers (batch statistics, caches), random generators, Dynamo's records.
+    """Restore what a run changes: buffers (batch statistics, caches), random generators, Dynamo's records.
 
-    Sizes that were seen here would make a later compilation with others dynamic from the start; graphs that were
-    captured here would count as the user's.
+    Otherwise sizes seen here would make a later compilation with other sizes dynamic, and graphs captured here would
+    count as the user's.
     """
     from torch._dynamo import pgo
     from torch._dynamo.utils import counters

@@ -1,4 +1,4 @@
-"""What the commands of ``python -m torch_fused_ops`` do; ``arguments.py`` has what they take."""
+"""The commands of ``python -m torch_fused_ops``; ``arguments.py`` has their arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["main"]
 
 
 class _UsageError(Exception):
-    """What the user gave cannot be used; the message says why."""
+    """Unusable arguments; the message says why."""
 
 
 # ---- info ------------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def _version(package: str) -> str:
 
 
 def _works() -> Iterator[tuple[str, str]]:
-    """(what, "yes" or what is missing) of everything that needs more than torch."""
+    """Yield each feature that needs more than torch, and "yes" or the missing requirement."""
     from torch_fused_ops.lowerings import compat
 
     asked = [name for name in torch._inductor.config.cpp.cxx if name]  # CXX, else g++
@@ -60,13 +60,13 @@ def _works() -> Iterator[tuple[str, str]]:
     missing = f"no C++ compiler was found ({', '.join(asked)}): install g++, or set CXX"
     yield "torch.compile on CPUs", f"yes, with {compiler}" if compiler else missing
     gpu, triton = torch.cuda.is_available(), _version("triton")
-    yield "torch.compile on GPUs", ("yes" if triton else "Triton is missing") if gpu else "no GPU is seen"
+    yield "torch.compile on GPUs", ("yes" if triton else "Triton is missing") if gpu else "no GPU is visible"
     device = torch.device("cuda" if gpu else "cpu")
-    slow = "" if gpu else ", multiplied in the model's dtype: right, and slower than without"
+    slow = "" if gpu else ", in the model's dtype: correct, but slower than bf16"
     for recipe, (scaling, _) in RECIPES.items():
         without = compat.no_scaled_products(device, scaling)
-        yield f'products in float8, gemm="{recipe}"', f"none on {without}" if without else f"yes{slow}"
-    yield "figures on paper, plan", "yes" if triton else "pip install triton numpy"
+        yield f'float8 GEMMs, gemm="{recipe}"', f"not on {without}" if without else f"yes{slow}"
+    yield "estimated figures, plan", "yes" if triton else "pip install triton numpy"
     yield "pictures of benchmarks", "yes" if _version("matplotlib") else "pip install matplotlib numpy"
 
 
@@ -85,7 +85,9 @@ def _info(arguments: argparse.Namespace) -> int:
     forward = [n for n in dir(torch.ops.fused) if isinstance(getattr(torch.ops.fused, n), torch._ops.OpOverloadPacket)]
     overloads = [getattr(torch.ops.fused, n).default for n in forward]
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    traced = [op for op in overloads if not op.has_kernel_for_dispatch_key(composite)]  # the others' parts are aten's
+    traced = [
+        op for op in overloads if not op.has_kernel_for_dispatch_key(composite)
+    ]  # composite ones decompose to aten
     lowered = [op for op in traced if op in inductor.lowerings]
     backend = "found" if "fused" in torch._dynamo.list_backends() else "not found: install with `pip install -e .`"
     policy = passes.active_policy()
@@ -103,7 +105,7 @@ def _info(arguments: argparse.Namespace) -> int:
         ("activations", [", ".join(activations.names())]),
         ("lowerings", [f"{len(lowered)} of {len(traced)} operators, backward ones included"]),
         ("backend 'fused'", [backend]),
-        ("policy", [repr(policy) if policy else "none in force: plain torch.compile picks nothing up before enable()"]),
+        ("policy", [repr(policy) if policy else "none: plain torch.compile fuses no MLPs before enable()"]),
         ("works here", [f"{what}: {how}" for what, how in _works()]),
         ("torch features", [f"{name}: {'yes' if there else 'no'}" for name, there in compat.features().items()]),
         ("identity", [passes.identity()]),
@@ -169,10 +171,10 @@ def _load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any
         raise _UsageError(f"{spec} is a {type(make).__name__}, not callable; {accepted}")
     if isinstance(make, torch.nn.Module):
         raise _UsageError(f"{spec} is a model; it must be a function that returns (model, args)")
-    made = make()
-    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3) or not callable(made[0]):
-        raise _UsageError(f"{spec} returned a {type(made).__name__}; {accepted}")
-    model, args, kwargs = (*made, {})[:3]
+    example = make()
+    if not isinstance(example, (tuple, list)) or len(example) not in (2, 3) or not callable(example[0]):
+        raise _UsageError(f"{spec} returned a {type(example).__name__}; {accepted}")
+    model, args, kwargs = (*example, {})[:3]
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
         raise _UsageError(f"{spec}: args is a {type(args).__name__}, kwargs a {type(kwargs).__name__}; {accepted}")
     return model, tuple(args), kwargs
@@ -182,7 +184,7 @@ def _check_writable(arguments: argparse.Namespace, *options: str) -> None:
     for option in options:
         file = getattr(arguments, option)
         if file and (Path(file).is_dir() or not os.access(Path(file).parent, os.W_OK)):
-            raise _UsageError(f"--{option} {file} cannot be written: it must be a file in a folder that is there")
+            raise _UsageError(f"--{option} {file} cannot be written: it must be a file in an existing folder")
 
 
 def _policy(arguments: argparse.Namespace) -> tfo.FusionPolicy:
@@ -195,8 +197,8 @@ def _policy(arguments: argparse.Namespace) -> tfo.FusionPolicy:
 def _explain(arguments: argparse.Namespace) -> int:
     _check_writable(arguments, "json", "html")
     if arguments.levels and not arguments.train:
-        raise _UsageError("--levels needs --train: without a backward nothing is kept")
-    if arguments.figures is not None or arguments.levels:  # what is missing is said before anything takes time
+        raise _UsageError("--levels needs --train: without a backward nothing is saved")
+    if arguments.figures is not None or arguments.levels:  # report missing requirements before slow work
         gpus.import_triton()
         if (arguments.figures or "H200").upper() not in gpus.GPUS:
             raise _UsageError(f"--figures {arguments.figures} is not known; accepted: {', '.join(gpus.GPUS)}")
@@ -231,19 +233,19 @@ def _plan(arguments: argparse.Namespace) -> int:
         model.train()
     try:
         with _progress("torch_fused_ops.planner", "capturing"):
-            found = tfo.plan(model, *args, **settings, **kwargs)
+            plan = tfo.plan(model, *args, **settings, **kwargs)
     except ValueError as e:
         raise _UsageError(str(e)) from None
-    print(found)
+    print(plan)
     if arguments.json:
-        Path(arguments.json).write_text(found.to_json(), encoding="utf-8")
+        Path(arguments.json).write_text(plan.to_json(), encoding="utf-8")
     if arguments.html:
-        found.to_html(arguments.html)
-    return 0 if found.fits else 1
+        plan.to_html(arguments.html)
+    return 0 if plan.fits else 1
 
 
 class _Latest(logging.Handler):
-    """Says on standard error what a logger said last once so many seconds have passed, and then all that it says."""
+    """Print a logger's last record on standard error after some seconds, and then all later records."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -269,7 +271,7 @@ class _Latest(logging.Handler):
 
 @contextlib.contextmanager
 def _progress(name: str, first: str = "", seconds: float = 5.0) -> Iterator[None]:
-    """What a logger says at level INFO, after these seconds; ``first`` is what it is at in the beginning."""
+    """Print a logger's records of level INFO after some seconds, beginning with ``first``."""
     logger, handler = logging.getLogger(name), _Latest(seconds)
     level = logger.level
     logger.addHandler(handler)
@@ -295,16 +297,16 @@ def _verify(arguments: argparse.Namespace) -> int:
         if isinstance(model, torch.nn.Module):
             model.train(not arguments.eval)
         with _progress("torch_fused_ops.verify"):
-            found = tfo.verify(model, *args, policy=policy, compiled=arguments.compiled, **kwargs)
+            verification = tfo.verify(model, *args, policy=policy, compiled=arguments.compiled, **kwargs)
     except _UsageError:
         raise
-    except Exception as error:  # the model's own; exit code 1 is for one that runs and differs
+    except Exception as error:  # the model's own; exit code 1 is for a difference
         traceback.print_exc()
         raise _UsageError(f"{arguments.spec} cannot be run in eager mode: {error}") from None
-    print(found)
+    print(verification)
     if arguments.json:
-        Path(arguments.json).write_text(found.to_json(), encoding="utf-8")
-    return 0 if found.ok else 1
+        Path(arguments.json).write_text(verification.to_json(), encoding="utf-8")
+    return 0 if verification.ok else 1
 
 
 # ---- bench -----------------------------------------------------------------------------------------------------------

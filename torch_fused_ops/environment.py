@@ -1,9 +1,9 @@
 """Settings in the environment: ``TORCH_FUSED_OPS`` and ``TORCH_FUSED_OPS_REPORT``.
 
-``TORCH_FUSED_OPS="memory=fp8,gemm=fp8"`` is ``enable(FusionPolicy(...))``, for programs that are run without editing
-them (``docs/integrations.md``). ``torch_fused_ops_autoload.py`` looks for it as torch is imported; the policy is put in
-force when Inductor is imported, because importing Inductor for its sake would cost 1.7 s. ``TORCH_FUSED_OPS_REPORT``
-names a file that the process writes its report to at exit. ``python -m torch_fused_ops run`` sets both.
+``TORCH_FUSED_OPS="memory=fp8,gemm=fp8"`` is ``enable(FusionPolicy(...))`` without editing the script
+(``docs/integrations.md``). ``torch_fused_ops_autoload.py`` reads it when torch is imported. The policy takes effect
+when Inductor is imported, since importing Inductor early would cost 1.7 s. ``TORCH_FUSED_OPS_REPORT`` names a file; the
+process writes its report there at exit. ``python -m torch_fused_ops run`` sets both.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ def _policy() -> FusionPolicy | None:
 
 
 POLICY = _policy()
-# Taken out, so that processes which this one starts do not write to the same file. Other ranks' reports would.
+# Popped, so that child processes do not write to the same file. Other ranks would, too.
 REPORT = os.environ.pop(REPORT_NAME, "") if os.environ.get("RANK", "0") == "0" else ""
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
     """Replace this process by ``python SCRIPT ...``, with the policy and the report's file in its environment.
 
-    ``os.execv`` of the same interpreter: nothing of what Python does for a script has to be imitated here. The report
-    is written by the new process, at exit.
+    ``os.execv`` of the same interpreter, so Python itself sets up the script. The new process writes the report.
     """
     error = arguments.command_parser.error
     if not arguments.program:
@@ -50,7 +49,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     if not arguments.module and not Path(name).exists():
         error(f"SCRIPT {name!r} does not exist: give the path of a Python program, or -m and a module's name")
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
-        error("TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: with it, `import torch` loads no plug-in, this one included")
+        error("TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: `import torch` then loads no plug-in, this one included")
     fields = [f"memory={arguments.memory}", f"gemm={arguments.gemm}", f"strict={arguments.strict}".lower()]
     text = ",".join((*fields, *(f"exclude={pattern}" for pattern in arguments.exclude)))
     try:

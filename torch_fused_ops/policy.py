@@ -1,4 +1,4 @@
-"""What the compiler plug-in may do: the policy that a user hands to ``enable``, ``enabled`` or ``compile_options``."""
+"""The fusion policy, an argument of ``enable``, ``enabled`` and ``compile_options``."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = [
     "policy_or_default",
 ]
 
-MEMORY = ("off", "free", "fp8", "input", "tiled")  # the levels, each with less in memory than the one before
-LEVELS = f"{', '.join(MEMORY)}, tiled:N (N: 2 to {tiles.LIMIT})"  # all that is accepted, in messages
+MEMORY = ("off", "free", "fp8", "input", "tiled")  # the levels, each saving less for backward than the one before
+LEVELS = f"{', '.join(MEMORY)}, tiled:N (N: 2 to {tiles.LIMIT})"  # the accepted values, for messages
 EPILOGUES = ("measured", "library", "off")
 GEMM = ("bf16", *RECIPES)
 
-if TYPE_CHECKING:  # the same for type checkers, which take nothing computed; of tiled:N the usual numbers
+if TYPE_CHECKING:  # repeated for type checkers, which need literals; the usual numbers of tiled:N
     Tiles = Literal["tiled:2", "tiled:3", "tiled:4", "tiled:6", "tiled:8", "tiled:12", "tiled:16", "tiled:32"]
     Level = Literal["off", "free", "fp8", "input", "tiled"] | Tiles
     Recipe = Literal["bf16", "fp8", "fp8-wgrad-bf16", "fp8-rowwise", "mxfp8", "mxfp8-wgrad-bf16"]
@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # the same for type checkers, which take nothing computed; of
 
 
 class PolicyFields(TypedDict, total=False):
-    """``FusionPolicy``'s fields, as keywords of the calls that take them in a policy's place."""
+    """``FusionPolicy``'s fields, as keywords that replace a policy."""
 
     memory: Level | Mapping[str, str]
     dropout: bool
@@ -54,38 +54,36 @@ class PolicyFields(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class FusionPolicy:
-    """What pick-up may do. Frozen and hashable: it is part of every compile key.
+    """The settings of the fusion pass. Frozen and hashable, since it is part of every compile key.
 
     Attributes:
-        memory: what a compiled training step keeps for backward (``docs/memory.md``). ``"off"`` leaves upstream's
-            choice. ``"free"`` rebuilds in backward whatever costs only pointwise work, never a GEMM. ``"fp8"``: and
-            what an MLP's activation reads is kept as float8_e4m3fn with a scale a row; gradients then carry its
-            rounding. ``"input"``: what an MLP's activation reads is not kept, and the GEMM in front of it is
-            computed again in backward, from the MLP's own input. ``"tiled"``: and both are done in tiles of its tokens,
-            one after the other, forward and backward; ``"tiled:16"`` says how many. A mapping from module patterns (as
-            in ``exclude``) to any of them but "off" chooses for each MLP; the first that fits counts, and what none
-            names is "free". At all but "off" a factor of each row behind an MLP's last product, a router's weight say,
-            moves in front of it: the product's result is not kept then. A budget that you set yourself
-            (``torch._functorch.config.activation_memory_budget``) always wins.
-        dropout: whether active dropouts of linear layers and of fused activations become ``fused::dropout_add``, with
-            the residual that they are added to. Nothing but a seed is kept for backward then, where a mask is a byte
-            an element; other elements are dropped than plain torch.compile drops, by the same distribution, and
-            ``torch.manual_seed`` decides as before. Never under inductor's ``fallback_random``.
-        strict: raise at compile time where an MLP site is left unfused (``UnfusedError``) or a pass fails, naming each
-            reason, instead of logging it and going on with the graph as it was. What ``exclude`` names is no miss. And
-            raise where a model has linear layers, but no site at all (``docs/policies.md``, Strict).
-        exclude: module paths to leave alone, as shell patterns against the path in the model, e.g. ``("encoder.*",)``.
-        epilogues: whether a linear layer and its activation (relu, tanh's GELU) may be one call of cuBLASLt, at
-            inference on CUDA (``docs/epilogues.md``). ``"measured"``: under max-autotune, where it is the fastest way;
-            without, nothing changes. ``"library"``: wherever it is possible, unmeasured. ``"off"``: never.
-        gemm: what the linear layers of an MLP that is picked up multiply in (``docs/fp8.md``), and of one whose
-            activation is this library's operator already, as ``nn.FusedMLP``'s. ``"bf16"``: what the model has.
-            ``"fp8"``: float8_e4m3fn with a scale for each block of 128, in all three products of a training step;
-            weights and their gradients stay in their own dtypes. ``"fp8-wgrad-bf16"``: and the weights' gradients are
-            products in the model's dtype. ``"fp8-rowwise"``: so, too, with a scale for each row, which more devices
-            have, and a mixture's experts too. ``"mxfp8"``, ``"mxfp8-wgrad-bf16"``: as the first two, with a scale for
-            each 32 elements, for Blackwell. A mapping from module patterns chooses for each MLP; what none names is
-            "bf16".
+        memory: the memory level: what a training step saves for backward (``docs/memory.md``). ``"off"`` is upstream's
+            choice. ``"free"`` recomputes pointwise work in backward, never a GEMM. ``"fp8"`` also saves the inputs of
+            an MLP's activation as float8_e4m3fn with a scale per row, so gradients carry its rounding. ``"input"``
+            saves the MLP's input instead, and recomputes the GEMM before the activation. ``"tiled"`` does that in
+            tiles of the tokens, forward and backward; ``"tiled:16"`` sets their number. A mapping from module patterns
+            (as in ``exclude``) to levels other than "off" selects a level for each MLP: the first match counts, and
+            "free" is the default. At all levels but "off" a factor per row after an MLP's last GEMM, such as a
+            router's weight, moves through the GEMM, whose result is then not saved. Your own
+            ``torch._functorch.config.activation_memory_budget`` takes precedence.
+        dropout: turn active dropouts after linear layers and fused activations into ``fused::dropout_add``, with the
+            residual. Backward then needs a seed only, not a mask of a byte per element. The distribution is the same
+            as with plain torch.compile, the dropped elements are not; ``torch.manual_seed`` works as before. Not
+            applied under Inductor's ``fallback_random``.
+        strict: raise ``UnfusedError`` at compile time if an MLP site is not fused or a pass fails, naming each reason;
+            otherwise the reason is logged and the graph stays unchanged. Modules in ``exclude`` do not count. A model
+            with linear layers but no site raises, too (``docs/policies.md``, Strict).
+        exclude: modules not to fuse, as shell patterns for their paths in the model, e.g. ``("encoder.*",)``.
+        epilogues: let cuBLASLt compute a linear layer and its activation (relu, GELU by tanh) in one call, at inference
+            on CUDA (``docs/epilogues.md``). ``"measured"``: if it is fastest, under max-autotune only. ``"library"``:
+            always, without measuring. ``"off"``: never.
+        gemm: the precision of the linear layers of fused MLPs (``docs/fp8.md``), ``nn.FusedMLP``'s included.
+            ``"bf16"``: the model's dtype. ``"fp8"``: float8_e4m3fn with a scale for each block of 128, in all three
+            GEMMs of a training step; weights and their gradients keep their dtypes. ``"fp8-wgrad-bf16"``: the same,
+            except that the weights' gradients are computed in the model's dtype. ``"fp8-rowwise"``: the same with a
+            scale for each row, on more devices, and for a mixture's experts, too. ``"mxfp8"`` and
+            ``"mxfp8-wgrad-bf16"``: like the first two, with a scale for each 32 elements, for Blackwell. A mapping
+            from module patterns selects one for each MLP; "bf16" is the default.
     """
 
     memory: Level | Mapping[str, str] | tuple[tuple[str, str], ...] = "free"
@@ -124,14 +122,14 @@ class FusionPolicy:
 
     @classmethod
     def parse(cls, text: str) -> FusionPolicy:
-        """A policy from text, as ``TORCH_FUSED_OPS`` has it: ``"memory=fp8,gemm=fp8,strict=true"``.
+        """Parse a policy, as in ``TORCH_FUSED_OPS``: ``"memory=fp8,gemm=fp8,strict=true"``.
 
-        Fields are separated by commas; ``exclude`` may stand several times, a pattern each; ``"1"`` and ``"on"`` are
-        the default policy. Mappings from module patterns are for Python.
+        Commas separate fields. ``exclude`` may occur several times, with a pattern each. ``"1"`` and ``"on"`` are the
+        default policy. Mappings from module patterns are for Python.
 
         Raises:
             TypeError: a field is not known.
-            ValueError: its value is not, or the text is no list of fields.
+            ValueError: its value is not known, or the text is not a list of fields.
         """
         if BOOLS.get(text.strip().lower()):
             return cls()
@@ -141,12 +139,12 @@ class FusionPolicy:
             if not (name and equals and value):
                 meant = next((f"; did you mean {field}={name}?" for field in _KNOWN if _KNOWN[field].has(name)), "")
                 raise ValueError(
-                    f"{part.strip()!r} in {text!r} is not accepted: it must be FIELD=VALUE, or the text be 1{meant}"
+                    f"{part.strip()!r} in {text!r} is not accepted: it must be FIELD=VALUE, or the whole text 1{meant}"
                 )
             if name == "exclude":
                 fields[name] = (*fields.get(name, ()), value)
             elif name in fields:
-                raise ValueError(f"{text!r} is not accepted: {name} stands in it twice")
+                raise ValueError(f"{text!r} is not accepted: {name} occurs twice")
             elif FIELDS.get(name) == "bool":
                 if value.lower() not in BOOLS:
                     raise ValueError(f"{name}={value} is not accepted: it must be true or false")
@@ -157,76 +155,76 @@ class FusionPolicy:
 
     @property
     def patterns(self) -> dict[str, tuple[str, ...]]:
-        """The module patterns of each field that has some, by its name."""
+        """The module patterns by field."""
         fields = {name: getattr(self, name) for name in _KNOWN}
         mappings = {name: tuple(dict(value)) for name, value in fields.items() if not isinstance(value, str)}
         return {"exclude": tuple(self.exclude), **mappings}
 
     def memory_of(self, modules: Collection[str]) -> str:
-        """The memory level of what is in these modules (all around it, as ``enclosing_modules`` gives them)."""
+        """The memory level inside these modules (as ``enclosing_modules`` returns them)."""
         return self._of("memory", modules, "free")
 
     def gemm_of(self, modules: Collection[str]) -> str:
-        """What the linear layers of an MLP in these modules multiply in."""
+        """The recipe of the linear layers of an MLP inside these modules."""
         return self._of("gemm", modules, "bf16")
 
     def decisions(self, modules: Collection[str]) -> tuple[str, str, str | None]:
-        """All that patterns decide for what is in these modules: compile keys of graphs without paths lack it."""
+        """The choices of all patterns inside these modules, for compile keys: a graph may have no module paths."""
         return self.memory_of(modules), self.gemm_of(modules), self.excluding(modules)
 
     def _of(self, name: str, modules: Collection[str], otherwise: str) -> str:
         value = getattr(self, name)
         if isinstance(value, str):
             return value
-        return next((one for pattern, one in value if names_module(pattern, modules)), otherwise)
+        return next((chosen for pattern, chosen in value if names_module(pattern, modules)), otherwise)
 
     def excluding(self, modules: Collection[str]) -> str | None:
-        """The first pattern of ``exclude`` that fits what is in these modules (all around it); None if none does."""
+        """The first pattern of ``exclude`` that matches one of these modules; None if none does."""
         return next((pattern for pattern in self.exclude if names_module(pattern, modules)), None)
 
 
-FIELDS: dict[str, str] = dict(FusionPolicy.__annotations__)  # and their types, as they are written
+FIELDS: dict[str, str] = dict(FusionPolicy.__annotations__)  # with their types as text
 BOOLS = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
 
 
 def not_known(name: str, accepted: Iterable[str], besides: Iterable[str] = ()) -> str:
-    """What an error says of a name that is not known: which one is meant, maybe, and all but those ``besides``."""
+    """The error text for an unknown name: a near match, and the accepted names (without those in ``besides``)."""
     accepted = tuple(accepted)
     near = difflib.get_close_matches(name, (*accepted, *besides), 1)
     return f"{name!r} is not known{f'; did you mean {near[0]!r}?' if near else ''} (accepted: {', '.join(accepted)})"
 
 
-def check_not_meant(name: str, accepted: Callable[..., Any], given: Iterable[str]) -> None:
-    """TypeError for keywords that are a policy's fields, nearly at least, on their way to a model that takes none such.
+def check_not_meant(name: str, accepted: Callable[..., Any], keywords: Iterable[str]) -> None:
+    """Raise a TypeError for a model's keywords that are a policy's fields, or nearly, unless the model takes them.
 
     Args:
-        name: whose keywords they are, in the message.
+        name: the function that was called, for the message.
         accepted: the model.
-        given: the keywords.
+        keywords: the keywords.
     """
     try:
         parameters = inspect.signature(getattr(accepted, "forward", accepted)).parameters
-    except (TypeError, ValueError):  # a callable that does not say
+    except (TypeError, ValueError):  # a callable without a signature
         return
     any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for keyword in given:
+    for keyword in keywords:
         near = difflib.get_close_matches(keyword, FIELDS, 1, 0.8)
         if near and keyword not in parameters and not (any_name and keyword in FIELDS):
             raise TypeError(f"{name}: the model takes no {keyword!r}; did you mean FusionPolicy's {near[0]}?")
 
 
 def is_level(memory: object) -> bool:
-    """Whether it is a memory level: one of ``MEMORY``, or "tiled:N" with N tiles, from 2."""
+    """True for a memory level: one of ``MEMORY``, or "tiled:N" with N >= 2."""
     return isinstance(memory, str) and (memory in MEMORY or tiles.asked(memory) is not None)
 
 
 class _Known(NamedTuple):
     has: Callable[[object], bool]
-    accepted: str  # in messages
+    accepted: str  # for messages
     noun: str
 
 
-# The fields that may be mappings from module patterns, and what they take. "off" is for a whole model.
+# The fields that may be mappings from module patterns, and their values. "off" is for a whole model only.
 _KNOWN = {
     "memory": _Known(is_level, LEVELS, "level"),
     "gemm": _Known(lambda value: isinstance(value, str) and value in GEMM, ", ".join(GEMM), "recipe"),
@@ -234,7 +232,7 @@ _KNOWN = {
 
 
 def check_known(name: str, value: object) -> None:
-    """ValueError for what is no memory level (``name`` is "memory"), or nothing to multiply in ("gemm")."""
+    """Raise a ValueError if ``value`` is not a memory level (``name`` "memory"), or not a recipe ("gemm")."""
     if not _KNOWN[name].has(value):
         raise ValueError(f"{name}={value!r} is not known; accepted: {_KNOWN[name].accepted}")
 
@@ -242,17 +240,17 @@ def check_known(name: str, value: object) -> None:
 def _pairs(name: str, value: object) -> tuple[tuple[str, str], ...]:
     has, accepted, noun = _KNOWN[name]
     try:
-        pairs = tuple((pattern, one) for pattern, one in dict(value).items())  # type: ignore[call-overload]
+        pairs = tuple((pattern, chosen) for pattern, chosen in dict(value).items())  # type: ignore[call-overload]
     except (TypeError, ValueError):
         raise TypeError(
             f"{name}={value!r} is not accepted: it must be a {noun} ({accepted}), or a mapping from module patterns to "
             f"{noun}s"
         ) from None
-    for pattern, one in pairs:
-        if one == "off" or not has(one):
+    for pattern, chosen in pairs:
+        if chosen == "off" or not has(chosen):
             raise ValueError(
-                f"{name}={one!r} for {pattern!r} is not accepted; accepted: {accepted.removeprefix('off, ')}"
-                + ("; 'off' is for all of a model, not for a part of it" if one == "off" else "")
+                f"{name}={chosen!r} for {pattern!r} is not accepted; accepted: {accepted.removeprefix('off, ')}"
+                + ("; 'off' is for a whole model only" if chosen == "off" else "")
             )
     return pairs
 
@@ -260,50 +258,50 @@ def _pairs(name: str, value: object) -> tuple[tuple[str, str], ...]:
 def _check_pattern(name: str, value: object, pattern: object) -> None:
     if not isinstance(pattern, str):
         raise TypeError(f"{name}={value!r} is not accepted: {pattern!r} is not a string pattern")
-    # fnmatch takes it for itself, and no module has it in its name.
+    # fnmatch would match it literally, and no module's name contains it.
     if "[" in re.sub(r"\[(!.|[^!])[^\]]*\]", "", pattern):
-        raise ValueError(f"{name}={value!r} is not accepted: {pattern!r} has a [ without its ]")
+        raise ValueError(f"{name}={value!r} is not accepted: {pattern!r} has a [ without a ]")
 
 
 def enclosing_modules(paths: Iterable[str]) -> set[str]:
-    """These module paths and those of all modules around them; "" is the whole model."""
+    """Return these module paths and those of all enclosing modules; "" is the whole model."""
     parts = [path.split(".") for path in paths]
     return {"", *(".".join(names[: i + 1]) for names in parts for i in range(len(names)))}
 
 
 def names_module(pattern: str, modules: Collection[str]) -> bool:
-    """Whether a shell pattern fits one of the module paths; ``"encoder.*"`` fits the encoder, too."""
+    """True if a shell pattern matches one of the module paths; ``"encoder.*"`` matches the encoder, too."""
     return any(fnmatchcase(path, p) for path in modules for p in (pattern, pattern.removesuffix(".*")))
 
 
 class UnfusedError(RuntimeError):
-    """Under ``FusionPolicy(strict=True)``: MLP sites were left unfused, or none was found. The message says why.
+    """``FusionPolicy(strict=True)``: an MLP site was not fused, or there is no site. The message says why.
 
-    Dynamo raises ``torch._dynamo.exc.BackendCompilerFailed``, whose ``inner_exception`` it is; but where none was found
-    in a model of several graphs: that is known when its first call ends.
+    It is the ``inner_exception`` of Dynamo's ``torch._dynamo.exc.BackendCompilerFailed``. For a model of several graphs
+    without a site it is raised directly, at the end of the first call.
     """
 
 
 def policy_given(name: str, policy: FusionPolicy | None, fields: Mapping[str, object]) -> FusionPolicy | None:
-    """The policy, or that of its fields; None where neither is given.
+    """Return the policy, or one with these fields; None without either.
 
     Args:
-        name: who takes it, in messages.
-        policy: a whole one.
-        fields: a policy's, in its place.
+        name: the function that was called, for messages.
+        policy: a policy.
+        fields: a policy's fields, instead.
 
     Raises:
-        TypeError: both are given, or what is not a policy; and FusionPolicy's own.
+        TypeError: both are given, or policy is not a policy; and the errors of FusionPolicy.
     """
     if fields and policy is not None:
-        raise TypeError(f"{name} has a policy, and {', '.join(fields)} besides: it must be the one or the other")
+        raise TypeError(f"{name}: both a policy and {', '.join(fields)} are given; it must be one or the other")
     if fields:
         return FusionPolicy(**fields)  # type: ignore[arg-type]
     return None if policy is None else policy_or_default(policy)
 
 
 def policy_or_default(policy: FusionPolicy | None) -> FusionPolicy:
-    """``policy``, or ``FusionPolicy()`` for None; TypeError for anything else."""
+    """Return ``policy``, or ``FusionPolicy()`` for None; raise a TypeError for other types."""
     if policy is None:
         return FusionPolicy()
     if not isinstance(policy, FusionPolicy):

@@ -1,9 +1,8 @@
-"""Why something is not fused, as data: every kind of reason, and what helps, each in one place.
+"""The reasons why something is not fused, as data: a code, a category and a hint for each kind.
 
-``Rejection(Kind.MASK, "a mask takes part: gt")`` is raised with its kind and its text. The text is for people.
-Whatever goes on from there (whether a site counts as an MLP, whether ``strict`` asks for it, which hint a report gives)
-reads the kind: texts may be reworded. ``docs/reasons.json`` has the texts and explanations of all kinds, of which
-``python docs/generate.py`` writes the tables of docs/recognition.md.
+``Rejection(Kind.MASK, "a mask takes part: gt")`` has a kind and a text. The text is for people and may be reworded.
+Programs read the kind alone: it says whether a site counts as an MLP, whether ``strict`` counts it, and which hint a
+report shows. ``docs/reasons.json`` explains every kind; ``python docs/generate.py`` writes docs/recognition.md from it.
 """
 
 from __future__ import annotations
@@ -13,39 +12,39 @@ from typing import NamedTuple
 
 __all__ = ["CAN_BE_ADDED", "NOT_AN_MLP", "Category", "Kind", "Reason", "Rejection", "excluded"]
 
-NOT_AN_MLP = "not an MLP: "  # in front of the texts of what no policy counts as a miss
-CAN_BE_ADDED = " (register_activation can add it)"  # behind a text, for where no hint is shown
+NOT_AN_MLP = "not an MLP: "  # prefix of the texts that no policy counts as a miss
+CAN_BE_ADDED = " (register_activation can add it)"  # suffix of a text, for places without a hint
 
 
 class Category(Enum):
-    """The tables of docs/recognition.md, in its order: each holds the kinds of one category."""
+    """The categories of reasons, in the order of the tables in docs/recognition.md."""
 
     NOT_AN_MLP = auto()  # ``strict`` does not count these
-    FUNCTION = auto()  # another function than an activation of the table
-    SOUNDNESS = auto()  # replacing it would change something
-    CHOICE = auto()  # the user's, or Inductor's
+    FUNCTION = auto()  # not a supported activation
+    SOUNDNESS = auto()  # fusing it would change results
+    CHOICE = auto()  # a setting of the user's, or of Inductor's
     MODULE = auto()  # modules that replace_mlps does not compile
     GEMM = auto()  # linear layers that stay in the model's dtype
     TILES = auto()  # MLPs that are not cut into tiles
-    MEMORY = auto()  # tensors that a memory level leaves as they are
+    MEMORY = auto()  # tensors that a memory level does not change
     CAPTURE = auto()  # graph breaks
 
 
 _REGISTER = (
-    'If it is meant so, torch_fused_ops.register_activation("name", fn) adds it, fn being this function of one '
-    "tensor; then it is proved and fused."
+    'If intended, register it: torch_fused_ops.register_activation("name", fn), where fn is this function of one '
+    "tensor."
 )
-_OUT_OF_PLACE = "Write the operation that works in place out of place."
-_SAME_GRAPH = "Compile what is in front of it in the same graph: what the graph makes for itself can be kept."
+_OUT_OF_PLACE = "Use the out-of-place op."
+_SAME_GRAPH = "Compile the code that computes it in the same graph: the graph can save its own tensors for backward."
 
 
 class Kind(Enum):
-    """The kinds of reasons; a kind's name is its code, which JSON has as a site's ``kind``.
+    """The kinds of reasons; a kind's name is its code, a site's ``kind`` in JSON.
 
     Attributes:
-        category: the table that it stands in.
-        hint: what its reader can do about it, in plain words, for reports; "" where there is nothing to do.
-        is_requested: the user has asked for it, so ``strict`` does not count it.
+        category: its table in the docs.
+        hint: a remedy, for reports; "" if there is none.
+        is_requested: the user asked for it, so ``strict`` does not count it.
     """
 
     category: Category
@@ -54,7 +53,7 @@ class Kind(Enum):
 
     def __new__(cls, category: Category, hint: str = "", is_requested: bool = False) -> Kind:
         kind = object.__new__(cls)
-        kind._value_ = len(cls.__members__)  # of its own: enums of equal values would be one
+        kind._value_ = len(cls.__members__)  # unique: members with equal values would be aliases
         kind.category, kind.hint, kind.is_requested = category, hint, is_requested
         return kind
 
@@ -65,40 +64,41 @@ class Kind(Enum):
     NO_GEMM_BEFORE = Category.NOT_AN_MLP
     OPAQUE = (
         Category.NOT_AN_MLP,
-        "If it computes an MLP's activation, write that in torch's own functions, or take it from "
-        "torch_fused_ops.functional. If it is a matrix product of its input with weights, "
-        "torch_fused_ops.register_gemm says so.",
+        "If it computes an MLP's activation, write it with torch's own functions, or use "
+        "torch_fused_ops.functional. If it multiplies its input by weights, register it: "
+        "torch_fused_ops.register_gemm.",
     )
 
     UNKNOWN = Category.FUNCTION, _REGISTER
     UNKNOWN_GATED = Category.FUNCTION
     NEAR = Category.FUNCTION, _REGISTER
-    RELU_KINK = Category.FUNCTION, "If relu is meant, write F.relu."
+    RELU_KINK = Category.FUNCTION, "If relu is intended, write F.relu."
     KINK = Category.FUNCTION
     ROUNDED = Category.FUNCTION
     MANY_TENSORS = Category.FUNCTION
     PARAMETER = Category.FUNCTION
     ANOTHER_TENSOR = (
         Category.FUNCTION,
-        "A factor for each row can be applied to the GEMM's output, which is the same; functional.glu and its kin take "
-        "it as token_scale, shaped as the input without its last axis.",
+        "Apply a factor per row to the GEMM's output, which gives the same result. functional.glu and similar "
+        "functions take it as token_scale, shaped as the input without its last axis.",
     )
     MASK = (
         Category.FUNCTION,
-        "A mask over rows can be applied after the GEMM, which is the same; any other as a factor of the result.",
+        "Apply a mask over rows after the GEMM, which gives the same result. Apply any other mask as a factor of the "
+        "result.",
     )
     DROPOUT_INSIDE = Category.FUNCTION
-    COMPARISON = Category.FUNCTION, "If relu is meant, write F.relu."
+    COMPARISON = Category.FUNCTION, "If relu is intended, write F.relu."
     UNPROVABLE = Category.FUNCTION
     CUSTOM_FUNCTION = Category.FUNCTION
     UNKNOWN_PRODUCT = (
         Category.FUNCTION,
-        "If it is a matrix product of its input with weights, torch_fused_ops.register_gemm(F) says so.",
+        "If it multiplies its input by weights, register it: torch_fused_ops.register_gemm(F).",
     )
     ARGUMENT = Category.FUNCTION
     TENSOR_BOUND = Category.FUNCTION, "Write the clamp's bound as a number."
 
-    INNER_READER = Category.SOUNDNESS, "Where that reader does not need it, the activation is fused."
+    INNER_READER = Category.SOUNDNESS, "The activation is fused if that op does not read it."
     STANDS_BETWEEN = Category.SOUNDNESS
     NARROW_CAST = Category.SOUNDNESS
     DTYPE = Category.SOUNDNESS
@@ -109,7 +109,7 @@ class Kind(Enum):
     READ_AFTERWARDS = Category.SOUNDNESS, _OUT_OF_PLACE
     WRITES_INPUT = Category.SOUNDNESS, _OUT_OF_PLACE
     IN_PLACE_REGION = Category.SOUNDNESS, _OUT_OF_PLACE
-    REGION = Category.SOUNDNESS, "Put the MLP as a whole inside or outside of the block that switches it."
+    REGION = Category.SOUNDNESS, "Put the whole MLP inside or outside the block that switches it."
     INFERENCE_MODE = Category.SOUNDNESS
     TRANSFORM = Category.SOUNDNESS
     SUBCLASS = Category.SOUNDNESS
@@ -119,12 +119,12 @@ class Kind(Enum):
     PROBABILITY = Category.SOUNDNESS
     UNRECORDED = Category.SOUNDNESS
 
-    BOUNDARY = Category.CHOICE, "Put all of the MLP inside, or all outside."
+    BOUNDARY = Category.CHOICE, "Put the whole MLP inside, or outside."
     DROPOUT_POLICY = Category.CHOICE, "", True
     FALLBACK_RANDOM = Category.CHOICE, "", True
     EXCLUDED = (
         Category.CHOICE,
-        "Take the pattern out of FusionPolicy(exclude=…) to have it looked at.",
+        "To have it fused, remove the pattern from FusionPolicy(exclude=…).",
         True,
     )
     FREEZING = Category.CHOICE
@@ -132,29 +132,29 @@ class Kind(Enum):
 
     COMPILED = (
         Category.MODULE,
-        'Call `restore()` of the earlier report, or compile the model by `backend="fused"` alone.',
+        'Call `restore()` of the earlier report, or compile the model with `backend="fused"` alone.',
     )
     UNPLACED = Category.MODULE
 
     GEMM_DEVICE = (
         Category.GEMM,
-        'Use this policy on such a GPU; more have `gemm="fp8-rowwise"` than `"fp8"`, and Blackwell has `"mxfp8"`.',
+        'Use a GPU that has them. More GPUs support `gemm="fp8-rowwise"` than `"fp8"`; Blackwell supports `"mxfp8"`.',
     )
     GEMM_SIZE = Category.GEMM, 'gemm="fp8-rowwise" takes multiples of 16.'
     GEMM_EXPERTS = (
         Category.GEMM,
-        'Name these modules in a mapping: `gemm={"*.experts": "fp8-rowwise", "*": "fp8"}`.',
+        'Use a mapping for these modules: `gemm={"*.experts": "fp8-rowwise", "*": "fp8"}`.',
     )
     GEMM_DTYPE = Category.GEMM
     GEMM_FORM = Category.GEMM
 
     TILE_FEW = Category.TILES, "", True
-    TILE_DROPOUT = Category.TILES, "Move the dropout behind the MLP's second linear layer."
+    TILE_DROPOUT = Category.TILES, "Move the dropout after the MLP's second linear layer."
     TILE_CALLERS = Category.TILES, _SAME_GRAPH
     TILE_READER = Category.TILES
     TILE_FORM = Category.TILES
     TILE_SIZE = Category.TILES
-    TILE_FP8 = Category.TILES, "Name the modules that are to be tiled in memory=, and others in gemm=."
+    TILE_FP8 = Category.TILES, "Use mappings: name the modules to tile in memory=, and other modules in gemm=."
 
     CHECKPOINTED = Category.MEMORY
     FP8_DTYPE = Category.MEMORY
@@ -168,41 +168,41 @@ class Kind(Enum):
 
     GRAPH_BREAK = (
         Category.CAPTURE,
-        "Take the line out of the model's forward, or out of the MLP. TORCH_LOGS=graph_breaks has Dynamo's hints; "
-        "torch.compile(fullgraph=True) makes a break an error.",
+        "Move the line out of the model's forward, or out of the MLP. TORCH_LOGS=graph_breaks shows Dynamo's hints; "
+        "torch.compile(fullgraph=True) makes a graph break an error.",
     )
     EXPERT_LOOP = (
         Category.CAPTURE,
-        'model.set_experts_implementation("grouped_mm") computes all experts in grouped products, in which pick-up '
-        "finds the activation.",
+        'Call model.set_experts_implementation("grouped_mm"): its grouped GEMMs contain an activation that can be '
+        "fused.",
     )
 
     def __repr__(self) -> str:
-        return str(self)  # without its number, where a site is shown
+        return str(self)  # without the value, in a site's repr
 
     @property
     def row(self) -> str:
-        """Its place in the docs: "docs/recognition.md#near"."""
+        """The address of its row in the docs: "docs/recognition.md#near"."""
         return f"docs/recognition.md#{self.name.lower().replace('_', '-')}"
 
     @property
     def advice(self) -> str:
-        """Its hint, and its place in the docs: "If relu is meant, write F.relu (docs/recognition.md#relu-kink)"."""
+        """The hint and the row in the docs: "If relu is intended, write F.relu. (docs/recognition.md#relu-kink)"."""
         return f"{self.hint} ({self.row})" if self.hint else self.row
 
     @property
     def is_mlp(self) -> bool:
-        """True where what was refused is an MLP, which could have been fused."""
+        """True if the rejected site is an MLP."""
         return self.category is not Category.NOT_AN_MLP
 
 
 class Reason(NamedTuple):
-    """Why something is left as it is.
+    """The reason why something is not fused.
 
     Attributes:
-        kind: what programs read.
-        text: for people. Read by ``str`` alone.
-        excluded_by: the policy's pattern, where the kind is ``EXCLUDED``.
+        kind: the code, for programs.
+        text: the message, for people; only ``str`` reads it.
+        excluded_by: the policy's pattern, if the kind is ``EXCLUDED``.
     """
 
     kind: Kind
@@ -214,7 +214,7 @@ class Reason(NamedTuple):
 
 
 class Rejection(Exception):
-    """Something is left as it is; ``reason`` says why."""
+    """A rejected match; ``reason`` says why."""
 
     def __init__(self, kind: Kind, text: str, excluded_by: str = "") -> None:
         super().__init__(kind, text, excluded_by)
@@ -225,5 +225,5 @@ class Rejection(Exception):
 
 
 def excluded(pattern: str) -> Reason:
-    """The reason for what a policy's ``exclude`` names."""
+    """The reason for a module that a policy's ``exclude`` names."""
     return Reason(Kind.EXCLUDED, f"the policy excludes {pattern!r}", pattern)

@@ -1,4 +1,4 @@
-"""What stage 1 says of a place in a graph, for all who read it: a ``Site``, and the module that it is in."""
+"""The pre-grad pass' result for a place in a graph: a ``Site``."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ DROPOUT = "dropout"  # a site's activation, where the site is a dropout
 
 @dataclass(frozen=True)
 class Site:
-    """A place where a GEMM reads a nonlinear pointwise function of what GEMMs produced; or a linear layer's dropout.
+    """A GEMM's input that is a nonlinear pointwise function of GEMMs' results; or a linear layer's dropout.
 
     Attributes:
-        op: the operator that it became, e.g. ``"fused::glu"``; None where it was left alone.
-        activation: the activation's name in the table, where it was proved to be one; ``"dropout"`` for a dropout.
+        op: the fused operator, e.g. ``"fused::glu"``; None if it is not fused.
+        activation: the name of the proved activation; ``"dropout"`` for a dropout.
         source: ``"file.py:line in module.path"``.
-        reason: for people: what was proved, and from which functions; or why it was left alone.
+        reason: the proof, with the functions that were matched, or why it is not fused; for people.
         users: the functions that read the value.
-        module: the path, in the model, of the innermost module that holds the activation and the GEMM: the MLP.
-        location: where the activation is called, ``"/full/path/file.py:line"``; "" if the graph does not record it.
+        module: the path in the model of the innermost module with both activation and GEMM: the MLP.
+        location: the line that calls the activation, ``"/full/path/file.py:line"``; "" if the graph does not record it.
         code: the text of that line.
         spelling: the functions between the GEMMs, as the model calls them.
-        kind: the reason's kind, where it was left alone; None where it became an operator.
-        excluded_by: the policy's pattern that excludes it; "" where none does.
-        gemm: what the linear layers around it multiply in, where the policy asks for float8 and some of them do; else
+        kind: the reason's kind if it is not fused; else None.
+        excluded_by: the policy's pattern that excludes it; "" if none does.
+        gemm: the float8 recipe of the linear layers around it, if the policy requests one and some of them use it; else
             "".
-        gemm_reason: for people: those that do not, and why; "" where all do, or none was asked to.
+        gemm_reason: the layers that do not use it, and why, for people; "" if there are none.
         gemm_kind: the kind of the first of those reasons.
-        tiles: how many tiles its tokens are cut into, where the policy asks for tiles; 0 where it does not.
-        tiles_reason: for people: why there is but one; "" where there are more, or none was asked for.
+        tiles: the number of tiles, if the policy requests tiles; else 0.
+        tiles_reason: why it is not tiled, for people; "" if it is, or tiles are not requested.
         tiles_kind: the kind of that reason.
-        memory: the policy's memory level there, where the operator's input would be kept for backward; else "".
+        memory: the policy's memory level, if the operator's input would be saved for backward; else "".
     """
 
     op: str | None
@@ -58,13 +58,13 @@ class Site:
 
     @property
     def is_mlp(self) -> bool:
-        """Whether the site counts: an MLP's activation, fused or left alone. A dropout is listed, and counts apart."""
+        """True for an MLP's activation, fused or not. Dropouts are listed, but counted separately."""
         return self.activation != DROPOUT and (self.kind is None or self.kind.is_mlp)
 
     @property
     def is_missed(self) -> bool:
-        """Whether ``strict`` counts it: an MLP that was left alone, or all of its linear layers were, where the policy
-        asks for float8, or was left whole, where it asks for tiles; and not because the policy says so."""
+        """True if ``strict`` counts it, because a request of the policy is not met: fusion of an MLP, tiles, or float8
+        for at least one of its linear layers. Reasons that the policy itself causes do not count."""
         if self.op is not None:
             whole = self.tiles_kind is not None and not self.tiles_kind.is_requested
             return whole or (self.gemm_kind is not None and not self.gemm)
@@ -72,16 +72,16 @@ class Site:
 
     @property
     def missed(self) -> str:
-        """Why ``strict`` counts it."""
+        """The reason why ``strict`` counts it."""
         return "; ".join(filter(None, (self.gemm_reason, self.tiles_reason))) if self.op is not None else self.reason
 
     @property
     def hint(self) -> str:
-        """What can be done about a site that was left alone; "" where there is nothing, or nothing to do."""
+        """The remedy for a site that is not fused; "" if it is fused, or there is none."""
         return self.kind.hint if self.op is None and self.kind is not None else ""
 
     @property
     def refusals(self) -> tuple[Kind, ...]:
-        """The kinds of all that was refused there, each once: the activation, linear layers in float8, tiles."""
+        """The kinds of all rejections, without repeats: of the activation, of float8, of tiles."""
         kinds = (self.kind, self.gemm_kind, self.tiles_kind)
         return tuple(dict.fromkeys(kind for kind in kinds if kind is not None))

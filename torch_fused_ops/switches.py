@@ -1,6 +1,6 @@
 """Parts of the library that the environment turns off: ``TORCH_FUSED_OPS_WITHOUT="kernels,buffer_reuse"``.
 
-For devices that compute something wrong with one, or break (``docs/troubleshooting.md``).
+For devices on which one of them fails or computes wrong results (``docs/troubleshooting.md``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["NAME", "PARTS", "WITHOUT", "is_without"]
 NAME = "TORCH_FUSED_OPS_WITHOUT"
 
 PARTS = ("kernels", "float8_kernels", "buffer_reuse", "split_reductions")
-"""All that can be turned off; the first includes the second."""
+"""The parts that can be turned off; the first includes the second."""
 
 
 def _parse(text: str) -> tuple[str, ...]:
@@ -30,5 +30,5 @@ WITHOUT = _parse(os.environ.get(NAME, ""))
 
 
 def is_without(part: str) -> bool:
-    """Whether the environment turns a part of ``PARTS`` off."""
+    """True if the environment turns off this part of ``PARTS``."""
     return part in WITHOUT or (part == "float8_kernels" and "kernels" in WITHOUT)

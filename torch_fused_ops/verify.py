@@ -1,4 +1,4 @@
-"""``verify``: one training step of a model, eager, compiled and fused, compared tensor by tensor."""
+"""``verify``: compare one training step of a model eager, compiled and fused, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -27,19 +27,19 @@ __all__ = ["Comparison", "Verification", "interpreted", "verify"]
 progress = logging.getLogger("torch_fused_ops.verify")
 
 WAYS = ("eager", "plain", "fused")
-# What rounding explains, in units of it: of a tensor's norm, and of the error that eager itself makes.
+# Tolerances: rounding units relative to a tensor's norm, and multiples of eager's own error.
 OF_NORM, OF_EAGER = 4.0, 4.0
-# In units of how far a change of a few last bits of all parameters and arguments moves a tensor: what is nothing but
-# rounding (the mean of what a norm gives) has no other measure.
+# Multiples of the tensor's change when the last bits of all parameters and arguments change: the only measure for
+# tensors of pure rounding error (the mean of a norm's result).
 OF_JITTER = 64.0
-# Of a tensor of few numbers more, as their errors do not average: so many times as much for a single one.
+# The additional factor for a single number; few numbers' errors do not average out.
 FEW = 15.0
-# Where eager in the same dtype is the truth, the unit is what rounding grows to in a deep model: in float64 this, where
-# its epsilon is 2.2e-16; in float32 so many epsilons.
+# If eager in the same dtype is the reference, the unit allows for a deep model's rounding: in float64 this value (its
+# epsilon is 2.2e-16), in float32 so many epsilons.
 UNIT_EXACT, UNIT_WIDE = 1e-9, 64.0
-# What float8_e4m3fn rounds off at most (3 bits of mantissa): gradients carry it where the policy asks for it.
+# The largest rounding error of float8_e4m3fn (3 bits of mantissa), for gradients under such a policy.
 UNIT_FP8 = 2.0**-4
-# Gradients that are 0 but for rounding (a bias in front of a norm) have nothing to be compared with but the others.
+# Relative to the largest gradient, for gradients that are 0 except for rounding (a bias before a norm).
 OF_LARGEST = 1e-6
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -49,13 +49,13 @@ class Comparison:
     """One tensor of one step.
 
     Attributes:
-        kind: "loss", "output", "gradient", "buffer" or "argument" (as it is after the step).
-        name: the parameter's or buffer's path in the model; which output or argument.
-        dtype: what the step was computed in: the model's own dtype, or a wider one.
-        fused: the distance from the truth, with pick-up, relative to its norm. The truth is eager in the wide dtype.
-        plain: of plain ``torch.compile``.
-        eager: of eager.
-        allowed: what rounding explains.
+        kind: "loss", "output", "gradient", "buffer" or "argument" (after the step).
+        name: the parameter's or buffer's path in the model; the output's or argument's number.
+        dtype: the step's dtype: the model's own, or a wider one.
+        fused: the fused step's distance from the reference (eager in the wide dtype), relative to its norm.
+        plain: that of plain ``torch.compile``.
+        eager: that of eager.
+        allowed: the distance that rounding explains.
     """
 
     kind: str
@@ -68,32 +68,32 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether rounding explains what pick-up gives."""
+        """True if rounding explains the fused step's distance."""
         return self.fused <= self.allowed
 
     @property
     def plain_ok(self) -> bool:
-        """Whether rounding explains what plain ``torch.compile`` gives."""
+        """True if rounding explains plain ``torch.compile``'s distance."""
         return self.plain <= self.allowed
 
     @property
     def title(self) -> str:
-        """For people."""
+        """The tensor's name, for people."""
         return {"gradient": f"gradient of {self.name}", "loss": "loss"}.get(self.kind, f"{self.kind} {self.name}")
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What ``verify`` has found: print it, ask ``ok``, or read ``comparisons``.
+    """The result of ``verify``: print it, check ``ok``, or read ``comparisons``.
 
     Attributes:
         title: the model's class.
-        policy: what pick-up was allowed to do.
-        comparisons: every tensor that was compared, in each dtype.
-        failures: what raised, by way: ``"fused, float64"`` → the error; ``"eager"``: why nothing can be said. Errors of
-            eager's own are raised by ``verify``.
-        sites: MLP sites that were fused, and all of them.
-        notes: what a reader must know besides.
+        policy: the fusion policy.
+        comparisons: every compared tensor, in each dtype.
+        failures: errors by variant: ``"fused, float64"`` → the error; ``"eager"``: the reason why the comparison means
+            nothing. ``verify`` itself raises errors in eager mode.
+        sites: the numbers of fused and of all MLP sites.
+        notes: further remarks.
     """
 
     title: str
@@ -105,17 +105,17 @@ class Verification:
 
     @property
     def differences(self) -> tuple[Comparison, ...]:
-        """What differs from eager by more than rounding explains, with pick-up."""
-        return tuple(one for one in self.comparisons if not one.ok)
+        """The tensors in which the fused step differs from eager by more than rounding explains."""
+        return tuple(compared for compared in self.comparisons if not compared.ok)
 
     @property
     def ok(self) -> bool:
-        """Whether the fused step is the eager one, but for rounding."""
+        """True if the fused step is the eager one, except for rounding."""
         return not self.differences and not any(way.startswith(("eager", "fused")) for way in self.failures)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        rows = [{**asdict(one), "ok": one.ok, "plain_ok": one.plain_ok} for one in self.comparisons]
+        """The result, for JSON."""
+        rows = [{**asdict(compared), "ok": compared.ok, "plain_ok": compared.plain_ok} for compared in self.comparisons]
         return {
             "title": self.title,
             "ok": self.ok,
@@ -127,12 +127,12 @@ class Verification:
         }
 
     def to_json(self) -> str:
-        """All of it as JSON; infinite distances (a missing or a non-finite tensor) as null."""
+        """Convert to JSON, with null for infinite distances (a missing or a non-finite tensor)."""
         text = json.dumps(self.as_dict(), default=str, indent=2)
         return text.replace(": Infinity", ": null")
 
     def __str__(self) -> str:
-        kinds = [one.kind for one in self.comparisons]
+        kinds = [compared.kind for compared in self.comparisons]
         counts = ", ".join(
             f"{n // len(self.dtypes)} {kind}{'' if kind == 'loss' or n == len(self.dtypes) else 's'}"
             for kind in dict.fromkeys(kinds)
@@ -147,32 +147,32 @@ class Verification:
         off = self.differences
         if off:
             lines += ["", "fused differs from eager by more than rounding explains:", *_table(off)]
-            both = sum(not one.plain_ok for one in off)
+            both = sum(not compared.plain_ok for compared in off)
             lines.append(
                 f"plain torch.compile is off as well in {both} of these {len(off)}"
                 if both
                 else "plain torch.compile is not"
             )
-        plain = [one for one in self.comparisons if one.ok and not one.plain_ok]
+        plain = [compared for compared in self.comparisons if compared.ok and not compared.plain_ok]
         if plain:
-            lines += ["", "plain torch.compile differs, where fused does not:", *_table(plain)]
+            lines += ["", "plain torch.compile differs, fused does not:", *_table(plain)]
         lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
         lines += ["", "not ok" if not self.ok else "ok: nothing differs by more than rounding explains"]
         return "\n".join(lines)
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """What the step was computed in."""
-        return tuple(dict.fromkeys(one.dtype for one in self.comparisons)) or ("no dtype",)
+        """The step's dtypes."""
+        return tuple(dict.fromkeys(compared.dtype for compared in self.comparisons)) or ("no dtype",)
 
 
 def _table(rows: Sequence[Comparison], most: int = 24) -> list[str]:
-    rows = sorted(rows, key=lambda one: min(one.allowed - one.fused, one.allowed - one.plain))
-    width = max(len(one.title) for one in rows[:most])
+    rows = sorted(rows, key=lambda row: min(row.allowed - row.fused, row.allowed - row.plain))
+    width = max(len(row.title) for row in rows[:most])
     lines = [f"  {'':<{width}}  {'in':<8} {'fused':>8} {'plain':>8} {'eager':>8} {'allowed':>8}"]
-    for one in rows[:most]:
-        figures = " ".join(f"{value:>8.1e}" for value in (one.fused, one.plain, one.eager, one.allowed))
-        lines.append(f"  {one.title:<{width}}  {one.dtype:<8} {figures}")
+    for row in rows[:most]:
+        figures = " ".join(f"{value:>8.1e}" for value in (row.fused, row.plain, row.eager, row.allowed))
+        lines.append(f"  {row.title:<{width}}  {row.dtype:<8} {figures}")
     return [*lines, *([f"  and {len(rows) - most} more"] if len(rows) > most else [])]
 
 
@@ -183,32 +183,31 @@ def verify(
     compiled: bool = False,
     **kwargs: Any,
 ) -> Verification:
-    """Compare one training step of a model: eager, plain ``torch.compile``, and with pick-up.
+    """Compare one training step of a model: eager, plain ``torch.compile``, and fused.
 
-    The step runs on copies of the model and of the arguments, in the model's own dtype and in float64 (in float32 where
-    the model cannot run in float64): forward, a loss, backward. The loss is the result's ``loss`` where it has one, the
-    result where that is one number, and else a fixed random function, linear in all that the model returns. Loss,
-    outputs, every parameter's and every argument's gradient, and buffers and arguments as they are afterwards are
-    compared with eager's in float64. What rounding explains: four times the error that eager makes itself in the
-    model's dtype, or four units of that dtype's rounding; in float64 4e-9. What rounds (``memory="fp8"``, products in
-    float8) is allowed its own rounding in the model's dtype; in float64 it does not round, so that everything but the
-    rounding is compared exactly.
+    The step is forward, a loss and backward. It runs on copies of the model and of the arguments, in the model's own
+    dtype and in float64 (float32 if the model cannot run in float64). The loss is the result's ``loss``, or the result
+    if that is one number, else a fixed random linear function of all results. The reference is eager in float64.
+    Compared are the loss, the outputs, all gradients of parameters and arguments, and the final buffers and arguments.
+    The tolerance is four times eager's own error in the model's dtype, or four units of that dtype's rounding; 4e-9 in
+    float64. ``memory="fp8"`` and float8 GEMMs are allowed their rounding in the model's dtype. In float64 they do not
+    round, so everything but the rounding is compared exactly.
 
-    Dropouts are compared as PyTorch's own (Inductor's ``fallback_random``), which drop what eager drops.
+    Dropouts are PyTorch's own (Inductor's ``fallback_random``), with eager's masks.
 
     Args:
         model: a module, as it is, in training or evaluation mode; or a function.
-        *args: what to call it with.
-        policy: what pick-up may do; ``FusionPolicy()`` by default.
-        compiled: generate code as ``torch.compile`` does. By default the graphs that it would generate code for are run
-            call by call, which takes seconds where compiling takes minutes, and leaves out code generation alone.
-        **kwargs: what to call it with.
+        *args: its positional arguments.
+        policy: the fusion policy; ``FusionPolicy()`` by default.
+        compiled: generate code as ``torch.compile`` does. By default the final graphs are run call by call: seconds
+            instead of minutes, and everything but code generation is tested.
+        **kwargs: its keyword arguments.
 
     Returns:
-        A ``Verification``. Its ``ok`` is False where something differs by more than rounding explains.
+        A ``Verification``. Its ``ok`` is False if a tensor differs by more than rounding explains.
 
     Raises:
-        TypeError: model is not callable, or a class, or policy is no FusionPolicy.
+        TypeError: model is not callable, or is a class; or policy is not a FusionPolicy.
         ValueError: the model is on the meta device, or cannot be copied.
         Whatever the model raises in eager mode on these arguments.
     """
@@ -219,56 +218,61 @@ def verify(
     lowerings.require()
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, torch.nn.Module) and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        raise ValueError(
-            f"model={type(model).__name__} is on the meta device: verify computes with it; give it real data"
-        )
+        raise ValueError(f"model={type(model).__name__} is on the meta device; verify needs real data")
     check_not_meant("verify", model, kwargs)
-    own = _own_dtype(model, (args, kwargs))
+    dtype = _own_dtype(model, (args, kwargs))
     failures: dict[str, str] = {}
     notes: list[str] = []
     sites = (0, 0)
     with unchanged(model), torch.enable_grad():
-        progress.info("eager, %s", _name(own))
+        progress.info("eager, %s", _name(dtype))
         with arguments_checked(args, kwargs):
             eager = _step(model, args, kwargs, None, call_model)
-        wide = _widest(model, args, kwargs, own, notes)
+        wide = _widest(model, args, kwargs, dtype, notes)
         runs = [
-            _Run(own, _name(own), False, _unit(own) if wide is None else torch.finfo(own).eps / 2, {"eager": eager})
+            _Run(
+                dtype,
+                _name(dtype),
+                False,
+                _unit(dtype) if wide is None else torch.finfo(dtype).eps / 2,
+                {"eager": eager},
+            )
         ]
         if wide is not None:
             runs.append(wide)
         elif _rounded(policy):
-            runs.append(_Run(own, f"{_name(own)} unrounded", True, _unit(own), {"eager": eager}))
+            runs.append(_Run(dtype, f"{_name(dtype)} unrounded", True, _unit(dtype), {"eager": eager}))
         for run in runs:
             for way in WAYS[1:]:
-                own_policy = replace(policy, gemm="bf16") if run.exact else policy
-                fn = interpreted(own_policy if way == "fused" else None, exact=run.exact, compiled=compiled)
+                run_policy = replace(policy, gemm="bf16") if run.exact else policy
+                fn = interpreted(run_policy if way == "fused" else None, exact=run.exact, compiled=compiled)
+                recording: AbstractContextManager[Any] = record() if way == "fused" else nullcontext()
                 progress.info("%s, %s", way, run.name)
                 try:
-                    with _recorded(way) as report:
+                    with unobserved(), recording as report:
                         run.steps[way] = _step(model, args, kwargs, run.dtype if run.exact else None, fn)
                 except Exception as error:
                     failures[f"{way}, {run.name}"] = f"raised {_error_line(error)}"
                     continue
                 if report is not None:
-                    found = [site for site in report.sites if site.is_mlp]
-                    sites = (sum(site.op is not None for site in found), len(found))
+                    mlps = [site for site in report.sites if site.is_mlp]
+                    sites = (sum(site.op is not None for site in mlps), len(mlps))
                     notes += report.notes
                     if report.graphs > 1:
-                        notes.append(f"{report.graphs} graphs were captured: an MLP that a graph break cuts is no site")
+                        notes.append(f"{report.graphs} graphs were captured: an MLP across a graph break is not a site")
         jittered = _step(model, args, kwargs, runs[-1].dtype if runs[-1].exact else None, call_model, jitter=True)
     truth = runs[-1].steps["eager"]
     loss = truth.values.get(("loss", ""))
     if loss is None:
-        notes.append("nothing that the model returned needs a gradient: forward alone was compared")
+        notes.append("nothing that the model returned needs a gradient: only forward was compared")
     elif not loss.isfinite():
-        failures["eager"] = f"the loss is {loss.item()}: of gradients nothing can be said"
+        failures["eager"] = f"the loss is {loss.item()}, so gradients cannot be compared"
     if not isinstance(model, torch.nn.Module):
-        notes.append("parameters that a function closes over are not compared: give verify the module itself")
+        notes.append("parameters that a function closes over are not compared: pass the module itself to verify")
     if not sites[0]:
-        notes.append("no MLP was fused: this compares what plain torch.compile does, too; explain says why")
+        notes.append("no MLP was fused, so fused is plain torch.compile; explain says why")
     if truth.random:
-        notes.append("random numbers were PyTorch's own; dropouts that pick-up takes drop other elements")
+        notes.append("random numbers were PyTorch's own; fused dropouts drop other elements")
     rows = [row for run in runs for row in _compare(truth, jittered, run, () if run.exact else _rounded(policy))]
     title = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
     return Verification(title, policy, tuple(rows), failures, sites, tuple(dict.fromkeys(notes)))
@@ -279,32 +283,32 @@ def verify(
 
 @dataclass
 class _Step:
-    """What a user can see of a step."""
+    """The visible results of a step."""
 
     values: dict[tuple[str, str], Tensor | None]  # by kind and name
-    random: bool  # whether it drew random numbers
+    random: bool  # True if it drew random numbers
 
 
 @dataclass
 class _Run:
-    """The step in one dtype, each way."""
+    """The step in one dtype, in each variant."""
 
     dtype: torch.dtype
     name: str
-    exact: bool  # nothing is rounded to keep less
-    unit: float  # what it rounds off, relatively
+    exact: bool  # nothing is rounded to save memory
+    unit: float  # the relative rounding error
     steps: dict[str, _Step]
 
 
 def _unit(narrowest: torch.dtype) -> float:
-    """The unit where eager in the same dtype is the truth. Models that cast to float32 inside do so in float64, too."""
+    """The rounding unit if eager in the same dtype is the reference; models may cast to a narrower dtype inside."""
     return UNIT_EXACT if narrowest is torch.float64 else UNIT_WIDE * torch.finfo(narrowest).eps
 
 
-def _widest(model: Callable[..., Any], args: Any, kwargs: Any, own: torch.dtype, notes: list[str]) -> _Run | None:
-    """The step in eager mode in float64, or if that raises in float32; None if neither is wider than the model's."""
+def _widest(model: Callable[..., Any], args: Any, kwargs: Any, own_dtype: torch.dtype, notes: list[str]) -> _Run | None:
+    """Run the step eagerly in float64, or in float32 if that raises; None if neither is wider than the model's."""
     for dtype in (torch.float64, torch.float32):
-        if torch.finfo(dtype).eps >= torch.finfo(own).eps:
+        if torch.finfo(dtype).eps >= torch.finfo(own_dtype).eps:
             break
         narrowest = _Narrowest(dtype)
         try:
@@ -343,7 +347,7 @@ def _step(
     outputs = list(_tensors(result))
     if not outputs:
         raise ValueError(
-            f"the model returned a {type(result).__name__} in which no tensor is found: nothing to compare"
+            f"the model returned a {type(result).__name__} in which no tensor is found: there is nothing to compare"
         )
     values: dict[tuple[str, str], Tensor | None] = {}
     loss = _loss(result, outputs)
@@ -363,12 +367,12 @@ def _step(
 
 
 def _dense(t: Tensor | None) -> Tensor | None:
-    """A sparse gradient, as of an embedding's table, with its zeros."""
+    """Convert a sparse gradient, as of an embedding's table, to a dense one."""
     return t.to_dense() if t is not None and t.layout in _SPARSE else t
 
 
 def _tensors(tree: Any, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors in a result: in tuples, lists and dicts, and in the fields of other objects."""
+    """Yield the tensors in a result: in tuples, lists and dicts, and in the fields of other objects."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -388,7 +392,7 @@ def _jitter(tensors: Iterable[Tensor]) -> None:
 
 
 def _copied(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Copies of the tensors, one for each; in a wider dtype, if one is given, where they are floating."""
+    """Copy the tensors, each once; floating ones in a wider dtype, if one is given."""
     copies: dict[int, Tensor] = {}
 
     def copied(t: Any) -> Any:
@@ -404,18 +408,18 @@ def _copied(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _widened(dtype: torch.dtype, t: Tensor) -> Tensor:
-    """A tensor in another dtype, if it is floating.
+    """Convert a floating tensor to another dtype.
 
-    A single number that is no parameter stays as it is: it narrows no product, and torch 2.13 forgets what a compiled
-    forward writes into one in float64 (docs/upstream/written-inputs.md).
+    A single number that is not a parameter keeps its dtype: it narrows no result, and torch 2.13 drops a compiled
+    forward's writes into one in float64 (docs/upstream/written-inputs.md).
     """
     single = t.dim() == 0 and not isinstance(t, torch.nn.Parameter)
     return t.to(dtype) if t.is_floating_point() and not single else t
 
 
 def _loss(result: Any, outputs: Sequence[Tensor]) -> Tensor | None:
-    own = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
-    for candidate in (own, result):
+    loss = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
+    for candidate in (loss, result):
         if isinstance(candidate, Tensor) and candidate.numel() == 1 and candidate.requires_grad:
             return candidate.sum()
     generator = torch.Generator().manual_seed(0)
@@ -437,16 +441,16 @@ def _own_dtype(model: Callable[..., Any], inputs: Any) -> torch.dtype:
     return max(numbers, key=numbers.__getitem__) if numbers else (floating or [torch.float32])[0]
 
 
-# ---- the ways --------------------------------------------------------------------------------------------------------
+# ---- variants --------------------------------------------------------------------------------------------------------
 
 
 def interpreted(policy: FusionPolicy | None, *, exact: bool = False, compiled: bool = False) -> Callable[..., Any]:
     """``fn(model, *args, **kwargs)``: a call of a model through Dynamo and Inductor.
 
     Args:
-        policy: pick-up's; None: none of it, whatever policy is in force.
-        exact: keep what memory levels round as it is.
-        compiled: generate code. By default the graphs that code would be generated for are run call by call.
+        policy: the fusion policy; None: no fusion, even after ``enable``.
+        exact: memory levels do not round.
+        compiled: generate code. By default the final graphs are run call by call.
     """
     from torch_fused_ops.lowerings import memory_levels, passes
 
@@ -470,26 +474,19 @@ def interpreted(policy: FusionPolicy | None, *, exact: bool = False, compiled: b
 
 
 def _call_by_call(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Callable[..., Any]:
-    """In the place of Inductor's code generation: run the graph that code would be generated for."""
+    """Run the final graph, in place of Inductor's code generation."""
 
     def call(arguments: list[Any]) -> Any:
-        given = list(arguments)
-        arguments.clear()  # AOTAutograd hands them over: what is read no more is freed
-        return gm.forward(*given)
+        inputs = list(arguments)
+        arguments.clear()  # AOTAutograd passes ownership: tensors are freed after their last use
+        return gm.forward(*inputs)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
 
 
-@contextmanager
-def _recorded(way: str) -> Iterator[Any]:
-    with ExitStack() as stack:
-        stack.enter_context(unobserved())
-        yield stack.enter_context(record()) if way == "fused" else None
-
-
 class _Narrowest(TorchDispatchMode):
-    """The narrowest floating dtype that anything inside computes in."""
+    """Record the narrowest floating dtype of all results."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -507,12 +504,12 @@ class _Narrowest(TorchDispatchMode):
 
 
 def _rounded(policy: FusionPolicy) -> tuple[str, ...]:
-    """The kinds of quantities that a policy lets float8 round: products in it, all; what is kept in it, gradients."""
+    """The kinds of tensors that a policy rounds to float8: all for float8 GEMMs, gradients for ``memory="fp8"``."""
 
     def values(field: Any) -> Iterable[str]:
         return [field] if isinstance(field, str) else dict(field).values()
 
-    if any(one != "bf16" for one in values(policy.gemm)):
+    if any(value != "bf16" for value in values(policy.gemm)):
         return ("loss", "output", "gradient", "buffer", "argument")
     return ("gradient",) if "fp8" in values(policy.memory) else ()
 
@@ -551,14 +548,14 @@ def _counts(value: Tensor) -> bool:
 
 
 def _apart(wanted: Tensor | None, got: Tensor | None, exact: bool) -> float:
-    """The distance in the 2-norm; infinite where one is missing, or where they differ in what is not finite."""
+    """The distance in the 2-norm; infinite if one is missing, or if their non-finite values differ."""
     if wanted is None or got is None:
         other = got if wanted is None else wanted
-        return 0.0 if other is None or not other.any() else float("inf")  # zeros are as good as no gradient
+        return 0.0 if other is None or not other.any() else float("inf")  # zeros count as a missing gradient
     if wanted.shape != got.shape:
         return float("inf")
     if not _counts(wanted):
-        # Decisions (a token, an expert) may fall the other way in the model's dtype: they are compared in float64.
+        # Decisions (a token, an expert) may differ in the model's dtype: they are compared in float64 only.
         return 0.0 if not exact or torch.equal(wanted, got) else float("inf")
     w, g = _wide(wanted), _wide(got)
     finite, same = w.isfinite(), (w == g) | (w.isnan() & g.isnan())

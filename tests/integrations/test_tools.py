@@ -134,7 +134,7 @@ def test_trainer_without_it_is_told(tmp_path: Path, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING, "torch_fused_ops"):
         trainer(tmp_path, FusionCallback(said.append), torch_compile=True).train()
     (text,) = said
-    assert "Nothing was compiled with pick-up in this block" in text
+    assert "No model was compiled with fusion in this block" in text
     assert [r.getMessage() for r in caplog.records if "nothing was fused" in r.getMessage()]
 
 

@@ -506,7 +506,7 @@ def test_policies_with_levels_compare_and_hash() -> None:
     [
         ("fp4", ValueError, f"memory='fp4' is not known; accepted: {', '.join(MEMORY)}"),
         ({"a": "fp4"}, ValueError, "memory='fp4' for 'a' is not accepted; accepted: free, fp8, input"),
-        ({"a": "off"}, ValueError, "'off' is for all of a model, not for a part of it"),
+        ({"a": "off"}, ValueError, "'off' is for a whole model only"),
         ({1: "fp8"}, TypeError, "1 is not a string pattern"),
         ({"a.[0": "fp8"}, ValueError, r"'a\.\[0' has a \[ without its \]"),
         (3, TypeError, "memory=3 is not accepted"),

@@ -320,7 +320,7 @@ def test_bad_policies_are_named() -> None:
     with pytest.raises(TypeError, match=r"policy='fp8' .*FusionPolicy\(memory='fp8'\) or FusionPolicy\(gemm='fp8'\)"):
         tfo.enable("fp8")  # type: ignore[arg-type]
     for fn in (tfo.enable, tfo.enabled, tfo.compile_options):
-        with pytest.raises(TypeError, match=f"{fn.__name__} has a policy, and memory besides"):
+        with pytest.raises(TypeError, match=f"{fn.__name__}: both a policy and memory are given"):
             fn(tfo.FusionPolicy(), memory="fp8")
         with pytest.raises(TypeError, match="'memroy' is not known; did you mean 'memory'"):
             fn(memroy="fp8")
@@ -362,7 +362,7 @@ def test_a_policy_s_fields_are_options_of_the_backend(
     [
         ({"polciy": 1}, "options: 'polciy' is not known; did you mean 'policy'?"),
         ({"max_autotun": True}, "options: 'max_autotun' is not known; did you mean 'max_autotune'?"),
-        ({"memory": "fp8", "policy": tfo.FusionPolicy()}, "options has a policy, and memory besides"),
+        ({"memory": "fp8", "policy": tfo.FusionPolicy()}, "options: both a policy and memory are given"),
         ({"policy": "fp8"}, "policy='fp8' is not accepted"),
         ({"memory": "fp9"}, "memory='fp9' is not known"),
     ],
@@ -383,7 +383,7 @@ def test_policies_are_read_from_text() -> None:
             read(text)
     with pytest.raises(TypeError, match="'memroy' is not known"):
         read("memroy=fp8")
-    with pytest.raises(ValueError, match="memory stands in it twice"):
+    with pytest.raises(ValueError, match="memory occurs twice"):
         read("memory=fp8,memory=input")
 
 

@@ -446,7 +446,7 @@ def test_report() -> None:
     [
         ({"model": F.gelu}, TypeError, "must be a torch.nn.Module"),
         ({"memory": "least"}, ValueError, "memory='least' is not known; accepted: off, free, fp8, input"),
-        ({"memory": {"up": "off"}}, ValueError, "'off' is for all of a model, not for a part of it"),
+        ({"memory": {"up": "off"}}, ValueError, "'off' is for a whole model only"),
         ({"gemm": "int8"}, ValueError, "gemm='int8' is not known"),
         ({"exclude": "encoder"}, TypeError, "exclude='encoder' is not accepted"),
         (
@@ -455,7 +455,7 @@ def test_report() -> None:
             "exclude='u' is not accepted: it must fit a module of the model, as 'up' would",
         ),
         ({"memory": {"dwn": "fp8"}}, ValueError, "memory='dwn' is not accepted: it must fit a module of the model"),
-        ({"memory": {"[0": "fp8"}}, ValueError, "'[0' has a [ without its ]"),
+        ({"memory": {"[0": "fp8"}}, ValueError, "'[0' has a [ without a ]"),
         ({"args": ()}, TypeError, "replace_mlps needs example inputs, as in replace_mlps(model, x)"),
         ({"args": (torch.randn(3, H + 1),)}, RuntimeError, "mat1 and mat2|size"),
         ({"memroy": "fp8"}, TypeError, "did you mean FusionPolicy's memory?"),

@@ -1,5 +1,5 @@
-"""Callbacks for the trainers that people use (``docs/integrations.md``).
+"""Callbacks for common trainers (``docs/integrations.md``).
 
-A file imports its trainer, and nothing imports a file: ``from torch_fused_ops.integrations.transformers import
+A file imports its trainer, and no other file imports it: ``from torch_fused_ops.integrations.transformers import
 FusionCallback``.
 """

@@ -1,4 +1,4 @@
-"""What every trainer's callback does: record the first step, in which a model is compiled, and say what was fused."""
+"""The base of every trainer's callback: record the first step, in which a model is compiled, and report it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ log = logging.getLogger("torch_fused_ops")
 
 
 class FirstStep:
-    """Between ``begin`` and ``end``: what pick-up does is recorded; at the end it is said, once.
+    """Record the fusions between ``begin`` and ``end``, and report them once.
 
-    It switches nothing on: ``tfo.enable()`` does, before the model is compiled. Where nothing was fused it warns.
+    Fusion itself is enabled by ``tfo.enable()``, before the model is compiled. A warning says that nothing was fused.
 
     Args:
-        say: takes the text: ``print``, a logger's ``info``, a run's notes.
-        figures: also work out on paper what fusing saves (``Report.measure``): memory, bytes moved, kernels; takes
-            seconds for each layer.
+        say: receives the text: ``print``, a logger's ``info``, a run's notes.
+        figures: also estimate the savings (``Report.measure``): memory, bytes moved, kernels; takes seconds for each
+            layer.
 
     Attributes:
-        report: the report on the first step; None before it began.
+        report: the report on the first step; None before it begins.
     """
 
     def __init__(self, say: Callable[[str], object] = print, figures: bool = False) -> None:
@@ -34,13 +34,13 @@ class FirstStep:
         self._block: ExitStack | None = None
 
     def begin(self) -> None:
-        """Start recording, unless it is done already."""
+        """Start recording the first step."""
         if self.report is None:
             self._block = ExitStack()
             self.report = self._block.enter_context(record(figures=self.figures))
 
     def end(self, speak: bool) -> None:
-        """Stop recording, and, if this process is the one to speak, say what there is."""
+        """Stop recording; report if this process is to ``speak``."""
         block, self._block = self._block, None
         if block is None or self.report is None:
             return
@@ -50,4 +50,4 @@ class FirstStep:
         policies = "".join(f"\n{policy}" for policy in self.report.policies)
         self.say(f"torch_fused_ops, the first step:{policies}\n{self.report}")
         if not any(site.op for site in self.report.sites):
-            log.warning("nothing was fused in the first step; docs/integrations.md says what to look at")
+            log.warning("nothing was fused in the first step; docs/integrations.md says what to check")

@@ -12,20 +12,20 @@ __all__ = ["FusionCallback"]
 
 
 class FusionCallback(FirstStep, Callback):  # type: ignore[misc]
-    """Says after the first batch, in the process of rank 0, what was fused, what was not and why, and by which policy.
+    """Reports the fusions of the first batch, with reasons and the policy, in the process of rank 0.
 
     Args:
         say, figures: as ``FirstStep``.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lightning's."""
+        """Lightning's hook."""
         self.begin()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Lightning's."""
+        """Lightning's hook."""
         self.end(trainer.is_global_zero)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Lightning's."""
+        """Lightning's hook."""
         self.end(trainer.is_global_zero)

@@ -12,20 +12,20 @@ __all__ = ["FusionCallback"]
 
 
 class FusionCallback(FirstStep, TrainerCallback):  # type: ignore[misc]
-    """Says after the first step, in the process that logs, what was fused, what was not and why, and by which policy.
+    """Reports the fusions of the first step, with reasons and the policy, in the process that logs.
 
     Args:
         say, figures: as ``FirstStep``.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Trainer's."""
+        """Trainer's hook."""
         self.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Trainer's."""
+        """Trainer's hook."""
         self.end(state.is_world_process_zero)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Trainer's."""
+        """Trainer's hook."""
         self.end(state.is_world_process_zero)

@@ -1,14 +1,13 @@
-"""What FSDP2 adds to a step, and takes away, on one of its GPUs: by arithmetic on the step's segments.
+"""FSDP2's effect on a step's memory on one GPU, computed from the step's segments.
 
-Each layer and the root are given to ``fully_shard``, with PyTorch's defaults. Between steps a GPU holds shards; a layer
-is whole while it runs. What is alive beside the curve of a step without shards was read in
-torch/distributed/fsdp/_fully_shard (torch 2.13), in the order in which its Python code allocates and frees, which is
-what ``torch.cuda.memory_allocated`` counts:
+``fully_shard`` is applied to each layer and to the root, with PyTorch's defaults. Between steps a GPU has shards; a
+layer is whole while it runs. The additional bytes follow torch/distributed/fsdp/_fully_shard (torch 2.13), in the order
+in which its Python code allocates and frees, as ``torch.cuda.memory_allocated`` counts:
 
 * ``foreach_all_gather`` (_fsdp_collectives.py) gathers all of a layer's parameters in one flat buffer;
   ``foreach_all_gather_copy_out`` copies it to a tensor for each parameter. In forward the flat buffer lives until the
   next layer is copied out (``FSDPParamGroup.wait_for_unshard``, _fsdp_param_group.py: ``comm_ctx.all_gather_state``;
-  torch 2.15 frees it a moment earlier), the last one until the root's forward is over (``FSDPState._post_forward``,
+  torch 2.15 frees it slightly earlier), the last one until the root's forward is over (``FSDPState._post_forward``,
   _fsdp_state.py). In backward it is freed at once, and the next layer's flat buffer is there instead: it is prefetched
   (``_backward_prefetch``).
 * A layer's parameters are freed after its forward and after its backward (``reshard``); the root's, gathered first,
@@ -32,13 +31,13 @@ __all__ = ["FullyShard", "Group", "shard_shape"]
 
 
 def shard_shape(shape: Sequence[int], dp: int) -> tuple[int, ...]:
-    """The shape of the first GPU's shard, which is the largest: all others are padded to it."""
+    """The shape of the first GPU's shard, the largest; all others are padded to it."""
     return (math.ceil(shape[0] / dp), *shape[1:])
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are gathered together: a layer's, or all that are in no layer.
+    """Parameters that are gathered together: a layer's, or all outside of layers.
 
     Attributes:
         shard: bytes of one GPU's part of them.
@@ -82,23 +81,23 @@ class FullyShard:
         return buffers * (self.dp - 1) // self.dp
 
     def around(self, pieces: Iterable[Piece], each_call: bool = False) -> Iterator[Piece]:
-        """A step's segments with what FSDP2 has alive beside them; whole gradients become shards as layers end.
+        """Add FSDP2's live bytes to a step's segments; whole gradients become shards as layers end.
 
         Args:
             pieces: the segments of a step without shards, in the order of the step.
-            each_call: give a segment all of its points, and not their highest alone.
+            each_call: return all points of a segment, not only the highest.
         """
         step = [(graph, unit, segment) for graph, unit, segment in pieces if segment.points or not unit]
         forward = [unit for graph, unit, _ in step if graph == "forward" and unit]
         backward = [unit for graph, unit, _ in step if graph == "backward" and unit]
-        alive = shards = 0  # beside the curve, shards of gradients, less whole ones, included
+        alive = shards = 0  # additional bytes, shards of gradients minus whole ones included
         key = *forward, "", *backward
         if key not in self._beside:
             self._beside[key] = [*self._forward(forward), *self._backward(backward)]
         beside = self._beside[key]
         for i, ((graph, unit, segment), (start, during, end, after)) in enumerate(zip(step, beside, strict=True)):
-            moved = segment.points if each_call else (segment.peak,) if segment.points else ()
-            points = (start, *(during + point for point in moved), segment.net + end)
+            live = segment.points if each_call else (segment.peak,) if segment.points else ()
+            points = (start, *(during + point for point in live), segment.net + end)
             points = tuple(shards + point - alive for point in points)
             if graph == "backward" and (unit or i == len(step) - 1):
                 shards += self.groups.get(unit, Group()).gradients
@@ -108,22 +107,22 @@ class FullyShard:
             yield graph, unit, Segment(points, net, segment.seconds)
 
     def _forward(self, units: Sequence[str]) -> Iterator[tuple[int, int, int, int]]:
-        """Bytes beside a segment: when it begins, during it, when it ends, and after; before, in and behind layers."""
+        """Additional bytes at a segment's beginning, during it, at its end and after; before, in and after layers."""
         root = flat = self.gathered("")
         yield (root + flat,) * 4
-        for own in map(self.gathered, units):
-            yield root + flat + 2 * own, root + 2 * own, root + 2 * own, root + own
-            flat = own
+        for layer in map(self.gathered, units):
+            yield root + flat + 2 * layer, root + 2 * layer, root + 2 * layer, root + layer
+            flat = layer
         yield *(root + flat,) * 3, root
 
     def _backward(self, units: Sequence[str]) -> Iterator[tuple[int, int, int, int]]:
-        """The same of backward. A segment's end is when its gradients are copied, with what they are copied to."""
+        """The same for backward. At a segment's end its gradients are being copied, with both copies alive."""
         root, reducing = self.gathered(""), 0
         prefetched = [*map(self.gathered, units[1:]), 0]
         yield (root + (self.gathered(units[0]) if root and units else 0),) * 4
         for unit, following in zip(units, prefetched, strict=False):
-            own = self.gathered(unit)
-            start, during = root + 2 * own + reducing, root + own + following + reducing
+            layer = self.gathered(unit)
+            start, during = root + 2 * layer + reducing, root + layer + following + reducing
             reducing = self.reduced(unit)
             yield start, during, *(root + following + reducing,) * 2
         yield root + reducing, root + reducing, self.reduced(""), 0

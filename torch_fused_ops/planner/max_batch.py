@@ -1,8 +1,7 @@
 """The largest batch, or sequence, with which a step fits, at each memory level.
 
-Bytes alive at a call are affine in the size as long as the compiler makes the same calls. So of two sizes that were
-compiled on paper follows where the first call meets the limit. That is a guess: what is said to fit was compiled at
-that size, and so was the next size, which does not fit.
+Bytes alive at a call are affine in the size as long as the compiler generates the same calls. So two compiled sizes
+predict the limit. Compiling both neighbors confirms it: the largest size that fits, and the next, which does not.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Largest:
         given: the size that the model was called with.
         step: sizes are multiples of it.
         rows: a row for each level.
-        stopped: why the model runs with no larger size, if that is the bound; else "".
+        stopped: the error at a larger size, if that is the bound; else "".
     """
 
     dimension: str
@@ -93,43 +92,43 @@ class Sample:
 
 
 def size_of(args: Any, dimension: str) -> int:
-    """The size that a model is called with: of the first tensor that has such a dimension.
+    """The size of a model's arguments: that of the first tensor with such a dimension.
 
     Raises:
         ValueError: there is none.
     """
     i = DIMENSIONS[dimension]
-    found = next((t.shape[i] for t in tree_leaves(args) if isinstance(t, Tensor) and t.dim() > i and t.shape[i]), None)
-    if found is None:
+    size = next((t.shape[i] for t in tree_leaves(args) if isinstance(t, Tensor) and t.dim() > i and t.shape[i]), None)
+    if size is None:
         raise ValueError(
             f"maximum={dimension!r} is not accepted: no tensor that the model is called with has a dimension {i}"
         )
-    return int(found)
+    return int(size)
 
 
 def resized(args: Any, dimension: str, size: int) -> Any:
-    """Arguments with another size: tensors that have the given one in that dimension are cut, or repeated."""
-    i, given = DIMENSIONS[dimension], size_of(args, dimension)
+    """Resize arguments: cut or repeat the tensors that have their size in that dimension."""
+    i, old = DIMENSIONS[dimension], size_of(args, dimension)
 
     def one(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() <= i or value.shape[i] != given:
+        if not isinstance(value, Tensor) or value.dim() <= i or value.shape[i] != old:
             return value
-        index = torch.arange(size, device=value.device) % given
+        index = torch.arange(size, device=value.device) % old
         return value.detach().index_select(i, index).requires_grad_(value.requires_grad)
 
     return tree_map(one, args)
 
 
 def step_of(given: int, dimension: str) -> int:
-    """Batches go by one; tokens by the largest power of two that divides what was given, 128 at most."""
+    """The step between sizes: 1 for batches; for tokens the largest power of two that divides them, at most 128."""
     return 1 if dimension == "batch" else min(given & -given, 128)
 
 
 class Sizes:
-    """A model at the sizes that are asked for: captured once at each, and compiled on paper at a level.
+    """A model at several sizes, captured once at each, and compiled at memory levels.
 
     Args:
-        capture: the model at a size.
+        capture: captures the model at a size.
         dimension: "batch" or "tokens".
         given: the size that the model was called with.
         gpu: as for ``measured_step``, as are ``rates`` and ``instructions``.
@@ -151,7 +150,7 @@ class Sizes:
         self.gpu, self.rates, self.instructions, self.shards = gpu, rates, instructions, shards
         self.captured: dict[int, CapturedModel | None] = {}
         self.compiled: dict[tuple[int, str], tuple[Timeline, tuple[PaperCompilation, ...]]] = {}
-        self.bound, self.stopped = 0, ""  # the largest size with which the model runs, once one does not
+        self.bound, self.stopped = 0, ""  # the largest size with which the model runs, once a larger one failed
 
     def largest(self, step: Step, resident: int, room: int) -> Largest:
         """The largest size at each level.
@@ -167,12 +166,12 @@ class Sizes:
             sample = functools.partial(self.sample, level)
             fits, over = bisected(sample, room, first, self.step) if room > 0 else (None, None)
             beyond = over.peak - room if over else 0
-            found = (fits.size, resident + fits.peak, fits.seconds()) if fits else (0, 0, 0.0)
-            rows.append(LargestRow(level, *found, beyond))
+            values = (fits.size, resident + fits.peak, fits.seconds()) if fits else (0, 0, 0.0)
+            rows.append(LargestRow(level, *values, beyond))
         return Largest(self.dimension, self.given, self.step, tuple(rows), self.stopped)
 
     def sample(self, level: str, size: int) -> Sample | int:
-        """The step at a size, every MLP at a level; where the model does not run with it, the largest that it does."""
+        """The step at a size, every MLP at a level; or, if the model fails at it, the largest size that works."""
         captured = self.at(size)
         if captured is None:
             return self.bound
@@ -186,7 +185,7 @@ class Sizes:
 
     def _compiled(self, size: int, level: str) -> tuple[Timeline, tuple[PaperCompilation, ...]]:
         if (size, level) not in self.compiled:
-            log.info('compiling on paper: %s %d, every MLP at "%s"', self.dimension, size, level)
+            log.info('compiling: %s %d, every MLP at "%s"', self.dimension, size, level)
             captured = self.captured[size]
             assert captured is not None
             policy = FusionPolicy(memory=level)  # type: ignore[arg-type]
@@ -194,7 +193,7 @@ class Sizes:
         return self.compiled[size, level]
 
     def at(self, size: int) -> CapturedModel | None:
-        """The model at a size; None where it does not run. Then ``bound`` is the largest size with which it does."""
+        """The model at a size; None if it fails. Then ``bound`` is the largest size that works."""
         if size not in self.captured and not 0 < self.bound < size and not self._runs(size):
             low, high = max((n for n in (self.given, *self.captured) if n < size), default=0), size
             while high - low > self.step:
@@ -239,24 +238,24 @@ def _middle(low: int, high: int, step: int) -> int:
 def bisected(
     sample: Callable[[int], Sample | int], room: int, first: Sample, step: int
 ) -> tuple[Sample | None, Sample | None]:
-    """The largest size whose step fits into ``room`` bytes, and the next one: both were sampled.
+    """Find the largest size whose step fits into ``room`` bytes, and the next one; sample both.
 
     Args:
-        sample: a step at a size; where there is none, the largest size at which there is one.
+        sample: returns the step at a size; or, if the model fails at it, the largest size that works.
         room: bytes.
         first: the step to begin with.
         step: sizes are multiples of it, as the first is.
 
     Returns:
-        What fits, None if nothing does; and what does not, None if there is no step at that size.
+        The sample that fits, or None; and the next one, or None if the model fails at it.
     """
-    low, high = 0, 0  # what fits; what does not, 0 if that is not known yet
-    seen, found = {first.size: first}, first
+    low, high = 0, 0  # fits; does not fit, 0 if unknown
+    seen, latest = {first.size: first}, first
     while True:
-        if found.peak <= room:
-            low = found.size
+        if latest.peak <= room:
+            low = latest.size
         else:
-            high = found.size
+            high = latest.size
         while True:
             if high and high - low == step:
                 return seen.get(low), seen.get(high)
@@ -265,7 +264,7 @@ def bisected(
             if isinstance(sampled, Sample):
                 break
             high = sampled + step
-        seen[size] = found = sampled
+        seen[size] = latest = sampled
 
 
 def _guess(seen: Sequence[Sample], room: int, low: int, high: int, step: int) -> int:
@@ -281,9 +280,9 @@ def _guess(seen: Sequence[Sample], room: int, low: int, high: int, step: int) ->
 
 
 def crossing(a: Sample, b: Sample, *, room: int) -> float:
-    """The size at which the first call's bytes meet the room, if each is affine in the size; infinite if none does.
+    """The size at which the first call reaches the room, if bytes are affine in the size; infinite if none does.
 
-    Where the two steps do not have the same calls, their peaks are taken to be affine.
+    If the two steps have different calls, their peaks are assumed to be affine.
     """
     same = len(a.points) == len(b.points)
     pairs = zip(a.points, b.points, strict=True) if same else [(a.peak, b.peak)]

@@ -28,8 +28,8 @@ class CapturedModel:
         graphs: in the order in which they run.
         links: (graph, input) that is (an earlier graph, its result).
         units: the layers, in the order in which they are in the model: those with MLPs, and all in lists of modules.
-        mlps: the modules of the MLPs that are picked up, by unit.
-        layers: the layer that a module is in, by its path.
+        mlps: the modules of the fused MLPs, by unit.
+        layers: the layer of a module, by its path.
     """
 
     graphs: tuple[Capture, ...]
@@ -44,27 +44,27 @@ class CapturedModel:
         return captured.paths[number] if captured else ""
 
     def gets_gradient(self, path: str) -> bool:
-        """Whether backward reaches a parameter of the whole model, by its path."""
+        """True if backward reaches a parameter of the whole model, by its path."""
         return path in self._reached
 
     @cached_property
     def _reached(self) -> set[str]:
         """The paths of the parameters that backward reaches."""
         paths: set[str] = set()
-        for each in self.graphs:
-            if each.graph is None:
+        for captured in self.graphs:
+            if captured.graph is None:
                 continue
-            nodes = each.graph.gm.graph.nodes
-            reached = set(each.graph.gm.graph.output_node().all_input_nodes)
+            nodes = captured.graph.gm.graph.nodes
+            reached = set(captured.graph.gm.graph.output_node().all_input_nodes)
             for node in reversed(nodes):
                 if node in reached and _needs_gradient(node):
                     reached.update(node.all_input_nodes)
-            placeholders = each.graph.gm.graph.find_nodes(op="placeholder")
-            paths |= {p for node, p in zip(placeholders, each.graph.paths, strict=True) if p and node in reached}
+            placeholders = captured.graph.gm.graph.find_nodes(op="placeholder")
+            paths |= {p for node, p in zip(placeholders, captured.graph.paths, strict=True) if p and node in reached}
         return paths
 
     def unit_of(self, path: str) -> str:
-        """The unit that a module is in; "" if it is in none."""
+        """The unit of a module; "" if it is in none."""
         layer = self.layers.get(path, "")
         return layer if layer in self.units else ""
 
@@ -75,16 +75,16 @@ def _needs_gradient(node: torch.fx.Node) -> bool:
 
 
 class _Captured(BaseException):
-    """Leaves Dynamo with the first graph in hand; not an Exception, so that Dynamo lets it through."""
+    """Stop Dynamo at the first graph; not an Exception, since Dynamo would catch it."""
 
 
 def captured_model(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> CapturedModel:
-    """Capture a model. One that breaks into several graphs runs once; else nothing runs."""
+    """Capture a model without running it, unless it breaks into several graphs."""
     policy = FusionPolicy()
     sites: list[Site] = []
     graphs: list[Capture] = []
     links: dict[tuple[int, int], tuple[int, int]] = {}
-    made: list[tuple[Any, tuple[int, int]]] = []  # results, kept alive: they are known by identity
+    earlier: list[tuple[Any, tuple[int, int]]] = []  # results, kept alive: identity identifies them
 
     def capture(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         graphs.append(set_aside(gm, policy))
@@ -94,9 +94,9 @@ def captured_model(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
         number = len(graphs) - 1
 
         def run(*inputs: Any) -> Any:
-            links.update({(number, i): of for i, x in enumerate(inputs) for y, of in made if x is y})
+            links.update({(number, i): of for i, x in enumerate(inputs) for y, of in earlier if x is y})
             results = gm.forward(*inputs)
-            made.extend((result, (number, i)) for i, result in enumerate(results) if isinstance(result, Tensor))
+            earlier.extend((result, (number, i)) for i, result in enumerate(results) if isinstance(result, Tensor))
             return results
 
         return run
@@ -116,7 +116,7 @@ def captured_model(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
             graphs.clear()
             sites.clear()
     if not graphs:
-        raise ValueError(f"model: torch.compile captures no graph of it, as of a graph break inside a loop: {why}")
+        raise ValueError(f"model: torch.compile captures no graph of it, as with a graph break inside a loop: {why}")
     model = getattr(model, "_orig_mod", model)
     paths = [path for path, _ in model.named_modules()] if isinstance(model, nn.Module) else []
     paths += [site.module for site in sites if site.module not in paths]

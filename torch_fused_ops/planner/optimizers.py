@@ -1,4 +1,4 @@
-"""What an optimizer keeps for its parameters, and what its step allocates: PyTorch's own, run on meta tensors."""
+"""An optimizer's state, and the memory of its step: run PyTorch's own optimizer on meta tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_fused_ops.virtual_gpu.timeline import Storages
 
 __all__ = ["OPTIMIZERS", "OptimizerMemory", "optimizer_memory"]
 
-# foreach is PyTorch's own choice on GPUs; fused has to be asked for.
+# foreach is PyTorch's default on GPUs; fused must be requested.
 OPTIMIZERS: Mapping[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer] | None] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, foreach=True),
@@ -30,11 +30,11 @@ class OptimizerMemory:
 
 
 def optimizer_memory(name: str, parameters: Sequence[Tensor]) -> OptimizerMemory:
-    """What an optimizer needs beside parameters and gradients.
+    """Measure an optimizer's memory beside parameters and gradients.
 
     Args:
         name: one of ``OPTIMIZERS``.
-        parameters: what it trains; sizes and dtypes are used.
+        parameters: its parameters; only sizes and dtypes matter.
     """
     make = OPTIMIZERS[name]
     if make is None or not parameters:

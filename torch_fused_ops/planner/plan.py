@@ -1,4 +1,4 @@
-"""``plan``: does a training step fit into a GPU's memory, which memory levels make it fit, and what do they cost?"""
+"""``plan``: fit a training step into a GPU's memory with the cheapest memory levels."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from torch_fused_ops.planner.max_batch import Largest
     from torch_fused_ops.planner.model import CapturedModel
     from torch_fused_ops.planner.search import Candidate
-    from torch_fused_ops.planner.static_memory import Held, Resident
+    from torch_fused_ops.planner.static_memory import Resident, ResidentTensor
     from torch_fused_ops.planner.step import Curve, Parts, Step
     from torch_fused_ops.planner.tensor_parallel import Split
     from torch_fused_ops.virtual_gpu import GPU
 
 __all__ = ["LayerRow", "LevelRow", "Plan", "bytes_of", "plan"]
 
-DP = tuple(2**n for n in range(1, 11))  # numbers of GPUs that a plan tries where nothing fits
+DP = tuple(2**n for n in range(1, 11))  # numbers of GPUs to try if nothing fits
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{unit}": base**power
     for power, prefix in enumerate("KMGT", 1)
@@ -36,19 +36,19 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def bytes_of(memory: str | int) -> int:
-    """Bytes that are written as a number with a unit: "72GiB", "800 MiB", "80GB", or as a number.
+    """Parse bytes: "72GiB", "800 MiB", "80GB", or a number.
 
     Raises:
-        ValueError: it is none of these, or not above 0.
+        ValueError: memory is not such a size, or not above 0.
     """
     if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
         return memory
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory) if isinstance(memory, str) else None
-    size = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
-    bare = bool(found and not found[2] and size < _UNITS["MiB"])
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory) if isinstance(memory, str) else None
+    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    bare = bool(match and not match[2] and size < _UNITS["MiB"])
     if size <= 0 or bare:
-        why = "; a plan chooses the levels itself" if is_level(memory) else ""
-        why = f"; that is {memory.strip()} bytes, and its unit is missing" if bare and isinstance(memory, str) else why
+        why = "; plan chooses the levels itself" if is_level(memory) else ""
+        why = f"; {memory.strip()} without a unit means bytes" if bare and isinstance(memory, str) else why
         accepted = (
             f'it must be a size such as "72GiB", "800MiB" or bytes, with one of {", ".join(filter(None, _UNITS))}'
         )
@@ -61,10 +61,10 @@ class LevelRow:
     """A whole step with every MLP at one memory level.
 
     Attributes:
-        level: a level of ``FusionPolicy(memory=…)``; "checkpoint": a checkpoint around each whole layer, by arithmetic.
+        level: a level of ``FusionPolicy(memory=…)``; "checkpoint": an estimate for checkpoints around whole layers.
         peak: the most bytes alive at once in forward and backward, with parameters and optimizer state.
         seconds: the least time of forward and backward.
-        missing: bytes beyond the limit, as ``Plan.missing``: of the optimizer's step, where that needs more.
+        missing: bytes beyond the limit, as ``Plan.missing``; of the optimizer's step, if it needs more.
     """
 
     level: str
@@ -74,7 +74,7 @@ class LevelRow:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing is missing."""
+        """True if no bytes are missing."""
         return not self.missing
 
 
@@ -83,13 +83,13 @@ class LayerRow:
     """A layer of the model, or several equal ones with the same level.
 
     Attributes:
-        name: its path, "model.layers.0"; of several "model.layers.0 to 15". "(other)": what is in no layer with an MLP.
-        count: how many layers.
-        level: the memory level chosen for its MLPs; "" where it has none.
-        parameters: bytes of parameters and buffers, of all of them together; so are the others.
+        name: its path, "model.layers.0", or "model.layers.0 to 15" for several. "(other)": the remainder of the model.
+        count: the number of layers.
+        level: the memory level of its MLPs; "" if it has none.
+        parameters: bytes of parameters and buffers, of all these layers together; so are the others.
         gradients: bytes of gradients.
         optimizer_state: bytes of optimizer state.
-        kept: bytes that forward leaves alive for backward.
+        kept: bytes saved for backward.
         seconds: the least time of forward and backward.
     """
 
@@ -112,32 +112,31 @@ class Plan:
         gpu: the GPU's name.
         limit: bytes that may be used.
         optimizer: its name.
-        fits: whether the step, and the optimizer's, stay within the limit.
-        peak_bytes: the most bytes alive at once: parameters, optimizer state, and the curve's peak; or the
-            optimizer's step, where that is more.
-        step_peak: of forward and backward alone, with parameters and optimizer state.
-        optimizer_peak: of the optimizer's step: parameters, gradients, state, what it allocates, and the batch.
+        fits: True if forward, backward and the optimizer's step stay within the limit.
+        peak_bytes: the most bytes alive at once, the greater of the two following.
+        step_peak: the peak of forward and backward, with parameters and optimizer state.
+        optimizer_peak: the peak of the optimizer's step: parameters, gradients, state, its allocations, and the batch.
         parameters: bytes of parameters and buffers.
         gradients: bytes of gradients.
-        optimizer_state: bytes that the optimizer keeps.
-        kept: bytes alive between forward and backward, without parameters.
-        transient: bytes at the peak beyond what is kept, parameters and optimizer state.
+        optimizer_state: bytes of optimizer state.
+        kept: bytes saved for backward, without parameters.
+        transient: bytes at the peak beyond those, parameters and optimizer state.
         seconds: the least time of forward and backward on this GPU (roofline).
-        off_seconds: the same with ``memory="off"``, whether that fits or not.
+        off_seconds: the same with ``memory="off"``, even if that does not fit.
         off_peak: its peak.
-        policy: what to compile with.
+        policy: the policy to compile with.
         choices: the memory level of each MLP, by module.
-        levels: what the whole step comes to at each level.
-        layers: where the bytes are.
-        missing: bytes beyond the limit, 0 where it fits.
-        help: what would make it fit, or make it cheaper.
-        dp: GPUs that have shards of parameters, gradients and optimizer state (FSDP2); bytes are one GPU's, of its own
+        levels: the whole step at each level.
+        layers: the bytes by layer.
+        missing: bytes beyond the limit, 0 if it fits.
+        help: advice to make it fit, or cheaper.
+        dp: GPUs with shards of parameters, gradients and optimizer state (FSDP2); bytes are per GPU, with its own
             batch.
-        tp: GPUs that share the features of MLPs and the heads of attention; bytes are one GPU's.
-        whole: with tp, parameters of two and more dimensions that every GPU has whole, layers' numbers as "*".
-        sent: bytes that a GPU sends in a step, by what for: "FSDP2", "sums over tp".
-        link_seconds: the time that these take on the GPU's links, by its data sheet; it is not in ``seconds``.
-        largest: the largest batch or sequence that fits, if ``maximum`` asked for it.
+        tp: GPUs that share the features of MLPs and the heads of attention; bytes are per GPU.
+        whole: with tp, unsplit parameters of two and more dimensions, layers' numbers as "*".
+        sent: bytes that a GPU sends in a step, by purpose: "FSDP2", "sums over tp".
+        link_seconds: the time to send them by the GPU's data sheet, not included in ``seconds``.
+        largest: the largest batch or sequence that fits, if ``maximum`` requests it.
     """
 
     title: str
@@ -174,7 +173,7 @@ class Plan:
     _within: Callable[[int, int], Plan] | None = field(default=None, repr=False, compare=False)
 
     def within(self, memory: str | int, dp: int | None = None) -> Plan:
-        """The plan for another limit, and over so many GPUs, without ``largest``; compiled is a choice of mixed levels.
+        """Plan for another limit, or number of GPUs, without ``largest``. Only a choice of mixed levels is compiled.
 
         Raises:
             ValueError: as ``plan``, for memory and dp.
@@ -183,12 +182,12 @@ class Plan:
         return self._within(bytes_of(memory), self.dp if dp is None else _count("dp", dp))
 
     def recompiled_peak_bytes(self) -> int:
-        """``step_peak`` anew: the model captured, and compiled on paper with the plan's policy; seconds a layer."""
+        """Recompute ``step_peak``: capture the model and compile it with the plan's policy; seconds a layer."""
         assert self._recompiled_peak is not None
         return self._recompiled_peak()
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the attributes, but for curves; the policy as its memory levels."""
+        """The attributes for JSON, without live-bytes timelines, and with the policy's memory levels."""
         left_out = {"policy", "curve", "off_curve", "_recompiled_peak", "_within"}
         shallow = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
         rows: dict[str, Any] = {"layers": [asdict(row) for row in self.layers]}
@@ -202,7 +201,7 @@ class Plan:
         return json.dumps(self.as_dict(), indent=1)
 
     def to_html(self, path: str | Path) -> None:
-        """Write the plan as one self-contained page, with the curve of the step before and after.
+        """Write the plan as one self-contained page, with the step's live-bytes timeline before and after.
 
         Raises:
             ValueError: path cannot be written.
@@ -236,45 +235,44 @@ def plan(
     tp: int = 1,
     **kwargs: Any,
 ) -> Plan:
-    """Plan a training step: what it needs of a GPU's memory, and the cheapest memory levels with which it fits.
+    """Plan a training step: estimate its memory on a GPU, and choose the cheapest memory levels with which it fits.
 
-    The whole model is compiled on paper at each level, for a GPU that need not be there: seconds for each layer and
-    level. Where the levels chosen are mixed it is compiled with these, too, so that what is said to fit was compiled.
-    Nothing is allocated on a device; a model that is captured as one graph does not run.
+    The whole model is compiled at each level for a target device, without that device; this takes seconds for each
+    layer and level. A choice of mixed levels is compiled, too, so every reported fit is compiled. Nothing is allocated
+    on a device. A model that is captured as one graph does not run.
 
     Args:
-        model: a module or a function that returns its loss. What it returns is what backward begins with.
-        *args: what to call it with, on one GPU. Model and arguments may be meta tensors: sizes and dtypes are all that
-            counts.
-        memory: what may be used, "72GiB", "800MiB" or bytes. Leave some for what is not counted (``docs/plan.md``).
+        model: a module or a function that returns its loss. Backward begins with all results.
+        *args: its arguments on one GPU. Model and arguments may be meta tensors: only sizes and dtypes matter.
+        memory: the limit, "72GiB", "800MiB" or bytes. Leave room for what is not counted (``docs/plan.md``).
         gpu: "A100", "H100", "H200", "B200" or "MI300X".
         optimizer: "adamw", "sgd", PyTorch's own with their default settings, or "none".
         lossless: do not choose levels that round gradients ("fp8").
-        maximum: "batch" or "tokens": find the largest that fits at each level, too (``Plan.largest``): dimension 0, or
-            1, of the tensors that the model is called with, of all that have the first one's size in it. Minutes;
-            ``logging.getLogger("torch_fused_ops.planner")`` says at level INFO what is being compiled.
-        dp: over how many GPUs FSDP2 shards the model, by ``fully_shard`` of each layer and of the model, with its
-            defaults. All bytes are then one GPU's, and ``args`` are what one GPU is called with.
-        tp: how many GPUs share each MLP that is picked up, and attention whose shapes follow its heads, column-parallel
-            and row-parallel; with dp, each of these parts is sharded. ``args`` are what all of them are called with.
-            What is not split is whole on each (``Plan.whole``).
-        **kwargs: what to call the model with.
+        maximum: "batch" or "tokens": also find the largest that fits at each level (``Plan.largest``): dimension 0, or
+            1, of all argument tensors with the first one's size in it. Takes minutes; the logger
+            "torch_fused_ops.planner" reports progress at level INFO.
+        dp: the number of GPUs over which FSDP2 shards the model, by ``fully_shard`` of each layer and of the model,
+            with its defaults. Bytes and ``args`` are then per GPU.
+        tp: the number of GPUs that share each fused MLP, and attention whose shapes follow its heads, column-parallel
+            and row-parallel; with dp each of these parts is sharded. ``args`` are those of the whole group. All else
+            is whole on each GPU (``Plan.whole``).
+        **kwargs: the model's keyword arguments.
 
     Returns:
         A ``Plan``: print it, take its ``policy``, write it as JSON or as a page.
 
     Raises:
         TypeError: model is not callable, or a class.
-        ValueError: memory, gpu, optimizer or maximum is not known; dp is no number of GPUs, or FSDP2 does not shard the
-            model; tp is no number of GPUs, does not divide heads or features, or there is nothing to split; nothing in
-            the model needs a gradient.
+        ValueError: memory, gpu, optimizer or maximum is not known; dp is not a number of GPUs, or FSDP2 cannot shard
+            the model; tp is not a number of GPUs, does not divide heads or features, or nothing can be split;
+            nothing in the model needs a gradient.
         ModuleNotFoundError: Triton is not installed.
     """
     from torch_fused_ops import lowerings
     from torch_fused_ops.planner import max_batch, search
     from torch_fused_ops.planner import model as models
     from torch_fused_ops.planner.optimizers import OPTIMIZERS
-    from torch_fused_ops.planner.static_memory import Resident, check_shards, check_whole, held
+    from torch_fused_ops.planner.static_memory import Resident, check_shards, check_whole, resident_tensors
     from torch_fused_ops.planner.step import measured_step, parts_of, policy_of
     from torch_fused_ops.planner.tensor_parallel import split
     from torch_fused_ops.virtual_gpu import gpus, roofline
@@ -289,9 +287,9 @@ def plan(
         raise ValueError(f"maximum={maximum!r} is not known; accepted: {', '.join(max_batch.DIMENSIONS)}, None")
     _count("dp", dp)
     _count("tp", tp)
-    given = max_batch.size_of((args, kwargs), maximum) if maximum is not None else 0
+    size = max_batch.size_of((args, kwargs), maximum) if maximum is not None else 0
     described = gpus.by_name(gpu)
-    gpus.import_triton()  # at once, not after the model was captured
+    gpus.import_triton()  # fail at once, not after capturing the model
     rates = roofline.estimated_rates(described)
     assert rates is not None
     lowerings.require()
@@ -304,15 +302,15 @@ def plan(
         return split(captured, tp) if tp > 1 else (captured, None)
 
     captured, parts = capture(args, kwargs)
-    whole = held(module, captured.unit_of, parts, captured.gets_gradient)
+    whole = resident_tensors(module, captured.unit_of, parts, captured.gets_gradient)
 
     @functools.cache
-    def held_over(dp: int) -> Resident:
+    def resident_over(dp: int) -> Resident:
         if dp > 1:
             check_shards(module, captured.unit_of, dp)
         return Resident.of(whole, optimizer, dp)
 
-    held_over(dp)  # what is refused is refused before minutes of compiling
+    resident_over(dp)  # errors come before minutes of compiling
     instructions = roofline.rates_of(described) is not None
     measured = measured_step(captured, described, rates, instructions, levels)
 
@@ -322,36 +320,36 @@ def plan(
 
     @functools.cache
     def over(dp: int) -> _Planned:
-        resident = held_over(dp)
+        resident = resident_over(dp)
         step = replace(measured, shards=resident.shards)
         resident = replace(resident, batch=max(step.entry, step.at({}).end - resident.gradients))
         every = search.candidates(step, levels)
         return _Planned(model, captured, parts, step, whole, resident, every, described, optimizer, recompile, over)
 
     planned = over(dp)
-    found = planned.within(limit, dp)
+    result = planned.within(limit, dp)
     if maximum is None:
-        return found
+        return result
     step, resident = planned.step, planned.resident
 
     def sized(size: int) -> CapturedModel:
         its_args, its_kwargs = max_batch.resized((args, kwargs), maximum, size)
         return capture(its_args, its_kwargs)[0]
 
-    sizes = max_batch.Sizes(sized, maximum, given, described, rates, instructions, resident.shards)
+    sizes = max_batch.Sizes(sized, maximum, size, described, rates, instructions, resident.shards)
     room = limit - resident.nbytes if resident.optimizer_peak <= limit else 0
-    return replace(found, largest=sizes.largest(step, resident.nbytes, room))
+    return replace(result, largest=sizes.largest(step, resident.nbytes, room))
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """A model of which all is known but the limit."""
+    """A compiled model, to be planned for any limit."""
 
     model: Callable[..., Any]
     captured: CapturedModel
     parts: Split | None
     step: Step
-    whole: Sequence[Held]
+    whole: Sequence[ResidentTensor]
     resident: Resident
     every: Sequence[Candidate]
     gpu: GPU
@@ -361,11 +359,11 @@ class _Planned:
     _exact: dict[tuple[tuple[str, str], ...], Step] = field(default_factory=dict)
 
     def recompiled(self, chosen: Candidate) -> Step:
-        """The step of the model captured and compiled anew at these levels: with the same parts for any level."""
+        """Capture and compile the model again at these levels; the step has the same parts for any level."""
         return replace(self.step, parts=dict.fromkeys(self.step.parts, self.recompile(chosen.levels)))
 
     def exact(self, chosen: Candidate) -> Step:
-        """The step compiled at these levels; where they are mixed it is compiled once, when it is asked for."""
+        """The step compiled at these levels; mixed levels are compiled once, on demand."""
         if not chosen.is_mixed:
             return self.step
         key = tuple(chosen.levels.items())
@@ -374,7 +372,7 @@ class _Planned:
         return self._exact[key]
 
     def peak(self, chosen: Candidate, step: Step | None = None) -> int:
-        """Of forward and backward at these levels, compiled."""
+        """The compiled peak of forward and backward at these levels."""
         return self.resident.nbytes + (step or self.exact(chosen)).at(chosen.levels).peak
 
     def within(self, limit: int, dp: int) -> Plan:
@@ -384,11 +382,11 @@ class _Planned:
         if dp != self.resident.dp:
             return self.over(dp).within(limit, dp)
         room = limit - self.resident.nbytes
-        chosen = search.best(self.every, room, lambda one: self.peak(one) - self.resident.nbytes)
+        chosen = search.best(self.every, room, lambda candidate: self.peak(candidate) - self.resident.nbytes)
         if chosen is not None:
             return self.plan(chosen, True, limit)
-        ordered = sorted(self.every, key=lambda one: one.curve.peak)
-        alike = next(one for one in ordered if not one.is_mixed)
+        ordered = sorted(self.every, key=lambda candidate: candidate.curve.peak)
+        alike = next(candidate for candidate in ordered if not candidate.is_mixed)
         return self.plan(min(ordered[0], alike, key=self.peak), False, limit)
 
     def plan(self, chosen: Candidate, met: bool, limit: int) -> Plan:
@@ -400,8 +398,8 @@ class _Planned:
         curve, step_peak = exact.at(chosen.levels), self.peak(chosen)
         off_levels = dict.fromkeys(step.mlps, OFF)
         off = step.at(off_levels)
-        alike = [one for one in self.every if one.levels and not one.is_mixed]
-        curves = {next(iter(one.levels.values())): one.curve for one in alike}
+        alike = [candidate for candidate in self.every if candidate.levels and not candidate.is_mixed]
+        curves = {next(iter(candidate.levels.values())): candidate.curve for candidate in alike}
         inputs = _unit_inputs(self.captured)
         checkpointed = step.checkpointed(inputs) if inputs and step.units else None
         if checkpointed is not None:
@@ -409,9 +407,9 @@ class _Planned:
         order = (*MEMORY, "checkpoint")
 
         rows = [
-            LevelRow(level, of_all, each.seconds, self.beyond(limit, of_all))
-            for level, each in sorted(curves.items(), key=lambda of: order.index(of[0]))
-            for of_all in [resident.nbytes + each.peak]
+            LevelRow(level, of_all, its_curve.seconds, self.beyond(limit, of_all))
+            for level, its_curve in sorted(curves.items(), key=lambda of: order.index(of[0]))
+            for of_all in [resident.nbytes + its_curve.peak]
         ]
         missing = self.beyond(limit, step_peak)
         sent = {"FSDP2": resident.shards.sent} if resident.shards else {}
@@ -429,8 +427,8 @@ class _Planned:
             parameters=resident.parameters,
             gradients=resident.gradients,
             optimizer_state=resident.state,
-            kept=curve.kept,
-            transient=step_peak - resident.nbytes - curve.kept,
+            kept=curve.saved,
+            transient=step_peak - resident.nbytes - curve.saved,
             seconds=curve.seconds,
             off_seconds=off.seconds,
             off_peak=resident.nbytes + off.peak,
@@ -442,7 +440,7 @@ class _Planned:
             help=tuple(self.help(curve, checkpointed, limit, met)),
             dp=resident.dp,
             tp=self.parts.tp if self.parts else 1,
-            whole=tuple(dict.fromkeys(one.place for one in self.whole if one.is_left_whole)) if self.parts else (),
+            whole=tuple(dict.fromkeys(t.place for t in self.whole if t.is_left_whole)) if self.parts else (),
             sent=sent,
             link_seconds=sum(sent.values()) / roofline.link_rate(self.gpu),
             curve=tuple(resident.nbytes + point for point in exact.points(chosen.levels)),
@@ -452,21 +450,19 @@ class _Planned:
         )
 
     def beyond(self, limit: int, peak: int) -> int:
-        """Bytes that a step with this peak, and the optimizer's, lack."""
+        """Bytes that are missing for a step with this peak, or for the optimizer's step."""
         return max(0, peak - limit, self.resident.optimizer_peak - limit)
 
     def help(self, curve: Curve, checkpointed: Curve | None, limit: int, met: bool) -> Iterator[str]:
-        """What would make the step fit, or make it cheaper."""
+        """Yield advice to make the step fit, or cheaper."""
         from torch_fused_ops.reports.text import size
 
         resident = self.resident
         if not self.step.mlps:
-            yield "There is no MLP that is picked up, so there is no level to choose."
+            yield "No MLP is fused, so there is no level to choose."
         if resident.optimizer_peak > limit and resident.optimizer_peak - resident.transient <= limit:
-            yield (
-                f"The optimizer's step allocates {size(resident.transient)} beside its state; fused=True in its "
-                "constructor does without."
-            )
+            beside = f"{size(resident.transient)} beside its state"
+            yield f"The optimizer's step allocates {beside}; with fused=True it does not."
         if met:
             return
         if checkpointed is not None and checkpointed.peak < curve.peak:
@@ -477,20 +473,20 @@ class _Planned:
                 verdict = "forward and backward fit then"
             yield (
                 f"torch.utils.checkpoint around each whole layer: a peak of {size(peak)}, by arithmetic, and "
-                f"{checkpointed.seconds / curve.seconds:.2f} times as long as the levels chosen; {verdict}."
+                f"{checkpointed.seconds / curve.seconds:.2f} times as long as the chosen levels; {verdict}."
             )
         fewer = "fewer tokens" if checkpointed is not None else "fewer tokens, or checkpoints"
-        if resident.optimizer_peak > limit:  # whatever forward and backward take
+        if resident.optimizer_peak > limit:  # independent of forward and backward
             alone = f"The optimizer's step takes {size(resident.optimizer_peak)} by itself"
             yield f"{alone}, however few tokens there are: shards, another optimizer, or fewer parameters."
         yield self.shards_that_would_do(limit, fewer)
 
     def shards_that_would_do(self, limit: int, fewer: str) -> str:
-        """The least power of two of GPUs over which FSDP2 makes it fit, every MLP at one level; each is computed.
+        """Find the least power of two of GPUs over which the step fits with FSDP2, every MLP at one level.
 
         Args:
             limit: bytes.
-            fewer: what helps where shards alone do not.
+            fewer: the advice if shards alone do not suffice.
         """
         from torch_fused_ops.planner.static_memory import Resident, check_shards
         from torch_fused_ops.reports.text import size
@@ -499,14 +495,14 @@ class _Planned:
             check_shards(getattr(self.model, "_orig_mod", self.model), self.captured.unit_of, 2 * self.resident.dp)
         except ValueError as error:
             return f"FSDP2 does not help: {error}."
-        alike = [one.levels for one in self.every if not one.is_mixed]
+        alike = [candidate.levels for candidate in self.every if not candidate.is_mixed]
         need = dp = 0
         for dp in (n for n in DP if n > self.resident.dp):
             resident = replace(Resident.of(self.whole, self.optimizer, dp), batch=self.resident.batch)
             step = replace(self.step, shards=resident.shards)
             needs = [
-                (max(resident.nbytes + step.at(each).peak, resident.optimizer_peak), number)
-                for number, each in enumerate(alike)
+                (max(resident.nbytes + step.at(levels).peak, resident.optimizer_peak), number)
+                for number, levels in enumerate(alike)
             ]
             need, number = min(needs)
             if need <= limit:
@@ -515,12 +511,12 @@ class _Planned:
                 gpus = f"{dp} GPUs (dp={dp}), each with a batch as given"
                 return f"FSDP2 over {gpus}: it fits{where}, a peak of {size(need)}."
         if not need:
-            return f"What helps is {fewer}."
+            return f"Use {fewer}."
         return f"Shards by themselves do not help: over {dp} GPUs the peak is {size(need)}. Besides them: {fewer}."
 
 
 def _layers(step: Step, fixed: Resident, levels: Mapping[str, str]) -> list[LayerRow]:
-    """A row for each run of neighboring layers with the same figures, and one for all else."""
+    """A row for each run of neighboring layers with the same level, and one for the remainder."""
     factor = fixed.state / fixed.gradients if fixed.gradients else 0.0
     default = step.default(levels)
     rows: list[LayerRow] = []
@@ -530,8 +526,8 @@ def _layers(step: Step, fixed: Resident, levels: Mapping[str, str]) -> list[Laye
         level = at if unit in step.mlps else ""
         forward, backward = (step.segment(graph, unit, at) for graph in ("forward", "backward"))
         total, trained = left.pop(unit, (0, 0))
-        own = (total, trained, round(factor * trained), forward.net)
-        row = LayerRow(unit, 1, level, *own, forward.seconds + backward.seconds)
+        nbytes = (total, trained, round(factor * trained), forward.net)
+        row = LayerRow(unit, 1, level, *nbytes, forward.seconds + backward.seconds)
         before = rows[-1] if rows else None
         if (
             before
@@ -545,35 +541,35 @@ def _layers(step: Step, fixed: Resident, levels: Mapping[str, str]) -> list[Laye
                 level,
                 before.parameters + total,
                 before.gradients + trained,
-                before.optimizer_state + own[2],
+                before.optimizer_state + nbytes[2],
                 before.kept + forward.net,
                 before.seconds + row.seconds,
             )
             rows.pop()
         rows.append(row)
     curve = step.at(levels)
-    total, trained = (sum(each[i] for each in left.values()) for i in (0, 1))
-    kept, seconds = curve.kept - sum(row.kept for row in rows), curve.seconds - sum(row.seconds for row in rows)
+    total, trained = (sum(pair[i] for pair in left.values()) for i in (0, 1))
+    kept, seconds = curve.saved - sum(row.kept for row in rows), curve.seconds - sum(row.seconds for row in rows)
     rows.append(LayerRow("(other)", 1, "", total, trained, round(factor * trained), kept, seconds))
     return rows
 
 
 def _unit_inputs(captured: CapturedModel) -> dict[str, int]:
-    """The bytes of what each unit is given by the one before it, in the graph that was captured."""
-    found: dict[str, int] = {}
+    """The bytes of each unit's inputs from the one before it, in the captured graph."""
+    inputs: dict[str, int] = {}
     seen: set[torch.fx.Node] = set()
-    for each in captured.graphs:
-        if each.graph is None:
+    for part in captured.graphs:
+        if part.graph is None:
             continue
-        for node in each.graph.gm.graph.nodes:
+        for node in part.graph.gm.graph.nodes:
             unit = _unit_of_node(node, captured)
             for source in node.all_input_nodes if unit else ():
                 value = source.meta.get("example_value")
                 outside = source.op not in ("placeholder", "get_attr") and _unit_of_node(source, captured) != unit
                 if outside and source not in seen and isinstance(value, Tensor):
                     seen.add(source)
-                    found[unit] = found.get(unit, 0) + value.numel() * value.element_size()
-    return found
+                    inputs[unit] = inputs.get(unit, 0) + value.numel() * value.element_size()
+    return inputs
 
 
 def _unit_of_node(node: torch.fx.Node, captured: CapturedModel) -> str:

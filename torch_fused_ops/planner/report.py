@@ -16,13 +16,13 @@ __all__ = ["page", "text"]
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: "1.23 ms"; what is less than a hundredth of a microsecond is what is left of a difference."""
+    """Format seconds: "1.23 ms"; less than a hundredth of a microsecond is a rounding error, shown as 0."""
     seconds = seconds if abs(seconds) >= 1e-8 else 0.0
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def headline(plan: Plan) -> str:
-    """Whether it fits, in one line."""
+    """The verdict, in one line."""
     verdict = "fits" if plan.fits else f"does not fit: {size(plan.missing)} are missing"
     named = ", ".join(f"{name}={n}" for name, n in (("dp", plan.dp), ("tp", plan.tp)) if n > 1)
     group = f", one of {plan.dp * plan.tp} ({named})" if named else ""
@@ -30,23 +30,23 @@ def headline(plan: Plan) -> str:
     return f"{plan.title} in {size(plan.limit)} of an {plan.gpu}{group}: {verdict}{enlarged}"
 
 
-def most(found: Largest) -> str:
-    """The largest size at any level, the plainest of those that have it, and the largest with upstream's choice."""
-    best = max(found.rows, key=lambda row: row.size)
+def most(largest: Largest) -> str:
+    """The largest size at any level, the plainest level that has it, and the largest size at "off"."""
+    best = max(largest.rows, key=lambda row: row.size)
     if not best.size:
-        return f"{found.dimension}: none fits"
-    off = next((f', {row.size} at "off"' for row in found.rows if row.level == "off" and row is not best), "")
-    return f'{found.dimension}: at most {best.size}, every MLP at "{best.level}"{off}'
+        return f"{largest.dimension}: none fits"
+    off = next((f', {row.size} at "off"' for row in largest.rows if row.level == "off" and row is not best), "")
+    return f'{largest.dimension}: at most {best.size}, every MLP at "{best.level}"{off}'
 
 
 def cost(plan: Plan) -> str:
-    """What the levels cost: '+1.2 % beside "off"'."""
+    """The cost of the levels: '+1.2 % beside "off"'."""
     changed = change(plan.off_seconds, plan.seconds)
     return 'as with "off"' if changed == "same" else f'{changed} beside "off"'
 
 
 def chosen(plan: Plan) -> str:
-    """The policy, as it is written; long mappings counted."""
+    """The policy as code; long mappings as counts."""
     memory = plan.policy.memory
     if isinstance(memory, str):
         return f'FusionPolicy(memory="{memory}")'
@@ -58,12 +58,12 @@ def chosen(plan: Plan) -> str:
 
 
 def part_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """What the peak consists of."""
+    """The parts of the peak."""
     shards = plan.dp > 1
     parts = [
         ("parameters, in shards, and buffers" if shards else "parameters and buffers", plan.parameters),
         (f"optimizer state ({plan.optimizer}{', in shards' if shards else ''})", plan.optimizer_state),
-        (f"kept from forward for backward{', the root gathered' if shards else ''}", plan.kept),
+        (f"saved for backward{', the root gathered' if shards else ''}", plan.kept),
         ("transient, gradients so far included", plan.transient),
         ("peak of forward and backward", plan.step_peak),
         ("peak of the optimizer's step, gradients included", plan.optimizer_peak),
@@ -72,19 +72,19 @@ def part_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def communication(plan: Plan) -> str:
-    """What a GPU sends; "" where it is alone."""
+    """The bytes that a GPU sends; "" for a single GPU."""
     if not plan.sent:
         return ""
     sent = ", ".join(f"{size(nbytes)} ({what})" for what, nbytes in plan.sent.items())
     whole = f"; whole on each of tp: {', '.join(plan.whole)}" if plan.whole else ""
     return (
-        f"each GPU sends {sent} a step: {duration(plan.link_seconds)} within a node, by its links' data sheet, if "
-        f"nothing hides it, which is not in the least time; bytes and batch are one GPU's{whole}"
+        f"each GPU sends {sent} a step: {duration(plan.link_seconds)} within a node by the links' data sheet, without "
+        f"overlap, not included in the least time; bytes and batch are per GPU{whole}"
     )
 
 
 def layer_rows(plan: Plan) -> list[tuple[str, ...]]:
-    head = ("layers", "level", "parameters", "gradients", "optimizer", "kept", "least time")
+    head = ("layers", "level", "parameters", "gradients", "optimizer", "saved", "least time")
     return [head] + [
         (row.name, row.level, *map(size, (row.parameters, row.gradients, row.optimizer_state, row.kept)),
          duration(row.seconds))
@@ -93,7 +93,7 @@ def layer_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def level_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """What every level comes to by itself, and what it lacks, counted as in the headline."""
+    """The peak and time of each level by itself, and its missing bytes."""
     rows: list[tuple[str, ...]] = [
         ("every MLP at", "peak, forward and backward", "least time", f"in {size(plan.limit)}")
     ]
@@ -106,45 +106,45 @@ def level_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def level_note(plan: Plan) -> str:
-    """Why two levels have the same peak; "" where they differ."""
+    """The reason why two levels have the same peak; "" if they differ."""
     peaks = {row.level: row.peak for row in plan.levels}
     if "tiled" not in peaks or peaks["tiled"] != peaks.get("input"):
         return ""
     return (
-        '"tiled" peaks where "input" does: too few tokens for two tiles, nothing that can be cut, or a peak that '
-        "no MLP makes"
+        '"tiled" has the peak of "input": too few tokens for two tiles, no MLP that can be tiled, or a peak outside '
+        "of MLPs"
     )
 
 
-def largest_rows(plan: Plan, found: Largest) -> list[tuple[str, ...]]:
-    """The largest size at each level, what of the limit is left, and by how much the next size is over it."""
+def largest_rows(plan: Plan, largest: Largest) -> list[tuple[str, ...]]:
+    """The largest size at each level, its peak, and the bytes by which the next size exceeds the limit."""
     head = (
         "every MLP at",
-        f"{found.dimension}, at most",
+        f"{largest.dimension}, at most",
         "beside off",
         "peak",
         "one step more",
         "least time",
         "for each",
     )
-    off = next((row.size for row in found.rows if row.level == "off"), 0)
+    off = next((row.size for row in largest.rows if row.level == "off"), 0)
     rows: list[tuple[str, ...]] = [head]
-    for row in found.rows:
+    for row in largest.rows:
         if not row.size:
             rows.append((row.level, "none", "", "", f"{size(row.over)} over" if row.over else "", "", ""))
             continue
         more = f"{size(row.over)} over" if row.over else "does not run"
         times = f"{row.size / off:.2f}" if off else ""
-        each = duration(row.seconds / row.size)
-        rows.append((row.level, str(row.size), times, size(row.peak), more, duration(row.seconds), each))
+        per_item = duration(row.seconds / row.size)
+        rows.append((row.level, str(row.size), times, size(row.peak), more, duration(row.seconds), per_item))
     return rows
 
 
-def largest_note(found: Largest) -> str:
-    """How the sizes were found."""
-    steps = f"in steps of {found.step}, " if found.step > 1 else ""
-    note = f"each size, and the next that does not fit, was compiled on paper; {steps}from {found.given}"
-    return f"{note}; the model does not run with {found.dimension} {found.stopped}" if found.stopped else note
+def largest_note(largest: Largest) -> str:
+    """The method and the steps of the sizes."""
+    steps = f"in steps of {largest.step}, " if largest.step > 1 else ""
+    note = f"each size, and the next that does not fit, was compiled; {steps}from {largest.given}"
+    return f"{note}; the model does not run with {largest.dimension} {largest.stopped}" if largest.stopped else note
 
 
 def text(plan: Plan) -> str:
@@ -169,7 +169,7 @@ def text(plan: Plan) -> str:
 
 
 def page(plan: Plan) -> str:
-    """The plan as a self-contained page. What comes from the model is escaped."""
+    """The plan as a self-contained page. Text from the model is escaped."""
     highest = 1.05 * max(plan.limit, *plan.curve, *plan.off_curve)
     return template("planner/plan.html").render(
         plan=plan,
@@ -194,6 +194,6 @@ def page(plan: Plan) -> str:
 
 
 def _polyline(points: tuple[int, ...], highest: float) -> str:
-    """Points of a curve in a box of 1000 by 300; a step's calls, evenly spaced."""
+    """The points of a live-bytes timeline in a box of 1000 by 300; a step's calls, evenly spaced."""
     count = max(len(points) - 1, 1)
     return " ".join(f"{1000 * i / count:.1f},{300 * (1 - point / highest):.1f}" for i, point in enumerate(points))

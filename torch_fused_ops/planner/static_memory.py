@@ -1,4 +1,4 @@
-"""What a GPU holds whatever the levels: parameters, gradients behind backward, optimizer state; or its shards."""
+"""Memory independent of levels: parameters, gradients after backward, optimizer state, or one GPU's shards."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torch_fused_ops.planner.fsdp import FullyShard, Group, shard_shape
 from torch_fused_ops.planner.optimizers import optimizer_memory
 from torch_fused_ops.planner.tensor_parallel import Split
 
-__all__ = ["Held", "Resident", "check_shards", "check_whole", "held"]
+__all__ = ["Resident", "ResidentTensor", "check_shards", "check_whole", "resident_tensors"]
 
 
 @dataclass(frozen=True)
-class Held:
+class ResidentTensor:
     """A parameter or a buffer.
 
     Attributes:
         name: its path in the model.
-        unit: the layer that it is in, "" if it is in none.
-        shape: what one GPU works with, before FSDP2 cuts it.
-        dtype: its dtype; so is its gradient's.
-        is_parameter: it is no buffer.
-        trained: it needs a gradient.
-        is_split: a tensor-parallel group has a part of it on each GPU.
+        unit: its layer, "" if it is in none.
+        shape: its shape on one GPU, before FSDP2 shards it.
+        dtype: the dtype of it and its gradient.
+        is_parameter: True for a parameter, False for a buffer.
+        trained: True if it needs a gradient.
+        is_split: True if a tensor-parallel group splits it.
     """
 
     name: str
@@ -40,13 +40,13 @@ class Held:
     trained: bool
     is_split: bool = False
 
-    def in_shards(self, dp: int) -> Held:
-        """One GPU's shard of it; of a buffer all."""
+    def in_shards(self, dp: int) -> ResidentTensor:
+        """One GPU's shard of it; a buffer whole."""
         return replace(self, shape=shard_shape(self.shape, dp)) if self.is_parameter and dp > 1 else self
 
     @property
     def is_left_whole(self) -> bool:
-        """It is a matrix, or more, of which every GPU of a tensor-parallel group has all."""
+        """True for a matrix, or a tensor of more dimensions, that a tensor-parallel group does not split."""
         return self.is_parameter and len(self.shape) > 1 and not self.is_split
 
     @property
@@ -59,19 +59,19 @@ class Held:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def held(
+def resident_tensors(
     model: Callable[..., Any],
     unit_of: Callable[[str], str],
     split: Split | None = None,
     gets_gradient: Callable[[str], bool] = lambda path: True,
-) -> list[Held]:
-    """All parameters and buffers of a model; of a function none.
+) -> list[ResidentTensor]:
+    """List a model's parameters and buffers; a function has none.
 
     Args:
         model: a module or a function.
-        unit_of: the layer that a module is in, by its path.
-        split: what one GPU has a part of.
-        gets_gradient: whether backward reaches the parameter of a path; one that it does not reach is not trained.
+        unit_of: the layer of a module, by its path.
+        split: the parameters that a tensor-parallel group splits.
+        gets_gradient: True if backward reaches the parameter at a path; others are not trained.
     """
     if not isinstance(model, nn.Module):
         return []
@@ -79,7 +79,7 @@ def held(
     named: list[tuple[str, Tensor, bool]] = [(name, p, True) for name, p in model.named_parameters()]
     named += [(name, buffer, False) for name, buffer in model.named_buffers()]
     return [
-        Held(
+        ResidentTensor(
             name,
             unit_of(name.rpartition(".")[0]),
             split.shape(name, t.shape) if split else tuple(t.shape),
@@ -93,7 +93,7 @@ def held(
 
 
 def check_whole(model: Callable[..., Any], dp: int, tp: int) -> None:
-    """What is planned for several GPUs is a module, whole.
+    """Check that a model for several GPUs is a whole module.
 
     Raises:
         ValueError: it is a function, or has parameters in shards already.
@@ -103,13 +103,13 @@ def check_whole(model: Callable[..., Any], dp: int, tp: int) -> None:
             continue
         if not isinstance(model, nn.Module):
             raise ValueError(f"{name}={count} is not accepted: model={model!r} is a function; it must be a module")
-        found = next((path for path, p in model.named_parameters() if hasattr(p, "device_mesh")), None)  # a DTensor
-        if found is not None:
-            raise ValueError(f"{name}={count} is not accepted: {found} is in shards already; plan the whole model")
+        sharded = next((path for path, p in model.named_parameters() if hasattr(p, "device_mesh")), None)  # a DTensor
+        if sharded is not None:
+            raise ValueError(f"{name}={count} is not accepted: {sharded} is in shards already; plan the whole model")
 
 
 def check_shards(model: Callable[..., Any], unit_of: Callable[[str], str], dp: int) -> None:
-    """What ``fully_shard`` refuses.
+    """Check a model for what ``fully_shard`` refuses.
 
     Raises:
         ValueError: as ``check_whole``; or parameters are scalars, or in several layers, or trained ones of several
@@ -129,7 +129,7 @@ def check_shards(model: Callable[..., Any], unit_of: Callable[[str], str], dp: i
         if p.dim() == 0:
             refuse(f"{name} is a scalar, which FSDP2 does not shard; make it a tensor of one element")
         if unit != its_unit:
-            refuse(f"{name} is {first}, and FSDP2 shards no parameter in two layers")
+            refuse(f"{name} is {first}, and FSDP2 does not shard a parameter in two layers")
         if p.requires_grad and dtypes.setdefault(unit, p.dtype) != p.dtype:
             refuse(
                 f"{name} is {p.dtype}, other parameters of {unit or 'no layer'} are {dtypes[unit]}; FSDP2 reduces the "
@@ -142,13 +142,13 @@ class Resident:
     """Bytes that do not depend on levels.
 
     Attributes:
-        parameters: of parameters and buffers.
-        gradients: of all parameters' gradients, behind backward.
-        state: that the optimizer keeps.
-        transient: that its step allocates and frees.
-        by_unit: of parameters and buffers, and of gradients, by layer.
+        parameters: bytes of parameters and buffers.
+        gradients: bytes of all parameters' gradients, after backward.
+        state: bytes of optimizer state.
+        transient: bytes that the optimizer's step allocates and frees.
+        by_unit: bytes of parameters and buffers, and of gradients, by layer.
         shards: the shards, if there are any.
-        batch: of the arguments and results that the caller still holds while the optimizer runs.
+        batch: bytes of the caller's arguments and results that are alive while the optimizer runs.
     """
 
     parameters: int
@@ -161,41 +161,43 @@ class Resident:
 
     @property
     def dp(self) -> int:
-        """The number of GPUs that have shards; 1 where all is whole."""
+        """The number of GPUs with shards; 1 without shards."""
         return self.shards.dp if self.shards else 1
 
     @property
     def nbytes(self) -> int:
-        """What is alive all the time."""
+        """Bytes alive all the time."""
         return self.parameters + self.state
 
     @property
     def optimizer_peak(self) -> int:
-        """What is alive at most in the optimizer's step."""
+        """The most bytes alive in the optimizer's step."""
         return self.nbytes + self.gradients + self.transient + self.batch
 
     @classmethod
-    def of(cls, whole: Sequence[Held], optimizer: str, dp: int) -> Resident:
-        """What one of ``dp`` GPUs holds.
+    def of(cls, whole: Sequence[ResidentTensor], optimizer: str, dp: int) -> Resident:
+        """The resident memory of one of ``dp`` GPUs.
 
         Args:
             whole: the parameters and buffers.
             optimizer: one of ``OPTIMIZERS``.
-            dp: the number of GPUs that have shards; with 1 all is whole.
+            dp: the number of GPUs with shards; 1: no shards.
         """
-        own = [each.in_shards(dp) for each in whole]
-        trained = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in own if each.trained]
+        local = [t.in_shards(dp) for t in whole]
+        trained = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in local if t.trained]
         needs = optimizer_memory(optimizer, trained)
-        units = dict.fromkeys(each.unit for each in own)
-        by_unit = {unit: (_nbytes(_of(own, unit)), _nbytes(_of(own, unit, trained=True))) for unit in units}
-        total, gradients = (sum(each[i] for each in by_unit.values()) for i in (0, 1))
-        groups = {unit: Group(_nbytes(p for p in _of(own, unit) if p.is_parameter), by_unit[unit][1]) for unit in units}
+        units = dict.fromkeys(t.unit for t in local)
+        by_unit = {unit: (_nbytes(_of(local, unit)), _nbytes(_of(local, unit, trained=True))) for unit in units}
+        total, gradients = (sum(t[i] for t in by_unit.values()) for i in (0, 1))
+        groups = {
+            unit: Group(_nbytes(p for p in _of(local, unit) if p.is_parameter), by_unit[unit][1]) for unit in units
+        }
         return cls(total, gradients, needs.state, needs.transient, by_unit, FullyShard(dp, groups) if dp > 1 else None)
 
 
-def _of(tensors: Sequence[Held], unit: str, trained: bool = False) -> Iterator[Held]:
-    return (each for each in tensors if each.unit == unit and each.trained >= trained)
+def _of(tensors: Sequence[ResidentTensor], unit: str, trained: bool = False) -> Iterator[ResidentTensor]:
+    return (t for t in tensors if t.unit == unit and t.trained >= trained)
 
 
-def _nbytes(tensors: Iterator[Held]) -> int:
-    return sum(each.nbytes for each in tensors)
+def _nbytes(tensors: Iterator[ResidentTensor]) -> int:
+    return sum(t.nbytes for t in tensors)

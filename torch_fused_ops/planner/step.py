@@ -1,10 +1,10 @@
 """The memory and the time of a training step, cut at its layers.
 
-A compiled step is cut into segments, one for each layer (unit) forward and one backward: bytes alive relative to the
-segment's beginning, what it leaves, and its seconds. Put together in the order in which they ran they are the step's
-own curve, exactly. A layer's memory level changes its own segments: with other segments in their places they estimate
-the step whose layers have several levels. Such an estimate ranks; what is said of a step was compiled (``plan.py``). A
-segment begins and ends with what is still to be read: memory that Inductor holds for a later result is the later one's.
+A compiled step is cut into segments, one for each layer (unit) forward and one backward. A segment has bytes alive
+relative to its beginning, a net change and seconds. Joined in execution order the segments are exactly the step's
+live-bytes timeline. A layer's memory level changes its own segments only, so segments of several levels estimate a step
+with mixed levels. Estimates only rank; every reported step is compiled (``plan.py``). A segment begins and ends with
+the bytes that are still to be read: a buffer that Inductor reuses later belongs to the later segment.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Segment:
         points: bytes alive at each of its calls, relative to its beginning.
         net: bytes alive at its end, relative to its beginning.
         seconds: the least time of its calls.
-        gradients: bytes of the parameters' gradients that are whole by its end: of its layer's own, and of those that
-            the compiler put off from layers before.
+        gradients: bytes of the parameters' gradients that are complete by its end: its own layer's, and those that the
+            compiler deferred from earlier layers.
     """
 
     points: tuple[int, ...] = ()
@@ -68,24 +68,24 @@ Piece = tuple[str, str, Segment]  # "forward" or "backward", unit or "", its seg
 
 
 class Around(Protocol):
-    """What changes a step's segments: shards of its parameters (``fsdp.FullyShard``)."""
+    """A change of a step's segments: shards of its parameters (``fsdp.FullyShard``)."""
 
     def around(self, pieces: Iterable[Piece], each_call: bool = False) -> Iterator[Piece]: ...
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A step's curve.
+    """A summary of a step's live-bytes timeline.
 
     Attributes:
         peak: the most bytes alive at once.
-        kept: bytes alive between forward and backward.
-        end: bytes alive behind backward.
+        saved: bytes alive between forward and backward.
+        end: bytes alive after backward.
         seconds: the least time of the step.
     """
 
     peak: int
-    kept: int
+    saved: int
     end: int
     seconds: float
 
@@ -96,8 +96,7 @@ class Parts:
 
     Attributes:
         entry: bytes alive before it: its arguments.
-        pieces: its segments, in the order in which they ran: what stands before, in and behind the units, of each
-            graph.
+        pieces: its segments in execution order: before, in and after the units, for each graph.
     """
 
     entry: int
@@ -111,7 +110,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Step:
-    """All that is known of a model's step.
+    """A model's compiled step at each level.
 
     Attributes:
         units: in the order of the model.
@@ -130,12 +129,12 @@ class Step:
         return self.parts[level].segments.get((graph, unit), Segment())
 
     def default(self, levels: Mapping[str, str]) -> str:
-        """The level of what is in no unit with MLPs: that of all of those, "free" where they differ."""
+        """The level outside the units with MLPs: the common level of those, or "free" if they differ."""
         chosen = {levels.get(unit, "free") for unit in self.mlps}
         return chosen.pop() if len(chosen) == 1 else "free"
 
     def pieces(self, levels: Mapping[str, str]) -> Iterator[Piece]:
-        """The segments in the order of the step, as if no parameters were in shards."""
+        """The segments in the order of the step, without shards."""
         default = self.default(levels)
         for graph, unit, segment in self.parts[default].pieces:
             level = levels.get(unit, default)
@@ -151,37 +150,37 @@ class Step:
         return self.shards.around(pieces, each_call) if self.shards else iter(pieces)
 
     def curve(self, pieces: Iterable[Piece]) -> Curve:
-        """What segments one after the other come to."""
-        live = peak = kept = self.entry
+        """Summarize consecutive segments."""
+        live = peak = saved = self.entry
         seconds = 0.0
         for graph, _, segment in self.sharded(pieces):
             peak = max(peak, live + segment.peak)
             live += segment.net
             seconds += segment.seconds
-            kept = live if graph == "forward" else kept
-        return Curve(peak, kept, live, seconds)
+            saved = live if graph == "forward" else saved
+        return Curve(peak, saved, live, seconds)
 
     def at(self, levels: Mapping[str, str]) -> Curve:
-        """The step with a memory level for each unit; those that are not named are at "free"."""
+        """The step with a memory level for each unit; "free" is the default."""
         return self.curve(self.pieces(levels))
 
     def checkpointed(self, inputs: Mapping[str, int]) -> Curve:
-        """The step with a checkpoint around each whole unit, by arithmetic: it keeps its input, and runs again.
+        """Estimate the step with a checkpoint around each whole unit, which saves its input and runs forward again.
 
         Args:
-            inputs: the bytes of what each unit is given by the one before.
+            inputs: the bytes of each unit's inputs from the one before.
         """
 
         def pieces() -> Iterator[Piece]:
             for graph, unit, segment in self.pieces({}):
                 if unit:
                     forward, backward = (self.segment(kind, unit, "free") for kind in ("forward", "backward"))
-                    given = inputs.get(unit, 0)
+                    nbytes = inputs.get(unit, 0)
                     if graph == "forward":
-                        segment = Segment(forward.points, given, forward.seconds)
+                        segment = Segment(forward.points, nbytes, forward.seconds)
                     else:
                         again = (*forward.points, *(forward.net + point for point in backward.points))
-                        net = forward.net + backward.net - given
+                        net = forward.net + backward.net - nbytes
                         seconds = forward.seconds + backward.seconds
                         segment = Segment(again, net, seconds, backward.gradients)
                 yield graph, unit, segment
@@ -190,11 +189,11 @@ class Step:
 
     def points(self, levels: Mapping[str, str]) -> list[int]:
         """Bytes alive at each call of the step."""
-        live, found = self.entry, [self.entry]
+        live, points = self.entry, [self.entry]
         for _, _, segment in self.sharded(self.pieces(levels), each_call=True):
-            found += [live + point for point in segment.points]
+            points += [live + point for point in segment.points]
             live += segment.net
-        return [*found, live]
+        return [*points, live]
 
 
 # ---- compiled and cut ------------------------------------------------------------------------------------------------
@@ -211,12 +210,14 @@ def policy_of(mlps: Mapping[str, Sequence[str]], levels: Mapping[str, str]) -> F
 def compiled_timeline(
     model: CapturedModel, gpu: GPU, policy: FusionPolicy
 ) -> tuple[Timeline, tuple[PaperCompilation, ...]]:
-    """A captured model's curve under a policy, and the graphs on paper.
+    """Compile a captured model's graphs under a policy, and join their live-bytes timelines.
 
     Raises:
-        ValueError: a graph could not be set aside, or has no backward.
+        ValueError: a graph could not be captured, or none has a backward.
     """
-    papers = tuple(on_paper(Capture(each.graph, policy, each.reason), gpu, policy).paper for each in model.graphs)
+    papers = tuple(
+        on_paper(Capture(captured.graph, policy, captured.reason), gpu, policy).paper for captured in model.graphs
+    )
     if all(paper.backward is None for paper in papers):
         raise ValueError("model: nothing in it needs a gradient, so there is no training step to plan")
     return timeline_of(papers, model.links), papers
@@ -232,15 +233,15 @@ def measured_step(model: CapturedModel, gpu: GPU, rates: Rates, instructions: bo
     """Compile a captured model at each level.
 
     Args:
-        model: what was captured.
-        gpu: the GPU to generate code for.
-        rates: what it reaches.
-        instructions: whether kernels are assembled, and their instructions counted.
+        model: the captured model.
+        gpu: the target device.
+        rates: its rates.
+        instructions: assemble kernels, and count their instructions.
         levels: memory levels for MLPs, without "off".
     """
     parts = {}
     for level in (*levels, OFF) if model.mlps else levels[:1]:
-        log.info('compiling on paper: every MLP at "%s"', level)
+        log.info('compiling: every MLP at "%s"', level)
         policy = FusionPolicy(memory=level)  # type: ignore[arg-type]
         parts[level] = parts_of(model, gpu, rates, instructions, policy)
     return Step(model.units, model.mlps, parts)
@@ -258,11 +259,11 @@ def clock(papers: Sequence[PaperCompilation], rates: Rates, instructions: bool) 
     return lambda call: rates.seconds([Work(call.flop, call.nbytes, counted.get((call.graph, call.call), 0.0))])
 
 
-BEHIND = "(behind)"  # no module is called so
+BEHIND = "(behind)"  # never a module's name
 
 
 def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], float]) -> Parts:
-    """A compiled step, cut at its units, with the least time of each call."""
+    """Cut a compiled step at its units, with the least time of each call."""
     kinds = [moment.graph == "backward" for moment in timeline.events]
     first = kinds.index(True) if True in kinds else len(kinds)
     sides = timeline.events[:first], timeline.events[first:]
@@ -271,19 +272,19 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
         _segments(side, owners, start, seconds)
         for side, owners, start in zip(sides, (forward, backward), (timeline.entry, timeline.between), strict=True)
     ]
-    # A gradient is whole where its layer ends; or later, where the compiler put it off.
+    # A gradient is complete at the end of its layer, or later if the compiler deferred it.
     order = {owner: i for i, owner in enumerate(dict.fromkeys(["", *(o for o in backward if o != BEHIND), BEHIND]))}
     whole: Counter[str] = Counter()
     for (graph, number), (moment, nbytes) in timeline.gradients.items():
         born = backward[moment - first] if moment >= first else ""
-        own = model.unit_of(model.parameter(graph, number).rpartition(".")[0]) or BEHIND
-        whole[max(born, own if own in order else "", key=order.__getitem__)] += nbytes
+        owner_unit = model.unit_of(model.parameter(graph, number).rpartition(".")[0]) or BEHIND
+        whole[max(born, owner_unit if owner_unit in order else "", key=order.__getitem__)] += nbytes
     for owner, nbytes in whole.items():
         segments[1][owner] = replace(segments[1].get(owner, Segment()), gradients=nbytes)
     pieces: list[Piece] = []
     limits = (timeline.entry, timeline.between, timeline.end)
     for i, (kind, by_owner) in enumerate(zip(("forward", "backward"), segments, strict=True)):
-        # What is freed between the last call and the graph's return belongs to what stands behind the units.
+        # Bytes freed between the last call and the graph's return count for the segment after the units.
         left = limits[i + 1] - limits[i] - sum(segment.net for segment in by_owner.values())
         before, behind = by_owner.pop("", Segment()), by_owner.pop(BEHIND, Segment())
         pieces.append((kind, "", before))
@@ -293,10 +294,10 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
 
 
 def _owners(moments: Sequence[Event], model: CapturedModel) -> list[str]:
-    """The unit that each call counts for; before all units "", behind them BEHIND.
+    """Assign each call to a unit; "" before all units, BEHIND after them.
 
-    Units come in the order of the middle ones of their calls: a compiler may run something of a unit, or of all of
-    them, long before the rest of it. A unit begins with its first call behind the middle one of the unit before.
+    Units are ordered by their middle calls, since a compiler may run some calls of a unit, or of all units, early. A
+    unit begins with its first call after the middle call of the unit before.
     """
     calls: dict[str, list[int]] = {}
     for i, moment in enumerate(moments):
@@ -317,10 +318,10 @@ def _owners(moments: Sequence[Event], model: CapturedModel) -> list[str]:
 def _segments(
     moments: Sequence[Event], owners: Sequence[str], start: int, seconds: Callable[[Event], float]
 ) -> dict[str, Segment]:
-    found: dict[str, tuple[int, list[Event]]] = {}
+    calls: dict[str, tuple[int, list[Event]]] = {}
     for i, (moment, owner) in enumerate(zip(moments, owners, strict=True)):
-        found.setdefault(owner, (_needed(moments[i - 1]) if i else start, []))[1].append(moment)
-    return {owner: _segment(beginning, each, seconds) for owner, (beginning, each) in found.items()}
+        calls.setdefault(owner, (_needed(moments[i - 1]) if i else start, []))[1].append(moment)
+    return {owner: _segment(beginning, of_owner, seconds) for owner, (beginning, of_owner) in calls.items()}
 
 
 def _unit(moment: Event, model: CapturedModel) -> str:
@@ -335,5 +336,5 @@ def _segment(start: int, moments: Sequence[Event], seconds: Callable[[Event], fl
 
 
 def _needed(moment: Event) -> int:
-    """Bytes behind a call that are to be read: what only waits to be written again belongs to who writes it."""
+    """Bytes after a call that are still to be read; a buffer that waits for reuse counts for its next writer."""
     return moment.after - moment.waiting

@@ -1,14 +1,14 @@
 """A captured model as one GPU of a tensor-parallel group runs it: its graph, with smaller tensors.
 
-As Megatron and ``parallelize_module`` split it: the products before an MLP's activation and before attention keep a
-part of their features (column-parallel), the product behind keeps the columns that meet them (row-parallel), and its
-result is summed over the group, in place. All else is whole on every GPU: norms, residuals, embeddings, the head.
+The split is that of Megatron and ``parallelize_module``. The GEMMs before an MLP's activation and before attention are
+column-parallel, the GEMM after it is row-parallel, and its result is summed over the group, in place. Norms, residuals,
+embeddings and the head are whole on every GPU.
 
-Nothing is scaled afterwards. The graph that Dynamo captured is given the smaller parameters, what lies between the
-products is run again on tensors without data, and the numbers in it that say how many heads or features there are (of
-views, splits, expansions) are divided where its shapes then are what they have to be: between the products each tensor
-has exactly one dimension that is a ``tp``-th of what it was (at attention the heads), and behind them all is as it was.
-Where no numbers give that, the products stay whole. The smaller graph is then compiled on paper like any other.
+No result is scaled. The graph from Dynamo gets the smaller parameters, and the calls between the GEMMs are run again on
+tensors without data. Numbers of heads or features in these calls (views, splits, expansions) are divided if the shapes
+then fit: between the GEMMs each tensor has exactly one dimension of a ``tp``-th of its former size (at attention the
+heads), and after them all shapes are the former ones. If no choice of numbers fits, the GEMMs stay whole. The smaller
+graph is compiled like any other.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from torch_fused_ops.virtual_gpu.captured import copy_graph
 __all__ = ["Split", "split"]
 
 ATTENTION = F.scaled_dot_product_attention
-# Where a number could be at several places in a call: as it is written; else the last place; else the last but one.
+# The order for a number at several places in a call: unchanged first; the last place first; the last but one first.
 STRATEGIES = (None, -1, -2)
 
 
 @dataclass(frozen=True)
 class Split:
-    """What of a model is split.
+    """The split parts of a model.
 
     Attributes:
         tp: the number of GPUs.
-        dimensions: by parameter of the captured model: the dimension of which a GPU has a part.
+        dimensions: the split dimension of each split parameter of the captured model.
         summed: bytes of results, and of their inputs' gradients, that the group sums.
     """
 
@@ -48,7 +48,7 @@ class Split:
     summed: int
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """What a GPU has of a parameter of the whole model."""
+        """The shape of one GPU's part of a parameter."""
         dimension = self.dimensions.get(name)
         return tuple(size // self.tp if i == dimension else size for i, size in enumerate(shape))
 
@@ -59,28 +59,28 @@ class Split:
 
 
 @dataclass(frozen=True)
-class _Product:
-    """A matrix product with a weight: x @ weight, plus a bias."""
+class _Gemm:
+    """A GEMM with a weight: x @ weight, plus a bias."""
 
     node: fx.Node
     x: fx.Node
     weight: fx.Node
     bias: fx.Node | None
-    out: int  # the weight's dimension of features that come out; the other one's go in
+    out: int  # the weight's dimension of output features
 
     @property
     def features(self) -> int:
-        """How many come out."""
+        """The number of output features."""
         return int(_value(self.weight).shape[self.out])
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Column-parallel products, a row-parallel one, and the calls between them, in order."""
+    """Column-parallel GEMMs, a row-parallel one, and the calls between them, in order."""
 
     module: str
-    columns: tuple[_Product, ...]
-    row: _Product
+    columns: tuple[_Gemm, ...]
+    row: _Gemm
     between: tuple[fx.Node, ...]
 
     @property
@@ -89,34 +89,34 @@ class _Block:
 
 
 def split(captured: CapturedModel, tp: int) -> tuple[CapturedModel, Split]:
-    """The model of one of ``tp`` GPUs, and what of it is split.
+    """Return the model of one of ``tp`` GPUs, and its split.
 
     Raises:
-        ValueError: tp does not divide an MLP's hidden features or an attention's heads; or nothing is found to split.
+        ValueError: tp does not divide an MLP's hidden features or an attention's heads; or nothing can be split.
     """
     graphs, dimensions, summed = [], {}, 0
-    for each in captured.graphs:
-        if each.graph is None:
-            graphs.append(each)
+    for captured_graph in captured.graphs:
+        if captured_graph.graph is None:
+            graphs.append(captured_graph)
             continue
-        gm = copy_graph(each.graph.gm)
-        paths = dict(zip(gm.graph.find_nodes(op="placeholder"), each.graph.paths, strict=True))
+        gm = copy_graph(captured_graph.graph.gm)
+        paths = dict(zip(gm.graph.find_nodes(op="placeholder"), captured_graph.graph.paths, strict=True))
         for block in _blocks(gm.graph, paths, captured):
             _check(block, tp)
             if _shrunk(block, tp):
-                for product, dimension in [*((c, c.out) for c in block.columns), (block.row, 1 - block.row.out)]:
-                    dimensions[paths[product.weight]] = dimension
-                    if product.bias is not None and product is not block.row:
-                        dimensions[paths[product.bias]] = 0
+                for gemm, dimension in [*((c, c.out) for c in block.columns), (block.row, 1 - block.row.out)]:
+                    dimensions[paths[gemm.weight]] = dimension
+                    if gemm.bias is not None and gemm is not block.row:
+                        dimensions[paths[gemm.bias]] = 0
                 inputs = {column.x for column in block.columns}
                 tensors = [block.row.node, *(x for x in inputs if _value(x).requires_grad)]
                 summed += sum(_value(node).nbytes for node in tensors)
         gm.recompile()
-        graphs.append(replace(each, graph=replace(each.graph, gm=gm)))
+        graphs.append(replace(captured_graph, graph=replace(captured_graph.graph, gm=gm)))
     if not dimensions:
         raise ValueError(
-            f"tp={tp} is not accepted: there is nothing to split: neither an MLP that is picked up between two linear "
-            "layers, nor attention by torch.nn.functional.scaled_dot_product_attention whose shapes follow its heads"
+            f"tp={tp} is not accepted: there is nothing to split: no fused MLP between two linear layers, and no "
+            "attention by torch.nn.functional.scaled_dot_product_attention whose shapes follow its heads"
         )
     return replace(captured, graphs=tuple(graphs)), Split(tp, dimensions, summed)
 
@@ -125,22 +125,23 @@ def split(captured: CapturedModel, tp: int) -> tuple[CapturedModel, Split]:
 
 
 def _blocks(graph: fx.Graph, paths: Mapping[fx.Node, str], captured: CapturedModel) -> Iterator[_Block]:
-    """The MLPs that are picked up and the attentions of a graph, a product in one of them at most."""
-    products = {node: product for node in graph.nodes if (product := _product(node, paths)) is not None}
+    """The fused MLPs and the attentions of a graph; a GEMM is in one of them at most."""
+    gemms = {node: gemm for node in graph.nodes if (gemm := _gemm(node, paths)) is not None}
     mlps = {module for modules in captured.mlps.values() for module in modules}
     order = {node: i for i, node in enumerate(graph.nodes)}
     taken: set[fx.Node] = set()
-    for row in products.values():
-        block = _block(row, products, paths, order)
-        if block is None or taken & {each.node for each in (*block.columns, row)}:
+    for row in gemms.values():
+        block = _block(row, gemms, paths, order)
+        if block is None or taken & {gemm.node for gemm in (*block.columns, row)}:
             continue
-        if block.attention or any(_inside(block, module, paths) for module in mlps):
-            taken |= {each.node for each in (*block.columns, row)}
+        weights = [paths[gemm.weight] for gemm in (*block.columns, row)]
+        if block.attention or any(all(not m or weight.startswith(f"{m}.") for weight in weights) for m in mlps):
+            taken |= {gemm.node for gemm in (*block.columns, row)}
             yield block
 
 
-def _product(node: fx.Node, paths: Mapping[fx.Node, str]) -> _Product | None:
-    """A linear layer's product, or a Conv1D's, with a weight that nothing else reads."""
+def _gemm(node: fx.Node, paths: Mapping[fx.Node, str]) -> _Gemm | None:
+    """The GEMM of a linear layer, or of a Conv1D, with a weight that no other op reads."""
     values = [*node.args, *node.kwargs.values()]
     if node.op != "call_function" or not all(isinstance(value, fx.Node) or value is None for value in values):
         return None
@@ -152,21 +153,21 @@ def _product(node: fx.Node, paths: Mapping[fx.Node, str]) -> _Product | None:
     if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
         return None
     parameters = [weight] if bias is None else [weight, bias]
-    if any(not paths.get(each) or len(each.users) > 1 for each in parameters):
+    if any(not paths.get(parameter) or len(parameter.users) > 1 for parameter in parameters):
         return None
-    return _Product(node, x, weight, bias, 0 if node.target is F.linear else 1)
+    return _Gemm(node, x, weight, bias, 0 if node.target is F.linear else 1)
 
 
 def _block(
-    row: _Product, products: Mapping[fx.Node, _Product], paths: Mapping[fx.Node, str], order: Mapping[fx.Node, int]
+    row: _Gemm, gemms: Mapping[fx.Node, _Gemm], paths: Mapping[fx.Node, str], order: Mapping[fx.Node, int]
 ) -> _Block | None:
-    """The products that a product's input is made of, and the calls between, if nothing else reads these."""
+    """The GEMMs that produce a GEMM's input, and the calls between, if no other op reads these."""
     columns: set[fx.Node] = set()
     seen: set[fx.Node] = set()
     left = [row.x]
     while left:
         node = left.pop()
-        if node in products:
+        if node in gemms:
             columns.add(node)
         elif node not in seen:
             seen.add(node)
@@ -180,27 +181,22 @@ def _block(
     readers = {user for node in depends for user in node.users} - depends - {row.node}
     if not columns or not between or any(user.op != "output" for user in readers):
         return None
-    module = _common([paths[products[node].weight] for node in columns] + [paths[row.weight]])
-    return _Block(module, tuple(products[node] for node in sorted(columns, key=order.__getitem__)), row, tuple(between))
-
-
-def _inside(block: _Block, module: str, paths: Mapping[fx.Node, str]) -> bool:
-    weights = [paths[each.weight] for each in (*block.columns, block.row)]
-    return all(not module or weight.startswith(f"{module}.") for weight in weights)
+    module = _common([paths[gemms[node].weight] for node in columns] + [paths[row.weight]])
+    return _Block(module, tuple(gemms[node] for node in sorted(columns, key=order.__getitem__)), row, tuple(between))
 
 
 def _common(paths: Sequence[str]) -> str:
-    """The module that all of these are in."""
+    """The innermost module around all of these."""
     names = [path.split(".")[:-1] for path in paths]
-    shared = [each[0] for each in zip(*names, strict=False) if len(set(each)) == 1]
-    return ".".join(shared) if all(each[: len(shared)] == shared for each in names) else ""
+    shared = [names_at[0] for names_at in zip(*names, strict=False) if len(set(names_at)) == 1]
+    return ".".join(shared) if all(names_at[: len(shared)] == shared for names_at in names) else ""
 
 
 def _check(block: _Block, tp: int) -> None:
-    """Whether the group can share the features, or the heads, evenly."""
+    """Check that ``tp`` divides the features and the heads."""
     for node in block.attention:
         size = int(_value(node.args[0]).shape[-1])
-        heads = [int(_value(each).shape[-3]) for each in node.args[:3]]
+        heads = [int(_value(tensor).shape[-3]) for tensor in node.args[:3]]
         heads += [c.features // size for c in block.columns if c.features % size == 0]
         for count in heads:
             if count % tp:
@@ -221,27 +217,27 @@ def _value(node: Any) -> Any:
 
 
 def _shrunk(block: _Block, tp: int) -> bool:
-    """Give a block of a graph its smaller parameters; leave it as it is where its shapes do not follow."""
+    """Give a block of a graph its smaller parameters; do not change it if its shapes do not fit."""
     for strategy in STRATEGIES:
         try:
-            found = _smaller(block, tp, strategy)
-        except Exception:  # a shape that does not fit: whatever the operator raises
-            found = None
-        if found is not None:
-            for node, (args, kwargs, value) in found.items():
+            changes = _smaller(block, tp, strategy)
+        except Exception:  # the operator's own error for a wrong shape
+            changes = None
+        if changes is not None:
+            for node, (args, kwargs, value) in changes.items():
                 node.args, node.kwargs, node.meta["example_value"] = args, kwargs, value
             return True
     return False
 
 
 def _smaller(block: _Block, tp: int, strategy: int | None) -> dict[fx.Node, tuple[Any, Any, Any]] | None:
-    """New arguments and values of the nodes of a block; None where its shapes do not follow."""
-    found: dict[fx.Node, tuple[Any, Any, Any]] = {}
+    """New arguments and values of a block's nodes; None if its shapes do not fit."""
+    changes: dict[fx.Node, tuple[Any, Any, Any]] = {}
     mode = _value(block.row.weight).fake_mode
     sizes = _sizes(block)
 
     def value(node: Any) -> Any:
-        return found[node][2] if node in found else _value(node)
+        return changes[node][2] if node in changes else _value(node)
 
     def run(node: fx.Node, args: Any, kwargs: Any) -> Any:
         args, kwargs = fx.node.map_arg((args, kwargs), value)
@@ -254,7 +250,7 @@ def _smaller(block: _Block, tp: int, strategy: int | None) -> dict[fx.Node, tupl
     def part(node: fx.Node, dimension: int) -> None:
         old = _value(node)
         shape = [size // tp if i == dimension else size for i, size in enumerate(old.shape)]
-        found[node] = (
+        changes[node] = (
             node.args,
             node.kwargs,
             torch.empty(shape, dtype=old.dtype, device=old.device, requires_grad=old.requires_grad),
@@ -267,48 +263,45 @@ def _smaller(block: _Block, tp: int, strategy: int | None) -> dict[fx.Node, tupl
                 part(column.bias, 0)
         part(block.row.weight, 1 - block.row.out)
         for column in block.columns:
-            found[column.node] = (column.node.args, column.node.kwargs, run(column.node, *_arguments(column.node)))
+            node = column.node
+            changes[node] = (node.args, node.kwargs, run(node, node.args, node.kwargs))
         for node in block.between:
-            for args, kwargs in _spellings(node, sizes, tp, strategy):
+            for args, kwargs in _variants(node, sizes, tp, strategy):
                 try:
                     result = run(node, args, kwargs)
                 except Exception:
                     continue
                 if _is_part(_value(node), result, tp):
-                    found[node] = (args, kwargs, tree_map(lambda new, old: _as(new, old), result, _value(node)))
+                    changes[node] = (args, kwargs, tree_map(lambda new, old: _as(new, old), result, _value(node)))
                     break
             else:
                 return None
-        if any(_parted(_value(each), value(each)) != -3 for node in block.attention for each in node.args[:3]):
+        if any(_parted(_value(tensor), value(tensor)) != -3 for node in block.attention for tensor in node.args[:3]):
             return None
-        result = run(block.row.node, *_arguments(block.row.node))
+        result = run(block.row.node, block.row.node.args, block.row.node.kwargs)
     columns = [_parted(_value(column.node), value(column.node)) for column in block.columns]
     same: bool = result.shape == _value(block.row.node).shape
-    return found if same and {*columns, _parted(_value(block.row.x), value(block.row.x))} == {-1} else None
-
-
-def _arguments(node: fx.Node) -> tuple[Any, Any]:
-    return node.args, node.kwargs
+    return changes if same and {*columns, _parted(_value(block.row.x), value(block.row.x))} == {-1} else None
 
 
 def _as(new: Any, old: Any) -> Any:
-    """As it was recorded: autocast, which is not on here, gives other dtypes."""
+    """Convert to the recorded dtype: autocast, which is off here, gave other dtypes."""
     return new.to(old.dtype) if isinstance(new, Tensor) and new.dtype != old.dtype else new
 
 
 def _sizes(block: _Block) -> set[int]:
-    """Numbers that count heads or features, all of them or those of a product."""
+    """The numbers of heads and features, in total and of single GEMMs."""
     sizes = {column.features for column in block.columns}
     for node in block.attention:
-        for each in node.args[:3]:
-            heads, size = (int(_value(each).shape[i]) for i in (-3, -1))
+        for tensor in node.args[:3]:
+            heads, size = (int(_value(tensor).shape[i]) for i in (-3, -1))
             sizes |= {heads, heads * size}
         sizes |= {column.features // size for column in block.columns}
     return sizes
 
 
-def _spellings(node: fx.Node, sizes: set[int], tp: int, strategy: int | None) -> Iterator[tuple[Any, Any]]:
-    """A call's arguments as they are, with one number divided, with all of them; in the order of the strategy."""
+def _variants(node: fx.Node, sizes: set[int], tp: int, strategy: int | None) -> Iterator[tuple[Any, Any]]:
+    """Yield a call's arguments unchanged, with one number divided, and with all, in the strategy's order."""
     leaves, spec = tree_flatten((node.args, node.kwargs))
     places = [i for i, x in enumerate(leaves) if type(x) is int and x in sizes and x % tp == 0]
     if node.target is operator.getitem:
@@ -318,12 +311,12 @@ def _spellings(node: fx.Node, sizes: set[int], tp: int, strategy: int | None) ->
         args, kwargs = tree_unflatten([x // tp if i in which else x for i, x in enumerate(leaves)], spec)
         return args, kwargs
 
-    one = [divided([place]) for place in reversed(places)]
+    candidates = [divided([place]) for place in reversed(places)]
     if strategy is None:
         yield node.args, node.kwargs
     elif strategy == -2:
-        one = one[1:] + one[:1]
-    yield from one
+        candidates = candidates[1:] + candidates[:1]
+    yield from candidates
     if len(places) > 1:
         yield divided(places)
     if strategy is not None:
@@ -339,7 +332,7 @@ def _parted(old: Any, new: Any) -> int | None:
 
 
 def _is_part(old: Any, new: Any, tp: int) -> bool:
-    """Whether a value, or each of several, has a ``tp``-th of one dimension, and all else as it was."""
+    """True if a value, or each of several, differs in one dimension only, and has a ``tp``-th of it."""
     if isinstance(old, (tuple, list)):
         alike = isinstance(new, (tuple, list)) and len(old) == len(new)
         return alike and all(_is_part(a, b, tp) for a, b in zip(old, new, strict=True))

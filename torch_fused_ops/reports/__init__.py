@@ -1,1 +1,1 @@
-"""What pick-up does to a model, for people: reports as objects, text, JSON and a page, and the figures in them."""
+"""Reports on what the fusion pass does to a model, as objects, text, JSON and a page, with estimated figures."""

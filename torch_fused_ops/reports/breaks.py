@@ -1,4 +1,4 @@
-"""Graph breaks, as Dynamo records them with the graph that ends there: where in the user's code, and why."""
+"""Graph breaks: their place in the user's code and their reason, as Dynamo records them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Break", "break_of", "reasons_noted", "since"]
 
 @dataclass(frozen=True)
 class Break:
-    """Where a graph ends although the model goes on: no site reaches across.
+    """The end of a graph in the middle of a model. A site cannot reach across it.
 
     Attributes:
-        kind: ``GRAPH_BREAK``, or what is known of its place besides.
-        reason: for people: Dynamo's own words.
+        kind: ``GRAPH_BREAK``, or a more specific kind.
+        reason: Dynamo's own message, for people.
         source: "file.py:line in function".
         location: ``"/full/path/file.py:line"``.
         code: the text of that line.
@@ -36,10 +36,10 @@ class Break:
 
 
 def break_of(gm: GraphModule) -> Break | None:
-    """The graph break that a graph ends with; None where it ends because its function returns, or nobody recorded it.
+    """Return the graph break that ends a graph; None if its function returns there, or Dynamo recorded no reason.
 
     Args:
-        gm: from Dynamo, which keeps what it stopped for with every graph (torch 2.11 to 2.15).
+        gm: a graph from Dynamo, which records the reason with every graph (torch 2.11 to 2.15).
     """
     from torch_fused_ops.lowerings import compat
 
@@ -62,14 +62,14 @@ def break_of(gm: GraphModule) -> Break | None:
 
 
 def reasons_noted() -> Mapping[str, int]:
-    """How often Dynamo has stopped in this process for each reason, whether or not a graph came of it."""
+    """Dynamo's count of graph breaks in this process by reason, with or without a graph."""
     from torch._dynamo.utils import counters
 
     return dict(counters["unimplemented"])
 
 
 def since(before: Mapping[str, int]) -> tuple[Break, ...]:
-    """What Dynamo has stopped for since then; where it is in the program it does not say."""
+    """The graph breaks since then; Dynamo does not record their places."""
     new = [reason for reason, times in reasons_noted().items() if times > before.get(reason, 0)]
     reasons = [Reason(Kind.GRAPH_BREAK, f"a graph break: {what}") for what in dict.fromkeys(map(_said, new))]
     return tuple(Break(reason.kind, str(reason)) for reason in reasons)
@@ -83,9 +83,9 @@ def _said(text: str) -> str:
 
 
 def _loops_over_experts(frames: Sequence[tuple[str, int]]) -> bool:
-    """Whether a frame is in the own forward of experts for which transformers (5 and later) has other implementations.
+    """True if a frame is in a loop over experts for which transformers (5 and later) has other implementations.
 
-    Such a class' forward is a wrapper, from ``transformers.integrations.moe``, of the loop that its author wrote.
+    Such a class' forward is a wrapper from ``transformers.integrations.moe``; it wraps the class' own loop.
     """
     wrappers = getattr(sys.modules.get("transformers.integrations.moe"), "__file__", None)
     return wrappers is not None and any(
@@ -94,7 +94,7 @@ def _loops_over_experts(frames: Sequence[tuple[str, int]]) -> bool:
 
 
 def _wrapped_forwards(file: str, wrappers: str) -> Iterator[tuple[int, int]]:
-    """The first and last line of each forward in a file that is wrapped by a function of another file."""
+    """The first and last lines of the forwards in a file that a function of another file wraps."""
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) != file:
             continue

@@ -1,4 +1,4 @@
-"""``explain``: which MLP sites of a model are fused, as what, and why the others are not, without compiling it."""
+"""``explain``: list a model's MLP sites, fused or not, with reasons, without compiling it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ __all__ = ["Report", "Site", "explain"]
 
 
 def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None = None, **kwargs: Any) -> Report:
-    """Say what pick-up would do to a model: every MLP site, fused or not, and why.
+    """Report what the fusion pass would do to a model: every MLP site, fused or not, and why.
 
     The model runs once, eagerly, on the arguments, while Dynamo captures its graphs (several where it breaks them).
-    Nothing is compiled; parameters, buffers and random number generators are afterwards as they were.
+    Nothing is compiled. Parameters, buffers and random number generators are restored afterwards.
 
     Args:
         model: a module or a function; as it is, in training or evaluation mode.
-        *args: what to call it with.
-        policy: what pick-up may do; ``FusionPolicy()`` by default.
-        **kwargs: what to call it with.
+        *args: its positional arguments.
+        policy: the fusion policy; ``FusionPolicy()`` by default.
+        **kwargs: its keyword arguments.
 
     Returns:
-        A ``Report``: print it, read its ``sites``, or let it ``measure`` what fusing saves.
+        A ``Report``: print it, read its ``sites``, or let it ``measure`` the savings.
 
     Raises:
-        TypeError: model is not callable, or a class, or policy is no FusionPolicy.
+        TypeError: model is not callable, or is a class; or policy is not a FusionPolicy.
         Whatever the model raises on these arguments.
     """
     check_model(model)
@@ -65,7 +65,7 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     report = Report(tuple(sites), len(captures))
     report.title = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "")
     report.unread = tuple(unread)
-    report.breaks = tuple(one for one in breaks if one is not None) if captures else since(noted)
+    report.breaks = tuple(filter(None, breaks)) if captures else since(noted)
     report.notes = unmatched(policy, sites)
     report._captures = captures
     return report

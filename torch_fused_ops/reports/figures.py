@@ -1,8 +1,8 @@
-"""What fusing changes, in figures: bytes saved for backward, bytes moved and kernels, before and after, layer by layer.
+"""Estimates before and after fusion, layer by layer: bytes saved for backward, bytes moved, kernels.
 
-A captured graph is compiled twice on paper (``torch_fused_ops.virtual_gpu``): once as it was captured, as plain
-``torch.compile`` would, and once rewritten and partitioned by a policy. Nothing is allocated or run, and the process'
-own compilations are not touched.
+A captured graph is compiled twice without a device (``torch_fused_ops.virtual_gpu``): once as plain ``torch.compile``
+would compile it, and once fused and partitioned by a policy. Nothing is allocated or run. The process' own compilations
+are not affected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from torch_fused_ops.policy import MEMORY, FusionPolicy
-from torch_fused_ops.reports.text import KNOB, PICKED_UP, PLAIN, figures_table, levels_table
+from torch_fused_ops.reports.text import FUSED, KNOB, PLAIN, figures_table, levels_table
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -44,17 +44,17 @@ __all__ = [
 log = logging.getLogger("torch_fused_ops")
 progress = logging.getLogger("torch_fused_ops.reports")
 
-# No module is called so: their paths have no spaces and parentheses.
+# Never a module's name: module paths contain no spaces or parentheses.
 INPUTS, WHOLE, OTHER = "(inputs)", "(whole model)", "(other)"
-BUDGET = 0.99  # of upstream's ``activation_memory_budget``: all that is pointwise is rebuilt
+BUDGET = 0.99  # of upstream's ``activation_memory_budget``: all pointwise work is recomputed
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a part of a program costs.
+    """The cost of a part of a program.
 
     Attributes:
-        saved: bytes kept from forward for backward, without parameters and buffers.
+        saved: bytes saved for backward, without parameters and buffers.
         forward_bytes: bytes that forward's (or inference's) kernels read and write.
         backward_bytes: bytes that backward's read and write.
         forward_kernels: kernels that forward (or inference) launches: generated ones and library calls (GEMMs).
@@ -83,9 +83,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class LayerFigures:
-    """A layer's costs: ``name`` is its path in the model; "(inputs)": what it was called with, "(other)": the rest.
+    """A layer's costs: ``name`` is its path in the model, "(inputs)" for the arguments, "(other)" for the remainder.
 
-    Where the model has no layers, "(whole model)" is all of it.
+    "(whole model)" is a model without layers.
     """
 
     name: str
@@ -98,15 +98,15 @@ class LevelFigures:
     """A whole program at a memory level (``docs/memory.md``).
 
     Attributes:
-        name: "torch.compile", with or without PyTorch's own ``activation_memory_budget``, "with pick-up", or a level of
+        name: "torch.compile", with or without PyTorch's own ``activation_memory_budget``, "fused", or a level of
             ``FusionPolicy(memory=…)``.
-        saved: bytes kept from forward for backward, without parameters and buffers.
-        seconds: the least time that FLOP, bytes and instructions take, one kernel after the other, at the rates that
-            this GPU was measured to reach (``virtual_gpu.roofline``); None for a GPU that nobody has measured.
+        saved: bytes saved for backward, without parameters and buffers.
+        seconds: the least time for FLOP, bytes and instructions, one kernel after the other, at this GPU's measured
+            rates (``virtual_gpu.roofline``); None for a GPU without measured rates.
         peak: the most bytes alive at once in forward and backward, without parameters, with gradients
-            (``PaperCompilation.timeline``); None of several graphs, whose curves are not joined here, and of one with
-            operators that do not run without data.
-        note: for people: which MLPs have another level there, and why; "" where none has.
+            (``PaperCompilation.timeline``); None for several graphs, whose timelines are not joined, and for a graph
+            with operators that do not run without data.
+        note: the MLPs that have another level, and why, for people; "" if there are none.
     """
 
     name: str
@@ -118,17 +118,17 @@ class LevelFigures:
 
 @dataclass(frozen=True, repr=False)
 class Figures:
-    """Costs of the graphs of a report, each run once: under plain ``torch.compile`` and with pick-up. Printable.
+    """Costs of a report's graphs, each run once, under plain ``torch.compile`` and fused. Printable.
 
     Attributes:
-        target: the GPU that code was generated for, on paper: "NVIDIA H200".
-        training: whether there is a backward.
-        layers: by layer, in the order of the model; they add up to the whole. A kernel that is fused across layers
-            counts for the one that most of its results belong to.
-        skipped: why graphs are missing from the figures, a reason for each.
-        levels: if asked for, the whole under plain ``torch.compile``, with pick-up, under ``torch.compile`` with
-            ``activation_memory_budget=0.99``, the least that PyTorch itself keeps, and at every level.
-        notes: for people: what this GPU does not do of what the policy asks, and which of its rates nobody measured.
+        target: the target device: "NVIDIA H200".
+        training: True if there is a backward.
+        layers: the costs by layer, in the order of the model; their sum is the whole. A kernel that is fused across
+            layers counts for the layer of most of its results.
+        skipped: the reason for each graph that is missing from the figures.
+        levels: if requested, the whole under plain ``torch.compile``, fused, under ``torch.compile`` with
+            ``activation_memory_budget=0.99`` (the least that PyTorch itself saves), and at every level.
+        notes: parts of the policy that this GPU does not support, and its rates that are not measured, for people.
     """
 
     target: str
@@ -145,7 +145,7 @@ class Figures:
 
     @property
     def after(self) -> Cost:
-        """The whole with pick-up."""
+        """The whole, fused."""
         return sum((layer.after for layer in self.layers), Cost())
 
     def __str__(self) -> str:
@@ -155,13 +155,13 @@ class Figures:
         return str(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the attributes, and the totals ``before`` and ``after``."""
+        """The attributes and the totals ``before`` and ``after``, for JSON."""
         return {"before": asdict(self.before), "after": asdict(self.after), **asdict(self)}
 
 
 @dataclass(frozen=True)
 class Capture:
-    """A captured graph as it was before pick-up, the policy it was picked up with, and if it has no copy, why not."""
+    """A copy of a captured graph before fusion, and its policy; ``reason`` says why a copy is missing."""
 
     graph: CapturedGraph | None
     policy: FusionPolicy
@@ -176,12 +176,12 @@ class Capture:
 
 
 def capture(gm: GraphModule, policy: FusionPolicy, subgraphs: dict[Any, GraphModule] | None = None) -> Capture:
-    """Set a graph aside to be measured later. Never raises: this runs inside the user's compilation.
+    """Copy a graph to measure it later. Never raises, since this runs inside the user's compilation.
 
     Args:
-        gm: a graph from Dynamo, not rewritten yet.
-        policy: what it is picked up with.
-        subgraphs: copies of subgraphs that *were* rewritten, made before that, by their graph.
+        gm: a graph from Dynamo, before fusion.
+        policy: its fusion policy.
+        subgraphs: earlier copies of subgraphs that are fused already, by their graph.
     """
     try:
         from torch_fused_ops.virtual_gpu import set_aside
@@ -202,7 +202,7 @@ def graphs_of(gm: GraphModule) -> Iterator[GraphModule]:
 
 
 def sites_of(gm: GraphModule, policy: FusionPolicy) -> Iterator[Site]:
-    """What pick-up would find in a graph from Dynamo, and in those of the operators it calls; nothing is edited."""
+    """List the sites of a graph from Dynamo and of the graphs that its operators call, without editing them."""
     from torch_fused_ops.lowerings import recognize
 
     for module in graphs_of(gm):
@@ -210,44 +210,44 @@ def sites_of(gm: GraphModule, policy: FusionPolicy) -> Iterator[Site]:
 
 
 def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figures:
-    """Compile graphs on paper, before and after, and add up what they cost; seconds for each.
+    """Compile graphs without a device, before and after fusion, and sum their costs; takes seconds for each.
 
-    No other thread may compile in the meantime (``docs/virtual-gpu.md``).
+    No other thread may compile meanwhile (``docs/virtual-gpu.md``).
 
     Args:
-        captures: what ``capture`` set aside.
+        captures: the results of ``capture``.
         gpu: the GPU to generate code for.
-        levels: compile at every memory level, too, and assemble what is generated, for its instructions.
+        levels: compile at every memory level, too, and assemble the generated code to count its instructions.
 
     Raises:
-        ValueError: there is no graph, or none could be measured; the message says why.
+        ValueError: there is no graph, or none could be measured. The message says why.
     """
     pairs: list[tuple[PaperCompilation, PaperCompilation]] = []
     skipped: list[str] = []
-    whole: list[dict[str, LevelFigures]] = []
-    said_of_all: list[str] = []
+    by_graph: list[dict[str, LevelFigures]] = []
+    remarks: list[str] = []
 
     def compiled(name: str, policy: FusionPolicy | None, budget: float | None = None) -> OnPaper:
-        progress.info("compiling on paper: graph %d of %d, %s", len(pairs) + len(skipped) + 1, len(captures), name)
-        return on_paper(each, gpu, policy, budget)
+        progress.info("estimating: graph %d of %d, %s", len(pairs) + len(skipped) + 1, len(captures), name)
+        return on_paper(captured, gpu, policy, budget)
 
-    for each in captures:
+    for captured in captures:
         try:
-            plain, picked_up = compiled(PLAIN, None), compiled(PICKED_UP, each.policy)
-            pair = plain.paper, picked_up.paper
-            said_of_all += _notes(picked_up)
-            if levels:  # machine code takes as long as all the rest
-                named = dict(zip((PLAIN, PICKED_UP), pair, strict=True))
+            plain, fused = compiled(PLAIN, None), compiled(FUSED, captured.policy)
+            pair = plain.paper, fused.paper
+            remarks += _notes(fused)
+            if levels:  # machine code takes half of the time
+                named = dict(zip((PLAIN, FUSED), pair, strict=True))
                 notes = {}
                 if pair[1].backward is not None:
                     named[KNOB] = compiled(KNOB, None, BUDGET).paper
                     for memory in MEMORY:
-                        policy = replace(each.policy, memory=memory)  # type: ignore[arg-type]
-                        one = picked_up if policy == each.policy else compiled(f'memory="{memory}"', policy)
-                        named[memory], notes[memory] = one.paper, _untiled(one.sites)
-                progress.info("assembling what was generated")
+                        policy = replace(captured.policy, memory=memory)  # type: ignore[arg-type]
+                        at_level = fused if policy == captured.policy else compiled(f'memory="{memory}"', policy)
+                        named[memory], notes[memory] = at_level.paper, _untiled(at_level.sites)
+                progress.info("assembling the generated code")
                 works = _works(named)
-                whole.append({n: _level(n, paper, works.get(n), notes.get(n, "")) for n, paper in named.items()})
+                by_graph.append({n: _level(n, paper, works.get(n), notes.get(n, "")) for n, paper in named.items()})
             pairs.append(pair)
         except Exception as error:
             log.debug("a graph could not be measured", exc_info=True)
@@ -266,39 +266,39 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
     if all(layer == OTHER for layer in layers.values()):  # a function, or a plain nn.Sequential
         before, after = ({WHOLE if n == OTHER else n: cost for n, cost in side.items()} for side in (before, after))
     order = [INPUTS, WHOLE, *dict.fromkeys(layers[path] for path in paths if layers[path] != OTHER), OTHER]
-    found = [LayerFigures(n, before.get(n, Cost()), after.get(n, Cost())) for n in order if n in before or n in after]
+    figures = [LayerFigures(n, before.get(n, Cost()), after.get(n, Cost())) for n in order if n in before or n in after]
     training = any(paper.backward is not None for pair in pairs for paper in pair)
     return Figures(
-        gpu.name, training, tuple(found), tuple(skipped), _together(whole), tuple(dict.fromkeys(said_of_all))
+        gpu.name, training, tuple(figures), tuple(skipped), _together(by_graph), tuple(dict.fromkeys(remarks))
     )
 
 
 def said(error: Exception) -> str:
-    """An exception in one line: compilers append pages of advice."""
+    """Shorten an exception to one line: compilers append pages of advice."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _untiled(sites: Sequence[Site]) -> str:
-    """The MLPs that a policy asks to be in tiles, and that are not."""
+    """The MLPs that are not tiled although the policy requests tiles."""
     reasons = Counter(site.tiles_reason for site in sites if site.tiles_reason)
     return "; ".join(f'{n} of {len(sites)} MLPs as "input": {reason}' for reason, n in reasons.items())
 
 
-def _notes(picked_up: OnPaper) -> Iterator[str]:
-    """What is to be said of a graph's figures with pick-up."""
+def _notes(fused: OnPaper) -> Iterator[str]:
+    """The remarks on a fused graph's figures."""
     from torch_fused_ops.virtual_gpu import roofline, work
 
-    sites, graphs = picked_up.sites, picked_up.paper.graphs.values()
+    sites, graphs = fused.sites, fused.paper.graphs.values()
     for reason, n in Counter(site.gemm_reason for site in sites if site.gemm_reason).items():
         yield f"not all in float8, {n} of {len(sites)} MLPs: {reason}"
     if any(roofline.flops(graph) > roofline.flops(graph, work.flop_of_bf16) for graph in graphs):
         rates = f"{work.FLOAT8_FLOP / work.BF16_FLOP:.2f} times bfloat16's rate"
-        yield f"products in float8 are taken to reach {rates}, which nobody has measured here"
+        yield f"float8 GEMMs are assumed to reach {rates}; that is not measured"
 
 
 def _works(named: Mapping[str, PaperCompilation]) -> dict[str, list[Work]]:
-    """The work of each program, where it is known how fast its GPU does that."""
+    """The work of each program whose GPU has measured rates."""
     from torch_fused_ops.virtual_gpu import roofline
 
     measured = {name: paper for name, paper in named.items() if roofline.rates_of(paper.gpu)}
@@ -322,58 +322,60 @@ def _level(name: str, paper: PaperCompilation, works: list[Work] | None, note: s
 
 
 def _together(graphs: Sequence[dict[str, LevelFigures]]) -> tuple[LevelFigures, ...]:
-    """The sums over graphs, at the levels that all of them have."""
-    found = []
+    """Sum over graphs, for the levels that all of them have."""
+    sums = []
     for name in graphs[0] if graphs else ():
         if all(name in graph for graph in graphs):
-            each = [graph[name] for graph in graphs]
-            seconds = [level.seconds for level in each if level.seconds is not None]
-            saved = sum(level.saved for level in each)
-            peak = each[0].peak if len(each) == 1 else None
-            note = "; ".join(dict.fromkeys(level.note for level in each if level.note))
-            found.append(LevelFigures(name, saved, sum(seconds) if len(seconds) == len(each) else None, peak, note))
-    return tuple(found)
+            alike = [graph[name] for graph in graphs]
+            seconds = [level.seconds for level in alike if level.seconds is not None]
+            saved = sum(level.saved for level in alike)
+            peak = alike[0].peak if len(alike) == 1 else None
+            note = "; ".join(dict.fromkeys(level.note for level in alike if level.note))
+            sums.append(LevelFigures(name, saved, sum(seconds) if len(seconds) == len(alike) else None, peak, note))
+    return tuple(sums)
 
 
 class OnPaper(NamedTuple):
-    """A graph on paper, and the sites that are fused in it."""
+    """A graph compiled without a device, and its fused sites."""
 
     paper: PaperCompilation
     sites: Sequence[Site] = ()
 
 
-def on_paper(each: Capture, gpu: GPU, policy: FusionPolicy | None, memory_budget: float | None = None) -> OnPaper:
-    """A graph on paper: with a policy, picked up; else as it was captured, with PyTorch's memory budget if given."""
+def on_paper(captured: Capture, gpu: GPU, policy: FusionPolicy | None, memory_budget: float | None = None) -> OnPaper:
+    """Compile a graph without a device: fused by a policy, or as captured, with PyTorch's memory budget if given."""
     from torch_fused_ops.lowerings.recognize import rewrite
     from torch_fused_ops.virtual_gpu import compile_graph_on_paper, copy_graph
     from torch_fused_ops.virtual_gpu.emulation import standing_for
 
-    if each.graph is None:
-        raise RuntimeError(each.reason)
+    if captured.graph is None:
+        raise RuntimeError(captured.reason)
     if policy is None:
-        return OnPaper(compile_graph_on_paper(each.graph, gpu=gpu, config=_slots(None), memory_budget=memory_budget))
-    rewritten = replace(each.graph, gm=copy_graph(each.graph.gm))
-    with standing_for(gpu), torch.set_grad_enabled(each.graph.training):
+        return OnPaper(
+            compile_graph_on_paper(captured.graph, gpu=gpu, config=_slots(None), memory_budget=memory_budget)
+        )
+    rewritten = replace(captured.graph, gm=copy_graph(captured.graph.gm))
+    with standing_for(gpu), torch.set_grad_enabled(captured.graph.training):
         sites = [site for module in graphs_of(rewritten.gm) for site in rewrite(module.graph, policy)]
     paper = compile_graph_on_paper(rewritten, gpu=gpu, config=_slots(policy))
     return OnPaper(paper, [site for site in sites if site.op is not None])
 
 
 def _slots(policy: FusionPolicy | None) -> dict[str, Any]:
-    """Inductor's slots as they are now, without our stages; with those that follow stage 1 for a policy, if given."""
+    """Inductor's current slots without our passes; for a policy with all of our passes but the pre-grad pass."""
     import torch._inductor.config as config
 
     from torch_fused_ops.lowerings.passes import SLOTS, Recognize
 
-    found = {}
+    slots = {}
     for name, kind in SLOTS.items():
         others = kind.others(getattr(config, name))
-        found[name] = others if policy is None or kind is Recognize else kind.join(others, kind(policy))
-    return found
+        slots[name] = others if policy is None or kind is Recognize else kind.join(others, kind(policy))
+    return slots
 
 
 def _paths(paper: PaperCompilation) -> Iterator[str]:
-    """The module paths that occur, in the order of the program."""
+    """The module paths in a program, in its order."""
     for graph in paper.graphs.values():
         for launch in graph.launches:
             yield from launch.modules or ("",)
@@ -382,11 +384,11 @@ def _paths(paper: PaperCompilation) -> Iterator[str]:
 
 
 def layers_of(paths: Iterable[str]) -> dict[str, str]:
-    """The layer that each module belongs to.
+    """Map each module to its layer.
 
-    A layer is what stands in a list of modules: ``model.layers.0.mlp.up`` is in ``model.layers.0``. Where it stands in
-    none, two names are kept: ``encoder.norm.weight`` is in ``encoder.norm``. A single operator in an ``nn.Sequential``
-    (``mlp.0``) is no layer: it is in ``mlp``.
+    A layer is an item of a list of modules: ``model.layers.0.mlp.up`` is in ``model.layers.0``. Outside of lists the
+    first two names are the layer: ``encoder.norm.weight`` is in ``encoder.norm``. A single operator in an
+    ``nn.Sequential`` (``mlp.0``) is not a layer: it is in ``mlp``.
     """
     paths = list(paths)
     inner = {path.rsplit(".", i)[0] for path in paths for i in range(1, path.count(".") + 1)}

@@ -31,21 +31,22 @@ __all__ = ["page", "template", "writable"]
 
 
 def writable(path: str | Path) -> Path:
-    """A path that a page can be written to.
+    """Check that a page can be written to a path.
 
     Raises:
-        ValueError: it is a folder, or in a folder that is not there.
+        ValueError: it is a folder, or its folder does not exist.
     """
     file = Path(path)
     if file.is_dir() or not file.parent.is_dir():
-        raise ValueError(f"path={str(path)!r} cannot be written: it must be a file in a folder that is there")
+        raise ValueError(f"path={str(path)!r} cannot be written: it must be a file in an existing folder")
     return file
 
 
 def page(report: Report, groups: Sequence[Group], unread: Sequence[Group]) -> str:
-    """The report, its sites and its unread activations in groups, as HTML. What comes from the model is escaped."""
+    """Render the report as HTML, with its sites and unread activations in groups. Text from the model is escaped."""
     mlps = [site for site in report.sites if site.is_mlp]
-    filters: dict[str, Callable[..., str]] = {"kind": _kind, "read_by": read_by}
+    better = {"−": "good", "+": "bad"}  # less is better for all figures
+    filters: dict[str, Callable[..., str]] = {"kind": lambda d: better.get(d[0], "same"), "read_by": read_by}
     filters |= {"reason_text": reason_text, "bare_reason": bare_reason}
     return template("reports/page.html", filters).render(
         report=report,
@@ -66,7 +67,7 @@ def page(report: Report, groups: Sequence[Group], unread: Sequence[Group]) -> st
 
 
 def template(file: str, filters: Mapping[str, Callable[..., Any]] | None = None) -> jinja2.Template:
-    """A page to fill in: ``file`` of this library's, a child of ``reports/base.html``. Values are escaped."""
+    """Load a page of this library's, a child of ``reports/base.html``. Its values are escaped."""
     import jinja2  # torch requires it
 
     environment = jinja2.Environment(
@@ -80,16 +81,11 @@ def template(file: str, filters: Mapping[str, Callable[..., Any]] | None = None)
     return environment.get_template(file)
 
 
-def _kind(difference: str) -> str:
-    """Less is better, of everything that is counted here."""
-    return {"−": "good", "+": "bad"}.get(difference[0], "same")
-
-
 def _facts(report: Report) -> Iterator[str]:
     yield f"{report.graphs} graph{'s' * (report.graphs != 1)}"
     if report.figures:
         yield "training step" if report.figures.training else "inference"
-        yield f"figures on paper, for an {report.figures.target}"
+        yield f"estimated for an {report.figures.target}"
     for policy in report.policies:
         gemm = "" if policy.gemm == "bf16" else f", gemm={policy.gemm!r}"
         yield f"FusionPolicy(memory={policy.memory!r}{gemm})"
@@ -97,7 +93,7 @@ def _facts(report: Report) -> Iterator[str]:
 
 
 def _cards(figures: Figures) -> Iterator[tuple[str, str, str, str]]:
-    """Title, before, after, change."""
+    """Yield title, before, after, change."""
     before, after = figures.before, figures.after
     of_bytes = [("Bytes moved", before.bytes_moved, after.bytes_moved)]
     if figures.training:
@@ -126,8 +122,8 @@ class _Chart(NamedTuple):
 def _charts(figures: Figures) -> Iterator[_Chart]:
     if figures.training:
         yield _chart("Saved for backward", figures.layers, lambda cost: cost.saved)
-    moved = "Bytes moved, forward and backward" if figures.training else "Bytes moved"
-    yield _chart(moved, figures.layers, lambda cost: cost.bytes_moved)
+    title = "Bytes moved, forward and backward" if figures.training else "Bytes moved"
+    yield _chart(title, figures.layers, lambda cost: cost.bytes_moved)
 
 
 def _chart(title: str, layers: Sequence[LayerFigures], value: Callable[[Cost], int]) -> _Chart:

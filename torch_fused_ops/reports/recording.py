@@ -1,4 +1,4 @@
-"""``record``: what pick-up does in real compilations, told by the stage that does it."""
+"""``record``: report what the fusion pass does in real compilations, as the pass itself tells it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger("torch_fused_ops")
 
 @contextmanager
 def record(*, figures: bool = False) -> Iterator[Report]:
-    """Report the compilations with pick-up that happen inside the block, in this thread (or async context).
+    """Report the compilations with fusion inside the block, in this thread (or async context).
 
     ::
 
@@ -42,14 +42,14 @@ def record(*, figures: bool = False) -> Iterator[Report]:
             compiled(x).sum().backward()
         print(report)
 
-    All ways of compiling count: ``backend="fused"``, ``enable()``, ``enabled()``, ``compile_options()``. Blocks may be
-    nested: each gets everything inside. Code that comes out of a compile cache counts too.
+    ``backend="fused"``, ``enable()``, ``enabled()`` and ``compile_options()`` all count. Blocks may be nested: each
+    records everything inside. Code from a compile cache counts, too.
 
     Args:
-        figures: work out memory, traffic and kernels at the end of the block, as ``report.measure()`` does.
+        figures: estimate memory, traffic and kernels at the end of the block, as ``report.measure()`` does.
 
     Yields:
-        A report, empty at first. An exception in the block propagates; the report keeps what it saw.
+        A report, empty at first. It survives an exception in the block, which propagates.
     """
     from torch_fused_ops import lowerings
 
@@ -66,10 +66,10 @@ def record(*, figures: bool = False) -> Iterator[Report]:
 
 
 def report_at_exit(file: Path) -> None:
-    """Record the compilations of all threads from here on, and write the report when this process exits.
+    """Record the compilations of all threads from now on, and write the report when this process exits.
 
     Args:
-        file: its ending says the format: .json, .html, or else text.
+        file: the report's file; .json or .html select the format, else it is text.
     """
     recorder, process = _Recorder(), os.getpid()
     process_wide.append(recorder)
@@ -91,26 +91,26 @@ def report_at_exit(file: Path) -> None:
     atexit.register(write)
 
 
-# ---- what the stage tells --------------------------------------------------------------------------------------------
+# ---- the pass tells --------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class _Graph:
-    """A graph that pick-up has run on, or is running on."""
+    """A graph of the fusion pass, done or in progress."""
 
     graph: weakref.ref[Graph]
     capture: Capture
     title: str
-    sites: tuple[Site, ...]  # those of its parts (checkpoint bodies) too, which come before it
+    sites: tuple[Site, ...]  # with those of its subgraphs (checkpoint bodies), which come first
     unread: tuple[Site, ...]
     broken: Break | None
-    compilation: Any  # Dynamo's, and which attempt it was
-    attempt: int
-    code: object  # the same for what is compiled anew
+    compilation: Any  # Dynamo's
+    attempt: int  # of this compilation
+    code: object  # the same for recompilations
 
 
 class _Recorder:
-    """What one block has seen. Threads that share its context (``asyncio.to_thread``) may tell it things at once."""
+    """The records of one block. Threads that share its context (``asyncio.to_thread``) may call it concurrently."""
 
     def __init__(self) -> None:
         self.report = Recorded()
@@ -126,70 +126,72 @@ class _Recorder:
         attempt = getattr(compilation, "attempt", 0)
         inner = {module.graph for module in gm.modules() if module is not gm and isinstance(module, GraphModule)}
         with self.lock:
-            # Dynamo starts over where a number that it took for dynamic turns out to be fixed: what counts is the end.
-            kept = [
-                one
-                for one in self.graphs
-                if compilation is None or one.compilation is not compilation or one.attempt == attempt
+            # Dynamo restarts if a dynamic number turns out to be static: only the last attempt counts.
+            current = [
+                entry
+                for entry in self.graphs
+                if compilation is None or entry.compilation is not compilation or entry.attempt == attempt
             ]
-            parts = [one for one in kept if one.graph() in inner]
+            parts = [entry for entry in current if entry.graph() in inner]
             copies = {part.graph(): part.capture.graph.gm for part in parts if part.capture.graph}
             sites = tuple(site for part in parts for site in part.sites)
-            unread = recognize.unread(graph)  # that of its parts, too
+            unread = recognize.unread(graph)  # its subgraphs', too
             captured = capture(gm, policy, copies)
             title, broken, code = title_of(graph), break_of(gm), _code_of(graph, compilation)
             new = _Graph(weakref.ref(graph), captured, title, sites, unread, broken, compilation, attempt, code)
-            self.graphs = [*(one for one in kept if one not in parts), new]
+            self.graphs = [*(entry for entry in current if entry not in parts), new]
             self.update()
 
     def tell(self, graph: Graph, sites: Sequence[Site]) -> None:
         with self.lock:
-            for one in self.graphs:
-                if one.graph() is graph:
-                    one.sites += tuple(sites)
+            for entry in self.graphs:
+                if entry.graph() is graph:
+                    entry.sites += tuple(sites)
             self.update()
 
     def failed(self, reason: str) -> None:
         with self.lock:
-            self.failures += (f"pick-up failed on a graph and left it as it was: {reason}",)
+            self.failures += (f"fusion failed on a graph and left it unchanged: {reason}",)
             self.update()
 
     def update(self) -> None:
         report = self.report
-        graphs = list({one.code or one: one for one in self.graphs}.values())  # of what was compiled anew the last
+        graphs = list({entry.code or entry: entry for entry in self.graphs}.values())  # the last of recompilations
         report.graphs, report.recompilations = len(graphs), len(self.graphs) - len(graphs)
-        report.sites = tuple(site for one in graphs for site in one.sites)
-        report.unread = tuple(site for one in graphs for site in one.unread)
-        report.breaks = tuple(one.broken for one in graphs if one.broken is not None)
-        report.title = ", ".join(dict.fromkeys(one.title for one in graphs if one.title))
+        report.sites = tuple(site for entry in graphs for site in entry.sites)
+        report.unread = tuple(site for entry in graphs for site in entry.unread)
+        report.breaks = tuple(entry.broken for entry in graphs if entry.broken is not None)
+        report.title = ", ".join(dict.fromkeys(entry.title for entry in graphs if entry.title))
         report.figures, report.figures_missing = None, ""
-        report._captures = [one.capture for one in graphs]
+        report._captures = [entry.capture for entry in graphs]
         notes = (
             note
             for policy in report.policies
-            for note in unmatched(policy, [s for one in graphs if one.capture.policy == policy for s in one.sites])
+            for note in unmatched(
+                policy, [s for entry in graphs if entry.capture.policy == policy for s in entry.sites]
+            )
         )
         report.notes = (*dict.fromkeys(notes), *self.failures)
 
 
 def _code_of(graph: Graph, compilation: Any) -> object:
-    """What a graph is captured of: Dynamo's number of the code, and the parameters, as layers share their code.
+    """The identity of a graph's source: Dynamo's number of the code, and the parameters, as layers share their code.
 
-    None where that is not known: nothing is the same then.
+    None if it is not known: no other graph is the same then.
     """
     number = getattr(getattr(compilation, "compile_id", None), "frame_id", None)
     placed = [node.meta.get("grapharg") for node in graph.find_nodes(op="placeholder")]
     if number is None or None in placed:
         return None
-    examples = [getattr(one, "example", None) for one in placed]
-    return number, frozenset(id(one) for one in examples if isinstance(one, torch.nn.Parameter))
+    examples = [getattr(value, "example", None) for value in placed]
+    return number, frozenset(id(value) for value in examples if isinstance(value, torch.nn.Parameter))
 
 
 def title_of(graph: Graph) -> str:
-    """The class of the model that is being compiled; "" if that is not known.
+    """The class of the model that is being compiled; "" if it is not known.
 
-    It is the module that ``torch.compile`` returned, and whose call is going on; or, where a function was compiled, the
-    outermost module that it calls, if that is the whole of it.
+    The model is the module from ``torch.compile`` that is being called. For a compiled function it is the outermost
+    module, if the function calls nothing else.
     """
     from torch._dynamo.eval_frame import OptimizedModule
 

@@ -1,4 +1,4 @@
-"""Reports for people: which MLP sites are fused, as what, why the others are not, and what that changes."""
+"""Reports for people: a model's MLP sites, fused or not, with reasons and estimated savings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from torch_fused_ops.fusion_events import unobserved
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
-from torch_fused_ops.reasons import Kind
 from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.reports.figures import Capture, Figures, measure
 from torch_fused_ops.reports.page import page, writable
@@ -49,13 +48,13 @@ class Group:
 
     @property
     def source(self) -> str:
-        """``where`` and ``modules`` as a Site's source, and how many sites there are if it is more than one."""
+        """``where`` and ``modules`` as a Site's source, with the number of sites if there are several."""
         source = f"{self.where} in {self.modules}" if self.modules else self.where
         return f"{source} ×{len(self.sites)}" if len(self.sites) > 1 else source
 
 
 def grouped(sites: Iterable[Site]) -> tuple[Group, ...]:
-    """Sites with those that differ only in numbers of layers in one group, in the order of the first of each."""
+    """Group sites that differ only in numbers of layers, in the order of each group's first site."""
     groups: dict[tuple[object, ...], list[tuple[Site, list[str]]]] = {}
     for site in sites:
         where, _, path = site.source.partition(" in ")
@@ -74,7 +73,7 @@ def grouped(sites: Iterable[Site]) -> tuple[Group, ...]:
 
 
 def _range(names: Sequence[str]) -> str:
-    """What stands at one place of several paths: a name, "0…31", "1, 5, 9" or, if they are many, "1…9"."""
+    """Join the names at one place of several paths: a name, "0…31", "1, 5, 9" or, if they are many, "1…9"."""
     different = list(dict.fromkeys(names))
     if len(different) == 1:
         return different[0]
@@ -86,11 +85,11 @@ def _range(names: Sequence[str]) -> str:
 
 
 def unmatched(policy: FusionPolicy, sites: Sequence[Site]) -> tuple[str, ...]:
-    """A note for each of the policy's patterns that fits no site: a typo, or meant for another model."""
+    """Notes on the policy's patterns that match no site: a typo, or meant for another model."""
     modules = enclosing_modules(path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
     excluding = {site.excluded_by for site in sites}  # a pattern may fit a linear layer's own module, too
     patterns = [("exclude", p) for p in policy.exclude if p not in excluding]
-    patterns += [(name, p) for name, found in policy.patterns.items() if name != "exclude" for p in found]
+    patterns += [(name, p) for name, mapped in policy.patterns.items() if name != "exclude" for p in mapped]
     there = ", ".join(dict.fromkeys(group.modules or "the model itself" for group in grouped(sites))) or "none"
     return tuple(
         f"{name}={pattern!r} matches no site's modules; the sites' modules are {there}"
@@ -100,19 +99,19 @@ def unmatched(policy: FusionPolicy, sites: Sequence[Site]) -> tuple[str, ...]:
 
 
 class Report:
-    """What ``explain`` or ``record`` found; printable, and convertible.
+    """The result of ``explain`` or ``record``, printable and convertible.
 
     Attributes:
         sites: every site, in graph order.
-        unread: activations that are no sites, because no GEMM reads them, or what they read is no GEMM's, or a boundary
-            (of a checkpoint, say) lies between.
-        graphs: how many graphs Dynamo captured (``record``: were compiled with pick-up), each once.
-        recompilations: how often one of them was compiled anew, for other sizes: that is no new site.
-        breaks: the graph breaks that these end with, in their order; what is met again is listed again.
-        figures: memory, traffic and kernels before and after; None before ``measure`` was called, and where it failed.
-        figures_missing: why it failed; "" where it did not.
+        unread: activations that are not sites: no GEMM reads them, or they read no GEMM's result, or a boundary (of a
+            checkpoint, say) lies between.
+        graphs: the number of graphs that Dynamo captured (``record``: that were compiled with fusion).
+        recompilations: the number of recompilations for other sizes, which add no sites.
+        breaks: the graph breaks that end these graphs, in order, repeats included.
+        figures: memory, traffic and kernels before and after; None before ``measure`` is called, and if it fails.
+        figures_missing: the reason why it failed; "" if it did not.
         title: the name of the model or function.
-        notes: what else there is to say, a sentence each.
+        notes: further remarks, a sentence each.
     """
 
     def __init__(self, sites: tuple[Site, ...], graphs: int = 1) -> None:
@@ -129,19 +128,19 @@ class Report:
 
     @property
     def policies(self) -> tuple[FusionPolicy, ...]:
-        """The policies by which the graphs were picked up; one, unless a ``record`` block has seen several."""
+        """The graphs' fusion policies; one, unless a ``record`` block saw several."""
         return tuple(dict.fromkeys(capture.policy for capture in self._captures))
 
     @property
     def summary(self) -> str:
-        """One line: how many sites, how many fused, how many are no MLPs."""
+        """One line: the numbers of sites, of fused ones, and of those that are not MLPs."""
         mlps = [s for s in self.sites if s.is_mlp]
         fused = sum(s.op is not None for s in mlps)
         dropouts = [s for s in self.sites if s.activation == DROPOUT]
         others = len(self.sites) - len(mlps) - len(dropouts)
         graphs = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
         if self.recompilations:
-            graphs += f", compiled anew {self.recompilations} time{'s' * (self.recompilations != 1)}"
+            graphs += f", recompiled {self.recompilations} time{'s' * (self.recompilations != 1)}"
         parts = [f"{fused} of {len(mlps)} MLP sites fused"] if mlps or not dropouts else []
         if dropouts:
             unmasked = sum(s.op is not None for s in dropouts)
@@ -151,23 +150,23 @@ class Report:
         return f"{', '.join(parts)} ({graphs})"
 
     def measure(self, gpu: str | GPU = "H200", *, levels: bool = False) -> Figures | None:
-        """Work out what fusing saves: bytes kept for backward, bytes moved, kernels, each before and after.
+        """Estimate the savings: bytes saved for backward, bytes moved, kernels, before and after fusion.
 
-        The captured graphs are compiled on paper for a GPU, with and without pick-up, for the sizes and in the grad
-        mode and autocast that they were captured with, under Inductor's settings as they are now. It takes seconds for
-        each graph and layer, runs nothing, needs Triton but no GPU, and no other thread may compile meanwhile.
+        The captured graphs are compiled for a target GPU, with and without fusion, with their captured sizes, grad mode
+        and autocast, under Inductor's current settings. This takes seconds for each graph and layer, runs nothing, and
+        needs Triton but no GPU. No other thread may compile meanwhile.
 
         Args:
             gpu: "A100", "H100", "H200", "B200", "MI300X", or a described ``GPU``.
-            levels: also the least time, by roofline, and of a training step what every memory level keeps and costs,
-                and ``torch.compile`` with its ``activation_memory_budget`` at 0.99; takes three times as long.
+            levels: also estimate the least time, by roofline. For a training step, also compare every memory level and
+                ``torch.compile`` with an ``activation_memory_budget`` of 0.99. Takes three times as long.
 
         Returns:
-            The figures, kept in ``figures`` for everything that shows the report. None where they cannot be worked
-            out: then ``figures_missing`` says why, a warning is logged, and the report is otherwise as it was.
+            The figures, also in ``figures``. None if they are not available: ``figures_missing`` then says why, and a
+            warning is logged.
 
         Raises:
-            ValueError: for anything else.
+            ValueError: gpu is not known.
         """
         from torch_fused_ops.virtual_gpu import GPU, by_name
 
@@ -181,7 +180,7 @@ class Report:
             except Exception as error:
                 self.figures_missing = str(error) or type(error).__name__
                 log.warning("figures are not available: %s", self.figures_missing)
-                log.debug("figures could not be worked out", exc_info=True)
+                log.debug("figures are not available", exc_info=True)
         return self.figures
 
     def __repr__(self) -> str:
@@ -196,7 +195,7 @@ class Report:
         if self.breaks:
             parts += [f"note: {self.broken}:", breaks_text(self.breaks)]
         if self.figures is not None:
-            parts += ["", str(self.figures), *([f"note: {self.rebuilt}"] if self.rebuilt else [])]
+            parts += ["", str(self.figures), *([f"note: {self.recomputed}"] if self.recomputed else [])]
         elif self.figures_missing:
             parts.append(f"figures are not available: {self.figures_missing}")
         text = "\n".join(parts)
@@ -204,12 +203,12 @@ class Report:
 
     @property
     def broken(self) -> str:
-        """That the model was captured in several graphs."""
+        """A sentence: the model was captured in several graphs."""
         return BROKEN.format(self.graphs)
 
     @property
-    def rebuilt(self) -> str:
-        """Why layers keep less although no MLP in them is fused; "" where none does, or figures were not asked for."""
+    def recomputed(self) -> str:
+        """A note on layers that save less although no MLP in them is fused; "" if there are none, or no figures."""
         if self.figures is None:
             return ""
         less = [layer.name for layer in self.figures.layers if layer.after.saved < layer.before.saved]
@@ -221,40 +220,40 @@ class Report:
         if not alone:
             return ""
         return (
-            f"{', '.join(name for name in less if name in alone)}: left alone, and less is saved for backward all the "
-            "same: in the whole graph backward rebuilds what costs only pointwise work, as memory='free' says"
+            f"{', '.join(name for name in less if name in alone)}: not fused, but less is saved for backward: "
+            "memory='free' recomputes pointwise work in backward in the whole graph"
         )
 
     @property
     def nothing(self) -> str:
-        """What to look at where there are no sites."""
+        """Advice for a report without sites."""
         return (
-            "A site is a matrix product that reads a pointwise function of matrix products, through views, casts and\n"
-            "dropout. There is none: between the products stands something else (a norm, a convolution, an operator\n"
-            "that is already fused), a function that is not read, a graph break, or nothing nonlinear."
+            "A site is a GEMM that reads a pointwise function of GEMMs' results, through views, casts and dropout.\n"
+            "There is none: another op (a norm, a convolution, an operator that is already fused), an opaque function\n"
+            "or a graph break lies between the GEMMs, or nothing nonlinear."
         )
 
     def to_json(self) -> str:
-        """The report as JSON text.
+        """Convert the report to JSON.
 
         ``{"title", "summary", "graphs", "recompilations", "breaks", "sites": [{op, activation, …}, …], "unread",
-        "figures", "figures_missing", "notes"}``: a site's entries are ``Site``'s attributes, its ``kind`` by its name;
-        a break's those of ``Break``; figures, if measured, those of ``Figures``, with the totals ``before`` and
-        ``after``, else null.
+        "figures", "figures_missing", "notes"}``: a site's entries are ``Site``'s attributes, its ``kind`` by its name.
+        A break's are those of ``Break``. Figures, if measured, are those of ``Figures``, with the totals ``before`` and
+        ``after``; else null.
         """
         report = {
             "title": self.title,
             "summary": self.summary,
             "graphs": self.graphs,
             "recompilations": self.recompilations,
-            "breaks": [asdict(one) for one in self.breaks],
+            "breaks": [asdict(graph_break) for graph_break in self.breaks],
             "sites": [asdict(site) for site in self.sites],
             "unread": [asdict(site) for site in self.unread],
             "figures": self.figures.as_dict() if self.figures else None,
             "figures_missing": self.figures_missing,
             "notes": list(self.notes),
         }
-        return json.dumps(report, indent=2, ensure_ascii=False, default=_name)
+        return json.dumps(report, indent=2, ensure_ascii=False, default=lambda kind: kind.name)
 
     def to_html(self, path: str | Path) -> Path:
         """Write the report to ``path`` as one self-contained page; returns the path.
@@ -267,30 +266,25 @@ class Report:
         return path
 
 
-def _name(kind: Kind) -> str:
-    """A kind of reason, in JSON."""
-    return kind.name
-
-
 class Recorded(Report):
-    """What ``record`` found: filled while the block runs."""
+    """The result of ``record``, filled while the block runs."""
 
     def __init__(self) -> None:
         super().__init__((), 0)
-        self.other_graphs = 0  # captured in the block by others than us: compiled without pick-up
+        self.other_graphs = 0  # captured in the block by other backends, without fusion
 
     @property
     def nothing(self) -> str:
-        """What to look at where there are no sites."""
+        """Advice for a report without sites."""
         if self.graphs:
             return super().nothing
         if self.other_graphs:
             return (
-                f"Nothing was compiled with pick-up in this block, though Dynamo captured {self.other_graphs} "
-                f"graph{'s' * (self.other_graphs != 1)}:\nthe model must be compiled with "
-                'torch.compile(model, backend="fused"), or with torch_fused_ops.enable() before.'
+                f"No model was compiled with fusion in this block, though Dynamo captured {self.other_graphs} "
+                f"graph{'s' * (self.other_graphs != 1)}:\ncompile it with "
+                'torch.compile(model, backend="fused"), or call torch_fused_ops.enable() first.'
             )
         return (
-            "Nothing was compiled in this block. torch.compile compiles at the first call, and not again for a model\n"
-            "that it has compiled: put the first call into the block, or torch._dynamo.reset() before it."
+            "Nothing was compiled in this block. torch.compile compiles a model at its first call only: put that call\n"
+            "into the block, or call torch._dynamo.reset() before it."
         )

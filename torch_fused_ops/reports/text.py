@@ -1,4 +1,4 @@
-"""What reports say of sites and figures, in words, and as plain text."""
+"""The words of reports on sites and figures, and their plain text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch_fused_ops.sites import Site
 
 __all__ = [
+    "FUSED",
     "KNOB",
-    "PICKED_UP",
     "PLAIN",
     "WIDTH",
     "aligned",
@@ -39,38 +39,38 @@ __all__ = [
 ]
 
 WIDTH = 120
-PLAIN, PICKED_UP = "torch.compile", "with pick-up"  # the two ways that every report compares
+PLAIN, FUSED = "torch.compile", "fused"  # the two variants that every report compares
 KNOB = "torch.compile, budget 0.99"
 
 
 def read_by(site: Site) -> str:
-    """The functions that read the value, each once: "linear ×2"."""
+    """The functions that read the value, without repeats: "linear ×2"."""
     return ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in Counter(site.users).items())
 
 
 def _advice(kinds: Sequence[Kind]) -> list[str]:
-    """What helps, one line each; to be wrapped."""
+    """The kinds' hints, a line each, not wrapped yet."""
     return [f"→ {kind.advice}" for kind in kinds]
 
 
 def counted(breaks: Sequence[Break]) -> list[tuple[Break, int]]:
-    """Graph breaks, each once, and how often it was met."""
+    """Graph breaks without repeats, and their counts."""
     return list(Counter(breaks).items())
 
 
 def breaks_text(breaks: Sequence[Break]) -> str:
-    """Where the graphs end, and why; "" where nothing breaks."""
+    """The places and the reasons of graph breaks; "" if there are none."""
     lines: list[str] = []
-    for one, times in counted(breaks):
-        where = f"{one.source or 'unknown'}{f' ×{times}' if times > 1 else ''}"
-        lines.append(f"{where}: {one.code}" if one.code else where)
-        for part in (one.reason, *_advice((one.kind,))):
+    for graph_break, times in counted(breaks):
+        where = f"{graph_break.source or 'unknown'}{f' ×{times}' if times > 1 else ''}"
+        lines.append(f"{where}: {graph_break.code}" if graph_break.code else where)
+        for part in (graph_break.reason, *_advice((graph_break.kind,))):
             lines += textwrap.wrap(part, WIDTH, initial_indent="  ", subsequent_indent="    ")
     return "\n".join(lines)
 
 
 def unread_lines(groups: Sequence[Group]) -> list[str]:
-    """Activations that are no sites, where they are, and what helps; as lines."""
+    """Lines on the activations that are not sites: their places and hints."""
     lines: list[str] = []
     for text, group in unread_text(groups):
         lines.append(f"{text} ({group.source})")
@@ -80,35 +80,35 @@ def unread_lines(groups: Sequence[Group]) -> list[str]:
 
 
 def unread_text(groups: Sequence[Group]) -> list[tuple[str, Group]]:
-    """Activations that are no sites, as text: "gelu is no site: no GEMM reads it, but layer_norm"."""
+    """Texts on the activations that are not sites: "gelu is not a site: no GEMM reads it, but layer_norm"."""
     return [
-        (f"{', '.join(dict.fromkeys(g.sites[0].spelling))} is no site: {bare_reason(g.sites[0])}", g) for g in groups
+        (f"{', '.join(dict.fromkeys(g.sites[0].spelling))} is not a site: {bare_reason(g.sites[0])}", g) for g in groups
     ]
 
 
 def reason_text(site: Site) -> str:
-    """The reason as it is shown: without what the hint says too, and not like an item of a list (a minus in front)."""
+    """The reason as shown: without the part that the hint repeats, and never beginning like a list's item (a minus)."""
     reason = site.reason.removesuffix(CAN_BE_ADDED)
     reason = f"the value {reason}" if reason.startswith(("-", "−", "*", "+")) else reason
     if site.gemm:
-        reason += "; its linear layers are in float8" + (", but for " if site.gemm_reason else "")
+        reason += "; its linear layers are in float8" + (", except " if site.gemm_reason else "")
     elif site.gemm_reason:
         reason += "; its linear layers are not in float8: "
     reason += site.gemm_reason
     if site.memory not in ("", "free"):
         reason += f"; memory={site.memory!r}"
     if site.tiles_reason:
-        return f"{reason}; not in tiles: {site.tiles_reason}"
+        return f"{reason}; not tiled: {site.tiles_reason}"
     return f"{reason}; in {site.tiles} tiles" if site.tiles else reason
 
 
 def bare_reason(site: Site) -> str:
-    """The same where a heading says already that it is no MLP."""
+    """The reason as shown under a heading that says that it is not an MLP."""
     return reason_text(site).removeprefix(NOT_AN_MLP)
 
 
 def sites_table(groups: Sequence[Group]) -> str:
-    """A row for each group: what it became, where, and why."""
+    """A row for each group: its operator, place and reason."""
     header = ("operator", "activation", "source", "read by", "reason")
     rows = [header]
     for group in groups:
@@ -132,13 +132,13 @@ def sites_table(groups: Sequence[Group]) -> str:
 
 
 def unit_of(nbytes: float) -> tuple[str, int]:
-    """The unit to show so many bytes in, and how many bytes it is."""
+    """The unit for a number of bytes, and its size in bytes."""
     units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
     return next(((unit, n) for unit, n in units if abs(nbytes) >= n), ("B", 1))
 
 
 def size(nbytes: float, scale: float | None = None) -> str:
-    """Bytes as text, in the unit that fits ``scale`` (by default themselves): "576.0 MiB"."""
+    """Format bytes in the unit of ``scale`` (by default of themselves): "576.0 MiB"."""
     scale = nbytes if scale is None else scale
     unit, factor = unit_of(scale)
     digits = 0 if factor == 1 else 2 if abs(scale) < 10 * factor else 1
@@ -146,7 +146,7 @@ def size(nbytes: float, scale: float | None = None) -> str:
 
 
 def change(before: float, after: float) -> str:
-    """What became of a figure: "−36.2 %", "+1.0 %", "≈ 0 %" or "same"."""
+    """Format a figure's change: "−36.2 %", "+1.0 %", "≈ 0 %" or "same"."""
     if before == after:
         return "same"
     if not before:
@@ -158,7 +158,7 @@ def change(before: float, after: float) -> str:
 
 
 def rows_of(figures: Figures) -> list[tuple[str, str, str, str]]:
-    """The totals as text: what, before, after, change."""
+    """The totals as text: name, before, after, change."""
     before, after = figures.before, figures.after
 
     def row(name: str, attribute: str, is_bytes: bool) -> tuple[str, str, str, str]:
@@ -166,10 +166,11 @@ def rows_of(figures: Figures) -> list[tuple[str, str, str, str]]:
         text = [size(v, max(values)) if is_bytes else str(v) for v in values]
         return name, text[0], text[1], change(*values)
 
-    def milliseconds(a: float, b: float) -> tuple[str, str, str, str]:
-        return "time, at least", f"{1e3 * a:.3f} ms", f"{1e3 * b:.3f} ms", change(a, b)
-
-    times = [milliseconds(a, b) for a, b in _seconds(figures)]
+    seconds = {level.name: level.seconds for level in figures.levels}
+    a, b = seconds.get(PLAIN), seconds.get(FUSED)
+    times = []
+    if a is not None and b is not None:
+        times.append(("time, at least", f"{1e3 * a:.3f} ms", f"{1e3 * b:.3f} ms", change(a, b)))
     if not figures.training:
         return [row("bytes moved", "forward_bytes", True), row("kernels", "forward_kernels", False), *times]
     return [
@@ -182,15 +183,8 @@ def rows_of(figures: Figures) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def _seconds(figures: Figures) -> list[tuple[float, float]]:
-    """The least seconds before and after, where they are known."""
-    named = {level.name: level.seconds for level in figures.levels}
-    before, after = named.get(PLAIN), named.get(PICKED_UP)
-    return [] if before is None or after is None else [(before, after)]
-
-
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines of a table: a heading, a rule, and rows whose figures end below each other."""
+    """Lines of a table: a heading, a rule, and rows with right-aligned figures."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join((row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))))
@@ -202,7 +196,7 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def figures_table(figures: Figures) -> str:
     """The totals, before and after."""
-    rows = [(f"on paper, {figures.target}", PLAIN, PICKED_UP, "change"), *rows_of(figures)]
+    rows = [(f"estimated, {figures.target}", PLAIN, FUSED, "change"), *rows_of(figures)]
     lines = aligned(rows)
     lines += [f"a graph is missing from the figures: {reason}" for reason in dict.fromkeys(figures.skipped)]
     lines += figures.notes
@@ -210,14 +204,14 @@ def figures_table(figures: Figures) -> str:
 
 
 def levels_table(figures: Figures) -> str:
-    """What each memory level keeps for backward, its peak and its roofline beside plain torch.compile's; "" if none."""
+    """Table of memory levels beside plain torch.compile: bytes saved for backward, peak, least time; "" if none."""
     if not figures.training or not figures.levels:
         return ""
     base = figures.levels[0]
     peaks = all(level.peak is not None for level in figures.levels)
     heads = ("peak", "change") if peaks else ()
     rows: list[tuple[str, ...]] = [("memory level", "saved for backward", "change", *heads, "at least", "change")]
-    for level in (one for one in figures.levels if one.name != PICKED_UP):
+    for level in (level for level in figures.levels if level.name != FUSED):
         times = ("not known", "")
         if level.seconds is not None and base.seconds is not None:
             times = (f"{1e3 * level.seconds:.3f} ms", change(base.seconds, level.seconds))
@@ -226,9 +220,9 @@ def levels_table(figures: Figures) -> str:
         rows.append((level.name, size(level.saved, base.saved), change(base.saved, level.saved), *most, *times))
     lines = aligned(rows)
     if base.seconds is None:
-        text = f"not known, as nobody has measured the rates of {figures.target}; `plan` estimates them"
+        text = f"not known: the rates of {figures.target} are not measured; `plan` estimates them"
     else:
-        text = "what FLOP, bytes and instructions take at the rates measured on this GPU; nothing runs faster"
+        text = "the time for FLOP, bytes and instructions at this GPU's measured rates, a lower bound"
     lines.append(f"at least: {text}")
     lines += [f"{level.name}: {level.note}" for level in figures.levels if level.note]
     return "\n".join(lines)
