@@ -18,10 +18,10 @@ from torch.fx import Graph, Node
 from .graph import PIECES, Call, describe, record, statically, tensor
 from .symbolic import RULES
 
-__all__ = ["Normal"]
+__all__ = ["Canonical"]
 
 
-class Normal:
+class Canonical:
     """The graph's normal form, made in place.
 
     Attributes:
@@ -31,7 +31,7 @@ class Normal:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.spelled: dict[Node, Node] = {}
+        self.originals: dict[Node, Node] = {}
         self.calls: dict[Node, Call] = {}
         self._edits: list[tuple[Node, list[Node] | tuple[Any, Any]]] = []  # an expansion's parts, or arguments before
         try:
@@ -123,7 +123,7 @@ class Normal:
             for part in reversed(parts):
                 self.graph.erase_node(part)
             raise
-        self.spelled[parts[0]], self.spelled[parts[1]] = node, act
+        self.originals[parts[0]], self.originals[parts[1]] = node, act
         self._edits.append((node, parts))
         node.replace_all_uses_with(parts[1])
 
@@ -143,7 +143,7 @@ class Normal:
         def add(target: Any, *args: Any) -> Node:
             part = self.graph.call_function(target, args)
             parts.append(part)
-            self.spelled[part] = node
+            self.originals[part] = node
             record(part, node)
             return part
 

@@ -77,7 +77,7 @@ def _examine(analysis: GraphAnalysis, policy: FusionPolicy, site: Dropout, sourc
         raise Rejection(Kind.FALLBACK_RANDOM, "inductor's fallback_random asks for eager's random numbers")
     check_rounding(node)
     if not isinstance(p := call.dropout_arguments()["p"], (int, float)):
-        raise Rejection(Kind.PROBABILITY, "its probability is no constant")
+        raise Rejection(Kind.PROBABILITY, "its probability is not a constant")
     for one in (node, source):
         check_plain(one)
     if not (value.ndim and is_contiguous(value)):
@@ -143,11 +143,11 @@ def _not_taken(analysis: GraphAnalysis, node: Node, total: Node) -> str:
         return "it works in place"
     pair = _addends(analysis, total)
     if pair is None:
-        return "it is no plain sum of two tensors"
+        return "it is not a plain sum of two tensors"
     residual = pair[1] if pair[0] is node else pair[0]
     value, result = tensor(residual), tensor(total)
     if value is None or result is None or not is_plain(value) or value.device != value_of(node).device:
-        return f"{shown(residual)} is no plain tensor beside it"
+        return f"{shown(residual)} is not a plain tensor on the same device"
     if not (same_shape(residual, node) and is_contiguous(result)):
         return "it broadcasts, or is laid out in another order"
     if value.dtype not in FLOATING or result.dtype != value.dtype:

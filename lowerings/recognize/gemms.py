@@ -41,8 +41,8 @@ class Linears:
     """The linear layers around one activation: those that become float8, and why the others do not."""
 
     recipe: str
-    found: list[Node] = field(default_factory=list)
-    refused: list[tuple[Node, Reason]] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    rejected: list[tuple[Node, Reason]] = field(default_factory=list)
 
 
 def linears(analysis: GraphAnalysis, operands: Iterable[Node], reading: Iterable[Node], recipe: str) -> Linears:
@@ -61,9 +61,9 @@ def linears(analysis: GraphAnalysis, operands: Iterable[Node], reading: Iterable
             continue
         try:
             _check(analysis, node, recipe)
-            result.found.append(node)
+            result.nodes.append(node)
         except Rejection as refusal:
-            result.refused.append((node, refusal.reason))
+            result.rejected.append((node, refusal.reason))
     return result
 
 
@@ -73,7 +73,7 @@ class Called:
 
     node: Node
     op: PointwiseOperator
-    operands: list[Node]
+    inputs: list[Node]
     reading: list[Node]  # who reads the value in the end, dropouts between
 
     @property
@@ -131,7 +131,7 @@ def arguments_of(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node, Node 
         value, matrix = tensor(weight), value_of(input).ndim == 2 or call.name in ("linear", "matmul")
         if value is not None and value.ndim == 2 and not analysis.fed[weight] and matrix:
             return input, weight, bias, transposed
-    raise Rejection(Kind.GEMM_FORM, f"{shown(node)} is no linear layer")
+    raise Rejection(Kind.GEMM_FORM, f"{shown(node)} is not a linear layer")
 
 
 # By a GEMM's name: its arguments, which of them are input, weight and bias, and whether the weight is (in, out).
@@ -159,7 +159,7 @@ def _check(analysis: GraphAnalysis, node: Node, recipe: str) -> None:
     value, (n, k) = value_of(node), value_of(weight).shape
     check_float8(value_of(weight), value.dtype, recipe)
     if bias is not None and not statically(value_of(bias).shape == (k if transposed else n,)):
-        raise Rejection(Kind.GEMM_FORM, f"{shown(node)} is no linear layer")
+        raise Rejection(Kind.GEMM_FORM, f"{shown(node)} is not a linear layer")
 
 
 def experts_of(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node, Node] | None:
@@ -192,7 +192,7 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
     """
     scaling, grouped = RECIPES[recipe].scaling, weight.ndim == 3
     if grouped and not scaling.grouped:
-        text = f"experts are multiplied in float8 with a scale for each row, not for each {scaling.noun}"
+        text = f"grouped float8 GEMMs have a scale for each row, not for each {scaling.noun}"
         raise Rejection(Kind.GEMM_EXPERTS, text)
     if dtype not in (DTYPES_OF_EXPERTS if grouped else DTYPES_OF_PRODUCTS):
         raise Rejection(Kind.GEMM_DTYPE, f"it gives {str(dtype).removeprefix('torch.')}")
@@ -202,9 +202,9 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
         raise Rejection(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of {multiple_of}")
     device = compat.no_scaled_products(stands_for(weight.device), scaling, grouped)
     if device and grouped:
-        raise Rejection(Kind.GEMM_DEVICE, f"this device ({device}) has no products of experts in float8")
+        raise Rejection(Kind.GEMM_DEVICE, f"this device ({device}) does not support grouped float8 GEMMs")
     if device:
-        text = f"this device ({device}) has no products of float8 with a scale for each {scaling.noun}"
+        text = f"this device ({device}) does not support float8 GEMMs with a scale for each {scaling.noun}"
         raise Rejection(Kind.GEMM_DEVICE, text)
 
 
@@ -219,7 +219,7 @@ def fuse(graph: Graph, analysis: GraphAnalysis, found: dict[Node, str]) -> list[
 def _warn_of_cpu() -> None:
     """Once in a process."""
     log.warning(
-        "products in float8 on a CPU are right, and slower than without: the numbers that a GPU multiplies are read "
+        "float8 GEMMs on a CPU are correct but slower than without: the numbers that a GPU multiplies are read "
         "back and multiplied in the model's dtype (docs/fp8.md)"
     )
 

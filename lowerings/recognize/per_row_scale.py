@@ -66,7 +66,7 @@ def find(analysis: GraphAnalysis, subgraph: Subgraph) -> RowScale | None:
     """
     if subgraph.order is not None:
         return None
-    node, chain, product = subgraph.root, list[Node](), None
+    node, chain, product = subgraph.output, list[Node](), None
     while len(node.users) == 1:
         (user,) = node.users
         factor = _factor(analysis, user, node) if product is not None else None
@@ -124,11 +124,11 @@ def _is_sound(analysis: GraphAnalysis, found: RowScale) -> bool:
     except Rejection:
         return False
     exponents = [
-        math.frexp(torch.finfo(value_of(node).dtype).max)[1] for node in (subgraph.root, *found.chain, found.last)
+        math.frexp(torch.finfo(value_of(node).dtype).max)[1] for node in (subgraph.output, *found.chain, found.last)
     ]
     if min(exponents) < max(exponents[-1], _EXPONENTS):
         return False
-    device = value_of(subgraph.root).device
+    device = value_of(subgraph.output).device
     if any(analysis.region[node] != analysis.region[found.last] or value_of(node).device != device for node in moved):
         return False
     read = {source for node in (*moved, *dead_calls(subgraph)) for source in node.all_input_nodes}
@@ -147,7 +147,7 @@ def fuse(graph: Graph, found: RowScale) -> Edit:
 
 def _insert(graph: Graph, found: RowScale, new: list[Node]) -> Node:
     subgraph, last = found.subgraph, found.last
-    root, factor = subgraph.root, value_of(found.factor)
+    root, factor = subgraph.output, value_of(found.factor)
 
     def call(target: Any, args: tuple[Any, ...], make: Callable[[], Any], **kwargs: Any) -> Node:
         node = graph.call_function(target, args, kwargs)
@@ -171,7 +171,7 @@ def _insert(graph: Graph, found: RowScale, new: list[Node]) -> Node:
             inside = call(torch.unsqueeze, (inside, 1), lambda: torch.empty(count, 1, dtype=torch.bool, device=device))
             scale = call(torch.where, (inside, scale, 0.0), lambda: torch.empty_like(factor))
         leading = value_of(root).shape[:-1]
-        sizes = [size(subgraph.operands[0], axis) for axis in range(len(leading))]
+        sizes = [size(subgraph.inputs[0], axis) for axis in range(len(leading))]
         scale = call(torch.reshape, (scale, sizes), lambda: factor.new_empty(leading))
         made = {root: insert(graph, subgraph, new, at=last, token_scale=scale)}
         for node in found.chain:

@@ -94,7 +94,7 @@ def _table(names: tuple[str, ...], kinks: bool) -> tuple[Algebra, Forms]:
             for i, x in enumerate(variables):
                 table[name, i] = _applied(algebra, name, x)
         except Unprovable as e:  # a registered activation beyond the rules: the operators know it, pick-up does not
-            log.warning("pick-up cannot recognize the registered activation %r: %s", name, e)
+            log.warning("the fusion pass cannot recognize the registered activation %r: %s", name, e)
     return algebra, table
 
 
@@ -196,15 +196,15 @@ def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], form
     if algebra.names(expression) > MAX_NAMES:  # the text doubles with every call of x·sin(x) on its own result
         many = f"a formula of more than {MAX_NAMES} functions and variables"
         if unary:
-            return _refused(Kind.UNKNOWN, f"{many} is no activation of the table")
-        return _refused(Kind.UNKNOWN_GATED, f"{many} is no activation of the table with a gate")
+            return _refused(Kind.UNKNOWN, f"{many} is not a supported activation")
+        return _refused(Kind.UNKNOWN_GATED, f"{many} is not a supported gated activation")
     text = algebra.text(expression)
     if algebra.constant(expression) is not None:  # a gate on a state that starts as zeros
         return _refused(Kind.CONSTANT, f"{NOT_AN_MLP}it is {text} everywhere")
     if unary and len(steps) == 1 and hasattr(torch.nn.functional, steps[0][0]):
         text = f"{steps[0][0]}(x) = {text}"
     if not unary:
-        return _refused(Kind.UNKNOWN_GATED, f"{_short(text)} is no activation of the table with a gate")
+        return _refused(Kind.UNKNOWN_GATED, f"{_short(text)} is not a supported gated activation")
     shape, constants = algebra.constants(expression)
     near: list[tuple[float, str]] = []
     for (name, i), form in forms.items():
@@ -218,4 +218,4 @@ def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], form
             near.append((max(abs(c / t - 1) for c, t in apart), f"{text} is like {name}, but has {values}"))
     if near and min(near)[0] < 0.5:
         return _refused(Kind.NEAR, min(near)[1])
-    return _refused(Kind.UNKNOWN, f"{_short(text)} is no activation of the table{CAN_BE_ADDED}")
+    return _refused(Kind.UNKNOWN, f"{_short(text)} is not a supported activation{CAN_BE_ADDED}")

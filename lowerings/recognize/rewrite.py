@@ -57,14 +57,14 @@ def replace(graph: Graph, edits: Sequence[Edit]) -> None:
 
 def fuse(graph: Graph, subgraph: Subgraph) -> Edit:
     """The edit that makes a proved subgraph one fused operator."""
-    return subgraph.root, partial(insert, graph, subgraph), dead_calls(subgraph)
+    return subgraph.output, partial(insert, graph, subgraph), dead_calls(subgraph)
 
 
 def dead_calls(subgraph: Subgraph) -> set[Node]:
     """What may be dead once the operator has taken the subgraph's place."""
     dead = {*subgraph.calls, *subgraph.bypassed}
     if subgraph.packed:  # the cuts of the packed tensor
-        for node in subgraph.operands:
+        for node in subgraph.inputs:
             while node is not subgraph.packed[0]:
                 dead.add(node)
                 node = node.all_input_nodes[0]
@@ -89,7 +89,7 @@ def insert(
         at: it is written before this node; by default the subgraph's root.
         token_scale: a factor of each row, of the result's shape without its last axis.
     """
-    root, match = subgraph.root, subgraph.match
+    root, match = subgraph.output, subgraph.match
 
     def call(target: Callable[..., Any], *args: Any) -> Node:
         node = graph.call_function(target, args)
@@ -102,7 +102,7 @@ def insert(
         return node if value is None or value.dtype == dtype else call(torch.ops.aten.to.dtype, node, dtype)
 
     def given(i: int, scale: float = 1.0) -> Node:
-        node = scaled(cast(of(subgraph.operands[i]), subgraph.dtype), scale)
+        node = scaled(cast(of(subgraph.inputs[i]), subgraph.dtype), scale)
         return node if subgraph.order is None else call(torch.permute, node, subgraph.order)
 
     def scaled(node: Node, scale: float) -> Node:

@@ -48,9 +48,9 @@ MAX_CALLS = 64  # the longest spelling of an activation met in 260 models has 14
 class Subgraph:
     """An activation in the graph. ``calls`` is in graph order and ends with ``root``."""
 
-    root: Node
+    output: Node
     calls: list[Node] = field(default_factory=list)
-    operands: list[Node] = field(default_factory=list)
+    inputs: list[Node] = field(default_factory=list)
     bypassed: list[Node] = field(default_factory=list)  # other nodes that the operator does not read any more
     dtype: torch.dtype = torch.float32  # what the operator computes in; root's own dtype may be narrower
     match: Match = field(default_factory=lambda: Match(None))
@@ -112,7 +112,7 @@ def examine(analysis: GraphAnalysis, top: Node) -> Subgraph:
     A learnable scale of the columns, a routing weight or a mask of the rows stays where it is, behind the operator.
 
     Raises:
-        Rejection: it is no activation of the table, or replacing it could change what the graph computes.
+        Rejection: it is not a supported activation, or replacing it could change what the graph computes.
     """
     try:
         return _examine(analysis, top)
@@ -143,7 +143,7 @@ def _scaled(analysis: GraphAnalysis, top: Node) -> Node | None:
 def results(analysis: GraphAnalysis, subgraph: Subgraph) -> list[Node]:
     """The final readers of a subgraph's value, each once: its ``readers``, and of a factor among them the factor's."""
     found: dict[Node, None] = {}
-    pending = list(reversed(list(readers(analysis, subgraph.root))))
+    pending = list(reversed(list(readers(analysis, subgraph.output))))
     while pending:
         reader = pending.pop()
         if reader in subgraph.factors:
@@ -154,12 +154,12 @@ def results(analysis: GraphAnalysis, subgraph: Subgraph) -> list[Node]:
 
 
 def _examine(analysis: GraphAnalysis, top: Node) -> Subgraph:
-    subgraph = Subgraph(_root(analysis, top))
+    subgraph = Subgraph(_output(analysis, top))
     _walk(analysis, subgraph)
     steps, result = _steps(analysis, subgraph)
-    subgraph.match = prove(steps, result, len(subgraph.operands), differentiable=value_of(subgraph.root).requires_grad)
+    subgraph.match = prove(steps, result, len(subgraph.inputs), differentiable=value_of(subgraph.output).requires_grad)
     if subgraph.match.activation is None:
-        for operand in subgraph.operands:  # x·w: maybe the weight belongs to the activation, as in xIELU
+        for operand in subgraph.inputs:  # x·w: maybe the weight belongs to the activation, as in xIELU
             if analysis.calls[operand].name in ("mul", "div"):
                 _refuse_foreign(analysis, subgraph, [a for a in operand.all_input_nodes if analysis.state[a] == FREE])
         assert subgraph.match.reason is not None
@@ -171,7 +171,7 @@ def _examine(analysis: GraphAnalysis, top: Node) -> Subgraph:
     return subgraph
 
 
-def _root(analysis: GraphAnalysis, top: Node) -> Node:
+def _output(analysis: GraphAnalysis, top: Node) -> Node:
     """A single cast right after the top call belongs to the subgraph: the operator rounds to that dtype itself.
 
     Not one to a wider dtype, in front of a product in float32 for example: what is rounded before it stays rounded.
@@ -212,8 +212,8 @@ def _is_call(analysis: GraphAnalysis, node: Node) -> bool:
 
 
 def _walk(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
-    seen = {subgraph.root}
-    pending = [subgraph.root]
+    seen = {subgraph.output}
+    pending = [subgraph.output]
     while pending:
         node = pending.pop()
         subgraph.calls.append(node)
@@ -224,13 +224,13 @@ def _walk(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
                 seen.add(source)
                 if _is_call(analysis, source):
                     pending.append(source)
-                elif analysis.calls[source].name in CONSTANTS and same_shape(source, subgraph.root):
+                elif analysis.calls[source].name in CONSTANTS and same_shape(source, subgraph.output):
                     subgraph.bypassed.append(source)
                 else:
-                    subgraph.operands.append(source)
+                    subgraph.inputs.append(source)
     subgraph.calls.sort(key=analysis.index.__getitem__)
-    subgraph.operands.sort(key=analysis.index.__getitem__)
-    _refuse_foreign(analysis, subgraph, [operand for operand in subgraph.operands if analysis.state[operand] == FREE])
+    subgraph.inputs.sort(key=analysis.index.__getitem__)
+    _refuse_foreign(analysis, subgraph, [operand for operand in subgraph.inputs if analysis.state[operand] == FREE])
 
 
 _TELLING = (Kind.PARAMETER, Kind.ANOTHER_TENSOR, Kind.MASK, Kind.OTHER_OPERAND)  # the most telling reason first
@@ -250,7 +250,7 @@ def _foreign(analysis: GraphAnalysis, subgraph: Subgraph, operand: Node) -> Reas
         Kind.OTHER_OPERAND,
         f"{NOT_AN_MLP}combined with the result of {shown(source)}, which no GEMM with weights has produced",
     )
-    whole = source.op not in ("placeholder", "get_attr") and same_shape(operand, subgraph.root)
+    whole = source.op not in ("placeholder", "get_attr") and same_shape(operand, subgraph.output)
     if analysis.fed[source] and whole and not _is_mask(source):
         return gated
     pending, seen = [operand], {operand}
@@ -293,7 +293,7 @@ def _merge(analysis: GraphAnalysis, subgraph: Subgraph) -> dict[Node, Node]:
             return tuple(map(key, argument))
         return repr(argument)
 
-    pending = list(subgraph.operands)  # no recursion: chains of views may be long, and join again
+    pending = list(subgraph.inputs)  # no recursion: chains of views may be long, and join again
     while pending:
         node = pending[-1]
         below = [a for a in node.all_input_nodes if a not in same] if node not in same and fixed(node) else []
@@ -310,15 +310,15 @@ def _merge(analysis: GraphAnalysis, subgraph: Subgraph) -> dict[Node, Node]:
             )
             same[node] = views.setdefault(view, node)
 
-    merged = {operand: first.setdefault(same[operand], operand) for operand in subgraph.operands}
-    subgraph.operands = list(first.values())
-    subgraph.bypassed += [node for node in merged if node not in subgraph.operands]
+    merged = {operand: first.setdefault(same[operand], operand) for operand in subgraph.inputs}
+    subgraph.inputs = list(first.values())
+    subgraph.bypassed += [node for node in merged if node not in subgraph.inputs]
     return merged
 
 
 def _steps(analysis: GraphAnalysis, subgraph: Subgraph) -> tuple[tuple[Step, ...], Ref]:
     merged = _merge(analysis, subgraph)
-    known = {node: Ref("operand", subgraph.operands.index(first)) for node, first in merged.items()}
+    known = {node: Ref("operand", subgraph.inputs.index(first)) for node, first in merged.items()}
     steps: list[Step] = []
 
     def given(argument: Any) -> Any:
@@ -341,7 +341,7 @@ def _steps(analysis: GraphAnalysis, subgraph: Subgraph) -> tuple[tuple[Step, ...
             known[node] = Ref("value", len(steps) - 1)
         else:
             known[node] = known[node.all_input_nodes[0]]
-    return tuple(steps), known[subgraph.root]
+    return tuple(steps), known[subgraph.output]
 
 
 def _inline(function: Node, arguments: list[Any], steps: list[Step]) -> Ref:
@@ -368,19 +368,19 @@ def _inline(function: Node, arguments: list[Any], steps: list[Step]) -> Ref:
 
 
 def _check_values(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
-    root = value_of(subgraph.root)
-    top = value_of(subgraph.root.all_input_nodes[0]) if analysis.calls[subgraph.root].name in CASTS else root
-    for node in subgraph.operands + subgraph.calls:
+    root = value_of(subgraph.output)
+    top = value_of(subgraph.output.all_input_nodes[0]) if analysis.calls[subgraph.output].name in CASTS else root
+    for node in subgraph.inputs + subgraph.calls:
         check_plain(node)
         device = value_of(node).device
         if device != root.device:
             raise Rejection(Kind.DEVICES, f"it is computed on {device} and on {root.device}")
-    for node in subgraph.operands:
+    for node in subgraph.inputs:
         value = value_of(node)
-        if analysis.origin(node) in analysis.inference and subgraph.root not in analysis.inference:
+        if analysis.origin(node) in analysis.inference and subgraph.output not in analysis.inference:
             text = f"the result of {shown(analysis.origin(node))}, from inference mode, cannot be saved for backward"
             raise Rejection(Kind.INFERENCE_MODE, text)
-        if not (value.ndim and same_shape(node, subgraph.root)):
+        if not (value.ndim and same_shape(node, subgraph.output)):
             text = f"a broadcast changes the shape: {tuple(value.shape)} to {tuple(root.shape)}"
             raise Rejection(Kind.BROADCAST, text)
         if analysis.calls[node].name in CASTS and (_loses(top.dtype, value.dtype) or _loses(root.dtype, value.dtype)):
@@ -388,16 +388,16 @@ def _check_values(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
             raise Rejection(Kind.NARROW_CAST, text)
     widest: dict[Node, torch.dtype] = {}  # of the operands that a call's value is made of
     for node in subgraph.calls:
-        if analysis.region[node] != analysis.region[subgraph.root]:
+        if analysis.region[node] != analysis.region[subgraph.output]:
             raise Rejection(Kind.REGION, "autocast or grad mode is switched between its parts")
         sources = [widest.get(source, value_of(source).dtype) for source in analysis.sources(node)]
         widest[node] = max(sources, key=lambda dtype: dtype.itemsize)
         dtype = value_of(node).dtype
-        if node is not subgraph.root and any(_loses(source, dtype) for source in sources):
+        if node is not subgraph.output and any(_loses(source, dtype) for source in sources):
             raise Rejection(Kind.NARROW_CAST, f"it works in {dtype} on {widest[node]} values")
     # The operator computes in float32 whatever it reads, and rounds once: a last cast to less is its own rounding.
     subgraph.dtype = root.dtype if _loses(top.dtype, root.dtype) else top.dtype
-    for node in subgraph.operands:
+    for node in subgraph.inputs:
         subgraph.dtype = torch.promote_types(subgraph.dtype, value_of(node).dtype)
     subgraph.order = _order(root)
 
@@ -427,16 +427,16 @@ def _check_writes(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
                 if at[writer] < at[node]:
                     raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into it in place before it is read")
     # After the root too: the operator keeps its input for backward, where relu and others keep their result.
-    for operand in subgraph.operands:
+    for operand in subgraph.inputs:
         for writer in writers_after(operand):
             if writer not in calls:
                 raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into its input in place")
-    for writer in writers_after(subgraph.root):
+    for writer in writers_after(subgraph.output):
         if analysis.calls[writer].name not in DROPOUTS:  # a dropout on top stays
             raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into its result in place")
     for node in subgraph.calls:
         if analysis.calls[node].inplace:
-            check_in_place_call(analysis, node, subgraph.root, subgraph.calls)
+            check_in_place_call(analysis, node, subgraph.output, subgraph.calls)
 
 
 def check_in_place_call(analysis: GraphAnalysis, node: Node, root: Node, calls: Collection[Node]) -> None:
@@ -471,10 +471,10 @@ def _check_results(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
     """What the graph hands out its caller may write: the operator may keep it for backward where PyTorch does, too."""
     name = subgraph.match.activation
     keeps_result = subgraph.match.up is None and name is not None and activations.get(name).gradient_from_output
-    if keeps_result or not value_of(subgraph.root).requires_grad:
+    if keeps_result or not value_of(subgraph.output).requires_grad:
         return
-    results = {analysis.storage(node) for node in subgraph.root.graph.output_node().all_input_nodes}
-    handed_out = results & {analysis.storage(node) for node in subgraph.operands}
+    results = {analysis.storage(node) for node in subgraph.output.graph.output_node().all_input_nodes}
+    handed_out = results & {analysis.storage(node) for node in subgraph.inputs}
     if handed_out and not handed_out <= {analysis.storage(node) for node in _kept_by_torch(analysis, subgraph)}:
         text = "its input is a result of the graph, which may be written before backward needs it"
         raise Rejection(Kind.GRAPH_RESULT, text)
@@ -508,7 +508,7 @@ def _kept_by_torch(analysis: GraphAnalysis, subgraph: Subgraph) -> set[Node]:
                 values[node] = called(*args, **kwargs)
     except Exception:  # a custom function, say: nothing is known of it
         return set()
-    return {node for node in subgraph.operands if storage(stand_in(node)) in kept}
+    return {node for node in subgraph.inputs if storage(stand_in(node)) in kept}
 
 
 # Gate and up in one tensor
@@ -526,8 +526,8 @@ class _Cut:
 def _find_packed(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
     if subgraph.match.up is None or subgraph.order is not None or subgraph.match.gate_scale != 1:
         return
-    gate = _cut(analysis, subgraph.operands[subgraph.match.gate])
-    up = _cut(analysis, subgraph.operands[subgraph.match.up])
+    gate = _cut(analysis, subgraph.inputs[subgraph.match.gate])
+    up = _cut(analysis, subgraph.inputs[subgraph.match.up])
     if gate is None or up is None or gate.base is not up.base or gate.axis != up.axis:
         return
     base, last = gate.base, value_of(gate.base).ndim - 1
@@ -556,12 +556,12 @@ def _find_packed(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
                 layout = name
     if layout is None:
         return  # the operator then reads the two views
-    bypassed = set(subgraph.operands)
-    for node in subgraph.operands:
+    bypassed = set(subgraph.inputs)
+    for node in subgraph.inputs:
         while (node := node.all_input_nodes[0]) is not base:
             bypassed.add(node)
-    if all(analysis.region[node] == analysis.region[subgraph.root] for node in bypassed) and not any(
-        analysis.index[base] < analysis.index[writer] < analysis.index[subgraph.root] and writer not in subgraph.calls
+    if all(analysis.region[node] == analysis.region[subgraph.output] for node in bypassed) and not any(
+        analysis.index[base] < analysis.index[writer] < analysis.index[subgraph.output] and writer not in subgraph.calls
         for writer in analysis.writes.get(analysis.storage(base), ())
     ):
         subgraph.packed = (base, layout)

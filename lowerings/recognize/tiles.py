@@ -118,7 +118,7 @@ def _tokens(node: Node) -> Any:
 def _source(analysis: GraphAnalysis, subgraph: Subgraph) -> Node:
     """What the linear layers in front of the activation read; of adapters' the first."""
     sources = []
-    for node in producers(analysis, subgraph.operands):
+    for node in producers(analysis, subgraph.inputs):
         source = arguments_of(analysis, node)[0]
         while keeps_rows(analysis, source):
             source = source.all_input_nodes[0]
@@ -129,7 +129,7 @@ def _source(analysis: GraphAnalysis, subgraph: Subgraph) -> Node:
 
 
 def _last(analysis: GraphAnalysis, subgraph: Subgraph) -> Node:
-    reading = list(readers(analysis, subgraph.root))
+    reading = list(readers(analysis, subgraph.output))
     if len(reading) != 1:
         names = ", ".join(dict.fromkeys(map(shown, reading)))
         raise Rejection(Kind.TILE_READER, f"{len(reading)} calls read the hidden layer: {names}")
@@ -162,7 +162,7 @@ class _Reader:
 
     def data(self, node: Node) -> Node:
         """The node that a tile has in place of this one: without views that keep rows, copies and idle dropouts."""
-        while node is not self.source and node is not self.subgraph.root:
+        while node is not self.source and node is not self.subgraph.output:
             call = self.analysis.calls[node]
             idle = call.name in COPIES or (call.name in DROPOUTS and not call.dropout_is_active())
             if call.inplace or not (idle or keeps_rows(self.analysis, node)):
@@ -174,8 +174,8 @@ class _Reader:
     def read(self, node: Node) -> tuple[Form, Sequence[Node]]:
         """How a tile makes a call, and what it needs for that."""
         analysis, call = self.analysis, self.analysis.calls[node]
-        if node is self.subgraph.root:
-            operands = [self.subgraph.packed[0]] if self.subgraph.packed else self.subgraph.operands
+        if node is self.subgraph.output:
+            operands = [self.subgraph.packed[0]] if self.subgraph.packed else self.subgraph.inputs
             return partial(_activation, self.subgraph, self.data), operands
         if analysis.weight_gemm(node):
             input, weight, bias, transposed = arguments_of(analysis, node)
@@ -189,7 +189,7 @@ class _Reader:
         data = [one for one in node.all_input_nodes if analysis.state[one] != FREE or one is self.source]
         for one in set(node.all_input_nodes) - set(data):
             if value_of(one).ndim > 1:
-                raise Rejection(Kind.TILE_FORM, f"{shown(node)} combines it with {shown(one)}, which is no vector")
+                raise Rejection(Kind.TILE_FORM, f"{shown(node)} combines it with {shown(one)}, which is not a vector")
             self.constants.append(one)
         return partial(_copy, {one: self.data(one) for one in data}), data
 
@@ -241,7 +241,7 @@ def _check_callers(analysis: GraphAnalysis, found: Tiling, read: _Reader) -> Non
             is_kept = value_of(node).dtype == value_of(found.source).dtype and value_of(weight).requires_grad
             if is_kept and read.data(input) is found.source:
                 return
-    text = f"its input, {shown(found.source)}, the caller may write before backward needs it"
+    text = f"the caller may modify its input, {shown(found.source)}, before backward needs it"
     raise Rejection(Kind.TILE_CALLERS, text)
 
 

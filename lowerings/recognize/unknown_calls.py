@@ -39,9 +39,9 @@ def find(analysis: GraphAnalysis) -> Iterator[tuple[Node, Reason]]:
         before = _reached(analysis, node.all_input_nodes, is_product, lambda n: n.all_input_nodes)
         after = _reached(analysis, _readers(node), is_product, lambda n: n.users)
         if True in before or True in after:
-            text = f"{NOT_AN_MLP}it is not known whether {name} is a matrix product"
+            text = f"{NOT_AN_MLP}it is not known whether {name} is a GEMM"
         elif before and after:
-            text = f"{NOT_AN_MLP}{name} stands between matrix products, and is not looked into"
+            text = f"{NOT_AN_MLP}{name} lies between GEMMs and cannot be analyzed"
         else:
             continue
         yield node, Reason(Kind.OPAQUE, text)

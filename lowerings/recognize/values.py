@@ -54,7 +54,7 @@ def check_plain(node: Node) -> None:
     """
     value = value_of(node)
     if not is_plain(value):
-        text = f"{shown(node)} gives a {type(value).__name__}: tensor subclasses are left alone"
+        text = f"{shown(node)} gives a {type(value).__name__}: tensor subclasses are not fused"
         raise Rejection(Kind.SUBCLASS, text)
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         raise Rejection(Kind.TRANSFORM, "it is computed under a torch.func transform (vmap, grad, …)")
