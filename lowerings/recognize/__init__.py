@@ -139,7 +139,7 @@ def _move_row_scales(
     for candidate, subgraph in proved:
         if candidate.memory and not candidate.is_tiled:
             scale = per_row_scale.find(analysis, subgraph)
-            candidate.row_scale = scale if scale and scale.product not in in_float8 else None
+            candidate.row_scale = scale if scale and scale.gemm not in in_float8 else None
 
 
 def _check_excluded(modules: Collection[str], policy: FusionPolicy) -> None:
@@ -192,10 +192,10 @@ def _drop_shared(candidates: list[Candidate]) -> None:
 def _called(analysis: GraphAnalysis, policy: FusionPolicy) -> Iterator[tuple[gemms.Called, gemms.Linears]]:
     """The activations that are operators already, with linear layers around that the policy asks for in float8."""
     for call in gemms.called(analysis):
-        modules = modules_of(call.node, (call.reading or [call.node])[0])
+        modules = modules_of(call.node, (call.users or [call.node])[0])
         recipe = policy.gemm_of(modules)
         if recipe in RECIPES and policy.excluding(modules) is None:
-            linears = gemms.linears(analysis, call.inputs, call.reading, recipe)
+            linears = gemms.linears(analysis, call.inputs, call.users, recipe)
             if linears.nodes or linears.rejected:
                 yield call, linears
 

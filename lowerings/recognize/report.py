@@ -113,10 +113,10 @@ def called_site(call: Called, linears: Linears) -> Site:
         f"fused::{call.op.name}",
         call.activation,
         reason="the model calls the operator itself",
-        users=tuple(map(shown, call.reading)),
+        users=tuple(map(shown, call.users)),
         spelling=(shown(call.node),),
         **_float8(linears),
-        **_source(call.node, (call.reading or [call.node])[0]),
+        **_source(call.node, (call.users or [call.node])[0]),
     )
 
 
