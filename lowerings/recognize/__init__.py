@@ -60,7 +60,7 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
         called = list(_called(analysis, policy))
         around = [*(candidate.linears for candidate, _ in proved), *(linears for _, linears in called)]
         recipes = {node: linears.recipe for linears in around if linears for node in linears.nodes}
-        if policy.memory != "off":  # else it is upstream that chooses what is saved for backward
+        if policy.memory != "off":  # else PyTorch chooses the values saved for backward
             _move_row_scales(analysis, proved, recipes)
         dropouts = _dropouts(analysis, policy, {subgraph.output for _, subgraph in proved})
         sites = [(candidate.node, site_of(analysis, canonical, candidate)) for candidate in candidates]
@@ -86,14 +86,15 @@ def _candidates(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Candidate
     """Every site, with its subgraph or the reason it is not fused."""
     candidates: list[Candidate] = []
     by_output: dict[Node, Subgraph] = {}
-    for node, products in find(analysis):
-        candidate = Candidate(node, products)
+    for node, users in find(analysis):
+        candidate = Candidate(node, users)
         try:
-            if not any(map(analysis.weight_gemm, products)):
+            if not any(map(analysis.weight_gemm, users)):
                 text = f"{NOT_AN_MLP}read by a GEMM of two computed tensors, as in attention"
                 raise Rejection(Kind.COMPUTED_PRODUCT, text)
-            _check_known(analysis, products)
-            _check_excluded(candidate.modules, policy)
+            _check_known(analysis, users)
+            if (pattern := policy.excluding(modules_of(node, users[0]))) is not None:
+                raise Rejection(*excluded(pattern))
             subgraph = examine(analysis, node)
             if subgraph.output in by_output:  # of two multiplications by factors, or of one and a GEMM: one site
                 by_output[subgraph.output].factors += subgraph.factors
@@ -116,7 +117,7 @@ def _choose(
     """Apply the policy to each proved activation: linear layers in float8, a memory level, tiles."""
     tiled = []
     for candidate, subgraph in proved:
-        modules = candidate.modules
+        modules = modules_of(candidate.node, candidate.gemms[0])
         recipe = policy.gemm_of(modules)
         if recipe in RECIPES:
             candidate.linears = gemms.linears(analysis, subgraph.inputs, results(analysis, subgraph), recipe)
@@ -142,17 +143,10 @@ def _move_row_scales(
             candidate.row_scale = scale if scale and scale.gemm not in in_float8 else None
 
 
-def _check_excluded(modules: Collection[str], policy: FusionPolicy) -> None:
-    """A pattern excludes a site by the path of any module that it is in; ``"encoder.*"`` means the encoder, too."""
-    pattern = policy.excluding(modules)
-    if pattern is not None:
-        raise Rejection(*excluded(pattern))
-
-
-def _check_known(analysis: GraphAnalysis, products: list[Node]) -> None:
+def _check_known(analysis: GraphAnalysis, nodes: list[Node]) -> None:
     """At least one function on a side of an activation must be known to be a GEMM."""
-    if products and all(analysis.calls[node].unknown for node in products):
-        name = shown(products[0])
+    if nodes and all(analysis.calls[node].unknown for node in nodes):
+        name = shown(nodes[0])
         text = f"it is not known whether {name}, a custom autograd.Function, is a GEMM"
         raise Rejection(Kind.UNKNOWN_PRODUCT, text)
 
@@ -169,7 +163,7 @@ def _check_freezing(subgraph: Subgraph) -> None:
 def _drop_shared(candidates: list[Candidate]) -> None:
     """Reject the subgraphs whose inner values others read: the operator would be computed on top of these.
 
-    An inner value may be another fused subgraph's too (two products of one activation), or its output.
+    An inner value may be another fused subgraph's too (two multiplications by one activation), or its output.
     """
     while True:
         subgraphs = [candidate.subgraph for candidate in candidates if candidate.subgraph]
@@ -203,8 +197,6 @@ def _called(analysis: GraphAnalysis, policy: FusionPolicy) -> Iterator[tuple[gem
 def _dropouts(analysis: GraphAnalysis, policy: FusionPolicy, outputs: Collection[Node]) -> list[dropout.Dropout]:
     sites = dropout.find(analysis, policy, outputs)
     for site in sites:
-        try:
-            _check_excluded(modules_of(site.node), policy)
-        except Rejection as rejection:
-            site.reason = rejection.reason
+        if (pattern := policy.excluding(modules_of(site.node))) is not None:
+            site.reason = excluded(pattern)
     return sites

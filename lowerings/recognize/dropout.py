@@ -164,29 +164,24 @@ def _not_taken(analysis: GraphAnalysis, node: Node, total: Node) -> str:
 
 def fuse(graph: Graph, sites: Sequence[Dropout]) -> list[Edit]:
     """The edits that replace each site by one ``fused::dropout_add``."""
-    of: dict[torch.device, list[Dropout]] = {}
+    by_device: dict[torch.device, list[Dropout]] = {}
     for site in sites:
-        of.setdefault(value_of(site.node).device, []).append(site)
+        by_device.setdefault(value_of(site.node).device, []).append(site)
     drawn: dict[torch.device, Node] = {}
 
     def make(site: Dropout, new: list[Node]) -> Node:
         device = value_of(site.node).device
-        here = of[device]
-        if device not in drawn:
-            drawn[device] = _draw(graph, here[0].calls[0], device, len(here), new)
+        here = by_device[device]
+        if device not in drawn:  # the seeds of all sites there, in front of the first
+            first, shape, dtype = here[0].calls[0], (len(here),), torch.int64
+            args = (0, 2**63 - 1, shape)
+            with graph.inserting_before(first):
+                node = drawn[device] = graph.call_function(torch.randint, args, {"dtype": dtype, "device": device})
+            new.append(node)
+            describe(node, first, lambda: torch.empty(shape, dtype=dtype, device=device))
         return _insert(graph, site, drawn[device], here.index(site), new)
 
     return [(site.calls[-1], partial(make, site), site.calls) for site in sites]
-
-
-def _draw(graph: Graph, first: Node, device: torch.device, count: int, new: list[Node]) -> Node:
-    """Draw a seed for each site, at once, in front of the first."""
-    shape = (count,)
-    with graph.inserting_before(first):
-        node = graph.call_function(torch.randint, (0, 2**63 - 1, shape), {"dtype": torch.int64, "device": device})
-    new.append(node)
-    describe(node, first, lambda: torch.empty(shape, dtype=torch.int64, device=device))
-    return node
 
 
 def _insert(graph: Graph, site: Dropout, drawn: Node, i: int, new: list[Node]) -> Node:

@@ -74,7 +74,9 @@ def find(analysis: GraphAnalysis, subgraph: Subgraph) -> RowScale | None:
             return scale if _is_sound(analysis, scale) else None
         if gemm is None and _multiplies(analysis, user, node):
             gemm = user
-        elif not _keeps_rows(analysis, user):
+        elif analysis.calls[user].inplace or not (
+            keeps_rows(analysis, user) or analysis.calls[user].name in CASTS | COPIES
+        ):
             return None
         chain.append(user)
         node = user
@@ -94,11 +96,6 @@ def _multiplies(analysis: GraphAnalysis, node: Node, rows: Node) -> bool:
     else:
         known = call.name in ("linear", "matmul", "mm", "bmm") and not named
     return known and all(map(equal, value.shape[:-1], result.shape[:-1]))
-
-
-def _keeps_rows(analysis: GraphAnalysis, node: Node) -> bool:
-    call = analysis.calls[node]
-    return not call.inplace and (keeps_rows(analysis, node) or call.name in CASTS or call.name in COPIES)
 
 
 def _factor(analysis: GraphAnalysis, node: Node, rows: Node) -> Node | None:

@@ -62,11 +62,6 @@ class Candidate:
     row_scale: RowScale | None = None
 
     @property
-    def modules(self) -> set[str]:
-        """The paths of the modules that it is in."""
-        return modules_of(self.node, self.gemms[0])
-
-    @property
     def is_tiled(self) -> bool:
         """True where its MLP becomes one of tiles."""
         return self.tiling is not None and self.tiling.tiles > 0
@@ -109,15 +104,9 @@ def site_of(analysis: GraphAnalysis, canonical: Canonical, candidate: Candidate)
 
 def called_site(call: Called, linears: Linears) -> Site:
     """The report of an operator that the model calls itself, with linear layers that may become float8."""
-    return Site(
-        f"fused::{call.op.name}",
-        call.activation,
-        reason="the model calls the operator itself",
-        users=tuple(map(shown, call.users)),
-        spelling=(shown(call.node),),
-        **_float8(linears),
-        **_source(call.node, (call.users or [call.node])[0]),
-    )
+    fields = _source(call.node, (call.users or [call.node])[0]) | _float8(linears)
+    fields |= {"users": tuple(map(shown, call.users)), "spelling": (shown(call.node),)}
+    return Site(f"fused::{call.op.name}", call.activation, reason="the model calls the operator itself", **fields)
 
 
 def dropout_site(analysis: GraphAnalysis, site: dropout.Dropout) -> Site:
@@ -153,25 +142,25 @@ def unread(graph: Graph) -> tuple[Site, ...]:
         users = list(readers(analysis, node))
         if not users:  # its pieces have taken its place
             continue
-        products = [user for user in users if analysis.calls[user].gemm is not None]
+        gemms = [user for user in users if analysis.calls[user].gemm is not None]
         inside = any(analysis.state[user] == NONLINEAR for user in users)
-        if analysis.state[node] == NONLINEAR and not products and not inside:
+        if analysis.state[node] == NONLINEAR and not gemms and not inside:
             text = f"{NOT_AN_MLP}no GEMM reads it, but {_names(users)}"
-            report(node, products, Reason(Kind.NO_GEMM_READS, text))
-        elif analysis.state[node] == FREE and products and call.name in RULES:
+            report(node, gemms, Reason(Kind.NO_GEMM_READS, text))
+        elif analysis.state[node] == FREE and gemms and call.name in RULES:
             sources = [analysis.origin(a) for a in node.all_input_nodes]
             text = f"{NOT_AN_MLP}it reads {_names(sources)}, which no GEMM with weights has produced"
-            report(node, products, Reason(Kind.NO_GEMM_BEFORE, text))
+            report(node, gemms, Reason(Kind.NO_GEMM_BEFORE, text))
     outputs = cache(_outputs)
-    for node, products in find(analysis):
+    for node, gemms in find(analysis):
         original = copied[canonical.originals.get(node, node)][0]
-        around = [copied[canonical.originals.get(part, part)][1] for part in _parts(analysis, node, products)]
+        around = [copied[canonical.originals.get(part, part)][1] for part in _parts(analysis, node, gemms)]
         cut = [
             operator for inside_of in around for operator in inside_of if not all(operator in other for other in around)
         ]
-        if cut and original not in outputs(original.graph) and any(map(analysis.weight_gemm, products)):
+        if cut and original not in outputs(original.graph) and any(map(analysis.weight_gemm, gemms)):
             text = f"the boundary of {_names(cut)} lies between it and a GEMM"
-            report(node, products, Reason(Kind.BOUNDARY, text))
+            report(node, gemms, Reason(Kind.BOUNDARY, text))
     for node, reason in unknown_calls.find(analysis):
         report(node, [], reason)
     return tuple(sites)
@@ -186,9 +175,9 @@ def _outputs(graph: Graph) -> list[Node]:
         canonical.restore()
 
 
-def _parts(analysis: GraphAnalysis, output: Node, products: list[Node]) -> list[Node]:
+def _parts(analysis: GraphAnalysis, output: Node, gemms: list[Node]) -> list[Node]:
     """The nodes from the GEMMs that a site's inputs come from to the GEMMs that read it, these included."""
-    parts, pending = dict.fromkeys([output, *products]), [output]
+    parts, pending = dict.fromkeys([output, *gemms]), [output]
     while pending and len(parts) < 64:
         for source in analysis.sources(pending.pop()):
             if source not in parts and analysis.state[source] != FREE:

@@ -404,7 +404,7 @@ class Algebra:
 Rule: TypeAlias = Callable[..., Poly]
 
 
-def _refuse(what: str, kind: Kind = Kind.UNPROVABLE) -> Rule:
+def _unprovable(what: str, kind: Kind = Kind.UNPROVABLE) -> Rule:
     def rule(a: Algebra, *args: object, **kwargs: object) -> Poly:
         raise Unprovable(what, kind)
 
@@ -510,21 +510,21 @@ RULES: dict[str, Rule] = {
     # A comparison is not relu: relu(NaN) is NaN, and where(NaN > 0, x, 0) is 0.
     **dict.fromkeys(
         ("gt", "ge", "lt", "le", "eq", "ne"),
-        _refuse("a comparison in it, which treats NaN in its own way", Kind.COMPARISON),
+        _unprovable("a comparison in it, which treats NaN in its own way", Kind.COMPARISON),
     ),
-    "glu": _refuse("a gate and its activation in one call (glu)"),
-    "where": _refuse("a mask or a comparison (where) in it"),
-    "masked_fill": _refuse("a mask (masked_fill) in it"),
-    "prelu": _refuse("learnable parameters (prelu) in it"),
-    "rrelu": _refuse("random slopes (rrelu) in it"),
-    "threshold": _refuse("a threshold in it"),
+    "glu": _unprovable("a gate and its activation in one call (glu)"),
+    "where": _unprovable("a mask or a comparison (where) in it"),
+    "masked_fill": _unprovable("a mask (masked_fill) in it"),
+    "prelu": _unprovable("learnable parameters (prelu) in it"),
+    "rrelu": _unprovable("random slopes (rrelu) in it"),
+    "threshold": _unprovable("a threshold in it"),
     **dict.fromkeys(
-        ("floor", "ceil", "round", "trunc", "frac", "sign", "fmod", "remainder"), _refuse("rounding in it")
+        ("floor", "ceil", "round", "trunc", "frac", "sign", "fmod", "remainder"), _unprovable("rounding in it")
     ),
-    **dict.fromkeys(("atan2", "hypot", "logaddexp", "xlogy", "fmin", "fmax"), _refuse("a function of two in it")),
-    "nan_to_num": _refuse("nan_to_num in it"),
+    **dict.fromkeys(("atan2", "hypot", "logaddexp", "xlogy", "fmin", "fmax"), _unprovable("a function of two in it")),
+    "nan_to_num": _unprovable("nan_to_num in it"),
 }
-# The rules that may keep affine what is affine in their arguments.
+# The rules whose result may be affine in affine arguments.
 LINEAR = frozenset({"add", "sub", "rsub", "mul", "div", "neg", "positive"})
 
 # A call of an expression, behind those that it reads: torch's name, arguments, keyword arguments. A Ref among the

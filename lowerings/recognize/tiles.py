@@ -94,7 +94,8 @@ def _examine(analysis: GraphAnalysis, mlp: Tiling, asked: int) -> None:
     mlp.forms = {node: read.forms[node] for node in sorted(read.forms, key=analysis.index.__getitem__)}
     mlp.dead = {*read.forms, *read.passed, *dead_calls(subgraph)}
     _check_readers(mlp)
-    _check_regions(analysis, mlp)
+    if any(analysis.region[node] != analysis.region[last] for node in mlp.dead):
+        raise Rejection(Kind.REGION, "autocast or grad mode is switched between its parts")
     _check_writes(analysis, mlp, [source, *read.constants])
     _check_callers(analysis, mlp, read)
     for node in (source, last, *read.constants):
@@ -208,12 +209,6 @@ def _check_readers(mlp: Tiling) -> None:
         for user in node.users if node is not mlp.last else ():
             if user not in mlp.dead:
                 raise Rejection(Kind.TILE_READER, f"{shown(user)} reads the result of {shown(node)}, too")
-
-
-def _check_regions(analysis: GraphAnalysis, mlp: Tiling) -> None:
-    assert mlp.last is not None
-    if any(analysis.region[node] != analysis.region[mlp.last] for node in mlp.dead):
-        raise Rejection(Kind.REGION, "autocast or grad mode is switched between its parts")
 
 
 def _check_writes(analysis: GraphAnalysis, mlp: Tiling, sources: Iterable[Node]) -> None:

@@ -425,7 +425,7 @@ SHAPES: dict[str, tuple[Case, str]] = {
     ),
     "reads its own product": (
         lambda h, u, p, w, m: (lambda y: y @ y.t())(F.silu(h)),
-        "read by a product of two computed",
+        "read by a GEMM of two computed",
     ),
     "attention's values": (
         lambda h, u, p, w, m: torch.softmax(h @ u.t(), -1) @ F.silu(u),
