@@ -70,7 +70,7 @@ def test_sites():
     assert (fused.op, fused.activation, fused.users) == ("fused::bias_act", "gelu", ("linear",))
     assert fused.source.startswith("test_explain.py:") and fused.source.endswith(" in mlp")
     assert (left.op, left.activation) == (None, None)
-    assert left.source.endswith(" in odd") and "is no activation of the table" in left.reason
+    assert left.source.endswith(" in odd") and "is not a supported activation" in left.reason
     assert (dropout.op, dropout.activation, dropout.is_mlp) == ("fused::dropout_add", "dropout", False)
     assert report.summary == "1 of 2 MLP sites fused, 1 of 1 dropouts (1 graph)"
 
@@ -185,7 +185,7 @@ def test_a_site_without_a_module_is_shown_as_it_is():
 
 
 def test_long_reasons_are_wrapped_and_a_minus_is_no_bullet():
-    reason = "-1 + " + " + ".join(f"x·sigmoid({i}·x)" for i in range(40)) + " is no activation of the table"
+    reason = "-1 + " + " + ".join(f"x·sigmoid({i}·x)" for i in range(40)) + " is not a supported activation"
     lines = str(Report((Site(None, None, "model.py:1 in a", reason, ("linear",)),))).splitlines()
     column = lines[0].index("reason")
     assert max(map(len, lines)) <= 120
@@ -448,8 +448,8 @@ class Traced(torch.autograd.Function):
 
 torch._dynamo.allow_in_graph(Traced)
 
-BETWEEN = "not an MLP: {} stands between matrix products, and is not looked into"
-PRODUCT = "not an MLP: it is not known whether {} is a matrix product"
+BETWEEN = "not an MLP: {} lies between GEMMs and cannot be analyzed"
+PRODUCT = "not an MLP: it is not known whether {} is a GEMM"
 W, D = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
 HIDDEN = {
     "an operator": (lambda x: F.linear(same(F.linear(x, W)), D), [BETWEEN.format("torch.ops.test_explain.same")]),

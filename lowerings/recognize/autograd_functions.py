@@ -2,8 +2,8 @@
 
 Bloom's GELU is one, and many "memory-efficient" activations are: a backward of their own saves less than autograd's.
 Dynamo keeps them as the higher-order operator ``autograd_function_apply(forward, backward, *args)``, two graphs. A
-backward that is anything else than the derivative (straight-through estimators, clipped gradients) is a meaning of its
-own, and stays.
+backward that is not the derivative (straight-through estimators, clipped gradients) has a meaning of its own, and the
+function stays.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["forward_of"]
 
 
 def forward_of(function: Node) -> tuple[tuple[Step, ...], Ref]:
-    """What the function's first result is, as an expression of the function's arguments.
+    """Return the function's first result as an expression of its arguments.
 
     Raises:
         Unprovable: forward or backward is beyond the rules, or the backward is not the forward's derivative.
     """
-    # What mark_non_differentiable has marked has no gradient, whatever the backward says.
+    # A result that mark_non_differentiable names has no gradient, whatever the backward computes.
     marked: Any = function.kwargs.get("non_differentiable_idx", ())
     if 0 in marked:
         raise Unprovable(
@@ -61,7 +61,7 @@ def _check_backward(
     gradients: tuple[Ref | None, ...],
     arguments: int,
 ) -> None:
-    """The backward's operands are one gradient for each result, then what the forward saved."""
+    """Compare the backward, of a gradient for each result and the saved values, with the derivative of the forward."""
     algebra = Algebra()
     variables = [algebra.variable(f"x{i}") for i in range(arguments)]
     grad = algebra.variable("grad")
@@ -71,11 +71,11 @@ def _check_backward(
         return (variables if ref.kind == "operand" else values)[ref.i]
 
     unused = [algebra.variable(f"grad{i}") for i in range(1, results)]
-    given = [grad, *unused, *map(value, saved)]
-    computed = evaluate(algebra, backward, given)
+    operands = [grad, *unused, *map(value, saved)]
+    computed = evaluate(algebra, backward, operands)
     for variable, gradient in zip(variables, gradients, strict=True):
-        wanted = algebra.mul(grad, algebra.derivative(value(result), variable))
+        expected = algebra.mul(grad, algebra.derivative(value(result), variable))
         if gradient is None:
             raise Unprovable("a custom autograd.Function gives no gradient for an argument", Kind.CUSTOM_FUNCTION)
-        if not algebra.same((given if gradient.kind == "operand" else computed)[gradient.i], wanted):
+        if not algebra.same((operands if gradient.kind == "operand" else computed)[gradient.i], expected):
             raise Unprovable("the backward of a custom autograd.Function is not its derivative", Kind.CUSTOM_FUNCTION)

@@ -1,9 +1,12 @@
-"""A graph in a form that is easier to read, and back: nothing of it stays but what a rewrite has used.
+"""A graph in a form that is easier to read, and back: only the parts that a rewrite has used stay.
 
-Three spellings stand between an activation and the GEMM that reads it. A call that works in place and whose result is
-dropped (``h.relu_()`` as a statement): here the tensor's later readers read that result. A call that is several in
-one: ``F.glu`` becomes two cuts, a sigmoid and a product. And a cut behind an activation, of which only one part goes on
-to a gate, as in gMLP (arXiv:2105.08050): the activation of the cut is the same, and is what the gate's product reads.
+Three patterns lie between an activation and the GEMM that reads it:
+
+* a call that works in place and whose result is dropped (``h.relu_()`` as a statement): the tensor's later readers
+  read that result instead;
+* several calls in one: ``F.glu`` becomes two cuts, a sigmoid and a multiplication;
+* a cut behind an activation, of which one part alone goes on to a gate, as in gMLP (arXiv:2105.08050): the activation
+  of the cut is the same, and the gate reads it.
 """
 
 from __future__ import annotations
@@ -18,20 +21,20 @@ from torch.fx import Graph, Node
 from .graph import PIECES, Call, describe, record, statically, tensor
 from .symbolic import RULES
 
-__all__ = ["Normal"]
+__all__ = ["Canonical"]
 
 
-class Normal:
-    """The graph's normal form, made in place.
+class Canonical:
+    """The graph's canonical form, in place.
 
     Attributes:
-        spelled: the user's own call for each node that is a part of its expansion.
+        originals: the user's own call for each node that is a part of its expansion.
         calls: the call of each node that is not.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.spelled: dict[Node, Node] = {}
+        self.originals: dict[Node, Node] = {}
         self.calls: dict[Node, Call] = {}
         self._edits: list[tuple[Node, list[Node] | tuple[Any, Any]]] = []  # an expansion's parts, or arguments before
         try:
@@ -44,8 +47,8 @@ class Normal:
         """Undo it.
 
         Args:
-            used: the nodes that a rewrite has replaced. Expansions that are among them stay; so does, if there are any,
-                who reads what in-place calls return: it is the same tensor.
+            used: the nodes that a rewrite has replaced. Expansions among them stay. If there are any, readers of
+                in-place calls' results stay, too: it is the same tensor.
         """
         for node, edit in reversed(self._edits):
             if isinstance(edit, tuple):
@@ -69,7 +72,7 @@ class Normal:
                     last = written[a]
                     while last in written:
                         last = written[last]
-                    written[a] = last  # so that a thousand calls on one tensor are not a million steps
+                    written[a] = last  # else a thousand calls on one tensor take a million steps
                     node.replace_input_with(a, last)
             call = self.calls[node] = Call(node)
             target = call.args[0] if call.args else None
@@ -82,10 +85,10 @@ class Normal:
                 self._cut_before(node)
 
     def _cut_before(self, node: Node) -> None:
-        """A piece of an activation's result, all of which is cut: it becomes the activation of a piece.
+        """Replace a piece of an activation's result, all of which is cut, by the activation of a piece.
 
-        Nothing else reads what is cut, so that who writes into a piece writes into no other. The new calls stand where
-        the activation stood: what is written between is seen.
+        Nothing else reads the result, so that a write into a piece reaches no other. The new calls stand at the
+        activation's place, so that writes behind it are seen.
         """
         cut: Any = node.args[0]
         i = node.args[1]
@@ -117,13 +120,13 @@ class Normal:
             with self.graph.inserting_before(act.next):
                 parts.append(self.graph.call_function(torch.narrow, (source, axis, start, length)))
                 record(parts[0], source)
-                parts.append(self.graph.node_copy(act, lambda one: parts[0] if one is source else one))
+                parts.append(self.graph.node_copy(act, lambda node: parts[0] if node is source else node))
                 describe(parts[1], act, lambda: _called(act, tensor(parts[0])))
         except BaseException:
             for part in reversed(parts):
                 self.graph.erase_node(part)
             raise
-        self.spelled[parts[0]], self.spelled[parts[1]] = node, act
+        self.originals[parts[0]], self.originals[parts[1]] = node, act
         self._edits.append((node, parts))
         node.replace_all_uses_with(parts[1])
 
@@ -132,8 +135,8 @@ class Normal:
         return call is not None and call.name == "dropout" and not call.dropout_is_active()
 
     def _expand(self, node: Node, call: Call) -> None:
-        given = dict(zip(("input", "dim"), call.args, strict=False)) | call.kwargs
-        source, axis = given.get("input"), given.get("dim", -1)
+        arguments = dict(zip(("input", "dim"), call.args, strict=False)) | call.kwargs
+        source, axis = arguments.get("input"), arguments.get("dim", -1)
         value = tensor(source) if isinstance(source, Node) else None
         if value is None or not isinstance(axis, int) or not isinstance(value.shape[axis], int):
             return  # a symbolic size would have to be computed in the graph
@@ -143,7 +146,7 @@ class Normal:
         def add(target: Any, *args: Any) -> Node:
             part = self.graph.call_function(target, args)
             parts.append(part)
-            self.spelled[part] = node
+            self.originals[part] = node
             record(part, node)
             return part
 
@@ -160,14 +163,14 @@ class Normal:
 
 
 def _is_taken_once(cut: Node, i: int, count: int) -> bool:
-    """Whether a piece is read through one node alone: what writes into it is then seen by all who read it."""
+    """True where a piece is read through one node alone: all its readers then see a write into it."""
     taken = [user.args[1] for user in cut.users if user.target is operator.getitem and user.args[0] is cut]
-    numbers = [one % count for one in taken if isinstance(one, int)]
+    numbers = [number % count for number in taken if isinstance(number, int)]
     return len(numbers) == len(cut.users) and numbers.count(i) == 1
 
 
 def _axis(whole: torch.Tensor, pieces: Sequence[torch.Tensor]) -> int | None:
-    """The axis along which these are the pieces of a tensor; None where there is not the one."""
+    """The one axis along which these are the pieces of a tensor; None where they are not."""
 
     def is_cut(axis: int) -> bool:
         return not all(statically(piece.shape[axis] == whole.shape[axis]) for piece in pieces)
@@ -177,7 +180,7 @@ def _axis(whole: torch.Tensor, pieces: Sequence[torch.Tensor]) -> int | None:
 
 
 def _called(node: Node, value: torch.Tensor | None) -> Any:
-    """What a call gives with this value in place of its one tensor."""
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda one: value)
+    """Make a node's call with this value in place of its one tensor."""
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda node: value)
     target: Any = node.target
     return getattr(torch.Tensor, target)(*args, **kwargs) if node.op == "call_method" else target(*args, **kwargs)

@@ -1,13 +1,13 @@
 """Dropouts of linear layers: ``residual + F.dropout(linear(x) + bias, p)`` becomes ``fused::dropout_add``.
 
-Its mask is a function of a seed, so backward makes it again, where autograd keeps a byte an element. A *site* is an
-active dropout of what a linear layer has produced, or a recognized activation of
-that. (Attention's probabilities and embeddings are neither: they stay as they are, unlisted.) Other elements are
-dropped than upstream's, by the same distribution, and ``torch.manual_seed`` still decides; who asks for eager's own
-numbers (``fallback_random``) keeps them. All sites of a device share one draw of seeds.
+Its mask is a function of a seed, so that backward recomputes it, where autograd saves a byte for each element. A *site*
+is an active dropout of a linear layer's result, or of a recognized activation. (Attention's probabilities and
+embeddings are neither: they stay as they are, unlisted.) It drops other elements than PyTorch's, by the same
+distribution, from ``torch.manual_seed``; ``fallback_random`` preserves eager's own numbers. All sites of a device share
+one draw of seeds.
 
-A sum with the dropout is taken in where it is the dropout's only reader and the operator's result has the dtype and
-shape of the sum; what the operator rounds once, the calls have rounded up to three times.
+The operator includes a sum that is the dropout's only reader, if its result has the dtype and shape of the sum. It
+rounds once, where the calls round up to three times.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ class Dropout:
     calls: list[Node] = field(default_factory=list)
     bias: Node | None = None
     residual: Node | None = None
-    left: str = ""  # why a sum that reads it stays
-    reason: Reason | None = None  # why it is left alone; None where it is not
+    left: str = ""  # the reason a sum that reads it stays
+    reason: Reason | None = None  # it is not fused; None where it is
 
 
 def find(analysis: GraphAnalysis, policy: FusionPolicy, activations: Collection[Node]) -> list[Dropout]:
-    """Every site, in graph order. ``activations``: the roots of recognized activations that become operators."""
+    """List every site in graph order. ``activations``: the output nodes of activations that become operators."""
     sites = []
     for node, call in analysis.calls.items():
         if call.name != DROPOUT or not call.dropout_is_active() or not call.args or not isinstance(call.args[0], Node):
             continue
         value, source = tensor(node), call.args[0]
         linear = analysis.state[source] == AFFINE or analysis.origin(source) in activations
-        # Without gradients, too: a reentrant checkpoint runs forward so, and with them again, and must drop the same.
+        # Without gradients, too: a reentrant checkpoint runs forward so, then with them, and must drop the same.
         if value is None or not linear:
             continue
         site = Dropout(node)
         try:
             _examine(analysis, policy, site, source)
-        except Rejection as refusal:
-            site.reason = refusal.reason
+        except Rejection as rejection:
+            site.reason = rejection.reason
         sites.append(site)
     return sites
 
@@ -77,9 +77,9 @@ def _examine(analysis: GraphAnalysis, policy: FusionPolicy, site: Dropout, sourc
         raise Rejection(Kind.FALLBACK_RANDOM, "inductor's fallback_random asks for eager's random numbers")
     check_rounding(node)
     if not isinstance(p := call.dropout_arguments()["p"], (int, float)):
-        raise Rejection(Kind.PROBABILITY, "its probability is no constant")
-    for one in (node, source):
-        check_plain(one)
+        raise Rejection(Kind.PROBABILITY, "its probability is not a constant")
+    check_plain(node)
+    check_plain(source)
     if not (value.ndim and is_contiguous(value)):
         raise Rejection(Kind.ORDER, "its result is laid out in memory in another order than the operator's")
     if call.inplace:
@@ -90,7 +90,7 @@ def _examine(analysis: GraphAnalysis, policy: FusionPolicy, site: Dropout, sourc
 
 
 def _addends(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node] | None:
-    """What a call adds, if it is two tensors as they are, and nothing is written."""
+    """The two tensors that a call adds; None where it does anything else."""
     call = analysis.calls[node]
     if call.name != "add" or call.inplace or len(call.args) != 2 or call.kwargs.get("alpha", 1) != 1:
         return None
@@ -101,13 +101,13 @@ def _addends(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node] | None:
 
 
 def _written(analysis: GraphAnalysis, node: Node, first: Node, last: Node) -> bool:
-    """Whether anything writes a value between two nodes."""
+    """True where anything writes a value between two nodes."""
     index = analysis.index
     return any(index[first] < index[w] < index[last] for w in analysis.writes.get(analysis.storage(node), ()))
 
 
 def _take_bias(analysis: GraphAnalysis, site: Dropout, source: Node) -> None:
-    """A vector over the last axis that is added before, for the dropout alone."""
+    """Take in a vector over the last axis that is added before, for the dropout alone."""
     pair, node = _addends(analysis, source), site.node
     if pair is None or list(source.users) != [node] or analysis.region[source] != analysis.region[node]:
         return
@@ -116,13 +116,13 @@ def _take_bias(analysis: GraphAnalysis, site: Dropout, source: Node) -> None:
         if not is_plain(vector) or vector.ndim != 1 or vector.dtype != wide.dtype or not same_shape(x, node):
             continue
         if wide.ndim > 1 and statically(vector.shape[0] == wide.shape[-1]) and vector.device == wide.device:
-            if not any(_written(analysis, one, source, node) for one in pair):
+            if not any(_written(analysis, addend, source, node) for addend in pair):
                 site.bias, site.calls = bias, [source, *site.calls]
             return
 
 
 def _take_residual(analysis: GraphAnalysis, site: Dropout) -> None:
-    """The sum of the dropout and a tensor like it, where that is all that reads the dropout."""
+    """Take in the sum of the dropout and a tensor like it, where nothing else reads the dropout."""
     node = site.node
     sums = [user for user in node.users if analysis.calls[user].name == "add"]
     if not sums:
@@ -143,18 +143,18 @@ def _not_taken(analysis: GraphAnalysis, node: Node, total: Node) -> str:
         return "it works in place"
     pair = _addends(analysis, total)
     if pair is None:
-        return "it is no plain sum of two tensors"
+        return "it is not a plain sum of two tensors"
     residual = pair[1] if pair[0] is node else pair[0]
     value, result = tensor(residual), tensor(total)
     if value is None or result is None or not is_plain(value) or value.device != value_of(node).device:
-        return f"{shown(residual)} is no plain tensor beside it"
+        return f"{shown(residual)} is not a plain tensor on the same device"
     if not (same_shape(residual, node) and is_contiguous(result)):
         return "it broadcasts, or is laid out in another order"
     if value.dtype not in FLOATING or result.dtype != value.dtype:
         return f"it is {result.dtype} where {shown(residual)} is {value.dtype}"
     if analysis.region[node] != analysis.region[total]:
         return "autocast or grad mode is switched between"
-    if any(_written(analysis, one, node, total) for one in (node, *node.all_input_nodes)):
+    if any(_written(analysis, value, node, total) for value in (node, *node.all_input_nodes)):
         return "something is written in place between"
     return ""
 
@@ -163,42 +163,37 @@ def _not_taken(analysis: GraphAnalysis, node: Node, total: Node) -> str:
 
 
 def fuse(graph: Graph, sites: Sequence[Dropout]) -> list[Edit]:
-    """The edits that make each site one ``fused::dropout_add``."""
-    of: dict[torch.device, list[Dropout]] = {}
+    """The edits that replace each site by one ``fused::dropout_add``."""
+    by_device: dict[torch.device, list[Dropout]] = {}
     for site in sites:
-        of.setdefault(value_of(site.node).device, []).append(site)
+        by_device.setdefault(value_of(site.node).device, []).append(site)
     drawn: dict[torch.device, Node] = {}
 
     def make(site: Dropout, new: list[Node]) -> Node:
         device = value_of(site.node).device
-        here = of[device]
-        if device not in drawn:
-            drawn[device] = _draw(graph, here[0].calls[0], device, len(here), new)
+        here = by_device[device]
+        if device not in drawn:  # the seeds of all sites there, in front of the first
+            first, shape, dtype = here[0].calls[0], (len(here),), torch.int64
+            args = (0, 2**63 - 1, shape)
+            with graph.inserting_before(first):
+                node = drawn[device] = graph.call_function(torch.randint, args, {"dtype": dtype, "device": device})
+            new.append(node)
+            describe(node, first, lambda: torch.empty(shape, dtype=dtype, device=device))
         return _insert(graph, site, drawn[device], here.index(site), new)
 
     return [(site.calls[-1], partial(make, site), site.calls) for site in sites]
 
 
-def _draw(graph: Graph, first: Node, device: torch.device, count: int, new: list[Node]) -> Node:
-    """A seed for each site, drawn at once, in front of the first."""
-    shape = (count,)
-    with graph.inserting_before(first):
-        node = graph.call_function(torch.randint, (0, 2**63 - 1, shape), {"dtype": torch.int64, "device": device})
-    new.append(node)
-    describe(node, first, lambda: torch.empty(shape, dtype=torch.int64, device=device))
-    return node
-
-
 def _insert(graph: Graph, site: Dropout, drawn: Node, i: int, new: list[Node]) -> Node:
-    root, node = site.calls[-1], site.node
-    with graph.inserting_before(root):
+    last, node = site.calls[-1], site.node
+    with graph.inserting_before(last):
         seed = graph.call_function(operator.getitem, (drawn, slice(i, i + 1)))
         new.append(seed)
-        describe(seed, root, lambda: value_of(drawn)[:1])
+        describe(seed, last, lambda: value_of(drawn)[:1])
         x = node.all_input_nodes[0]
         if site.bias is not None:
             x = next(a for a in x.all_input_nodes if a is not site.bias)
         result = graph.call_function(torch.ops.fused.dropout_add.default, (x, site.bias, site.residual, seed, site.p))
         new.append(result)
-        record(result, root)
+        record(result, last)
     return result

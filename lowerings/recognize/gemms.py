@@ -1,7 +1,7 @@
 """The linear layers of recognized MLPs, in float8: ``F.linear`` becomes ``fused::linear_fp8`` where the policy asks.
 
-Those of an MLP are the ones that its activation reads, through sums with biases and adapters, and those that read it.
-The activation is a proved subgraph, or an operator of this library that the model calls, as ``nn.FusedMLP`` does.
+An MLP's linear layers are those whose results its activation reads, through sums with biases and adapters, and those
+that read it. The activation is a proved subgraph, or an operator of this library that the model calls itself.
 """
 
 from __future__ import annotations
@@ -38,32 +38,34 @@ log = logging.getLogger("torch_fused_ops")
 
 @dataclass
 class Linears:
-    """The linear layers around one activation: those that become float8, and why the others do not."""
+    """The linear layers around one activation: those that become float8, and the others with their reasons."""
 
     recipe: str
-    found: list[Node] = field(default_factory=list)
-    refused: list[tuple[Node, Reason]] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    rejected: list[tuple[Node, Reason]] = field(default_factory=list)
 
 
-def linears(analysis: GraphAnalysis, operands: Iterable[Node], reading: Iterable[Node], recipe: str) -> Linears:
-    """The linear layers that produce what an activation reads, and those that read it, in graph order.
+def linears(analysis: GraphAnalysis, inputs: Iterable[Node], users: Iterable[Node], recipe: str) -> Linears:
+    """Examine the linear layers that produce an activation's inputs, and those that read it, in graph order.
+
+    Linear layers that the model itself has in float8 stay.
 
     Args:
-        facts: of the graph.
-        operands: what the activation reads.
-        reading: what reads it in the end.
-        recipe: of ``recipes.RECIPES``. What is in float8 already, as the model asks for it, stays.
+        analysis: of the graph.
+        inputs: of the activation.
+        users: the final readers of the activation.
+        recipe: of ``float8_recipes.RECIPES``.
     """
     result = Linears(recipe)
-    around = {*producers(analysis, operands), *(one for one in reading if analysis.weight_gemm(one))}
+    around = {*producers(analysis, inputs), *filter(analysis.weight_gemm, users)}
     for node in sorted(around, key=analysis.index.__getitem__):
         if name_of(node.target) in ("fused::linear_fp8", "fused::grouped_linear_fp8"):
             continue
         try:
             _check(analysis, node, recipe)
-            result.found.append(node)
-        except Rejection as refusal:
-            result.refused.append((node, refusal.reason))
+            result.nodes.append(node)
+        except Rejection as rejection:
+            result.rejected.append((node, rejection.reason))
     return result
 
 
@@ -73,39 +75,38 @@ class Called:
 
     node: Node
     op: PointwiseOperator
-    operands: list[Node]
-    reading: list[Node]  # who reads the value in the end, dropouts between
+    inputs: list[Node]
+    users: list[Node]  # the final readers, behind dropouts
 
     @property
     def activation(self) -> Any:
-        """The name of the function in the table."""
+        """The activation's name in the table."""
         place = len(self.op.tensors)
         return self.node.args[place] if len(self.node.args) > place else self.node.kwargs["activation"]
 
 
 def called(analysis: GraphAnalysis) -> Iterator[Called]:
-    """The activations that a graph has as operators already, as this library's modules and functions call them."""
+    """List the activations that are operators already, as this library's modules and functions call them."""
     for node in analysis.calls:
         op = CALLS.get(name_of(node.target) or "") if node.op == "call_function" else None
         if op is None:
             continue
         names = list(op.tensors)[: op.data]
-        given = [*node.args[: op.data], *(node.kwargs[name] for name in names if name in node.kwargs)]
-        reading: list[Node] = []
+        arguments = [*node.args[: op.data], *(node.kwargs[name] for name in names if name in node.kwargs)]
+        users: list[Node] = []
         pending = [node]
         while pending:
-            for one in readers(analysis, pending.pop()):
-                dropped = name_of(one.target) == "fused::dropout_add" and analysis.origin(one.all_input_nodes[0])
-                if dropped:
-                    pending.append(one)
-                elif one not in reading:
-                    reading.append(one)
-        yield Called(node, op, [one for one in given if isinstance(one, Node)], reading)
+            for user in readers(analysis, pending.pop()):
+                if name_of(user.target) == "fused::dropout_add":
+                    pending.append(user)
+                elif user not in users:
+                    users.append(user)
+        yield Called(node, op, [a for a in arguments if isinstance(a, Node)], users)
 
 
-def producers(analysis: GraphAnalysis, operands: Iterable[Node]) -> Iterator[Node]:
-    """The GEMMs with weights that the operands come from, through views, sums and pointwise autograd functions."""
-    pending, seen = list(operands), set[Node]()
+def producers(analysis: GraphAnalysis, inputs: Iterable[Node]) -> Iterator[Node]:
+    """The GEMMs with weights that the inputs come from, through views, sums and pointwise autograd functions."""
+    pending, seen = list(inputs), set[Node]()
     while pending:
         node = analysis.origin(pending.pop())
         if node in seen:
@@ -118,24 +119,24 @@ def producers(analysis: GraphAnalysis, operands: Iterable[Node]) -> Iterator[Nod
 
 
 def arguments_of(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node, Node | None, bool]:
-    """(input, weight, bias, whether the weight is (in, out)) of a linear layer.
+    """Return the (input, weight, bias) of a linear layer, and True where its weight is (in, out).
 
     Raises:
-        Rejection: it is spelled as none.
+        Rejection: it is not a linear layer.
     """
     call = analysis.calls[node]
-    names, order, transposed = _SPELLINGS.get(call.name, ((), (), False))
-    given: dict[str, Any] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-    input, weight, bias = (given.pop(names[i], None) if i is not None else None for i in order or (None,) * 3)
-    if isinstance(input, Node) and isinstance(weight, Node) and isinstance(bias, Node | None) and not given:
+    names, order, transposed = _LINEARS.get(call.name, ((), (), False))
+    arguments: dict[str, Any] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    input, weight, bias = (arguments.pop(names[i], None) if i is not None else None for i in order or (None,) * 3)
+    if isinstance(input, Node) and isinstance(weight, Node) and isinstance(bias, Node | None) and not arguments:
         value, matrix = tensor(weight), value_of(input).ndim == 2 or call.name in ("linear", "matmul")
         if value is not None and value.ndim == 2 and not analysis.fed[weight] and matrix:
             return input, weight, bias, transposed
-    raise Rejection(Kind.GEMM_FORM, f"{shown(node)} is no linear layer")
+    raise Rejection(Kind.GEMM_FORM, f"{shown(node)} is not a linear layer")
 
 
-# By a GEMM's name: its arguments, which of them are input, weight and bias, and whether the weight is (in, out).
-_SPELLINGS: dict[str, tuple[tuple[str, ...], tuple[int | None, ...], bool]] = {
+# By a GEMM's name: its arguments, the positions of input, weight and bias, and True where the weight is (in, out).
+_LINEARS: dict[str, tuple[tuple[str, ...], tuple[int | None, ...], bool]] = {
     "linear": (("input", "weight", "bias"), (0, 1, 2), False),
     "addmm": (("input", "mat1", "mat2"), (1, 2, 0), True),
     "mm": (("input", "mat2"), (0, 1, None), True),
@@ -146,32 +147,31 @@ _SPELLINGS: dict[str, tuple[tuple[str, ...], tuple[int | None, ...], bool]] = {
 def _check(analysis: GraphAnalysis, node: Node, recipe: str) -> None:
     experts = experts_of(analysis, node)
     if experts is not None:
-        for one in (node, *experts[:2]):
-            check_plain(one)
+        for tensor_node in (node, *experts[:2]):
+            check_plain(tensor_node)
         check_float8(value_of(experts[1]), value_of(node).dtype, recipe)
         return
-    if name_of(node.target) == "fused_nn::grouped_mm":  # nn.GroupedMLP's where torch's grouped products do not go
+    if name_of(node.target) == "fused_nn::grouped_mm":  # nn.GroupedMLP's where torch's grouped GEMMs do not run
         check_float8(value_of(node.all_input_nodes[1]), value_of(node).dtype, recipe)
     _, weight, bias, transposed = arguments_of(analysis, node)
-    for one in (node, weight, *node.all_input_nodes):
-        if not (hasattr(value_of(one), "device_mesh") and RECIPES[recipe].scaling.takes_shards):
-            check_plain(one)
+    for tensor_node in (node, weight, *node.all_input_nodes):
+        if not (hasattr(value_of(tensor_node), "device_mesh") and RECIPES[recipe].scaling.takes_shards):
+            check_plain(tensor_node)
     value, (n, k) = value_of(node), value_of(weight).shape
     check_float8(value_of(weight), value.dtype, recipe)
     if bias is not None and not statically(value_of(bias).shape == (k if transposed else n,)):
-        raise Rejection(Kind.GEMM_FORM, f"{shown(node)} is no linear layer")
+        raise Rejection(Kind.GEMM_FORM, f"{shown(node)} is not a linear layer")
 
 
 def experts_of(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node, Node] | None:
-    """(input, weight (experts, in, out), where each expert's rows end) of a product of experts; None for others."""
+    """(input, weight (experts, in, out), the ends of each expert's rows) of a grouped GEMM; None for others."""
     call = analysis.calls[node]
     if call.name != "grouped_mm":
         return None
-    given: dict[str, Any] = {**dict(zip(("input", "weight", "offs"), call.args, strict=False)), **call.kwargs}
-    input, weight, ends = (given.pop(name, None) for name in ("input", "weight", "offs"))
-    if not all(isinstance(one, Node) for one in (input, weight, ends)) or any(
-        one is not None for one in given.values()
-    ):
+    names = ("input", "weight", "offs")
+    arguments: dict[str, Any] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    input, weight, ends = (arguments.pop(name, None) for name in names)
+    if not all(isinstance(a, Node) for a in (input, weight, ends)) or any(a is not None for a in arguments.values()):
         return None
     value = tensor(weight)
     if value is None or value.ndim != 3 or value_of(input).ndim != 2 or analysis.fed[weight]:
@@ -180,19 +180,19 @@ def experts_of(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node, Node] |
 
 
 def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
-    """Whether a linear layer with this weight, either way round, whose result has this dtype, can be in float8.
-
-    A weight of three axes is that of experts.
+    """Reject a linear layer with this weight and this dtype of result that cannot be in float8.
 
     Args:
-        recipe: of ``recipes.RECIPES``.
+        weight: either way round; of three axes for experts.
+        dtype: of the result.
+        recipe: of ``float8_recipes.RECIPES``.
 
     Raises:
         Rejection: it cannot.
     """
     scaling, grouped = RECIPES[recipe].scaling, weight.ndim == 3
     if grouped and not scaling.grouped:
-        text = f"experts are multiplied in float8 with a scale for each row, not for each {scaling.noun}"
+        text = f"grouped float8 GEMMs have a scale for each row, not for each {scaling.noun}"
         raise Rejection(Kind.GEMM_EXPERTS, text)
     if dtype not in (DTYPES_OF_EXPERTS if grouped else DTYPES_OF_PRODUCTS):
         raise Rejection(Kind.GEMM_DTYPE, f"it gives {str(dtype).removeprefix('torch.')}")
@@ -202,24 +202,24 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
         raise Rejection(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of {multiple_of}")
     device = compat.no_scaled_products(stands_for(weight.device), scaling, grouped)
     if device and grouped:
-        raise Rejection(Kind.GEMM_DEVICE, f"this device ({device}) has no products of experts in float8")
+        raise Rejection(Kind.GEMM_DEVICE, f"this device ({device}) does not support grouped float8 GEMMs")
     if device:
-        text = f"this device ({device}) has no products of float8 with a scale for each {scaling.noun}"
+        text = f"this device ({device}) does not support float8 GEMMs with a scale for each {scaling.noun}"
         raise Rejection(Kind.GEMM_DEVICE, text)
 
 
-def fuse(graph: Graph, analysis: GraphAnalysis, found: dict[Node, str]) -> list[Edit]:
+def fuse(graph: Graph, analysis: GraphAnalysis, recipes: dict[Node, str]) -> list[Edit]:
     """The edits that make linear layers ``fused::linear_fp8``, each by its recipe."""
-    if any(stands_for(value_of(node).device).type == "cpu" for node in found):
+    if any(stands_for(value_of(node).device).type == "cpu" for node in recipes):
         _warn_of_cpu()
-    return [(node, partial(_insert, graph, analysis, node, recipe), {node}) for node, recipe in found.items()]
+    return [(node, partial(_insert, graph, analysis, node, recipe), {node}) for node, recipe in recipes.items()]
 
 
 @lru_cache(maxsize=1)
 def _warn_of_cpu() -> None:
-    """Once in a process."""
+    """Warn once in a process."""
     log.warning(
-        "products in float8 on a CPU are right, and slower than without: the numbers that a GPU multiplies are read "
+        "float8 GEMMs on a CPU are correct but slower than without: the numbers that a GPU multiplies are read "
         "back and multiplied in the model's dtype (docs/fp8.md)"
     )
 
@@ -228,10 +228,10 @@ def _insert(graph: Graph, analysis: GraphAnalysis, node: Node, recipe: str, new:
     experts = experts_of(analysis, node)
     if experts is not None:
         with graph.inserting_before(node):
-            made = graph.call_function(torch.ops.fused.grouped_linear_fp8.default, (*experts, recipe))
-            new.append(made)
-            record(made, node)
-        return made
+            result = graph.call_function(torch.ops.fused.grouped_linear_fp8.default, (*experts, recipe))
+            new.append(result)
+            record(result, node)
+        return result
     input, weight, bias, transposed = arguments_of(analysis, node)
     with graph.inserting_before(node):
         if transposed:
@@ -240,7 +240,7 @@ def _insert(graph: Graph, analysis: GraphAnalysis, node: Node, recipe: str, new:
             record(weight, weight.all_input_nodes[0])
             weight.meta.update({k: v for k, v in node.meta.items() if k not in ("example_value", "val")})
         dtype = value_of(node).dtype
-        made = graph.call_function(torch.ops.fused.linear_fp8.default, (input, weight, bias, dtype, recipe))
-        new.append(made)
-        record(made, node)
-    return made
+        result = graph.call_function(torch.ops.fused.linear_fp8.default, (input, weight, bias, dtype, recipe))
+        new.append(result)
+        record(result, node)
+    return result

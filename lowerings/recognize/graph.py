@@ -1,7 +1,7 @@
-"""An FX graph in one vocabulary: each call's plain name, and the facts of one pass over the graph.
+"""An FX graph in one vocabulary: each call's plain name, and the analysis of one pass over the graph.
 
-Pre-grad graphs spell one function in many ways (``torch.relu``, ``F.relu``, ``Tensor.relu_``, ``aten.relu.default``,
-``operator.iadd``, …), are not functional, and hold autocast and grad-mode switches as nodes. Here that is put in order
+Pre-grad graphs have many names for one function (``torch.relu``, ``F.relu``, ``Tensor.relu_``, ``aten.relu.default``,
+``operator.iadd``, …), are not functional, and hold autocast and grad-mode switches as nodes. This module settles that
 once; `subgraph.py` then reads calls by torch's plain name.
 """
 
@@ -49,7 +49,7 @@ CASTS = _words("to type type_as float double half bfloat16 _to_copy")
 COPIES = _words("contiguous clone alias")
 DROPOUTS = _words("dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d")
 PIECES = _words("chunk split split_with_sizes tensor_split unbind unsafe_chunk unsafe_split")
-# The axis that they split is in their names. hsplit's is the only one of a vector.
+# Their names say the axis. hsplit splits the only axis of a vector.
 SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
 RESHAPES = _words("view reshape view_as reshape_as flatten unflatten squeeze unsqueeze ravel _unsafe_view")
 VIEWS = (
@@ -60,13 +60,13 @@ VIEWS = (
         detach_ lift_fresh_copy index_select gather take_along_dim index"""
     )
 )
-# Tensor-parallel plumbing: what stands between a sharded linear and the local tensor that the activation reads.
+# Tensor-parallel plumbing between a sharded linear and the local tensor that the activation reads.
 # Dynamo wraps the DTensor methods into functions that are called "prim_to_local", "prim from_local", …
 PLUMBING = _words(
     """to_local from_local redistribute wait_tensor all_reduce all_gather_tensor all_gather_tensor_autograd
     all_gather_into_tensor reduce_scatter_tensor reduce_scatter_tensor_autograd"""
 )
-# A GEMM's data arguments: what an MLP's activation may feed, and be fed by. A linear's second is its weight.
+# The positions of a GEMM's data arguments, which an activation may be. A linear's second argument is its weight.
 GEMMS: dict[str, tuple[int, ...]] = {
     "linear": (0,),
     **dict.fromkeys(("matmul", "mm", "bmm", "mv", "inner", "tensordot"), (0, 1)),
@@ -75,8 +75,8 @@ GEMMS: dict[str, tuple[int, ...]] = {
 }
 CONVOLUTIONS = _words("conv1d conv2d conv3d convolution")  # a GEMM where the kernel is one point
 CONSTANTS: dict[str, float] = {"zeros_like": 0.0, "ones_like": 1.0}
-# Products under other names, custom operators' included (`transformers::grouped_mm_fallback`, `aten::_scaled_mm`, …).
-# What counts as a GEMM decides which sites are listed, never what is sound.
+# GEMMs under other names, custom operators included (`transformers::grouped_mm_fallback`, `aten::_scaled_mm`, …). They
+# decide which sites are listed, never which are sound.
 _OTHER_GEMM = re.compile(r"(?:^|_)(?:mv|mm|bmm|gemm|matmul|linear)(?:_fallback|_fp8|_v\d+)?$")
 REGIONS = _words(
     """_enter_autocast _exit_autocast _set_grad_enabled set_grad_enabled _enter_inference_mode _exit_inference_mode
@@ -88,21 +88,14 @@ _PLAIN_NAMES = {
     **{"multiply": "mul", "subtract": "sub", "negative": "neg", "absolute": "abs", "clip": "clamp"},
     **{"_grouped_mm": "grouped_mm", "concat": "cat", "concatenate": "cat"},
     **{"special_expit": "sigmoid", "expit": "sigmoid", "log_sigmoid": "logsigmoid", "special_exp2": "exp2"},
-    **{
-        "arcsin": "asin",
-        "arccos": "acos",
-        "arctan": "atan",
-        "arcsinh": "asinh",
-        "arccosh": "acosh",
-        "arctanh": "atanh",
-    },
+    **{f"arc{name}": f"a{name}" for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")},
     **{"special_ndtr": "ndtr", "special_log_ndtr": "log_ndtr", "special_i0": "i0", "special_sinc": "sinc"},
     **{"special_round": "round", "special_xlogy": "xlogy", "fix": "trunc", "sgn": "sign", "arctan2": "atan2"},
     **{"special_erf": "erf", "special_erfc": "erfc", "special_expm1": "expm1", "special_log1p": "log1p"},
 }
 _INPLACE_BUILTINS = _words("iadd isub imul itruediv ipow imatmul iand ior setitem __setitem__")
 
-# How a node depends on GEMMs' outputs: not by pointwise functions and views alone, affinely, or in any other such way.
+# A node's dependence on GEMMs' results by pointwise functions and views: none, affine, or nonlinear.
 FREE, AFFINE, NONLINEAR = range(3)
 
 _CUSTOM = torch.ops.higher_order.autograd_function_apply
@@ -110,28 +103,16 @@ _CUSTOM = torch.ops.higher_order.autograd_function_apply
 
 @cache
 def _torch_functions() -> dict[object, str]:
-    """Each of torch's own functions that has a name here: a function that only borrows the name is not it."""
-    plain = {
-        *RULES,
-        *CASTS,
-        *COPIES,
-        *DROPOUTS,
-        *VIEWS,
-        *SPLITS,
-        *GEMMS,
-        *CONVOLUTIONS,
-        *CONSTANTS,
-        "cat",
-        *_PLAIN_NAMES,
-        *_INPLACE_BUILTINS,
-    }
-    found: dict[object, str] = {}
+    """Map torch's own functions to their names here: another function of such a name is not one."""
+    tables = RULES, CASTS, COPIES, DROPOUTS, VIEWS, SPLITS, GEMMS, CONVOLUTIONS, CONSTANTS, _PLAIN_NAMES
+    plain = _INPLACE_BUILTINS.union({"cat"}, *tables)
+    names: dict[object, str] = {}
     for space in (torch, F, torch._C._nn, torch.special, operator, torch.Tensor):
         for name in plain | {f"{n}_" for n in plain}:
             function = getattr(space, name, None)
             if callable(function):
-                found[function] = name
-    return found
+                names[function] = name
+    return names
 
 
 @lru_cache(maxsize=1024)  # bounded, as users' functions are among the keys
@@ -150,8 +131,8 @@ def _target_name(node: Node) -> str:
         return ""
     if isinstance(target, torch._ops.OpOverload):
         return str(target._opname) if target.namespace in ("aten", "_c10d_functional", "c10d_functional") else ""
-    own = re.sub(r"^prim[ _]", "", getattr(target, "__name__", ""))
-    return _torch_functions().get(target) or (own if own in PLUMBING or own in REGIONS else "")
+    name = re.sub(r"^prim[ _]", "", getattr(target, "__name__", ""))
+    return _torch_functions().get(target) or (name if name in PLUMBING or name in REGIONS else "")
 
 
 def _is_other_gemm(target: object) -> bool:
@@ -166,7 +147,7 @@ def _is_other_gemm(target: object) -> bool:
 
 
 def _is_pointwise(args: tuple[Any, ...]) -> bool:
-    """Whether a convolution is a product with a matrix at each point: a kernel of size 1, no groups."""
+    """True where a convolution is a GEMM at each point: a kernel of size 1, no groups."""
     values = [tensor(a) if isinstance(a, Node) else None for a in args[:2]]
     if len(values) < 2 or values[0] is None or values[1] is None or any(a is True for a in args):  # transposed
         return False
@@ -179,11 +160,11 @@ class Call:
 
     Attributes:
         name: torch's plain name for it; "" if it has none here.
-        args, kwargs: what it is called with, ``inplace`` taken out, the first two arguments by position.
-        inplace: whether it writes its first argument.
-        gemm: the positions of a GEMM's data arguments; None for what is no GEMM.
-        known: whether it is a GEMM by name, in ``known_gemms``: then it writes nothing.
-        unknown: a custom function reads a matrix of weights, and nobody says that it is a GEMM.
+        args, kwargs: its arguments without ``inplace``, the first two by position.
+        inplace: it writes its first argument.
+        gemm: the positions of a GEMM's data arguments; None for other calls.
+        known: it is a GEMM of ``gemm_registry``: then it writes nothing.
+        unknown: it is a custom function that reads a matrix of weights, and is not registered as a GEMM.
     """
 
     def __init__(self, node: Node) -> None:
@@ -196,7 +177,7 @@ class Call:
         if self.name in RULES or self.name in DROPOUTS:
             self._take_inplace(node)
             for i, keywords in enumerate((("input", "self"), ("other",))):
-                if len(self.args) == i:  # as positions, where they are given as keywords
+                if len(self.args) == i:  # keywords become positions
                     self.args += tuple(self.kwargs.pop(k) for k in keywords if k in self.kwargs)
         if self.name in SPLITS:
             value = tensor(node.all_input_nodes[0])
@@ -224,12 +205,12 @@ class Call:
 
     def dropout_arguments(self) -> dict[str, Any]:
         """A dropout's arguments by name, defaults included."""
-        given = dict(zip(("input", "p", "training"), self.args, strict=False)) | self.kwargs
-        return {"p": 0.5, "training": given.get("train", True), **given}
+        arguments = dict(zip(("input", "p", "training"), self.args, strict=False)) | self.kwargs
+        return {"p": 0.5, "training": arguments.get("train", True), **arguments}
 
     def dropout_is_active(self) -> bool:
-        given = self.dropout_arguments()
-        return not (given["p"] == 0 or given["training"] is False)
+        arguments = self.dropout_arguments()
+        return not (arguments["p"] == 0 or arguments["training"] is False)
 
 
 def _tensor_positions(node: Node) -> tuple[int, ...]:
@@ -243,7 +224,7 @@ def tensor(node: Node) -> torch.Tensor | None:
 
 
 def statically(condition: Any) -> bool:
-    """Whether a condition on sizes holds for all sizes that the graph is for; asking adds no guard."""
+    """True where a condition holds for all sizes that the graph is for; asking adds no guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)
@@ -257,7 +238,7 @@ def record(node: Node, like: Node) -> None:
     # The values' own mode: the tracing context may hold a newer one by now, and modes do not mix.
     modes = [a.fake_mode for a in args if isinstance(a, torch._subclasses.FakeTensor)]
     shapes = modes[0].shape_env if modes else None
-    # What is asked about sizes here must not become a guard of the user's program. Nor must autograd look: the recorded
+    # Questions about sizes here must not become guards of the user's program. Nor must autograd look: the recorded
     # values are those after the whole graph ran, in-place writes included, and the user may have saved-tensor hooks.
     with torch.no_grad(), shapes.suppress_guards() if shapes is not None else nullcontext():
         value = node.target(*args)  # type: ignore[operator]
@@ -265,21 +246,23 @@ def record(node: Node, like: Node) -> None:
 
 
 def describe(node: Node, like: Node, make: Callable[[], Any]) -> None:
-    """``record`` for a call that must not run now: it would draw random numbers, or be of another dtype for want of the
-    autocast that is in force where the graph is traced. ``make`` gives its value, of fake tensors."""
+    """Record a value made by ``make``, of fake tensors, for a call that must not run now.
+
+    It would draw random numbers, or have another dtype without the autocast in force where the graph is traced.
+    """
     value = tensor(like)
     mode = value.fake_mode if isinstance(value, torch._subclasses.FakeTensor) else None
     shapes = mode.shape_env if mode is not None else None
     node.meta = {k: v for k, v in like.meta.items() if k not in ("example_value", "val", "tensor_meta")}
     key = "example_value" if "example_value" in like.meta else "val"
     with torch.no_grad(), mode or nullcontext(), shapes.suppress_guards() if shapes is not None else nullcontext():
-        made = make()
-    needs_gradient = value is not None and value.requires_grad and isinstance(made, torch.Tensor)
-    node.meta[key] = made.requires_grad_() if needs_gradient and made.is_floating_point() else made
+        result = make()
+    needs_gradient = value is not None and value.requires_grad and isinstance(result, torch.Tensor)
+    node.meta[key] = result.requires_grad_() if needs_gradient and result.is_floating_point() else result
 
 
 def shown(node: Node) -> str:
-    """What a person would call the node."""
+    """The node's name for people."""
     if node.op in ("placeholder", "get_attr"):  # Dynamo calls a parameter L_self_modules_mlp_parameters_alpha_
         name = re.sub(r"^.*_(?:parameters|buffers)_(.*?)_?$", r"\1", str(node.target))
         name = re.sub(r"^L_args_(\d+)_$", lambda m: f"argument {int(m[1]) + 1}", name)
@@ -295,7 +278,7 @@ def shown(node: Node) -> str:
 
 
 def _frames(node: Node) -> Iterator[tuple[str, int]]:
-    """Where a call stands: the file and line of each frame."""
+    """The file and line of each frame of a call."""
     for file, line in re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or ""):
         yield file, int(line)
 
@@ -312,9 +295,9 @@ def _tensors(argument: Any) -> Iterator[Node]:
 
 
 def _writes(node: Node, call: Call, bodies: dict[GraphModule, GraphAnalysis]) -> Iterator[Node]:
-    """The nodes whose memory this one writes: as its schema says; all that it reads, if nobody knows.
+    """The nodes whose memory this one writes: by its schema, or all that it reads, if nothing is known.
 
-    ``bodies``: those that have been read; a body may be called twice by one that is called twice, and so on.
+    ``bodies`` holds the bodies that have been read; else nested bodies that are called twice take exponential time.
     """
     if node.op not in ("call_function", "call_method"):
         if node.op == "call_module":
@@ -341,12 +324,12 @@ def _writes(node: Node, call: Call, bodies: dict[GraphModule, GraphAnalysis]) ->
 
 
 def _body_writes(node: Node, known: dict[GraphModule, GraphAnalysis]) -> bool:
-    """Whether a higher-order operator may write what it reads: by its name, or because a body writes its inputs."""
+    """True where a higher-order operator may write its inputs: it has no body here, or one that writes them."""
     bodies = _bodies(node)
-    return not bodies or any(_facts_of(body, known).writes_inputs() for body in bodies)
+    return not bodies or any(_analysis_of(body, known).writes_inputs() for body in bodies)
 
 
-def _facts_of(body: GraphModule, known: dict[GraphModule, GraphAnalysis]) -> GraphAnalysis:
+def _analysis_of(body: GraphModule, known: dict[GraphModule, GraphAnalysis]) -> GraphAnalysis:
     if body not in known:
         known[body] = GraphAnalysis(body.graph, {}, known)
     return known[body]
@@ -388,7 +371,7 @@ def _written_arguments(target: Any) -> frozenset[tuple[int, str]] | None:
     packet = getattr(torch.ops.aten, name, None) if not module or module == "None" or module.startswith("torch") else 0
     if isinstance(packet, torch._ops.OpOverloadPacket):
         return _written_arguments(packet)
-    if not module:  # a method that is no operator: size, bool, item, …
+    if not module:  # a method that is not an operator: size, bool, item, …
         return frozenset({(0, "self")}) if name.endswith("_") and not name.endswith("__") else frozenset()
     return None
 
@@ -402,13 +385,13 @@ def _written_by(overloads: Sequence[torch._ops.OpOverload]) -> frozenset[tuple[i
     )
 
 
-# What these functions write, where there is no schema, or it is silent about running statistics.
+# The arguments that functions write, where there is no schema, or it is silent about running statistics.
 _UNANNOTATED: dict[str, frozenset[tuple[int, str]]] = {
     **dict.fromkeys(
         ("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "instance_norm"),
         frozenset({(3, "running_mean"), (4, "running_var")}),
     ),
-    "_get_data_attr": frozenset(),  # how Dynamo spells x.data
+    "_get_data_attr": frozenset(),  # Dynamo's name for x.data
 }
 # The Python functions of torch.nn.functional that write an argument; the activations' ``inplace`` is Call's.
 _WRITTEN_BY_FUNCTIONAL = {
@@ -418,9 +401,9 @@ _WRITTEN_BY_FUNCTIONAL = {
 
 
 class _Modes:
-    """Which grad mode, autocast, inference mode and hooks are in force, on the way through a graph.
+    """The grad mode, autocast, inference mode and hooks in force, on the way through a graph.
 
-    What is entered and left again between two calls does not come between them: bitsandbytes sets a parameter under
+    A mode that is entered and left again between two calls does not separate them: bitsandbytes sets a parameter under
     ``no_grad`` in each of its layers.
     """
 
@@ -436,7 +419,7 @@ class _Modes:
         return self.known.setdefault(state, len(self.known))
 
     def switch(self, name: str, node: Node) -> None:
-        """A call of ``REGIONS``."""
+        """Apply a call of ``REGIONS``."""
         if name.startswith("_exit"):
             self.entered = [block for block in self.entered if block[0] is not node.args[0]]
         elif name.startswith("_enter"):
@@ -449,16 +432,16 @@ class _Modes:
 
 
 def _grad_mode(graph: Graph) -> bool | None:
-    """The grad mode that a graph begins with, as its first products show; None where they do not.
+    """The grad mode that a graph begins with, as its first GEMMs show; None where they do not.
 
-    It may be that of a body, whose caller has switched it: what is in force now says nothing.
+    The mode in force now says nothing: the graph may be a body whose caller has switched it.
     """
     for node in graph.nodes:
         if _target_name(node).endswith("set_grad_enabled"):
             break
         value = tensor(node)
-        read = [one.requires_grad for a in node.all_input_nodes if (one := tensor(a)) is not None]
-        if value is not None and any(read) and _target_name(node) in GEMMS:
+        needs_gradient = any(source.requires_grad for source in map(tensor, node.all_input_nodes) if source is not None)
+        if value is not None and needs_gradient and _target_name(node) in GEMMS:
             return value.requires_grad
     return None
 
@@ -469,13 +452,13 @@ class GraphAnalysis:
     def __init__(
         self, graph: Graph, known: Mapping[Node, Call], bodies: dict[GraphModule, GraphAnalysis] | None = None
     ) -> None:
-        """``known``: the calls that have been read already; ``bodies``: higher-order operators' that have been."""
+        """``known``: the calls that have been read already; ``bodies``: likewise those of higher-order operators."""
         self.index: dict[Node, int] = {}
         self.calls: dict[Node, Call] = {}
         self.region: dict[Node, int] = {}  # nodes of one region have one grad mode, autocast and inference mode
-        self.inference: set[Node] = set()  # what is computed in inference mode
+        self.inference: set[Node] = set()  # computed in inference mode
         self.state: dict[Node, int] = {}
-        self.fed: dict[Node, bool] = {}  # whether a GEMM lies anywhere before
+        self.fed: dict[Node, bool] = {}  # True where a GEMM lies anywhere before
         self._origins: dict[Node, Node] = {}
         self._bodies = {} if bodies is None else bodies
         self.writes: dict[int, list[Node]] = defaultdict(list)  # storage → the nodes that write it, in order
@@ -492,64 +475,63 @@ class GraphAnalysis:
             if inference:
                 self.inference.add(node)
             self.index[node], self.region[node] = i, modes.region
-            moved = self.passes(node) and node.all_input_nodes
-            self._origins[node] = self._origins[node.all_input_nodes[0]] if moved else node
-            constant = call.name in CONSTANTS
-            # What is gathered is what it is gathered from: an expert's weights do not become data by their index.
-            inputs = node.all_input_nodes[: 1 if self.passes(node) else None]
-            self.fed[node] = call.gemm is not None or (not constant and any(self.fed[a] for a in inputs))
+            passes = self.passes(node) and node.all_input_nodes
+            self._origins[node] = self._origins[node.all_input_nodes[0]] if passes else node
+            # An index does not count: an expert's weights do not become data by it.
+            inputs = [] if call.name in CONSTANTS else node.all_input_nodes[: 1 if passes else None]
+            self.fed[node] = call.gemm is not None or any(self.fed[a] for a in inputs)
             self.state[node] = self._state(node, call)
             self.aliases[self.storage(node)].append(node)
             for written in _writes(node, call, self._bodies):
                 self.writes[self.storage(written)].append(node)
 
     def _read_custom(self, node: Node, call: Call) -> None:
-        """Whether a custom autograd.Function is a GEMM: by its name, or as its forward's result is one's.
+        """Find out if a custom autograd.Function is a GEMM, by its name, or by its forward's result.
 
-        What reads a matrix of weights and shows no product may be one, unless all that it does is to spread them: to
-        add the biases of experts to their rows, say.
+        A function that reads a matrix of weights and shows no GEMM may be one, unless it only spreads them: to add the
+        biases of experts to their rows, say.
         """
         body = _child(node.args[0]) if node.target is _CUSTOM and isinstance(node.args[0], Node) else None
         operands = tuple(i for i in _tensor_positions(node) if node.target is not _CUSTOM or i > 1)
         if body is not None:
             call.known = gemm_registry.function_at(frame for n in body.graph.nodes for frame in _frames(n))
-        seen = body is not None and _facts_of(body, self._bodies).multiplies()
+        multiplies = body is not None and _analysis_of(body, self._bodies).multiplies()
         read = [a for i, a in enumerate(node.args) if i in operands and isinstance(a, Node)]
         origins = ((a, tensor(self.origin(a))) for a in read)
         weights = [a for a, value in origins if isinstance(value, torch.nn.Parameter) and value.ndim == 2]
-        if weights and body is not None and not seen:
+        if weights and body is not None and not multiplies:
             inputs = body.graph.find_nodes(op="placeholder")
-            given = dict(zip(reversed(node.args), reversed(inputs), strict=False))
-            weights = [a for a in weights if not _facts_of(body, self._bodies).spreads(given[a])]
-        call.unknown = bool(weights) and not (call.known or seen)
-        if call.known or seen or call.unknown:
+            placeholders = dict(zip(reversed(node.args), reversed(inputs), strict=False))
+            weights = [a for a in weights if not _analysis_of(body, self._bodies).spreads(placeholders[a])]
+        call.unknown = bool(weights) and not (call.known or multiplies)
+        if call.known or multiplies or call.unknown:
             call.gemm = operands
 
     def multiplies(self) -> bool:
-        """Whether the graph's result, of several the first, is a product's, but for biases, casts and views."""
+        """True where the graph's first result is a GEMM's, but for biases, casts and views."""
         results = next(iter(self.calls)).graph.output_node().args[0]
         while isinstance(results, (tuple, list)) and results:
             results = results[0]
         return isinstance(results, Node) and self.state[results] == AFFINE
 
     def spreads(self, start: Node) -> bool:
-        """Whether a node's value is only moved, gathered, and used by pointwise functions: no sum, and no product."""
-        made = {start}
+        """True where a node's value is only moved, gathered, and used by pointwise functions: no sum, and no GEMM."""
+        spread = {start}
         for node, call in self.calls.items():
-            if made.isdisjoint(node.all_input_nodes) or node.op == "output":
+            if spread.isdisjoint(node.all_input_nodes) or node.op == "output":
                 continue
             if not (self.passes(node) or call.name in RULES):
                 return False
-            made.add(node)
+            spread.add(node)
         return True
 
     def writes_inputs(self) -> bool:
-        """Whether the graph may write one of its inputs."""
+        """True where the graph may write one of its inputs."""
         inputs = {self.storage(node) for node in self.calls if node.op in ("placeholder", "get_attr")}
         return any(storage in inputs or storage <= 0 for storage in self.writes)
 
     def storage(self, node: Node) -> int:
-        """Identifies the memory that the node's value lives in: fake tensors share storages as the real ones will."""
+        """A number for the memory of the node's value: fake tensors share storages as the real ones will."""
         value = tensor(node)
         try:
             return -self.index[node] if value is None else int(value.untyped_storage()._cdata)
@@ -557,7 +539,7 @@ class GraphAnalysis:
             return -self.index[node]
 
     def weight_gemm(self, node: Node) -> bool:
-        """Whether the node is a product with weights or inputs, not one of two computed tensors as attention's are."""
+        """True for a GEMM with weights or inputs, False for one of two computed tensors, as in attention."""
         call = self.calls[node]
         if call.gemm is None:
             return False
@@ -571,20 +553,20 @@ class GraphAnalysis:
         return node.args[0] if node.args[0].target is _CUSTOM and self.calls[node.args[0]].gemm is None else None
 
     def sources(self, node: Node) -> list[Node]:
-        """The nodes whose values the node's value is computed of."""
+        """The nodes whose values the node's value is computed from."""
         function = self.custom(node)
         if function is None:
             return node.all_input_nodes[: 1 if self.passes(node) else None]
         return [a for a in dict.fromkeys(function.args[2:]) if isinstance(a, Node)]
 
     def passes(self, node: Node) -> bool:
-        """Whether the node only moves its first argument: views, casts, copies, dropout, tensor-parallel plumbing."""
+        """True where the node only moves its first argument: a view, cast, copy, dropout, tensor-parallel plumbing."""
         name = self.calls[node].name
         moves = name in VIEWS or name in CASTS or name in COPIES or name in DROPOUTS or name in PLUMBING
         return moves and self.custom(node) is None
 
     def joined(self, node: Node) -> list[Node]:
-        """The tensors that the node puts side by side, along their last axis; none where it is no such call."""
+        """The tensors that the node puts side by side, along their last axis; none for other calls."""
         call = self.calls[node]
         if call.name != "cat" or set(call.kwargs) - {"tensors", "dim", "axis"}:
             return []
@@ -593,14 +575,14 @@ class GraphAnalysis:
         value = tensor(node)
         if value is None or not isinstance(pieces, (list, tuple)) or not isinstance(axis, int):
             return []
-        return [one for one in pieces if isinstance(one, Node)] if axis in (-1, value.ndim - 1) else []
+        return [piece for piece in pieces if isinstance(piece, Node)] if axis in (-1, value.ndim - 1) else []
 
     def origin(self, node: Node) -> Node:
         """The node whose value this one only moves."""
         return self._origins[node]
 
     def sum_of_gemms(self, node: Node) -> bool:
-        """Whether the node adds tensors to what GEMMs produced, or scales it: bias, LoRA's adapter, a residual."""
+        """True where the node adds tensors to GEMMs' results, or scales them: bias, LoRA's adapter, a residual."""
         return self.state[node] == AFFINE and self.calls[node].name in LINEAR and len(node.all_input_nodes) > 1
 
     def _state(self, node: Node, call: Call) -> int:
@@ -619,7 +601,7 @@ class GraphAnalysis:
         streams = [a for a in inputs if not self.state[a] and self.fed[a]]  # computed, not pointwise from a GEMM
         if call.name in ("add", "sub", "rsub"):
             return FREE if NONLINEAR in states and streams else max(states)  # joining a residual stream ends a subgraph
-        if any(states) and len(inputs) > 1:  # a product or quotient of two tensors
+        if any(states) and len(inputs) > 1:  # a multiplication or division of two tensors
             if all(states) or (call.name == "div" and states[1]):
                 return NONLINEAR
             if not streams:
@@ -631,7 +613,7 @@ class GraphAnalysis:
         return states[0]
 
     def _normalizes(self, scale: Node, node: Node) -> bool:
-        """Whether ``scale`` is made of ``node`` itself, as 1/sqrt(mean(node²)) is: a norm, not a gate."""
+        """True where ``scale`` is computed from ``node`` itself, as 1/sqrt(mean(node²)) is: a norm, not a gate."""
         node = self.origin(node)
         for _ in range(8):
             if scale is node or not scale.all_input_nodes:
@@ -641,17 +623,17 @@ class GraphAnalysis:
 
 
 def join(graph: Graph) -> tuple[Graph, dict[Node, tuple[Node, tuple[Node, ...]]]]:
-    """A copy of the graph, to look at, in which the bodies of higher-order operators stand where they are called.
+    """Copy the graph, for analysis alone, with the bodies of higher-order operators in place of their calls.
 
     A body's second call stays a call, and an autograd function's. An operator with several bodies reads their results.
 
     Returns:
-        The copy; and of each of its nodes the original, and the operators that this is inside of.
+        The copy; and for each of its nodes the original, and the operators around that.
     """
     whole, copied, seen = Graph(graph.owning_module), {}, set[GraphModule]()
 
-    def put(graph: Graph, given: Sequence[Any], inside: tuple[Node, ...]) -> Any:
-        known: dict[Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), given, strict=False))
+    def put(graph: Graph, arguments: Sequence[Any], inside: tuple[Node, ...]) -> Any:
+        known: dict[Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), arguments, strict=False))
         for node in graph.nodes:
             source = node.args[0] if node.target is operator.getitem else None
             if node in known:
@@ -665,7 +647,7 @@ def join(graph: Graph) -> tuple[Graph, dict[Node, tuple[Node, tuple[Node, ...]]]
             bodies = list(dict.fromkeys(_bodies(node))) if calls else []
             fresh = [body for body in bodies if body not in seen]
             seen.update(fresh)
-            results = [put(body.graph, _given(node, body, known), (*inside, node)) for body in fresh]
+            results = [put(body.graph, _arguments_of(node, body, known), (*inside, node)) for body in fresh]
             if len(results) == len(bodies) == 1:
                 known[node] = results[0]
             else:
@@ -678,21 +660,21 @@ def join(graph: Graph) -> tuple[Graph, dict[Node, tuple[Node, tuple[Node, ...]]]
     return whole, copied
 
 
-def _given(node: Node, body: GraphModule, known: Mapping[Node, Any]) -> list[Any]:
-    """What a body is called with: the operator's last arguments, or parts of them (``map``, ``scan``)."""
-    taken = len(body.graph.find_nodes(op="placeholder"))
-    given = [known[a] for a in _tensors((node.args, node.kwargs)) if a.op != "get_attr" or _child(a) is None]
-    return given[len(given) - taken :] if taken <= len(given) else []
+def _arguments_of(node: Node, body: GraphModule, known: Mapping[Node, Any]) -> list[Any]:
+    """The arguments of a body: the operator's last arguments, or parts of them (``map``, ``scan``)."""
+    count = len(body.graph.find_nodes(op="placeholder"))
+    arguments = [known[a] for a in _tensors((node.args, node.kwargs)) if a.op != "get_attr" or _child(a) is None]
+    return arguments[len(arguments) - count :] if count <= len(arguments) else []
 
 
 def read(graph: Graph) -> tuple[tuple[Step, ...], Any]:
-    """A whole graph as an expression of its placeholders.
+    """Read a whole graph as an expression of its placeholders.
 
     Returns:
         The steps, and the graph's output with a ``Ref`` for each node in it.
 
     Raises:
-        Unprovable: the graph does more than compute, pointwise and without rounding on the way.
+        Unprovable: it does anything but pointwise computation without rounding on the way.
     """
     steps: list[Step] = []
     refs: dict[Node, Ref] = {}
@@ -714,13 +696,8 @@ def read(graph: Graph) -> tuple[tuple[Step, ...], Any]:
         elif call.name not in REGIONS:
             refs[node] = refs[node.all_input_nodes[0]]
         if node in refs and node not in operands:
-            _check_rounding(node, [operand for operand in operands if operand.users])
+            value = tensor(node)
+            for source in (tensor(operand) for operand in operands if operand.users):
+                if value is None or source is None or torch.promote_types(source.dtype, value.dtype) != value.dtype:
+                    raise Unprovable(f"{shown(node)} may round")
     return tuple(steps), output
-
-
-def _check_rounding(node: Node, operands: Sequence[Node]) -> None:
-    value = tensor(node)
-    for operand in operands:
-        source = tensor(operand)
-        if value is None or source is None or torch.promote_types(source.dtype, value.dtype) != value.dtype:
-            raise Unprovable(f"{shown(node)} may round")

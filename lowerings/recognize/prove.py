@@ -1,4 +1,4 @@
-"""Which activation an expression is: comparison with the activation table, each structure once."""
+"""Comparison of an expression with the activation table, each structure once."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ NAMES = ("x", "y")  # an activation reads one tensor, a gated one two
 
 @dataclass(frozen=True)
 class Match:
-    """What was proved: scale · ``activation``(gate_scale · gate), of operand ``gate``, times operand ``up`` if there is
-    one; or why nothing was."""
+    """A proof or the reason against it: the expression is scale · ``activation``(gate_scale · gate) · up.
+
+    ``gate`` and ``up`` are numbers of operands; without ``up`` there is no such factor.
+    """
 
     activation: str | None
     gate: int = 0
@@ -44,8 +46,8 @@ def prove(steps: tuple[Step, ...], result: Ref, operands: int, *, differentiable
     Args:
         steps: the expression.
         result: the step whose value it is.
-        operands: how many tensors it reads.
-        differentiable: whether its derivative matters too, where the function has a kink.
+        operands: the number of tensors it reads.
+        differentiable: the derivative must be equal too, where the function has a kink.
     """
     return _prove(steps, result, operands, differentiable, activations.names())
 
@@ -54,7 +56,7 @@ def prove(steps: tuple[Step, ...], result: Ref, operands: int, *, differentiable
 def _prove(steps: tuple[Step, ...], result: Ref, operands: int, kinks: bool, table: tuple[str, ...]) -> Match:
     if operands > len(NAMES):
         text = f"{operands} different tensors take part; an MLP's activation reads one or two"
-        return _refused(Kind.MANY_TENSORS, text)
+        return _rejected(Kind.MANY_TENSORS, text)
     algebra = _table(table, kinks)[0].fork()
     variables = [algebra.variable(NAMES[i]) for i in range(operands)]
     forms = _table(table, kinks)[1]
@@ -62,21 +64,23 @@ def _prove(steps: tuple[Step, ...], result: Ref, operands: int, kinks: bool, tab
         values = evaluate(algebra, steps, variables)
         expression = (variables if result.kind == "operand" else values)[result.i]
         rounds = result.kind == "value" and algebra.rounds(result.i, expression)
-        found = _unary(algebra, expression, forms) if operands == 1 else _gated(algebra, expression, steps, forms)
-        found = found or _scaled(algebra, expression, steps, forms, operands)
+        match = _unary(algebra, expression, forms) if operands == 1 else _gated(algebra, expression, steps, forms)
+        match = match or _scaled(algebra, expression, steps, forms, operands)
     except Unprovable as e:
         return Match(None, reason=e.reason)
-    if found is not None and rounds:
-        return _refused(Kind.ROUNDED, f"it is {found.activation} in real numbers, but large terms cancel, which rounds")
-    if found is None and kinks:
+    if match is not None and rounds:
+        return _rejected(
+            Kind.ROUNDED, f"it is {match.activation} in real numbers, but large terms cancel, which rounds"
+        )
+    if match is None and kinks:
         smooth = _prove(steps, result, operands, False, table)
         if smooth.activation is not None:
             kind = Kind.RELU_KINK if smooth.activation == "relu" else Kind.KINK
-            return _refused(kind, f"it is {smooth.activation}, but with another gradient exactly at the kink")
-    return found or _explained(algebra, expression, steps, forms, operands == 1)
+            return _rejected(kind, f"it is {smooth.activation}, but with another gradient exactly at the kink")
+    return match or _explained(algebra, expression, steps, forms, operands == 1)
 
 
-def _refused(kind: Kind, text: str) -> Match:
+def _rejected(kind: Kind, text: str) -> Match:
     return Match(None, reason=Reason(kind, text))
 
 
@@ -93,14 +97,14 @@ def _table(names: tuple[str, ...], kinks: bool) -> tuple[Algebra, Forms]:
         try:
             for i, x in enumerate(variables):
                 table[name, i] = _applied(algebra, name, x)
-        except Unprovable as e:  # a registered activation beyond the rules: the operators know it, pick-up does not
-            log.warning("pick-up cannot recognize the registered activation %r: %s", name, e)
+        except Unprovable as e:  # a registered activation beyond the rules: only the operators know it
+            log.warning("the fusion pass cannot recognize the registered activation %r: %s", name, e)
     return algebra, table
 
 
 @lru_cache(maxsize=256)
 def _definition(name: str) -> tuple[tuple[Step, ...], Ref]:
-    """The activation's textbook spelling, read by the same rules as the graph's."""
+    """The activation's textbook definition, read by the same rules as the graph."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
@@ -110,7 +114,7 @@ def _definition(name: str) -> tuple[tuple[Step, ...], Ref]:
 
 
 def _forget() -> None:
-    """What is known of activations by their names: one may have been registered anew."""
+    """Forget activations by name: a name may be registered anew."""
     for known in (_prove, _table, _definition):
         known.cache_clear()
 
@@ -131,14 +135,14 @@ def _unary(algebra: Algebra, expression: Poly, forms: Forms) -> Match | None:
 
 
 def _bounds(steps: tuple[Step, ...]) -> list[float | None]:
-    """No clamp, and the positive constants that something is clamped to: all candidates for the operator's clamp."""
-    found: list[float | None] = [None]
+    """All candidates for the operator's clamp: none, and the positive constants that the steps clamp to."""
+    bounds: list[float | None] = [None]
     for name, args, kwargs in steps:
         if name in ("clamp", "clamp_max", "minimum", "hardtanh"):
             for value in (*args, *(v for _, v in kwargs)):
-                if isinstance(value, (int, float)) and 0 < value < math.inf and float(value) not in found:
-                    found.append(float(value))
-    return found
+                if isinstance(value, (int, float)) and 0 < value < math.inf and float(value) not in bounds:
+                    bounds.append(float(value))
+    return bounds
 
 
 def _gated(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms) -> Match | None:
@@ -150,7 +154,7 @@ def _gated(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: F
             if clamp is not None:
                 act = _applied(algebra, name, algebra.clamp(variables[gate], None, clamp))
                 up = algebra.clamp(up, -clamp, clamp)
-            # expression = act·(up + offset): what act·up leaves is a multiple of act
+            # expression = act·(up + offset): expression - act·up is a multiple of act
             offset = algebra.ratio(algebra.sub(expression, algebra.mul(act, up)), act)
             if offset is not None:
                 return Match(name, gate, 1 - gate, round(offset, 12), clamp)
@@ -158,20 +162,20 @@ def _gated(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: F
 
 
 def _factors(steps: tuple[Step, ...]) -> list[float]:
-    """The constants, but 1, that something is multiplied by: all candidates for a scale inside of an activation."""
-    found: list[float] = []
+    """All candidates for a scale inside an activation: the constants, but 1, that the steps multiply by."""
+    factors: list[float] = []
     for name, args, _ in steps:
         for value in args if name in ("mul", "div") else ():
             if isinstance(value, (int, float)) and 0 < abs(value) < math.inf:
-                found.append(float(value) if name == "mul" else 1 / value)
-    return [factor for factor in dict.fromkeys(found) if factor != 1]
+                factors.append(float(value) if name == "mul" else 1 / value)
+    return [factor for factor in dict.fromkeys(factors) if factor != 1]
 
 
 def _scaled(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, operands: int) -> Match | None:
     """scale · act(gate_scale · gate) · up: muP's and Falcon-H1's multipliers.
 
-    A scale inside must stand in the program, and one in front of it, too: silu(1.7·x) / 1.7 is x·sigmoid(1.7·x), which
-    rather is a slip for quick_gelu's 1.702.
+    Both scales must be constants of the program: silu(1.7·x) / 1.7 is x·sigmoid(1.7·x), more likely a slip for
+    quick_gelu's 1.702.
     """
     variables = [algebra.variable(name) for name in NAMES]
     factors = _factors(steps)
@@ -192,19 +196,19 @@ def _short(text: str) -> str:
 
 
 def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], forms: Forms, unary: bool) -> Match:
-    """Why the expression is none of the table's, and what it is near to if anything."""
+    """The reason the expression is not in the table, with the activation that it is near to if any."""
     if algebra.names(expression) > MAX_NAMES:  # the text doubles with every call of x·sin(x) on its own result
         many = f"a formula of more than {MAX_NAMES} functions and variables"
         if unary:
-            return _refused(Kind.UNKNOWN, f"{many} is no activation of the table")
-        return _refused(Kind.UNKNOWN_GATED, f"{many} is no activation of the table with a gate")
+            return _rejected(Kind.UNKNOWN, f"{many} is not a supported activation")
+        return _rejected(Kind.UNKNOWN_GATED, f"{many} is not a supported gated activation")
     text = algebra.text(expression)
     if algebra.constant(expression) is not None:  # a gate on a state that starts as zeros
-        return _refused(Kind.CONSTANT, f"{NOT_AN_MLP}it is {text} everywhere")
+        return _rejected(Kind.CONSTANT, f"{NOT_AN_MLP}it is {text} everywhere")
     if unary and len(steps) == 1 and hasattr(torch.nn.functional, steps[0][0]):
         text = f"{steps[0][0]}(x) = {text}"
     if not unary:
-        return _refused(Kind.UNKNOWN_GATED, f"{_short(text)} is no activation of the table with a gate")
+        return _rejected(Kind.UNKNOWN_GATED, f"{_short(text)} is not a supported gated activation")
     shape, constants = algebra.constants(expression)
     near: list[tuple[float, str]] = []
     for (name, i), form in forms.items():
@@ -217,5 +221,5 @@ def _explained(algebra: Algebra, expression: Poly, steps: tuple[Step, ...], form
             values = ", ".join(f"{c:.7g} for {t:.7g}" for c, t in apart)
             near.append((max(abs(c / t - 1) for c, t in apart), f"{text} is like {name}, but has {values}"))
     if near and min(near)[0] < 0.5:
-        return _refused(Kind.NEAR, min(near)[1])
-    return _refused(Kind.UNKNOWN, f"{_short(text)} is no activation of the table{CAN_BE_ADDED}")
+        return _rejected(Kind.NEAR, min(near)[1])
+    return _rejected(Kind.UNKNOWN, f"{_short(text)} is not a supported activation{CAN_BE_ADDED}")

@@ -1,10 +1,10 @@
-"""From a GEMM's input back to what it is computed of: the subgraph of an activation, and whether replacing it is sound.
+"""From a GEMM's input back to the GEMMs before it: an activation's subgraph, and the checks that replacing it is sound.
 
-A *site* is a value that a GEMM reads, through views, casts and dropout, maybe with other columns beside it, and that is
-a nonlinear pointwise function of what GEMMs produced. Its *subgraph* is the calls between: from the *root*, whose value
-is replaced, down to the *operands*, which the fused operator will read. ``find`` lists a graph's sites; ``examine``
-walks one and returns its subgraph, or raises ``Rejection``. A subgraph is replaced only where the graph's meaning
-stays; each check's message says what it is for.
+A *site* is a nonlinear pointwise function of GEMMs' results that a GEMM reads, through views, casts and dropout, maybe
+with other columns beside it. Its *subgraph* is the calls between: from the *output node*, whose value is replaced, back
+to the *inputs*, which the fused operator will read. ``find`` lists a graph's sites; ``examine`` walks one and returns
+its subgraph, or raises ``Rejection``. A subgraph is replaced only where the graph computes the same afterwards; each
+check's message gives its purpose.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from .values import FLOATING, check_plain, equal, is_contiguous, keeps_rows, sam
 
 __all__ = ["Subgraph", "check_in_place_call", "examine", "find", "readers", "results"]
 
-MAX_CALLS = 64  # the longest spelling of an activation met in 260 models has 14
+MAX_CALLS = 64  # the longest pattern of an activation in 260 models has 14
 
 
 @dataclass
 class Subgraph:
-    """An activation in the graph. ``calls`` is in graph order and ends with ``root``."""
+    """An activation in the graph. ``calls`` is in graph order and ends with ``output``."""
 
-    root: Node
+    output: Node
     calls: list[Node] = field(default_factory=list)
-    operands: list[Node] = field(default_factory=list)
+    inputs: list[Node] = field(default_factory=list)
     bypassed: list[Node] = field(default_factory=list)  # other nodes that the operator does not read any more
-    dtype: torch.dtype = torch.float32  # what the operator computes in; root's own dtype may be narrower
+    dtype: torch.dtype = torch.float32  # of the operator's result; the output node's may be narrower
     match: Match = field(default_factory=lambda: Match(None))
     packed: tuple[Node, str] | None = None  # gate and up as one tensor, and their layout
     order: tuple[int, ...] | None = None  # the axes as they lie in memory, where the result is not contiguous
-    factors: list[Node] = field(default_factory=list)  # products with others' tensors on its way to the GEMMs
+    factors: list[Node] = field(default_factory=list)  # multiplications by other tensors, on the way to the GEMMs
 
 
 def find(analysis: GraphAnalysis) -> Iterator[tuple[Node, list[Node]]]:
-    """Each site's top call and the GEMMs that read it, in graph order."""
+    """List each site's output node and the GEMMs that read it, in graph order."""
     sites: dict[Node, dict[Node, None]] = {}
     for node, call in analysis.calls.items():
         if call.gemm is None:
@@ -69,13 +69,12 @@ def find(analysis: GraphAnalysis) -> Iterator[tuple[Node, list[Node]]]:
             for read in _columns(analysis, arg) if i in call.gemm and isinstance(arg, Node) else ():
                 if analysis.state[read] == NONLINEAR:
                     sites.setdefault(analysis.origin(read), {})[node] = None
-    for top in sorted(sites, key=analysis.index.__getitem__):
-        yield top, list(sites[top])
+    for output in sorted(sites, key=analysis.index.__getitem__):
+        yield output, list(sites[output])
 
 
 def _columns(analysis: GraphAnalysis, node: Node) -> list[Node]:
-    """The node itself; or, where it is several tensors side by side, as in blocks whose attention and MLP share their
-    last linear layer, these."""
+    """The tensors that the node puts side by side, as for attention and MLP with one last linear layer; else itself."""
     joined = node
     while _keeps_columns(analysis, joined):
         joined = joined.all_input_nodes[0]
@@ -88,9 +87,9 @@ def _keeps_columns(analysis: GraphAnalysis, node: Node) -> bool:
 
 
 def readers(analysis: GraphAnalysis, node: Node) -> Iterator[Node]:
-    """Who reads the node's value in the end, each once: its users, and the users of its views, casts and dropout.
+    """The final readers of the node's value, each once: its users, and the users of its views, casts and dropout.
 
-    Where it is put beside other columns, who reads all of them; a part of them may be without it.
+    Where it is put beside other columns, only those count that read all columns: a part may be without it.
     """
     seen, pending = set(), [(user, False) for user in reversed(node.users)]
     while pending:
@@ -101,67 +100,67 @@ def readers(analysis: GraphAnalysis, node: Node) -> Iterator[Node]:
         joins = bool(analysis.joined(user))
         moves = _keeps_columns(analysis, user) if beside else analysis.passes(user)
         if joins or (moves and not analysis.calls[user].inplace):
-            pending.extend((one, beside or joins) for one in reversed(user.users))
+            pending.extend((reader, beside or joins) for reader in reversed(user.users))
         else:
             yield user
 
 
-def examine(analysis: GraphAnalysis, top: Node) -> Subgraph:
-    """The proved subgraph under a site's top call; where that is a product with another's tensor, under its other side.
+def examine(analysis: GraphAnalysis, node: Node) -> Subgraph:
+    """Return the proved subgraph that ends with a site's output node, or with what that multiplies by another tensor.
 
     A learnable scale of the columns, a routing weight or a mask of the rows stays where it is, behind the operator.
 
     Raises:
-        Rejection: it is no activation of the table, or replacing it could change what the graph computes.
+        Rejection: it is not a supported activation, or replacing it could change what the graph computes.
     """
     try:
-        return _examine(analysis, top)
-    except Rejection as refusal:
-        inner = _scaled(analysis, top) if refusal.reason.kind in _SCALES else None
+        return _examine(analysis, node)
+    except Rejection as rejection:
+        inner = _scaled(analysis, node) if rejection.reason.kind in _SCALES else None
         if inner is None:
             raise
     subgraph = examine(analysis, inner)
-    subgraph.factors.append(top)
+    subgraph.factors.append(node)
     return subgraph
 
 
 _SCALES = (Kind.PARAMETER, Kind.ANOTHER_TENSOR, Kind.MASK)
 
 
-def _scaled(analysis: GraphAnalysis, top: Node) -> Node | None:
-    """What a product multiplies with a tensor that no GEMM has produced."""
-    if analysis.calls[top].name not in ("mul", "div") or analysis.calls[top].inplace:
+def _scaled(analysis: GraphAnalysis, node: Node) -> Node | None:
+    """The value that a node multiplies by a tensor that no GEMM has produced; None where it does something else."""
+    if analysis.calls[node].name not in ("mul", "div") or analysis.calls[node].inplace:
         return None
-    sides = [a for a in analysis.calls[top].args[:2] if isinstance(a, Node)]
-    own = [a for a in sides if analysis.state[a] == NONLINEAR]
-    given = [a for a in sides if analysis.state[a] == FREE and not analysis.fed[a]]
-    if (len(own), len(given)) != (1, 1) or (analysis.calls[top].name == "div" and own[0] is not sides[0]):
+    sides = [a for a in analysis.calls[node].args[:2] if isinstance(a, Node)]
+    values = [a for a in sides if analysis.state[a] == NONLINEAR]
+    factors = [a for a in sides if analysis.state[a] == FREE and not analysis.fed[a]]
+    if (len(values), len(factors)) != (1, 1) or (analysis.calls[node].name == "div" and values[0] is not sides[0]):
         return None
-    return analysis.origin(own[0])
+    return analysis.origin(values[0])
 
 
 def results(analysis: GraphAnalysis, subgraph: Subgraph) -> list[Node]:
-    """The final readers of a subgraph's value, each once: its ``readers``, and of a factor among them the factor's."""
-    found: dict[Node, None] = {}
-    pending = list(reversed(list(readers(analysis, subgraph.root))))
+    """The final readers of a subgraph's value, each once: its ``readers``; a factor's in its place."""
+    final: dict[Node, None] = {}
+    pending = list(reversed(list(readers(analysis, subgraph.output))))
     while pending:
         reader = pending.pop()
         if reader in subgraph.factors:
             pending.extend(reversed(list(readers(analysis, reader))))
         else:
-            found[reader] = None
-    return list(found)
+            final[reader] = None
+    return list(final)
 
 
-def _examine(analysis: GraphAnalysis, top: Node) -> Subgraph:
-    subgraph = Subgraph(_root(analysis, top))
+def _examine(analysis: GraphAnalysis, node: Node) -> Subgraph:
+    subgraph = Subgraph(_output(analysis, node))
     _walk(analysis, subgraph)
     steps, result = _steps(analysis, subgraph)
-    subgraph.match = prove(steps, result, len(subgraph.operands), differentiable=value_of(subgraph.root).requires_grad)
+    subgraph.match = prove(steps, result, len(subgraph.inputs), differentiable=value_of(subgraph.output).requires_grad)
     if subgraph.match.activation is None:
-        for operand in subgraph.operands:  # x·w: maybe the weight belongs to the activation, as in xIELU
-            if analysis.calls[operand].name in ("mul", "div"):
-                _refuse_foreign(analysis, subgraph, [a for a in operand.all_input_nodes if analysis.state[a] == FREE])
+        for source in subgraph.inputs:  # x·w: maybe the weight belongs to the activation, as in xIELU
+            if analysis.calls[source].name in ("mul", "div"):
+                _reject_foreign(analysis, subgraph, [a for a in source.all_input_nodes if analysis.state[a] == FREE])
         assert subgraph.match.reason is not None
         raise Rejection(*subgraph.match.reason)
     _check_values(analysis, subgraph)
@@ -171,23 +170,21 @@ def _examine(analysis: GraphAnalysis, top: Node) -> Subgraph:
     return subgraph
 
 
-def _root(analysis: GraphAnalysis, top: Node) -> Node:
-    """A single cast right after the top call belongs to the subgraph: the operator rounds to that dtype itself.
+def _output(analysis: GraphAnalysis, node: Node) -> Node:
+    """The subgraph's output node: a single cast right behind the site's belongs to it, as the operator rounds itself.
 
-    Not one to a wider dtype, in front of a product in float32 for example: what is rounded before it stays rounded.
+    A cast to a wider dtype does not, in front of a GEMM in float32 for example: a value rounded before it stays so.
     """
-    users = list(top.users)
-    if len(users) == 1 and analysis.calls[users[0]].name in CASTS and analysis.region[users[0]] == analysis.region[top]:
-        value = tensor(users[0])
-        own = value_of(top)
-        widens = value is not None and value.dtype != own.dtype and not _loses(own.dtype, value.dtype)
-        if value is not None and value.dtype in FLOATING and value.device == own.device and not widens:
-            return users[0]
-    return top
+    user, *others = node.users or (node,)
+    if not others and analysis.calls[user].name in CASTS and analysis.region[user] == analysis.region[node]:
+        source, value = value_of(node), tensor(user)
+        if value is not None and value.dtype in FLOATING and value.device == source.device:
+            return user if value.dtype == source.dtype or _loses(source.dtype, value.dtype) else node
+    return node
 
 
 def _loses(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a cast from source to target rounds."""
+    """True where a cast from source to target rounds."""
     return torch.promote_types(source, target) != target
 
 
@@ -195,7 +192,7 @@ def _loses(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _is_call(analysis: GraphAnalysis, node: Node) -> bool:
-    """Whether the walk goes through the node (else it is an operand)."""
+    """True where the walk goes through the node; else it is an input."""
     call, state = analysis.calls[node], analysis.state[node]
     if state == FREE:
         return False
@@ -212,8 +209,8 @@ def _is_call(analysis: GraphAnalysis, node: Node) -> bool:
 
 
 def _walk(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
-    seen = {subgraph.root}
-    pending = [subgraph.root]
+    seen = {subgraph.output}
+    pending = [subgraph.output]
     while pending:
         node = pending.pop()
         subgraph.calls.append(node)
@@ -224,40 +221,40 @@ def _walk(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
                 seen.add(source)
                 if _is_call(analysis, source):
                     pending.append(source)
-                elif analysis.calls[source].name in CONSTANTS and same_shape(source, subgraph.root):
+                elif analysis.calls[source].name in CONSTANTS and same_shape(source, subgraph.output):
                     subgraph.bypassed.append(source)
                 else:
-                    subgraph.operands.append(source)
+                    subgraph.inputs.append(source)
     subgraph.calls.sort(key=analysis.index.__getitem__)
-    subgraph.operands.sort(key=analysis.index.__getitem__)
-    _refuse_foreign(analysis, subgraph, [operand for operand in subgraph.operands if analysis.state[operand] == FREE])
+    subgraph.inputs.sort(key=analysis.index.__getitem__)
+    _reject_foreign(analysis, subgraph, [source for source in subgraph.inputs if analysis.state[source] == FREE])
 
 
 _TELLING = (Kind.PARAMETER, Kind.ANOTHER_TENSOR, Kind.MASK, Kind.OTHER_OPERAND)  # the most telling reason first
 
 
-def _refuse_foreign(analysis: GraphAnalysis, subgraph: Subgraph, operands: Sequence[Node]) -> None:
-    """Refuse what no GEMM has produced; of several operands, for the one that says most."""
-    reasons = [_foreign(analysis, subgraph, operand) for operand in operands]
+def _reject_foreign(analysis: GraphAnalysis, subgraph: Subgraph, inputs: Sequence[Node]) -> None:
+    """Reject inputs that no GEMM has produced, with the most telling reason."""
+    reasons = [_foreign(analysis, subgraph, source) for source in inputs]
     if reasons:
         raise Rejection(*min(reasons, key=lambda reason: _TELLING.index(reason.kind)))
 
 
-def _foreign(analysis: GraphAnalysis, subgraph: Subgraph, operand: Node) -> Reason:
-    """Why an operand that no GEMM has produced takes no part in an MLP's activation."""
-    source = analysis.origin(operand)
+def _foreign(analysis: GraphAnalysis, subgraph: Subgraph, foreign: Node) -> Reason:
+    """The reason against an input that no GEMM has produced."""
+    source = analysis.origin(foreign)
     gated = Reason(
         Kind.OTHER_OPERAND,
         f"{NOT_AN_MLP}combined with the result of {shown(source)}, which no GEMM with weights has produced",
     )
-    whole = source.op not in ("placeholder", "get_attr") and same_shape(operand, subgraph.root)
+    whole = source.op not in ("placeholder", "get_attr") and same_shape(foreign, subgraph.output)
     if analysis.fed[source] and whole and not _is_mask(source):
         return gated
-    pending, seen = [operand], {operand}
-    while pending and not analysis.fed[operand]:
+    pending, seen = [foreign], {foreign}
+    while pending and not analysis.fed[foreign]:
         node = pending.pop()
         if isinstance(tensor(node), torch.nn.Parameter):
-            # The activation's own, as in xIELU; in a whole tensor of data, as a norm makes one, it is a gate on that.
+            # The activation's own, as in xIELU. In a whole tensor of data, as a norm's result, it is a gate.
             if whole:
                 return gated
             if value_of(node).requires_grad:
@@ -277,13 +274,13 @@ def _is_mask(node: Node) -> bool:
 
 
 def _merge(analysis: GraphAnalysis, subgraph: Subgraph) -> dict[Node, Node]:
-    """Operands that are the same view taken twice (``h[:, :n] * sigmoid(h[:, :n])``) are one: each one's first."""
+    """Merge inputs that are the same view taken twice (``h[:, :n] * sigmoid(h[:, :n])``): each input with the first."""
     same: dict[Node, Node] = {}  # a node, and the first that is the same view of the same tensor
     views: dict[Any, Node] = {}
     first: dict[Node, Node] = {}
 
     def fixed(node: Node) -> bool:
-        written = (analysis.writes.get(analysis.storage(one)) for one in (node, *node.all_input_nodes))
+        written = (analysis.writes.get(analysis.storage(value)) for value in (node, *node.all_input_nodes))
         return analysis.passes(node) and analysis.calls[node].name not in DROPOUTS and not any(written)
 
     def key(argument: Any) -> Any:
@@ -293,7 +290,7 @@ def _merge(analysis: GraphAnalysis, subgraph: Subgraph) -> dict[Node, Node]:
             return tuple(map(key, argument))
         return repr(argument)
 
-    pending = list(subgraph.operands)  # no recursion: chains of views may be long, and join again
+    pending = list(subgraph.inputs)  # no recursion: chains of views may be long, and join again
     while pending:
         node = pending[-1]
         below = [a for a in node.all_input_nodes if a not in same] if node not in same and fixed(node) else []
@@ -310,18 +307,18 @@ def _merge(analysis: GraphAnalysis, subgraph: Subgraph) -> dict[Node, Node]:
             )
             same[node] = views.setdefault(view, node)
 
-    merged = {operand: first.setdefault(same[operand], operand) for operand in subgraph.operands}
-    subgraph.operands = list(first.values())
-    subgraph.bypassed += [node for node in merged if node not in subgraph.operands]
+    merged = {source: first.setdefault(same[source], source) for source in subgraph.inputs}
+    subgraph.inputs = list(first.values())
+    subgraph.bypassed += [node for node in merged if node not in subgraph.inputs]
     return merged
 
 
 def _steps(analysis: GraphAnalysis, subgraph: Subgraph) -> tuple[tuple[Step, ...], Ref]:
     merged = _merge(analysis, subgraph)
-    known = {node: Ref("operand", subgraph.operands.index(first)) for node, first in merged.items()}
+    known = {node: Ref("operand", subgraph.inputs.index(first)) for node, first in merged.items()}
     steps: list[Step] = []
 
-    def given(argument: Any) -> Any:
+    def as_step(argument: Any) -> Any:
         if isinstance(argument, Node):
             return known[argument] if argument in known else CONSTANTS[analysis.calls[argument].name]
         if argument is None or isinstance(argument, (bool, int, float, str)):
@@ -331,21 +328,21 @@ def _steps(analysis: GraphAnalysis, subgraph: Subgraph) -> tuple[tuple[Step, ...
     for node in subgraph.calls:
         call, function = analysis.calls[node], analysis.custom(node)
         if function is not None:
-            known[node] = _inline(function, list(map(given, function.args[2:])), steps)
+            known[node] = _inline(function, list(map(as_step, function.args[2:])), steps)
             subgraph.bypassed += [function, *(a for a in function.args[:2] if isinstance(a, Node))]
         elif call.name in RULES:
             if call.name.startswith("clamp") and len(node.all_input_nodes) > 1:  # another gradient at the bounds
                 raise Rejection(Kind.TENSOR_BOUND, "a tensor is a clamp's bound")
-            kwargs = tuple((k, given(v)) for k, v in sorted(call.kwargs.items()))
-            steps.append((call.name, tuple(map(given, call.args)), kwargs))
+            kwargs = tuple((k, as_step(v)) for k, v in sorted(call.kwargs.items()))
+            steps.append((call.name, tuple(map(as_step, call.args)), kwargs))
             known[node] = Ref("value", len(steps) - 1)
         else:
             known[node] = known[node.all_input_nodes[0]]
-    return tuple(steps), known[subgraph.root]
+    return tuple(steps), known[subgraph.output]
 
 
 def _inline(function: Node, arguments: list[Any], steps: list[Step]) -> Ref:
-    """Append what a custom autograd.Function computes."""
+    """Append the steps of a custom autograd.Function; return its result."""
     if any(user.args[1] != 0 for user in function.users):
         raise Rejection(Kind.CUSTOM_FUNCTION, "a custom autograd.Function has other results that are read")
     try:
@@ -354,56 +351,57 @@ def _inline(function: Node, arguments: list[Any], steps: list[Step]) -> Ref:
         raise Rejection(*e.reason) from e
     start = len(steps)
 
-    def moved(argument: Any) -> Any:
+    def shifted(argument: Any) -> Any:
         if not isinstance(argument, Ref):
             return argument
         return arguments[argument.i] if argument.kind == "operand" else Ref("value", start + argument.i)
 
     for name, args, kwargs in forward:
-        steps.append((name, tuple(map(moved, args)), tuple((k, moved(v)) for k, v in kwargs)))
-    return moved(result)  # type: ignore[no-any-return]
+        steps.append((name, tuple(map(shifted, args)), tuple((k, shifted(v)) for k, v in kwargs)))
+    return shifted(result)  # type: ignore[no-any-return]
 
 
-# What must hold besides the formula
+# Conditions besides the formula
 
 
 def _check_values(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
-    root = value_of(subgraph.root)
-    top = value_of(subgraph.root.all_input_nodes[0]) if analysis.calls[subgraph.root].name in CASTS else root
-    for node in subgraph.operands + subgraph.calls:
+    output = value_of(subgraph.output)
+    is_cast = analysis.calls[subgraph.output].name in CASTS
+    uncast = value_of(subgraph.output.all_input_nodes[0]) if is_cast else output
+    for node in subgraph.inputs + subgraph.calls:
         check_plain(node)
         device = value_of(node).device
-        if device != root.device:
-            raise Rejection(Kind.DEVICES, f"it is computed on {device} and on {root.device}")
-    for node in subgraph.operands:
+        if device != output.device:
+            raise Rejection(Kind.DEVICES, f"it is computed on {device} and on {output.device}")
+    for node in subgraph.inputs:
         value = value_of(node)
-        if analysis.origin(node) in analysis.inference and subgraph.root not in analysis.inference:
+        if analysis.origin(node) in analysis.inference and subgraph.output not in analysis.inference:
             text = f"the result of {shown(analysis.origin(node))}, from inference mode, cannot be saved for backward"
             raise Rejection(Kind.INFERENCE_MODE, text)
-        if not (value.ndim and same_shape(node, subgraph.root)):
-            text = f"a broadcast changes the shape: {tuple(value.shape)} to {tuple(root.shape)}"
+        if not (value.ndim and same_shape(node, subgraph.output)):
+            text = f"a broadcast changes the shape: {tuple(value.shape)} to {tuple(output.shape)}"
             raise Rejection(Kind.BROADCAST, text)
-        if analysis.calls[node].name in CASTS and (_loses(top.dtype, value.dtype) or _loses(root.dtype, value.dtype)):
+        if analysis.calls[node].name in CASTS and any(_loses(v.dtype, value.dtype) for v in (uncast, output)):
             text = f"it works in {value.dtype} on {value_of(node.all_input_nodes[0]).dtype} values"
             raise Rejection(Kind.NARROW_CAST, text)
-    widest: dict[Node, torch.dtype] = {}  # of the operands that a call's value is made of
+    widest: dict[Node, torch.dtype] = {}  # of the inputs that a call's value is computed from
     for node in subgraph.calls:
-        if analysis.region[node] != analysis.region[subgraph.root]:
+        if analysis.region[node] != analysis.region[subgraph.output]:
             raise Rejection(Kind.REGION, "autocast or grad mode is switched between its parts")
         sources = [widest.get(source, value_of(source).dtype) for source in analysis.sources(node)]
         widest[node] = max(sources, key=lambda dtype: dtype.itemsize)
         dtype = value_of(node).dtype
-        if node is not subgraph.root and any(_loses(source, dtype) for source in sources):
+        if node is not subgraph.output and any(_loses(source, dtype) for source in sources):
             raise Rejection(Kind.NARROW_CAST, f"it works in {dtype} on {widest[node]} values")
-    # The operator computes in float32 whatever it reads, and rounds once: a last cast to less is its own rounding.
-    subgraph.dtype = root.dtype if _loses(top.dtype, root.dtype) else top.dtype
-    for node in subgraph.operands:
+    # The operator computes in float32 and rounds once: a last cast to a narrower dtype becomes its own rounding.
+    subgraph.dtype = output.dtype if _loses(uncast.dtype, output.dtype) else uncast.dtype
+    for node in subgraph.inputs:
         subgraph.dtype = torch.promote_types(subgraph.dtype, value_of(node).dtype)
-    subgraph.order = _order(root)
+    subgraph.order = _order(output)
 
 
 def _order(value: torch.Tensor) -> tuple[int, ...] | None:
-    """The axes from the slowest to the fastest, where the value is dense but not contiguous as the operator's is."""
+    """The axes from the slowest to the fastest, where the value is dense but not contiguous; None where it is."""
     if is_contiguous(value):
         return None
     strides = value.stride()
@@ -415,7 +413,7 @@ def _order(value: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _check_writes(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
-    """Pre-grad graphs write in place: each value must be what the formula says where it is read, and at the root."""
+    """Reject in-place writes that change a value between its call and its readers, the output node included."""
     calls, at = set(subgraph.calls), analysis.index
 
     def writers_after(node: Node) -> Iterator[Node]:
@@ -426,39 +424,39 @@ def _check_writes(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
             for writer in writers_after(source):
                 if at[writer] < at[node]:
                     raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into it in place before it is read")
-    # After the root too: the operator keeps its input for backward, where relu and others keep their result.
-    for operand in subgraph.operands:
-        for writer in writers_after(operand):
+    # Behind the output node too: the operator saves its input for backward, where relu and others save their result.
+    for source in subgraph.inputs:
+        for writer in writers_after(source):
             if writer not in calls:
                 raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into its input in place")
-    for writer in writers_after(subgraph.root):
-        if analysis.calls[writer].name not in DROPOUTS:  # a dropout on top stays
+    for writer in writers_after(subgraph.output):
+        if analysis.calls[writer].name not in DROPOUTS:  # a dropout behind it stays
             raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into its result in place")
     for node in subgraph.calls:
         if analysis.calls[node].inplace:
-            check_in_place_call(analysis, node, subgraph.root, subgraph.calls)
+            check_in_place_call(analysis, node, subgraph.output, subgraph.calls)
 
 
-def check_in_place_call(analysis: GraphAnalysis, node: Node, root: Node, calls: Collection[Node]) -> None:
-    """Made functional, the call no longer changes its argument: nothing may read that later, but through the root.
+def check_in_place_call(analysis: GraphAnalysis, node: Node, output: Node, calls: Collection[Node]) -> None:
+    """Reject an in-place call whose argument something reads later: the operator will not change that argument.
 
     Args:
-        facts: of the graph.
+        analysis: of the graph.
         node: a call that works in place.
-        root: the node whose value the operator will give.
+        output: the node whose value the operator will compute; its readers may stay.
         calls: those that the operator replaces.
 
     Raises:
-        Rejection: something does, or the argument is the caller's.
+        Rejection: something reads it, or the argument is the caller's.
     """
     if analysis.region[node.all_input_nodes[0]] != analysis.region[node]:  # under no_grad it would lose the gradient
         text = f"{shown(node)} works in place in another grad mode or autocast region than its argument's"
         raise Rejection(Kind.IN_PLACE_REGION, text)
-    of_result = {root}  # and its views
+    of_result = {output}  # and its views
     for alias in analysis.aliases[analysis.storage(node)]:
         if alias.op in ("placeholder", "get_attr"):
             raise Rejection(Kind.WRITES_INPUT, f"{shown(node)} writes in place into {shown(alias)}")
-        if alias is root or (analysis.passes(alias) and alias.all_input_nodes[0] in of_result):
+        if alias is output or (analysis.passes(alias) and alias.all_input_nodes[0] in of_result):
             of_result.add(alias)
             continue
         for user in alias.users:
@@ -468,47 +466,47 @@ def check_in_place_call(analysis: GraphAnalysis, node: Node, root: Node, calls: 
 
 
 def _check_results(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
-    """What the graph hands out its caller may write: the operator may keep it for backward where PyTorch does, too."""
+    """Reject inputs that are results of the graph, unless PyTorch saves them too: the caller may write into them."""
     name = subgraph.match.activation
-    keeps_result = subgraph.match.up is None and name is not None and activations.get(name).gradient_from_output
-    if keeps_result or not value_of(subgraph.root).requires_grad:
+    saves_output = subgraph.match.up is None and name is not None and activations.get(name).gradient_from_output
+    if saves_output or not value_of(subgraph.output).requires_grad:
         return
-    results = {analysis.storage(node) for node in subgraph.root.graph.output_node().all_input_nodes}
-    handed_out = results & {analysis.storage(node) for node in subgraph.operands}
-    if handed_out and not handed_out <= {analysis.storage(node) for node in _kept_by_torch(analysis, subgraph)}:
+    results = {analysis.storage(node) for node in subgraph.output.graph.output_node().all_input_nodes}
+    returned = results & {analysis.storage(node) for node in subgraph.inputs}
+    if returned and not returned <= {analysis.storage(node) for node in _saved_by_torch(analysis, subgraph)}:
         text = "its input is a result of the graph, which may be written before backward needs it"
         raise Rejection(Kind.GRAPH_RESULT, text)
 
 
-def _kept_by_torch(analysis: GraphAnalysis, subgraph: Subgraph) -> set[Node]:
-    """The operands that autograd keeps for the spelling as it is: seen by running it, on tensors without data."""
-    kept: set[int] = set()
+def _saved_by_torch(analysis: GraphAnalysis, subgraph: Subgraph) -> set[Node]:
+    """The inputs that autograd saves for the calls as they are, seen by running them on meta tensors."""
+    saved: set[int] = set()
     values: dict[Node, torch.Tensor] = {}
 
-    def stand_in(node: Node) -> torch.Tensor:
+    def on_meta(node: Node) -> torch.Tensor:
         if node not in values:
             known = value_of(node)
             leaf = torch.empty(2, 2, dtype=known.dtype, device="meta", requires_grad=known.requires_grad)
-            values[node] = leaf.clone()  # what is written in place must not be a leaf
+            values[node] = leaf.clone()  # in-place calls must not write into a leaf
         return values[node]
 
     def storage(t: torch.Tensor) -> int:
         return int(t.untyped_storage()._cdata)
 
     def pack(t: torch.Tensor) -> torch.Tensor:
-        kept.add(storage(t))
+        saved.add(storage(t))
         return t
 
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             for node in subgraph.calls:
-                args, kwargs = map_arg((node.args, node.kwargs), stand_in)
+                args, kwargs = map_arg((node.args, node.kwargs), on_meta)
                 target: Any = node.target
                 called = getattr(torch.Tensor, target) if node.op == "call_method" else target
                 values[node] = called(*args, **kwargs)
-    except Exception:  # a custom function, say: nothing is known of it
+    except Exception:  # a custom function, say
         return set()
-    return {node for node in subgraph.operands if storage(stand_in(node)) in kept}
+    return {node for node in subgraph.inputs if storage(on_meta(node)) in saved}
 
 
 # Gate and up in one tensor
@@ -526,8 +524,8 @@ class _Cut:
 def _find_packed(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
     if subgraph.match.up is None or subgraph.order is not None or subgraph.match.gate_scale != 1:
         return
-    gate = _cut(analysis, subgraph.operands[subgraph.match.gate])
-    up = _cut(analysis, subgraph.operands[subgraph.match.up])
+    gate = _cut(analysis, subgraph.inputs[subgraph.match.gate])
+    up = _cut(analysis, subgraph.inputs[subgraph.match.up])
     if gate is None or up is None or gate.base is not up.base or gate.axis != up.axis:
         return
     base, last = gate.base, value_of(gate.base).ndim - 1
@@ -556,12 +554,12 @@ def _find_packed(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
                 layout = name
     if layout is None:
         return  # the operator then reads the two views
-    bypassed = set(subgraph.operands)
-    for node in subgraph.operands:
+    bypassed = set(subgraph.inputs)
+    for node in subgraph.inputs:
         while (node := node.all_input_nodes[0]) is not base:
             bypassed.add(node)
-    if all(analysis.region[node] == analysis.region[subgraph.root] for node in bypassed) and not any(
-        analysis.index[base] < analysis.index[writer] < analysis.index[subgraph.root] and writer not in subgraph.calls
+    if all(analysis.region[node] == analysis.region[subgraph.output] for node in bypassed) and not any(
+        analysis.index[base] < analysis.index[writer] < analysis.index[subgraph.output] and writer not in subgraph.calls
         for writer in analysis.writes.get(analysis.storage(base), ())
     ):
         subgraph.packed = (base, layout)
@@ -571,7 +569,7 @@ _SPLITS_LAST = frozenset({"view", "reshape", "unflatten", "_unsafe_view"})
 
 
 def _cut(analysis: GraphAnalysis, node: Node) -> _Cut | None:
-    """The part of another tensor that the node is, where it is one by slicing along one axis."""
+    """The slice along one axis of another tensor that the node is; None where it is not one."""
     call = analysis.calls[node]
     source = node.all_input_nodes[0] if node.all_input_nodes else None
     if source is None:

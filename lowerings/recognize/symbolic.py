@@ -1,13 +1,13 @@
-"""What a pointwise expression *means*: a canonical form in which two spellings of one function become equal.
+"""The canonical form of a pointwise expression, in which two patterns of one function become equal.
 
 An expression is a polynomial with float coefficients over *atoms*; an atom is a variable or a function applied to such
-polynomials. That alone settles operand order, association and distribution. What else spellings differ in is settled
-by rewriting every function into few: ``tanh``, ``silu``, ``x / (1 + exp(-x))``, ``exp(x) / (1 + exp(x))`` all become
+polynomials. That alone settles operand order, association and distribution. Rewriting every function into few settles
+the other differences: ``tanh``, ``silu``, ``x / (1 + exp(-x))``, ``exp(x) / (1 + exp(x))`` all become
 ``sigmoid``; ``abs``, ``clamp``, ``leaky_relu``, ``hardswish``, … become ``relu``; ``exp(a)·exp(b)`` becomes
 ``exp(a + b)``.
 
-Equal forms prove equal functions, constants to a relative 1e-6. Unequal forms prove nothing, and then nothing is done:
-a missing identity costs a fusion, never a wrong result.
+Equal forms prove equal functions, constants to a relative 1e-6. Unequal forms prove nothing: a missing identity costs a
+fusion, never a wrong result.
 
 Why not sympy: it keeps ``sqrt(2/pi)`` symbolic inside a function's argument, compares constants exactly, and needs 28
 ms to bring NewGELU to exponentials and expand it, and 9 ms for gpt-oss' clamped GLU, where the whole proof takes 0.05
@@ -35,7 +35,7 @@ TOLERANCE = 1e-6  # relative, of each constant in the canonical form
 CANCELED = 1e-12  # a sum this much smaller than its terms is rounding, not a term
 MAX_TERMS = 128
 MAX_POWER = 8
-# What ends a proof that would take long, for expressions that are no activation.
+# Limits that end a long proof, for expressions that are not activations.
 MAX_STEPS = 160  # calls
 MAX_WORK = 1_000_000  # terms that sums go through, and atoms that are compared
 MAX_NAMES = 128  # of functions and variables in a text for people
@@ -44,7 +44,7 @@ CLAMP_KINK = 1.0 if CLAMP_KEEPS_BOUNDS else 0.0
 
 
 class Unprovable(Exception):
-    """The expression is outside of what can be proved; the message says what stopped it."""
+    """The expression cannot be proved; the message names the obstacle."""
 
     def __init__(self, what: str, kind: Kind = Kind.UNPROVABLE) -> None:
         super().__init__(what)
@@ -55,16 +55,16 @@ class Algebra:
     """Arithmetic on canonical forms. Atoms that agree to the tolerance are one atom: the first that was seen."""
 
     def __init__(self, kinks: bool = True, atoms: tuple[tuple[str, tuple[Poly, ...]], ...] = ()) -> None:
-        """``kinks``: whether functions with another derivative at a kink are other functions; atoms: those known."""
+        """``kinks``: functions with another derivative at a kink are other functions; ``atoms``: those known."""
         self.kinks = kinks
         self.atoms: list[tuple[str, tuple[Poly, ...]]] = list(atoms)
-        self.lost: list[float] = []  # for each step evaluated last, the largest term that sums have made vanish
-        self.inexact = False  # whether two functions in it were the same only to the tolerance
+        self.lost: list[float] = []  # for each step evaluated last, the largest term that vanished in a sum
+        self.inexact = False  # True where two functions in it were the same only to the tolerance
         self.work = 0
         self._exact: dict[int, tuple[Poly, ...]] = {}
 
     def fork(self) -> Algebra:
-        """An algebra that knows the same atoms: what is proved in it does not depend on what was proved before."""
+        """Copy the algebra with its atoms, so that a proof does not depend on proofs before it."""
         return Algebra(self.kinks, tuple(self.atoms))
 
     # Atoms and comparison
@@ -92,7 +92,7 @@ class Algebra:
         return p.keys() == q.keys() and all(math.isclose(c, q[m], rel_tol=tolerance) for m, c in p.items())
 
     def rounds(self, step: int, p: Poly) -> bool:
-        """Whether a step's value is p in real numbers only: terms larger than it, or nearly equal, cancel in it."""
+        """True where a step's value is p in real numbers only: terms larger than it, or nearly equal, cancel in it."""
         return self.inexact or self.lost[step] > 8 * max(map(abs, p.values()), default=0.0)
 
     @staticmethod
@@ -164,9 +164,8 @@ class Algebra:
         exponent: Poly = {}
         for atom in exponentials:
             exponent = self.add(exponent, self.atoms[atom][1][0], powers.pop(atom))
-        rest: Poly = {tuple(sorted(powers.items())): 1.0}
         if not exponent:
-            return rest
+            return {tuple(sorted(powers.items())): 1.0}
         # exp(w)·sigmoid(w) = exp(w) - sigmoid(w) and exp(-w)·sigmoid(w) = 1 - sigmoid(w)
         for atom, k in powers.items():
             function, args = self.atoms[atom]
@@ -189,8 +188,8 @@ class Algebra:
             same = [b for b in powers if inner == {((b, 1),): 1.0} or self._is_relu(b, inner)]
             ((square, _),) = next(iter(self._atom("relu", inner, {})))
             if same != [square] and (len(same) > 1 or k > 1):
-                rest = {b: n for b, n in powers.items() if b not in same}
-                return self._square_relus({**rest, square: sum(powers[b] for b in same)})
+                others = {b: n for b, n in powers.items() if b not in same}
+                return self._square_relus({**others, square: sum(powers[b] for b in same)})
         return powers
 
     def _is_relu(self, atom: int, inner: Poly) -> bool:
@@ -256,8 +255,8 @@ class Algebra:
         offset = p.get((), 0.0)
         if abs(offset) > 700:
             raise Unprovable(f"exp({offset})")
-        rest = {m: c for m, c in p.items() if m}
-        return self.mul(self._atom("exp", rest) if rest else 1.0, math.exp(offset))
+        variable = {m: c for m, c in p.items() if m}
+        return self.mul(self._atom("exp", variable) if variable else 1.0, math.exp(offset))
 
     def log(self, p: Operand) -> Poly:
         return self._function("log", p, math.log)
@@ -318,20 +317,20 @@ class Algebra:
 
     def derivative(self, p: Poly, variable: Poly) -> Poly:
         """dp/dvariable, for functions that have one everywhere."""
-        slopes: dict[int, Poly] = {}  # of the atoms in it, each once, and after those that it is made of
+        slopes: dict[int, Poly] = {}  # of the atoms in it, each once, behind those in its arguments
         for atom in sorted(self._inside(p)):
             slopes[atom] = self._slope(atom, variable, slopes)
         return self._chain(p, slopes)
 
     def _inside(self, p: Poly) -> set[int]:
         """The atoms in p, and in their arguments, and so on."""
-        found: set[int] = set()
+        inside: set[int] = set()
         pending = [atom for m in p for atom, _ in m]
         while pending:
-            if (atom := pending.pop()) not in found:
-                found.add(atom)
+            if (atom := pending.pop()) not in inside:
+                inside.add(atom)
                 pending.extend(inner for q in self.atoms[atom][1] for m in q for inner, _ in m)
-        return found
+        return inside
 
     def _chain(self, p: Poly, slopes: dict[int, Poly]) -> Poly:
         total: Poly = {}
@@ -360,7 +359,7 @@ class Algebra:
     # For people
 
     def names(self, p: Poly) -> int:
-        """How many functions and variables p's text holds; text and ``constants`` take as long."""
+        """Count the functions and variables in p's text; text and ``constants`` take as long."""
         sizes: dict[int, int] = {}
         for atom in sorted(self._inside(p)):
             sizes[atom] = 1 + sum(sizes[inner] for q in self.atoms[atom][1] for m in q for inner, _ in m)
@@ -375,7 +374,7 @@ class Algebra:
         terms = []
         for m, c in p.items():
             factors = [self._factor(a) + (f"^{k}" if k != 1 else "") for a, k in m]
-            # coefficient and variables first, as one writes it by hand
+            # coefficient and variables first, as by hand
             factors.sort(key=lambda f: ("(" in f, f))
             size = f"{abs(c):.7g}"
             terms.append(("-" if c < 0 else "+", "·".join(factors if factors and size == "1" else [size, *factors])))
@@ -388,7 +387,7 @@ class Algebra:
         return f"{function}({', '.join(map(self.text, args))})" if args else function
 
     def constants(self, p: Poly) -> tuple[str, list[float]]:
-        """p's shape with its constants left out, and these constants: what near misses have in common, and what not."""
+        """p's shape without its constants, which near misses have in common, and these constants."""
         parts = []
         for m, c in p.items():
             shapes, inner = [], [c]
@@ -405,7 +404,7 @@ class Algebra:
 Rule: TypeAlias = Callable[..., Poly]
 
 
-def _refuse(what: str, kind: Kind = Kind.UNPROVABLE) -> Rule:
+def _unprovable(what: str, kind: Kind = Kind.UNPROVABLE) -> Rule:
     def rule(a: Algebra, *args: object, **kwargs: object) -> Poly:
         raise Unprovable(what, kind)
 
@@ -451,8 +450,8 @@ def _relu6(a: Algebra, input: Operand) -> Poly:
     return a.clamp(input, 0.0, 6.0, kink=0.0)
 
 
-# Every function that is read, under torch's name for it: its definition, with torch's parameter names. `inplace` is
-# taken out before (what is written in place is settled in subgraph.py); what a rule does not take is not provable.
+# Every supported function's definition, under torch's name, with torch's parameter names. `inplace` is taken out before
+# (subgraph.py settles in-place writes); other arguments are not provable.
 RULES: dict[str, Rule] = {
     "add": lambda a, input, other, alpha=1.0: a.add(input, a.mul(other, alpha)),
     "sub": lambda a, input, other, alpha=1.0: a.sub(input, a.mul(other, alpha)),
@@ -507,29 +506,29 @@ RULES: dict[str, Rule] = {
     # Functions of their own: equal where their arguments are.
     **{name: _opaque(name) for name in ("sin", "cos", "tan", "asin", "acos", "atan", "asinh", "acosh", "atanh")},
     **{name: _opaque(name) for name in ("lgamma", "erfinv", "sinc", "i0", "ndtr", "log_ndtr", "digamma")},
-    # Pointwise, so that the walk sees through them to say what is there; nothing that is in the table holds them.
+    # Pointwise, so that the walk sees through them and names them; no activation of the table has them.
     # A comparison is not relu: relu(NaN) is NaN, and where(NaN > 0, x, 0) is 0.
     **dict.fromkeys(
         ("gt", "ge", "lt", "le", "eq", "ne"),
-        _refuse("a comparison in it, which treats NaN in its own way", Kind.COMPARISON),
+        _unprovable("a comparison in it, which treats NaN in its own way", Kind.COMPARISON),
     ),
-    "glu": _refuse("a gate and its activation in one call (glu)"),
-    "where": _refuse("a mask or a comparison (where) in it"),
-    "masked_fill": _refuse("a mask (masked_fill) in it"),
-    "prelu": _refuse("learnable parameters (prelu) in it"),
-    "rrelu": _refuse("random slopes (rrelu) in it"),
-    "threshold": _refuse("a threshold in it"),
+    "glu": _unprovable("a gate and its activation in one call (glu)"),
+    "where": _unprovable("a mask or a comparison (where) in it"),
+    "masked_fill": _unprovable("a mask (masked_fill) in it"),
+    "prelu": _unprovable("learnable parameters (prelu) in it"),
+    "rrelu": _unprovable("random slopes (rrelu) in it"),
+    "threshold": _unprovable("a threshold in it"),
     **dict.fromkeys(
-        ("floor", "ceil", "round", "trunc", "frac", "sign", "fmod", "remainder"), _refuse("rounding in it")
+        ("floor", "ceil", "round", "trunc", "frac", "sign", "fmod", "remainder"), _unprovable("rounding in it")
     ),
-    **dict.fromkeys(("atan2", "hypot", "logaddexp", "xlogy", "fmin", "fmax"), _refuse("a function of two in it")),
-    "nan_to_num": _refuse("nan_to_num in it"),
+    **dict.fromkeys(("atan2", "hypot", "logaddexp", "xlogy", "fmin", "fmax"), _unprovable("a function of two in it")),
+    "nan_to_num": _unprovable("nan_to_num in it"),
 }
-# The rules that may keep affine what is affine in their arguments.
+# The rules whose result may be affine in affine arguments.
 LINEAR = frozenset({"add", "sub", "rsub", "mul", "div", "neg", "positive"})
 
-# An expression as calls, each after those that it reads: torch's name, arguments, keyword arguments. A Ref among the
-# arguments stands for a value; anything else is a constant.
+# A call of an expression, behind those that it reads: torch's name, arguments, keyword arguments. A Ref among the
+# arguments refers to a value; anything else is a constant.
 Step: TypeAlias = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
 
@@ -541,7 +540,7 @@ class Ref(NamedTuple):
 
 
 def evaluate(algebra: Algebra, steps: Sequence[Step], operands: Sequence[Poly]) -> list[Poly]:
-    """Every step's value.
+    """Compute every step's value.
 
     Raises:
         Unprovable: a function has no rule, or is called in a way that its rule does not read.
@@ -550,45 +549,45 @@ def evaluate(algebra: Algebra, steps: Sequence[Step], operands: Sequence[Poly]) 
     if len(steps) > MAX_STEPS:
         raise Unprovable(f"more than {MAX_STEPS} calls")
 
-    def given(argument: Any) -> Any:
+    def value_of(argument: Any) -> Any:
         if isinstance(argument, Ref):
             return (operands if argument.kind == "operand" else values)[argument.i]
         return argument
 
     lost: list[float] = []  # see _lost
     for name, args, kwargs in steps:
-        given_args = [given(argument) for argument in args]
+        arguments = list(map(value_of, args))
         try:
-            value = RULES[name](algebra, *given_args, **{k: given(v) for k, v in kwargs})
+            value = RULES[name](algebra, *arguments, **{k: value_of(v) for k, v in kwargs})
         except TypeError as e:
             raise Unprovable(f"{name} is called in a way that is not read") from e
         except (ValueError, ArithmeticError) as e:
             raise Unprovable(f"{name} of constants beyond float64's range in it") from e
         before = [lost[a.i] if isinstance(a, Ref) and a.kind == "value" else 0.0 for a in args]
-        lost.append(_lost(name, given_args, value, before))
+        lost.append(_lost(name, arguments, value, before))
         values.append(value)
     algebra.lost = lost
     return values
 
 
 def _lost(name: str, args: Sequence[Any], value: Poly, before: Sequence[float]) -> float:
-    """How large the terms are that sums have made vanish, scaled as they are later: there rounding is the meaning.
+    """The size of the largest term that vanishes in a sum, scaled as it is later: there rounding is the meaning.
 
     ``(x + 2**23·1.5) - 2**23·1.5`` rounds x to integers, ``c = 4097·x; c - (c - x)`` to half its digits, and
     ``x·1e-45·1e45`` is 0. In the algebra all three are x.
 
     Args:
         name, args, value: the step.
-        before: what was lost in each argument.
+        before: the same of each argument.
     """
     if name not in LINEAR:
         return max(before, default=0.0)
-    given = [Algebra.lift(p) if isinstance(p, (dict, int, float)) else {} for p in args]
+    terms = [Algebra.lift(p) if isinstance(p, (dict, int, float)) else {} for p in args]
     if name in ("mul", "div"):
-        if any(not 1e-6 < abs(c) < 1e6 for p in (value, *given) for c in p.values()):
+        if any(not 1e-6 < abs(c) < 1e6 for p in (value, *terms) for c in p.values()):
             return math.inf
-        p, q = (max(map(abs, p.values()), default=0.0) for p in given[:2])
+        p, q = (max(map(abs, p.values()), default=0.0) for p in terms[:2])
         scaled = (before[0] * q, before[1] * p) if name == "mul" else (before[0] / q if q else 0.0, before[1])
         return max(scaled)
-    vanished = [abs(c) for p in given for m, c in p.items() if abs(value.get(m, 0.0)) < abs(c) / 8]
+    vanished = [abs(c) for p in terms for m, c in p.items() if abs(value.get(m, 0.0)) < abs(c) / 8]
     return max([*before, *vanished])

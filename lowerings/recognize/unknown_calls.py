@@ -1,7 +1,7 @@
-"""Calls that hide what they compute, where they stand between matrix products: for people, who may say what they are.
+"""Calls that cannot be analyzed and lie between GEMMs, listed for people, who may register them.
 
-Custom operators, Triton kernels and functions that Dynamo does not look into (``allow_in_graph``). A custom
-``torch.autograd.Function`` that Dynamo traces is read (``autograd_functions.py``), and is a site, or a product
+They are custom operators, Triton kernels and functions that Dynamo does not trace (``allow_in_graph``). A custom
+``torch.autograd.Function`` that Dynamo traces is read (``autograd_functions.py``), and is a site or a GEMM
 (``graph.py``).
 """
 
@@ -20,7 +20,7 @@ from .symbolic import LINEAR, RULES
 
 __all__ = ["find"]
 
-# Operators' namespaces that are PyTorch's, or ours: what has no name in ``graph.py`` is known to be no product.
+# Namespaces of PyTorch's operators and ours: those without a name in ``graph.py`` are known not to be GEMMs.
 _KNOWN = {
     *("aten", "prim", "prims", "fused", "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"),
     *("inductor", "inductor_prims", "rngprims", "debugprims", "export", "streams", "profiler"),
@@ -29,26 +29,26 @@ _LONGEST = 64  # nodes that are looked at around a call
 
 
 def find(analysis: GraphAnalysis) -> Iterator[tuple[Node, Reason]]:
-    """The calls of a graph that are not looked into and stand between products, or beside an activation."""
+    """List the calls of a graph that cannot be analyzed and lie between GEMMs, or beside an activation."""
     hidden = {node: name for node in analysis.calls if (name := _name(analysis, node))}
 
-    def is_product(node: Node) -> bool:
+    def is_gemm(node: Node) -> bool:
         return node in hidden or analysis.weight_gemm(node)
 
     for node, name in hidden.items():
-        before = _reached(analysis, node.all_input_nodes, is_product, lambda n: n.all_input_nodes)
-        after = _reached(analysis, _readers(node), is_product, lambda n: n.users)
+        before = _reached(analysis, node.all_input_nodes, is_gemm, lambda n: n.all_input_nodes)
+        after = _reached(analysis, _readers(node), is_gemm, lambda n: n.users)
         if True in before or True in after:
-            text = f"{NOT_AN_MLP}it is not known whether {name} is a matrix product"
+            text = f"{NOT_AN_MLP}it is not known whether {name} is a GEMM"
         elif before and after:
-            text = f"{NOT_AN_MLP}{name} stands between matrix products, and is not looked into"
+            text = f"{NOT_AN_MLP}{name} lies between GEMMs and cannot be analyzed"
         else:
             continue
         yield node, Reason(Kind.OPAQUE, text)
 
 
 def _name(analysis: GraphAnalysis, node: Node) -> str:
-    """What to call what a call hides; "" for what hides nothing."""
+    """The name of a call that cannot be analyzed; "" for one that can."""
     call, target = analysis.calls[node], node.target
     if node.op != "call_function" or call.name or call.gemm is not None:
         return ""
@@ -65,29 +65,29 @@ def _name(analysis: GraphAnalysis, node: Node) -> str:
 
 
 def _readers(node: Node) -> list[Node]:
-    """Who reads what a call gives; a Triton kernel gives what it writes, and it does not say which of its tensors."""
-    found = list(node.users)
+    """The readers of a call's result; for a Triton kernel all later readers of its tensors, which it may write."""
+    readers = list(node.users)
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         later = set[Node]()
         following = node.next
         while following.op != "root":
             later.add(following)
             following = following.next
-        found += [user for a in node.all_input_nodes for user in a.users if user in later]
-    return found
+        readers += [user for a in node.all_input_nodes for user in a.users if user in later]
+    return readers
 
 
 def _reached(
     analysis: GraphAnalysis,
     start: Iterable[Node],
-    is_product: Callable[[Node], bool],
+    is_gemm: Callable[[Node], bool],
     on: Callable[[Node], Iterable[Node]],
 ) -> set[bool]:
-    """For each product reached through views and pointwise functions, whether one of these is nonlinear.
+    """Follow views and pointwise functions to GEMMs; return True for a path with a nonlinear function, False without.
 
-    A sum of two tensors, a residual stream's, ends the way: a norm's input is no activation's.
+    A sum of two tensors, as in a residual stream, ends the path: a norm's input is not an activation's.
     """
-    found, seen = set[bool](), set[tuple[Node, bool]]()
+    reached, seen = set[bool](), set[tuple[Node, bool]]()
     pending = [(node, False) for node in start]
     while pending and len(seen) < _LONGEST:
         node, bent = pending.pop()
@@ -95,16 +95,16 @@ def _reached(
             continue
         seen.add((node, bent))
         name = analysis.calls[node].name
-        if is_product(node):
-            found.add(bent)
+        if is_gemm(node):
+            reached.add(bent)
         elif analysis.passes(node):
-            pending += [(one, bent) for one in on(node)]
+            pending += [(neighbor, bent) for neighbor in on(node)]
         elif name in RULES and not (name in ("add", "sub") and len(_larger(node)) > 1):
-            pending += [(one, bent or name not in LINEAR) for one in on(node)]
-    return found
+            pending += [(neighbor, bent or name not in LINEAR) for neighbor in on(node)]
+    return reached
 
 
 def _larger(node: Node) -> list[Node]:
-    """The tensors that a call reads which are more than a bias."""
+    """The tensors of more than one axis that a call reads: not biases."""
     values = ((a, tensor(a)) for a in node.all_input_nodes)
     return [a for a, value in values if value is not None and value.ndim > 1]

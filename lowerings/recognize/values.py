@@ -1,4 +1,4 @@
-"""What is recorded of the values in a graph: their shapes, dtypes and layouts, and whether operators take them."""
+"""The recorded values of a graph's nodes: shapes, dtypes and layouts, and the checks that operators take them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def value_of(node: Node) -> torch.Tensor:
     """The node's recorded value.
 
     Raises:
-        Rejection: none is recorded, or it is no tensor.
+        Rejection: none is recorded, or it is not a tensor.
     """
     value = tensor(node)
     if value is None:
@@ -42,19 +42,19 @@ def value_of(node: Node) -> torch.Tensor:
 
 
 def is_plain(value: torch.Tensor) -> bool:
-    """Whether it is a tensor as any other: subclasses have meanings of their own."""
+    """True for an ordinary tensor: subclasses have meanings of their own."""
     return type(value) in _PLAIN
 
 
 def check_plain(node: Node) -> None:
-    """Whether operators may take the node's value.
+    """Reject a node whose value operators do not take.
 
     Raises:
-        Rejection: it is a subclass's, a transform's, or not of real floating numbers.
+        Rejection: it is of a tensor subclass or a transform, or not of real floating numbers.
     """
     value = value_of(node)
     if not is_plain(value):
-        text = f"{shown(node)} gives a {type(value).__name__}: tensor subclasses are left alone"
+        text = f"{shown(node)} gives a {type(value).__name__}: tensor subclasses are not fused"
         raise Rejection(Kind.SUBCLASS, text)
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         raise Rejection(Kind.TRANSFORM, "it is computed under a torch.func transform (vmap, grad, …)")
@@ -63,10 +63,10 @@ def check_plain(node: Node) -> None:
 
 
 def check_rounding(node: Node) -> None:
-    """Refuse what Inductor is to round as eager does: after each call, where an operator rounds once.
+    """Reject a node that Inductor is to round as eager does, after each call: an operator rounds once.
 
     Raises:
-        Rejection: a setting of Inductor's asks for that.
+        Rejection: a setting of Inductor asks for that.
     """
     setting = compat.eager_rounding(value_of(node).dtype)
     if setting:
@@ -74,19 +74,18 @@ def check_rounding(node: Node) -> None:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two sizes are one, whatever the symbols in them are."""
+    """True where two sizes are equal, whatever the symbols in them are."""
     return statically(a == b)
 
 
 def same_shape(a: Node, b: Node) -> bool:
-    """Whether two nodes' values have one shape."""
+    """True where two nodes' values have the same shape."""
     x, y = value_of(a), value_of(b)
     return x.ndim == y.ndim and all(map(equal, x.shape, y.shape))
 
 
 def is_contiguous(value: torch.Tensor, order: Sequence[int] | None = None) -> bool:
-    """Whether elements lie densely, in row-major order of these axes, from the slowest to the fastest; of all axes as
-    they come by default."""
+    """True where elements lie densely, in row-major order of these axes, from the slowest to the fastest."""
     expected: Any = 1
     for axis in reversed(range(value.ndim) if order is None else order):
         if not statically(value.shape[axis] == 1):
@@ -97,10 +96,10 @@ def is_contiguous(value: torch.Tensor, order: Sequence[int] | None = None) -> bo
 
 
 def keeps_rows(analysis: GraphAnalysis, node: Node) -> bool:
-    """Whether a view only arranges its source's rows in other axes: the same rows, one after the other in memory.
+    """True where a view only arranges its source's rows in other axes: the same rows, one after the other in memory.
 
-    Not what picks rows, though it may pick each of them once, and not what no gradient flows through: ``detach``, and a
-    view as another dtype.
+    Calls that pick rows do not count, even if they pick each once, nor those without a gradient: ``detach``, and a view
+    as another dtype.
     """
     if analysis.calls[node].name not in RESHAPES or not node.all_input_nodes:
         return False

@@ -160,8 +160,8 @@ GRAPHS: dict[str, tuple[Callable[[int], Graph], str | None]] = {
     "a sum of n products": (sums, FUSED),
     "n views above": (views_above, FUSED),
     "n views that join above": (lambda n: views_above(n, True), FUSED),
-    "n views below": (views_below, "x^2·sigmoid(x) is no activation of the table"),
-    "n views that join below": (lambda n: views_below(n, True), "x^2·sigmoid(x) is no activation of the table"),
+    "n views below": (views_below, "x^2·sigmoid(x) is not a supported activation"),
+    "n views that join below": (lambda n: views_below(n, True), "x^2·sigmoid(x) is not a supported activation"),
     "n calls in place": (in_place, CALLS),
     "n aliases of a call in place": (many_aliases, FUSED),
     "n readers": (wide, FUSED),
@@ -300,7 +300,11 @@ def no_code(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("fn", "wanted"),
-    [(joining, FUSED), (growing, "a formula of more than 128 functions and variables is no activation"), (long, CALLS)],
+    [
+        (joining, FUSED),
+        (growing, "a formula of more than 128 functions and variables is not a supported"),
+        (long, CALLS),
+    ],
 )
 def test_so_it_is_from_the_user_s_side(fn: Callable[..., Tensor], wanted: str) -> None:
     """explain(), and torch.compile."""

@@ -382,7 +382,7 @@ def float8_tensor_parallel(mesh, rank):
         (512, "fp8", "free", ""),
         (512, "fp8", "input", ""),
         (384, "fp8-wgrad-bf16", "free", "not multiples of 128 in each shard"),
-        (512, "fp8-rowwise", "free", "tensor subclasses are left alone"),
+        (512, "fp8-rowwise", "free", "tensor subclasses are not fused"),
     ):
         torch.manual_seed(0)
         alone = MLP(hidden)

@@ -372,13 +372,13 @@ def test_experts_that_stay_have_their_reason(monkeypatch: pytest.MonkeyPatch) ->
     x = torch.randn(21, 48).bfloat16()
     (site,) = sites(Experts(), x)
     assert (site.gemm, site.gemm_kind) == ("", Kind.GEMM_EXPERTS)
-    assert "experts are multiplied in float8 with a scale for each row, not for each block of 128" in site.gemm_reason
+    assert "grouped float8 GEMMs have a scale for each row, not for each block of 128" in site.gemm_reason
     (site,) = sites(Experts(ffn=72), x, gemm="fp8-rowwise")
     assert site.gemm_kind is Kind.GEMM_SIZE and "its weight is (72, 48): not multiples of 16" in site.gemm_reason
     monkeypatch.setattr(compat, "no_scaled_products", lambda device, scaling, grouped: "sm_89" if grouped else "")
     (site,) = sites(Experts(), x, gemm="fp8-rowwise")
     assert site.gemm_kind is Kind.GEMM_DEVICE
-    assert "this device (sm_89) has no products of experts in float8" in site.gemm_reason
+    assert "this device (sm_89) does not support grouped float8 GEMMs" in site.gemm_reason
 
 
 # ---- activations that are operators already --------------------------------------------------------------------------
@@ -544,7 +544,7 @@ def test_a_cpu_is_slow_at_it_and_that_is_said_once(caplog: pytest.LogCaptureFixt
     for _ in range(2):
         torch._dynamo.reset()
         torch.compile(SwiGLU(), backend=stage_one)(torch.randn(4, HIDDEN))
-    said = [r.levelname for r in caplog.records if "products in float8 on a CPU are right, and slower" in r.message]
+    said = [r.levelname for r in caplog.records if "float8 GEMMs on a CPU are correct but slower" in r.message]
     assert said == ["WARNING"]
 
 

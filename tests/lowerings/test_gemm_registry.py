@@ -175,9 +175,9 @@ def test_what_is_not_registered_is_named(function: Any) -> None:
     (site,) = tfo.explain(module, x).sites
     assert (site.op, site.kind) == (None, Kind.UNKNOWN_PRODUCT)
     name = "Closed" if function is Closed else "self.function"
-    assert site.reason == f"it is not known whether {name}, a custom autograd.Function, is a matrix product"
+    assert site.reason == f"it is not known whether {name}, a custom autograd.Function, is a GEMM"
     assert "register_gemm" in site.hint and site.is_missed
-    with pytest.raises(Exception, match=f"not known whether {name}, a custom autograd.Function, is a matrix product"):
+    with pytest.raises(Exception, match=f"not known whether {name}, a custom autograd.Function, is a GEMM"):
         compiled(module)(x)
     tfo.register_gemm(function)
     (site,) = tfo.explain(module, x).sites

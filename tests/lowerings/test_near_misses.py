@@ -30,8 +30,8 @@ Case = Callable[
     ..., Any
 ]  # of h and u (4, 16) and p (4, 32), which linears made; a weight w (8, 16); an input m (4, 16)
 
-NO_ACTIVATION = r"is no activation of the table( \(register_activation can add it\))?$"
-NO_GATE = "is no activation of the table with a gate$"
+NO_ACTIVATION = r"is not a supported activation( \(register_activation can add it\))?$"
+NO_GATE = "is not a supported gated activation$"
 ANOTHER = "another tensor takes part: (L_)?"
 MASK = "a mask takes part: "
 
@@ -224,13 +224,13 @@ FUNCTIONS: dict[str, tuple[Case, str]] = {
     "relu(x) - 0.5": (one(lambda x: F.relu(x) - 0.5), NO_ACTIVATION),
     "relu(x - 1e-3)": (one(lambda x: F.relu(x - 1e-3)), NO_ACTIVATION),
     # Another power, another operand.
-    "relu**3": (one(lambda x: F.relu(x) ** 3), r"^relu\(x\)\^3 is no activation"),
+    "relu**3": (one(lambda x: F.relu(x) ** 3), r"^relu\(x\)\^3 is not a supported activation"),
     "relu**2.001": (one(lambda x: F.relu(x) ** 2.001), NO_ACTIVATION),
     "relu(x)·x²": (one(lambda x: F.relu(x) * x * x), NO_ACTIVATION),
     "squares of both sides": (one(lambda x: F.relu(x) ** 2 + F.relu(-x) ** 2), NO_ACTIVATION),
     "x·|x|": (one(lambda x: x * x.abs()), NO_ACTIVATION),
     "x·tanh(x)": (one(lambda x: x * torch.tanh(x)), NO_ACTIVATION),
-    "x²·sigmoid(x)": (one(lambda x: F.silu(x) * x), r"^x\^2·sigmoid\(x\) is no activation"),
+    "x²·sigmoid(x)": (one(lambda x: F.silu(x) * x), r"^x\^2·sigmoid\(x\) is not a supported activation"),
     "silu(silu(x))": (one(lambda x: F.silu(F.silu(x))), NO_ACTIVATION),
     "gelu(relu(x))": (one(lambda x: F.gelu(F.relu(x))), NO_ACTIVATION),
     "silu + gelu": (one(lambda x: F.silu(x) + F.gelu(x)), NO_ACTIVATION),
@@ -261,7 +261,7 @@ FUNCTIONS: dict[str, tuple[Case, str]] = {
     "where on another sign": (two(lambda h, u: torch.where(u > 0, h, 0.0)), "cannot be proved|" + NO_GATE),
     "x·(x > 0.5)": (one(lambda x: x * (x > 0.5)), "cannot be proved|" + NO_ACTIVATION),
     "masked_fill, shifted": (one(lambda x: x.masked_fill(x < 0.1, 0.0)), "cannot be proved|" + NO_ACTIVATION),
-    "sin": (one(lambda x: torch.sin(x) * torch.sigmoid(x)), "sin.x. is no activation"),
+    "sin": (one(lambda x: torch.sin(x) * torch.sigmoid(x)), "sin.x. is not a supported activation"),
     "snake": (one(lambda x: F.silu(x) + torch.sin(x) ** 2), NO_ACTIVATION),
     "rounded": (one(lambda x: F.relu(torch.round(x * 8) / 8)), "rounding in it"),
     "rounded by a magic number": (
@@ -425,11 +425,11 @@ SHAPES: dict[str, tuple[Case, str]] = {
     ),
     "reads its own product": (
         lambda h, u, p, w, m: (lambda y: y @ y.t())(F.silu(h)),
-        "read by a product of two computed",
+        "read by a GEMM of two computed",
     ),
     "attention's values": (
         lambda h, u, p, w, m: torch.softmax(h @ u.t(), -1) @ F.silu(u),
-        "not an MLP: read by a product of two computed tensors",
+        "not an MLP: read by a GEMM of two computed tensors",
     ),
     "an attention gate": (
         lambda h, u, p, w, m: F.linear(torch.softmax(h @ u.t(), -1) @ u * torch.sigmoid(h), w),
@@ -535,7 +535,7 @@ WRITTEN: dict[str, tuple[Case, str]] = {
     ),
     "a function that is read, before the second read": (
         lambda h, u, p, w, m: (lambda s: F.linear(s * first(h, h.add_(1)), w))(torch.sigmoid(h)),
-        "writes into it in place before it is read|sigmoid\\(x\\) \\+ x·sigmoid\\(x\\) is no activation",
+        "writes into it in place before it is read|sigmoid\\(x\\) \\+ x·sigmoid\\(x\\) is not a supported activation",
     ),
     "one element": (
         lambda h, u, p, w, m: (lambda s: F.linear(s * first(h, h[0, 0].zero_()), w))(torch.sigmoid(h)),
@@ -1003,7 +1003,7 @@ def test_subclasses_are_left_alone():
     found: list[Any] = []
     y = compiled(fn, "eager", found)(x, w1, w2)
     (site,) = found
-    assert site.op is None and "TwoTensor: tensor subclasses are left alone" in site.reason
+    assert site.op is None and "TwoTensor: tensor subclasses are not fused" in site.reason
     torch.testing.assert_close((y.a, y.b), (fn(x.a, w1, w2), fn(x.b, w1, w2)))
 
 

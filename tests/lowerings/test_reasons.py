@@ -304,7 +304,7 @@ def linear_layer(fn: Callable[..., Any], *args: Tensor, **patched: Any) -> Progr
 
         def recorded(*args: Any) -> Any:
             result = linears(*args)
-            found.extend(reason for _, reason in result.refused)
+            found.extend(reason for _, reason in result.rejected)
             return result
 
         patch.setattr(gemms, "linears", recorded)
@@ -327,13 +327,11 @@ def whole(fn: Callable[[Tensor], Any], *shape: int, dynamic_shapes: bool = False
     """Why a fused MLP is not cut into tiles."""
 
     def program(patch: Patch) -> Reason:
-        found: list[Reason] = []
-        recorded = recognize._with_tiles
-        patch.setattr(recognize, "_with_tiles", lambda site, one: (found.append(one.reason), recorded(site, one))[1])
         x = nn.Parameter(torch.randn(shape or (50, 8)))
         with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=dynamic_shapes):
-            explain(fn, x, policy=FusionPolicy(**{"memory": "tiled:2", **policy}))
-        return found[0]
+            report = explain(fn, x, policy=FusionPolicy(**{"memory": "tiled:2", **policy}))
+        site = next(site for site in report.sites if site.tiles_kind is not None)
+        return Reason(site.tiles_kind, site.tiles_reason)
 
     return program
 

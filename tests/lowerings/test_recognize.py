@@ -169,7 +169,7 @@ def test_registered_activation(monkeypatch):
     monkeypatch.setattr(activations, "_TABLE", dict(activations._TABLE))
     act = lambda x: x * torch.tanh(F.softplus(x))  # noqa: E731
     model = Net(lambda s, x: s.b(F.mish(s.a(x))))
-    assert "is no activation of the table" in refused(model.body)
+    assert "is not a supported activation" in refused(model.body)
     activations.register_activation("mish_for_test", act)
     sites, _ = check(model, torch.randn(4, 8))
     assert the(sites).activation == "mish_for_test"
@@ -378,7 +378,7 @@ def test_another_reader_is_named():
     model = Net(lambda s, x: (lambda y: s.b(y) + F.layer_norm(y, (16,)).sum())(F.gelu(s.a(x))))
     sites, _ = check(model, torch.randn(4, 8))
     assert the(sites).op == "fused::bias_act"
-    assert the(sites).reason.endswith("; layer_norm keeps the value too")
+    assert the(sites).reason.endswith("; also read by layer_norm")
 
 
 def test_products_that_share_an_activation():
@@ -573,7 +573,7 @@ def test_tensor_parallel():
         assert (the(sites).op, the(sites).activation) == ("fused::glu", "silu")
         plan = {"a": ColwiseParallel(use_local_output=False), "b": RowwiseParallel()}
         model = parallelize_module(Net(lambda s, x: s.b(F.gelu(s.a(x)))), mesh, plan)
-        assert "DTensor: tensor subclasses are left alone" in refused(None, model=model)
+        assert "DTensor: tensor subclasses are not fused" in refused(None, model=model)
     finally:
         dist.destroy_process_group()
 
@@ -582,12 +582,12 @@ def test_tensor_parallel():
 
 NEAR_MISSES: dict[str, tuple[PointwiseOperator, str]] = {
     "1.7": (lambda x: x * torch.sigmoid(1.7 * x), "is like quick_gelu, but has 1.7 for 1.702"),
-    "x/(1-exp(-x))": (lambda x: x / (1 - torch.exp(-x)), "no activation of the table"),
-    "x/(2+exp(-x))": (lambda x: x / (2 + torch.exp(-x)), "no activation of the table"),
+    "x/(1-exp(-x))": (lambda x: x / (1 - torch.exp(-x)), "is not a supported activation"),
+    "x/(2+exp(-x))": (lambda x: x / (2 + torch.exp(-x)), "is not a supported activation"),
     "where": (lambda x: torch.where(x > 0, x, 0.0), "cannot be proved: a comparison in it"),
     "rounded division": (lambda x: torch.div(F.relu(x), 1.0, rounding_mode="floor"), "a rounded division"),
     "x**x": (lambda x: x**x, "a power with a variable exponent"),
-    "x**40": (lambda x: F.relu(x) ** 40, "no activation of the table"),
+    "x**40": (lambda x: F.relu(x) ** 40, "is not a supported activation"),
     "infinite": (lambda x: F.gelu(x) * math.inf, "the constant inf in it"),
     "two dropouts": (lambda x: F.dropout(torch.sigmoid(x), 0.5) * x, "an active dropout stands inside"),
     "reshaped inside": (
@@ -712,7 +712,7 @@ LEFT_ALONE = {
     ),
     "inner value written": (
         lambda h, u, w, m: (lambda s: F.linear(first(s, s.add_(1)) * h, w))(torch.sigmoid(h)),
-        "x + x·sigmoid(x) is no activation of the table",
+        "x + x·sigmoid(x) is not a supported activation",
     ),
     "inner value read": (
         lambda h, u, w, m: (lambda s: F.linear(s * u, w) + s.sum())(F.silu(h)),
@@ -722,7 +722,7 @@ LEFT_ALONE = {
     "three GEMMs": (lambda h, u, w, m: F.linear(F.silu(h) * u * (m @ w.t() @ w), w), "3 different tensors take part"),
     "linear attention": (
         lambda h, u, w, m: F.relu(h) @ torch.softmax(u, -1).t(),
-        "not an MLP: read by a product of two computed tensors",
+        "not an MLP: read by a GEMM of two computed tensors",
     ),
     "gated norm": (
         lambda h, u, w, m: F.linear(F.layer_norm(h, (16,)) * F.silu(u), w),

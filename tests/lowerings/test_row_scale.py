@@ -16,7 +16,7 @@ from torch_fused_ops.lowerings.recognize import rewrite
 from torch_fused_ops.policy import MEMORY
 
 TOKENS, WIDTH, FFN, EXPERTS, CHOSEN = 64, 32, 48, 4, 2
-MOVED = "by a number for each row is taken in front of"
+MOVED = "by a number for each row is moved in front of"
 DOUBLE = torch.float64
 
 

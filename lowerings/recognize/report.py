@@ -1,0 +1,254 @@
+"""Sites for people: the place in the user's code, the proof or the reason, and activations that are not sites at all.
+
+Nothing here decides what is fused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from torch_fused_ops import capture, functional
+from torch_fused_ops.policy import enclosing_modules
+from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason
+from torch_fused_ops.sites import DROPOUT, Site
+from torch_fused_ops.virtual_gpu.modules import module_stack
+
+from . import dropout, unknown_calls
+from .canonical import Canonical
+from .gemms import Called, Linears
+from .graph import FREE, NONLINEAR, GraphAnalysis, join, shown
+from .per_row_scale import RowScale
+from .rewrite import operator_of
+from .subgraph import Subgraph, find, readers, results
+from .symbolic import RULES
+from .tiles import Tiling
+
+__all__ = ["Candidate", "called_site", "dropout_site", "modules_of", "site_of", "unread"]
+
+
+def modules_of(*nodes: Node) -> set[str]:
+    """The paths of all modules that one of the nodes is in."""
+    return enclosing_modules(path for node in nodes for path in module_stack(node))
+
+
+@dataclass
+class Candidate:
+    """A site on its way to an edit and a report: its output node, the GEMMs that read it, and all that is decided.
+
+    Attributes:
+        subgraph: the proved activation; None where it is not fused.
+        rejection: the reason it is not fused.
+        activation: the name that was proved, fused or not.
+        linears: the linear layers around it, where the policy asks for float8.
+        memory: the memory level, where something is saved for backward.
+    """
+
+    node: Node
+    gemms: list[Node]
+    subgraph: Subgraph | None = None
+    rejection: Reason | None = None
+    activation: str | None = None
+    linears: Linears | None = None
+    memory: str = ""
+    tiling: Tiling | None = None
+    row_scale: RowScale | None = None
+
+    @property
+    def is_tiled(self) -> bool:
+        """True where its MLP becomes one of tiles."""
+        return self.tiling is not None and self.tiling.tiles > 0
+
+
+def site_of(analysis: GraphAnalysis, canonical: Canonical, candidate: Candidate) -> Site:
+    """The report of a candidate."""
+    subgraph, rejection, node = candidate.subgraph, candidate.rejection, candidate.node
+    calls = subgraph.calls if subgraph else _calls(analysis, node)
+    users = results(analysis, subgraph) if subgraph else list(readers(analysis, node))
+    names = [
+        "autograd.Function" if analysis.custom(call) else shown(call)
+        for call in dict.fromkeys(canonical.originals.get(call, call) for call in calls)
+    ]
+    fields = _source(subgraph.output if subgraph and subgraph.factors else node, candidate.gemms[0])
+    fields |= {"users": tuple(map(shown, users)), "spelling": tuple(names)}
+    if subgraph is None:
+        assert rejection is not None
+        return Site(None, candidate.activation, **_rejected(rejection), **fields)
+    match = subgraph.match
+    proof = f"proved from {', '.join(names)}"
+    factors = [f"{factor:.7g}" for factor in (match.scale, match.gate_scale)]
+    if factors != ["1", "1"]:
+        inside, outside = (f"{factor}·" if factor != "1" else "" for factor in reversed(factors))
+        proof += f", as {outside}{match.activation}({inside}x)"
+    others = [user for user in users if analysis.calls[user].gemm is None]
+    if others:
+        proof += f"; also read by {_names(others)}"
+    if subgraph.factors:
+        proof += f"; {_names(subgraph.factors)} by another tensor stays behind it"
+    if candidate.row_scale:
+        proof += f"; {candidate.row_scale}"
+    if candidate.tiling:
+        reason = candidate.tiling.reason
+        fields["tiles"] = candidate.tiling.tiles if reason is None else 1
+        fields |= {} if reason is None else {"tiles_reason": str(reason), "tiles_kind": reason.kind}
+    fields |= _float8(candidate.linears) | {"memory": candidate.memory}
+    return Site(f"fused::{operator_of(subgraph)}", match.activation, reason=proof, **fields)
+
+
+def called_site(call: Called, linears: Linears) -> Site:
+    """The report of an operator that the model calls itself, with linear layers that may become float8."""
+    fields = _source(call.node, (call.users or [call.node])[0]) | _float8(linears)
+    fields |= {"users": tuple(map(shown, call.users)), "spelling": (shown(call.node),)}
+    return Site(f"fused::{call.op.name}", call.activation, reason="the model calls the operator itself", **fields)
+
+
+def dropout_site(analysis: GraphAnalysis, site: dropout.Dropout) -> Site:
+    """The report of a linear layer's dropout."""
+    calls = site.calls or [site.node]
+    users = map(shown, readers(analysis, calls[-1]))
+    fields = {"users": tuple(users), "spelling": tuple(map(shown, calls)), **_source(site.node, site.node)}
+    if site.reason is not None:
+        return Site(None, DROPOUT, **_rejected(site.reason), **fields)
+    proof = "backward recomputes its mask from a seed"
+    if site.left:
+        proof += f"; the sum that reads it stays: {site.left}"
+    return Site(dropout.OPERATOR, DROPOUT, reason=proof, **fields)
+
+
+def unread(graph: Graph) -> tuple[Site, ...]:
+    """Activations that are not sites, since no GEMM reads them or they read no GEMM's result; each with its reason.
+
+    An activation before a norm is one, behind a convolution, or at either end of a graph. The bodies of higher-order
+    operators are searched together with the graph, so that a site cut by the boundary of one is listed. Calls between
+    GEMMs that cannot be traced are listed too. Nothing is changed.
+    """
+    joined, copied = join(graph)
+    canonical = Canonical(joined)
+    analysis, sites = GraphAnalysis(joined, canonical.calls), []
+
+    def report(node: Node, users: list[Node], reason: Reason) -> None:
+        sites.append(site_of(analysis, canonical, Candidate(node, users or [node], rejection=reason)))
+
+    for node, call in analysis.calls.items():
+        if analysis.passes(node) or not (node.users and _is_activation(analysis, canonical, node)):
+            continue
+        users = list(readers(analysis, node))
+        if not users:  # its pieces have taken its place
+            continue
+        gemms = [user for user in users if analysis.calls[user].gemm is not None]
+        inside = any(analysis.state[user] == NONLINEAR for user in users)
+        if analysis.state[node] == NONLINEAR and not gemms and not inside:
+            text = f"{NOT_AN_MLP}no GEMM reads it, but {_names(users)}"
+            report(node, gemms, Reason(Kind.NO_GEMM_READS, text))
+        elif analysis.state[node] == FREE and gemms and call.name in RULES:
+            sources = [analysis.origin(a) for a in node.all_input_nodes]
+            text = f"{NOT_AN_MLP}it reads {_names(sources)}, which no GEMM with weights has produced"
+            report(node, gemms, Reason(Kind.NO_GEMM_BEFORE, text))
+    outputs = cache(_outputs)
+    for node, gemms in find(analysis):
+        original = copied[canonical.originals.get(node, node)][0]
+        around = [copied[canonical.originals.get(part, part)][1] for part in _parts(analysis, node, gemms)]
+        cut = [
+            operator for inside_of in around for operator in inside_of if not all(operator in other for other in around)
+        ]
+        if cut and original not in outputs(original.graph) and any(map(analysis.weight_gemm, gemms)):
+            text = f"the boundary of {_names(cut)} lies between it and a GEMM"
+            report(node, gemms, Reason(Kind.BOUNDARY, text))
+    for node, reason in unknown_calls.find(analysis):
+        report(node, [], reason)
+    return tuple(sites)
+
+
+def _outputs(graph: Graph) -> list[Node]:
+    """The output nodes of a graph's own sites, as the user's own calls."""
+    canonical = Canonical(graph)
+    try:
+        return [canonical.originals.get(node, node) for node, _ in find(GraphAnalysis(graph, canonical.calls))]
+    finally:
+        canonical.restore()
+
+
+def _parts(analysis: GraphAnalysis, output: Node, gemms: list[Node]) -> list[Node]:
+    """The nodes from the GEMMs that a site's inputs come from to the GEMMs that read it, these included."""
+    parts, pending = dict.fromkeys([output, *gemms]), [output]
+    while pending and len(parts) < 64:
+        for source in analysis.sources(pending.pop()):
+            if source not in parts and analysis.state[source] != FREE:
+                parts[source] = None
+                if analysis.calls[source].gemm is None:
+                    pending.append(source)
+    return list(parts)
+
+
+def _is_activation(analysis: GraphAnalysis, canonical: Canonical, node: Node) -> bool:
+    """True where torch has the function, or one under it, as an activation, unlike x² in a norm."""
+    return any(
+        hasattr(torch.nn.functional, analysis.calls[call].name) or call in canonical.originals or analysis.custom(call)
+        for call in _calls(analysis, node)
+    )
+
+
+def _names(nodes: list[Node]) -> str:
+    return ", ".join(dict.fromkeys(map(shown, nodes))) or "nothing"
+
+
+def _float8(linears: Linears | None) -> dict[str, Any]:
+    """The linear layers' part of a Site's fields."""
+    if linears is None:
+        return {}
+    reasons = "; ".join(dict.fromkeys(f"{shown(node)}: {reason}" for node, reason in linears.rejected))
+    kind = linears.rejected[0][1].kind if linears.rejected else None
+    return {"gemm": linears.recipe if linears.nodes else "", "gemm_reason": reasons, "gemm_kind": kind}
+
+
+def _rejected(reason: Reason) -> dict[str, Any]:
+    """A rejection's reason, as a Site's fields."""
+    return {"reason": str(reason), "kind": reason.kind, "excluded_by": reason.excluded_by}
+
+
+def _calls(analysis: GraphAnalysis, output: Node) -> list[Node]:
+    """The pointwise calls from GEMMs to a rejected site's output node, which `examine` would have walked."""
+    calls, pending = {output}, [output]
+    while pending and len(calls) < 32:
+        for source in analysis.sources(pending.pop()):
+            pointwise = analysis.calls[source].name in RULES or analysis.custom(source) is not None
+            if source not in calls and analysis.state[source] == NONLINEAR and (pointwise or analysis.passes(source)):
+                calls.add(source)
+                pending.append(source)
+    return sorted((node for node in calls if not analysis.passes(node)), key=analysis.index.__getitem__)
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in .*\n(?: +([^\n]*))?')
+_OURS = os.path.dirname(functional.__file__)
+_NOT_THE_USERS = (torch.__path__[0], capture.__file__, functional.__file__, os.path.join(_OURS, "nn", ""))
+
+
+def _source(node: Node, gemm: Node) -> dict[str, Any]:
+    """The line of the user's code (or, in nn.Sequential, torch's own module) that calls a node, as a Site's fields.
+
+    Its module is the innermost one that holds the node and the GEMM: the MLP.
+    """
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS)]
+    pairs = zip(module_stack(node), module_stack(gemm), strict=False)
+    common = [path for path, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    module = path = common[-1] if common else ""
+    location = code = ""
+    if frames:
+        file, line, code = frames[-1]
+        location = f"{file}:{line}"
+        where = location.rsplit("/", 1)[-1]
+    elif node.meta.get("nn_module_stack"):
+        _, kind = list(node.meta["nn_module_stack"].values())[-1]
+        where, path = f"nn.{getattr(kind, '__name__', kind)}", path or module_stack(node)[-1]
+    else:
+        where = "unknown"
+    source = f"{where} in {path}" if path else where
+    return {"source": source, "module": module, "location": location, "code": code.strip()}
