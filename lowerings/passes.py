@@ -224,9 +224,12 @@ class Recognize(_Pass, CustomGraphPass):
                 _note_decisions(graph, policy)
 
     def run(self, graph: torch.fx.Graph, policy: FusionPolicy) -> None:
+        from torch_fused_ops.lowerings import strict  # not earlier: it imports the operators
         from torch_fused_ops.lowerings.recognize import rewrite
 
         fusion_events.before(graph, policy)
+        has_patterns = any(policy.patterns.values())
+        modules = {path for node in graph.nodes for path in module_stack(node)} if has_patterns else ()
         sites = rewrite(graph, policy)
         fusion_events.tell(graph, sites)
         for site in sites:
@@ -237,10 +240,7 @@ class Recognize(_Pass, CustomGraphPass):
                 "strict=True and these MLP sites were not fused, or not as the policy asks:\n"
                 + "\n".join(f"  {s.source}: {'fused, but ' * bool(s.op)}{s.missed}{_helps(s)}" for s in missed)
             )
-        if policy.strict:
-            from torch_fused_ops.lowerings import strict  # not earlier: it imports the operators
-
-            strict.check(graph, sites)
+        strict.check(graph, sites, policy, modules, explicit=self.policy is not None)
 
 
 _decided: WeakKeyDictionary[TracingContext, str] = WeakKeyDictionary()  # by compilation, forward and backward

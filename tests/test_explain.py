@@ -735,10 +735,12 @@ def test_exclude_that_matches_nothing_is_said():
     model = Block()
     report = explain(model, torch.randn(4, 8), policy=FusionPolicy(exclude=("mlp.*", "mpl")))
     assert report.sites[0].reason == "the policy excludes 'mlp.*'"
-    assert report.notes == ("exclude='mpl' matches no site's modules; the sites' modules are mlp, odd",)
+    assert report.notes == (
+        "exclude='mpl' matches no site's modules; the sites' modules are mlp, odd; did you mean 'mlp'?",
+    )
     policy = FusionPolicy(exclude=("mlp", "mlp.*"), memory={"mlp": "fp8", "od": "fp8", "*": "input"})
     assert explain(model, torch.randn(4, 8), policy=policy).notes == (
-        "memory='od' matches no site's modules; the sites' modules are mlp, odd",
+        "memory='od' matches no site's modules; the sites' modules are mlp, odd; did you mean 'odd'?",
     )
 
 
@@ -759,6 +761,23 @@ def test_dropouts_without_mlps_are_summed_up_alone():
         ("L['self']._fsdp_wrapped_module.layers.0", "layers.0"),
         ("L['self']", ""),
         ("L['self'].my_orig_modules.0", "my_orig_modules.0"),
+        ("L['args'][0].model.layers.0.mlp", "model.layers.0.mlp"),  # accelerate's bf16
+        ("L['args'][0]._modules['model']._modules['layers']._modules['0']", "model.layers.0"),
+        ("L['args'][0]", ""),
+        ("L['kwargs']['model'].layers.0.mlp", "layers.0.mlp"),
+        ("L['models'][1]._orig_mod.layers.0", "layers.0"),
+        ("L['__nested_frame_values'][0][1].layers.0", "layers.0"),
+        ("G['model'].layers.0", "layers.0"),
+        ("L['step'].__closure__[0].cell_contents.layers.0", "layers.0"),
+        ("L['forward'].__self__.layers.0", "layers.0"),
+        ("L['forward'].__wrapped__.__func__.__closure__[1].cell_contents[0].layers.0", "layers.0"),
+        ("L['fn'].func.layers.0.mlp", "layers.0.mlp"),  # functools.partial(model)
+        ("L['fn'].args[0].layers.0.mlp", "layers.0.mlp"),  # functools.partial(step, model)
+        ("L['fn'].keywords['model'].layers.0.mlp", "layers.0.mlp"),
+        ("L['fn'].function.0", "function.0"),
+        ("L['fn'].args.0", "args.0"),
+        ("L['self'].func.layers.0", "func.layers.0"),
+        ("L['self'].__dict__['_modules']['base_model'].__dict__['_modules']['model'].a", "base_model.model.a"),  # PEFT
     ],
 )
 def test_paths_are_as_the_model_names_its_modules(by_dynamo: str, by_the_model: str) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch_fused_ops.sites import Site
 
-__all__ = ["Observer", "before", "failed", "observed_by", "tell", "unobserved"]
+__all__ = ["Observer", "before", "failed", "is_unobserved", "observed_by", "tell", "unobserved"]
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -60,6 +60,11 @@ def unobserved() -> Iterator[None]:
         yield
     finally:
         _observers.reset(token)
+
+
+def is_unobserved() -> bool:
+    """Whether this is inside of ``unobserved``."""
+    return _observers.get() == ()
 
 
 def before(graph: Graph, policy: FusionPolicy) -> None:

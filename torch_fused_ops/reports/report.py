@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 from collections.abc import Iterable, Sequence
@@ -85,18 +86,27 @@ def _range(names: Sequence[str]) -> str:
     return ",".join(map(str, numbers))
 
 
-def unmatched(policy: FusionPolicy, sites: Sequence[Site]) -> tuple[str, ...]:
-    """A note for each of the policy's patterns that fits no site: a typo, or meant for another model."""
-    modules = enclosing_modules(path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
+def unmatched(policy: FusionPolicy, sites: Sequence[Site], inner: Iterable[str] = ()) -> tuple[str, ...]:
+    """A note for each of the policy's patterns that fits no site: a typo, or meant for another model.
+
+    Args:
+        policy: has the patterns.
+        sites: of the model.
+        inner: the paths of modules inside these sites, where they are known: a pattern may fit one of them.
+    """
+    paths = (path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
+    modules = enclosing_modules((*paths, *inner))
     excluding = {site.excluded_by for site in sites}  # a pattern may fit a linear layer's own module, too
     patterns = [("exclude", p) for p in policy.exclude if p not in excluding]
     patterns += [(name, p) for name, found in policy.patterns.items() if name != "exclude" for p in found]
     there = ", ".join(dict.fromkeys(group.modules or "the model itself" for group in grouped(sites))) or "none"
-    return tuple(
-        f"{name}={pattern!r} matches no site's modules; the sites' modules are {there}"
-        for name, pattern in patterns
-        if not names_module(pattern, modules)
-    )
+    notes = []
+    for name, pattern in patterns:
+        if not names_module(pattern, modules):
+            near = difflib.get_close_matches(pattern.removesuffix(".*"), modules)
+            meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            notes.append(f"{name}={pattern!r} matches no site's modules; the sites' modules are {there}{meant}")
+    return tuple(notes)
 
 
 class Report:
