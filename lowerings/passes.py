@@ -312,7 +312,8 @@ def _described(forward: torch.fx.Graph, outputs: int, static_inputs: Sequence[in
     """The tensors that a forward graph saves for backward, besides parameters and buffers, for the structured trace."""
     inputs = forward.find_nodes(op="placeholder")
     static = {inputs[i] for i in static_inputs}
-    saved = [
+    results: list[Any] = list(forward.output_node().args[0])  # type: ignore[arg-type]
+    saved: list[dict[str, Any]] = [
         {
             "node": node.name,
             "module": next(reversed(module_stack(node)), ""),
@@ -320,7 +321,7 @@ def _described(forward: torch.fx.Graph, outputs: int, static_inputs: Sequence[in
             "shape": list(map(str, value.shape)),
             "bytes": compat.nbytes(value),
         }
-        for node in forward.output_node().args[0][outputs:]  # type: ignore[index]
+        for node in results[outputs:]
         if isinstance(node, torch.fx.Node) and node not in static
         if isinstance(value := node.meta.get("val"), torch.Tensor)
     ]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops.activations import register_activation
+from torch_fused_ops.lowerings import recognize
 from torch_fused_ops.nn import replace_mlps
 from torch_fused_ops.planner.plan import plan
 from torch_fused_ops.policy import FusionPolicy
@@ -729,6 +730,44 @@ def test_activations_in_other_operators_bodies():
     }
     for fn, wanted in reasons.items():
         assert [site.reason for site in explain(fn, torch.randn(4, 8)).unread] == wanted
+
+
+def test_an_activation_between_convolutions_is_listed():
+    report = explain(nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Conv2d(4, 3, 3)), torch.randn(1, 3, 8, 8))
+    (site,) = report.unread
+    assert site.reason == "not an MLP: it reads conv2d, which no GEMM with weights has produced"
+    assert "gelu is no site: it reads conv2d" in str(report)
+    norm = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+    assert explain(norm, torch.randn(2, 3, 8, 8)).unread[0].reason.startswith("not an MLP: it reads batch_norm")
+
+
+def test_a_disabled_model_is_said():
+    class Disabled(Block):
+        @torch.compiler.disable
+        def forward(self, x):
+            return super().forward(x)
+
+    text = str(explain(Disabled(), torch.randn(4, 8)))
+    assert "Dynamo captured no graph of the model" in text and "torch.compiler.disable" in text
+    assert "unknown" not in text and "between the products" not in text
+
+
+def test_a_configuration_s_constructor_is_no_call_that_hides_a_product():
+    """torchao's float8 makes its ``LinearMMConfig`` in the graph, of tensors' own settings."""
+
+    class Config:
+        def __init__(self, x: torch.Tensor, config: Any = None) -> None:
+            self.x = x
+
+    w = nn.Parameter(torch.randn(8, 8))
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    h = graph.call_function(F.gelu, (graph.call_function(F.linear, (x, graph.placeholder("w"))),))
+    config = graph.call_function(Config, (h,))
+    graph.output(graph.call_function(F.linear, (h, config)))
+    for node, value in zip(graph.nodes, (torch.randn(4, 8), w, *[torch.randn(4, 8)] * 2, Config(w)), strict=False):
+        node.meta["example_value"] = value
+    assert [site.reason for site in recognize.unread(graph) if "Config" in site.reason] == []
 
 
 def test_exclude_that_matches_nothing_is_said():

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
 
-from torch._logging import trace_structured
+from torch._logging import trace_structured  # type: ignore[attr-defined]
 
 from torch_fused_ops.policy import FusionPolicy
 

@@ -32,7 +32,7 @@ from torch_fused_ops.virtual_gpu.modules import module_stack
 
 from . import dropout, gemms, per_row_scale, tiles, unknown_calls
 from .canonical import Normal
-from .graph import FREE, NONLINEAR, GraphAnalysis, join, shown, tensor
+from .graph import CONVOLUTIONS, FREE, NONLINEAR, GraphAnalysis, join, shown, tensor
 from .rewrite import fuse, operator_of, replace
 from .subgraph import Subgraph, examine, find, readers, results
 from .symbolic import RULES
@@ -162,8 +162,10 @@ def unread(graph: Graph) -> tuple[Site, ...]:
         inside = any(analysis.state[user] == NONLINEAR for user in reading)
         if analysis.state[node] == NONLINEAR and not gemms and not inside:
             reason = Reason(Kind.NO_GEMM_READS, f"{NOT_AN_MLP}no GEMM reads it, but {_names(reading)}")
-        elif analysis.state[node] == FREE and gemms and call.name in RULES:
+        elif analysis.state[node] == FREE and call.name in RULES and (gemms or _has_convolution(analysis, reading)):
             sources = [analysis.origin(a) for a in node.all_input_nodes]
+            if not gemms and not _has_convolution(analysis, sources):
+                continue
             text = f"{NOT_AN_MLP}it reads {_names(sources)}, which no GEMM with weights has produced"
             reason = Reason(Kind.NO_GEMM_BEFORE, text)
         else:
@@ -208,6 +210,10 @@ def _is_activation(analysis: GraphAnalysis, normal: Normal, node: Node) -> bool:
         hasattr(torch.nn.functional, analysis.calls[call].name) or call in normal.spelled or analysis.custom(call)
         for call in _calls(analysis, node)
     )
+
+
+def _has_convolution(analysis: GraphAnalysis, nodes: list[Node]) -> bool:
+    return any(analysis.calls[node].name in CONVOLUTIONS for node in nodes if node in analysis.calls)
 
 
 def _names(nodes: list[Node]) -> str:

@@ -32,6 +32,7 @@ __all__ = ["Group", "Report", "Site", "grouped", "unmatched"]
 log = logging.getLogger("torch_fused_ops")
 
 BROKEN = "the model was captured in {} graphs: a site does not reach across a graph break"
+NOTHING_CAPTURED = "Dynamo captured no graph of the model"
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ class Report:
     @property
     def broken(self) -> str:
         """That the model was captured in several graphs."""
-        return BROKEN.format(self.graphs)
+        return BROKEN.format(self.graphs) if self.graphs else NOTHING_CAPTURED
 
     @property
     def rebuilt(self) -> str:
@@ -238,6 +239,11 @@ class Report:
     @property
     def nothing(self) -> str:
         """What to look at where there are no sites."""
+        if not self.graphs:
+            return (
+                f"{NOTHING_CAPTURED}: its forward is disabled (torch.compiler.disable,\n"
+                "TORCH_COMPILE_DISABLE, a stance), is a function that Dynamo skips, or computes nothing with tensors."
+            )
         return (
             "A site is a matrix product that reads a pointwise function of matrix products, through views, casts and\n"
             "dropout. There is none: between the products stands something else (a norm, a convolution, an operator\n"

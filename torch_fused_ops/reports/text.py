@@ -62,7 +62,7 @@ def breaks_text(breaks: Sequence[Break]) -> str:
     """Where the graphs end, and why; "" where nothing breaks."""
     lines: list[str] = []
     for one, times in counted(breaks):
-        where = f"{one.source or 'unknown'}{f' ×{times}' if times > 1 else ''}"
+        where = f"{one.source or 'somewhere in the model'}{f' ×{times}' if times > 1 else ''}"
         lines.append(f"{where}: {one.code}" if one.code else where)
         for part in (one.reason, *_advice((one.kind,))):
             lines += textwrap.wrap(part, WIDTH, initial_indent="  ", subsequent_indent="    ")
