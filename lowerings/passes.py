@@ -13,9 +13,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -224,11 +225,15 @@ class Recognize(_Pass, CustomGraphPass):
                 _note_decisions(graph, policy)
 
     def run(self, graph: torch.fx.Graph, policy: FusionPolicy) -> None:
+        from torch_fused_ops.lowerings import strict  # not earlier: it imports the operators
         from torch_fused_ops.lowerings.recognize import rewrite
 
         fusion_events.before(graph, policy)
+        has_patterns = any(policy.patterns.values())
+        modules = {path for node in graph.nodes for path in module_stack(node)} if has_patterns else ()
         sites = rewrite(graph, policy)
         fusion_events.tell(graph, sites)
+        fusion_events.trace("sites", lambda: {"policy": repr(policy), "sites": [asdict(site) for site in sites]})
         for site in sites:
             log.info("%s: %s", site.source, site.op or f"left alone: {site.reason}")
         missed = [site for site in sites if site.is_missed]
@@ -237,10 +242,7 @@ class Recognize(_Pass, CustomGraphPass):
                 "strict=True and these MLP sites were not fused, or not as the policy asks:\n"
                 + "\n".join(f"  {s.source}: {'fused, but ' * bool(s.op)}{s.missed}{_helps(s)}" for s in missed)
             )
-        if policy.strict:
-            from torch_fused_ops.lowerings import strict  # not earlier: it imports the operators
-
-            strict.check(graph, sites)
+        strict.check(graph, sites, policy, modules, explicit=self.policy is not None)
 
 
 _decided: WeakKeyDictionary[TracingContext, str] = WeakKeyDictionary()  # by compilation, forward and backward
@@ -301,7 +303,29 @@ class Partition(_Only, CustomPartitionerFn):
             graphs = (
                 _guarded(self, policy, functools.partial(memory_levels.keep_less, graphs, policy, **handed)) or graphs
             )
-        return _guarded(self, policy, functools.partial(merged, graphs)) or graphs
+        graphs = _guarded(self, policy, functools.partial(merged, graphs)) or graphs
+        fusion_events.trace("saved", functools.partial(_described, graphs[0].graph, **handed))
+        return graphs
+
+
+def _described(forward: torch.fx.Graph, outputs: int, static_inputs: Sequence[int]) -> dict[str, Any]:
+    """The tensors that a forward graph saves for backward, besides parameters and buffers, for the structured trace."""
+    inputs = forward.find_nodes(op="placeholder")
+    static = {inputs[i] for i in static_inputs}
+    results: list[Any] = list(forward.output_node().args[0])  # type: ignore[arg-type]
+    saved: list[dict[str, Any]] = [
+        {
+            "node": node.name,
+            "module": next(reversed(module_stack(node)), ""),
+            "dtype": str(value.dtype),
+            "shape": list(map(str, value.shape)),
+            "bytes": compat.nbytes(value),
+        }
+        for node in results[outputs:]
+        if isinstance(node, torch.fx.Node) and node not in static
+        if isinstance(value := node.meta.get("val"), torch.Tensor)
+    ]
+    return {"bytes": sum(tensor["bytes"] for tensor in saved), "tensors": saved}
 
 
 class Epilogues(_Pass, compat.InferenceAwarePass):

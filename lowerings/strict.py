@@ -1,87 +1,151 @@
-"""``strict`` where no site is found at all: linear layers, and nothing between them that is an MLP's activation.
+"""Judgments on a whole model: that nothing in it is fused, or that a pattern of the policy fits none of its sites.
 
-One graph does not tell. A model whose graph breaks is captured in pieces, and that of its attention has linear layers
-and no site. So the graphs that one call of a compiled function is captured in are judged together: at once where it is
-captured whole, else when its first call ends.
+Errors under ``strict``, else warnings, one for each model. A graph alone does not tell: a model whose graph breaks is
+captured in pieces, and that of its attention has linear layers and no site. So the graphs that one call of a compiled
+function is captured in are judged together: at once where it is captured whole, else when its first call ends.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch.fx import Graph, GraphModule
 
+from torch_fused_ops import fusion_events
 from torch_fused_ops.gemm_registry import name_of
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.activation import CALLS
-from torch_fused_ops.policy import UnfusedError
+from torch_fused_ops.policy import FusionPolicy, UnfusedError
 from torch_fused_ops.sites import DROPOUT, Site
 
 __all__ = ["check"]
 
+log = logging.getLogger("torch_fused_ops")
+
 _called: weakref.WeakSet[Any] = weakref.WeakSet()  # compiled functions whose first call has been judged
 
 
-def check(graph: Graph, sites: Sequence[Site]) -> None:
-    """Note what was found in a graph, and judge if it is the last.
+def check(
+    graph: Graph, sites: Sequence[Site], policy: FusionPolicy, modules: Collection[str] = (), *, explicit: bool = True
+) -> None:
+    """Note what was found in a graph, and judge the model if it is the last.
 
     Args:
         graph: as stage 1 left it; of a higher-order operator's body, too, which comes before what calls it.
         sites: of this graph.
+        policy: what they were found by.
+        modules: the paths of the modules that the graph was captured in, before it was edited.
+        explicit: whether this compilation was asked to fuse, as by ``backend="fused"``, and not the process.
 
     Raises:
-        UnfusedError: the graphs have two linear layers or more, no site, and no operator of ours. (One linear layer
-            alone, a head behind something else, is no MLP that was missed.)
+        UnfusedError: under ``strict``, the graphs have two linear layers or more, no site, and no operator of ours.
+            (One linear layer alone, a head behind something else, is no MLP that was missed.) Or they have sites, and
+            a pattern of the policy fits none.
     """
     call = compat.compiled_call()
-    found = any(site.activation != DROPOUT for site in sites) or _has_ours(graph)
-    linears = 0 if found else _linears(graph)
-    if call is None:  # torch.export's graphs, which are whole
-        return _judge(found, linears, 1)
-    judge = next((one for one in call.at_its_end if isinstance(one, _AtTheEnd)), None)
-    if judge is None:
-        call.at_its_end.append(judge := _AtTheEnd(call.function))
-    judge.found |= found
-    judge.linears += linears
+    if call is None:  # torch.export's graphs, which are whole; or graphs that are compiled without a device
+        whole = _Model(policy, explicit, None, graph)
+        whole.add(graph, sites, modules)
+        return whole.judge() if policy.strict else None
+    model = next((one for one in call.at_its_end if isinstance(one, _Model)), None)
+    if model is None:
+        call.at_its_end.append(model := _Model(policy, explicit, call.function, graph))
+    model.add(graph, sites, modules)
     ended = compat.why_it_ended(graph)
-    judge.graphs += ended is not None
-    judge.is_new |= call.is_first
+    model.graphs += ended is not None
+    model.is_new |= call.is_first
     if ended is not None and call.is_whole and not ended.graph_break:
-        judge.is_new = False  # said here, and not once more when the exception ends the call
-        _judge(judge.found, judge.linears, 1)
+        model.is_new = False  # judged here, and not once more when the call ends
+        if policy.strict or model.function not in _called:
+            model.judge()
 
 
-class _AtTheEnd:
-    """What is known of the graphs of a call; called when it ends.
+class _Model:
+    """The graphs of one call of a compiled function; called when it ends.
 
     Later calls of the same function compile parts of it anew, and so does another function that shares code with one:
     what is found in those parts says nothing of the others.
     """
 
-    def __init__(self, function: Any) -> None:
-        self.function = function
-        self.found, self.linears, self.graphs, self.is_new = False, 0, 0, False
+    def __init__(self, policy: FusionPolicy, explicit: bool, function: Any, graph: Graph) -> None:
+        from torch_fused_ops.reports.recording import title_of
+
+        self.policy, self.function = policy, function
+        self.warns_of_nothing = explicit and policy.memory != "off"
+        self.title = title_of(graph) or "a compiled function"
+        self.sites: list[Site] = []
+        self.modules: set[str] = set()
+        self.has_ours, self.linears, self.graphs, self.is_new = False, 0, 0, False
         self.raised = sys.exc_info()[1]
+
+    def add(self, graph: Graph, sites: Sequence[Site], modules: Collection[str]) -> None:
+        self.sites += sites
+        mlps = {site.module for site in sites if site.activation != DROPOUT}
+        self.modules.update(path for path in modules if any(_is_in(path, mlp) for mlp in mlps))
+        self.has_ours = self.has_ours or _has_ours(graph)
+        self.linears += 0 if self.has_sites else _linears(graph)
+
+    @property
+    def has_sites(self) -> bool:
+        return self.has_ours or any(site.activation != DROPOUT for site in self.sites)
 
     def __call__(self) -> None:
         failed = sys.exc_info()[1] is not self.raised
-        if self.is_new and self.function not in _called and not failed:
-            _called.add(self.function)
-            _judge(self.found, self.linears, self.graphs)
+        is_new = self.is_new and self.function not in _called
         _called.add(self.function)
+        if is_new and not failed:
+            self.judge()
+
+    def judge(self) -> None:
+        """Raise, or warn, if there is anything to say."""
+        if not self.policy.strict and fusion_events.is_unobserved():
+            return
+        missed = [site for site in self.sites if site.is_missed]
+        fused = self.has_ours or any(site.op is not None for site in self.sites)
+        if not self.has_sites and self.linears > 1:
+            self._say_that_nothing_is_there()
+        elif missed and not fused and self.warns_of_nothing and not self.policy.strict:
+            log.warning(
+                "nothing was fused in %s: %d MLP site%s, the first %s: %s. torch_fused_ops.explain(model, *args) lists "
+                "all",
+                *(self.title, len(missed), "s" * (len(missed) != 1), missed[0].source, missed[0].reason),
+            )
+        if self.sites and any(self.policy.patterns.values()):
+            self._compare_patterns()
+
+    def _say_that_nothing_is_there(self) -> None:
+        where = "one graph" if self.graphs <= 1 else f"{self.graphs} graphs, and a site does not reach between them"
+        nothing = f"no MLP was found between {self.linears} linear layers, in {where}"
+        if self.policy.strict:
+            raise UnfusedError(
+                f"strict=True and {nothing}. "
+                "torch_fused_ops.explain(model, ...) names what stands between them: graph breaks with their lines, "
+                "calls that are not looked into, activations that are not sites (docs/recognition.md, Where no site is "
+                "listed)"
+            )
+        if self.warns_of_nothing:
+            log.warning(
+                "nothing was fused in %s: 0 MLP sites; %s. torch_fused_ops.explain(model, *args) lists all that stands "
+                "between them",
+                *(self.title, nothing),
+            )
+
+    def _compare_patterns(self) -> None:
+        from torch_fused_ops.reports.report import unmatched
+
+        notes = unmatched(self.policy, self.sites, self.modules)
+        if notes and self.policy.strict:
+            raise UnfusedError(f"strict=True and in {self.title} {'; '.join(notes)}")
+        for note in notes:
+            log.warning("in %s %s", self.title, note)
 
 
-def _judge(found: bool, linears: int, graphs: int) -> None:
-    if not found and linears > 1:
-        where = "one graph" if graphs == 1 else f"{graphs} graphs, and a site does not reach from one to another"
-        raise UnfusedError(
-            f"strict=True and no MLP was found between {linears} linear layers, in {where}. "
-            "torch_fused_ops.explain(model, ...) names what stands between them: graph breaks with their lines, calls "
-            "that are not looked into, activations that are no sites (docs/recognition.md, Where no site is listed)"
-        )
+def _is_in(path: str, module: str) -> bool:
+    return not module or f"{path}.".startswith(f"{module}.")
 
 
 def _linears(graph: Graph) -> int:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops.activations import register_activation
+from torch_fused_ops.lowerings import recognize
 from torch_fused_ops.nn import replace_mlps
 from torch_fused_ops.planner.plan import plan
 from torch_fused_ops.policy import FusionPolicy
@@ -735,14 +736,54 @@ def test_activations_in_other_operators_bodies():
         assert [site.reason for site in explain(fn, torch.randn(4, 8)).unread] == wanted
 
 
+def test_an_activation_between_convolutions_is_listed():
+    report = explain(nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Conv2d(4, 3, 3)), torch.randn(1, 3, 8, 8))
+    (site,) = report.unread
+    assert site.reason == "not an MLP: it reads conv2d, which no GEMM with weights has produced"
+    assert "gelu is no site: it reads conv2d" in str(report)
+    norm = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+    assert explain(norm, torch.randn(2, 3, 8, 8)).unread[0].reason.startswith("not an MLP: it reads batch_norm")
+
+
+def test_a_disabled_model_is_said():
+    class Disabled(Block):
+        @torch.compiler.disable
+        def forward(self, x):
+            return super().forward(x)
+
+    text = str(explain(Disabled(), torch.randn(4, 8)))
+    assert "Dynamo captured no graph of the model" in text and "torch.compiler.disable" in text
+    assert "unknown" not in text and "between the products" not in text
+
+
+def test_a_configuration_s_constructor_is_no_call_that_hides_a_product():
+    """torchao's float8 makes its ``LinearMMConfig`` in the graph, of tensors' own settings."""
+
+    class Config:
+        def __init__(self, x: torch.Tensor, config: Any = None) -> None:
+            self.x = x
+
+    w = nn.Parameter(torch.randn(8, 8))
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    h = graph.call_function(F.gelu, (graph.call_function(F.linear, (x, graph.placeholder("w"))),))
+    config = graph.call_function(Config, (h,))
+    graph.output(graph.call_function(F.linear, (h, config)))
+    for node, value in zip(graph.nodes, (torch.randn(4, 8), w, *[torch.randn(4, 8)] * 2, Config(w)), strict=False):
+        node.meta["example_value"] = value
+    assert [site.reason for site in recognize.unread(graph) if "Config" in site.reason] == []
+
+
 def test_exclude_that_matches_nothing_is_said():
     model = Block()
     report = explain(model, torch.randn(4, 8), policy=FusionPolicy(exclude=("mlp.*", "mpl")))
     assert report.sites[0].reason == "the policy excludes 'mlp.*'"
-    assert report.notes == ("exclude='mpl' matches no site's modules; the sites' modules are mlp, odd",)
+    assert report.notes == (
+        "exclude='mpl' matches no site's modules; the sites' modules are mlp, odd; did you mean 'mlp'?",
+    )
     policy = FusionPolicy(exclude=("mlp", "mlp.*"), memory={"mlp": "fp8", "od": "fp8", "*": "input"})
     assert explain(model, torch.randn(4, 8), policy=policy).notes == (
-        "memory='od' matches no site's modules; the sites' modules are mlp, odd",
+        "memory='od' matches no site's modules; the sites' modules are mlp, odd; did you mean 'odd'?",
     )
 
 
@@ -763,6 +804,23 @@ def test_dropouts_without_mlps_are_summed_up_alone():
         ("L['self']._fsdp_wrapped_module.layers.0", "layers.0"),
         ("L['self']", ""),
         ("L['self'].my_orig_modules.0", "my_orig_modules.0"),
+        ("L['args'][0].model.layers.0.mlp", "model.layers.0.mlp"),  # accelerate's bf16
+        ("L['args'][0]._modules['model']._modules['layers']._modules['0']", "model.layers.0"),
+        ("L['args'][0]", ""),
+        ("L['kwargs']['model'].layers.0.mlp", "layers.0.mlp"),
+        ("L['models'][1]._orig_mod.layers.0", "layers.0"),
+        ("L['__nested_frame_values'][0][1].layers.0", "layers.0"),
+        ("G['model'].layers.0", "layers.0"),
+        ("L['step'].__closure__[0].cell_contents.layers.0", "layers.0"),
+        ("L['forward'].__self__.layers.0", "layers.0"),
+        ("L['forward'].__wrapped__.__func__.__closure__[1].cell_contents[0].layers.0", "layers.0"),
+        ("L['fn'].func.layers.0.mlp", "layers.0.mlp"),  # functools.partial(model)
+        ("L['fn'].args[0].layers.0.mlp", "layers.0.mlp"),  # functools.partial(step, model)
+        ("L['fn'].keywords['model'].layers.0.mlp", "layers.0.mlp"),
+        ("L['fn'].function.0", "function.0"),
+        ("L['fn'].args.0", "args.0"),
+        ("L['self'].func.layers.0", "func.layers.0"),
+        ("L['self'].__dict__['_modules']['base_model'].__dict__['_modules']['model'].a", "base_model.model.a"),  # PEFT
     ],
 )
 def test_paths_are_as_the_model_names_its_modules(by_dynamo: str, by_the_model: str) -> None:

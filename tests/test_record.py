@@ -163,6 +163,40 @@ def test_patterns_that_match_no_site_are_noted() -> None:
     ]
 
 
+def test_sites_and_what_is_saved_are_in_torchs_structured_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TORCH_TRACE and tlparse read what a handler of this logger is given."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            metadata: dict[str, Any] = record.metadata  # type: ignore[attr-defined]
+            name = metadata.get("artifact", {}).get("name", "")
+            if name.startswith("torch_fused_ops"):
+                assert metadata["artifact"]["encoding"] == "json" and metadata["frame_id"] is not None
+                traced[name] = json.loads(record.payload)  # type: ignore[attr-defined]
+
+    traced: dict[str, Any] = {}
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [Handler()])
+    options = {"exclude": ("1.*",), "memory": "free"}
+    model = nn.Sequential(mlp(), mlp())
+    torch.compile(model, backend="fused", options=options)(batch(grad=True)).sum().backward()
+    sites = traced["torch_fused_ops_sites"]
+    assert sites["policy"] == repr(tfo.FusionPolicy(exclude=("1.*",)))
+    fields = [(site["module"], site["op"], site["activation"], site["kind"], site["memory"]) for site in sites["sites"]]
+    assert fields == [("0", "fused::bias_act", "gelu", None, "free"), ("1", None, None, "EXCLUDED", "")]
+    saved = traced["torch_fused_ops_saved"]
+    assert saved["bytes"] == sum(tensor["bytes"] for tensor in saved["tensors"]) > 0
+    assert {"node", "module", "dtype", "shape", "bytes"} == set(saved["tensors"][0])
+    assert {tensor["module"].partition(".")[0] for tensor in saved["tensors"]} >= {"0", "1"}
+    monkeypatch.setattr(recognize, "rewrite", _fails)
+    torch._dynamo.reset()
+    torch.compile(mlp(), backend="fused")(batch())
+    assert traced["torch_fused_ops_failure"] == {"reason": "recognize: RuntimeError: no"}
+
+
+def _fails(*_: object) -> None:
+    raise RuntimeError("no")
+
+
 def test_a_failing_pass_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("broken <recognizer>")

@@ -17,7 +17,9 @@ if not all(folder.is_dir() for folder in FOLDERS):
 QUESTIONS = re.compile(r"(What|Who|Whose|Whether|Which|How|That|Where|When|Of)\b")
 EMPTY = {"found", "one", "given", "own", "kept", "held", "made", "moved", "rest", "each"}
 # Words that the field has others for, in the texts that users read (docs/reasons.json, messages, help).
-PRIVATE = re.compile(r"\b(pick-up|picked up|handed over|made again|left alone|is no (site|MLP|file)|quantis|recognis)\w*", re.I)
+PRIVATE = re.compile(
+    r"\b(pick-up|picked up|handed over|made again|left alone|is no (site|MLP|file)|quantis|recognis)\w*", re.I
+)
 
 # At most; a change may lower a number.
 LIMITS = {"docstrings": 418, "names": 570, "private words": 10_000}

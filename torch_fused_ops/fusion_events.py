@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
+
+from torch._logging import trace_structured  # type: ignore[attr-defined]
 
 from torch_fused_ops.policy import FusionPolicy
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch_fused_ops.sites import Site
 
-__all__ = ["Observer", "before", "failed", "observed_by", "tell", "unobserved"]
+__all__ = ["Observer", "before", "failed", "is_unobserved", "observed_by", "tell", "trace", "unobserved"]
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -62,6 +65,11 @@ def unobserved() -> Iterator[None]:
         _observers.reset(token)
 
 
+def is_unobserved() -> bool:
+    """Whether this is inside of ``unobserved``."""
+    return _observers.get() == ()
+
+
 def before(graph: Graph, policy: FusionPolicy) -> None:
     """Pick-up is about to run on a graph. Never raises."""
     for observer in _current():
@@ -81,3 +89,21 @@ def failed(reason: str) -> None:
     """Pick-up has failed on a graph and left it as it was."""
     for observer in _current():
         observer.failed(reason)
+    trace("failure", lambda: {"reason": reason})
+
+
+def trace(name: str, payload: Callable[[], object]) -> None:
+    """Write an artifact of the compilation that is going on to torch's structured trace: TORCH_TRACE, tlparse.
+
+    Args:
+        name: behind "torch_fused_ops_".
+        payload: makes what is written, as JSON; called only where a trace is written.
+    """
+    if not is_unobserved():
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": f"torch_fused_ops_{name}", "encoding": "json"},
+            payload_fn=lambda: json.dumps(
+                payload(), indent=0, default=lambda value: getattr(value, "name", str(value))
+            ),
+        )

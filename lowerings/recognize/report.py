@@ -24,7 +24,7 @@ from torch_fused_ops.virtual_gpu.modules import module_stack
 from . import dropout, unknown_calls
 from .canonical import Canonical
 from .gemms import Called, Linears
-from .graph import FREE, NONLINEAR, GraphAnalysis, join, shown
+from .graph import CONVOLUTIONS, FREE, NONLINEAR, GraphAnalysis, join, shown
 from .per_row_scale import RowScale
 from .rewrite import operator_of
 from .subgraph import Subgraph, find, readers, results
@@ -147,8 +147,10 @@ def unread(graph: Graph) -> tuple[Site, ...]:
         if analysis.state[node] == NONLINEAR and not gemms and not inside:
             text = f"{NOT_AN_MLP}no GEMM reads it, but {_names(users)}"
             report(node, gemms, Reason(Kind.NO_GEMM_READS, text))
-        elif analysis.state[node] == FREE and gemms and call.name in RULES:
+        elif analysis.state[node] == FREE and call.name in RULES:
             sources = [analysis.origin(a) for a in node.all_input_nodes]
+            if not gemms and not (_has_convolution(analysis, users) and _has_convolution(analysis, sources)):
+                continue
             text = f"{NOT_AN_MLP}it reads {_names(sources)}, which no GEMM with weights has produced"
             report(node, gemms, Reason(Kind.NO_GEMM_BEFORE, text))
     outputs = cache(_outputs)
@@ -193,6 +195,10 @@ def _is_activation(analysis: GraphAnalysis, canonical: Canonical, node: Node) ->
         hasattr(torch.nn.functional, analysis.calls[call].name) or call in canonical.originals or analysis.custom(call)
         for call in _calls(analysis, node)
     )
+
+
+def _has_convolution(analysis: GraphAnalysis, nodes: list[Node]) -> bool:
+    return any(analysis.calls[node].name in CONVOLUTIONS for node in nodes if node in analysis.calls)
 
 
 def _names(nodes: list[Node]) -> str:

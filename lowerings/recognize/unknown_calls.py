@@ -52,6 +52,8 @@ def _name(analysis: GraphAnalysis, node: Node) -> str:
     call, target = analysis.calls[node], node.target
     if node.op != "call_function" or call.name or call.gemm is not None:
         return ""
+    if isinstance(target, type) and not isinstance(node.meta.get("example_value"), torch.Tensor):
+        return ""  # a constructor's object, torchao's configurations say, is no product
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
         namespace, _, name = packet._qualified_op_name.partition("::")

@@ -168,6 +168,63 @@ def test_accelerate() -> None:
     states("accelerate", of_mlps(report), plain, ours)
 
 
+# ---- names of modules ------------------------------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    """A stack of MLPs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate_leaves_names_of_modules_as_they_are(precision: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    model = accelerate.Accelerator(mixed_precision=precision, cpu=True).prepare(Stack())
+    assert names_when_compiled(model) == ["layers.0", "layers.1"]
+    accelerate.state.AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_wrappers_for_data_parallel_leave_names_of_modules_as_they_are(wrapper: str) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model: nn.Module = Stack()
+        if wrapper == "DDP":
+            model = nn.parallel.DistributedDataParallel(model)
+        else:
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        assert names_when_compiled(model) == ["layers.0", "layers.1"]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_peft_s_names_of_modules_are_its_model_s() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(Stack(), peft.LoraConfig(target_modules=r"layers\.\d\.0", r=2))
+    (first, second) = names_when_compiled(model)
+    assert {first, second} <= {name for name, _ in model.named_modules()}
+    assert (first, second) == ("base_model.model.layers.0", "base_model.model.layers.1")
+
+
+def names_when_compiled(model: nn.Module) -> list[str]:
+    with tfo.record() as report, torch.no_grad():
+        torch.compile(model, backend="fused")(torch.randn(4, 8))
+    return [site.module for site in report.sites if site.is_mlp]
+
+
 # ---- Lightning -------------------------------------------------------------------------------------------------------
 
 

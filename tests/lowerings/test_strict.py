@@ -1,8 +1,11 @@
-"""``strict`` where there are linear layers and no site at all: an error, of a whole model and not of a piece of one."""
+"""A whole model without a site, with nothing fused, or a pattern that fits no site: an error under ``strict``, else a
+warning, of a whole model and not of a piece of one."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -175,4 +178,134 @@ def test_exported_graphs_are_whole() -> None:
     from torch_fused_ops.lowerings import strict
 
     with pytest.raises(tfo.UnfusedError, match="no MLP was found between 2 linear layers"):
-        strict.check(exported.graph, ())  # type: ignore[arg-type]
+        strict.check(exported.graph, (), STRICT)  # type: ignore[arg-type]
+
+
+# ---- without strict --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """The texts that our logger has warned of since it was last asked."""
+    caplog.set_level(logging.WARNING, "torch_fused_ops")
+
+    def said() -> list[str]:
+        texts = [record.getMessage() for record in caplog.records if record.name == "torch_fused_ops"]
+        caplog.clear()
+        return texts
+
+    return said
+
+
+class Layers(nn.Module):
+    """A stack of MLPs, in a model as transformers nests them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        mlps = (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+        self.layers = nn.ModuleList(nn.ModuleDict({"mlp": mlp}) for mlp in mlps)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.between(layer["mlp"](x))  # type: ignore[operator]
+        return x
+
+
+def unfused(s: Any, x: Tensor) -> Tensor:
+    gate = s.up(x)
+    return s.down(torch.erf(gate) * gate)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["two linear layers", "cut by the break"])
+def test_a_model_in_which_nothing_is_fused_is_told_once(name: str, warnings: Callable[[], list[str]]) -> None:
+    model = torch.compile(Body(NOTHING[name]), backend="fused")
+    for rows in (4, 4, 6):
+        model(torch.randn(rows, 8))
+    (text,) = warnings()
+    assert text.startswith("nothing was fused in Body: 0 MLP sites; no MLP was found between ")
+    assert "torch_fused_ops.explain(model, *args) lists all" in text
+
+
+@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.covering(1)
+def test_others_are_not(name: str, warnings: Callable[[], list[str]]) -> None:
+    torch.compile(Body(FOUND[name]), backend="fused")(torch.randn(4, 8))
+    assert warnings() == []
+
+
+def test_the_first_reason_is_given(warnings: Callable[[], list[str]]) -> None:
+    torch.compile(Body(unfused), options=tfo.compile_options())(torch.randn(4, 8))
+    (text,) = warnings()
+    assert text.startswith("nothing was fused in Body: 1 MLP site, the first test_strict.py:")
+
+
+def test_nothing_is_said_of_a_choice(warnings: Callable[[], list[str]]) -> None:
+    for options in ({"memory": "off"}, {"exclude": ("*",)}):
+        torch._dynamo.reset()
+        model = normed if "memory" in options else mlp
+        torch.compile(Body(model), backend="fused", options=options)(torch.randn(4, 8))
+    with tfo.enabled():  # nor of what a process compiles besides
+        torch.compile(Body(normed))(torch.randn(4, 8))
+    assert warnings() == []
+
+
+@pytest.mark.parametrize("field", ["memory", "gemm", "exclude"])
+def test_a_pattern_that_fits_no_site_is_told_at_once(field: str, warnings: Callable[[], list[str]]) -> None:
+    patterns = {"memory": {"layers.0.*": "input", "layer.1.*": "fp8"}, "gemm": {"layer.1.*": "bf16"}}
+    options = {field: patterns.get(field, ("layer.1.*",))}
+    model = torch.compile(Layers(), backend="fused", options=options)
+    for rows in (4, 4, 6):
+        model(torch.randn(rows, 8))
+    (text,) = warnings()
+    assert text.startswith(f"in Layers {field}='layer.1.*' matches no site's modules; the sites' modules are layers.")
+    assert "did you mean 'layers.1'" in text
+    with pytest.raises(BackendCompilerFailed, match=r"strict=True and in Layers .*matches no site's modules"):
+        torch._dynamo.reset()
+        torch.compile(Layers(), backend="fused", options={**options, "strict": True})(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize(("pattern", "fits"), [("second.*", True), ("third.*", False)])
+def test_a_pattern_may_fit_a_site_of_a_later_graph(pattern: str, fits: bool, warnings: Callable[[], list[str]]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Body(mlp), Body(mlp)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            break_here()
+            return self.second(x)  # type: ignore[no-any-return]
+
+    for strict in (False, True):
+        torch._dynamo.reset()
+        options = {"memory": {pattern: "input"}, "strict": strict}
+        with pytest.raises(tfo.UnfusedError, match=r"third.\*") if strict and not fits else contextlib.nullcontext():
+            torch.compile(Model(), backend="fused", options=options)(torch.randn(4, 8))
+        assert len(warnings()) == (not fits and not strict)
+
+
+@pytest.mark.parametrize("pattern", ["layers.*.mlp.0", "*.mlp.1", "layers"])
+def test_a_pattern_may_fit_a_module_of_a_site(pattern: str, warnings: Callable[[], list[str]]) -> None:
+    torch.compile(Layers(), backend="fused", options={"memory": {pattern: "input"}})(torch.randn(4, 8))
+    assert warnings() == []
+
+
+@pytest.mark.parametrize("wrap", ["args", "kwargs", "partial", "closure", "method", "list", "compiled"])
+def test_patterns_fit_whatever_wraps_the_model(wrap: str, warnings: Callable[[], list[str]]) -> None:
+    model, x = Layers(), torch.randn(4, 8)
+    wrapped: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+        "args": (lambda *args: args[0](args[1]), (model, x), {}),
+        "kwargs": (lambda **kwargs: kwargs["model"](kwargs["x"]), (), {"model": model, "x": x}),
+        "partial": (functools.partial(model), (x,), {}),
+        "closure": (lambda x: model(x), (x,), {}),
+        "method": (model.forward, (x,), {}),
+        "list": (lambda models, x: models[0](x), ([model], x), {}),
+        "compiled": (torch.compile(model), (x,), {}),
+    }
+    function, args, kwargs = wrapped[wrap]
+    options = {"memory": {"layers.0.*": "input"}}
+    with tfo.record() as report:
+        torch.compile(function, backend="fused", options=options)(*args, **kwargs)
+    assert [site.module for site in report.sites] == ["layers.0.mlp", "layers.1.mlp"]
+    assert warnings() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,7 @@ __all__ = ["Group", "Report", "Site", "grouped", "unmatched"]
 log = logging.getLogger("torch_fused_ops")
 
 BROKEN = "the model was captured in {} graphs: a site does not reach across a graph break"
+NOTHING_CAPTURED = "Dynamo captured no graph of the model"
 
 
 @dataclass(frozen=True)
@@ -84,18 +86,27 @@ def _range(names: Sequence[str]) -> str:
     return ",".join(map(str, numbers))
 
 
-def unmatched(policy: FusionPolicy, sites: Sequence[Site]) -> tuple[str, ...]:
-    """Notes on the policy's patterns that match no site: a typo, or meant for another model."""
-    modules = enclosing_modules(path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
+def unmatched(policy: FusionPolicy, sites: Sequence[Site], inner: Iterable[str] = ()) -> tuple[str, ...]:
+    """Notes on the policy's patterns that match no site: a typo, or meant for another model.
+
+    Args:
+        policy: has the patterns.
+        sites: of the model.
+        inner: the paths of modules inside these sites, where they are known: a pattern may match one of them.
+    """
+    paths = (path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
+    modules = enclosing_modules((*paths, *inner))
     excluding = {site.excluded_by for site in sites}  # a pattern may fit a linear layer's own module, too
     patterns = [("exclude", p) for p in policy.exclude if p not in excluding]
     patterns += [(name, p) for name, mapped in policy.patterns.items() if name != "exclude" for p in mapped]
     there = ", ".join(dict.fromkeys(group.modules or "the model itself" for group in grouped(sites))) or "none"
-    return tuple(
-        f"{name}={pattern!r} matches no site's modules; the sites' modules are {there}"
-        for name, pattern in patterns
-        if not names_module(pattern, modules)
-    )
+    notes = []
+    for name, pattern in patterns:
+        if not names_module(pattern, modules):
+            near = difflib.get_close_matches(pattern.removesuffix(".*"), modules)
+            meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            notes.append(f"{name}={pattern!r} matches no site's modules; the sites' modules are {there}{meant}")
+    return tuple(notes)
 
 
 class Report:
@@ -203,8 +214,8 @@ class Report:
 
     @property
     def broken(self) -> str:
-        """A sentence: the model was captured in several graphs."""
-        return BROKEN.format(self.graphs)
+        """A sentence: the model was captured in several graphs, or in none."""
+        return BROKEN.format(self.graphs) if self.graphs else NOTHING_CAPTURED
 
     @property
     def recomputed(self) -> str:
@@ -227,6 +238,11 @@ class Report:
     @property
     def nothing(self) -> str:
         """Advice for a report without sites."""
+        if not self.graphs:
+            return (
+                f"{NOTHING_CAPTURED}: its forward is disabled (torch.compiler.disable,\n"
+                "TORCH_COMPILE_DISABLE, a stance), is a function that Dynamo skips, or computes nothing with tensors."
+            )
         return (
             "A site is a GEMM that reads a pointwise function of GEMMs' results, through views, casts and dropout.\n"
             "There is none: another op (a norm, a convolution, an operator that is already fused), an opaque function\n"

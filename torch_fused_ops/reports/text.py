@@ -62,7 +62,7 @@ def breaks_text(breaks: Sequence[Break]) -> str:
     """The places and the reasons of graph breaks; "" if there are none."""
     lines: list[str] = []
     for graph_break, times in counted(breaks):
-        where = f"{graph_break.source or 'unknown'}{f' ×{times}' if times > 1 else ''}"
+        where = f"{graph_break.source or 'somewhere in the model'}{f' ×{times}' if times > 1 else ''}"
         lines.append(f"{where}: {graph_break.code}" if graph_break.code else where)
         for part in (graph_break.reason, *_advice((graph_break.kind,))):
             lines += textwrap.wrap(part, WIDTH, initial_indent="  ", subsequent_indent="    ")

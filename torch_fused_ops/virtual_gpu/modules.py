@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from torch import fx
+
+# What Dynamo has in front of the model: a variable, and what was looked up in it until the model was reached. That is
+# an element of the frame's ``args`` or ``kwargs`` (as where accelerate wraps ``forward`` for autocast), or of the
+# user's own list or dict, a method's or closure's module, and what ``functools.partial`` holds.
+_VARIABLE = re.compile(
+    r"""^[LG]\[(['"]).*?\1\]"""
+    r"""((?<=^L\['fn'\])\.(func\b|args(?=\[)|keywords(?=\[)))?"""
+    r"""(\[.*?\]|\.__(closure|self|func|wrapped|defaults|kwdefaults)__|\.cell_contents)*"""
+)
 
 # What Dynamo's paths have and ``named_modules()`` of the model as its author wrote it has not: how a module is looked
 # up where its class has a ``__getattr__`` of its own, and the wrappers of torch.compile, checkpointing and FSDP.
@@ -14,13 +24,13 @@ _NO_NAMES = re.compile(
 )
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def module_path(path: str) -> str:
     """A module's path in the model, from Dynamo's: ``L['self'].layers['0'].mlp`` is ``layers.0.mlp``.
 
-    Dynamo's begins with the variable that held the model, maybe in a closure.
+    Dynamo's begins with the variable that leads to the model.
     """
-    path = re.sub(r"^[LG]\[(['\"])(.*?)\1\](\.__closure__\[\d+\]\.cell_contents)?", "", path)
-    return re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", _NO_NAMES.sub("", path)).strip(".")
+    return re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", _NO_NAMES.sub("", _VARIABLE.sub("", path))).strip(".")
 
 
 def tensor_path(path: str) -> str:
