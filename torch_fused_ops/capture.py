@@ -62,7 +62,7 @@ def throwaway(fn: Any) -> Callable[..., Any]:
 
 def run_captured(
     model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], backend: Any, **options: Any
-) -> None:
+) -> Any:
     """Run a model once under ``torch.compile(backend=…)``, a compiled one as it was before; nothing of it stays.
 
     Args:
@@ -70,6 +70,9 @@ def run_captured(
         args: what to call it with; so are ``kwargs``.
         backend: is given the graphs that Dynamo captures.
         **options: of ``torch.compile``.
+
+    Returns:
+        What the model returns.
     """
     model = getattr(model, "_orig_mod", model)
     with (
@@ -78,7 +81,7 @@ def run_captured(
         torch._dynamo.config.patch(recompile_limit=64),
         arguments_checked(args, kwargs),
     ):
-        torch.compile(throwaway(call_model), backend=backend, **options)(model, *args, **kwargs)
+        return torch.compile(throwaway(call_model), backend=backend, **options)(model, *args, **kwargs)
 
 
 @contextmanager
