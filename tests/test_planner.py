@@ -904,14 +904,17 @@ def test_no_layer_is_left_out(kind: str) -> None:
 
 def is_never_short(model: nn.Module, x: Tensor) -> None:
     """A row, a plan between two rows and one that does not fit have the peak that the model is compiled to."""
-    plan = tfo.plan(model, x, memory="1TiB", gpu="H100", optimizer="none", lossless=True)
-    rows = {row.level: row.peak for row in plan.levels if row.level != "checkpoint"}
-    whole = compiled_timeline(captured_model(model, (x,), {}), H100, FusionPolicy(memory="free"))[0]
-    assert rows["free"] >= 0.99 * (plan.parameters + whole.peak)
-    low, high = min(rows.values()), max(rows.values())
-    for found in (plan.within((low + high) // 2), plan.within(low // 2)):
-        compiled = found.recompiled_peak_bytes()
-        assert found.step_peak >= 0.99 * compiled and found.fits == (compiled <= found.limit)
+    with pytest.MonkeyPatch.context() as patch:  # each compilation takes up to minutes: two levels, and one miss
+        patch.setattr(search, "levels_for", lambda lossless: ("free", "input"))
+        patch.setattr(search, "MISSES", 1)
+        plan = tfo.plan(model, x, memory="1TiB", gpu="H100", optimizer="none")
+        rows = {row.level: row.peak for row in plan.levels if row.level != "checkpoint"}
+        whole = compiled_timeline(captured_model(model, (x,), {}), H100, FusionPolicy(memory="free"))[0]
+        assert rows["free"] >= 0.99 * (plan.parameters + whole.peak)
+        low, high = min(rows.values()), max(rows.values())
+        for found in (plan.within((low + high) // 2), plan.within(low // 2)):
+            compiled = found.recompiled_peak_bytes()
+            assert found.step_peak >= 0.99 * compiled and found.fits == (compiled <= found.limit)
 
 
 @pytest.mark.slow

@@ -267,7 +267,7 @@ def plan(
         TypeError: model is not callable, or a class.
         ValueError: memory, gpu, optimizer or maximum is not known; dp is no number of GPUs, or FSDP2 does not shard the
             model; tp is no number of GPUs, does not divide heads or features, or there is nothing to split; nothing in
-            the model needs a gradient.
+            the model needs a gradient; it is not captured as a whole.
         ModuleNotFoundError: Triton is not installed.
     """
     from torch_fused_ops import lowerings
