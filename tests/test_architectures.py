@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 from collections.abc import Callable
@@ -98,21 +99,23 @@ def made(
     return make_model
 
 
+WAYS = list(itertools.product(("float32", "bfloat16"), ("plain", "checkpointed")))
+# Each architecture with each command, and in each dtype with and without checkpoints; each command in each way.
+CASES = [(name, n, *WAYS[(i + j) % 4]) for i, name in enumerate(ARCHITECTURES) for j, n in enumerate(COMMANDS)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "command", "dtype", "checkpoints"), CASES)
 def test_commands(
     name: str,
-    dtype: torch.dtype,
-    checkpointing: bool,
     command: str,
+    dtype: str,
+    checkpoints: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     module = types.ModuleType("their_module")
-    module.make_model = made(name, dtype, checkpointing)  # type: ignore[attr-defined]
+    module.make_model = made(name, getattr(torch, dtype), checkpoints == "checkpointed")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "their_module", module)
     torch._dynamo.reset()
     first, *rest = COMMANDS[command]

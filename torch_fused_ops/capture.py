@@ -62,7 +62,7 @@ def throwaway(fn: Any) -> Callable[..., Any]:
 
 def run_captured(
     model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], backend: Any, **options: Any
-) -> None:
+) -> Any:
     """Run a model once under ``torch.compile(backend=…)``, without lasting effects; a compiled model uncompiled.
 
     Args:
@@ -71,6 +71,9 @@ def run_captured(
         kwargs: its keyword arguments.
         backend: takes the graphs that Dynamo captures.
         **options: of ``torch.compile``.
+
+    Returns:
+        What the model returns.
     """
     model = getattr(model, "_orig_mod", model)
     with (
@@ -79,7 +82,7 @@ def run_captured(
         torch._dynamo.config.patch(recompile_limit=64),
         arguments_checked(args, kwargs),
     ):
-        torch.compile(throwaway(call_model), backend=backend, **options)(model, *args, **kwargs)
+        return torch.compile(throwaway(call_model), backend=backend, **options)(model, *args, **kwargs)
 
 
 @contextmanager

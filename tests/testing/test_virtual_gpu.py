@@ -809,3 +809,9 @@ def test_what_a_step_is_given_is_checked() -> None:
         with pytest.raises((ValueError, TypeError), match=text):
             virtual_gpu.interpret_step(paper, inputs, gradients)
     assert virtual_gpu.interpret_step(paper, [x.detach()])[1] == ()
+
+
+def test_a_convolution_of_one_dimension() -> None:
+    """Its fake kernel calls `contiguous`, a method that enters a device guard."""
+    conv = nn.Conv1d(4, 4, 3, device="meta")
+    assert compile_on_paper(lambda x: conv(x).square().sum(), meta(2, 4, 16, dtype=torch.float32)).backward is not None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.figures import Capture, layers_of, said, sites_of
 from torch_fused_ops.reports.figures import capture as set_aside
 from torch_fused_ops.sites import Site
+from torch_fused_ops.virtual_gpu.captured import is_parameter, source_name
 
 __all__ = ["CapturedModel", "captured_model"]
 
@@ -78,24 +80,51 @@ class _Captured(BaseException):
     """Stop Dynamo at the first graph; not an Exception, since Dynamo would catch it."""
 
 
+def _storages(values: Any) -> set[int]:
+    """The storages of the tensors in nested values and in the attributes of what is in these, by identity."""
+    leaves = [leaf if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", ()) for leaf in tree_leaves(values)]
+    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(leaves) if isinstance(leaf, Tensor)}
+
+
 def captured_model(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> CapturedModel:
-    """Capture a model without running it, unless it breaks into several graphs."""
+    """Capture a model without running it, unless it breaks into several graphs.
+
+    Raises:
+        ValueError: the graphs are not all of it: there is none, one runs several times, or what runs between them
+            allocates what a graph reads or the model returns.
+    """
+    model = getattr(model, "_orig_mod", model)
     policy = FusionPolicy()
     sites: list[Site] = []
     graphs: list[Capture] = []
     links: dict[tuple[int, int], tuple[int, int]] = {}
     earlier: list[tuple[Any, tuple[int, int]]] = []  # results, kept alive: identity identifies them
+    known: set[int] = set()
+    names: dict[int, str] = {}
+    left_out: list[str] = []
 
     def capture(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         graphs.append(set_aside(gm, policy))
         sites.extend(sites_of(gm, policy))
         if whole:
             raise _Captured
-        number = len(graphs) - 1
+        number, runs = len(graphs) - 1, itertools.count(1)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        lives = [is_parameter(node) or source_name(node).startswith("G[") for node in placeholders]
 
         def run(*inputs: Any) -> Any:
+            if next(runs) == 2:
+                left_out.append(f"graph {number + 1} runs several times")
+            captured = graphs[number]
+            if captured.graph is not None:  # paths begin at the module whose forward this is a graph of
+                paths = (names.get(id(x), path) for x, path in zip(inputs, captured.graph.paths, strict=True))
+                graphs[number] = replace(captured, graph=replace(captured.graph, paths=tuple(paths)))
+            computed = [x for x, lives_anyway in zip(inputs, lives, strict=True) if not lives_anyway]
+            if not _storages(computed) <= known:
+                left_out.append(f"something in front of graph {number + 1} is in no graph")
             links.update({(number, i): of for i, x in enumerate(inputs) for y, of in earlier if x is y})
             results = gm.forward(*inputs)
+            known.update(_storages(results))
             earlier.extend((result, (number, i)) for i, result in enumerate(results) if isinstance(result, Tensor))
             return results
 
@@ -105,7 +134,9 @@ def captured_model(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     for whole in (True, False):
         try:
             with torch.enable_grad():
-                run_captured(model, args, kwargs, capture, fullgraph=whole, dynamic=False)
+                result = run_captured(model, args, kwargs, capture, fullgraph=whole, dynamic=False)
+            if not whole and not _storages(result) <= known:
+                left_out.append("something behind the last graph is in no graph")
             break
         except _Captured:
             break
@@ -115,9 +146,14 @@ def captured_model(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
             why = said(error)
             graphs.clear()
             sites.clear()
+            known = _storages((args, kwargs))
+            if isinstance(model, nn.Module):
+                known |= _storages([list(vars(module).values()) for module in model.modules()])
+                names = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
     if not graphs:
         raise ValueError(f"model: torch.compile captures no graph of it, as with a graph break inside a loop: {why}")
-    model = getattr(model, "_orig_mod", model)
+    if left_out:
+        raise ValueError(f"model: torch.compile does not capture all of it: {'; '.join(left_out)}: {why}")
     paths = [path for path, _ in model.named_modules()] if isinstance(model, nn.Module) else []
     paths += [site.module for site in sites if site.module not in paths]
     layers = layers_of(paths)

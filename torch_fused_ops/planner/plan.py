@@ -265,7 +265,7 @@ def plan(
         TypeError: model is not callable, or a class.
         ValueError: memory, gpu, optimizer or maximum is not known; dp is not a number of GPUs, or FSDP2 cannot shard
             the model; tp is not a number of GPUs, does not divide heads or features, or nothing can be split;
-            nothing in the model needs a gradient.
+            nothing in the model needs a gradient; it is not captured as a whole.
         ModuleNotFoundError: Triton is not installed.
     """
     from torch_fused_ops import lowerings

@@ -275,6 +275,9 @@ def guardless_tensors() -> Iterator[None]:
     methods = {
         "__getitem__": _getitem,
         "__invert__": lambda self: aten.bitwise_not.default(self),
+        "contiguous": lambda self, memory_format=torch.contiguous_format: aten.contiguous.default(
+            self, memory_format=memory_format
+        ),
         "copy_": lambda self, source, non_blocking=False: aten.copy_.default(self, source, non_blocking),
     }
     with contextlib.ExitStack() as stack:
