@@ -240,8 +240,8 @@ class Report:
         """Advice for a report without sites."""
         if not self.graphs:
             return (
-                f"{NOTHING_CAPTURED}: its forward is disabled (torch.compiler.disable,\n"
-                "TORCH_COMPILE_DISABLE, a stance), is a function that Dynamo skips, or computes nothing with tensors."
+                f"{NOTHING_CAPTURED}: its forward is disabled (torch.compiler.disable, a stance,\n"
+                "TORCH_COMPILE_DISABLE), is skipped by Dynamo, breaks in a loop, or computes nothing with tensors."
             )
         return (
             "A site is a GEMM that reads a pointwise function of GEMMs' results, through views, casts and dropout.\n"
