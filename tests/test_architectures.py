@@ -19,31 +19,32 @@ transformers = pytest.importorskip("transformers")
 
 IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WORDS: dict[str, Any] = {**IDS, "vocab_size": 128}
-BERT = {**WORDS, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+BERT = {**WORDS, "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
 LLAMA = {**BERT, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
 WINDOW = {**LLAMA, "sliding_window": 8}
-GPT2 = {**WORDS, "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64}
+TWO_KINDS = {"num_hidden_layers": 2}  # the first layer's attention has a window, the second's none
+GPT2 = {**WORDS, "n_layer": 1, "n_embd": 64, "n_head": 4, "n_positions": 64}
 EXPERTS = {**LLAMA, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-T5 = {**WORDS, "num_layers": 2, "d_model": 64, "num_heads": 4, "d_kv": 16, "d_ff": 128, "decoder_start_token_id": 0}
-IMAGES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+T5 = {**WORDS, "num_layers": 1, "d_model": 64, "num_heads": 4, "d_kv": 16, "d_ff": 128, "decoder_start_token_id": 0}
+IMAGES = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
 IMAGES |= {"image_size": 32, "patch_size": 8, "num_labels": 10}
 
 ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "albert": ("AlbertConfig", "AlbertForMaskedLM", {**BERT, "embedding_size": 32}),
     "bert": ("BertConfig", "BertForMaskedLM", BERT),
-    "bloom": ("BloomConfig", "BloomForCausalLM", {**WORDS, "n_layer": 2, "hidden_size": 64, "n_head": 4}),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {**WORDS, "n_layer": 1, "hidden_size": 64, "n_head": 4}),
     "cohere": ("CohereConfig", "CohereForCausalLM", LLAMA),
     "electra": ("ElectraConfig", "ElectraForMaskedLM", {**BERT, "embedding_size": 64}),
     "falcon": (
         "FalconConfig",
         "FalconForCausalLM",
-        {**WORDS, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4},
+        {**WORDS, "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4},
     ),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**WINDOW, "query_pre_attn_scalar": 16}),
-    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**WINDOW, "query_pre_attn_scalar": 16}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**WINDOW, **TWO_KINDS, "query_pre_attn_scalar": 16}),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**WINDOW, **TWO_KINDS, "query_pre_attn_scalar": 16}),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT2),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", BERT),
-    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {**EXPERTS, "sliding_window": 8}),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {**EXPERTS, **TWO_KINDS, "sliding_window": 8}),
     "gptj": ("GPTJConfig", "GPTJForCausalLM", {**GPT2, "rotary_dim": 8}),
     "granite": ("GraniteConfig", "GraniteForCausalLM", LLAMA),
     "llama": ("LlamaConfig", "LlamaForCausalLM", LLAMA),
@@ -86,13 +87,13 @@ def made(
         torch.manual_seed(0)
         config_name, model_name, settings = ARCHITECTURES[name]
         config = getattr(transformers, config_name)(**settings)
+        config.use_cache = False  # before the model: encoders and decoders copy it
         model = getattr(transformers, model_name)(config).to(dtype)
         if checkpointing:
             model.gradient_checkpointing_enable()
         if name == "vit":
             pixels, labels = torch.randn(2, 3, 32, 32).to(dtype), torch.randint(0, 10, (2,))
             return model, (), {"pixel_values": pixels, "labels": labels}
-        config.use_cache = False
         ids = torch.randint(3, 128, (2, 16))
         return model, (), {"input_ids": ids, "labels": ids}
 
