@@ -16,10 +16,11 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from torch_fused_ops import fusion_events
+from torch_fused_ops.capture import title_of
 from torch_fused_ops.gemm_registry import name_of
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.activation import CALLS
-from torch_fused_ops.policy import FusionPolicy, UnfusedError
+from torch_fused_ops.policy import FusionPolicy, UnfusedError, unmatched
 from torch_fused_ops.sites import DROPOUT, Site
 
 __all__ = ["check"]
@@ -72,8 +73,6 @@ class _Model:
     """
 
     def __init__(self, policy: FusionPolicy, explicit: bool, function: Any, graph: Graph) -> None:
-        from torch_fused_ops.reports.recording import title_of
-
         self.policy, self.function = policy, function
         self.warns_of_nothing = explicit and policy.memory != "off"
         self.title = title_of(graph) or "a compiled function"
@@ -135,13 +134,11 @@ class _Model:
             )
 
     def _compare_patterns(self) -> None:
-        from torch_fused_ops.reports.report import unmatched
-
         notes = unmatched(self.policy, self.sites, self.modules)
         if notes and self.policy.strict:
             raise UnfusedError(f"strict=True and in {self.title} {'; '.join(notes)}")
         for note in notes:
-            log.warning("in %s %s", self.title, note)
+            log.warning("in %s a pattern of the policy has no effect: %s", self.title, note)
 
 
 def _is_in(path: str, module: str) -> bool:

@@ -740,7 +740,7 @@ def test_an_activation_between_convolutions_is_listed():
     report = explain(nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Conv2d(4, 3, 3)), torch.randn(1, 3, 8, 8))
     (site,) = report.unread
     assert site.reason == "not an MLP: it reads conv2d, which no GEMM with weights has produced"
-    assert "gelu is no site: it reads conv2d" in str(report)
+    assert "gelu is not a site: it reads conv2d" in str(report)
     norm = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
     assert explain(norm, torch.randn(2, 3, 8, 8)).unread[0].reason.startswith("not an MLP: it reads batch_norm")
 

@@ -96,10 +96,10 @@ def test_a_plan_is_static_whatever_sizes_were_seen() -> None:
     """Dynamo would take the tokens' number for dynamic the second time, and shapes for symbols."""
     with torch.device("meta"):
         model = models.Llama(models.Config(layers=1, width=64, hidden=128, heads=4, context=64, vocabulary=64))
-        for length in (16, 24):
-            tokens = torch.zeros(2, length, dtype=torch.long)
-            torch.compile(model, backend="eager")(tokens, tokens)
-            assert split(captured_model(model, (tokens, tokens), {}), 2)[1].sent > 0
+    for length in (16, 24):
+        tokens = torch.zeros(2, length, dtype=torch.long, device="meta")
+        torch.compile(model, backend="eager")(tokens, tokens)
+        assert split(captured_model(model, (tokens, tokens), {}), 2)[1].sent > 0
 
 
 def test_what_is_no_size_but_a_level() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.fx import Graph
 
 __all__ = [
     "arguments_checked",
@@ -125,3 +128,24 @@ def unchanged(model: Callable[..., Any]) -> Iterator[None]:
                 for buffer, old in zip(buffers, before, strict=True):
                     if not torch.equal(buffer, old):
                         buffer.copy_(old)
+
+
+def title_of(graph: Graph) -> str:
+    """The class of the model that is being compiled; "" if it is not known.
+
+    The model is the module from ``torch.compile`` that is being called. For a compiled function it is the outermost
+    module, if the function calls nothing else.
+    """
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        compiled = frame.f_locals.get("self")
+        if isinstance(compiled, OptimizedModule):
+            return type(compiled._orig_mod).__name__
+        frame = frame.f_back
+    for node in graph.nodes:
+        for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+            name: str = getattr(kind, "__name__", str(kind)).rpartition(".")[2]
+            return name if re.fullmatch(r"[LG]\['\w+'\](\.\w+)?", path) else ""
+    return ""

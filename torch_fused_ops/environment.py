@@ -56,12 +56,13 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         FusionPolicy.parse(text)
     except ValueError as e:
         error(str(e))
-    os.environ[NAME] = text
+    settings = {NAME: text}
     if arguments.report and os.environ.get("RANK", "0") == "0":
         file = Path(arguments.report).resolve()  # the program may change its folder
         if file.is_dir() or not os.access(file.parent, os.W_OK):
             error(f"--report {arguments.report} cannot be written: it must be a file in an existing folder")
-        os.environ[REPORT_NAME] = str(file)
+        settings[REPORT_NAME] = str(file)
+    os.environ.update(settings)
     flags = [*subprocess._args_from_interpreter_flags(), *(["-m"] if arguments.module else [])]  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()

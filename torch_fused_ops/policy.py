@@ -23,10 +23,12 @@ __all__ = [
     "check_not_meant",
     "enclosing_modules",
     "is_level",
+    "joined_names",
     "names_module",
     "not_known",
     "policy_given",
     "policy_or_default",
+    "unmatched",
 ]
 
 MEMORY = ("off", "free", "fp8", "input", "tiled")  # the levels, each saving less for backward than the one before
@@ -34,7 +36,10 @@ LEVELS = f"{', '.join(MEMORY)}, tiled:N (N: 2 to {tiles.LIMIT})"  # the accepted
 EPILOGUES = ("measured", "library", "off")
 GEMM = ("bf16", *RECIPES)
 
-if TYPE_CHECKING:  # repeated for type checkers, which need literals; the usual numbers of tiled:N
+if TYPE_CHECKING:
+    from torch_fused_ops.sites import Site
+
+    # Repeated for type checkers, which need literals; of tiled:N the usual numbers.
     Tiles = Literal["tiled:2", "tiled:3", "tiled:4", "tiled:6", "tiled:8", "tiled:12", "tiled:16", "tiled:32"]
     Level = Literal["off", "free", "fp8", "input", "tiled"] | Tiles
     Recipe = Literal["bf16", "fp8", "fp8-wgrad-bf16", "fp8-rowwise", "mxfp8", "mxfp8-wgrad-bf16"]
@@ -272,6 +277,46 @@ def enclosing_modules(paths: Iterable[str]) -> set[str]:
 def names_module(pattern: str, modules: Collection[str]) -> bool:
     """True if a shell pattern matches one of the module paths; ``"encoder.*"`` matches the encoder, too."""
     return any(fnmatchcase(path, p) for path in modules for p in (pattern, pattern.removesuffix(".*")))
+
+
+def unmatched(policy: FusionPolicy, sites: Sequence[Site], inner: Iterable[str] = ()) -> tuple[str, ...]:
+    """Notes on the policy's patterns that match no site: a typo, or meant for another model.
+
+    Args:
+        policy: has the patterns.
+        sites: of the model.
+        inner: the paths of modules inside these sites, where they are known: a pattern may match one of them.
+    """
+    paths = (path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
+    modules = enclosing_modules((*paths, *inner))
+    excluding = {site.excluded_by for site in sites}  # a pattern may fit a linear layer's own module, too
+    patterns = [("exclude", p) for p in policy.exclude if p not in excluding]
+    patterns += [(name, p) for name, mapped in policy.patterns.items() if name != "exclude" for p in mapped]
+    alike: dict[tuple[str, ...], list[list[str]]] = {}  # paths that differ in numbers alone
+    for path in (site.source.partition(" in ")[2] for site in sites):
+        names = path.split(".")
+        alike.setdefault(tuple("#" if name.isdigit() else name for name in names), []).append(names)
+    joined = (".".join(map(joined_names, zip(*group, strict=True))) for group in alike.values())
+    there = ", ".join(path or "the model itself" for path in joined) or "none"
+    notes = []
+    for name, pattern in patterns:
+        if not names_module(pattern, modules):
+            near = difflib.get_close_matches(pattern.removesuffix(".*"), modules)
+            meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            notes.append(f"{name}={pattern!r} matches no site's modules; the sites' modules are {there}{meant}")
+    return tuple(notes)
+
+
+def joined_names(names: Sequence[str]) -> str:
+    """Join the names at one place of several paths: a name, "0…31", "1, 5, 9" or, if they are many, "1…9"."""
+    different = list(dict.fromkeys(names))
+    if len(different) == 1:
+        return different[0]
+    numbers = sorted(map(int, different))
+    dense = numbers[-1] - numbers[0] == len(numbers) - 1
+    if (dense and len(numbers) > 2) or len(numbers) > 4:
+        return f"{numbers[0]}…{numbers[-1]}"
+    return ",".join(map(str, numbers))
 
 
 class UnfusedError(RuntimeError):

@@ -489,7 +489,9 @@ def test_a_level_for_each_module() -> None:
     assert [t.dtype for t in hidden] == [torch.float8_e4m3fn]
     _, kept = step(compiled(model, {"layers.1.*": "input", "*": "fp8"}), [x])
     assert [t.dtype for t in kept if t.shape == (4, 96)] == [torch.float8_e4m3fn] * 2
-    _, kept = step(compiled(model, {"nothing": "input"}), [x])
+    with pytest.raises(Exception, match="memory='nothing' matches no site's modules"):
+        step(compiled(model, {"nothing": "input"}), [x])
+    _, kept = step(compiled(model, {"nothing": "input"}, strict=False), [x])
     assert [t.dtype for t in kept if t.shape == (4, 96)] == [torch.float32] * 3
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_fused_ops.capture import check_model, run_captured
-from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default
+from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default, unmatched
 from torch_fused_ops.reports.breaks import break_of, reasons_noted, since
 from torch_fused_ops.reports.figures import capture as set_aside
 from torch_fused_ops.reports.figures import sites_of
-from torch_fused_ops.reports.report import Report, Site, unmatched
+from torch_fused_ops.reports.report import Report, Site
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule

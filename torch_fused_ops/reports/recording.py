@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import re
 import sys
 import threading
 import weakref
@@ -13,21 +12,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch._guards import CompileContext
 from torch.fx import Graph, GraphModule
 
-from torch_fused_ops.capture import captured_graphs
+from torch_fused_ops.capture import captured_graphs, title_of
 from torch_fused_ops.fusion_events import observed_by, process_wide
-from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.policy import FusionPolicy, unmatched
 from torch_fused_ops.reports.breaks import Break, break_of
 from torch_fused_ops.reports.figures import Capture, capture
-from torch_fused_ops.reports.report import Recorded, Report, Site, unmatched
+from torch_fused_ops.reports.report import Recorded, Report, Site
 
-__all__ = ["record", "report_at_exit", "title_of"]
+__all__ = ["record", "report_at_exit"]
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -185,24 +183,3 @@ def _code_of(graph: Graph, compilation: Any) -> object:
         return None
     examples = [getattr(value, "example", None) for value in placed]
     return number, frozenset(id(value) for value in examples if isinstance(value, torch.nn.Parameter))
-
-
-def title_of(graph: Graph) -> str:
-    """The class of the model that is being compiled; "" if it is not known.
-
-    The model is the module from ``torch.compile`` that is being called. For a compiled function it is the outermost
-    module, if the function calls nothing else.
-    """
-    from torch._dynamo.eval_frame import OptimizedModule
-
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        compiled = frame.f_locals.get("self")
-        if isinstance(compiled, OptimizedModule):
-            return type(compiled._orig_mod).__name__
-        frame = frame.f_back
-    for node in graph.nodes:
-        for path, kind in (node.meta.get("nn_module_stack") or {}).values():
-            name: str = getattr(kind, "__name__", str(kind)).rpartition(".")[2]
-            return name if re.fullmatch(r"[LG]\['\w+'\](\.\w+)?", path) else ""
-    return ""

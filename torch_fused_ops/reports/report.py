@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_fused_ops.fusion_events import unobserved
-from torch_fused_ops.policy import FusionPolicy, enclosing_modules, names_module
+from torch_fused_ops.policy import FusionPolicy, joined_names
 from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.reports.figures import Capture, Figures, measure
 from torch_fused_ops.reports.page import page, writable
@@ -26,7 +25,7 @@ from torch_fused_ops.sites import DROPOUT, Site
 if TYPE_CHECKING:
     from torch_fused_ops.virtual_gpu import GPU
 
-__all__ = ["Group", "Report", "Site", "grouped", "unmatched"]
+__all__ = ["Group", "Report", "Site", "grouped"]
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -68,45 +67,10 @@ def grouped(sites: Iterable[Site]) -> tuple[Group, ...]:
         Group(
             tuple(site for site, _ in group),
             str(key[4]),
-            ".".join(map(_range, zip(*(n for _, n in group), strict=True))),
+            ".".join(map(joined_names, zip(*(n for _, n in group), strict=True))),
         )
         for key, group in groups.items()
     )
-
-
-def _range(names: Sequence[str]) -> str:
-    """Join the names at one place of several paths: a name, "0…31", "1, 5, 9" or, if they are many, "1…9"."""
-    different = list(dict.fromkeys(names))
-    if len(different) == 1:
-        return different[0]
-    numbers = sorted(map(int, different))
-    dense = numbers[-1] - numbers[0] == len(numbers) - 1
-    if (dense and len(numbers) > 2) or len(numbers) > 4:
-        return f"{numbers[0]}…{numbers[-1]}"
-    return ",".join(map(str, numbers))
-
-
-def unmatched(policy: FusionPolicy, sites: Sequence[Site], inner: Iterable[str] = ()) -> tuple[str, ...]:
-    """Notes on the policy's patterns that match no site: a typo, or meant for another model.
-
-    Args:
-        policy: has the patterns.
-        sites: of the model.
-        inner: the paths of modules inside these sites, where they are known: a pattern may match one of them.
-    """
-    paths = (path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
-    modules = enclosing_modules((*paths, *inner))
-    excluding = {site.excluded_by for site in sites}  # a pattern may fit a linear layer's own module, too
-    patterns = [("exclude", p) for p in policy.exclude if p not in excluding]
-    patterns += [(name, p) for name, mapped in policy.patterns.items() if name != "exclude" for p in mapped]
-    there = ", ".join(dict.fromkeys(group.modules or "the model itself" for group in grouped(sites))) or "none"
-    notes = []
-    for name, pattern in patterns:
-        if not names_module(pattern, modules):
-            near = difflib.get_close_matches(pattern.removesuffix(".*"), modules)
-            meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-            notes.append(f"{name}={pattern!r} matches no site's modules; the sites' modules are {there}{meant}")
-    return tuple(notes)
 
 
 class Report:
