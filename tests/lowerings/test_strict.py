@@ -258,7 +258,8 @@ def test_a_pattern_that_fits_no_site_is_told_at_once(field: str, warnings: Calla
     for rows in (4, 4, 6):
         model(torch.randn(rows, 8))
     (text,) = warnings()
-    assert text.startswith(f"in Layers {field}='layer.1.*' matches no site's modules; the sites' modules are layers.")
+    assert text.startswith("in Layers a pattern of the policy has no effect: ")
+    assert f"{field}='layer.1.*' matches no site's modules; the sites' modules are layers." in text
     assert "did you mean 'layers.1'" in text
     with pytest.raises(BackendCompilerFailed, match=r"strict=True and in Layers .*matches no site's modules"):
         torch._dynamo.reset()
