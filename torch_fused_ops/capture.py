@@ -8,7 +8,6 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ __all__ = [
     "check_model",
     "run_captured",
     "throwaway",
+    "title_of",
     "unchanged",
 ]
 
@@ -138,7 +138,7 @@ def title_of(graph: Graph) -> str:
     """
     from torch._dynamo.eval_frame import OptimizedModule
 
-    frame: FrameType | None = sys._getframe()
+    frame: types.FrameType | None = sys._getframe()
     while frame is not None:
         compiled = frame.f_locals.get("self")
         if isinstance(compiled, OptimizedModule):

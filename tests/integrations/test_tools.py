@@ -318,7 +318,7 @@ def test_diffusers() -> None:
 
 
 def test_torchao() -> None:
-    """``lowerings/test_known_gemms.py`` has all recipes, and the gradients."""
+    """``lowerings/test_gemm_registry.py`` has all recipes, and the gradients."""
     float8 = pytest.importorskip("torchao.float8")
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).bfloat16()
     model = float8.convert_to_float8_training(model, config=float8.Float8LinearConfig.from_recipe_name("rowwise"))
@@ -328,7 +328,7 @@ def test_torchao() -> None:
 
 @pytest.mark.parametrize("bits", (4, 8))
 def test_bitsandbytes(bits: int) -> None:
-    """``lowerings/test_known_gemms.py`` has the gradients."""
+    """``lowerings/test_gemm_registry.py`` has the gradients."""
     layers = pytest.importorskip("bitsandbytes.nn")
     kind, settings = {
         4: (layers.Linear4bit, {"compute_dtype": torch.float32, "quant_type": "nf4"}),
