@@ -1,7 +1,5 @@
 """Running a function with and without the recognizer's rewrite, and comparing everything that a user can see of it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

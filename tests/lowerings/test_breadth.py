@@ -3,8 +3,6 @@
 Each is fused as what it is, at every site, and computes with pick-up what it computes without, gradients included.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +14,6 @@ import torch.nn.functional as F
 from differential import compare
 from torch import Tensor
 from torch.func import functional_call
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
 
 
 class MLP(harness.MLP):
