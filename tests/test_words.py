@@ -1,7 +1,5 @@
 """Plain words: docstrings say what a thing is or does, and names what they hold. The counts may only fall."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -49,9 +49,6 @@ def is_truth(mlp, optimizer, truth, rank, ranks):
                 assert torch.equal(local(state[what]), cut(truth[name, what], part, rank, ranks)), (name, what)
 
 
-# ---- checks: each runs in every one of two processes, or four --------------------------------------------------------
-
-
 def matrix(rank, ranks, folder):
     """Saved by n, loaded by m."""
     groups = {n: dist.new_group(range(n)) for n in (1, 2, 4) if n <= ranks}
@@ -220,9 +217,6 @@ def fresh(rank, ranks, folder):
 
 
 GROUPS = {"two": [matrix, mismatched, other_ways], "four": [matrix, mismatched, other_ways, planned, fresh]}
-
-
-# ---- tests -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
