@@ -30,6 +30,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from torch_fused_ops import activations, fusion_events, gemm_registry, switches
 from torch_fused_ops._version import __version__
 from torch_fused_ops.capture import captured_graphs
+from torch_fused_ops.graphs.modules import module_stack
 from torch_fused_ops.lowerings import (
     buffer_reuse,
     compat,
@@ -41,7 +42,6 @@ from torch_fused_ops.lowerings import (
 )
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, enclosing_modules, policy_or_default
 from torch_fused_ops.sites import Site
-from torch_fused_ops.virtual_gpu.modules import module_stack
 
 log = logging.getLogger("torch_fused_ops")
 

@@ -105,7 +105,7 @@ def test_a_device_without_such_products_is_asked_on_paper(device: gpu.GPU, gemm:
     )
     with tfo.enabled(FusionPolicy(gemm=gemm, strict=True)), pytest.raises(Exception, match=message):
         gpu.compile_on_paper(module, x, gpu=device)
-    assert gpu.stands_for(x.device) == x.device, "the CPU is itself again"
+    assert gpu.target_device(x.device) == x.device, "the CPU is itself again"
     assert tfo.explain(module, x, policy=FusionPolicy(gemm=gemm)).sites[0].gemm == gemm
 
 

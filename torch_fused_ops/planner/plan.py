@@ -552,6 +552,6 @@ def _unit_inputs(captured: CapturedModel) -> dict[str, int]:
 
 
 def _unit_of_node(node: torch.fx.Node, captured: CapturedModel) -> str:
-    from torch_fused_ops.virtual_gpu.modules import module_stack
+    from torch_fused_ops.graphs.modules import module_stack
 
     return captured.unit_of(next(reversed(module_stack(node)), ""))
