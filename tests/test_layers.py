@@ -43,7 +43,8 @@ OPERATORS = [
 SITES = ["capture", "reasons", "sites"]
 POLICY = ["policy", "environment"]
 LAYERS: dict[str, list[str]] = {
-    "virtual_gpu": [],
+    "graphs": [],
+    "virtual_gpu": ["graphs"],
     "_version": [],
     "tiles": [],
     "capture": [],
@@ -77,13 +78,13 @@ LAYERS: dict[str, list[str]] = {
     "slapo": ["activations", "functional", "megatron"],
     # torch.compile
     "lowerings": [
-        *("virtual_gpu", "_version", "tiles", "switches", *POLICY, *SITES, "fusion_events", "gemm_registry", *OPERATORS)
+        *("graphs", "_version", "tiles", "switches", *POLICY, *SITES, "fusion_events", "gemm_registry", *OPERATORS)
     ],
-    "reports": ["virtual_gpu", "policy", *SITES, "fusion_events", "lowerings"],
+    "reports": ["graphs", "virtual_gpu", "policy", *SITES, "fusion_events", "lowerings"],
     "verify": ["policy", *SITES, "fusion_events", "lowerings", "reports"],
-    "planner": ["virtual_gpu", "policy", *SITES, "lowerings", "reports"],
+    "planner": ["graphs", "virtual_gpu", "policy", *SITES, "lowerings", "reports"],
     # modules
-    "nn": ["virtual_gpu", *OPERATORS, "megatron", "tiles", "policy", *SITES, "lowerings", "reports"],
+    "nn": ["graphs", "virtual_gpu", *OPERATORS, "megatron", "tiles", "policy", *SITES, "lowerings", "reports"],
     "torch_fused_ops": [
         *("_version", "arguments", *OPERATORS, "gemm_registry", *POLICY, "lowerings", "reports", "verify", "planner")
     ],

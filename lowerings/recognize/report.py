@@ -16,10 +16,10 @@ import torch
 from torch.fx import Graph, Node
 
 from torch_fused_ops import capture, functional
+from torch_fused_ops.graphs.modules import module_stack
 from torch_fused_ops.policy import enclosing_modules
 from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason
 from torch_fused_ops.sites import DROPOUT, Site
-from torch_fused_ops.virtual_gpu.modules import module_stack
 
 from . import dropout, unknown_calls
 from .canonical import Canonical
