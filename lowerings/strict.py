@@ -154,7 +154,7 @@ def _linears(graph: Graph) -> int:
 
 
 def _has_ours(graph: Graph) -> bool:
-    """Whether a graph, or one that it calls, has an activation's operator already: a model of FusedMLPs has."""
+    """True if a graph, or one that it calls, has an activation's operator already, as in a model of FusedMLPs."""
     root = graph.owning_module
     graphs = [graph, *(m.graph for m in root.modules() if isinstance(m, GraphModule))] if root else [graph]
     return any(name_of(node.target) in CALLS for one in graphs for node in one.nodes if node.op == "call_function")

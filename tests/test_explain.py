@@ -44,11 +44,6 @@ def gate(x, w):
     return (F.scaled_dot_product_attention(x @ w, x, x) * torch.sigmoid(x @ w)) @ w
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("fields", [{"memory": "fp8"}, {"memroy": "fp8"}])
 def test_fields_of_a_policy_are_not_the_models(fields: dict[str, str]) -> None:
     for call in (explain, verify, *([replace_mlps] if "memroy" in fields else [])):

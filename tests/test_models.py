@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,14 +19,6 @@ import torch_fused_ops as tfo
 
 transformers = pytest.importorskip("transformers")
 STRICT = tfo.FusionPolicy(strict=True)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
 
 
 def ids() -> Tensor:

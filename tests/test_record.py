@@ -1,7 +1,5 @@
 """``record``: real compilations report what pick-up did, in this context only, and what it saves."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys
@@ -28,7 +26,7 @@ from torch_fused_ops.reports.figures import layers_of
 from torch_fused_ops.reports.text import FUSED, KNOB, PLAIN
 from torch_fused_ops.settings import tiles
 
-pytestmark = [pytest.mark.codegen_is_slow, pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = pytest.mark.codegen_is_slow
 
 ROWS, WIDTH, FFN = 32, 64, 256
 FLOAT = 4

@@ -1,7 +1,5 @@
 """Plain words: docstrings say what a thing is or does, and names what they hold. The counts may only fall."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter
@@ -22,7 +20,7 @@ PRIVATE = re.compile(
 )
 
 # At most; a change may lower a number.
-LIMITS = {"docstrings": 111, "names": 124, "private words": 14}
+LIMITS = {"docstrings": 53, "names": 111, "private words": 13}
 
 
 def counts() -> Counter[str]:

@@ -1,7 +1,5 @@
 """At the limits: graphs that take long to read, constants at the end of float64, tensors past 2**31 elements."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -308,7 +306,6 @@ def no_code(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
 )
 def test_so_it_is_from_the_user_s_side(fn: Callable[..., Tensor], wanted: str) -> None:
     """explain(), and torch.compile."""
-    torch._dynamo.reset()
     x, w = (torch.randn(8, 8, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(2))
     _, report = work(lambda: tfo.explain(fn, x, w), most=1_000_000)
     assert ends_in(report.sites, wanted), report.sites

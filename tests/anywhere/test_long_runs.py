@@ -1,7 +1,5 @@
 """Long runs: nothing grows with the number of compilations, calls or shapes; and training ends where it should."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib
@@ -31,8 +29,6 @@ from torch_fused_ops.lowerings import compat, passes
 
 SLOTS = ("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass")
 SLOTS += ("post_grad_custom_post_pass", "custom_partitioner_fn")
-
-# ---- what could grow -------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -85,9 +81,6 @@ def grown(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """What is larger or another; less is fine: other tests' threads end when they like."""
     there = {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
     return {key: (old, new) for key, (old, new) in there.items() if not isinstance(new, int) or new > (old or 0)}
-
-
-# ---- compile and run, again and again --------------------------------------------------------------------------------
 
 
 def cheap(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -229,8 +222,6 @@ def test_a_compiled_model_can_be_freed() -> None:
     assert [one() for one in gone] == [None, None]
 
 
-# ---- caches are bounded ----------------------------------------------------------------------------------------------
-
 # Those without a bound of their own, and what bounds them.
 UNBOUNDED = {
     "torch_fused_ops.distributed.sharding.rules": "no argument",
@@ -298,9 +289,6 @@ def test_eager_calls_of_fresh_shapes_leave_nothing_behind(calls: int, only_new_g
     gc.collect()
     assert not grown(before, state())
     assert len(gc.get_objects()) - alive < 20
-
-
-# ---- training --------------------------------------------------------------------------------------------------------
 
 
 def test_500_steps_of_training_agree() -> None:

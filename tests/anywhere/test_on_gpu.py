@@ -5,8 +5,6 @@ cases are skipped, and a few run on the CPU, their graphs interpreted: that the 
 before there is a GPU to run them on.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -86,12 +84,6 @@ def everywhere(
 ) -> Callable[[Any], Any]:
     cases = [*(on("cuda", *case) for case in gpu), *(on("cpu", *case, slow=slow) for case in cpu)]
     return pytest.mark.parametrize(("inductor_code", "device", *names), cases, indirect=["inductor_code"])
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch.compiler.reset()
-    torch.manual_seed(0)
 
 
 def inputs(rows: int, device: str) -> list[Tensor]:

@@ -1,7 +1,5 @@
 """Function transforms of every operator and every face of it, eager and compiled, against PyTorch's own spelling."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator

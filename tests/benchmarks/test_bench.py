@@ -1,7 +1,5 @@
 """``python -m torch_fused_ops bench``: every benchmark from one end to the other, tiny; nothing here is about time."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys
@@ -152,9 +150,6 @@ def test_unknown_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> N
     assert set(BENCHMARKS) == set(main.BENCHMARKS)
 
 
-# ---- what is compared ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("operator", pointwise.OPERATORS, ids=str)
 def test_plain_and_ours_are_the_same_function(operator: pointwise.Operator) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -209,7 +204,6 @@ def test_every_memory_level_keeps_less_than_the_one_before() -> None:
 @pytest.mark.codegen_is_slow
 def test_products_in_float8() -> None:
     """They are timed only where they are named; within their bound, beyond bfloat16's; and keep fewer bytes."""
-    torch.manual_seed(0)
     case = mlp.case("swiglu", mlp.QUICK[0], torch.bfloat16, False, harness.Device(), harness.Plan(1.0))
     assert set(ways.FLOAT8) == set(case.named_only) <= case.ways.keys() and not set(ways.FLOAT8) & set(ways.TRAINING)
     truth, kept = case.truth(), []

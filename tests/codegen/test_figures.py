@@ -4,8 +4,6 @@ Plain Inductor and Inductor with ``activation_memory_budget=0.99`` are counted b
 figure of ours is always read against upstream's of the same torch version.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """On paper: what products in float8 move and keep, what makes their operands, and what docs/fp8.md says of it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -73,7 +71,6 @@ def test_packed_gradients_are_quantized_where_they_are_made(tokens: tuple[int, .
     In the second pass over a row it reads back what it wrote, in bfloat16; the largest is that of float32, before it is
     rounded, which another power of two may bound. Its numbers are Triton's interpreter's.
     """
-    torch.manual_seed(0)
     rows, n = 6, 1280  # too many for a row to be held
     g, h = torch.randn(*tokens, n), torch.randn(*tokens, 2 * n).bfloat16() * 4
 
@@ -116,7 +113,6 @@ def test_a_device_without_such_products_is_asked_on_paper(device: gpu.GPU, gemm:
 @pytest.mark.seconds("a whole training step, compiled for a GPU")
 def test_blocks_of_32_on_sm_100() -> None:
     """In forward all is Inductor's, which writes scales of 8 bits as the products read them; across, it is ours."""
-    torch._dynamo.reset()
     with torch.device("meta"):
         module, x = SwiGLUMLP(HIDDEN, FFN).bfloat16(), torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
     with tfo.enabled(FusionPolicy(gemm="mxfp8", strict=True)):
@@ -221,9 +217,6 @@ def test_less_is_kept_at_every_level(make: type[nn.Module], memory: str) -> None
     kept = [on_paper(make, memory=memory, gemm=gemm).saved_bytes() for gemm in ("bf16", "fp8", "fp8-rowwise")]
     assert kept[0] - kept[1] == TOKENS * HIDDEN - TOKENS * HIDDEN // 128 * 4
     assert kept[2] - kept[0] == 4 * (3 if make is SwiGLUMLP else 2)  # the scale of each weight's transpose
-
-
-# ---- beside torchao's recipes ----------------------------------------------------------------------------------------
 
 
 @cache

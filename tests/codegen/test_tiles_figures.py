@@ -1,7 +1,5 @@
 """What memory="tiled" keeps alive and moves on an H200, on paper."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

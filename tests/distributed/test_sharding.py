@@ -1,7 +1,5 @@
 """The operators on DTensors: two gloo processes on the CPU, in which every function of ``GROUPS`` runs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 machine code on paper. Where there is a GPU, the same comparisons run on it too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import subprocess
@@ -32,11 +30,6 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EVERYTHING = (True, True, True)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where the interpreter meets infinities
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 3.0) -> Tensor:

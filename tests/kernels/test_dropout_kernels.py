@@ -1,7 +1,5 @@
 """The eager GPU kernels of ``fused::dropout_add``, without a GPU: as test_activation_kernels.py."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -26,11 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, wh
 
 SEED = torch.tensor([-3141592653589793238])
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 def wide(args: Sequence[Any]) -> list[Any]:
@@ -148,8 +141,6 @@ def test_mask_past_2_to_the_33() -> None:
         expected = reference.dropout_factor(index >> 2, index, SEED, 0.5, torch.float32)
         assert torch.equal(out, expected) and out.unique().numel() == 2
 
-
-# ---- machine code ----------------------------------------------------------------------------------------------------
 
 SHAPE = (8192, 4096)
 

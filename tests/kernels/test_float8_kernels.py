@@ -6,8 +6,6 @@ tests compare those of the hardware's conversion. In a block whose scale is NaN 
 448, or NaN, there.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -200,9 +198,6 @@ def test_wide_offsets_give_the_same(device: Device, monkeypatch: pytest.MonkeyPa
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "layout", "dtype", "shape", "scalars", "columns"),
     [
@@ -295,9 +290,6 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in refused:
         with pytest.raises(NotImplementedError, match="not accepted on AMD GPUs"):
             call()
-
-
-# ---- products --------------------------------------------------------------------------------------------------------
 
 
 class Library:

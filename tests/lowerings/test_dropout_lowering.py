@@ -1,7 +1,5 @@
 """``fused::dropout_add`` compiled, and picked up: what must be found, what must not; training stays training."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

@@ -8,8 +8,6 @@ random function as source text around such expressions. Each statement is execut
 known and nothing is kept that raises. A failing program prints itself.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import warnings

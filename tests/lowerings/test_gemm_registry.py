@@ -1,7 +1,5 @@
 """Products of other libraries around an activation: custom autograd.Functions, and operators, seen or registered."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -229,9 +227,6 @@ def test_what_can_be_registered() -> None:
     for one in (opaque, torch.ops.torch_fused_ops_tests.opaque, torch.ops.torch_fused_ops_tests.opaque.default):
         tfo.register_gemm(one)
     assert len(gemm_registry._registered) == 2
-
-
-# ---- the libraries themselves ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

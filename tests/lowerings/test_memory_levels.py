@@ -1,7 +1,5 @@
 """Stage 2 below "free": what ``memory="fp8"`` and ``memory="input"`` keep and compute, and where they refuse."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The lowerings: compiled equals eager, forward and backward, static and dynamic, and no operator is left as a call."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -150,7 +148,6 @@ def test_dynamic_shapes(name: str) -> None:
 
 @pytest.mark.codegen_is_slow
 def test_two_compilations_for_ten_batch_sizes() -> None:
-    torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("fused")
     w, v = leaf(32, 16), leaf(16, 16)
 

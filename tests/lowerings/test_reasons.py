@@ -1,7 +1,5 @@
 """Reasons are data: each kind has a program that is left alone for it, and what their texts say changes nothing."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools
@@ -487,7 +485,6 @@ def test_each_has_an_explanation_and_each_explanation_a_kind() -> None:
 @pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.name)
 def test_texts_change_nothing(kind: Kind, monkeypatch: Patch, texts: list[Reason]) -> None:
     """Each program is refused for its kind, and what is said of it is what is said of the kind, whatever its text."""
-    torch._dynamo.reset()
     found = PROGRAMS[kind](monkeypatch)
     assert found.kind is kind
     if isinstance(found, Site):

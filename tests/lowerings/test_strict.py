@@ -1,8 +1,6 @@
 """A whole model without a site, with nothing fused, or a pattern that fits no site: an error under ``strict``, else a
 warning, of a whole model and not of a piece of one."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -21,7 +19,7 @@ import torch_fused_ops as tfo
 from torch_fused_ops import functional as FF
 from torch_fused_ops.nn import FusedMLP
 
-pytestmark = [pytest.mark.codegen_is_slow, pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = pytest.mark.codegen_is_slow
 
 STRICT = tfo.FusionPolicy(strict=True)
 break_here = torch._dynamo.graph_break
@@ -179,9 +177,6 @@ def test_exported_graphs_are_whole() -> None:
 
     with pytest.raises(tfo.UnfusedError, match="no MLP was found between 2 linear layers"):
         strict.check(exported.graph, (), STRICT)  # type: ignore[arg-type]
-
-
-# ---- without strict --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@
 Graphs are interpreted, not compiled. A failing tree prints itself.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable, Iterator

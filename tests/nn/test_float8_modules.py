@@ -1,7 +1,5 @@
 """gemm= of modules: nn.MLP, nn.GroupedMLP and replace_mlps multiply in float8 as FusedMLP does, or say why not."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,7 +48,6 @@ def same(got: list[Tensor], wanted: list[Tensor]) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("memory", ("free", "input"))
 def test_replaced_mlps_multiply_in_float8(recipe: str, memory: str) -> None:
-    torch.manual_seed(0)
     module, x = Gated(), torch.randn(3, 50, HIDDEN, requires_grad=True)
     exact, wanted = gradients(module(x), x, module), gradients(module.by_hand(x, recipe), x, module)
     report = fnn.replace_mlps(module, x, gemm=recipe, memory=memory)
@@ -84,7 +81,6 @@ def config(**more: Any) -> fnn.MLPConfig:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_megatrons_mlp_multiplies_in_float8(recipe: str) -> None:
-    torch.manual_seed(0)
     mlp = fnn.MLP(config(gated_linear_unit=True, activation_func=F.silu), gemm=recipe)
     x = torch.randn(5, 7, HIDDEN, requires_grad=True)
     fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
@@ -118,8 +114,6 @@ def test_megatrons_mlp_says_what_it_does_not_take() -> None:
     with pytest.raises(ValueError, match="gemm='fp8' is not accepted with a linear_fc1 of type Other"):
         fnn.MLP(config(), fnn.MLPSubmodules(linear_fc1=Other), gemm="fp8")
 
-
-# ---- experts ---------------------------------------------------------------------------------------------------------
 
 COUNTS, WIDTH, INNER = (5, 0, 16), 48, 80
 BF16 = torch.bfloat16

@@ -1,7 +1,5 @@
 """FusedMLP: what it computes and keeps, and the checkpoints that it loads and writes."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import subprocess
@@ -91,7 +89,6 @@ def close(a: list[Tensor], b: list[Tensor], tolerance: float) -> None:
     [(name, name in ("silu", "gelu"), name != "silu") for name in ACTS] + [("relu", True, True)],
 )
 def test_the_formula(activation, gated, bias):
-    torch.manual_seed(0)
     mlp = FusedMLP(24, 40, activation, gated, bias)
     assert [tuple(p.shape) for p in mlp.parameters()] == [
         shape for shape in ((40 * (1 + gated), 24), (40 * (1 + gated),), (24, 40), (24,)) if bias or len(shape) == 2
@@ -171,7 +168,6 @@ def test_nothing_is_kept_without_gradients():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_dropout(level):
-    torch.manual_seed(0)
     mlp = FusedMLP(64, 64, "silu", gated=True, dropout=0.25, memory=level)
     x = torch.randn(128, 64, requires_grad=True)
     torch.manual_seed(3)
@@ -203,7 +199,6 @@ def test_transforms_checkpoint_and_double_backward():
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_compiled(dropout):
-    torch._dynamo.reset()
     mlp = FusedMLP(16, 32, "gelu", dropout=dropout)
     x = torch.randn(6, 16)
     run = torch.compile(mlp, backend="aot_eager", fullgraph=True)
@@ -218,7 +213,6 @@ def test_compiled(dropout):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_compiled_fused(gated, level):
-    torch._dynamo.reset()
     mlp, x = FusedMLP(16, 32, "gelu", gated, memory=level), torch.randn(6, 16)
     from torch_fused_ops import FusionPolicy
 
@@ -338,7 +332,6 @@ def test_names_of_activations():
 @pytest.mark.parametrize("layout", layouts.LAYOUTS.values(), ids=lambda one: f"{one.name}{' gated' * one.gated}")
 @pytest.mark.parametrize("bias", [True, False])
 def test_every_layout_there_and_back(layout, bias):
-    torch.manual_seed(0)
     mlp = FusedMLP(6, 10, gated=layout.gated, bias=bias)
     stored = mlp.state_dict_as(layout.name)
     named = None if layout.guessed else layout.name

@@ -1,7 +1,5 @@
 """replace_mlps: which modules are compiled and by which policy, that all else about them stays, and the way back."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """Products of experts in float8: what they are of, gradients, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FLOP of our products, as torch's counter and the virtual GPU's roofline count them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -44,9 +44,6 @@ def test_names_are_exported():
     assert functional.MakeViewlessTensor is MakeViewlessTensor
 
 
-# ---- the operator ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("name", views())
 def test_the_operator(name, requires_grad):
@@ -86,8 +83,6 @@ def test_subclasses_modes_checkpoint_and_export():
 
     assert torch.equal(torch.export.export(Module(), (x,)).module()(x), x.t() * 2)
 
-
-# ---- make_viewless_tensor: the docstring's table ---------------------------------------------------------------------
 
 CASES = list(itertools.product((True, False), repeat=4))
 
@@ -193,9 +188,6 @@ def test_forward_mode():
             assert fwAD.unpack_dual(make_viewless_tensor(inp, False, True)).tangent is None
 
 
-# ---- writes in place -------------------------------------------------------------------------------------------------
-
-
 def upstream_viewless(inp):
     """What Megatron-LM does: another tensor's data."""
     out = torch.empty((1,), dtype=inp.dtype)
@@ -267,9 +259,6 @@ def test_compiled_writes():
     out = compiled(x, True)
     assert torch.equal(out.detach(), torch.full((4,), 5.0))  # the source sees the write
     assert torch.autograd.grad(out.sum(), x)[0][0] == 5  # and so does exp's derivative
-
-
-# ---- assert_viewless_tensor, safely_set_viewless_tensor_data ---------------------------------------------------------
 
 
 def test_assert_viewless_tensor():

@@ -41,12 +41,12 @@ class _Alias(torch.autograd.Function):
 
 
 def in_transform() -> bool:
-    """Whether a torch.func transform or forward-mode AD is under way."""
+    """True under a torch.func transform or forward-mode AD."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _is_eager(input: Tensor) -> bool:
-    """Whether no transform, mode, subclass or compiler is there, which would take detach for what it is."""
+    """True if no transform, mode, subclass or compiler would record the detach."""
     return (
         not in_transform()
         and torch._C._len_torch_dispatch_stack() == 0

@@ -225,9 +225,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     _check_writable(arguments, "json", "html")
-    settings = {
-        name: getattr(arguments, name) for name in ("memory", "gpu", "optimizer", "lossless", "maximum", "dp", "tp")
-    }
+    settings = {name: getattr(arguments, name) for name in ("memory", "gpu", "optimizer", "lossless", "maximum", "dp")}
     with torch.device("meta") if arguments.meta else contextlib.nullcontext():
         model, args, kwargs = _load(arguments.spec)
     if isinstance(model, torch.nn.Module):
