@@ -29,14 +29,15 @@ from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_fused_ops import reference, tiles
 from torch_fused_ops.declaration import PointwiseOperator, elementwise
 from torch_fused_ops.graphs.modules import module_stack
+from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear, op_types
 from torch_fused_ops.lowerings.saved_tensors import DATA, SAME_ELEMENTS, SavedTensors
+from torch_fused_ops.operators import reference
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
-from torch_fused_ops.reasons import Kind, Rejection
+from torch_fused_ops.settings import tiles
 
 log = logging.getLogger("torch_fused_ops")
 

@@ -27,10 +27,12 @@ import torch._inductor.config as inductor_config
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-from torch_fused_ops import activations, fusion_events, gemm_registry, switches
+from torch_fused_ops import activations
 from torch_fused_ops._version import __version__
-from torch_fused_ops.capture import captured_graphs
+from torch_fused_ops.graphs import fusion_events, gemm_registry
+from torch_fused_ops.graphs.capture import captured_graphs
 from torch_fused_ops.graphs.modules import module_stack
+from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.lowerings import (
     buffer_reuse,
     compat,
@@ -41,7 +43,7 @@ from torch_fused_ops.lowerings import (
     split_reductions,
 )
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, enclosing_modules, policy_or_default
-from torch_fused_ops.sites import Site
+from torch_fused_ops.settings import switches
 
 log = logging.getLogger("torch_fused_ops")
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from torch_fused_ops import fusion_events
-from torch_fused_ops.capture import title_of
-from torch_fused_ops.gemm_registry import name_of
+from torch_fused_ops.graphs import fusion_events
+from torch_fused_ops.graphs.capture import title_of
+from torch_fused_ops.graphs.gemm_registry import name_of
+from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.activation import CALLS
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, unmatched
-from torch_fused_ops.sites import DROPOUT, Site
 
 __all__ = ["check"]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fused_ops.cli import main
+from torch_fused_ops.tools.cli import main
 
 pytest.importorskip("triton")
 transformers = pytest.importorskip("transformers")

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import torch_fused_ops as tfo
-from torch_fused_ops import cli
-from torch_fused_ops.cli import main
 from torch_fused_ops.testing import check as runner
+from torch_fused_ops.tools import cli
+from torch_fused_ops.tools.cli import main
 from torch_fused_ops.virtual_gpu import gpus
 
 MODEL = """
@@ -271,7 +271,7 @@ def test_what_needs_no_torch_does_not_import_it(arguments):
     assert done.returncode == (0 if "--help" in arguments else 2)
     assert "usage: python -m torch_fused_ops" in done.stdout + done.stderr
     imported = re.findall(r"\| +(\S+)$", done.stderr, re.M)
-    assert "torch_fused_ops.arguments" in imported and "torch" not in imported
+    assert "torch_fused_ops.tools.arguments" in imported and "torch" not in imported
 
 
 def test_help_and_no_command(capsys):
@@ -289,8 +289,8 @@ import multiprocessing, sys
 import torch
 
 def child(queue):
-    import torch_fused_ops.environment
-    queue.put(torch_fused_ops.environment.POLICY.memory)
+    import torch_fused_ops.settings.environment
+    queue.put(torch_fused_ops.settings.environment.POLICY.memory)
 
 if __name__ == "__main__":
     from some_models import example

@@ -15,13 +15,13 @@ from collections.abc import Collection, Iterator
 import torch
 from torch.fx import Graph, Node
 
-from torch_fused_ops.float8_recipes import RECIPES
+from torch_fused_ops.families.float8.recipes import RECIPES
+from torch_fused_ops.graphs.reasons import NOT_AN_MLP, Kind, Reason, Rejection, excluded
+from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.graphs.target import target_device
 from torch_fused_ops.lowerings.partition import budgeted
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason, Rejection, excluded
-from torch_fused_ops.sites import Site
-from torch_fused_ops.tiles import asked
+from torch_fused_ops.settings.tiles import asked
 
 from . import dropout, gemms, per_row_scale, tiles
 from .canonical import Canonical

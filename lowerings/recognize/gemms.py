@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from torch_fused_ops.declaration import PointwiseOperator
-from torch_fused_ops.distributed.float8 import multiples
-from torch_fused_ops.float8_recipes import RECIPES
-from torch_fused_ops.gemm_registry import name_of
+from torch_fused_ops.families.float8.operators import DTYPES_OF_EXPERTS, DTYPES_OF_PRODUCTS
+from torch_fused_ops.families.float8.recipes import RECIPES
+from torch_fused_ops.families.float8.sharding import multiples
+from torch_fused_ops.graphs.gemm_registry import name_of
+from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
 from torch_fused_ops.graphs.target import target_device
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.activation import CALLS
-from torch_fused_ops.operators.float8 import DTYPES_OF_EXPERTS, DTYPES_OF_PRODUCTS
-from torch_fused_ops.reasons import Kind, Reason, Rejection
 
 from .graph import AFFINE, GraphAnalysis, record, shown, statically, tensor
 from .rewrite import Edit

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torch_fused_ops.capture import check_model
+from torch_fused_ops.graphs.capture import check_model
 from torch_fused_ops.policy import MEMORY, FusionPolicy, is_level
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch_fused_ops.reports.text import FUSED, KNOB, PLAIN, figures_table, leve
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from torch_fused_ops.sites import Site
+    from torch_fused_ops.graphs.sites import Site
     from torch_fused_ops.virtual_gpu import GPU, CapturedGraph, PaperCompilation
     from torch_fused_ops.virtual_gpu.roofline import Work
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fused_ops._version import __version__
-from torch_fused_ops.bench_ways import MEANINGS
+from torch_fused_ops.benchmarks.variants import MEANINGS
 from torch_fused_ops.policy import GEMM, LEVELS, is_level
 
 __all__ = ["BENCHMARKS", "TIMED", "add_bench_options", "parser"]

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, misc"
 # ruff: noqa: RUF005, SIM300 - Triton knows no (*strips, strip), and compares DTYPE's value from the left alone
-"""Triton kernels behind the operators in float8 (``operators/float8.py``), and the products, which are libraries'.
+"""Triton kernels behind the operators in float8 (``operators.py``), and the products, which are libraries'.
 
 Where a row is a block, a program has a row. Else it has a tile of 128 × 128 elements, in which every block of all
 layouts lies whole: (1, 128), (128, 128) and (1, 32), of the tensor and of its transpose. It reads the tile once, along
@@ -15,7 +15,7 @@ Largest elements are found among bits, as integers: that is exact, has NaN above
 no instruction of the kind (min.NaN, max.NaN) after which ptxas 12.9 stores float8 wrongly. In a block whose scale is
 NaN the hardware's conversion leaves 448 for an infinity where torch's leaves NaN: times the scale both are NaN.
 
-The formula is that of ``torch_fused_ops.float8``; those of activations are in ``kernels/activation.py``.
+The formula is that of ``families/float8/formulas.py``; those of activations are in ``kernels/activation.py``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from torch_fused_ops import float8, formulas
+from torch_fused_ops import formulas
 from torch_fused_ops.declaration import PointwiseOperator, elementwise
-from torch_fused_ops.float8 import FP8
-from torch_fused_ops.float8_recipes import BLOCK, MX_BLOCK
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.formulas import FP8
+from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.activation import (
     _activate,

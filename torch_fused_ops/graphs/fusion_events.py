@@ -16,7 +16,7 @@ from torch_fused_ops.policy import FusionPolicy
 if TYPE_CHECKING:
     from torch.fx import Graph
 
-    from torch_fused_ops.sites import Site
+    from torch_fused_ops.graphs.sites import Site
 
 __all__ = ["Observer", "before", "failed", "is_unobserved", "observed_by", "tell", "trace", "unobserved"]
 
