@@ -36,6 +36,7 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 import processor_time
 
+import torch_fused_ops
 from torch_fused_ops import activations
 
 # Dynamo times each graph's guards, once, with the processor's caches flushed: 40 of a small capture's 140 ms.
@@ -118,17 +119,6 @@ def inductor() -> Any:
     from torch._inductor import compile_fx
 
     return compile_fx
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    """Dynamo has compiled nothing, before and after, and afterwards pick-up is off."""
-    import torch_fused_ops as tfo
-
-    torch._dynamo.reset()
-    yield
-    tfo.disable()
-    torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -290,3 +280,13 @@ def activation_table() -> Iterator[None]:
         activations._TABLE.update(before)
         for notify in activations._on_change:
             notify()
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """The same random numbers for each test; Dynamo has compiled nothing before, and afterwards pick-up is off."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    if "torch_fused_ops.lowerings.passes" in sys.modules:
+        torch_fused_ops.disable()

@@ -144,9 +144,6 @@ def test_names_and_get():
         activations.get("swish")
 
 
-# ---- register_activation ---------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def table(monkeypatch):
     """The table, restored afterwards."""

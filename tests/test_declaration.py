@@ -3,8 +3,6 @@
 They are tried in a process of their own, since operators are for good.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

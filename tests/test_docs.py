@@ -216,8 +216,6 @@ def test_every_item_of_the_compatibility_page_has_its_tests(generate: Any) -> No
             assert (ROOT / "tests" / file).exists(), (name, file)
 
 
-# ---- messages --------------------------------------------------------------------------------------------------------
-
 # Errors that name an argument carry their cure; refusals are in recognition.md and reports; the rest is for users of
 # the command line, or inside.
 WITH_A_CURE = {

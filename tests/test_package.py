@@ -1,7 +1,5 @@
 """The package as it is installed: what importing it costs, and that it is whole."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.util import find_spec

@@ -137,9 +137,6 @@ def test_the_negative_tail_of_gelu(approximate):
     assert share > 0.5 and worst > 100
 
 
-# ---- the measure -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_counts_steps(dtype):
     eps = torch.finfo(dtype).eps

@@ -1,7 +1,5 @@
 """Routing maps: rows of tokens and back, against loops over lists, in float64, gradients included."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -109,7 +107,6 @@ def test_chunks_are_sorted(case) -> None:
 
 
 def test_second_derivatives() -> None:
-    torch.manual_seed(0)
     routing_map = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]])
     x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
     probs = torch.rand(4, 3, dtype=torch.float64, requires_grad=True)
@@ -152,7 +149,6 @@ def test_zero_rows_bring_no_infinity_to_weights() -> None:
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("padded", [False, True])
 def test_one_graph(padded: bool) -> None:
-    torch.manual_seed(0)
     routing_map = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]]).bool()
     x, probs = torch.randn(4, 8, requires_grad=True), torch.rand(4, 3, requires_grad=True)
 

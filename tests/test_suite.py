@@ -1,7 +1,5 @@
 """The suite itself: what leaves the default run is in one part of .ci/slow, and a default test has its limit."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """``tfo.verify``: what it says of models that are right, wrong, wrong without us, rounded, random, not to be run."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -17,9 +15,9 @@ from torch import Tensor
 
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
-from torch_fused_ops.cli import main
 from torch_fused_ops.lowerings import partition, saved_tensors
-from torch_fused_ops.verify import _apart
+from torch_fused_ops.tools.cli import main
+from torch_fused_ops.tools.verify import _apart
 
 
 class MLP(nn.Module):
@@ -53,7 +51,6 @@ def x_of(*shape: int) -> Tensor:
 @pytest.mark.parametrize("level", ["off", "free", "fp8", "input", {"": "fp8"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_is_right(dtype: torch.dtype, level: Any) -> None:
-    torch.manual_seed(0)
     found = tfo.verify(MLP().to(dtype), x_of(8, 16).to(dtype), policy=FusionPolicy(memory=level))
     assert found.ok, str(found)
     assert found.sites == (1, 1) and not found.failures
@@ -288,7 +285,6 @@ def test_what_was_not_compared_is_said() -> None:
 
 @pytest.mark.slow
 def test_generated_code_can_be_compared_too() -> None:
-    torch.manual_seed(0)
     found = tfo.verify(MLP(), x_of(8, 16), compiled=True)
     assert found.ok, str(found)
 
@@ -331,8 +327,6 @@ def test_what_a_way_raises_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     found = tfo.verify(MLP(), x_of(8, 16))
     assert found.ok and any("fusion failed" in note for note in found.notes), "the graph was left as it was"
 
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 MODELS = """
 import torch
@@ -385,9 +379,6 @@ def test_the_command(models: Any, capsys: pytest.CaptureFixture[str], monkeypatc
     assert "cannot be run in eager mode" in capsys.readouterr().err
 
 
-# ---- models of transformers ------------------------------------------------------------------------------------------
-
-
 def mixtral() -> tuple[nn.Module, dict[str, Tensor]]:
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
@@ -438,7 +429,6 @@ SLOW = pytest.mark.slow
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_models_of_transformers(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], level: Any) -> None:
-    torch.manual_seed(0)
     model, kwargs = make()
     found = tfo.verify(model, policy=FusionPolicy(memory=level), **kwargs)
     assert found.ok, str(found)

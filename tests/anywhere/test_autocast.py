@@ -4,8 +4,6 @@ One difference is on purpose: a result has the *first* tensor's dtype (dropout_a
 type promotion would widen it to a later tensor's, a float32 bias that meets a bfloat16 product.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
@@ -28,13 +26,6 @@ from torch_fused_ops.testing import precision
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = (BF16, FP16)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @contextlib.contextmanager

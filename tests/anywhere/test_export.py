@@ -1,7 +1,5 @@
 """Export: operators stay in the graph, become aten when asked, and leave for AOTInductor, ONNX and TorchScript."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import os
@@ -27,11 +25,6 @@ from torch_fused_ops.testing.samples import FP8_OPERATORS, OPERATORS, Sample, ba
 
 fused = torch.ops.fused
 ROWS = torch.export.Dim("rows", min=2, max=64)
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
 
 
 class Everything(nn.Module):
@@ -76,8 +69,6 @@ def in_a_new_process(program: str, *arguments: object) -> str:
     return done.stdout
 
 
-# ---- operators in graphs ---------------------------------------------------------------------------------------------
-
 PLAIN = {f"fused.{name}.default" for name in (*OPERATORS, "make_viewless")}
 
 
@@ -107,8 +98,6 @@ def test_fused_mlp_exports_at_every_memory_level(strict: bool, level: str) -> No
     torch.testing.assert_close(*outs)
     torch.testing.assert_close(*(torch.autograd.grad(out.sum(), x)[0] for out in outs))
 
-
-# ---- decompositions --------------------------------------------------------------------------------------------------
 
 RTOL = {
     torch.float64: 1e-11,
@@ -224,9 +213,6 @@ def test_a_joint_graph_decomposes() -> None:
     assert backward <= set(fused_calls(graphs[0].graph)) and not fused_calls(graphs[1].graph)
     for got, wanted in zip(graphs[1](*args), step(*args), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
-
-
-# ---- files, and processes that never import us -----------------------------------------------------------------------
 
 
 def test_a_program_with_our_operators_is_saved_and_loaded() -> None:
@@ -345,14 +331,10 @@ def test_packages_run_in_cpp(tmp_path: Path) -> None:
     torch.testing.assert_close(found, model(x).detach())
 
 
-# ---- TorchScript, torch.fx, ONNX -------------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore")  # deprecated since torch 2.9, and still there in 2.15
 @pytest.mark.parametrize("level", ["off", "free", "fp8", "input"])
 def test_jit_trace(level: str) -> None:
     """Traced, saved and loaded; other sizes; and the gradient of what was traced."""
-    torch.manual_seed(0)
     model = nn.Sequential(FusedMLP(8, 32, memory=level), FusedMLP(8, 32, "silu", gated=True, memory=level))
     traced = torch.jit.trace(model, (torch.randn(4, 8),))
     file = io.BytesIO()

@@ -1,7 +1,5 @@
 """Exact figures for an H200: ours has not become worse than what is committed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

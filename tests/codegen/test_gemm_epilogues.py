@@ -2,8 +2,6 @@
 them, forward and backward; small batches; merged gate and up; and that nothing is added atomically.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import cache
@@ -39,9 +37,6 @@ def options(**policy: Any) -> dict[str, Any]:
 def kernels(graph: Any) -> list[str]:
     """The kernels of a graph by kind ("tem" for a template, "poi", "red" and "per" for the rest) and external calls."""
     return sorted([k.name.split("_")[1] for k in graph.kernels for _ in range(k.launches)] + list(graph.extern))
-
-
-# ---- the library's epilogue ----------------------------------------------------------------------
 
 
 class ReluMLP(GeluMLP):
@@ -129,9 +124,6 @@ def test_unmeasured_is_upstreams() -> None:
     assert kernels(by_default) == ["addmm", "addmm", "poi"] and kernels(deterministic) == ["tem", "tem"]
 
 
-# ---- Inductor's templates ------------------------------------------------------------------------
-
-
 @cache
 def by_templates(model: Callable[[], nn.Module], ours: bool, training: bool = True) -> Any:
     with torch.device("meta"):
@@ -182,6 +174,7 @@ def test_what_fuses_into_templates(
         assert (kernels(training.forward), kernels(training.backward)) == (forward, backward)
 
 
+@pytest.mark.slow
 def test_gelu_in_the_gemms_epilogues() -> None:
     """Forward: the sum that backward needs and the activation from one GEMM. Backward: the gradient, and the activation
     again for the weight gradient, from the one that makes the activation's gradient.
@@ -197,9 +190,6 @@ def test_swiglu_in_the_gemms_epilogues() -> None:
     paper = by_templates(SwigluMLP, True)
     assert sum(map(stores, paper.forward.kernels)) == 4  # gate, up and the product, and the second linear
     assert stores(kernel_with(paper.backward, "glu_glu_backward")) == 3
-
-
-# ---- decoding: few rows --------------------------------------------------------------------------
 
 
 @pytest.mark.covering(1)
@@ -235,9 +225,6 @@ def test_decoding_with_products_as_sums() -> None:
         assert len(kernels(fewer)) <= len(kernels(plain)) and not fewer.extern
 
 
-# ---- gate and up as one GEMM ---------------------------------------------------------------------
-
-
 def test_freezing_merges_gate_and_up() -> None:
     """Upstream's pattern for constant weights, on a graph with our operator: two GEMMs then, and still one kernel."""
     from torch._inductor.fx_passes import freezing_patterns
@@ -268,9 +255,6 @@ def test_freezing_merges_gate_and_up() -> None:
     inputs = tensor(8, 1024), tensor(1024, 8192), tensor(4096, 1024)
     graph = virtual_gpu.compile_on_paper(merged, *inputs, training=False).inference
     assert kernels(graph) == ["mm", "mm", "poi"]
-
-
-# ---- deterministic mode --------------------------------------------------------------------------
 
 
 @pytest.mark.every(10)

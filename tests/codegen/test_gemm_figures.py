@@ -1,7 +1,5 @@
 """On paper: what products in float8 move and keep, what makes their operands, and what docs/fp8.md says of it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -15,13 +13,14 @@ import torch.nn as nn
 from torch import Tensor
 
 import torch_fused_ops as tfo
-from torch_fused_ops import FusionPolicy, float8
+from torch_fused_ops import FusionPolicy
 from torch_fused_ops import virtual_gpu as gpu
 from torch_fused_ops.benchmarks import harness, models
 from torch_fused_ops.benchmarks.laboratory import fp8_recipes
 from torch_fused_ops.benchmarks.laboratory.fp8_recipes import GELUMLP, bytes_besides_products
 from torch_fused_ops.benchmarks.models import SwiGLUMLP
-from torch_fused_ops.float8_recipes import RECIPES
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.virtual_gpu.roofline import rates_of, works_of
 from torch_fused_ops.virtual_gpu.work import FLOAT8_FLOP
 
@@ -72,7 +71,6 @@ def test_packed_gradients_are_quantized_where_they_are_made(tokens: tuple[int, .
     In the second pass over a row it reads back what it wrote, in bfloat16; the largest is that of float32, before it is
     rounded, which another power of two may bound. Its numbers are Triton's interpreter's.
     """
-    torch.manual_seed(0)
     rows, n = 6, 1280  # too many for a row to be held
     g, h = torch.randn(*tokens, n), torch.randn(*tokens, 2 * n).bfloat16() * 4
 
@@ -108,14 +106,13 @@ def test_a_device_without_such_products_is_asked_on_paper(device: gpu.GPU, gemm:
     )
     with tfo.enabled(FusionPolicy(gemm=gemm, strict=True)), pytest.raises(Exception, match=message):
         gpu.compile_on_paper(module, x, gpu=device)
-    assert gpu.stands_for(x.device) == x.device, "the CPU is itself again"
+    assert gpu.target_device(x.device) == x.device, "the CPU is itself again"
     assert tfo.explain(module, x, policy=FusionPolicy(gemm=gemm)).sites[0].gemm == gemm
 
 
-@pytest.mark.seconds("a whole training step, compiled for a GPU")
+@pytest.mark.slow
 def test_blocks_of_32_on_sm_100() -> None:
     """In forward all is Inductor's, which writes scales of 8 bits as the products read them; across, it is ours."""
-    torch._dynamo.reset()
     with torch.device("meta"):
         module, x = SwiGLUMLP(HIDDEN, FFN).bfloat16(), torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
     with tfo.enabled(FusionPolicy(gemm="mxfp8", strict=True)):
@@ -220,9 +217,6 @@ def test_less_is_kept_at_every_level(make: type[nn.Module], memory: str) -> None
     kept = [on_paper(make, memory=memory, gemm=gemm).saved_bytes() for gemm in ("bf16", "fp8", "fp8-rowwise")]
     assert kept[0] - kept[1] == TOKENS * HIDDEN - TOKENS * HIDDEN // 128 * 4
     assert kept[2] - kept[0] == 4 * (3 if make is SwiGLUMLP else 2)  # the scale of each weight's transpose
-
-
-# ---- beside torchao's recipes ----------------------------------------------------------------------------------------
 
 
 @cache

@@ -3,8 +3,6 @@
 Renew it with ``EXPECTTEST_ACCEPT=1 pytest tests/codegen/test_golden.py``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

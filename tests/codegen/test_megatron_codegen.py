@@ -1,7 +1,5 @@
 """The block of ``examples/megatron_block.py``, written against Megatron-LM's calls, as a GPU would run it, on paper."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

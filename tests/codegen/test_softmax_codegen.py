@@ -3,8 +3,6 @@
 Plain is the spelling that users have: ``softmax((x·scale).masked_fill(mask, −∞).float()).to(dtype)``.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

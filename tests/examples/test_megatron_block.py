@@ -1,7 +1,5 @@
 """The block written against Megatron-LM's calls trains eager and compiled, alike."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

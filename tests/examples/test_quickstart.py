@@ -1,7 +1,5 @@
 """The quickstart runs as a new user would run it, in its shortest form, and its figures are the right way round."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """The notebook's cells run, one after the other, and what it shows is what they print."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The eager GPU kernels of ``fused::dropout_add``, without a GPU: as test_activation_kernels.py."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -16,20 +14,16 @@ import triton
 import triton.language as tl
 from kernel_harness import GPUS, Device, assemble, assert_close, meta, recorded
 
-from torch_fused_ops import reference, virtual_gpu
-from torch_fused_ops.kernels import dropout as kernels
-from torch_fused_ops.kernels.dropout import _factor, _philox
+from torch_fused_ops import virtual_gpu
+from torch_fused_ops.families.dropout import kernels
+from torch_fused_ops.families.dropout.kernels import _factor, _philox
+from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import dropout as dropout_testing
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where words wrap
 
 SEED = torch.tensor([-3141592653589793238])
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 def wide(args: Sequence[Any]) -> list[Any]:
@@ -147,8 +141,6 @@ def test_mask_past_2_to_the_33() -> None:
         expected = reference.dropout_factor(index >> 2, index, SEED, 0.5, torch.float32)
         assert torch.equal(out, expected) and out.unique().numel() == 2
 
-
-# ---- machine code ----------------------------------------------------------------------------------------------------
 
 SHAPE = (8192, 4096)
 

@@ -1,7 +1,5 @@
 """The kernels of linear layers in float8 as sm_90 and sm_100 run them: registers, spills, instructions an element."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +13,7 @@ pytest.importorskip("triton")
 from kernel_harness import assemble, meta
 
 from torch_fused_ops import virtual_gpu
-from torch_fused_ops.kernels import float8 as kernels
+from torch_fused_ops.families.float8 import kernels
 
 ELEMENTS = 128 * 128 / (32 * kernels._WARPS)  # of a tile, for each thread; there are no loops
 ROWS, COLUMNS = 4096, 8192
@@ -105,8 +103,6 @@ def test_before_sm_90_it_is_arithmetic_on_bits(monkeypatch: pytest.MonkeyPatch) 
     (code,) = assemble(virtual_gpu.A100, kernels.quantize, turned(), 1)
     assert code.spills == 0 and not [i for i in code.instructions if i.startswith("F2FP.SATFINITE")]
 
-
-# ---- rows ------------------------------------------------------------------------------------------------------------
 
 L40S = virtual_gpu.GPU(
     "NVIDIA L40S", "sm_89", (8, 9), 142, 48 << 30, 49152, 101376, 96 << 20, max_threads_per_multi_processor=1536

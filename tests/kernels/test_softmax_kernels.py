@@ -2,8 +2,6 @@
 paper. Where there is a GPU, the same comparisons run on it too.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +14,10 @@ pytest.importorskip("triton")
 
 from kernel_harness import GPUS, Device, assemble, meta, recorded
 
-from torch_fused_ops import reference, virtual_gpu
+from torch_fused_ops import virtual_gpu
+from torch_fused_ops.families.softmax import kernels
 from torch_fused_ops.kernels import launching
-from torch_fused_ops.kernels import softmax as kernels
+from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import precision
 from torch_fused_ops.testing import softmax as testing
 
@@ -77,9 +76,6 @@ def check(device: Device, args: tuple[Any, ...], grad: Tensor | None = None, wan
         terms = (1 + y.sum(-1)) * (g * y).abs().sum(-1)
         total = terms.movedim(-2, 0).flatten(1).sum(-1)
         assert precision.sum_error(d_sink, truths[1], total, computed).max() <= 4
-
-
-# ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.every(2)
@@ -214,9 +210,6 @@ def test_masks_are_read_where_they_are(device: Device) -> None:
     assert strides[3] == 1
     if device.name == "cpu":
         assert arguments["mask"].data_ptr() == mask.data_ptr()
-
-
-# ---- machine code ----------------------------------------------------------------------------------------------------
 
 
 def calls(dtype: torch.dtype, sk: int) -> dict[str, tuple[Any, ...]]:

@@ -1,7 +1,5 @@
 """What a cache is asked for is served under no other version and no other policy, and under its own it is."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess
@@ -103,9 +101,6 @@ def test_policies_do_not_share_entries(package: Path, tmp_path: Path) -> None:
     assert run(package, cache, "picked-up", "free") == (1.0, 1.0, "miss")
     assert run(package, cache, "picked-up", "free") == (1.0, 1.0, "hit")
     assert run(package, cache, "picked-up", "off") == (1.0, 1.0, "miss")
-
-
-# ---- policies that choose by modules' paths --------------------------------------------------------------------------
 
 
 class Block(nn.Module):

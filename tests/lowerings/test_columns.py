@@ -1,7 +1,5 @@
 """An activation with other columns beside it in front of its linear layer: blocks whose attention and MLP share one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +13,7 @@ from harness import saving_step
 from torch import Tensor
 
 from torch_fused_ops import FusionPolicy, explain
-from torch_fused_ops.reasons import Kind
+from torch_fused_ops.graphs.reasons import Kind
 
 WIDTH, FFN, HEADS, TOKENS = 8, 24, 2, 10
 
@@ -92,9 +90,6 @@ def test_it_is_a_site(make: Callable[[], nn.Module], operators: list[str]) -> No
     assert all("linear" in site.users for site in sites)
 
 
-# ---- near misses -----------------------------------------------------------------------------------------------------
-
-
 class OtherAxis(Parallel):
     """More rows, not more columns."""
 
@@ -124,9 +119,6 @@ def test_what_is_no_site(make: Callable[[], nn.Module], reader: str) -> None:
     assert {site.kind for site in report.unread} == {Kind.NO_GEMM_READS}
     assert all(site.reason == f"not an MLP: no GEMM reads it, but {reader}" for site in report.unread)
     assert compare(module, [tokens()]) == []
-
-
-# ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
 def compiled(module: nn.Module, memory: str, **settings: Any) -> Any:

@@ -1,7 +1,5 @@
 """The lowerings: compiled equals eager, forward and backward, static and dynamic, and no operator is left as a call."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -150,7 +148,6 @@ def test_dynamic_shapes(name: str) -> None:
 
 @pytest.mark.codegen_is_slow
 def test_two_compilations_for_ten_batch_sizes() -> None:
-    torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("fused")
     w, v = leaf(32, 16), leaf(16, 16)
 
@@ -165,7 +162,7 @@ def test_two_compilations_for_ten_batch_sizes() -> None:
     assert counter.frame_count <= 2
 
 
-@pytest.mark.seconds("machine code of all activations, by the C++ compiler")
+@pytest.mark.slow
 def test_every_activation_in_one_kernel() -> None:
     names = [a for a in activations.names() if activations.get(a).builtin]
 

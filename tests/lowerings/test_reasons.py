@@ -1,7 +1,5 @@
 """Reasons are data: each kind has a program that is left alone for it, and what their texts say changes nothing."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools
@@ -22,16 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torch_fused_ops import FusionPolicy, Site, UnfusedError, activations, explain, reasons
+from torch_fused_ops import FusionPolicy, Site, UnfusedError, activations, explain
 from torch_fused_ops import functional as FF
+from torch_fused_ops.graphs import reasons
+from torch_fused_ops.graphs.reasons import Category, Kind, Reason, Rejection
 from torch_fused_ops.lowerings import compat, memory_levels, recognize
 from torch_fused_ops.lowerings.passes import Recognize
 from torch_fused_ops.lowerings.recognize import gemms
 from torch_fused_ops.nn import replace_mlps
-from torch_fused_ops.reasons import Category, Kind, Reason, Rejection
 from torch_fused_ops.reports import breaks
 from torch_fused_ops.reports.breaks import Break
-from torch_fused_ops.verify import interpreted
+from torch_fused_ops.tools.verify import interpreted
 
 Patch = pytest.MonkeyPatch
 Found = Site | Reason | Break
@@ -486,7 +485,6 @@ def test_each_has_an_explanation_and_each_explanation_a_kind() -> None:
 @pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.name)
 def test_texts_change_nothing(kind: Kind, monkeypatch: Patch, texts: list[Reason]) -> None:
     """Each program is refused for its kind, and what is said of it is what is said of the kind, whatever its text."""
-    torch._dynamo.reset()
     found = PROGRAMS[kind](monkeypatch)
     assert found.kind is kind
     if isinstance(found, Site):

@@ -1,7 +1,5 @@
 """s·(a·W) = (s·a)·W: where a factor of the rows is taken in front of the product, what that keeps and computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,7 +121,7 @@ def off(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:
 
 
 @pytest.mark.codegen_is_slow
-@pytest.mark.seconds("five compilations of one step, which are compared")
+@pytest.mark.slow
 def test_a_mixture_at_every_level() -> None:
     """Its product's result is not kept; where nothing is rounded to 8 bits, all is as near to float64 as before."""
     inputs = mixtures_tensors()
@@ -207,9 +205,6 @@ def test_rows_of_no_group() -> None:
     assert out.isfinite().all() and ds.isfinite().all() and ds[:4].all() and not ds[4:].any()
     for got, wanted in zip(dw, torch.autograd.grad(fn(x, *weights, s)[:4].sum(), weights), strict=True):
         torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02)
-
-
-# ---- where it stays --------------------------------------------------------------------------------------------------
 
 
 def stays(fn: Callable[..., Any], *changed: Tensor, **policy: Any) -> None:

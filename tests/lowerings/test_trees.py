@@ -6,8 +6,6 @@
 Graphs are interpreted, not compiled. A failing tree prints itself.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable, Iterator
@@ -22,7 +20,7 @@ from trees import TOKENS, WIDTH, Tree, tree
 
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.lowerings import passes
-from torch_fused_ops.verify import interpreted
+from torch_fused_ops.tools.verify import interpreted
 
 LEVELS = ("off", "free", "fp8", "input", "tiled:2")
 SAMPLE = range(18)

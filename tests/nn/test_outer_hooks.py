@@ -1,7 +1,5 @@
 """Saved-tensor hooks around an MLP with a memory level of its own: a checkpoint's, an offloader's, a user's."""
 
-from __future__ import annotations
-
 import functools
 import gc
 
@@ -96,7 +94,6 @@ def test_nested_in_a_checkpoint_of_two(case: tuple[nn.Module, Tensor, list[Tenso
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_users_hooks_get_numbers_that_they_can_compute_with(name: str, inside: bool) -> None:
     """Float8 has no sum; gradients are those of ``"fp8"`` without hooks, bit for bit."""
-    torch.manual_seed(0)
     module, x = MODULES[name]("fp8"), torch.randn(ROWS, WIDTH, requires_grad=True)
     if inside:  # of another module with a level
         module = Inside(module)

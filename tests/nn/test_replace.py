@@ -1,7 +1,5 @@
 """replace_mlps: which modules are compiled and by which policy, that all else about them stays, and the way back."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
@@ -177,6 +175,7 @@ FORWARDS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_forward_is_followed(name: str) -> None:
     """Also where it goes another way than it did when it was compiled."""
@@ -239,6 +238,7 @@ def test_later_changes_are_seen() -> None:
     assert_alike(model, reference, x)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("make", [Mlp, sequential])
 def test_hooks_that_come_and_go(make: Callable[[], nn.Module], inside: bool) -> None:

@@ -140,8 +140,6 @@ def test_each_example_s_bias_is_checked_under_vmap():
         torch.vmap(lambda x, b: ops.bias_act(x, b, None, "silu"))(torch.zeros(2, 3, 4), torch.zeros(2, 1))
 
 
-# ---- every tensor argument, every kind of thing that is no dense floating tensor ------------------------------------
-
 # Arguments of calls that are right as they stand.
 TYPED = {
     "bias_act": (partial(F.bias_act, activation="silu"), {"input": X, "bias": X[0], "token_scale": X[:, 0]}),

@@ -1,7 +1,5 @@
 """Linear layers in float8: what is stored, products of it, gradients, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torch_fused_ops import float8, reference
 from torch_fused_ops import functional as FF
-from torch_fused_ops.float8_recipes import BLOCK, MX_BLOCK, RECIPES, Block
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK, RECIPES, Block
+from torch_fused_ops.operators import reference
 
 fused = torch.ops.fused
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -34,9 +33,6 @@ def wide_matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> 
     """Numbers of many sizes: rows, and columns, that are 2⁻¹⁵ to 2¹⁵ of others."""
     spread = torch.exp2(torch.randint(-8, 8, (rows, 1)) + torch.randint(-7, 7, (1, columns)))
     return (torch.randn(rows, columns) * spread).to(dtype)
-
-
-# ---- what is stored ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -202,9 +198,6 @@ def test_which_float8_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
         assert float8.dtype_of(gpu) == dtype
 
 
-# ---- products ------------------------------------------------------------------------------------------------------
-
-
 def product_bound(a: Tensor, b: Tensor, a_block: Block, b_block: Block) -> Tensor:
     """By how much a · bᵀ of stored numbers may be off: each number by 2⁻⁴, or 2⁻¹⁰ of its scale."""
 
@@ -288,8 +281,6 @@ def test_what_is_kept_is_a_byte_an_element() -> None:
     }
 
 
-# ---- one pass --------------------------------------------------------------------------------------------------------
-
 RESULTS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("bias_act", lambda a: (a,), ("gelu",)),
     ("glu", lambda a: (a, a.flip(0)), ("silu", 1.0, 3.0)),
@@ -319,9 +310,6 @@ def test_the_operators_of_one_pass_are_those_of_several(
         if a.dtype == float8.FP8:
             a, b = a.float(), b.float()
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-2 if a.shape == wanted[4].shape else 0)  # sums' order
-
-
-# ---- what is refused, and what torch asks of operators ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

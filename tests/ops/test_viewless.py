@@ -1,4 +1,4 @@
-"""``fused::make_viewless`` and the viewless tensors of ``torch_fused_ops.viewless``."""
+"""``fused::make_viewless`` and the viewless tensors of ``torch_fused_ops.operators.viewless``."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops import functional
-from torch_fused_ops.viewless import (
+from torch_fused_ops.operators.viewless import (
     MakeViewlessTensor,
     assert_viewless_tensor,
     make_viewless_tensor,
@@ -42,9 +42,6 @@ def test_names_are_exported():
     for name in ("make_viewless_tensor", "assert_viewless_tensor", "safely_set_viewless_tensor_data"):
         assert getattr(functional, name) is globals()[name] and name in functional.__all__
     assert functional.MakeViewlessTensor is MakeViewlessTensor
-
-
-# ---- the operator ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -86,8 +83,6 @@ def test_subclasses_modes_checkpoint_and_export():
 
     assert torch.equal(torch.export.export(Module(), (x,)).module()(x), x.t() * 2)
 
-
-# ---- make_viewless_tensor: the docstring's table ---------------------------------------------------------------------
 
 CASES = list(itertools.product((True, False), repeat=4))
 
@@ -193,9 +188,6 @@ def test_forward_mode():
             assert fwAD.unpack_dual(make_viewless_tensor(inp, False, True)).tangent is None
 
 
-# ---- writes in place -------------------------------------------------------------------------------------------------
-
-
 def upstream_viewless(inp):
     """What Megatron-LM does: another tensor's data."""
     out = torch.empty((1,), dtype=inp.dtype)
@@ -267,9 +259,6 @@ def test_compiled_writes():
     out = compiled(x, True)
     assert torch.equal(out.detach(), torch.full((4,), 5.0))  # the source sees the write
     assert torch.autograd.grad(out.sum(), x)[0][0] == 5  # and so does exp's derivative
-
-
-# ---- assert_viewless_tensor, safely_set_viewless_tensor_data ---------------------------------------------------------
 
 
 def test_assert_viewless_tensor():

@@ -1,7 +1,5 @@
 """The curve of live bytes: what the profiler sees when the same code runs, and what must hold of any curve."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +19,6 @@ from torch_fused_ops.virtual_gpu.results import GeneratedGraph, PaperCompilation
 from torch_fused_ops.virtual_gpu.timeline import timeline_of
 
 MiB = 2**20
-
-# ---- models: a module that returns its loss, and its arguments -------------------------------------------------------
 
 
 class Loss(nn.Module):
@@ -124,9 +120,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 UNSEEN = {"attention": 0.12, "Llama, checkpointed": 0.03}
 
 
-# ---- reality ---------------------------------------------------------------------------------------------------------
-
-
 class Compilation:
     """What Inductor generates for the CPU of this machine while it compiles in earnest."""
 
@@ -210,9 +203,6 @@ def test_the_profiler_sees_the_same_peak(name: str, record_property: Any) -> Non
     assert profiler > MiB, "too small to tell"
     unseen = UNSEEN.get(name, 0.01)
     assert -0.01 * profiler <= profiler - on_meta <= unseen * profiler, (profiler / MiB, on_meta / MiB)
-
-
-# ---- on paper --------------------------------------------------------------------------------------------------------
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = True) -> Tensor:
