@@ -63,13 +63,11 @@ def compatibility() -> str:
     record: dict[str, dict[str, list[int]]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     versions = sorted(record, key=lambda v: [int(n) for n in re.findall(r"\d+", v)])
     lines = [
-        "# Works where PyTorch works",
+        "# Compatibility",
         "",
         NOTE,
-        "What `pytest --record-compatibility` has seen (`.ci/versions` runs it in an environment for each version), on",
-        "CPUs; files are in `tests/`. Numbers are tests that passed, + those skipped, each with its reason; slow ones",
-        "count where they ran.",
-        "✗: failures; part: not all of the files were run there.",
+        "`.ci/versions` runs these tests on CPUs, in an environment for each version. Numbers are passed + skipped tests.",
+        "Slow tests count where they ran. ✗ marks failures, *part* that some files did not run.",
         "",
         f"| | what | tests | {' | '.join(versions)} |",
         f"|---|---|---|{'---|' * len(versions)}",
@@ -98,14 +96,15 @@ def compatibility() -> str:
 
 INTRODUCTION = """\
 `torch_fused_ops.functional` (`FF` in these pages) has a typed function for each operator and for each common use of it.
-`torch.ops.fused.*` are the operators themselves. Both are the same call: one kernel forward and one pass backward on
-GPUs in eager mode, ordinary nodes under `torch.compile`.
+`torch.ops.fused.*` are the operators themselves. In eager mode on a GPU, a call is one kernel forward and one pass
+backward. Under `torch.compile` it is an ordinary node.
 
-* Results are new and contiguous. Their dtype is that of the first tensor; arithmetic is in float32 (in float64 if an
-  argument is), rounded once.
-* Any strides; float16, bfloat16, float32 and float64, mixed as you like; sizes 0 and 1. All tensors are on one device.
-* Wrong arguments raise `ValueError` or `TypeError`, which name the argument, its value and what is accepted.
-* Gradients of any order, forward mode, `torch.func`; `memory="fp8"` has first derivatives (and all by `torch.func`).
+| | |
+|---|---|
+| results | new, contiguous, in the first tensor's dtype; arithmetic in float32 (float64 if an argument is), rounded once |
+| inputs | any strides; float16, bfloat16, float32, float64, also mixed; sizes 0 and 1; one device |
+| errors | `ValueError` or `TypeError` with the argument, its value and what is accepted |
+| gradients | of any order, forward mode, `torch.func`; `memory="fp8"` has first derivatives |
 
 ```python
 import torch
@@ -144,7 +143,7 @@ def operators() -> str:
         "",
         "## Operators",
         "",
-        "Schemas, as `torch.ops.fused.<name>.default._schema` has them; tensors come first.",
+        "Schemas, as `torch.ops.fused.<name>.default._schema` has them.",
         "",
     ]
     lines += ["| | computes |", "|---|---|"]
@@ -157,7 +156,7 @@ def operators() -> str:
         "",
         "## Activations",
         "",
-        f"`{' '.join(activations.names())}`, and what `torch_fused_ops.register_activation` adds:",
+        f"`{' '.join(activations.names())}`. `torch_fused_ops.register_activation` adds more:",
         "",
         f"> {_first_line(tfo.register_activation)}",
         "",
