@@ -219,7 +219,6 @@ def test_explain_refuses_files_that_cannot_be_written(models, capsys, option, fi
     assert f"error: {option} {file} cannot be written" in said.err and not said.out
 
 
-@pytest.mark.seconds("three compilations on paper, and Inductor's import")
 def test_plan(models, capsys):
     pytest.importorskip("triton")
     arguments = ["plan", "some_models:example", "--gpu", "H100", "--optimizer", "sgd", "--meta", "--lossless"]

@@ -91,7 +91,6 @@ def test_what_is_not_known(arguments: dict[str, Any], message: str) -> None:
         tfo.plan(nn.Linear(2, 2), torch.empty(1, 2), **{"memory": "1GiB", **arguments})
 
 
-@pytest.mark.seconds("two captures and compilations on paper, the second with other sizes")
 def test_a_plan_is_static_whatever_sizes_were_seen() -> None:
     """Dynamo would take the tokens' number for dynamic the second time, and shapes for symbols."""
     with torch.device("meta"):
@@ -623,7 +622,6 @@ def two_mlps() -> tfo.Plan:
     return tfo.plan(model, x, memory="1GiB", gpu="H100", lossless=True)
 
 
-@pytest.mark.seconds("three compilations on paper; the tests below share them")
 def test_a_plan_takes_what_fits(inductor: Any) -> None:
     rich = two_mlps()
     rows = {row.level: row for row in rich.levels}

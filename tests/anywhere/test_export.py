@@ -72,7 +72,7 @@ def in_a_new_process(program: str, *arguments: object) -> str:
 PLAIN = {f"fused.{name}.default" for name in (*OPERATORS, "make_viewless")}
 
 
-@pytest.mark.every(8)
+@pytest.mark.covering(every=8)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("memory", ["free", "fp8"])
 def test_every_operator_stays_in_the_graph(memory: str, strict: bool) -> None:
@@ -125,7 +125,7 @@ def call_of(sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
     return call, [a.detach() for a in sample.args if isinstance(a, Tensor)]
 
 
-@pytest.mark.every(6)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize("differentiable", [True, False])
 @pytest.mark.parametrize("sample", every_sample())
 def test_every_operator_decomposes_into_what_it_computes(sample: Sample, differentiable: bool) -> None:
@@ -181,7 +181,7 @@ def test_a_program_is_decomposed_with_torchs_table_or_with_ours_alone(alone: boo
     torch.testing.assert_close(program.module()(*args), model(*args))
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", tfo.activations.names())
 def test_a_decomposed_program_may_be_trained(name: str) -> None:
     """At 0, too, where formulas with |x| have no derivative; and twice."""

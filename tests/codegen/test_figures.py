@@ -166,7 +166,6 @@ def on_paper(case: str, way: str) -> Any:
     return virtual_gpu.compile_on_paper(model, tensor(*shape), **WAYS[way])
 
 
-@pytest.mark.seconds("figures on paper, three ways, which other tests share")
 @pytest.mark.parametrize(
     ("case", "plain", "budget"),
     [
@@ -205,7 +204,7 @@ def test_bytes_saved_below_the_knob(case: str, level: str) -> None:
     assert len(less.forward.kernels) == len(free.forward.kernels), "the cast is in the activation's own kernel"
 
 
-@pytest.mark.every(6)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize(("case", "plain", "ours"), [("LoRA", 833, 577), ("dropout", 704, 320), ("GLU", 448, 320)])
 def test_bytes_saved_with_more_around_the_activation(case: str, plain: int, ours: int) -> None:
     """A second reader, a dropout behind (no mask is kept: its seed is), up and gate packed in one tensor."""
@@ -305,7 +304,7 @@ def instructions(name: str) -> tuple[float, Any]:
     return code.instructions_per_element(), code
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     ("name", "limit"),
     [

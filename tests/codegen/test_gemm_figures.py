@@ -47,7 +47,6 @@ def extern(graph: gpu.GeneratedGraph) -> dict[str, int]:
     return dict(Counter(name.removeprefix("fused.") for name in graph.extern))
 
 
-@pytest.mark.seconds("a whole training step, compiled for a GPU")
 def test_kernels_and_calls_of_a_step() -> None:
     paper = on_paper(SwiGLUMLP, gemm="fp8")
     forward, backward = paper.forward, paper.backward
@@ -145,7 +144,6 @@ def test_what_tanh_costs_where_weights_gradients_are_in_bf16() -> None:
     assert moved[1] - moved[0] == TOKENS * 4 * HIDDEN * 2  # it reads both operands of the gradient again, not itself
 
 
-PAPER = pytest.mark.seconds("a whole training step, compiled for a GPU")
 DEFAULT = (("SwiGLU, 14336", "plain"), ("SwiGLU, 14336", '`gemm="fp8"`'))
 POLICIES: dict[str, dict[str, str]] = {
     "plain": {},
@@ -192,7 +190,7 @@ def test_the_page_has_every_policy() -> None:
 @pytest.mark.parametrize(
     ("model", "policy"),
     [
-        pytest.param(model, policy, marks=PAPER if (model, policy) in DEFAULT else pytest.mark.slow)
+        pytest.param(model, policy, marks=() if (model, policy) in DEFAULT else pytest.mark.slow)
         for model in MODELS
         for policy in POLICIES
     ],

@@ -84,7 +84,7 @@ def test_no_more_than_plain_pytorch(case: str) -> None:
         assert len(theirs.forward.kernels) == 2
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     ("way", "sk", "forward", "backward"),
     [

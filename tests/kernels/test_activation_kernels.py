@@ -180,7 +180,7 @@ def test_at_the_clamps_bounds(device: Device) -> None:
     check(device, "glu", (x, x.flip(-1), None, "silu", 0.0, 2.0), torch.ones(2, 16))
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("dtypes", [d for d in itertools.permutations(DTYPES, 3)][::3])
 def test_mixed_dtypes(device: Device, dtypes: tuple[torch.dtype, ...]) -> None:
     a, b, c = dtypes
@@ -299,7 +299,7 @@ def test_output_masks(device: Device, name: str, mask: tuple[bool, bool, bool]) 
 # ---- sums ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("shape", [(20000, 3), (4096, 40), (9, 5000)])
 def test_sums_round_like_short_ones(device: Device, shape: tuple[int, int]) -> None:
     """Terms of one sign, where a long chain of roundings would show: within 4 units of the sum in float32."""
@@ -327,7 +327,7 @@ def test_results_are_the_same_in_every_run(device: Device) -> None:
 # ---- large tensors ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(8)
+@pytest.mark.covering(every=8)
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("layout", reference.LAYOUTS)
 def test_wide_offsets_give_the_same(device: Device, name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +404,7 @@ def calls(activation: str, dtype: torch.dtype, rows: int = 4096, n: int = 8192) 
     return found
 
 
-@pytest.mark.every(4)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize(
     ("call", "activation", "most"),
     [
@@ -455,7 +455,7 @@ def test_sizes_of_every_unit(device: Device, name: str, columns: int) -> None:
         check(device, name, args, normal(5, columns + gap)[:, :columns])
 
 
-@pytest.mark.every(9)
+@pytest.mark.covering(every=9)
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name.replace(" ", "_"))
 @pytest.mark.parametrize("call", ["bias backward", "halves backward", "interleaved backward"])
 def test_compiles_everywhere(gpu: virtual_gpu.GPU, call: str) -> None:

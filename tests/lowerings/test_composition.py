@@ -282,7 +282,7 @@ FUSIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.every(8)
+@pytest.mark.covering(every=8)
 @pytest.mark.parametrize("name", FUSIONS)
 def test_upstreams_fusion_fires_next_to_ours(name: str) -> None:
     case = FUSIONS[name]
@@ -485,7 +485,7 @@ def bodies(mlp: Callable[[Tensor], Tensor]) -> dict[str, Callable[[Tensor], Tens
     }
 
 
-@pytest.mark.every(6)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["checkpoint", "cond", "nested_compile_region", "map", "scan", "while_loop"])
 def test_bodies_of_higher_order_operators_are_picked_up(name: str, training: bool) -> None:
@@ -606,7 +606,7 @@ KINDS: dict[str, Callable[[Theirs], Any]] = {
 }
 
 
-@pytest.mark.every(6)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_passes_in_all_slots_run_as_before_and_are_restored(kind: str) -> None:
     if kind in ("a list", "a tuple") and not compat.LISTS_OF_PASSES:

@@ -390,7 +390,7 @@ def test_strict_does_not_count_dropouts() -> None:
 # ---- a rewritten graph computes what the original did ----------------------------------------------------------------
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", [*FOUND, "two readers", "in-place sum", "narrow residual", "written between"])
 def test_with_the_operators_own_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.dropout given the operator's masks: value and gradients of the original are the rewritten graph's."""

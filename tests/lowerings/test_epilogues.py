@@ -214,7 +214,7 @@ def compiled(
     return out, codes[-1]  # what was compiled to be timed comes before
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("activation", [F.relu, F.gelu])
 @pytest.mark.parametrize("shape", [(8, 32), (2, 3, 32)])
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -251,7 +251,6 @@ def test_training_is_left_alone(cpu_has_it: None, trained: str) -> None:
     torch.testing.assert_close(out, model(x))
 
 
-@pytest.mark.seconds("machine code, twice, by the C++ compiler")
 @pytest.mark.parametrize("how", ["library", pytest.param("measured", marks=pytest.mark.slow)])
 def test_cpu_stays_as_it_is(how: str) -> None:
     """oneDNN and the C++ templates have epilogues of their own."""
