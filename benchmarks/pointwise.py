@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torch_fused_ops import activations
 from torch_fused_ops import functional as FF
-from torch_fused_ops.bench_ways import AUTOTUNE
+from torch_fused_ops.benchmarks.variants import AUTOTUNE
 
 from .harness import DTYPES, Case, Device, Plan, Target, Trial, Unavailable, Value, sets_of
 from .ways import fresh

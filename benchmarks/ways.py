@@ -13,8 +13,8 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 
-from torch_fused_ops.bench_ways import AUTOTUNE, TORCHAO
-from torch_fused_ops.float8_recipes import RECIPES
+from torch_fused_ops.benchmarks.variants import AUTOTUNE, TORCHAO
+from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.policy import GEMM, MEMORY, FusionPolicy
 
 from . import models

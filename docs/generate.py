@@ -128,7 +128,8 @@ def operators() -> str:
     import torch
 
     import torch_fused_ops as tfo
-    from torch_fused_ops import activations, functional, reference
+    from torch_fused_ops import activations, functional
+    from torch_fused_ops.operators import reference
 
     packets = [getattr(torch.ops.fused, name) for name in sorted(dir(torch.ops.fused))]
     schemas = [p.default._schema for p in packets if isinstance(p, torch._ops.OpOverloadPacket)]
@@ -175,10 +176,11 @@ BEGIN_PLAN = (
     "<!-- Written by `python docs/generate.py` from benchmarks/results/plans.json; change that, not this. -->\n"
 )
 BEGIN_ON_PAPER = "<!-- Written by `python docs/generate.py` from benchmarks/results/on_paper.json; change that. -->\n"
-BEGIN_WAYS = "<!-- Written by `python docs/generate.py` from torch_fused_ops/bench_ways.py; change that. -->\n"
+BEGIN_WAYS = "<!-- Written by `python docs/generate.py` from benchmarks/variants.py; change that. -->\n"
 BEGIN_UPSTREAM = "<!-- Written by `python docs/generate.py` from benchmarks/results/upstream_memory.json. -->\n"
 BEGIN_RECIPES = "<!-- Written by `python docs/generate.py` from benchmarks/results/fp8_recipes.json; change that. -->\n"
-BEGIN_TABLE = "<!-- Written by `python docs/generate.py` from torch_fused_ops/float8.py; change that. -->\n"
+TABLE_OF = "torch_fused_ops/families/float8/recipes.py"
+BEGIN_TABLE = f"<!-- Written by `python docs/generate.py` from {TABLE_OF}; change that. -->\n"
 END = "<!-- What follows is written by hand. -->\n"
 
 
@@ -188,7 +190,7 @@ def _cell(text: str) -> str:
 
 def recognition() -> str:
     """The page, with a table for each category of reasons between its two marks."""
-    from torch_fused_ops.reasons import Category, Kind
+    from torch_fused_ops.graphs.reasons import Category, Kind
 
     reasons = json.loads((DOCS / "reasons.json").read_text(encoding="utf-8"))
     lines = []
@@ -327,7 +329,7 @@ def readme() -> str:
 
 def benchmarks() -> str:
     """The page, with the ways that are compared, and with what ours loses on paper."""
-    from torch_fused_ops import bench_ways
+    from torch_fused_ops.benchmarks import variants as bench_ways
     from torch_fused_ops.benchmarks.laboratory import on_paper
 
     table = [
@@ -360,7 +362,7 @@ def fp8() -> str:
 
 
 def _recipes() -> list[str]:
-    from torch_fused_ops.float8_recipes import RECIPES, Block
+    from torch_fused_ops.families.float8.recipes import RECIPES, Block
 
     def block(b: Block) -> str:
         return {(1, None): "row", (None, None): "tensor"}.get(b, f"{b.rows} × {b.columns}")

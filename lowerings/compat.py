@@ -40,7 +40,7 @@ LISTS_OF_PASSES: bool = hasattr(custom_graph_pass, "get_custom_graph_passes")
 
 # The base class of a pass that is called with ``is_inference``; older versions call it without.
 if TYPE_CHECKING:
-    from torch_fused_ops.float8_recipes import Scaling
+    from torch_fused_ops.families.float8.recipes import Scaling
 
     InferenceAwarePass = custom_graph_pass.CustomInferenceAwareGraphPass
     SchedulerPass = custom_graph_pass.CustomSchedulerPass

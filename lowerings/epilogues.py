@@ -29,8 +29,8 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from torch_fused_ops.graphs.modules import module_stack
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
-from torch_fused_ops.virtual_gpu.modules import module_stack
 
 log = logging.getLogger("torch_fused_ops")
 

@@ -2,7 +2,7 @@
 
 Inductor fuses a quantization along rows with its producer, an activation or a norm, from the formula in aten. A tensor
 quantized along its columns is stored transposed, which Inductor reads or writes across the rows (pytorch#130015): on
-GPUs a kernel of ours does it (``kernels/float8.py``).
+GPUs a kernel of ours does it (``families/float8/kernels.py``).
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_fused_ops import activations, float8
+from torch_fused_ops import activations
 from torch_fused_ops.declaration import PointwiseOperator
-from torch_fused_ops.float8_recipes import BLOCK, MX_BLOCK
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.quantized import QUANTIZED, RESULTS
+from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.lowerings import operators
 from torch_fused_ops.lowerings.epilogues import VIEWS
 from torch_fused_ops.lowerings.partition import Graphs
-from torch_fused_ops.operators.quantized import QUANTIZED, RESULTS
 
 __all__ = ["merged"]
 

@@ -37,7 +37,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops.declaration import OPERATORS
-from torch_fused_ops.gemm_registry import is_known
+from torch_fused_ops.graphs.gemm_registry import is_known
 from torch_fused_ops.lowerings import compat
 
 __all__ = [

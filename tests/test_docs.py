@@ -96,7 +96,8 @@ def test_there_are_blocks_to_run() -> None:
     ids=lambda page: page.name,
 )
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
-    """One after the other, in a process of their own; a traceback has the page's lines."""
+    """One after the other, in a process of their own, which prints what the page says ("# prints: …"); a traceback has
+    the page's lines."""
     given, script = tmp_path / "given.py", tmp_path / f"{page.stem.replace('-', '_')}.py"
     given.write_text(textwrap.dedent(GIVEN.get(page.name, "")))
     lines = [""] * (page.read_text(encoding="utf-8").count("\n") + 1)
@@ -112,6 +113,8 @@ def test_blocks_run(page: Path, tmp_path: Path) -> None:
         [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500
     )
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
+    stated = re.findall(r"# prints: (.*)", script.read_text())
+    assert stated == [line for line in found.stdout.splitlines() if line in stated], found.stdout
 
 
 @pytest.fixture

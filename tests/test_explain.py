@@ -17,16 +17,16 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops.activations import register_activation
+from torch_fused_ops.graphs.modules import module_path
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.lowerings import recognize
 from torch_fused_ops.nn import replace_mlps
 from torch_fused_ops.planner.plan import plan
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reasons import Kind
 from torch_fused_ops.reports.explain import Report, Site, explain
 from torch_fused_ops.reports.recording import record
 from torch_fused_ops.reports.report import grouped
-from torch_fused_ops.verify import verify
-from torch_fused_ops.virtual_gpu.modules import module_path
+from torch_fused_ops.tools.verify import verify
 
 
 class Block(nn.Module):

@@ -23,83 +23,40 @@ FOLDERS = {
 if not all(folder.is_dir() for folder in FOLDERS.values()):
     pytest.skip("not in a clone", allow_module_level=True)
 
-# The parts, a package or a module each, from the ground up, with what they import. A part stands below all that import
-# it. "torch_fused_ops" is the public face, __init__.py.
-OPERATORS = [
-    *(
-        "activations",
-        "formulas",
-        "float8_recipes",
-        "float8",
-        "declaration",
-        "kernels",
-        "distributed",
-        "flop_formulas",
-        "operators",
-        "reference",
+# The layers from the ground up: their modules (a name without a dot at its end stands for all below it, too), and the
+# layers that they import. "torch_fused_ops" is the public face, __init__.py.
+LAYERS: dict[str, tuple[list[str], list[str]]] = {
+    "settings": (["settings", "_version", "policy", "families.float8.recipes"], []),
+    "core": (
+        [
+            *("activations", "formulas", "declaration", "kernels", "operators", "graphs", "lowerings"),
+            *("distributed.sharding", "families", "functional"),
+        ],
+        ["settings"],
     ),
-    *("viewless", "routing", "functional"),
-]
-SITES = ["capture", "reasons", "sites"]
-POLICY = ["policy", "environment"]
-LAYERS: dict[str, list[str]] = {
-    "virtual_gpu": [],
-    "_version": [],
-    "tiles": [],
-    "capture": [],
-    "reasons": [],
-    "sites": ["reasons"],
-    "gemm_registry": [],
-    "flop_formulas": [],
-    # operators
-    "activations": [],
-    "formulas": ["activations"],
-    "float8_recipes": [],
-    "float8": ["formulas", "float8_recipes"],
-    "policy": ["float8_recipes", "tiles"],
-    "bench_ways": ["policy"],
-    "arguments": ["_version", "policy", "bench_ways"],
-    "environment": ["policy"],
-    "switches": [],
-    "fusion_events": ["policy"],
-    "declaration": ["activations"],
-    "kernels": ["activations", "formulas", "float8_recipes", "float8", "declaration"],
-    "distributed": ["float8_recipes", "float8", "declaration"],
-    "operators": [
-        *("activations", "formulas", "float8_recipes", "float8", "declaration", "kernels", "distributed"),
-        *("flop_formulas", "switches"),
-    ],
-    "reference": ["formulas", "operators"],
-    "viewless": ["operators"],
-    "routing": [],
-    "functional": ["activations", "float8_recipes", "distributed", "operators", "viewless"],
-    "megatron": ["reference", "operators", "viewless", "routing", "functional"],
-    "slapo": ["activations", "functional", "megatron"],
-    # torch.compile
-    "lowerings": [
-        *("virtual_gpu", "_version", "tiles", "switches", *POLICY, *SITES, "fusion_events", "gemm_registry", *OPERATORS)
-    ],
-    "reports": ["virtual_gpu", "policy", *SITES, "fusion_events", "lowerings"],
-    "verify": ["policy", *SITES, "fusion_events", "lowerings", "reports"],
-    "planner": ["virtual_gpu", "policy", *SITES, "lowerings", "reports"],
-    # modules
-    "nn": ["virtual_gpu", *OPERATORS, "megatron", "tiles", "policy", *SITES, "lowerings", "reports"],
-    "torch_fused_ops": [
-        *("_version", "arguments", *OPERATORS, "gemm_registry", *POLICY, "lowerings", "reports", "verify", "planner")
-    ],
-    "integrations": ["reports"],
-    # tools
-    "testing": OPERATORS,
-    "benchmarks": [
-        *("virtual_gpu", "bench_ways", "arguments", *OPERATORS, "policy", *SITES, "lowerings", "nn"),
-        "torch_fused_ops",
-    ],
-    "cli": [
-        *("virtual_gpu", "arguments", "switches", *OPERATORS, "policy", "environment", "lowerings", "torch_fused_ops"),
-        *("testing", "benchmarks"),
-    ],
-    "__main__": ["cli"],
-}  # fmt: skip
+    "virtual_gpu": (["virtual_gpu"], ["core"]),
+    "names": (["megatron", "slapo"], ["settings", "core"]),
+    "reports": (["reports"], ["settings", "core", "virtual_gpu"]),
+    "nn": (["nn", "distributed"], ["settings", "core", "names", "reports", "virtual_gpu"]),
+    "tools": (["planner", "integrations", "tools.verify"], ["settings", "core", "reports", "virtual_gpu"]),
+    "benchmarks": (
+        ["testing", "benchmarks", "tools.arguments"],
+        ["settings", "core", "virtual_gpu", "nn", "torch_fused_ops"],
+    ),
+    "torch_fused_ops": (["torch_fused_ops"], ["settings", "core", "reports", "tools", "benchmarks"]),
+    "cli": (["tools", "__main__"], ["settings", "core", "virtual_gpu", "benchmarks", "torch_fused_ops"]),
+}
+
+
+def layer_of(module: str) -> str:
+    """The layer with the longest prefix of a module's name."""
+    names = module.removeprefix("torch_fused_ops.").split(".")
+    while names:
+        for layer, (prefixes, _) in LAYERS.items():
+            if ".".join(names) in prefixes:
+                return layer
+        names.pop()
+    raise AssertionError(f"{module} is in no layer")
 
 
 @cache
@@ -134,10 +91,6 @@ def imports(module: str) -> frozenset[str]:
     return frozenset(name for name in names if name in modules() and name != module)
 
 
-def part_of(module: str) -> str:
-    return module.split(".")[1] if "." in module else module
-
-
 def circles() -> Iterator[set[str]]:
     """The strongly connected components (Tarjan 1972, doi:10.1137/0201010) that have more than one module."""
     number: dict[str, int] = {}
@@ -165,23 +118,16 @@ def circles() -> Iterator[set[str]]:
             yield from visit(module)
 
 
-def test_the_table_goes_from_the_ground_up() -> None:
-    parts = list(LAYERS)
-    assert set(parts) == {part_of(module) for module in modules()}
-    for part, below in LAYERS.items():
-        assert all(parts.index(one) < parts.index(part) for one in below), part
+def test_every_module_is_in_a_layer() -> None:
+    assert {layer_of(module) for module in modules()} == set(LAYERS)
 
 
-def test_every_part_has_its_place_in_the_page() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert not [part for part in LAYERS if not any(f" {part}{end}" in page for end in (".py", "/"))]
-
-
-@pytest.mark.parametrize("part", LAYERS)
-def test_a_part_imports_what_is_below_it(part: str) -> None:
-    accepted = (part, *LAYERS[part])
-    own = [module for module in modules() if part_of(module) == part]
-    assert not {(module, other) for module in own for other in imports(module) if part_of(other) not in accepted}
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_imports_what_the_table_says(layer: str) -> None:
+    accepted = (layer, *LAYERS[layer][1])
+    inside = [module for module in modules() if layer_of(module) == layer]
+    upward = {(module, other) for module in inside for other in imports(module) if layer_of(other) not in accepted}
+    assert not upward
 
 
 def test_nothing_that_is_installed_imports_the_laboratory() -> None:

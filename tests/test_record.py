@@ -17,12 +17,13 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import torch_fused_ops as tfo
-from torch_fused_ops import tiles, virtual_gpu
+from torch_fused_ops import virtual_gpu
 from torch_fused_ops.lowerings import recognize
 from torch_fused_ops.policy import MEMORY
 from torch_fused_ops.reports import figures as figures_module
 from torch_fused_ops.reports.figures import layers_of
 from torch_fused_ops.reports.text import FUSED, KNOB, PLAIN
+from torch_fused_ops.settings import tiles
 
 pytestmark = pytest.mark.codegen_is_slow
 

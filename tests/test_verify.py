@@ -15,9 +15,9 @@ from torch import Tensor
 
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
-from torch_fused_ops.cli import main
 from torch_fused_ops.lowerings import partition, saved_tensors
-from torch_fused_ops.verify import _apart
+from torch_fused_ops.tools.cli import main
+from torch_fused_ops.tools.verify import _apart
 
 
 class MLP(nn.Module):

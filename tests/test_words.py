@@ -20,7 +20,7 @@ PRIVATE = re.compile(
 )
 
 # At most; a change may lower a number.
-LIMITS = {"docstrings": 111, "names": 124, "private words": 14}
+LIMITS = {"docstrings": 53, "names": 111, "private words": 13}
 
 
 def counts() -> Counter[str]:

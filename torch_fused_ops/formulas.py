@@ -1,4 +1,4 @@
-"""What the operators compute: their formulas on elements, in plain torch, and what they are made of.
+"""The operators' formulas on elements, in plain torch, and their parts.
 
 An *element function* says what happens to one element: it takes tensors that broadcast together, already widened, and
 returns unrounded results. The operators in plain torch (``operators/eager.py``), the CPU kernels and, traced on
@@ -100,7 +100,7 @@ def act_input_grads(grad: Tensor, x: Tensor, scale: Tensor | None, activation: s
 
 
 def _clamp_keeps_its_bounds() -> bool:
-    """Whether torch.clamp's gradient at a bound is 1 (until 2.13) or 0 (2.15). Ours follows: fusing changes nothing."""
+    """True if torch.clamp's gradient at a bound is 1 (until 2.13) or 0 (2.15). Ours follows: fusing changes nothing."""
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(1, device="cpu", requires_grad=True)
         return bool(torch.autograd.grad(torch.clamp(x, max=1.0), x)[0])
@@ -160,7 +160,7 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def load_dtype(dtypes: Sequence[torch.dtype], *tensors: Tensor | None) -> torch.dtype:
-    """What is computed in where data of these dtypes is loaded from float8, beside these tensors."""
+    """The dtype of arithmetic on data of these dtypes that is loaded from float8, beside these tensors."""
     return torch.float64 if torch.float64 in dtypes else compute_dtype(*tensors)
 
 
@@ -220,7 +220,7 @@ def store_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def load_fp8(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What store_fp8 stored, in ``dtype``: off by at most 2⁻⁴ of an element, or 2⁻¹⁰·scale where that is more."""
+    """Load store_fp8's result in ``dtype``: off by at most 2⁻⁴ of an element, or 2⁻¹⁰·scale where that is more."""
     return (stored.to(torch.float32) * scale.unsqueeze(-1)).to(dtype)
 
 
@@ -351,7 +351,7 @@ def dropout_add(input: Tensor, bias: Tensor | None, residual: Tensor | None, see
 
 
 def dropout_backward_dtype(grad: Tensor, dtype: torch.dtype, bias_dtype: torch.dtype | None) -> torch.dtype:
-    """What dropout_add's backward computes in."""
+    """The dtype that dropout_add's backward computes in."""
     return torch.float64 if torch.float64 in (dtype, bias_dtype) else compute_dtype(grad)
 
 
@@ -412,7 +412,7 @@ def softmax_peak(top: Tensor) -> Tensor:
 
 
 def softmax_factor(top: Tensor, total: Tensor, sink: Tensor | None, size: float) -> Tensor:
-    """What makes a row's weights exp(size · (x − top)), of sum ``total``, its probabilities; finite where all are 0.
+    """The factor from a row's weights exp(size · (x − top)), of sum ``total``, to probabilities; finite if all are 0.
 
     The sink's weight beside theirs is exp(d), d = sink − size·top: in float64, for both may be large, and against the
     larger of the two, for d may be too large for exp.

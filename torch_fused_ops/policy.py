@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
-from torch_fused_ops import tiles
-from torch_fused_ops.float8_recipes import RECIPES
+from torch_fused_ops.families.float8.recipes import RECIPES
+from torch_fused_ops.settings import tiles
 
 __all__ = [
     "BOOLS",
@@ -37,7 +37,7 @@ EPILOGUES = ("measured", "library", "off")
 GEMM = ("bf16", *RECIPES)
 
 if TYPE_CHECKING:
-    from torch_fused_ops.sites import Site
+    from torch_fused_ops.graphs.sites import Site
 
     # Repeated for type checkers, which need literals; of tiled:N the usual numbers.
     Tiles = Literal["tiled:2", "tiled:3", "tiled:4", "tiled:6", "tiled:8", "tiled:12", "tiled:16", "tiled:32"]

@@ -33,9 +33,9 @@ import torch
 
 import torch_fused_ops as tfo
 from torch_fused_ops import activations
+from torch_fused_ops.graphs.reasons import Kind
+from torch_fused_ops.graphs.sites import DROPOUT
 from torch_fused_ops.lowerings import recognize
-from torch_fused_ops.reasons import Kind
-from torch_fused_ops.sites import DROPOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "coverage.jsonl"

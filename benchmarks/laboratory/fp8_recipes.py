@@ -30,10 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import torch_fused_ops as tfo
-from torch_fused_ops import bench_ways, float8
-from torch_fused_ops.benchmarks import harness, models, ways
+from torch_fused_ops.benchmarks import harness, models, variants, ways
 from torch_fused_ops.benchmarks.laboratory import on_paper
-from torch_fused_ops.float8_recipes import MX_BLOCK, RECIPES
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.recipes import MX_BLOCK, RECIPES
 from torch_fused_ops.virtual_gpu.work import FLOAT8_FLOP
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Experts(nn.Module):
 
 EXPERTS = (8, 4096, 14336)  # Mixtral 8x7B's; two of them take each of 8192 tokens
 OURS = tuple(name for name, (scaling, _) in RECIPES.items() if (9, 0) in scaling.sm)  # an H200's
-WAYS = ("plain", *OURS, *(f"torchao {recipe}" for recipe in bench_ways.TORCHAO))
+WAYS = ("plain", *OURS, *(f"torchao {recipe}" for recipe in variants.TORCHAO))
 # One of each kind that "fp8-rowwise" is for: sm_89, sm_90, gfx942, which has float8_e4m3fnuz, and sm_100, with "mxfp8".
 ROWWISE = ("plain", "fp8-rowwise")
 DEVICES = {

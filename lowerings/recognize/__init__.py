@@ -15,13 +15,13 @@ from collections.abc import Collection, Iterator
 import torch
 from torch.fx import Graph, Node
 
-from torch_fused_ops.float8_recipes import RECIPES
+from torch_fused_ops.families.float8.recipes import RECIPES
+from torch_fused_ops.graphs.reasons import NOT_AN_MLP, Kind, Reason, Rejection, excluded
+from torch_fused_ops.graphs.sites import Site
+from torch_fused_ops.graphs.target import target_device
 from torch_fused_ops.lowerings.partition import budgeted
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason, Rejection, excluded
-from torch_fused_ops.sites import Site
-from torch_fused_ops.tiles import asked
-from torch_fused_ops.virtual_gpu import stands_for
+from torch_fused_ops.settings.tiles import asked
 
 from . import dropout, gemms, per_row_scale, tiles
 from .canonical import Canonical
@@ -155,7 +155,7 @@ def _check_freezing(subgraph: Subgraph) -> None:
     import torch._inductor.config as inductor
 
     value = tensor(subgraph.output)
-    on_cpu = value is not None and stands_for(value.device).type == "cpu"
+    on_cpu = value is not None and target_device(value.device).type == "cpu"
     if inductor.freezing and not torch.is_grad_enabled() and on_cpu:
         raise Rejection(Kind.FREEZING, "CPU inference under freezing: oneDNN fuses the linear layer and the activation")
 

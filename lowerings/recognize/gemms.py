@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from torch_fused_ops.declaration import PointwiseOperator
-from torch_fused_ops.distributed.float8 import multiples
-from torch_fused_ops.float8_recipes import RECIPES
-from torch_fused_ops.gemm_registry import name_of
+from torch_fused_ops.families.float8.operators import DTYPES_OF_EXPERTS, DTYPES_OF_PRODUCTS
+from torch_fused_ops.families.float8.recipes import RECIPES
+from torch_fused_ops.families.float8.sharding import multiples
+from torch_fused_ops.graphs.gemm_registry import name_of
+from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
+from torch_fused_ops.graphs.target import target_device
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.activation import CALLS
-from torch_fused_ops.operators.float8 import DTYPES_OF_EXPERTS, DTYPES_OF_PRODUCTS
-from torch_fused_ops.reasons import Kind, Reason, Rejection
-from torch_fused_ops.virtual_gpu import stands_for
 
 from .graph import AFFINE, GraphAnalysis, record, shown, statically, tensor
 from .rewrite import Edit
@@ -200,7 +200,7 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
     if not all(statically(size % multiple == 0) and statically(size > 0) for size, multiple in sizes):
         *_, n, k = weight.shape
         raise Rejection(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of {multiple_of}")
-    device = compat.no_scaled_products(stands_for(weight.device), scaling, grouped)
+    device = compat.no_scaled_products(target_device(weight.device), scaling, grouped)
     if device and grouped:
         raise Rejection(Kind.GEMM_DEVICE, f"this device ({device}) does not support grouped float8 GEMMs")
     if device:
@@ -210,7 +210,7 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
 
 def fuse(graph: Graph, analysis: GraphAnalysis, recipes: dict[Node, str]) -> list[Edit]:
     """The edits that make linear layers ``fused::linear_fp8``, each by its recipe."""
-    if any(stands_for(value_of(node).device).type == "cpu" for node in recipes):
+    if any(target_device(value_of(node).device).type == "cpu" for node in recipes):
         _warn_of_cpu()
     return [(node, partial(_insert, graph, analysis, node, recipe), {node}) for node, recipe in recipes.items()]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.reasons import Kind, Rejection
 
 from .graph import RESHAPES, GraphAnalysis, shown, statically, tensor
 

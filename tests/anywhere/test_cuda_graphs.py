@@ -39,7 +39,9 @@ class Waits(TorchDispatchMode):
 def _launches(op: str, args: tuple[Any, ...]) -> Iterator[str]:
     """The kernels that a call on a GPU launches, none of them carried out."""
     family = KERNELS.get(op.removesuffix("_backward"))
-    module = importlib.import_module(f"torch_fused_ops.kernels.{family or 'activation'}")
+    module = importlib.import_module(
+        f"torch_fused_ops.{f'families.{family}.kernels' if family else 'kernels.activation'}"
+    )
     there = [
         torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") if isinstance(t, Tensor) else t
         for t in args

@@ -18,8 +18,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
-from torch_fused_ops import activations, reference, virtual_gpu
+from torch_fused_ops import activations, virtual_gpu
 from torch_fused_ops import functional as F
+from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import dropout, precision
 from torch_fused_ops.testing.samples import ACTIVATION_OPERATORS, OPERATORS, Sample
 
@@ -349,7 +350,9 @@ def of_one_kind(draw: Any, op: str, dtype: torch.dtype) -> Sample:
 
 def by_triton(sample: Sample, grad: Tensor, mask: list[bool]) -> tuple[Tensor, list[Tensor | None]]:
     """Result and gradients by the GPU's kernels, in Triton's interpreter; what the dispatcher does first is done."""
-    from torch_fused_ops.kernels import activation, dropout, launching, softmax
+    from torch_fused_ops.families.dropout import kernels as dropout
+    from torch_fused_ops.families.softmax import kernels as softmax
+    from torch_fused_ops.kernels import activation, launching
 
     args = [a.detach().resolve_neg() if isinstance(a, Tensor) else a for a in sample.args]
     kernels: Any = {"dropout_add": dropout, "scaled_masked_softmax": softmax}.get(sample.op)

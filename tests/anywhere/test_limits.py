@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 import torch_fused_ops as tfo
-from torch_fused_ops import reference
 from torch_fused_ops.lowerings import recognize
 from torch_fused_ops.lowerings.recognize import prove, symbolic
 from torch_fused_ops.lowerings.recognize.symbolic import Ref
+from torch_fused_ops.operators import reference
 
 # ---- graphs that could take for ever ---------------------------------------------------------------------------------
 
@@ -425,7 +425,8 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 def every_kernel(rows: int, n: int, view: Callable[[int, int], Tensor]) -> dict[str, tuple[Any, ...]]:
     """A call of each family's kernels, forward and backward, whose data are ``view``'s."""
     pytest.importorskip("triton")
-    from torch_fused_ops.kernels import dropout, softmax
+    from torch_fused_ops.families.dropout import kernels as dropout
+    from torch_fused_ops.families.softmax import kernels as softmax
     from torch_fused_ops.kernels.activation import launch_of
 
     x, packed, bias, packed_bias, scale = view(rows, n), view(rows, 2 * n), meta(n), meta(2 * n), meta(rows)
@@ -576,7 +577,9 @@ def by(way: str, name: str) -> Callable[..., Any]:
         return getattr(torch.ops.fused, name)  # type: ignore[no-any-return]
     pytest.importorskip("triton")
     from torch_fused_ops import virtual_gpu
-    from torch_fused_ops.kernels import activation, dropout, launching, softmax
+    from torch_fused_ops.families.dropout import kernels as dropout
+    from torch_fused_ops.families.softmax import kernels as softmax
+    from torch_fused_ops.kernels import activation, launching
 
     family: Any = dropout if name.startswith("dropout") else softmax if name.startswith("scaled") else None
     kernel_of = activation.launch_of if family is None else functools.partial(getattr, family)

@@ -238,7 +238,9 @@ def test_every_cache_is_bounded_or_known() -> None:
 def test_fresh_shapes_do_not_fill_caches() -> None:
     """Eager calls, each with sizes of its own: the kernels' plans are forgotten in time, and nothing else is kept."""
     pytest.importorskip("triton")
-    from torch_fused_ops.kernels import activation, dropout, launching, softmax
+    from torch_fused_ops.families.dropout import kernels as dropout
+    from torch_fused_ops.families.softmax import kernels as softmax
+    from torch_fused_ops.kernels import activation, launching
 
     x = torch.zeros(1 << 16, dtype=torch.bfloat16, device="meta")
     seed = torch.zeros(1, dtype=torch.int64, device="meta")

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from harness import GELU_TANH, MLP, SwiGLU
 from torch import Tensor, nn
 
-from torch_fused_ops import FusionPolicy, bench_ways
+from torch_fused_ops import FusionPolicy
 from torch_fused_ops import functional as FF
-from torch_fused_ops.benchmarks import harness, ways
+from torch_fused_ops.benchmarks import harness, variants, ways
 from torch_fused_ops.policy import MEMORY
 
 ROWS, WIDTH, HIDDEN, HEADS = 384, 256, 1024, 4
@@ -153,7 +153,7 @@ def test_products_in_float8(inductor_code: None, device: str, name: str, memory:
 
 @everywhere("name", gpu=[("gelu",)], cpu=[("gelu",)], slow=True)
 def test_max_autotune(inductor_code: None, device: str, name: str) -> None:
-    check(name, "free", bench_ways.AUTOTUNE, device, dynamic=False)
+    check(name, "free", variants.AUTOTUNE, device, dynamic=False)
 
 
 @everywhere("name", "memory", gpu=[("gelu", "free"), ("swiglu", "fp8"), ("glu", "input")], cpu=[("gelu", "free")])

@@ -18,8 +18,9 @@ from torch.func import functional_call, functionalize, grad, hessian, jacfwd, ja
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_fused_ops import functional as FF
-from torch_fused_ops import megatron, reference, slapo
+from torch_fused_ops import megatron, slapo
 from torch_fused_ops import nn as fused_nn
+from torch_fused_ops.operators import reference
 
 fused = torch.ops.fused
 F64 = torch.float64

@@ -11,10 +11,10 @@ import pytest
 import torch
 from stand_in import stand_in
 
-from torch_fused_ops import FusionPolicy, bench_ways, compile_options
-from torch_fused_ops.arguments import BENCHMARKS, parser
-from torch_fused_ops.benchmarks import harness, main, mlp, models, pointwise, ways
-from torch_fused_ops.cli import main as cli
+from torch_fused_ops import FusionPolicy, compile_options
+from torch_fused_ops.benchmarks import harness, main, mlp, models, pointwise, variants, ways
+from torch_fused_ops.tools.arguments import BENCHMARKS, parser
+from torch_fused_ops.tools.cli import main as cli
 
 pytestmark = pytest.mark.usefixtures("only_new_garbage")
 
@@ -26,7 +26,7 @@ def check(result: dict[str, Any], benchmark: str) -> None:
     assert result["ceilings"]["copy_bytes_per_s"] > 0 and result["seconds"] > 0 and result["not_run"] == []
     for verdict in result["targets"]:
         assert {"name", "limit", "met", "value", "cases"} <= verdict.keys()
-    known = {way for meaning in bench_ways.MEANINGS if benchmark in meaning.benchmarks for way in meaning.ways}
+    known = {way for meaning in variants.MEANINGS if benchmark in meaning.benchmarks for way in meaning.ways}
     for case in result["cases"]:
         assert case["ways"].keys() <= known, "--help has them all"
         assert {"name", "dtype", "facts", "work", "sets", "rounds", "ours", "ways"} <= case.keys()
@@ -238,7 +238,7 @@ def test_torchao(way: str) -> None:
     with pytest.raises(harness.Unavailable, match=r"multiples of 16: the weight of gate is \(200, 64\)"):
         ways.COMPILED[way](models.SwiGLUMLP(64, 200))
     model = models.GPT(models.QUICK)
-    copied = ways.by_torchao(model, bench_ways.TORCHAO[0])
+    copied = ways.by_torchao(model, variants.TORCHAO[0])
     converted = [name for name, layer in copied.named_modules() if type(layer).__name__ == "Float8Linear"]
     assert converted == list(ways.mlp_layers(model)) == ["blocks.0.mlp.up", "blocks.0.mlp.down"]
     assert all(a is b for a, b in zip(copied.parameters(), model.parameters(), strict=True))

@@ -13,13 +13,14 @@ import torch.nn as nn
 from torch import Tensor
 
 import torch_fused_ops as tfo
-from torch_fused_ops import FusionPolicy, float8
+from torch_fused_ops import FusionPolicy
 from torch_fused_ops import virtual_gpu as gpu
 from torch_fused_ops.benchmarks import harness, models
 from torch_fused_ops.benchmarks.laboratory import fp8_recipes
 from torch_fused_ops.benchmarks.laboratory.fp8_recipes import GELUMLP, bytes_besides_products
 from torch_fused_ops.benchmarks.models import SwiGLUMLP
-from torch_fused_ops.float8_recipes import RECIPES
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.virtual_gpu.roofline import rates_of, works_of
 from torch_fused_ops.virtual_gpu.work import FLOAT8_FLOP
 
@@ -104,7 +105,7 @@ def test_a_device_without_such_products_is_asked_on_paper(device: gpu.GPU, gemm:
     )
     with tfo.enabled(FusionPolicy(gemm=gemm, strict=True)), pytest.raises(Exception, match=message):
         gpu.compile_on_paper(module, x, gpu=device)
-    assert gpu.stands_for(x.device) == x.device, "the CPU is itself again"
+    assert gpu.target_device(x.device) == x.device, "the CPU is itself again"
     assert tfo.explain(module, x, policy=FusionPolicy(gemm=gemm)).sites[0].gemm == gemm
 
 

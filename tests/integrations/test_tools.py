@@ -116,6 +116,19 @@ def test_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @without_code
+def test_figures_in_half_precision_with_checkpoints(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from torch_fused_ops.integrations.transformers import FusionCallback
+
+    tfo.enable()
+    said: list[str] = []
+    callback = FusionCallback(said.append, figures=True)
+    trainer(tmp_path, callback, torch_compile=True, bf16=True, gradient_checkpointing=True).train()
+    assert of_mlps(callback.report) == "2 of 2"
+    assert "2 of 2 MLP sites fused" in said[0] and "figures are not available" not in said[0]
+
+
+@without_code
 def test_trainer_without_it_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("accelerate")
     from torch_fused_ops.integrations.transformers import FusionCallback
@@ -212,17 +225,31 @@ def names_when_compiled(model: nn.Module) -> list[str]:
     return [site.module for site in report.sites if site.is_mlp]
 
 
+class Network(nn.Module):
+    """An MLP, as a class of its own: torch skips the code of ``nn.Sequential``, whose ``compile`` captures nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
 def test_lightning(tmp_path: Path) -> None:
+    """Compile the network inside. If compiling the module passes here, the page need not advise against it."""
     lightning = pytest.importorskip("lightning")
     from torch_fused_ops.integrations.lightning import FusionCallback
 
     class Module(lightning.LightningModule):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
             super().__init__()
-            self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+            self.net = Network()
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
-            return self.mlp(batch).square().mean()  # type: ignore[no-any-return]
+            loss: Tensor = self.net(batch).square().mean()
+            self.log("loss", loss)
+            return loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.1)
@@ -242,9 +269,15 @@ def test_lightning(tmp_path: Path) -> None:
 
     said: list[str] = []
     callback = FusionCallback(said.append)
-    plain = fit(torch.compile(Module()))
+    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError):
+        fit(torch.compile(Module()))
     torch._dynamo.reset()
-    ours = fit(torch.compile(Module(), backend="fused"), callback)
+    plainly, module = Module(), Module()
+    plainly.net.compile()
+    plain = fit(plainly)
+    torch._dynamo.reset()
+    module.net.compile(backend="fused")
+    ours = fit(module, callback)
     states("lightning", of_mlps(callback.report), plain, ours)
     assert len(said) == 1
 

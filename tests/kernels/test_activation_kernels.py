@@ -19,11 +19,12 @@ pytest.importorskip("triton")
 
 from kernel_harness import GPUS, Device, assemble, assert_close, meta, recorded
 
-from torch_fused_ops import activations, declaration, reference, virtual_gpu
+from torch_fused_ops import activations, declaration, virtual_gpu
 from torch_fused_ops.kernels import activation as kernels
 from torch_fused_ops.kernels import cpu, launching
 from torch_fused_ops.kernels.activation import launch_of
 from torch_fused_ops.operators import activation as declared
+from torch_fused_ops.operators import reference
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EVERYTHING = (True, True, True)

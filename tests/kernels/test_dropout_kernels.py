@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from kernel_harness import GPUS, Device, assemble, assert_close, meta, recorded
 
-from torch_fused_ops import reference, virtual_gpu
-from torch_fused_ops.kernels import dropout as kernels
-from torch_fused_ops.kernels.dropout import _factor, _philox
+from torch_fused_ops import virtual_gpu
+from torch_fused_ops.families.dropout import kernels
+from torch_fused_ops.families.dropout.kernels import _factor, _philox
+from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import dropout as dropout_testing
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where words wrap

@@ -17,9 +17,10 @@ pytest.importorskip("triton")
 
 from kernel_harness import Device, meta, recorded
 
-from torch_fused_ops import float8, reference
-from torch_fused_ops.kernels import float8 as kernels
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8 import kernels
 from torch_fused_ops.kernels.activation import launch_of
+from torch_fused_ops.operators import reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BF16 = torch.bfloat16

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from kernel_harness import assemble, meta
 
 from torch_fused_ops import virtual_gpu
-from torch_fused_ops.kernels import float8 as kernels
+from torch_fused_ops.families.float8 import kernels
 
 ELEMENTS = 128 * 128 / (32 * kernels._WARPS)  # of a tile, for each thread; there are no loops
 ROWS, COLUMNS = 4096, 8192

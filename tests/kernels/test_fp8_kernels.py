@@ -16,10 +16,11 @@ import triton.language as tl
 from kernel_harness import GPUS, Device, assemble, meta, recorded
 from kernel_harness import assert_close as within_contract
 
-from torch_fused_ops import activations, reference, virtual_gpu
+from torch_fused_ops import activations, virtual_gpu
 from torch_fused_ops.kernels import activation as kernels
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.activation import launch_of
+from torch_fused_ops.operators import reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

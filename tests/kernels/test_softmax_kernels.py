@@ -14,9 +14,10 @@ pytest.importorskip("triton")
 
 from kernel_harness import GPUS, Device, assemble, meta, recorded
 
-from torch_fused_ops import reference, virtual_gpu
+from torch_fused_ops import virtual_gpu
+from torch_fused_ops.families.softmax import kernels
 from torch_fused_ops.kernels import launching
-from torch_fused_ops.kernels import softmax as kernels
+from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import precision
 from torch_fused_ops.testing import softmax as testing
 

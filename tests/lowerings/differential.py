@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.lowerings.recognize import rewrite
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reasons import Kind
 from torch_fused_ops.reports.explain import Site
 
 POLICY = FusionPolicy(dropout=False)  # a dropout that is picked up drops other elements

@@ -13,7 +13,7 @@ from harness import saving_step
 from torch import Tensor
 
 from torch_fused_ops import FusionPolicy, explain
-from torch_fused_ops.reasons import Kind
+from torch_fused_ops.graphs.reasons import Kind
 
 WIDTH, FFN, HEADS, TOKENS = 8, 24, 2, 10
 

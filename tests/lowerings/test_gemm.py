@@ -16,11 +16,11 @@ import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy, Site
 from torch_fused_ops import functional as FF
 from torch_fused_ops import nn as fnn
-from torch_fused_ops.float8_recipes import RECIPES
+from torch_fused_ops.families.float8.recipes import RECIPES
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.recognize import gemms, rewrite
 from torch_fused_ops.nn import FusedMLP
-from torch_fused_ops.reasons import Kind
 
 HIDDEN, FFN = 128, 256
 

@@ -13,9 +13,10 @@ from harness import saving_step
 from torch import Tensor
 
 import torch_fused_ops as tfo
-from torch_fused_ops import FusionPolicy, gemm_registry
+from torch_fused_ops import FusionPolicy
+from torch_fused_ops.graphs import gemm_registry
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.lowerings import passes
-from torch_fused_ops.reasons import Kind
 
 D, H, TOKENS = 16, 64, 32
 

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torch_fused_ops import FusionPolicy, activations, reference
+from torch_fused_ops import FusionPolicy, activations
 from torch_fused_ops import functional as FF
 from torch_fused_ops.lowerings import memory_levels, passes
+from torch_fused_ops.operators import reference
 from torch_fused_ops.policy import MEMORY
 
 LEVELS = ("fp8", "input")

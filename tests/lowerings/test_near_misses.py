@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops import FusionPolicy, activations
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.lowerings.recognize import rewrite
-from torch_fused_ops.reasons import Kind
-from torch_fused_ops.reference import CLAMP_KEEPS_BOUNDS
+from torch_fused_ops.operators.reference import CLAMP_KEEPS_BOUNDS
 
 C = math.sqrt(2 / math.pi)
 Case = Callable[

@@ -20,16 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torch_fused_ops import FusionPolicy, Site, UnfusedError, activations, explain, reasons
+from torch_fused_ops import FusionPolicy, Site, UnfusedError, activations, explain
 from torch_fused_ops import functional as FF
+from torch_fused_ops.graphs import reasons
+from torch_fused_ops.graphs.reasons import Category, Kind, Reason, Rejection
 from torch_fused_ops.lowerings import compat, memory_levels, recognize
 from torch_fused_ops.lowerings.passes import Recognize
 from torch_fused_ops.lowerings.recognize import gemms
 from torch_fused_ops.nn import replace_mlps
-from torch_fused_ops.reasons import Category, Kind, Reason, Rejection
 from torch_fused_ops.reports import breaks
 from torch_fused_ops.reports.breaks import Break
-from torch_fused_ops.verify import interpreted
+from torch_fused_ops.tools.verify import interpreted
 
 Patch = pytest.MonkeyPatch
 Found = Site | Reason | Break

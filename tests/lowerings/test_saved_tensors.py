@@ -21,7 +21,7 @@ import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.lowerings import memory_levels, partition, passes, saved_tensors
 from torch_fused_ops.lowerings.saved_tensors import SavedTensors, UnsoundGraphs
-from torch_fused_ops.verify import interpreted
+from torch_fused_ops.tools.verify import interpreted
 
 LEVELS = ("off", "free", "fp8", "input")
 WIDTH, HIDDEN = 16, 64

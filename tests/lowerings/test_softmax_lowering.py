@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from test_operators import check, cpp, kernels, leaf
 from torch import Tensor
 
-from torch_fused_ops import reference
+from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import precision
 from torch_fused_ops.testing import softmax as testing
 

@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_fused_ops as tfo
-from torch_fused_ops import FusionPolicy, Site, tiles
+from torch_fused_ops import FusionPolicy, Site
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.lowerings import recognize
 from torch_fused_ops.lowerings.recognize import tiles as edit
-from torch_fused_ops.reasons import Kind
+from torch_fused_ops.settings import tiles
 
 HIDDEN, FFN = 8, 12
 

@@ -20,7 +20,7 @@ from trees import TOKENS, WIDTH, Tree, tree
 
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.lowerings import passes
-from torch_fused_ops.verify import interpreted
+from torch_fused_ops.tools.verify import interpreted
 
 LEVELS = ("off", "free", "fp8", "input", "tiled:2")
 SAMPLE = range(18)

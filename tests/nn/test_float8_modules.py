@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from torch_fused_ops import float8
 from torch_fused_ops import functional as FF
 from torch_fused_ops import nn as fnn
-from torch_fused_ops.float8_recipes import RECIPES
-from torch_fused_ops.reasons import Kind
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.recipes import RECIPES
+from torch_fused_ops.graphs.reasons import Kind
 
 HIDDEN, FFN = 128, 256
 

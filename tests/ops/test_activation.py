@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_fused_ops import activations, reference
+from torch_fused_ops import activations
 from torch_fused_ops.kernels.cpu import block
+from torch_fused_ops.operators import reference
 from torch_fused_ops.operators.activation import FAMILY
 from torch_fused_ops.testing.check import run_opcheck
 from torch_fused_ops.testing.samples import ACTIVATION_OPERATORS as OPERATORS

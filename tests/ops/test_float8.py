@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torch_fused_ops import float8, reference
 from torch_fused_ops import functional as FF
-from torch_fused_ops.float8_recipes import BLOCK, MX_BLOCK, RECIPES, Block
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK, RECIPES, Block
+from torch_fused_ops.operators import reference
 
 fused = torch.ops.fused
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_fused_ops import functional as F
-from torch_fused_ops import reference
+from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import precision
 from torch_fused_ops.testing import softmax as testing
 from torch_fused_ops.testing.check import run_opcheck

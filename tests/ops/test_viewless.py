@@ -1,4 +1,4 @@
-"""``fused::make_viewless`` and the viewless tensors of ``torch_fused_ops.viewless``."""
+"""``fused::make_viewless`` and the viewless tensors of ``torch_fused_ops.operators.viewless``."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops import functional
-from torch_fused_ops.viewless import (
+from torch_fused_ops.operators.viewless import (
     MakeViewlessTensor,
     assert_viewless_tensor,
     make_viewless_tensor,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops.declaration import PointwiseOperator, Signature, elementwise
-from torch_fused_ops.distributed import float8
+from torch_fused_ops.families.float8 import sharding as float8
 
 __all__ = ["dropout_add_backward_by_shards", "dropout_add_by_shards", "register", "rules", "shard_seed"]
 

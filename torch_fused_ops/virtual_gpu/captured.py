@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .modules import tensor_path
+from torch_fused_ops.graphs.modules import tensor_path
 
 
 @dataclass(frozen=True)

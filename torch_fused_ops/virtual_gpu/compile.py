@@ -235,7 +235,7 @@ class _Paper:
 
         _register_patterns()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(emulation.standing_for(self.gpu))
+            stack.enter_context(emulation.emulating(self.gpu))
             stack.enter_context(inductor_config.patch(self.inductor_config))
             stack.enter_context(functorch_config.patch(self.functorch_config))
             stack.enter_context(

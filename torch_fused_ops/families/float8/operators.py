@@ -26,16 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops import float8
 from torch_fused_ops.declaration import Signature, arguments_of, one_of, refuse
-from torch_fused_ops.distributed.float8 import multiples
-from torch_fused_ops.float8_recipes import BLOCK, MX_BLOCK, RECIPES, Block, Recipe
-from torch_fused_ops.flop_formulas import count, rows_times_columns
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK, RECIPES, Block, Recipe
+from torch_fused_ops.families.float8.sharding import multiples
 from torch_fused_ops.operators.autograd import define, register
 from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
+from torch_fused_ops.operators.flop_formulas import count, rows_times_columns
 from torch_fused_ops.operators.registration import imported
-from torch_fused_ops.switches import is_without
+from torch_fused_ops.settings.switches import is_without
 
 __all__ = ["DTYPES_OF_EXPERTS", "DTYPES_OF_PRODUCTS", "grouped_linear", "linear", "register_plain"]
 
@@ -229,8 +229,8 @@ def _each(op: torch._ops.OpOverload) -> Callable[..., Any]:
 def register_plain(
     signature: Signature, plain: Callable[..., Any], fake: Callable[..., Any], check: Callable[..., None] | None = None
 ) -> torch._ops.OpOverload:
-    """An operator without a derivative; its kernel for GPUs is the function of its name in ``kernels/float8.py``."""
-    kernel = imported("torch_fused_ops.kernels.float8", lambda module: module.launch_of(signature.name))
+    """An operator without a derivative; its kernel for GPUs is the function of its name in ``kernels.py``."""
+    kernel = imported("torch_fused_ops.families.float8.kernels", lambda module: module.launch_of(signature.name))
     on_gpu = plain if is_without("float8_kernels") else kernel
     return register(signature, plain, on_gpu, plain, fake, _each, check)
 
@@ -427,7 +427,7 @@ def linear(
 _LINEAR = define(
     "linear_fp8",
     '(Tensor input, Tensor weight, Tensor? bias=None, ScalarType? dtype=None, str recipe="fp8") -> Tensor',
-    {"CompositeImplicitAutograd": linear},
+    linear,
 )
 
 
@@ -503,5 +503,5 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, recipe: str = "f
 _GROUPED_LINEAR = define(
     "grouped_linear_fp8",
     '(Tensor input, Tensor weight, Tensor ends, str recipe="fp8-rowwise") -> Tensor',
-    {"CompositeImplicitAutograd": grouped_linear},
+    grouped_linear,
 )

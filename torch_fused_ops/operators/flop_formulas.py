@@ -1,4 +1,4 @@
-"""How many FLOP the products among our operators take, for ``torch.utils.flop_counter``.
+"""The FLOP of the GEMMs among our operators, for ``torch.utils.flop_counter``.
 
 That module imports Triton (0.2 to 0.5 s), which ``import torch_fused_ops`` must not: so formulas wait here until
 somebody imports it.

@@ -61,14 +61,14 @@ def _float64(bits):
 
 @triton.jit
 def _row_starts(r, queries, heads, outer_stride, head_stride, row_stride):
-    """Where each row begins, in elements."""
+    """The offset of each row, in elements."""
     matrix = r // queries
     return (matrix // heads) * outer_stride + (matrix % heads) * head_stride + (r % queries) * row_stride
 
 
 @triton.jit
 def _near(c, diagonal, left, right, there, columns, GROUP: tl.constexpr):
-    """What is loaded: the open keys, and what shares their 16 bytes."""
+    """The mask of loads: the open keys, and the keys that share their 16 bytes."""
     near = there[:, None] & (c < columns)[None, :]
     group = c // GROUP * GROUP
     if left is not None:
@@ -292,7 +292,7 @@ _TERMS = 1024
 
 
 class _View(NamedTuple):
-    """How the kernels see a tensor: its strides along (outer, heads, queries, keys)."""
+    """A tensor as the kernels read it: its strides along (outer, heads, queries, keys)."""
 
     outer: int = 0
     head: int = 0
@@ -315,7 +315,7 @@ def _view(t: Tensor | None, shape: Sequence[int]) -> tuple[Tensor | None, _View]
 
 
 class _Plan(NamedTuple):
-    """How rows are given to programs; ``columns`` and ``views`` as the kernels get them."""
+    """The division of rows among programs; ``columns`` and ``views`` as the kernels get them."""
 
     columns: int
     views: tuple[_View, ...]
@@ -360,7 +360,7 @@ def _plan(shape: tuple[int, ...], views: tuple[_View, ...], itemsize: int, numbe
 
 
 def _bits(number: float) -> int:
-    """Of a float64, as an integer: Triton passes numbers as float32."""
+    """The bits of a float64, as an integer: Triton passes numbers as float32."""
     bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
     return bits
 

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops import float8
 from torch_fused_ops.declaration import DATA, PointwiseOperator, Signature, arguments_of, refuse
-from torch_fused_ops.float8_recipes import BLOCK, MX_BLOCK
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.operators import register_plain
+from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.operators import eager
 from torch_fused_ops.operators.activation import FAMILY
-from torch_fused_ops.operators.float8 import register_plain
 
 __all__ = ["QUANTIZED", "RESULTS"]
 
-# By operator: those that ``kernels/float8.py`` has a kernel for.
+# By operator: those that ``kernels.py`` has a kernel for.
 QUANTIZED: dict[PointwiseOperator, torch._ops.OpOverload] = {}
 RESULTS = 5  # of each gradient: values and scales along its rows, values and scales along its columns, sums
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch_fused_ops.reasons import Kind
+from torch_fused_ops.graphs.reasons import Kind
 
 __all__ = ["DROPOUT", "Site"]
 

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 import torch_fused_ops as tfo
-from torch_fused_ops import environment
-from torch_fused_ops.arguments import parser
-from torch_fused_ops.float8_recipes import RECIPES
+from torch_fused_ops.families.float8.recipes import RECIPES
+from torch_fused_ops.settings import environment
+from torch_fused_ops.tools.arguments import parser
 from torch_fused_ops.virtual_gpu import gpus
 
 __all__ = ["main"]
@@ -74,7 +74,8 @@ def _info(arguments: argparse.Namespace) -> int:
     import torch._dynamo
     import torch._inductor.lowering as inductor
 
-    from torch_fused_ops import activations, lowerings, switches
+    from torch_fused_ops import activations, lowerings
+    from torch_fused_ops.settings import switches
 
     passes = lowerings.pick_up()
     if lowerings.off():
@@ -224,9 +225,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     _check_writable(arguments, "json", "html")
-    settings = {
-        name: getattr(arguments, name) for name in ("memory", "gpu", "optimizer", "lossless", "maximum", "dp", "tp")
-    }
+    settings = {name: getattr(arguments, name) for name in ("memory", "gpu", "optimizer", "lossless", "maximum", "dp")}
     with torch.device("meta") if arguments.meta else contextlib.nullcontext():
         model, args, kwargs = _load(arguments.spec)
     if isinstance(model, torch.nn.Module):

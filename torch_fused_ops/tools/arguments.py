@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fused_ops._version import __version__
-from torch_fused_ops.bench_ways import MEANINGS
+from torch_fused_ops.benchmarks.variants import MEANINGS
 from torch_fused_ops.policy import GEMM, LEVELS, is_level
 
 __all__ = ["BENCHMARKS", "TIMED", "add_bench_options", "parser"]
@@ -166,9 +166,6 @@ def parser() -> argparse.ArgumentParser:
     )
     plan.add_argument(
         "--dp", type=int, default=1, help="GPUs over which FSDP2 shards the layers; bytes and batch are per GPU"
-    )
-    plan.add_argument(
-        "--tp", type=int, default=1, help="GPUs that share the features of MLPs and the heads of attention"
     )
     plan.add_argument("--meta", action="store_true", help="create the model on the meta device, without data")
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")

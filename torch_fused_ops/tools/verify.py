@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from torch_fused_ops.capture import arguments_checked, call_model, check_model, throwaway, unchanged
-from torch_fused_ops.fusion_events import unobserved
+from torch_fused_ops.graphs.capture import arguments_checked, call_model, check_model, throwaway, unchanged
+from torch_fused_ops.graphs.fusion_events import unobserved
 from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default
 from torch_fused_ops.reports.recording import record
 

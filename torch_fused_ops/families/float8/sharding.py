@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch_fused_ops.float8 import columns_of
-from torch_fused_ops.float8_recipes import BLOCK, MX_BLOCK
+from torch_fused_ops.families.float8.formulas import columns_of
+from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 
 __all__ = ["RULES", "multiples"]
 

@@ -1,6 +1,6 @@
 """What pick-up adds to compile time: 12-layer models, forward and backward, and the recognizer alone as graphs grow.
 
-    python benchmarks/compile_time.py [--quick] [--rounds N] [--out FILE]
+    python benchmarks/laboratory/compile_time.py [--quick] [--rounds N] [--out FILE]
 
 Every compilation is a process of its own with empty caches, so that what is paid once a process (imports, the
 activation table) is counted. A round is one compilation each of plain ``torch.compile`` and of pick-up, in random
@@ -40,6 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+RESULTS = Path(__file__).parents[1] / "results" / "compile_time.json"
 MODELS = ("gpt2", "llama")
 WAYS = ("compile", "fused")
 KINDS = ("torch", "all")  # without and with the C++ compiler
@@ -209,7 +210,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=7, help="compilations of each way (default: 7)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results") / "compile_time.json")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.child:
         name, way, kind, layers = args.child

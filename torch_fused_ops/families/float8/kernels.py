@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, misc"
 # ruff: noqa: RUF005, SIM300 - Triton knows no (*strips, strip), and compares DTYPE's value from the left alone
-"""Triton kernels behind the operators in float8 (``operators/float8.py``), and the products, which are libraries'.
+"""Triton kernels behind the operators in float8 (``operators.py``), and the products, which are libraries'.
 
 Where a row is a block, a program has a row. Else it has a tile of 128 × 128 elements, in which every block of all
 layouts lies whole: (1, 128), (128, 128) and (1, 32), of the tensor and of its transpose. It reads the tile once, along
@@ -15,7 +15,7 @@ Largest elements are found among bits, as integers: that is exact, has NaN above
 no instruction of the kind (min.NaN, max.NaN) after which ptxas 12.9 stores float8 wrongly. In a block whose scale is
 NaN the hardware's conversion leaves 448 for an infinity where torch's leaves NaN: times the scale both are NaN.
 
-The formula is that of ``torch_fused_ops.float8``; those of activations are in ``kernels/activation.py``.
+The formula is that of ``families/float8/formulas.py``; those of activations are in ``kernels/activation.py``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from torch_fused_ops import float8, formulas
+from torch_fused_ops import formulas
 from torch_fused_ops.declaration import PointwiseOperator, elementwise
-from torch_fused_ops.float8 import FP8
-from torch_fused_ops.float8_recipes import BLOCK, MX_BLOCK
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.formulas import FP8
+from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.activation import (
     _activate,
@@ -153,13 +154,13 @@ def _largest(pairs, AXIS: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _largest_of_strips(strips, PTX: tl.constexpr):
-    found = _sizes(strips[0])
+    largest = _sizes(strips[0])
     for i in tl.static_range(1, len(strips)):
-        if PTX and found.dtype == tl.int32:
-            found = _larger_ptx(found, _sizes(strips[i]))
+        if PTX and largest.dtype == tl.int32:
+            largest = _larger_ptx(largest, _sizes(strips[i]))
         else:
-            found = _larger(found, _sizes(strips[i]))
-    return found
+            largest = _larger(largest, _sizes(strips[i]))
+    return largest
 
 
 @triton.jit
@@ -326,7 +327,7 @@ def _pairs_of_tile(
 
 @triton.jit
 def _largest_of_rows(pairs, COLUMNS: tl.constexpr, PTX: tl.constexpr):
-    """Of each block in a strip's rows: (16,) or (16, 4)."""
+    """The largest of each block in a strip's rows: (16,) or (16, 4)."""
     if COLUMNS == NARROW:
         return _largest(tl.reshape(_sizes(pairs), (STRIP_ROWS, PARTS, NARROW)), 2, PTX)
     else:
@@ -335,7 +336,7 @@ def _largest_of_rows(pairs, COLUMNS: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _largest_of_columns(strips, COLUMNS: tl.constexpr, PTX: tl.constexpr):
-    """Of each block in a tile's columns: (128,) or (4, 128)."""
+    """The largest of each block in a tile's columns: (128,) or (4, 128)."""
     if COLUMNS == NARROW:  # a strip's rows 0 to 3 are the tile's first 32, with those of the other strips
         return _largest(tl.reshape(_largest_of_strips(strips, PTX), (PARTS, STRIP_ROWS // PARTS, SIDE)), 1, PTX)
     else:
@@ -351,7 +352,7 @@ def _larger_half(pairs, DTYPE: tl.constexpr):
 
 @triton.jit
 def _beside_rows(of_blocks, COLUMNS: tl.constexpr):
-    """What belongs to a strip's rows' blocks, beside each of its elements."""
+    """Broadcast values of the blocks of a strip's rows to its elements."""
     if COLUMNS == NARROW:
         return tl.reshape(tl.broadcast_to(of_blocks[:, :, None], (STRIP_ROWS, PARTS, NARROW)), (STRIP_ROWS, SIDE))
     else:
@@ -360,7 +361,7 @@ def _beside_rows(of_blocks, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _beside_columns(of_blocks, COLUMNS: tl.constexpr):
-    """What belongs to a tile's columns' blocks, beside each element of any strip."""
+    """Broadcast values of the blocks of a tile's columns to the elements of any strip."""
     if COLUMNS == NARROW:
         wide = tl.broadcast_to(of_blocks[:, None, :], (PARTS, STRIP_ROWS // PARTS, SIDE))
         return tl.reshape(wide, (STRIP_ROWS, SIDE))
@@ -370,7 +371,7 @@ def _beside_columns(of_blocks, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _places_of_scales(stride, place, COLUMNS: tl.constexpr):
-    """Where the scales of a tile's blocks along one axis lie, from the first on; ``place``: along the other axis."""
+    """Offsets of the scales of a tile's blocks along one axis; ``place``: offsets along the other axis."""
     if COLUMNS == NARROW:
         return tl.arange(0, PARTS)[:, None] * stride + place[None, :]
     else:
@@ -568,10 +569,10 @@ def _quantize_by(
     PLACES: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
     """``float8.quantize_by``; a program has PLACES of a row, of one matrix of a stack."""
-    row, start, one = tl.program_id(0).to(tl.int64), tl.program_id(1) * PLACES, tl.program_id(2).to(tl.int64)
-    part = _part_of_row(input + one * input_one + row * input_row, start, columns, input_column, PLACES)
-    inverse = _inverse(tl.load(scales + one * scale_one + row * scale_row), FNUZ)
-    _store_part(values + (one * rows + row) * columns, part, inverse, start, columns, PLACES, PTX, FNUZ)
+    row, start, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * PLACES, tl.program_id(2).to(tl.int64)
+    part = _part_of_row(input + index * input_one + row * input_row, start, columns, input_column, PLACES)
+    inverse = _inverse(tl.load(scales + index * scale_one + row * scale_row), FNUZ)
+    _store_part(values + (index * rows + row) * columns, part, inverse, start, columns, PLACES, PTX, FNUZ)
 
 
 @triton.jit
@@ -582,12 +583,12 @@ def _quantize_turned(
 ):  # fmt: skip
     """``float8.quantize_by`` of the transpose of input (rows, columns), as words: values_t (columns, values_t_row).
 
-    Of a stack of matrices ``one`` is a program's.
+    A program has a tile of one matrix of a stack.
     """
-    one = tl.program_id(1).to(tl.int64)
-    input += one * input_one
-    scales += one * scale_one
-    values_t += one * columns * values_t_row
+    index = tl.program_id(1).to(tl.int64)
+    input += index * input_one
+    scales += index * scale_one
+    values_t += index * columns * values_t_row
     r, c = _tile_of(column_blocks)
     first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
     rows_left, columns_left = rows - r * SIDE, columns - c * SIDE
@@ -642,7 +643,7 @@ def _strip(matrix, row, place, row_stride, column_stride, mask):
 
 @triton.jit
 def _parking(values_t, stride, row, STRIP: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr):
-    """Where one of four strips, in 16 bits, lies in a tile of transposed float8; row: the strip's, 0 to 15."""
+    """Addresses of one of four 16-bit strips in a tile of transposed float8; row: the strip's rows, 0 to 15."""
     r, c = row[:, None], _places(SIDE, WIDE)[None, :]
     half: tl.constexpr = SIDE // 2
     places = (STRIP * 2 * STRIP_ROWS + r * 2 + c // half) * (stride * 2) + c % half
@@ -805,7 +806,7 @@ _COLUMNS_OF_A_PART = 2048
 
 
 def _ptx(device: torch.device) -> bool:
-    """Whether kernels may use sm_90's instructions: two conversions in one, two 16-bit comparisons in one.
+    """True if kernels may use sm_90's instructions: two conversions in one, two 16-bit comparisons in one.
 
     Elsewhere (sm_80, Triton's interpreter) they calculate with bits.
 
@@ -823,7 +824,7 @@ def _ptx(device: torch.device) -> bool:
 
 
 def _wide(*strides: int) -> bool:
-    """Whether an offset within a tile is too large for 32 bits; those of tiles always have 64."""
+    """True if an offset within a tile needs 64 bits; offsets of tiles always have them."""
     return BLOCK * max(strides) * 2 > INT32_MAX
 
 
@@ -845,36 +846,36 @@ def _run_quantize(
     """
     r, c = input.shape
     ptx = _ptx(input.device)
-    found: list[Tensor | None] = []
+    stored: list[Tensor | None] = []
     for height, width, of_blocks in ((r, c, rows), (c, r, rows_t)):
         if of_blocks is None:
-            found += [None, None]
+            stored += [None, None]
             continue
         wide = float8.padded(width, columns)
         shape = float8.scales_shape((height, wide), of_blocks, columns)
-        found += [
+        stored += [
             input.new_empty((height, wide), dtype=torch.uint8),
             input.new_empty(shape, dtype=torch.float32),
         ]
-    values, scales, values_t, scales_t = found
+    values, scales, values_t, scales_t = stored
     if r and c:
         width, width_t = float8.padded(c, columns), float8.padded(r, columns)
-        stored = values, scales, None if values_t is None else _in_words(values_t), scales_t
+        outputs = values, scales, None if values_t is None else _in_words(values_t), scales_t
         narrow = columns == MX_BLOCK
         launching.launch(
             _quantize_narrow if narrow else _quantize, (blocks(r, BLOCK) * blocks(c, BLOCK), 1, 1), input.device,
-            (input, input_scales, *stored),
+            (input, input_scales, *outputs),
             (r, c, blocks(c, BLOCK), input.stride(0), input.stride(1), width, width_t // 4),
             {
                 **({} if narrow else {"ROWS": rows, "ROWS_T": rows_t}),
                 "WIDE": _wide(*input.stride(), width, width_t), "PTX": ptx, "num_warps": _WARPS, **OPTIONS,
             },
         )  # fmt: skip
-    return tuple(t.view(FP8) if t.dtype == torch.uint8 else t for t in found if t is not None)
+    return tuple(t.view(FP8) if t.dtype == torch.uint8 else t for t in stored if t is not None)
 
 
 def _is_turned(t: Tensor) -> bool:
-    """Whether a matrix's columns lie close in memory, or those of a stack of them."""
+    """True if columns are contiguous, of a matrix or of each in a stack."""
     return t.stride(-2) == 1 and t.stride(-1) != 1
 
 
@@ -904,19 +905,19 @@ def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
     *stack, r, c = input.shape
     values, scales = input.new_empty(input.shape, dtype=torch.uint8), scales.contiguous()
     count, of_rows = (stack or [1])[0], scales.shape[-1]
-    one, row, column = input.stride() if stack else (0, *input.stride())
+    matrix_stride, row, column = input.stride() if stack else (0, *input.stride())
     scale_one, scale_row = of_rows, 0 if of_rows == 1 else 1
     if values.numel() and _is_turned(input) and c % 4 == 0:
         launching.launch(
             _quantize_turned, (blocks(c, BLOCK) * blocks(r, BLOCK), count, 1), input.device,
             (input, scales, _in_words(values)),
-            (c, r, blocks(r, BLOCK), one, column, row, scale_one, scale_row, c // 4),
+            (c, r, blocks(r, BLOCK), matrix_stride, column, row, scale_one, scale_row, c // 4),
             {"WIDE": _wide(row, column, c), **_of_device(input), "num_warps": _WARPS, **OPTIONS},
         )  # fmt: skip
     elif values.numel():
         launching.launch(
             _quantize_by, (r, blocks(c, _COLUMNS_OF_A_PART), count), input.device, (input, scales, values),
-            (r, c, one, row, column, scale_one, scale_row),
+            (r, c, matrix_stride, row, column, scale_one, scale_row),
             {"PLACES": _COLUMNS_OF_A_PART, **_of_device(input), "num_warps": 4, **OPTIONS},
         )  # fmt: skip
     return values.view(float8.dtype_of(input.device))
@@ -933,8 +934,8 @@ def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Te
         largest = input.abs().amax(1 if rows == 1 else (0, 1)).reshape(-1, 1)
         scales = float8.quantize(largest, 1, 1)[1]
         return quantize_by(input, scales), scales
-    given = (input.t(), None, rows) if _is_turned(input) else (input, rows, None)
-    values, scales = _run_quantize(*given, columns=columns or BLOCK)
+    arguments = (input.t(), None, rows) if _is_turned(input) else (input, rows, None)
+    values, scales = _run_quantize(*arguments, columns=columns or BLOCK)
     return values, scales
 
 
@@ -972,8 +973,10 @@ def requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     In float32 but for the last bits of what lies below 2⁻¹²⁶, which go by bfloat16.
     """
     rows_t, columns = _block_of_columns(float8.columns_of(values, scales, 1))
-    found = _run_quantize(values.contiguous().view(torch.uint8), None, rows_t, scales.contiguous(), columns)
-    return found[0], found[1]
+    values_t, scales_t = _run_quantize(
+        values.contiguous().view(torch.uint8), None, rows_t, scales.contiguous(), columns
+    )
+    return values_t, scales_t
 
 
 def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
@@ -1004,7 +1007,7 @@ def gradients_quantized(
     clamp: float | None = None,
     columns: int = BLOCK,
 ) -> tuple[Tensor, ...]:
-    """What the two GEMMs around an activation's backward read, from one pass over its inputs.
+    """The quantized inputs of the two GEMMs around an activation's backward, from one pass over its inputs.
 
     For each data tensor d (rows, columns) with gradient g, rounded to d's dtype as ``reference.{name}_backward`` gives
     it, five tensors: ``*quantize(g, 1, columns)``, ``*quantize(g.t(), 1, columns)``, and g's sums over each 128 rows in
@@ -1052,9 +1055,9 @@ def gradients_quantized(
         grad.new_empty((c, padded), dtype=FP8),
         grad.new_empty(float8.scales_shape((c, padded), *_block_of_columns(columns)), dtype=torch.float32),
     )
-    found = (*(t for five in per_data for t in five), *out)
+    results = (*(t for five in per_data for t in five), *out)
     if grad.numel() == 0:
-        return found
+        return results
     if name == "bias_glu":
         assert layout is not None
         gate, up = formulas.unpack(data[0], layout)
@@ -1079,7 +1082,7 @@ def gradients_quantized(
             "WIDE": _wide(*strides, width, padded), "PTX": ptx, "num_warps": _WARPS, **registers, **OPTIONS,
         },
     )  # fmt: skip
-    return found
+    return results
 
 
 _WRITTEN_FOR = ("bias_act", "glu", "bias_glu")  # the operators whose gradients the kernel above computes
@@ -1090,12 +1093,12 @@ def _declared(name: str) -> PointwiseOperator:
 
 
 def _data_of(name: str) -> int:
-    """How many tensors of data a declared operator has."""
+    """The number of data tensors of a declared operator."""
     return _declared(name).data
 
 
 def launch_of(name: str) -> Callable[..., Any]:
-    """What computes the operator ``fused::name`` on a GPU."""
+    """The function that computes ``fused::name`` on a GPU."""
     operator = name.removesuffix("_backward_quantized")
     if operator == name:
         return globals()[name]  # type: ignore[no-any-return]
@@ -1227,10 +1230,11 @@ def _by_rows(
             bias=addend if in_product else None, output_dtype=wide,
         )[:, :n]  # fmt: skip
         return out if addend is None or in_product else out + addend
-    one = of_left.new_ones(())
+    no_scale = of_left.new_ones(())
     out = torch.nn.functional.scaled_mm(
         left, right.t(),
-        scale_a=one, scale_recipe_a=ScalingType.TensorWise, scale_b=one, scale_recipe_b=ScalingType.TensorWise,
+        scale_a=no_scale, scale_recipe_a=ScalingType.TensorWise,
+        scale_b=no_scale, scale_recipe_b=ScalingType.TensorWise,
         output_dtype=wide,
     )  # fmt: skip
     out = (out * of_left * of_right)[:, :n]

@@ -14,7 +14,7 @@ MX_BLOCK = 32
 
 
 class Block(NamedTuple):
-    """What has a scale of its own; None: an axis as long as it is."""
+    """The elements that share a scale; None: an axis as long as it is."""
 
     rows: int | None
     columns: int | None
@@ -26,7 +26,7 @@ class Block(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """How the operands of products are divided into blocks, each along the axis that the product sums over.
+    """The blocks of a GEMM's operands, each along the axis that the GEMM sums over.
 
     Attributes:
         noun: what has a scale, in messages.
@@ -52,7 +52,7 @@ class Scaling(NamedTuple):
 
     @property
     def takes_shards(self) -> bool:
-        """Whether parts of a matrix can be stored by themselves: no block is a row as long as it is."""
+        """True if shards of a matrix can be quantized separately: no block is a whole row."""
         return self.data.columns is not None
 
 
@@ -94,8 +94,8 @@ MX = Scaling(
 
 
 class Recipe(NamedTuple):
-    """What a linear layer multiplies in float8: the products of its result and of its input's gradient, and ``wgrad``,
-    whether its weight's gradient too."""
+    """The float8 GEMMs of a linear layer: of its result and of its input's gradient, and, with ``wgrad``, of its
+    weight's gradient."""
 
     scaling: Scaling
     wgrad: bool

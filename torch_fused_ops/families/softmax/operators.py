@@ -1,7 +1,7 @@
 """``fused::scaled_masked_softmax`` and its backward operator.
 
 Read from top to bottom: the declaration → what is accepted → fake → vmap → what is kept for backward → registration,
-autocast among it. The kernels are in ``kernels/softmax.py`` for GPUs and ``kernels/softmax_cpu.py`` for CPUs.
+autocast among it. The kernels are in ``kernels.py`` for GPUs and ``cpu.py`` for CPUs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.amp.autocast_mode import _cast
 
 from torch_fused_ops import formulas
 from torch_fused_ops.declaration import OpaqueOperator, Signature, arguments_of
-from torch_fused_ops.kernels import softmax_cpu
+from torch_fused_ops.families.softmax import cpu
 from torch_fused_ops.operators.autograd import SavePolicy, library
 from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES
@@ -197,19 +197,19 @@ def _for_three(backward: Callable[..., Grads2]) -> Callable[..., Any]:
 
 # ---- registration ----------------------------------------------------------------------------------------------------
 
-_KERNELS = "torch_fused_ops.kernels.softmax"
+_KERNELS = "torch_fused_ops.families.softmax.kernels"
 
 _FORWARD = register_pair(
     scaled_masked_softmax.signatures,
     KernelSet(
-        softmax_cpu.scaled_masked_softmax,
+        cpu.scaled_masked_softmax,
         imported(_KERNELS, lambda kernels: kernels.scaled_masked_softmax),
         formulas.scaled_masked_softmax,
         _fake,
         lambda _: _rule,
     ),
     KernelSet(
-        softmax_cpu.scaled_masked_softmax_backward,
+        cpu.scaled_masked_softmax_backward,
         imported(_KERNELS, lambda kernels: kernels.scaled_masked_softmax_backward),
         formulas.scaled_masked_softmax_backward,
         _backward_fake,

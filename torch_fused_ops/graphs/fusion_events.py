@@ -1,4 +1,4 @@
-"""Who is told what pick-up does, while it does it: the ``record`` blocks that are open in this thread (or context)."""
+"""Observers of the fusion pass: the ``record`` blocks that are open in this thread (or context)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_fused_ops.policy import FusionPolicy
 if TYPE_CHECKING:
     from torch.fx import Graph
 
-    from torch_fused_ops.sites import Site
+    from torch_fused_ops.graphs.sites import Site
 
 __all__ = ["Observer", "before", "failed", "is_unobserved", "observed_by", "tell", "trace", "unobserved"]
 
@@ -24,7 +24,7 @@ log = logging.getLogger("torch_fused_ops")
 
 
 class Observer(Protocol):
-    """What stage 1 calls, in the thread that compiles."""
+    """Callbacks of the pre-grad pass, in the thread that compiles."""
 
     def before(self, graph: Graph, policy: FusionPolicy) -> None:
         """Pick-up is about to run on a graph."""
@@ -66,7 +66,7 @@ def unobserved() -> Iterator[None]:
 
 
 def is_unobserved() -> bool:
-    """Whether this is inside of ``unobserved``."""
+    """True inside of ``unobserved``."""
     return _observers.get() == ()
 
 

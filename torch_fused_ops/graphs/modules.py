@@ -1,4 +1,4 @@
-"""Where in a model the nodes of a captured graph come from."""
+"""Modules that the nodes of a captured graph come from."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_fused_ops.float8_recipes import BLOCK, MX_BLOCK
+from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.formulas import FP8
 
 __all__ = [
@@ -66,19 +66,19 @@ def padded(size: int, multiple: int = BLOCK) -> int:
 
 
 def stored_columns(size: int, columns: int) -> int:
-    """How many columns ``quantize`` stores of ``size``, in blocks that wide."""
+    """The number of columns that ``quantize`` stores for ``size`` columns, in blocks that wide."""
     return padded(size, columns) if columns in (BLOCK, MX_BLOCK) else size
 
 
 def scales_shape(stored: Sequence[int], rows: int, columns: int = BLOCK) -> tuple[int, int]:
-    """Of the scales of stored values (r, c) in blocks of (rows, columns), as GEMMs want them."""
+    """The shape of the scales of stored values (r, c) in blocks of (rows, columns), as GEMMs read them."""
     r, c = stored
     blocks = c // (columns or BLOCK)
     return (blocks, r) if rows == 1 else (r // rows, blocks)
 
 
 def columns_of(values: Tensor, scales: Tensor, rows: int) -> int:
-    """How wide the blocks are in which ``quantize`` has stored values."""
+    """The width of the blocks in which ``quantize`` stored values."""
     blocks = scales.shape[0 if rows == 1 else 1]
     return values.shape[1] // blocks if blocks else BLOCK
 
@@ -111,7 +111,7 @@ def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Te
 
 
 def _magnitudes(wide: Tensor) -> Tensor:
-    """What orders numbers of float32 by their size, infinities and NaN last."""
+    """Integers that order float32 numbers by their magnitudes, infinities and NaN last."""
     return wide.view(torch.int32) & _WITHOUT_SIGN
 
 
@@ -151,7 +151,7 @@ def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
 
 
 def tiled_size(blocks: int, rows: int) -> int:
-    """How many bytes ``tiled`` gives of scales (blocks, rows)."""
+    """The number of bytes that ``tiled`` returns for scales (blocks, rows)."""
     return padded(blocks, 4) * padded(rows)
 
 

@@ -3,7 +3,7 @@
 The mask is a function of the seed and of an element's place, so backward makes it again: nothing but the seed is kept.
 
 Read from top to bottom: the declaration → fake → vmap → what is kept for backward → registration. The
-kernels are in ``kernels/dropout.py`` for GPUs and ``kernels/dropout_cpu.py`` for CPUs.
+kernels are in ``kernels.py`` for GPUs and ``cpu.py`` for CPUs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_fused_ops import formulas
 from torch_fused_ops.declaration import OpaqueOperator, Signature, arguments_of, between
-from torch_fused_ops.kernels import dropout_cpu
+from torch_fused_ops.families.dropout import cpu
 from torch_fused_ops.operators import checks
 from torch_fused_ops.operators.autograd import SavePolicy
 from torch_fused_ops.operators.batching import lead, over_rows_of_each
@@ -128,19 +128,19 @@ def _for_all(backward: Callable[..., Grads2]) -> Callable[..., Any]:
 
 # ---- registration ----------------------------------------------------------------------------------------------------
 
-_KERNELS = "torch_fused_ops.kernels.dropout"
+_KERNELS = "torch_fused_ops.families.dropout.kernels"
 
 register_pair(
     dropout_add.signatures,
     KernelSet(
-        dropout_cpu.dropout_add,
+        cpu.dropout_add,
         imported(_KERNELS, lambda kernels: kernels.dropout_add),
         formulas.dropout_add,
         _fake,
         lambda _: _rule,
     ),
     KernelSet(
-        dropout_cpu.dropout_add_backward,
+        cpu.dropout_add_backward,
         imported(_KERNELS, lambda kernels: kernels.dropout_add_backward),
         formulas.dropout_add_backward,
         _backward_fake,
