@@ -172,18 +172,6 @@ def test_without_float64_it_takes_float32() -> None:
     assert found.dtypes == ("float32", "float32 unrounded")
 
 
-@pytest.mark.slow
-def test_models_that_cast_inside() -> None:
-    def normed(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-        n = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
-        return F.silu(n.to(x.dtype) @ w) @ v
-
-    w, v = torch.rand(16, 32, requires_grad=True), torch.rand(32, 16, requires_grad=True)
-    found = tfo.verify(normed, x_of(8, 16), w, v)
-    assert found.ok, str(found)
-    assert min(one.allowed for one in found.comparisons if one.dtype == "float64") > 1e-7
-
-
 def test_sparse_gradients() -> None:
     class Embedded(nn.Module):
         def __init__(self) -> None:
@@ -259,13 +247,6 @@ def test_results_in_objects() -> None:
     assert sum(one.kind == "output" for one in found.comparisons) == 4
     with pytest.raises(ValueError, match="returned a NoneType in which no tensor is found"):
         tfo.verify(lambda x: None, x_of(8, 16))
-
-
-@pytest.mark.slow
-def test_it_is_a_step_of_training_under_no_grad_too() -> None:
-    with torch.no_grad():
-        found = tfo.verify(MLP(), x_of(8, 16))
-    assert found.ok and ("gradient", "up.weight") in {(one.kind, one.name) for one in found.comparisons}
 
 
 @pytest.mark.slow

@@ -394,13 +394,7 @@ def calls(activation: str, dtype: torch.dtype, rows: int = 4096, n: int = 8192) 
     for layout in reference.LAYOUTS:
         plain, full = (None, None, activation, layout, 0.0, None), (packed_bias, scale, activation, layout, 1.0, 7.0)
         found[f"{layout} forward"] = (launch_of("bias_glu"), packed, *full)
-        found[f"{layout} plain backward"] = (
-            launch_of("bias_glu_backward"),
-            x,
-            packed,
-            *plain,
-            (True, False, False),
-        )
+        found[f"{layout} plain backward"] = (launch_of("bias_glu_backward"), x, packed, *plain, (True, False, False))
         found[f"{layout} backward"] = (launch_of("bias_glu_backward"), x, packed, *full, EVERYTHING)
     return found
 
@@ -426,21 +420,6 @@ def test_instructions_per_element(call: str, activation: str, most: float) -> No
     assert vectorized and all(name.endswith(".128") for name in vectorized)
     assert len(code.instructions) / elements <= most
     assert (code.spills, code.shared) == (0, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("columns", "width"), [(1000, ".128"), (1004, ".64")])
-def test_sizes_that_16_does_not_divide_are_vectorised_all_the_same(columns: int, width: str) -> None:
-    """Of an integer Triton knows no more than whether 16 divides it: single elements were loaded and stored."""
-    x, bias = meta(8192, columns), meta(columns)
-    for call in (
-        (launch_of("bias_act"), x, bias, None, "relu"),
-        (launch_of("bias_act_backward"), x, x, bias, None, "relu", EVERYTHING),
-    ):
-        for code in assemble(virtual_gpu.H100, *call):
-            accesses = [i for i in code.instructions if i.startswith(("LDG", "STG"))]
-            single = [i for i in accesses if not i.endswith((width, ".128"))]
-            assert single in ([], ["STG.E.U16"]), "but for the sums, of which a thread has one"
 
 
 @pytest.mark.covering(1)
@@ -487,23 +466,11 @@ def test_nothing_spills(gpu: virtual_gpu.GPU, dtype: torch.dtype, activation: st
 def test_only_what_is_used_is_read() -> None:
     x, packed = meta(512, 1024), meta(512, 2048)
     for masks, loads, call in (
-        (
-            (False, True, False),
-            2,
-            (launch_of("glu_backward"), x, x, x, None, "silu", 0.0, None),
-        ),  # up is not read
+        ((False, True, False), 2, (launch_of("glu_backward"), x, x, x, None, "silu", 0.0, None)),  # up is not read
         ((True, False, False), 3, (launch_of("glu_backward"), x, x, x, None, "silu", 0.0, None)),
         ((True, False, False), 2, (launch_of("bias_act_backward"), x, x, None, None, "silu")),
-        (
-            (False, False, True),
-            2,
-            (launch_of("bias_act_backward"), x, x, None, meta(512, dtype=torch.float32), "silu"),
-        ),
-        (
-            (True, False, False),
-            3,
-            (launch_of("bias_glu_backward"), x, packed, None, None, "silu", "halves", 0.0, None),
-        ),
+        ((False, False, True), 2, (launch_of("bias_act_backward"), x, x, None, meta(512, dtype=torch.float32), "silu")),
+        ((True, False, False), 3, (launch_of("bias_glu_backward"), x, packed, None, None, "silu", "halves", 0.0, None)),
     ):
         code = assemble(virtual_gpu.H100, *call, masks)[0]
         assert sum(name.startswith("LDG") for name in code.instructions) == loads, (call[0].__name__, masks)

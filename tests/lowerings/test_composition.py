@@ -317,27 +317,6 @@ def test_frozen_by_options_we_stand_aside_too() -> None:
     assert compiled(MLP(), torch.randn(4, 64), options={**fused_with(), "freezing": True}).fused() == 2  # training
 
 
-@pytest.mark.slow
-def test_pad_mm_pads_the_same_products() -> None:
-    """On paper nothing is measured, so the decision is forced; everything else is upstream's own."""
-    virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(1023, 4091), nn.GELU(), nn.Linear(4091, 1023)).bfloat16()
-        x = torch.empty(2047, 1023, dtype=BF16, requires_grad=True)
-
-    def padded(options: dict[str, Any]) -> tuple[list[tuple[str, tuple[int, ...]]], int]:
-        config = {**options, "shape_padding": True, "force_shape_pad": True}
-        graphs = virtual_gpu.compile_on_paper(model, x, config=config).graphs.values()
-        nodes = [node for g in graphs for node in g.graph.graph.nodes if node.op == "call_function"]
-        gemms = [n for n in nodes if n.target in (aten.mm.default, aten.addmm.default)]
-        pads = sum(n.target is aten.constant_pad_nd.default for n in nodes)
-        return sorted((str(n.target), tuple(n.meta["val"].shape)) for n in gemms), pads
-
-    plain, ours = padded({}), padded(fused_with())
-    assert ours == plain
-    assert all(size % 8 == 0 for _, shape in plain[0] for size in shape) and plain[1] > 0
-
-
 # ---- what is kept for backward: budgets, checkpoints ---------------------------------------------
 
 
