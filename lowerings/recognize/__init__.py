@@ -29,7 +29,7 @@ from .graph import GraphAnalysis, shown, tensor
 from .report import Candidate, called_site, dropout_site, modules_of, site_of, unread
 from .rewrite import fuse, replace
 from .subgraph import Subgraph, examine, find, results
-from .values import check_rounding, value_of
+from .values import check_rounding, producers, value_of
 
 __all__ = ["rewrite", "unread"]
 
@@ -100,7 +100,7 @@ def _candidates(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Candidate
                 by_output[subgraph.output].factors += subgraph.factors
                 continue
             candidate.activation = subgraph.match.activation
-            _check_known(analysis, list(gemms.producers(analysis, subgraph.inputs)))
+            _check_known(analysis, list(producers(analysis, subgraph.inputs)))
             _check_freezing(subgraph)
             check_rounding(subgraph.output)
             candidate.subgraph = by_output[subgraph.output] = subgraph
