@@ -25,12 +25,15 @@ WINDOW = {**LLAMA, "sliding_window": 8}
 TWO_KINDS = {"num_hidden_layers": 2}  # the first layer's attention has a window, the second's none
 GPT2 = {**WORDS, "n_layer": 1, "n_embd": 64, "n_head": 4, "n_positions": 64}
 EXPERTS = {**LLAMA, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-T5 = {**WORDS, "num_layers": 1, "d_model": 64, "num_heads": 4, "d_kv": 16, "d_ff": 128, "decoder_start_token_id": 0}
+BART = {"d_model": 64, "max_position_embeddings": 64, "decoder_start_token_id": 2, "forced_eos_token_id": 2}
+for side in ("encoder", "decoder"):
+    BART |= {f"{side}_layers": 1, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 128}
+T5 = {**WORDS, "num_layers": 1, "d_model": 64, "num_heads": 4, "d_kv": 16, "d_ff": 128, "num_labels": 128}
 IMAGES = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
 IMAGES |= {"image_size": 32, "patch_size": 8, "num_labels": 10}
 
 ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "albert": ("AlbertConfig", "AlbertForMaskedLM", {**BERT, "embedding_size": 32}),
+    "bart": ("BartConfig", "BartForConditionalGeneration", {**WORDS, **BART}),
     "bert": ("BertConfig", "BertForMaskedLM", BERT),
     "bloom": ("BloomConfig", "BloomForCausalLM", {**WORDS, "n_layer": 1, "hidden_size": 64, "n_head": 4}),
     "cohere": ("CohereConfig", "CohereForCausalLM", LLAMA),
@@ -67,7 +70,8 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", EXPERTS),
     "roberta": ("RobertaConfig", "RobertaForMaskedLM", BERT),
     "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", LLAMA),
-    "t5": ("T5Config", "T5ForConditionalGeneration", T5),
+    # Its decoder, checkpointed, sets requires_grad of a tensor in forward, where Dynamo breaks the graph.
+    "t5": ("T5Config", "T5ForTokenClassification", T5),
     "vit": ("ViTConfig", "ViTForImageClassification", IMAGES),
 }
 COMMANDS = {

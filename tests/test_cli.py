@@ -132,6 +132,7 @@ def test_explain_writes_files(models):
     assert "<html" in (models / "report.html").read_text().lower()
 
 
+@pytest.mark.slow
 def test_explain_with_figures_and_a_policy(models, capsys):
     pytest.importorskip("triton")
     arguments = ["explain", "some_models:example", "--train", "--json", "report.json", "--html", "report.html"]

@@ -152,21 +152,6 @@ def test_operators_say_that_they_take_an_axis(dtype):
         torch.ops.fused.glu_backward(x, x, x, None, "silu", 0.0, None, only)
 
 
-def test_torch_fx_traces_through():
-    graph = torch.fx.symbolic_trace(lambda x, b: tf.bias_geglu(x, b, approximate="tanh")).graph
-    assert [n.target for n in graph.nodes if n.op == "call_function"] == [torch.ops.fused.bias_glu]
-
-
-def test_exports():
-    class MLP(torch.nn.Module):
-        def forward(self, x, b):
-            return tf.bias_gelu(x, b)
-
-    program = torch.export.export(MLP(), (X, B))
-    assert torch.equal(program.module()(X, B), tf.bias_gelu(X, B))
-    assert any(n.target is torch.ops.fused.bias_act.default for n in program.graph.nodes)
-
-
 LAYOUTS = ("halves", "swapped", "interleaved", 1, 2, 3, 6)
 
 

@@ -866,16 +866,25 @@ def test_plans_of_architectures(name: str) -> None:
 
 
 class Partly(nn.Module):
-    """Parameters that backward does not reach: unused, under no_grad, detached; one stands in it under two names."""
+    """Parameters that backward does not reach: unused, under no_grad, detached; one stands in it under two names.
+
+    Backward reaches others where they are written in place, or read under ``vmap``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.used, self.unused, self.silent, self.detached = (nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.used, self.unused, self.silent, self.detached, self.mapped = (
+            nn.Linear(8, 8, bias=False) for _ in range(5)
+        )
         self.tied = self.used
+        self.added, self.assigned = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             x = self.silent(x)
+        x = torch.vmap(self.mapped)(x)
+        x[1:].add_(self.added)
+        x[0] = self.assigned
         return (self.tied(x) + self.detached(x).detach()).sum()
 
 

@@ -100,7 +100,7 @@ class Operators(nn.Module):
         return FF.scaled_masked_softmax(y.unflatten(-1, (4, -1)).transpose(0, 1).unsqueeze(0), scale=0.5)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("memory", ["free", "fp8", "input"])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("net", [Net, Operators])

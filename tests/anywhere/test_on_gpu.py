@@ -139,13 +139,13 @@ def test_a_training_step(inductor_code: None, device: str, name: str, memory: st
     check(name, memory, mode, device, dynamic=False)
 
 
-@pytest.mark.seconds("its graphs have three times as many calls")
 @everywhere(
     "name",
     "memory",
     "mode",
     gpu=[(name, memory, mode) for name in ("gelu", "swiglu", "glu") for memory in MEMORY for mode in MODES],
     cpu=[("glu", "free", "default")],
+    slow=True,
 )
 def test_products_in_float8(inductor_code: None, device: str, name: str, memory: str, mode: str) -> None:
     check(name, memory, mode, device, rows=(ROWS, 200, 200), gemm="fp8", dynamic=False)

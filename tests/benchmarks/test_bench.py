@@ -201,6 +201,7 @@ def test_every_memory_level_keeps_less_than_the_one_before() -> None:
     assert kept == sorted(set(kept), reverse=True) and kept[-1] == 64 * 16 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_products_in_float8() -> None:
     """They are timed only where they are named; within their bound, beyond bfloat16's; and keep fewer bytes."""

@@ -212,7 +212,7 @@ def test_bytes_saved_with_more_around_the_activation(case: str, plain: int, ours
     assert [round(on_paper(case, way).saved_bytes() / MIB) for way in ("plain", "ours")] == [plain, ours]
 
 
-@pytest.mark.seconds("figures on paper, three ways")
+@pytest.mark.slow
 def test_experts_keep_no_products_result() -> None:
     """Tokens, gate and up; not the result (64 MiB) that the router's weights multiply, which the knob keeps.
 
@@ -305,6 +305,7 @@ def instructions(name: str) -> tuple[float, Any]:
     return code.instructions_per_element(), code
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("name", "limit"),
     [

@@ -174,6 +174,7 @@ def test_what_fuses_into_templates(
         assert (kernels(training.forward), kernels(training.backward)) == (forward, backward)
 
 
+@pytest.mark.slow
 def test_gelu_in_the_gemms_epilogues() -> None:
     """Forward: the sum that backward needs and the activation from one GEMM. Backward: the gradient, and the activation
     again for the weight gradient, from the one that makes the activation's gradient.

@@ -110,7 +110,7 @@ def test_a_device_without_such_products_is_asked_on_paper(device: gpu.GPU, gemm:
     assert tfo.explain(module, x, policy=FusionPolicy(gemm=gemm)).sites[0].gemm == gemm
 
 
-@pytest.mark.seconds("a whole training step, compiled for a GPU")
+@pytest.mark.slow
 def test_blocks_of_32_on_sm_100() -> None:
     """In forward all is Inductor's, which writes scales of 8 bits as the products read them; across, it is ours."""
     with torch.device("meta"):

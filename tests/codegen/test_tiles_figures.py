@@ -70,6 +70,7 @@ class LayerNormedMLP(NormedMLP):
     kind = nn.LayerNorm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "numbers"), ((NormedMLP, 1), pytest.param(LayerNormedMLP, 2, marks=pytest.mark.slow))
 )
@@ -87,6 +88,7 @@ class Layers(nn.Sequential):
         super().__init__(*(NormedMLP(width, hidden) for _ in range(3)))
 
 
+@pytest.mark.slow
 def test_the_budget_lowers_the_peak_of_several_layers_alone() -> None:
     """What all layers keep makes the peak there; what one works with makes that of a single MLP."""
     plain, budget, ours = (peak(compiled(way, Layers, 4096, 256, 1024)[1]) for way in ("plain", "budget", "free"))

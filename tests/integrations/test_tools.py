@@ -116,6 +116,19 @@ def test_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @without_code
+def test_figures_in_half_precision_with_checkpoints(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from torch_fused_ops.integrations.transformers import FusionCallback
+
+    tfo.enable()
+    said: list[str] = []
+    callback = FusionCallback(said.append, figures=True)
+    trainer(tmp_path, callback, torch_compile=True, bf16=True, gradient_checkpointing=True).train()
+    assert of_mlps(callback.report) == "2 of 2"
+    assert "2 of 2 MLP sites fused" in said[0] and "figures are not available" not in said[0]
+
+
+@without_code
 def test_trainer_without_it_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("accelerate")
     from torch_fused_ops.integrations.transformers import FusionCallback

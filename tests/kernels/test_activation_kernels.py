@@ -328,7 +328,7 @@ def test_results_are_the_same_in_every_run(device: Device) -> None:
 # ---- large tensors ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("layout", reference.LAYOUTS)
 def test_wide_offsets_give_the_same(device: Device, name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,7 +405,7 @@ def calls(activation: str, dtype: torch.dtype, rows: int = 4096, n: int = 8192) 
     return found
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("call", "activation", "most"),
     [

@@ -53,6 +53,7 @@ def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
     assert torch.equal(values.view(torch.uint8)[compared], e_values.view(torch.uint8)[compared])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -78,6 +79,7 @@ def test_quantize_gives_the_formula_s_bits_of_both_layouts(
     assert_same(both[2:], float8.quantize(x.t(), 1))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -109,6 +111,7 @@ def test_scales_are_tiled_as_by_the_formula(device: Device, shape: tuple[int, in
     assert len(device.launches) == bool(tiles.numel()) and torch.equal(tiles, float8.tiled(scales))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fnuz", [False, True])
 @pytest.mark.parametrize(
     ("shape", "dtype", "at_once"),
@@ -198,6 +201,7 @@ def test_wide_offsets_give_the_same(device: Device, monkeypatch: pytest.MonkeyPa
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("name", "layout", "dtype", "shape", "scalars", "columns"),
     [

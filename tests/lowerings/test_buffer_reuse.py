@@ -55,6 +55,7 @@ def on_paper(fn: Callable[..., Any], args: Sequence[Tensor], memory: str | None,
 LEVELS = ["free", *(pytest.param(level, marks=pytest.mark.slow) for level in ("off", "input", "tiled:3"))]
 
 
+@pytest.mark.covering(1, "memory")
 @pytest.mark.parametrize("memory", LEVELS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_peak_of_one_mlp_is_not_above_plains(name: str, memory: str) -> None:

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from test_operators import cpp
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import torch_fused_ops as tfo
 from torch_fused_ops import functional
@@ -78,10 +77,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] = {
     ),
     "p 0": (lambda x, b, r: fused.dropout_add(x, b, r, SEED, 0.0), lambda: [leaf(5, 6), leaf(6), leaf(5, 6)]),
     "p 1": (lambda x, b, r: fused.dropout_add(x, b, r, SEED, 1.0), lambda: [leaf(5, 6), leaf(6), leaf(5, 6)]),
-    "one axis, seed of none": (
-        lambda x: fused.dropout_add(x, None, None, SEED.view(()), 0.5),
-        lambda: [leaf(41)],
-    ),
+    "one axis, seed of none": (lambda x: fused.dropout_add(x, None, None, SEED.view(()), 0.5), lambda: [leaf(41)]),
     "empty": (lambda x, b: fused.dropout_add(x, b, None, SEED, 0.5) + 1, lambda: [leaf(0, 8), leaf(8)]),
 }
 
@@ -533,35 +529,6 @@ def test_gradients_are_those_of_the_forward_masks() -> None:
     d_r, d_w = torch.autograd.grad(y, (r, a.weight), g)
     torch.testing.assert_close(d_r, g)
     torch.testing.assert_close(d_w, (g * kept * 2).t() @ x)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "way", ["checkpoint", "selective: recompute", pytest.param("selective: save", marks=pytest.mark.slow)]
-)
-def test_checkpointing_recomputes_the_same_mask(way: str) -> None:
-    a, x = nn.Linear(8, 8, bias=False), torch.randn(64, 8)
-
-    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        ours = op is fused.dropout_add.default
-        save = ours if "save" in way else op is torch.ops.aten.mm.default
-        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
-
-    settings: dict[str, Any] = {"use_reentrant": False}
-    if way != "checkpoint":
-        settings["context_fn"] = lambda: create_selective_checkpoint_contexts(decide)  # type: ignore[no-untyped-call]
-
-    def fn(x: Tensor) -> Tensor:
-        return checkpoint(lambda x: F.dropout(a(x), 0.5).square(), x, **settings)  # type: ignore[no-any-return]
-
-    with tfo.record() as report:
-        y = torch.compile(fn, backend="fused")(x)
-        assert any(site.op == "fused::dropout_add" for site in report.sites)
-    h = a(x).detach()
-    kept = (y.detach().abs() > 1e-9).float()
-    (d_w,) = torch.autograd.grad(y.sum(), a.weight)
-    torch.testing.assert_close(y.detach(), (h * kept * 2).square(), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(d_w, (2 * (h * kept * 2) * kept * 2).t() @ x, rtol=1e-4, atol=1e-4)
 
 
 class DroppedEverywhere(nn.Module):

@@ -60,7 +60,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 # ---- what it computes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("memory", ("off", "free", "fp8", "input"))
@@ -77,6 +77,7 @@ def test_a_compiled_step_is_the_eager_one_in_float8(recipe: str, memory: str) ->
         assert 1e-4 < apart(mine, plain) < 0.12
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("recipe", (pytest.param("fp8", marks=pytest.mark.slow), "mxfp8"))
 def test_what_gpus_are_given_in_one_pass_is_the_same(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +167,7 @@ def test_sizes_that_change(recipe: str, hidden: int, ffn: int) -> None:
             assert torch.equal(mine, plain) if tokens == 0 else apart(mine, plain) < 0.12
 
 
+@pytest.mark.every(2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("tokens", (1, 37))
 def test_rows_of_sizes_that_are_no_blocks(tokens: int) -> None:
@@ -432,6 +434,7 @@ def test_operators_that_a_model_calls_are_sites_where_float8_is_asked_for() -> N
     assert [site.module for site in sites(model, x, gemm={"mlp": "fp8"})] == ["mlp"]
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_operators_that_a_model_calls_multiply_in_float8() -> None:
     model, x = Called().eval(), torch.randn(5, HIDDEN)
@@ -441,6 +444,7 @@ def test_operators_that_a_model_calls_multiply_in_float8() -> None:
         torch.testing.assert_close(mine, eager, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_this_library_s_experts_that_stay_have_their_reason() -> None:
     x, counts = torch.randn(21, 48), torch.tensor((5, 0, 16))
     assert sites(grouped(), x.bfloat16(), counts, torch.rand(21), gemm="bf16") == (), "adding biases is no product"

@@ -162,7 +162,7 @@ def test_two_compilations_for_ten_batch_sizes() -> None:
     assert counter.frame_count <= 2
 
 
-@pytest.mark.seconds("machine code of all activations, by the C++ compiler")
+@pytest.mark.slow
 def test_every_activation_in_one_kernel() -> None:
     names = [a for a in activations.names() if activations.get(a).builtin]
 

@@ -121,7 +121,7 @@ def off(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:
 
 
 @pytest.mark.codegen_is_slow
-@pytest.mark.seconds("five compilations of one step, which are compared")
+@pytest.mark.slow
 def test_a_mixture_at_every_level() -> None:
     """Its product's result is not kept; where nothing is rounded to 8 bits, all is as near to float64 as before."""
     inputs = mixtures_tensors()

@@ -294,7 +294,7 @@ RELU2: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("level", [None, *LEVELS, "tiled:2"])
 @pytest.mark.parametrize("shape", [(8, WIDTH), (2, 4, WIDTH)], ids=["two axes", "three axes"])
 @pytest.mark.parametrize("view", VIEWS)

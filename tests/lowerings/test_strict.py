@@ -223,7 +223,7 @@ def test_a_model_in_which_nothing_is_fused_is_told_once(name: str, warnings: Cal
 
 
 @pytest.mark.parametrize("name", FOUND)
-@pytest.mark.covering(1)
+@pytest.mark.every(6)
 def test_others_are_not(name: str, warnings: Callable[[], list[str]]) -> None:
     torch.compile(Body(FOUND[name]), backend="fused")(torch.randn(4, 8))
     assert warnings() == []
@@ -245,6 +245,7 @@ def test_nothing_is_said_of_a_choice(warnings: Callable[[], list[str]]) -> None:
     assert warnings() == []
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("field", ["memory", "gemm", "exclude"])
 def test_a_pattern_that_fits_no_site_is_told_at_once(field: str, warnings: Callable[[], list[str]]) -> None:
     patterns = {"memory": {"layers.0.*": "input", "layer.1.*": "fp8"}, "gemm": {"layer.1.*": "bf16"}}

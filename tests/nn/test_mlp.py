@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from mlp_figures import mlp_figures
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fused_ops import functional, megatron
-from torch_fused_ops.distributed.figures import mlp_figures
 from torch_fused_ops.nn import MLP, ColumnParallelLinear, MLPConfig, MLPSubmodules, RowParallelLinear
 
 HIDDEN, FFN = 16, 24

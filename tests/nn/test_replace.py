@@ -175,6 +175,7 @@ FORWARDS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_forward_is_followed(name: str) -> None:
     """Also where it goes another way than it did when it was compiled."""
@@ -237,6 +238,7 @@ def test_later_changes_are_seen() -> None:
     assert_alike(model, reference, x)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("make", [Mlp, sequential])
 def test_hooks_that_come_and_go(make: Callable[[], nn.Module], inside: bool) -> None:
