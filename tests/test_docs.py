@@ -78,7 +78,7 @@ GIVEN = {
 }
 BEFORE = {"distributed.md": {1: "torch.set_default_device('cpu')"}}  # which block: what changes before it
 # The first, and the quickest; the other pages' blocks run under -m slow.
-DEFAULT = {"README.md": pytest.mark.seconds("the first page's programs, as they stand there"), "memory.md": ()}
+DEFAULT = {"README.md": (), "memory.md": ()}
 MARK = "---- the block ends ----"
 
 

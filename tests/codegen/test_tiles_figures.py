@@ -42,7 +42,7 @@ def products(paper: PaperCompilation) -> float:
     return sum(map(flops, paper.graphs.values()))
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("model, more", ((SwiGLUMLP, 11 / 9), (GELUMLP, 7 / 6)))
 def test_a_tile_of_the_hidden_layer_is_alive_at_a_time(model: type[nn.Module], more: float) -> None:
     sizes = (4096, 256, 1024)
