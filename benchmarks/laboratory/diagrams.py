@@ -8,6 +8,7 @@ python -m torch_fused_ops.benchmarks.laboratory.diagrams [NAME …]   all by def
 from __future__ import annotations
 
 import argparse
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,12 +111,12 @@ def timeline() -> Any:
     weights = sum(p.nbytes for p in model.parameters())
     figure = Figure(figsize=(9, 4), layout="constrained")
     ax = figure.subplots()
-    for level, color in (("off", "#6b7280"), ("free", "#2563eb"), ("input", "#0f766e")):
-        with tfo.enabled(memory=level):
+    for level, color in (("plain", "#6b7280"), ("free", "#2563eb"), ("input", "#0f766e")):
+        with contextlib.nullcontext() if level == "plain" else tfo.enabled(memory=level):
             curve = virtual_gpu.compile_on_paper(model, tokens, tokens).timeline()
         live = [(weights + event.live) / 2**30 for event in curve.events]
         at = [i / (len(live) - 1) for i in range(len(live))]
-        name = "plain" if level == "off" else f'"{level}"'
+        name = level if level == "plain" else f'"{level}"'
         ax.plot(at, live, color=color, linewidth=2, label=f"{name}, peak {max(live):.1f} GiB")
     ax.axhline(LIMIT / 2**30, color="#b91c1c", linewidth=1.5, linestyle="--")
     ax.text(0.01, LIMIT / 2**30 + 0.3, "a card of 12 GB", color="#b91c1c", fontsize=11)
