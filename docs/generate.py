@@ -301,8 +301,8 @@ def _runs(choices: dict[str, str]) -> str:
 DATA_SHEET_BYTES = 141e9  # of an H200
 SAVES = {
     "off": "as plain `torch.compile`",
-    "free": "not the activation's result",
-    "fp8": "its inputs in 8 bits",
+    "free": "all but the activation's result",
+    "fp8": "the same, the activation's inputs in 8 bits",
     "input": "only the MLP's input",
     "checkpoint": "only the layer's input",
 }
@@ -316,7 +316,7 @@ def _change(ratio: float) -> str:
 def readme() -> str:
     """The page, with a plan's peaks, and what PyTorch's memory budget saves."""
     plan = json.loads((RESULTS / "plans.json").read_text())["Llama-3-8B"]["plans"][0]
-    lines = ["| every MLP at | saves of each MLP | peak | of 141 GB | time of the step |", "|---|---|---|---|---|"]
+    lines = ["| every MLP at | saved of each MLP | peak | share of 141 GB | time of the step |", "|---|---|---|---|---|"]
     for row in plan["levels"]:
         if row["level"] in SAVES:
             name = {"free": '`"free"`, the default', "checkpoint": "a checkpoint around each layer"}.get(row["level"])
