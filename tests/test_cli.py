@@ -68,25 +68,13 @@ def models(tmp_path, monkeypatch):
 def test_info(capsys):
     assert main(["info"]) == 0
     out = capsys.readouterr().out
-    for fact in (
-        tfo.__version__,
-        torch.__version__,
-        sys.version.split()[0],
-        "fused::bias_act",
-        "gelu_tanh",
-    ):
+    for fact in (tfo.__version__, torch.__version__, sys.version.split()[0], "fused::bias_act", "gelu_tanh"):
         assert fact in out
     assert re.search(r"^lowerings +(\d+) of \1 operators", out, re.M)
     assert re.search(r"^torch features +\S.*: (yes|no)$", out, re.M)
     assert re.search(r"^policy +none: plain", out, re.M)
     assert re.search(r"^numpy +[\d.]+$", out, re.M)
-    for what in (
-        "torch.compile on CPUs",
-        "torch.compile on GPUs",
-        "float8 GEMMs",
-        "estimated figures",
-        "pictures",
-    ):
+    for what in ("torch.compile on CPUs", "torch.compile on GPUs", "float8 GEMMs", "estimated figures", "pictures"):
         assert re.search(rf"^(works here)? +{what}.*: .+$", out, re.M), what
     assert re.search(r"^turned off +nothing; TORCH_FUSED_OPS_WITHOUT takes kernels, float8_kernels, ", out, re.M)
 
@@ -181,18 +169,6 @@ def test_options_that_are_not_known(capsys, arguments, command, hint):
     assert f"usage: python -m torch_fused_ops {command} [-h]" in error and f"unrecognized arguments: {hint}" in error
 
 
-@pytest.mark.slow
-def test_explain_at_every_memory_level(models, capsys):
-    pytest.importorskip("triton")
-    assert main(["explain", "some_models:example", "--train", "--levels", "--json", str(models / "levels.json")]) == 0
-    assert "memory level" in capsys.readouterr().out
-    levels = {one["name"]: one for one in json.loads((models / "levels.json").read_text())["figures"]["levels"]}
-    saved = [levels[name]["saved"] for name in ("off", "free", "fp8", "input")]
-    peaks = [levels[name]["peak"] for name in ("off", "free", "input")]
-    assert all(peak > kept for peak, kept in zip(peaks, [saved[0], saved[1], saved[3]], strict=True))
-    assert saved == sorted(saved, reverse=True) and levels["free"]["seconds"] >= levels["off"]["seconds"] > 0
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -219,7 +195,6 @@ def test_explain_refuses_files_that_cannot_be_written(models, capsys, option, fi
     assert f"error: {option} {file} cannot be written" in said.err and not said.out
 
 
-@pytest.mark.seconds("three compilations on paper, and Inductor's import")
 def test_plan(models, capsys):
     pytest.importorskip("triton")
     arguments = ["plan", "some_models:example", "--gpu", "H100", "--optimizer", "sgd", "--meta", "--lossless"]

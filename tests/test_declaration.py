@@ -137,7 +137,6 @@ print("everything")
 """
 
 
-@pytest.mark.seconds("the one process in which operators are declared, and compiled")
 def test_a_declared_operator_gets_everything() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (declared,) = (block for block in blocks if "register_pointwise" in block)

@@ -84,7 +84,7 @@ def test_formula(name, args, kwargs, formula):
     assert out.dtype == torch.float32 and out.is_contiguous()
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(("name", "args", "kwargs", "formula"), FORMULAS)
 def test_compiles_whole_with_gradients(name, args, kwargs, formula):
     fn = getattr(tf, name)

@@ -165,7 +165,7 @@ def test_derivatives(name):
         torch.testing.assert_close(t.double(), plain[i].grad, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.every(4)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("name", FORWARD)
 def test_compiles_whole(name):
     args, _ = FORWARD[name]

@@ -64,7 +64,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], int, str
 }
 
 
-@pytest.mark.every(10)
+@pytest.mark.covering(every=10)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_explain_shows_every_mlp_fused(name: str, training: bool) -> None:
@@ -85,10 +85,7 @@ def step(model: Callable[..., Any], parameters: list[Tensor], inputs: dict[str, 
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.seconds("a whole model") if "a layer" in name else pytest.mark.slow)
-        for name in MODELS
-    ],
+    [pytest.param(name, marks=() if "a layer" in name else pytest.mark.slow) for name in MODELS],
 )
 def test_compiled_model_matches_eager(name: str) -> None:
     """Forward and gradients, against the same model in float64: as near to it as eager float32 is."""

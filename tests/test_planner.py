@@ -530,7 +530,6 @@ def two_mlps() -> tfo.Plan:
     return tfo.plan(model, x, memory="1GiB", gpu="H100", lossless=True)
 
 
-@pytest.mark.seconds("three compilations on paper; the tests below share them")
 def test_a_plan_takes_what_fits(inductor: Any) -> None:
     rich = two_mlps()
     rows = {row.level: row for row in rich.levels}

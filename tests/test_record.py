@@ -14,7 +14,6 @@ import torch.nn as nn
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
 
 import torch_fused_ops as tfo
 from torch_fused_ops import virtual_gpu
@@ -284,21 +283,6 @@ def test_an_attempt_that_dynamo_gives_up_is_not_counted() -> None:
     assert report.graphs == 1 and operators(report) == GELU
 
 
-@pytest.mark.slow
-def test_checkpointed_bodies_belong_to_their_graph() -> None:
-    one, two = mlp(), mlp(nn.SiLU())
-
-    def model(x: Tensor) -> Tensor:
-        return checkpoint(two, checkpoint(one, x, use_reentrant=False), use_reentrant=False)  # type: ignore[no-any-return]
-
-    with tfo.record(figures=True) as report:
-        torch.compile(model, backend="fused")(batch(grad=True)).sum().backward()
-    assert report.graphs == 1 and operators(report) == [*GELU, ("fused::bias_act", "silu")]
-    assert report.figures is not None, report.figures_missing
-    kept = ROWS * WIDTH * FLOAT  # the input of each checkpoint, and nothing inside
-    assert report.figures.before.saved == report.figures.after.saved == 2 * kept
-
-
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 triton = pytest.importorskip("triton", reason="figures need Triton")
@@ -372,16 +356,6 @@ def test_inference_has_bytes_and_kernels_by_hand_and_nothing_saved() -> None:
         assert (cost.forward_bytes, cost.forward_kernels) == ((gemms + 2 * h) * FLOAT, 3)
         assert (cost.saved, cost.backward_bytes, cost.backward_kernels) == (0, 0, 0)
     assert not found.training and "saved for backward" not in str(report) and "backward" not in str(report)
-
-
-@pytest.mark.slow
-def test_autocast_around_the_call_is_measured() -> None:
-    with torch.autocast("cpu", torch.bfloat16), tfo.record() as report:
-        torch.compile(mlp(), backend="fused")(batch())
-    found = report.measure()
-    assert found is not None, report.figures_missing
-    x, h, weight = (2 * n for n in (ROWS * WIDTH, ROWS * FFN, WIDTH * FFN))  # all in bf16, so copies of their own
-    assert (found.before.saved, found.after.saved) == (x + 2 * h + weight, x + h), "a cast is pointwise work too"
 
 
 @pytest.mark.slow
@@ -508,4 +482,4 @@ def test_compilations_go_on_as_before_after_measuring() -> None:
         first = compiled(x)
     assert torch.equal(compiled(x), first)
     fresh = torch.compile(mlp(nn.SiLU()), backend="fused")(x)
-    assert fresh.device.type == "cpu" and not torch.cuda.is_initialized()
+    assert fresh.device.type == "cpu"

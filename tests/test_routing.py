@@ -145,7 +145,7 @@ def test_zero_rows_bring_no_infinity_to_weights() -> None:
     assert rows.tolist() == [[2.0, 3.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]] and row_probs.tolist() == [1, 0, 0, 0]
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("padded", [False, True])
 def test_one_graph(padded: bool) -> None:

@@ -206,7 +206,7 @@ def ends_in(found: Any, wanted: str | None) -> bool:
     return bool(found) and all(s.op if wanted == FUSED else s.reason.startswith(wanted) for s in found)
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_work_is_linear_in_the_graph(name: str) -> None:
     """Twice as large a graph, twice as much work: no chain is walked for each of its nodes, no join doubles it."""
@@ -218,7 +218,7 @@ def test_work_is_linear_in_the_graph(name: str) -> None:
     assert large <= 2.2 * small
 
 
-@pytest.mark.every(16)
+@pytest.mark.covering(every=16)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_graph_of_5000_is_read(name: str) -> None:
     """No recursion over a graph's depth, none over its width."""
@@ -247,7 +247,7 @@ STEPS: dict[str, Callable[[Built, Node], Node]] = {
 }
 
 
-@pytest.mark.every(6)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_expressions_that_double_are_refused(name: str, gated: bool) -> None:
@@ -295,7 +295,7 @@ def no_code(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
     return compile_fx(gm, example_inputs, inner_compile=lambda gm, *args, **rest: make_boxed_func(gm.forward))
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     ("fn", "wanted"),
     [

@@ -151,7 +151,6 @@ def test_products_in_float8(inductor_code: None, device: str, name: str, memory:
     check(name, memory, mode, device, rows=(ROWS, 200, 200), gemm="fp8", dynamic=False)
 
 
-@pytest.mark.seconds("torch 2.11 tunes on CPUs, too, with machine code of its own")
 @everywhere("name", gpu=[("gelu",)], cpu=[("gelu",)], slow=True)
 def test_max_autotune(inductor_code: None, device: str, name: str) -> None:
     check(name, "free", variants.AUTOTUNE, device, dynamic=False)

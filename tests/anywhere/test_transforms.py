@@ -464,7 +464,7 @@ INSIDE: dict[str, Callable[[Fn, int], Fn]] = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize("name", BATCHES)
 def test_vmap_is_every_example_s_own_call(name: str, inside: str, recwarn: pytest.WarningsRecorder) -> None:

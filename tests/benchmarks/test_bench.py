@@ -43,8 +43,7 @@ def check(result: dict[str, Any], benchmark: str) -> None:
                 assert all(r["interval"][0] <= r["median"] <= r["interval"][1] for r in way["ratio_to"].values())
 
 
-@pytest.mark.seconds("the one benchmark that runs from one end to the other")
-@pytest.mark.every(4)
+@pytest.mark.covering(every=4)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize(
     ("arguments", "cases", "compared"),
@@ -250,7 +249,6 @@ def test_torchao(way: str) -> None:
     assert harness.LIMIT[torch.bfloat16] < error <= case.loose[way]
 
 
-@pytest.mark.seconds("compiles two steps on paper")
 @pytest.mark.parametrize(
     "way", ["compile", "fused-free", "fused-fp8", pytest.param("fused-input", marks=pytest.mark.slow)]
 )

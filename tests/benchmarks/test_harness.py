@@ -139,7 +139,6 @@ def test_every_way_is_reported(device: Device) -> None:
         assert said in text
 
 
-@pytest.mark.seconds("machine code, timed")
 def test_results_read_where_memory_was_not_written() -> None:
     """Memory of the results' size is NaN before each check: a way that leaves some of it is found out."""
     big = torch.ones(1 << 16, dtype=torch.float64)
@@ -189,7 +188,6 @@ def test_what_loses_the_device_is_left_out_of_the_next_process(tmp_path: Path) -
     assert len(second["cases"]) == 2
 
 
-@pytest.mark.seconds("machine code, timed")
 def test_a_time_limit_lists_what_is_left(tmp_path: Path) -> None:
     plan = Plan(0.01, limit=1e-6, quick=True)
     out = tmp_path / "results.json"

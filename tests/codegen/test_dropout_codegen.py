@@ -53,7 +53,7 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]], float]] =
 }  # fmt: skip
 
 
-@pytest.mark.every(6)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize("name", FORMS)
 def test_instructions_per_element(name: str) -> None:
     fn, args, limit = FORMS[name]

@@ -50,7 +50,7 @@ def inference(model: type[nn.Module], *shape: int, dtype: torch.dtype = BF16, **
     return virtual_gpu.compile_on_paper(made, tensor(*shape, dtype=dtype), training=False, **arguments).inference
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     ("model", "shape", "dtype", "taken"),
     [
@@ -257,7 +257,7 @@ def test_freezing_merges_gate_and_up() -> None:
     assert kernels(graph) == ["mm", "mm", "poi"]
 
 
-@pytest.mark.every(10)
+@pytest.mark.covering(every=10)
 @pytest.mark.parametrize("model", [GeluMLP, SwigluMLP, Glu, LlamaBlock, packed_with_bias])
 @pytest.mark.parametrize("gemm", ["library", "triton"])
 def test_nothing_is_added_atomically(model: Callable[[], nn.Module], gemm: str) -> None:
@@ -267,7 +267,7 @@ def test_nothing_is_added_atomically(model: Callable[[], nn.Module], gemm: str) 
     assert not any("tl.atomic" in graph.code for graph in paper.graphs.values())
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", ["bias_act", "glu", "bias_glu"])
 def test_no_gradient_is_added_atomically(name: str) -> None:
     """Of any argument: biases and token scales too."""

@@ -467,7 +467,7 @@ GROUPS = {
 @pytest.mark.parametrize(
     ("group", "ranks"),
     [
-        pytest.param("two", 2, marks=pytest.mark.seconds("the one test of the default suite in two processes")),
+        ("two", 2),
         pytest.param("two more", 2, marks=pytest.mark.slow),
         pytest.param("four", 4, marks=pytest.mark.slow),
     ],

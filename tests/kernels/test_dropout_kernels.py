@@ -59,7 +59,7 @@ def check(device: Device, x: Tensor, bias: Tensor | None, residual: Tensor | Non
             assert_close(got[1], truth[1], gradient=True, absolute=3e-5 * max(1.0, x.shape[0] ** 0.5))
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     "sample",
     [
@@ -73,7 +73,7 @@ def test_samples(device: Device, sample: Any) -> None:
     check(device, x, bias, residual, p, seed)
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("shape", [(6, 100), (2, 1030), (70, 17), (130, 4), (2, 3, 5, 36)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_tiles_are_one_mask(device: Device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -157,7 +157,7 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...], float]]:
     }
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     "gpu", [g if g.arch == "sm_90" else pytest.param(g, marks=pytest.mark.slow) for g in GPUS], ids=lambda gpu: gpu.arch
 )

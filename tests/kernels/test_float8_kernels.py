@@ -53,7 +53,7 @@ def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
     assert torch.equal(values.view(torch.uint8)[compared], e_values.view(torch.uint8)[compared])
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -79,7 +79,7 @@ def test_quantize_gives_the_formula_s_bits_of_both_layouts(
     assert_same(both[2:], float8.quantize(x.t(), 1))
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -201,7 +201,7 @@ def test_wide_offsets_give_the_same(device: Device, monkeypatch: pytest.MonkeyPa
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     ("name", "layout", "dtype", "shape", "scalars", "columns"),
     [

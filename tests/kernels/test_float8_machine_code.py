@@ -68,7 +68,7 @@ MARKS: dict[str, Any] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CALLS])
 def test_fits_sm_90(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, registers, spills, instructions, loads, wide_stores, stores = CALLS[name]
@@ -119,7 +119,7 @@ IN_ROWS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("name", IN_ROWS)
 @pytest.mark.parametrize("gpu", [L40S, virtual_gpu.H100, virtual_gpu.MI300X], ids=lambda gpu: gpu.arch)
 def test_rows_spill_nowhere(name: str, gpu: virtual_gpu.GPU, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def calls(activation: str, dtype: torch.dtype = torch.bfloat16, rows: int = 4096
 DEFAULT = {virtual_gpu.H100: True, virtual_gpu.MI300X: False}  # one by hardware and one by arithmetic
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", ("glu", "bias_act", "bias_act backward", "glu backward"))
 @pytest.mark.parametrize(
     ("gpu", "native"),
@@ -204,7 +204,7 @@ def test_wide_loads_and_stores(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "LDG.E.128" in code.instructions and "STG.E.128" in code.instructions, name
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(("name", "columns"), [("bias_act_fp8", 4096), ("glu_fp8", 4096), ("glu_fp8", 14336)])
 def test_several_rows_are_under_way_at_once(name: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a program waits for its row's largest number, four others or more load and store; loads are wide."""

@@ -114,7 +114,7 @@ class Twice(nn.Module):
         return self.layer(x, x)
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", FUSED)
 def test_fused(name: str) -> None:
     make, shape, wanted = FUSED[name]

@@ -214,7 +214,7 @@ def compiled(
     return out, codes[-1]  # what was compiled to be timed comes before
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("activation", [F.relu, F.gelu])
 @pytest.mark.parametrize("shape", [(8, 32), (2, 3, 32)])
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -235,23 +235,6 @@ def test_late_bias_on_cpu(cpu_has_it: None) -> None:
     torch.testing.assert_close(out, torch.relu(x @ w + b))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trained", ["all", "second linear", "checkpointed"])
-def test_training_is_left_alone(cpu_has_it: None, trained: str) -> None:
-    """Also where nothing but the activation reads the pre-activation: frozen, or recomputed in backward."""
-    model, x = MLP(32, 64, F.relu), torch.randn(8, 32)
-    model.up.requires_grad_(trained != "second linear")
-
-    def checkpointed(x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-    out, code = compiled(checkpointed if trained == "checkpointed" else model, x, epilogues="library")
-    assert "_addmm_activation" not in code
-    out.sum().backward()
-    torch.testing.assert_close(out, model(x))
-
-
-@pytest.mark.seconds("machine code, twice, by the C++ compiler")
 @pytest.mark.parametrize("how", ["library", pytest.param("measured", marks=pytest.mark.slow)])
 def test_cpu_stays_as_it_is(how: str) -> None:
     """oneDNN and the C++ templates have epilogues of their own."""

@@ -736,7 +736,6 @@ def check_kinds(counts: Counter[str]) -> None:
     assert wanted <= counts.keys(), (wanted - counts.keys(), counts)
 
 
-@pytest.mark.seconds("random programs: the more the better")
 def test_programs():
     counts: Counter[str] = Counter()
 

@@ -134,7 +134,7 @@ def test_fp8_is_near(name: str, dtype: torch.dtype) -> None:
     assert not any(t.dtype == dtype and t.shape[-1] == stored[0].shape[-1] and t.ndim == 3 for t in kept)
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_sizes_may_be_symbolic(level: str) -> None:
     fn = compiled(gelu, level, dynamic=True)
@@ -143,7 +143,7 @@ def test_sizes_may_be_symbolic(level: str) -> None:
         assert apart(step(fn, inputs)[0], step(gelu, inputs)[0]) < (0.06 if level == "fp8" else 1e-5)
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_under_autocast(level: str) -> None:
     def model(*inputs: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ def behind_a_product(tokens: tuple[int, ...], frozen: bool) -> list[Tensor]:
 
 
 @inductor_config.patch(force_disable_caches=True)  # they do not know that a function of ours was replaced
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     ("fn", "tokens", "frozen", "size"),
     [
@@ -326,7 +326,7 @@ ASKING: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", ASKING)
 def test_operators_that_ask_for_fp8_are_treated_as_the_policy_does(name: str) -> None:
     """Their result is rebuilt, too, for the second weight's gradient; without our passes it is kept as well."""
@@ -432,7 +432,7 @@ def test_a_budget_of_the_users_wins(level: str) -> None:
     assert not any(t.dtype == torch.float8_e4m3fn for t in kept)
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("level", LEVELS)
 @inductor_config.patch(force_disable_caches=True)
 def test_a_failure_leaves_free(level: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -531,7 +531,7 @@ def test_patterns_with_sets_are_accepted() -> None:
     assert FusionPolicy(exclude=patterns).exclude == patterns
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_scaled_gate_keeps_as_little(level: str) -> None:
     """The scale stands between the GEMM and the operator, and is computed again with it."""

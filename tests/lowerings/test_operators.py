@@ -117,11 +117,10 @@ CASES: dict[str, Make] = {
 
 # By default one, and all activations in one kernel below; the others' machine code is made under -m slow.
 SMOKE = ("bias_glu, interleaved",)
-MACHINE_CODE = pytest.mark.seconds("machine code of a forward and a backward, by the C++ compiler")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=MACHINE_CODE if name in SMOKE else pytest.mark.slow) for name in CASES]
+    "name", [pytest.param(name, marks=() if name in SMOKE else pytest.mark.slow) for name in CASES]
 )
 def test_compiled_equals_eager(name: str) -> None:
     """Without vector instructions gcc takes a sixth of the time; all activations below are with them."""

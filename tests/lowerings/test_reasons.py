@@ -481,7 +481,7 @@ def test_each_has_an_explanation_and_each_explanation_a_kind() -> None:
         assert entry.keys() == {"texts", "means"} and entry["texts"] and all(entry["texts"]), name
 
 
-@pytest.mark.every(4)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.name)
 def test_texts_change_nothing(kind: Kind, monkeypatch: Patch, texts: list[Reason]) -> None:
     """Each program is refused for its kind, and what is said of it is what is said of the kind, whatever its text."""

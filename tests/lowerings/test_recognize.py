@@ -149,7 +149,7 @@ def test_activation(spelling):
     assert calls_in(graphs) == 3
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_gated(spelling):
     name, act = SPELLINGS[spelling]

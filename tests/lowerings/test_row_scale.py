@@ -149,7 +149,7 @@ def test_the_number_of_tokens_may_be_dynamic() -> None:
 
 
 @pytest.mark.codegen_is_slow
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("fn", FORMS[:3])
 def test_dynamic_rows_of_other_products(fn: Callable[..., Tensor]) -> None:
     compiled_fn = compiled(fn, "free", dynamic=True)

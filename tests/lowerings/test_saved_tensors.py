@@ -389,7 +389,7 @@ def test_what_is_checked_stays_what_is_checked(level: str) -> None:
     assert apart(step(model), step(model, interpreted(FusionPolicy(memory=level), exact=True))) < 1e-5
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_result_is_not_kept_in_the_place_of_others(level: str) -> None:
     """Three products that PyTorch keeps are three times as large."""
@@ -410,7 +410,7 @@ def test_a_result_is_not_kept_in_the_place_of_others(level: str) -> None:
     assert apart(step(model, written), step(model, lambda model, x: written(model, x, fused))) < 1e-5
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("level", LEVELS)
 def test_arguments_may_be_written(level: str) -> None:
     """PyTorch keeps the product, as it keeps nothing else of a tensor times a number."""
@@ -520,7 +520,7 @@ MIXTURES = [
 ]
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("levels", MIXTURES, ids=str)
 def test_mixed_levels(levels: dict[str, str]) -> None:
     """An inlined operator brings names that backward has for other values."""

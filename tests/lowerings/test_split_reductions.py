@@ -52,7 +52,6 @@ def moved(graph: Any, elements: int) -> list[float]:
     return [k.bytes_moved / elements for k in (made, graph.kernels[-1])]
 
 
-@pytest.mark.seconds("Inductor generates a step's code")
 @pytest.mark.parametrize(
     ("model", "rows", "memory", "nbytes"),
     [
@@ -172,7 +171,6 @@ def test_the_graph_computes_the_same(leading: tuple[int, ...]) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.seconds("a C++ compiler")
 @pytest.mark.usefixtures("blocks_of_8")
 @pytest.mark.parametrize("vectors", [1, pytest.param(None, marks=pytest.mark.slow)])
 def test_loops_over_blocks_compute_the_same(vectors: int | None) -> None:

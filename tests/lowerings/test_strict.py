@@ -100,7 +100,7 @@ NOTHING = {
 }
 
 
-@pytest.mark.every(6)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize("name", FOUND)
 def test_a_piece_without_a_site_is_no_error(name: str) -> None:
     model = torch.compile(Body(FOUND[name]), backend="fused", options={"policy": STRICT})
@@ -108,7 +108,7 @@ def test_a_piece_without_a_site_is_no_error(name: str) -> None:
         model(torch.randn(rows, 8, requires_grad=True)).sum().backward()
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", NOTHING)
 def test_linear_layers_and_no_site_are_an_error(name: str) -> None:
     model = torch.compile(Body(NOTHING[name]), backend="fused", options={"policy": STRICT})
@@ -223,7 +223,7 @@ def test_a_model_in_which_nothing_is_fused_is_told_once(name: str, warnings: Cal
 
 
 @pytest.mark.parametrize("name", FOUND)
-@pytest.mark.every(6)
+@pytest.mark.covering(every=6)
 def test_others_are_not(name: str, warnings: Callable[[], list[str]]) -> None:
     torch.compile(Body(FOUND[name]), backend="fused")(torch.randn(4, 8))
     assert warnings() == []
@@ -245,7 +245,7 @@ def test_nothing_is_said_of_a_choice(warnings: Callable[[], list[str]]) -> None:
     assert warnings() == []
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("field", ["memory", "gemm", "exclude"])
 def test_a_pattern_that_fits_no_site_is_told_at_once(field: str, warnings: Callable[[], list[str]]) -> None:
     patterns = {"memory": {"layers.0.*": "input", "layer.1.*": "fp8"}, "gemm": {"layer.1.*": "bf16"}}

@@ -140,7 +140,7 @@ def kept(fn: Callable[..., Any], *args: Any) -> int:
 
 
 @pytest.mark.codegen_is_slow
-@pytest.mark.every(8)
+@pytest.mark.covering(every=8)
 @pytest.mark.parametrize("dynamic", (False, True))
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_is_the_plain_one(name: str, dynamic: bool) -> None:

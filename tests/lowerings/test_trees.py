@@ -126,8 +126,7 @@ def check_rounding(seed: int, model: Tree, write: bool) -> bool:
     return max(distances.values()) > 1e-3
 
 
-@pytest.mark.every(20)
-@pytest.mark.seconds("some of the random trees are large")
+@pytest.mark.covering(every=20)
 @pytest.mark.parametrize("seed", SAMPLE)
 def test_sample(seed: int) -> None:
     """One level or mapping each, all of them in turn."""

@@ -97,7 +97,7 @@ def inputs(counts, dtype=torch.float64, scaled=True, seed=1):
 COUNTS = [[2, 0, 3], [0, 5, 0], [4, 1, 2], [0, 0, 0], [1, 0, 0]]
 
 
-@pytest.mark.every(5)
+@pytest.mark.covering(every=5)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("counts", [*COUNTS, [7]], ids=str)
 def test_is_as_many_mlps(counts: list[int], dtype: torch.dtype) -> None:
@@ -799,7 +799,7 @@ def layer(dtype, **flags):
     return moe, torch.randn(11, HIDDEN, dtype=dtype, requires_grad=True)
 
 
-@pytest.mark.every(4)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_is_one_graph(dtype: torch.dtype, bias: bool) -> None:

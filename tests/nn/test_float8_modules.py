@@ -44,7 +44,7 @@ def same(got: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 @pytest.mark.codegen_is_slow
-@pytest.mark.every(8)
+@pytest.mark.covering(every=8)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("memory", ("free", "input"))
 def test_replaced_mlps_multiply_in_float8(recipe: str, memory: str) -> None:

@@ -439,7 +439,7 @@ def test_layouts_differ():
             assert a.transposed != b.transposed
 
 
-@pytest.mark.every(4)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])
 @pytest.mark.parametrize("of", ["FusedMLP", "MLP", "GroupedMLP"])
 def test_a_parameter_that_is_written_before_backward_raises(of: str, memory: str) -> None:

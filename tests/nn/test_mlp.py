@@ -81,7 +81,7 @@ ACTIVATIONS = {  # what a config may say: the formula
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_flag_with_every_other_is_its_formula(name: str) -> None:
     given, formula = ACTIVATIONS[name]

@@ -48,7 +48,7 @@ def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.every(30)
+@pytest.mark.covering(every=30)
 def test_a_checkpoint_keeps_nothing_inside(
     case: tuple[nn.Module, Tensor, list[Tensor]], only_new_garbage: None
 ) -> None:
@@ -69,7 +69,7 @@ def alive() -> set[int]:
     return {id(t) for t in gc.get_objects() if type(t) is Tensor and t.numel() >= ROWS * FFN}
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 def test_an_offloader_sees_all_that_is_kept(case: tuple[nn.Module, Tensor, list[Tensor]]) -> None:
     module, x, expected = case
     kept: list[int] = []
@@ -82,7 +82,7 @@ def test_an_offloader_sees_all_that_is_kept(case: tuple[nn.Module, Tensor, list[
     assert_equal(gradients(module, x, y), expected)
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 def test_nested_in_a_checkpoint_of_two(case: tuple[nn.Module, Tensor, list[Tensor]]) -> None:
     module, x, _ = case
     expected = gradients(module, x, module(module(x)))

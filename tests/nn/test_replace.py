@@ -175,7 +175,7 @@ FORWARDS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_forward_is_followed(name: str) -> None:
     """Also where it goes another way than it did when it was compiled."""
@@ -544,7 +544,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.seconds("transformers is imported")
 @pytest.mark.parametrize(
     "path", [next(iter(MODELS)), *(pytest.param(path, marks=pytest.mark.slow) for path in [*MODELS][1:])]
 )

@@ -67,7 +67,7 @@ def case_id(case):
 # ---- registration ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(8)
+@pytest.mark.covering(every=8)
 @pytest.mark.parametrize("sample", every_sample(core=True), ids=str)
 def test_opcheck(sample):
     assert run_opcheck(sample) is None
@@ -92,7 +92,7 @@ def test_results_are_contiguous_and_have_the_first_dtype(op):
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=case_id)
 def test_gradcheck(case):
     op, scalars, has = case

@@ -55,7 +55,7 @@ def test_rows_that_have_no_scale():
 # ---- the operators ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(8)
+@pytest.mark.covering(every=8)
 @pytest.mark.parametrize(
     "sample", [s for op in FP8_OPERATORS for make in (samples, backward_samples) for s in make(op, core=True)], ids=str
 )

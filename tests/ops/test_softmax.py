@@ -78,7 +78,7 @@ def call(x, mask=None, sink=None, scale=1.0, causal=False, left=-1, right=-1):
 # ---- registration, precision -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(8)
+@pytest.mark.covering(every=8)
 @pytest.mark.parametrize("sample", every_sample(core=True), ids=str)
 def test_opcheck(sample):
     assert run_opcheck(sample) is None
@@ -265,7 +265,7 @@ def test_any_call(problem):
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("sink", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", CASES)
 def test_gradcheck(name, sink):

@@ -60,14 +60,6 @@ def test_any_dtype(dtype):
     assert is_alias(out, base.t()) and out.dtype == dtype
 
 
-@pytest.mark.parametrize("name", ["transposed", "columns"])
-def test_gradients_of_every_order(name):
-    x = views(dtype=torch.float64)[name].detach().requires_grad_()
-    fn = lambda x: make_viewless(x.unsqueeze(0))  # noqa: E731
-    assert torch.autograd.gradcheck(fn, x, check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(fn, x, check_fwd_over_rev=True)
-
-
 def test_subclasses_modes_checkpoint_and_export():
     x = torch.randn(4, 6, requires_grad=True)
     assert type(make_viewless(torch.nn.Parameter(x.detach()))) is torch.Tensor
@@ -174,18 +166,6 @@ def test_no_grad_and_inference_mode():
     with torch.inference_mode():
         out = make_viewless_tensor(x.view(24), True, True)
         assert out._base is None and not out.requires_grad and out.data_ptr() == x.data_ptr()
-
-
-def test_forward_mode():
-    import torch.autograd.forward_ad as fwAD
-
-    x, t = torch.randn(4), torch.randn(4)
-    with fwAD.dual_level():
-        dual = fwAD.make_dual(x, t)
-        kept = fwAD.unpack_dual(make_viewless_tensor(dual.view(2, 2), True, True)).tangent
-        assert torch.equal(kept.view(4), t)
-        for inp in (dual, dual.view(2, 2)):
-            assert fwAD.unpack_dual(make_viewless_tensor(inp, False, True)).tangent is None
 
 
 def upstream_viewless(inp):
