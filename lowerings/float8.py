@@ -28,8 +28,7 @@ from torch_fused_ops.families.float8 import formulas as float8
 from torch_fused_ops.families.float8.quantized import QUANTIZED, RESULTS
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.lowerings import operators
-from torch_fused_ops.lowerings.epilogues import VIEWS
-from torch_fused_ops.lowerings.partition import Graphs
+from torch_fused_ops.lowerings.partition import VIEWS, Graphs
 
 __all__ = ["merged"]
 

@@ -68,6 +68,7 @@ _LINEAR = {aten.mm, aten.addmm, aten._grouped_mm, aten._scaled_mm}
 _LINEAR |= {torch.ops.fused.scaled_mm, torch.ops.fused.scaled_grouped_mm}
 _LINEAR |= {getattr(aten, name) for name in ("_scaled_mm_v2",) if hasattr(aten, name)}
 _OTHERS = {aten.bmm, aten.baddbmm}
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def is_linear(node: Node) -> bool:

@@ -12,6 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from torch_fused_ops.planner import search
+from torch_fused_ops.planner.model import captured_model
+from torch_fused_ops.planner.static_memory import resident_tensors
+from torch_fused_ops.policy import MEMORY
 from torch_fused_ops.tools.cli import main
 
 pytest.importorskip("triton")
@@ -104,7 +108,21 @@ def made(
     return make_model
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_plans_train_the_parameters_that_get_gradients(name: str, checkpointing: bool) -> None:
+    model, args, kwargs = made(name, torch.float32, checkpointing)()
+    torch._dynamo.reset()
+    captured = captured_model(model, args, kwargs)
+    planned = resident_tensors(model, captured.unit_of, gets_gradient=captured.gets_gradient)
+    model(*args, **kwargs).loss.backward()
+    gradients = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert {tensor.name for tensor in planned if tensor.trained} == gradients
+
+
 WAYS = list(itertools.product(("float32", "bfloat16"), ("plain", "checkpointed")))
+LEVELS = [level for level in MEMORY if level not in ("off", "free")]
 # Each architecture with each command, and in each dtype with and without checkpoints; each command in each way.
 CASES = [(name, n, *WAYS[(i + j) % 4]) for i, name in enumerate(ARCHITECTURES) for j, n in enumerate(COMMANDS)]
 
@@ -122,6 +140,9 @@ def test_commands(
     module = types.ModuleType("their_module")
     module.make_model = made(name, getattr(torch, dtype), checkpoints == "checkpointed")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "their_module", module)
+    # Compilations take the time: each plan is of two levels, each level is in plans of several architectures.
+    levels = ("free", LEVELS[[*ARCHITECTURES].index(name) % len(LEVELS)])
+    monkeypatch.setattr(search, "levels_for", lambda lossless: levels)
     torch._dynamo.reset()
     first, *rest = COMMANDS[command]
     code = main([first, "their_module:make_model", *rest])

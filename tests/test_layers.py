@@ -7,6 +7,7 @@ only type checkers import does not count.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -23,28 +24,54 @@ FOLDERS = {
 if not all(folder.is_dir() for folder in FOLDERS.values()):
     pytest.skip("not in a clone", allow_module_level=True)
 
-# The layers from the ground up: their modules (a name without a dot at its end stands for all below it, too), and the
-# layers that they import. "torch_fused_ops" is the public face, __init__.py.
-LAYERS: dict[str, tuple[list[str], list[str]]] = {
-    "settings": (["settings", "_version", "policy", "families.float8.recipes"], []),
-    "core": (
-        [
-            *("activations", "formulas", "declaration", "kernels", "operators", "graphs", "lowerings"),
-            *("distributed.sharding", "families", "functional"),
-        ],
-        ["settings"],
+# The core: what is read in an afternoon; docs/architecture.md says where to begin.
+CORE = (
+    *("activations", "formulas", "declaration"),
+    *("operators.activation", "operators.registration", "operators.eager", "operators.checks", "operators.fakes"),
+    *("operators.batching", "operators.autograd", "operators.reference"),
+    *("kernels.cpu", "kernels.launching", "kernels.activation", "settings.switches"),
+    *("graphs.reasons", "graphs.gemm_registry", "graphs.modules", "graphs.target"),
+    *("lowerings.recognize.symbolic", "lowerings.recognize.graph", "lowerings.recognize.values"),
+    *("lowerings.recognize.prove", "lowerings.recognize.autograd_functions", "lowerings.recognize.subgraph"),
+    *("lowerings.recognize.canonical", "lowerings.recognize.rewrite"),
+    *("lowerings.partition", "lowerings.saved_tensors", "lowerings.operators", "lowerings.compat"),
+)
+CORE_LINES = 8500  # at most
+
+# The layers from the ground up: their modules (a package stands for all below it that no other row names), and the
+# layers that they import. A family registers its operators, kernels, lowerings and sharding rules; the plug-in puts
+# passes and families together, so it names them, and no file of the core does. "torch_fused_ops" is the public face.
+WORDS, FAMILIES = ("core", "words"), ("dropout", "softmax", "float8")
+LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "core": (CORE, ()),
+    "words": (("settings", "policy", "graphs", "_version"), ("core",)),
+    "operators": (("operators", "kernels", "distributed.sharding"), ("core",)),
+    "dropout": (("families.dropout", "lowerings.dropout", "lowerings.recognize.dropout"), (*WORDS, "operators")),
+    "softmax": (("families.softmax", "lowerings.softmax"), (*WORDS, "operators")),
+    "float8": (("families.float8", "lowerings.float8", "lowerings.recognize.gemms"), (*WORDS, "operators")),
+    "levels": (
+        (
+            *("lowerings.memory_levels", "lowerings.recognize.tiles", "lowerings.recognize.per_row_scale"),
+            *("lowerings.buffer_reuse", "lowerings.epilogues", "lowerings.split_reductions"),
+        ),
+        WORDS,
     ),
-    "virtual_gpu": (["virtual_gpu"], ["core"]),
-    "names": (["megatron", "slapo"], ["settings", "core"]),
-    "reports": (["reports"], ["settings", "core", "virtual_gpu"]),
-    "nn": (["nn", "distributed"], ["settings", "core", "names", "reports", "virtual_gpu"]),
-    "tools": (["planner", "integrations", "tools.verify"], ["settings", "core", "reports", "virtual_gpu"]),
-    "benchmarks": (
-        ["testing", "benchmarks", "tools.arguments"],
-        ["settings", "core", "virtual_gpu", "nn", "torch_fused_ops"],
+    "plug-in": (("lowerings",), (*WORDS, "dropout", "float8", "levels")),
+    "virtual_gpu": (("virtual_gpu",), ("core",)),
+    "names": (("functional", "families", "megatron", "slapo"), ("core", "operators", *FAMILIES)),
+    "distributed": (("distributed",), ("core",)),
+    "reports": (("reports",), (*WORDS, "virtual_gpu", "plug-in")),
+    # replace_mlps returns a report; nn.MLP takes Megatron's functions and checkpoints.
+    "nn": (("nn",), (*WORDS, "operators", "float8", "names", "distributed", "plug-in", "reports")),
+    "tools": (
+        ("planner", "integrations", "tools", "benchmarks.variants"),
+        (*WORDS, "levels", "virtual_gpu", "plug-in", "reports"),
     ),
-    "torch_fused_ops": (["torch_fused_ops"], ["settings", "core", "reports", "tools", "benchmarks"]),
-    "cli": (["tools", "__main__"], ["settings", "core", "virtual_gpu", "benchmarks", "torch_fused_ops"]),
+    "torch_fused_ops": (("torch_fused_ops",), (*WORDS, "operators", "names", "plug-in", "reports", "tools")),
+    "programs": (
+        ("testing", "benchmarks", "tools.cli", "__main__"),
+        (*WORDS, *FAMILIES, "operators", "virtual_gpu", "plug-in", "names", "nn", "tools", "torch_fused_ops"),
+    ),
 }
 
 
@@ -120,6 +147,19 @@ def circles() -> Iterator[set[str]]:
 
 def test_every_module_is_in_a_layer() -> None:
     assert {layer_of(module) for module in modules()} == set(LAYERS)
+    order = list(LAYERS)
+    assert all(
+        order.index(below) < order.index(layer) for layer, (_, all_below) in LAYERS.items() for below in all_below
+    )
+
+
+def test_the_core_is_read_in_an_afternoon() -> None:
+    files = [modules()[f"torch_fused_ops.{name}"] for name in CORE]
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+    assert lines <= CORE_LINES, f"{lines} lines in {len(files)} files"
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    first = [name.replace("/", ".") for name in re.findall(r"^\| \d \| `(.*)\.py` \|", page, re.M)]
+    assert len(first) == 9 and set(first) <= set(CORE) and len(page.split()) < 900
 
 
 @pytest.mark.parametrize("layer", LAYERS)

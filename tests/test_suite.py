@@ -140,3 +140,31 @@ def test_the_rest_is_slow(suite: pytest.Pytester) -> None:
     """Nothing is lost: what the default run left out, as many as it said, and no more."""
     run = suite.runpytest_subprocess("-p", "no:xdist", "-m", "slow", "tests")
     run.assert_outcomes(passed=1 + 17 + 9 + 4 + 1, deselected=1 + 10 + 3 + 3 + 1)
+
+
+ON_A_GPU = """
+import os, pytest
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("n", range(8))
+def test_case(device, n):
+    settings = (os.environ[name] for name in ("TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_CUDA_ALLOC_CONF"))
+    with open("ran", "a") as file:
+        print(device, os.environ["PYTEST_XDIST_WORKER"], *settings, file=file)
+"""
+
+
+@pytest.mark.slow
+def test_cases_of_a_gpu_are_spread_over_processes_that_share_it(
+    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHINDUCTOR_COMPILE_THREADS", "PYTEST_XDIST_WORKER"):
+        monkeypatch.delenv(name, raising=False)
+    faked = "import os, torch; torch.cuda.is_available = lambda: True; os.cpu_count = lambda: 8"
+    (suite.path / "gpu.py").write_text(faked)
+    (suite.path / "tests" / "test_them.py").write_text(ON_A_GPU)
+    suite.runpytest_subprocess("-p", "gpu").assert_outcomes(passed=16)
+    rows = [line.split() for line in (suite.path / "ran").read_text().splitlines()]
+    workers = {on: {worker for device, worker, *_ in rows if device == on} for on in ("cpu", "cuda")}
+    assert len(workers["cpu"]) == 1 and len(workers["cuda"]) >= 3, "a file's tests share what they compile"
+    assert {tuple(settings) for _, _, *settings in rows} == {("2", "per_process_memory_fraction:0.225")}

@@ -84,9 +84,11 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from torch_fused_ops import distributed, lowerings, megatron, nn, slapo, testing, virtual_gpu  # noqa: F401
-    from torch_fused_ops.operators import reference  # noqa: F401
+    from torch_fused_ops import distributed, lowerings, megatron, nn, slapo, testing, virtual_gpu
+    from torch_fused_ops.operators import reference
     from torch_fused_ops.policy import PolicyFields
+
+    __all__ += ["distributed", "lowerings", "megatron", "nn", "reference", "slapo", "testing", "virtual_gpu"]
 else:  # type checkers would accept any name
 
     def __getattr__(name: str) -> ModuleType:

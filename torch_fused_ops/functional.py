@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import activations, families
-from torch_fused_ops.distributed.sharding import dropout_add_by_shards, shard_seed
+from torch_fused_ops.families.dropout.sharding import dropout_add_by_shards, shard_seed
 from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.operators import activation as declared
 from torch_fused_ops.operators.viewless import (

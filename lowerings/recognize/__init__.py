@@ -6,6 +6,11 @@ and ``prove`` say which activation it is (``autograd_functions`` reads custom fu
 edits the graph. ``gemms`` does the same for the linear layers around, ``dropout`` for the dropouts behind them,
 ``tiles`` for an MLP as a whole, and ``per_row_scale`` moves a factor of the rows through a GEMM. ``report`` and
 ``unknown_calls`` describe the result for people.
+
+A proof covers more than the formula. *Derivatives*: at a kink torch's functions differ (at 0, relu's is 0, maximum's
+1/2), so each kink carries its derivative where a gradient is needed. *Rounding*: a sum that cancels more than it leaves
+means its rounding, and is refused. *Memory*: pre-grad graphs write in place, so every value must be what the formula
+says where it is read, and stay so where the operator saves it; a call without a schema writes all that it reads.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from .graph import GraphAnalysis, shown, tensor
 from .report import Candidate, called_site, dropout_site, modules_of, site_of, unread
 from .rewrite import fuse, replace
 from .subgraph import Subgraph, examine, find, results
-from .values import check_rounding, value_of
+from .values import check_rounding, producers, value_of
 
 __all__ = ["rewrite", "unread"]
 
@@ -100,7 +105,7 @@ def _candidates(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Candidate
                 by_output[subgraph.output].factors += subgraph.factors
                 continue
             candidate.activation = subgraph.match.activation
-            _check_known(analysis, list(gemms.producers(analysis, subgraph.inputs)))
+            _check_known(analysis, list(producers(analysis, subgraph.inputs)))
             _check_freezing(subgraph)
             check_rounding(subgraph.output)
             candidate.subgraph = by_output[subgraph.output] = subgraph

@@ -26,12 +26,12 @@ from torch_fused_ops.graphs.target import target_device
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.activation import CALLS
 
-from .graph import AFFINE, GraphAnalysis, record, shown, statically, tensor
+from .graph import GraphAnalysis, record, shown, statically, tensor
 from .rewrite import Edit
 from .subgraph import readers
-from .values import check_plain, value_of
+from .values import arguments_of, check_plain, producers, value_of
 
-__all__ = ["Linears", "arguments_of", "experts_of", "fuse", "linears", "producers"]
+__all__ = ["Linears", "experts_of", "fuse", "linears"]
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -102,46 +102,6 @@ def called(analysis: GraphAnalysis) -> Iterator[Called]:
                 elif user not in users:
                     users.append(user)
         yield Called(node, op, [a for a in arguments if isinstance(a, Node)], users)
-
-
-def producers(analysis: GraphAnalysis, inputs: Iterable[Node]) -> Iterator[Node]:
-    """The GEMMs with weights that the inputs come from, through views, sums and pointwise autograd functions."""
-    pending, seen = list(inputs), set[Node]()
-    while pending:
-        node = analysis.origin(pending.pop())
-        if node in seen:
-            continue
-        seen.add(node)
-        if analysis.weight_gemm(node):
-            yield node
-        elif analysis.state[node] == AFFINE or analysis.custom(node):
-            pending.extend(analysis.sources(node))
-
-
-def arguments_of(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node, Node | None, bool]:
-    """Return the (input, weight, bias) of a linear layer, and True where its weight is (in, out).
-
-    Raises:
-        Rejection: it is not a linear layer.
-    """
-    call = analysis.calls[node]
-    names, order, transposed = _LINEARS.get(call.name, ((), (), False))
-    arguments: dict[str, Any] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-    input, weight, bias = (arguments.pop(names[i], None) if i is not None else None for i in order or (None,) * 3)
-    if isinstance(input, Node) and isinstance(weight, Node) and isinstance(bias, Node | None) and not arguments:
-        value, matrix = tensor(weight), value_of(input).ndim == 2 or call.name in ("linear", "matmul")
-        if value is not None and value.ndim == 2 and not analysis.fed[weight] and matrix:
-            return input, weight, bias, transposed
-    raise Rejection(Kind.GEMM_FORM, f"{shown(node)} is not a linear layer")
-
-
-# By a GEMM's name: its arguments, the positions of input, weight and bias, and True where the weight is (in, out).
-_LINEARS: dict[str, tuple[tuple[str, ...], tuple[int | None, ...], bool]] = {
-    "linear": (("input", "weight", "bias"), (0, 1, 2), False),
-    "addmm": (("input", "mat1", "mat2"), (1, 2, 0), True),
-    "mm": (("input", "mat2"), (0, 1, None), True),
-    "matmul": (("input", "other"), (0, 1, None), True),
-}
 
 
 def _check(analysis: GraphAnalysis, node: Node, recipe: str) -> None:

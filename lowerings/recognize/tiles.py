@@ -25,12 +25,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
 from torch_fused_ops.settings import tiles
 
-from .gemms import arguments_of, producers
 from .graph import CASTS, COPIES, DROPOUTS, FREE, GraphAnalysis, describe, shown
 from .rewrite import Edit, dead_calls, insert
 from .subgraph import Subgraph, readers
 from .symbolic import LINEAR
-from .values import check_plain, equal, keeps_rows, value_of
+from .values import arguments_of, check_plain, equal, keeps_rows, producers, value_of
 
 __all__ = ["Tiling", "apart", "fuse", "tiling"]
 

@@ -56,7 +56,7 @@ def test_what_the_faq_says_of_losses(committed: dict[str, Any]) -> None:
     blocks = {row["name"] for row in committed["blocks"]}
     without = len({row["name"] for row in rows} - {loss.name for loss in losses})
     assert not blocks & {loss.name for loss in losses}
-    page = (Path(__file__).parents[2] / "docs" / "faq.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "is-it-for-me.md").read_text(encoding="utf-8")
     assert f"for {without} of {len(rows)} operators and blocks" in " ".join(page.split())
     by_default = len(rows) - len({loss.name for loss in losses if loss.ours == "ours-free"})
     assert f"(at the default level: {by_default})" in page

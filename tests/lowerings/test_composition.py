@@ -1,6 +1,20 @@
 """Pick-up among everything else: upstream's fusions, checkpointing, higher-order operators, DDP, other people's passes
 and threads, each with an MLP of ours in the same graph.
 
+* Attention that is written out still becomes SDPA; GEMMs are padded, batched and quantized as without us. In CPU
+  inference under ``freezing`` nothing is fused, for oneDNN's linear and activation in one. Pre-grad ``batch_linear``
+  runs before our pass and stacks what the second linear layers read: nothing is left to fuse there.
+* A policy of selective checkpointing can name our operators, and decides whatever ``FusionPolicy.memory`` says. Where
+  an MLP was fused it is asked about our operator, and never about the ``aten.gelu.default`` that it replaced.
+* Bodies of ``checkpoint``, ``cond``, ``nested_compile_region``, ``map``, ``scan`` and ``while_loop`` are graphs of
+  their own, in which MLPs are fused; one that a body's boundary cuts is not.
+* ``DDPOptimizer`` cuts the graph where a bucket of gradients is full, before a backend sees it: with weights larger
+  than a bucket that is between activation and second linear layer. ``torch._dynamo.config.optimize_ddp = False``
+  keeps it.
+* ``torch.compile(options={"pre_grad_custom_pass": …})`` replaces the process-wide slot for its time, and our pass
+  with it; ``compile_options(options=…)`` and ``backend="fused"`` join the two.
+* ``enable()`` does not change code that is compiled already; another policy's ``compile_options`` compile anew.
+
 Most tests compile with ``compiled``: every pass that Inductor has and no g++, a fraction of a second a graph.
 """
 
@@ -423,7 +437,7 @@ def test_compiled_selective_checkpointing_names_our_operators(name: str, match: 
 
 
 def test_a_checkpoint_policy_is_asked_about_our_operator_in_place_of_what_it_replaced() -> None:
-    """What docs/architecture.md tells authors of such policies."""
+    """What such a policy is asked about."""
     mlp = SPELLINGS["bias_act"][0]
     x, *ws = weights((8, 16), (64, 16), (64, 16), (16, 64))
     seen: set[Any] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 
-from torch import fx
+from torch import fx, nn
 
 # What Dynamo has in front of the model: a variable, and what was looked up in it until the model was reached. That is
 # an element of the frame's ``args`` or ``kwargs`` (as where accelerate wraps ``forward`` for autocast), or of the
@@ -41,3 +41,16 @@ def tensor_path(path: str) -> str:
 def module_stack(node: fx.Node) -> list[str]:
     """The paths of the modules that a captured node is in, outermost first."""
     return [module_path(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+
+
+def is_parameter(node: fx.Node) -> bool:
+    """Tell whether a placeholder of Dynamo's graph is a parameter or a buffer of a module."""
+    if isinstance(node.meta.get("example_value"), nn.Parameter):
+        return True
+    return "._buffers[" in source_name(node)
+
+
+def source_name(node: fx.Node) -> str:
+    """Dynamo's name of a placeholder's variable: ``L['self']._parameters['weight']``."""
+    name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
+    return str(name() if callable(name) else name)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from torch_fused_ops.graphs.capture import run_captured
+from torch_fused_ops.graphs.modules import is_parameter, source_name
 from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.figures import Capture, layers_of, said, sites_of
 from torch_fused_ops.reports.figures import capture as set_aside
-from torch_fused_ops.virtual_gpu.captured import is_parameter, source_name
 
 __all__ = ["CapturedModel", "captured_model"]
 

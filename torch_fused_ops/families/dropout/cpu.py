@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fused_ops import formulas
+from torch_fused_ops.families.dropout import formulas
+from torch_fused_ops.formulas import compute_dtype, over_rows
 from torch_fused_ops.kernels import cpu
 
 __all__ = ["dropout_add", "dropout_add_backward"]
@@ -105,7 +106,7 @@ def _factor_of(shape: Sequence[int], seed: Tensor, p: float, dtype: torch.dtype)
 
 def dropout_add(input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor, p: float) -> Tensor:
     """residual + dropout(input + bias); see ``formulas.dropout_add``."""
-    shape, dtype = input.shape, formulas.compute_dtype(input, bias, residual)
+    shape, dtype = input.shape, compute_dtype(input, bias, residual)
     out = (input if residual is None else residual).new_empty(shape)
     if input.numel() == 0:
         return out
@@ -149,5 +150,5 @@ def dropout_add_backward(
             if total is not None:
                 part = _column_part(total, i, len(shape))
                 assert part is not None
-                part += formulas.over_rows(d)
+                part += over_rows(d)
     return d_input, None if total is None else total.to(bias_dtype)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops import formulas
+from torch_fused_ops.families.dropout import formulas
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.activation import (
     _columns,

@@ -14,9 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from torch_fused_ops import formulas
 from torch_fused_ops.declaration import OpaqueOperator, Signature, arguments_of, between
-from torch_fused_ops.families.dropout import cpu
+from torch_fused_ops.families.dropout import cpu, formulas, sharding
 from torch_fused_ops.operators import checks
 from torch_fused_ops.operators.autograd import SavePolicy
 from torch_fused_ops.operators.batching import lead, over_rows_of_each
@@ -119,7 +118,7 @@ def _for_all(backward: Callable[..., Grads2]) -> Callable[..., Any]:
         *rest, mask = args
         wanted, by = mask[:2], backward
         if hasattr(grad, "device_mesh"):  # a DTensor
-            from torch_fused_ops.distributed.sharding import dropout_add_backward_by_shards as by
+            by = sharding.dropout_add_backward_by_shards
         d_input, d_bias = by(grad, *rest, wanted) if any(wanted) else (None, None)
         return d_input, d_bias, grad if mask[2] else None, None
 

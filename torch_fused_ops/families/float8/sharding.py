@@ -9,16 +9,15 @@ is one block is replicated before it is stored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch_fused_ops.distributed.sharding import RULES, Placements, Sharding
 from torch_fused_ops.families.float8.formulas import columns_of
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 
-__all__ = ["RULES", "multiples"]
+__all__ = ["multiples"]
 
-Placements = Sequence[Any]  # one per tensor argument or result, None for other arguments
-Shardings = list[tuple[Placements, Placements]]
+Shardings = list[Sharding]
 
 
 def multiples(weight: Any, multiple: int) -> tuple[list[tuple[Any, int]], str]:
@@ -90,9 +89,7 @@ def _scaled_mm(a: Any, a_scales: Any, b: Any, b_scales: Any, bias: Any, rows: in
 
     columns, whole = columns_of(a, a_scales, 1), Replicate()
 
-    def sharding(
-        out: Any, of_a: Placements | None, of_b: Placements | None, of_bias: Any
-    ) -> tuple[Placements, Placements]:
+    def sharding(out: Any, of_a: Placements | None, of_b: Placements | None, of_bias: Any) -> Sharding:
         both = [*(of_a or (whole, whole)), *(of_b or (whole, whole))]
         return [out], [*both, None if bias is None else of_bias, None, None]
 
@@ -108,9 +105,11 @@ def _scaled_mm(a: Any, a_scales: Any, b: Any, b_scales: Any, bias: Any, rows: in
     return shardings
 
 
-RULES: dict[str, Callable[..., Shardings]] = {
-    "quantize": _quantize,
-    "quantize_by": _quantize_by,
-    "dequantize": _dequantize,
-    "scaled_mm": _scaled_mm,
-}
+RULES.update(
+    {
+        "quantize": _quantize,
+        "quantize_by": _quantize_by,
+        "dequantize": _dequantize,
+        "scaled_mm": _scaled_mm,
+    }
+)

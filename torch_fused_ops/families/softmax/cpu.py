@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_fused_ops import formulas
+from torch_fused_ops.families.softmax import formulas
+from torch_fused_ops.formulas import compute_dtype
 
 __all__ = ["scaled_masked_softmax", "scaled_masked_softmax_backward"]
 
@@ -76,7 +77,7 @@ def scaled_masked_softmax(
     """softmax(scale·input) where nothing masks it; see ``formulas.scaled_masked_softmax``."""
     if input.numel() == 0:
         return input.new_empty(input.shape)
-    dtype = formulas.compute_dtype(input, sink)
+    dtype = compute_dtype(input, sink)
     sign, size = formulas.split_scale(scale, dtype)
     outside = formulas.outside_window(input, causal, window_left, window_right)
     hidden = [t.expand(input.shape) for t in (mask, outside) if t is not None]
@@ -125,7 +126,7 @@ def scaled_masked_softmax_backward(
     if output.numel() == 0:
         d_sink = output.new_zeros(output.shape[-3:-2], dtype=sink_dtype) if output_mask[1] else None
         return output.new_empty(output.shape) if output_mask[0] else None, d_sink
-    dtype = torch.float64 if sink_dtype == torch.float64 else formulas.compute_dtype(grad, output)
+    dtype = torch.float64 if sink_dtype == torch.float64 else compute_dtype(grad, output)
     d_input = d_sink = None
     wide_enough = dtype == output.dtype or dtype != torch.float64  # torch's own works in float32 on halves
     if not output_mask[1] and grad.dtype == output.dtype and wide_enough and _exact(scale):

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_fused_ops import activations, formulas
+from torch_fused_ops import activations
+from torch_fused_ops.families.softmax import formulas
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.launching import (
     INT32_MAX,

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.amp.autocast_mode import _cast
 
-from torch_fused_ops import formulas
 from torch_fused_ops.declaration import OpaqueOperator, Signature, arguments_of
-from torch_fused_ops.families.softmax import cpu
+from torch_fused_ops.families.softmax import cpu, formulas, sharding  # noqa: F401
 from torch_fused_ops.operators.autograd import SavePolicy, library
 from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES
