@@ -184,11 +184,7 @@ def two(*values: int) -> torch.Tensor:
         (lambda: permute(X, MAP, num_out_tokens=9), ValueError, "num_out_tokens=9 is not accepted: .* 8 pairs"),
         (lambda: permute(X, MAP, num_out_tokens=-1), ValueError, "num_out_tokens=-1"),
         (lambda: permute(X, MAP, return_batch_invariant_inverse_map=True), ValueError, "return_batch_invariant"),
-        (
-            lambda: permute(X, MAP, tokens_per_expert=two(4, 3), align_size=4),
-            ValueError,
-            r"tokens_per_expert=\[4, 3\] is not accepted: the routing map has \[4, 4\]",
-        ),
+        (lambda: permute(X, MAP, tokens_per_expert=two(4, 3), align_size=4), ValueError, r"tokens_per_expert=\[4"),
         (lambda: unpermute(ROWS, INDICES, torch.Size([4, 2])), ValueError, r"permuted_tokens of shape \(8, 3\)"),
         (lambda: unpermute(ROWS, INDICES[:7], X.shape), ValueError, r"sorted_indices of shape \(7,\)"),
         (lambda: unpermute(ROWS, INDICES, X.shape, PROBS), ValueError, "probs are not accepted without routing_map"),

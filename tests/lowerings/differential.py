@@ -58,6 +58,21 @@ def compiled(fn: Callable[..., Any], way: str, sites: list[Site] | None) -> Call
     return torch.compile(fn, backend=backend, dynamic=False)
 
 
+class Recorder(torch.fx.Interpreter):
+    """Records example values, as Dynamo does."""
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        n.meta["example_value"] = value = super().run_node(n)
+        return value
+
+
+def traced(fn: Callable[..., Any], *args: Any) -> torch.fx.Graph:
+    """fn's graph with recorded values, without Dynamo."""
+    graph = torch.fx.symbolic_trace(fn).graph
+    Recorder(torch.fx.GraphModule({}, graph)).run(*args)
+    return graph
+
+
 def observed(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[list[Any], list[Tensor | None], list[Any]]:
     """fn's results, the gradients of its arguments, and the arguments as they are afterwards."""
     given = [a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]

@@ -10,9 +10,8 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
-from test_operators import cpp
+from test_operators import check, cpp, leaf
 from torch import Tensor
-from torch._inductor.utils import run_and_get_code
 
 import torch_fused_ops as tfo
 from torch_fused_ops import functional
@@ -33,28 +32,6 @@ def fresh() -> Any:
 
 
 # ---- the lowering ----------------------------------------------------------------------------------------------------
-
-
-def leaf(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
-    return torch.randn(shape).to(dtype).requires_grad_(grad)
-
-
-def check(fn: Callable[..., Tensor], args: list[Tensor], dynamic: bool | None = False) -> list[str]:
-    """Compiled as eager, value and gradients, and no operator left in the code, which is returned."""
-    wrt = [a for a in args if a.requires_grad]
-
-    def step(f: Callable[..., Tensor]) -> list[Tensor]:
-        y = f(*args)
-        g = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).to(y.dtype).view(y.shape)
-        return [y.detach(), *(torch.autograd.grad(y, wrt, g) if wrt else ())]
-
-    result, code = run_and_get_code(lambda: step(torch.compile(fn, fullgraph=True, dynamic=dynamic)))
-    for r, e in zip(result, step(fn), strict=True):
-        assert r.dtype == e.dtype and r.shape == e.shape
-        tolerance = {torch.float64: 1e-12, torch.float32: 2e-5}.get(e.dtype, 1.6e-2)
-        torch.testing.assert_close(r, e, rtol=tolerance, atol=tolerance * max([1.0, *e.abs().flatten().tolist()]))
-    assert not any("ops.fused" in re.sub(r"#.*", "", c) for c in code), "an operator is called from generated code"
-    return code
 
 
 BF16 = torch.bfloat16

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch._inductor.config as inductor_config
@@ -24,9 +25,7 @@ pytestmark = pytest.mark.codegen_is_slow
 
 
 def compiled(fn: Callable[..., Any], level: Any, strict: bool = True, **kwargs: Any) -> Callable[..., Any]:
-    torch._dynamo.reset()
-    options = {"policy": FusionPolicy(memory=level, strict=strict)}
-    return torch.compile(fn, backend="fused", fullgraph=True, options=options, **kwargs)
+    return harness.compiled(fn, FusionPolicy(memory=level, strict=strict), fullgraph=True, **kwargs)  # type: ignore[no-any-return]
 
 
 def step(

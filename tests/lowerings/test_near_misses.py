@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from differential import compare, compiled, fits
+from differential import Recorder, compare, compiled, fits
 from functions import Clipped, StraightThrough
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -814,11 +814,6 @@ def test_a_piece_that_is_taken_twice_and_written_is_left_alone():
 
     gm = torch.fx.symbolic_trace(model, concrete_args=None)
     assert len([n for n in gm.graph.nodes if n.target is operator.getitem and n.args[1] == 0]) == 2
-
-    class Recorder(torch.fx.Interpreter):
-        def run_node(self, n):
-            n.meta["example_value"] = super().run_node(n)
-            return n.meta["example_value"]
 
     Recorder(gm).run(x, w, d)
     (site,) = rewrite(gm.graph, FusionPolicy())

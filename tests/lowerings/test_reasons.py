@@ -13,7 +13,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
-from differential import REASONS, fits
+from differential import REASONS, fits, traced
 from functions import Spread, StraightThrough
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -95,31 +95,17 @@ def subclass(patch: Patch) -> Site:
     return one(explain(lambda x: F.linear(F.silu(F.linear(x, w)), d), *tensors))
 
 
-def recorded(fn: Callable[..., Any], *args: Any) -> torch.fx.Graph:
-    """fn's graph with recorded values, without Dynamo."""
-    graph = torch.fx.symbolic_trace(fn).graph
-
-    class Recorder(torch.fx.Interpreter):
-        def run_node(self, n: torch.fx.Node) -> Any:
-            value = super().run_node(n)
-            n.meta["example_value"] = value
-            return value
-
-    Recorder(torch.fx.GraphModule({}, graph)).run(*args)
-    return graph
-
-
 def devices(patch: Patch) -> Site:
     """A number may lie on a CPU beside a GPU's tensor. The tensors are fake."""
     with FakeTensorMode():
         v, u, w = (torch.empty(s, device=on) for s, on in (((4,), "cpu"), ((4, 4), "cuda"), ((4, 4), "cuda")))
-        graph = recorded(lambda v, u, w: torch.mm(torch.sigmoid(torch.inner(v, v)) * torch.mm(u, w), w), v, u, w)
+        graph = traced(lambda v, u, w: torch.mm(torch.sigmoid(torch.inner(v, v)) * torch.mm(u, w), w), v, u, w)
         (site,) = recognize.rewrite(graph, FusionPolicy(), apply=False)
     return site
 
 
 def unrecorded(patch: Patch) -> Site:
-    graph = recorded(
+    graph = traced(
         lambda x, w, d: F.linear(F.silu(F.linear(x, w)), d), torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16)
     )
     for node in graph.nodes:
@@ -461,7 +447,7 @@ def test_strict_and_the_notes_read_kinds(texts: list[Reason]) -> None:
     asked: dict[Callable[[Tensor], Tensor], type[Exception] | None] = {F.silu: None, F.mish: UnfusedError}
     for act, error in asked.items():
         for exclude in ((), ("",)):
-            graph = recorded(two_linears(act), x, w, d)
+            graph = traced(two_linears(act), x, w, d)
             stage = Recognize(FusionPolicy(strict=True, exclude=exclude))
             with pytest.raises(error) if error and not exclude else contextlib.nullcontext():
                 stage(graph)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from differential import traced
 from functions import Swish
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -395,22 +396,6 @@ def test_cpu_autocast(dtype):
     node = operator_in(graphs)
     names = [n.name for n in graphs[0].nodes]
     assert names.index("_enter_autocast") < names.index(node.name) < names.index("_exit_autocast")
-
-
-class Recorder(torch.fx.Interpreter):
-    """Records example values, as Dynamo does."""
-
-    def run_node(self, n):
-        value = super().run_node(n)
-        n.meta["example_value"] = value
-        return value
-
-
-def traced(fn, *args) -> torch.fx.Graph:
-    """fn's graph with fake values, without Dynamo."""
-    graph = torch.fx.symbolic_trace(fn).graph
-    Recorder(torch.fx.GraphModule({}, graph)).run(*args)
-    return graph
 
 
 WIDE = {"NewGELU": True, "relu**2": True, "gelu": False, "x*sigmoid": False, "relu*relu": False}

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch.nn.functional as F
 from differential import compare
+from harness import saving
 from torch import Tensor
 
 from torch_fused_ops import FusionPolicy, explain
@@ -97,22 +99,13 @@ def test_it_is_moved(fn: Callable[..., Tensor]) -> None:
 
 def step(fn: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[list[Tensor], int]:
     """(result and gradients, bytes that autograd kept)."""
-    kept: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = fn(*inputs)
+    out, kept = saving(lambda: fn(*inputs))
     tangent = normal(*out.shape, seed=1).detach().to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, inputs, tangent)], sum(kept.values())
+    return [out.detach(), *torch.autograd.grad(out, inputs, tangent)], kept
 
 
-def compiled(fn: Callable[..., Any], memory: str, **settings: Any) -> Callable[..., Any]:
-    torch._dynamo.reset()
-    options = {"policy": FusionPolicy(memory=memory)}
-    return torch.compile(fn, backend="fused", fullgraph=True, options=options, **settings)
+def compiled(fn: Callable[..., Any], memory: str, **settings: Any) -> Any:
+    return harness.compiled(fn, FusionPolicy(memory=memory), fullgraph=True, **settings)
 
 
 def off(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:

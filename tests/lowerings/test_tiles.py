@@ -1,13 +1,16 @@
 """FusionPolicy(memory="tiled"): what a step in tiles computes and keeps, how tokens are cut, and what stays whole."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import saving, step
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,14 +25,9 @@ from torch_fused_ops.settings import tiles
 HIDDEN, FFN = 8, 12
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(harness.SwiGLU):
     def __init__(self, hidden: int = HIDDEN, ffn: int = FFN, bias: bool = False) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(hidden, ffn, bias=bias) for _ in range(2))
-        self.down = nn.Linear(ffn, hidden, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+        super().__init__(hidden, ffn, functools.partial(nn.Linear, bias=bias))
 
 
 class Packed(nn.Module):
@@ -107,19 +105,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def step(fn: Callable[..., Tensor], module: nn.Module, x: Tensor) -> list[Tensor]:
-    """The result and all gradients."""
-    x = x.detach().clone().requires_grad_()
-    y = fn(x)
-    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
-    learning = [p for p in module.parameters() if p.requires_grad]
-    return [y.detach(), *torch.autograd.grad((y * weight).sum(), (x, *learning))]
-
-
 def compiled(module: Any, memory: Any = "tiled:3", strict: bool = True, **settings: Any) -> Any:
-    torch._dynamo.reset()
-    options = {"policy": FusionPolicy(memory=memory, strict=strict)}
-    return torch.compile(module, backend="fused", options=options, fullgraph=True, **settings)
+    return harness.compiled(module, FusionPolicy(memory=memory, strict=strict), fullgraph=True, **settings)
 
 
 def sites(fn: Callable[..., Any], *args: Any, memory: Any = "tiled:3", **policy: Any) -> tuple[Site, ...]:
@@ -127,16 +114,7 @@ def sites(fn: Callable[..., Any], *args: Any, memory: Any = "tiled:3", **policy:
 
 
 def kept(fn: Callable[..., Any], *args: Any) -> int:
-    """Bytes that autograd keeps for backward, each storage once."""
-    found: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        found[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        fn(*args)
-    return sum(found.values())
+    return saving(lambda: fn(*args))[1]
 
 
 @pytest.mark.codegen_is_slow

@@ -315,26 +315,17 @@ def test_the_operators_of_one_pass_are_those_of_several(
 @pytest.mark.parametrize(
     "call, message",
     [
-        (
-            lambda x, w: FF.linear_fp8(x, w[:100]),
-            r"weight has shape \(100, 128\); accepted: two axes, multiples of 128",
-        ),
+        (lambda x, w: FF.linear_fp8(x, w[:100]), r"weight has shape \(100, 128\); accepted: two axes, multiples of"),
         (lambda x, w: FF.linear_fp8(x[:, :64], w), r"input has shape \(4, 64\); accepted: \(…, 128\)"),
         (lambda x, w: FF.linear_fp8(x, w, w[0, :3]), r"bias has shape \(3,\); accepted: \(256,\)"),
         (lambda x, w: FF.linear_fp8(x.double(), w), r"input.dtype=torch.float64 is not accepted"),
         (lambda x, w: FF.linear_fp8(x, w, recipe="int8"), "recipe='int8' is not known; accepted: fp8, fp8-wgrad"),
-        (
-            lambda x, w: FF.linear_fp8(x[:, :100], w[:, :100], recipe="fp8-rowwise"),
-            r"weight has shape \(256, 100\); accepted: two axes, multiples of 16",
-        ),
+        (lambda x, w: FF.linear_fp8(x[:, :100], w[:, :100], recipe="fp8-rowwise"), r"weight has shape \(256, 100\)"),
         (lambda x, w: fused.linear_fp8(x, w, None, None, "int8"), "recipe='int8' is not known"),
         (lambda x, w: FF.linear_fp8(x, w, dtype=torch.float64), "dtype=torch.float64 is not accepted"),
         (lambda x, w: fused.quantize(x[None], 1), r"input has shape \(1, 4, 128\); accepted: two axes"),
         (lambda x, w: fused.quantize(x, 2), "rows=2 is not accepted: it must be 1 or 128"),
-        (
-            lambda x, w: fused.quantize(x, 1, 64),
-            "columns=64 is not accepted: it must be 128 or 32, .*, or 128, those of input",
-        ),
+        (lambda x, w: fused.quantize(x, 1, 64), "columns=64 is not accepted: it must be 128 or 32, .*, or 128, those"),
         (lambda x, w: fused.quantize_by(x, torch.ones(4, 1)), r"scales has shape \(4, 1\); accepted: \(1, 1\), or"),
         (
             lambda x, w: fused.scaled_mm(
@@ -347,10 +338,7 @@ def test_the_operators_of_one_pass_are_those_of_several(
             "a and b have blocks of 256 and 128 columns; accepted: as many in both",
         ),
         (lambda x, w: fused.quantize(w, BLOCK, MX_BLOCK), "columns=32 is not accepted: it must be 128, the columns"),
-        (
-            lambda x, w: FF.linear_fp8(x[:, :48], w[:, :48], recipe="mxfp8"),
-            r"weight has shape \(256, 48\); accepted: two axes, multiples of 32",
-        ),
+        (lambda x, w: FF.linear_fp8(x[:, :48], w[:, :48], recipe="mxfp8"), r"weight has shape \(256, 48\); accepted"),
         (
             lambda x, w: fused.scaled_mm(*fused.quantize(x, 1, MX_BLOCK), *fused.quantize(w, 1), None, 1, x.dtype),
             "a and b have blocks of 32 and 128 columns; accepted: as many in both",

