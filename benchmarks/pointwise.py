@@ -167,7 +167,7 @@ class Dropout:
 
 
 AnyOperator = Operator | Softmax | Dropout
-BUILTIN = ("gelu_tanh", "gelu", "silu", "relu", "relu2", "quick_gelu", "sigmoid", "tanh")
+BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
 OPERATORS = [
     *(Operator("bias_act", act) for act in BUILTIN),
     *(Operator("bias_act", act, bias=True) for act in BUILTIN),

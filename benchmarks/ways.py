@@ -109,7 +109,7 @@ def float8(recipe: str) -> Callable[..., Function]:
     """``backend="fused"`` with products by a recipe of ours; Unavailable where sizes or the device have none."""
 
     def compiled(fn: nn.Module, **settings: Any) -> Function:
-        from torch_fused_ops.lowerings.compat import no_scaled_products
+        from torch_fused_ops.lowerings.recognize.gemms import no_scaled_products
 
         layers, scaling = mlp_layers(fn), RECIPES[recipe].scaling
         need_multiples(layers, scaling.multiple)

@@ -66,7 +66,7 @@ def compatibility() -> str:
         "# Compatibility",
         "",
         NOTE,
-        "`.ci/versions` runs these tests on CPUs, in an environment for each version. Numbers are passed + skipped tests.",
+        "`.ci/versions` runs these tests on CPUs, in an environment for each version. Numbers are passed + skipped.",
         "Slow tests count where they ran. ✗ marks failures, *part* that some files did not run.",
         "",
         f"| | what | tests | {' | '.join(versions)} |",
@@ -101,7 +101,7 @@ backward. Under `torch.compile` it is an ordinary node.
 
 | | |
 |---|---|
-| results | new, contiguous, in the first tensor's dtype; arithmetic in float32 (float64 if an argument is), rounded once |
+| results | new, contiguous, in the first tensor's dtype; arithmetic in float32 (or float64), rounded once |
 | inputs | any strides; float16, bfloat16, float32, float64, also mixed; sizes 0 and 1; one device |
 | errors | `ValueError` or `TypeError` with the argument, its value and what is accepted |
 | gradients | of any order, forward mode, `torch.func`; `memory="fp8"` has first derivatives |

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from torch_fused_ops.declaration import elementwise
+from torch_fused_ops.operators.autograd import COMPOSITES, REGISTERED
+
 ROOT = Path(__file__).parents[1]
 # As pyproject.toml maps them.
 FOLDERS = {
@@ -160,6 +163,18 @@ def test_the_core_is_read_in_an_afternoon() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     first = [name.replace("/", ".") for name in re.findall(r"^\| \d \| `(.*)\.py` \|", page, re.M)]
     assert len(first) == 9 and set(first) <= set(CORE) and len(page.split()) < 900
+
+
+def test_no_file_of_the_core_names_an_operator_of_a_family() -> None:
+    declared = {signature.name for op in elementwise() for signature in op.signatures}
+    operators = {*REGISTERED, *(op._schema.name.removeprefix("fused::") for op in COMPOSITES)} - declared
+    assert {"dropout_add", "scaled_masked_softmax", "quantize", "linear_fp8"} <= operators
+    for name in CORE:
+        tree = ast.walk(ast.parse(modules()[f"torch_fused_ops.{name}"].read_text(encoding="utf-8")))
+        words = {
+            getattr(node, "attr", getattr(node, "value", None)) for node in tree if not isinstance(node, ast.keyword)
+        }
+        assert not operators & {word for word in words if isinstance(word, str)}, name
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -566,7 +566,7 @@ The functions between the GEMMs as the models call them, in both modes together:
 
 | file | a row for |
 |---|---|
-| [coverage-architectures.csv](coverage-architectures.csv) | each architecture: fused sites of all MLP sites in each mode, and reasons |
+| [coverage-architectures.csv](coverage-architectures.csv) | each architecture: fused of all sites, reasons |
 | [coverage-patterns.csv](coverage-patterns.csv) | each pattern: architectures, sites, what it is fused as, reasons |
 | [coverage-not-built.csv](coverage-not-built.csv) | each architecture that was not built, with its first error |
 

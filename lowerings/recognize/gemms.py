@@ -18,12 +18,11 @@ from torch.fx import Graph, Node
 
 from torch_fused_ops.declaration import PointwiseOperator
 from torch_fused_ops.families.float8.operators import DTYPES_OF_EXPERTS, DTYPES_OF_PRODUCTS
-from torch_fused_ops.families.float8.recipes import RECIPES
+from torch_fused_ops.families.float8.recipes import RECIPES, Scaling
 from torch_fused_ops.families.float8.sharding import multiples
 from torch_fused_ops.graphs.gemm_registry import name_of
 from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
 from torch_fused_ops.graphs.target import target_device
-from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.activation import CALLS
 
 from .graph import GraphAnalysis, record, shown, statically, tensor
@@ -160,12 +159,34 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
     if not all(statically(size % multiple == 0) and statically(size > 0) for size, multiple in sizes):
         *_, n, k = weight.shape
         raise Rejection(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of {multiple_of}")
-    device = compat.no_scaled_products(target_device(weight.device), scaling, grouped)
+    device = no_scaled_products(target_device(weight.device), scaling, grouped)
     if device and grouped:
         raise Rejection(Kind.GEMM_DEVICE, f"this device ({device}) does not support grouped float8 GEMMs")
     if device:
         text = f"this device ({device}) does not support float8 GEMMs with a scale for each {scaling.noun}"
         raise Rejection(Kind.GEMM_DEVICE, text)
+
+
+def no_scaled_products(device: torch.device, scaling: Scaling, grouped: bool = False) -> str:
+    """The name, for messages, of a device that cannot multiply float8 with these scales; "" where it can.
+
+    On CPUs the numbers are dequantized and multiplied in the model's dtype; "meta" has no numbers. ``grouped``: GEMMs
+    of a mixture's experts. On ROCm those need a build of torch with FBGEMM.
+    """
+    if device.type in ("cpu", "meta"):
+        return ""
+    if device.type != "cuda":
+        return device.type
+    if torch.version.hip:
+        arch: str = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+        return "" if arch in scaling.amd and not grouped else f"ROCm, {arch}"
+    capability = torch.cuda.get_device_capability(device)
+    version = tuple(map(int, (torch.version.cuda or "99").split(".")[:2]))
+    if capability not in (scaling.grouped if grouped else scaling.sm):
+        return f"sm_{capability[0]}{capability[1]}"
+    if version < scaling.cuda or not hasattr(torch.ops.aten, "_scaled_mm_v2"):
+        return f"CUDA {torch.version.cuda}"
+    return ""
 
 
 def fuse(graph: Graph, analysis: GraphAnalysis, recipes: dict[Node, str]) -> list[Edit]:

@@ -4,8 +4,11 @@ Plain Inductor and Inductor with ``activation_memory_budget=0.99`` are counted b
 figure of ours is always read against upstream's of the same torch version.
 """
 
+import re
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import harness
@@ -243,3 +246,23 @@ def test_blocks_of_gate_and_up_cost_what_halves_do() -> None:
     paper = virtual_gpu.compile_on_paper(lambda x: FF.bias_swiglu(x, layout=32), tensor(256, 1024))
     found = [(len(graph.kernels), graph.bytes_moved) for graph in (paper.forward, paper.backward)]
     assert found == [(1, 256 * 1024 * 3), (1, 256 * 1024 * 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("column, level", [(0, "off"), (1, "free"), (2, "fp8"), (3, "input"), (3, "tiled")])
+def test_the_page_lists_what_each_level_saves(column: int, level: str) -> None:
+    """The table of docs/memory.md: tensor, dtype and bytes of Llama-3-8B's MLP."""
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    cells = [row[column] for row in re.findall(r"^\| .+? \| \d+ × \d+ " + r"\| (.+?) " * 4 + r"\|$", page, re.M)]
+    stated: Counter[str] = Counter()
+    for dtype, size in re.findall(r"(\w+), ([\d.]+) MiB", "\n".join(cells)):
+        stated[dtype.replace("bf16", "bfloat16")] += float(size)
+    paper = virtual_gpu.compile_on_paper(
+        SwigluMLP(4096, 14336).to("meta", BF16), tensor(8192, 4096), config=compile_options(FusionPolicy(memory=level))
+    )
+    counted: Counter[str] = Counter()
+    for saved in paper.saved:
+        counted[str(saved.dtype).removeprefix("torch.")] += 0 if saved.is_parameter else saved.nbytes / MIB
+    assert len(cells) == 5 and {name: round(size, 2) for name, size in counted.items() if size} == dict(stated)
+    total = re.findall(r"^\| \*\*sum\*\* \| " + r"\| \*\*(\d+) MiB\*\* " * 4 + r"\|$", page, re.M)[0][column]
+    assert int(total) == round(paper.saved_bytes() / MIB)

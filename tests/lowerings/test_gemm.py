@@ -18,7 +18,6 @@ from torch_fused_ops import functional as FF
 from torch_fused_ops import nn as fnn
 from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.graphs.reasons import Kind
-from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.recognize import gemms, rewrite
 from torch_fused_ops.nn import FusedMLP
 
@@ -319,7 +318,7 @@ def test_experts_that_stay_have_their_reason(monkeypatch: pytest.MonkeyPatch) ->
     assert "grouped float8 GEMMs have a scale for each row, not for each block of 128" in site.gemm_reason
     (site,) = sites(Experts(ffn=72), x, gemm="fp8-rowwise")
     assert site.gemm_kind is Kind.GEMM_SIZE and "its weight is (72, 48): not multiples of 16" in site.gemm_reason
-    monkeypatch.setattr(compat, "no_scaled_products", lambda device, scaling, grouped: "sm_89" if grouped else "")
+    monkeypatch.setattr(gemms, "no_scaled_products", lambda device, scaling, grouped: "sm_89" if grouped else "")
     (site,) = sites(Experts(), x, gemm="fp8-rowwise")
     assert site.gemm_kind is Kind.GEMM_DEVICE
     assert "this device (sm_89) does not support grouped float8 GEMMs" in site.gemm_reason
@@ -511,11 +510,11 @@ def test_which_devices_have_such_products(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=gpu))
     for recipe, (scaling, _) in RECIPES.items():
         wanted = rows if recipe == "fp8-rowwise" else narrow if recipe.startswith("mxfp8") else blocks
-        assert compat.no_scaled_products(torch.device("cuda"), scaling) == wanted
+        assert gemms.no_scaled_products(torch.device("cuda"), scaling) == wanted
         experts = recipe == "fp8-rowwise" and gpu == (9, 0)
-        assert (compat.no_scaled_products(torch.device("cuda"), scaling, grouped=True) == "") is experts
-        assert compat.no_scaled_products(torch.device("xpu"), scaling) == "xpu"
-        assert compat.no_scaled_products(torch.device("cpu"), scaling) == ""
+        assert (gemms.no_scaled_products(torch.device("cuda"), scaling, grouped=True) == "") is experts
+        assert gemms.no_scaled_products(torch.device("xpu"), scaling) == "xpu"
+        assert gemms.no_scaled_products(torch.device("cpu"), scaling) == ""
 
 
 def test_attention_is_left_alone() -> None:

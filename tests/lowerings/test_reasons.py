@@ -294,7 +294,7 @@ def linear_layer(fn: Callable[..., Any], *args: Tensor, **patched: Any) -> Progr
 
         patch.setattr(gemms, "linears", recorded)
         for name, value in patched.items():
-            patch.setattr(compat, name, value)
+            patch.setattr(gemms, name, value)
         explain(fn, *args, policy=FusionPolicy(gemm="fp8"))
         return found[0]
 

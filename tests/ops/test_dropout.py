@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fused_ops import functional
-from torch_fused_ops.families.dropout import cpu, formulas
+from torch_fused_ops.families.dropout import cpu as dropout_cpu
+from torch_fused_ops.families.dropout import formulas
+from torch_fused_ops.kernels import cpu
 from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import dropout as dropout_testing
 from torch_fused_ops.testing import precision
@@ -69,7 +71,7 @@ def test_the_generator_is_philox(counter, seed):
     expected = philox_in_integers((low, high, 0, 0), (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
     words = formulas.philox(int32(low), int32(high), torch.tensor(seed))
     assert tuple(int(w) & 0xFFFFFFFF for w in words) == expected
-    on_cpu = cpu._Factors(torch.tensor([seed]), 0.5, torch.float32, 32).words(counter, 3)
+    on_cpu = dropout_cpu._Factors(torch.tensor([seed]), 0.5, torch.float32).words(counter, 3)
     assert tuple(int(w[0]) for w in on_cpu) == expected
 
 
@@ -86,7 +88,7 @@ def test_the_mask_is_the_generators_words():
     ("shape", "block"), [((40, 1000), 32768), ((3, 50001), 32768), ((7, 13), 32), ((100001,), 32768), ((5, 70), 32)]
 )
 def test_blocks_of_the_cpu_kernel_are_one_mask(shape, block, monkeypatch):
-    monkeypatch.setattr(cpu, "_block", lambda: block)
+    monkeypatch.setattr(cpu, "block", lambda: block)
     x, r, b = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1:])
     for tensors in ((x, b, r), (x, None, None)):
         torch.testing.assert_close(fused.dropout_add(*tensors, SEED, 0.3), reference.dropout_add(*tensors, SEED, 0.3))

@@ -53,7 +53,7 @@ def _version(package: str) -> str:
 
 def _works() -> Iterator[tuple[str, str]]:
     """Yield each feature that needs more than torch, and "yes" or the missing requirement."""
-    from torch_fused_ops.lowerings import compat
+    from torch_fused_ops.lowerings.recognize.gemms import no_scaled_products
 
     asked = [name for name in torch._inductor.config.cpp.cxx if name]  # CXX, else g++
     compiler = next(filter(shutil.which, asked), None)
@@ -64,7 +64,7 @@ def _works() -> Iterator[tuple[str, str]]:
     device = torch.device("cuda" if gpu else "cpu")
     slow = "" if gpu else ", in the model's dtype: correct, but slower than bf16"
     for recipe, (scaling, _) in RECIPES.items():
-        without = compat.no_scaled_products(device, scaling)
+        without = no_scaled_products(device, scaling)
         yield f'float8 GEMMs, gemm="{recipe}"', f"not on {without}" if without else f"yes{slow}"
     yield "estimated figures, plan", "yes" if triton else "pip install triton numpy"
     yield "pictures of benchmarks", "yes" if _version("matplotlib") else "pip install matplotlib numpy"
