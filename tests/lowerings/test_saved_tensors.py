@@ -327,6 +327,7 @@ class Frozen(HandsOut):
         return self.down(self.activation(self.up(h))), h
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("level", [*LEVELS, "tiled:2"])
 @pytest.mark.parametrize("name", ["result", "argument"])
 def test_what_is_not_kept_for_a_frozen_layer_may_be_written(name: str, level: str) -> None:
@@ -334,6 +335,7 @@ def test_what_is_not_kept_for_a_frozen_layer_may_be_written(name: str, level: st
     assert_same_when_written(model, level, given if name == "result" else lambda x, others: [x])
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_buffers_that_are_read_by_parts_and_written(level: str) -> None:
     class Parts(HandsOut):
