@@ -24,12 +24,12 @@ NOTE = "<!-- Written by `python docs/generate.py`; change that, not this page. -
 # ---- compatibility.md ------------------------------------------------------------------------------------------------
 
 ITEMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Versions", "torch's internals listed and probed; without one of them pick-up is off and operators work; a newer "
+    ("Versions", "torch's internals listed and probed; without one of them fusion is off and operators work; a newer "
      "torch is told once", ("anywhere/test_versions.py",)),
     ("Transforms", "`torch.func` and `torch.autograd.functional`, forward mode, double backward, `vmap` over every "
      "argument, compiled too", ("anywhere/test_transforms.py", "ops/test_activation.py", "ops/test_dropout.py",
      "ops/test_softmax.py", "ops/test_fp8.py", "ops/test_viewless.py")),
-    ("Autocast", "the dtypes and values of PyTorch's own spelling: eager, compiled, picked up; CPU and CUDA",
+    ("Autocast", "the dtypes and values of PyTorch's own functions: eager, compiled, fused; CPU and CUDA",
      ("anywhere/test_autocast.py",)),
     ("Export", "`torch.export`, decompositions, AOTInductor in Python and C++, `torch.jit.trace`, ONNX",
      ("anywhere/test_export.py",)),
@@ -49,7 +49,7 @@ ITEMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Limits", "beyond 2³¹ elements; graphs too deep or too wide to read", ("anywhere/test_limits.py",)),
     ("Long runs", "a thousand compilations, many calls: nothing grows; training against eager",
      ("anywhere/test_long_runs.py",)),
-    ("GPU code", "kernels in Triton's interpreter and as machine code on paper", ("kernels/test_activation_kernels.py",
+    ("GPU code", "kernels in Triton's interpreter and as machine code for GPUs", ("kernels/test_activation_kernels.py",
      "kernels/test_dropout_kernels.py", "kernels/test_softmax_kernels.py", "kernels/test_fp8_kernels.py",
      "codegen/test_figures.py")),
     ("Docs", "every code block of the README and of docs/ runs, with a model where it speaks of one; these tables "
@@ -301,8 +301,8 @@ def _runs(choices: dict[str, str]) -> str:
 DATA_SHEET_BYTES = 141e9  # of an H200
 SAVES = {
     "off": "as plain `torch.compile`",
-    "free": "not the activation's result",
-    "fp8": "its inputs in 8 bits",
+    "free": "all but the activation's result",
+    "fp8": "the same, the activation's inputs in 8 bits",
     "input": "only the MLP's input",
     "checkpoint": "only the layer's input",
 }
@@ -316,7 +316,7 @@ def _change(ratio: float) -> str:
 def readme() -> str:
     """The page, with a plan's peaks, and what PyTorch's memory budget saves."""
     plan = json.loads((RESULTS / "plans.json").read_text())["Llama-3-8B"]["plans"][0]
-    lines = ["| every MLP at | saves of each MLP | peak | of 141 GB | time of the step |", "|---|---|---|---|---|"]
+    lines = ["| every MLP at | saved of each MLP | peak | share of 141 GB | time of the step |", "|---|---|---|---|---|"]
     for row in plan["levels"]:
         if row["level"] in SAVES:
             name = {"free": '`"free"`, the default', "checkpoint": "a checkpoint around each layer"}.get(row["level"])
@@ -357,7 +357,7 @@ def _seconds(figures: dict[str, Any]) -> float:
 
 
 def benchmarks() -> str:
-    """The page, with the ways that are compared, and with what ours loses on paper."""
+    """The page, with the variants, and with all losses in the estimates."""
     from torch_fused_ops.benchmarks import variants
     from torch_fused_ops.benchmarks.laboratory import on_paper
 
