@@ -27,7 +27,7 @@ import torch._inductor.config as inductor_config
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-from torch_fused_ops import activations, fusion_events, gemm_registry, switches
+from torch_fused_ops import activations, environment, fusion_events, gemm_registry, switches
 from torch_fused_ops._version import __version__
 from torch_fused_ops.capture import captured_graphs
 from torch_fused_ops.lowerings import (
@@ -243,6 +243,8 @@ class Recognize(_Pass, CustomGraphPass):
                 + "\n".join(f"  {s.source}: {'fused, but ' * bool(s.op)}{s.missed}{_helps(s)}" for s in missed)
             )
         strict.check(graph, sites, policy, modules, explicit=self.policy is not None)
+        if torch.cuda.is_initialized():
+            environment.remind()
 
 
 _decided: WeakKeyDictionary[TracingContext, str] = WeakKeyDictionary()  # by compilation, forward and backward

@@ -59,7 +59,7 @@ LAYERS: dict[str, list[str]] = {
     "policy": ["float8_recipes", "tiles"],
     "bench_ways": ["policy"],
     "arguments": ["_version", "policy", "bench_ways"],
-    "environment": ["policy"],
+    "environment": ["_version", "policy"],
     "switches": [],
     "fusion_events": ["policy"],
     "declaration": ["activations"],
