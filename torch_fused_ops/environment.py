@@ -96,7 +96,8 @@ def _described(device: str | None = None) -> str:
     import torch
 
     versions = f"torch {torch.__version__}, Triton {version_of('triton')}, torch_fused_ops {__version__}"
-    return f"{torch.cuda.get_device_name(device)}, driver {torch._C._cuda_getDriverVersion()}, {versions}"
+    driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    return f"{torch.cuda.get_device_name(device)}, driver {driver}, {versions}"
 
 
 def checked_gpus() -> list[str]:
