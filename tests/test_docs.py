@@ -72,7 +72,8 @@ GIVEN = {
 
         torch.set_default_dtype(torch.bfloat16)
         llama_mlp = Llama()
-        model, input_ids = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))), torch.randn(2, 8)
+        input_ids = torch.randn(2, 8)
+        model = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)))
     """,
 }
 BEFORE = {"distributed.md": {1: "torch.set_default_device('cpu')"}}  # which block: what changes before it
