@@ -23,7 +23,7 @@ from torch_fused_ops.operators.autograd import (
     register,
 )
 from torch_fused_ops.operators.checks import check, check_gradient
-from torch_fused_ops.switches import is_without
+from torch_fused_ops.settings.switches import is_without
 
 __all__ = ["KernelSet", "imported", "register_pair", "register_pointwise"]
 
@@ -77,7 +77,7 @@ def register_pointwise(op: PointwiseOperator) -> None:
     accepts = check(op)
     for factories, forward, backward in ((_PLAIN, op.forward, op.backward), (_STORING, op.fp8, op.fp8_backward)):
         plain_forward, plain_backward = (make(op) for make in factories.plain)
-        on_cpu, backward_on_cpu = (make(op) for make in factories.on_cpu)
+        on_cpu, backward_on_cpu = cpu.kernel(op, forward, plain_forward), cpu.kernel(op, backward, plain_backward)
         batched = functools.partial(batching.forward, op, plain=plain_forward, check=accepts)
         batched_backward = functools.partial(factories.batched_backward, op)
         fake, backward_fake = factories.fakes[0](op, accepts), factories.fakes[1](op)
@@ -155,7 +155,6 @@ class _KernelFactories(NamedTuple):
     """What makes the parts of an operator and of its backward operator."""
 
     plain: tuple[Callable[..., Any], Callable[..., Any]]
-    on_cpu: tuple[Callable[..., Any], Callable[..., Any]]
     fakes: tuple[Callable[..., Any], Callable[..., Any]]
     batched_backward: Callable[..., Any]
     keep: Callable[[PointwiseOperator], Callable[..., SavePolicy]]
@@ -163,14 +162,12 @@ class _KernelFactories(NamedTuple):
 
 _PLAIN = _KernelFactories(
     plain=(eager.forward, eager.backward),
-    on_cpu=(cpu.forward, cpu.backward),
     fakes=(fakes.forward, fakes.backward),
     batched_backward=batching.backward,
     keep=_keep,
 )
 _STORING = _KernelFactories(
     plain=(eager.fp8, eager.fp8_backward),
-    on_cpu=(cpu.fp8, cpu.fp8_backward),
     fakes=(fakes.fp8, fakes.fp8_backward),
     batched_backward=batching.fp8_backward,
     keep=_keep_fp8,
