@@ -101,7 +101,7 @@ def spelled_for_derivatives(yes: bool) -> Iterator[None]:
 
 
 def _differentiated(x: Tensor) -> bool:
-    """Whether a derivative will be taken *through* this evaluation (torch.func, forward mode, double backward)."""
+    """True if a derivative will be taken *through* this evaluation (torch.func, forward mode, double backward)."""
     if (torch.is_grad_enabled() and x.requires_grad) or _for_derivatives.get():
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -16,10 +16,11 @@ import triton.language as tl
 from kernel_harness import GPUS, Device, assemble, meta, recorded
 from kernel_harness import assert_close as within_contract
 
-from torch_fused_ops import activations, reference, virtual_gpu
+from torch_fused_ops import activations, virtual_gpu
 from torch_fused_ops.kernels import activation as kernels
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.activation import launch_of
+from torch_fused_ops.operators import reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -173,7 +174,7 @@ def calls(activation: str, dtype: torch.dtype = torch.bfloat16, rows: int = 4096
 DEFAULT = {virtual_gpu.H100: True, virtual_gpu.MI300X: False}  # one by hardware and one by arithmetic
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", ("glu", "bias_act", "bias_act backward", "glu backward"))
 @pytest.mark.parametrize(
     ("gpu", "native"),
@@ -203,7 +204,7 @@ def test_wide_loads_and_stores(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "LDG.E.128" in code.instructions and "STG.E.128" in code.instructions, name
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(("name", "columns"), [("bias_act_fp8", 4096), ("glu_fp8", 4096), ("glu_fp8", 14336)])
 def test_several_rows_are_under_way_at_once(name: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a program waits for its row's largest number, four others or more load and store; loads are wide."""

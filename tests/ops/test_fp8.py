@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, hessian, jvp, vmap
 
 from torch_fused_ops import functional as FF
-from torch_fused_ops import reference
+from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import precision
 from torch_fused_ops.testing.check import measure_fp8, run_opcheck
 from torch_fused_ops.testing.samples import FP8_OPERATORS, backward_samples, samples
@@ -55,7 +55,7 @@ def test_rows_that_have_no_scale():
 # ---- the operators ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(8)
+@pytest.mark.covering(every=8)
 @pytest.mark.parametrize(
     "sample", [s for op in FP8_OPERATORS for make in (samples, backward_samples) for s in make(op, core=True)], ids=str
 )

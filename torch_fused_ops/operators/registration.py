@@ -23,7 +23,7 @@ from torch_fused_ops.operators.autograd import (
     register,
 )
 from torch_fused_ops.operators.checks import check, check_gradient
-from torch_fused_ops.switches import is_without
+from torch_fused_ops.settings.switches import is_without
 
 __all__ = ["KernelSet", "imported", "register_pair", "register_pointwise"]
 

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops import activations, reference
+from torch_fused_ops import activations
 from torch_fused_ops.declaration import PointwiseOperator, elementwise
+from torch_fused_ops.operators import reference
 from torch_fused_ops.operators.activation import FAMILY
 
 __all__ = [
