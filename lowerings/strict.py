@@ -84,7 +84,8 @@ class _Model:
     def add(self, graph: Graph, sites: Sequence[Site], modules: Collection[str]) -> None:
         self.sites += sites
         mlps = {site.module for site in sites if site.activation != DROPOUT}
-        self.modules.update(path for path in modules if any(_is_in(path, mlp) for mlp in mlps))
+        inside = tuple(f"{mlp}." if mlp else "" for mlp in mlps)
+        self.modules.update(path for path in modules if f"{path}.".startswith(inside))
         self.has_ours = self.has_ours or _has_ours(graph)
         self.linears += 0 if self.has_sites else _linears(graph)
 
@@ -139,10 +140,6 @@ class _Model:
             raise UnfusedError(f"strict=True and in {self.title} {'; '.join(notes)}")
         for note in notes:
             log.warning("in %s a pattern of the policy has no effect: %s", self.title, note)
-
-
-def _is_in(path: str, module: str) -> bool:
-    return not module or f"{path}.".startswith(f"{module}.")
 
 
 def _linears(graph: Graph) -> int:

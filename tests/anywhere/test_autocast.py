@@ -77,9 +77,6 @@ def swiglu(z: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-WIDENED = {FP32: FP32, FP64: FP64}
-
-
 def arguments(vector: bool, first: torch.dtype, second: torch.dtype, device: str = "cpu") -> list[Tensor]:
     g, shapes = torch.Generator().manual_seed(0), ((3, 8), (8,) if vector else (3, 8))
     if device != "cpu":
@@ -253,6 +250,34 @@ def test_transforms_in_a_region(device: str, inside: str) -> None:
 
 
 SIZES = ((8, 16), (8, 16), (16, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("low", LOW, ids=str)
+def test_gradients_on_gpus(low: torch.dtype) -> None:
+    """Compiled on paper: the dtypes of results and gradients."""
+    virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
+
+    def dtypes(fn: Callable[..., Tensor], *args: Tensor) -> list[torch.dtype]:
+        def inside(*args: Tensor) -> Tensor:
+            with torch.autocast("cuda", low):
+                return fn(*args)
+
+        torch.compiler.reset()
+        paper = virtual_gpu.compile_on_paper(inside, *args)
+        result = paper.forward.graph.graph.output_node().args[0][0]
+        grads = paper.backward.graph.graph.output_node().args[0]
+        return [n.meta["val"].dtype for n in (result, *grads) if n is not None]
+
+    def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+    x, sink = meta(2, 64, 64, dtype=low), meta(2, dtype=low)
+    assert dtypes(lambda x: torch.softmax(x, -1), x) == [FP32, low]
+    assert dtypes(lambda x, s: FF.scaled_masked_softmax(x, None, s), x, sink) == [FP32, low, low]
+    for first, second in itertools.product((FP32, low), repeat=2):
+        args = meta(64, 64, dtype=first), meta(64, dtype=second)
+        assert dtypes(FF.bias_gelu, *args) == [first, first, second]
 
 
 class Net(nn.Module):

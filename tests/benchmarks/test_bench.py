@@ -249,6 +249,7 @@ def test_torchao(way: str) -> None:
     assert harness.LIMIT[torch.bfloat16] < error <= case.loose[way]
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     "way", ["compile", "fused-free", "fused-fp8", pytest.param("fused-input", marks=pytest.mark.slow)]
 )

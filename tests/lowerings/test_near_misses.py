@@ -794,6 +794,7 @@ def sites(case: Case, name: str, dtype: torch.dtype | None = None) -> list[Any]:
     return compare(model, [a.requires_grad_(grad and i < 5) for i, a in enumerate(arguments)], dtype=dtype)
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_left_alone(name):
     case, reason = LEFT_ALONE[name]

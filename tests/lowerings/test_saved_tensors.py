@@ -225,22 +225,6 @@ FREE_TO_WRITE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", FREE_TO_WRITE)
-def test_results_may_be_written(name: str, level: str) -> None:
-    model = HandsOut(FREE_TO_WRITE[name])
-
-    def written(model: nn.Module, x: Tensor, fn: Any = None) -> Tensor:
-        y, h = model(x) if fn is None else fn(model, x)
-        with torch.no_grad():
-            h += y.mean()
-        return y  # type: ignore[no-any-return]
-
-    fused = interpreted(FusionPolicy(memory=level), exact=True)
-    assert apart(step(model, written), step(model, lambda model, x: written(model, x, fused))) < 1e-5
-
-
 def writing(what: Callable[[Tensor, Any], Sequence[Tensor]], fn: Any = None) -> Callable[[nn.Module, Tensor], Tensor]:
     """A step that writes, between forward and backward, what it has: of its argument and the model's results."""
 
@@ -258,6 +242,18 @@ def writing(what: Callable[[Tensor, Any], Sequence[Tensor]], fn: Any = None) -> 
 def given(x: Tensor, others: Sequence[Tensor]) -> Sequence[Tensor]:
     """What ``writing`` is to write: the model's results."""
     return others
+
+
+def assert_same_when_written(model: nn.Module, level: str, what: Any = given) -> None:
+    fused = interpreted(FusionPolicy(memory=level), exact=True)
+    assert apart(step(model, writing(what)), step(model, writing(what, fused))) < 1e-5
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", FREE_TO_WRITE)
+def test_results_may_be_written(name: str, level: str) -> None:
+    assert_same_when_written(HandsOut(FREE_TO_WRITE[name]), level)
 
 
 PARTS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
@@ -279,8 +275,7 @@ def test_results_of_three_dimensions_and_parts_of_them_may_be_written(parts: str
             h = self.up(x.view(2, 4, WIDTH))
             return self.down(torch.tanh(h)), *PARTS[parts](h)
 
-    model, fused = Cubes(torch.tanh), interpreted(FusionPolicy(memory=level), exact=True)
-    assert apart(step(model, writing(given)), step(model, writing(given, fused))) < 1e-5
+    assert_same_when_written(Cubes(torch.tanh), level)
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -332,15 +327,15 @@ class Frozen(HandsOut):
         return self.down(self.activation(self.up(h))), h
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("level", [*LEVELS, "tiled:2"])
 @pytest.mark.parametrize("name", ["result", "argument"])
 def test_what_is_not_kept_for_a_frozen_layer_may_be_written(name: str, level: str) -> None:
     model = Frozen(nn.Linear(WIDTH, WIDTH) if name == "result" else nn.Identity())
-    write: Any = given if name == "result" else (lambda x, others: [x])
-    fused = interpreted(FusionPolicy(memory=level), exact=True)
-    assert apart(step(model, writing(write)), step(model, writing(write, fused))) < 1e-5
+    assert_same_when_written(model, level, given if name == "result" else lambda x, others: [x])
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_buffers_that_are_read_by_parts_and_written(level: str) -> None:
     class Parts(HandsOut):
@@ -399,15 +394,7 @@ def test_a_result_is_not_kept_in_the_place_of_others(level: str) -> None:
             h = self.up(x)
             return self.down(h * 2.0) + self.down(h * 3.0).sin() + self.down(h * 0.5).cos(), h
 
-    def written(model: nn.Module, x: Tensor, fn: Any = None) -> Tensor:
-        y, h = model(x) if fn is None else fn(model, x)
-        with torch.no_grad():
-            h += 1.0
-        return y  # type: ignore[no-any-return]
-
-    fused = interpreted(FusionPolicy(memory=level), exact=True)
-    model = Multiples(F.relu)
-    assert apart(step(model, written), step(model, lambda model, x: written(model, x, fused))) < 1e-5
+    assert_same_when_written(Multiples(F.relu), level)
 
 
 @pytest.mark.covering(every=3)
@@ -436,24 +423,17 @@ def test_arguments_may_be_written(level: str) -> None:
     assert apart(step(model, written), step(model, lambda model, x: written(model, x, fused))) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["gelu", "silu", "packed tanh"])
-def test_what_pytorch_keeps_is_fused_all_the_same(name: str) -> None:
+class Packed(HandsOut):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.up(x)
+        return F.linear(torch.tanh(h[..., :32]) * h[..., 32:], self.down.weight[:, :32]), h
+
+
+@pytest.mark.parametrize(
+    "model", [HandsOut(F.gelu), HandsOut(F.silu), Packed(torch.tanh)], ids=["gelu", "silu", "tanh"]
+)
+def test_what_pytorch_keeps_is_fused_all_the_same(model: nn.Module) -> None:
     """Eager raises, too, where its caller writes it; and the pre-activation is not kept twice."""
-    functions: dict[str, Callable[[Tensor], Tensor]] = {
-        "gelu": F.gelu,
-        "silu": F.silu,
-        "packed tanh": lambda h: torch.cat([torch.tanh(h[..., :32]) * h[..., 32:]] * 2, -1),
-    }
-    if name == "packed tanh":
-
-        class Packed(HandsOut):
-            def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-                h = self.up(x)
-                return F.linear(torch.tanh(h[..., :32]) * h[..., 32:], self.down.weight[:, :32]), h
-
-        model: nn.Module = Packed(torch.tanh)
-    else:
-        model = HandsOut(functions[name])
     (site,) = tfo.explain(model, torch.randn(8, WIDTH)).sites
     assert site.op
 

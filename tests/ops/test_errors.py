@@ -89,6 +89,7 @@ def test_eager(name):
         assert fragment in str(caught.value)
 
 
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("name", BAD)
 def test_compiled(name):
     """torch wraps the error into one of its own; our text is inside."""
