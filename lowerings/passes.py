@@ -43,7 +43,7 @@ from torch_fused_ops.lowerings import (
     split_reductions,
 )
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, enclosing_modules, policy_or_default
-from torch_fused_ops.settings import switches
+from torch_fused_ops.settings import environment, switches
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -245,6 +245,8 @@ class Recognize(_Pass, CustomGraphPass):
                 + "\n".join(f"  {s.source}: {'fused, but ' * bool(s.op)}{s.missed}{_helps(s)}" for s in missed)
             )
         strict.check(graph, sites, policy, modules, explicit=self.policy is not None)
+        if torch.cuda.is_initialized():
+            environment.remind()
 
 
 _decided: WeakKeyDictionary[TracingContext, str] = WeakKeyDictionary()  # by compilation, forward and backward

@@ -73,6 +73,7 @@ GIVEN = {
 
         torch.set_default_dtype(torch.bfloat16)
         llama_mlp = Llama()
+        input_ids = torch.randn(2, 8)
         model = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)))
     """,
 }
@@ -88,6 +89,20 @@ def blocks(page: Path) -> list[tuple[int, str, str | None]]:
     return [(text[: m.start(1)].count("\n"), m[1], m[2]) for m in re.finditer(pattern, text, re.M | re.S)]
 
 
+def write_program(page: Path, folder: Path) -> Path:
+    """A page's blocks as a program, each line where the page has it, that imports what the page takes as given."""
+    name = page.stem.replace("-", "_")
+    (folder / f"given_{name}.py").write_text("# mypy: ignore-errors\n" + textwrap.dedent(GIVEN.get(page.name, "")))
+    lines = [""] * (page.read_text(encoding="utf-8").count("\n") + 1)
+    for i, (line, code, _) in enumerate(blocks(page)):
+        lines[line : line + code.count("\n")] = code.splitlines()
+        lines[line + code.count("\n")] = f"print({MARK!r})"
+        lines[line - 1] = BEFORE.get(page.name, {}).get(i, "")
+    lines[0] = f"from given_{name} import *"
+    (script := folder / f"{name}.py").write_text("\n".join(lines))
+    return script
+
+
 def test_there_are_blocks_to_run() -> None:
     assert sum(len(blocks(page)) for page in PAGES) >= 20
 
@@ -99,15 +114,7 @@ def test_there_are_blocks_to_run() -> None:
 )
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
     """One after the other, in one process, they print what follows them; a traceback has the page's lines."""
-    given, script = tmp_path / "given.py", tmp_path / f"{page.stem.replace('-', '_')}.py"
-    given.write_text(textwrap.dedent(GIVEN.get(page.name, "")))
-    lines = [""] * (page.read_text(encoding="utf-8").count("\n") + 1)
-    for i, (line, code, _) in enumerate(blocks(page)):
-        lines[line : line + code.count("\n")] = code.splitlines()
-        lines[line + code.count("\n")] = f"print({MARK!r})"
-        lines[line - 1] = BEFORE.get(page.name, {}).get(i, "")
-    lines[0] = "from given import *"
-    script.write_text("\n".join(lines))
+    script = write_program(page, tmp_path)
     if page.name == "modules.md":
         pytest.importorskip("transformers")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -305,3 +312,9 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "levels.png" in (tmp_path / "index.html").read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":  # for .ci/types
+    (samples := Path(sys.argv[1])).mkdir()
+    for page in filter(blocks, PAGES):
+        write_program(page, samples)

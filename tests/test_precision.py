@@ -78,7 +78,6 @@ def test_float32_gradients_next_to_the_derivative_s_zero(name):
     ways = {
         "reference": derivative(x),
         "many at once": by_operator(x),
-        "few at once": torch.cat([by_operator(part) for part in x.split(1000)]),
         "gated": torch.ops.fused.glu_backward(ones, x, 0 * x, None, name, 1.0, None, only)[0],
     }
     leaf = x.clone().requires_grad_()

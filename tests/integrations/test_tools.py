@@ -193,6 +193,15 @@ def test_accelerate_leaves_names_of_modules_as_they_are(precision: str) -> None:
     accelerate.state.AcceleratorState._reset_state(True)
 
 
+@without_code
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trainer_leaves_names_of_modules_as_they_are(bf16: bool, tmp_path: Path) -> None:
+    tfo.enable()
+    with tfo.record() as report:
+        trainer(tmp_path, None, torch_compile=True, bf16=bf16).train()
+    assert [site.module for site in report.sites if site.is_mlp] == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
+
+
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
 def test_wrappers_for_data_parallel_leave_names_of_modules_as_they_are(wrapper: str) -> None:
     import torch.distributed as dist

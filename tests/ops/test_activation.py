@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torch_fused_ops import activations
-from torch_fused_ops.kernels.cpu import block
+from torch_fused_ops.kernels import cpu
 from torch_fused_ops.operators import reference
 from torch_fused_ops.operators.activation import FAMILY
 from torch_fused_ops.testing.check import run_opcheck
@@ -199,10 +199,29 @@ def test_cpu_temporaries_are_small(op, dtype, layout):
     with Allocations() as forward:
         out = operator(op, scalars)(*tensors)
     result = out.nbytes
-    small = 16 * 4 * max(65536, block())  # blocks in float32
+    small = 16 * 4 * cpu.block()  # blocks in float32
     assert result <= forward.peak <= result + small
     incoming = torch.ones_like(out)
     with Allocations() as backward:
         grads = getattr(fused, f"{op}_backward")(incoming, *tensors, *scalars, [True, True, True])
     result = sum(g.nbytes for g in grads)
     assert result <= backward.peak <= result + small
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_blocks_are_one_operator(op, monkeypatch):
+    """Of some rows at a time as of all at once: results, gradients, and what is stored in float8."""
+
+    def results():
+        for sample in samples(op):
+            out = sample()
+            yield from (out, *getattr(fused, f"{op}_fp8")(*sample.args))
+            if leaves := [t for t in sample.tensors if t is not None and t.requires_grad]:
+                yield from torch.autograd.grad(out, leaves, torch.full_like(out, 0.5))
+
+    whole = list(results())
+    monkeypatch.setattr(cpu, "_GRAIN", 0)
+    monkeypatch.setattr(cpu, "block", lambda: 100)
+    for expected, got in zip(whole, results(), strict=True):
+        assert got.is_contiguous() and expected.is_contiguous() and got.dtype == expected.dtype
+        torch.testing.assert_close(got.double(), expected.double(), rtol=1e-2, atol=1e-3, equal_nan=True)

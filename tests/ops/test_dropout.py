@@ -92,11 +92,9 @@ def test_blocks_of_the_cpu_kernel_are_one_mask(shape, block, monkeypatch):
     x, r, b = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1:])
     for tensors in ((x, b, r), (x, None, None)):
         torch.testing.assert_close(fused.dropout_add(*tensors, SEED, 0.3), reference.dropout_add(*tensors, SEED, 0.3))
-    got = fused.dropout_add_backward(r, SEED, 0.3, torch.float32, torch.float32, [True, True])
-    torch.testing.assert_close(
-        got, reference.dropout_add_backward(r, SEED, 0.3, torch.float32, torch.float32, [True, True]),
-        rtol=1e-5, atol=1e-3,
-    )  # fmt: skip
+    args = (r, SEED, 0.3, torch.float32, torch.float32, [True, True])
+    got, expected = (module.dropout_add_backward(*args) for module in (fused, reference))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-3)
 
 
 def test_the_mask_does_not_depend_on_dtype_or_strides():

@@ -1,14 +1,5 @@
 """The command line: ``python -m torch_fused_ops {info, check, explain, plan, verify, run, bench}``.
 
-    info                            versions, devices and what is active
-    check [--device D] [--quick]    opcheck and precision of every operator on a device; exit code 1 if anything fails
-    explain MODULE:CALLABLE         a model's MLP sites, fused or not, with reasons and savings
-    plan MODULE:CALLABLE            the memory levels with which a training step fits into a GPU's memory
-    verify MODULE:CALLABLE          compare a training step eager, compiled and fused; exit code 1 if it differs
-    run SCRIPT [ARGUMENT ...]       run a program with fusion in every torch.compile
-    bench NAME                      benchmark this library against PyTorch
-    --version                       this library's version
-
 ``explain``, ``plan`` and ``verify`` call CALLABLE without arguments; it returns ``(model, args)`` or
 ``(model, args, kwargs)``. MODULE is a module's name or a ``.py`` file. Exit code 2 for invalid arguments.
 """
@@ -77,35 +68,62 @@ def _level(text: str) -> str:
     return text
 
 
-def _add_spec(parser: argparse.ArgumentParser) -> None:
-    """Add the argument for the model."""
-    parser.add_argument(
-        "spec",
-        metavar="MODULE:CALLABLE",
-        help="CALLABLE() returns (model, args) or (model, args, kwargs); MODULE is a module's name or a .py file",
-    )
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for the model and its fusion policy."""
-    _add_spec(parser)
-    _add_policy(parser)
-
-
-def _add_policy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--memory",
-        type=_level,
-        default="free",
-        metavar="LEVEL",
-        help=f"FusionPolicy's memory: {LEVELS}; free by default",
-    )
-    parser.add_argument("--gemm", choices=GEMM, default="bf16", help="FusionPolicy's gemm; bf16 by default")
-    parser.add_argument(
-        "--exclude", metavar="PATTERN", action="append", default=[], help="FusionPolicy's exclude; may be repeated"
-    )
-
-
+_SPEC: dict[str, Any] = {
+    "metavar": "MODULE:CALLABLE",
+    "help": "CALLABLE() returns (model, args) or (model, args, kwargs); MODULE is a module's name or a .py file",
+}
+_POLICY: dict[str, dict[str, Any]] = {
+    "--memory": {"type": _level, "default": "free", "metavar": "LEVEL", "help": f"{LEVELS}; free by default"},
+    "--gemm": {"choices": GEMM, "default": "bf16", "help": "FusionPolicy's gemm; bf16 by default"},
+    "--exclude": {"metavar": "PATTERN", "action": "append", "default": [], "help": "MLPs not to fuse; may be repeated"},
+}  # fmt: skip
+_FLAG = {"action": "store_true"}
+# Descriptions and arguments of the other commands.
+_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "info": ("versions, devices and what is active", {}),
+    "check": ("opcheck and precision of every operator on a device", {
+        "--device": _BENCH_OPTIONS["device"],
+        "--quick": {**_FLAG, "help": "fewer samples"},
+    }),
+    "explain": ("list a model's MLPs, fused or not, with reasons", {
+        "spec": _SPEC,
+        **_POLICY,
+        "--train": {**_FLAG, "help": "training mode, with gradients; by default neither"},
+        "--figures": {
+            "metavar": "GPU", "nargs": "?", "const": "H200",
+            "help": "estimate memory, bytes moved and kernels before and after on a GPU (H200); seconds a layer",
+        },
+        "--levels": {**_FLAG, "help": "with --train: estimate the savings, peaks and costs of the memory levels"},
+        "--json": {"metavar": "FILE", "help": "write the report as JSON too"},
+        "--html": {"metavar": "FILE", "help": "write the report as a page too"},
+    }),
+    "plan": ("fit a training step into a GPU's memory; exit code 1 if it does not fit", {
+        "spec": _SPEC,
+        "--memory": {"required": True, "help": 'the memory limit: "72GiB", "800MiB" or bytes'},
+        "--gpu": {"default": "H200", "help": "A100, H100, H200 (default), B200 or MI300X"},
+        "--optimizer": {"default": "adamw", "help": "adamw (default), sgd or none"},
+        "--lossless": {**_FLAG, "help": "exclude levels that round gradients"},
+        "--max": {"dest": "maximum", "metavar": "WHAT", "help": "batch or tokens: the largest at each level; minutes"},
+        "--dp": {"type": int, "default": 1, "help": "GPUs over which FSDP2 shards the layers; all is per GPU"},
+        "--meta": {**_FLAG, "help": "create the model on the meta device, without data"},
+        "--json": {"metavar": "FILE", "help": "write the plan as JSON too"},
+        "--html": {"metavar": "FILE", "help": "write the plan as a page too, with the live-bytes timeline of a step"},
+    }),
+    "verify": ("compare a training step of a model, eager, compiled and fused", {
+        "spec": _SPEC,
+        **_POLICY,
+        "--eval": {**_FLAG, "help": "evaluation mode; by default training mode"},
+        "--compiled": {**_FLAG, "help": "generate code; by default the compiled graphs are run call by call"},
+        "--json": {"metavar": "FILE", "help": "write all comparisons as JSON too"},
+    }),
+    "run": ("run a Python program with fusion in every torch.compile", {
+        **_POLICY,
+        "--strict": {**_FLAG, "help": "an MLP that is not fused is an error"},
+        "--report": {"metavar": "FILE", "help": "write a report (of rank 0) at exit: .json, .html, or text"},
+        "-m": {**_FLAG, "dest": "module", "help": "SCRIPT is a module's name"},
+        "program": {"nargs": argparse.REMAINDER, "metavar": "SCRIPT [ARGUMENT ...]"},
+    }),
+}  # fmt: skip
 _RUN = "python -m torch_fused_ops run [--memory M] [--gemm G] [--exclude PATTERN] [--strict] [--report FILE] [-m]"
 
 
@@ -131,69 +149,16 @@ def parser() -> argparse.ArgumentParser:
     whole = _Parser("python -m torch_fused_ops", description="Fused MLP operators for PyTorch.")
     whole.add_argument("--version", action="version", version=f"torch_fused_ops {__version__}")
     commands = whole.add_subparsers(metavar="COMMAND", dest="command")
-    commands.add_parser("info", help="versions, devices and what is active")
-    check = commands.add_parser("check", help="opcheck and precision of every operator on a device")
-    check.add_argument("--device", help="cpu, cuda, cuda:1, …; by default a GPU, if there is one")
-    check.add_argument("--quick", action="store_true", help="fewer samples")
-    explain = commands.add_parser("explain", help="list a model's MLPs, fused or not, with reasons")
-    _add_model(explain)
-    explain.add_argument("--train", action="store_true", help="training mode, with gradients; by default neither")
-    explain.add_argument(
-        "--figures",
-        metavar="GPU",
-        nargs="?",
-        const="H200",
-        help="estimate memory, bytes moved and kernels before and after, for a GPU (default: H200); seconds a layer",
-    )
-    explain.add_argument(
-        "--levels",
-        action="store_true",
-        help="with --train: estimate the savings, peaks and costs of the memory levels",
-    )
-    explain.add_argument("--json", metavar="FILE", help="write the report as JSON too")
-    explain.add_argument("--html", metavar="FILE", help="write the report as a page too")
-    plan = commands.add_parser("plan", help="fit a training step into a GPU's memory; exit code 1 if it does not fit")
-    _add_spec(plan)
-    plan.add_argument("--memory", required=True, help='the memory limit: "72GiB", "800MiB" or bytes')
-    plan.add_argument("--gpu", default="H200", help="A100, H100, H200 (default), B200 or MI300X")
-    plan.add_argument("--optimizer", default="adamw", help="adamw (default), sgd or none")
-    plan.add_argument("--lossless", action="store_true", help="exclude levels that round gradients")
-    plan.add_argument(
-        "--max",
-        dest="maximum",
-        metavar="WHAT",
-        help="batch or tokens: also the largest that fits at each level; minutes",
-    )
-    plan.add_argument(
-        "--dp", type=int, default=1, help="GPUs over which FSDP2 shards the layers; bytes and batch are per GPU"
-    )
-    plan.add_argument("--meta", action="store_true", help="create the model on the meta device, without data")
-    plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")
-    plan.add_argument(
-        "--html", metavar="FILE", help="write the plan as a page too, with the live-bytes timeline of a step"
-    )
-    verify = commands.add_parser("verify", help="compare a training step of a model, eager, compiled and fused")
-    _add_model(verify)
-    verify.add_argument("--eval", action="store_true", help="evaluation mode; by default training mode")
-    verify.add_argument(
-        "--compiled", action="store_true", help="generate code; by default the compiled graphs are run call by call"
-    )
-    verify.add_argument("--json", metavar="FILE", help="write all comparisons as JSON too")
-    run = commands.add_parser(
-        "run", help="run a Python program with fusion in every torch.compile", usage=f"{_RUN} SCRIPT ..."
-    )
-    _add_policy(run)
-    run.add_argument("--strict", action="store_true", help="an MLP that is not fused is an error")
-    run.add_argument("--report", metavar="FILE", help="write a report (of rank 0) at exit: .json, .html, or text")
-    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
-    run.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
+    for name, (text, options) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, usage=f"{_RUN} SCRIPT ..." if name == "run" else None)
+        for option, settings in options.items():
+            command.add_argument(option, **settings)
     bench = commands.add_parser("bench", help="benchmark this library against PyTorch")
     names = bench.add_subparsers(metavar="NAME", dest="benchmark")
-    for name, (text, options) in BENCHMARKS.items():
-        benchmark = names.add_parser(
-            name, help=text, description=text, epilog=_ways(name), formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        add_bench_options(benchmark, options)
+    formatter = argparse.RawDescriptionHelpFormatter
+    for name, (text, timed) in BENCHMARKS.items():
+        benchmark = names.add_parser(name, help=text, description=text, epilog=_ways(name), formatter_class=formatter)
+        add_bench_options(benchmark, timed)
     for command in (whole, *commands.choices.values(), *names.choices.values()):
         command.set_defaults(command_parser=command)
     return whole

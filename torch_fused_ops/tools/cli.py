@@ -25,6 +25,7 @@ import torch
 import torch_fused_ops as tfo
 from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.settings import environment
+from torch_fused_ops.settings.environment import version_of
 from torch_fused_ops.tools.arguments import parser
 from torch_fused_ops.virtual_gpu import gpus
 
@@ -39,16 +40,9 @@ class _UsageError(Exception):
 
 
 def _devices() -> list[str]:
-    cpu = f"cpu: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    cuda = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [
-        cpu,
-        *(f"cuda:{i}: {p.name}, {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB" for i, p in enumerate(cuda)),
-    ]
-
-
-def _version(package: str) -> str:
-    return getattr(importlib.import_module(package), "__version__", "?") if importlib.util.find_spec(package) else ""
+    cuda = enumerate(map(torch.cuda.get_device_properties, range(torch.cuda.device_count())))
+    gpus = [f"cuda:{i}: {p.name}, {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB" for i, p in cuda]
+    return [f"cpu: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads", *gpus]
 
 
 def _works() -> Iterator[tuple[str, str]]:
@@ -59,7 +53,7 @@ def _works() -> Iterator[tuple[str, str]]:
     compiler = next(filter(shutil.which, asked), None)
     missing = f"no C++ compiler was found ({', '.join(asked)}): install g++, or set CXX"
     yield "torch.compile on CPUs", f"yes, with {compiler}" if compiler else missing
-    gpu, triton = torch.cuda.is_available(), _version("triton")
+    gpu, triton = torch.cuda.is_available(), version_of("triton")
     yield "torch.compile on GPUs", ("yes" if triton else "Triton is missing") if gpu else "no GPU is visible"
     device = torch.device("cuda" if gpu else "cpu")
     slow = "" if gpu else ", in the model's dtype: correct, but slower than bf16"
@@ -67,7 +61,7 @@ def _works() -> Iterator[tuple[str, str]]:
         without = no_scaled_products(device, scaling)
         yield f'float8 GEMMs, gemm="{recipe}"', f"not on {without}" if without else f"yes{slow}"
     yield "estimated figures, plan", "yes" if triton else "pip install triton numpy"
-    yield "pictures of benchmarks", "yes" if _version("matplotlib") else "pip install matplotlib numpy"
+    yield "pictures of benchmarks", "yes" if version_of("matplotlib") else "pip install matplotlib numpy"
 
 
 def _info(arguments: argparse.Namespace) -> int:
@@ -86,9 +80,7 @@ def _info(arguments: argparse.Namespace) -> int:
     forward = [n for n in dir(torch.ops.fused) if isinstance(getattr(torch.ops.fused, n), torch._ops.OpOverloadPacket)]
     overloads = [getattr(torch.ops.fused, n).default for n in forward]
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    traced = [
-        op for op in overloads if not op.has_kernel_for_dispatch_key(composite)
-    ]  # composite ones decompose to aten
+    traced = [op for op in overloads if not op.has_kernel_for_dispatch_key(composite)]  # others decompose to aten
     lowered = [op for op in traced if op in inductor.lowerings]
     backend = "found" if "fused" in torch._dynamo.list_backends() else "not found: install with `pip install -e .`"
     policy = passes.active_policy()
@@ -96,13 +88,11 @@ def _info(arguments: argparse.Namespace) -> int:
         ("torch_fused_ops", [f"{tfo.__version__} in {Path(tfo.__file__).parent}"]),
         ("python", [f"{platform.python_version()} on {platform.platform()}"]),
         ("torch", [f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, HIP {torch.version.hip or 'none'}"]),
-        *((package, [_version(package) or "not installed"]) for package in ("triton", "numpy")),
+        *((package, [version_of(package) or "not installed"]) for package in ("triton", "numpy")),
         ("devices", _devices()),
+        ("checked", environment.checked_gpus() or ["no GPU yet: python -m torch_fused_ops check"]),
         ("operators", [", ".join(f"fused::{n}" for n in forward if "_backward" not in n)]),
-        (
-            "turned off",
-            [", ".join(switches.WITHOUT) or f"nothing; TORCH_FUSED_OPS_WITHOUT takes {', '.join(switches.PARTS)}"],
-        ),
+        ("turned off", [", ".join(switches.WITHOUT) or f"nothing; {switches.NAME} takes {', '.join(switches.PARTS)}"]),
         ("activations", [", ".join(activations.names())]),
         ("lowerings", [f"{len(lowered)} of {len(traced)} operators, backward ones included"]),
         ("backend 'fused'", [backend]),
@@ -138,6 +128,8 @@ def _check(arguments: argparse.Namespace) -> int:
     print(f"\n{calls} samples, {opchecks} opchecks, {time.perf_counter() - start:.0f} s: {verdict}")
     for failure in failures:
         print(f"  {failure}")
+    if device.startswith("cuda") and not failures:
+        environment.note_checked(device)
     return 1 if failures else 0
 
 
@@ -188,6 +180,14 @@ def _check_writable(arguments: argparse.Namespace, *options: str) -> None:
             raise _UsageError(f"--{option} {file} cannot be written: it must be a file in an existing folder")
 
 
+def _show(result: Any, arguments: argparse.Namespace) -> None:
+    print(result)
+    if arguments.json:
+        Path(arguments.json).write_text(result.to_json(), encoding="utf-8")
+    if getattr(arguments, "html", None):
+        result.to_html(arguments.html)
+
+
 def _policy(arguments: argparse.Namespace) -> tfo.FusionPolicy:
     try:
         return tfo.FusionPolicy(memory=arguments.memory, gemm=arguments.gemm, exclude=arguments.exclude)
@@ -212,11 +212,7 @@ def _explain(arguments: argparse.Namespace) -> int:
             report = tfo.explain(model, *args, policy=policy, **kwargs)
         if arguments.figures is not None or arguments.levels:
             report.measure(arguments.figures or "H200", levels=arguments.levels)
-    print(report)
-    if arguments.json:
-        Path(arguments.json).write_text(report.to_json(), encoding="utf-8")
-    if arguments.html:
-        report.to_html(arguments.html)
+    _show(report, arguments)
     return 0
 
 
@@ -235,28 +231,14 @@ def _plan(arguments: argparse.Namespace) -> int:
             plan = tfo.plan(model, *args, **settings, **kwargs)
     except ValueError as e:
         raise _UsageError(str(e)) from None
-    print(plan)
-    if arguments.json:
-        Path(arguments.json).write_text(plan.to_json(), encoding="utf-8")
-    if arguments.html:
-        plan.to_html(arguments.html)
+    _show(plan, arguments)
     return 0 if plan.fits else 1
 
 
 class _Latest(logging.Handler):
     """Print a logger's last record on standard error after some seconds, and then all later records."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.latest = ""
-        self.late = False
-        self.timer = threading.Timer(seconds, self.begin)
-        self.timer.daemon = True
-
-    def begin(self) -> None:
-        with self.lock or contextlib.nullcontext():
-            self.late = True
-            self.say()
+    latest, late = "", False
 
     def emit(self, record: logging.LogRecord) -> None:
         self.latest = record.getMessage()
@@ -264,6 +246,7 @@ class _Latest(logging.Handler):
             self.say()
 
     def say(self) -> None:
+        self.late = True
         if self.latest:
             print(f"... {self.latest}", file=sys.stderr, flush=True)
 
@@ -271,16 +254,17 @@ class _Latest(logging.Handler):
 @contextlib.contextmanager
 def _progress(name: str, first: str = "", seconds: float = 5.0) -> Iterator[None]:
     """Print a logger's records of level INFO after some seconds, beginning with ``first``."""
-    logger, handler = logging.getLogger(name), _Latest(seconds)
-    level = logger.level
+    logger, handler = logging.getLogger(name), _Latest()
+    timer, level = threading.Timer(seconds, handler.say), logger.level
+    timer.daemon = True
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.info(first)
-    handler.timer.start()
+    timer.start()
     try:
         yield
     finally:
-        handler.timer.cancel()
+        timer.cancel()
         logger.setLevel(level)
         logger.removeHandler(handler)
 
@@ -302,9 +286,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     except Exception as error:  # the model's own; exit code 1 is for a difference
         traceback.print_exc()
         raise _UsageError(f"{arguments.spec} cannot be run in eager mode: {error}") from None
-    print(verification)
-    if arguments.json:
-        Path(arguments.json).write_text(verification.to_json(), encoding="utf-8")
+    _show(verification, arguments)
     return 0 if verification.ok else 1
 
 
@@ -321,15 +303,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         raise _UsageError(str(e)) from None
 
 
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "info": _info,
-    "check": _check,
-    "explain": _explain,
-    "plan": _plan,
-    "verify": _verify,
-    "run": environment.run,
-    "bench": _bench,
-}
+_COMMANDS = {f.__name__.lstrip("_"): f for f in (_info, _check, _explain, _plan, _verify, environment.run, _bench)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
