@@ -295,7 +295,7 @@ def no_code(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
     return compile_fx(gm, example_inputs, inner_compile=lambda gm, *args, **rest: make_boxed_func(gm.forward))
 
 
-@pytest.mark.covering(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fn", "wanted"),
     [
