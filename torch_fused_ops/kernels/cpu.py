@@ -28,21 +28,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_fused_ops import activations
 from torch_fused_ops.declaration import DATA, PointwiseOperator
 from torch_fused_ops.formulas import (
-    FP8,
     Gradients,
     Spelling,
     act_element,
     compute_dtype,
-    load_dtype,
-    load_fp8,
     over_rows,
     pack,
     room,
-    store_fp8,
     unpack,
 )
 
-__all__ = ["backward", "forward", "fp8", "fp8_backward", "recorded"]
+__all__ = ["backward", "forward", "recorded"]
 
 aten = torch.ops.aten
 
@@ -262,16 +258,9 @@ class _Operands(NamedTuple):
     data: tuple[Tensor, ...]
     biases: tuple[Tensor, ...]  # none, or one for each of the first data
     scale: tuple[Tensor | None, ...]  # as a column; none where the operator has no such argument
-    row_scales: tuple[Tensor, ...] = ()  # of data in float8
 
     @staticmethod
-    def of(
-        op: PointwiseOperator,
-        tensors: Sequence[Any],
-        layout: str | None,
-        dtype: torch.dtype,
-        row_scales: tuple[Tensor, ...] = (),
-    ) -> _Operands:
+    def of(op: PointwiseOperator, tensors: Sequence[Any], layout: str | None, dtype: torch.dtype) -> _Operands:
         """With the small ones in ``dtype``."""
         bias = None if op.bias is None else tensors[op.bias]
         scale: tuple[Tensor | None, ...] = ()
@@ -280,18 +269,13 @@ class _Operands(NamedTuple):
             scale = (None if rows is None else _wide(rows, dtype).unsqueeze(-1),)
         wide = None if bias is None else _wide(bias, dtype)
         if layout is None:
-            return _Operands(tuple(tensors[: op.data]), () if wide is None else (wide,), scale, row_scales)
+            return _Operands(tuple(tensors[: op.data]), () if wide is None else (wide,), scale)
         biases = () if wide is None else unpack(wide, layout)
-        return _Operands(unpack(tensors[0], layout), biases, scale, row_scales * 2)
+        return _Operands(unpack(tensors[0], layout), biases, scale)
 
     def block(self, index: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
         """What the formula is called with, of one block: the data, with the biases added, and the scale."""
-        data = [t[index] if index else t for t in self.data]
-        if self.row_scales:
-            scales = [s[index] for s in self.row_scales]
-            data = [load_fp8(t, s, dtype) for t, s in zip(data, scales, strict=True)]
-        else:
-            data = [_wide(t, dtype) for t in data]
+        data = [_wide(t[index] if index else t, dtype) for t in self.data]
         for i, bias in enumerate(self.biases):
             data[i] = data[i] + bias
         if not index:
@@ -412,32 +396,6 @@ def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
     return kernel
 
 
-def fp8(op: PointwiseOperator) -> Callable[..., tuple[Tensor, ...]]:
-    """The operator that also stores its data."""
-    plain, data = forward(op), op.data
-    return lambda *args: (plain(*args), *(part for t in args[:data] for part in _store(t)))
-
-
-def fp8_backward(op: PointwiseOperator) -> Callable[..., Gradients]:
-    """That one's backward operator."""
-    _, _, _, layout_at, activation_at, rest = _Call.of(op)
-
-    def kernel(*args: Any) -> Gradients:
-        given = op.stored(args)
-        tensors = (*(stored for stored, _ in given.data), *given.others)
-        plain_args = (*tensors, *given.scalars)
-        layout = None if layout_at is None else plain_args[layout_at]
-        named = () if activation_at is None else (plain_args[activation_at],)
-        dtypes = (*given.dtypes, *(None if t is None else t.dtype for t in given.others))
-        found = tuple(map(room, tensors, given.output_mask, dtypes))
-        dtype = load_dtype(given.dtypes, given.grad, *given.others)
-        operands = _Operands.of(op, tensors, layout, dtype, tuple(scale for _, scale in given.data))
-        _fill_gradients(op, given.grad, operands, layout, (named, rest(plain_args)), found, dtype)
-        return found
-
-    return kernel
-
-
 def recorded(op: PointwiseOperator) -> Callable[..., Tensor | None] | None:
     """The operator as PyTorch's own differentiable function where that is all there is to it, or None.
 
@@ -452,18 +410,6 @@ def recorded(op: PointwiseOperator) -> Callable[..., Tensor | None] | None:
         return _NATIVE[activation].value(input) if alone else None
 
     return record
-
-
-def _store(t: Tensor) -> tuple[Tensor, Tensor]:
-    """``store_fp8``, a block at a time."""
-    if t.numel() <= _GRAIN:
-        return store_fp8(t)
-    stored = t.new_empty(t.shape, dtype=FP8)
-    scale = t.new_empty(t.shape[:-1], dtype=torch.float32)
-    for i in _blocks(t.shape, block()):
-        for out, part in zip((stored, scale), store_fp8(t[i]), strict=True):
-            out[i].copy_(part)
-    return stored, scale
 
 
 def _fill_gradients(
