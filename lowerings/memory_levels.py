@@ -29,14 +29,15 @@ from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_fused_ops import reference, tiles
 from torch_fused_ops.declaration import PointwiseOperator, elementwise
+from torch_fused_ops.graphs.modules import module_stack
+from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear, op_types
 from torch_fused_ops.lowerings.saved_tensors import DATA, SAME_ELEMENTS, SavedTensors
+from torch_fused_ops.operators import reference
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
-from torch_fused_ops.reasons import Kind, Rejection
-from torch_fused_ops.virtual_gpu.modules import module_stack
+from torch_fused_ops.settings import tiles
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -130,7 +131,7 @@ CALLS = 32  # as many as are rebuilt for one tensor: an activation that was left
 
 
 def _is_rebuilt(node: Node) -> bool:
-    """Whether a call is a view, pointwise, picks rows, or joins tensors: nothing that sums or is drawn by chance."""
+    """True if a call is a view, is pointwise, picks rows or joins tensors: no sums, no random numbers."""
     kinds = op_types()
     if node.op != "call_function" or kinds.is_random(node):
         return False
@@ -142,7 +143,7 @@ def _is_rebuilt(node: Node) -> bool:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """What reads a tensor of backward's, by way of views."""
+    """The readers of a tensor in backward, through views."""
     for user in node.users:
         if user.target in SAME_ELEMENTS:
             yield from _readers(user)
@@ -298,9 +299,9 @@ def _keep_input(both: SavedTensors, node: Node) -> None:
 
 
 def _plan(both: SavedTensors, node: Node, operand: str | None, again: list[Node], keep: list[Node]) -> None:
-    """What it takes to have ``node`` in backward: GEMMs, sums of them, and views of what is there or kept for it.
+    """List the calls that recompute ``node`` in backward: GEMMs, sums of them, and views of saved tensors.
 
-    ``operand``: what a GEMM has it for, "data" or "weight" (or bias), if one does.
+    ``operand``: its role in the GEMM that reads it, "data" or "weight" (or bias), if one does.
     """
     for source in node.all_input_nodes:
         inside = operand or (None if not is_gemm(node) else "data" if source is _data(node) else "weight")
@@ -322,12 +323,12 @@ def _plan(both: SavedTensors, node: Node, operand: str | None, again: list[Node]
 
 
 def _data(gemm: Node) -> Any:
-    """What a GEMM multiplies with its weight: a bias comes before it."""
+    """The operand of a GEMM beside its weight: a bias comes before it."""
     return gemm.args[1] if getattr(gemm.target, "overloadpacket", None) in (aten.addmm, aten.baddbmm) else gemm.args[0]
 
 
 def _is_quantized(node: Node) -> bool:
-    """Whether it is a weight in float8, or a part of that: a pass over the weight."""
+    """True for a weight in float8, or a part of it: that is a pass over the weight."""
     made = node.args[0] if node.target is operator.getitem else node
     return isinstance(made, Node) and made.target is fused.quantize.default
 

@@ -29,7 +29,6 @@ from torch.utils._sympy.functions import FloorDiv
 from torch_fused_ops import activations
 from torch_fused_ops.declaration import PointwiseOperator, elementwise
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.lowerings.split_reductions import ROWS
 
 Box = Any  # ir.TensorBox
 Index = Sequence[Any]
@@ -37,6 +36,8 @@ Value = Any  # what V.ops returns
 Load = Callable[[Index], Value]
 
 aten = torch.ops.aten
+
+ROWS = "fused_rows_of_a_block"  # in a node's meta: its loops go over blocks of so many rows (split_reductions.py)
 
 # ---- programs: element functions as Inductor ops -------------------------------------------------------------------
 

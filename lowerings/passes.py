@@ -1,4 +1,4 @@
-"""What stands in Inductor's slots: how it gets there, whose policy it follows, and what it adds to cache keys.
+"""The passes in Inductor's slots: their registration, their policies, and their part of cache keys.
 
 There are four slots: ``pre_grad_custom_pass`` (stage 1, recognize), ``custom_partitioner_fn`` (stage 2, remember),
 ``post_grad_custom_post_pass`` (stage 3's sums over rows, and its choice of GEMM epilogues) and
@@ -27,9 +27,12 @@ import torch._inductor.config as inductor_config
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-from torch_fused_ops import activations, fusion_events, gemm_registry, switches
+from torch_fused_ops import activations
 from torch_fused_ops._version import __version__
-from torch_fused_ops.capture import captured_graphs
+from torch_fused_ops.graphs import fusion_events, gemm_registry
+from torch_fused_ops.graphs.capture import captured_graphs
+from torch_fused_ops.graphs.modules import module_stack
+from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.lowerings import (
     buffer_reuse,
     compat,
@@ -40,8 +43,7 @@ from torch_fused_ops.lowerings import (
     split_reductions,
 )
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, enclosing_modules, policy_or_default
-from torch_fused_ops.sites import Site
-from torch_fused_ops.virtual_gpu.modules import module_stack
+from torch_fused_ops.settings import switches
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -106,7 +108,7 @@ def active_policy() -> FusionPolicy | None:
 
 
 class Stage:
-    """What stands in a slot. ``policy`` None: follow the context's."""
+    """A pass in a slot. ``policy`` None: follow the context's."""
 
     name = ""
 
@@ -165,7 +167,7 @@ class _Pass(Stage):
 
 
 class _Only(Stage):
-    """What a slot holds that holds one: somebody else's there stays, and alone."""
+    """A pass in a slot for a single pass: somebody else's there stays, alone."""
 
     @staticmethod
     def join(slot: Any, stage: Stage) -> Any:
@@ -271,7 +273,7 @@ def _note_decisions(graph: torch.fx.Graph, policy: FusionPolicy) -> None:
 
 
 def _helps(site: Site) -> str:
-    """What helps where a site was missed, for an error's text."""
+    """The advice for a site that was not fused, for an error's text."""
     return "".join(f" → {kind.advice}" if kind.hint else f" ({kind.row})" for kind in site.refusals)
 
 
@@ -371,7 +373,7 @@ SLOTS: dict[str, _Kind] = {
 
 
 def _missing(policy: FusionPolicy) -> Iterator[str]:
-    """What other people's settings take from this policy in the compilation that is going on."""
+    """Describe the parts of this policy that other settings of the current compilation turn off."""
     if not compat.runs_pre_grad_passes():
         yield (
             "no MLP is looked for: use_pre_grad_passes=False, which mode='lite' sets, turns Inductor's pre-grad passes "
@@ -389,7 +391,7 @@ _logged: set[str] = set()
 
 
 def _guarded(stage: Stage, policy: FusionPolicy, run: Callable[[], Any]) -> Any:
-    """What ``run`` returns; None where it fails, which is logged once."""
+    """The result of ``run``; None if it fails, which is logged once."""
     try:
         return run()
     except Exception as error:

@@ -15,13 +15,13 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from torch_fused_ops import fusion_events
-from torch_fused_ops.capture import title_of
-from torch_fused_ops.gemm_registry import name_of
+from torch_fused_ops.graphs import fusion_events
+from torch_fused_ops.graphs.capture import title_of
+from torch_fused_ops.graphs.gemm_registry import name_of
+from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.activation import CALLS
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, unmatched
-from torch_fused_ops.sites import DROPOUT, Site
 
 __all__ = ["check"]
 
@@ -154,7 +154,7 @@ def _linears(graph: Graph) -> int:
 
 
 def _has_ours(graph: Graph) -> bool:
-    """Whether a graph, or one that it calls, has an activation's operator already: a model of FusedMLPs has."""
+    """True if a graph, or one that it calls, has an activation's operator already, as in a model of FusedMLPs."""
     root = graph.owning_module
     graphs = [graph, *(m.graph for m in root.modules() if isinstance(m, GraphModule))] if root else [graph]
     return any(name_of(node.target) in CALLS for one in graphs for node in one.nodes if node.op == "call_function")

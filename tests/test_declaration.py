@@ -3,8 +3,6 @@
 They are tried in a process of their own, since operators are for good.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -136,7 +134,6 @@ print("everything")
 """
 
 
-@pytest.mark.seconds("the one process in which operators are declared, and compiled")
 def test_a_declared_operator_gets_everything() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (declared,) = (block for block in blocks if "register_pointwise" in block)

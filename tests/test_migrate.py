@@ -1,4 +1,4 @@
-"""The figures of docs/migrate.md: each row of its tables is computed here, and must stand there."""
+"""The figures of docs/migrate*.md: each row of its tables is computed here, and must stand there."""
 
 import math
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torch_fused_ops import functional, megatron, slapo
 
-PAGE = (Path(__file__).parents[1] / "docs" / "migrate.md").read_text(encoding="utf-8")
+PAGE = "".join(p.read_text(encoding="utf-8") for p in sorted((Path(__file__).parents[1] / "docs").glob("migrate*.md")))
 TOKENS, WIDTH, MLP = 8192, 4096, 16384
 
 

@@ -34,11 +34,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from torch_fused_ops import activations
-from torch_fused_ops.distributed.sharding import dropout_add_by_shards, shard_seed
-from torch_fused_ops.float8_recipes import RECIPES
+from torch_fused_ops import activations, families
+from torch_fused_ops.families.dropout.sharding import dropout_add_by_shards, shard_seed
+from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.operators import activation as declared
-from torch_fused_ops.viewless import (
+from torch_fused_ops.operators.viewless import (
     MakeViewlessTensor,
     assert_viewless_tensor,
     make_viewless_tensor,
@@ -78,6 +78,8 @@ __all__ = [
     "squared_relu",
     "swiglu",
 ]
+
+families.register()
 
 _keeps_result = declared.bias_act.keeps_result
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}

@@ -36,8 +36,8 @@ def run_script(
         arguments: the command line, by default the program's.
         more: options of its own, as ``add_argument`` takes them.
     """
-    from torch_fused_ops.arguments import add_bench_options
     from torch_fused_ops.benchmarks.harness import UsageError
+    from torch_fused_ops.tools.arguments import add_bench_options
 
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_bench_options(parser, options)

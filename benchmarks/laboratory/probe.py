@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import sys
 import types
 from argparse import Namespace
@@ -30,11 +31,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from torch_fused_ops.arguments import TIMED
 from torch_fused_ops.benchmarks import main as bench
 from torch_fused_ops.benchmarks import pointwise
 from torch_fused_ops.benchmarks.harness import DTYPES, Case, Device, Plan, Trial, Unavailable, sets_of
 from torch_fused_ops.benchmarks.laboratory import run_script
+from torch_fused_ops.tools.arguments import TIMED
 
 SHAPE = "ROWSxCOLUMNS of hand-written kernels and reductions"
 SIZES = [(8192, 8192), (8192, 14336)]
@@ -68,7 +69,7 @@ class Subject:
 
     Attributes:
         name: of what it computes.
-        module: below ``torch_fused_ops.kernels``, whose constants make the plan.
+        module: of kernels, whose constants make the plan.
         call: of the module and the tensors.
         shapes: of the tensors, for rows and columns; an int is a seed.
         truth: the first result, of the same tensors in float64.
@@ -126,13 +127,13 @@ def _softmax_backward(module: types.ModuleType, grad: Tensor, output: Tensor) ->
 
 
 def _dropout_truth(x: Tensor, bias: Tensor, residual: Tensor, seed: Tensor) -> Tensor:
-    from torch_fused_ops import reference
+    from torch_fused_ops.operators import reference
 
     return reference.dropout_add(x, bias, residual, seed, 0.1)
 
 
 def _dropout_gradient(grad: Tensor, seed: Tensor) -> Tensor:
-    from torch_fused_ops import reference
+    from torch_fused_ops.operators import reference
 
     return reference.dropout_add(grad, None, None, seed, 0.1)
 
@@ -165,7 +166,8 @@ SUBJECTS = [
 def kernels(name: str) -> types.ModuleType:
     """A module of kernels; Unavailable without Triton."""
     try:
-        return __import__(f"torch_fused_ops.kernels.{name}", fromlist=["launch"])
+        path = f"families.{name}.kernels" if name in ("dropout", "softmax", "float8") else f"kernels.{name}"
+        return importlib.import_module(f"torch_fused_ops.{path}")
     except ImportError as error:
         raise Unavailable(str(error)) from None
 

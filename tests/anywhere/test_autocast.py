@@ -4,8 +4,6 @@ One difference is on purpose: a result has the *first* tensor's dtype (dropout_a
 type promotion would widen it to a later tensor's, a float32 bias that meets a bfloat16 product.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
@@ -28,13 +26,6 @@ from torch_fused_ops.testing import precision
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = (BF16, FP16)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @contextlib.contextmanager
@@ -147,7 +138,7 @@ def test_operators_on_cpus(name: str, low: torch.dtype, region: str) -> None:
         assert theirs.dtype == promoted and (theirs.dtype == expected or expected == low), "the difference on purpose"
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_compiled_operators_on_cpus(low: torch.dtype) -> None:
@@ -168,24 +159,6 @@ def test_compiled_operators_on_cpus(low: torch.dtype) -> None:
     for result in results:
         for got, expected in zip(result, every(args), strict=True):
             assert got.dtype == expected.dtype and torch.equal(got, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["inductor", "fused"])
-@pytest.mark.parametrize("low", LOW, ids=str)
-@pytest.mark.parametrize("name", FORMULAS)
-def test_compiled_operators_on_cpus_with_gradients(name: str, low: torch.dtype, backend: str) -> None:
-    formula = FORMULAS[name]
-
-    def inside(*args: Tensor) -> Tensor:
-        with torch.autocast("cpu", low):
-            return formula.ours(*args)
-
-    for first, second in itertools.product((FP32, low), repeat=2):
-        torch.compiler.reset()
-        checked(
-            formula, torch.compile(inside, backend=backend, fullgraph=True), arguments(formula.vector, first, second)
-        )
 
 
 @pytest.mark.parametrize("low", LOW, ids=str)
@@ -242,7 +215,7 @@ INSIDE: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
 BACKWARDS = ("grad", "vmap of grad")  # whose engine asks CUDA for streams: see test_gradients_on_gpus
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("inside", [k for k in INSIDE if k not in BACKWARDS])
 @pytest.mark.parametrize("name", [name for name in SOFTMAXES if name not in SLICED])
 def test_softmax_on_gpus(name: str, inside: str) -> None:
@@ -274,34 +247,6 @@ def test_transforms_in_a_region(device: str, inside: str) -> None:
                 got, plain = within(device, [BF16], fn)(*args), fn(*args)
             assert got.dtype == plain.dtype, name
             assert device == "cuda" or torch.equal(got, plain), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("low", LOW, ids=str)
-def test_gradients_on_gpus(low: torch.dtype) -> None:
-    """Compiled on paper: the dtypes of results and gradients."""
-    virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
-
-    def dtypes(fn: Callable[..., Tensor], *args: Tensor) -> list[torch.dtype]:
-        def inside(*args: Tensor) -> Tensor:
-            with torch.autocast("cuda", low):
-                return fn(*args)
-
-        torch.compiler.reset()
-        paper = virtual_gpu.compile_on_paper(inside, *args)
-        result = paper.forward.graph.graph.output_node().args[0][0]
-        grads = paper.backward.graph.graph.output_node().args[0]
-        return [n.meta["val"].dtype for n in (result, *grads) if n is not None]
-
-    def meta(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-
-    x, sink = meta(2, 64, 64, dtype=low), meta(2, dtype=low)
-    assert dtypes(lambda x: torch.softmax(x, -1), x) == [FP32, low]
-    assert dtypes(lambda x, s: FF.scaled_masked_softmax(x, None, s), x, sink) == [FP32, low, low]
-    for first, second in itertools.product((FP32, low), repeat=2):
-        args = meta(64, 64, dtype=first), meta(64, dtype=second)
-        assert dtypes(FF.bias_gelu, *args) == [first, first, second]
 
 
 # ---- picked up -------------------------------------------------------------------------------------------------------

@@ -55,9 +55,6 @@ def test_every_operator_has_a_kernel_for_every_kind_of_device() -> None:
             assert op.has_kernel_for_dispatch_key(getattr(torch._C.DispatchKey, key)), (op, key)
 
 
-# ---- a device that nobody has heard of -------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_plain_pytorch_where_we_have_no_kernels() -> None:
     """In a process of its own: a device's name is given once."""
@@ -133,9 +130,6 @@ def _elsewhere() -> None:
     told = [str(w.message) for w in seen if "torch_fused_ops has no kernels for 'elsewhere'" in str(w.message)]
     assert len(told) == 1, told
     print(*sorted({func._schema.name for func, *_ in calls}))
-
-
-# ---- mixtures, meta, fake --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name, (_, args) in CALLS.items() if len(args) > 1])

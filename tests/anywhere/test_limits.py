@@ -1,7 +1,5 @@
 """At the limits: graphs that take long to read, constants at the end of float64, tensors past 2**31 elements."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -207,7 +205,7 @@ def ends_in(found: Any, wanted: str | None) -> bool:
     return bool(found) and all(s.op if wanted == FUSED else s.reason.startswith(wanted) for s in found)
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_work_is_linear_in_the_graph(name: str) -> None:
     """Twice as large a graph, twice as much work: no chain is walked for each of its nodes, no join doubles it."""
@@ -219,7 +217,7 @@ def test_work_is_linear_in_the_graph(name: str) -> None:
     assert large <= 2.2 * small
 
 
-@pytest.mark.every(16)
+@pytest.mark.covering(every=16)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_graph_of_5000_is_read(name: str) -> None:
     """No recursion over a graph's depth, none over its width."""
@@ -248,7 +246,7 @@ STEPS: dict[str, Callable[[Built, Node], Node]] = {
 }
 
 
-@pytest.mark.every(6)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_expressions_that_double_are_refused(name: str, gated: bool) -> None:
@@ -296,7 +294,7 @@ def no_code(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
     return compile_fx(gm, example_inputs, inner_compile=lambda gm, *args, **rest: make_boxed_func(gm.forward))
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     ("fn", "wanted"),
     [
@@ -307,7 +305,6 @@ def no_code(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
 )
 def test_so_it_is_from_the_user_s_side(fn: Callable[..., Tensor], wanted: str) -> None:
     """explain(), and torch.compile."""
-    torch._dynamo.reset()
     x, w = (torch.randn(8, 8, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(2))
     _, report = work(lambda: tfo.explain(fn, x, w), most=1_000_000)
     assert ends_in(report.sites, wanted), report.sites
@@ -427,7 +424,8 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 def every_kernel(rows: int, n: int, view: Callable[[int, int], Tensor]) -> dict[str, tuple[Any, ...]]:
     """A call of each family's kernels, forward and backward, whose data are ``view``'s."""
     pytest.importorskip("triton")
-    from torch_fused_ops.kernels import dropout, softmax
+    from torch_fused_ops.families.dropout import kernels as dropout
+    from torch_fused_ops.families.softmax import kernels as softmax
     from torch_fused_ops.kernels.activation import launch_of
 
     x, packed, bias, packed_bias, scale = view(rows, n), view(rows, 2 * n), meta(n), meta(2 * n), meta(rows)
@@ -560,7 +558,9 @@ def by(way: str, name: str) -> Callable[..., Any]:
         return getattr(torch.ops.fused, name)  # type: ignore[no-any-return]
     pytest.importorskip("triton")
     from torch_fused_ops import virtual_gpu
-    from torch_fused_ops.kernels import activation, dropout, launching, softmax
+    from torch_fused_ops.families.dropout import kernels as dropout
+    from torch_fused_ops.families.softmax import kernels as softmax
+    from torch_fused_ops.kernels import activation, launching
 
     family: Any = dropout if name.startswith("dropout") else softmax if name.startswith("scaled") else None
     kernel_of = activation.launch_of if family is None else functools.partial(getattr, family)

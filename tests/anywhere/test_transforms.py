@@ -1,7 +1,5 @@
 """Function transforms of every operator and every face of it, eager and compiled, against PyTorch's own spelling."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -20,8 +18,9 @@ from torch.func import functional_call, functionalize, grad, hessian, jacfwd, ja
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_fused_ops import functional as FF
-from torch_fused_ops import megatron, reference, slapo
+from torch_fused_ops import megatron, slapo
 from torch_fused_ops import nn as fused_nn
+from torch_fused_ops.operators import reference
 
 fused = torch.ops.fused
 F64 = torch.float64
@@ -456,7 +455,7 @@ INSIDE: dict[str, Callable[[Fn, int], Fn]] = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize("name", BATCHES)
 def test_vmap_is_every_example_s_own_call(name: str, inside: str, recwarn: pytest.WarningsRecorder) -> None:

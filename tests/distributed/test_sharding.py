@@ -1,7 +1,5 @@
 """The operators on DTensors: two gloo processes on the CPU, in which every function of ``GROUPS`` runs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -309,7 +307,7 @@ def float8_layers(mesh, rank):
     """A column and a row of linear layers in float8: what one process computes, without communication but the sums'."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    from torch_fused_ops.float8_recipes import RECIPES
+    from torch_fused_ops.families.float8.recipes import RECIPES
 
     linear = torch.ops.fused.linear_fp8
     x, first, bias, _ = tensors = [torch.randn(s) for s in ((4, 24, 256), (512, 256), (512,), (256, 512))]

@@ -7,8 +7,6 @@ by registers, times what each loads of the large tensors before it computes. So 
 loads of 16 bytes (512 threads, 24 KB) is no worse off than one of 32 registers with one (2048 threads, 32 KB).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, hessian, jvp, vmap
 
 from torch_fused_ops import functional as FF
-from torch_fused_ops import reference
+from torch_fused_ops.operators import reference
 from torch_fused_ops.operators.fp8_store import is_marked
 from torch_fused_ops.testing.samples import ACTIVATION_OPERATORS, declared_as, samples
 

@@ -1,7 +1,5 @@
 """Graphs set aside in a compiler pass or a Dynamo backend, and compiled on paper later: as if captured on paper."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Listings of NVIDIA's machine code: all that wait are made at once, each as cuobjdump shows it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

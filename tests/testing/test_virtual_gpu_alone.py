@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from torch_fused_ops import virtual_gpu
 
 
@@ -22,6 +24,7 @@ print([name for name in sys.modules if name.startswith("torch_fused_ops") and na
     assert done.stdout.splitlines() == ["sm_90", "[]"], done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_a_compiler_that_is_imported_while_kernels_are_interpreted_is_whole() -> None:
     """As it is imported it copies min and max of the language, which the interpreter has replaced for a while."""
     program = """

@@ -15,7 +15,7 @@ arithmetic that nothing uses are dropped by its compiler. Clamp and offset are c
 where an argument would arrive in float32; a model has one or two values of them, each with a kernel of its own.
 
 The formulas are those of ``torch_fused_ops.activations`` and of ``glu_element`` in ``formulas.py``, repeated here, for
-``kernels/float8.py`` too; tests tie them together. An operator with a scalar that they do not have is refused.
+``families/float8/kernels.py`` too; tests tie them together. An operator with a scalar that they do not have is refused.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Autograd kernel calls it directly rather than through the dispatcher, which save
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -52,12 +52,23 @@ _AUTOGRAD_KEYS = (
 library = torch.library.Library("fused", "FRAGMENT")
 
 
-def define(name: str, schema: str, kernels: Mapping[str, Callable[..., Any]]) -> torch._ops.OpOverload:
-    """``fused::name`` with these kernels, by dispatch key."""
+COMPOSITES: dict[torch._ops.OpOverload, Callable[..., Any]] = {}  # with what compilers see of each
+
+
+def define(
+    name: str, schema: str, kernel: Callable[..., Any], in_aten: Callable[..., Any] | None = None
+) -> torch._ops.OpOverload:
+    """Define ``fused::name``, which is made of other operators: CompositeImplicitAutograd.
+
+    Args:
+        name, schema: of the operator.
+        kernel: calls the other operators.
+        in_aten: the same for compilers and transforms, if it is another function.
+    """
     library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key, kernel in kernels.items():
-        library.impl(name, kernel, key)
+    library.impl(name, kernel, "CompositeImplicitAutograd")
     overload: torch._ops.OpOverload = getattr(torch.ops.fused, name).default
+    COMPOSITES[overload] = in_aten or kernel
     return overload
 
 

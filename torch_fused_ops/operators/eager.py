@@ -38,7 +38,7 @@ def forward(op: PointwiseOperator) -> Callable[..., Tensor]:
     def plain(*args: Any) -> Tensor:
         tensors, layout, scalars = op.split(args)
         out = op.value(*_elements(op, tensors, layout, compute_dtype(*tensors)), *scalars)
-        return out.to(tensors[0].dtype)
+        return widened(tensors[0].dtype, out)
 
     return plain
 
@@ -51,7 +51,7 @@ def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
         *args, wanted = args  # type: ignore[assignment]
         tensors, layout, scalars = op.split(tuple(args))
         dtype = compute_dtype(grad, *tensors)
-        wide, elements = grad.to(dtype), _elements(op, tensors, layout, dtype)
+        wide, elements = widened(dtype, grad), _elements(op, tensors, layout, dtype)
         found: Sequence[Tensor] = ()
         if any(w and s for w, s in zip(wanted, summed, strict=True)):
             found = op.grads(wide, *elements, *scalars)
@@ -61,7 +61,7 @@ def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
             if kind == "per_row":
                 without = [*elements[:-1], None]
                 return (wide * op.value(*without, *scalars)).sum(-1).to(t.dtype)
-            return (over_rows(found[0]) if kind == "per_column" else found[i]).to(t.dtype)
+            return widened(t.dtype, over_rows(found[0]) if kind == "per_column" else found[i])
 
         every = enumerate(zip(tensors, op.kinds, wanted, strict=True))
         return tuple(gradient(i, t, kind) if w else None for i, (t, kind, w) in every)

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops.declaration import PointwiseOperator
 from torch_fused_ops.formulas import compute_dtype, load_fp8, store_fp8
-from torch_fused_ops.operators.autograd import Differentiable, SavePolicy, define
+from torch_fused_ops.operators.autograd import Differentiable, SavePolicy, library
 
-__all__ = ["is_marked", "keep_fp8", "policy"]
+__all__ = ["KEEP_FP8", "WITH_SAVED", "is_marked", "keep_fp8", "policy", "with_saved"]
 
 _MARK = "_torch_fused_ops_keep_fp8"
 
@@ -43,8 +43,11 @@ def with_saved(result: Tensor, saved: Sequence[Tensor]) -> Tensor:
     return result.clone()
 
 
-define("keep_fp8", "(Tensor(a) input) -> Tensor(a)", {"CompositeImplicitAutograd": keep_fp8})
-define("with_saved", "(Tensor result, Tensor[] saved) -> Tensor", {"CompositeExplicitAutograd": with_saved})
+for _schema in ("keep_fp8(Tensor(a) input) -> Tensor(a)", "with_saved(Tensor result, Tensor[] saved) -> Tensor"):
+    library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+library.impl("keep_fp8", keep_fp8, "CompositeImplicitAutograd")
+library.impl("with_saved", with_saved, "CompositeExplicitAutograd")
+KEEP_FP8, WITH_SAVED = torch.ops.fused.keep_fp8.default, torch.ops.fused.with_saved.default
 
 
 def is_marked(data: Tensor) -> bool:
@@ -79,7 +82,7 @@ class _DifferentiableOnce(Differentiable):
     def forward(ctx: Any, *args: Any) -> Any:
         out = Differentiable.forward(ctx, *args)
         if traceback.has_preserved_node_meta():
-            out = torch.ops.fused.with_saved(out, [t for t in ctx.to_save if t is not None])
+            out = WITH_SAVED(out, [t for t in ctx.to_save if t is not None])
         unsaved = out.new_empty(0)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*ctx.to_save, unsaved)

@@ -23,7 +23,7 @@ from torch_fused_ops.operators.autograd import (
     register,
 )
 from torch_fused_ops.operators.checks import check, check_gradient
-from torch_fused_ops.switches import is_without
+from torch_fused_ops.settings.switches import is_without
 
 __all__ = ["KernelSet", "imported", "register_pair", "register_pointwise"]
 
@@ -76,7 +76,7 @@ def register_pointwise(op: PointwiseOperator) -> None:
     """``fused::name`` and ``fused::name_backward``."""
     accepts = check(op)
     plain_forward, plain_backward = eager.forward(op), eager.backward(op)
-    on_cpu, backward_on_cpu = cpu.forward(op), cpu.backward(op)
+    on_cpu, backward_on_cpu = cpu.kernel(op, op.forward, plain_forward), cpu.kernel(op, op.backward, plain_backward)
     batched = functools.partial(batching.forward, op, plain=plain_forward, check=accepts)
     batched_backward = functools.partial(batching.backward, op)
     gpu, backward_gpu = _on_gpu(op, op.forward.name, on_cpu), _on_gpu(op, op.backward.name, backward_on_cpu)
