@@ -49,7 +49,6 @@ __all__ = [
     "PointwiseOperator",
     "Rule",
     "Signature",
-    "Stored",
     "above_zero",
     "arguments_of",
     "between",
@@ -258,17 +257,6 @@ class OpaqueOperator(Operator):
         return self.forward, self.gradients
 
 
-class Stored(NamedTuple):
-    """The arguments of a backward operator whose data is stored in float8."""
-
-    grad: Any
-    data: tuple[tuple[Any, Any], ...]  # stored, scale
-    others: tuple[Any, ...]  # the tensors that are no data, as they are
-    scalars: tuple[Any, ...]
-    dtypes: tuple[torch.dtype, ...]  # of the data, and so of its gradients
-    output_mask: Sequence[bool]
-
-
 def _never(*args: Any) -> bool:
     return False
 
@@ -277,8 +265,7 @@ def _never(*args: Any) -> bool:
 class PointwiseOperator(Operator):
     """An operator whose result is a formula of its data, element by element.
 
-    It comes in four: itself; ``…_backward``; ``…_fp8``, which also stores its data as backward needs it, in float8; and
-    that one's backward.
+    It comes in two: itself and ``…_backward``.
 
     Attributes:
         value: (data…, scale, scalars…) -> the result on elements, widened; packed data is two, gate and up, its bias
@@ -286,7 +273,7 @@ class PointwiseOperator(Operator):
         grads: (grad, data…, scale, scalars…) -> the gradient of each of the data, likewise.
         keeps_result: the operator's arguments -> whether backward needs no more than the result, which then takes the
             data's place.
-        kernels: the module with its Triton kernels, whose ``launch_of(name)`` gives what runs each of the four on GPUs,
+        kernels: the module with its Triton kernels, whose ``launch_of(name)`` gives what runs each of the two on GPUs,
             as the operator is called; without one, GPUs run it in eager mode as blocks of plain torch.
     """
 
@@ -340,13 +327,9 @@ class PointwiseOperator(Operator):
             return args[:count], None, args[count:]
         return args[:count], args[self.layout], args[count : self.layout] + args[self.layout + 1 :]
 
-    def stored(self, args: Sequence[Any]) -> Stored:
-        """The arguments of ``…_fp8_backward``."""
-        grad, data, count = args[0], self.data, len(self.tensors)
-        stored, rest = args[1 : 1 + 2 * data], tuple(args[1 + 2 * data : -1 - data])
-        pairs = tuple(zip(stored[::2], stored[1::2], strict=True))
-        others = count - data
-        return Stored(grad, pairs, rest[:others], rest[others:], tuple(args[-1 - data : -1]), args[-1])
+    def reads_halves(self, args: tuple[Any, ...]) -> bool:
+        """Say whether a call's packed data is two halves side by side."""
+        return self.layout is not None and self.complete(args)[self.layout] != "interleaved"
 
     # -- its signatures --
 
@@ -366,39 +349,9 @@ class PointwiseOperator(Operator):
         doc = f"The gradients of {self.name} for ({', '.join(self.tensors)}); None where output_mask says no."
         return Signature(f"{self.name}_backward", arguments, self.kinds, doc)
 
-    @cached_property
-    def fp8(self) -> Signature:
-        """The operator, and its data as backward needs it, in float8 with a scale for each row."""
-        stored = tuple(kind for of in self.kinds[: self.data] for kind in (of, "per_row"))
-        names = list(self.tensors)[: self.data]
-        doc = f"({self.name}, and of {' and '.join(names)} what store_fp8 stores: the numbers, the rows' scales)."
-        return Signature(f"{self.name}_fp8", self.forward.arguments, ("data", *stored), doc)
-
-    @cached_property
-    def fp8_backward(self) -> Signature:
-        """The gradients of its tensors at what was stored."""
-        names = list(self.tensors)[: self.data]
-        stored = [("stored", "scale")] if len(names) == 1 else [(name, f"{name}_scale") for name in names]
-        dtypes = ["dtype"] if len(names) == 1 else [f"{name}_dtype" for name in names]
-        data = tuple(
-            Argument(name, "Tensor", kind)
-            for pair, of in zip(stored, self.kinds, strict=False)
-            for name, kind in zip(pair, (of, "per_row"), strict=True)
-        )
-        arguments = (
-            Argument("grad", "Tensor", "data"),
-            *data,
-            *self.tensor_arguments[self.data :],
-            *self.required_scalars,
-            *(Argument(name, "ScalarType") for name in dtypes),
-            self._mask,
-        )
-        doc = f"{self.name}_backward at load_fp8 of what was stored, unrounded; the data's gradients in given dtypes."
-        return Signature(f"{self.name}_fp8_backward", arguments, self.kinds, doc)
-
     @property
-    def signatures(self) -> tuple[Signature, ...]:
-        return self.forward, self.backward, self.fp8, self.fp8_backward
+    def signatures(self) -> tuple[Signature, Signature]:
+        return self.forward, self.backward
 
 
 def elementwise() -> Iterator[PointwiseOperator]:

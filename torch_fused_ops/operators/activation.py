@@ -64,7 +64,7 @@ bias_glu = PointwiseOperator(
 
 FAMILY = bias_act, glu, bias_glu
 # What a graph may call, by its qualified name.
-CALLS = {f"fused::{op.name}{suffix}": op for op in FAMILY for suffix in ("", "_fp8")}
+CALLS = {f"fused::{op.name}": op for op in FAMILY}
 
 for _operator in FAMILY:
     register_pointwise(_operator)
