@@ -317,7 +317,10 @@ def _change(ratio: float) -> str:
 def readme() -> str:
     """The page, with a plan's peaks, and what PyTorch's memory budget saves."""
     plan = json.loads((RESULTS / "plans.json").read_text())["Llama-3-8B"]["plans"][0]
-    lines = ["| every MLP at | saved of each MLP | peak | share of 141 GB | time of the step |", "|---|---|---|---|---|"]
+    lines = [
+        "| every MLP at | saved of each MLP | peak | share of 141 GB | time of the step |",
+        "|---|---|---|---|---|",
+    ]
     for row in plan["levels"]:
         if row["level"] in SAVES:
             name = {"free": '`"free"`, the default', "checkpoint": "a checkpoint around each layer"}.get(row["level"])

@@ -238,7 +238,7 @@ def _widening_load(box: Box, at: Callable[[Index], Index], dtype: torch.dtype) -
 
 
 def is_on_gpu(box: Box) -> bool:
-    """Whether a box is on another device than the CPU."""
+    """True if a box is not on the CPU."""
     return bool(box.get_device().type != "cpu")
 
 
@@ -285,7 +285,7 @@ def _before_sums(wanted: Sequence[bool], *boxes: Box | None) -> None:
 
 
 def _rows_of_a_block() -> int | None:
-    """Of the node that is being lowered, where it asks for blocks (``row_blocks``)."""
+    """The rows of a block of the node that is being lowered, if split reductions asked for blocks."""
     rows: int | None = V.graph.current_node.meta.get(ROWS)
     return rows
 

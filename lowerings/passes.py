@@ -240,7 +240,7 @@ class Recognize(_Pass, CustomGraphPass):
         fusion_events.tell(graph, sites)
         fusion_events.trace("sites", lambda: {"policy": repr(policy), "sites": [asdict(site) for site in sites]})
         for site in sites:
-            log.info("%s: %s", site.source, site.op or f"left alone: {site.reason}")
+            log.info("%s: %s", site.source, site.op or f"not fused: {site.reason}")
         missed = [site for site in sites if site.is_missed]
         if policy.strict and missed:
             raise UnfusedError(
@@ -540,5 +540,5 @@ def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] 
 
 
 def options_without_us() -> dict[str, Any]:
-    """Options that compile without pick-up, whatever policy is in force: what others have put into the slots stays."""
+    """Options that compile without the fusion pass, whatever the policy; other passes in the slots stay."""
     return {name: kind.leave(getattr(inductor_config, name), kind()) for name, kind in SLOTS.items()}

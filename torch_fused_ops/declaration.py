@@ -1,4 +1,4 @@
-"""What an operator is, said once: its tensors and what their axes mean, its scalars, its formula on elements.
+"""Declarations of operators: tensors and the meaning of their axes, scalars, the formula on elements.
 
     glu = PointwiseOperator(
         "glu",
@@ -82,7 +82,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Signature:
-    """What one registered operator takes and gives: ``results`` are the kinds of its results.
+    """The arguments and results of one registered operator: ``results`` are the kinds of its results.
 
     The results of a backward operator may each be None.
     """
@@ -94,7 +94,7 @@ class Signature:
 
     @property
     def is_backward(self) -> bool:
-        """Whether this is a backward operator: the last argument says which results are wanted."""
+        """True for a backward operator, whose last argument is the mask of requested results."""
         return self.arguments[-1].name == "output_mask"
 
     @property
@@ -115,7 +115,7 @@ class Signature:
 
 
 class Rule(NamedTuple):
-    """What a scalar must be: ``check(value)`` raises ValueError, naming the argument, its value and what is accepted"""
+    """A check of a scalar: ``check(value)`` raises ValueError, naming the argument, its value and what is accepted"""
 
     name: str
     check: Callable[[Any], object]
@@ -183,7 +183,7 @@ class Operator:
 
     @property
     def signatures(self) -> tuple[Signature, ...]:
-        """Of all that is registered for it."""
+        """The signatures of all operators that are registered for it."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:
@@ -196,11 +196,11 @@ class Operator:
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """Of each tensor."""
+        """The kind of each tensor."""
         return tuple(kind.rstrip("?") for kind in self.tensors.values())
 
     def index(self, kind: str) -> int | None:
-        """Which tensor is of that kind; None if none is."""
+        """The index of the tensor of that kind; None if there is none."""
         return self.kinds.index(kind) if kind in self.kinds else None
 
     @cached_property
@@ -226,7 +226,7 @@ class Operator:
 
     @cached_property
     def defaults(self) -> tuple[Any, ...]:
-        """Of the scalars."""
+        """The defaults of the scalars."""
         return tuple(a.value for a in self.scalar_arguments)
 
     def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -297,27 +297,27 @@ class PointwiseOperator(Operator):
 
     @cached_property
     def is_packed(self) -> bool:
-        """Whether its data is packed."""
+        """True if its data is packed."""
         return "packed" in self.kinds
 
     @cached_property
     def data(self) -> int:
-        """How many of its tensors are data."""
+        """The number of its data tensors."""
         return sum(kind in DATA for kind in self.kinds)
 
     @cached_property
     def bias(self) -> int | None:
-        """Which tensor is added to the data."""
+        """The index of the tensor that is added to the data."""
         return self.index("per_column")
 
     @cached_property
     def scale(self) -> int | None:
-        """Which tensor is a factor for each row."""
+        """The index of the tensor that is a factor for each row."""
         return self.index("per_row")
 
     @cached_property
     def layout(self) -> int | None:
-        """Which argument says how data is packed."""
+        """The argument with the layout of packed data."""
         return len(self.tensors) + list(self.scalars).index("layout") if self.is_packed else None
 
     def split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:

@@ -105,7 +105,7 @@ def _check_activation(activation: object) -> None:
 
 
 def _check_block(name: str, block: Any, size: int) -> int:
-    """How many features of gate, then of up, are next to each other, of ``size`` in all."""
+    """The number of adjacent features of gate, then of up, among ``size`` features."""
     if isinstance(block, bool) or not isinstance(block, int):
         _refuse(name, block, "'halves', 'interleaved', 'swapped' or a number of features")
     if block < 1 or size % (2 * block):

@@ -151,7 +151,7 @@ def _column_block(WIDE: tl.constexpr):
 
 @triton.jit
 def _row_block(FLAT: tl.constexpr, WIDE: tl.constexpr):
-    """Which block of rows this program has; the grid's second and third axes count as one, for each ends at 65535."""
+    """The block of rows of this program; the grid's second and third axes count as one, as each ends at 65535."""
     if FLAT:
         return 0
     else:
@@ -181,7 +181,7 @@ def _clamp(x, bound: tl.constexpr):
 
 @triton.jit
 def _cut(x, bound: tl.constexpr):
-    """Where the gradient is 0, as in ``formulas``."""
+    """The mask of zero gradients, as in ``formulas``."""
     return x > bound if CLAMP_KEEPS_BOUNDS else x >= bound
 
 
@@ -402,7 +402,7 @@ _SUM_HEIGHT, _SUM_WIDTH = 128, 16  # of the tiles in which partial sums are adde
 
 
 class _Plan(NamedTuple):
-    """How the work is cut into programs."""
+    """The division of the work among programs."""
 
     rows: int
     columns: int
@@ -481,7 +481,7 @@ def _plan(
 
 
 class _Operands(NamedTuple):
-    """What the formulas read. ``up`` is None in bias_act, and where ``gate`` holds both, interleaved."""
+    """The tensors that the formulas read. ``up`` is None in bias_act, and where ``gate`` holds both, interleaved."""
 
     gate: Tensor
     up: Tensor | None
@@ -513,7 +513,7 @@ class _Operands(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _native_fp8(device: torch.device) -> bool:
-    """Whether Triton converts float8_e4m3fn there: NVIDIA's from sm_89 on. AMD's gfx942 has another float8."""
+    """True if Triton converts float8_e4m3fn there: NVIDIA's from sm_89 on. AMD's gfx942 has another float8."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -643,7 +643,7 @@ def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
 
 @functools.cache
 def launch_of(name: str) -> Callable[..., Any]:
-    """What runs ``fused::name`` on a GPU in eager mode, arguments unchecked.
+    """The function that runs ``fused::name`` on a GPU in eager mode, with unchecked arguments.
 
     This is what a declaration's ``kernels`` is asked for, once for the operator and once for its backward operator.
 

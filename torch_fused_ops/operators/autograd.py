@@ -1,4 +1,4 @@
-"""How every operator of this package is defined, and what it puts on the Autograd dispatch keys.
+"""The definition of every operator of this package, and its kernels for the Autograd dispatch keys.
 
 ``torch.library.register_autograd`` alone is not enough: an operator registered so gives *zero* tangents in forward
 mode without a word, and raises under ``torch.func.grad`` and ``vmap(grad)``. So each operator has a kernel on the
@@ -191,7 +191,7 @@ _ELSE = ~_bits(_Key.ADInplaceOrView, _Key.BackendSelect, _Key.AutogradCPU, _Key.
 
 
 def _is_cpu_next(keyset: Any) -> bool:
-    """Whether what follows Autograd is our CPU kernel: no key of a mode, a subclass, a negative view … is left."""
+    """True if our CPU kernel follows Autograd: no key of a mode, a subclass, a negative view … is left."""
     return bool(keyset.raw_repr() & _BELOW == _CPU)
 
 
@@ -227,7 +227,7 @@ def _requires_grad(args: tuple[Any, ...]) -> bool:
 
 
 class SavePolicy(NamedTuple):
-    """What forward keeps for backward.
+    """The tensors and values that forward saves for backward.
 
     Attributes:
         saved: (args, outputs) -> the tensors, and anything else that ``arguments`` wants.

@@ -50,7 +50,7 @@ def _led(info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...], bias: int |
 def forward(
     op: PointwiseOperator, operator: Callable[..., Any], plain: Callable[..., Any], check: Callable[..., None]
 ) -> Rule:
-    """Of the operator."""
+    """The vmap rule of the operator."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         if info.batch_size:  # what one example sees is checked: with a batch axis in front more would be accepted
@@ -64,7 +64,7 @@ def forward(
 
 
 def backward(op: PointwiseOperator, operator: Callable[..., Any]) -> Rule:
-    """Of its backward operator. A bias's gradient must not be summed over the examples."""
+    """The vmap rule of its backward operator. A bias's gradient must not be summed over the examples."""
     bias = None if op.bias is None else op.bias + 1
     plain = plain_backward(op)
 

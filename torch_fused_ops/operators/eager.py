@@ -21,7 +21,7 @@ __all__ = ["backward", "forward"]
 def _elements(
     op: PointwiseOperator, tensors: Sequence[Tensor | None], layout: str | None, dtype: torch.dtype
 ) -> list[Any]:
-    """What ``op.value`` is called with: the data, biases added, packed data in two; and the scale as a column."""
+    """The arguments of ``op.value``: data with biases added, packed data in two; and the scale as a column."""
     wide = [widened(dtype, t) for t in tensors]
     if op.bias is not None and wide[op.bias] is not None:
         wide[0] = wide[0] + wide[op.bias]  # type: ignore[operator]

@@ -14,7 +14,7 @@ __all__ = ["backward", "forward"]
 
 
 def forward(op: PointwiseOperator, check: Callable[..., None]) -> Callable[..., Tensor]:
-    """Of the operator; ``check`` raises for what it does not accept."""
+    """The fake kernel of the operator; ``check`` raises for arguments that are not accepted."""
 
     def fake(*args: Any) -> Tensor:
         check(*args)
@@ -25,7 +25,7 @@ def forward(op: PointwiseOperator, check: Callable[..., None]) -> Callable[..., 
 
 
 def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
-    """Of its backward operator."""
+    """The fake kernel of its backward operator."""
 
     def fake(grad: Tensor, *args: Any) -> Gradients:
         return tuple(room(t, wanted) for t, wanted in zip(args, args[-1], strict=False))

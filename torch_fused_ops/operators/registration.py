@@ -29,7 +29,7 @@ __all__ = ["KernelSet", "imported", "register_pair", "register_pointwise"]
 
 
 class KernelSet(NamedTuple):
-    """What an operator, or its backward operator, is registered with."""
+    """The kernels and rules of an operator, or of its backward operator."""
 
     on_cpu: Callable[..., Any]
     on_gpu: Callable[..., Any]
