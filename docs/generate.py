@@ -177,6 +177,7 @@ BEGIN_PLAN = (
 BEGIN_ON_PAPER = "<!-- Written by `python docs/generate.py` from benchmarks/results/on_paper.json; change that. -->\n"
 BEGIN_WAYS = "<!-- Written by `python docs/generate.py` from benchmarks/variants.py; change that. -->\n"
 BEGIN_UPSTREAM = "<!-- Written by `python docs/generate.py` from benchmarks/results/upstream_memory.json. -->\n"
+BEGIN_CPU = "<!-- Written by `python docs/generate.py` from benchmarks/results/pointwise_cpu.json. -->\n"
 BEGIN_COMPILE_TIME = "<!-- Written by `python docs/generate.py` from benchmarks/results/compile_time.json. -->\n"
 BEGIN_RECIPES = "<!-- Written by `python docs/generate.py` from benchmarks/results/fp8_recipes.json; change that. -->\n"
 TABLE_OF = "torch_fused_ops/families/float8/recipes.py"
@@ -360,6 +361,28 @@ def _seconds(figures: dict[str, Any]) -> float:
 # ---- benchmarks.md ---------------------------------------------------------------------------------------------------
 
 
+def _on_a_cpu() -> list[str]:
+    """A row for each operator: times beside PyTorch's, compiled and in eager mode."""
+    ratios: dict[str, dict[str, str]] = {}
+    for case in json.loads((RESULTS / "pointwise_cpu.json").read_text())["cases"]:
+        name, _, rest = case["name"].partition(" forward ")
+        name, phase = (name, "forward") if rest else (case["name"].partition(" backward ")[0], "backward")
+        if " 1024×1024 " in case["name"]:
+            for ours, theirs in (("fused", "compile"), ("operators", "eager")):
+                ratio = case["ways"][ours]["ratio_to"][theirs]["median"]
+                ratios.setdefault(name, {})[f"{ours} {phase} {case['dtype']}"] = f"{ratio:.2g}"
+    heads = [f"{way}, {dtype}" for way in ("compiled", "eager") for dtype in ("float32", "bfloat16")]
+    lines = [f"| forward, backward | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
+    for name, found in ratios.items():
+        cells = [
+            ", ".join(found[f"{ours} {phase} {dtype}"] for phase in ("forward", "backward"))
+            for ours in ("fused", "operators")
+            for dtype in ("float32", "bfloat16")
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
 def benchmarks() -> str:
     """The page, with the variants, and with all losses in the estimates."""
     from torch_fused_ops.benchmarks import variants
@@ -371,6 +394,7 @@ def benchmarks() -> str:
     ]
     page = _between("benchmarks.md", BEGIN_WAYS, ["| way | of | |", "|---|---|---|", *table, ""])
 
+    page = _between("benchmarks.md", BEGIN_CPU, _on_a_cpu(), page)
     rows: dict[str, dict[str, list[str]]] = {}
     for loss in on_paper.losses(json.loads((RESULTS / "on_paper.json").read_text())):
         cells = rows.setdefault(f"{loss.name}, {loss.phase}", {ours: [] for _, ours in on_paper.COMPARED})

@@ -2,7 +2,8 @@
 
 python -m torch_fused_ops.benchmarks.laboratory.NAME --help
 
-on_paper         exact figures for a GPU that is not there; plans: what ``plan`` says of four models
+on_paper         estimates for an H200; plans: what ``plan`` says of four models; diagrams: pictures of the pages
+compile_time     what fusion adds to compile time
 coverage         which MLPs of transformers' architectures are fused
 fp8_recipes      float8's recipes beside torchao's; fp8_training, long_training: losses after training
 upstream_memory  PyTorch's own ways to keep less for backward
