@@ -127,7 +127,7 @@ def operators() -> str:
 
     import torch_fused_ops as tfo
     from torch_fused_ops import activations, functional
-    from torch_fused_ops.operators import reference
+    from torch_fused_ops.operators import fp8_store, reference
 
     packets = [getattr(torch.ops.fused, name) for name in sorted(dir(torch.ops.fused))]
     schemas = [p.default._schema for p in packets if isinstance(p, torch._ops.OpOverloadPacket)]
@@ -149,7 +149,8 @@ def operators() -> str:
     lines += ["| | computes |", "|---|---|"]
     for schema in schemas:
         name = schema.name.removeprefix("fused::")
-        formula = _first_line(getattr(reference, name, None) or getattr(functional, f"{name}_tensor", None))
+        described = getattr(reference, name, None) or getattr(functional, f"{name}_tensor", None)
+        formula = _first_line(described or getattr(fp8_store, name, None))
         text = str(schema).replace("|", "\\|")
         lines.append(f"| `{text}` | {formula} |")
     lines += [

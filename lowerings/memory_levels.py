@@ -44,45 +44,31 @@ log = logging.getLogger("torch_fused_ops")
 aten, fused = torch.ops.aten, torch.ops.fused
 
 OPERATOR: dict[Any, PointwiseOperator] = {op.forward.overload: op for op in elementwise()}
-STORING: dict[Any, PointwiseOperator] = {op.fp8.overload: op for op in elementwise()}
-STORING_BACKWARD: dict[Any, PointwiseOperator] = {op.fp8_backward.overload: op for op in elementwise()}
 SUMS = {aten.add.Tensor, aten.mul.Tensor}  # a bias, an adapter and its factor
 
 
-def unstore(graph: Graph) -> bool:
-    """Take ``fused::bias_act_fp8`` and its like in a joint graph for what they ask for; whether there was any.
+_LEVEL = "torch_fused_ops_memory"  # a level that an operator asks for itself, in what tracing hands on of its node
 
-    Called directly, these operators hand float8 to backward, and the next GEMM's weight gradient the result beside it.
-    As the plain operators, marked, they are treated as an MLP under ``memory="fp8"`` is: the result is rebuilt, too.
+
+def unmark(graph: Graph) -> None:
+    """Take the marks of ``memory="fp8"`` (``fused::keep_fp8``) out of a pre-grad graph, and note them on the operators.
+
+    As it is, a marked operator hands float8 to backward, and the next GEMM's weight gradient the result beside it.
+    Noted, it is treated as an MLP under the policy's ``memory="fp8"`` is: the result is rebuilt, too.
     """
-    edits: list[tuple[Node, list[Node], list[Node]]] = []  # operator, its result, what reads what it stored
-    for node in graph.nodes:
-        if node.target in STORING:
-            results = [item for item in node.users if item.args[1] == 0]
-            readers = list(dict.fromkeys(user for item in node.users if item.args[1] != 0 for user in item.users))
-            if results and all(reader.target in STORING_BACKWARD for reader in readers):
-                edits.append((node, results, readers))
-    for node, results, readers in edits:
-        op = STORING[node.target]
-        with graph.inserting_before(node):
-            instead = graph.call_function(op.forward.overload, node.args)
-        instead.meta = {**results[0].meta, _LEVEL: "fp8"}
-        for reader in readers:
-            given = STORING_BACKWARD[reader.target].stored(reader.args)
-            arguments = (given.grad, *node.args[: op.data], *given.others, *given.scalars, given.output_mask)
-            with graph.inserting_before(reader):
-                backward = graph.call_function(op.backward.overload, arguments)
-            backward.meta = dict(reader.meta)
-            reader.replace_all_uses_with(backward)
-            graph.erase_node(reader)
-        for result in results:
-            result.replace_all_uses_with(instead)
-        for old in (*node.users, node):
-            graph.erase_node(old)
-    return bool(edits)
+    for node in list(graph.nodes):
+        if node.target in (fused.keep_fp8, fused.keep_fp8.default):
+            for reader in node.users:
+                reader.meta["custom"] = {**reader.meta.get("custom", {}), _LEVEL: "fp8"}
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
 
 
-_LEVEL = "torch_fused_ops_memory"  # a level that an operator asks for itself, in its node's meta
+def asked(node: Node) -> str | None:
+    """The memory level that an operator asks for itself."""
+    level: str | None = node.meta.get("custom", {}).get(_LEVEL)
+    return level
+
 
 # ---- "free" --------------------------------------------------------------------------------------
 
@@ -221,7 +207,7 @@ def _kept(both: SavedTensors, policy: FusionPolicy) -> list[tuple[Node, str]]:
     for node in both.forward.nodes:
         if node.target not in OPERATOR:
             continue
-        level = node.meta.get(_LEVEL) or policy.memory_of(enclosing_modules(module_stack(node)))
+        level = asked(node) or policy.memory_of(enclosing_modules(module_stack(node)))
         level = "input" if tiles.asked(level) is not None else level  # what stage 1 has not cut into tiles
         for source in (both.kept_source(node.args[i]) for i in DATA[node.target]) if level in _LEVELS else ():
             if source is not None:
@@ -264,29 +250,12 @@ def _keep_fp8(both: SavedTensors, node: Node) -> None:
 
 
 def _stored(graph: Graph, node: Node, exact: bool) -> Sequence[Node]:
-    """The results of ``reference.store_fp8`` of ``node``, in forward.
-
-    Inductor fuses it with the activation, in one loop over the row, but where gate and up are packed, rows of 2n
-    beside rows of n. There the operator that does both takes the activation's place.
-    """
-    store = _store_exactly if exact else reference.store_fp8
-    packing = ((user, OPERATOR[user.target]) for user in node.users if user.target in OPERATOR)
-    reader, op = next((pair for pair in packing if pair[1].is_packed), (None, None))
-    if reader is None or op is None or reader.args[0] is not node:
-        with graph.inserting_before(node.next):
-            return _inline(graph, store, node)  # type: ignore[no-any-return]
-
-    def both(*tensors: torch.Tensor) -> Any:
-        rest = iter(tensors)
-        arguments = [next(rest) if isinstance(a, Node) else a for a in reader.args]
-        return (op.forward.overload(*arguments), *store(tensors[0])) if exact else op.fp8.overload(*arguments)
-
-    with graph.inserting_before(reader):
-        result, *stored = _inline(graph, both, *(a for a in reader.args if isinstance(a, Node)))
-        result.meta.update(reader.meta)
-    reader.replace_all_uses_with(result)
-    graph.erase_node(reader)
-    return list(stored)
+    """The nodes of ``reference.store_fp8`` of ``node``, in forward, which Inductor fuses with the activation."""
+    readers = [user for user in node.users if user.target in OPERATOR and user.args[0] is node]
+    halves = any(OPERATOR[reader.target].reads_halves(reader.args) for reader in readers)
+    store = _store_exactly if exact else functools.partial(reference.store_fp8, halves=halves)
+    with graph.inserting_before(node.next):
+        return _inline(graph, store, node)  # type: ignore[no-any-return]
 
 
 def _store_exactly(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

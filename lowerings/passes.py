@@ -223,7 +223,7 @@ class Recognize(_Pass, CustomGraphPass):
             check_keys()
             _graphs += 1
             _guarded(self, policy, functools.partial(self.run, graph, policy))
-            if any(policy.patterns.values()):
+            if any(policy.patterns.values()) or any(map(memory_levels.asked, graph.nodes)):
                 _note_decisions(graph, policy)
 
     def run(self, graph: torch.fx.Graph, policy: FusionPolicy) -> None:
@@ -233,11 +233,14 @@ class Recognize(_Pass, CustomGraphPass):
         fusion_events.before(graph, policy)
         has_patterns = any(policy.patterns.values())
         modules = {path for node in graph.nodes for path in module_stack(node)} if has_patterns else ()
+        handed_over = isinstance(inductor_config.custom_partitioner_fn, Partition) and policy.memory != "off"
+        if handed_over and not partition.budgeted(graph):
+            memory_levels.unmark(graph)
         sites = rewrite(graph, policy)
         fusion_events.tell(graph, sites)
         fusion_events.trace("sites", lambda: {"policy": repr(policy), "sites": [asdict(site) for site in sites]})
         for site in sites:
-            log.info("%s: %s", site.source, site.op or f"left alone: {site.reason}")
+            log.info("%s: %s", site.source, site.op or f"not fused: {site.reason}")
         missed = [site for site in sites if site.is_missed]
         if policy.strict and missed:
             raise UnfusedError(
@@ -258,14 +261,15 @@ def _decided_before() -> str:
 
 
 def _note_decisions(graph: torch.fx.Graph, policy: FusionPolicy) -> None:
-    """Put what the policy's patterns decide for each node of a graph into the keys that are made from here on.
+    """Put what is decided for each node of a graph into the keys that are made from here on.
 
-    What follows decides by paths, too, and no key of torch's has paths.
+    That is what the policy's patterns say of its path, and the memory level that it asks for: no key of torch's has
+    paths, or what else is noted on a node.
     """
     context = TracingContext.try_get()
     if context is not None:  # a caller of Inductor's own has no cache
         decide = functools.cache(lambda *paths: policy.decisions(enclosing_modules(paths)))
-        decisions = [decide(*module_stack(node)) for node in graph.nodes]
+        decisions = [(decide(*module_stack(node)), memory_levels.asked(node)) for node in graph.nodes]
         noted = repr((_decided_before(), decisions))  # with what bodies of higher-order operators have
         _decided[context] = hashlib.sha256(noted.encode()).hexdigest()
 
@@ -285,7 +289,7 @@ class Partition(_Only, CustomPartitionerFn):
         if policy is None:
             return partition.upstream(gm, joint_inputs, **kwargs)
         free = policy.memory != "off" and not partition.budgeted(gm.graph)
-        asked = free and memory_levels.unstore(gm.graph)
+        less = policy.memory != "free" or any(map(memory_levels.asked, gm.graph.nodes))
         handed = {
             "outputs": kwargs["num_fwd_outputs"],
             "static_inputs": kwargs.get("static_lifetime_input_indices") or (),
@@ -303,7 +307,7 @@ class Partition(_Only, CustomPartitionerFn):
             return partition.upstream(gm, joint_inputs, budget=1, **kwargs)
         if free:
             graphs = _guarded(self, policy, functools.partial(memory_levels.rebuild, graphs, **handed)) or graphs
-        if free and (policy.memory != "free" or asked):
+        if free and less:
             graphs = (
                 _guarded(self, policy, functools.partial(memory_levels.keep_less, graphs, policy, **handed)) or graphs
             )
@@ -536,5 +540,5 @@ def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] 
 
 
 def options_without_us() -> dict[str, Any]:
-    """Options that compile without pick-up, whatever policy is in force: what others have put into the slots stays."""
+    """Options that compile without the fusion pass, whatever the policy; other passes in the slots stay."""
     return {name: kind.leave(getattr(inductor_config, name), kind()) for name, kind in SLOTS.items()}

@@ -64,7 +64,7 @@ def rewrite(graph: Graph) -> int:
     """Sum over blocks where activations' gradients are summed over their rows; count these activations."""
     from torch_fused_ops.lowerings.operators import ROWS  # not earlier: it imports Inductor's lowerings
 
-    operators = {s.overload: op for op in elementwise() for s in (op.backward, op.fp8_backward)}
+    operators = {op.backward.overload: op for op in elementwise()}
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         _gather(graph, node, operators)
     if autotuned("TRITON") and compat.keeps_loops_it_tried():

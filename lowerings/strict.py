@@ -44,7 +44,7 @@ def check(
 
     Raises:
         UnfusedError: under ``strict``, the graphs have two linear layers or more, no site, and no operator of ours.
-            (One linear layer alone, a head behind something else, is no MLP that was missed.) Or they have sites, and
+            (One linear layer alone, a head behind something else, is not a missed MLP.) Or they have sites, and
             a pattern of the policy fits none.
     """
     call = compat.compiled_call()

@@ -31,7 +31,7 @@ if not all(folder.is_dir() for folder in FOLDERS.values()):
 CORE = (
     *("activations", "formulas", "declaration"),
     *("operators.activation", "operators.registration", "operators.eager", "operators.checks", "operators.fakes"),
-    *("operators.batching", "operators.autograd", "operators.reference"),
+    *("operators.batching", "operators.autograd", "operators.fp8_store", "operators.reference"),
     *("kernels.cpu", "kernels.launching", "kernels.activation", "settings.switches"),
     *("graphs.reasons", "graphs.gemm_registry", "graphs.modules", "graphs.target"),
     *("lowerings.recognize.symbolic", "lowerings.recognize.graph", "lowerings.recognize.values"),

@@ -141,6 +141,7 @@ def test_the_environment_asks_for_it(text: str, printed: str, monkeypatch: pytes
     assert printed in out and (printed == "None 0" or out.endswith(") 1\n"))
 
 
+@pytest.mark.slow
 def test_what_the_environment_says_wrong_stops_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FUSED_OPS", "memory=fp88")
     done = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True)

@@ -260,6 +260,7 @@ def test_dynamic_sizes_and_recompilations() -> None:
     assert operators(report) == GELU and "(1 graph, recompiled 1 time)" in str(report)
 
 
+@pytest.mark.slow
 def test_layers_that_share_their_code_are_no_recompilation() -> None:
     """Where Dynamo captures each layer by itself, its second one is the first one's code with other parameters."""
     layers = nn.ModuleList([Odd(nn.GELU()), Odd(nn.GELU()), Odd(nn.SiLU())])

@@ -172,6 +172,7 @@ def test_without_float64_it_takes_float32() -> None:
     assert found.dtypes == ("float32", "float32 unrounded")
 
 
+@pytest.mark.slow
 def test_sparse_gradients() -> None:
     class Embedded(nn.Module):
         def __init__(self) -> None:

@@ -20,7 +20,7 @@ PRIVATE = re.compile(
 )
 
 # At most; a change may lower a number.
-LIMITS = {"docstrings": 53, "names": 111, "private words": 13}
+LIMITS = {"docstrings": 0, "names": 84, "private words": 3}
 
 
 def counts() -> Counter[str]:

@@ -9,7 +9,8 @@ Widening: float16 and bfloat16 are computed in float32, float32 in float32, anyt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -29,7 +30,6 @@ __all__ = [
     "compute_dtype",
     "glu_element",
     "glu_input_grads",
-    "load_dtype",
     "load_fp8",
     "over_rows",
     "pack",
@@ -126,14 +126,9 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float32
 
 
-def load_dtype(dtypes: Sequence[torch.dtype], *tensors: Tensor | None) -> torch.dtype:
-    """The dtype of arithmetic on data of these dtypes that is loaded from float8, beside these tensors."""
-    return torch.float64 if torch.float64 in dtypes else compute_dtype(*tensors)
-
-
-def room(t: Tensor | None, wanted: bool, dtype: torch.dtype | None = None) -> Tensor | None:
+def room(t: Tensor | None, wanted: bool) -> Tensor | None:
     """For the gradient of t: contiguous, and not filled; None where there is no t, or it is not wanted."""
-    return t.new_empty(t.shape, dtype=dtype or t.dtype) if wanted and t is not None else None
+    return t.new_empty(t.shape) if wanted and t is not None else None
 
 
 def unpack(packed: Tensor, layout: str) -> tuple[Tensor, Tensor]:
@@ -170,20 +165,28 @@ _FP8_LARGEST = torch.finfo(FP8).max  # 448
 _FLOAT32_TINY = torch.finfo(torch.float32).tiny
 
 
-def store_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+def store_fp8(x: Tensor, halves: bool = False) -> tuple[Tensor, Tensor]:
     """(stored, scale): x (..., n) as float8_e4m3fn with one float32 scale for each row, (...).
 
     scale = amax(|row|) / 448, so that the largest element is float8_e4m3fn's largest; 1 where that is no normal number,
     a row of zeros among them. Float64 goes through float32. A row with an infinity or a NaN loads as NaN, all of it:
     its scale is infinite or NaN.
+
+    Args:
+        x: of any dtype and strides.
+        halves: whether to write it as two, whose loop a compiler fuses with an activation's of packed data.
     """
-    wide = x.to(torch.float32)
+    x = x.to(torch.float32) if x.dtype == torch.float64 else x  # a float32 factor widens the others
     if x.shape[-1] == 0:
-        return wide.to(FP8, memory_format=torch.contiguous_format), wide.new_ones(wide.shape[:-1])
-    scale = torch.amax(torch.abs(wide), -1).contiguous() / _FP8_LARGEST
-    scale = torch.where(scale < _FLOAT32_TINY, 1.0, scale)
-    stored = wide * torch.reciprocal(scale).unsqueeze(-1)
-    return stored.to(FP8, memory_format=torch.contiguous_format), scale
+        return x.to(FP8, memory_format=torch.contiguous_format), x.new_ones(x.shape[:-1], dtype=torch.float32)
+    parts = unpack(x, "halves") if halves else (x,)
+    sizes = (torch.linalg.vector_norm(part, math.inf, -1, dtype=torch.float32) for part in parts)
+    largest = functools.reduce(torch.maximum, sizes).contiguous()
+    scale = largest / _FP8_LARGEST
+    # The factor is not made of the scale, which is stored: Inductor then joins halves without a pass of their own.
+    factor = torch.where(scale < _FLOAT32_TINY, 1.0, torch.reciprocal(scale)).unsqueeze(-1)
+    stored = [(part * factor).to(FP8, memory_format=torch.contiguous_format) for part in parts]
+    return torch.cat(stored, -1) if halves else stored[0], torch.where(scale < _FLOAT32_TINY, 1.0, scale)
 
 
 def load_fp8(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,6 @@
 """What pick-up adds to compile time: 12-layer models, forward and backward, and the recognizer alone as graphs grow.
 
-    python benchmarks/laboratory/compile_time.py [--quick] [--rounds N] [--out FILE]
+    python -m torch_fused_ops.benchmarks.laboratory.compile_time [--quick] [--rounds N] [--out FILE]
 
 Every compilation is a process of its own with empty caches, so that what is paid once a process (imports, the
 activation table) is counted. A round is one compilation each of plain ``torch.compile`` and of pick-up, in random
@@ -117,7 +117,8 @@ def in_a_process(name: str, way: str, kind: str, layers: int) -> dict[str, Any]:
     settings = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}  # no trial compilations
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, **settings, "TORCHINDUCTOR_CACHE_DIR": cache}
-        command = [sys.executable, __file__, "--child", name, way, kind, str(layers)]
+        module = "torch_fused_ops.benchmarks.laboratory.compile_time"  # coverage.py beside a script would be imported
+        command = [sys.executable, "-m", module, "--child", name, way, kind, str(layers)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{name} {way} failed:\n{done.stderr[-3000:]}")

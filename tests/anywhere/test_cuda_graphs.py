@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch_fused_ops import FusionPolicy, compile_options
 from torch_fused_ops import functional as FF
 from torch_fused_ops import nn as fnn
-from torch_fused_ops.testing.samples import FP8_OPERATORS, OPERATORS, backward_samples, samples
+from torch_fused_ops.testing.samples import OPERATORS, backward_samples, samples
 
 launching = pytest.importorskip("torch_fused_ops.kernels.launching", reason="needs triton")
 virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
@@ -51,7 +51,7 @@ def _launches(op: str, args: tuple[Any, ...]) -> Iterator[str]:
     yield from (launch.kernel.__name__ for launch in launches)
 
 
-@pytest.mark.parametrize("op", (*OPERATORS, *FP8_OPERATORS))
+@pytest.mark.parametrize("op", OPERATORS)
 @pytest.mark.parametrize("backward", [False, True])
 def test_no_launch_waits_for_the_device(op: str, backward: bool) -> None:
     launched = 0

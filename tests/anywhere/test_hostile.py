@@ -280,7 +280,7 @@ def quietly(examples: int, **more: Any) -> Any:
     return settings(max_examples=examples, deadline=None, database=None, suppress_health_check=checks, **more)
 
 
-@quietly(300, derandomize=True)
+@quietly(200, derandomize=True)
 @given(calls())
 def test_any_call_keeps_the_precision_contract(sample: Sample) -> None:
     holds_the_contract(sample)

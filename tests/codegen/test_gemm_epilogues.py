@@ -118,6 +118,7 @@ def test_measured_against_templates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels(paper.inference) == ["aten._addmm_activation"]
 
 
+@pytest.mark.slow
 def test_unmeasured_is_upstreams() -> None:
     by_default = inference(GeluMLP, 64, 256, config=options())
     deterministic = inference(GeluMLP, 64, 256, config=options(), gemm="triton")

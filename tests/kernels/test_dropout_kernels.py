@@ -157,7 +157,7 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...], float]]:
     }
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize(
     "gpu", [g if g.arch == "sm_90" else pytest.param(g, marks=pytest.mark.slow) for g in GPUS], ids=lambda gpu: gpu.arch
 )

@@ -68,7 +68,7 @@ MARKS: dict[str, Any] = {
 }
 
 
-@pytest.mark.covering(every=3)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CALLS])
 def test_fits_sm_90(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, registers, spills, instructions, loads, wide_stores, stores = CALLS[name]

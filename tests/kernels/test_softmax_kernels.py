@@ -227,7 +227,7 @@ def calls(dtype: torch.dtype, sk: int) -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.covering(1, "call")
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize(
     ("call", "sk", "most"),
     [

@@ -204,6 +204,15 @@ def test_an_operator_that_the_model_calls_has_its_module_s_decision_in_the_key(k
     assert key_of("fused", run("enc"), policy, model) != key_of("fused", run("dec"), policy, model)
 
 
+@pytest.mark.parametrize("way", ["fused", "enable"])
+def test_a_level_that_a_call_asks_for_itself_is_in_the_key(key_of: Callable[..., str], way: str) -> None:
+    def call(memory: str) -> Callable[..., Tensor]:
+        return lambda model, x, *_: tfo.functional.bias_act(x, activation="gelu", memory=memory)
+
+    free, fp8, again = (key_of(way, call(memory), tfo.FusionPolicy()) for memory in ("free", "fp8", "fp8"))
+    assert free != fp8 == again
+
+
 def test_a_late_pass_would_be_left_out_of_the_key() -> None:
     """Torch then says so: who sets the timing has the last word."""
     from torch_fused_ops.lowerings import compat, passes

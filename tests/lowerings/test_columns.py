@@ -147,6 +147,7 @@ def test_what_each_level_keeps(gated: bool) -> None:
     assert kept["tiled:2"] == kept["input"]
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_the_number_of_tokens_may_be_dynamic() -> None:
     module = Parallel().double()

@@ -784,7 +784,7 @@ def test_two_threads_compiling_at_once_do_not_mix(way: str) -> None:
     for (rebuilt, logged), left, kept in ((free, "one", 1), (off, "two", 0)):
         assert rebuilt == [kept] * 3  # in backward: only where memory is "free"
         assert len(logged) == 6
-        assert all(("left alone" in message) == (f" in {left}:" in message) for message in logged)
+        assert all(("not fused" in message) == (f" in {left}:" in message) for message in logged)
 
 
 def test_a_block_opened_while_another_thread_compiles_holds_afterwards() -> None:

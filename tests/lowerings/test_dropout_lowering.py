@@ -502,6 +502,7 @@ class DroppedEverywhere(nn.Module):
         return x + F.dropout(self.down(F.dropout(a, 0.25)), 0.25)
 
 
+@pytest.mark.covering(every=4)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("gated", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])  # tiles are refused with a dropout inside

@@ -58,7 +58,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 # ---- what it computes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(every=8)
+@pytest.mark.covering(every=16)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("memory", ("off", "free", "fp8", "input"))
@@ -347,6 +347,7 @@ class Called(nn.Module):
         return self.own(self.mlp(y))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("bias", (False, pytest.param(True, marks=pytest.mark.slow)))
 def test_this_library_s_experts_follow_the_policy(bias: bool) -> None:
@@ -428,6 +429,7 @@ class Conv1D(nn.Module):
         return torch.addmm(self.c, F.gelu(h), self.v).view(x.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("make", (Adapted, Conv1D))
@@ -525,6 +527,7 @@ def test_attention_is_left_alone() -> None:
     assert all(site.gemm == "" for site in sites(fn, torch.randn(128, 128), torch.randn(128, 128)))
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("recipe", ("fp8", pytest.param("fp8-rowwise", marks=pytest.mark.slow)))
 def test_verify_takes_the_rounding_for_rounding(recipe: str) -> None:

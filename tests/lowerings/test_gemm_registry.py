@@ -139,6 +139,7 @@ def data() -> Tensor:
 ELEMENTS = 4 * TOKENS  # bytes of a float32 column of all tokens
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("function", (Visible, Hidden, Closed))
 def test_an_activation_between_custom_products_is_fused(function: Any) -> None:

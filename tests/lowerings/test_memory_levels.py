@@ -84,7 +84,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {"gelu": gelu, "swiglu": swiglu, "
 # ---- what is kept, and what it gives ---------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_input_gives_the_very_same_gradients(name: str, dtype: torch.dtype) -> None:
@@ -119,7 +119,7 @@ def test_fp8_is_the_gradient_at_what_was_kept() -> None:
     assert apart(got, wanted) < 1e-5
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_fp8_is_near(name: str, dtype: torch.dtype) -> None:
@@ -133,7 +133,7 @@ def test_fp8_is_near(name: str, dtype: torch.dtype) -> None:
     assert not any(t.dtype == dtype and t.shape[-1] == stored[0].shape[-1] and t.ndim == 3 for t in kept)
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_sizes_may_be_symbolic(level: str) -> None:
     fn = compiled(gelu, level, dynamic=True)
@@ -243,7 +243,7 @@ def behind_a_product(tokens: tuple[int, ...], frozen: bool) -> list[Tensor]:
 
 
 @inductor_config.patch(force_disable_caches=True)  # they do not know that a function of ours was replaced
-@pytest.mark.covering(every=2)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize(
     ("fn", "tokens", "frozen", "size"),
     [

@@ -155,6 +155,7 @@ def interpret(kernel: Any, out: Tensor, *inputs: Tensor) -> Tensor:
     return out
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     ("dtype", "sk", "scale"),
     [(BF16, 300, 0.3), (F32, 300, -0.3), (BF16, 1500, 0.125), (F32, 1500, 0.3), (torch.float16, 1500, 20.0)],

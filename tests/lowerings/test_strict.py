@@ -212,6 +212,7 @@ def unfused(s: Any, x: Tensor) -> Tensor:
     return s.down(torch.erf(gate) * gate)  # type: ignore[no-any-return]
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", ["two linear layers", "cut by the break"])
 def test_a_model_in_which_nothing_is_fused_is_told_once(name: str, warnings: Callable[[], list[str]]) -> None:
     model = torch.compile(Body(NOTHING[name]), backend="fused")
@@ -262,6 +263,7 @@ def test_a_pattern_that_fits_no_site_is_told_at_once(field: str, warnings: Calla
         torch.compile(Layers(), backend="fused", options={**options, "strict": True})(torch.randn(4, 8))
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(("pattern", "fits"), [("second.*", True), ("third.*", False)])
 def test_a_pattern_may_fit_a_site_of_a_later_graph(pattern: str, fits: bool, warnings: Callable[[], list[str]]) -> None:
     class Model(nn.Module):

@@ -189,6 +189,7 @@ def test_sums_over_tiles_under_autocast_are_in_float32() -> None:
     assert rounding(x, tangent, module, "tiled:8", torch.bfloat16) < 1.1 * whole
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_inside_a_checkpoint() -> None:
     module, x = normed().double(), torch.randn(50, HIDDEN, dtype=torch.double)
@@ -196,6 +197,7 @@ def test_inside_a_checkpoint() -> None:
     torch.testing.assert_close(step(fn, module, x), step(lambda x: x + module(x), module, x), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_a_dropout_behind_it_is_of_all_tokens() -> None:
     """The same mask as without tiles: it is a function of the seed and of the element's place."""

@@ -327,6 +327,7 @@ def test_a_call_refuses(act, compiled: bool) -> None:
             called(*arguments)
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_what_is_accepted_is_one_graph_of_any_number_of_tokens(dynamic: bool | None) -> None:
     mlp = MLP(config())

@@ -116,6 +116,7 @@ def is_as_it_was(model: nn.Module) -> bool:
 # ---- what is computed ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("memory, elements", [("free", FREE), ("input", 0), ("off", EAGER)])
 def test_what_is_kept_and_computed(memory: str, elements: int) -> None:
     model, x = Model(Block(Mlp())), rows()
@@ -540,6 +541,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [next(iter(MODELS)), *(pytest.param(path, marks=pytest.mark.slow) for path in [*MODELS][1:])]
 )

@@ -382,6 +382,7 @@ def test_products_by_tiled_scales_are_the_same() -> None:
         fused.scaled_mm_tiled(values, tiles, values, tiles.view(torch.int8), None, torch.float32)
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     "call",
     [

@@ -81,6 +81,7 @@ def test_all_that_wait_are_listed_at_once_as_cuobjdump_lists_each(
         assert jumps > {"BRA", "CALL", "RET"}, "what names an address"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_spoils_nothing_else(processes: list[int]) -> None:
     good, bad = assembled(virtual_gpu.H100, 32), assembled(virtual_gpu.H100, 64)
     assert isinstance(bad.listing, sass.Listing)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops.declaration import PointwiseOperator, Signature, elementwise
+from torch_fused_ops.declaration import Signature, elementwise
 
 __all__ = ["RULES", "Placements", "Sharding", "register", "rules"]
 
@@ -29,15 +29,14 @@ RULES: dict[str, Callable[..., list[Sharding]]] = {}  # of the operators of fami
 # ---- pointwise operators ---------------------------------------------------------------------------------------------
 
 
-def _elementwise(op: PointwiseOperator, signature: Signature) -> Callable[..., list[Sharding]]:
-    """The rule of one of a declared operator's four: any axis of the data, without the last where rows are whole.
+def _elementwise(signature: Signature) -> Callable[..., list[Sharding]]:
+    """The rule of a declared operator or of its backward operator: any axis of the data.
 
     Packed data is sharded so that gate and up of a column stay together. A vector over the columns is replicated beside
     shards of another axis, a vector over the rows beside shards of the last; their gradients are sums over those
     shards.
     """
     kinds, results = [argument.kind for argument in signature.arguments], signature.results
-    stores = signature in (op.fp8, op.fp8_backward)
 
     def rule(*args: Any) -> list[Sharding]:
         from torch.distributed.tensor import Partial, Replicate, Shard
@@ -63,8 +62,7 @@ def _elementwise(op: PointwiseOperator, signature: Signature) -> Callable[..., l
             ]
             return outputs, inputs
 
-        of_rows = stores or columns is None
-        return [sharding(None), *map(sharding, range(last if of_rows else last + 1))]
+        return [sharding(None), *map(sharding, range(last if columns is None else last + 1))]
 
     return rule
 
@@ -93,7 +91,7 @@ def _packed(data: Any, args: Sequence[Any]) -> Callable[[int], Any] | None:
 def rules() -> dict[str, Callable[..., list[Sharding]]]:
     """The rule of each operator, by name."""
     return {
-        **{s.name: _elementwise(op, s) for op in elementwise() for s in op.signatures},
+        **{s.name: _elementwise(s) for op in elementwise() for s in op.signatures},
         **RULES,
     }
 

@@ -27,13 +27,13 @@ class Observer(Protocol):
     """Callbacks of the pre-grad pass, in the thread that compiles."""
 
     def before(self, graph: Graph, policy: FusionPolicy) -> None:
-        """Pick-up is about to run on a graph."""
+        """The fusion pass is about to run on a graph."""
 
     def tell(self, graph: Graph, sites: Sequence[Site]) -> None:
-        """Pick-up has run on a graph and found these sites."""
+        """The fusion pass has run on a graph and found these sites."""
 
     def failed(self, reason: str) -> None:
-        """Pick-up has failed on a graph and left it as it was."""
+        """The fusion pass has failed on a graph and left it as it was."""
 
 
 process_wide: list[Observer] = []  # told in every thread, but not inside ``unobserved``
@@ -71,7 +71,7 @@ def is_unobserved() -> bool:
 
 
 def before(graph: Graph, policy: FusionPolicy) -> None:
-    """Pick-up is about to run on a graph. Never raises."""
+    """The fusion pass is about to run on a graph. Never raises."""
     for observer in _current():
         try:
             observer.before(graph, policy)
@@ -80,13 +80,13 @@ def before(graph: Graph, policy: FusionPolicy) -> None:
 
 
 def tell(graph: Graph, sites: Sequence[Site]) -> None:
-    """Pick-up has run on a graph and found these sites."""
+    """The fusion pass has run on a graph and found these sites."""
     for observer in _current():
         observer.tell(graph, sites)
 
 
 def failed(reason: str) -> None:
-    """Pick-up has failed on a graph and left it as it was."""
+    """The fusion pass has failed on a graph and left it as it was."""
     for observer in _current():
         observer.failed(reason)
     trace("failure", lambda: {"reason": reason})

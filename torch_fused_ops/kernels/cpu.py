@@ -152,14 +152,11 @@ def _is_activation_alone(op: PointwiseOperator) -> bool:
 
 
 def kernel(op: PointwiseOperator, signature: Signature, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``plain``, which is one of the operator's four in plain torch, in blocks."""
+    """``plain``, which is the operator or its backward operator in plain torch, in blocks."""
     kinds, names = [a.kind for a in signature.arguments], [a.name for a in signature.arguments]
     is_native = signature is op.forward and _is_activation_alone(op)
-    # For each result the argument whose dtype it has; None for what is stored in float8, and its gradients.
-    likes: list[int | None] = [0, *[None] * (len(signature.results) - 1)]
-    if signature.is_backward:
-        stored = op.data if signature is op.fp8_backward else 0
-        likes = [None if i < stored else names.index(name) for i, name in enumerate(op.tensors)]
+    # For each result the argument whose dtype it has.
+    likes = [names.index(name) for name in op.tensors] if signature.is_backward else [0]
 
     def blocked(*args: Any) -> Any:
         if is_native and args[1] is None and args[2] is None and args[3] in _NATIVE:
@@ -180,9 +177,9 @@ def kernel(op: PointwiseOperator, signature: Signature, plain: Callable[..., Any
             computed = plain(*widened)
             return computed if isinstance(computed, tuple) else (computed,)
 
-        dtypes = [None if i is None or args[i] is None else args[i].dtype for i in likes]
+        dtypes = [None if args[i] is None else args[i].dtype for i in likes]
         outs = in_blocks(compute, variants, kinds, signature.results, dtypes)
-        return outs if len(outs) > 1 or signature.is_backward else outs[0]
+        return outs if signature.is_backward else outs[0]
 
     return blocked
 

@@ -44,7 +44,7 @@ class _Factors:
         self.kept, self.result = seed.new_empty(0, dtype=torch.bool), seed.new_empty(0, dtype=dtype)
 
     def words(self, first: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of the counters from ``first`` on: four tensors of ``count`` words, as numbers from 0 to 2³² − 1."""
+        """The words of the counters from ``first`` on: four tensors of ``count`` numbers from 0 to 2³² − 1."""
         if self.buffers.shape[-1] != count:
             self.buffers = self.buffers.new_empty((3, 2, count))
         state, last, product = self.buffers.unbind()

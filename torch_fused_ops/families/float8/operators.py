@@ -345,7 +345,7 @@ def _refuse_second_derivative(name: str, grad: Tensor) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """Of a matrix. Each product's operands are quantized along what it sums over."""
+    """A linear layer of a matrix. Each GEMM's operands are quantized along the axis that it sums over."""
 
     @staticmethod
     def forward(
@@ -435,7 +435,7 @@ _LINEAR = define(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Of rows that are sorted by expert, in rows and by scales of each expert's own."""
+    """A linear layer of rows that are sorted by expert, with a scale for each row and each expert."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What backward makes of an activation for products in float8, each in one pass over memory.
+"""The float8 operands that backward needs of an activation, each in one pass over memory.
 
 A gradient is multiplied twice: by the weight, quantized along its rows, and by the input, along its columns. Its sum
 over the rows is a bias's gradient. Where it is an activation's, that activation's result is multiplied as well, along

@@ -28,7 +28,7 @@ _LARGEST_SCORE = {torch.float32: 24.0, torch.float64: 1024.0, torch.float16: 102
 
 
 def _exact(factor: float) -> bool:
-    """Whether factor · x rounds nothing off that counts, and does not overflow, in any dtype: a power of 2 up to 1."""
+    """True if factor · x is exact, or nearly, and finite in any dtype: a power of 2 up to 1."""
     return abs(factor) <= 1.0 and abs(math.frexp(factor)[0]) == 0.5
 
 
