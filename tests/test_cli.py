@@ -375,17 +375,15 @@ def test_run_is_the_program_itself(models):
 
 def test_run_replaces_the_process(models, monkeypatch):
     calls = []
-    monkeypatch.setattr(os, "execv", lambda *command: calls.append(command))
-    monkeypatch.setenv("TORCH_FUSED_OPS", "")
-    monkeypatch.setenv("TORCH_FUSED_OPS_REPORT", "")
+    monkeypatch.setattr(os, "execve", lambda *command: calls.append(command))
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.chdir(models)
     main(["run", "--memory", "fp8", "--exclude", "b.[0,1]", "--report", "r.json", "-m", "some_models", "--memory", "x"])
-    (executable, command) = calls[0]
+    (executable, command, environ) = calls[0]
     assert executable == command[0] == sys.executable and command[-4:] == ["-m", "some_models", "--memory", "x"]
-    asked = tfo.FusionPolicy.parse(os.environ["TORCH_FUSED_OPS"])
+    asked = tfo.FusionPolicy.parse(environ["TORCH_FUSED_OPS"])
     assert asked == tfo.FusionPolicy(memory="fp8", exclude=("b.[0,1]",))
-    assert os.environ["TORCH_FUSED_OPS_REPORT"] == str(models / "r.json")
+    assert environ["TORCH_FUSED_OPS_REPORT"] == str(models / "r.json")
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,8 @@ def test_every_operator_decomposes_into_what_it_computes(sample: Sample, differe
 
 def test_the_table_is_complete() -> None:
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fused::")}
-    assert {op.name() for op in tfo.decompositions()} == registered
+    marks = {"fused::keep_fp8", "fused::with_saved"}  # identities, which no exported graph has
+    assert {op.name() for op in tfo.decompositions()} == registered - marks
 
 
 def test_registered_activations_decompose_and_nothing_is_aliased() -> None:

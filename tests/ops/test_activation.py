@@ -210,12 +210,12 @@ def test_cpu_temporaries_are_small(op, dtype, layout):
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_blocks_are_one_operator(op, monkeypatch):
-    """Of some rows at a time as of all at once: results, gradients, and what is stored in float8."""
+    """Of some rows at a time as of all at once: results and gradients."""
 
     def results():
         for sample in samples(op):
             out = sample()
-            yield from (out, *getattr(fused, f"{op}_fp8")(*sample.args))
+            yield out
             if leaves := [t for t in sample.tensors if t is not None and t.requires_grad]:
                 yield from torch.autograd.grad(out, leaves, torch.full_like(out, 0.5))
 

@@ -127,7 +127,8 @@ def in_blocks(
             return None
         if kind == "per_column":  # hundreds of partial sums: in float64, so that their order costs nothing
             return torch.zeros_like(part, dtype=torch.float64)
-        return part.new_empty((rows, *part.shape[1:]), dtype=dtype)
+        # In the result's shape: autograd does not let a view that a custom function returns be written in place.
+        return part.new_empty((*lead, *part.shape[1:]), dtype=dtype)
 
     outs: list[Any] = []
     for start in range(0, max(rows, 1), step):
@@ -136,9 +137,9 @@ def in_blocks(
         outs = outs or list(map(room, parts, results, dtypes))
         for out, part, kind in zip(outs, parts, results, strict=True):
             if part is not None:
-                out.add_(part) if kind == "per_column" else out[here].copy_(part)
+                out.add_(part) if kind == "per_column" else out.view(rows, *part.shape[1:])[here].copy_(part)
     return tuple(
-        None if out is None else out.to(dtype) if kind == "per_column" else out.view((*lead, *out.shape[1:]))
+        None if out is None else out.to(dtype) if kind == "per_column" else out
         for out, kind, dtype in zip(outs, results, dtypes, strict=True)
     )
 
@@ -166,8 +167,8 @@ def kernel(op: PointwiseOperator, signature: Signature, plain: Callable[..., Any
             variants = [ON_CPU.get(a, a) if isinstance(a, str) else a for a in args]
         if args[0].numel() <= _GRAIN:
             whole = plain(*variants)
-            if isinstance(whole, Tensor):
-                return whole.contiguous()
+            if isinstance(whole, Tensor):  # a registered activation may return its argument
+                return whole.clone() if torch._C._is_alias_of(whole, args[0]) else whole.contiguous()
             return tuple(r if r is None else r.contiguous() for r in whole)
         wide = compute_dtype(*(a for a in args if isinstance(a, Tensor)))
 

@@ -49,7 +49,7 @@ REPORT = os.environ.pop(REPORT_NAME, "") if os.environ.get("RANK", "0") == "0" e
 def run(arguments: argparse.Namespace) -> NoReturn:
     """Replace this process by ``python SCRIPT ...``, with the policy and the report's file in its environment.
 
-    ``os.execv`` of the same interpreter, so Python itself sets up the script. The new process writes the report.
+    ``os.execve`` of the same interpreter, so Python itself sets up the script. The new process writes the report.
     """
     error = arguments.command_parser.error
     if not arguments.program:
@@ -65,16 +65,16 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         FusionPolicy.parse(text)
     except ValueError as e:
         error(str(e))
-    os.environ[NAME] = text
+    environ = {**os.environ, NAME: text}
     if arguments.report and os.environ.get("RANK", "0") == "0":
         file = Path(arguments.report).resolve()  # the program may change its folder
         if file.is_dir() or not os.access(file.parent, os.W_OK):
             error(f"--report {arguments.report} cannot be written: it must be a file in an existing folder")
-        os.environ[REPORT_NAME] = str(file)
+        environ[REPORT_NAME] = str(file)
     flags = [*subprocess._args_from_interpreter_flags(), *(["-m"] if arguments.module else [])]  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *flags, *arguments.program])
+    os.execve(sys.executable, [sys.executable, *flags, *arguments.program], environ)
 
 
 # ---- checked GPUs ----------------------------------------------------------------------------------------------------
