@@ -1,15 +1,16 @@
-"""The command line: ``python -m torch_fused_ops {info, check, explain, plan, verify, run, bench}``.
+"""The command line: ``python -m torch_fused_ops {info, check, explain, plan, verify, audit, run, bench}``.
 
     info                            versions, devices and what is active
     check [--device D] [--quick]    opcheck and precision of every operator on a device; exit code 1 if anything fails
     explain MODULE:CALLABLE         a model's MLP sites, fused or not, with reasons and savings
     plan MODULE:CALLABLE            the memory levels with which a training step fits into a GPU's memory
     verify MODULE:CALLABLE          compare a training step eager, compiled and fused; exit code 1 if it differs
+    audit MODULE:CALLABLE           races and other faults in a model's GPU kernels; exit code 1 if there are any
     run SCRIPT [ARGUMENT ...]       run a program with fusion in every torch.compile
     bench NAME                      benchmark this library against PyTorch
     --version                       this library's version
 
-``explain``, ``plan`` and ``verify`` call CALLABLE without arguments; it returns ``(model, args)`` or
+``explain``, ``plan``, ``verify`` and ``audit`` call CALLABLE without arguments; it returns ``(model, args)`` or
 ``(model, args, kwargs)``. MODULE is a module's name or a ``.py`` file. Exit code 2 for invalid arguments.
 """
 
@@ -182,6 +183,17 @@ def parser() -> argparse.ArgumentParser:
         "--compiled", action="store_true", help="generate code; by default the compiled graphs are run call by call"
     )
     verify.add_argument("--json", metavar="FILE", help="write all comparisons as JSON too")
+    audit = commands.add_parser(
+        "audit", help="look for races and other faults in a model's GPU kernels, without a GPU; exit code 1 if found"
+    )
+    _add_model(audit)
+    audit.add_argument("--plain", action="store_true", help="the kernels of plain torch.compile, without fusion")
+    audit.add_argument("--eval", action="store_true", help="evaluation mode; by default forward and backward")
+    audit.add_argument("--gpu", default="H100", help="A100, H100 (default), H200, B200 or MI300X")
+    audit.add_argument(
+        "--all-configurations", action="store_true", help="also the blocks and warps that a tuner may reach; minutes"
+    )
+    audit.add_argument("--json", metavar="FILE", help="write the findings as JSON too")
     run = commands.add_parser(
         "run", help="run a Python program with fusion in every torch.compile", usage=f"{_RUN} SCRIPT ..."
     )

@@ -5,10 +5,12 @@
     assemble            machine code of a kernel: instructions, registers, spills
     interpret           a kernel's real arithmetic, on CPU tensors
     interpret_step      a whole program's, forward and backward
+    audit               races, registers read before they are written, wrong addresses, slow code
 
 Only torch and Triton are needed; no device, driver or toolkit. `docs/virtual-gpu.md` has examples and limits.
 """
 
+from .auditor import Audit, Finding, audit
 from .captured import CapturedGraph, copy_graph, set_aside
 from .compile import compile_graph_on_paper, compile_on_paper
 from .emulation import stands_for
@@ -24,7 +26,9 @@ __all__ = [
     "H100",
     "H200",
     "MI300X",
+    "Audit",
     "CapturedGraph",
+    "Finding",
     "GeneratedGraph",
     "GeneratedKernel",
     "Launch",
@@ -32,6 +36,7 @@ __all__ = [
     "PaperCompilation",
     "SavedTensor",
     "assemble",
+    "audit",
     "by_name",
     "compile_graph_on_paper",
     "compile_on_paper",
