@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,20 +26,12 @@ class Fault(NamedTuple):
     evidence: str
 
 
-@dataclass(frozen=True)
-class Memory:
-    """The memory of an argument.
+class Memory(NamedTuple):
+    """The memory of an argument."""
 
-    Attributes:
-        storage: the number of its storage: arguments with the same number share memory.
-        offset: bytes before the argument's first element in the storage.
-        nbytes: bytes of the storage.
-        shape, stride, itemsize: of the argument.
-    """
-
-    storage: int
-    offset: int
-    nbytes: int
+    storage: int  # arguments with the same number share memory
+    offset: int  # bytes before the argument's first element
+    nbytes: int  # of the storage
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     itemsize: int
@@ -82,47 +74,33 @@ class _Launch:
         self.memory, self.threads, self.warp_size = memory, threads, warp_size
         self.accesses: list[Access] = []
         self.spread: list[bool] = []
-        self.by_storage: dict[int, list[tuple[int, int, Tensor]]] = defaultdict(list)
+        self.by_storage: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         self.programs = torch.cat([trace.programs for trace in traces])
         first = 0
         for trace in traces:
-            barriers = torch.tensor(trace.barriers, dtype=torch.int64)
             for access in trace.accesses:
                 if access.argument in memory:
-                    self.by_storage[memory[access.argument].storage].append((len(self.accesses), first, barriers))
+                    passed = bisect.bisect(trace.barriers, access.order)
+                    self.by_storage[memory[access.argument].storage].append((len(self.accesses), first, passed))
                 self.accesses.append(access)
                 self.spread.append(bool(access.value & trace.spread))
             first += len(trace.programs)
 
-    def records(self, storage: int, stores: bool, unit: int) -> _Records:
+    def records(self, storage: int, kind: str, unit: int) -> _Records:
         """The loads or the stores of a storage, in units of bytes."""
-        parts = []
-        for number, first, barriers in self.by_storage[storage]:
+        parts = [_Records(*[torch.zeros(0, dtype=torch.int64)] * 7)]
+        for number, first, passed in self.by_storage[storage]:
             access = self.accesses[number]
-            if (access.kind != "load") != stores or (stores and access.kind == "atomic"):
+            if access.kind != kind:
                 continue
             program, place = access.active.nonzero(as_tuple=True)
             address = access.address[program, place] + self.memory[access.argument].offset
             thread, count = _holders(access, self.threads, self.warp_size)
-            passed = int(torch.searchsorted(barriers, access.order))
-            times = access.itemsize // unit
-            part = _Records(
-                (address[:, None] + torch.arange(times) * unit).flatten(),
-                *(
-                    column.repeat_interleave(times)
-                    for column in (
-                        program + first,
-                        torch.full_like(place, number),
-                        place,
-                        thread[place],
-                        count[place],
-                        torch.full_like(place, passed),
-                    )
-                ),
-            )
-            parts.append(part)
-        empty = torch.zeros(0, dtype=torch.int64)
-        return _Records(*(torch.cat(columns) for columns in zip(_Records(*[empty] * 7), *parts, strict=True)))
+            same = torch.full_like(place, number), place, thread[place], count[place], torch.full_like(place, passed)
+            units = torch.arange(0, access.itemsize, unit)
+            repeated = (column.repeat_interleave(len(units)) for column in (program + first, *same))
+            parts.append(_Records((address[:, None] + units).flatten(), *repeated))
+        return _Records(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
     def unit(self, storage: int) -> int:
         """The most bytes that divide all sizes and addresses of a storage's accesses."""
@@ -135,11 +113,15 @@ class _Launch:
         return unit
 
     def named(self, number: int) -> str:
-        access = self.accesses[number]
-        return f"{access.kind} of {access.argument} ({access.name})"
+        return described(self.accesses[number])
 
-    def program(self, number: int | Tensor) -> str:
+    def program(self, number: Tensor) -> str:
         return f"program {tuple(self.programs[int(number)].tolist())}"
+
+
+def described(access: Access) -> str:
+    """An access as a person reads it."""
+    return f"{access.kind} of {access.argument} ({access.name})"
 
 
 def _holders(access: Access, threads: int, warp_size: int) -> tuple[Tensor, Tensor]:
@@ -155,12 +137,7 @@ def faults(
 ) -> Iterator[Fault]:
     """Yield the faults of a launch: races, accesses out of bounds, overflows, bytes written twice or not at all.
 
-    Args:
-        traces: of the launch's programs, or of some of them.
-        memory: of the arguments, by name.
-        threads: threads of a program.
-        warp_size: threads of a warp.
-        whole: these are all programs.
+    The traces are of all programs if ``whole``, or else of some of them.
     """
     with torch.device("cpu"):
         launch = _Launch(traces, memory, threads, warp_size)
@@ -169,32 +146,28 @@ def faults(
                 yield from _places(launch, number, access)
         for storage in launch.by_storage:
             unit = launch.unit(storage)
-            stores = launch.records(storage, True, unit)
+            stores = launch.records(storage, "store", unit)
             if len(stores.address):
                 yield from _written(launch, storage, stores, unit, whole)
-                yield from _races(launch, launch.records(storage, False, unit), stores)
+                yield from _races(launch, launch.records(storage, "load", unit), stores)
 
 
 def _places(launch: _Launch, number: int, access: Access) -> Iterator[Fault]:
     """Yield accesses whose address has overflowed, or is outside of the memory."""
     memory = launch.memory[access.argument]
-    if access.wrong is not None and (bad := access.wrong & access.active).any():
-        program, place = (int(n[0]) for n in bad.nonzero(as_tuple=True))
-        evidence = f"the index of element {place} of {launch.program(program)} does not fit into 32 bits: the address "
-        yield Fault(
-            "overflow", launch.named(number), f"{evidence}should be {int(access.address[program, place]):,} bytes in"
-        )
-        return
     begin = access.address + memory.offset
-    bad = ((begin < 0) | (begin + access.itemsize > memory.nbytes)) & access.active
-    if bad.any():
-        program, place = (int(n[0]) for n in bad.nonzero(as_tuple=True))
-        yield Fault(
-            "out of bounds",
-            launch.named(number),
-            f"element {place} of {launch.program(program)} is at byte {int(begin[program, place]):,} of a memory of "
-            f"{memory.nbytes:,} bytes",
-        )
+    outside = (begin < 0) | (begin + access.itemsize > memory.nbytes)
+    overflow = torch.zeros_like(outside) if access.wrong is None else access.wrong
+    for kind, bad, text in (
+        ("overflow", overflow, "the index of {0} of {1} does not fit into 32 bits: the byte should be {2:,}"),
+        ("out of bounds", outside, "{0} of {1} is at byte {2:,} of a memory of {3:,} bytes"),
+    ):
+        if (bad & access.active).any():
+            program, place = (bad & access.active).nonzero()[0]
+            at = int(begin[program, place])
+            evidence = text.format(f"element {place}", launch.program(program), at, memory.nbytes)
+            yield Fault(kind, launch.named(number), evidence)
+            return
 
 
 def _written(launch: _Launch, storage: int, stores: _Records, unit: int, whole: bool) -> Iterator[Fault]:
@@ -248,43 +221,30 @@ def _judged(launch: _Launch, load: _Records, store: _Records) -> Iterator[Fault]
     known = (load.first >= 0) & (store.first >= 0)
     same_thread = (load.first == store.first) & (load.threads == 1)
     ordered = same_thread | (load.barriers != store.barriers) | ~known
-    seen: dict[tuple[str, str, str], Fault] = {}
     code = load.access * len(launch.accesses) + store.access
     for pair in torch.unique(code).tolist():
         first, second = divmod(pair, len(launch.accesses))
         a, b = launch.accesses[first], launch.accesses[second]
         here = code == pair
-        if (a.name, b.name, "") in seen:
-            continue
-        other = here & ~same_program
-        later = here & same_program & (a.order > b.order)
         unordered = here & same_program & ~ordered
         if a.value & b.value and a.order < b.order:  # the stored value needs what was loaded
             moved = a.shape == b.shape and bool((load.place[here] != store.place[here]).any())
             unordered = unordered & (load.place != store.place) if moved else torch.zeros_like(unordered)
         elif not launch.spread[first]:  # the copies of other threads go nowhere
             unordered &= load.first != store.first
-        where = f"{launch.named(first)}, {launch.named(second)}"
+        later = here & same_program & (a.argument != b.argument and a.order > b.order)
         for bad, text in (
-            (other, "{1} overwrites what {0} reads, and programs run in any order"),
-            (later if a.argument != b.argument else torch.zeros_like(later), "in {0} the load comes after the store"),
-            (
-                unordered,
-                "in {0} thread {2} or another one of {4} loads and thread {3} stores, with no barrier between them",
-            ),
+            (here & ~same_program, "{1} overwrites what {0} reads, and programs run in any order"),
+            (later, "in {0} the load comes after the store"),
+            (unordered, "in {0} thread {2}{4} loads and thread {3} stores, with no barrier between them"),
         ):
             if bad.any():
                 at = int(bad.nonzero()[0])
-                text = text.format(
-                    launch.program(load.program[at]),
-                    launch.program(store.program[at]),
-                    int(load.first[at]),
-                    int(store.first[at]),
-                    int(load.threads[at]),
-                ).replace(" or another one of 1 ", " ")
-                evidence = f"{text}; byte {int(load.address[at]):,} of the memory they share"
-                seen[a.name, b.name, ""] = Fault("race", where, evidence)
-                yield seen[a.name, b.name, ""]
+                copies = f" or another one of {load.threads[at]}" if load.threads[at] > 1 else ""
+                programs = launch.program(load.program[at]), launch.program(store.program[at])
+                text = text.format(*programs, load.first[at], store.first[at], copies)
+                evidence = f"{text}; byte {load.address[at]:,} of the memory they share"
+                yield Fault("race", f"{launch.named(first)}, {launch.named(second)}", evidence)
                 break
 
 
@@ -298,27 +258,22 @@ class Traffic(NamedTuple):
     used: int
     moved: int
 
-    @property
-    def name(self) -> str:
-        """The access as a person reads it."""
-        return f"{self.access.kind} of {self.access.argument} ({self.access.name})"
-
 
 def traffic(traces: Sequence[Trace], memory: Mapping[str, Memory] | None = None) -> list[Traffic]:
     """The sectors of each access, each counted once a program: caches hold them while a program runs."""
-    found: dict[str, Traffic] = {}
     groups: dict[str, list[Access]] = defaultdict(list)
     for trace in traces:
         for access in trace.accesses:
             if access.argument:
                 groups[access.name].append(access)
-    for name, accesses in groups.items():
+    result = []
+    for first, *others in groups.values():
         used = moved = 0
-        for program in range(max(len(access.address) for access in accesses)):
-            parts = [a.address[program][a.active[program]] for a in accesses if program < len(a.address)]
-            offset = memory[accesses[0].argument].offset if memory and accesses[0].argument in memory else 0
+        offset = memory[first.argument].offset if memory and first.argument in memory else 0
+        for program in range(len(first.address)):
+            parts = [access.address[program][access.active[program]] for access in (first, *others)]
             addresses = torch.unique(torch.cat(parts)) + offset
-            used += len(addresses) * accesses[0].itemsize
+            used += len(addresses) * first.itemsize
             moved += len(torch.unique(addresses // SECTOR)) * SECTOR
-        found[name] = Traffic(accesses[0], used, moved)
-    return list(found.values())
+        result.append(Traffic(first, used, moved))
+    return result

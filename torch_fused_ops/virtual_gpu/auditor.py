@@ -6,27 +6,28 @@ the machine code. What is found: see `KINDS`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .accesses import Fault, Memory, faults, traffic
+from .accesses import Fault, Memory, described, faults, traffic
 from .gpus import GPU, H200
 from .kernels import Configuration, Kernel, load
-from .machine_code import MachineCode, assemble_configuration, cost, lowered, sectors, with_signature
+from .machine_code import MachineCode, assemble_configuration, cost, lowered, with_signature
 from .registers import unwritten
 from .results import PaperCompilation
 from .timeline import timeline_of
 from .ttgir import NotAnalyzed, evaluated
-from .work import BYTES_MOVED, LANE_INSTRUCTIONS
+from .work import LANE_INSTRUCTIONS
 
 KINDS = {
     "race": "a load and a store of the same memory, in an order that nothing ensures",
@@ -53,18 +54,10 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault.
+    """A fault, of one of `KINDS`: in which kernel and configuration, in which accesses, and what shows it."""
 
-    Attributes:
-        kernel: the kernel's name, with the graph's: "backward: triton_red_fused_sum_0".
-        configuration: its blocks and warps: "XBLOCK 64, R0_BLOCK 8, 4 warps".
-        kind: one of `KINDS`.
-        where: the accesses, or the instruction.
-        evidence: the programs, threads, addresses or registers that show it.
-    """
-
-    kernel: str
-    configuration: str
+    kernel: str  # "backward: triton_red_fused_sum_0"
+    configuration: str  # "XBLOCK 64, R0_BLOCK 8, 4 warps"
     kind: str
     where: str
     evidence: str
@@ -72,21 +65,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """The result of `audit`.
-
-    Attributes:
-        gpu: the GPU's name.
-        kernels: kernels that were audited.
-        configurations: of all kernels together.
-        findings: the faults.
-        notes: kernels, and parts of them, that could not be analyzed, with the reason.
-    """
+    """The result of `audit`: the findings, and in `notes` what could not be analyzed, with the reason."""
 
     gpu: str
     kernels: int
     configurations: int
     findings: tuple[Finding, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -119,15 +104,12 @@ def _counted(number: int, name: str) -> str:
     return f"{number} {name}{'s' * (number != 1)}"
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """A launch of a kernel: the arguments that are not constants, and the grid in each configuration."""
-
+class _Launch(NamedTuple):
     name: str
     kernel: Kernel
     memory: Mapping[str, Memory]
     integers: Mapping[str, int]
-    grid: Callable[[Configuration], tuple[int, int, int]]
+    grid: Callable[[Configuration], tuple[int, ...]]
 
 
 def audit(
@@ -182,11 +164,10 @@ def _launches(paper: PaperCompilation, gpu: GPU) -> Iterator[_Launch]:
     timeline_of([paper], launched=lambda *call: calls.append(call))
     storages: dict[int, int] = {}
     for graph, name, args in calls:
-        source = next(kernel.source for kernel in paper.graphs[graph].kernels if kernel.name == name)
-        kernel = load(source, gpu)
-        names = [n for n in kernel.jit.arg_names if n not in kernel.configurations[0].block]
+        kernel = load(next(kernel.source for kernel in paper.graphs[graph].kernels if kernel.name == name), gpu)
+        names = [name for name in kernel.jit.arg_names if name not in kernel.configurations[0].block]
         named = dict(zip([*names, *kernel.inductor_meta.get("extra_launcher_args", ())], args, strict=False))
-        yield _launch(f"{graph}: {name}", kernel, named, storages, _generated_grid(kernel, named))
+        yield _launch(f"{graph}: {name}", kernel, named, storages, functools.partial(_generated_grid, kernel, named))
 
 
 def _launch(name: str, kernel: Kernel, named: Mapping[str, Any], storages: dict[int, int], grid: Any) -> _Launch:
@@ -194,74 +175,66 @@ def _launch(name: str, kernel: Kernel, named: Mapping[str, Any], storages: dict[
     return _Launch(name, kernel, memory, {n: v for n, v in named.items() if isinstance(v, int)}, grid)
 
 
-def _generated_grid(kernel: Kernel, named: Mapping[str, Any]) -> Callable[[Configuration], tuple[int, int, int]]:
-    def grid(configuration: Configuration) -> tuple[int, int, int]:
-        from torch._inductor.runtime.triton_heuristics import GridExpr
+def _generated_grid(kernel: Kernel, named: Mapping[str, Any], configuration: Configuration) -> tuple[int, ...]:
+    from torch._inductor.runtime.triton_heuristics import GridExpr
 
-        values = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
-        options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages or 1}
-        expression = GridExpr.from_meta(dict(kernel.inductor_meta), {**configuration.block, **options})
-        return tuple(int(size) for size in expression.eval_slow({**values, **configuration.block}))  # type: ignore[return-value]
-
-    return grid
+    options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages or 1}
+    grid = GridExpr.from_meta(dict(kernel.inductor_meta), {**configuration.block, **options})
+    values = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
+    return tuple(int(size) for size in grid.eval_slow({**values, **configuration.block}))
 
 
-def _hand_written(function: Any, args: Sequence[Any], gpu: GPU, grid: Any, constexprs: Mapping[str, Any]) -> _Launch:
+def _hand_written(function: Any, args: Sequence[Any], gpu: GPU, grid: Any, options: dict[str, Any]) -> _Launch:
     if grid is None:
         raise ValueError("grid: missing; a hand-written kernel is launched with one")
     kernel = load(function, gpu)
-    tuned = [Configuration(dict(c.kwargs), c.num_warps, c.num_stages) for c in getattr(function, "configs", ())]
-    options = dict(constexprs)
     first = Configuration({}, options.pop("num_warps", 4), options.pop("num_stages", None))
+    configurations = [
+        Configuration(dict(c.kwargs), c.num_warps, c.num_stages) for c in getattr(function, "configs", ())
+    ]
     extra: dict[str, Any] = {name: options.pop(name) for name in ("maxnreg", "enable_fp_fusion") if name in options}
     named = dict(zip(kernel.jit.arg_names, args, strict=False))
+    options |= {name: value for name, value in named.items() if value is None or (type(value) is int and value == 1)}
     types, divisible = {}, []
     for name, value in named.items():
-        if value is None or (isinstance(value, (bool, int)) and value == 1):
-            options[name] = value  # Triton makes constants of them
-        elif isinstance(value, Tensor):
-            if value.dtype not in _TYPES:
-                raise ValueError(
-                    f"{name}: got a tensor of {value.dtype}, expected one of {', '.join(map(str, _TYPES))}"
-                )
-            types[name] = f"*{_TYPES[value.dtype]}"
-        elif isinstance(value, int):
-            types[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-        else:
-            types[name] = "fp32"
-        first_byte = value.storage_offset() * value.element_size() if isinstance(value, Tensor) else value
-        if isinstance(first_byte, int) and first_byte % 16 == 0:
-            divisible.append(name)
-    tuned_names = tuned[0].block if tuned else {}
-    kernel = with_signature(kernel, types, {**options, **tuned_names}, divisible)
+        is_tensor = isinstance(value, Tensor)
+        if is_tensor and value.dtype not in _TYPES:
+            raise ValueError(f"{name}: got a tensor of {value.dtype}, expected one of {', '.join(map(str, _TYPES))}")
+        if name not in options:
+            integer = "i32" if isinstance(value, int) and -(1 << 31) <= value < 1 << 31 else "i64"
+            number = integer if isinstance(value, int) else "fp32"
+            types[name] = f"*{_TYPES[value.dtype]}" if is_tensor else number
+            first_byte = value.storage_offset() * value.element_size() if is_tensor else value
+            divisible += [name] if isinstance(first_byte, int) and first_byte % 16 == 0 else []
+    blocks = configurations[0].block if configurations else {}
+    kernel = with_signature(kernel, types, {**options, **blocks}, divisible)
+    configurations = configurations or [first]
     kernel = replace(
-        kernel, configurations=tuple(tuned) or (first,), options={**kernel.options, **extra}, constants=options
+        kernel, configurations=tuple(configurations), options={**kernel.options, **extra}, constants=options
     )
-    named = {name: value for name, value in named.items() if name in types}
 
-    def launched(configuration: Configuration) -> tuple[int, int, int]:
+    def launched(configuration: Configuration) -> tuple[int, ...]:
         sizes = grid({**named, **options, **configuration.block}) if callable(grid) else grid
-        return tuple(int(size) for size in (*sizes, 1, 1)[:3])  # type: ignore[return-value]
+        return tuple(int(size) for size in (*sizes, 1, 1)[:3])
 
-    return _launch(kernel.jit.__name__, kernel, named, {}, launched)
+    return _launch(kernel.jit.__name__, kernel, {name: named[name] for name in types}, {}, launched)
 
 
 def _reachable(kernel: Kernel) -> Iterator[Configuration]:
     """Yield the configurations that a tuner may reach from Inductor's: any power of 2 for each block and the warps."""
     from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
 
-    if not all(name.endswith("BLOCK") for first in kernel.configurations[:1] for name in first.block):
+    first = kernel.configurations[0]
+    if not all(name.endswith("BLOCK") for name in first.block):
         return  # a template's blocks depend on each other
-    axes = {name: name.removesuffix("BLOCK") for name in kernel.configurations[0].block}
     sizes = []
-    for axis in axes.values():
+    for axis in (name.removesuffix("BLOCK") for name in first.block):
         size = re.search(rf"\b{axis.lower()}numel = (\d+)", kernel.jit.src)
         most = min(TRITON_MAX_BLOCK.get(axis, 1), 1 << (int(size[1]) - 1).bit_length() if size else 1 << 20)
         sizes.append([1 << i for i in range(most.bit_length())])
-    for blocks in itertools.product(*sizes):
-        for warps in (1, 2, 4, 8, 16, 32):
-            if math.prod(blocks) <= 128 * 32 * warps:
-                yield Configuration(dict(zip(axes, blocks, strict=True)), warps, kernel.configurations[0].num_stages)
+    for *blocks, warps in itertools.product(*sizes, (1, 2, 4, 8, 16, 32)):
+        if math.prod(blocks) <= 128 * 32 * warps:
+            yield Configuration(dict(zip(first.block, blocks, strict=True)), warps, first.num_stages)
 
 
 # ---- the audit -------------------------------------------------------------------------------------------------------
@@ -293,8 +266,7 @@ class _Auditor:
         text = kernel.jit.src.replace(kernel.jit.__name__, "kernel")
         numbers: dict[int, int] = {}
         memory = [
-            (name, numbers.setdefault(m.storage, len(numbers)), replace(m, storage=0))
-            for name, m in launch.memory.items()
+            (name, m._replace(storage=numbers.setdefault(m.storage, len(numbers)))) for name, m in launch.memory.items()
         ]
         compiled = text, repr((kernel.signature, kernel.constants, kernel.attrs))
         if (launched := (*compiled, repr((memory, launch.integers)))) in self.seen:
@@ -310,63 +282,56 @@ class _Auditor:
             self.configurations += 1
             self.addresses(launch, configuration, lowered(kernel, self.gpu, configuration))
 
-    def add(self, launch: _Launch, configuration: Configuration, fault: Fault) -> None:
+    def add(self, launch: _Launch, configuration: Configuration, kind: str, where: str, evidence: str) -> None:
         blocks = [f"{name} {size}" for name, size in configuration.block.items()]
-        described = ", ".join([*blocks, f"{configuration.num_warps} warps"])
-        self.findings.append(Finding(launch.name, described, *fault))
+        blocks_and_warps = ", ".join([*blocks, f"{configuration.num_warps} warps"])
+        self.findings.append(Finding(launch.name, blocks_and_warps, kind, where, evidence))
 
-    def programs(self, grid: tuple[int, int, int], elements: int) -> tuple[Tensor, bool]:
+    def programs(self, grid: tuple[int, ...], elements: int) -> tuple[Tensor, bool]:
         """Ids of the programs to evaluate, and whether these are all."""
-        count = math.prod(grid)
-        if count * elements <= _MOST_ELEMENTS or count <= _FEW_PROGRAMS:
-            numbers = torch.arange(count)
-        else:  # the first, the last, and some between, with their neighbors
+        x, y, count = grid[0], grid[1], math.prod(grid)
+        numbers = torch.arange(count)
+        if count * elements > _MOST_ELEMENTS and count > _FEW_PROGRAMS:  # the ends, and some between with a neighbor
             generator = torch.Generator().manual_seed(0)
             some = torch.randint(count - 1, (_FEW_PROGRAMS // 2 - 1,), generator=generator)
             numbers = torch.unique(torch.cat([torch.tensor([0, count - 1]), some, some + 1]))
-        x, y = grid[0], grid[1]
         return torch.stack([numbers % x, numbers // x % y, numbers // (x * y)], 1), len(numbers) == count
 
     def addresses(self, launch: _Launch, configuration: Configuration, text: str) -> None:
         """Evaluate the addresses of a launch in one configuration."""
-        threads = configuration.num_warps * self.gpu.warp_size
+        machine = configuration.num_warps * self.gpu.warp_size, self.gpu.warp_size
+        with torch.device("cpu"):
+            grid = launch.grid(configuration)
+            sizes = [math.prod(map(int, s.split("x")[:-1])) for s in re.findall(r"tensor<((?:\d+x)+)!tt\.ptr", text)]
+            programs, whole = self.programs(grid, max(sizes, default=1))
         try:
-            with torch.device("cpu"):
-                grid = launch.grid(configuration)
-                if not math.prod(grid):
-                    return
-                sizes = [
-                    math.prod(map(int, s.split("x")[:-1])) for s in re.findall(r"tensor<((?:\d+x)+)!tt\.ptr", text)
-                ]
-                programs, whole = self.programs(grid, max(sizes, default=1))
-                traces = evaluated(text, launch.integers, programs, grid, threads, self.gpu.warp_size)
+            traces = evaluated(text, launch.integers, programs, grid, *machine) if len(programs) else []
         except NotAnalyzed as reason:
             self.notes[f"{launch.name}: {reason}"] += 1
             return
-        for access in {a.name: a for trace in traces for a in trace.accesses if not a.argument}.values():
-            self.notes[f"{launch.name}: the address of {access.name} depends on data"] += 1
+        for name in {access.name for trace in traces for access in trace.accesses if not access.argument}:
+            self.notes[f"{launch.name}: the address of {name} depends on data"] += 1
         found: dict[tuple[str, str], Fault] = {}  # an access in a loop is one
-        for fault in faults(traces, launch.memory, threads, self.gpu.warp_size, whole):
+        for fault in faults(traces, launch.memory, *machine, whole) if traces else ():
             found.setdefault((fault.kind, fault.where), fault)
         for fault in found.values():
-            self.add(launch, configuration, fault)
+            self.add(launch, configuration, *fault)
 
     def registers(self, launch: _Launch, configuration: Configuration, code: MachineCode) -> None:
         reads = [] if self.gpu.is_amd else unwritten(code.asm)
         if reads:
             evidence = f"nothing writes {reads[0][1]} on any path before this; in all {len(reads)} such reads"
-            self.add(launch, configuration, Fault("register", reads[0][0], evidence))
+            self.add(launch, configuration, "register", reads[0][0], evidence)
 
     def speed(self, launch: _Launch, code: MachineCode, configuration: Configuration) -> None:
         """Look for slow code in the configuration that a GPU would choose, of a launch that moves many bytes."""
-        grid = launch.grid(configuration)
+        grid, add = launch.grid(configuration), functools.partial(self.add, launch, configuration)
         first = torch.zeros(1, 3, dtype=torch.int64, device="cpu")
         try:
-            accesses = traffic(
-                evaluated(code.ttgir, launch.integers, first, grid, code.threads, self.gpu.warp_size), launch.memory
-            )
+            traces = evaluated(code.ttgir, launch.integers, first, grid, code.threads, self.gpu.warp_size)
         except NotAnalyzed:
             return
+        accesses = traffic(traces, launch.memory)
         moved = sum(access.moved for access in accesses)
         if moved * math.prod(grid) < _MANY_BYTES:
             return
@@ -374,25 +339,20 @@ class _Auditor:
             ratio = access.moved / max(1, access.used)
             if ratio >= _UNCOALESCED and access.moved > moved / 2:
                 evidence = f"moves {ratio:.0f} × its bytes: {access.moved:,} bytes in sectors for {access.used:,}"
-                self.add(launch, configuration, Fault("uncoalesced", access.name, evidence))
+                add("uncoalesced", described(access.access), evidence)
         if code.spills > _SPILLED * max(1, code.bytes_accessed):
             evidence = f"{code.spills} bytes a thread, which loads and stores {code.bytes_accessed} bytes"
-            self.add(launch, configuration, Fault("spills", f"{code.registers} registers", evidence))
+            add("spills", f"{code.registers} registers", evidence)
+        _, roofline, instructions = cost(code, launch.kernel)
         blocks = resident_blocks(code, self.gpu)
-        by_memory = sectors(code, launch.kernel) / BYTES_MOVED > (
-            len(code.instructions) / max(1, code.bytes_accessed) / LANE_INSTRUCTIONS
-        )
         many = math.prod(grid) > self.gpu.multi_processor_count
-        if blocks < 2 and by_memory and many:
+        if blocks < 2 and many and roofline > instructions / LANE_INSTRUCTIONS:
             evidence = f"{code.registers} registers of {code.threads} threads, {code.shared:,} bytes of shared memory"
-            self.add(launch, configuration, Fault("occupancy", f"{blocks} block a multiprocessor", evidence))
+            add("occupancy", f"{blocks} block a multiprocessor", evidence)
 
 
 def resident_blocks(code: MachineCode, gpu: GPU) -> int:
     """The blocks that fit into a multiprocessor at once, by threads, registers and shared memory."""
-    registers = -(-max(1, code.registers) // 8) * 8 * code.threads
-    if gpu.is_amd:
-        registers = code.registers * code.threads // 2
-    shared = gpu.shared_memory_per_block_optin + 1024
-    by_shared = shared // (code.shared + 1024)
+    registers = -(-max(1, code.registers) // 8) * 8 * code.threads // (2 if gpu.is_amd else 1)
+    by_shared = (gpu.shared_memory_per_block_optin + 1024) // (code.shared + 1024)  # the system takes 1024 of a block
     return min(gpu.max_threads_per_multi_processor // code.threads, gpu.regs_per_multiprocessor // registers, by_shared)

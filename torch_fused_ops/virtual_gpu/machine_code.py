@@ -171,9 +171,8 @@ def sectors(code: MachineCode, kernel: Kernel) -> float:
     integers = {name: int(size) for name, size in re.findall(r"^    (\w+numel) = (\d+)$", kernel.jit.src, re.M)}
     first = torch.zeros(1, 3, dtype=torch.int64, device="cpu")
     try:
-        accesses = traffic(
-            ttgir.evaluated(code.ttgir, integers, first, (1, 1, 1), code.threads, code.gpu.warp_size, most_turns=4)
-        )
+        traces = ttgir.evaluated(code.ttgir, integers, first, (1, 1, 1), code.threads, code.gpu.warp_size, 4)
+        accesses = traffic(traces)
     except ttgir.NotAnalyzed:
         return 1.0
     return sum(access.moved for access in accesses) / max(1, sum(access.used for access in accesses)) or 1.0

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,96 +30,59 @@ class _Divergent(NotAnalyzed):
 
 
 class Type(NamedTuple):
-    """The type of a value: a tensor's sizes, the bytes of an element, the layout; () and "" for a scalar."""
+    """The type of a value."""
 
-    shape: tuple[int, ...] = ()
-    itemsize: int = 0
-    encoding: str = ""
+    shape: tuple[int, ...] = ()  # of a scalar: ()
+    itemsize: int = 0  # bytes of an element
+    encoding: str = ""  # the layout
     bits: int = 0  # of an integer
 
 
 @dataclass
 class Op:
-    """An operation, in the order of the text.
-
-    Attributes:
-        results: names of its results, "%3" or "%3#0", "%3#1".
-        name: "tt.load".
-        text: what follows the name, without the types.
-        operands: names of its operands.
-        types: types of operands and results, in the text's order.
-        regions: the operations of its bodies.
-    """
+    """An operation: what follows its name, without the types, and the operations of its bodies."""
 
     results: tuple[str, ...]
     name: str
     text: str
-    operands: tuple[str, ...]
-    types: tuple[Type, ...]
+    operands: tuple[str, ...] = ()
+    types: tuple[Type, ...] = ()  # of operands and results, in the text's order
     regions: list[list[Op]] = field(default_factory=list)
 
 
 class Value(NamedTuple):
-    """An integer or an address.
+    """An integer, or an address: bytes from a pointer argument's first."""
 
-    Attributes:
-        data: its exact value (programs or 1, *shape); of an address the bytes from the argument's first.
-        argument: the pointer argument that an address belongs to.
-        wrong: where an integer of 32 bits that it is computed from overflows.
-    """
-
-    data: Tensor
+    data: Tensor  # exact (programs or 1, *shape)
     argument: str = ""
-    wrong: Tensor | None = None
+    wrong: Tensor | None = None  # where an integer of 32 bits that it is computed from overflows
 
 
-@dataclass(frozen=True)
-class Access:
-    """A load or a store of all evaluated programs.
+class Access(NamedTuple):
+    """A load or a store of all evaluated programs; addresses and masks are tensors (programs, elements)."""
 
-    Attributes:
-        kind: "load", "store" or "atomic".
-        order: its place in the order of execution.
-        argument: the pointer argument; "" where the address is not known.
-        address: bytes from the argument's first, for each program and element.
-        active: the elements that the mask lets through; where the mask is not known, all.
-        masked: the mask is known.
-        itemsize: bytes of an element.
-        shape, encoding: of the tensor of addresses.
-        name: the operation, with its result or operand: "tt.load %tmp0".
-        value: the loads that a store's value depends on; the load itself.
-        wrong: where an overflow of 32 bits has reached the address.
-    """
-
-    kind: str
-    order: int
-    argument: str
-    address: Tensor
-    active: Tensor
-    masked: bool
+    kind: str  # "load", "store" or "atomic"
+    order: int  # of execution
+    argument: str  # "" where the address is not known
+    address: Tensor  # bytes from the argument's first
+    active: Tensor  # elements that the mask lets through; all where it is not known
+    masked: bool  # the mask is known
     itemsize: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the tensor of addresses
     encoding: str
-    name: str
-    value: frozenset[str]
-    wrong: Tensor | None
+    name: str  # "tt.load %tmp0"
+    value: frozenset[str]  # the loads that a store's value depends on; the load itself
+    wrong: Tensor | None  # where an overflow has reached the address
 
 
 @dataclass
 class Trace:
-    """The accesses of programs that take the same path.
-
-    Attributes:
-        programs: program ids (programs, 3).
-        accesses: in the order of execution.
-        barriers: the order of each barrier between warps.
-        spread: loads whose values other threads get: through a reduction or another layout.
-    """
+    """The accesses of programs (programs, 3) that take the same path, in the order of execution."""
 
     programs: Tensor
     accesses: list[Access] = field(default_factory=list)
-    barriers: list[int] = field(default_factory=list)
-    spread: set[str] = field(default_factory=set)
+    barriers: list[int] = field(default_factory=list)  # the order of each
+    spread: set[str] = field(default_factory=set)  # loads that other threads get, by a reduction or another layout
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -149,7 +112,7 @@ def _block(lines: Iterator[str], encodings: Mapping[str, str]) -> tuple[list[Op]
         if line.startswith("}"):
             return ops, line
         if line.startswith("^"):
-            ops.append(Op((), "^", line[: re.match(r"\^\w+", line).end()], (), ()))  # type: ignore[union-attr]
+            ops.append(Op((), "^", re.split(r"[(:]", line)[0]))
             continue
         match = _OPERATION.match(line)
         if match is None:
@@ -160,11 +123,9 @@ def _block(lines: Iterator[str], encodings: Mapping[str, str]) -> tuple[list[Op]
             regions.append(inner)
         text = match[4] if not regions or ":" not in closing else f"{match[4]} {closing[1:]}"
         head, _, types = text.rpartition(" : ") if " : " in text else (text, "", "")
-        head = head if types else text
-        count, result = int(match[2] or 1), match[1]
-        results = () if result is None else (result,) if count == 1 else tuple(f"{result}#{i}" for i in range(count))
+        results = [f"{match[1]}#{i}" for i in range(int(match[2]))] if match[2] else [match[1]] if match[1] else []
         read = tuple(_type(part, encodings) for part in _split(types))
-        ops.append(Op(results, match[3], head, tuple(_NAME.findall(head)), read, regions))
+        ops.append(Op(tuple(results), match[3], head, tuple(_NAME.findall(head)), read, regions))
     return ops, ""
 
 
@@ -201,104 +162,68 @@ def _quotient(a: Tensor, b: Tensor) -> Tensor:
 
 
 _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "div": _quotient,
-    "rem": lambda a, b: a - b * _quotient(a, b),
-    "and": torch.bitwise_and,
-    "or": torch.bitwise_or,
-    "xor": torch.bitwise_xor,
-    "shl": torch.bitwise_left_shift,
-    "shr": torch.bitwise_right_shift,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "eq": torch.eq,
-    "ne": torch.ne,
-    "lt": torch.lt,
-    "le": torch.le,
-    "gt": torch.gt,
-    "ge": torch.ge,
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": _quotient, "rem": lambda a, b: a - b * _quotient(a, b),
+    "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor, "max": torch.maximum,
+    "shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift, "min": torch.minimum,
+    "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge,
 }  # fmt: skip
 _PASSED_ON = {"splat", "broadcast", "expand_dims", "reshape", "trans", "bitcast", "unsplat", "ptr_to_int", "int_to_ptr"}
 _PASSED_ON |= {"convert_layout", "extsi", "extui", "trunci", "index_cast", "index_castui"}
 _BARRIERS = ("gpu.barrier", "ttg.barrier", "ttg.local_barrier", "ttg.local_load", "ttg.async_wait")
 
 
-def evaluated(
-    text: str,
-    integers: Mapping[str, int],
-    programs: Tensor,
-    grid: tuple[int, int, int],
-    threads: int,
-    warp_size: int = 32,
-    most_turns: int | None = None,
-) -> list[Trace]:
+def evaluated(text: str, integers: Mapping[str, int], programs: Tensor, *launched: Any) -> list[Trace]:
     """Evaluate a kernel in TTGIR for these programs (programs, 3): one trace for those that take the same path.
 
     Args:
         text: TTGIR.
         integers: values of its integer arguments by name.
         programs: program ids.
-        grid: the number of programs along each axis.
-        threads: threads of a program.
-        warp_size: threads of a warp.
-        most_turns: turns of a loop that are evaluated; all by default.
+        *launched: the grid, threads of a program, threads of a warp, and the most turns of a loop, by default all.
 
     Raises:
         NotAnalyzed: for control flow that depends on data, and for `tt.call`.
     """
     with torch.device("cpu"):
         try:
-            return [_Evaluation(text, integers, programs, grid, threads, warp_size, most_turns).run()]
+            return [_Evaluation(text, integers, programs, *launched).run()]
         except _Divergent:
             if len(programs) == 1:
                 raise
-        alone = (
-            _Evaluation(text, integers, one, grid, threads, warp_size, most_turns).run() for one in programs.split(1)
-        )
-        return list(alone)
+        return [_Evaluation(text, integers, one, *launched).run() for one in programs.split(1)]
 
 
+@dataclass
 class _Evaluation:
-    def __init__(
-        self,
-        text: str,
-        integers: Mapping[str, int],
-        programs: Tensor,
-        grid: tuple[int, int, int],
-        threads: int,
-        warp_size: int,
-        most_turns: int | None,
-    ) -> None:
-        arguments, self.ops = parsed(text)
-        self.programs, self.grid, self.threads, self.warp_size = programs, grid, threads, warp_size
-        self.most_turns = most_turns
+    text: str
+    integers: Mapping[str, int]
+    programs: Tensor
+    grid: tuple[int, ...]
+    threads: int
+    warp_size: int
+    most_turns: int | None = None
+
+    def __post_init__(self) -> None:
         self.values: dict[str, Value | None] = {}
         self.loads: dict[str, frozenset[str]] = {}  # by value, the loads that it depends on
-        self.order = 0
-        self.trace = Trace(programs)
+        self.order, self.trace = 0, Trace(self.programs)
         self.yielded: tuple[str, ...] = ()
+        arguments, self.ops = parsed(self.text)
         for name, kind in (argument.split(": ", 1) for argument in arguments):
             if "!tt.ptr" in kind:
                 self.values[name] = Value(torch.zeros(1, dtype=torch.int64), name[1:])
-            elif name[1:] in integers:
-                self.values[name] = Value(torch.tensor([integers[name[1:]]]))
+            elif name[1:] in self.integers:
+                self.values[name] = Value(torch.tensor([self.integers[name[1:]]]))
 
     def run(self) -> Trace:
         """Run the function's blocks, which end in a branch or a return."""
         blocks: dict[str, list[Op]] = {"": []}
-        label = ""
         for op in self.ops:
-            if op.name == "^":
-                label = op.text
-                blocks[label] = []
-            else:
-                blocks[label].append(op)
+            blocks.setdefault(op.text, []) if op.name == "^" else next(reversed(blocks.values())).append(op)
         label = ""
-        for _ in range(len(blocks) + 1):
+        for _ in blocks:
             last = self.block(blocks[label])
-            targets = re.findall(r"\^\w+", last.text) if last and last.name.startswith("cf.") else []
+            targets = re.findall(r"\^\w+", last.text) if last else []
             if last is None or not targets:
                 return self.trace
             if "(" in last.text.replace("()", ""):
@@ -338,9 +263,8 @@ class _Evaluation:
         if name in ("scf.while", "tt.call") or name.startswith("tt.descriptor"):
             raise NotAnalyzed(name)
         if name in ("tt.reduce", "tt.scan"):
-            axis = re.search(r"axis = (\d+)", op.text)
             shape, _, encoding, _ = op.types[0]
-            if layouts.reduces_across_warps(encoding, shape, int(axis[1]) if axis else 0, self.threads, self.warp_size):
+            if layouts.reduces_across_warps(encoding, shape, _number("axis", op), self.threads, self.warp_size):
                 self.trace.barriers.append(self.order)
             self.trace.spread |= depends
         elif name == "scf.yield":
@@ -357,8 +281,7 @@ class _Evaluation:
         elif name == "tt.get_num_programs":
             return Value(torch.tensor([self.grid["xyz".index(op.text.split()[0])]])), depends
         elif name == "tt.make_range":
-            end, start = (int(re.search(rf"{word} = (\d+)", op.text)[1]) for word in ("end", "start"))  # type: ignore[index]
-            return Value(torch.arange(start, end)[None]), depends
+            return Value(torch.arange(_number("start", op), _number("end", op))[None]), depends
         elif name in ("tt.load", "tt.store", "tt.atomic_rmw", "tt.atomic_cas", "ttg.async_copy_global_to_local"):
             return None, depends | self.access(op, values)
         elif name.partition(".")[2] in _PASSED_ON:
@@ -399,7 +322,7 @@ class _Evaluation:
 
         def shaped(data: Tensor) -> Tensor:
             if op.name == "tt.expand_dims":
-                return data.unsqueeze(1 + int(re.search(r"axis = (\d+)", op.text)[1]))  # type: ignore[index]
+                return data.unsqueeze(1 + _number("axis", op))
             if op.name == "tt.trans":
                 order = re.search(r"array<i32: ([\d, ]+)>", op.text)
                 return data.permute(0, *(1 + int(n) for n in (order[1] if order else "1, 0").split(",")))
@@ -413,43 +336,33 @@ class _Evaluation:
 
     def access(self, op: Op, values: list[Value | None]) -> frozenset[str]:
         """Note an access; returns the loads that its result is."""
-        kind = {"tt.store": "store", "tt.load": "load"}.get(op.name, "atomic" if "atomic" in op.name else "load")
-        mask_at = 1 if op.name == "tt.load" else 2
-        mask = values[mask_at] if len(values) > mask_at else None
-        pointer, masked = values[0], mask is not None or len(values) <= mask_at
-        shape, itemsize, encoding, _ = op.types[0]
+        kind = "store" if op.name == "tt.store" else "atomic" if "atomic" in op.name else "load"
+        (shape, itemsize, encoding, _), pointer = op.types[0], values[0]
+        *_, mask = values[: 2 if op.name == "tt.load" else 3]
+        has_mask = len(values) > (1 if op.name == "tt.load" else 2)
         count = len(self.programs), math.prod(shape)
 
         def whole(data: Tensor) -> Tensor:
             return data.expand(-1, *shape).reshape(-1, count[1]).expand(count)
 
-        address = torch.zeros(1, *[1] * len(shape), dtype=torch.int64) if pointer is None else pointer.data
-        active = torch.ones_like(address, dtype=torch.bool) if mask is None else mask.data != 0
-        wrong = None if pointer is None or pointer.wrong is None else whole(pointer.wrong)
+        one = [1] * (1 + len(shape))
+        active = mask.data != 0 if mask and has_mask else torch.ones(one, dtype=torch.bool)
+        address, argument, wrong = pointer or Value(torch.zeros(one, dtype=torch.int64))
         reads = frozenset(op.results if kind == "load" else ())
         stored = self.loads.get(op.operands[1], frozenset()) if kind == "store" else frozenset[str]()
-        named = f"{op.name} {op.results[0] if op.results else op.operands[0]}"
-        argument = pointer.argument if pointer else ""
-        self.trace.accesses.append(
-            Access(
-                kind, self.order, argument, whole(address), whole(active), masked, itemsize, shape, encoding, named,
-                reads or stored, wrong,
-            )
-        )  # fmt: skip
+        name = f"{op.name} {(*op.results, *op.operands)[0]}"
+        places = whole(address), whole(active), mask is not None or not has_mask, itemsize, shape, encoding
+        overflow = None if wrong is None else whole(wrong)
+        self.trace.accesses.append(Access(kind, self.order, argument, *places, name, reads or stored, overflow))
         return reads
 
     def loop(self, op: Op) -> tuple[Value | None, frozenset[str]]:
-        header = re.match(
-            r"(?:.*?)(%[\w$.]+) = (%[\w$.#]+) to (%[\w$.#]+) step (%[\w$.#]+)(?: iter_args\((.*?)\))?", op.text
-        )
-        if header is None:
-            raise NotAnalyzed("scf.for")
-        low, high, step = (self.uniform(header[i], "scf.for") for i in (2, 3, 4))
-        carried = re.findall(r"(%[\w$.]+) = (%[\w$.#]+)", header[5] or "")
+        (counter, first), *carried = re.findall(r"(%[\w$.]+) = (%[\w$.#]+)", op.text)
+        low, high, step = (self.uniform(name, "scf.for") for name in (first, *op.operands[2:4]))
         for name, start in carried:
             self.values[name], self.loads[name] = self.values.get(start), self.loads.get(start, frozenset())
         for number in itertools.islice(range(low, high, step), self.most_turns):
-            self.values[header[1]] = Value(torch.tensor([number]))
+            self.values[counter] = Value(torch.tensor([number]))
             self.block(op.regions[0])
             ends = [(self.values.get(end), self.loads.get(end, frozenset())) for end in self.yielded]
             for (name, _), (value, loads) in zip(carried, ends, strict=False):
@@ -472,3 +385,9 @@ def _either(a: Value, b: Value) -> Tensor | None:
     if a.wrong is None or b.wrong is None:
         return a.wrong if b.wrong is None else b.wrong
     return a.wrong | b.wrong
+
+
+def _number(name: str, op: Op) -> int:
+    """An attribute of an operation."""
+    match = re.search(rf"{name} = (\d+)", op.text)
+    return int(match[1]) if match else 0
