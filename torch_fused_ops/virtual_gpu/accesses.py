@@ -228,8 +228,8 @@ def _judged(launch: _Launch, load: _Records, store: _Records) -> Iterator[Fault]
         here = code == pair
         unordered = here & same_program & ~ordered
         if a.value & b.value and a.order < b.order:  # the stored value needs what was loaded
-            moved = a.shape == b.shape and bool((load.place[here] != store.place[here]).any())
-            unordered = unordered & (load.place != store.place) if moved else torch.zeros_like(unordered)
+            is_permuted = a.shape == b.shape and bool((load.place[here] != store.place[here]).any())
+            unordered = unordered & (load.place != store.place) if is_permuted else torch.zeros_like(unordered)
         elif not launch.spread[first]:  # the copies of other threads go nowhere
             unordered &= load.first != store.first
         later = here & same_program & (a.argument != b.argument and a.order > b.order)
@@ -256,7 +256,7 @@ class Traffic(NamedTuple):
 
     access: Access
     used: int
-    moved: int
+    in_sectors: int
 
 
 def traffic(traces: Sequence[Trace], memory: Mapping[str, Memory] | None = None) -> list[Traffic]:
@@ -268,12 +268,12 @@ def traffic(traces: Sequence[Trace], memory: Mapping[str, Memory] | None = None)
                 groups[access.name].append(access)
     result = []
     for first, *others in groups.values():
-        used = moved = 0
+        used = in_sectors = 0
         offset = memory[first.argument].offset if memory and first.argument in memory else 0
         for program in range(len(first.address)):
             parts = [access.address[program][access.active[program]] for access in (first, *others)]
             addresses = torch.unique(torch.cat(parts)) + offset
             used += len(addresses) * first.itemsize
-            moved += len(torch.unique(addresses // SECTOR)) * SECTOR
-        result.append(Traffic(first, used, moved))
+            in_sectors += len(torch.unique(addresses // SECTOR)) * SECTOR
+        result.append(Traffic(first, used, in_sectors))
     return result

@@ -311,10 +311,10 @@ class _Auditor:
             return
         for name in {access.name for trace in traces for access in trace.accesses if not access.argument}:
             self.notes[f"{launch.name}: the address of {name} depends on data"] += 1
-        found: dict[tuple[str, str], Fault] = {}  # an access in a loop is one
+        distinct: dict[tuple[str, str], Fault] = {}  # an access in a loop is one
         for fault in faults(traces, launch.memory, *machine, whole) if traces else ():
-            found.setdefault((fault.kind, fault.where), fault)
-        for fault in found.values():
+            distinct.setdefault((fault.kind, fault.where), fault)
+        for fault in distinct.values():
             self.add(launch, configuration, *fault)
 
     def registers(self, launch: _Launch, configuration: Configuration, code: MachineCode) -> None:
@@ -332,13 +332,13 @@ class _Auditor:
         except NotAnalyzed:
             return
         accesses = traffic(traces, launch.memory)
-        moved = sum(access.moved for access in accesses)
-        if moved * math.prod(grid) < _MANY_BYTES:
+        nbytes = sum(access.in_sectors for access in accesses)
+        if nbytes * math.prod(grid) < _MANY_BYTES:
             return
         for access in accesses:
-            ratio = access.moved / max(1, access.used)
-            if ratio >= _UNCOALESCED and access.moved > moved / 2:
-                evidence = f"moves {ratio:.0f} × its bytes: {access.moved:,} bytes in sectors for {access.used:,}"
+            ratio = access.in_sectors / max(1, access.used)
+            if ratio >= _UNCOALESCED and access.in_sectors > nbytes / 2:
+                evidence = f"moves {ratio:.0f} × its bytes: {access.in_sectors:,} bytes in sectors for {access.used:,}"
                 add("uncoalesced", described(access.access), evidence)
         if code.spills > _SPILLED * max(1, code.bytes_accessed):
             evidence = f"{code.spills} bytes a thread, which loads and stores {code.bytes_accessed} bytes"

@@ -64,8 +64,8 @@ def _linear(encoding: str, shape: tuple[int, ...], threads: int, warp_size: int)
     registers = re.search(r"register = \[((?:\[[\d, ]*\](?:, )?)*)\]", encoding)
     count = 1 << (registers[1].count("[") if registers else 0)
     thread = torch.arange(threads)
-    held = combined("lane", thread % warp_size) ^ combined("warp", thread // warp_size)
-    return held[:, None] ^ combined("register", torch.arange(count))
+    of_thread = combined("lane", thread % warp_size) ^ combined("warp", thread // warp_size)
+    return of_thread[:, None] ^ combined("register", torch.arange(count))
 
 
 @functools.lru_cache(512)
@@ -88,9 +88,9 @@ def crosses_warps(source: str, target: str, shape: tuple[int, ...], threads: int
         numbers = elements(encoding, shape, threads, warp_size)
         if numbers is None:
             return True
-        held = torch.zeros(-(-threads // warp_size), math.prod(shape), dtype=torch.bool)
-        held[torch.arange(threads)[:, None] // warp_size, numbers] = True
-        holds.append(held)
+        elements_of_warp = torch.zeros(-(-threads // warp_size), math.prod(shape), dtype=torch.bool)
+        elements_of_warp[torch.arange(threads)[:, None] // warp_size, numbers] = True
+        holds.append(elements_of_warp)
     return bool((holds[1] & ~holds[0]).any())
 
 

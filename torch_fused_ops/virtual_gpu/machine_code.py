@@ -175,7 +175,7 @@ def sectors(code: MachineCode, kernel: Kernel) -> float:
         accesses = traffic(traces)
     except ttgir.NotAnalyzed:
         return 1.0
-    return sum(access.moved for access in accesses) / max(1, sum(access.used for access in accesses)) or 1.0
+    return sum(access.in_sectors for access in accesses) / max(1, sum(access.used for access in accesses)) or 1.0
 
 
 def prepare(kernels: Iterable[GeneratedKernel | str], gpu: GPU) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*?)\s*;", re.M)
 _REGISTER = re.compile(r"(?<![\w.])(U?R)(\d+)(\.64)?(?!\w)")
@@ -29,8 +29,7 @@ _WIDTHS = (
 )  # fmt: skip
 
 
-@dataclass
-class _Instruction:
+class _Instruction(NamedTuple):
     address: int
     text: str
     name: str
@@ -38,7 +37,7 @@ class _Instruction:
     operands: tuple[str, ...]
     reads: frozenset[str]
     writes: frozenset[str]
-    targets: tuple[int, ...] = ()
+    targets: tuple[int, ...]
 
 
 def unwritten(listing: str) -> list[tuple[str, str]]:
@@ -128,26 +127,23 @@ def _instruction(match: re.Match[str]) -> _Instruction:
     reads = {register for operand in inputs for register in _registers(operand, 1)}
     reads |= {predicate for operand in inputs for predicate in _PREDICATE.findall(operand)}
     reads |= set(_PREDICATE.findall(guard))
-    reads |= {register for operand in inputs[-1:] if _stores(name) for register in _registers(operand, _width(name))}
+    if name.startswith(("STG", "STS", "STL", "ST.")):  # the last operand is the value
+        reads |= set(_registers(inputs[-1], _width(name)))
     writes = {predicate for operand in results for predicate in _PREDICATE.findall(operand)}
     writes |= {register for operand in results for register in _registers(operand, _width(name))}
     if name.startswith(("PRMT", "UPRMT")):  # which may write some bytes of a register, and leave the others
         reads -= writes
     if name.startswith("R2P"):
         writes |= {f"P{i}" for i in range(7)}
-    jumps = tuple(int(target, 16) for target in re.findall(r"0x([0-9a-f]+)$", text)) if _jumps(name) else ()
+    jumps = (
+        tuple(int(target, 16) for target in re.findall(r"0x([0-9a-f]+)$", text))
+        if name.startswith(("BRA", "BSSY", "CALL", "JMP"))
+        else ()
+    )
     shown = f"{f'@{guard} ' if guard else ''}{name} {text}"
     return _Instruction(
         address, shown, name, guard.replace("PT", ""), operands, frozenset(reads), frozenset(writes), jumps
     )
-
-
-def _jumps(name: str) -> bool:
-    return name.startswith(("BRA", "BSSY", "CALL", "JMP"))
-
-
-def _stores(name: str) -> bool:
-    return name.startswith(("STG", "STS", "STL", "ST."))
 
 
 def _results(name: str, operands: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

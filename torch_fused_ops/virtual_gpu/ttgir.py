@@ -190,7 +190,7 @@ def evaluated(text: str, integers: Mapping[str, int], programs: Tensor, *launche
         except _Divergent:
             if len(programs) == 1:
                 raise
-        return [_Evaluation(text, integers, one, *launched).run() for one in programs.split(1)]
+        return [_Evaluation(text, integers, alone, *launched).run() for alone in programs.split(1)]
 
 
 @dataclass
@@ -345,9 +345,9 @@ class _Evaluation:
         def whole(data: Tensor) -> Tensor:
             return data.expand(-1, *shape).reshape(-1, count[1]).expand(count)
 
-        one = [1] * (1 + len(shape))
-        active = mask.data != 0 if mask and has_mask else torch.ones(one, dtype=torch.bool)
-        address, argument, wrong = pointer or Value(torch.zeros(one, dtype=torch.int64))
+        scalar = [1] * (1 + len(shape))
+        active = mask.data != 0 if mask and has_mask else torch.ones(scalar, dtype=torch.bool)
+        address, argument, wrong = pointer or Value(torch.zeros(scalar, dtype=torch.int64))
         reads = frozenset(op.results if kind == "load" else ())
         stored = self.loads.get(op.operands[1], frozenset()) if kind == "store" else frozenset[str]()
         name = f"{op.name} {(*op.results, *op.operands)[0]}"
