@@ -10,6 +10,6 @@ import os
 
 
 def load() -> None:
-    """Import the library where ``TORCH_FUSED_OPS`` asks for it; its ``environment.py`` reads what that says."""
+    """Import the library if ``TORCH_FUSED_OPS`` is set; ``settings/environment.py`` reads it."""
     if os.environ.get("TORCH_FUSED_OPS"):
         import torch_fused_ops  # noqa: F401

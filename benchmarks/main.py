@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torch_fused_ops import bench_ways
+from torch_fused_ops.benchmarks import variants
 
 from . import harness, mlp, model, pictures, pointwise, ways
 from .harness import Case, Device, Plan, Target, UsageError
@@ -104,9 +104,7 @@ def run(benchmark: Benchmark, arguments: Namespace, device: Device) -> dict[str,
     )
     if plan.seconds <= 0 or plan.limit <= 0:
         raise UsageError(f"--seconds {plan.seconds:g} --limit {plan.limit:g} are not accepted: they must be above 0")
-    known = [
-        way for meaning in bench_ways.MEANINGS if arguments.benchmark in meaning.benchmarks for way in meaning.ways
-    ]
+    known = [way for meaning in variants.MEANINGS if arguments.benchmark in meaning.benchmarks for way in meaning.ways]
     if known and (unknown := [way for way in arguments.ways if way not in known]):
         raise UsageError(f"--ways {' '.join(unknown)} not known; accepted: {', '.join(known)}")
     sizes = [benchmark.size(harness.numbers(s, benchmark.counts, benchmark.shape)) for s in arguments.sizes]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torch_fused_ops import activations
 from torch_fused_ops import functional as FF
-from torch_fused_ops.bench_ways import AUTOTUNE
+from torch_fused_ops.benchmarks.variants import AUTOTUNE
 
 from .harness import DTYPES, Case, Device, Plan, Target, Trial, Unavailable, Value, sets_of
 from .ways import fresh
@@ -167,7 +167,7 @@ class Dropout:
 
 
 AnyOperator = Operator | Softmax | Dropout
-BUILTIN = ("gelu_tanh", "gelu", "silu", "relu", "relu2", "quick_gelu", "sigmoid", "tanh")
+BUILTIN = [name for name in activations.names() if activations.get(name).builtin]
 OPERATORS = [
     *(Operator("bias_act", act) for act in BUILTIN),
     *(Operator("bias_act", act, bias=True) for act in BUILTIN),

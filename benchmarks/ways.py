@@ -13,8 +13,8 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 
-from torch_fused_ops.bench_ways import AUTOTUNE, TORCHAO
-from torch_fused_ops.float8_recipes import RECIPES
+from torch_fused_ops.benchmarks.variants import AUTOTUNE, TORCHAO
+from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.policy import GEMM, MEMORY, FusionPolicy
 
 from . import models
@@ -109,7 +109,7 @@ def float8(recipe: str) -> Callable[..., Function]:
     """``backend="fused"`` with products by a recipe of ours; Unavailable where sizes or the device have none."""
 
     def compiled(fn: nn.Module, **settings: Any) -> Function:
-        from torch_fused_ops.lowerings.compat import no_scaled_products
+        from torch_fused_ops.lowerings.recognize.gemms import no_scaled_products
 
         layers, scaling = mlp_layers(fn), RECIPES[recipe].scaling
         need_multiples(layers, scaling.multiple)

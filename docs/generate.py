@@ -1,6 +1,5 @@
-"""Write what is generated of docs/: operators.md from the schemas, compatibility.md from test runs, and the tables of
-recognition.md from the kinds of reasons, of gpu.md from a GPU's results, of plan.md from plans, and of the README,
-benchmarks.md, fp8.md and memory.md from figures on paper.
+"""Write generated parts of docs/: operators.md from the schemas, compatibility.md from test runs, command-line.md from
+the parser, and tables of other pages from docs/reasons.json and the results in benchmarks/results.
 
 python docs/generate.py           # after a schema has changed, or `pytest --record-compatibility` has run
 python docs/generate.py --check   # exit status 1 if a page is not what it would write
@@ -25,12 +24,12 @@ NOTE = "<!-- Written by `python docs/generate.py`; change that, not this page. -
 # ---- compatibility.md ------------------------------------------------------------------------------------------------
 
 ITEMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Versions", "torch's internals listed and probed; without one of them pick-up is off and operators work; a newer "
+    ("Versions", "torch's internals listed and probed; without one of them fusion is off and operators work; a newer "
      "torch is told once", ("anywhere/test_versions.py",)),
     ("Transforms", "`torch.func` and `torch.autograd.functional`, forward mode, double backward, `vmap` over every "
      "argument, compiled too", ("anywhere/test_transforms.py", "ops/test_activation.py", "ops/test_dropout.py",
      "ops/test_softmax.py", "ops/test_fp8.py", "ops/test_viewless.py")),
-    ("Autocast", "the dtypes and values of PyTorch's own spelling: eager, compiled, picked up; CPU and CUDA",
+    ("Autocast", "the dtypes and values of PyTorch's own functions: eager, compiled, fused; CPU and CUDA",
      ("anywhere/test_autocast.py",)),
     ("Export", "`torch.export`, decompositions, AOTInductor in Python and C++, `torch.jit.trace`, ONNX",
      ("anywhere/test_export.py",)),
@@ -50,7 +49,7 @@ ITEMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Limits", "beyond 2³¹ elements; graphs too deep or too wide to read", ("anywhere/test_limits.py",)),
     ("Long runs", "a thousand compilations, many calls: nothing grows; training against eager",
      ("anywhere/test_long_runs.py",)),
-    ("GPU code", "kernels in Triton's interpreter and as machine code on paper", ("kernels/test_activation_kernels.py",
+    ("GPU code", "kernels in Triton's interpreter and as machine code for GPUs", ("kernels/test_activation_kernels.py",
      "kernels/test_dropout_kernels.py", "kernels/test_softmax_kernels.py", "kernels/test_fp8_kernels.py",
      "codegen/test_figures.py")),
     ("Docs", "every code block of the README and of docs/ runs, with a model where it speaks of one; these tables "
@@ -64,13 +63,11 @@ def compatibility() -> str:
     record: dict[str, dict[str, list[int]]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     versions = sorted(record, key=lambda v: [int(n) for n in re.findall(r"\d+", v)])
     lines = [
-        "# Works where PyTorch works",
+        "# Compatibility",
         "",
         NOTE,
-        "What `pytest --record-compatibility` has seen (`.ci/versions` runs it in an environment for each version), on",
-        "CPUs; files are in `tests/`. Numbers are tests that passed, + those skipped, each with its reason; slow ones",
-        "count where they ran.",
-        "✗: failures; part: not all of the files were run there.",
+        "`.ci/versions` runs these tests on CPUs, in an environment for each version. Numbers are passed + skipped.",
+        "Slow tests count where they ran. ✗ marks failures, *part* that some files did not run.",
         "",
         f"| | what | tests | {' | '.join(versions)} |",
         f"|---|---|---|{'---|' * len(versions)}",
@@ -99,14 +96,15 @@ def compatibility() -> str:
 
 INTRODUCTION = """\
 `torch_fused_ops.functional` (`FF` in these pages) has a typed function for each operator and for each common use of it.
-`torch.ops.fused.*` are the operators themselves. Both are the same call: one kernel forward and one pass backward on
-GPUs in eager mode, ordinary nodes under `torch.compile`.
+`torch.ops.fused.*` are the operators themselves. In eager mode on a GPU, a call is one kernel forward and one pass
+backward. Under `torch.compile` it is an ordinary node.
 
-* Results are new and contiguous. Their dtype is that of the first tensor; arithmetic is in float32 (in float64 if an
-  argument is), rounded once.
-* Any strides; float16, bfloat16, float32 and float64, mixed as you like; sizes 0 and 1. All tensors are on one device.
-* Wrong arguments raise `ValueError` or `TypeError`, which name the argument, its value and what is accepted.
-* Gradients of any order, forward mode, `torch.func`; `memory="fp8"` has first derivatives (and all by `torch.func`).
+| | |
+|---|---|
+| results | new, contiguous, in the first tensor's dtype; arithmetic in float32 (or float64), rounded once |
+| inputs | any strides; float16, bfloat16, float32, float64, also mixed; sizes 0 and 1; one device |
+| errors | `ValueError` or `TypeError` with the argument, its value and what is accepted |
+| gradients | of any order, forward mode, `torch.func`; `memory="fp8"` has first derivatives |
 
 ```python
 import torch
@@ -128,7 +126,8 @@ def operators() -> str:
     import torch
 
     import torch_fused_ops as tfo
-    from torch_fused_ops import activations, functional, reference
+    from torch_fused_ops import activations, functional
+    from torch_fused_ops.operators import fp8_store, reference
 
     packets = [getattr(torch.ops.fused, name) for name in sorted(dir(torch.ops.fused))]
     schemas = [p.default._schema for p in packets if isinstance(p, torch._ops.OpOverloadPacket)]
@@ -144,20 +143,21 @@ def operators() -> str:
         "",
         "## Operators",
         "",
-        "Schemas, as `torch.ops.fused.<name>.default._schema` has them; tensors come first.",
+        "Schemas, as `torch.ops.fused.<name>.default._schema` has them.",
         "",
     ]
     lines += ["| | computes |", "|---|---|"]
     for schema in schemas:
         name = schema.name.removeprefix("fused::")
-        formula = _first_line(getattr(reference, name, None) or getattr(functional, f"{name}_tensor", None))
+        described = getattr(reference, name, None) or getattr(functional, f"{name}_tensor", None)
+        formula = _first_line(described or getattr(fp8_store, name, None))
         text = str(schema).replace("|", "\\|")
         lines.append(f"| `{text}` | {formula} |")
     lines += [
         "",
         "## Activations",
         "",
-        f"`{' '.join(activations.names())}`, and what `torch_fused_ops.register_activation` adds:",
+        f"`{' '.join(activations.names())}`. `torch_fused_ops.register_activation` adds more:",
         "",
         f"> {_first_line(tfo.register_activation)}",
         "",
@@ -175,10 +175,13 @@ BEGIN_PLAN = (
     "<!-- Written by `python docs/generate.py` from benchmarks/results/plans.json; change that, not this. -->\n"
 )
 BEGIN_ON_PAPER = "<!-- Written by `python docs/generate.py` from benchmarks/results/on_paper.json; change that. -->\n"
-BEGIN_WAYS = "<!-- Written by `python docs/generate.py` from torch_fused_ops/bench_ways.py; change that. -->\n"
+BEGIN_WAYS = "<!-- Written by `python docs/generate.py` from benchmarks/variants.py; change that. -->\n"
 BEGIN_UPSTREAM = "<!-- Written by `python docs/generate.py` from benchmarks/results/upstream_memory.json. -->\n"
+BEGIN_CPU = "<!-- Written by `python docs/generate.py` from benchmarks/results/pointwise_cpu.json. -->\n"
+BEGIN_COMPILE_TIME = "<!-- Written by `python docs/generate.py` from benchmarks/results/compile_time.json. -->\n"
 BEGIN_RECIPES = "<!-- Written by `python docs/generate.py` from benchmarks/results/fp8_recipes.json; change that. -->\n"
-BEGIN_TABLE = "<!-- Written by `python docs/generate.py` from torch_fused_ops/float8.py; change that. -->\n"
+TABLE_OF = "torch_fused_ops/families/float8/recipes.py"
+BEGIN_TABLE = f"<!-- Written by `python docs/generate.py` from {TABLE_OF}; change that. -->\n"
 END = "<!-- What follows is written by hand. -->\n"
 
 
@@ -188,7 +191,7 @@ def _cell(text: str) -> str:
 
 def recognition() -> str:
     """The page, with a table for each category of reasons between its two marks."""
-    from torch_fused_ops.reasons import Category, Kind
+    from torch_fused_ops.graphs.reasons import Category, Kind
 
     reasons = json.loads((DOCS / "reasons.json").read_text(encoding="utf-8"))
     lines = []
@@ -297,45 +300,101 @@ def _runs(choices: dict[str, str]) -> str:
 
 # ---- README.md -------------------------------------------------------------------------------------------------------
 
-WAYS = {
-    "plain": "plain",
-    "budget": "budget 0.99",
-    "ours-free": '`"free"`, the default',
-    "ours-fp8": '`"fp8"`',
-    "ours-input": '`"input"`',
+DATA_SHEET_BYTES = 141e9  # of an H200
+SAVES = {
+    "off": "as plain `torch.compile`",
+    "free": "all but the activation's result",
+    "fp8": "the same, the activation's inputs in 8 bits",
+    "input": "only the MLP's input",
+    "checkpoint": "only the layer's input",
 }
 
 
+def _change(ratio: float) -> str:
+    """A ratio of times as a change: "+0.4 %"."""
+    return f"{100 * (ratio - 1):+.1f} %".replace("-0.0", "+0.0").replace("-", "−")
+
+
 def readme() -> str:
-    """The page, with what blocks keep and what their steps take at least."""
-    blocks = json.loads((RESULTS / "on_paper.json").read_text())["blocks"]
-    lines = [f"| kept, MiB; step | {' | '.join(WAYS.values())} |", f"|---|{'---|' * len(WAYS)}"]
-    for block in blocks:
-        figures = [block["ways"][way] for way in WAYS]
-        times = [sum(figure[phase]["floor_us"] for phase in ("forward", "backward")) for figure in figures]
-        cells = [
-            f"{figure['saved_bytes'] / 2**20:.0f}" + f"; {100 * (time / times[0] - 1):+.1f} %" * (way != "plain")
-            for way, figure, time in zip(WAYS, figures, times, strict=True)
-        ]
-        name = block["name"].replace("GELU MLP", "GELU (tanh) MLP")
-        lines.append(f"| {name} | {' | '.join(cells)} |".replace("-0.0", "+0.0").replace("; -", "; −"))
-    return _between("../README.md", BEGIN_ON_PAPER, [*lines, ""])
+    """The page, with a plan's peaks, and what PyTorch's memory budget saves."""
+    plan = json.loads((RESULTS / "plans.json").read_text())["Llama-3-8B"]["plans"][0]
+    lines = [
+        "| every MLP at | saved of each MLP | peak | share of 141 GB | time of the step |",
+        "|---|---|---|---|---|",
+    ]
+    for row in plan["levels"]:
+        if row["level"] in SAVES:
+            name = {"free": '`"free"`, the default', "checkpoint": "a checkpoint around each layer"}.get(row["level"])
+            cells = (name or f'`"{row["level"]}"`', SAVES[row["level"]], f"{row['peak'] / 2**30:.0f} GiB")
+            share = f"{100 * row['peak'] / DATA_SHEET_BYTES:.0f} %"
+            lines.append(f"| {' | '.join(cells)} | {share} | {_change(row['seconds'] / plan['off_seconds'])} |")
+    page = _between("../README.md", BEGIN_PLAN, [*lines, ""])
+    return _between("../README.md", BEGIN_ON_PAPER, [*_budget(), ""], page)
+
+
+def _budget() -> list[str]:
+    """Three cases in which the levels and PyTorch's memory budget differ."""
+    ways = ("plain", "budget", "ours-free", "ours-fp8")
+    blocks = {block["name"]: block["ways"] for block in json.loads((RESULTS / "on_paper.json").read_text())["blocks"]}
+    saved = [f"{_saved(blocks['GELU MLP 8192 4096→16384'][way])} MiB" for way in ways]
+    text = (DOCS / "memory.md").read_text(encoding="utf-8").partition('## `"tiled"`')[2]
+    peaks = [int(n) for n in re.findall(r"^\| .*? \| \d+ \| (\d+) \| \d+ \|$", text, re.M)[:4]]
+    t5 = blocks["T5 v1.1 XL block 16×512"]
+    times = [_change(_seconds(t5[way]) / _seconds(t5["plain"])) for way in ways[1:]]
+    rows = [
+        ("saved by a GELU MLP, 8,192 tokens, 4096 → 16384", *saved),
+        ("peak of a SwiGLU MLP, 65,536 tokens, 4096 → 14336", *(f"{peak:,} MiB" for peak in peaks)),
+        ("time of a T5 v1.1 XL block, whose attention the budget recomputes", "–", *times),
+    ]
+    head = ['| | plain `torch.compile` | budget 0.99 | `"free"` | `"fp8"` |', "|---|---|---|---|---|"]
+    return [*head, *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _saved(figures: dict[str, Any]) -> str:
+    return f"{figures['saved_bytes'] / 2**20:.0f}"
+
+
+def _seconds(figures: dict[str, Any]) -> float:
+    return float(sum(figures[phase]["floor_us"] for phase in ("forward", "backward")))
 
 
 # ---- benchmarks.md ---------------------------------------------------------------------------------------------------
 
 
+def _on_a_cpu() -> list[str]:
+    """A row for each operator: times beside PyTorch's, compiled and in eager mode."""
+    ratios: dict[str, dict[str, str]] = {}
+    for case in json.loads((RESULTS / "pointwise_cpu.json").read_text())["cases"]:
+        name, _, rest = case["name"].partition(" forward ")
+        name, phase = (name, "forward") if rest else (case["name"].partition(" backward ")[0], "backward")
+        if " 1024×1024 " in case["name"]:
+            for ours, theirs in (("fused", "compile"), ("operators", "eager")):
+                ratio = case["ways"][ours]["ratio_to"][theirs]["median"]
+                ratios.setdefault(name, {})[f"{ours} {phase} {case['dtype']}"] = f"{ratio:.2g}"
+    heads = [f"{way}, {dtype}" for way in ("compiled", "eager") for dtype in ("float32", "bfloat16")]
+    lines = [f"| forward, backward | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
+    for name, found in ratios.items():
+        cells = [
+            ", ".join(found[f"{ours} {phase} {dtype}"] for phase in ("forward", "backward"))
+            for ours in ("fused", "operators")
+            for dtype in ("float32", "bfloat16")
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
 def benchmarks() -> str:
-    """The page, with the ways that are compared, and with what ours loses on paper."""
-    from torch_fused_ops import bench_ways
+    """The page, with the variants, and with all losses in the estimates."""
+    from torch_fused_ops.benchmarks import variants
     from torch_fused_ops.benchmarks.laboratory import on_paper
 
     table = [
         f"| {', '.join(f'`{way}`' for way in m.ways)} | {', '.join(m.benchmarks)} | {m.text} |"
-        for m in bench_ways.MEANINGS
+        for m in variants.MEANINGS
     ]
     page = _between("benchmarks.md", BEGIN_WAYS, ["| way | of | |", "|---|---|---|", *table, ""])
 
+    page = _between("benchmarks.md", BEGIN_CPU, _on_a_cpu(), page)
     rows: dict[str, dict[str, list[str]]] = {}
     for loss in on_paper.losses(json.loads((RESULTS / "on_paper.json").read_text())):
         cells = rows.setdefault(f"{loss.name}, {loss.phase}", {ours: [] for _, ours in on_paper.COMPARED})
@@ -360,20 +419,22 @@ def fp8() -> str:
 
 
 def _recipes() -> list[str]:
-    from torch_fused_ops.float8_recipes import RECIPES, Block
+    from torch_fused_ops.families.float8.recipes import RECIPES, Block
 
     def block(b: Block) -> str:
         return {(1, None): "row", (None, None): "tensor"}.get(b, f"{b.rows} × {b.columns}")
 
     heads = ("`gemm=`", "a scale for each, of input and gradient", "of a weight", "of its transpose",
-             "weight's gradient", "kept of a layer's input", "sizes", "NVIDIA", "AMD", "experts")  # fmt: skip
+             "weight's gradient", "a layer's input is saved as", "sizes", "NVIDIA", "AMD", "experts")  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    lines.append(f'| `"bf16"`, the default {"| – " * 3}| the model\'s dtype | as it is | any | any | any | any |')
+    lines.append(
+        f"| `\"bf16\"`, the default {'| – ' * 3}| the model's dtype | the model's dtype | any | any | any | any |"
+    )
     for name, (scaling, wgrad) in RECIPES.items():
         sm = ", ".join(f"sm_{major}{minor}" for major, minor in scaling.sm)
         cuda = ".".join(map(str, scaling.cuda))
         cells = [f'`"{name}"`', *map(block, (scaling.data, scaling.weight, scaling.weight_t))]
-        cells += ["float8", "1 byte an element"] if wgrad else ["the model's dtype", "as it is"]
+        cells += ["float8", "float8"] if wgrad else ["the model's dtype", "the model's dtype"]
         cells += [f"multiples of {scaling.multiple}", f"{sm}; CUDA {cuda}", ", ".join(scaling.amd) or "none"]
         cells += [", ".join(f"sm_{major}{minor}" for major, minor in scaling.grouped) or "none"]
         lines.append(f"| {' | '.join(cells)} |")
@@ -383,24 +444,117 @@ def _recipes() -> list[str]:
 # ---- memory.md -------------------------------------------------------------------------------------------------------
 
 
+WAYS = {
+    "plain": "plain",
+    "budget": "budget 0.99",
+    "ours-free": '`"free"`, the default',
+    "ours-fp8": '`"fp8"`',
+    "ours-input": '`"input"`',
+}
+
+
 def memory() -> str:
-    """The page, with PyTorch's own ways beside ours."""
+    """The page, with blocks at each level, and PyTorch's own settings beside ours."""
     from torch_fused_ops.benchmarks.laboratory import upstream_memory
 
+    lines = [f"| saved, MiB; step | {' | '.join(WAYS.values())} |", f"|---|{'---|' * len(WAYS)}"]
+    for block in json.loads((RESULTS / "on_paper.json").read_text())["blocks"]:
+        figures = [block["ways"][way] for way in WAYS]
+        plain = _seconds(figures[0])
+        cells = [_saved(each) + f"; {_change(_seconds(each) / plain)}" * (each is not figures[0]) for each in figures]
+        lines.append(f"| {block['name'].replace('GELU MLP', 'GELU (tanh) MLP')} | {' | '.join(cells)} |")
+    page = _between("memory.md", BEGIN_ON_PAPER, [*lines, ""])
     result = json.loads((RESULTS / "upstream_memory.json").read_text())
-    return _between("memory.md", BEGIN_UPSTREAM, upstream_memory.tables(result))
+    return _between("memory.md", BEGIN_UPSTREAM, upstream_memory.tables(result), page)
+
+
+# ---- compilation.md --------------------------------------------------------------------------------------------------
+
+
+def compilation() -> str:
+    """The page, with the time that compiling takes."""
+    cases = json.loads((RESULTS / "compile_time.json").read_text())["cases"]
+    heads = ("model", "plain", "fused", "ratio, 95 % interval", "this library's passes")
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    for case in cases:
+        plain, fused = (f"{case['seconds'][way]['wall']['median']:.1f} s" for way in ("compile", "fused"))
+        low, high = case["ratio"]["wall"]["interval"]
+        passes = sum(part["median"] for part in case["ours_seconds"].values())
+        ratio = f"{case['ratio']['wall']['median']:.2f} ({low:.2f} to {high:.2f})"
+        lines.append(f"| {case['model']} | {plain} | {fused} | {ratio} | {passes:.2f} s |")
+    return _between("compilation.md", BEGIN_COMPILE_TIME, [*lines, ""])
+
+
+# ---- largest-batch.md ------------------------------------------------------------------------------------------------
+
+
+def largest_batch() -> str:
+    """The page, with the largest batch of GPT-2 at each level."""
+    case = json.loads((RESULTS / "plans.json").read_text())["GPT-2"]
+    return _between("largest-batch.md", BEGIN_PLAN, [*_largest(case["largest"]), ""])
+
+
+# ---- command-line.md -------------------------------------------------------------------------------------------------
+
+COMMAND_LINE = """\
+```
+python -m torch_fused_ops COMMAND …
+```
+
+`explain`, `plan` and `verify` take `MODULE:CALLABLE`. They call it without arguments, and it returns `(model, args)` or
+`(model, args, kwargs)`. MODULE is a module's name or a `.py` file. `--help` and mistakes answer at once, without
+importing torch.
+
+| exit code | meaning |
+|---|---|
+| 0 | success |
+| 1 | `plan`: it does not fit. `verify`, `check`: something differs. `info`: fusion is off |
+| 2 | invalid arguments |
+"""
+
+
+def command_line() -> str:
+    """The page: each command with its options, from the parser."""
+    import argparse
+
+    from torch_fused_ops.tools.arguments import parser
+
+    lines = ["# Command line", "", NOTE, COMMAND_LINE]
+
+    def add(command: argparse.ArgumentParser, name: str, text: str) -> None:
+        rows, nested = [], []
+        for action in command._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                texts = {choice.dest: choice.help or "" for choice in action._choices_actions}
+                nested = [(choice, f"{name} {key}".strip(), texts[key]) for key, choice in action.choices.items()]
+            elif action.help and "-h" not in action.option_strings:
+                value = action.metavar or "|".join(map(str, action.choices or ())) or action.dest.upper()
+                option = " ".join([*action.option_strings, str(value) * (action.nargs != 0)]).strip()
+                rows.append(f"| `{_cell(option)}` | {_cell(action.help)} |")
+        if name:
+            lines.extend([f"## {name}", "", f"{text[:1].upper()}{text[1:]}.", ""])
+        if rows and name:
+            lines.extend(["| | |", "|---|---|", *rows, ""])
+        for each in nested:
+            add(*each)
+
+    add(parser(), "", "")
+    return "\n".join(lines)
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "../README.md": readme,
     "benchmarks.md": benchmarks,
     "fp8.md": fp8,
     "memory.md": memory,
+    "compilation.md": compilation,
+    "largest-batch.md": largest_batch,
+    "command-line.md": command_line,
     "operators.md": operators,
     "compatibility.md": compatibility,
     "recognition.md": recognition,
     "gpu.md": gpu,
     "plan.md": plan,
+    "../README.md": readme,
 }
 
 

@@ -1,4 +1,4 @@
-"""What mkdocs calls while it makes the site: README.md and CONTRIBUTING.md, above docs/, are pages of it, too."""
+"""Hooks for mkdocs: README.md, CONTRIBUTING.md and CHANGELOG.md, above docs/, become pages of the site."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-FILES = ("examples/tour.ipynb",)  # what pages link to, as it is
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+FILES = ("examples/tour.ipynb",)  # pages link to it
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add what stands above docs/."""
+    """Add the files above docs/."""
     from mkdocs.structure.files import File
 
     for source, page in PAGES.items():
@@ -24,7 +24,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links to the pages lead to where they are on the site."""
+    """Rewrite links to those files."""
     up = "../" * page.file.src_uri.count("/")
     for source, name in PAGES.items():
         markdown = re.sub(rf"\]\((?:\.\./)*{re.escape(source)}", f"]({up}{name}", markdown)

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from torch_fused_ops import environment
 from torch_fused_ops.lowerings import internals
+from torch_fused_ops.settings import environment
 
 _registered = _checked = False
 _registering: set[int] = set()  # threads that are at it

@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="fused")``: Inductor with pick-up. Found through the entry point; no import needed."""
+"""``torch.compile(model, backend="fused")``: Inductor with the fusion pass. An entry point registers it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fused(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile a captured graph with Inductor, MLPs picked up.
+    """Compile a captured graph with Inductor, with its MLPs fused.
 
     Args:
         gm: the graph that Dynamo captured.

@@ -40,8 +40,6 @@ LISTS_OF_PASSES: bool = hasattr(custom_graph_pass, "get_custom_graph_passes")
 
 # The base class of a pass that is called with ``is_inference``; older versions call it without.
 if TYPE_CHECKING:
-    from torch_fused_ops.float8_recipes import Scaling
-
     InferenceAwarePass = custom_graph_pass.CustomInferenceAwareGraphPass
     SchedulerPass = custom_graph_pass.CustomSchedulerPass
 else:
@@ -323,28 +321,6 @@ def converts_to_fp8(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip:
         return True
     return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def no_scaled_products(device: torch.device, scaling: Scaling, grouped: bool = False) -> str:
-    """The name, for messages, of a device that cannot multiply float8 with these scales; "" where it can.
-
-    On CPUs the numbers are dequantized and multiplied in the model's dtype; "meta" has no numbers. ``grouped``: GEMMs
-    of a mixture's experts. On ROCm those need a build of torch with FBGEMM.
-    """
-    if device.type in ("cpu", "meta"):
-        return ""
-    if device.type != "cuda":
-        return device.type
-    if torch.version.hip:
-        arch: str = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
-        return "" if arch in scaling.amd and not grouped else f"ROCm, {arch}"
-    capability = torch.cuda.get_device_capability(device)
-    version = tuple(map(int, (torch.version.cuda or "99").split(".")[:2]))
-    if capability not in (scaling.grouped if grouped else scaling.sm):
-        return f"sm_{capability[0]}{capability[1]}"
-    if version < scaling.cuda or not hasattr(torch.ops.aten, "_scaled_mm_v2"):
-        return f"CUDA {torch.version.cuda}"
-    return ""
 
 
 # ---- Inductor's IR -------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import register_lowering, to_dtype
 from torch._inductor.virtualized import ops
 
-from torch_fused_ops import formulas
+from torch_fused_ops.families.dropout import formulas
 from torch_fused_ops.lowerings import operators  # whole: it may be half way through its own import
 
 if TYPE_CHECKING:

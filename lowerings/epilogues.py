@@ -29,8 +29,9 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from torch_fused_ops.graphs.modules import module_stack
+from torch_fused_ops.lowerings.partition import VIEWS
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
-from torch_fused_ops.virtual_gpu.modules import module_stack
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -48,7 +49,6 @@ ACTIVATIONS: dict[str, tuple[bool, tuple[torch.dtype, ...]]] = {
 }
 
 # The same elements in the same order: they commute with an activation.
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 @dataclass(frozen=True)

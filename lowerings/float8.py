@@ -2,7 +2,7 @@
 
 Inductor fuses a quantization along rows with its producer, an activation or a norm, from the formula in aten. A tensor
 quantized along its columns is stored transposed, which Inductor reads or writes across the rows (pytorch#130015): on
-GPUs a kernel of ours does it (``kernels/float8.py``).
+GPUs a kernel of ours does it (``families/float8/kernels.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,18 +22,50 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_fused_ops import activations, float8
+from torch_fused_ops import activations
 from torch_fused_ops.declaration import PointwiseOperator
-from torch_fused_ops.float8_recipes import BLOCK, MX_BLOCK
-from torch_fused_ops.lowerings import operators
-from torch_fused_ops.lowerings.epilogues import VIEWS
-from torch_fused_ops.lowerings.partition import Graphs
-from torch_fused_ops.operators.quantized import QUANTIZED, RESULTS
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.quantized import QUANTIZED, RESULTS
+from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
+from torch_fused_ops.lowerings import operators, partition
+from torch_fused_ops.lowerings.partition import VIEWS, Graphs
 
 __all__ = ["merged"]
 
 aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
 Box = Any  # ir.TensorBox
+
+
+# ---- what backward is handed -----------------------------------------------------------------------------------------
+
+
+def _mark(graph: Graph, backward: Collection[Node], results: Collection[Node]) -> list[Node]:
+    """Leave to backward the forms of a linear layer's quantized input that backward alone reads: the input is saved.
+
+    A form quantized along the tokens takes as much memory. It takes more where a recomputed GEMM needs both forms.
+
+    Returns:
+        The scales by which backward quantizes a weight. The partitioner would recompute them, as backward has the
+        weight anyway, in a pass over the weight; saving a scale takes 4 bytes.
+    """
+    for node in graph.find_nodes(op="call_function", target=fused.dequantize.default):
+        dependents = partition.reached([node])
+        if dependents.isdisjoint(results):
+            for dependent in dependents.difference(backward):
+                dependent.meta["partitioner_tag"] = "must_be_in_backward"
+    scales = dict[Node, None]()
+    for node in graph.find_nodes(op="call_function", target=fused.quantize_by.default):
+        source = node.args[1]
+        while isinstance(source, Node) and source.args and source.target is not fused.quantize.default:
+            source = source.args[0]
+        if isinstance(source, Node) and source.op == "call_function" and "recompute" not in source.meta:
+            scales[source] = None
+    return [] if partition.budgeted(graph) else list(scales)
+
+
+partition.RECOMPUTED += ["quantize", "dequantize"]
+partition.LINEAR |= {fused.scaled_mm, fused.scaled_grouped_mm}
+partition.MARKS.append(_mark)
 
 
 class _Lowered(Interpreter):

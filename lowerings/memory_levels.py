@@ -29,59 +29,46 @@ from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_fused_ops import reference, tiles
 from torch_fused_ops.declaration import PointwiseOperator, elementwise
+from torch_fused_ops.graphs.modules import module_stack
+from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.partition import Graphs, base, is_gemm, is_linear, op_types
 from torch_fused_ops.lowerings.saved_tensors import DATA, SAME_ELEMENTS, SavedTensors
+from torch_fused_ops.operators import reference
 from torch_fused_ops.policy import FusionPolicy, enclosing_modules
-from torch_fused_ops.reasons import Kind, Rejection
-from torch_fused_ops.virtual_gpu.modules import module_stack
+from torch_fused_ops.settings import tiles
 
 log = logging.getLogger("torch_fused_ops")
 
 aten, fused = torch.ops.aten, torch.ops.fused
 
 OPERATOR: dict[Any, PointwiseOperator] = {op.forward.overload: op for op in elementwise()}
-STORING: dict[Any, PointwiseOperator] = {op.fp8.overload: op for op in elementwise()}
-STORING_BACKWARD: dict[Any, PointwiseOperator] = {op.fp8_backward.overload: op for op in elementwise()}
 SUMS = {aten.add.Tensor, aten.mul.Tensor}  # a bias, an adapter and its factor
 
 
-def unstore(graph: Graph) -> bool:
-    """Take ``fused::bias_act_fp8`` and its like in a joint graph for what they ask for; whether there was any.
+_LEVEL = "torch_fused_ops_memory"  # a level that an operator asks for itself, in what tracing hands on of its node
 
-    Called directly, these operators hand float8 to backward, and the next GEMM's weight gradient the result beside it.
-    As the plain operators, marked, they are treated as an MLP under ``memory="fp8"`` is: the result is rebuilt, too.
+
+def unmark(graph: Graph) -> None:
+    """Take the marks of ``memory="fp8"`` (``fused::keep_fp8``) out of a pre-grad graph, and note them on the operators.
+
+    As it is, a marked operator hands float8 to backward, and the next GEMM's weight gradient the result beside it.
+    Noted, it is treated as an MLP under the policy's ``memory="fp8"`` is: the result is rebuilt, too.
     """
-    edits: list[tuple[Node, list[Node], list[Node]]] = []  # operator, its result, what reads what it stored
-    for node in graph.nodes:
-        if node.target in STORING:
-            results = [item for item in node.users if item.args[1] == 0]
-            readers = list(dict.fromkeys(user for item in node.users if item.args[1] != 0 for user in item.users))
-            if results and all(reader.target in STORING_BACKWARD for reader in readers):
-                edits.append((node, results, readers))
-    for node, results, readers in edits:
-        op = STORING[node.target]
-        with graph.inserting_before(node):
-            instead = graph.call_function(op.forward.overload, node.args)
-        instead.meta = {**results[0].meta, _LEVEL: "fp8"}
-        for reader in readers:
-            given = STORING_BACKWARD[reader.target].stored(reader.args)
-            arguments = (given.grad, *node.args[: op.data], *given.others, *given.scalars, given.output_mask)
-            with graph.inserting_before(reader):
-                backward = graph.call_function(op.backward.overload, arguments)
-            backward.meta = dict(reader.meta)
-            reader.replace_all_uses_with(backward)
-            graph.erase_node(reader)
-        for result in results:
-            result.replace_all_uses_with(instead)
-        for old in (*node.users, node):
-            graph.erase_node(old)
-    return bool(edits)
+    for node in list(graph.nodes):
+        if node.target in (fused.keep_fp8, fused.keep_fp8.default):
+            for reader in node.users:
+                reader.meta["custom"] = {**reader.meta.get("custom", {}), _LEVEL: "fp8"}
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
 
 
-_LEVEL = "torch_fused_ops_memory"  # a level that an operator asks for itself, in its node's meta
+def asked(node: Node) -> str | None:
+    """The memory level that an operator asks for itself."""
+    level: str | None = node.meta.get("custom", {}).get(_LEVEL)
+    return level
+
 
 # ---- "free" --------------------------------------------------------------------------------------
 
@@ -144,7 +131,7 @@ CALLS = 32  # as many as are rebuilt for one tensor: an activation that was left
 
 
 def _is_rebuilt(node: Node) -> bool:
-    """Whether a call is a view, pointwise, picks rows, or joins tensors: nothing that sums or is drawn by chance."""
+    """True if a call is a view, is pointwise, picks rows or joins tensors: no sums, no random numbers."""
     kinds = op_types()
     if node.op != "call_function" or kinds.is_random(node):
         return False
@@ -156,7 +143,7 @@ def _is_rebuilt(node: Node) -> bool:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """What reads a tensor of backward's, by way of views."""
+    """The readers of a tensor in backward, through views."""
     for user in node.users:
         if user.target in SAME_ELEMENTS:
             yield from _readers(user)
@@ -220,7 +207,7 @@ def _kept(both: SavedTensors, policy: FusionPolicy) -> list[tuple[Node, str]]:
     for node in both.forward.nodes:
         if node.target not in OPERATOR:
             continue
-        level = node.meta.get(_LEVEL) or policy.memory_of(enclosing_modules(module_stack(node)))
+        level = asked(node) or policy.memory_of(enclosing_modules(module_stack(node)))
         level = "input" if tiles.asked(level) is not None else level  # what stage 1 has not cut into tiles
         for source in (both.kept_source(node.args[i]) for i in DATA[node.target]) if level in _LEVELS else ():
             if source is not None:
@@ -263,29 +250,12 @@ def _keep_fp8(both: SavedTensors, node: Node) -> None:
 
 
 def _stored(graph: Graph, node: Node, exact: bool) -> Sequence[Node]:
-    """What ``reference.store_fp8`` makes of ``node``, in forward.
-
-    Inductor fuses it with the activation, in one loop over the row, but where gate and up are packed, rows of 2n
-    beside rows of n. There the operator that does both takes the activation's place.
-    """
-    store = _store_exactly if exact else reference.store_fp8
-    packing = ((user, OPERATOR[user.target]) for user in node.users if user.target in OPERATOR)
-    reader, op = next((pair for pair in packing if pair[1].is_packed), (None, None))
-    if reader is None or op is None or reader.args[0] is not node:
-        with graph.inserting_before(node.next):
-            return _inline(graph, store, node)  # type: ignore[no-any-return]
-
-    def both(*tensors: torch.Tensor) -> Any:
-        rest = iter(tensors)
-        arguments = [next(rest) if isinstance(a, Node) else a for a in reader.args]
-        return (op.forward.overload(*arguments), *store(tensors[0])) if exact else op.fp8.overload(*arguments)
-
-    with graph.inserting_before(reader):
-        result, *stored = _inline(graph, both, *(a for a in reader.args if isinstance(a, Node)))
-        result.meta.update(reader.meta)
-    reader.replace_all_uses_with(result)
-    graph.erase_node(reader)
-    return list(stored)
+    """The nodes of ``reference.store_fp8`` of ``node``, in forward, which Inductor fuses with the activation."""
+    readers = [user for user in node.users if user.target in OPERATOR and user.args[0] is node]
+    halves = any(OPERATOR[reader.target].reads_halves(reader.args) for reader in readers)
+    store = _store_exactly if exact else functools.partial(reference.store_fp8, halves=halves)
+    with graph.inserting_before(node.next):
+        return _inline(graph, store, node)  # type: ignore[no-any-return]
 
 
 def _store_exactly(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -329,9 +299,9 @@ def _keep_input(both: SavedTensors, node: Node) -> None:
 
 
 def _plan(both: SavedTensors, node: Node, operand: str | None, again: list[Node], keep: list[Node]) -> None:
-    """What it takes to have ``node`` in backward: GEMMs, sums of them, and views of what is there or kept for it.
+    """List the calls that recompute ``node`` in backward: GEMMs, sums of them, and views of saved tensors.
 
-    ``operand``: what a GEMM has it for, "data" or "weight" (or bias), if one does.
+    ``operand``: its role in the GEMM that reads it, "data" or "weight" (or bias), if one does.
     """
     for source in node.all_input_nodes:
         inside = operand or (None if not is_gemm(node) else "data" if source is _data(node) else "weight")
@@ -353,12 +323,12 @@ def _plan(both: SavedTensors, node: Node, operand: str | None, again: list[Node]
 
 
 def _data(gemm: Node) -> Any:
-    """What a GEMM multiplies with its weight: a bias comes before it."""
+    """The operand of a GEMM beside its weight: a bias comes before it."""
     return gemm.args[1] if getattr(gemm.target, "overloadpacket", None) in (aten.addmm, aten.baddbmm) else gemm.args[0]
 
 
 def _is_quantized(node: Node) -> bool:
-    """Whether it is a weight in float8, or a part of that: a pass over the weight."""
+    """True for a weight in float8, or a part of it: that is a pass over the weight."""
     made = node.args[0] if node.target is operator.getitem else node
     return isinstance(made, Node) and made.target is fused.quantize.default
 

@@ -26,10 +26,9 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.functions import FloorDiv
 
-from torch_fused_ops import activations, formulas
+from torch_fused_ops import activations
 from torch_fused_ops.declaration import PointwiseOperator, elementwise
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.lowerings.split_reductions import ROWS
 
 Box = Any  # ir.TensorBox
 Index = Sequence[Any]
@@ -37,6 +36,8 @@ Value = Any  # what V.ops returns
 Load = Callable[[Index], Value]
 
 aten = torch.ops.aten
+
+ROWS = "fused_rows_of_a_block"  # in a node's meta: its loops go over blocks of so many rows (split_reductions.py)
 
 # ---- programs: element functions as Inductor ops -------------------------------------------------------------------
 
@@ -237,7 +238,7 @@ def _widening_load(box: Box, at: Callable[[Index], Index], dtype: torch.dtype) -
 
 
 def is_on_gpu(box: Box) -> bool:
-    """Whether a box is on another device than the CPU."""
+    """True if a box is not on the CPU."""
     return bool(box.get_device().type != "cpu")
 
 
@@ -284,7 +285,7 @@ def _before_sums(wanted: Sequence[bool], *boxes: Box | None) -> None:
 
 
 def _rows_of_a_block() -> int | None:
-    """Of the node that is being lowered, where it asks for blocks (``row_blocks``)."""
+    """The rows of a block of the node that is being lowered, if split reductions asked for blocks."""
     rows: int | None = V.graph.current_node.meta.get(ROWS)
     return rows
 
@@ -389,8 +390,7 @@ def _forward(op: PointwiseOperator) -> Callable[..., Box]:
 
 
 def _backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
-    def lowering(grad: Box, *args: Any, dtypes: Sequence[torch.dtype] = ()) -> tuple[Box | None, ...]:
-        """``dtypes``: of the data's gradients, where they are not the data's own."""
+    def lowering(grad: Box, *args: Any) -> tuple[Box | None, ...]:
         tensors, layout, scalars = op.split(args[:-1])
         mask, elements = args[-1], _elements(op)
         ranges, loads = _loads(op, tensors, layout)
@@ -403,9 +403,8 @@ def _backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
             return pack(gate, up, layout)
 
         found: list[Box | None] = [None] * len(tensors)
-        own = dtypes or [t.get_dtype() for t in tensors[: op.data]]
-        for i, dtype in enumerate(own):
-            found[i] = of_data(i, dtype) if mask[i] else None
+        for i, t in enumerate(tensors[: op.data]):
+            found[i] = of_data(i, t.get_dtype()) if mask[i] else None
         if layout is None:
             _before_sums(mask[op.data :], *found[: op.data])
         if op.bias is not None and mask[op.bias] and (bias := tensors[op.bias]) is not None:
@@ -422,74 +421,13 @@ def _backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
     return _over_blocks(lowering, ["data", *op.kinds], op.kinds)
 
 
-# ---- what backward needs, in float8 ----------------------------------------------------------------------------------
-
-
-def _row_scale(amax: Box) -> tuple[Box, Box]:
-    """(scale, what to multiply with) of each row."""
-    scale = lowerings[aten.div.Tensor](amax, torch.finfo(formulas.FP8).max)
-    small = lowerings[aten.lt.Scalar](scale, torch.finfo(torch.float32).tiny)
-    scale = lowerings[aten.where.self](small, 1.0, scale)
-    return scale, lowerings[aten.unsqueeze.default](lowerings[aten.reciprocal.default](scale), -1)
-
-
-def _store_fp8(x: Box, halves: bool) -> tuple[Box, Box]:
-    """``formulas.store_fp8``; ``halves``: both halves of a row in the loop that computes what is made of them."""
-    *rows, last = x.get_size()
-    x = to_dtype(x, torch.float32)
-    if V.graph.sizevars.statically_known_equals(last, 0):
-        ones = lowerings[aten.full.default](rows, 1.0, dtype=torch.float32, device=x.get_device())
-        return to_dtype(x, formulas.FP8), ones
-    parts, axis = [x], len(rows)
-    if halves:
-        n = V.graph.sizevars.simplify(FloorDiv(last, 2))
-        parts = [lowerings[aten.slice.Tensor](x, axis, *cut) for cut in ((0, n), (n, last))]
-    sizes = [lowerings[aten.abs.default](part) for part in parts]
-    scale, inverse = _row_scale(
-        lowerings[aten.amax.default](functools.reduce(lowerings[aten.maximum.default], sizes), [axis])
-    )
-    stored = [to_dtype(lowerings[aten.mul.Tensor](part, inverse), formulas.FP8) for part in parts]
-    return pack(stored[0], stored[1], "halves") if halves else stored[0], scale
-
-
-def _load_fp8(stored: Box, scale: Box, dtype: torch.dtype) -> Box:
-    """``formulas.load_fp8`` as a loader, in float32, or float64 for ``dtype`` float64: rounded by nothing else."""
-    rows = lowerings[aten.unsqueeze.default](scale, -1)
-    x = lowerings[aten.mul.Tensor](to_dtype(stored, torch.float32), rows)
-    return to_dtype(x, torch.float64) if dtype == torch.float64 else x
-
-
-def _fp8(op: PointwiseOperator) -> Callable[..., tuple[Box, ...]]:
-    """The operator that also stores its data."""
-    forward = _forward(op)
-
-    def lowering(*args: Any) -> tuple[Box, ...]:
-        tensors, layout, _ = op.split(args)
-        halves = layout not in (None, "interleaved")
-        return forward(*args), *(part for box in tensors[: op.data] for part in _store_fp8(box, halves))
-
-    return lowering
-
-
-def _fp8_backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
-    """Its backward operator."""
-    backward = _backward(op)
-
-    def lowering(*args: Any) -> tuple[Box | None, ...]:
-        given = op.stored(args)
-        loaded = [_load_fp8(*pair, dtype) for pair, dtype in zip(given.data, given.dtypes, strict=True)]
-        arguments = (given.grad, *loaded, *given.others, *given.scalars, given.output_mask)
-        return backward(*arguments, dtypes=given.dtypes)
-
-    return lowering
-
-
 def lower(op: PointwiseOperator) -> None:
-    """Register the lowerings of the four that a declared operator comes in."""
-    for signature, make in zip(op.signatures, (_forward, _backward, _fp8, _fp8_backward), strict=True):
+    """Register the lowerings of a declared operator and of its backward operator."""
+    for signature, make in zip(op.signatures, (_forward, _backward), strict=True):
         # type_promotion_kind=None: the arguments' dtypes differ by design; promotion would widen what is loaded.
         register_lowering(signature.overload, type_promotion_kind=None)(make(op))
 
 
 for _operator in elementwise():
     lower(_operator)
+register_lowering(torch.ops.fused.with_saved.default, type_promotion_kind=None)(lambda result, saved: result)

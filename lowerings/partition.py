@@ -27,7 +27,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -37,7 +37,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_fused_ops.declaration import OPERATORS
-from torch_fused_ops.gemm_registry import is_known
+from torch_fused_ops.graphs.gemm_registry import is_known
 from torch_fused_ops.lowerings import compat
 
 __all__ = [
@@ -61,18 +61,20 @@ aten = torch.ops.aten
 
 op_types = functools.cache(get_default_op_list)  # 0.4 ms a call, and passes ask for every node
 
-# Forward's operators that backward can recompute without a GEMM. A dropout is recomputed from its seed: the same mask.
-RECOMPUTED = (*(op.name for op in OPERATORS.values() if op.pointwise), "quantize", "dequantize")
-# GEMMs of linear layers, and of experts
-_LINEAR = {aten.mm, aten.addmm, aten._grouped_mm, aten._scaled_mm}
-_LINEAR |= {torch.ops.fused.scaled_mm, torch.ops.fused.scaled_grouped_mm}
-_LINEAR |= {getattr(aten, name) for name in ("_scaled_mm_v2",) if hasattr(aten, name)}
+# Families extend these three as their lowerings are imported: forward's operators that backward can recompute without a
+# GEMM; GEMMs of linear layers, and of experts; and what marks a joint graph, given its nodes of backward and its
+# results, and returns nodes to save.
+RECOMPUTED = [op.name for op in OPERATORS.values() if op.pointwise]
+LINEAR = {aten.mm, aten.addmm, aten._grouped_mm, aten._scaled_mm}
+LINEAR |= {getattr(aten, name) for name in ("_scaled_mm_v2",) if hasattr(aten, name)}
+MARKS: list[Callable[[Graph, Collection[Node], Collection[Node]], list[Node]]] = []
 _OTHERS = {aten.bmm, aten.baddbmm}
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def is_linear(node: Node) -> bool:
     """Tell whether a call is a GEMM of a linear layer, of PyTorch or registered (``gemm_registry``)."""
-    return getattr(node.target, "overloadpacket", None) in _LINEAR or is_known(node.target)
+    return getattr(node.target, "overloadpacket", None) in LINEAR or is_known(node.target)
 
 
 def is_gemm(node: Node) -> bool:
@@ -100,8 +102,6 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
         **kwargs: as for PyTorch's.
     """
 
-    _leave_to_backward(gm.graph, kwargs["num_fwd_outputs"])
-
     def divide(to_save: Collection[Node]) -> Graphs:
         for node in to_save:  # the partitioner reads it as "if it is needed"
             node.meta.update({"recompute": CheckpointPolicy.MUST_SAVE, _TO_SAVE: True})
@@ -116,8 +116,11 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
                     del node.meta["recompute"]
         return graphs
 
-    backward = _backward(gm.graph, kwargs["num_fwd_outputs"])
-    to_save = _copies_of_written(gm.graph, backward) + _scales_of_weights(gm.graph)
+    outputs = kwargs["num_fwd_outputs"]
+    backward = _backward(gm.graph, outputs)
+    to_save = _copies_of_written(gm.graph, backward)
+    for mark in MARKS:
+        to_save += mark(gm.graph, backward, _returned(gm.graph)[:outputs])
     if free:
         to_save += _saved_by_default(gm.graph, backward)
     graphs = divide(to_save)
@@ -125,34 +128,6 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
         graphs = divide(exposed)  # the joint graph's nodes have the marks of before
     _drop_copies(graphs[0])
     return graphs
-
-
-def _leave_to_backward(graph: Graph, outputs: int) -> None:
-    """Move to backward the forms of a linear layer's quantized input that backward alone reads: the input is saved.
-
-    A form quantized along the tokens takes as much memory. It takes more where a recomputed GEMM needs both forms.
-    """
-    backward, results = _backward(graph, outputs), set(_returned(graph)[:outputs])
-    for node in graph.find_nodes(op="call_function", target=torch.ops.fused.dequantize.default):
-        dependents = reached([node])
-        if dependents.isdisjoint(results):
-            for dependent in dependents - backward:
-                dependent.meta["partitioner_tag"] = "must_be_in_backward"
-
-
-def _scales_of_weights(graph: Graph) -> list[Node]:
-    """The scales by which backward quantizes a weight, to be saved: recomputing them takes a pass over the weight.
-
-    The partitioner takes that pass for free, as backward has the weight anyway. Saving the scale takes 4 bytes.
-    """
-    sources = dict[Node, None]()
-    for node in graph.find_nodes(op="call_function", target=torch.ops.fused.quantize_by.default):
-        source = node.args[1]
-        while isinstance(source, Node) and source.args and source.target is not torch.ops.fused.quantize.default:
-            source = source.args[0]
-        if isinstance(source, Node) and source.op == "call_function" and "recompute" not in source.meta:
-            sources[source] = None
-    return [] if budgeted(graph) else list(sources)
 
 
 def upstream(gm: GraphModule, joint_inputs: Any, *, budget: float | None = None, **kwargs: Any) -> Graphs:

@@ -1,4 +1,4 @@
-"""What stands in Inductor's slots: how it gets there, whose policy it follows, and what it adds to cache keys.
+"""The passes in Inductor's slots: their registration, their policies, and their part of cache keys.
 
 There are four slots: ``pre_grad_custom_pass`` (stage 1, recognize), ``custom_partitioner_fn`` (stage 2, remember),
 ``post_grad_custom_post_pass`` (stage 3's sums over rows, and its choice of GEMM epilogues) and
@@ -27,9 +27,12 @@ import torch._inductor.config as inductor_config
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-from torch_fused_ops import activations, fusion_events, gemm_registry, switches
+from torch_fused_ops import activations
 from torch_fused_ops._version import __version__
-from torch_fused_ops.capture import captured_graphs
+from torch_fused_ops.graphs import fusion_events, gemm_registry
+from torch_fused_ops.graphs.capture import captured_graphs
+from torch_fused_ops.graphs.modules import module_stack
+from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.lowerings import (
     buffer_reuse,
     compat,
@@ -40,8 +43,7 @@ from torch_fused_ops.lowerings import (
     split_reductions,
 )
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, enclosing_modules, policy_or_default
-from torch_fused_ops.sites import Site
-from torch_fused_ops.virtual_gpu.modules import module_stack
+from torch_fused_ops.settings import environment, switches
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -106,7 +108,7 @@ def active_policy() -> FusionPolicy | None:
 
 
 class Stage:
-    """What stands in a slot. ``policy`` None: follow the context's."""
+    """A pass in a slot. ``policy`` None: follow the context's."""
 
     name = ""
 
@@ -165,7 +167,7 @@ class _Pass(Stage):
 
 
 class _Only(Stage):
-    """What a slot holds that holds one: somebody else's there stays, and alone."""
+    """A pass in a slot for a single pass: somebody else's there stays, alone."""
 
     @staticmethod
     def join(slot: Any, stage: Stage) -> Any:
@@ -221,7 +223,7 @@ class Recognize(_Pass, CustomGraphPass):
             check_keys()
             _graphs += 1
             _guarded(self, policy, functools.partial(self.run, graph, policy))
-            if any(policy.patterns.values()):
+            if any(policy.patterns.values()) or any(map(memory_levels.asked, graph.nodes)):
                 _note_decisions(graph, policy)
 
     def run(self, graph: torch.fx.Graph, policy: FusionPolicy) -> None:
@@ -231,11 +233,14 @@ class Recognize(_Pass, CustomGraphPass):
         fusion_events.before(graph, policy)
         has_patterns = any(policy.patterns.values())
         modules = {path for node in graph.nodes for path in module_stack(node)} if has_patterns else ()
+        handed_over = isinstance(inductor_config.custom_partitioner_fn, Partition) and policy.memory != "off"
+        if handed_over and not partition.budgeted(graph):
+            memory_levels.unmark(graph)
         sites = rewrite(graph, policy)
         fusion_events.tell(graph, sites)
         fusion_events.trace("sites", lambda: {"policy": repr(policy), "sites": [asdict(site) for site in sites]})
         for site in sites:
-            log.info("%s: %s", site.source, site.op or f"left alone: {site.reason}")
+            log.info("%s: %s", site.source, site.op or f"not fused: {site.reason}")
         missed = [site for site in sites if site.is_missed]
         if policy.strict and missed:
             raise UnfusedError(
@@ -243,6 +248,8 @@ class Recognize(_Pass, CustomGraphPass):
                 + "\n".join(f"  {s.source}: {'fused, but ' * bool(s.op)}{s.missed}{_helps(s)}" for s in missed)
             )
         strict.check(graph, sites, policy, modules, explicit=self.policy is not None)
+        if torch.cuda.is_initialized():
+            environment.remind()
 
 
 _decided: WeakKeyDictionary[TracingContext, str] = WeakKeyDictionary()  # by compilation, forward and backward
@@ -254,20 +261,21 @@ def _decided_before() -> str:
 
 
 def _note_decisions(graph: torch.fx.Graph, policy: FusionPolicy) -> None:
-    """Put what the policy's patterns decide for each node of a graph into the keys that are made from here on.
+    """Put what is decided for each node of a graph into the keys that are made from here on.
 
-    What follows decides by paths, too, and no key of torch's has paths.
+    That is what the policy's patterns say of its path, and the memory level that it asks for: no key of torch's has
+    paths, or what else is noted on a node.
     """
     context = TracingContext.try_get()
     if context is not None:  # a caller of Inductor's own has no cache
         decide = functools.cache(lambda *paths: policy.decisions(enclosing_modules(paths)))
-        decisions = [decide(*module_stack(node)) for node in graph.nodes]
+        decisions = [(decide(*module_stack(node)), memory_levels.asked(node)) for node in graph.nodes]
         noted = repr((_decided_before(), decisions))  # with what bodies of higher-order operators have
         _decided[context] = hashlib.sha256(noted.encode()).hexdigest()
 
 
 def _helps(site: Site) -> str:
-    """What helps where a site was missed, for an error's text."""
+    """The advice for a site that was not fused, for an error's text."""
     return "".join(f" → {kind.advice}" if kind.hint else f" ({kind.row})" for kind in site.refusals)
 
 
@@ -281,7 +289,7 @@ class Partition(_Only, CustomPartitionerFn):
         if policy is None:
             return partition.upstream(gm, joint_inputs, **kwargs)
         free = policy.memory != "off" and not partition.budgeted(gm.graph)
-        asked = free and memory_levels.unstore(gm.graph)
+        less = policy.memory != "free" or any(map(memory_levels.asked, gm.graph.nodes))
         handed = {
             "outputs": kwargs["num_fwd_outputs"],
             "static_inputs": kwargs.get("static_lifetime_input_indices") or (),
@@ -299,7 +307,7 @@ class Partition(_Only, CustomPartitionerFn):
             return partition.upstream(gm, joint_inputs, budget=1, **kwargs)
         if free:
             graphs = _guarded(self, policy, functools.partial(memory_levels.rebuild, graphs, **handed)) or graphs
-        if free and (policy.memory != "free" or asked):
+        if free and less:
             graphs = (
                 _guarded(self, policy, functools.partial(memory_levels.keep_less, graphs, policy, **handed)) or graphs
             )
@@ -367,7 +375,7 @@ SLOTS: dict[str, _Kind] = {
 
 
 def _missing(policy: FusionPolicy) -> Iterator[str]:
-    """What other people's settings take from this policy in the compilation that is going on."""
+    """Describe the parts of this policy that other settings of the current compilation turn off."""
     if not compat.runs_pre_grad_passes():
         yield (
             "no MLP is looked for: use_pre_grad_passes=False, which mode='lite' sets, turns Inductor's pre-grad passes "
@@ -385,7 +393,7 @@ _logged: set[str] = set()
 
 
 def _guarded(stage: Stage, policy: FusionPolicy, run: Callable[[], Any]) -> Any:
-    """What ``run`` returns; None where it fails, which is logged once."""
+    """The result of ``run``; None if it fails, which is logged once."""
     try:
         return run()
     except Exception as error:
@@ -532,5 +540,5 @@ def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] 
 
 
 def options_without_us() -> dict[str, Any]:
-    """Options that compile without pick-up, whatever policy is in force: what others have put into the slots stays."""
+    """Options that compile without the fusion pass, whatever the policy; other passes in the slots stay."""
     return {name: kind.leave(getattr(inductor_config, name), kind()) for name, kind in SLOTS.items()}

@@ -24,7 +24,7 @@ from torch._inductor.lowering import lowerings, register_lowering, to_dtype
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
 
-from torch_fused_ops import formulas
+from torch_fused_ops.families.softmax import formulas
 from torch_fused_ops.lowerings import operators  # whole: it may be half way through its own import
 
 if TYPE_CHECKING:

@@ -22,13 +22,13 @@ from torch.fx import Graph, Node
 
 from torch_fused_ops.declaration import PointwiseOperator, elementwise
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.lowerings.epilogues import VIEWS, autotuned
+from torch_fused_ops.lowerings.epilogues import autotuned
+from torch_fused_ops.lowerings.partition import VIEWS
 
-__all__ = ["ROWS", "rewrite", "rows_of_a_block"]
+__all__ = ["rewrite", "rows_of_a_block"]
 
 aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
 
-ROWS = "fused_rows_of_a_block"  # in a node's meta
 
 # With fewer rows in a block, the blocks' sums, written and read in 4 bytes, are a large part of the traffic.
 _FEWEST_ROWS = 32
@@ -62,7 +62,9 @@ class _Edit(NamedTuple):
 
 def rewrite(graph: Graph) -> int:
     """Sum over blocks where activations' gradients are summed over their rows; count these activations."""
-    operators = {s.overload: op for op in elementwise() for s in (op.backward, op.fp8_backward)}
+    from torch_fused_ops.lowerings.operators import ROWS  # not earlier: it imports Inductor's lowerings
+
+    operators = {op.backward.overload: op for op in elementwise()}
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         _gather(graph, node, operators)
     if autotuned("TRITON") and compat.keeps_loops_it_tried():

@@ -15,13 +15,13 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from torch_fused_ops import fusion_events
-from torch_fused_ops.capture import title_of
-from torch_fused_ops.gemm_registry import name_of
+from torch_fused_ops.graphs import fusion_events
+from torch_fused_ops.graphs.capture import title_of
+from torch_fused_ops.graphs.gemm_registry import name_of
+from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.activation import CALLS
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, unmatched
-from torch_fused_ops.sites import DROPOUT, Site
 
 __all__ = ["check"]
 
@@ -44,7 +44,7 @@ def check(
 
     Raises:
         UnfusedError: under ``strict``, the graphs have two linear layers or more, no site, and no operator of ours.
-            (One linear layer alone, a head behind something else, is no MLP that was missed.) Or they have sites, and
+            (One linear layer alone, a head behind something else, is not a missed MLP.) Or they have sites, and
             a pattern of the policy fits none.
     """
     call = compat.compiled_call()
@@ -84,7 +84,8 @@ class _Model:
     def add(self, graph: Graph, sites: Sequence[Site], modules: Collection[str]) -> None:
         self.sites += sites
         mlps = {site.module for site in sites if site.activation != DROPOUT}
-        self.modules.update(path for path in modules if any(_is_in(path, mlp) for mlp in mlps))
+        inside = tuple(f"{mlp}." if mlp else "" for mlp in mlps)
+        self.modules.update(path for path in modules if f"{path}.".startswith(inside))
         self.has_ours = self.has_ours or _has_ours(graph)
         self.linears += 0 if self.has_sites else _linears(graph)
 
@@ -141,10 +142,6 @@ class _Model:
             log.warning("in %s a pattern of the policy has no effect: %s", self.title, note)
 
 
-def _is_in(path: str, module: str) -> bool:
-    return not module or f"{path}.".startswith(f"{module}.")
-
-
 def _linears(graph: Graph) -> int:
     """The products with weights, but convolutions, in a graph."""
     from torch_fused_ops.lowerings.recognize.graph import CONVOLUTIONS, GraphAnalysis
@@ -154,7 +151,7 @@ def _linears(graph: Graph) -> int:
 
 
 def _has_ours(graph: Graph) -> bool:
-    """Whether a graph, or one that it calls, has an activation's operator already: a model of FusedMLPs has."""
+    """True if a graph, or one that it calls, has an activation's operator already, as in a model of FusedMLPs."""
     root = graph.owning_module
     graphs = [graph, *(m.graph for m in root.modules() if isinstance(m, GraphModule))] if root else [graph]
     return any(name_of(node.target) in CALLS for one in graphs for node in one.nodes if node.op == "call_function")

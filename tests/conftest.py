@@ -5,7 +5,6 @@ import gc
 import itertools
 import json
 import logging
-import math
 import os
 import platform
 import sys
@@ -36,6 +35,7 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 import processor_time
 
+import torch_fused_ops
 from torch_fused_ops import activations
 
 # Dynamo times each graph's guards, once, with the processor's caches flushed: 40 of a small capture's 140 ms.
@@ -55,29 +55,43 @@ logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ig
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """The whole suite, plain ``pytest``, runs in up to four processes.
 
-    A file goes to one of them: what its tests share, figures on paper above all, is compiled once.
+    A file goes to one of them: what its tests share, estimated figures above all, is compiled once. On a GPU they share
+    its memory, but for their contexts, and the pools that compile its kernels have a process for each processor in all.
     """
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
     if whole and config.pluginmanager.hasplugin("xdist") and config.getoption("numprocesses") is None:
         processors = os.cpu_count() or 1
         config.option.numprocesses = workers = min(processors, 4)
         config.option.dist = "loadfile"
-        os.environ.setdefault("OMP_NUM_THREADS", str(processors // workers))  # for the workers: threads spin
+        settings = {"OMP_NUM_THREADS": f"{processors // workers}"}  # for the workers: threads spin
+        if torch.cuda.is_available():
+            settings["TORCHINDUCTOR_COMPILE_THREADS"] = f"{processors // workers}"
+            settings["PYTORCH_CUDA_ALLOC_CONF"] = f"per_process_memory_fraction:{0.9 / workers:.3f}"
+        for name, text in settings.items():
+            os.environ.setdefault(name, text)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As ``loadfile``, but each case of a GPU goes to whichever process is free: they share little, and are many."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if "cuda" in nodeid.partition("[")[2] else super()._split_scope(nodeid)
+
+    return Scheduling(config, log) if torch.cuda.is_available() and config.option.dist == "loadfile" else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What CONTRIBUTING.md says of them."""
     parser.addoption("--record-compatibility", action="store_true", help="write what passes to docs/compatibility.json")
     parser.addoption("--processor-time", metavar="FILE", help="write each test's processor time in seconds to FILE")
-    parser.addini("seconds_limit", "processor time that a default test may take", default=str(processor_time.LIMIT))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """A meter in every process that runs tests; what reports on all tests in the one that hears of them."""
-    # On a GPU tests do more: its context, and kernels that are compiled for it.
-    limit = math.inf if torch.cuda.is_available() else float(config.getini("seconds_limit"))
-    last = limit if config.getoption("--processor-time") else limit * processor_time.ELSEWHERE
-    config.pluginmanager.register(processor_time.Meter(limit, last), "processor-time-meter")
+    config.pluginmanager.register(processor_time.Meter(), "processor-time-meter")
     if hasattr(config, "workerinput"):
         return
     config.pluginmanager.register(processor_time.Table(config.getoption("--processor-time")), "processor-time-table")
@@ -118,17 +132,6 @@ def inductor() -> Any:
     from torch._inductor import compile_fx
 
     return compile_fx
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    """Dynamo has compiled nothing, before and after, and afterwards pick-up is off."""
-    import torch_fused_ops as tfo
-
-    torch._dynamo.reset()
-    yield
-    tfo.disable()
-    torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -218,20 +221,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m takes tests out
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Marks as slow what ``covering(n, *names)`` and ``every(n)`` leave out of the default suite.
+    """Marks as slow what ``covering(n, *names)`` and ``covering(every=n)`` leave out of the default suite.
 
-    ``covering``: every n values that parameters (``names``, or all) take together in some case, they take in one of the
-    cases that stay. n = 2 is pairwise testing, n = 1 has every value once. ``every``: each n-th case stays.
+    Every n values that parameters (``names``, or all) take together in some case, they take in one of the cases that
+    stay. n = 2 is pairwise testing, n = 1 has every value once. With ``every`` each n-th case stays.
     """
     products: dict[tuple[str, ...], list[Any]] = defaultdict(list)
     for item in items:
-        marked = any(item.get_closest_marker(name) for name in ("covering", "every"))
-        if marked and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+        if item.get_closest_marker("covering") and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             device = str(item.callspec.params.get("device"))  # every device that is there gets all
             products[item.nodeid.partition("::")[0], item.originalname, device].append(item)
     for cases in products.values():
-        covering, each = (cases[0].get_closest_marker(name) for name in ("covering", "every"))
-        stay = _covering(cases, *covering.args) if covering else set(range(0, len(cases), each.args[0]))
+        mark = cases[0].get_closest_marker("covering")
+        stay = _covering(cases, *mark.args) if mark.args else set(range(0, len(cases), mark.kwargs["every"]))
         for i, case in enumerate(cases):
             if i not in stay:
                 case.add_marker(pytest.mark.slow)
@@ -290,3 +292,13 @@ def activation_table() -> Iterator[None]:
         activations._TABLE.update(before)
         for notify in activations._on_change:
             notify()
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """The same random numbers for each test; Dynamo has compiled nothing before, and afterwards pick-up is off."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    if "torch_fused_ops.lowerings.passes" in sys.modules:
+        torch_fused_ops.disable()

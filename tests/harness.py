@@ -1,7 +1,5 @@
 """Models and verbs that test files share: MLPs, a step of training and what it saves, compilation by a policy."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any

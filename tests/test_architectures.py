@@ -12,7 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fused_ops.cli import main
+from torch_fused_ops.planner import search
+from torch_fused_ops.planner.model import captured_model
+from torch_fused_ops.planner.static_memory import resident_tensors
+from torch_fused_ops.policy import MEMORY
+from torch_fused_ops.tools.cli import main
 
 pytest.importorskip("triton")
 transformers = pytest.importorskip("transformers")
@@ -25,12 +29,15 @@ WINDOW = {**LLAMA, "sliding_window": 8}
 TWO_KINDS = {"num_hidden_layers": 2}  # the first layer's attention has a window, the second's none
 GPT2 = {**WORDS, "n_layer": 1, "n_embd": 64, "n_head": 4, "n_positions": 64}
 EXPERTS = {**LLAMA, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-T5 = {**WORDS, "num_layers": 1, "d_model": 64, "num_heads": 4, "d_kv": 16, "d_ff": 128, "decoder_start_token_id": 0}
+BART = {"d_model": 64, "max_position_embeddings": 64, "decoder_start_token_id": 2, "forced_eos_token_id": 2}
+for side in ("encoder", "decoder"):
+    BART |= {f"{side}_layers": 1, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 128}
+T5 = {**WORDS, "num_layers": 1, "d_model": 64, "num_heads": 4, "d_kv": 16, "d_ff": 128, "num_labels": 128}
 IMAGES = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
 IMAGES |= {"image_size": 32, "patch_size": 8, "num_labels": 10}
 
 ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "albert": ("AlbertConfig", "AlbertForMaskedLM", {**BERT, "embedding_size": 32}),
+    "bart": ("BartConfig", "BartForConditionalGeneration", {**WORDS, **BART}),
     "bert": ("BertConfig", "BertForMaskedLM", BERT),
     "bloom": ("BloomConfig", "BloomForCausalLM", {**WORDS, "n_layer": 1, "hidden_size": 64, "n_head": 4}),
     "cohere": ("CohereConfig", "CohereForCausalLM", LLAMA),
@@ -67,7 +74,8 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", EXPERTS),
     "roberta": ("RobertaConfig", "RobertaForMaskedLM", BERT),
     "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", LLAMA),
-    "t5": ("T5Config", "T5ForConditionalGeneration", T5),
+    # Its decoder, checkpointed, sets requires_grad of a tensor in forward, where Dynamo breaks the graph.
+    "t5": ("T5Config", "T5ForTokenClassification", T5),
     "vit": ("ViTConfig", "ViTForImageClassification", IMAGES),
 }
 COMMANDS = {
@@ -100,7 +108,21 @@ def made(
     return make_model
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_plans_train_the_parameters_that_get_gradients(name: str, checkpointing: bool) -> None:
+    model, args, kwargs = made(name, torch.float32, checkpointing)()
+    torch._dynamo.reset()
+    captured = captured_model(model, args, kwargs)
+    planned = resident_tensors(model, captured.unit_of, gets_gradient=captured.gets_gradient)
+    model(*args, **kwargs).loss.backward()
+    gradients = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert {tensor.name for tensor in planned if tensor.trained} == gradients
+
+
 WAYS = list(itertools.product(("float32", "bfloat16"), ("plain", "checkpointed")))
+LEVELS = [level for level in MEMORY if level not in ("off", "free")]
 # Each architecture with each command, and in each dtype with and without checkpoints; each command in each way.
 CASES = [(name, n, *WAYS[(i + j) % 4]) for i, name in enumerate(ARCHITECTURES) for j, n in enumerate(COMMANDS)]
 
@@ -118,6 +140,9 @@ def test_commands(
     module = types.ModuleType("their_module")
     module.make_model = made(name, getattr(torch, dtype), checkpoints == "checkpointed")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "their_module", module)
+    # Compilations take the time: each plan is of two levels, each level is in plans of several architectures.
+    levels = ("free", LEVELS[[*ARCHITECTURES].index(name) % len(LEVELS)])
+    monkeypatch.setattr(search, "levels_for", lambda lossless: levels)
     torch._dynamo.reset()
     first, *rest = COMMANDS[command]
     code = main([first, "their_module:make_model", *rest])

@@ -3,8 +3,6 @@
 They are tried in a process of their own, since operators are for good.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_fused_ops.declaration import OPERATORS, PointwiseOperator, above_zero, elementwise, finite, one_of
+from torch_fused_ops.declaration import OPERATORS, PointwiseOperator, above_zero, finite, one_of
 
 PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
 
@@ -51,9 +49,6 @@ schemas = {
     "bias_square": f"({tensors}, float factor=1.) -> Tensor",
     "bias_square_backward": f"(Tensor grad, {tensors}, float factor, bool[3] output_mask) "
     "-> (Tensor?, Tensor?, Tensor?)",
-    "bias_square_fp8": f"({tensors}, float factor=1.) -> (Tensor, Tensor, Tensor)",
-    "bias_square_fp8_backward": "(Tensor grad, Tensor stored, Tensor scale, Tensor? bias, Tensor? row_scale, "
-    "float factor, ScalarType dtype, bool[3] output_mask) -> (Tensor?, Tensor?, Tensor?)",
 }
 for name, schema in schemas.items():
     assert str(getattr(F, name).default._schema) == f"fused::{name}{schema}", getattr(F, name).default._schema
@@ -93,9 +88,9 @@ for op, truth, args in calls:
 
 # stored in float8: the gradients at what was stored
 x, b = leaf(4, 16), leaf(16)
-y, stored, scale = F.bias_square_fp8(x, b, None, 1.5)
+y = F.bias_square(F.keep_fp8(x), b, None, 1.5)
 close(y, F.bias_square(x, b, None, 1.5))
-loaded = formulas.load_fp8(stored, scale, torch.float64).requires_grad_()
+loaded = formulas.load_fp8(*formulas.store_fp8(x.detach()), torch.float64).requires_grad_()
 close(torch.autograd.grad(y.sum(), (x, b)), torch.autograd.grad(square(loaded, b, None, 1.5).sum(), (loaded, b)))
 
 for error, args, text in (
@@ -129,17 +124,16 @@ assert "bias_square" in partition.RECOMPUTED and set(schemas) <= set(sharding.ru
 # `python -m torch_fused_ops check` has it, and its samples
 from torch_fused_ops.testing import precision, samples
 
-assert {"bias_square", "sine_glu"} < set(samples.OPERATORS) and "sine_glu_fp8" in samples.FP8_OPERATORS
+assert {"bias_square", "sine_glu"} < set(samples.OPERATORS)
 for sample in samples.samples("bias_square", core=True):
     errors = precision.measure(sample)
     assert all(error <= precision.LIMITS[kind] for kind, error in errors.items()), (str(sample), errors)
-for op in ("bias_square_fp8", "sine_glu", "sine_glu_fp8"):
+for op in ("sine_glu",):
     assert len([sample() for make in (samples.samples, samples.backward_samples) for sample in make(op, core=True)]) > 9
 print("everything")
 """
 
 
-@pytest.mark.seconds("the one process in which operators are declared, and compiled")
 def test_a_declared_operator_gets_everything() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (declared,) = (block for block in blocks if "register_pointwise" in block)
@@ -177,12 +171,3 @@ def test_rules_name_the_argument_its_value_and_what_is_accepted() -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(textwrap.dedent(text))):
             rule.check(value)
-
-
-def test_what_is_stored_is_read_back_by_name() -> None:
-    for op in elementwise():
-        names = [argument.name for argument in op.fp8_backward.arguments]
-        given = op.stored(names)
-        assert given.grad == "grad" and given.output_mask == "output_mask"
-        assert len(given.data) == op.data == len(given.dtypes)
-        assert (*given.others, *given.scalars) == (*list(op.tensors)[op.data :], *op.scalars)

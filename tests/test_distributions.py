@@ -1,7 +1,5 @@
 """What docs/release.md makes: a source distribution that is a clone, and a wheel that is the package."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -7,11 +7,15 @@ only type checkers import does not count.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from torch_fused_ops.declaration import elementwise
+from torch_fused_ops.operators.autograd import COMPOSITES, REGISTERED
 
 ROOT = Path(__file__).parents[1]
 # As pyproject.toml maps them.
@@ -23,83 +27,66 @@ FOLDERS = {
 if not all(folder.is_dir() for folder in FOLDERS.values()):
     pytest.skip("not in a clone", allow_module_level=True)
 
-# The parts, a package or a module each, from the ground up, with what they import. A part stands below all that import
-# it. "torch_fused_ops" is the public face, __init__.py.
-OPERATORS = [
-    *(
-        "activations",
-        "formulas",
-        "float8_recipes",
-        "float8",
-        "declaration",
-        "kernels",
-        "distributed",
-        "flop_formulas",
-        "operators",
-        "reference",
+# The core: what is read in an afternoon; docs/architecture.md says where to begin.
+CORE = (
+    *("activations", "formulas", "declaration"),
+    *("operators.activation", "operators.registration", "operators.eager", "operators.checks", "operators.fakes"),
+    *("operators.batching", "operators.autograd", "operators.fp8_store", "operators.reference"),
+    *("kernels.cpu", "kernels.launching", "kernels.activation", "settings.switches"),
+    *("graphs.reasons", "graphs.gemm_registry", "graphs.modules", "graphs.target"),
+    *("lowerings.recognize.symbolic", "lowerings.recognize.graph", "lowerings.recognize.values"),
+    *("lowerings.recognize.prove", "lowerings.recognize.autograd_functions", "lowerings.recognize.subgraph"),
+    *("lowerings.recognize.canonical", "lowerings.recognize.rewrite"),
+    *("lowerings.partition", "lowerings.saved_tensors", "lowerings.operators", "lowerings.compat"),
+)
+CORE_LINES = 8500  # at most
+
+# The layers from the ground up: their modules (a package stands for all below it that no other row names), and the
+# layers that they import. A family registers its operators, kernels, lowerings and sharding rules; the plug-in puts
+# passes and families together, so it names them, and no file of the core does. "torch_fused_ops" is the public face.
+WORDS, FAMILIES = ("core", "words"), ("dropout", "softmax", "float8")
+LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "core": (CORE, ()),
+    "words": (("settings", "policy", "graphs", "_version"), ("core",)),
+    "operators": (("operators", "kernels", "distributed.sharding"), ("core",)),
+    "dropout": (("families.dropout", "lowerings.dropout", "lowerings.recognize.dropout"), (*WORDS, "operators")),
+    "softmax": (("families.softmax", "lowerings.softmax"), (*WORDS, "operators")),
+    "float8": (("families.float8", "lowerings.float8", "lowerings.recognize.gemms"), (*WORDS, "operators")),
+    "levels": (
+        (
+            *("lowerings.memory_levels", "lowerings.recognize.tiles", "lowerings.recognize.per_row_scale"),
+            *("lowerings.buffer_reuse", "lowerings.epilogues", "lowerings.split_reductions"),
+        ),
+        WORDS,
     ),
-    *("viewless", "routing", "functional"),
-]
-SITES = ["capture", "reasons", "sites"]
-POLICY = ["policy", "environment"]
-LAYERS: dict[str, list[str]] = {
-    "virtual_gpu": [],
-    "_version": [],
-    "tiles": [],
-    "capture": [],
-    "reasons": [],
-    "sites": ["reasons"],
-    "gemm_registry": [],
-    "flop_formulas": [],
-    # operators
-    "activations": [],
-    "formulas": ["activations"],
-    "float8_recipes": [],
-    "float8": ["formulas", "float8_recipes"],
-    "policy": ["float8_recipes", "tiles"],
-    "bench_ways": ["policy"],
-    "arguments": ["_version", "policy", "bench_ways"],
-    "environment": ["policy"],
-    "switches": [],
-    "fusion_events": ["policy"],
-    "declaration": ["activations"],
-    "kernels": ["activations", "formulas", "float8_recipes", "float8", "declaration"],
-    "distributed": ["float8_recipes", "float8", "declaration"],
-    "operators": [
-        *("activations", "formulas", "float8_recipes", "float8", "declaration", "kernels", "distributed"),
-        *("flop_formulas", "switches"),
-    ],
-    "reference": ["formulas", "operators"],
-    "viewless": ["operators"],
-    "routing": [],
-    "functional": ["activations", "float8_recipes", "distributed", "operators", "viewless"],
-    "megatron": ["reference", "operators", "viewless", "routing", "functional"],
-    "slapo": ["activations", "functional", "megatron"],
-    # torch.compile
-    "lowerings": [
-        *("virtual_gpu", "_version", "tiles", "switches", *POLICY, *SITES, "fusion_events", "gemm_registry", *OPERATORS)
-    ],
-    "reports": ["virtual_gpu", "policy", *SITES, "fusion_events", "lowerings"],
-    "verify": ["policy", *SITES, "fusion_events", "lowerings", "reports"],
-    "planner": ["virtual_gpu", "policy", *SITES, "lowerings", "reports"],
-    # modules
-    "nn": ["virtual_gpu", *OPERATORS, "megatron", "tiles", "policy", *SITES, "lowerings", "reports"],
-    "torch_fused_ops": [
-        *("_version", "arguments", *OPERATORS, "gemm_registry", *POLICY, "lowerings", "reports", "verify", "planner")
-    ],
-    "integrations": ["reports"],
-    # tools
-    "testing": OPERATORS,
-    "benchmarks": [
-        *("virtual_gpu", "bench_ways", "arguments", *OPERATORS, "policy", *SITES, "lowerings", "nn"),
-        "torch_fused_ops",
-    ],
-    "cli": [
-        *("virtual_gpu", "arguments", "switches", *OPERATORS, "policy", "environment", "lowerings", "torch_fused_ops"),
-        *("testing", "benchmarks"),
-    ],
-    "__main__": ["cli"],
-}  # fmt: skip
+    "plug-in": (("lowerings",), (*WORDS, "dropout", "float8", "levels")),
+    "virtual_gpu": (("virtual_gpu",), ("core",)),
+    "names": (("functional", "families", "megatron", "slapo"), ("core", "operators", *FAMILIES)),
+    "distributed": (("distributed",), ("core",)),
+    "reports": (("reports",), (*WORDS, "virtual_gpu", "plug-in")),
+    # replace_mlps returns a report; nn.MLP takes Megatron's functions and checkpoints.
+    "nn": (("nn",), (*WORDS, "operators", "float8", "names", "distributed", "plug-in", "reports")),
+    "tools": (
+        ("planner", "integrations", "tools", "benchmarks.variants"),
+        (*WORDS, "levels", "virtual_gpu", "plug-in", "reports"),
+    ),
+    "torch_fused_ops": (("torch_fused_ops",), (*WORDS, "operators", "names", "plug-in", "reports", "tools")),
+    "programs": (
+        ("testing", "benchmarks", "tools.cli", "__main__"),
+        (*WORDS, *FAMILIES, "operators", "virtual_gpu", "plug-in", "names", "nn", "tools", "torch_fused_ops"),
+    ),
+}
+
+
+def layer_of(module: str) -> str:
+    """The layer with the longest prefix of a module's name."""
+    names = module.removeprefix("torch_fused_ops.").split(".")
+    while names:
+        for layer, (prefixes, _) in LAYERS.items():
+            if ".".join(names) in prefixes:
+                return layer
+        names.pop()
+    raise AssertionError(f"{module} is in no layer")
 
 
 @cache
@@ -134,10 +121,6 @@ def imports(module: str) -> frozenset[str]:
     return frozenset(name for name in names if name in modules() and name != module)
 
 
-def part_of(module: str) -> str:
-    return module.split(".")[1] if "." in module else module
-
-
 def circles() -> Iterator[set[str]]:
     """The strongly connected components (Tarjan 1972, doi:10.1137/0201010) that have more than one module."""
     number: dict[str, int] = {}
@@ -165,23 +148,41 @@ def circles() -> Iterator[set[str]]:
             yield from visit(module)
 
 
-def test_the_table_goes_from_the_ground_up() -> None:
-    parts = list(LAYERS)
-    assert set(parts) == {part_of(module) for module in modules()}
-    for part, below in LAYERS.items():
-        assert all(parts.index(one) < parts.index(part) for one in below), part
+def test_every_module_is_in_a_layer() -> None:
+    assert {layer_of(module) for module in modules()} == set(LAYERS)
+    order = list(LAYERS)
+    assert all(
+        order.index(below) < order.index(layer) for layer, (_, all_below) in LAYERS.items() for below in all_below
+    )
 
 
-def test_every_part_has_its_place_in_the_page() -> None:
+def test_the_core_is_read_in_an_afternoon() -> None:
+    files = [modules()[f"torch_fused_ops.{name}"] for name in CORE]
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+    assert lines <= CORE_LINES, f"{lines} lines in {len(files)} files"
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert not [part for part in LAYERS if not any(f" {part}{end}" in page for end in (".py", "/"))]
+    first = [name.replace("/", ".") for name in re.findall(r"^\| \d \| `(.*)\.py` \|", page, re.M)]
+    assert len(first) == 9 and set(first) <= set(CORE) and len(page.split()) < 900
 
 
-@pytest.mark.parametrize("part", LAYERS)
-def test_a_part_imports_what_is_below_it(part: str) -> None:
-    accepted = (part, *LAYERS[part])
-    own = [module for module in modules() if part_of(module) == part]
-    assert not {(module, other) for module in own for other in imports(module) if part_of(other) not in accepted}
+def test_no_file_of_the_core_names_an_operator_of_a_family() -> None:
+    declared = {signature.name for op in elementwise() for signature in op.signatures}
+    operators = {*REGISTERED, *(op._schema.name.removeprefix("fused::") for op in COMPOSITES)} - declared
+    assert {"dropout_add", "scaled_masked_softmax", "quantize", "linear_fp8"} <= operators
+    for name in CORE:
+        tree = ast.walk(ast.parse(modules()[f"torch_fused_ops.{name}"].read_text(encoding="utf-8")))
+        words = {
+            getattr(node, "attr", getattr(node, "value", None)) for node in tree if not isinstance(node, ast.keyword)
+        }
+        assert not operators & {word for word in words if isinstance(word, str)}, name
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_imports_what_the_table_says(layer: str) -> None:
+    accepted = (layer, *LAYERS[layer][1])
+    inside = [module for module in modules() if layer_of(module) == layer]
+    upward = {(module, other) for module in inside for other in imports(module) if layer_of(other) not in accepted}
+    assert not upward
 
 
 def test_nothing_that_is_installed_imports_the_laboratory() -> None:

@@ -4,8 +4,6 @@ What upstream does is written here in plain torch, as its sources say; nothing o
 """
 
 import inspect
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -51,7 +49,6 @@ def glu(act, y, bias=None, weights=None, offset=0.0, clamp=None):
 
 
 X, BIAS, WEIGHTS = randn(6, 8, scale=3), randn(8, seed=1), randn(6, 1, seed=2)
-HALF = randn(4, seed=3)
 G4, G8 = randn(6, 4, seed=4), randn(6, 8, seed=5)
 
 # name → arguments, and the same in plain torch. The forward functions first, then what upstream's classes apply.
@@ -84,7 +81,7 @@ FORWARD = {
     "bias_clamped_swiglu": ((X, BIAS, 2.0), lambda y, b, c: glu(F.silu, y, b, clamp=c)),
     "clamped_weighted_swiglu": ((X, WEIGHTS, 2.0), lambda y, w, c: glu(F.silu, y, None, w, clamp=c)),
     "bias_swiglu_impl": ((X, BIAS, False, True, 2.0), lambda y, b, _, __, c: glu(F.silu, y, b, clamp=c)),
-    "weighted_bias_swiglu_impl": ((X, None, WEIGHTS), lambda y, b, w: glu(F.silu, y, b, w)),
+    "weighted_bias_swiglu_impl": ((X, BIAS, WEIGHTS), lambda y, b, w: glu(F.silu, y, b, w)),
     "BiasSwiGLUFunction": ((X, BIAS, False, False, 2.0), lambda y, b, _, __, c: glu(F.silu, y, b, clamp=c)),
     "SwiGLUFunction": ((X, False, False, None), lambda y, *_: glu(F.silu, y)),
     "WeightedSwiGLUFunction": ((X, WEIGHTS, False, 2.0), lambda y, w, _, c: glu(F.silu, y, None, w, clamp=c)),
@@ -139,15 +136,6 @@ def test_every_name_is_tested_here():
     assert all(getattr(mg, name).__doc__ for name in mg.__all__)
 
 
-@pytest.mark.slow
-def test_importing_it_imports_no_inductor():
-    code = (
-        "import sys, torch_fused_ops.megatron, torch_fused_ops.slapo; print('torch._inductor.lowering' in sys.modules)"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "False"
-
-
 @pytest.mark.parametrize("name", FORWARD)
 def test_value_and_gradients(name):
     args, formula = FORWARD[name]
@@ -177,7 +165,7 @@ def test_derivatives(name):
         torch.testing.assert_close(t.double(), plain[i].grad, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.every(4)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("name", FORWARD)
 def test_compiles_whole(name):
     args, _ = FORWARD[name]
@@ -188,22 +176,6 @@ def test_compiles_whole(name):
     expected = function(name)(*args)
     torch.testing.assert_close(out, expected)
     got, truth = (torch.autograd.grad(o.square().sum(), tensors) for o in (out, expected))
-    torch.testing.assert_close(got, truth)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_many_compile_in_one_graph(backend):
-    y, bias, weights = leaves(randn(2, 3, 8), BIAS, randn(2, 3, 1))
-
-    def fn(y, bias, weights):
-        a = mg.bias_swiglu_impl(y, bias, False, True, 2.0) + mg.weighted_bias_quick_geglu_impl(y, bias, weights)
-        b = mg.bias_geglu_impl(y.transpose(0, 1), bias).transpose(0, 1) + mg.weighted_bias_swiglu_impl(y, bias, weights)
-        return a * b * mg.bias_gelu_impl(a, None)
-
-    torch.compiler.reset()
-    out, expected = torch.compile(fn, backend=backend, fullgraph=True)(y, bias, weights), fn(y, bias, weights)
-    torch.testing.assert_close(out, expected)
-    got, truth = (torch.autograd.grad(o.sum(), (y, bias, weights)) for o in (out, expected))
     torch.testing.assert_close(got, truth)
 
 
@@ -302,19 +274,6 @@ def test_weighted_and_clamped_swiglu(dtype, clamp):
     torch.testing.assert_close(weights.grad, plain[1].grad.float(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_weighted_squared_relu(dtype):
-    x, weights = leaves(randn(16, 64, dtype=dtype), randn(16, 1))
-    plain = leaves(x.double(), weights.double())
-    out, expected = mg.weighted_squared_relu_impl(x, weights), F.relu(plain[0]).square() * plain[1]
-    incoming = randn(16, 64, dtype=dtype, seed=1)
-    out.backward(incoming)
-    expected.backward(incoming.double())
-    torch.testing.assert_close(out, expected.to(dtype), **TOLERANCES[dtype])
-    torch.testing.assert_close(x.grad, plain[0].grad.to(dtype), **TOLERANCES[dtype])
-    torch.testing.assert_close(weights.grad, plain[1].grad.float(), rtol=1e-4, atol=1e-4)
-
-
 def test_derivatives_on_the_bounds_are_those_of_clamp():
     """torch.clamp's is 1, and 0 from torch 2.15 on; upstream's is 1."""
     y, plain = leaves(*[torch.tensor([[7.0, 8.0, 7.0, -7.0]])] * 2)
@@ -367,11 +326,6 @@ def test_bias_geglu_can_clamp():
     y = torch.full((1, 2), 100.0)
     assert mg.bias_geglu_impl(y, None).item() == 10000  # upstream's answer, whatever the configuration says
     assert mg.bias_geglu_impl(y, None, clamp_value=7.0).item() == 49
-
-
-def test_weighted_swiglu_takes_a_bias():
-    expected = glu(F.silu, X, BIAS, WEIGHTS)
-    torch.testing.assert_close(mg.weighted_bias_swiglu_impl(X, BIAS, WEIGHTS).double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_negative_clamps_are_refused():
@@ -537,16 +491,6 @@ def test_causal(shape, fusion):
     x = randn(*shape)
     expected = exact(x, causal(*shape[2:]))
     torch.testing.assert_close(softmax(fusion=fusion)(x, None).double(), expected, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("fusion", [True, False])
-def test_equal_scores(fusion):
-    x = torch.zeros(2, 3, 32, 32)
-    rows = torch.arange(1, 33).view(-1, 1)
-    lower = torch.ones(32, 32).tril()
-    torch.testing.assert_close(softmax(fusion=fusion)(x, None), (lower / rows).expand(2, 3, 32, 32))
-    with_sink = softmax(fusion=fusion)(x, None, torch.zeros(3))
-    torch.testing.assert_close(with_sink, (lower / (1 + rows)).expand(2, 3, 32, 32))
 
 
 def padding(b, sk, dtype=torch.bool):
@@ -780,8 +724,3 @@ def test_softmax_module_names_what_is_wrong(fusion):
         module()(scores.long(), None)
     with pytest.raises(ValueError, match="window_size=3 is not accepted"):
         module(3)
-
-
-def test_weights_of_another_shape_name_each_accepted_one_once():
-    with pytest.raises(ValueError, match=r"weights has shape \(4,\); accepted: \(4, 1\), a number for each row"):
-        mg.weighted_bias_swiglu_impl(torch.randn(4, 8), None, torch.rand(4))

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from torch_fused_ops import activations, reference
+from torch_fused_ops import activations
+from torch_fused_ops.operators import reference
 
 NAMES = activations.names()
 

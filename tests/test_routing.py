@@ -1,7 +1,5 @@
 """Routing maps: rows of tokens and back, against loops over lists, in float64, gradients included."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -109,7 +107,6 @@ def test_chunks_are_sorted(case) -> None:
 
 
 def test_second_derivatives() -> None:
-    torch.manual_seed(0)
     routing_map = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]])
     x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
     probs = torch.rand(4, 3, dtype=torch.float64, requires_grad=True)
@@ -148,11 +145,10 @@ def test_zero_rows_bring_no_infinity_to_weights() -> None:
     assert rows.tolist() == [[2.0, 3.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]] and row_probs.tolist() == [1, 0, 0, 0]
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("padded", [False, True])
 def test_one_graph(padded: bool) -> None:
-    torch.manual_seed(0)
     routing_map = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]]).bool()
     x, probs = torch.randn(4, 8, requires_grad=True), torch.rand(4, 3, requires_grad=True)
 
@@ -188,11 +184,7 @@ def two(*values: int) -> torch.Tensor:
         (lambda: permute(X, MAP, num_out_tokens=9), ValueError, "num_out_tokens=9 is not accepted: .* 8 pairs"),
         (lambda: permute(X, MAP, num_out_tokens=-1), ValueError, "num_out_tokens=-1"),
         (lambda: permute(X, MAP, return_batch_invariant_inverse_map=True), ValueError, "return_batch_invariant"),
-        (
-            lambda: permute(X, MAP, tokens_per_expert=two(4, 3), align_size=4),
-            ValueError,
-            r"tokens_per_expert=\[4, 3\] is not accepted: the routing map has \[4, 4\]",
-        ),
+        (lambda: permute(X, MAP, tokens_per_expert=two(4, 3), align_size=4), ValueError, r"tokens_per_expert=\[4"),
         (lambda: unpermute(ROWS, INDICES, torch.Size([4, 2])), ValueError, r"permuted_tokens of shape \(8, 3\)"),
         (lambda: unpermute(ROWS, INDICES[:7], X.shape), ValueError, r"sorted_indices of shape \(7,\)"),
         (lambda: unpermute(ROWS, INDICES, X.shape, PROBS), ValueError, "probs are not accepted without routing_map"),

@@ -1,6 +1,4 @@
-"""The suite itself: what leaves the default run is in one part of .ci/slow, and a default test has its limit."""
-
-from __future__ import annotations
+"""The suite itself: what leaves the default run is in one part of .ci/slow, and what the default run takes is said."""
 
 import os
 import shutil
@@ -90,30 +88,13 @@ def test_graphs_are_lowered_without_code(request: pytest.FixtureRequest) -> None
 TESTS = """
 import itertools, subprocess, sys
 import pytest
-from processor_time import seconds
-
-def work(wanted=0.6):
-    began = seconds()
-    while seconds() - began < wanted:
-        pass
-
-@pytest.fixture(scope="module")
-def shared():
-    work()
-
-def test_light(shared): pass
-
-def test_dear(): work()
 
 def test_dear_in_a_child():
     program = "import time\\nwhile time.process_time() < 0.6: pass"
     subprocess.run([sys.executable, "-c", program], check=True)
 
-@pytest.mark.seconds("it must")
-def test_says_why(): work()
-
 @pytest.mark.slow
-def test_slow(): work()
+def test_slow(): pass
 
 @pytest.mark.parametrize("c", range(3))
 @pytest.mark.parametrize("b", range(3))
@@ -125,7 +106,7 @@ def test_pairs(a, b, c): pass
 @pytest.mark.parametrize(("a", "b"), itertools.product(range(3), range(4)))
 def test_each(a, b): pass
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("a", range(7))
 def test_some(a): pass
 
@@ -146,29 +127,44 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     return pytester
 
 
-def limited(suite: pytest.Pytester, seconds: float, *options: str) -> pytest.RunResult:
-    """A run whose tests may take so long; the dear ones take 0.6 s."""
-    return suite.runpytest_subprocess("-p", "no:xdist", "-o", f"seconds_limit={seconds}", *options, "tests")
-
-
 @pytest.mark.slow
-def test_what_is_dear_fails_unless_it_says_why(suite: pytest.Pytester) -> None:
-    run = limited(suite, 0.2, "--processor-time", "times.json")
-    run.assert_outcomes(passed=2 + 10 + 3 + 3 + 1, failed=2, deselected=1 + 17 + 9 + 4 + 1)
-    run.stdout.fnmatch_lines(["*0.?*s of processor time; a default test has 0.2.*", "processor time: * s of it in*"])
-    assert '"tests/test_them.py::test_says_why": 0.6' in (suite.path / "times.json").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("limit", "failed"), [(0.3, 0), (0.1, 2)])
-def test_where_times_are_not_asked_for_machines_may_differ(suite: pytest.Pytester, limit: float, failed: int) -> None:
-    run = limited(suite, limit)
-    run.assert_outcomes(passed=21 - failed, failed=failed, deselected=1 + 17 + 9 + 4 + 1)
-    run.stdout.fnmatch_lines_random(["  above its limit: 0.? s, tests/test_them.py::test_dear*"] * 2)
+def test_the_default_run_has_one_of_each_kind_and_says_what_it_takes(suite: pytest.Pytester) -> None:
+    run = suite.runpytest_subprocess("-p", "no:xdist", "--processor-time", "times.json", "tests")
+    run.assert_outcomes(passed=1 + 10 + 3 + 3 + 1, deselected=1 + 17 + 9 + 4 + 1)
+    run.stdout.fnmatch_lines(["processor time: * s of it in*the dearest: *"])
+    assert '"tests/test_them.py::test_dear_in_a_child": ' in (suite.path / "times.json").read_text()
 
 
 @pytest.mark.slow
 def test_the_rest_is_slow(suite: pytest.Pytester) -> None:
     """Nothing is lost: what the default run left out, as many as it said, and no more."""
     run = suite.runpytest_subprocess("-p", "no:xdist", "-m", "slow", "tests")
-    run.assert_outcomes(passed=1 + 17 + 9 + 4 + 1, deselected=4 + 10 + 3 + 3 + 1)
+    run.assert_outcomes(passed=1 + 17 + 9 + 4 + 1, deselected=1 + 10 + 3 + 3 + 1)
+
+
+ON_A_GPU = """
+import os, pytest
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("n", range(8))
+def test_case(device, n):
+    settings = (os.environ[name] for name in ("TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_CUDA_ALLOC_CONF"))
+    with open("ran", "a") as file:
+        print(device, os.environ["PYTEST_XDIST_WORKER"], *settings, file=file)
+"""
+
+
+@pytest.mark.slow
+def test_cases_of_a_gpu_are_spread_over_processes_that_share_it(
+    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHINDUCTOR_COMPILE_THREADS", "PYTEST_XDIST_WORKER"):
+        monkeypatch.delenv(name, raising=False)
+    faked = "import os, torch; torch.cuda.is_available = lambda: True; os.cpu_count = lambda: 8"
+    (suite.path / "gpu.py").write_text(faked)
+    (suite.path / "tests" / "test_them.py").write_text(ON_A_GPU)
+    suite.runpytest_subprocess("-p", "gpu").assert_outcomes(passed=16)
+    rows = [line.split() for line in (suite.path / "ran").read_text().splitlines()]
+    workers = {on: {worker for device, worker, *_ in rows if device == on} for on in ("cpu", "cuda")}
+    assert len(workers["cpu"]) == 1 and len(workers["cuda"]) >= 3, "a file's tests share what they compile"
+    assert {tuple(settings) for _, _, *settings in rows} == {("2", "per_process_memory_fraction:0.225")}

@@ -1,7 +1,5 @@
 """Plain words: docstrings say what a thing is or does, and names what they hold. The counts may only fall."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter
@@ -22,7 +20,7 @@ PRIVATE = re.compile(
 )
 
 # At most; a change may lower a number.
-LIMITS = {"docstrings": 111, "names": 124, "private words": 14}
+LIMITS = {"docstrings": 0, "names": 84, "private words": 3}
 
 
 def counts() -> Counter[str]:
@@ -42,6 +40,6 @@ def counts() -> Counter[str]:
     return total
 
 
-@pytest.mark.parametrize("what", LIMITS)
-def test_counts_only_fall(what: str) -> None:
-    assert counts()[what] <= LIMITS[what], "say it in plain words, or lower the limit where there are fewer"
+def test_counts_only_fall() -> None:
+    counted = counts()
+    assert all(counted[what] <= most for what, most in LIMITS.items()), f"{counted}: say it in plain words"

@@ -2,12 +2,15 @@
 
 import torch
 from torch import Tensor
+from typing_extensions import assert_type
 
 import torch_fused_ops as tfo
 from torch_fused_ops import functional as FF
 
-compiled = torch.compile(torch.nn.Linear(8, 8), backend="fused", options={"memory": "fp8"})
-hidden: Tensor = FF.swiglu(torch.ones(2, 8), torch.ones(2, 8))
+compiled = torch.compile(torch.nn.Linear(8, 8), backend="fused", options={"memory": "fp8"})  # pyright: ignore[reportUnknownMemberType]  # fmt: skip
+x = torch.ones(2, 8)
+assert_type(FF.bias_act(x, activation="gelu_tanh"), Tensor)  # torch.ops.fused.*, as all of torch.ops, gives Any
+assert_type(FF.swiglu(x, x), Tensor)
 mlp: torch.nn.Module = tfo.nn.FusedMLP(8, 16)
 tfo.enable(memory="fp8", exclude=["encoder.*"])
 tfo.enable(memory={"layers.0.*": "input", "*": "tiled:6"}, gemm="fp8-rowwise")
@@ -18,5 +21,5 @@ tfo.enable(memroy="fp8")  # type: ignore[call-arg]
 tfo.enable(memory="fp9")  # type: ignore[arg-type]
 tfo.FusionPolicy(gemm="fp8-rows")  # type: ignore[arg-type]
 tfo.no_such_part  # type: ignore[attr-defined]  # noqa: B018
-report: tfo.Report = tfo.explain(mlp, torch.ones(2, 8))
+report: tfo.Report = tfo.explain(mlp, x)
 sites: tuple[tfo.Site, ...] = report.sites

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 if sys.argv[:1] == ["-m"] and (_module := sys.orig_argv[-len(sys.argv)]).split(".")[0] == __name__:
     # Torch takes 2 s to import; --help, --version and usage errors do not need it.
     if _module == __name__:
-        from torch_fused_ops import environment
-        from torch_fused_ops.arguments import parser
+        from torch_fused_ops.settings import environment
+        from torch_fused_ops.tools.arguments import parser
 
         _arguments = parser().parse_args(sys.argv[1:])
         if _arguments.command == "run":  # replaces this process
@@ -31,18 +31,19 @@ if sys.argv[:1] == ["-m"] and (_module := sys.orig_argv[-len(sys.argv)]).split("
     # Hide torch's warning: nothing here needs NumPy, and `info` reports it.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
-from torch_fused_ops import environment, functional  # environment first: an invalid setting stops the import here
+from torch_fused_ops.settings import environment  # first: an invalid setting stops the import here
+
+# isort: split
+from torch_fused_ops import functional
 from torch_fused_ops._version import __version__
 from torch_fused_ops.activations import register_activation
-from torch_fused_ops.gemm_registry import register_gemm
-
-# Importing the operators registers torch.ops.fused.*.
+from torch_fused_ops.graphs.gemm_registry import register_gemm
 from torch_fused_ops.operators.decompositions import decompositions
 from torch_fused_ops.planner.plan import Plan, plan
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, policy_given
 from torch_fused_ops.reports.explain import Report, Site, explain
 from torch_fused_ops.reports.recording import record, report_at_exit
-from torch_fused_ops.verify import Verification, verify
+from torch_fused_ops.tools.verify import Verification, verify
 
 __all__ = [
     "FusionPolicy",
@@ -70,7 +71,10 @@ __all__ = [
 if environment.REPORT:
     report_at_exit(Path(environment.REPORT))
 
-_PARTS = ("distributed", "lowerings", "megatron", "nn", "reference", "slapo", "testing", "virtual_gpu")
+_PARTS = {
+    **{name: name for name in ("distributed", "lowerings", "megatron", "nn", "slapo", "testing", "virtual_gpu")},
+    "reference": "operators.reference",
+}
 
 
 def __dir__() -> list[str]:
@@ -80,14 +84,17 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from torch_fused_ops import distributed, lowerings, megatron, nn, reference, slapo, testing, virtual_gpu  # noqa: F401
+    from torch_fused_ops import distributed, lowerings, megatron, nn, slapo, testing, virtual_gpu
+    from torch_fused_ops.operators import reference
     from torch_fused_ops.policy import PolicyFields
+
+    __all__ += ["distributed", "lowerings", "megatron", "nn", "reference", "slapo", "testing", "virtual_gpu"]
 else:  # type checkers would accept any name
 
     def __getattr__(name: str) -> ModuleType:
         """Import a subpackage on first use: ``import torch_fused_ops as tfo; tfo.nn.FusedMLP``."""
         if name in _PARTS:
-            return importlib.import_module(f"{__name__}.{name}")
+            return importlib.import_module(f"{__name__}.{_PARTS[name]}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -142,7 +149,7 @@ def compile_options(
 _WHEN_LOADED = {
     "torch._inductor.lowering": "torch_fused_ops.lowerings",
     "torch.distributed.tensor": "torch_fused_ops.distributed.sharding",
-    "torch.utils.flop_counter": "torch_fused_ops.flop_formulas",
+    "torch.utils.flop_counter": "torch_fused_ops.operators.flop_formulas",
 }
 
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from torch_fused_ops.cli import main
+from torch_fused_ops.tools.cli import main
 
 sys.exit(main())

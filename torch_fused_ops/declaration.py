@@ -1,4 +1,4 @@
-"""What an operator is, said once: its tensors and what their axes mean, its scalars, its formula on elements.
+"""Declarations of operators: tensors and the meaning of their axes, scalars, the formula on elements.
 
     glu = PointwiseOperator(
         "glu",
@@ -11,7 +11,7 @@
     )
 
 Everything else follows from that: the schemas (below), what is accepted (``checks``), the plain-torch operators
-(``plain``), fake kernels (``fakes``), vmap (``batching``), autograd (``autograd``, ``registration``), eager kernels
+(``eager``), fake kernels (``fakes``), vmap (``batching``), autograd (``autograd``, ``registration``), eager kernels
 (``kernels/cpu.py``, ``kernels/activation.py``), Inductor's lowerings (``lowerings/operators.py``), DTensor's rules
 (``distributed/sharding.py``), sample inputs (``testing/samples.py``), the page (``docs/operators.md``).
 
@@ -49,7 +49,6 @@ __all__ = [
     "PointwiseOperator",
     "Rule",
     "Signature",
-    "Stored",
     "above_zero",
     "arguments_of",
     "between",
@@ -83,7 +82,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Signature:
-    """What one registered operator takes and gives: ``results`` are the kinds of its results.
+    """The arguments and results of one registered operator: ``results`` are the kinds of its results.
 
     The results of a backward operator may each be None.
     """
@@ -95,7 +94,7 @@ class Signature:
 
     @property
     def is_backward(self) -> bool:
-        """Whether this is a backward operator: the last argument says which results are wanted."""
+        """True for a backward operator, whose last argument is the mask of requested results."""
         return self.arguments[-1].name == "output_mask"
 
     @property
@@ -116,7 +115,7 @@ class Signature:
 
 
 class Rule(NamedTuple):
-    """What a scalar must be: ``check(value)`` raises ValueError, naming the argument, its value and what is accepted"""
+    """A check of a scalar: ``check(value)`` raises ValueError, naming the argument, its value and what is accepted"""
 
     name: str
     check: Callable[[Any], object]
@@ -184,7 +183,7 @@ class Operator:
 
     @property
     def signatures(self) -> tuple[Signature, ...]:
-        """Of all that is registered for it."""
+        """The signatures of all operators that are registered for it."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:
@@ -197,11 +196,11 @@ class Operator:
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """Of each tensor."""
+        """The kind of each tensor."""
         return tuple(kind.rstrip("?") for kind in self.tensors.values())
 
     def index(self, kind: str) -> int | None:
-        """Which tensor is of that kind; None if none is."""
+        """The index of the tensor of that kind; None if there is none."""
         return self.kinds.index(kind) if kind in self.kinds else None
 
     @cached_property
@@ -227,7 +226,7 @@ class Operator:
 
     @cached_property
     def defaults(self) -> tuple[Any, ...]:
-        """Of the scalars."""
+        """The defaults of the scalars."""
         return tuple(a.value for a in self.scalar_arguments)
 
     def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -258,17 +257,6 @@ class OpaqueOperator(Operator):
         return self.forward, self.gradients
 
 
-class Stored(NamedTuple):
-    """The arguments of a backward operator whose data is stored in float8."""
-
-    grad: Any
-    data: tuple[tuple[Any, Any], ...]  # stored, scale
-    others: tuple[Any, ...]  # the tensors that are no data, as they are
-    scalars: tuple[Any, ...]
-    dtypes: tuple[torch.dtype, ...]  # of the data, and so of its gradients
-    output_mask: Sequence[bool]
-
-
 def _never(*args: Any) -> bool:
     return False
 
@@ -277,8 +265,7 @@ def _never(*args: Any) -> bool:
 class PointwiseOperator(Operator):
     """An operator whose result is a formula of its data, element by element.
 
-    It comes in four: itself; ``…_backward``; ``…_fp8``, which also stores its data as backward needs it, in float8; and
-    that one's backward.
+    It comes in two: itself and ``…_backward``.
 
     Attributes:
         value: (data…, scale, scalars…) -> the result on elements, widened; packed data is two, gate and up, its bias
@@ -286,7 +273,7 @@ class PointwiseOperator(Operator):
         grads: (grad, data…, scale, scalars…) -> the gradient of each of the data, likewise.
         keeps_result: the operator's arguments -> whether backward needs no more than the result, which then takes the
             data's place.
-        kernels: the module with its Triton kernels, whose ``launch_of(name)`` gives what runs each of the four on GPUs,
+        kernels: the module with its Triton kernels, whose ``launch_of(name)`` gives what runs each of the two on GPUs,
             as the operator is called; without one, GPUs run it in eager mode as blocks of plain torch.
     """
 
@@ -310,27 +297,27 @@ class PointwiseOperator(Operator):
 
     @cached_property
     def is_packed(self) -> bool:
-        """Whether its data is packed."""
+        """True if its data is packed."""
         return "packed" in self.kinds
 
     @cached_property
     def data(self) -> int:
-        """How many of its tensors are data."""
+        """The number of its data tensors."""
         return sum(kind in DATA for kind in self.kinds)
 
     @cached_property
     def bias(self) -> int | None:
-        """Which tensor is added to the data."""
+        """The index of the tensor that is added to the data."""
         return self.index("per_column")
 
     @cached_property
     def scale(self) -> int | None:
-        """Which tensor is a factor for each row."""
+        """The index of the tensor that is a factor for each row."""
         return self.index("per_row")
 
     @cached_property
     def layout(self) -> int | None:
-        """Which argument says how data is packed."""
+        """The argument with the layout of packed data."""
         return len(self.tensors) + list(self.scalars).index("layout") if self.is_packed else None
 
     def split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
@@ -340,13 +327,9 @@ class PointwiseOperator(Operator):
             return args[:count], None, args[count:]
         return args[:count], args[self.layout], args[count : self.layout] + args[self.layout + 1 :]
 
-    def stored(self, args: Sequence[Any]) -> Stored:
-        """The arguments of ``…_fp8_backward``."""
-        grad, data, count = args[0], self.data, len(self.tensors)
-        stored, rest = args[1 : 1 + 2 * data], tuple(args[1 + 2 * data : -1 - data])
-        pairs = tuple(zip(stored[::2], stored[1::2], strict=True))
-        others = count - data
-        return Stored(grad, pairs, rest[:others], rest[others:], tuple(args[-1 - data : -1]), args[-1])
+    def reads_halves(self, args: tuple[Any, ...]) -> bool:
+        """Say whether a call's packed data is two halves side by side."""
+        return self.layout is not None and self.complete(args)[self.layout] != "interleaved"
 
     # -- its signatures --
 
@@ -366,39 +349,9 @@ class PointwiseOperator(Operator):
         doc = f"The gradients of {self.name} for ({', '.join(self.tensors)}); None where output_mask says no."
         return Signature(f"{self.name}_backward", arguments, self.kinds, doc)
 
-    @cached_property
-    def fp8(self) -> Signature:
-        """The operator, and its data as backward needs it, in float8 with a scale for each row."""
-        stored = tuple(kind for of in self.kinds[: self.data] for kind in (of, "per_row"))
-        names = list(self.tensors)[: self.data]
-        doc = f"({self.name}, and of {' and '.join(names)} what store_fp8 stores: the numbers, the rows' scales)."
-        return Signature(f"{self.name}_fp8", self.forward.arguments, ("data", *stored), doc)
-
-    @cached_property
-    def fp8_backward(self) -> Signature:
-        """The gradients of its tensors at what was stored."""
-        names = list(self.tensors)[: self.data]
-        stored = [("stored", "scale")] if len(names) == 1 else [(name, f"{name}_scale") for name in names]
-        dtypes = ["dtype"] if len(names) == 1 else [f"{name}_dtype" for name in names]
-        data = tuple(
-            Argument(name, "Tensor", kind)
-            for pair, of in zip(stored, self.kinds, strict=False)
-            for name, kind in zip(pair, (of, "per_row"), strict=True)
-        )
-        arguments = (
-            Argument("grad", "Tensor", "data"),
-            *data,
-            *self.tensor_arguments[self.data :],
-            *self.required_scalars,
-            *(Argument(name, "ScalarType") for name in dtypes),
-            self._mask,
-        )
-        doc = f"{self.name}_backward at load_fp8 of what was stored, unrounded; the data's gradients in given dtypes."
-        return Signature(f"{self.name}_fp8_backward", arguments, self.kinds, doc)
-
     @property
-    def signatures(self) -> tuple[Signature, ...]:
-        return self.forward, self.backward, self.fp8, self.fp8_backward
+    def signatures(self) -> tuple[Signature, Signature]:
+        return self.forward, self.backward
 
 
 def elementwise() -> Iterator[PointwiseOperator]:

@@ -34,11 +34,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from torch_fused_ops import activations
-from torch_fused_ops.distributed.sharding import dropout_add_by_shards, shard_seed
-from torch_fused_ops.float8_recipes import RECIPES
+from torch_fused_ops import activations, families
+from torch_fused_ops.families.dropout.sharding import dropout_add_by_shards, shard_seed
+from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.operators import activation as declared
-from torch_fused_ops.viewless import (
+from torch_fused_ops.operators.viewless import (
     MakeViewlessTensor,
     assert_viewless_tensor,
     make_viewless_tensor,
@@ -79,6 +79,8 @@ __all__ = [
     "swiglu",
 ]
 
+families.register()
+
 _keeps_result = declared.bias_act.keeps_result
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -103,7 +105,7 @@ def _check_activation(activation: object) -> None:
 
 
 def _check_block(name: str, block: Any, size: int) -> int:
-    """How many features of gate, then of up, are next to each other, of ``size`` in all."""
+    """The number of adjacent features of gate, then of up, among ``size`` features."""
     if isinstance(block, bool) or not isinstance(block, int):
         _refuse(name, block, "'halves', 'interleaved', 'swapped' or a number of features")
     if block < 1 or size % (2 * block):
@@ -120,15 +122,14 @@ def _check_glu_scalars(up_offset: object, clamp: object) -> None:
         _refuse("clamp", clamp, "a number or None")
 
 
-def _stores_fp8(memory: object, *tensors: Any) -> bool:
-    """Whether there is something to keep for backward, and it is to be kept in float8."""
-    if memory == "free":
-        return False
+def _marked(memory: object, *tensors: Any) -> Any:
+    """The first tensor, marked where backward is to find it in float8: an exported graph keeps nothing."""
     if memory != "fp8":
         raise ValueError(f"memory={memory!r} is not known; accepted: 'free', 'fp8'")
-    return torch.is_grad_enabled() and any(
-        t is not None and (not isinstance(t, Tensor) or t.requires_grad) for t in tensors
-    )
+    needed = any(t is not None and (not isinstance(t, Tensor) or t.requires_grad) for t in tensors)
+    if needed and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+        return torch.ops.fused.keep_fp8(tensors[0])
+    return tensors[0]
 
 
 def _gelu_name(approximate: object) -> str:
@@ -174,11 +175,11 @@ def bias_act(
     _check_activation(activation)
     if bias is token_scale is None and isinstance(input, Tensor) and input.ndim == 0:  # operators take rows
         return bias_act(input.unsqueeze(0), activation=activation, memory=memory).squeeze(0)
-    args = input, bias, token_scale, activation
-    # Of ReLU nothing is kept that the next linear does not keep.
-    if memory != "free" and _stores_fp8(memory, input, bias, token_scale) and not _keeps_result(*args):
-        return torch.ops.fused.bias_act_fp8(*args)[0]  # type: ignore[no-any-return]
-    out: Tensor = torch.ops.fused.bias_act(*args)
+    if memory != "free":
+        marked = _marked(memory, input, bias, token_scale)
+        # Of ReLU nothing is kept that the next linear does not keep.
+        input = input if _keeps_result(input, bias, token_scale, activation) else marked
+    out: Tensor = torch.ops.fused.bias_act(input, bias, token_scale, activation)
     return out
 
 
@@ -223,8 +224,8 @@ def glu(
     if token_scale is None and isinstance(gate, Tensor) and isinstance(up, Tensor) and gate.ndim == up.ndim == 0:
         options: dict[str, Any] = {"up_offset": up_offset, "clamp": clamp, "memory": memory}
         return glu(gate.unsqueeze(0), up.unsqueeze(0), activation=activation, **options).squeeze(0)
-    if memory != "free" and _stores_fp8(memory, gate, up, token_scale):
-        return torch.ops.fused.glu_fp8(gate, up, token_scale, activation, up_offset, clamp)[0]  # type: ignore[no-any-return]
+    if memory != "free":
+        gate = _marked(memory, gate, up, token_scale)
     out: Tensor = torch.ops.fused.glu(gate, up, token_scale, activation, up_offset, clamp)
     return out
 
@@ -279,10 +280,9 @@ def bias_glu(
             whole: Tensor = bias_glu(blocks, None, scales, **flags).flatten(-2)
             return whole
     _check_glu_scalars(up_offset, clamp)
-    args = input, bias, token_scale, activation, layout, up_offset, clamp
-    if memory != "free" and _stores_fp8(memory, input, bias, token_scale):
-        return torch.ops.fused.bias_glu_fp8(*args)[0]  # type: ignore[no-any-return]
-    out: Tensor = torch.ops.fused.bias_glu(*args)
+    if memory != "free":
+        input = _marked(memory, input, bias, token_scale)
+    out: Tensor = torch.ops.fused.bias_glu(input, bias, token_scale, activation, layout, up_offset, clamp)
     return out
 
 

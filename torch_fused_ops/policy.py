@@ -8,10 +8,9 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 
-from torch_fused_ops import tiles
-from torch_fused_ops.float8_recipes import RECIPES
+from torch_fused_ops.settings import tiles
 
 __all__ = [
     "BOOLS",
@@ -31,19 +30,20 @@ __all__ = [
     "unmatched",
 ]
 
-MEMORY = ("off", "free", "fp8", "input", "tiled")  # the levels, each saving less for backward than the one before
+Memory = Literal["off", "free", "fp8", "input", "tiled"]
+Recipe = Literal["bf16", "fp8", "fp8-wgrad-bf16", "fp8-rowwise", "mxfp8", "mxfp8-wgrad-bf16"]
+Epilogues = Literal["measured", "library", "off"]
+MEMORY: tuple[str, ...] = get_args(Memory)  # the levels, each saving less for backward than the one before
+GEMM: tuple[str, ...] = get_args(Recipe)  # families/float8/recipes.py has what each means
+EPILOGUES: tuple[str, ...] = get_args(Epilogues)
 LEVELS = f"{', '.join(MEMORY)}, tiled:N (N: 2 to {tiles.LIMIT})"  # the accepted values, for messages
-EPILOGUES = ("measured", "library", "off")
-GEMM = ("bf16", *RECIPES)
 
 if TYPE_CHECKING:
-    from torch_fused_ops.sites import Site
+    from torch_fused_ops.graphs.sites import Site
 
-    # Repeated for type checkers, which need literals; of tiled:N the usual numbers.
+    # For type checkers: of tiled:N the usual numbers.
     Tiles = Literal["tiled:2", "tiled:3", "tiled:4", "tiled:6", "tiled:8", "tiled:12", "tiled:16", "tiled:32"]
-    Level = Literal["off", "free", "fp8", "input", "tiled"] | Tiles
-    Recipe = Literal["bf16", "fp8", "fp8-wgrad-bf16", "fp8-rowwise", "mxfp8", "mxfp8-wgrad-bf16"]
-    Epilogues = Literal["measured", "library", "off"]
+    Level = Memory | Tiles
 
 
 class PolicyFields(TypedDict, total=False):

@@ -2,7 +2,8 @@
 
 python -m torch_fused_ops.benchmarks.laboratory.NAME --help
 
-on_paper         exact figures for a GPU that is not there; plans: what ``plan`` says of four models
+on_paper         estimates for an H200; plans: what ``plan`` says of four models; diagrams: pictures of the pages
+compile_time     what fusion adds to compile time
 coverage         which MLPs of transformers' architectures are fused
 fp8_recipes      float8's recipes beside torchao's; fp8_training, long_training: losses after training
 paper_and_devices  times and peaks that others measured, beside those that the virtual GPU predicts
@@ -37,8 +38,8 @@ def run_script(
         arguments: the command line, by default the program's.
         more: options of its own, as ``add_argument`` takes them.
     """
-    from torch_fused_ops.arguments import add_bench_options
     from torch_fused_ops.benchmarks.harness import UsageError
+    from torch_fused_ops.tools.arguments import add_bench_options
 
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_bench_options(parser, options)

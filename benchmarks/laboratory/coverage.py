@@ -6,7 +6,7 @@ Every architecture of the installed ``transformers`` is built tiny (two layers, 
 downloaded), run, and captured with ``torch_fused_ops.explain`` in training and in evaluation mode. One process for each
 architecture: one that fails, hangs or crashes costs itself only. Results are written as they come, one JSON line each;
 a second run goes on where the first stopped, as long as torch, transformers and our own sources are the same.
-``--docs`` writes ``docs/coverage.md`` and its picture from the results.
+``--docs`` writes ``docs/coverage.md``, its picture and its rows (CSV) from the results.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import hashlib
 import inspect
 import itertools
@@ -33,9 +34,9 @@ import torch
 
 import torch_fused_ops as tfo
 from torch_fused_ops import activations
+from torch_fused_ops.graphs.reasons import Kind
+from torch_fused_ops.graphs.sites import DROPOUT
 from torch_fused_ops.lowerings import recognize
-from torch_fused_ops.reasons import Kind
-from torch_fused_ops.sites import DROPOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "coverage.jsonl"
@@ -441,7 +442,8 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 PAGE = ROOT / "docs" / "coverage.md"
 PICTURE = ROOT / "docs" / "images" / "coverage.png"
-OUTCOMES = ("fused", "left alone", "not an MLP")
+ROWS = {name: ROOT / "docs" / f"coverage-{name}.csv" for name in ("patterns", "architectures", "not-built")}
+OUTCOMES = ("fused", "not fused", "not an MLP")
 
 
 def outcome(site: dict[str, Any]) -> str:
@@ -499,72 +501,84 @@ def _by_architecture(results: list[dict[str, Any]]) -> Iterator[tuple[object, ..
         yield (result["architecture"], *cells, "; ".join([*became, *others]))
 
 
+def _write_rows(name: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    with ROWS[name].open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([header, *rows])
+
+
 def write_page(results: list[dict[str, Any]]) -> None:
-    """docs/coverage.md and its picture, from the results alone."""
+    """docs/coverage.md, its picture and its rows, from the results alone."""
     built = [r for r in results if "modes" in r]
     missing = [r for r in results if "modes" not in r]
     counts = {mode: Counter(outcome(site) for _, site in _sites(built, mode)) for mode in MODES}
     every = Counter(outcome(site) for _, site in _sites(built))
-    mlps = every["fused"] + every["left alone"]
+    mlps = every["fused"] + every["not fused"]
     having = [r for r in built if any(True for _ in _sites([r]))]
-    whole = [r for r in having if all(outcome(site) != "left alone" for _, site in _sites([r]))]
-    reasons = Counter(site["reason"] for _, site in _sites(built) if outcome(site) == "left alone")
+    whole = [r for r in having if all(outcome(site) != "not fused" for _, site in _sites([r]))]
+    reasons = Counter(site["reason"] for _, site in _sites(built) if outcome(site) == "not fused")
     where: dict[str, dict[str, None]] = {}
     for name, site in _sites(built):
         where.setdefault(site["reason"], {})[name] = None
     now = results[0]["versions"]
     _draw(built)
-    modes = [(mode, *(counts[mode][o] for o in OUTCOMES), f"{_share(counts[mode]):.1f} %") for mode in MODES]
-    alone = ((n, ", ".join(where[reason]), reason) for reason, n in reasons.most_common())
+    patterns = list(_by_spelling(built))
+    _write_rows("patterns", ("functions", "architectures", *OUTCOMES, "fused as, or reason"), patterns)
+    _write_rows("architectures", ("architecture", *MODES, "fused as, or reason"), _by_architecture(built))
     failed = ((r["architecture"], r["error"].split(" | ")[0][:120]) for r in missing)
+    _write_rows("not-built", ("architecture", "first error"), failed)
+    modes = [(mode, *(counts[mode][o] for o in OUTCOMES), f"{_share(counts[mode]):.1f} %") for mode in MODES]
+    rejected = ((n, ", ".join(where[reason]), reason) for reason, n in reasons.most_common())
     PAGE.write_text(
-        f"""# Coverage: which MLPs are found
+        f"""# Coverage
 
-Written by `python benchmarks/laboratory/coverage.py --docs` from `benchmarks/results/coverage.jsonl`;
-torch {now["torch"]}, transformers {now["transformers"]}.
+<!-- Written by `python benchmarks/laboratory/coverage.py --docs` from benchmarks/results/coverage.jsonl. -->
 
-Every architecture that transformers knows was built tiny (two layers, width 64, random weights), run, and captured in
-training and in evaluation mode. {len(built)} of {len(results)} could be built and run without downloads or further
-packages ([the others](#not-built)); {len(having)} of them have sites. A *site* is a place where a GEMM reads a
-nonlinear pointwise function of what GEMMs produced. It is *fused*, or *left alone* with a reason; or it is *not an
-MLP*, such as the gate on an attention's output, with the reason why not ([what they mean](recognition.md)).
+The census builds every architecture of transformers {now["transformers"]} with two layers, width 64 and random weights.
+It runs each one and captures it in training and in evaluation mode, with torch {now["torch"]}.
 
-**{every["fused"]} of {mlps} MLP sites are fused ({_share(every):.1f} %)**; in {len(whole)} of {len(having)}
-architectures, all of them. {every["not an MLP"]} sites more are no MLPs.
+| | |
+|---|---|
+| architectures in transformers | {len(results)} |
+| built and run without downloads or more packages | {len(built)} |
+| with MLP sites | {len(having)} |
+| with all MLP sites fused | {len(whole)} |
+| MLP sites | {mlps} |
+| fused | **{every["fused"]}, {_share(every):.1f} %** |
+| not an MLP, such as a gate on attention's output | {every["not an MLP"]} |
 
-{_table(("mode", *OUTCOMES, "fused, of the MLPs"), modes)}
+{_table(("mode", *OUTCOMES, "fused, of the MLP sites"), modes)}
 
-![Sites by what they are fused as, left alone, and no MLPs](images/coverage.png)
+![Sites by what they are fused as, not fused, and not an MLP](images/coverage.png)
 
-## What is left alone
+## Not fused
 
-{_table(("sites", "architectures", "reason"), alone)}
+[Reasons](recognition.md) explains each.
 
-## By spelling
+{_table(("sites", "architectures", "reason"), rejected)}
 
-The functions between the GEMMs as the models call them, whatever their order; sites of both modes together.
+## Most frequent patterns
 
-{_table(("spelling", "architectures", *OUTCOMES, "as what, or why not"), _by_spelling(built))}
+The functions between the GEMMs as the models call them, in both modes together:
 
-## By architecture
+{_table(("functions", "architectures", *OUTCOMES), (row[:-1] for row in patterns[:12]))}
 
-Fused sites of all MLP sites in each mode.
+## All rows
 
-{_table(("architecture", *MODES, "as what, or why not"), _by_architecture(built))}
+| file | a row for |
+|---|---|
+| [coverage-architectures.csv](coverage-architectures.csv) | each architecture: fused of all sites, reasons |
+| [coverage-patterns.csv](coverage-patterns.csv) | each pattern: architectures, sites, what it is fused as, reasons |
+| [coverage-not-built.csv](coverage-not-built.csv) | each architecture that was not built, with its first error |
 
-## Not built
-
-These {len(missing)} were not measured: parts of other models without a class of their own, models that need packages,
-weights or inputs that the run does not have, and configurations that cannot be made small by changing sizes.
-
-{_table(("architecture", "first error"), failed)}
+Architectures that were not built are parts of other models, need packages, weights or inputs that the census lacks, or
+cannot be made small. A site's words are in the [glossary](glossary.md).
 """,
         encoding="utf-8",
     )
 
 
 def _share(counts: Counter[str]) -> float:
-    return 100 * counts["fused"] / max(1, counts["fused"] + counts["left alone"])
+    return 100 * counts["fused"] / max(1, counts["fused"] + counts["not fused"])
 
 
 FORMS = {"fused::bias_act": "", "fused::glu": " · up", "fused::bias_glu": " · up, packed"}
@@ -587,7 +601,7 @@ def _draw(results: list[dict[str, Any]]) -> None:
     axes.barh(names, [len(sites) for _, sites in rows], color=[colors.get(n, colors["fused"]) for n in names])
     for name, sites in rows:
         spellings = len({_spelling(site) for site in sites})
-        said = f"{len(sites)}, in {spellings} spellings" if spellings > 1 else str(len(sites))
+        said = f"{len(sites)}, in {spellings} patterns" if spellings > 1 else str(len(sites))
         axes.annotate(said, (len(sites), name), (4, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_xlabel("sites, training and evaluation mode together")
     axes.margins(x=0.2, y=0.01)

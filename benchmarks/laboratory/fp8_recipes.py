@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import torch_fused_ops as tfo
-from torch_fused_ops import bench_ways, float8
-from torch_fused_ops.benchmarks import harness, models, ways
+from torch_fused_ops.benchmarks import harness, models, variants, ways
 from torch_fused_ops.benchmarks.laboratory import on_paper
-from torch_fused_ops.float8_recipes import MX_BLOCK, RECIPES
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.recipes import MX_BLOCK, RECIPES
 from torch_fused_ops.virtual_gpu.work import FLOAT8_FLOP
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Experts(nn.Module):
 
 EXPERTS = (8, 4096, 14336)  # Mixtral 8x7B's; two of them take each of 8192 tokens
 OURS = tuple(name for name, (scaling, _) in RECIPES.items() if (9, 0) in scaling.sm)  # an H200's
-WAYS = ("plain", *OURS, *(f"torchao {recipe}" for recipe in bench_ways.TORCHAO))
+WAYS = ("plain", *OURS, *(f"torchao {recipe}" for recipe in variants.TORCHAO))
 # One of each kind that "fp8-rowwise" is for: sm_89, sm_90, gfx942, which has float8_e4m3fnuz, and sm_100, with "mxfp8".
 ROWWISE = ("plain", "fp8-rowwise")
 DEVICES = {
@@ -230,54 +230,24 @@ def default_out() -> Path:
 
 # ---- the page's tables -----------------------------------------------------------------------------------------------
 
-COLUMNS = ("kernels", "forward, MiB", "backward, MiB", "kept, MiB", "step ÷ plain")
-# Ours beside those that multiply the same in float8: everything, and everything but the weights' gradients.
-COMPARED = (
-    ("fp8", "torchao tensorwise"),
-    ("fp8", "torchao rowwise"),
-    ("fp8-wgrad-bf16", "torchao rowwise_with_gw_hp"),
-    ("fp8-rowwise", "torchao rowwise_with_gw_hp"),
-)
-FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
-    "kernels, forward": lambda f: f["forward"]["kernels"],
-    "kernels, backward": lambda f: f["backward"]["kernels"],
-    "bytes, forward": lambda f: f["forward"]["bytes"],
-    "bytes, backward": lambda f: f["backward"]["bytes"],
-    "bytes kept": lambda f: f["saved_bytes"],
-    "the step's roofline": lambda f: f["seconds"],
-}
+COLUMNS = ("kernels", "forward, MiB", "backward, MiB", "saved, MiB")
 
 
 def tables(result: dict[str, Any]) -> list[str]:
-    """In Markdown: every figure at width 4096; the step at every width; what its order rests on; what ours loses."""
+    """In Markdown what was counted: every recipe at width 4096, other devices, experts. No times: see the page."""
     cases = {(case["mlp"], case["width"]): case["ways"] for case in result["cases"]}
-    widths = sorted({width for _, width in cases})
-    lines = [*_row("MLP", "", *COLUMNS), *_row(*["---"] * (2 + len(COLUMNS)))]
+    lines = [*_row("MLP, for an H200", "", *COLUMNS), *_row(*["---"] * (2 + len(COLUMNS)))]
     for mlp in MLPS:
-        ways_of, head = cases[mlp, 4096], f"{mlp}, {int(4096 * MLPS[mlp][1])}"
-        for way, f in ways_of.items():
-            lines += _row(head if way == "plain" else "", _named(way), *_cells(f, ways_of["plain"]))
-
-    def by_width(title: str, pairs: Sequence[Any], name: Callable[[Any], str], cell: Callable[..., str]) -> None:
-        lines.extend(["", *_row(title, "", *widths), *_row(*["---"] * (2 + len(widths)))])
-        for mlp in MLPS:
-            rows = [(name(pair), [cell(cases[mlp, width], pair) for width in widths]) for pair in pairs]
-            for i, (text, cells) in enumerate([(text, cells) for text, cells in rows if any(cells)]):
-                lines.extend(_row(mlp if i == 0 else "", text, *cells))
-
-    by_width("step ÷ plain", WAYS[1:], _named, lambda found, way: _cells(found[way], found["plain"])[-1])
-    by_width("level at", COMPARED, lambda pair: f"{pair[1]} beside {_named(pair[0])}", _draws_level)
-    lost = [(*pair, figure) for pair in COMPARED for figure in FIGURES]
-    by_width("ours has more", lost, lambda row: f"{row[2]}: {_named(row[0])} than {row[1]}", _more)
-    lines += ["", *_row("width 4096", "", "", *COLUMNS[:-1]), *_row(*["---"] * (2 + len(COLUMNS)))]
-    for one in result["devices"]:
-        for name, f in one["ways"].items():
-            place = (one["mlp"], one["device"]) if name == "plain" else ("", "")
+        for way, f in cases[mlp, 4096].items():
+            lines += _row(f"{mlp}, {int(4096 * MLPS[mlp][1])}" if way == "plain" else "", _named(way), *_counted(f))
+    lines += ["", *_row("MLP", "device", "", *COLUMNS), *_row(*["---"] * (3 + len(COLUMNS)))]
+    for case in result["devices"]:
+        for name, f in case["ways"].items():
+            place = (case["mlp"], case["device"]) if name == "plain" else ("", "")
             lines += _row(*place, _named(name), *_counted(f))
-    experts = result["experts"]["ways"]
     lines += ["", *_row("experts, 8 × 14336", *COLUMNS), *_row(*["---"] * (1 + len(COLUMNS)))]
-    for name, f in experts.items():
-        lines += _row('`gemm="bf16"`' if name == "bf16" else _named(name), *_cells(f, experts["plain"]))
+    for name, f in result["experts"]["ways"].items():
+        lines += _row('`gemm="bf16"`' if name == "bf16" else _named(name), *_counted(f))
     return [*lines, ""]
 
 
@@ -289,34 +259,13 @@ def _named(way: str) -> str:
     return f'`gemm="{way}"`' if way in RECIPES else way
 
 
-def _cells(f: dict[str, Any], plain: dict[str, Any]) -> list[str]:
-    if "unavailable" in f:
-        return ["unavailable"] * len(COLUMNS)
-    return [*_counted(f), f"{f['seconds'] / plain['seconds']:.2f}"]
-
-
 def _counted(f: dict[str, Any]) -> list[str]:
     """The cells of what was counted: all but the time."""
+    if "unavailable" in f:
+        return ["unavailable"] * len(COLUMNS)
     sides = [f[side] for side in ("forward", "backward")]
     mib = [each / 2**20 for each in (*(side["bytes"] for side in sides), f["saved_bytes"])]
     return [" + ".join(str(side["kernels"]) for side in sides), *(f"{each:.0f}" for each in mib)]
-
-
-def _draws_level(found: dict[str, Any], pair: tuple[str, str]) -> str:
-    """How much quicker than ours torchao's float8 products have to be for its step to take as long as ours."""
-    ours, theirs = (found[way] for way in pair)
-    if "unavailable" in theirs:
-        return "unavailable"
-    products = theirs["flop"]["fp8"] / FLOAT8_FLOP
-    return f"{100 * (products / (ours['seconds'] - theirs['seconds'] + products) - 1):+.1f} %".replace("-", "−")
-
-
-def _more(found: dict[str, Any], row: tuple[str, str, str]) -> str:
-    """By how much a figure of ours is above torchao's; "" where it is not."""
-    ours, theirs, figure = found[row[0]], found[row[1]], FIGURES[row[2]]
-    if "unavailable" in theirs or figure(ours) <= figure(theirs):
-        return ""
-    return f"+{100 * (figure(ours) / figure(theirs) - 1):.1f} %"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -146,36 +146,25 @@ def table(found: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Mean curves on the left; on the right each way's final losses less eager's, beside the spread between seeds."""
+    """Draw the mean loss curves."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    curves, found, every = result["curves"], result["summary"], max(1, result["steps"] // 60)
+    curves, every = result["curves"], max(1, result["steps"] // 60)
     colors = dict(zip(WAYS, ("#9aa3ad", "#6b7280", "#d97706", "#2563eb"), strict=True))
     at = [i * every + every / 2 for i in range(result["steps"] // every)]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for way in WAYS:
         means = [statistics.fmean(column) for column in zip(*curves[way], strict=True)]
         smooth = [statistics.fmean(means[i * every : (i + 1) * every]) for i in range(len(at))]
         style = ":" if way == "nudged" else "-"
-        left.plot(at, smooth, color=colors[way], linestyle=style, label=way, linewidth=3 if way == "eager" else 1.2)
-    left.set(xlabel="step", ylabel="training loss, mean of the seeds", title="Loss")
-    left.legend(frameon=False)
-    spread = found["between_seeds"]
-    right.axhspan(-spread, spread, color="#eef1f5", label="± standard deviation between seeds")
-    for x, (way, row) in enumerate(found["minus_eager"].items()):
-        low, high = row["interval_95"]
-        right.scatter([x] * len(row["each"]), row["each"], color=colors[way], s=16, alpha=0.6)
-        right.errorbar(
-            [x + 0.15], [row["mean"]], [[row["mean"] - low], [high - row["mean"]]], fmt="_", color=colors[way]
-        )
-    right.set_xticks(range(len(found["minus_eager"])), [f"{way} − eager" for way in found["minus_eager"]])
-    right.set(ylabel="difference in final loss", title="Each seed; mean with its 95 % interval")
-    right.legend(frameon=False, fontsize=8)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.plot(at, smooth, color=colors[way], linestyle=style, label=way, linewidth=3 if way == "eager" else 1.2)
+    axes.set_xlabel("step", fontsize=12)
+    axes.set_ylabel("training loss, mean of five seeds" if len(curves["eager"]) == 5 else "training loss", fontsize=12)
+    axes.legend(frameon=False, fontsize=12)
+    axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, metadata={"Software": None})
     plt.close(figure)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
+import textwrap
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -537,7 +538,7 @@ def regressions(now: dict[str, Any], committed: dict[str, Any], same: bool) -> I
 
 def _draw(result: dict[str, Any], out: Path) -> None:
     """The picture in docs/images where the results are a clone's own, else beside them."""
-    images = Path(__file__).parents[2] / "docs" / "images"
+    images = Path(__file__).resolve().parents[2] / "docs" / "images"
     path = images / "on_paper.png" if out.resolve() == default_out() and images.is_dir() else out.with_suffix(".png")
     try:
         figure = picture(result)
@@ -549,41 +550,41 @@ def _draw(result: dict[str, Any], out: Path) -> None:
     print(path)
 
 
+# The picture's operators; the others are in the JSON, and all losses in a table.
+DRAWN = ("bias_act gelu", "bias_act gelu_tanh", "bias_act silu", "glu silu", "glu gelu_tanh", "bias_glu silu halves")
+
+
 def picture(result: dict[str, Any]) -> Any:
-    """Instructions an element of every operator, and what blocks keep for backward."""
+    """Instructions an element of six operators, and what blocks save for backward."""
     from matplotlib.figure import Figure
 
-    panels = (("forward", "plain", "ours-off"), ("backward", "plain", "ours-off"), ("backward", "budget", "ours-free"))
-    titles = ("forward", "backward", "backward and the value again")
-    operators, blocks = result["operators"], result["blocks"]
-    figure = Figure(figsize=(15, 0.26 * max(len(operators), 4 * len(blocks) * 0.8, 4) + 1.4))
-    axes = figure.subplots(1, 4, width_ratios=(1, 1, 1, 1.1))
+    panels = (("forward", "plain", "ours-off"), ("backward", "budget", "ours-free"))
+    titles = ("forward", "backward with recomputing")
+    operators = [row for name in DRAWN for row in result["operators"] if row["name"] == name]
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=(1, 1.1))
     names = [row["name"] for row in operators]
-    for i, (ax, (phase, theirs, ours), title) in enumerate(zip(axes, panels, titles, strict=False)):
-        for way, color, shift in ((theirs, THEIRS, -0.2), (ours, OURS, 0.2)):
+    for i, (ax, (phase, theirs, ours), title) in enumerate(zip(upper.subplots(1, 2), panels, titles, strict=True)):
+        for way, color, shift, label in ((theirs, THEIRS, -0.2, "torch.compile"), (ours, OURS, 0.2, "this library")):
             values = [row["ways"][way][phase]["instructions"] for row in operators]
-            ax.barh([y + shift for y in range(len(names))], values, height=0.4, color=color, label=way)
-        ax.set_yticks(range(len(names)), names if i == 0 else [""] * len(names), fontsize=7)
-        ax.set_title(title, fontsize=8)
-        ax.margins(y=0.01)
-        ax.legend(fontsize=7)
+            ax.barh([y + shift for y in range(len(names))], values, height=0.4, color=color, label=label)
+        ax.set_yticks(range(len(names)), names if i == 0 else [""] * len(names), fontsize=12)
+        ax.set_title(f"instructions an element, {title}", fontsize=12)
         ax.invert_yaxis()
-    rows = [(row["name"], way, f["saved_bytes"] / 2**20) for row in blocks for way, f in row["ways"].items()]
-    ax = axes[-1]
-    relative = [mib / max(m for n, w, m in rows if n == name and w == "plain") for name, _, mib in rows]
-    ax.barh(range(len(rows)), relative, color=[OURS if way.startswith("ours") else THEIRS for _, way, _ in rows])
-    for y, (_, _, mib) in enumerate(rows):
-        ax.text(0.01, y, f"{mib:.0f} MiB", va="center", fontsize=6)
-    labels = [f"{name}  {way}" if way == "plain" else way for name, way, _ in rows]
-    ax.set_yticks(range(len(rows)), labels, fontsize=6)
-    ax.yaxis.tick_right()
-    ax.set_title("kept for backward, plain torch.compile = 1", fontsize=8)
-    ax.invert_yaxis()
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    ax.margins(y=0.01)
-    what = "instructions for each element of the result, and bytes kept"
-    figure.suptitle(f"{result['gpu']} ({result['arch']}) on paper, {versions}: {what}", fontsize=9)
-    figure.tight_layout()
+        ax.spines[["top", "right"]].set_visible(False)
+    upper.axes[0].legend(fontsize=11, frameon=False)
+    ways = {"plain": (THEIRS, "plain"), "budget": ("#8b95a1", "budget 0.99"), "ours-free": (OURS, '"free"')}
+    ways |= {"ours-fp8": ("#7dd3fc", '"fp8"'), "ours-input": ("#99f6e4", '"input"')}
+    ax = lower.subplots()
+    for i, (way, (color, label)) in enumerate(ways.items()):
+        share = [row["ways"][way]["saved_bytes"] / row["ways"]["plain"]["saved_bytes"] for row in result["blocks"]]
+        ax.bar([x + 0.16 * (i - 2) for x in range(len(share))], share, width=0.15, color=color, label=label)
+    names = [textwrap.fill(row["name"], 14) for row in result["blocks"]]
+    ax.set_xticks(range(len(names)), names, fontsize=11)
+    ax.set_title("saved for backward, plain torch.compile = 1", fontsize=12)
+    ax.legend(fontsize=11, frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    ax.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"Estimated for an {result['gpu']}", fontsize=13)
     return figure
 
 

@@ -22,7 +22,8 @@ from torch_fused_ops.benchmarks import models
 from torch_fused_ops.benchmarks.pictures import OURS, THEIRS
 
 RESULTS = Path(__file__).parents[1] / "results" / "plans.json"
-PICTURE, DRAWN = Path(__file__).parents[2] / "docs" / "images" / "levels.png", "Llama-3-8B"
+CAPACITIES = {"NVIDIA H200": 141e9}  # by its data sheet
+PICTURE, DRAWN = Path(__file__).resolve().parents[2] / "docs" / "images" / "levels.png", "Llama-3-8B"
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,7 @@ def main() -> None:
 
 
 def picture(name: str, case: dict[str, Any]) -> Any:
-    """A step's peak at each memory level, and its least time over that with upstream's choice.
-
-    What the figures do not tell apart stands in one bar.
-    """
+    """A step's peak at each memory level, its time beside plain, and the GPU's capacity. Equal rows share a bar."""
     from matplotlib.figure import Figure
 
     plan, (batch, length) = case["plans"][0], case["tokens"]
@@ -141,20 +139,24 @@ def picture(name: str, case: dict[str, Any]) -> Any:
         figures = round(row["peak"] / 2**30), round(row["seconds"] / plan["off_seconds"] - 1, 3)
         bars.setdefault(figures, []).append(row["level"])
     rows = sorted(bars, reverse=True)
-    theirs = {"off": "PyTorch's own choice", "checkpoint": "checkpoint every layer"}
-    figure = Figure(figsize=(7.5, 0.42 * len(rows) + 1.1), layout="constrained")
+    theirs = {"off": "plain torch.compile", "checkpoint": "checkpoint each layer"}
+    figure = Figure(figsize=(8, 0.5 * len(rows) + 1.4), layout="constrained")
     ax = figure.subplots()
-    names = [theirs.get(bars[bar][0], "memory=" + " or ".join(f'"{one}"' for one in sorted(bars[bar]))) for bar in rows]
+    names = [theirs.get(bars[bar][0], " or ".join(f'"{level}"' for level in sorted(bars[bar]))) for bar in rows]
     ax.barh(names, [peak for peak, _ in rows], color=[THEIRS if bars[bar][0] in theirs else OURS for bar in rows])
     for label, (peak, cost) in zip(names, rows, strict=True):
         text = f"{peak:.0f} GiB" + f", step {100 * cost:+.1f} %".replace("-", "−") * bool(cost)
-        ax.annotate(text, (peak, label), (5, 0), textcoords="offset points", va="center", fontsize=11)
+        ax.annotate(text, (peak, label), (5, 0), textcoords="offset points", va="center", fontsize=13,
+                    bbox={"fc": "white", "ec": "none", "pad": 1}, zorder=5)  # fmt: skip
+    if plan["gpu"] in CAPACITIES:
+        limit = CAPACITIES[plan["gpu"]]
+        ax.axvline(limit / 2**30, color="#b91c1c", linewidth=1.5, linestyle="--", zorder=2)
+        ax.text(limit / 2**30, -0.6, f"{plan['gpu'].split()[-1]}: {limit / 1e9:.0f} GB", color="#b91c1c", fontsize=12)
     ax.set_xlim(0, 1.35 * max(peak for peak, _ in rows))
     ax.invert_yaxis()
-    ax.tick_params(labelsize=11)
-    ax.set_xlabel("peak memory, GiB; least time of the step")
-    title = f"a training step of {name}, {batch} × {length:,} tokens, {plan['gpu']}, on paper"
-    figure.suptitle(title, fontsize=11)
+    ax.tick_params(labelsize=13)
+    ax.set_xlabel("peak, GiB, with weights, gradients and AdamW's state", fontsize=12)
+    figure.suptitle(f"Training step of {name}, {batch} × {length:,} tokens, bf16, estimated", fontsize=13)
     ax.spines[["top", "right"]].set_visible(False)
     return figure
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import sys
 import types
 from argparse import Namespace
@@ -30,12 +31,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from torch_fused_ops import formulas
-from torch_fused_ops.arguments import TIMED
 from torch_fused_ops.benchmarks import main as bench
 from torch_fused_ops.benchmarks import pointwise
 from torch_fused_ops.benchmarks.harness import DTYPES, Case, Device, Plan, Trial, Unavailable, sets_of
 from torch_fused_ops.benchmarks.laboratory import run_script
+from torch_fused_ops.tools.arguments import TIMED
 
 SHAPE = "ROWSxCOLUMNS of hand-written kernels and reductions"
 SIZES = [(8192, 8192), (8192, 14336)]
@@ -69,7 +69,7 @@ class Subject:
 
     Attributes:
         name: of what it computes.
-        module: below ``torch_fused_ops.kernels``, whose constants make the plan.
+        module: of kernels, whose constants make the plan.
         call: of the module and the tensors.
         shapes: of the tensors, for rows and columns; an int is a seed.
         truth: the first result, of the same tensors in float64.
@@ -91,19 +91,17 @@ def _tile(loads: int, warps: int, **more: float) -> Knobs:
     return {"_LOAD_BYTES": loads, "_WARPS": warps, "_THREADS": 32 * warps, **more}
 
 
-def _rows(numbers: int, warps: int, factor: int = 1, **more: float) -> Knobs:
-    return {"_NUMBERS": numbers, "_MOST_WARPS": warps, "_WIDEST_ROW": 32 * warps * factor * numbers, **more}
-
-
 TILES = [_tile(loads, warps) for loads, warps in ((16, 8), (32, 4), (32, 8), (64, 4), (8, 4), (16, 2))]
 SUMS: list[Knobs] = [
     *(_tile(16, 4, _MOST_STEPS=steps, _ENOUGH_PROGRAMS=enough)
       for steps, enough in ((16, 1024), (32, 1024), (128, 512), (256, 256))),
     *(_tile(loads, warps) for loads, warps in ((32, 4), (32, 8), (16, 8), (8, 4))),
 ]  # fmt: skip
-ROWS = [_rows(numbers, warps) for numbers, warps in ((32, 8), (16, 16), (64, 8), (8, 16), (16, 4))]
 SOFTMAX: list[Knobs] = [
-    *(_rows(numbers, warps, 2) for numbers, warps in ((16, 8), (32, 8), (32, 16), (8, 16), (64, 8))),
+    *(
+        {"_NUMBERS": numbers, "_MOST_WARPS": warps, "_WIDEST_ROW": 64 * warps * numbers}
+        for numbers, warps in ((16, 8), (32, 8), (32, 16), (8, 16), (64, 8))
+    ),
     {"_LEAST_TILE": 2048},
     {"_LEAST_TILE": 4096},
     {"_LONG_BLOCK": 2048},
@@ -129,22 +127,15 @@ def _softmax_backward(module: types.ModuleType, grad: Tensor, output: Tensor) ->
 
 
 def _dropout_truth(x: Tensor, bias: Tensor, residual: Tensor, seed: Tensor) -> Tensor:
-    from torch_fused_ops import reference
+    from torch_fused_ops.operators import reference
 
     return reference.dropout_add(x, bias, residual, seed, 0.1)
 
 
 def _dropout_gradient(grad: Tensor, seed: Tensor) -> Tensor:
-    from torch_fused_ops import reference
+    from torch_fused_ops.operators import reference
 
     return reference.dropout_add(grad, None, None, seed, 0.1)
-
-
-def _fp8_gelu_gradient(module: types.ModuleType, grad: Tensor, x: Tensor) -> Any:
-    stored, scale = formulas.store_fp8(x)
-    return module.launch_of("bias_act_fp8_backward")(
-        grad, stored, scale, None, None, "gelu_tanh", [x.dtype], [True, False, False]
-    )
 
 
 SUBJECTS = [
@@ -158,10 +149,6 @@ SUBJECTS = [
     Subject("swiglu backward", "activation",
             lambda m, g, a, b: m.launch_of("glu_backward")(g, a, b, None, "silu", 0.0, None, [True, True, False]),
             lambda r, c: [(r, c)] * 3, lambda g, a, b: _gradient(lambda a, b: F.silu(a) * b, g, a, b), TILES),
-    Subject("gelu_tanh fp8 forward", "activation", _of("bias_act_fp8", None, None, "gelu_tanh"), lambda r, c: [(r, c)],
-            _gelu, ROWS),
-    Subject("swiglu fp8 forward", "activation", _of("glu_fp8", None, "silu", 0.0, None), lambda r, c: [(r, c)] * 2,
-            lambda a, b: F.silu(a) * b, ROWS),
     Subject("dropout forward", "dropout", lambda m, x, b, r, s: m.dropout_add(x, b, r, s, 0.1),
             lambda r, c: [(r, c), (c,), (r, c), 7], _dropout_truth, TILES),
     Subject("dropout bias backward", "dropout",
@@ -179,7 +166,8 @@ SUBJECTS = [
 def kernels(name: str) -> types.ModuleType:
     """A module of kernels; Unavailable without Triton."""
     try:
-        return __import__(f"torch_fused_ops.kernels.{name}", fromlist=["launch"])
+        path = f"families.{name}.kernels" if name in ("dropout", "softmax", "float8") else f"kernels.{name}"
+        return importlib.import_module(f"torch_fused_ops.{path}")
     except ImportError as error:
         raise Unavailable(str(error)) from None
 

@@ -217,7 +217,7 @@ MEASURED = [name for name, way in WAYS.items() if not way.offloaded and way.regi
 
 def tables(result: dict[str, Any]) -> list[str]:
     """The lines of docs/memory.md."""
-    lines = ["| | GELU MLP keeps | kernels | moves | Llama-3-8B block keeps | moves | gradients off by |"]
+    lines = ["| | GELU MLP saves | kernels | bytes moved | Llama-3-8B block saves | bytes moved | gradients off by |"]
     lines.append("|---|---|---|---|---|---|---|")
     for name, by_block in result["paper"].items():
         if "Llama-3-8B block" not in by_block:
@@ -234,7 +234,7 @@ def tables(result: dict[str, Any]) -> list[str]:
         off = result["gradients"].get(name)
         cells.append("" if off is None else f"{100 * off:.2f} %")
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "| keeps, moves | T5 block | Mixtral block |", "|---|---|---|"]
+    lines += ["", "| saves, moves | T5 block | Mixtral block |", "|---|---|---|"]
     for name in KNOBS:
         cells = [
             f"{row['kept'] / 2**20:.0f}, {row['moved'] / 2**20:.0f} MiB"

@@ -6,6 +6,11 @@ and ``prove`` say which activation it is (``autograd_functions`` reads custom fu
 edits the graph. ``gemms`` does the same for the linear layers around, ``dropout`` for the dropouts behind them,
 ``tiles`` for an MLP as a whole, and ``per_row_scale`` moves a factor of the rows through a GEMM. ``report`` and
 ``unknown_calls`` describe the result for people.
+
+A proof covers more than the formula. *Derivatives*: at a kink torch's functions differ (at 0, relu's is 0, maximum's
+1/2), so each kink carries its derivative where a gradient is needed. *Rounding*: a sum that cancels more than it leaves
+means its rounding, and is refused. *Memory*: pre-grad graphs write in place, so every value must be what the formula
+says where it is read, and stay so where the operator saves it; a call without a schema writes all that it reads.
 """
 
 from __future__ import annotations
@@ -15,13 +20,13 @@ from collections.abc import Collection, Iterator
 import torch
 from torch.fx import Graph, Node
 
-from torch_fused_ops.float8_recipes import RECIPES
+from torch_fused_ops.families.float8.recipes import RECIPES
+from torch_fused_ops.graphs.reasons import NOT_AN_MLP, Kind, Reason, Rejection, excluded
+from torch_fused_ops.graphs.sites import Site
+from torch_fused_ops.graphs.target import target_device
 from torch_fused_ops.lowerings.partition import budgeted
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason, Rejection, excluded
-from torch_fused_ops.sites import Site
-from torch_fused_ops.tiles import asked
-from torch_fused_ops.virtual_gpu import stands_for
+from torch_fused_ops.settings.tiles import asked
 
 from . import dropout, gemms, per_row_scale, tiles
 from .canonical import Canonical
@@ -29,7 +34,7 @@ from .graph import GraphAnalysis, shown, tensor
 from .report import Candidate, called_site, dropout_site, modules_of, site_of, unread
 from .rewrite import fuse, replace
 from .subgraph import Subgraph, examine, find, results
-from .values import check_rounding, value_of
+from .values import check_rounding, producers, value_of
 
 __all__ = ["rewrite", "unread"]
 
@@ -100,7 +105,7 @@ def _candidates(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Candidate
                 by_output[subgraph.output].factors += subgraph.factors
                 continue
             candidate.activation = subgraph.match.activation
-            _check_known(analysis, list(gemms.producers(analysis, subgraph.inputs)))
+            _check_known(analysis, list(producers(analysis, subgraph.inputs)))
             _check_freezing(subgraph)
             check_rounding(subgraph.output)
             candidate.subgraph = by_output[subgraph.output] = subgraph
@@ -155,7 +160,7 @@ def _check_freezing(subgraph: Subgraph) -> None:
     import torch._inductor.config as inductor
 
     value = tensor(subgraph.output)
-    on_cpu = value is not None and stands_for(value.device).type == "cpu"
+    on_cpu = value is not None and target_device(value.device).type == "cpu"
     if inductor.freezing and not torch.is_grad_enabled() and on_cpu:
         raise Rejection(Kind.FREEZING, "CPU inference under freezing: oneDNN fuses the linear layer and the activation")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from torch_fused_ops.reasons import Kind
+from torch_fused_ops.graphs.reasons import Kind
 
 from .graph import read
 from .symbolic import Algebra, Ref, Step, Unprovable, evaluate

@@ -20,9 +20,9 @@ from functools import partial
 import torch
 from torch.fx import Graph, Node
 
+from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
+from torch_fused_ops.graphs.sites import DROPOUT
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reasons import Kind, Reason, Rejection
-from torch_fused_ops.sites import DROPOUT
 
 from .graph import AFFINE, GraphAnalysis, describe, record, shown, statically, tensor
 from .rewrite import Edit

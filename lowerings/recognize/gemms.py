@@ -17,21 +17,20 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from torch_fused_ops.declaration import PointwiseOperator
-from torch_fused_ops.distributed.float8 import multiples
-from torch_fused_ops.float8_recipes import RECIPES
-from torch_fused_ops.gemm_registry import name_of
-from torch_fused_ops.lowerings import compat
+from torch_fused_ops.families.float8.operators import DTYPES_OF_EXPERTS, DTYPES_OF_PRODUCTS
+from torch_fused_ops.families.float8.recipes import RECIPES, Scaling
+from torch_fused_ops.families.float8.sharding import multiples
+from torch_fused_ops.graphs.gemm_registry import name_of
+from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
+from torch_fused_ops.graphs.target import target_device
 from torch_fused_ops.operators.activation import CALLS
-from torch_fused_ops.operators.float8 import DTYPES_OF_EXPERTS, DTYPES_OF_PRODUCTS
-from torch_fused_ops.reasons import Kind, Reason, Rejection
-from torch_fused_ops.virtual_gpu import stands_for
 
-from .graph import AFFINE, GraphAnalysis, record, shown, statically, tensor
+from .graph import GraphAnalysis, record, shown, statically, tensor
 from .rewrite import Edit
 from .subgraph import readers
-from .values import check_plain, value_of
+from .values import arguments_of, check_plain, producers, value_of
 
-__all__ = ["Linears", "arguments_of", "experts_of", "fuse", "linears", "producers"]
+__all__ = ["Linears", "experts_of", "fuse", "linears"]
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -104,46 +103,6 @@ def called(analysis: GraphAnalysis) -> Iterator[Called]:
         yield Called(node, op, [a for a in arguments if isinstance(a, Node)], users)
 
 
-def producers(analysis: GraphAnalysis, inputs: Iterable[Node]) -> Iterator[Node]:
-    """The GEMMs with weights that the inputs come from, through views, sums and pointwise autograd functions."""
-    pending, seen = list(inputs), set[Node]()
-    while pending:
-        node = analysis.origin(pending.pop())
-        if node in seen:
-            continue
-        seen.add(node)
-        if analysis.weight_gemm(node):
-            yield node
-        elif analysis.state[node] == AFFINE or analysis.custom(node):
-            pending.extend(analysis.sources(node))
-
-
-def arguments_of(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node, Node | None, bool]:
-    """Return the (input, weight, bias) of a linear layer, and True where its weight is (in, out).
-
-    Raises:
-        Rejection: it is not a linear layer.
-    """
-    call = analysis.calls[node]
-    names, order, transposed = _LINEARS.get(call.name, ((), (), False))
-    arguments: dict[str, Any] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-    input, weight, bias = (arguments.pop(names[i], None) if i is not None else None for i in order or (None,) * 3)
-    if isinstance(input, Node) and isinstance(weight, Node) and isinstance(bias, Node | None) and not arguments:
-        value, matrix = tensor(weight), value_of(input).ndim == 2 or call.name in ("linear", "matmul")
-        if value is not None and value.ndim == 2 and not analysis.fed[weight] and matrix:
-            return input, weight, bias, transposed
-    raise Rejection(Kind.GEMM_FORM, f"{shown(node)} is not a linear layer")
-
-
-# By a GEMM's name: its arguments, the positions of input, weight and bias, and True where the weight is (in, out).
-_LINEARS: dict[str, tuple[tuple[str, ...], tuple[int | None, ...], bool]] = {
-    "linear": (("input", "weight", "bias"), (0, 1, 2), False),
-    "addmm": (("input", "mat1", "mat2"), (1, 2, 0), True),
-    "mm": (("input", "mat2"), (0, 1, None), True),
-    "matmul": (("input", "other"), (0, 1, None), True),
-}
-
-
 def _check(analysis: GraphAnalysis, node: Node, recipe: str) -> None:
     experts = experts_of(analysis, node)
     if experts is not None:
@@ -200,7 +159,7 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
     if not all(statically(size % multiple == 0) and statically(size > 0) for size, multiple in sizes):
         *_, n, k = weight.shape
         raise Rejection(Kind.GEMM_SIZE, f"its weight is ({n}, {k}): not multiples of {multiple_of}")
-    device = compat.no_scaled_products(stands_for(weight.device), scaling, grouped)
+    device = no_scaled_products(target_device(weight.device), scaling, grouped)
     if device and grouped:
         raise Rejection(Kind.GEMM_DEVICE, f"this device ({device}) does not support grouped float8 GEMMs")
     if device:
@@ -208,9 +167,31 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
         raise Rejection(Kind.GEMM_DEVICE, text)
 
 
+def no_scaled_products(device: torch.device, scaling: Scaling, grouped: bool = False) -> str:
+    """The name, for messages, of a device that cannot multiply float8 with these scales; "" where it can.
+
+    On CPUs the numbers are dequantized and multiplied in the model's dtype; "meta" has no numbers. ``grouped``: GEMMs
+    of a mixture's experts. On ROCm those need a build of torch with FBGEMM.
+    """
+    if device.type in ("cpu", "meta"):
+        return ""
+    if device.type != "cuda":
+        return device.type
+    if torch.version.hip:
+        arch: str = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+        return "" if arch in scaling.amd and not grouped else f"ROCm, {arch}"
+    capability = torch.cuda.get_device_capability(device)
+    version = tuple(map(int, (torch.version.cuda or "99").split(".")[:2]))
+    if capability not in (scaling.grouped if grouped else scaling.sm):
+        return f"sm_{capability[0]}{capability[1]}"
+    if version < scaling.cuda or not hasattr(torch.ops.aten, "_scaled_mm_v2"):
+        return f"CUDA {torch.version.cuda}"
+    return ""
+
+
 def fuse(graph: Graph, analysis: GraphAnalysis, recipes: dict[Node, str]) -> list[Edit]:
     """The edits that make linear layers ``fused::linear_fp8``, each by its recipe."""
-    if any(stands_for(value_of(node).device).type == "cpu" for node in recipes):
+    if any(target_device(value_of(node).device).type == "cpu" for node in recipes):
         _warn_of_cpu()
     return [(node, partial(_insert, graph, analysis, node, recipe), {node}) for node, recipe in recipes.items()]
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
-from torch_fused_ops import gemm_registry
+from torch_fused_ops.graphs import gemm_registry
 from torch_fused_ops.lowerings import compat
 
 from .symbolic import LINEAR, RULES, Ref, Step, Unprovable

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from torch_fused_ops.reasons import Rejection
+from torch_fused_ops.graphs.reasons import Rejection
 
 from .graph import CASTS, COPIES, GraphAnalysis, describe, shown, statically, tensor
 from .rewrite import Edit, dead_calls, insert

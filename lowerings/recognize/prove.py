@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from torch_fused_ops import activations
-from torch_fused_ops.reasons import CAN_BE_ADDED, NOT_AN_MLP, Kind, Reason
+from torch_fused_ops.graphs.reasons import CAN_BE_ADDED, NOT_AN_MLP, Kind, Reason
 
 from .graph import read
 from .symbolic import MAX_NAMES, TOLERANCE, Algebra, Poly, Ref, Step, Unprovable, evaluate

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from torch_fused_ops import capture, functional
+from torch_fused_ops import policy
+from torch_fused_ops.graphs import capture
+from torch_fused_ops.graphs.modules import module_stack
+from torch_fused_ops.graphs.reasons import NOT_AN_MLP, Kind, Reason
+from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.policy import enclosing_modules
-from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason
-from torch_fused_ops.sites import DROPOUT, Site
-from torch_fused_ops.virtual_gpu.modules import module_stack
 
 from . import dropout, unknown_calls
 from .canonical import Canonical
@@ -232,8 +233,9 @@ def _calls(analysis: GraphAnalysis, output: Node) -> list[Node]:
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in .*\n(?: +([^\n]*))?')
-_OURS = os.path.dirname(functional.__file__)
-_NOT_THE_USERS = (torch.__path__[0], capture.__file__, functional.__file__, os.path.join(_OURS, "nn", ""))
+_OURS = os.path.dirname(policy.__file__)
+_OUR_FRAMES = (os.path.join(_OURS, "functional.py"), os.path.join(_OURS, "nn", ""))
+_NOT_THE_USERS = (torch.__path__[0], capture.__file__, *_OUR_FRAMES)
 
 
 def _source(node: Node, gemm: Node) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from torch_fused_ops import activations
-from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason, Rejection
+from torch_fused_ops.graphs.reasons import NOT_AN_MLP, Kind, Reason, Rejection
 
 from .autograd_functions import forward_of
 from .graph import (

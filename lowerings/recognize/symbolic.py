@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
-from torch_fused_ops.reasons import Kind, Reason
-from torch_fused_ops.reference import CLAMP_KEEPS_BOUNDS
+from torch_fused_ops.graphs.reasons import Kind, Reason
+from torch_fused_ops.operators.reference import CLAMP_KEEPS_BOUNDS
 
 __all__ = ["LINEAR", "RULES", "TOLERANCE", "Algebra", "Poly", "Ref", "Step", "Unprovable", "evaluate"]
 

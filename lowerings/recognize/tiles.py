@@ -1,8 +1,8 @@
 """MLPs in tiles of tokens (``memory="tiled"``): a proved activation and the linear layers around it, for each tile.
 
 Between the tensor that holds an MLP's tokens and the linear layer that reads its activation, each row depends on one
-row. So the tokens are split (``torch_fused_ops.tiles``), the calls between are written once for each tile, and the
-results are joined. All values of a tile but its result are marked ``MUST_RECOMPUTE``, as PyTorch marks the values of a
+row. So the tokens are split (``settings/tiles.py``), the calls between are written once for each tile, and the results
+are joined. All values of a tile but its result are marked ``MUST_RECOMPUTE``, as PyTorch marks the values of a
 checkpoint's body: the partitioner recomputes them where backward comes to that tile, one tile after the other.
 
 The pieces of the input stay unmarked: they are views, and cost nothing to save. So do the results: the partitioner
@@ -22,15 +22,14 @@ import torch
 from torch.fx import Graph, Node, Proxy
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_fused_ops import tiles
-from torch_fused_ops.reasons import Kind, Reason, Rejection
+from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
+from torch_fused_ops.settings import tiles
 
-from .gemms import arguments_of, producers
 from .graph import CASTS, COPIES, DROPOUTS, FREE, GraphAnalysis, describe, shown
 from .rewrite import Edit, dead_calls, insert
 from .subgraph import Subgraph, readers
 from .symbolic import LINEAR
-from .values import check_plain, equal, keeps_rows, value_of
+from .values import arguments_of, check_plain, equal, keeps_rows, producers, value_of
 
 __all__ = ["Tiling", "apart", "fuse", "tiling"]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch.fx import Node
 
+from torch_fused_ops.graphs.reasons import NOT_AN_MLP, Kind, Reason
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.reasons import NOT_AN_MLP, Kind, Reason
 
 from .graph import GraphAnalysis, shown, tensor
 from .symbolic import LINEAR, RULES

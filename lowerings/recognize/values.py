@@ -1,26 +1,28 @@
-"""The recorded values of a graph's nodes: shapes, dtypes and layouts, and the checks that operators take them."""
+"""The recorded values of a graph's nodes, the checks that operators take them, and the arguments of GEMMs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.lowerings import compat
-from torch_fused_ops.reasons import Kind, Rejection
 
-from .graph import RESHAPES, GraphAnalysis, shown, statically, tensor
+from .graph import AFFINE, RESHAPES, GraphAnalysis, shown, statically, tensor
 
 __all__ = [
     "FLOATING",
+    "arguments_of",
     "check_plain",
     "check_rounding",
     "equal",
     "is_contiguous",
     "is_plain",
     "keeps_rows",
+    "producers",
     "same_shape",
     "value_of",
 ]
@@ -114,3 +116,43 @@ def keeps_rows(analysis: GraphAnalysis, node: Node) -> bool:
         and is_contiguous(value)
         and is_contiguous(source)
     )
+
+
+def producers(analysis: GraphAnalysis, inputs: Iterable[Node]) -> Iterator[Node]:
+    """The GEMMs with weights that the inputs come from, through views, sums and pointwise autograd functions."""
+    pending, seen = list(inputs), set[Node]()
+    while pending:
+        node = analysis.origin(pending.pop())
+        if node in seen:
+            continue
+        seen.add(node)
+        if analysis.weight_gemm(node):
+            yield node
+        elif analysis.state[node] == AFFINE or analysis.custom(node):
+            pending.extend(analysis.sources(node))
+
+
+def arguments_of(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node, Node | None, bool]:
+    """Return the (input, weight, bias) of a linear layer, and True where its weight is (in, out).
+
+    Raises:
+        Rejection: it is not a linear layer.
+    """
+    call = analysis.calls[node]
+    names, order, transposed = _LINEARS.get(call.name, ((), (), False))
+    arguments: dict[str, Any] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    input, weight, bias = (arguments.pop(names[i], None) if i is not None else None for i in order or (None,) * 3)
+    if isinstance(input, Node) and isinstance(weight, Node) and isinstance(bias, Node | None) and not arguments:
+        value, matrix = tensor(weight), value_of(input).ndim == 2 or call.name in ("linear", "matmul")
+        if value is not None and value.ndim == 2 and not analysis.fed[weight] and matrix:
+            return input, weight, bias, transposed
+    raise Rejection(Kind.GEMM_FORM, f"{shown(node)} is not a linear layer")
+
+
+# By a GEMM's name: its arguments, the positions of input, weight and bias, and True where the weight is (in, out).
+_LINEARS: dict[str, tuple[tuple[str, ...], tuple[int | None, ...], bool]] = {
+    "linear": (("input", "weight", "bias"), (0, 1, 2), False),
+    "addmm": (("input", "mat1", "mat2"), (1, 2, 0), True),
+    "mm": (("input", "mat2"), (0, 1, None), True),
+    "matmul": (("input", "other"), (0, 1, None), True),
+}

@@ -4,8 +4,6 @@ One difference is on purpose: a result has the *first* tensor's dtype (dropout_a
 type promotion would widen it to a later tensor's, a float32 bias that meets a bfloat16 product.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
@@ -28,13 +26,6 @@ from torch_fused_ops.testing import precision
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = (BF16, FP16)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @contextlib.contextmanager
@@ -84,9 +75,6 @@ FORMULAS = {
 def swiglu(z: Tensor) -> Tensor:
     gate, up = z.chunk(2, -1)
     return F.silu(gate) * up
-
-
-WIDENED = {FP32: FP32, FP64: FP64}
 
 
 def arguments(vector: bool, first: torch.dtype, second: torch.dtype, device: str = "cpu") -> list[Tensor]:
@@ -147,7 +135,7 @@ def test_operators_on_cpus(name: str, low: torch.dtype, region: str) -> None:
         assert theirs.dtype == promoted and (theirs.dtype == expected or expected == low), "the difference on purpose"
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_compiled_operators_on_cpus(low: torch.dtype) -> None:
@@ -168,24 +156,6 @@ def test_compiled_operators_on_cpus(low: torch.dtype) -> None:
     for result in results:
         for got, expected in zip(result, every(args), strict=True):
             assert got.dtype == expected.dtype and torch.equal(got, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["inductor", "fused"])
-@pytest.mark.parametrize("low", LOW, ids=str)
-@pytest.mark.parametrize("name", FORMULAS)
-def test_compiled_operators_on_cpus_with_gradients(name: str, low: torch.dtype, backend: str) -> None:
-    formula = FORMULAS[name]
-
-    def inside(*args: Tensor) -> Tensor:
-        with torch.autocast("cpu", low):
-            return formula.ours(*args)
-
-    for first, second in itertools.product((FP32, low), repeat=2):
-        torch.compiler.reset()
-        checked(
-            formula, torch.compile(inside, backend=backend, fullgraph=True), arguments(formula.vector, first, second)
-        )
 
 
 @pytest.mark.parametrize("low", LOW, ids=str)
@@ -242,7 +212,7 @@ INSIDE: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
 BACKWARDS = ("grad", "vmap of grad")  # whose engine asks CUDA for streams: see test_gradients_on_gpus
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("inside", [k for k in INSIDE if k not in BACKWARDS])
 @pytest.mark.parametrize("name", [name for name in SOFTMAXES if name not in SLICED])
 def test_softmax_on_gpus(name: str, inside: str) -> None:
@@ -276,6 +246,12 @@ def test_transforms_in_a_region(device: str, inside: str) -> None:
             assert device == "cuda" or torch.equal(got, plain), name
 
 
+# ---- picked up -------------------------------------------------------------------------------------------------------
+
+
+SIZES = ((8, 16), (8, 16), (16, 8))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_gradients_on_gpus(low: torch.dtype) -> None:
@@ -302,12 +278,6 @@ def test_gradients_on_gpus(low: torch.dtype) -> None:
     for first, second in itertools.product((FP32, low), repeat=2):
         args = meta(64, 64, dtype=first), meta(64, dtype=second)
         assert dtypes(FF.bias_gelu, *args) == [first, first, second]
-
-
-# ---- picked up -------------------------------------------------------------------------------------------------------
-
-
-SIZES = ((8, 16), (8, 16), (16, 8))
 
 
 class Net(nn.Module):

@@ -1,9 +1,7 @@
 """CUDA graphs: nothing of ours waits for the device, or leaves it; on a GPU, captured graphs replay bit for bit."""
 
-import ast
 import importlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,11 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import torch_fused_ops
 from torch_fused_ops import FusionPolicy, compile_options
 from torch_fused_ops import functional as FF
 from torch_fused_ops import nn as fnn
-from torch_fused_ops.testing.samples import FP8_OPERATORS, OPERATORS, backward_samples, samples
+from torch_fused_ops.testing.samples import OPERATORS, backward_samples, samples
 
 launching = pytest.importorskip("torch_fused_ops.kernels.launching", reason="needs triton")
 virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
@@ -42,7 +39,9 @@ class Waits(TorchDispatchMode):
 def _launches(op: str, args: tuple[Any, ...]) -> Iterator[str]:
     """The kernels that a call on a GPU launches, none of them carried out."""
     family = KERNELS.get(op.removesuffix("_backward"))
-    module = importlib.import_module(f"torch_fused_ops.kernels.{family or 'activation'}")
+    module = importlib.import_module(
+        f"torch_fused_ops.{f'families.{family}.kernels' if family else 'kernels.activation'}"
+    )
     there = [
         torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") if isinstance(t, Tensor) else t
         for t in args
@@ -52,7 +51,7 @@ def _launches(op: str, args: tuple[Any, ...]) -> Iterator[str]:
     yield from (launch.kernel.__name__ for launch in launches)
 
 
-@pytest.mark.parametrize("op", (*OPERATORS, *FP8_OPERATORS))
+@pytest.mark.parametrize("op", OPERATORS)
 @pytest.mark.parametrize("backward", [False, True])
 def test_no_launch_waits_for_the_device(op: str, backward: bool) -> None:
     launched = 0
@@ -67,19 +66,6 @@ def test_the_test_above_sees_a_wait() -> None:
         for wait in (lambda: x.sum().item(), lambda: x.cpu(), lambda: x.nonzero(), lambda: bool(x.any())):
             with pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
                 wait()
-
-
-WAITING = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero", "is_capturing", "wait", "elapsed_time"}
-
-
-@pytest.mark.parametrize("file", ["activation", "dropout", "softmax", "launching"])
-def test_the_source_of_launches_names_nothing_that_waits(file: str) -> None:
-    path = Path(torch_fused_ops.__file__).parent / "kernels" / f"{file}.py"
-    called = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-    assert not called & WAITING
-
-
-# ---- compiled, on paper ----------------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -99,7 +85,7 @@ class Operators(nn.Module):
         return FF.scaled_masked_softmax(y.unflatten(-1, (4, -1)).transpose(0, 1).unsqueeze(0), scale=0.5)
 
 
-@pytest.mark.every(4)
+@pytest.mark.covering(every=12)
 @pytest.mark.parametrize("memory", ["free", "fp8", "input"])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("net", [Net, Operators])
@@ -134,8 +120,6 @@ def test_compiled_graphs_can_be_captured(net: type[nn.Module], training: bool, m
         assert get_first_incompatible_cudagraph_node(graph.module) is None
 
 
-# ---- on a GPU --------------------------------------------------------------------------------------------------------
-
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -166,7 +150,6 @@ def test_captured_operators_replay_to_the_same_bits(op: str) -> None:
 @pytest.mark.codegen_is_slow
 @gpu
 def test_reduce_overhead_trains_as_without() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(fnn.FusedMLP(256, 1024), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).cuda()
     x = torch.randn(512, 256, device="cuda")
     wanted = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))

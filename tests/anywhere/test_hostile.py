@@ -5,8 +5,6 @@ are ordinary numbers and, here and there, ones at which something happens: NaN, 
 sign, the largest finite numbers, where activations saturate, a clamp's bound and its neighbors.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import warnings
@@ -20,8 +18,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
-from torch_fused_ops import activations, reference, virtual_gpu
+from torch_fused_ops import activations, virtual_gpu
 from torch_fused_ops import functional as F
+from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import dropout, precision
 from torch_fused_ops.testing.samples import ACTIVATION_OPERATORS, OPERATORS, Sample
 
@@ -281,7 +280,7 @@ def quietly(examples: int, **more: Any) -> Any:
     return settings(max_examples=examples, deadline=None, database=None, suppress_health_check=checks, **more)
 
 
-@quietly(300, derandomize=True)
+@quietly(200, derandomize=True)
 @given(calls())
 def test_any_call_keeps_the_precision_contract(sample: Sample) -> None:
     holds_the_contract(sample)
@@ -314,7 +313,6 @@ def compiled(op: str) -> Callable[..., Tensor]:
 )
 def test_compiled_calls_are_as_in_torch(op: str, dtype: torch.dtype) -> None:
     """Many shapes through one compiled function, and few graphs."""
-    torch.compiler.reset()
     compiled.cache_clear()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -352,7 +350,9 @@ def of_one_kind(draw: Any, op: str, dtype: torch.dtype) -> Sample:
 
 def by_triton(sample: Sample, grad: Tensor, mask: list[bool]) -> tuple[Tensor, list[Tensor | None]]:
     """Result and gradients by the GPU's kernels, in Triton's interpreter; what the dispatcher does first is done."""
-    from torch_fused_ops.kernels import activation, dropout, launching, softmax
+    from torch_fused_ops.families.dropout import kernels as dropout
+    from torch_fused_ops.families.softmax import kernels as softmax
+    from torch_fused_ops.kernels import activation, launching
 
     args = [a.detach().resolve_neg() if isinstance(a, Tensor) else a for a in sample.args]
     kernels: Any = {"dropout_add": dropout, "scaled_masked_softmax": softmax}.get(sample.op)
@@ -385,14 +385,6 @@ def is_so_by_triton(sample: Sample) -> None:
 
 
 @pytest.mark.slow
-@quietly(40, derandomize=True)
-@given(calls())
-def test_triton_s_calls_are_as_in_torch(sample: Sample) -> None:
-    pytest.importorskip("triton")
-    is_so_by_triton(sample)
-
-
-@pytest.mark.slow
 @quietly(1000, phases=(Phase.generate, Phase.shrink))
 @given(calls())
 def test_1000_of_triton_s_calls_are_as_in_torch(sample: Sample) -> None:
@@ -412,10 +404,7 @@ STOPPED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda act, x: fused.glu(x[..., :8], x[..., 8:], None, act, 0.5, None),
         lambda act, x: RELUS[act](x[..., :8]) * (x[..., 8:] + 0.5),
     ),
-    "bias_glu": (
-        lambda act, x: fused.bias_glu(x, None, None, act),
-        lambda act, x: RELUS[act](x[..., :8]) * x[..., 8:],
-    ),
+    "bias_glu": (lambda act, x: fused.bias_glu(x, None, None, act), lambda act, x: RELUS[act](x[..., :8]) * x[..., 8:]),
 }
 
 
@@ -519,15 +508,6 @@ def test_a_seed_that_is_written_before_backward_raises() -> None:
     seed.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-def test_writes_through_a_viewless_tensor_are_seen() -> None:
-    x = torch.ones(4, requires_grad=True).clone()
-    square, same = x * x, fused.make_viewless(x[1:])
-    with torch.no_grad():
-        same.mul_(2.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        square.sum().backward()
 
 
 @quietly(60, derandomize=True)

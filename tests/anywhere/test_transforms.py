@@ -1,7 +1,5 @@
 """Function transforms of every operator and every face of it, eager and compiled, against PyTorch's own spelling."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -20,8 +18,9 @@ from torch.func import functional_call, functionalize, grad, hessian, jacfwd, ja
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_fused_ops import functional as FF
-from torch_fused_ops import megatron, reference, slapo
+from torch_fused_ops import megatron, slapo
 from torch_fused_ops import nn as fused_nn
+from torch_fused_ops.operators import reference
 
 fused = torch.ops.fused
 F64 = torch.float64
@@ -76,9 +75,6 @@ def pulled(fn: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
     return lambda g, *t: vjp(fn, *t)[1](g)
 
 
-STORED, STORED_SCALE = reference.store_fp8(torch.linspace(-2, 2, 8, dtype=F64).view(2, 4))
-
-
 def mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     return F.linear(gelu_tanh(F.linear(x, w1, b1)), w2, b2)
 
@@ -125,12 +121,6 @@ CASES = {
         lambda *t: fused.bias_glu_backward(*t, "gelu", "interleaved", 0.0, None, [True] * 3),
         pulled(bias_glu),
         ((2, 2), *ROWS),
-        True,
-    ),
-    "bias_act_fp8_backward": Case(
-        lambda g, b, s: fused.bias_act_fp8_backward(g, STORED, STORED_SCALE, b, s, "gelu_tanh", F64, [True] * 3),
-        lambda g, b, s: pulled(bias_act)(g, reference.load_fp8(STORED, STORED_SCALE, F64), b, s),
-        ROWS,
         True,
     ),
     "dropout_add_backward": Case(
@@ -372,7 +362,7 @@ ALL = {**TRANSFORMS, **GRAPHS}
 
 FP8 = ("memory=fp8", "glu, memory=fp8", "megatron weighted_bias_quick_geglu_impl")
 TWICE = ("double backward", "batched double backward", "hessian by graph", "hessian by graph, vectorized", "vhp", "hvp")
-REFUSED = RuntimeError, r"a second derivative through fused::\w+_fp8 is not accepted"
+REFUSED = RuntimeError, r"a second derivative through fused::\w+ with memory='fp8' is not accepted"
 RAISES: dict[tuple[str, str], tuple[type[Exception], str]] = {
     **dict.fromkeys(itertools.product(FP8, TWICE), REFUSED),
     # Autograd has recorded PyTorch's own silu, and does as with F.silu.
@@ -381,8 +371,8 @@ RAISES: dict[tuple[str, str], tuple[type[Exception], str]] = {
         for t in ("jvp of a graph's backward", "dual gradients")
     },
 }
-# An operator, a backward operator, the float8 ones, a seed, a mask, a view: what the others share their rules with.
-MECHANISMS = ("bias_glu", "bias_glu_backward", "bias_act_fp8_backward", "dropout_add", "softmax", "make_viewless")
+# An operator, a backward operator, what stores float8, a seed, a mask, a view: the others share their rules with these.
+MECHANISMS = ("bias_glu", "bias_glu_backward", "memory=fp8", "dropout_add", "softmax", "make_viewless")
 SLOW_TRANSFORMS = {
     *("linearize", "linearize of grad", "jacrev of jacrev", "jacfwd of jacfwd", "vmap of hessian", "hessian by graph"),
     *("jacrev in chunks", "vmap in chunks", "batched double backward", "jacobian by graph", "vmap of jvp of grad"),
@@ -465,7 +455,7 @@ INSIDE: dict[str, Callable[[Fn, int], Fn]] = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize("name", BATCHES)
 def test_vmap_is_every_example_s_own_call(name: str, inside: str, recwarn: pytest.WarningsRecorder) -> None:

@@ -194,7 +194,6 @@ def test_without_an_internal_pick_up_is_off_and_the_rest_works(case: str) -> Non
 
 @pytest.mark.codegen_is_slow
 def test_the_backend_without_torchs_own_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
     model, x = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)), torch.randn(4, 8)
     wanted = model(x)
     monkeypatch.delattr(torch, "_TorchCompileInductorWrapper")

@@ -1,7 +1,5 @@
 """``python -m torch_fused_ops bench``: every benchmark from one end to the other, tiny; nothing here is about time."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys
@@ -13,10 +11,10 @@ import pytest
 import torch
 from stand_in import stand_in
 
-from torch_fused_ops import FusionPolicy, bench_ways, compile_options
-from torch_fused_ops.arguments import BENCHMARKS, parser
-from torch_fused_ops.benchmarks import harness, main, mlp, models, pointwise, ways
-from torch_fused_ops.cli import main as cli
+from torch_fused_ops import FusionPolicy, compile_options
+from torch_fused_ops.benchmarks import harness, main, mlp, models, pointwise, variants, ways
+from torch_fused_ops.tools.arguments import BENCHMARKS, parser
+from torch_fused_ops.tools.cli import main as cli
 
 pytestmark = pytest.mark.usefixtures("only_new_garbage")
 
@@ -28,7 +26,7 @@ def check(result: dict[str, Any], benchmark: str) -> None:
     assert result["ceilings"]["copy_bytes_per_s"] > 0 and result["seconds"] > 0 and result["not_run"] == []
     for verdict in result["targets"]:
         assert {"name", "limit", "met", "value", "cases"} <= verdict.keys()
-    known = {way for meaning in bench_ways.MEANINGS if benchmark in meaning.benchmarks for way in meaning.ways}
+    known = {way for meaning in variants.MEANINGS if benchmark in meaning.benchmarks for way in meaning.ways}
     for case in result["cases"]:
         assert case["ways"].keys() <= known, "--help has them all"
         assert {"name", "dtype", "facts", "work", "sets", "rounds", "ours", "ways"} <= case.keys()
@@ -45,8 +43,7 @@ def check(result: dict[str, Any], benchmark: str) -> None:
                 assert all(r["interval"][0] <= r["median"] <= r["interval"][1] for r in way["ratio_to"].values())
 
 
-@pytest.mark.seconds("the one benchmark that runs from one end to the other")
-@pytest.mark.every(4)
+@pytest.mark.covering(every=4)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize(
     ("arguments", "cases", "compared"),
@@ -152,9 +149,6 @@ def test_unknown_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> N
     assert set(BENCHMARKS) == set(main.BENCHMARKS)
 
 
-# ---- what is compared ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("operator", pointwise.OPERATORS, ids=str)
 def test_plain_and_ours_are_the_same_function(operator: pointwise.Operator) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -206,10 +200,10 @@ def test_every_memory_level_keeps_less_than_the_one_before() -> None:
     assert kept == sorted(set(kept), reverse=True) and kept[-1] == 64 * 16 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_products_in_float8() -> None:
     """They are timed only where they are named; within their bound, beyond bfloat16's; and keep fewer bytes."""
-    torch.manual_seed(0)
     case = mlp.case("swiglu", mlp.QUICK[0], torch.bfloat16, False, harness.Device(), harness.Plan(1.0))
     assert set(ways.FLOAT8) == set(case.named_only) <= case.ways.keys() and not set(ways.FLOAT8) & set(ways.TRAINING)
     truth, kept = case.truth(), []
@@ -244,7 +238,7 @@ def test_torchao(way: str) -> None:
     with pytest.raises(harness.Unavailable, match=r"multiples of 16: the weight of gate is \(200, 64\)"):
         ways.COMPILED[way](models.SwiGLUMLP(64, 200))
     model = models.GPT(models.QUICK)
-    copied = ways.by_torchao(model, bench_ways.TORCHAO[0])
+    copied = ways.by_torchao(model, variants.TORCHAO[0])
     converted = [name for name, layer in copied.named_modules() if type(layer).__name__ == "Float8Linear"]
     assert converted == list(ways.mlp_layers(model)) == ["blocks.0.mlp.up", "blocks.0.mlp.down"]
     assert all(a is b for a, b in zip(copied.parameters(), model.parameters(), strict=True))
@@ -255,7 +249,7 @@ def test_torchao(way: str) -> None:
     assert harness.LIMIT[torch.bfloat16] < error <= case.loose[way]
 
 
-@pytest.mark.seconds("compiles two steps on paper")
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     "way", ["compile", "fused-free", "fused-fp8", pytest.param("fused-input", marks=pytest.mark.slow)]
 )

@@ -1,7 +1,5 @@
 """The harness: its statistics on known numbers, what it does with ways that fail, and its GPU timing on a stand-in."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -17,8 +15,6 @@ from torch_fused_ops.benchmarks import harness, mlp, model, pointwise
 from torch_fused_ops.benchmarks.harness import Case, Device, Plan, Summary, Target, Trial, Unavailable, UsageError
 
 pytestmark = pytest.mark.usefixtures("only_new_garbage")
-
-# ---- statistics ------------------------------------------------------------------------------------------------------
 
 
 def test_summary() -> None:
@@ -62,9 +58,6 @@ def test_numbers() -> None:
             harness.numbers(wrong, (2, 3), "a size")
 
 
-# ---- targets ---------------------------------------------------------------------------------------------------------
-
-
 def row(name: str, ratio: float, low: float = 0.0, high: float = 9.0) -> dict[str, Any]:
     return {"name": name, "ways": {"ours": {"ratio_to": {"theirs": {"median": ratio, "interval": [low, high]}}}}}
 
@@ -94,8 +87,6 @@ def test_a_miss_within_the_noise_says_so() -> None:
     verdict = Target("time", 1.0, harness.ratios("ours", "theirs")).judge([row("a", 1.01, 0.99, 1.03)])
     assert not verdict["met"] and "interval holds the limit" in harness.verdict_line(verdict)
 
-
-# ---- a case ----------------------------------------------------------------------------------------------------------
 
 TRUTH = torch.arange(4.0, dtype=torch.float64)
 
@@ -148,7 +139,6 @@ def test_every_way_is_reported(device: Device) -> None:
         assert said in text
 
 
-@pytest.mark.seconds("machine code, timed")
 def test_results_read_where_memory_was_not_written() -> None:
     """Memory of the results' size is NaN before each check: a way that leaves some of it is found out."""
     big = torch.ones(1 << 16, dtype=torch.float64)
@@ -198,7 +188,6 @@ def test_what_loses_the_device_is_left_out_of_the_next_process(tmp_path: Path) -
     assert len(second["cases"]) == 2
 
 
-@pytest.mark.seconds("machine code, timed")
 def test_a_time_limit_lists_what_is_left(tmp_path: Path) -> None:
     plan = Plan(0.01, limit=1e-6, quick=True)
     out = tmp_path / "results.json"
@@ -239,9 +228,6 @@ def test_reading_what_is_no_result(tmp_path: Path) -> None:
     path.write_text('{"benchmark": "mlp", "schema": 0}')
     with pytest.raises(UsageError, match="holds no results"):
         harness.read(path, "mlp")
-
-
-# ---- GPUs ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_stand_in_is_like_torch_cuda() -> None:

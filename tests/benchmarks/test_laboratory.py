@@ -1,7 +1,5 @@
 """The scripts of benchmarks/laboratory start; slow: what is for a GPU, and on paper, runs from one end to the other."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """PyTorch's own ways to keep less, beside the memory levels: what docs/memory.md says of them is what was measured."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What ``fused::dropout_add`` costs on an H200, on paper: instructions, bytes, kernels, what is saved."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -55,7 +53,7 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]], float]] =
 }  # fmt: skip
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize("name", FORMS)
 def test_instructions_per_element(name: str) -> None:
     fn, args, limit = FORMS[name]

@@ -4,10 +4,11 @@ Plain Inductor and Inductor with ``activation_memory_budget=0.99`` are counted b
 figure of ours is always read against upstream's of the same torch version.
 """
 
-from __future__ import annotations
-
+import re
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import harness
@@ -16,7 +17,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops import functional as FF
@@ -65,15 +65,6 @@ class LlamaBlock(nn.Module):
         return x + self.mlp(self.norm(x, self.norm2))
 
 
-class TwoCheckpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = SwigluMLP(1024, 4096), SwigluMLP(1024, 4096)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.two, checkpoint(self.one, x, use_reentrant=False), use_reentrant=False)  # type: ignore[no-any-return]
-
-
 class LoRA(nn.Module):
     """A SwiGLU MLP of frozen weights, each with an adapter: two GEMMs read the activation."""
 
@@ -108,47 +99,13 @@ class Glu(nn.Module):
         return self.down(F.glu(self.up(x)))
 
 
-class Experts(nn.Module):
-    """Two experts of as many rows each, and a router's weight for each row."""
-
-    def __init__(self, width: int = WIDTH, ffn: int = FFN) -> None:
-        super().__init__()
-        self.router, self.gate_up = nn.Linear(width, 1, bias=False), nn.Parameter(torch.empty(2, width, ffn))
-        self.down = nn.Parameter(torch.empty(2, ffn // 2, width))
-        self.register_buffer("ends", torch.empty(2, dtype=torch.int32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = F.grouped_mm(x, self.gate_up, offs=self.ends).chunk(2, -1)
-        y = F.grouped_mm(F.silu(gate) * up, self.down, offs=self.ends)
-        return y * torch.sigmoid(self.router(x))
-
-
-class ParallelBlock(nn.Module):
-    """Attention and an MLP of one input, and one linear layer behind both: a single-stream block of Flux."""
-
-    def __init__(self, width: int = 1024, ffn: int = 4096, heads: int = 8) -> None:
-        super().__init__()
-        self.heads, self.norm = heads, nn.LayerNorm(width)
-        self.qkv, self.up = nn.Linear(width, 3 * width), nn.Linear(width, ffn)
-        self.out = nn.Linear(width + ffn, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(h).chunk(3, -1))
-        attention = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return x + self.out(torch.cat([attention, F.gelu(self.up(h), approximate="tanh")], -1))
-
-
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "GELU MLP": (GeluMLP, (TOKENS, WIDTH)),
     "SwiGLU MLP": (SwigluMLP, (TOKENS, WIDTH)),
     "Llama-7B block": (LlamaBlock, (4, 2048, 4096)),
-    "two checkpointed MLPs": (TwoCheckpointed, (2048, 1024)),
     "LoRA": (LoRA, (TOKENS, WIDTH)),
     "dropout": (Dropped, (TOKENS, WIDTH)),
     "GLU": (Glu, (TOKENS, WIDTH)),
-    "experts": (Experts, (TOKENS, WIDTH)),
-    "parallel block": (ParallelBlock, (2, 2048, 1024)),
 }
 POLICY = FusionPolicy(strict=True)
 WAYS: dict[str, dict[str, Any]] = {
@@ -168,7 +125,6 @@ def on_paper(case: str, way: str) -> Any:
     return virtual_gpu.compile_on_paper(model, tensor(*shape), **WAYS[way])
 
 
-@pytest.mark.seconds("figures on paper, three ways, which other tests share")
 @pytest.mark.parametrize(
     ("case", "plain", "budget"),
     [
@@ -207,55 +163,11 @@ def test_bytes_saved_below_the_knob(case: str, level: str) -> None:
     assert len(less.forward.kernels) == len(free.forward.kernels), "the cast is in the activation's own kernel"
 
 
-@pytest.mark.every(6)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize(("case", "plain", "ours"), [("LoRA", 833, 577), ("dropout", 704, 320), ("GLU", 448, 320)])
 def test_bytes_saved_with_more_around_the_activation(case: str, plain: int, ours: int) -> None:
     """A second reader, a dropout behind (no mask is kept: its seed is), up and gate packed in one tensor."""
     assert [round(on_paper(case, way).saved_bytes() / MIB) for way in ("plain", "ours")] == [plain, ours]
-
-
-@pytest.mark.seconds("figures on paper, three ways")
-def test_experts_keep_no_products_result() -> None:
-    """Tokens, gate and up; not the result (64 MiB) that the router's weights multiply, which the knob keeps.
-
-    Nor is it read again: the weights' gradient is summed in the kernel that computes the activation's.
-    """
-    ways = [on_paper("experts", way) for way in ("plain", "budget", "ours")]
-    assert [round(paper.saved_bytes() / MIB) for paper in ways] == [512, 384, 320]
-    forward, backward = ([len(graph.kernels) for graph in graphs] for graphs in zip(
-        *((paper.forward, paper.backward) for paper in ways), strict=True))  # fmt: skip
-    assert forward == [2] * 3 and [n - backward[0] for n in backward] == [0, 1, -1]
-    assert [round((paper.forward.bytes_moved + paper.backward.bytes_moved) / MIB) for paper in ways] == [
-        4288, 4672, 4096,
-    ]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_joined_columns_are_not_kept() -> None:
-    """Of a block whose attention and MLP share their last linear layer: each is kept once, and forward is as it was."""
-    found = [
-        (
-            round(paper.saved_bytes() / MIB),
-            (len(paper.forward.kernels), len(paper.backward.kernels)),
-            round((paper.forward.bytes_moved + paper.backward.bytes_moved) / MIB),
-        )
-        for paper in (on_paper("parallel block", way) for way in WAYS)
-    ]
-    assert dict(zip(WAYS, found, strict=True)) == {
-        "plain": (120, (3, 11), 923),
-        "budget": (112, (3, 11), 931),
-        "ours": (72, (3, 11), 1011),
-        "fp8": (56, (4, 11), 1043),
-        "input": (40, (3, 12), 1067),
-    }
-
-
-@pytest.mark.slow
-def test_checkpointed_models_save_no_more() -> None:
-    assert (
-        on_paper("two checkpointed MLPs", "ours").saved_bytes()
-        <= on_paper("two checkpointed MLPs", "plain").saved_bytes()
-    )
 
 
 @pytest.mark.parametrize(
@@ -307,6 +219,7 @@ def instructions(name: str) -> tuple[float, Any]:
     return code.instructions_per_element(), code
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     ("name", "limit"),
     [
@@ -333,3 +246,23 @@ def test_blocks_of_gate_and_up_cost_what_halves_do() -> None:
     paper = virtual_gpu.compile_on_paper(lambda x: FF.bias_swiglu(x, layout=32), tensor(256, 1024))
     found = [(len(graph.kernels), graph.bytes_moved) for graph in (paper.forward, paper.backward)]
     assert found == [(1, 256 * 1024 * 3), (1, 256 * 1024 * 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("column, level", [(0, "off"), (1, "free"), (2, "fp8"), (3, "input"), (3, "tiled")])
+def test_the_page_lists_what_each_level_saves(column: int, level: str) -> None:
+    """The table of docs/memory.md: tensor, dtype and bytes of Llama-3-8B's MLP."""
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    cells = [row[column] for row in re.findall(r"^\| .+? \| \d+ × \d+ " + r"\| (.+?) " * 4 + r"\|$", page, re.M)]
+    stated: Counter[str] = Counter()
+    for dtype, size in re.findall(r"(\w+), ([\d.]+) MiB", "\n".join(cells)):
+        stated[dtype.replace("bf16", "bfloat16")] += float(size)
+    paper = virtual_gpu.compile_on_paper(
+        SwigluMLP(4096, 14336).to("meta", BF16), tensor(8192, 4096), config=compile_options(FusionPolicy(memory=level))
+    )
+    counted: Counter[str] = Counter()
+    for saved in paper.saved:
+        counted[str(saved.dtype).removeprefix("torch.")] += 0 if saved.is_parameter else saved.nbytes / MIB
+    assert len(cells) == 5 and {name: round(size, 2) for name, size in counted.items() if size} == dict(stated)
+    total = re.findall(r"^\| \*\*sum\*\* \| " + r"\| \*\*(\d+) MiB\*\* " * 4 + r"\|$", page, re.M)[0][column]
+    assert int(total) == round(paper.saved_bytes() / MIB)

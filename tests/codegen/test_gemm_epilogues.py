@@ -2,8 +2,6 @@
 them, forward and backward; small batches; merged gate and up; and that nothing is added atomically.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import cache
@@ -41,9 +39,6 @@ def kernels(graph: Any) -> list[str]:
     return sorted([k.name.split("_")[1] for k in graph.kernels for _ in range(k.launches)] + list(graph.extern))
 
 
-# ---- the library's epilogue ----------------------------------------------------------------------
-
-
 class ReluMLP(GeluMLP):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.relu(self.up(x)))  # type: ignore[no-any-return]
@@ -55,7 +50,7 @@ def inference(model: type[nn.Module], *shape: int, dtype: torch.dtype = BF16, **
     return virtual_gpu.compile_on_paper(made, tensor(*shape, dtype=dtype), training=False, **arguments).inference
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     ("model", "shape", "dtype", "taken"),
     [
@@ -123,13 +118,11 @@ def test_measured_against_templates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels(paper.inference) == ["aten._addmm_activation"]
 
 
+@pytest.mark.slow
 def test_unmeasured_is_upstreams() -> None:
     by_default = inference(GeluMLP, 64, 256, config=options())
     deterministic = inference(GeluMLP, 64, 256, config=options(), gemm="triton")
     assert kernels(by_default) == ["addmm", "addmm", "poi"] and kernels(deterministic) == ["tem", "tem"]
-
-
-# ---- Inductor's templates ------------------------------------------------------------------------
 
 
 @cache
@@ -182,6 +175,7 @@ def test_what_fuses_into_templates(
         assert (kernels(training.forward), kernels(training.backward)) == (forward, backward)
 
 
+@pytest.mark.slow
 def test_gelu_in_the_gemms_epilogues() -> None:
     """Forward: the sum that backward needs and the activation from one GEMM. Backward: the gradient, and the activation
     again for the weight gradient, from the one that makes the activation's gradient.
@@ -197,9 +191,6 @@ def test_swiglu_in_the_gemms_epilogues() -> None:
     paper = by_templates(SwigluMLP, True)
     assert sum(map(stores, paper.forward.kernels)) == 4  # gate, up and the product, and the second linear
     assert stores(kernel_with(paper.backward, "glu_glu_backward")) == 3
-
-
-# ---- decoding: few rows --------------------------------------------------------------------------
 
 
 @pytest.mark.covering(1)
@@ -235,9 +226,6 @@ def test_decoding_with_products_as_sums() -> None:
         assert len(kernels(fewer)) <= len(kernels(plain)) and not fewer.extern
 
 
-# ---- gate and up as one GEMM ---------------------------------------------------------------------
-
-
 def test_freezing_merges_gate_and_up() -> None:
     """Upstream's pattern for constant weights, on a graph with our operator: two GEMMs then, and still one kernel."""
     from torch._inductor.fx_passes import freezing_patterns
@@ -270,10 +258,7 @@ def test_freezing_merges_gate_and_up() -> None:
     assert kernels(graph) == ["mm", "mm", "poi"]
 
 
-# ---- deterministic mode --------------------------------------------------------------------------
-
-
-@pytest.mark.every(10)
+@pytest.mark.covering(every=10)
 @pytest.mark.parametrize("model", [GeluMLP, SwigluMLP, Glu, LlamaBlock, packed_with_bias])
 @pytest.mark.parametrize("gemm", ["library", "triton"])
 def test_nothing_is_added_atomically(model: Callable[[], nn.Module], gemm: str) -> None:
@@ -283,7 +268,7 @@ def test_nothing_is_added_atomically(model: Callable[[], nn.Module], gemm: str) 
     assert not any("tl.atomic" in graph.code for graph in paper.graphs.values())
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", ["bias_act", "glu", "bias_glu"])
 def test_no_gradient_is_added_atomically(name: str) -> None:
     """Of any argument: biases and token scales too."""

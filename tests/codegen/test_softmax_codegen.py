@@ -3,8 +3,6 @@
 Plain is the spelling that users have: ``softmax((x·scale).masked_fill(mask, −∞).float()).to(dtype)``.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from torch import Tensor
 virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")
 
 softmax = torch.ops.fused.scaled_masked_softmax
-MIB, BF16 = 1 << 20, torch.bfloat16
+BF16 = torch.bfloat16
 BATCH, HEADS, QUERIES = 4, 16, 512
 
 
@@ -86,7 +84,7 @@ def test_no_more_than_plain_pytorch(case: str) -> None:
         assert len(theirs.forward.kernels) == 2
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     ("way", "sk", "forward", "backward"),
     [
@@ -138,38 +136,3 @@ def test_neighbors_are_in_the_same_kernels(sk: int) -> None:
     paper = virtual_gpu.compile_on_paper(fn, meta(BATCH, HEADS, QUERIES, sk), meta(HEADS, 1, sk).detach())
     assert len([k for k in paper.forward.kernels if "softmax" in k.name]) == 1
     assert len(paper.forward.kernels) <= 2 and len(paper.backward.kernels) == 1
-
-
-class Attention(torch.nn.Module):
-    """Attention spelled out, with a sink for each head: its probabilities are kept for the product with the values."""
-
-    def __init__(self, ours: bool, width: int = 512, heads: int = 8) -> None:
-        super().__init__()
-        self.ours, self.heads = ours, heads
-        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
-        self.sink = torch.nn.Parameter(torch.zeros(heads))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        s = q @ k.mT
-        p = softmax(s, None, self.sink, 0.125, True) if self.ours else plain(s, causal=True)
-        return self.out((p @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("free", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_attention_saves_the_output_and_no_more(free: bool) -> None:
-    """Of the (b, h, s, s) tensors one, whatever the memory policy."""
-    from torch_fused_ops import FusionPolicy
-    from torch_fused_ops.lowerings.passes import compile_options
-
-    x = meta(4, 512, 512)
-    with torch.device("meta"):
-        model = Attention(True).to(BF16)
-    config = {"config": compile_options(FusionPolicy())} if free else {}
-    paper = virtual_gpu.compile_on_paper(model, x, **config)
-    square = [t for t in paper.saved if math.prod(t.shape) == 4 * 8 * 512 * 512]
-    assert len(square) == 1 and sum(t.nbytes for t in square) == 4 * 8 * 512 * 512 * 2
-    with torch.device("meta"):
-        other = Attention(False).to(BF16)
-    assert paper.saved_bytes() < virtual_gpu.compile_on_paper(other, x).saved_bytes()

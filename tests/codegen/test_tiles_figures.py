@@ -1,7 +1,5 @@
 """What memory="tiled" keeps alive and moves on an H200, on paper."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 
@@ -44,7 +42,7 @@ def products(paper: PaperCompilation) -> float:
     return sum(map(flops, paper.graphs.values()))
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("model, more", ((SwiGLUMLP, 11 / 9), (GELUMLP, 7 / 6)))
 def test_a_tile_of_the_hidden_layer_is_alive_at_a_time(model: type[nn.Module], more: float) -> None:
     sizes = (4096, 256, 1024)
@@ -72,6 +70,7 @@ class LayerNormedMLP(NormedMLP):
     kind = nn.LayerNorm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "numbers"), ((NormedMLP, 1), pytest.param(LayerNormedMLP, 2, marks=pytest.mark.slow))
 )
@@ -89,6 +88,7 @@ class Layers(nn.Sequential):
         super().__init__(*(NormedMLP(width, hidden) for _ in range(3)))
 
 
+@pytest.mark.slow
 def test_the_budget_lowers_the_peak_of_several_layers_alone() -> None:
     """What all layers keep makes the peak there; what one works with makes that of a single MLP."""
     plain, budget, ours = (peak(compiled(way, Layers, 4096, 256, 1024)[1]) for way in ("plain", "budget", "free"))
@@ -145,15 +145,3 @@ def test_other_peaks_of_the_page(row: str) -> None:
     packed, gelu = (peak(compiled(WAYS[row], model, 65536, 4096, hidden)[1]) // MIB for model, hidden in models)
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
     assert f"| {row} | {packed} | {gelu} |" in page
-
-
-@pytest.mark.slow
-def test_the_peaks_of_the_first_page() -> None:
-    budget, plain, ours, *packed = (
-        peak(compiled(way, model, 65536, 4096, 14336)[1]) // MIB
-        for model in (SwiGLUMLP, PackedMLP)
-        for way in ("budget", "plain", "free")
-    )
-    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert f"of a SwiGLU MLP of 65536 tokens {budget} MiB, plain {plain}, ours {ours};" in page
-    assert "with gate and up in one tensor {}, {} and {} ([".format(*packed) in page

@@ -19,7 +19,7 @@ Check = Callable[[int, int, Path], None]
 def in_processes(file: str, group: str, ranks: int, folder: Path, seconds: float = 240) -> None:
     """Run the checks of a group of a test file in so many processes."""
     command = [sys.executable, "-W", "ignore", file, group, str(ranks), str(folder)]
-    path = os.pathsep.join([str(Path(file).parents[2]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([*map(str, Path(file).parents[1:3]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     processes = [
         subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)

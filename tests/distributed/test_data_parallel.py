@@ -94,7 +94,7 @@ def ddp(rank, ranks, folder, optimize_too=(True,)):
         with torch._dynamo.config.patch(optimize_ddp=optimize), tfo.record() as report:
             train(compiled, model.parameters(), ranks, rank, model.no_sync)
         assert report.graphs > 1 if optimize else report.graphs == 1, (optimize, report.graphs)
-        # A cut between buckets may lie inside an MLP, which then is none to any backend (docs/architecture.md).
+        # A cut between buckets may lie inside an MLP, which then is none to any backend (test_composition.py).
         assert 0 < fused(report) <= BLOCKS if optimize else fused(report) == BLOCKS, (optimize, str(report))
         assert_trained_alike(model, expected)
 

@@ -43,9 +43,6 @@ def step(mlp, x, probs, d, counts=COUNTS):
     return [y.detach(), x.grad, probs.grad]
 
 
-# ---- checks: each runs in every one of two processes, or four --------------------------------------------------------
-
-
 def tensor_parallel(rank, ranks, folder):
     """Every flag with every other: numbers, weights at the start, collectives."""
     from torch.distributed.tensor.debug import CommDebugMode
@@ -241,9 +238,6 @@ def wrapped(rank, ranks, folder):
 
 CHECKS = [wrapped, tensor_parallel, plan, refused, round_trips, as_many_mlps, same_start]
 GROUPS = {"two": CHECKS, "four": [tensor_parallel, round_trips, as_many_mlps, same_start]}
-
-
-# ---- tests -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ def step(live, model, tokens):
 
 def predicted(model, tokens, ranks):
     """The same of one of so many GPUs, by arithmetic on the whole model's step."""
-    from torch_fused_ops.planner.static_memory import Resident, held
+    from torch_fused_ops.planner.static_memory import Resident, resident_tensors
     from torch_fused_ops.planner.step import Step, cut
     from torch_fused_ops.virtual_gpu.timeline import Event, Timeline
 
@@ -145,13 +145,13 @@ def predicted(model, tokens, ranks):
         parameter=lambda graph, number: names[number],
     )
     parts = cut(Timeline(moments, entry, kept, end, gradients), captured, lambda call: 0.0)
-    resident = Resident.of(held(model, unit_of), "none", ranks)
+    resident = Resident.of(resident_tensors(model, unit_of), "none", ranks)
     found = Step(units, {}, {"free": parts}, resident.shards)
     alive, peaks = 0, dict.fromkeys(("forward", "backward"), 0)
     for graph, _, segment in found.sharded(found.pieces({})):
         peaks[graph] = max(peaks[graph], alive + segment.peak)
         alive += segment.net
-    return 0, *peaks.values(), found.at({}).kept, alive
+    return 0, *peaks.values(), found.at({}).saved, alive
 
 
 def planned(rank, ranks, folder):

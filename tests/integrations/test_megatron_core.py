@@ -3,8 +3,6 @@ optimizers', either way; its DistributedOptimizer, and its pipeline. Runs where 
 saves with; what of it needs a GPU is put out of the way (``on_cpus``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -3,8 +3,6 @@ that ran, what was fused, and what is kept for backward. Each runs where its pac
 ``pip install -e ".[integrations]"``. Megatron core's row is ``test_megatron_core.py``'s.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import logging
@@ -22,13 +20,11 @@ from torch import Tensor, nn
 
 import torch_fused_ops as tfo
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = pytest.mark.slow
 
 # A GPT-2 has many graphs, of which a C++ compiler takes 1.5 to 4 s each; what is fused and kept is decided before that.
 without_code = pytest.mark.parametrize("inductor_code", ["interpreted"], indirect=True)
 
-
-# ---- the page's table ------------------------------------------------------------------------------------------------
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 TORCH = "2.13"  # what the page's figures are from
@@ -78,9 +74,6 @@ def compiled_both_ways(tool: str, model: nn.Module, step: Callable[[Any], Any]) 
     return report
 
 
-# ---- the tools -------------------------------------------------------------------------------------------------------
-
-
 def gpt2() -> Any:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
@@ -92,9 +85,6 @@ def gpt2() -> Any:
 def examples(count: int = 8) -> list[dict[str, Tensor]]:
     ids = torch.randint(128, (count, 16), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": row} for row in ids]
-
-
-# ---- transformers' Trainer, which accelerate compiles for ------------------------------------------------------------
 
 
 def trainer(folder: Path, callback: Any, **arguments: Any) -> Any:
@@ -123,6 +113,19 @@ def test_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert out.count("torch_fused_ops, the first step:") == 1
     assert "FusionPolicy(memory='fp8'" in out and "2 of 2 MLP sites fused" in out
+
+
+@without_code
+def test_figures_in_half_precision_with_checkpoints(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from torch_fused_ops.integrations.transformers import FusionCallback
+
+    tfo.enable()
+    said: list[str] = []
+    callback = FusionCallback(said.append, figures=True)
+    trainer(tmp_path, callback, torch_compile=True, bf16=True, gradient_checkpointing=True).train()
+    assert of_mlps(callback.report) == "2 of 2"
+    assert "2 of 2 MLP sites fused" in said[0] and "figures are not available" not in said[0]
 
 
 @without_code
@@ -168,9 +171,6 @@ def test_accelerate() -> None:
     states("accelerate", of_mlps(report), plain, ours)
 
 
-# ---- names of modules ------------------------------------------------------------------------------------------------
-
-
 class Stack(nn.Module):
     """A stack of MLPs."""
 
@@ -191,6 +191,15 @@ def test_accelerate_leaves_names_of_modules_as_they_are(precision: str) -> None:
     model = accelerate.Accelerator(mixed_precision=precision, cpu=True).prepare(Stack())
     assert names_when_compiled(model) == ["layers.0", "layers.1"]
     accelerate.state.AcceleratorState._reset_state(True)
+
+
+@without_code
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trainer_leaves_names_of_modules_as_they_are(bf16: bool, tmp_path: Path) -> None:
+    tfo.enable()
+    with tfo.record() as report:
+        trainer(tmp_path, None, torch_compile=True, bf16=bf16).train()
+    assert [site.module for site in report.sites if site.is_mlp] == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
@@ -225,20 +234,31 @@ def names_when_compiled(model: nn.Module) -> list[str]:
     return [site.module for site in report.sites if site.is_mlp]
 
 
-# ---- Lightning -------------------------------------------------------------------------------------------------------
+class Network(nn.Module):
+    """An MLP, as a class of its own: torch skips the code of ``nn.Sequential``, whose ``compile`` captures nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))  # type: ignore[no-any-return]
 
 
 def test_lightning(tmp_path: Path) -> None:
+    """Compile the network inside. If compiling the module passes here, the page need not advise against it."""
     lightning = pytest.importorskip("lightning")
     from torch_fused_ops.integrations.lightning import FusionCallback
 
     class Module(lightning.LightningModule):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
             super().__init__()
-            self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+            self.net = Network()
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
-            return self.mlp(batch).square().mean()  # type: ignore[no-any-return]
+            loss: Tensor = self.net(batch).square().mean()
+            self.log("loss", loss)
+            return loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.1)
@@ -258,14 +278,17 @@ def test_lightning(tmp_path: Path) -> None:
 
     said: list[str] = []
     callback = FusionCallback(said.append)
-    plain = fit(torch.compile(Module()))
+    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError):
+        fit(torch.compile(Module()))
     torch._dynamo.reset()
-    ours = fit(torch.compile(Module(), backend="fused"), callback)
+    plainly, module = Module(), Module()
+    plainly.net.compile()
+    plain = fit(plainly)
+    torch._dynamo.reset()
+    module.net.compile(backend="fused")
+    ours = fit(module, callback)
     states("lightning", of_mlps(callback.report), plain, ours)
     assert len(said) == 1
-
-
-# ---- PEFT ------------------------------------------------------------------------------------------------------------
 
 
 @without_code
@@ -306,9 +329,6 @@ def test_patterns_are_of_the_model_that_peft_wraps() -> None:
     assert [site.op is not None for site in report.sites if site.is_mlp] == [False, True]
 
 
-# ---- libraries of layers ---------------------------------------------------------------------------------------------
-
-
 def test_diffusers() -> None:
     pytest.importorskip("diffusers")
     from diffusers.models.attention import FeedForward
@@ -338,8 +358,6 @@ def test_bitsandbytes(bits: int) -> None:
     model, x = nn.Sequential(first, nn.GELU(), last).to("cpu"), torch.randn(2, 8, 64, requires_grad=True)
     compiled_both_ways(f"bitsandbytes, {bits} bits", model, lambda compiled: compiled(x).sum())
 
-
-# ---- torchtitan ------------------------------------------------------------------------------------------------------
 
 # Its trainer wants a GPU. Its model's layers, and its way to compile them, do not; nor does the attention of its Flux,
 # where FlexAttention, which its language models have, has no backward on CPUs.

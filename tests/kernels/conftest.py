@@ -18,8 +18,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
     on = Device(request.param)
     monkeypatch.setattr(launching, "launch", on.launch)
-    for plan in (kernels._plan, kernels._row_plan):
-        plan.cache_clear()
+    kernels._plan.cache_clear()
     yield on
-    for plan in (kernels._plan, kernels._row_plan):
-        plan.cache_clear()
+    kernels._plan.cache_clear()

@@ -1,7 +1,5 @@
 """What the kernels' tests share: a device that is a GPU or Triton's interpreter, and machine code on paper."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

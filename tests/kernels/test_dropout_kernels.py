@@ -1,7 +1,5 @@
 """The eager GPU kernels of ``fused::dropout_add``, without a GPU: as test_activation_kernels.py."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -16,20 +14,16 @@ import triton
 import triton.language as tl
 from kernel_harness import GPUS, Device, assemble, assert_close, meta, recorded
 
-from torch_fused_ops import reference, virtual_gpu
-from torch_fused_ops.kernels import dropout as kernels
-from torch_fused_ops.kernels.dropout import _factor, _philox
+from torch_fused_ops import virtual_gpu
+from torch_fused_ops.families.dropout import formulas, kernels
+from torch_fused_ops.families.dropout.kernels import _factor, _philox
+from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import dropout as dropout_testing
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where words wrap
 
 SEED = torch.tensor([-3141592653589793238])
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 def wide(args: Sequence[Any]) -> list[Any]:
@@ -65,7 +59,7 @@ def check(device: Device, x: Tensor, bias: Tensor | None, residual: Tensor | Non
             assert_close(got[1], truth[1], gradient=True, absolute=3e-5 * max(1.0, x.shape[0] ** 0.5))
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     "sample",
     [
@@ -79,7 +73,7 @@ def test_samples(device: Device, sample: Any) -> None:
     check(device, x, bias, residual, p, seed)
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("shape", [(6, 100), (2, 1030), (70, 17), (130, 4), (2, 3, 5, 36)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_tiles_are_one_mask(device: Device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -132,7 +126,7 @@ def test_the_generator_is_tritons() -> None:
         seed, out = torch.tensor([number]), torch.zeros(4, 8, dtype=torch.int32)
         theirs = torch.zeros_like(out)
         virtual_gpu.interpret(_words, counters, seed, out, theirs, grid=(1,), N=8)
-        ours = reference.philox(counters, counters >> 32, seed)
+        ours = formulas.philox(counters, counters >> 32, seed)
         assert torch.equal(out, theirs) and torch.equal(out, torch.stack(ours).to(torch.int32))
 
 
@@ -144,11 +138,9 @@ def test_mask_past_2_to_the_33() -> None:
         r, c, out = torch.tensor([rows]), torch.arange(64), torch.zeros(64)
         virtual_gpu.interpret(_factor_at, r, c, n, SEED, out, grid=(1,), FOURS=fours, N=64)
         index = rows * n + c
-        expected = reference.dropout_factor(index >> 2, index, SEED, 0.5, torch.float32)
+        expected = formulas.dropout_factor(index >> 2, index, SEED, 0.5, torch.float32)
         assert torch.equal(out, expected) and out.unique().numel() == 2
 
-
-# ---- machine code ----------------------------------------------------------------------------------------------------
 
 SHAPE = (8192, 4096)
 
@@ -165,7 +157,7 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...], float]]:
     }
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize(
     "gpu", [g if g.arch == "sm_90" else pytest.param(g, marks=pytest.mark.slow) for g in GPUS], ids=lambda gpu: gpu.arch
 )

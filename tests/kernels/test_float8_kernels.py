@@ -6,8 +6,6 @@ tests compare those of the hardware's conversion. In a block whose scale is NaN 
 448, or NaN, there.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -19,9 +17,10 @@ pytest.importorskip("triton")
 
 from kernel_harness import Device, meta, recorded
 
-from torch_fused_ops import float8, reference
-from torch_fused_ops.kernels import float8 as kernels
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8 import kernels
 from torch_fused_ops.kernels.activation import launch_of
+from torch_fused_ops.operators import reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BF16 = torch.bfloat16
@@ -54,6 +53,7 @@ def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
     assert torch.equal(values.view(torch.uint8)[compared], e_values.view(torch.uint8)[compared])
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -79,6 +79,7 @@ def test_quantize_gives_the_formula_s_bits_of_both_layouts(
     assert_same(both[2:], float8.quantize(x.t(), 1))
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -110,6 +111,7 @@ def test_scales_are_tiled_as_by_the_formula(device: Device, shape: tuple[int, in
     assert len(device.launches) == bool(tiles.numel()) and torch.equal(tiles, float8.tiled(scales))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fnuz", [False, True])
 @pytest.mark.parametrize(
     ("shape", "dtype", "at_once"),
@@ -199,9 +201,7 @@ def test_wide_offsets_give_the_same(device: Device, monkeypatch: pytest.MonkeyPa
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     ("name", "layout", "dtype", "shape", "scalars", "columns"),
     [
@@ -294,9 +294,6 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in refused:
         with pytest.raises(NotImplementedError, match="not accepted on AMD GPUs"):
             call()
-
-
-# ---- products --------------------------------------------------------------------------------------------------------
 
 
 class Library:

@@ -1,7 +1,5 @@
 """The kernels of linear layers in float8 as sm_90 and sm_100 run them: registers, spills, instructions an element."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +13,7 @@ pytest.importorskip("triton")
 from kernel_harness import assemble, meta
 
 from torch_fused_ops import virtual_gpu
-from torch_fused_ops.kernels import float8 as kernels
+from torch_fused_ops.families.float8 import kernels
 
 ELEMENTS = 128 * 128 / (32 * kernels._WARPS)  # of a tile, for each thread; there are no loops
 ROWS, COLUMNS = 4096, 8192
@@ -70,7 +68,7 @@ MARKS: dict[str, Any] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CALLS])
 def test_fits_sm_90(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, registers, spills, instructions, loads, wide_stores, stores = CALLS[name]
@@ -106,8 +104,6 @@ def test_before_sm_90_it_is_arithmetic_on_bits(monkeypatch: pytest.MonkeyPatch) 
     assert code.spills == 0 and not [i for i in code.instructions if i.startswith("F2FP.SATFINITE")]
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
-
 L40S = virtual_gpu.GPU(
     "NVIDIA L40S", "sm_89", (8, 9), 142, 48 << 30, 49152, 101376, 96 << 20, max_threads_per_multi_processor=1536
 )
@@ -123,7 +119,7 @@ IN_ROWS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("name", IN_ROWS)
 @pytest.mark.parametrize("gpu", [L40S, virtual_gpu.H100, virtual_gpu.MI300X], ids=lambda gpu: gpu.arch)
 def test_rows_spill_nowhere(name: str, gpu: virtual_gpu.GPU, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@ Triton's driver is stood in for, and nothing is compiled: what counts is what a 
 oracle is Triton's own ``kernel[grid](...)``.
 """
 
-from __future__ import annotations
-
 import random
 import types
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 paper. Where there is a GPU, the same comparisons run on it too.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +14,10 @@ pytest.importorskip("triton")
 
 from kernel_harness import GPUS, Device, assemble, meta, recorded
 
-from torch_fused_ops import reference, virtual_gpu
+from torch_fused_ops import virtual_gpu
+from torch_fused_ops.families.softmax import kernels
 from torch_fused_ops.kernels import launching
-from torch_fused_ops.kernels import softmax as kernels
+from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import precision
 from torch_fused_ops.testing import softmax as testing
 
@@ -79,10 +78,7 @@ def check(device: Device, args: tuple[Any, ...], grad: Tensor | None = None, wan
         assert precision.sum_error(d_sink, truths[1], total, computed).max() <= 4
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("sample", testing.samples(torch.device("cpu"), core=True), ids=str)
 def test_samples(device: Device, sample: Any) -> None:
     check(device, tuple(a.detach() if isinstance(a, Tensor) else a for a in sample.args))
@@ -97,7 +93,7 @@ def test_all_samples(device: Device, rows: bool, sample: Any) -> None:
 WINDOWS = [(True, -1, -1), (False, 9, -1), (False, 20, 3), (True, 5, 7), (False, 0, 0), (False, 90, 90)]
 
 
-@pytest.mark.every(5)
+@pytest.mark.covering(every=5)
 @pytest.mark.parametrize(("causal", "left", "right"), WINDOWS)
 @pytest.mark.parametrize("shape", [(2, 20, 20), (1, 12, 50), (1, 50, 12)], ids=str)
 def test_windows_over_several_blocks(
@@ -216,9 +212,6 @@ def test_masks_are_read_where_they_are(device: Device) -> None:
         assert arguments["mask"].data_ptr() == mask.data_ptr()
 
 
-# ---- machine code ----------------------------------------------------------------------------------------------------
-
-
 def calls(dtype: torch.dtype, sk: int) -> dict[str, tuple[Any, ...]]:
     """A call of every kind."""
     x, mask = meta(4, 16, 512, sk, dtype=dtype), meta(4, 1, 512, sk, dtype=torch.bool)
@@ -234,7 +227,7 @@ def calls(dtype: torch.dtype, sk: int) -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.covering(1, "call")
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize(
     ("call", "sk", "most"),
     [
@@ -262,7 +255,7 @@ def test_instructions_per_element(call: str, sk: int, most: float) -> None:
     assert code.registers <= 40
 
 
-@pytest.mark.every(4)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name.replace(" ", "_"))
 def test_compiles_everywhere(gpu: virtual_gpu.GPU) -> None:
     for dtype, sk, names in ((torch.bfloat16, 2048, ("causal backward",)), (torch.float32, 40000, ("window",))):

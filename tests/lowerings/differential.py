@@ -1,7 +1,5 @@
 """Running a function with and without the recognizer's rewrite, and comparing everything that a user can see of it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -12,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.lowerings.recognize import rewrite
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reasons import Kind
 from torch_fused_ops.reports.explain import Site
 
 POLICY = FusionPolicy(dropout=False)  # a dropout that is picked up drops other elements
@@ -44,7 +42,9 @@ def compiled(fn: Callable[..., Any], way: str, sites: list[Site] | None) -> Call
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         for module in list(gm.modules()):
             if sites is not None and isinstance(module, torch.fx.GraphModule):
-                sites.extend(site for site in rewrite(module.graph, POLICY) if site.activation != "dropout")
+                before, changes = str(module.graph), rewrite(module.graph, POLICY)
+                assert any(site.op for site in changes) or str(module.graph) == before, "left alone is left as it was"
+                sites.extend(site for site in changes if site.activation != "dropout")
                 module.graph.lint()
                 module.recompile()
         if way == "aot_eager":
@@ -56,6 +56,21 @@ def compiled(fn: Callable[..., Any], way: str, sites: list[Site] | None) -> Call
     if way == "inductor":
         return torch.compile(fn, backend=way if sites is None else "fused", dynamic=False)
     return torch.compile(fn, backend=backend, dynamic=False)
+
+
+class Recorder(torch.fx.Interpreter):
+    """Records example values, as Dynamo does."""
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        n.meta["example_value"] = value = super().run_node(n)
+        return value
+
+
+def traced(fn: Callable[..., Any], *args: Any) -> torch.fx.Graph:
+    """fn's graph with recorded values, without Dynamo."""
+    graph = torch.fx.symbolic_trace(fn).graph
+    Recorder(torch.fx.GraphModule({}, graph)).run(*args)
+    return graph
 
 
 def observed(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[list[Any], list[Tensor | None], list[Any]]:

@@ -1,11 +1,9 @@
 """Which results take the memory of inputs: a step's peak, the numbers that come out, and what is left as it is."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,14 +19,6 @@ virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs t
 
 fused = torch.ops.fused
 ROWS, WIDTH, HIDDEN = 64, 24, 48
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    tfo.disable()
 
 
 def weights(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -65,9 +55,7 @@ def on_paper(fn: Callable[..., Any], args: Sequence[Tensor], memory: str | None,
 LEVELS = ["free", *(pytest.param(level, marks=pytest.mark.slow) for level in ("off", "input", "tiled:3"))]
 
 
-# ---- what comes of it ------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.covering(1, "memory")
 @pytest.mark.parametrize("memory", LEVELS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_peak_of_one_mlp_is_not_above_plains(name: str, memory: str) -> None:
@@ -118,9 +106,6 @@ def test_a_step_is_right_with_what_is_kept_in_float8(name: str) -> None:
     exact = [a.detach().double().requires_grad_() for a in args]
     for got, wanted in zip(gradients, torch.autograd.grad(fn(*exact), exact, gradient.double()), strict=True):
         assert (got.double() - wanted).norm() < 0.08 * wanted.norm()
-
-
-# ---- what is left as it is -------------------------------------------------------------------------------------------
 
 
 def both(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,9 +175,6 @@ def test_what_has_no_memory_has_no_dtype() -> None:
         assert in_places(fn, square(), square()) == [0, 0, 1]
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-# ---- results that are made views -------------------------------------------------------------------------------------
 
 
 def views(fn: Callable[..., Any], *args: Tensor, **options: Any) -> int:
@@ -389,9 +371,6 @@ def test_where_memory_is_held_otherwise_there_are_none(setting: str) -> None:
         assert not buffer_reuse.may_be_views()
         paper = on_paper(VIEWS["both halves"][0], [square(), square()], "free", training=False)
     assert not re.search(r"^ +\w+ = \w+ +# alias$", paper.inference.code, re.M)
-
-
-# ---- whose kernels ---------------------------------------------------------------------------------------------------
 
 
 def test_only_kernels_of_ours() -> None:

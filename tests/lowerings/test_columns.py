@@ -1,7 +1,5 @@
 """An activation with other columns beside it in front of its linear layer: blocks whose attention and MLP share one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +13,7 @@ from harness import saving_step
 from torch import Tensor
 
 from torch_fused_ops import FusionPolicy, explain
-from torch_fused_ops.reasons import Kind
+from torch_fused_ops.graphs.reasons import Kind
 
 WIDTH, FFN, HEADS, TOKENS = 8, 24, 2, 10
 
@@ -92,9 +90,6 @@ def test_it_is_a_site(make: Callable[[], nn.Module], operators: list[str]) -> No
     assert all("linear" in site.users for site in sites)
 
 
-# ---- near misses -----------------------------------------------------------------------------------------------------
-
-
 class OtherAxis(Parallel):
     """More rows, not more columns."""
 
@@ -126,9 +121,6 @@ def test_what_is_no_site(make: Callable[[], nn.Module], reader: str) -> None:
     assert compare(module, [tokens()]) == []
 
 
-# ---- what is kept ----------------------------------------------------------------------------------------------------
-
-
 def compiled(module: nn.Module, memory: str, **settings: Any) -> Any:
     policy = FusionPolicy(memory=memory, strict=memory != "tiled:2")
     return harness.compiled(module, policy, fullgraph=True, **settings)
@@ -155,6 +147,7 @@ def test_what_each_level_keeps(gated: bool) -> None:
     assert kept["tiled:2"] == kept["input"]
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_the_number_of_tokens_may_be_dynamic() -> None:
     module = Parallel().double()
@@ -181,22 +174,3 @@ def test_what_cannot_be_made_again_is_kept() -> None:
     off, free = (saving_step(compiled(module, memory), module, x) for memory in ("off", "free"))
     assert near(off[0], wanted, 1e-12) and near(free[0], wanted, 1e-12)
     assert free[1] <= off[1]
-
-
-@pytest.mark.slow
-@pytest.mark.codegen_is_slow
-def test_diffusers_single_stream_block() -> None:
-    flux = pytest.importorskip("diffusers.models.transformers.transformer_flux")
-    torch.manual_seed(0)
-    module = flux.FluxSingleTransformerBlock(16, 2, 8).double()
-    x, text, conditions = (torch.randn(*shape, dtype=torch.float64) for shape in ((2, 6, 16), (2, 4, 16), (2, 16)))
-
-    def fn(x: Tensor) -> Tensor:
-        return torch.cat(module(x, text, conditions), 1)
-
-    (site,) = explain(fn, x).sites
-    assert (site.op, site.activation) == ("fused::bias_act", "gelu_tanh")
-    x.requires_grad_()
-    wanted, plain = saving_step(torch.compile(fn, fullgraph=True), module, x)
-    got, kept = saving_step(compiled(fn, "free"), module, x)
-    assert near(got, wanted, 1e-10) and plain - kept >= 8 * 20 * (16 + 64)

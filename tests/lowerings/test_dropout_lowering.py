@@ -1,7 +1,5 @@
 """``fused::dropout_add`` compiled, and picked up: what must be found, what must not; training stays training."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable
@@ -12,10 +10,8 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
-from test_operators import cpp
+from test_operators import check, cpp, leaf
 from torch import Tensor
-from torch._inductor.utils import run_and_get_code
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import torch_fused_ops as tfo
 from torch_fused_ops import functional
@@ -38,28 +34,6 @@ def fresh() -> Any:
 # ---- the lowering ----------------------------------------------------------------------------------------------------
 
 
-def leaf(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
-    return torch.randn(shape).to(dtype).requires_grad_(grad)
-
-
-def check(fn: Callable[..., Tensor], args: list[Tensor], dynamic: bool | None = False) -> list[str]:
-    """Compiled as eager, value and gradients, and no operator left in the code, which is returned."""
-    wrt = [a for a in args if a.requires_grad]
-
-    def step(f: Callable[..., Tensor]) -> list[Tensor]:
-        y = f(*args)
-        g = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).to(y.dtype).view(y.shape)
-        return [y.detach(), *(torch.autograd.grad(y, wrt, g) if wrt else ())]
-
-    result, code = run_and_get_code(lambda: step(torch.compile(fn, fullgraph=True, dynamic=dynamic)))
-    for r, e in zip(result, step(fn), strict=True):
-        assert r.dtype == e.dtype and r.shape == e.shape
-        tolerance = {torch.float64: 1e-12, torch.float32: 2e-5}.get(e.dtype, 1.6e-2)
-        torch.testing.assert_close(r, e, rtol=tolerance, atol=tolerance * max([1.0, *e.abs().flatten().tolist()]))
-    assert not any("ops.fused" in re.sub(r"#.*", "", c) for c in code), "an operator is called from generated code"
-    return code
-
-
 BF16 = torch.bfloat16
 CASES: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] = {
     "every argument": (
@@ -80,10 +54,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] = {
     ),
     "p 0": (lambda x, b, r: fused.dropout_add(x, b, r, SEED, 0.0), lambda: [leaf(5, 6), leaf(6), leaf(5, 6)]),
     "p 1": (lambda x, b, r: fused.dropout_add(x, b, r, SEED, 1.0), lambda: [leaf(5, 6), leaf(6), leaf(5, 6)]),
-    "one axis, seed of none": (
-        lambda x: fused.dropout_add(x, None, None, SEED.view(()), 0.5),
-        lambda: [leaf(41)],
-    ),
+    "one axis, seed of none": (lambda x: fused.dropout_add(x, None, None, SEED.view(()), 0.5), lambda: [leaf(41)]),
     "empty": (lambda x, b: fused.dropout_add(x, b, None, SEED, 0.5) + 1, lambda: [leaf(0, 8), leaf(8)]),
 }
 
@@ -396,7 +367,7 @@ def test_strict_does_not_count_dropouts() -> None:
 # ---- a rewritten graph computes what the original did ----------------------------------------------------------------
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", [*FOUND, "two readers", "in-place sum", "narrow residual", "written between"])
 def test_with_the_operators_own_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.dropout given the operator's masks: value and gradients of the original are the rewritten graph's."""
@@ -499,26 +470,6 @@ def test_the_distribution_is_dropouts() -> None:
     assert 0.8 < deviation.square().mean() < 1.2
 
 
-def kept_bytes(fn: Callable[[], Any]) -> int:
-    sizes: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):  # type: ignore[func-returns-value]
-        fn()
-    return sum(sizes)
-
-
-@pytest.mark.codegen_is_slow
-@pytest.mark.slow
-def test_no_mask_is_kept() -> None:
-    model, x = Block(64), torch.randn(512, 64)
-    with tfo.record() as report:
-        compiled = torch.compile(model, backend="fused")
-        ours = kept_bytes(lambda: compiled(x))
-    assert [site.op for site in report.sites].count("fused::dropout_add") == 2
-    torch._dynamo.reset()
-    off = torch.compile(model, backend="fused", options={"policy": FusionPolicy(dropout=False)})
-    assert kept_bytes(lambda: off(x)) - ours == 512 * (64 + 32) - 2 * 8  # a byte an element, for two seeds
-
-
 @pytest.mark.codegen_is_slow
 def test_gradients_are_those_of_the_forward_masks() -> None:
     """The mask is read off the forward result, and the gradients worked out by hand."""
@@ -537,35 +488,6 @@ def test_gradients_are_those_of_the_forward_masks() -> None:
     torch.testing.assert_close(d_w, (g * kept * 2).t() @ x)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "way", ["checkpoint", "selective: recompute", pytest.param("selective: save", marks=pytest.mark.slow)]
-)
-def test_checkpointing_recomputes_the_same_mask(way: str) -> None:
-    a, x = nn.Linear(8, 8, bias=False), torch.randn(64, 8)
-
-    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        ours = op is fused.dropout_add.default
-        save = ours if "save" in way else op is torch.ops.aten.mm.default
-        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
-
-    settings: dict[str, Any] = {"use_reentrant": False}
-    if way != "checkpoint":
-        settings["context_fn"] = lambda: create_selective_checkpoint_contexts(decide)  # type: ignore[no-untyped-call]
-
-    def fn(x: Tensor) -> Tensor:
-        return checkpoint(lambda x: F.dropout(a(x), 0.5).square(), x, **settings)  # type: ignore[no-any-return]
-
-    with tfo.record() as report:
-        y = torch.compile(fn, backend="fused")(x)
-        assert any(site.op == "fused::dropout_add" for site in report.sites)
-    h = a(x).detach()
-    kept = (y.detach().abs() > 1e-9).float()
-    (d_w,) = torch.autograd.grad(y.sum(), a.weight)
-    torch.testing.assert_close(y.detach(), (h * kept * 2).square(), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(d_w, (2 * (h * kept * 2) * kept * 2).t() @ x, rtol=1e-4, atol=1e-4)
-
-
 class DroppedEverywhere(nn.Module):
     """Dropouts before, inside and behind an MLP with biases."""
 
@@ -580,6 +502,7 @@ class DroppedEverywhere(nn.Module):
         return x + F.dropout(self.down(F.dropout(a, 0.25)), 0.25)
 
 
+@pytest.mark.covering(every=4)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("gated", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])  # tiles are refused with a dropout inside

@@ -1,7 +1,5 @@
 """GEMM and activation in one call of the library: where it may be, that it computes the same, and how it is chosen."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re
@@ -54,9 +52,6 @@ def cpu_has_it(anywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def guard(run: Callable[[], Any]) -> Any:
     return run()
-
-
-# ---- where it may be -----------------------------------------------------------------------------
 
 
 def act(h: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, name: str = "gelu_tanh") -> Tensor:
@@ -196,9 +191,6 @@ def test_policy() -> None:
     assert len(uuids) == 3  # cache keys follow
 
 
-# ---- what it computes ----------------------------------------------------------------------------
-
-
 def test_rewriting_keeps_shape_and_order(anywhere: None) -> None:
     graph = graph_of(lambda x, w, b: act((x @ w.t()).view(4, 16, 48), b * 2) + 1, X, W, B)
     assert epilogues.rewrite(graph, tfo.FusionPolicy(epilogues="library"), guard) == 1
@@ -222,7 +214,7 @@ def compiled(
     return out, codes[-1]  # what was compiled to be timed comes before
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("activation", [F.relu, F.gelu])
 @pytest.mark.parametrize("shape", [(8, 32), (2, 3, 32)])
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -243,23 +235,6 @@ def test_late_bias_on_cpu(cpu_has_it: None) -> None:
     torch.testing.assert_close(out, torch.relu(x @ w + b))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trained", ["all", "second linear", "checkpointed"])
-def test_training_is_left_alone(cpu_has_it: None, trained: str) -> None:
-    """Also where nothing but the activation reads the pre-activation: frozen, or recomputed in backward."""
-    model, x = MLP(32, 64, F.relu), torch.randn(8, 32)
-    model.up.requires_grad_(trained != "second linear")
-
-    def checkpointed(x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-    out, code = compiled(checkpointed if trained == "checkpointed" else model, x, epilogues="library")
-    assert "_addmm_activation" not in code
-    out.sum().backward()
-    torch.testing.assert_close(out, model(x))
-
-
-@pytest.mark.seconds("machine code, twice, by the C++ compiler")
 @pytest.mark.parametrize("how", ["library", pytest.param("measured", marks=pytest.mark.slow)])
 def test_cpu_stays_as_it_is(how: str) -> None:
     """oneDNN and the C++ templates have epilogues of their own."""
@@ -267,9 +242,6 @@ def test_cpu_stays_as_it_is(how: str) -> None:
     with torch.no_grad():
         codes = [compiled(model, x, epilogues=one)[1] for one in ("off", how)]
     assert len({code.split("\n", 1)[1] for code in codes}) == 1  # the first line counts the compilations
-
-
-# ---- how it is chosen ----------------------------------------------------------------------------
 
 
 def test_measured_on_cpu(cpu_has_it: None, caplog: pytest.LogCaptureFixture) -> None:
@@ -367,9 +339,6 @@ def test_other_peoples_passes_run_first_and_stay(cpu_has_it: None) -> None:
     finally:
         tfo.disable()
         inductor_config.post_grad_custom_post_pass = None
-
-
-# ---- deterministic mode --------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -8,10 +8,9 @@ random function as source text around such expressions. Each statement is execut
 known and nothing is kept that raises. A failing program prints itself.
 """
 
-from __future__ import annotations
-
 import math
 import random
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -209,115 +208,89 @@ def scrap(r: random.Random, depth: int) -> Expression:
 
 # ---- source text -----------------------------------------------------------------------------------------------------
 
+
+def listed(text: str) -> list[str]:
+    return [item.strip() for line in text.strip().splitlines() for item in line.split(" | ")]
+
+
+def spelled(text: str) -> dict[str, list[str]]:
+    """Of lines "name: text | text …", which go on in indented ones."""
+    lines = re.sub(r"\n {4}", " | ", text.strip()).splitlines()
+    return {name: listed(texts) for name, texts in (line.split(": ", 1) for line in lines)}
+
+
 # How each function is written. {0} must be a tensor where a method is called or where torch asks for one.
-SPELLINGS: dict[str, list[str]] = {
-    "add": [
-        "{0} + {1}",
-        "torch.add({0}, {1})",
-        "{0}.add({1})",
-        "torch.add({0}, {1}, alpha=1)",
-        "torch.add(input={0}, other={1})",
-    ],
-    "sub": ["{0} - {1}", "torch.sub({0}, {1})", "{0}.sub({1})", "torch.subtract({0}, {1})"],
-    "rsub": ["{1} - {0}", "torch.rsub({0}, {1})", "{0}.__rsub__({1})"],
-    "mul": [
-        "{0} * {1}",
-        "torch.mul({0}, {1})",
-        "{0}.mul({1})",
-        "torch.multiply({0}, {1})",
-        "torch.mul(other={1}, input={0})",
-    ],
-    "div": [
-        "{0} / {1}",
-        "torch.div({0}, {1})",
-        "{0}.div({1})",
-        "torch.true_divide({0}, {1})",
-        "torch.div({0}, other={1})",
-    ],
-    "neg": ["-{0}", "torch.neg({0})", "{0}.neg()", "torch.negative({0})"],
-    "pow": ["{0} ** {1}", "torch.pow({0}, {1})", "{0}.pow({1})"],
-    "square": ["torch.square({0})", "{0}.square()", "{0} ** 2", "{0}.pow(2)"],
-    "reciprocal": ["torch.reciprocal({0})", "1 / {0}", "{0}.reciprocal()", "{0} ** -1"],
-    "exp": ["torch.exp({0})", "{0}.exp()"],
-    "exp2": ["torch.exp2({0})", "torch.special.exp2({0})", "2.0 ** {0}"],
-    "expm1": ["torch.expm1({0})", "{0}.expm1()"],
-    "sigmoid": [
-        "torch.sigmoid({0})",
-        "{0}.sigmoid()",
-        "F.sigmoid({0})",
-        "torch.special.expit({0})",
-        "Sigmoid({0})",
-        "torch.ops.aten.sigmoid.default({0})",
-    ],
-    "tanh": ["torch.tanh({0})", "{0}.tanh()", "F.tanh({0})", "Tanh({0})", "torch.ops.aten.tanh({0})"],
-    "erf": ["torch.erf({0})", "{0}.erf()", "torch.special.erf({0})"],
-    "erfc": ["torch.erfc({0})", "{0}.erfc()"],
-    "relu": [
-        "F.relu({0})",
-        "torch.relu({0})",
-        "{0}.relu()",
-        "ReLU({0})",
-        "torch.ops.aten.relu.default({0})",
-        "torch.where({0} > 0, {0}, 0.0)",
-        "{0} * ({0} > 0)",
-        "torch.maximum({0}, torch.zeros_like({0}))",
-        "torch.max({0}, torch.zeros_like({0}))",
-        "torch.where({0} < 0, 0.0, {0})",
-        "torch.where({0} >= 0, {0}, torch.zeros_like({0}))",
-        "{0}.masked_fill({0} < 0, 0.0)",
-        "({0} > 0).to({0}.dtype) * {0}",
-        "F.threshold({0}, 0.0, 0.0)",
-    ],
-    "abs": ["torch.abs({0})", "{0}.abs()", "abs({0})"],
-    "maximum": ["torch.maximum({0}, {1})"],
-    "minimum": ["torch.minimum({0}, {1})"],
-    "clamp": ["torch.clamp({0}, min={1})", "{0}.clamp({1})", "{0}.clip(min={1})", "torch.clamp({0}, {1}, None)"],
-    "clamp_min": ["torch.clamp_min({0}, {1})", "{0}.clamp_min({1})"],
-    "clamp_max": ["torch.clamp_max({0}, {1})", "{0}.clamp(max={1})"],
-    "silu": ["F.silu({0})", "SiLU({0})", "torch.ops.aten.silu.default({0})", "Swish.apply({0})"],
-    "gelu": ["F.gelu({0})", "F.gelu({0}, approximate='none')", "GELU({0})", "torch._C._nn.gelu({0})"],
-    "gelu_tanh": ["F.gelu({0}, approximate='tanh')", "GELUTanh({0})"],
-    "leaky_relu": ["F.leaky_relu({0}, {1})", "F.leaky_relu({0}, negative_slope={1})"],
-    "softplus": ["F.softplus({0})", "torch.log1p(torch.exp({0}))"],
-    "logsigmoid": ["F.logsigmoid({0})"],
-    "mish": ["F.mish({0})"],
-    "softsign": ["F.softsign({0})"],
-    "tanhshrink": ["F.tanhshrink({0})"],
-    "relu6": ["F.relu6({0})", "{0}.clamp(0, 6)"],
-    "hardtanh": ["F.hardtanh({0})", "{0}.clamp(-1.0, 1.0)"],
-    "hardsigmoid": ["F.hardsigmoid({0})"],
-    "hardswish": ["F.hardswish({0})"],
-    "elu": ["F.elu({0})"],
-    "celu": ["F.celu({0}, 1.3)"],
-    "selu": ["F.selu({0})"],
-}
+SPELLINGS = spelled(
+    """
+add: {0} + {1} | torch.add({0}, {1}) | {0}.add({1}) | torch.add({0}, {1}, alpha=1) | torch.add(input={0}, other={1})
+sub: {0} - {1} | torch.sub({0}, {1}) | {0}.sub({1}) | torch.subtract({0}, {1})
+rsub: {1} - {0} | torch.rsub({0}, {1}) | {0}.__rsub__({1})
+mul: {0} * {1} | torch.mul({0}, {1}) | {0}.mul({1}) | torch.multiply({0}, {1}) | torch.mul(other={1}, input={0})
+div: {0} / {1} | torch.div({0}, {1}) | {0}.div({1}) | torch.true_divide({0}, {1}) | torch.div({0}, other={1})
+neg: -{0} | torch.neg({0}) | {0}.neg() | torch.negative({0})
+pow: {0} ** {1} | torch.pow({0}, {1}) | {0}.pow({1})
+square: torch.square({0}) | {0}.square() | {0} ** 2 | {0}.pow(2)
+reciprocal: torch.reciprocal({0}) | 1 / {0} | {0}.reciprocal() | {0} ** -1
+exp: torch.exp({0}) | {0}.exp()
+exp2: torch.exp2({0}) | torch.special.exp2({0}) | 2.0 ** {0}
+expm1: torch.expm1({0}) | {0}.expm1()
+sigmoid: torch.sigmoid({0}) | {0}.sigmoid() | F.sigmoid({0}) | torch.special.expit({0}) | Sigmoid({0})
+    torch.ops.aten.sigmoid.default({0})
+tanh: torch.tanh({0}) | {0}.tanh() | F.tanh({0}) | Tanh({0}) | torch.ops.aten.tanh({0})
+erf: torch.erf({0}) | {0}.erf() | torch.special.erf({0})
+erfc: torch.erfc({0}) | {0}.erfc()
+relu: F.relu({0}) | torch.relu({0}) | {0}.relu() | ReLU({0}) | torch.ops.aten.relu.default({0})
+    torch.where({0} > 0, {0}, 0.0) | {0} * ({0} > 0) | torch.maximum({0}, torch.zeros_like({0}))
+    torch.max({0}, torch.zeros_like({0})) | torch.where({0} < 0, 0.0, {0})
+    torch.where({0} >= 0, {0}, torch.zeros_like({0})) | {0}.masked_fill({0} < 0, 0.0) | ({0} > 0).to({0}.dtype) * {0}
+    F.threshold({0}, 0.0, 0.0)
+abs: torch.abs({0}) | {0}.abs() | abs({0})
+maximum: torch.maximum({0}, {1})
+minimum: torch.minimum({0}, {1})
+clamp: torch.clamp({0}, min={1}) | {0}.clamp({1}) | {0}.clip(min={1}) | torch.clamp({0}, {1}, None)
+clamp_min: torch.clamp_min({0}, {1}) | {0}.clamp_min({1})
+clamp_max: torch.clamp_max({0}, {1}) | {0}.clamp(max={1})
+silu: F.silu({0}) | SiLU({0}) | torch.ops.aten.silu.default({0}) | Swish.apply({0})
+gelu: F.gelu({0}) | F.gelu({0}, approximate='none') | GELU({0}) | torch._C._nn.gelu({0})
+gelu_tanh: F.gelu({0}, approximate='tanh') | GELUTanh({0})
+leaky_relu: F.leaky_relu({0}, {1}) | F.leaky_relu({0}, negative_slope={1})
+softplus: F.softplus({0}) | torch.log1p(torch.exp({0}))
+logsigmoid: F.logsigmoid({0})
+mish: F.mish({0})
+softsign: F.softsign({0})
+tanhshrink: F.tanhshrink({0})
+relu6: F.relu6({0}) | {0}.clamp(0, 6)
+hardtanh: F.hardtanh({0}) | {0}.clamp(-1.0, 1.0)
+hardsigmoid: F.hardsigmoid({0})
+hardswish: F.hardswish({0})
+elu: F.elu({0})
+celu: F.celu({0}, 1.3)
+selu: F.selu({0})
+"""
+)
 ARITY = {name: 2 if "{1}" in "".join(texts) else 1 for name, texts in SPELLINGS.items()}
 # Statements that write their first argument, and what they are called where they stand in an expression.
-IN_PLACE: dict[str, list[str]] = {
-    "add": ["{0}.add_({1})", "operator.iadd({0}, {1})"],
-    "sub": ["{0}.sub_({1})"],
-    "mul": ["{0}.mul_({1})", "operator.imul({0}, {1})"],
-    "div": ["{0}.div_({1})"],
-    "neg": ["{0}.neg_()"],
-    "pow": ["{0}.pow_({1})"],
-    "exp": ["{0}.exp_()", "torch.exp_({0})"],
-    "sigmoid": ["{0}.sigmoid_()", "torch.sigmoid({0}, out={0})"],
-    "tanh": ["{0}.tanh_()", "torch.tanh_({0})"],
-    "erf": ["{0}.erf_()"],
-    "relu": [
-        "F.relu({0}, inplace=True)",
-        "F.relu({0}, True)",
-        "torch.relu_({0})",
-        "{0}.relu_()",
-        "InplaceReLU({0})",
-        "F.relu(input={0}, inplace=True)",
-    ],
-    "silu": ["F.silu({0}, inplace=True)", "InplaceSiLU({0})"],
-    "gelu": ["torch.ops.aten.gelu_.default({0})"],
-    "leaky_relu": ["F.leaky_relu({0}, {1}, inplace=True)"],
-    "clamp_min": ["{0}.clamp_min_({1})"],
-    "clamp": ["{0}.clamp_({1})"],
-}
+IN_PLACE = spelled(
+    """
+add: {0}.add_({1}) | operator.iadd({0}, {1})
+sub: {0}.sub_({1})
+mul: {0}.mul_({1}) | operator.imul({0}, {1})
+div: {0}.div_({1})
+neg: {0}.neg_()
+pow: {0}.pow_({1})
+exp: {0}.exp_() | torch.exp_({0})
+sigmoid: {0}.sigmoid_() | torch.sigmoid({0}, out={0})
+tanh: {0}.tanh_() | torch.tanh_({0})
+erf: {0}.erf_()
+relu: F.relu({0}, inplace=True) | F.relu({0}, True) | torch.relu_({0}) | {0}.relu_() | InplaceReLU({0})
+    F.relu(input={0}, inplace=True)
+silu: F.silu({0}, inplace=True) | InplaceSiLU({0})
+gelu: torch.ops.aten.gelu_.default({0})
+leaky_relu: F.leaky_relu({0}, {1}, inplace=True)
+clamp_min: {0}.clamp_min_({1})
+clamp: {0}.clamp_({1})
+"""
+)
 
 
 @torch.library.custom_op("fuzz::scale_", mutates_args=("t",))
@@ -415,10 +388,6 @@ BLOCKS = (
     "torch.autocast('cpu', torch.bfloat16)",
     "torch.set_grad_enabled(True)",
 )
-
-
-def listed(text: str) -> list[str]:
-    return [item.strip() for line in text.strip().splitlines() for item in line.split(" | ")]
 
 
 class Program:
@@ -738,11 +707,10 @@ def check_kinds(counts: Counter[str]) -> None:
     assert wanted <= counts.keys(), (wanted - counts.keys(), counts)
 
 
-@pytest.mark.seconds("random programs: the more the better")
 def test_programs():
     counts: Counter[str] = Counter()
 
-    @quietly(80)
+    @quietly(32)
     @given(randoms())
     def run(r):
         fuzzed(r, counts, ("eager", "eager", "aot_eager")[counts["programs"] % 3])
@@ -881,7 +849,7 @@ def agree(e: Expression, f: Expression, variables: dict[str, Tensor], tolerance:
 def test_equal_forms_are_equal_functions():
     counts: Counter[str] = Counter()
 
-    @quietly(600)
+    @quietly(300)
     @given(randoms())
     def run(r):
         e = scrap(r, 4) if r.randrange(2) else ACTIVATIONS[r.choice(sorted(ACTIVATIONS))]
@@ -903,7 +871,7 @@ def test_equal_forms_are_equal_functions():
         assert agreeing or not equal, (e, f)
 
     run()
-    assert counts["equal"] > 150 and counts["told apart"] > 60 and counts["known"] > 300, counts
+    assert counts["equal"] > 75 and counts["told apart"] > 30 and counts["known"] > 150, counts
 
 
 CAUTIOUS = "large terms cancel"  # factors of 2 and ½ that come one by one may look so
@@ -913,7 +881,7 @@ def test_equivalent_spellings_are_proved():
     """Completeness, for what ``equivalent`` spells; and one constant off by 1e-5 is another function, or a scale."""
     counts: Counter[str] = Counter()
 
-    @quietly(400)
+    @quietly(200)
     @given(randoms())
     def run(r):
         name = r.choice(sorted(ACTIVATIONS))
@@ -939,15 +907,15 @@ def test_equivalent_spellings_are_proved():
 
     run()
     assert (
-        counts["perturbed"] - counts["no difference"] - counts["a scale"] > 100 and counts.keys() >= ACTIVATIONS.keys()
+        counts["perturbed"] - counts["no difference"] - counts["a scale"] > 50 and counts.keys() >= ACTIVATIONS.keys()
     ), counts
-    assert counts["cautious"] <= 40, counts
+    assert counts["cautious"] <= 20, counts
 
 
 def test_equivalent_gates_are_proved():
     counts: Counter[str] = Counter()
 
-    @quietly(300)
+    @quietly(150)
     @given(randoms())
     def run(r):
         name, limit = r.choice(sorted(ACTIVATIONS)), r.choice([None, None, None, 7.0, 0.5])
@@ -969,4 +937,4 @@ def test_equivalent_gates_are_proved():
         assert (other.activation, other.gate, other.up) == (name, 1, 0), e
 
     run()
-    assert counts.keys() >= ACTIVATIONS.keys() and counts["cautious"] <= 30, counts
+    assert counts.keys() >= ACTIVATIONS.keys() and counts["cautious"] <= 15, counts

@@ -1,7 +1,5 @@
 """FusionPolicy(gemm="fp8"): which linear layers become float8, what the compiled step computes, and what it keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,17 +11,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 from harness import step
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy, Site
 from torch_fused_ops import functional as FF
 from torch_fused_ops import nn as fnn
-from torch_fused_ops.float8_recipes import RECIPES
-from torch_fused_ops.lowerings import compat
+from torch_fused_ops.families.float8.recipes import RECIPES
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.lowerings.recognize import gemms, rewrite
 from torch_fused_ops.nn import FusedMLP
-from torch_fused_ops.reasons import Kind
 
 HIDDEN, FFN = 128, 256
 
@@ -62,12 +58,11 @@ def apart(a: Tensor, b: Tensor) -> float:
 # ---- what it computes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(4)
+@pytest.mark.covering(every=16)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("memory", ("off", "free", "fp8", "input"))
 def test_a_compiled_step_is_the_eager_one_in_float8(recipe: str, memory: str) -> None:
-    torch.manual_seed(0)
     module, x = SwiGLU(), torch.randn(3, 50, HIDDEN)
     by_hand = InFloat8()
     by_hand.load_state_dict(module.state_dict())
@@ -80,6 +75,7 @@ def test_a_compiled_step_is_the_eager_one_in_float8(recipe: str, memory: str) ->
         assert 1e-4 < apart(mine, plain) < 0.12
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("recipe", (pytest.param("fp8", marks=pytest.mark.slow), "mxfp8"))
 def test_what_gpus_are_given_in_one_pass_is_the_same(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,25 +95,6 @@ def test_what_gpus_are_given_in_one_pass_is_the_same(recipe: str, monkeypatch: p
     assert len(calls) > 5 and all(apart(a, b) < 0.02 for a, b in zip(got, eager, strict=True))
     got, exact = step(compiled(module, gemm=recipe, strict=True), module, x), step(module, module, x)
     assert all(apart(a, b) < 0.12 for a, b in zip(got, exact, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.codegen_is_slow
-def test_biases_dropout_and_residuals_around_it() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.mlp = nn.LayerNorm(HIDDEN), gelu_mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + F.dropout(self.mlp(self.norm(x)), 0.5, self.training)
-
-    block, x = Block().eval(), torch.randn(70, HIDDEN)
-    exact = step(block, block, x)
-    for mine, plain in zip(step(compiled(block, gemm="fp8", strict=True), block, x), exact, strict=True):
-        assert apart(mine, plain) < 0.12
-    train = block.train()
-    assert compiled(train, gemm="fp8", strict=True)(x).isfinite().all()
 
 
 @pytest.mark.codegen_is_slow
@@ -169,10 +146,10 @@ def test_sizes_that_change(recipe: str, hidden: int, ffn: int) -> None:
             assert torch.equal(mine, plain) if tokens == 0 else apart(mine, plain) < 0.12
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("tokens", (1, 37))
 def test_rows_of_sizes_that_are_no_blocks(tokens: int) -> None:
-    torch.manual_seed(0)
     module, x = SwiGLU(80, 144).bfloat16(), torch.randn(tokens, 80, dtype=torch.bfloat16)
     (site,) = sites(module, x, gemm="fp8-rowwise")
     assert (site.gemm, site.gemm_reason) == ("fp8-rowwise", "")
@@ -185,28 +162,10 @@ def test_rows_of_sizes_that_are_no_blocks(tokens: int) -> None:
         assert 1e-3 < apart(mine, plain) < 0.12
 
 
-@pytest.mark.slow
-@pytest.mark.codegen_is_slow
-def test_inference_autocast_and_checkpoints() -> None:
-    module, x = SwiGLU(), torch.randn(64, HIDDEN)
-    with torch.no_grad():
-        assert 1e-4 < apart(compiled(module, gemm="fp8")(x), module(x)) < 0.1
-    with torch.inference_mode():
-        assert apart(compiled(module, gemm="fp8")(x), module(x)) < 0.1
-    with torch.autocast("cpu", torch.bfloat16):
-        got, exact = step(compiled(module, gemm="fp8", strict=True), module, x), step(module, module, x)
-        assert [t.dtype for t in got] == [t.dtype for t in exact]
-        assert all(apart(a, b) < 0.12 for a, b in zip(got, exact, strict=True))
-    rebuilt = compiled(module, gemm="fp8")
-    around = step(lambda x: checkpoint(rebuilt, x, use_reentrant=False), module, x)  # type: ignore[arg-type, return-value]
-    assert all(apart(a, b) < 0.12 for a, b in zip(around, step(module, module, x), strict=True))
-
-
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("gated", (False, True))
 def test_fused_mlp_in_eager_and_compiled(gated: bool) -> None:
-    torch.manual_seed(0)
     mlp = FusedMLP(HIDDEN, FFN, "silu", gated=gated, gemm="fp8")
     plain = FusedMLP(HIDDEN, FFN, "silu", gated=gated)
     plain.load_state_dict(mlp.state_dict())
@@ -248,7 +207,7 @@ def test_rounding_that_a_model_asks_for_stays() -> None:
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("memory", ("free", "fp8"))
 def test_no_more_is_kept_than_at_the_same_level_without(memory: str) -> None:
@@ -325,11 +284,10 @@ class ExpertsInFloat8(Experts):
         return product(FF.swiglu(gate, up), self.down.transpose(-2, -1), self.ends)  # type: ignore[no-any-return]
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("memory", ("free", "off", "fp8", "input"))
 def test_experts_in_rows(memory: str) -> None:
-    torch.manual_seed(0)
     module, by_hand, x = Experts(), ExpertsInFloat8(), torch.randn(21, 48).bfloat16()
     by_hand.load_state_dict(module.state_dict())
     (site,) = sites(module, x, gemm="fp8-rowwise")
@@ -353,21 +311,6 @@ def test_experts_whose_rows_change_and_that_have_none() -> None:
             assert apart(mine, plain) < 0.12
 
 
-@pytest.mark.slow
-def test_transformers_experts() -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_local_experts": 4}
-    config = transformers.MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, vocab_size=100)
-    model, tokens = transformers.MixtralForCausalLM(config).bfloat16(), torch.randint(0, 100, (2, 16))
-    if not hasattr(model, "set_experts_implementation"):
-        pytest.skip("this transformers has no grouped products")
-    model.set_experts_implementation("grouped_mm")
-    found = [site for site in sites(model, tokens, gemm="fp8-rowwise") if site.is_mlp]
-    assert [(site.gemm, site.gemm_reason) for site in found] == [("fp8-rowwise", "")]
-    fn = torch.compile(model, backend="fused", options={"policy": FusionPolicy(gemm="fp8-rowwise")})
-    assert 1e-4 < apart(fn(tokens).logits, model(tokens).logits) < 0.1
-
-
 def test_experts_that_stay_have_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(21, 48).bfloat16()
     (site,) = sites(Experts(), x)
@@ -375,7 +318,7 @@ def test_experts_that_stay_have_their_reason(monkeypatch: pytest.MonkeyPatch) ->
     assert "grouped float8 GEMMs have a scale for each row, not for each block of 128" in site.gemm_reason
     (site,) = sites(Experts(ffn=72), x, gemm="fp8-rowwise")
     assert site.gemm_kind is Kind.GEMM_SIZE and "its weight is (72, 48): not multiples of 16" in site.gemm_reason
-    monkeypatch.setattr(compat, "no_scaled_products", lambda device, scaling, grouped: "sm_89" if grouped else "")
+    monkeypatch.setattr(gemms, "no_scaled_products", lambda device, scaling, grouped: "sm_89" if grouped else "")
     (site,) = sites(Experts(), x, gemm="fp8-rowwise")
     assert site.gemm_kind is Kind.GEMM_DEVICE
     assert "this device (sm_89) does not support grouped float8 GEMMs" in site.gemm_reason
@@ -404,6 +347,7 @@ class Called(nn.Module):
         return self.own(self.mlp(y))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("bias", (False, pytest.param(True, marks=pytest.mark.slow)))
 def test_this_library_s_experts_follow_the_policy(bias: bool) -> None:
@@ -438,26 +382,14 @@ def test_operators_that_a_model_calls_are_sites_where_float8_is_asked_for() -> N
     assert [site.module for site in sites(model, x, gemm={"mlp": "fp8"})] == ["mlp"]
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_operators_that_a_model_calls_multiply_in_float8() -> None:
-    torch.manual_seed(0)
     model, x = Called().eval(), torch.randn(5, HIDDEN)
     got = step(compiled(model, gemm={"mlp": "fp8"}, strict=True), model, x)
     model.mlp.gemm = "fp8"
     for mine, eager in zip(got, step(model, model, x), strict=True):
         torch.testing.assert_close(mine, eager, rtol=2e-2, atol=2e-2)
-
-
-def test_this_library_s_experts_that_stay_have_their_reason() -> None:
-    x, counts = torch.randn(21, 48), torch.tensor((5, 0, 16))
-    assert sites(grouped(), x.bfloat16(), counts, torch.rand(21), gemm="bf16") == (), "adding biases is no product"
-    for module, rows, gemm, kind in (
-        (grouped(), x.bfloat16(), "fp8", Kind.GEMM_EXPERTS),
-        (grouped(params_dtype=torch.float32), x, "fp8-rowwise", Kind.GEMM_DTYPE),
-        (grouped(params_dtype=torch.float64), x.double(), "fp8-rowwise", Kind.GEMM_DTYPE),
-    ):
-        (site,) = sites(module, rows, counts, gemm=gemm)
-        assert (site.gemm, site.gemm_kind, site.is_missed) == ("", kind, True)
 
 
 @pytest.mark.codegen_is_slow
@@ -497,7 +429,8 @@ class Conv1D(nn.Module):
         return torch.addmm(self.c, F.gelu(h), self.v).view(x.shape)
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
+@pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("make", (Adapted, Conv1D))
 def test_other_spellings_of_linear_layers(make: type[nn.Module]) -> None:
@@ -512,10 +445,7 @@ def test_other_spellings_of_linear_layers(make: type[nn.Module]) -> None:
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize(
     "make, dtype, kind",
-    [
-        (lambda: gelu_mlp(120, FFN), torch.float32, Kind.GEMM_SIZE),
-        (lambda: gelu_mlp(), torch.float64, Kind.GEMM_DTYPE),
-    ],
+    [(lambda: gelu_mlp(120, FFN), torch.float32, Kind.GEMM_SIZE), (lambda: gelu_mlp(), torch.float64, Kind.GEMM_DTYPE)],
 )
 def test_what_stays_has_its_reason(make: Callable[[], nn.Module], dtype: torch.dtype, kind: Kind) -> None:
     module = make().to(dtype)
@@ -582,11 +512,11 @@ def test_which_devices_have_such_products(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=gpu))
     for recipe, (scaling, _) in RECIPES.items():
         wanted = rows if recipe == "fp8-rowwise" else narrow if recipe.startswith("mxfp8") else blocks
-        assert compat.no_scaled_products(torch.device("cuda"), scaling) == wanted
+        assert gemms.no_scaled_products(torch.device("cuda"), scaling) == wanted
         experts = recipe == "fp8-rowwise" and gpu == (9, 0)
-        assert (compat.no_scaled_products(torch.device("cuda"), scaling, grouped=True) == "") is experts
-        assert compat.no_scaled_products(torch.device("xpu"), scaling) == "xpu"
-        assert compat.no_scaled_products(torch.device("cpu"), scaling) == ""
+        assert (gemms.no_scaled_products(torch.device("cuda"), scaling, grouped=True) == "") is experts
+        assert gemms.no_scaled_products(torch.device("xpu"), scaling) == "xpu"
+        assert gemms.no_scaled_products(torch.device("cpu"), scaling) == ""
 
 
 def test_attention_is_left_alone() -> None:
@@ -597,6 +527,7 @@ def test_attention_is_left_alone() -> None:
     assert all(site.gemm == "" for site in sites(fn, torch.randn(128, 128), torch.randn(128, 128)))
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("recipe", ("fp8", pytest.param("fp8-rowwise", marks=pytest.mark.slow)))
 def test_verify_takes_the_rounding_for_rounding(recipe: str) -> None:

@@ -1,7 +1,5 @@
 """Products of other libraries around an activation: custom autograd.Functions, and operators, seen or registered."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +13,10 @@ from harness import saving_step
 from torch import Tensor
 
 import torch_fused_ops as tfo
-from torch_fused_ops import FusionPolicy, gemm_registry
+from torch_fused_ops import FusionPolicy
+from torch_fused_ops.graphs import gemm_registry
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.lowerings import passes
-from torch_fused_ops.reasons import Kind
 
 D, H, TOKENS = 16, 64, 32
 
@@ -140,6 +139,7 @@ def data() -> Tensor:
 ELEMENTS = 4 * TOKENS  # bytes of a float32 column of all tokens
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.codegen_is_slow
 @pytest.mark.parametrize("function", (Visible, Hidden, Closed))
 def test_an_activation_between_custom_products_is_fused(function: Any) -> None:
@@ -228,9 +228,6 @@ def test_what_can_be_registered() -> None:
     for one in (opaque, torch.ops.torch_fused_ops_tests.opaque, torch.ops.torch_fused_ops_tests.opaque.default):
         tfo.register_gemm(one)
     assert len(gemm_registry._registered) == 2
-
-
-# ---- the libraries themselves ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Stage 2 on paper: as little kept as with upstream's budget, for less work, and never a GEMM twice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -1,12 +1,11 @@
 """Stage 2 below "free": what ``memory="fp8"`` and ``memory="input"`` keep and compute, and where they refuse."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch._inductor.config as inductor_config
@@ -15,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torch_fused_ops import FusionPolicy, activations, reference
+from torch_fused_ops import FusionPolicy, activations
 from torch_fused_ops import functional as FF
 from torch_fused_ops.lowerings import memory_levels, passes
+from torch_fused_ops.operators import reference
 from torch_fused_ops.policy import MEMORY
 
 LEVELS = ("fp8", "input")
@@ -25,9 +25,7 @@ pytestmark = pytest.mark.codegen_is_slow
 
 
 def compiled(fn: Callable[..., Any], level: Any, strict: bool = True, **kwargs: Any) -> Callable[..., Any]:
-    torch._dynamo.reset()
-    options = {"policy": FusionPolicy(memory=level, strict=strict)}
-    return torch.compile(fn, backend="fused", fullgraph=True, options=options, **kwargs)
+    return harness.compiled(fn, FusionPolicy(memory=level, strict=strict), fullgraph=True, **kwargs)  # type: ignore[no-any-return]
 
 
 def step(
@@ -86,7 +84,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {"gelu": gelu, "swiglu": swiglu, "
 # ---- what is kept, and what it gives ---------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_input_gives_the_very_same_gradients(name: str, dtype: torch.dtype) -> None:
@@ -121,7 +119,7 @@ def test_fp8_is_the_gradient_at_what_was_kept() -> None:
     assert apart(got, wanted) < 1e-5
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_fp8_is_near(name: str, dtype: torch.dtype) -> None:
@@ -135,7 +133,7 @@ def test_fp8_is_near(name: str, dtype: torch.dtype) -> None:
     assert not any(t.dtype == dtype and t.shape[-1] == stored[0].shape[-1] and t.ndim == 3 for t in kept)
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_sizes_may_be_symbolic(level: str) -> None:
     fn = compiled(gelu, level, dynamic=True)
@@ -144,7 +142,7 @@ def test_sizes_may_be_symbolic(level: str) -> None:
         assert apart(step(fn, inputs)[0], step(gelu, inputs)[0]) < (0.06 if level == "fp8" else 1e-5)
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_under_autocast(level: str) -> None:
     def model(*inputs: Tensor) -> Tensor:
@@ -245,7 +243,7 @@ def behind_a_product(tokens: tuple[int, ...], frozen: bool) -> list[Tensor]:
 
 
 @inductor_config.patch(force_disable_caches=True)  # they do not know that a function of ours was replaced
-@pytest.mark.every(2)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize(
     ("fn", "tokens", "frozen", "size"),
     [
@@ -327,7 +325,7 @@ ASKING: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", ASKING)
 def test_operators_that_ask_for_fp8_are_treated_as_the_policy_does(name: str) -> None:
     """Their result is rebuilt, too, for the second weight's gradient; without our passes it is kept as well."""
@@ -433,7 +431,7 @@ def test_a_budget_of_the_users_wins(level: str) -> None:
     assert not any(t.dtype == torch.float8_e4m3fn for t in kept)
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("level", LEVELS)
 @inductor_config.patch(force_disable_caches=True)
 def test_a_failure_leaves_free(level: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -532,7 +530,7 @@ def test_patterns_with_sets_are_accepted() -> None:
     assert FusionPolicy(exclude=patterns).exclude == patterns
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_scaled_gate_keeps_as_little(level: str) -> None:
     """The scale stands between the GEMM and the operator, and is computed again with it."""

@@ -1,7 +1,5 @@
 """The lowerings: compiled equals eager, forward and backward, static and dynamic, and no operator is left as a call."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -119,11 +117,10 @@ CASES: dict[str, Make] = {
 
 # By default one, and all activations in one kernel below; the others' machine code is made under -m slow.
 SMOKE = ("bias_glu, interleaved",)
-MACHINE_CODE = pytest.mark.seconds("machine code of a forward and a backward, by the C++ compiler")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=MACHINE_CODE if name in SMOKE else pytest.mark.slow) for name in CASES]
+    "name", [pytest.param(name, marks=() if name in SMOKE else pytest.mark.slow) for name in CASES]
 )
 def test_compiled_equals_eager(name: str) -> None:
     """Without vector instructions gcc takes a sixth of the time; all activations below are with them."""
@@ -150,7 +147,6 @@ def test_dynamic_shapes(name: str) -> None:
 
 @pytest.mark.codegen_is_slow
 def test_two_compilations_for_ten_batch_sizes() -> None:
-    torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("fused")
     w, v = leaf(32, 16), leaf(16, 16)
 
@@ -165,7 +161,7 @@ def test_two_compilations_for_ten_batch_sizes() -> None:
     assert counter.frame_count <= 2
 
 
-@pytest.mark.seconds("machine code of all activations, by the C++ compiler")
+@pytest.mark.slow
 def test_every_activation_in_one_kernel() -> None:
     names = [a for a in activations.names() if activations.get(a).builtin]
 

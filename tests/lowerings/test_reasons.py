@@ -1,7 +1,5 @@
 """Reasons are data: each kind has a program that is left alone for it, and what their texts say changes nothing."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools
@@ -15,23 +13,24 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
-from differential import REASONS, fits
+from differential import REASONS, fits, traced
 from functions import Spread, StraightThrough
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torch_fused_ops import FusionPolicy, Site, UnfusedError, activations, explain, reasons
+from torch_fused_ops import FusionPolicy, Site, UnfusedError, activations, explain
 from torch_fused_ops import functional as FF
+from torch_fused_ops.graphs import reasons
+from torch_fused_ops.graphs.reasons import Category, Kind, Reason, Rejection
 from torch_fused_ops.lowerings import compat, memory_levels, recognize
 from torch_fused_ops.lowerings.passes import Recognize
 from torch_fused_ops.lowerings.recognize import gemms
 from torch_fused_ops.nn import replace_mlps
-from torch_fused_ops.reasons import Category, Kind, Reason, Rejection
 from torch_fused_ops.reports import breaks
 from torch_fused_ops.reports.breaks import Break
-from torch_fused_ops.verify import interpreted
+from torch_fused_ops.tools.verify import interpreted
 
 Patch = pytest.MonkeyPatch
 Found = Site | Reason | Break
@@ -96,31 +95,17 @@ def subclass(patch: Patch) -> Site:
     return one(explain(lambda x: F.linear(F.silu(F.linear(x, w)), d), *tensors))
 
 
-def recorded(fn: Callable[..., Any], *args: Any) -> torch.fx.Graph:
-    """fn's graph with recorded values, without Dynamo."""
-    graph = torch.fx.symbolic_trace(fn).graph
-
-    class Recorder(torch.fx.Interpreter):
-        def run_node(self, n: torch.fx.Node) -> Any:
-            value = super().run_node(n)
-            n.meta["example_value"] = value
-            return value
-
-    Recorder(torch.fx.GraphModule({}, graph)).run(*args)
-    return graph
-
-
 def devices(patch: Patch) -> Site:
     """A number may lie on a CPU beside a GPU's tensor. The tensors are fake."""
     with FakeTensorMode():
         v, u, w = (torch.empty(s, device=on) for s, on in (((4,), "cpu"), ((4, 4), "cuda"), ((4, 4), "cuda")))
-        graph = recorded(lambda v, u, w: torch.mm(torch.sigmoid(torch.inner(v, v)) * torch.mm(u, w), w), v, u, w)
+        graph = traced(lambda v, u, w: torch.mm(torch.sigmoid(torch.inner(v, v)) * torch.mm(u, w), w), v, u, w)
         (site,) = recognize.rewrite(graph, FusionPolicy(), apply=False)
     return site
 
 
 def unrecorded(patch: Patch) -> Site:
-    graph = recorded(
+    graph = traced(
         lambda x, w, d: F.linear(F.silu(F.linear(x, w)), d), torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16)
     )
     for node in graph.nodes:
@@ -309,7 +294,7 @@ def linear_layer(fn: Callable[..., Any], *args: Tensor, **patched: Any) -> Progr
 
         patch.setattr(gemms, "linears", recorded)
         for name, value in patched.items():
-            patch.setattr(compat, name, value)
+            patch.setattr(gemms, name, value)
         explain(fn, *args, policy=FusionPolicy(gemm="fp8"))
         return found[0]
 
@@ -462,7 +447,7 @@ def test_strict_and_the_notes_read_kinds(texts: list[Reason]) -> None:
     asked: dict[Callable[[Tensor], Tensor], type[Exception] | None] = {F.silu: None, F.mish: UnfusedError}
     for act, error in asked.items():
         for exclude in ((), ("",)):
-            graph = recorded(two_linears(act), x, w, d)
+            graph = traced(two_linears(act), x, w, d)
             stage = Recognize(FusionPolicy(strict=True, exclude=exclude))
             with pytest.raises(error) if error and not exclude else contextlib.nullcontext():
                 stage(graph)
@@ -482,11 +467,10 @@ def test_each_has_an_explanation_and_each_explanation_a_kind() -> None:
         assert entry.keys() == {"texts", "means"} and entry["texts"] and all(entry["texts"]), name
 
 
-@pytest.mark.every(4)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.name)
 def test_texts_change_nothing(kind: Kind, monkeypatch: Patch, texts: list[Reason]) -> None:
     """Each program is refused for its kind, and what is said of it is what is said of the kind, whatever its text."""
-    torch._dynamo.reset()
     found = PROGRAMS[kind](monkeypatch)
     assert found.kind is kind
     if isinstance(found, Site):

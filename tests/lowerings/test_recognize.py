@@ -5,16 +5,15 @@ import operator
 from collections.abc import Callable
 from unittest import mock
 
-import harness
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from functions import Clipped, StraightThrough
+from differential import traced
+from functions import Swish
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import torch_fused_ops
 from torch_fused_ops import activations
 from torch_fused_ops.lowerings import recognize
 from torch_fused_ops.lowerings.recognize import prove, rewrite, symbolic
@@ -74,6 +73,15 @@ def check(model: nn.Module, x: Tensor, tolerance: float = 1e-8):
     for g, w in zip(got, wanted, strict=True):
         torch.testing.assert_close(g, w, rtol=tolerance, atol=tolerance)
     return sites, graphs
+
+
+def operator_in(graphs) -> torch.fx.Node:
+    """The first of our operators in the first graph."""
+    return next(n for n in graphs[0].nodes if "fused" in str(n.target))
+
+
+def calls_in(graphs) -> int:
+    return sum(n.op in ("call_function", "call_method") for n in graphs[0].nodes)
 
 
 def the(sites) -> Site:
@@ -139,10 +147,10 @@ def test_activation(spelling):
     assert (the(sites).op, the(sites).activation, the(sites).users) == ("fused::bias_act", name, ("linear",))
     assert targets(graphs) == ["fused.bias_act.default"]
     # Only the two GEMMs and the operator are left.
-    assert sum(n.op in ("call_function", "call_method") for n in graphs[0].nodes) == 3
+    assert calls_in(graphs) == 3
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_gated(spelling):
     name, act = SPELLINGS[spelling]
@@ -153,7 +161,7 @@ def test_gated(spelling):
 
     sites, graphs = check(Net(body), torch.randn(4, 8))
     assert (the(sites).op, the(sites).activation) == ("fused::glu", name)
-    node = next(n for n in graphs[0].nodes if "fused" in str(n.target))
+    node = operator_in(graphs)
     assert "a_parameters" in node.args[0].args[1].name and "u_parameters" in node.args[1].args[1].name
 
 
@@ -234,13 +242,13 @@ def test_packed(cut):
     layout, act = PACKED[cut]
     sites, graphs = check(Net(lambda s, x: s.b(act(s.a(x))), packed=True), torch.randn(4, 8))
     assert the(sites).activation == "silu"
-    node = next(n for n in graphs[0].nodes if "fused" in str(n.target))
+    node = operator_in(graphs)
     if layout is None:
         assert the(sites).op == "fused::glu"
     else:
         assert the(sites).op == "fused::bias_glu"
         assert node.args[4] == layout
-        assert sum(n.op in ("call_function", "call_method") for n in graphs[0].nodes) == 3
+        assert calls_in(graphs) == 3
 
 
 @pytest.mark.parametrize(("shape", "cut"), [((8,), "hsplit"), ((4, 8), "hsplit"), ((2, 3, 8), "dsplit")])
@@ -262,28 +270,19 @@ def test_part_of_a_wider_projection():
     assert the(sites).op == "fused::glu"
 
 
-def test_clamped_interleaved_glu_of_gpt_oss():
+@pytest.mark.parametrize(("products", "rest"), [(2, ()), (1, ("interleaved",))])
+def test_clamped_interleaved_glu_of_gpt_oss(products, rest):
+    """Two views of two products, or of the same one: then it is packed."""
+
     def body(s, x):
-        gate, up = s.a(x)[..., ::2], s.a(x)[..., 1::2]
+        h = s.a(x)
+        gate, up = h[..., ::2], (h if products == 1 else s.a(x))[..., 1::2]
         gate, up = gate.clamp(min=None, max=7.0), up.clamp(min=-7.0, max=7.0)
         return s.b((up + 1) * (gate * torch.sigmoid(gate * 1.702)))
 
-    model = Net(body, packed=True)
-    sites, graphs = check(model, 40 * torch.randn(4, 8))
-    assert (the(sites).op, the(sites).activation) == ("fused::glu", "quick_gelu")
-    node = next(n for n in graphs[0].nodes if "fused" in str(n.target))
-    assert node.args[3:] == ("quick_gelu", 1.0, 7.0)
-    model.body = lambda s, x: body(Holder(s, s.a(x)), x)
-    sites, graphs = check(model, 40 * torch.randn(4, 8))
-    node = next(n for n in graphs[0].nodes if "fused" in str(n.target))
-    assert node.args[3:] == ("quick_gelu", "interleaved", 1.0, 7.0)
-
-
-class Holder:
-    """A stand-in for the model whose first linear has already run."""
-
-    def __init__(self, model, h):
-        self.a, self.b = (lambda x: h), model.b
+    sites, graphs = check(Net(body, packed=True), 40 * torch.randn(4, 8))
+    assert (the(sites).op, the(sites).activation) == ("fused::bias_glu" if rest else "fused::glu", "quick_gelu")
+    assert operator_in(graphs).args[-3 - len(rest) :] == ("quick_gelu", *rest, 1.0, 7.0)
 
 
 VIEWS = {
@@ -319,10 +318,10 @@ def test_casts(cast):
     model, x = Net(lambda s, x: s.b(act(s.a(x)))).to(dtype), torch.randn(4, 8, dtype=dtype)
     y, sites, graphs = capture(model, x)
     assert the(sites).op == "fused::bias_act"
-    node = next(n for n in graphs[0].nodes if "fused" in str(n.target))
+    node = operator_in(graphs)
     assert node.meta["example_value"].dtype == dtype
     others = cast == "to a weight's dtype"  # the weight
-    assert sum(n.op in ("call_function", "call_method") for n in graphs[0].nodes) == 3 + others
+    assert calls_in(graphs) == 3 + others
     torch.testing.assert_close(y, model(x), rtol=2e-2, atol=2e-2)
 
 
@@ -354,24 +353,6 @@ def test_several_gemms_read_it():
     sites, graphs = check(Net(lambda s, x: (lambda y: s.b(y) + s.c(y))(F.gelu(s.a(x)))), torch.randn(4, 8))
     assert the(sites).users == ("linear", "linear")
     assert len(targets(graphs)) == 1
-
-
-def test_lora():
-    """gate and up are each a sum of a frozen product and an adapter's; the down projection has two readers."""
-
-    class LoRA(nn.Module):
-        def __init__(self, i, o):
-            super().__init__()
-            self.base, self.a, self.b = nn.Linear(i, o), nn.Linear(i, 2, bias=False), nn.Linear(2, o, bias=False)
-            self.base.requires_grad_(False)
-
-        def forward(self, x):
-            return self.base(x) + self.b(self.a(x)) * 0.5
-
-    model, x = harness.SwiGLU(8, 16, LoRA), torch.randn(4, 8)
-    y, sites, _ = capture(model, x)
-    assert (the(sites).op, the(sites).users) == ("fused::glu", ("linear", "linear"))
-    torch.testing.assert_close(y, model(x))
 
 
 def test_another_reader_is_named():
@@ -412,25 +393,9 @@ def test_cpu_autocast(dtype):
     assert the(sites).activation == "gelu_tanh"
     assert y.dtype == dtype
     torch.testing.assert_close(y, run(x), rtol=2e-2, atol=2e-2)
-    node = next(n for n in graphs[0].nodes if "fused" in str(n.target))
+    node = operator_in(graphs)
     names = [n.name for n in graphs[0].nodes]
     assert names.index("_enter_autocast") < names.index(node.name) < names.index("_exit_autocast")
-
-
-class Recorder(torch.fx.Interpreter):
-    """Records example values, as Dynamo does."""
-
-    def run_node(self, n):
-        value = super().run_node(n)
-        n.meta["example_value"] = value
-        return value
-
-
-def traced(fn, *args) -> torch.fx.Graph:
-    """fn's graph with fake values, without Dynamo."""
-    graph = torch.fx.symbolic_trace(fn).graph
-    Recorder(torch.fx.GraphModule({}, graph)).run(*args)
-    return graph
 
 
 WIDE = {"NewGELU": True, "relu**2": True, "gelu": False, "x*sigmoid": False, "relu*relu": False}
@@ -476,58 +441,35 @@ def test_inference(mode):
     assert the(sites).op == "fused::bias_act"
 
 
-def test_no_grad_block_inside():
-    """The operator stays inside the block: no gradient flows that did not flow before."""
+def fused_dynamically(fn, *calls) -> list[str]:
+    """The operators in fn compiled once, with dynamic shapes, for all of these arguments."""
+    compilations = []
 
-    def body(s, x):
-        with torch.no_grad():
-            y = F.gelu(s.a(x))
-        return s.b(y) + s.c(F.gelu(s.a(x)))
+    def backend(gm, inputs):
+        compilations.append(the(rewrite(gm.graph, POLICY)).op)
+        gm.recompile()
+        return gm.forward
 
-    sites, _ = check(Net(body), torch.randn(4, 8))
-    assert [site.op for site in sites] == ["fused::bias_act"] * 2
-
-
-def test_detached_operand():
-    sites, _ = check(Net(lambda s, x: s.b(F.silu(s.a(x)) * s.u(x).detach())), torch.randn(4, 8))
-    assert the(sites).op == "fused::glu"
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend=backend, dynamic=True)
+    for args in calls:
+        torch.testing.assert_close(compiled(*args), fn(*args))
+    return compilations
 
 
 def test_dynamic_shapes_add_no_guards():
     model = Net(lambda s, x: s.b(F.silu(s.a(x)[..., :16]) * s.a(x)[..., 16:]), packed=True)
-    compilations = []
-
-    def backend(gm, inputs):
-        compilations.append(the(rewrite(gm.graph, POLICY)).op)
-        gm.recompile()
-        return gm.forward
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=backend, dynamic=True)
-    for n in range(2, 12):
-        x = torch.randn(n, n + 3, 8)
-        torch.testing.assert_close(compiled(x), model(x))
-    assert compilations == ["fused::glu"]
+    assert fused_dynamically(model, *((torch.randn(n, n + 3, 8),) for n in range(2, 12))) == ["fused::glu"]
 
 
 def test_dynamic_width():
     """The packed axis itself may be symbolic; nothing is asked about it that would fix it."""
-    compilations = []
-
-    def backend(gm, inputs):
-        compilations.append(the(rewrite(gm.graph, POLICY)).op)
-        gm.recompile()
-        return gm.forward
-
-    def fn(x, w1, w2):
-        return F.linear((lambda gate, up: F.silu(gate) * up)(*F.linear(x, w1).chunk(2, -1)), w2)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(fn, backend=backend, dynamic=True)
-    for n in (5, 6, 11):  # no size twice, which Dynamo would guard on
-        args = torch.randn(3, 8), torch.randn(2 * n, 8), torch.randn(8, n)
-        torch.testing.assert_close(compiled(*args), fn(*args))
-    assert len(compilations) == 1 and compilations[0] in ("fused::glu", "fused::bias_glu")
+    sizes = (5, 6, 11)  # no size twice, which Dynamo would guard on
+    (op,) = fused_dynamically(
+        lambda x, w1, w2: F.linear(gated(*F.linear(x, w1).chunk(2, -1)), w2),
+        *((torch.randn(3, 8), torch.randn(2 * n, 8), torch.randn(8, n)) for n in sizes),
+    )
+    assert op in ("fused::glu", "fused::bias_glu")
 
 
 def test_exported_aten_graph():
@@ -580,23 +522,6 @@ def test_tensor_parallel():
 
 # ---- near misses ---------------------------------------------------------------------------------------------------
 
-NEAR_MISSES: dict[str, tuple[PointwiseOperator, str]] = {
-    "1.7": (lambda x: x * torch.sigmoid(1.7 * x), "is like quick_gelu, but has 1.7 for 1.702"),
-    "x/(1-exp(-x))": (lambda x: x / (1 - torch.exp(-x)), "is not a supported activation"),
-    "x/(2+exp(-x))": (lambda x: x / (2 + torch.exp(-x)), "is not a supported activation"),
-    "where": (lambda x: torch.where(x > 0, x, 0.0), "cannot be proved: a comparison in it"),
-    "rounded division": (lambda x: torch.div(F.relu(x), 1.0, rounding_mode="floor"), "a rounded division"),
-    "x**x": (lambda x: x**x, "a power with a variable exponent"),
-    "x**40": (lambda x: F.relu(x) ** 40, "is not a supported activation"),
-    "infinite": (lambda x: F.gelu(x) * math.inf, "the constant inf in it"),
-    "two dropouts": (lambda x: F.dropout(torch.sigmoid(x), 0.5) * x, "an active dropout stands inside"),
-    "reshaped inside": (
-        lambda x: torch.sigmoid(x).view(2, 2, 16).view(4, 16) * x,
-        "stands between the activation's parts",
-    ),
-    "many calls": (lambda x: sum(torch.sigmoid(x) for _ in range(70)), "more than 64 pointwise calls"),
-}
-
 
 def alone(fn, *args, policy=POLICY) -> str:
     """The reason why fn's one site is left alone; its graph, traced without Dynamo, must be as it was."""
@@ -615,17 +540,6 @@ def two_linears(act):
 X, V1, V2 = torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16)
 
 
-@pytest.mark.parametrize("miss", NEAR_MISSES)
-def test_near_miss(miss):
-    act, reason = NEAR_MISSES[miss]
-    assert reason in alone(two_linears(act), X, V1, V2)
-
-
-def first(value, *_):
-    """``value``, after the other arguments were evaluated."""
-    return value
-
-
 # What stands between an activation and its reader in spelling only, as functions of h (4, 16), and what it is read as.
 SPELLED = {
     "relu_ dropped": (lambda h, w: F.linear(h, w) if h.relu_() is not None else 0, "bias_act", "relu"),
@@ -634,11 +548,7 @@ SPELLED = {
         "bias_act",
         "relu",
     ),
-    "two steps dropped": (
-        lambda h, w: F.linear(h * h, w) if h.clamp_(min=0) is not None else 0,
-        "bias_act",
-        "relu2",
-    ),
+    "two steps dropped": (lambda h, w: F.linear(h * h, w) if h.clamp_(min=0) is not None else 0, "bias_act", "relu2"),
     "glu": (lambda h, w: F.linear(F.glu(h), w[:, :8]), "bias_glu", "sigmoid"),
     "transposed": (lambda h, w: F.linear(F.gelu(h.t()).t(), w), "bias_act", "gelu"),
     "heads in front": (
@@ -653,11 +563,7 @@ SPELLED = {
         "glu",
         "silu",
     ),
-    "pointwise convolution": (
-        lambda h, w: F.conv1d(F.relu(h.t()[None]), w[:, :, None])[0].t(),
-        "bias_act",
-        "relu",
-    ),
+    "pointwise convolution": (lambda h, w: F.conv1d(F.relu(h.t()[None]), w[:, :, None])[0].t(), "bias_act", "relu"),
     "glu(dim=1)": (lambda h, w: F.linear(F.glu(h, dim=1), w[:, :8]), "bias_glu", "sigmoid"),
 }
 
@@ -688,56 +594,6 @@ def test_spelled_differently(name):
         torch.testing.assert_close(got, want)
 
 
-def test_glu_on_another_axis_stays():
-    graph = traced(
-        lambda x, w1, w: F.linear(F.glu(F.linear(x, w1), 0), w), *(torch.randn(*s) for s in ((4, 8), (16, 8), (8, 16)))
-    )
-    before = str(graph)
-    site = the(rewrite(graph, POLICY))
-    assert site.op is None and site.reason == "gate and up are cut on axis 0 of 2, not on the last"
-    assert site.spelling == ("glu",)
-    assert str(graph) == before
-
-
-# Functions of two GEMMs' outputs h and u (4, 16), a weight w (8, 16) and another input m (4, 16).
-# The corpus is test_near_misses.py; here it is about the graph, which must be as it was.
-LEFT_ALONE = {
-    "old view read later": (
-        lambda h, u, w, m: (lambda v: F.linear(h.relu_(), w) + v.sum())(h.view(-1)),
-        "sum reads the tensor afterwards",
-    ),
-    "leaf written before the product": (
-        lambda h, u, w, m: (lambda s: F.linear(first(s, h.zero_()) * u, w))(F.silu(h)),
-        "zero_ writes into its input in place",
-    ),
-    "inner value written": (
-        lambda h, u, w, m: (lambda s: F.linear(first(s, s.add_(1)) * h, w))(torch.sigmoid(h)),
-        "x + x·sigmoid(x) is not a supported activation",
-    ),
-    "inner value read": (
-        lambda h, u, w, m: (lambda s: F.linear(s * u, w) + s.sum())(F.silu(h)),
-        "sum also reads the result of silu inside the activation",
-    ),
-    "float mask": (lambda h, u, w, m: F.linear(F.gelu(h) + m, w), "another tensor takes part: m"),
-    "three GEMMs": (lambda h, u, w, m: F.linear(F.silu(h) * u * (m @ w.t() @ w), w), "3 different tensors take part"),
-    "linear attention": (
-        lambda h, u, w, m: F.relu(h) @ torch.softmax(u, -1).t(),
-        "not an MLP: read by a GEMM of two computed tensors",
-    ),
-    "gated norm": (
-        lambda h, u, w, m: F.linear(F.layer_norm(h, (16,)) * F.silu(u), w),
-        "not an MLP: combined with the result of layer_norm",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", LEFT_ALONE)
-def test_left_alone(case):
-    fn, reason = LEFT_ALONE[case]
-    model = lambda x, w1, w2, w, m: fn(F.linear(x, w1), F.linear(x, w2), w, m)  # noqa: E731
-    assert reason in alone(model, X, V1, torch.randn(16, 8), V2, torch.randn(4, 16))
-
-
 def test_copies_of_a_tensor_that_changes_are_two_operands():
     def fn(x, w1, w2):
         h = F.linear(x, w1)
@@ -748,57 +604,6 @@ def test_copies_of_a_tensor_that_changes_are_two_operands():
     graph = traced(fn, X, V1, V2)
     assert the(rewrite(graph, POLICY)).op == "fused::glu"
     torch.testing.assert_close(torch.fx.GraphModule({}, graph)(X, V1, V2), fn(X, V1, V2))
-
-
-@pytest.mark.parametrize("region", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
-def test_a_cone_stays_in_its_region(region):
-    def body(s, x):
-        gate = torch.sigmoid(s.a(x))
-        with region():
-            y = gate * s.u(x).float()
-        return s.b(y)
-
-    assert "autocast or grad mode is switched between its parts" in refused(body)
-
-
-def test_packed_cut_in_another_region():
-    """Gate and up cut under no_grad have no gradient: the operator must read the cuts, not the whole."""
-
-    def body(s, x):
-        h = s.a(x)
-        with torch.no_grad():
-            gate, up = h.chunk(2, -1)
-        return s.b(F.silu(gate) * up)
-
-    sites, _ = check(Net(body, packed=True), torch.randn(4, 8))
-    assert the(sites).op == "fused::glu"
-
-
-def test_learnable_parameters():
-    class XIELU(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
-            self.alpha = nn.Parameter(torch.ones(1))
-
-        def forward(self, x):
-            h = self.a(x)
-            return self.b(torch.where(h > 0, F.softplus(self.alpha) * h * h, h))
-
-    assert refused(None, model=XIELU()) == "a learnable parameter takes part: alpha"
-
-
-class Swish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        s = torch.sigmoid(x)
-        ctx.save_for_backward(x, s)
-        return x * s
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, s = ctx.saved_tensors
-        return grad * (s * (1 + x * (1 - s)))
 
 
 class Gated(torch.autograd.Function):
@@ -816,15 +621,12 @@ class Gated(torch.autograd.Function):
 
 
 def test_custom_autograd_functions():
-    """Fused where the backward is the derivative, which is proved too."""
+    """Fused where the backward is the derivative, which is proved too; else left alone (test_near_misses.py)."""
     sites, graphs = check(
         Net(lambda s, x: s.b(Swish.apply(s.a(x))) + s.c(Gated.apply(s.u(x), s.a(x)))), torch.randn(4, 8)
     )
     assert [(site.op, site.activation) for site in sites] == [("fused::bias_act", "silu"), ("fused::glu", "gelu")]
     assert not any("autograd_function" in str(n.target) for n in graphs[0].nodes)
-    for function in (StraightThrough, Clipped):
-        reason = refused(lambda s, x, function=function: s.b(function.apply(s.a(x))))
-        assert reason == "cannot be proved: the backward of a custom autograd.Function is not its derivative"
 
 
 def test_a_function_that_borrows_a_name():
@@ -885,13 +687,6 @@ def test_freezing_on_cpu():
         with torch.no_grad():
             assert "oneDNN" in alone(body, X, V1, V2)
         assert the(rewrite(traced(body, X, V1, V2), POLICY)).op == "fused::bias_act"
-
-
-def test_dry_run():
-    graph = traced(two_linears(F.gelu), X, V1, V2)
-    before = str(graph)
-    assert the(rewrite(graph, POLICY, apply=False)).op == "fused::bias_act"
-    assert str(graph) == before
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3])
@@ -1012,6 +807,8 @@ KINKS = {
     "hardswish": ({}, [-3.0, 3.0]),
     "hardsigmoid": ({}, [-3.0, 3.0]),
     "softsign": ({}, [0.0]),
+    "maximum": ({}, [0.25]),
+    "minimum": ({}, [0.25]),
 }
 
 
@@ -1020,20 +817,12 @@ def test_rules_have_torchs_derivatives_at_kinks(name):
     kwargs, points = KINKS[name]
     function = next(f for f in (getattr(m, name, None) for m in (torch, F)) if f is not None)
     a = symbolic.Algebra()
-    form = symbolic.RULES[name](a, a.variable("x"), **kwargs)
-    for call in (lambda x: function(x, **kwargs), lambda x: evaluate(a, form, [x])):
-        x = torch.tensor([*points, -4.0, 0.5, 7.0], dtype=torch.float64, requires_grad=True)
-        (wanted,) = torch.autograd.grad(function(x, **kwargs).sum(), x)
-        torch.testing.assert_close(torch.autograd.grad(call(x).sum(), x)[0], wanted)
-
-
-def test_rules_for_two_have_torchs_derivatives_at_kinks():
-    for name in ("maximum", "minimum"):
-        a = symbolic.Algebra()
-        form = symbolic.RULES[name](a, a.variable("x"), a.variable("y"))
-        x, y = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in ([1.0, 2.0, 3.0], [1.0, 3.0, 2.0]))
-        wanted = torch.autograd.grad(getattr(torch, name)(x, y).sum(), (x, y))
-        torch.testing.assert_close(torch.autograd.grad(evaluate(a, form, [x, y]).sum(), (x, y)), wanted)
+    operands = 2 if name in ("maximum", "minimum") else 1
+    form = symbolic.RULES[name](a, *map(a.variable, "xy"[:operands]), **kwargs)
+    x = torch.tensor([*points, -4.0, 0.5, 7.0], dtype=torch.float64, requires_grad=True)
+    xs = [x, torch.full_like(x, 0.25).requires_grad_()][:operands]
+    wanted = torch.autograd.grad(function(*xs, **kwargs).sum(), xs)
+    torch.testing.assert_close(torch.autograd.grad(evaluate(a, form, xs).sum(), xs), wanted)
 
 
 def evaluate(a, form, arguments):
@@ -1058,42 +847,3 @@ def evaluate(a, form, arguments):
             term = term * value**power
         total = total + term
     return total
-
-
-# ---- whole models --------------------------------------------------------------------------------------------------
-
-SMALL = dict(vocab_size=64, num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=64)
-
-
-def hf_models():
-    t = pytest.importorskip("transformers")
-    return {
-        "gpt2": (t.GPT2LMHeadModel, t.GPT2Config(n_embd=32, n_layer=2, n_head=2), "bias_act", "gelu_tanh"),
-        "bert": (t.BertForMaskedLM, t.BertConfig(**SMALL), "bias_act", "gelu"),
-        "llama": (t.LlamaForCausalLM, t.LlamaConfig(**SMALL), "glu", "silu"),
-        "t5": (
-            t.T5ForConditionalGeneration,
-            t.T5Config(d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=64, feed_forward_proj="gated-gelu"),
-            "glu",
-            "gelu_tanh",
-        ),
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5"])
-def test_transformers(name, train):
-    model_class, config, op, activation = hf_models()[name]
-    torch.manual_seed(0)
-    model = model_class(config).train(train)
-    ids = torch.randint(3, 60, (2, 6))
-    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if name == "t5" else {})
-    report = torch_fused_ops.explain(model, **inputs)
-    sites = [s for s in report.sites if s.is_mlp]
-    assert {(s.op, s.activation) for s in sites} == {(f"fused::{op}", activation)}
-    assert len(sites) == (4 if name == "t5" else 2)
-    dropouts = [s for s in report.sites if not s.is_mlp]
-    # GPT-2 and BERT: attention's output and the MLP's. T5: the MLP's inner one, its output, attention's.
-    assert len(dropouts) == (0 if name == "llama" or not train else 14 if name == "t5" else 4)
-    assert {s.op for s in dropouts} <= {"fused::dropout_add"}

@@ -1,14 +1,14 @@
 """s·(a·W) = (s·a)·W: where a factor of the rows is taken in front of the product, what that keeps and computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch.nn.functional as F
 from differential import compare
+from harness import saving
 from torch import Tensor
 
 from torch_fused_ops import FusionPolicy, explain
@@ -99,22 +99,13 @@ def test_it_is_moved(fn: Callable[..., Tensor]) -> None:
 
 def step(fn: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[list[Tensor], int]:
     """(result and gradients, bytes that autograd kept)."""
-    kept: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = fn(*inputs)
+    out, kept = saving(lambda: fn(*inputs))
     tangent = normal(*out.shape, seed=1).detach().to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, inputs, tangent)], sum(kept.values())
+    return [out.detach(), *torch.autograd.grad(out, inputs, tangent)], kept
 
 
-def compiled(fn: Callable[..., Any], memory: str, **settings: Any) -> Callable[..., Any]:
-    torch._dynamo.reset()
-    options = {"policy": FusionPolicy(memory=memory)}
-    return torch.compile(fn, backend="fused", fullgraph=True, options=options, **settings)
+def compiled(fn: Callable[..., Any], memory: str, **settings: Any) -> Any:
+    return harness.compiled(fn, FusionPolicy(memory=memory), fullgraph=True, **settings)
 
 
 def off(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:
@@ -123,7 +114,7 @@ def off(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:
 
 
 @pytest.mark.codegen_is_slow
-@pytest.mark.seconds("five compilations of one step, which are compared")
+@pytest.mark.slow
 def test_a_mixture_at_every_level() -> None:
     """Its product's result is not kept; where nothing is rounded to 8 bits, all is as near to float64 as before."""
     inputs = mixtures_tensors()
@@ -151,7 +142,7 @@ def test_the_number_of_tokens_may_be_dynamic() -> None:
 
 
 @pytest.mark.codegen_is_slow
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("fn", FORMS[:3])
 def test_dynamic_rows_of_other_products(fn: Callable[..., Tensor]) -> None:
     compiled_fn = compiled(fn, "free", dynamic=True)
@@ -207,9 +198,6 @@ def test_rows_of_no_group() -> None:
     assert out.isfinite().all() and ds.isfinite().all() and ds[:4].all() and not ds[4:].any()
     for got, wanted in zip(dw, torch.autograd.grad(fn(x, *weights, s)[:4].sum(), weights), strict=True):
         torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02)
-
-
-# ---- where it stays --------------------------------------------------------------------------------------------------
 
 
 def stays(fn: Callable[..., Any], *changed: Tensor, **policy: Any) -> None:

@@ -3,8 +3,6 @@
 Each of these gave wrong gradients, or an error that eager does not have, before ``partition`` and ``handover``.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging
@@ -23,7 +21,7 @@ import torch_fused_ops as tfo
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.lowerings import memory_levels, partition, passes, saved_tensors
 from torch_fused_ops.lowerings.saved_tensors import SavedTensors, UnsoundGraphs
-from torch_fused_ops.verify import interpreted
+from torch_fused_ops.tools.verify import interpreted
 
 LEVELS = ("off", "free", "fp8", "input")
 WIDTH, HIDDEN = 16, 64
@@ -148,7 +146,6 @@ def test_inputs_that_forward_writes(name: str, level: str) -> None:
 @pytest.mark.parametrize("name", ["centered", "pointwise"])
 def test_inputs_that_forward_writes_in_generated_code(name: str) -> None:
     """Kernels that read an input and kernels that write it keep their order."""
-    torch._dynamo.reset()
     model = model_of(name)
     compiled = torch.compile(lambda model, x: model(x), backend="fused")
     assert apart(step(model), step(model, compiled)) < 1e-5
@@ -228,22 +225,6 @@ FREE_TO_WRITE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", FREE_TO_WRITE)
-def test_results_may_be_written(name: str, level: str) -> None:
-    model = HandsOut(FREE_TO_WRITE[name])
-
-    def written(model: nn.Module, x: Tensor, fn: Any = None) -> Tensor:
-        y, h = model(x) if fn is None else fn(model, x)
-        with torch.no_grad():
-            h += y.mean()
-        return y  # type: ignore[no-any-return]
-
-    fused = interpreted(FusionPolicy(memory=level), exact=True)
-    assert apart(step(model, written), step(model, lambda model, x: written(model, x, fused))) < 1e-5
-
-
 def writing(what: Callable[[Tensor, Any], Sequence[Tensor]], fn: Any = None) -> Callable[[nn.Module, Tensor], Tensor]:
     """A step that writes, between forward and backward, what it has: of its argument and the model's results."""
 
@@ -261,6 +242,18 @@ def writing(what: Callable[[Tensor, Any], Sequence[Tensor]], fn: Any = None) -> 
 def given(x: Tensor, others: Sequence[Tensor]) -> Sequence[Tensor]:
     """What ``writing`` is to write: the model's results."""
     return others
+
+
+def assert_same_when_written(model: nn.Module, level: str, what: Any = given) -> None:
+    fused = interpreted(FusionPolicy(memory=level), exact=True)
+    assert apart(step(model, writing(what)), step(model, writing(what, fused))) < 1e-5
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", FREE_TO_WRITE)
+def test_results_may_be_written(name: str, level: str) -> None:
+    assert_same_when_written(HandsOut(FREE_TO_WRITE[name]), level)
 
 
 PARTS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
@@ -282,8 +275,7 @@ def test_results_of_three_dimensions_and_parts_of_them_may_be_written(parts: str
             h = self.up(x.view(2, 4, WIDTH))
             return self.down(torch.tanh(h)), *PARTS[parts](h)
 
-    model, fused = Cubes(torch.tanh), interpreted(FusionPolicy(memory=level), exact=True)
-    assert apart(step(model, writing(given)), step(model, writing(given, fused))) < 1e-5
+    assert_same_when_written(Cubes(torch.tanh), level)
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -297,7 +289,7 @@ RELU2: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("level", [None, *LEVELS, "tiled:2"])
 @pytest.mark.parametrize("shape", [(8, WIDTH), (2, 4, WIDTH)], ids=["two axes", "three axes"])
 @pytest.mark.parametrize("view", VIEWS)
@@ -335,15 +327,15 @@ class Frozen(HandsOut):
         return self.down(self.activation(self.up(h))), h
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("level", [*LEVELS, "tiled:2"])
 @pytest.mark.parametrize("name", ["result", "argument"])
 def test_what_is_not_kept_for_a_frozen_layer_may_be_written(name: str, level: str) -> None:
     model = Frozen(nn.Linear(WIDTH, WIDTH) if name == "result" else nn.Identity())
-    write: Any = given if name == "result" else (lambda x, others: [x])
-    fused = interpreted(FusionPolicy(memory=level), exact=True)
-    assert apart(step(model, writing(write)), step(model, writing(write, fused))) < 1e-5
+    assert_same_when_written(model, level, given if name == "result" else lambda x, others: [x])
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_buffers_that_are_read_by_parts_and_written(level: str) -> None:
     class Parts(HandsOut):
@@ -392,7 +384,7 @@ def test_what_is_checked_stays_what_is_checked(level: str) -> None:
     assert apart(step(model), step(model, interpreted(FusionPolicy(memory=level), exact=True))) < 1e-5
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_result_is_not_kept_in_the_place_of_others(level: str) -> None:
     """Three products that PyTorch keeps are three times as large."""
@@ -402,18 +394,10 @@ def test_a_result_is_not_kept_in_the_place_of_others(level: str) -> None:
             h = self.up(x)
             return self.down(h * 2.0) + self.down(h * 3.0).sin() + self.down(h * 0.5).cos(), h
 
-    def written(model: nn.Module, x: Tensor, fn: Any = None) -> Tensor:
-        y, h = model(x) if fn is None else fn(model, x)
-        with torch.no_grad():
-            h += 1.0
-        return y  # type: ignore[no-any-return]
-
-    fused = interpreted(FusionPolicy(memory=level), exact=True)
-    model = Multiples(F.relu)
-    assert apart(step(model, written), step(model, lambda model, x: written(model, x, fused))) < 1e-5
+    assert_same_when_written(Multiples(F.relu), level)
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("level", LEVELS)
 def test_arguments_may_be_written(level: str) -> None:
     """PyTorch keeps the product, as it keeps nothing else of a tensor times a number."""
@@ -439,24 +423,17 @@ def test_arguments_may_be_written(level: str) -> None:
     assert apart(step(model, written), step(model, lambda model, x: written(model, x, fused))) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["gelu", "silu", "packed tanh"])
-def test_what_pytorch_keeps_is_fused_all_the_same(name: str) -> None:
+class Packed(HandsOut):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.up(x)
+        return F.linear(torch.tanh(h[..., :32]) * h[..., 32:], self.down.weight[:, :32]), h
+
+
+@pytest.mark.parametrize(
+    "model", [HandsOut(F.gelu), HandsOut(F.silu), Packed(torch.tanh)], ids=["gelu", "silu", "tanh"]
+)
+def test_what_pytorch_keeps_is_fused_all_the_same(model: nn.Module) -> None:
     """Eager raises, too, where its caller writes it; and the pre-activation is not kept twice."""
-    functions: dict[str, Callable[[Tensor], Tensor]] = {
-        "gelu": F.gelu,
-        "silu": F.silu,
-        "packed tanh": lambda h: torch.cat([torch.tanh(h[..., :32]) * h[..., 32:]] * 2, -1),
-    }
-    if name == "packed tanh":
-
-        class Packed(HandsOut):
-            def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-                h = self.up(x)
-                return F.linear(torch.tanh(h[..., :32]) * h[..., 32:], self.down.weight[:, :32]), h
-
-        model: nn.Module = Packed(torch.tanh)
-    else:
-        model = HandsOut(functions[name])
     (site,) = tfo.explain(model, torch.randn(8, WIDTH)).sites
     assert site.op
 
@@ -523,11 +500,10 @@ MIXTURES = [
 ]
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("levels", MIXTURES, ids=str)
 def test_mixed_levels(levels: dict[str, str]) -> None:
     """An inlined operator brings names that backward has for other values."""
-    torch.manual_seed(0)
     model = Chain().double()
     policy = FusionPolicy(memory=levels, strict=True)
     assert apart(step(model), step(model, interpreted(policy, exact=True))) < 1e-12
@@ -535,7 +511,6 @@ def test_mixed_levels(levels: dict[str, str]) -> None:
 
 def test_what_is_computed_again_is_not_made_of_what_is_rounded() -> None:
     """``b`` asks for exact gradients: its pre-activation is not computed again from ``a``'s rounded one."""
-    torch.manual_seed(0)
     model = Chain()
     wanted, got = step(model), step(model, interpreted(FusionPolicy(memory={"a": "fp8", "b": "input"}, strict=True)))
     exact = [name for name in wanted if name.startswith(("b", "c"))]

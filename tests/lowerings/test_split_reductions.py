@@ -1,7 +1,5 @@
 """A bias's gradient is summed where what is summed is computed: bytes, kernels, numbers, and what is left alone."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,7 +52,6 @@ def moved(graph: Any, elements: int) -> list[float]:
     return [k.bytes_moved / elements for k in (made, graph.kernels[-1])]
 
 
-@pytest.mark.seconds("Inductor generates a step's code")
 @pytest.mark.parametrize(
     ("model", "rows", "memory", "nbytes"),
     [
@@ -112,9 +109,6 @@ def test_in_a_gemms_epilogue_it_stays(model: type[nn.Module], memory: str) -> No
     assert ours.bytes_moved <= plain.bytes_moved + (2 * TOKENS * 3072 if memory == "free" else 0)
 
 
-# ---- the width from which Inductor sums in one piece -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("columns", "kernels"), [(8440, 3), (8448, 1)])
 def test_the_bound_is_inductors(columns: int, kernels: int) -> None:
     """A kernel that writes what is summed, and the sum in two; from the bound on one that does both."""
@@ -148,9 +142,6 @@ def test_the_rows_of_a_block() -> None:
         assert split_reductions.rows_of_a_block(TOKENS, 3072, torch.device("cpu")) is None
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
-
-
 def step(x: Tensor, g: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
     d, d_bias, _ = fused.bias_act_backward(g, x, bias, None, "gelu", [True, True, False])
     y = fused.bias_act(x, bias, None, "gelu")
@@ -166,12 +157,14 @@ def blocks_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("leading", [(64,), (2, 32)])
 @pytest.mark.usefixtures("blocks_of_8")
 def test_the_graph_computes_the_same(leading: tuple[int, ...]) -> None:
+    from torch_fused_ops.lowerings.operators import ROWS  # not earlier: it imports Inductor's lowerings
+
     args = [torch.randn(s, dtype=torch.float64) for s in ((*leading, 24), (*leading, 24), (24,))]
     gm = make_fx(step, tracing_mode="fake")(*args)
     assert split_reductions.rewrite(gm.graph) == 1
     gm.graph.lint()
     gm.recompile()
-    marked = [n.target for n in gm.graph.nodes if split_reductions.ROWS in n.meta]
+    marked = [n.target for n in gm.graph.nodes if ROWS in n.meta]
     assert marked == [fused.bias_act_backward.default, fused.bias_act.default]
     assert [n.args[1] for n in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)] == [
         [1], [0], [1], [0], [-1],
@@ -180,7 +173,6 @@ def test_the_graph_computes_the_same(leading: tuple[int, ...]) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.seconds("a C++ compiler")
 @pytest.mark.usefixtures("blocks_of_8")
 @pytest.mark.parametrize("vectors", [1, pytest.param(None, marks=pytest.mark.slow)])
 def test_loops_over_blocks_compute_the_same(vectors: int | None) -> None:
@@ -230,7 +222,6 @@ ADDED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", ADDED)
 def test_whatever_is_added_to_sums_of_tiles_stays(name: str) -> None:
-    torch.manual_seed(0)
 
     def program(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         return ADDED[name](*two_tiles(x, y), v)
@@ -241,9 +232,6 @@ def test_whatever_is_added_to_sums_of_tiles_stays(name: str) -> None:
     assert gathered == (name == "sums alone")
     (found,), _ = virtual_gpu.interpret_step(paper, args[: len(paper.inference.inputs)])
     torch.testing.assert_close(found, program(*args), rtol=1e-4, atol=1e-4)
-
-
-# ---- what is left alone ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("blocks_of_8")

@@ -1,8 +1,6 @@
 """A whole model without a site, with nothing fused, or a pattern that fits no site: an error under ``strict``, else a
 warning, of a whole model and not of a piece of one."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -21,7 +19,7 @@ import torch_fused_ops as tfo
 from torch_fused_ops import functional as FF
 from torch_fused_ops.nn import FusedMLP
 
-pytestmark = [pytest.mark.codegen_is_slow, pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = pytest.mark.codegen_is_slow
 
 STRICT = tfo.FusionPolicy(strict=True)
 break_here = torch._dynamo.graph_break
@@ -102,7 +100,7 @@ NOTHING = {
 }
 
 
-@pytest.mark.every(6)
+@pytest.mark.covering(every=6)
 @pytest.mark.parametrize("name", FOUND)
 def test_a_piece_without_a_site_is_no_error(name: str) -> None:
     model = torch.compile(Body(FOUND[name]), backend="fused", options={"policy": STRICT})
@@ -110,7 +108,7 @@ def test_a_piece_without_a_site_is_no_error(name: str) -> None:
         model(torch.randn(rows, 8, requires_grad=True)).sum().backward()
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", NOTHING)
 def test_linear_layers_and_no_site_are_an_error(name: str) -> None:
     model = torch.compile(Body(NOTHING[name]), backend="fused", options={"policy": STRICT})
@@ -181,9 +179,6 @@ def test_exported_graphs_are_whole() -> None:
         strict.check(exported.graph, (), STRICT)  # type: ignore[arg-type]
 
 
-# ---- without strict --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """The texts that our logger has warned of since it was last asked."""
@@ -217,6 +212,7 @@ def unfused(s: Any, x: Tensor) -> Tensor:
     return s.down(torch.erf(gate) * gate)  # type: ignore[no-any-return]
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", ["two linear layers", "cut by the break"])
 def test_a_model_in_which_nothing_is_fused_is_told_once(name: str, warnings: Callable[[], list[str]]) -> None:
     model = torch.compile(Body(NOTHING[name]), backend="fused")
@@ -228,7 +224,7 @@ def test_a_model_in_which_nothing_is_fused_is_told_once(name: str, warnings: Cal
 
 
 @pytest.mark.parametrize("name", FOUND)
-@pytest.mark.covering(1)
+@pytest.mark.covering(every=6)
 def test_others_are_not(name: str, warnings: Callable[[], list[str]]) -> None:
     torch.compile(Body(FOUND[name]), backend="fused")(torch.randn(4, 8))
     assert warnings() == []
@@ -250,6 +246,7 @@ def test_nothing_is_said_of_a_choice(warnings: Callable[[], list[str]]) -> None:
     assert warnings() == []
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("field", ["memory", "gemm", "exclude"])
 def test_a_pattern_that_fits_no_site_is_told_at_once(field: str, warnings: Callable[[], list[str]]) -> None:
     patterns = {"memory": {"layers.0.*": "input", "layer.1.*": "fp8"}, "gemm": {"layer.1.*": "bf16"}}
@@ -266,6 +263,7 @@ def test_a_pattern_that_fits_no_site_is_told_at_once(field: str, warnings: Calla
         torch.compile(Layers(), backend="fused", options={**options, "strict": True})(torch.randn(4, 8))
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(("pattern", "fits"), [("second.*", True), ("third.*", False)])
 def test_a_pattern_may_fit_a_site_of_a_later_graph(pattern: str, fits: bool, warnings: Callable[[], list[str]]) -> None:
     class Model(nn.Module):

@@ -1,36 +1,33 @@
 """FusionPolicy(memory="tiled"): what a step in tiles computes and keeps, how tokens are cut, and what stays whole."""
 
-from __future__ import annotations
-
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import saving, step
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_fused_ops as tfo
-from torch_fused_ops import FusionPolicy, Site, tiles
+from torch_fused_ops import FusionPolicy, Site
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.lowerings import recognize
 from torch_fused_ops.lowerings.recognize import tiles as edit
-from torch_fused_ops.reasons import Kind
+from torch_fused_ops.settings import tiles
 
 HIDDEN, FFN = 8, 12
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(harness.SwiGLU):
     def __init__(self, hidden: int = HIDDEN, ffn: int = FFN, bias: bool = False) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(hidden, ffn, bias=bias) for _ in range(2))
-        self.down = nn.Linear(ffn, hidden, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+        super().__init__(hidden, ffn, functools.partial(nn.Linear, bias=bias))
 
 
 class Packed(nn.Module):
@@ -108,19 +105,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def step(fn: Callable[..., Tensor], module: nn.Module, x: Tensor) -> list[Tensor]:
-    """The result and all gradients."""
-    x = x.detach().clone().requires_grad_()
-    y = fn(x)
-    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
-    learning = [p for p in module.parameters() if p.requires_grad]
-    return [y.detach(), *torch.autograd.grad((y * weight).sum(), (x, *learning))]
-
-
 def compiled(module: Any, memory: Any = "tiled:3", strict: bool = True, **settings: Any) -> Any:
-    torch._dynamo.reset()
-    options = {"policy": FusionPolicy(memory=memory, strict=strict)}
-    return torch.compile(module, backend="fused", options=options, fullgraph=True, **settings)
+    return harness.compiled(module, FusionPolicy(memory=memory, strict=strict), fullgraph=True, **settings)
 
 
 def sites(fn: Callable[..., Any], *args: Any, memory: Any = "tiled:3", **policy: Any) -> tuple[Site, ...]:
@@ -128,27 +114,14 @@ def sites(fn: Callable[..., Any], *args: Any, memory: Any = "tiled:3", **policy:
 
 
 def kept(fn: Callable[..., Any], *args: Any) -> int:
-    """Bytes that autograd keeps for backward, each storage once."""
-    found: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        found[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        fn(*args)
-    return sum(found.values())
-
-
-# ---- what it computes ------------------------------------------------------------------------------------------------
+    return saving(lambda: fn(*args))[1]
 
 
 @pytest.mark.codegen_is_slow
-@pytest.mark.every(4)
+@pytest.mark.covering(every=8)
 @pytest.mark.parametrize("dynamic", (False, True))
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_is_the_plain_one(name: str, dynamic: bool) -> None:
-    torch.manual_seed(0)
     module = MODELS[name]().double()
     x = torch.randn(2, 25, HIDDEN, dtype=torch.double)
     assert [site.tiles for site in sites(module, x)] == [3] * len(sites(module, x))
@@ -203,7 +176,6 @@ def rounding(x: Tensor, tangent: Tensor, module: nn.Module, memory: str, dtype: 
 @pytest.mark.parametrize("memory, most", (("tiled:8", 1.6), pytest.param("tiled:16", 2.0, marks=pytest.mark.slow)))
 def test_sums_over_tiles_are_rounded_to_the_weights_dtype(memory: str, most: float) -> None:
     """In bfloat16 that shows: docs/memory.md says by how much."""
-    torch.manual_seed(0)
     module, x, tangent = SwiGLU(32, 64).bfloat16(), *torch.randn(2, 1024, 32).bfloat16()
     whole = rounding(x, tangent, module, "input")
     assert 1.2 * whole < rounding(x, tangent, module, memory) < most * whole
@@ -212,12 +184,12 @@ def test_sums_over_tiles_are_rounded_to_the_weights_dtype(memory: str, most: flo
 @pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_sums_over_tiles_under_autocast_are_in_float32() -> None:
-    torch.manual_seed(0)
     module, x, tangent = nn.Sequential(nn.LayerNorm(32), SwiGLU(32, 64)), *torch.randn(2, 1024, 32)
     whole = rounding(x, tangent, module, "input", torch.bfloat16)
     assert rounding(x, tangent, module, "tiled:8", torch.bfloat16) < 1.1 * whole
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_inside_a_checkpoint() -> None:
     module, x = normed().double(), torch.randn(50, HIDDEN, dtype=torch.double)
@@ -225,6 +197,7 @@ def test_inside_a_checkpoint() -> None:
     torch.testing.assert_close(step(fn, module, x), step(lambda x: x + module(x), module, x), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.codegen_is_slow
 def test_a_dropout_behind_it_is_of_all_tokens() -> None:
     """The same mask as without tiles: it is a function of the seed and of the element's place."""
@@ -276,7 +249,6 @@ def test_a_view_as_another_dtype_is_no_view_of_its_rows() -> None:
 @pytest.mark.codegen_is_slow
 def test_what_the_caller_writes_under_autocast() -> None:
     """PyTorch keeps a copy in bfloat16 there: the input, and results that are as much, the caller may write."""
-    torch.manual_seed(0)
     module, x = SwiGLU(), torch.randn(50, HIDDEN)
 
     def with_its_input(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -314,9 +286,6 @@ def test_inference_is_whole() -> None:
         torch.testing.assert_close(compiled(module)(x), module(x))
 
 
-# ---- how tokens are cut ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "tokens, asked, expected", ((16383, 0, 1), (16384, 0, 2), (65536, 0, 8), (1 << 20, 0, 16), (64, 8, 8), (8, 8, 1))
 )
@@ -345,9 +314,6 @@ def test_what_is_no_level(memory: str) -> None:
         FusionPolicy(memory=memory)
     with pytest.raises(ValueError, match="for 'a' is not accepted; accepted: free, fp8, input, tiled, tiled:N"):
         FusionPolicy(memory={"a": memory})
-
-
-# ---- what stays whole ------------------------------------------------------------------------------------------------
 
 
 def weights(*shapes: tuple[int, int]) -> list[nn.Parameter]:

@@ -6,8 +6,6 @@
 Graphs are interpreted, not compiled. A failing tree prints itself.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable, Iterator
@@ -22,7 +20,7 @@ from trees import TOKENS, WIDTH, Tree, tree
 
 from torch_fused_ops import FusionPolicy
 from torch_fused_ops.lowerings import passes
-from torch_fused_ops.verify import interpreted
+from torch_fused_ops.tools.verify import interpreted
 
 LEVELS = ("off", "free", "fp8", "input", "tiled:2")
 SAMPLE = range(18)
@@ -128,8 +126,7 @@ def check_rounding(seed: int, model: Tree, write: bool) -> bool:
     return max(distances.values()) > 1e-3
 
 
-@pytest.mark.every(20)
-@pytest.mark.seconds("some of the random trees are large")
+@pytest.mark.covering(every=20)
 @pytest.mark.parametrize("seed", SAMPLE)
 def test_sample(seed: int) -> None:
     """One level or mapping each, all of them in turn."""

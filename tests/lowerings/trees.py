@@ -3,8 +3,6 @@
 ``tree(seed)`` builds one. Each module maps (tokens, WIDTH) to the same; ``Tree`` also returns what its blocks hand out.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import types

@@ -1,7 +1,5 @@
 """gemm= of modules: nn.MLP, nn.GroupedMLP and replace_mlps multiply in float8 as FusedMLP does, or say why not."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from torch_fused_ops import float8
 from torch_fused_ops import functional as FF
 from torch_fused_ops import nn as fnn
-from torch_fused_ops.float8_recipes import RECIPES
-from torch_fused_ops.reasons import Kind
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.recipes import RECIPES
+from torch_fused_ops.graphs.reasons import Kind
 
 HIDDEN, FFN = 128, 256
 
@@ -46,11 +44,10 @@ def same(got: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 @pytest.mark.codegen_is_slow
-@pytest.mark.every(5)
+@pytest.mark.covering(every=8)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("memory", ("free", "input"))
 def test_replaced_mlps_multiply_in_float8(recipe: str, memory: str) -> None:
-    torch.manual_seed(0)
     module, x = Gated(), torch.randn(3, 50, HIDDEN, requires_grad=True)
     exact, wanted = gradients(module(x), x, module), gradients(module.by_hand(x, recipe), x, module)
     report = fnn.replace_mlps(module, x, gemm=recipe, memory=memory)
@@ -84,7 +81,6 @@ def config(**more: Any) -> fnn.MLPConfig:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_megatrons_mlp_multiplies_in_float8(recipe: str) -> None:
-    torch.manual_seed(0)
     mlp = fnn.MLP(config(gated_linear_unit=True, activation_func=F.silu), gemm=recipe)
     x = torch.randn(5, 7, HIDDEN, requires_grad=True)
     fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
@@ -118,8 +114,6 @@ def test_megatrons_mlp_says_what_it_does_not_take() -> None:
     with pytest.raises(ValueError, match="gemm='fp8' is not accepted with a linear_fc1 of type Other"):
         fnn.MLP(config(), fnn.MLPSubmodules(linear_fc1=Other), gemm="fp8")
 
-
-# ---- experts ---------------------------------------------------------------------------------------------------------
 
 COUNTS, WIDTH, INNER = (5, 0, 16), 48, 80
 BF16 = torch.bfloat16

@@ -61,9 +61,6 @@ def collection(ep: tuple[int, int] = (1, 0)) -> Any:
     return SimpleNamespace(tp=one, expt_tp=one, ep=group(*ep), expt_dp=one, dp_cp=one)
 
 
-# ---- what constructors are given -------------------------------------------------------------------------------------
-
-
 def test_a_transformer_layer_builds_an_mlp() -> None:
     """As ``TransformerLayer`` does: a partial of ``as_mlp_submodule``, or the class itself."""
     for build in (partial(MLP.as_mlp_submodule, submodules=MLPSubmodules()), MLP):
@@ -129,12 +126,8 @@ def test_parameters_are_marked_as_megatrons_training_reads_them() -> None:
         assert experts.linear_fc2.weight.partition_dim == 2
 
 
-# ---- plain state dicts -----------------------------------------------------------------------------------------------
-
-
 def test_a_state_dict_of_megatrons_loads() -> None:
     """``_extra_state`` of each linear, and a weight and a bias for each expert."""
-    torch.manual_seed(0)
     mlp, experts = MLP(config()), GroupedMLP(EXPERTS, config())
     theirs = {f"decoder.{name}": torch.randn_like(p) for name, p in mlp.named_parameters()}
     theirs |= {"decoder.linear_fc1._extra_state": None, "decoder.linear_fc2._extra_state": b""}
@@ -150,9 +143,6 @@ def test_a_state_dict_of_megatrons_loads() -> None:
     del theirs["linear_fc1.weight2"]
     with pytest.raises(RuntimeError, match=r"Missing key.*linear_fc1.weight"):
         experts.load_state_dict(theirs)
-
-
-# ---- a checkpoint in Megatron's format, read without Megatron --------------------------------------------------------
 
 
 class Boxes(torch.Tensor):
@@ -199,7 +189,7 @@ def test_a_checkpoint_in_megatrons_format_is_read(tmp_path: Path) -> None:
     """
     layers, at, tp = 3, 1, 2
     mlp, experts = "decoder.layers.mlp.", "decoder.layers.mlp.experts.experts."
-    page = (Path(__file__).parents[2] / "docs" / "migrate.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "migrate-megatron.md").read_text(encoding="utf-8")
     assert f'mlp.sharded_state_dict("{mlp}", ((0, layer, layers),))' in page and f'`"{experts}"`' in page
     dense = {
         "linear_fc1.weight": ((2 * FFN, HIDDEN), (FFN // tp, HIDDEN)),
@@ -221,9 +211,6 @@ def test_a_checkpoint_in_megatrons_format_is_read(tmp_path: Path) -> None:
         dcp.load(module.sharded_state_dict(prefix, ((0, at, layers),)), checkpoint_id=tmp_path)
         for name, p in module.named_parameters():
             assert torch.equal(p, written[prefix + name].whole[at])
-
-
-# ---- Megatron's own tensors ------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -328,7 +315,6 @@ def share_of(module: Any, ranks: int, rank: int) -> Any:
 @pytest.mark.parametrize("offsets", [(), ((0, 2, 5),)], ids=["alone", "layers"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_mlps_entries_make_the_whole(megatron: None, gated: bool, apart: bool, offsets: Any, ranks: int) -> None:
-    torch.manual_seed(0)
     mlp = MLP(config(gated_linear_unit=gated))
     shares = [share_of(mlp, ranks, rank) for rank in range(ranks)]
     states = [
@@ -366,7 +352,6 @@ def test_experts_entries_make_the_whole(
     megatron: None, gated: bool, apart: bool, offsets: Any, tp: int, ep: int
 ) -> None:
     """``TEGroupedMLP``'s entries for so many experts: their axis behind the layers', or a key for each."""
-    torch.manual_seed(0)
     given = config(gated_linear_unit=gated)
     whole, shares = GroupedMLP(EXPERTS, given), []
     here = EXPERTS // ep

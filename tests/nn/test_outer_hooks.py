@@ -1,7 +1,5 @@
 """Saved-tensor hooks around an MLP with a memory level of its own: a checkpoint's, an offloader's, a user's."""
 
-from __future__ import annotations
-
 import functools
 import gc
 
@@ -50,7 +48,7 @@ def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.every(30)
+@pytest.mark.covering(every=30)
 def test_a_checkpoint_keeps_nothing_inside(
     case: tuple[nn.Module, Tensor, list[Tensor]], only_new_garbage: None
 ) -> None:
@@ -71,7 +69,7 @@ def alive() -> set[int]:
     return {id(t) for t in gc.get_objects() if type(t) is Tensor and t.numel() >= ROWS * FFN}
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 def test_an_offloader_sees_all_that_is_kept(case: tuple[nn.Module, Tensor, list[Tensor]]) -> None:
     module, x, expected = case
     kept: list[int] = []
@@ -84,7 +82,7 @@ def test_an_offloader_sees_all_that_is_kept(case: tuple[nn.Module, Tensor, list[
     assert_equal(gradients(module, x, y), expected)
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 def test_nested_in_a_checkpoint_of_two(case: tuple[nn.Module, Tensor, list[Tensor]]) -> None:
     module, x, _ = case
     expected = gradients(module, x, module(module(x)))
@@ -96,7 +94,6 @@ def test_nested_in_a_checkpoint_of_two(case: tuple[nn.Module, Tensor, list[Tenso
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_users_hooks_get_numbers_that_they_can_compute_with(name: str, inside: bool) -> None:
     """Float8 has no sum; gradients are those of ``"fp8"`` without hooks, bit for bit."""
-    torch.manual_seed(0)
     module, x = MODULES[name]("fp8"), torch.randn(ROWS, WIDTH, requires_grad=True)
     if inside:  # of another module with a level
         module = Inside(module)

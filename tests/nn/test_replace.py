@@ -1,7 +1,5 @@
 """replace_mlps: which modules are compiled and by which policy, that all else about them stays, and the way back."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
@@ -118,6 +116,7 @@ def is_as_it_was(model: nn.Module) -> bool:
 # ---- what is computed ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("memory, elements", [("free", FREE), ("input", 0), ("off", EAGER)])
 def test_what_is_kept_and_computed(memory: str, elements: int) -> None:
     model, x = Model(Block(Mlp())), rows()
@@ -177,6 +176,7 @@ FORWARDS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 }
 
 
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_forward_is_followed(name: str) -> None:
     """Also where it goes another way than it did when it was compiled."""
@@ -239,6 +239,7 @@ def test_later_changes_are_seen() -> None:
     assert_alike(model, reference, x)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("make", [Mlp, sequential])
 def test_hooks_that_come_and_go(make: Callable[[], nn.Module], inside: bool) -> None:
@@ -449,11 +450,7 @@ def test_report() -> None:
         ({"memory": {"up": "off"}}, ValueError, "'off' is for a whole model only"),
         ({"gemm": "int8"}, ValueError, "gemm='int8' is not known"),
         ({"exclude": "encoder"}, TypeError, "exclude='encoder' is not accepted"),
-        (
-            {"exclude": ("u",)},
-            ValueError,
-            "exclude='u' is not accepted: it must fit a module of the model, as 'up' would",
-        ),
+        ({"exclude": ("u",)}, ValueError, "exclude='u' is not accepted: it must fit a module of the model, as 'up'"),
         ({"memory": {"dwn": "fp8"}}, ValueError, "memory='dwn' is not accepted: it must fit a module of the model"),
         ({"memory": {"[0": "fp8"}}, ValueError, "'[0' has a [ without a ]"),
         ({"args": ()}, TypeError, "replace_mlps needs example inputs, as in replace_mlps(model, x)"),
@@ -544,7 +541,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.seconds("transformers is imported")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [next(iter(MODELS)), *(pytest.param(path, marks=pytest.mark.slow) for path in [*MODELS][1:])]
 )

@@ -1,7 +1,5 @@
 """memory="tiled" in eager mode: FusedMLP and MLP compute and keep what they do with "input", by tiles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -124,7 +122,6 @@ def test_delayed_gradients_and_token_scales_go_with_all_tokens() -> None:
 
 def test_float8_products_in_tiles() -> None:
     """Blocks of float8 are of a row each: tiles change where those of weights' gradients begin."""
-    torch.manual_seed(0)
     one, two = (fnn.FusedMLP(128, 128, memory=m, gemm="fp8") for m in ("tiled:2", "input"))
     two.load_state_dict(one.state_dict())
     x = torch.randn(512, 128)

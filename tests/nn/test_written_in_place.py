@@ -1,7 +1,5 @@
 """Eager memory levels under hooks and wrappers that write in place: the gradients of plain autograd, or its error."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable

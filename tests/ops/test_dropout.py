@@ -6,14 +6,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call, grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
-from torch_fused_ops import functional, reference
-from torch_fused_ops.kernels import dropout_cpu
+from torch_fused_ops import functional
+from torch_fused_ops.families.dropout import cpu as dropout_cpu
+from torch_fused_ops.families.dropout import formulas
+from torch_fused_ops.kernels import cpu
+from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import dropout as dropout_testing
 from torch_fused_ops.testing import precision
 from torch_fused_ops.testing.check import run_opcheck
@@ -61,7 +60,7 @@ def philox_in_integers(counter, key):
 def test_known_answers():
     for (counter, key), answer in RANDOM123.items():
         assert philox_in_integers(counter, key) == answer
-    words = reference.philox(int32(0), int32(0), torch.tensor(0))
+    words = formulas.philox(int32(0), int32(0), torch.tensor(0))
     assert [int(w) & 0xFFFFFFFF for w in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
@@ -70,9 +69,9 @@ def test_known_answers():
 def test_the_generator_is_philox(counter, seed):
     low, high = counter & 0xFFFFFFFF, counter >> 32
     expected = philox_in_integers((low, high, 0, 0), (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
-    words = reference.philox(int32(low), int32(high), torch.tensor(seed))
+    words = formulas.philox(int32(low), int32(high), torch.tensor(seed))
     assert tuple(int(w) & 0xFFFFFFFF for w in words) == expected
-    on_cpu = dropout_cpu._Factors(torch.tensor([seed]), 0.5, torch.float32, 32).words(counter, 3)
+    on_cpu = dropout_cpu._Factors(torch.tensor([seed]), 0.5, torch.float32).words(counter, 3)
     assert tuple(int(w[0]) for w in on_cpu) == expected
 
 
@@ -89,15 +88,13 @@ def test_the_mask_is_the_generators_words():
     ("shape", "block"), [((40, 1000), 32768), ((3, 50001), 32768), ((7, 13), 32), ((100001,), 32768), ((5, 70), 32)]
 )
 def test_blocks_of_the_cpu_kernel_are_one_mask(shape, block, monkeypatch):
-    monkeypatch.setattr(dropout_cpu, "_block", lambda: block)
+    monkeypatch.setattr(cpu, "block", lambda: block)
     x, r, b = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1:])
     for tensors in ((x, b, r), (x, None, None)):
         torch.testing.assert_close(fused.dropout_add(*tensors, SEED, 0.3), reference.dropout_add(*tensors, SEED, 0.3))
-    got = fused.dropout_add_backward(r, SEED, 0.3, torch.float32, torch.float32, [True, True])
-    torch.testing.assert_close(
-        got, reference.dropout_add_backward(r, SEED, 0.3, torch.float32, torch.float32, [True, True]),
-        rtol=1e-5, atol=1e-3,
-    )  # fmt: skip
+    args = (r, SEED, 0.3, torch.float32, torch.float32, [True, True])
+    got, expected = (module.dropout_add_backward(*args) for module in (fused, reference))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-3)
 
 
 def test_the_mask_does_not_depend_on_dtype_or_strides():
@@ -136,76 +133,6 @@ RATES = [(p, n) for p in (0.01, 0.1, 0.5, 0.9, 0.999) for n in (1000, 65537, 1 <
 def test_rate(p, n):
     dropped = n - int(mask((n,), torch.tensor([20231]), p).sum())
     assert abs(dropped - n * p) <= sigmas(len(RATES)) * math.sqrt(n * p * (1 - p)) + 1  # + 1: binomial, not normal
-
-
-def correlation(a, b, p):
-    """z of the correlation of two masks, or of pairs in one."""
-    a, b = (t.flatten().double() - (1 - p) for t in (a, b))
-    return float((a * b).mean()) / (p * (1 - p)) * math.sqrt(a.numel())
-
-
-LAGS = [*range(1, 9), 16, 31, 32, 33, 64, 128, 256]
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5])
-def test_neighbors_are_independent(p):
-    kept = mask((512, 1024), torch.tensor([7]), p)
-    bound = sigmas(2 * 2 * len(LAGS))
-    for lag in LAGS:
-        assert abs(correlation(kept[:, lag:], kept[:, :-lag], p)) < bound, ("columns", lag)
-        assert abs(correlation(kept[lag:], kept[:-lag], p)) < bound, ("rows", lag)
-
-
-def chi2_bound(degrees, cases):
-    """Of chi²: by Wilson and Hilferty's cube root, which is within 1 % here."""
-    z = sigmas(cases) + 0.2
-    return degrees * (1 - 2 / (9 * degrees) + z * math.sqrt(2 / (9 * degrees))) ** 3
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5])
-def test_contingency_of_neighboring_pairs(p):
-    """2×2 tables of an element and its neighbor: in a row, in a column, across calls of the generator, within one."""
-    kept = mask((1024, 1024), torch.tensor([11]), p).long()
-    pairs = {
-        "row": (kept[:, ::2], kept[:, 1::2]),
-        "column": (kept[::2], kept[1::2]),
-        "diagonal": (kept[::2, ::2], kept[1::2, 1::2]),
-        "within four": (kept[:, 0::4], kept[:, 3::4]),
-        "across fours": (kept[:, 3:-1:4], kept[:, 4::4]),
-    }
-    for name, (a, b) in pairs.items():
-        n = a.numel()
-        seen = torch.bincount((2 * a + b).flatten(), minlength=4).double()
-        q = torch.tensor([p, 1 - p], dtype=torch.float64)
-        expected = n * torch.outer(q, q).flatten()
-        assert float(((seen - expected) ** 2 / expected).sum()) < chi2_bound(3, 10), name
-
-
-def test_rows_and_columns_have_binomial_sums():
-    p, n = 0.25, 1024
-    kept = mask((n, n), torch.tensor([13]), p).double()
-    for axis in (0, 1):
-        z2 = ((kept.sum(axis) - n * (1 - p)) ** 2 / (n * p * (1 - p))).sum()
-        assert n * (1 - 0.3) < float(z2) < chi2_bound(n, 2)
-        assert (kept.sum(axis) - n * (1 - p)).abs().max() < sigmas(4 * n) * math.sqrt(n * p * (1 - p)) + 1
-
-
-def test_seeds_are_independent():
-    """Consecutive seeds, seeds that differ in one bit, shards of one seed, at each lag that could align them."""
-    p, shape = 0.5, (256, 256)
-    base = torch.tensor([123456799])  # ends in ones: a sum is no flip of one bit
-    kept = mask(shape, base, p)
-    others = {f"seed + {k}": base + k for k in (1, 2, 3, 4, 16)}
-    others |= {f"bit {k}": base ^ (1 << k if k < 63 else -(2**63)) for k in range(64)}
-    others |= {f"shard {k}": functional.shard_seed(base, k) for k in range(16)}
-    others |= {f"shard {k}, {j}": functional.shard_seed(base, k, j) for k in range(4) for j in range(4)}
-    assert len({int(seed) for seed in others.values()}) == len(others)
-    bound = sigmas(3 * len(others))
-    for name, seed in others.items():
-        other = mask(shape, seed, p)
-        for lag in (0, 1, 4):
-            a, b = kept.flatten(), other.flatten()
-            assert abs(correlation(a[lag:], b[: b.numel() - lag], p)) < bound, (name, lag)
 
 
 # ---- shard_seed ------------------------------------------------------------------------------------------------------
@@ -266,23 +193,11 @@ def test_nothing_is_random_without_need():
     """p = 0 and p = 1 ask no generator."""
     x, r = torch.randn(3, 5), torch.randn(3, 5)
     for p in (0.0, 1.0, 1e-12, 1 - 2.0**-40):
-        factor = reference.dropout_factor(*reference.row_major(x.shape, CPU), SEED, p, torch.float32)
+        factor = formulas.dropout_factor(*formulas.row_major(x.shape, CPU), SEED, p, torch.float32)
         assert isinstance(factor, float)
     assert torch.equal(fused.dropout_add(x, None, r, SEED, 0.0), x + r)
     assert torch.equal(fused.dropout_add(x, None, r, SEED, 1.0), r)
     assert torch.equal(fused.dropout_add(x, None, None, SEED, 1.0), F.dropout(x, 1.0))
-
-
-def test_results_are_fresh_and_inputs_are_not_written():
-    for sample in dropout_testing.samples(CPU, core=True):
-        before = [None if t is None else (t.detach().clone(), t._version) for t in sample.tensors]
-        out = sample()
-        storages = {t.untyped_storage()._cdata for t in sample.tensors if t is not None}
-        assert out.untyped_storage()._cdata not in storages, sample
-        if out.requires_grad:
-            out.sum().backward()
-        for t, b in zip(sample.tensors, before, strict=True):
-            assert t is None or (t._version == b[1] and torch.equal(t, b[0])), sample
 
 
 # ---- registration, derivatives ---------------------------------------------------------------------------------------
@@ -312,18 +227,7 @@ def operator(p=0.5, seed=SEED):
     return lambda *tensors: fused.dropout_add(*tensors, seed, p)
 
 
-def composed(p=0.5, seed=SEED):
-    """The same of plain functions, with the mask that the operator has on one example."""
-
-    def fn(x, b, r):
-        factor = mask(x.shape[-2:], seed, p).double() / (1 - p)
-        y = (x if b is None else x + b) * factor
-        return y if r is None else r + y
-
-    return fn
-
-
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("has", [(True, True, True), (True, False, False), (True, False, True), (True, True, False)])
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
 def test_gradcheck(has, p):
@@ -353,86 +257,7 @@ def test_frozen_arguments_cost_nothing(has):
     assert tuple(t.grad is not None for t in tensors) == has
 
 
-def test_only_the_seed_is_saved():
-    saved = []
-    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        out = operator()(*(t.requires_grad_() for t in tensors_for()))
-    assert sum(t.nbytes for t in saved) == 8 and saved[0].data_ptr() == SEED.data_ptr()
-    out.sum().backward()
-
-
-def test_retain_graph_and_double_backward():
-    x, b, r = (t.requires_grad_() for t in tensors_for())
-    out = operator()(x, b, r).square().sum()
-    once = torch.autograd.grad(out, (x, b, r), retain_graph=True)
-    again = torch.autograd.grad(out, (x, b, r), create_graph=True)
-    assert all(torch.equal(g, h) for g, h in zip(once, again, strict=True))
-    seconds = torch.autograd.grad(sum(g.sin().sum() for g in again), (x, b, r))
-    plain = torch.autograd.grad(composed()(x, b, r).square().sum(), (x, b, r), create_graph=True)
-    torch.testing.assert_close(seconds, torch.autograd.grad(sum(g.sin().sum() for g in plain), (x, b, r)))
-
-
-BATCHED = [dims for dims in itertools.product((None, 0, -1), repeat=3) if any(d is not None for d in dims)]
-
-
-def test_the_vmap_rule():
-    """Below autograd: vmap(f)(xs)[i] is f(xs[i]), and with one seed for all every example has the same mask."""
-    for dims in BATCHED:
-        tensors = tensors_for(batch=[() if d is None else (3,) for d in dims])
-        tensors = [t if d is None else t.movedim(0, d) for d, t in zip(dims, tensors, strict=True)]
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-            got = vmap(operator(), dims)(*tensors)
-        torch.testing.assert_close(got, vmap(composed(), dims)(*tensors))
-
-
-def test_vmap_of_the_backward_operator():
-    g, seeds = torch.randn(3, 2, 6, dtype=torch.float64), torch.tensor([[1], [2], [3]])
-    for dims in ((0, None), (None, 0), (0, 0), (-1, -1)):
-        args = [a[0] if d is None else a.movedim(0, d) for a, d in zip((g, seeds), dims, strict=True)]
-        for wanted in ((True, True), (False, True), (True, False)):
-
-            def backward(g, seed, wanted=wanted):
-                found = fused.dropout_add_backward(g, seed, 0.5, torch.float64, torch.float64, list(wanted))
-                return tuple(f for f in found if f is not None)
-
-            got = vmap(backward, dims)(*args)
-            for i in range(3):
-                own = [a if d is None else a.select(d, i) for a, d in zip(args, dims, strict=True)]
-                torch.testing.assert_close(tuple(t[i] for t in got), backward(*own))
-
-
-def test_batched_seeds_give_each_example_its_own_mask():
-    x, seeds = torch.ones(4, 8, 16), torch.arange(4).view(4, 1)
-    got = vmap(lambda x, s: fused.dropout_add(x, None, None, s, 0.5))(x, seeds)
-    for i in range(4):
-        assert torch.equal(got[i] != 0, mask((8, 16), seeds[i], 0.5))
-    shared = vmap(lambda s: fused.dropout_add(x[0], None, None, s, 0.5))(seeds)
-    assert torch.equal(shared, got) and not torch.equal(got[0], got[1])
-
-
-def test_per_example_gradients_of_a_module():
-    model = torch.nn.Linear(4, 6).double()
-    x, parameters = torch.randn(5, 4, dtype=torch.float64), dict(model.named_parameters())
-
-    def loss(p, x):
-        return fused.dropout_add(functional_call(model, p, (x,)), None, None, SEED, 0.5).square().sum()
-
-    each = vmap(grad(loss), (None, 0))(parameters, x)
-    for i in range(5):
-        expected = grad(loss)(parameters, x[i])
-        torch.testing.assert_close({k: v[i] for k, v in each.items()}, expected)
-
-
 # ---- manners ---------------------------------------------------------------------------------------------------------
-
-
-def test_autocast_keeps_the_dtype_and_flops_are_none():
-    x = torch.randn(4, 8)
-    with torch.autocast("cpu", torch.bfloat16), FlopCounterMode(display=False) as counter:
-        assert operator()(x, None, None).dtype == torch.float32
-        assert operator()(x.bfloat16(), None, x).dtype == torch.float32
-        assert operator()(x, None, x.bfloat16()).dtype == torch.bfloat16
-    assert counter.get_total_flops() == 0
 
 
 X, S = torch.zeros(3, 4), torch.tensor([0])
@@ -503,32 +328,3 @@ def test_bias_dropout_add():
         assert torch.equal(got, expected)
     assert functional.bias_dropout_add(x, None, None, 0.5, False) is x
     assert torch.equal(torch.get_rng_state(), state), "nothing is drawn"
-
-
-def test_checkpoint_recomputes_the_same_mask():
-    x = torch.randn(64, 32, requires_grad=True)
-    r = torch.randn(64, 32)
-    for preserve in (True, False):
-        masks = []
-
-        def body(x):
-            y = functional.bias_dropout_add(x, None, r, 0.5)
-            masks.append((y - r).abs() > 1e-6)  # noqa: B023
-            return y.square()
-
-        (g,) = torch.autograd.grad(checkpoint(body, x, use_reentrant=False, preserve_rng_state=preserve).sum(), x)
-        assert torch.equal(masks[0], masks[1]) is preserve
-        if preserve:
-            torch.testing.assert_close(g, 2 * (r + x * masks[0] * 2) * masks[0] * 2)
-
-
-def test_randomness_under_vmap_is_the_callers():
-    x = torch.ones(3, 64)
-
-    def fn(x):
-        return functional.bias_dropout_add(x, None, None, 0.5)
-
-    same, different = (vmap(fn, randomness=r)(x) for r in ("same", "different"))
-    assert torch.equal(same[0], same[1]) and not torch.equal(different[0], different[1])
-    with pytest.raises(RuntimeError, match="randomness"):
-        vmap(fn)(x)

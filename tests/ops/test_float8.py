@@ -1,7 +1,5 @@
 """Linear layers in float8: what is stored, products of it, gradients, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torch_fused_ops import float8, reference
 from torch_fused_ops import functional as FF
-from torch_fused_ops.float8_recipes import BLOCK, MX_BLOCK, RECIPES, Block
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK, RECIPES, Block
+from torch_fused_ops.operators import reference
 
 fused = torch.ops.fused
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -34,9 +33,6 @@ def wide_matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> 
     """Numbers of many sizes: rows, and columns, that are 2⁻¹⁵ to 2¹⁵ of others."""
     spread = torch.exp2(torch.randint(-8, 8, (rows, 1)) + torch.randint(-7, 7, (1, columns)))
     return (torch.randn(rows, columns) * spread).to(dtype)
-
-
-# ---- what is stored ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -202,9 +198,6 @@ def test_which_float8_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
         assert float8.dtype_of(gpu) == dtype
 
 
-# ---- products ------------------------------------------------------------------------------------------------------
-
-
 def product_bound(a: Tensor, b: Tensor, a_block: Block, b_block: Block) -> Tensor:
     """By how much a · bᵀ of stored numbers may be off: each number by 2⁻⁴, or 2⁻¹⁰ of its scale."""
 
@@ -288,8 +281,6 @@ def test_what_is_kept_is_a_byte_an_element() -> None:
     }
 
 
-# ---- one pass --------------------------------------------------------------------------------------------------------
-
 RESULTS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("bias_act", lambda a: (a,), ("gelu",)),
     ("glu", lambda a: (a, a.flip(0)), ("silu", 1.0, 3.0)),
@@ -321,32 +312,20 @@ def test_the_operators_of_one_pass_are_those_of_several(
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-2 if a.shape == wanted[4].shape else 0)  # sums' order
 
 
-# ---- what is refused, and what torch asks of operators ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "call, message",
     [
-        (
-            lambda x, w: FF.linear_fp8(x, w[:100]),
-            r"weight has shape \(100, 128\); accepted: two axes, multiples of 128",
-        ),
+        (lambda x, w: FF.linear_fp8(x, w[:100]), r"weight has shape \(100, 128\); accepted: two axes, multiples of"),
         (lambda x, w: FF.linear_fp8(x[:, :64], w), r"input has shape \(4, 64\); accepted: \(…, 128\)"),
         (lambda x, w: FF.linear_fp8(x, w, w[0, :3]), r"bias has shape \(3,\); accepted: \(256,\)"),
         (lambda x, w: FF.linear_fp8(x.double(), w), r"input.dtype=torch.float64 is not accepted"),
         (lambda x, w: FF.linear_fp8(x, w, recipe="int8"), "recipe='int8' is not known; accepted: fp8, fp8-wgrad"),
-        (
-            lambda x, w: FF.linear_fp8(x[:, :100], w[:, :100], recipe="fp8-rowwise"),
-            r"weight has shape \(256, 100\); accepted: two axes, multiples of 16",
-        ),
+        (lambda x, w: FF.linear_fp8(x[:, :100], w[:, :100], recipe="fp8-rowwise"), r"weight has shape \(256, 100\)"),
         (lambda x, w: fused.linear_fp8(x, w, None, None, "int8"), "recipe='int8' is not known"),
         (lambda x, w: FF.linear_fp8(x, w, dtype=torch.float64), "dtype=torch.float64 is not accepted"),
         (lambda x, w: fused.quantize(x[None], 1), r"input has shape \(1, 4, 128\); accepted: two axes"),
         (lambda x, w: fused.quantize(x, 2), "rows=2 is not accepted: it must be 1 or 128"),
-        (
-            lambda x, w: fused.quantize(x, 1, 64),
-            "columns=64 is not accepted: it must be 128 or 32, .*, or 128, those of input",
-        ),
+        (lambda x, w: fused.quantize(x, 1, 64), "columns=64 is not accepted: it must be 128 or 32, .*, or 128, those"),
         (lambda x, w: fused.quantize_by(x, torch.ones(4, 1)), r"scales has shape \(4, 1\); accepted: \(1, 1\), or"),
         (
             lambda x, w: fused.scaled_mm(
@@ -359,10 +338,7 @@ def test_the_operators_of_one_pass_are_those_of_several(
             "a and b have blocks of 256 and 128 columns; accepted: as many in both",
         ),
         (lambda x, w: fused.quantize(w, BLOCK, MX_BLOCK), "columns=32 is not accepted: it must be 128, the columns"),
-        (
-            lambda x, w: FF.linear_fp8(x[:, :48], w[:, :48], recipe="mxfp8"),
-            r"weight has shape \(256, 48\); accepted: two axes, multiples of 32",
-        ),
+        (lambda x, w: FF.linear_fp8(x[:, :48], w[:, :48], recipe="mxfp8"), r"weight has shape \(256, 48\); accepted"),
         (
             lambda x, w: fused.scaled_mm(*fused.quantize(x, 1, MX_BLOCK), *fused.quantize(w, 1), None, 1, x.dtype),
             "a and b have blocks of 32 and 128 columns; accepted: as many in both",
@@ -406,6 +382,7 @@ def test_products_by_tiled_scales_are_the_same() -> None:
         fused.scaled_mm_tiled(values, tiles, values, tiles.view(torch.int8), None, torch.float32)
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     "call",
     [

@@ -1,7 +1,5 @@
 """Products of experts in float8: what they are of, gradients, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_fused_ops as tfo
-from torch_fused_ops import float8
+from torch_fused_ops.families.float8 import formulas as float8
 
 if not hasattr(F, "grouped_mm"):
     pytest.skip("this torch has no F.grouped_mm", allow_module_level=True)

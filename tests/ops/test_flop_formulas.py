@@ -1,7 +1,5 @@
 """FLOP of our products, as torch's counter and the virtual GPU's roofline count them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -10,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from torch_fused_ops import flop_formulas, functional
-from torch_fused_ops.float8_recipes import RECIPES
+from torch_fused_ops import functional
+from torch_fused_ops.families.float8.recipes import RECIPES
 from torch_fused_ops.nn import GroupedMLP, MLPConfig
+from torch_fused_ops.operators import flop_formulas
 from torch_fused_ops.virtual_gpu import work
 
 M, N, K = 256, 128, 384

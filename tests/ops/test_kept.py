@@ -111,7 +111,7 @@ def test_only_where_it_is_true():
             assert not torch.allclose(act.derivative(act.value(x)), act.derivative(x), rtol=1e-3), name
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("bias", [False, True])
 def test_compiled_graphs_keep_what_torch_compile_keeps(bias):
     virtual_gpu = pytest.importorskip("torch_fused_ops.virtual_gpu", reason="needs triton")

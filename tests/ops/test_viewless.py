@@ -1,4 +1,4 @@
-"""``fused::make_viewless`` and the viewless tensors of ``torch_fused_ops.viewless``."""
+"""``fused::make_viewless`` and the viewless tensors of ``torch_fused_ops.operators.viewless``."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops import functional
-from torch_fused_ops.viewless import (
+from torch_fused_ops.operators.viewless import (
     MakeViewlessTensor,
     assert_viewless_tensor,
     make_viewless_tensor,
@@ -44,9 +44,6 @@ def test_names_are_exported():
     assert functional.MakeViewlessTensor is MakeViewlessTensor
 
 
-# ---- the operator ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("name", views())
 def test_the_operator(name, requires_grad):
@@ -61,14 +58,6 @@ def test_any_dtype(dtype):
     base = torch.ones(4, 6, dtype=dtype)
     out = make_viewless(base.t())
     assert is_alias(out, base.t()) and out.dtype == dtype
-
-
-@pytest.mark.parametrize("name", ["transposed", "columns"])
-def test_gradients_of_every_order(name):
-    x = views(dtype=torch.float64)[name].detach().requires_grad_()
-    fn = lambda x: make_viewless(x.unsqueeze(0))  # noqa: E731
-    assert torch.autograd.gradcheck(fn, x, check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(fn, x, check_fwd_over_rev=True)
 
 
 def test_subclasses_modes_checkpoint_and_export():
@@ -86,8 +75,6 @@ def test_subclasses_modes_checkpoint_and_export():
 
     assert torch.equal(torch.export.export(Module(), (x,)).module()(x), x.t() * 2)
 
-
-# ---- make_viewless_tensor: the docstring's table ---------------------------------------------------------------------
 
 CASES = list(itertools.product((True, False), repeat=4))
 
@@ -181,21 +168,6 @@ def test_no_grad_and_inference_mode():
         assert out._base is None and not out.requires_grad and out.data_ptr() == x.data_ptr()
 
 
-def test_forward_mode():
-    import torch.autograd.forward_ad as fwAD
-
-    x, t = torch.randn(4), torch.randn(4)
-    with fwAD.dual_level():
-        dual = fwAD.make_dual(x, t)
-        kept = fwAD.unpack_dual(make_viewless_tensor(dual.view(2, 2), True, True)).tangent
-        assert torch.equal(kept.view(4), t)
-        for inp in (dual, dual.view(2, 2)):
-            assert fwAD.unpack_dual(make_viewless_tensor(inp, False, True)).tangent is None
-
-
-# ---- writes in place -------------------------------------------------------------------------------------------------
-
-
 def upstream_viewless(inp):
     """What Megatron-LM does: another tensor's data."""
     out = torch.empty((1,), dtype=inp.dtype)
@@ -267,9 +239,6 @@ def test_compiled_writes():
     out = compiled(x, True)
     assert torch.equal(out.detach(), torch.full((4,), 5.0))  # the source sees the write
     assert torch.autograd.grad(out.sum(), x)[0][0] == 5  # and so does exp's derivative
-
-
-# ---- assert_viewless_tensor, safely_set_viewless_tensor_data ---------------------------------------------------------
 
 
 def test_assert_viewless_tensor():

@@ -10,8 +10,8 @@ import pytest
 import torch._inductor.config as inductor_config
 
 import torch_fused_ops as tfo
-from torch_fused_ops import switches
 from torch_fused_ops.lowerings import buffer_reuse, passes, split_reductions
+from torch_fused_ops.settings import switches
 
 
 def run(code: str, value: str) -> subprocess.CompletedProcess[str]:
@@ -20,7 +20,7 @@ def run(code: str, value: str) -> subprocess.CompletedProcess[str]:
 
 
 PROGRAM = """
-import sys, torch
+import re, sys, torch
 from torch_fused_ops import functional, switches
 from torch_fused_ops.operators.registration import Parts
 
@@ -33,11 +33,11 @@ y = functional.bias_act(x, torch.randn(8, requires_grad=True), activation="silu"
 y = functional.swiglu(y, x) + functional.bias_act(x, activation="relu")
 y = functional.scaled_masked_softmax(functional.bias_dropout_add(y, None, x, 0.1))
 y.square().sum().backward()
-torch.ops.fused.glu_fp8(x, x, None, "silu")[0].sum().backward()
+torch.ops.fused.glu(torch.ops.fused.keep_fp8(x), x, None, "silu").sum().backward()
 sys.setprofile(None)
 assert x.grad.isfinite().all()
 assert any(name.endswith("formulas.py") for name in files)
-print([name for name in files if "torch_fused_ops/kernels/" in name])
+print([name for name in files if re.search(r"torch_fused_ops/(kernels/|families/.*/(kernels|cpu))", name)])
 """
 
 
@@ -50,7 +50,8 @@ def test_plain_torch_alone_runs() -> None:
 
 # Which operators have a kernel of ours on a device: functions of kernels/, or what imports one, behind the registered.
 REGISTRATIONS = """
-import functools, torch
+import functools, re, torch
+OURS = re.compile(r"torch_fused_ops[.](kernels[.]|families[.].*[.](kernels|cpu))")
 with_kernels, original = set(), torch.library.Library.impl
 
 def impl(self, op, fn, key="", **kwargs):
@@ -62,7 +63,7 @@ def impl(self, op, fn, key="", **kwargs):
         seen.add(id(one))
         name = getattr(one, "__qualname__", "")
         if key in ("CPU", "CUDA") and (
-            getattr(one, "__module__", "").startswith("torch_fused_ops.kernels") or name.startswith("imported.")
+            OURS.match(getattr(one, "__module__", "")) or name.startswith("imported.")
         ):
             with_kernels.add((op._schema.name.removeprefix("fused::"), key))
         inside = [cell.cell_contents for cell in getattr(one, "__closure__", None) or ()]

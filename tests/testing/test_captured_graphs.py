@@ -1,7 +1,5 @@
 """Graphs set aside in a compiler pass or a Dynamo backend, and compiled on paper later: as if captured on paper."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +71,7 @@ def test_it_is_as_if_captured_on_paper(fn: Callable[..., Any], dynamic: bool) ->
     assert measured(virtual_gpu.compile_graph_on_paper(graph)) == measured(paper), "what is set aside stays as it is"
 
 
+@pytest.mark.slow
 def test_modules_of_launches_and_saved_tensors() -> None:
     paper = virtual_gpu.compile_on_paper(BLOCKS, torch.randn(32, 64, requires_grad=True))
     for graph in paper.graphs.values():

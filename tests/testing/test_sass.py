@@ -1,7 +1,5 @@
 """Listings of NVIDIA's machine code: all that wait are made at once, each as cuobjdump shows it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -83,6 +81,7 @@ def test_all_that_wait_are_listed_at_once_as_cuobjdump_lists_each(
         assert jumps > {"BRA", "CALL", "RET"}, "what names an address"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_spoils_nothing_else(processes: list[int]) -> None:
     good, bad = assembled(virtual_gpu.H100, 32), assembled(virtual_gpu.H100, 64)
     assert isinstance(bad.listing, sass.Listing)

@@ -70,7 +70,7 @@ def mlp_on_paper(module: type[nn.Module], tokens: int = 512, hidden: int = 256, 
 # Bytes, kernels and saved tensors
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     ("module", "budget", "saved", "backward"),
     [
@@ -383,7 +383,7 @@ def elementwise(fn, tensors: int):
     return kernel
 
 
-@pytest.mark.every(4)
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize(
     ("fn", "tensors", "low", "high"),
     [  # Triton 3.6 to 3.9, in whose versions exp and tanh differ
@@ -404,7 +404,7 @@ def test_instructions_per_element(fn, tensors, low, high):
     assert ".target sm_90" in code.ptx
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("gpu", [virtual_gpu.A100, virtual_gpu.H100, virtual_gpu.B200, virtual_gpu.MI300X])
 def test_machine_code_of_every_gpu(gpu):
     code = virtual_gpu.assemble(elementwise(copied, 1), gpu, block=1024, num_warps=4)

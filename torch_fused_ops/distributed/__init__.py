@@ -7,13 +7,12 @@ from typing import Any
 _WHERE = {
     "apply_swiglu_sharded_factory": "checkpoint",
     "load": "checkpoint",
-    "mlp_figures": "figures",
     "save": "checkpoint",
     "sharded_state_dict": "checkpoint",
     "tensor_parallel_plan": "tensor_parallel",
 }
 
-__all__ = ["apply_swiglu_sharded_factory", "load", "mlp_figures", "save", "sharded_state_dict", "tensor_parallel_plan"]
+__all__ = ["apply_swiglu_sharded_factory", "load", "save", "sharded_state_dict", "tensor_parallel_plan"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,34 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
-import math
 import os
-import zipfile
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as _read
 from torch.distributed.checkpoint.state_dict_saver import save as _write
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_fused_ops.distributed.shard_spec import ShardSpec
 from torch_fused_ops.distributed.tensor_parallel import TensorParallel
@@ -370,133 +357,16 @@ def load(
     *,
     metadata: dict[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
-    verify: bool = True,
 ) -> None:
-    """Load a checkpoint of ``save``, with any number of processes: all of it, or nothing.
-
-    Args:
-        verify: compare the data with its check sums (``torch.serialization.set_crc32_options(False)`` writes none).
+    """Load a checkpoint of ``save``, with any number of processes.
 
     Raises:
-        FileNotFoundError: there is no checkpoint, or a file of it is missing, which is named.
-        ValueError: the checkpoint lacks a tensor, or has another shape or dtype for it; the key is named. Model and
-            optimizer are as before.
-        RuntimeError: the data of a key is damaged; likewise.
+        CheckpointException: upstream's: a tensor is missing or has another size, and nothing was loaded; or a file is
+            missing or cannot be read.
     """
     with _untouched(optimizer):
         state, of_optimizer = _whole(model, optimizer, metadata)
-        fresh = tree_map(_empty_like, state, is_leaf=_is_leaf)
-        reader = _Reader(checkpoint_id, verify)
-        try:
-            _read(fresh, storage_reader=reader, planner=_Planner(), process_group=process_group)
-        except CheckpointException as error:
-            for reason, _ in error.failures.values():
-                if isinstance(reason, (_Missing, _Mismatch, _Damage)):
-                    kind: Any = type(reason).__base__
-                    raise kind(f"checkpoint {checkpoint_id}: {reason}; nothing was loaded") from None
-            raise RuntimeError(f"checkpoint {checkpoint_id} cannot be read; nothing was loaded") from error
-    with torch.no_grad():
-        for target, source in zip(*(tree_leaves(t, is_leaf=_is_leaf) for t in (state, fresh)), strict=True):
-            if isinstance(target, ShardedTensor):
-                for (_, into), (_, box) in zip(target._boxes(), source._boxes(), strict=True):
-                    into.copy_(box)
-            elif isinstance(target, Tensor):
-                target.copy_(source)
+        _read(state, checkpoint_id=checkpoint_id, process_group=process_group)
     if optimizer is not None:
-        of_optimizer["param_groups"] = fresh["optimizer"]["param_groups"]
+        of_optimizer["param_groups"] = state["optimizer"]["param_groups"]
         set_optimizer_state_dict(model, optimizer, of_optimizer)
-
-
-class _Missing(FileNotFoundError):
-    """The checkpoint does not exist, or a file of it is missing."""
-
-
-class _Mismatch(ValueError):
-    """The checkpoint is not of this model."""
-
-
-class _Damage(RuntimeError):
-    """The checkpoint's data is damaged."""
-
-
-class _Reader(FileSystemReader):
-    """Upstream's reader, comparing check sums first: ``torch.save`` writes them, ``torch.load`` does not compare."""
-
-    def __init__(self, path: str | os.PathLike[str], verify: bool) -> None:
-        super().__init__(path)
-        self.verify = verify
-        self.failure: Exception | None = None
-
-    def read_metadata(self, *_: Any) -> Metadata:
-        # Upstream only logs an error raised here; it sends one of set_up_storage_reader to every process.
-        try:
-            return super().read_metadata()
-        except OSError as error:
-            gone = isinstance(error, FileNotFoundError)
-            text = "it has no .metadata" if os.path.isdir(self.path) else "there is no such folder"
-            self.failure = _Missing(text) if gone else _Damage(f".metadata cannot be read ({error})")
-        except Exception as error:
-            self.failure = _Damage(f".metadata is damaged ({type(error).__name__}: {error})")
-        return Metadata({}, storage_data={})
-
-    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
-        if self.failure is not None:
-            raise self.failure
-        super().set_up_storage_reader(*args, **kwargs)
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        for index in {item.storage_index: None for item in plan.items}:
-            item = self.storage_data[index]
-            path = os.path.join(self.path, item.relative_path)
-            if not os.path.exists(path):
-                raise _Missing(f"its file {item.relative_path}, which holds {index.fqn}, is missing")
-            if not self.verify:
-                continue
-            try:
-                with open(path, "rb") as file:
-                    file.seek(item.offset)
-                    with zipfile.ZipFile(io.BytesIO(file.read(item.length))) as archive:
-                        whole = archive.testzip() is None
-            except (OSError, zipfile.BadZipFile):
-                whole = False
-            if not whole:
-                raise _Damage(f"the data of {index.fqn}, in {item.relative_path}, is damaged")
-        future: torch.futures.Future[None] = super().read_data(plan, planner)
-        return future
-
-
-class _Planner(DefaultLoadPlanner):
-    """Upstream's planner, comparing the requested tensors with the checkpoint's first."""
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        for key, requested in self.state_dict.items():
-            _check(key, requested, self.metadata)
-        plan: LoadPlan = super().create_local_plan()
-        return plan
-
-
-def _check(key: str, requested: Any, metadata: Metadata) -> None:
-    stored = metadata.state_dict_metadata.get(key)
-    if stored is None:
-        raise _Mismatch(f"{key} is not in the checkpoint")
-    if not isinstance(requested, Tensor):
-        return
-    if not isinstance(stored, TensorStorageMetadata):
-        raise _Mismatch(f"{key} is not a tensor in the checkpoint")
-    if stored.size != requested.shape:
-        raise _Mismatch(f"{key} has shape {tuple(stored.size)} in the checkpoint, {tuple(requested.shape)} here")
-    if stored.properties.dtype != requested.dtype:
-        raise _Mismatch(f"{key} has dtype {stored.properties.dtype} in the checkpoint, {requested.dtype} here")
-    if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
-        raise _Mismatch(f"{key} is not complete in the checkpoint")
-
-
-def _is_leaf(state: Any) -> bool:
-    return not isinstance(state, dict)
-
-
-def _empty_like(t: Any) -> Any:
-    if isinstance(t, ShardedTensor):
-        return ShardedTensor(t.key, torch.empty_like(t.local), t.sharding)
-    return torch.empty_like(t) if isinstance(t, Tensor) else t

@@ -58,9 +58,6 @@ class TensorParallel:
         kinds = [device.type for device in group._device_types if device.type in here]
         return cls(*(DeviceMesh.from_group(group, kind) for kind in kinds), **arguments)
 
-    def _mesh(self, t: Tensor) -> DeviceMesh:
-        return self.meshes[t.device.type]
-
     def _any_mesh(self, t: Tensor) -> DeviceMesh:
         """Support parameters that are created on one device and moved later."""
         return self.meshes.get(t.device.type) or next(iter(self.meshes.values()))
@@ -79,7 +76,7 @@ class TensorParallel:
         return y if self.summed_outside else self._redistribute(y, Partial(), self._outside)
 
     def _redistribute(self, local: Tensor, before: Any, after: Any, grad_placements: Any = None) -> Tensor:
-        t = DTensor.from_local(local, self._mesh(local), [before], run_check=False)
+        t = DTensor.from_local(local, self.meshes[local.device.type], [before], run_check=False)
         result: Tensor = t.redistribute(placements=[after]).to_local(grad_placements=grad_placements)
         return result
 

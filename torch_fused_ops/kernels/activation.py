@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Triton kernels behind the activation family (``operators/activation.py``) in eager mode on a GPU.
 
-Two kernels do all the work, one forward and one backward; a third adds up the backward's partial sums, and a fourth is
-the forward one that also stores its inputs in float8, for which it sees whole rows. Every tensor is seen as a matrix
-(rows, columns) with a row and a column stride. A program handles tiles of BLOCK_M × BLOCK_N elements:
+Two kernels do all the work, one forward and one backward; a third adds up the backward's partial sums. Every tensor is
+seen as a matrix (rows, columns) with a row and a column stride. A program handles tiles of BLOCK_M × BLOCK_N elements:
 
 * Where nothing depends on the row or the column (no bias, no token scale) and every tensor is one evenly strided
   sequence, the matrix is one row: a flat loop over memory, 16 bytes a thread and tensor, twice that in forward.
@@ -16,7 +15,7 @@ arithmetic that nothing uses are dropped by its compiler. Clamp and offset are c
 where an argument would arrive in float32; a model has one or two values of them, each with a kernel of its own.
 
 The formulas are those of ``torch_fused_ops.activations`` and of ``glu_element`` in ``formulas.py``, repeated here, for
-``kernels/float8.py`` too; tests tie them together. An operator with a scalar that they do not have is refused.
+``families/float8/kernels.py`` too; tests tie them together. An operator with a scalar that they do not have is refused.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from torch_fused_ops.kernels.launching import (
     unit,
 )
 
-__all__ = ["backward", "forward", "fp8", "fp8_backward", "launch_of"]
+__all__ = ["backward", "forward", "launch_of"]
 
 LOG2E = tl.constexpr(activations.LOG2E)
 GELU_TANH_SLOPE = tl.constexpr(activations.GELU_TANH_SLOPE)
@@ -60,8 +59,6 @@ NORMAL_TAIL = tl.constexpr(activations.NORMAL_TAIL)
 NORMAL_TERMS = tl.constexpr(len(activations.NORMAL_TAIL))
 CLAMP_KEEPS_BOUNDS = tl.constexpr(formulas.CLAMP_KEEPS_BOUNDS)
 PROPAGATE_NAN = tl.constexpr(tl.PropagateNan.ALL)
-FP8_LARGEST = tl.constexpr(torch.finfo(formulas.FP8).max)
-FLOAT32_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 # ---- formulas ------------------------------------------------------------------------------------------------------
 
@@ -154,7 +151,7 @@ def _column_block(WIDE: tl.constexpr):
 
 @triton.jit
 def _row_block(FLAT: tl.constexpr, WIDE: tl.constexpr):
-    """Which block of rows this program has; the grid's second and third axes count as one, for each ends at 65535."""
+    """The block of rows of this program; the grid's second and third axes count as one, as each ends at 65535."""
     if FLAT:
         return 0
     else:
@@ -184,25 +181,13 @@ def _clamp(x, bound: tl.constexpr):
 
 @triton.jit
 def _cut(x, bound: tl.constexpr):
-    """Where the gradient is 0, as in ``formulas``."""
+    """The mask of zero gradients, as in ``formulas``."""
     return x > bound if CLAMP_KEEPS_BOUNDS else x >= bound
 
 
 @triton.jit
 def _tile(matrix, r, c, row_stride, column_stride, mask, COMPUTE: tl.constexpr):
     return tl.load(matrix + r[:, None] * row_stride + c[None, :] * column_stride, mask=mask, other=0.0).to(COMPUTE)
-
-
-@triton.jit
-def _stored_tile(
-    matrix, row_scales, r, c, row_stride, column_stride, rows, mask, NATIVE: tl.constexpr, COMPUTE: tl.constexpr
-):
-    """A tile of numbers, or, with row scales, of what float8 holds of them."""
-    if row_scales is None:
-        return _tile(matrix, r, c, row_stride, column_stride, mask, COMPUTE)
-    else:
-        code = tl.load(matrix + r[:, None] * row_stride + c[None, :] * column_stride, mask=mask, other=0)
-        return (_from_fp8(code, NATIVE) * _vector(row_scales, r, 1, rows, tl.float32)[:, None]).to(COMPUTE)
 
 
 @triton.jit
@@ -214,11 +199,6 @@ def _vector(vector, i, stride, size, COMPUTE: tl.constexpr):
 def _deinterleave(x):
     """The even and the odd columns; tl.interleave is the inverse."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-
-
-@triton.jit
-def _greater(a, b):
-    return tl.maximum(a, b, propagate_nan=PROPAGATE_NAN)
 
 
 @triton.jit
@@ -245,13 +225,6 @@ def _from_fp8(code, NATIVE: tl.constexpr):
         bits = code.to(tl.int32)
         size = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2¹²⁰: the exponents' bias
         return tl.where(bits < 128, size, -size)
-
-
-@triton.jit
-def _row_scale(amax):
-    """As in ``formulas.store_fp8``."""
-    scale = tl.div_rn(amax, tl.full((1,), FP8_LARGEST, tl.float32))
-    return tl.where(scale < FLOAT32_TINY, 1.0, scale)
 
 
 @triton.jit
@@ -309,99 +282,17 @@ def _forward(
 
 
 @triton.jit
-def _amax(x):
-    return tl.reduce(tl.abs(x).to(tl.float32), 1, _greater)
-
-
-@triton.jit
-def _forward_fp8(
-    out, gate, up, gate_bias, up_bias, scale, gate_stored, up_stored, gate_row_scales, up_row_scales,
-    rows, columns, packed_columns, gate_row, gate_column, up_row, up_column, bias_stride, scale_stride, stored_row,
-    ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PACKED: tl.constexpr, NATIVE: tl.constexpr, COMPUTE: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """As ``_forward``, and gate and up as ``formulas.store_fp8`` stores them. PACKED: one scale for both.
-
-    A program has whole rows: in registers if WHOLE (one tile holds them), else it reads them twice.
-    """
-    columns, packed_columns = columns * UNIT, packed_columns * UNIT
-    gate_row, up_row, stored_row = gate_row * UNIT, up_row * UNIT, stored_row * UNIT
-    PACK: tl.constexpr = 2 if INTERLEAVED else 1
-    PAIR: tl.constexpr = INTERLEAVED or up is not None
-    r = _row_block(False, WIDE) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column_type: tl.constexpr = tl.int64 if WIDE else tl.int32
-    first = tl.arange(0, BLOCK_N).to(column_type)
-    packed_first = tl.arange(0, BLOCK_N * PACK).to(column_type)
-    gate_max = tl.zeros((BLOCK_M,), tl.float32)
-    up_max = tl.zeros((BLOCK_M,), tl.float32)
-    if WHOLE:
-        mask = (r < rows)[:, None] & (first < columns)[None, :]
-        packed_mask = (r < rows)[:, None] & (packed_first < packed_columns)[None, :]
-        row_x = _tile(gate, r, packed_first, gate_row, gate_column, packed_mask, COMPUTE)
-        gate_max = _amax(row_x)
-        if up is not None:
-            row_u = _tile(up, r, first, up_row, up_column, mask, COMPUTE)
-            up_max = _amax(row_u)
-    else:
-        for start in range(0, columns, BLOCK_N):
-            c, packed_c = start + first, start * PACK + packed_first
-            packed_mask = (r < rows)[:, None] & (packed_c < packed_columns)[None, :]
-            gate_max = _greater(gate_max, _amax(_tile(gate, r, packed_c, gate_row, gate_column, packed_mask, COMPUTE)))
-            if up is not None:
-                mask = (r < rows)[:, None] & (c < columns)[None, :]
-                up_max = _greater(up_max, _amax(_tile(up, r, c, up_row, up_column, mask, COMPUTE)))
-    if PACKED and up is not None:
-        gate_max = _greater(gate_max, up_max)
-        up_max = gate_max
-    gate_scale, up_scale = _row_scale(gate_max), _row_scale(up_max)
-    tl.store(gate_row_scales + r, gate_scale, mask=r < rows)
-    if up_row_scales is not None:
-        tl.store(up_row_scales + r, up_scale, mask=r < rows)
-    gate_inverse = tl.div_rn(tl.full((1,), 1.0, tl.float32), gate_scale)[:, None]
-    up_inverse = tl.div_rn(tl.full((1,), 1.0, tl.float32), up_scale)[:, None]
-
-    for start in range(0, columns, BLOCK_N):
-        c, packed_c = start + first, start * PACK + packed_first
-        mask = (r < rows)[:, None] & (c < columns)[None, :]
-        packed_mask = (r < rows)[:, None] & (packed_c < packed_columns)[None, :]
-        if WHOLE:  # noqa: SIM108 - decided when Triton compiles
-            x = row_x
-        else:
-            x = _tile(gate, r, packed_c, gate_row, gate_column, packed_mask, COMPUTE)
-        code = _to_fp8(x.to(tl.float32) * gate_inverse, NATIVE)
-        tl.store(gate_stored + r[:, None] * stored_row + packed_c[None, :], code, mask=packed_mask)
-        if gate_bias is not None:
-            x += _vector(gate_bias, packed_c, bias_stride, packed_columns, COMPUTE)[None, :]
-        u = x
-        if INTERLEAVED:
-            x, u = _deinterleave(x)
-        elif up is not None:
-            if WHOLE:  # noqa: SIM108
-                u = row_u
-            else:
-                u = _tile(up, r, c, up_row, up_column, mask, COMPUTE)
-            code = _to_fp8(u.to(tl.float32) * up_inverse, NATIVE)
-            tl.store(up_stored + r[:, None] * stored_row + c[None, :], code, mask=mask)
-            if up_bias is not None:
-                u += _vector(up_bias, c, bias_stride, columns, COMPUTE)[None, :]
-        y = _result(x, u, scale, r, rows, scale_stride, ACTIVATION, OFFSET, CLAMP, PAIR, COMPUTE)
-        tl.store(out + r[:, None] * columns + c[None, :], y, mask=mask)
-
-
-@triton.jit
 def _backward(
-    grad, gate, up, gate_bias, up_bias, scale, gate_row_scales, up_row_scales,
-    d_gate, d_up, gate_bias_sums, up_bias_sums, scale_sums,
+    grad, gate, up, gate_bias, up_bias, scale, d_gate, d_up, gate_bias_sums, up_bias_sums, scale_sums,
     rows, columns, packed_columns, steps, grad_row, grad_column, gate_row, gate_column, up_row, up_column,
     bias_stride, scale_stride, d_row, sums_row,
     ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, INTERLEAVED: tl.constexpr,
-    NATIVE: tl.constexpr, COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+    COMPUTE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The gradients of ``_forward``: of the inputs, and sums over this program's tiles for those of bias and scale.
 
-    With row scales gate and up are the bits of float8. A program takes ``steps`` tiles, one below the other.
+    A program takes ``steps`` tiles, one below the other.
     gate_bias_sums and up_bias_sums have a row for each block of rows, scale_sums has one for each block of columns; the
     biases are loaded anew for each tile, from the cache: kept, they cost registers (128 of them rather than 96 for an
     interleaved pair on sm_90). INTERLEAVED: d_gate and gate_bias_sums hold both.
@@ -421,13 +312,13 @@ def _backward(
         mask = (r < rows)[:, None] & (c < columns)[None, :]
         packed_mask = (r < rows)[:, None] & (packed_c < packed_columns)[None, :]
         g = _tile(grad, r, c, grad_row, grad_column, mask, COMPUTE)
-        x = _stored_tile(gate, gate_row_scales, r, packed_c, gate_row, gate_column, rows, packed_mask, NATIVE, COMPUTE)
+        x = _tile(gate, r, packed_c, gate_row, gate_column, packed_mask, COMPUTE)
         if gate_bias is not None:
             x += _vector(gate_bias, packed_c, bias_stride, packed_columns, COMPUTE)[None, :]
         if INTERLEAVED:
             x, u = _deinterleave(x)
         elif up is not None:
-            u = _stored_tile(up, up_row_scales, r, c, up_row, up_column, rows, mask, NATIVE, COMPUTE)
+            u = _tile(up, r, c, up_row, up_column, mask, COMPUTE)
             if up_bias is not None:
                 u += _vector(up_bias, c, bias_stride, columns, COMPUTE)[None, :]
         if CLAMP is not None:
@@ -511,7 +402,7 @@ _SUM_HEIGHT, _SUM_WIDTH = 128, 16  # of the tiles in which partial sums are adde
 
 
 class _Plan(NamedTuple):
-    """How the work is cut into programs."""
+    """The division of the work among programs."""
 
     rows: int
     columns: int
@@ -586,61 +477,11 @@ def _plan(
     )
 
 
-# Whole rows in registers: 16 numbers a thread of each tensor, in at most 8 warps, so that five programs or more fit a
-# multiprocessor (40 to 48 registers): while one waits for its row's largest number, the others load and store. With 16
-# warps there were two or three. Wider rows are read a second time, from the cache.
-_MOST_WARPS = 8
-_NUMBERS = 16
-_WIDEST_ROW = 32 * _MOST_WARPS * _NUMBERS
-_LEAST_TILE = 1024
-
-
-class _RowPlan(NamedTuple):
-    """How rows are given to programs; ``sizes`` and ``strides`` as in ``_Plan``."""
-
-    sizes: tuple[int, int, int]
-    strides: tuple[tuple[int, int], ...]
-    grid: tuple[int, int, int]
-    constants: dict[str, Any]
-
-
-@functools.lru_cache(maxsize=1024)
-def _row_plan(rows: int, columns: int, matrices: tuple[Matrix, ...]) -> _RowPlan:
-    """The plan for programs that see whole rows of these matrices."""
-    given, matrices = matrices, tuple(m for m in matrices if m.itemsize)
-    pack = max(m.columns for m in matrices) // columns
-    size = max(1, max(m.itemsize for m in matrices) // 4)  # in registers
-    width = min(power_of_2(columns), _WIDEST_ROW // size)
-    height = min(power_of_2(rows), max(1, _LEAST_TILE // width))
-    row_blocks = blocks(rows, height)
-    high, deep = row_grid(row_blocks)
-    last_row, last_column = high * deep * height - 1, blocks(columns, width) * width * pack - 1
-    reach = max(last_row * max(m.row, m.columns) + last_column * m.column for m in matrices)
-    wide = reach > INT32_MAX
-    strides = [(m.row, m.column) for m in given]
-    one = 1 if wide else unit(columns, [row for row, _ in strides], min(m.itemsize for m in matrices))
-    constants = {
-        "WHOLE": width >= columns,
-        "WIDE": wide,
-        "UNIT": one,
-        "BLOCK_M": height,
-        "BLOCK_N": width,
-        "num_warps": min(_MOST_WARPS, max(_WARPS, width * height * size // (32 * _NUMBERS))),
-        **OPTIONS,
-    }
-    return _RowPlan(
-        (rows, columns // one, columns * pack // one),
-        tuple((row // one, column) for row, column in strides),
-        (1, high, deep),
-        constants,
-    )
-
-
 # ---- launches ------------------------------------------------------------------------------------------------------
 
 
 class _Operands(NamedTuple):
-    """What the formulas read. ``up`` is None in bias_act, and where ``gate`` holds both, interleaved."""
+    """The tensors that the formulas read. ``up`` is None in bias_act, and where ``gate`` holds both, interleaved."""
 
     gate: Tensor
     up: Tensor | None
@@ -648,24 +489,19 @@ class _Operands(NamedTuple):
     up_bias: Tensor | None
     scale: Tensor | None
     layout: str = ""  # of the packed input, if that is what was given
-    gate_row_scale: Tensor | None = None  # where gate and up are the bits of float8
-    up_row_scale: Tensor | None = None
 
     @staticmethod
-    def of(
-        op: PointwiseOperator, tensors: Sequence[Any], layout: str | None, row_scales: Sequence[Tensor] = ()
-    ) -> _Operands:
+    def of(op: PointwiseOperator, tensors: Sequence[Any], layout: str | None) -> _Operands:
         bias, scale = (None if i is None else tensors[i] for i in (op.bias, op.scale))
-        gate_row_scale, up_row_scale = (*row_scales, *row_scales, None, None)[:2]
         if layout is None:
             if op.data == 1:
-                return _Operands(tensors[0], None, bias, None, scale, "", gate_row_scale)
-            return _Operands(tensors[0], tensors[1], bias, None, scale, "", gate_row_scale, up_row_scale)
+                return _Operands(tensors[0], None, bias, None, scale)
+            return _Operands(tensors[0], tensors[1], bias, None, scale)
         if layout == "interleaved":
-            return _Operands(tensors[0], None, bias, None, scale, layout, gate_row_scale)
+            return _Operands(tensors[0], None, bias, None, scale, layout)
         gate, up = formulas.unpack(tensors[0], layout)
         gate_bias, up_bias = (None, None) if bias is None else formulas.unpack(bias, layout)
-        return _Operands(gate, up, gate_bias, up_bias, scale, layout, gate_row_scale, up_row_scale)
+        return _Operands(gate, up, gate_bias, up_bias, scale, layout)
 
     def vectors(self) -> tuple[Matrix, Tensor | None, Matrix]:
         """The bias (the two biases of a packed input have one stride), and the scale, tensor and matrix."""
@@ -677,7 +513,7 @@ class _Operands(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _native_fp8(device: torch.device) -> bool:
-    """Whether Triton converts float8_e4m3fn there: NVIDIA's from sm_89 on. AMD's gfx942 has another float8."""
+    """True if Triton converts float8_e4m3fn there: NVIDIA's from sm_89 on. AMD's gfx942 has another float8."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -701,46 +537,6 @@ def _run_forward(out: Tensor, x: _Operands, activation: str, up_offset: float, c
     return out
 
 
-def _run_forward_fp8(
-    out: Tensor, x: _Operands, stores: Sequence[Tensor], activation: str, up_offset: float, clamp: float | None
-) -> tuple[Tensor, ...]:
-    """Fill out, and return it with (stored, scale) of each of ``stores``, which gate and up are or are parts of."""
-    kept = tuple(
-        t.new_empty(shape, dtype=dtype)
-        for t in stores
-        for shape, dtype in ((t.shape, formulas.FP8), (t.shape[:-1], torch.float32))
-    )
-    if out.numel() == 0:
-        for row_scale in kept[1::2]:
-            row_scale.fill_(1.0)
-        return out, *kept
-    columns = out.shape[-1]
-    (gate, gate_m), (up, up_m), (bias_m, scale, scale_m) = matrix(x.gate), matrix(x.up), x.vectors()
-    plan = _row_plan(out.numel() // columns, columns, (matrix(out)[1], gate_m, up_m))
-    _, gate_s, up_s = plan.strides
-    bits = [t.view(torch.uint8) for t in kept[::2]]
-    if x.layout and x.up is not None:
-        bits = list(formulas.unpack(bits[0], x.layout))
-    separate = len(stores) == 2
-    launching.launch(
-        _forward_fp8, plan.grid, out.device,
-        (
-            out, gate, up, x.gate_bias, x.up_bias, scale,
-            bits[0], bits[1] if x.up is not None else None, kept[1], kept[3] if separate else None,
-        ),
-        (
-            plan.sizes[0], plan.sizes[1], plan.sizes[1] * (2 if x.layout == "interleaved" else 1),
-            *gate_s, *up_s, bias_m.column, scale_m.row, stores[0].shape[-1] // plan.constants["UNIT"],
-        ),
-        {
-            "ACTIVATION": activation, "OFFSET": up_offset, "CLAMP": clamp, "INTERLEAVED": x.layout == "interleaved",
-            "PACKED": not separate, "NATIVE": _native_fp8(out.device),
-            "COMPUTE": compute_type(x.gate, x.up, x.gate_bias, x.scale)[1], **plan.constants,
-        },
-    )  # fmt: skip
-    return out, *kept
-
-
 def _run_backward(
     grad: Tensor,
     x: _Operands,
@@ -751,12 +547,8 @@ def _run_backward(
     activation: str,
     up_offset: float,
     clamp: float | None,
-    dtypes: Sequence[torch.dtype] = (),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Fill d_gate and d_up, and return the gradients of ``bias`` and ``scale``, each where it is not None.
-
-    ``dtypes``: of data that is in float8.
-    """
+    """Fill d_gate and d_up, and return the gradients of ``bias`` and ``scale``, each where it is not None."""
     if grad.numel() == 0:
         return _zeros(bias), _zeros(scale)
     if d_gate is None and d_up is None and bias is None and scale is None:
@@ -766,12 +558,8 @@ def _run_backward(
     bias_m, x_scale, scale_m = x.vectors()
     d_m = matrix(d_up if d_gate is None else d_gate)[1]
     matrices = (g_m, gate_m, up_m, d_m)
-    row_scale_m = Matrix() if x.gate_row_scale is None else Matrix(1, 0, 0, 4)
-    vectors = (bias_m, scale_m, row_scale_m)
-    plan = _plan(grad.numel() // columns, columns, matrices, vectors, loads=1, add_rows=bias is not None)
+    plan = _plan(grad.numel() // columns, columns, matrices, (bias_m, scale_m), loads=1, add_rows=bias is not None)
     dtype, compute = compute_type(grad, x.gate, x.up, x.gate_bias, x.scale)
-    if torch.float64 in dtypes:
-        dtype, compute = torch.float64, tl.float64
     g_s, gate_s, up_s, d_s = plan.strides
     bias_sums = _partial_sums(bias, plan.row_blocks, dtype)
     scale_sums = _partial_sums(scale, plan.column_blocks, dtype)
@@ -781,8 +569,7 @@ def _run_backward(
     launching.launch(
         _backward, plan.grid, grad.device,
         (
-            g, gate, up, x.gate_bias, x.up_bias, x_scale, x.gate_row_scale, x.up_row_scale,
-            d_gate, d_up, gate_sums, up_sums, scale_sums,
+            g, gate, up, x.gate_bias, x.up_bias, x_scale, d_gate, d_up, gate_sums, up_sums, scale_sums,
         ),
         (
             *plan.sizes, plan.steps, *g_s, *gate_s, *up_s, bias_m.column, scale_m.row, d_s[0],
@@ -790,7 +577,7 @@ def _run_backward(
         ),
         {
             "ACTIVATION": activation, "OFFSET": up_offset, "CLAMP": clamp, "INTERLEAVED": x.layout == "interleaved",
-            "NATIVE": x.gate_row_scale is not None and _native_fp8(grad.device), "COMPUTE": compute, **plan.constants,
+            "COMPUTE": compute, **plan.constants,
         },
     )  # fmt: skip
     return _total(bias_sums, bias), _total(scale_sums, scale)
@@ -849,47 +636,22 @@ def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
 
     def launch(grad: Tensor, *args: Any) -> Gradients:
         tensors, layout, scalars = op.split(args[:-1])
-        dtypes = tuple(t.dtype for t in tensors[: op.data])
-        return _gradients(op, grad, tensors, _Operands.of(op, tensors, layout), dtypes, scalars, args[-1])
-
-    return launch
-
-
-def fp8(op: PointwiseOperator) -> Callable[..., tuple[Tensor, ...]]:
-    """The operator, and what its backward needs of its data in float8, in one kernel."""
-
-    def launch(*args: Any) -> tuple[Tensor, ...]:
-        tensors, layout, scalars = op.split(args)
-        x = _Operands.of(op, tensors, layout)
-        return _run_forward_fp8(_room_for_result(tensors[0], layout), x, tensors[: op.data], *_formula(op, scalars))
-
-    return launch
-
-
-def fp8_backward(op: PointwiseOperator) -> Callable[..., Gradients]:
-    """Its gradients at what was stored, in one pass."""
-
-    def launch(*args: Any) -> Gradients:
-        given = op.stored(args)
-        bits = [stored.view(torch.uint8) for stored, _ in given.data]
-        tensors, layout, scalars = op.split((*bits, *given.others, *given.scalars))
-        x = _Operands.of(op, tensors, layout, [scale.contiguous() for _, scale in given.data])
-        return _gradients(op, given.grad, tensors, x, given.dtypes, scalars, given.output_mask)
+        return _gradients(op, grad, tensors, _Operands.of(op, tensors, layout), scalars, args[-1])
 
     return launch
 
 
 @functools.cache
 def launch_of(name: str) -> Callable[..., Any]:
-    """What runs ``fused::name`` on a GPU in eager mode, arguments unchecked.
+    """The function that runs ``fused::name`` on a GPU in eager mode, with unchecked arguments.
 
-    This is what a declaration's ``kernels`` is asked for, once for each of the four that the operator comes in.
+    This is what a declaration's ``kernels`` is asked for, once for the operator and once for its backward operator.
 
     Raises:
         KeyError: no declared operator is it.
         ValueError: its formula is not the kernels', or has a scalar more.
     """
-    launches = forward, backward, fp8, fp8_backward
+    launches = forward, backward
     found = {s.name: (op, make) for op in elementwise() for s, make in zip(op.signatures, launches, strict=True)}
     op, make = found[name]
     if op.value not in (formulas.act_element, formulas.glu_element) or not op.scalars.keys() <= _SCALARS:
@@ -910,21 +672,18 @@ def _gradients(
     grad: Tensor,
     tensors: Sequence[Tensor | None],
     x: _Operands,
-    dtypes: Sequence[torch.dtype],
     scalars: Sequence[Any],
     mask: Sequence[bool],
 ) -> Gradients:
-    """What the mask asks for; ``dtypes``: of the data."""
+    """The gradients that the mask asks for."""
     found: list[Tensor | None] = [None] * len(tensors)
-    for i, dtype in enumerate(dtypes):
-        found[i] = formulas.room(tensors[i], mask[i], dtype)
+    for i in range(op.data):
+        found[i] = formulas.room(tensors[i], mask[i])
     d_gate, d_up = found[0], found[1] if op.data == 2 else None
     if x.layout and x.up is not None and d_gate is not None:
         d_gate, d_up = formulas.unpack(d_gate, x.layout)
     bias, scale = (None if i is None or not mask[i] else tensors[i] for i in (op.bias, op.scale))
-    d_bias, d_scale = _run_backward(
-        grad, x, d_gate, d_up, bias, scale, *_formula(op, scalars), dtypes if x.gate_row_scale is not None else ()
-    )
+    d_bias, d_scale = _run_backward(grad, x, d_gate, d_up, bias, scale, *_formula(op, scalars))
     for at, d in ((op.bias, d_bias), (op.scale, d_scale)):
         if at is not None:
             found[at] = d

@@ -1,441 +1,187 @@
-"""Declared operators on the CPU, in eager mode: their formulas, a block at a time.
+"""Pointwise operators on the CPU, in eager mode: the operators in plain torch, a block of rows at a time.
 
-Three things make them quick, and none of them is another formula for an operator:
+A formula is some ten elementwise steps. On whole tensors each step is a pass over memory and a temporary of the
+tensor's size; on blocks that stay in the cache the only large tensors are the arguments and the results.
 
-* A formula is some ten elementwise steps. On whole tensors each step is a pass over memory and a temporary of the
-  tensor's size; on blocks that stay in the cache the only large tensors are the arguments and the results.
-* Each activation has a spelling here in the CPU's fastest calls (``_SPELLINGS``), which takes the place of its name in
-  the operators' formulas. PyTorch's CPU kernels have costs of their own: ``where`` takes nine times as long as ``mul``
-  (84 and 9 µs for 65536 float32 numbers on one core), ``exp2`` twice, ``erfc`` twelve times, while ``silu`` and
-  ``sigmoid`` are one pass of 29 µs and exact to the last digits. With the table's own formulas backward takes 1.4 to
-  3.2 times as long (float32 and bfloat16, 256×4096, one core), calls on small tensors 1.4 to 6.5 times.
-* Where PyTorch has the very function in one call, and as accurate, that call is all there is.
-
-Float64, and registered activations, take the table's own functions. Tests hold all of it to the precision contract.
+PyTorch's CPU kernels have costs of their own: ``where`` takes ten times as long as ``mul``, ``exp2`` three times,
+``sigmoid``, which is as exact, five times, ``erfc`` ten times. So activations have other steps here than in the table
+(``ON_CPU``), and those that PyTorch computes as accurately in one call are that call.
 """
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_fused_ops import activations
-from torch_fused_ops.declaration import DATA, PointwiseOperator
-from torch_fused_ops.formulas import (
-    FP8,
-    Gradients,
-    Spelling,
-    act_element,
-    compute_dtype,
-    load_dtype,
-    load_fp8,
-    over_rows,
-    pack,
-    room,
-    store_fp8,
-    unpack,
-)
+from torch_fused_ops.activations import Activation
+from torch_fused_ops.declaration import DATA, PointwiseOperator, Signature
+from torch_fused_ops.formulas import act_element, compute_dtype
 
-__all__ = ["backward", "forward", "fp8", "fp8_backward", "recorded"]
+__all__ = ["ON_CPU", "block", "in_blocks", "kernel", "recorded"]
 
 aten = torch.ops.aten
 
 # ---- the activations in the CPU's fastest calls --------------------------------------------------------------------
 
 
-class _Calls(NamedTuple):
-    """A ``Spelling`` of two calls."""
-
-    value: Callable[[Tensor], Tensor]
-    input_grad: Callable[[Tensor, Tensor], Tensor]
-
-
-class _Shared:
-    """A ``Spelling`` in which f(x) and grad·f'(x) have something in common: ``parts``, computed once."""
-
-    __slots__ = ("_gradient", "_parts", "_value", "known", "of")
-
-    def __init__(
-        self,
-        parts: Callable[[Tensor], Any],
-        value: Callable[[Tensor, Any], Tensor],
-        gradient: Callable[[Tensor, Tensor, Any], Tensor],
-    ) -> None:
-        self._parts, self._value, self._gradient = parts, value, gradient
-        self.of: Tensor | None = None
-        self.known: Any = None
-
-    def _parts_of(self, x: Tensor) -> Any:
-        if self.of is not x:
-            self.of, self.known = x, self._parts(x)
-        return self.known
-
-    def value(self, x: Tensor) -> Tensor:
-        return self._value(x, self._parts_of(x))
-
-    def input_grad(self, grad: Tensor, x: Tensor) -> Tensor:
-        return self._gradient(grad, x, self._parts_of(x))
-
-
-with _disable_current_modes():  # whatever this module is imported under
-
-    def _number(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(value, dtype=dtype, device="cpu")
-
-    # As tensors: a Python number costs a call 1.8 µs. addcmul and its like take some as the addend, at full speed.
-    _ONE = _number(1.0)
-    _SLOPE = _number(activations.GELU_TANH_SLOPE)
-    _QUICK_SLOPE = _number(activations.QUICK_GELU_SLOPE)
-    _TAIL = tuple(map(_number, activations.NORMAL_TAIL))
-    _HALF_WIDE, _MINUS_HALF_WIDE, _MINUS_SQRT1_2_WIDE, _INV_SQRT_2PI_WIDE = (
-        _number(v, torch.float64) for v in (0.5, -0.5, -activations.SQRT1_2, activations.INV_SQRT_2PI)
-    )
-
-_GRAIN = 32768  # elements of a thread's, below which PyTorch does not share an elementwise call
-_FEW = 2048  # elements that are quicker in a few calls in float64 than in many in float32
-
-
-def _swish_derivative(slope: float) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda x, s: torch.addcmul(s, _ONE - s, x * s, value=slope)  # in this order: slope·x may overflow
-
-
-def _gelu_tanh_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    x2 = x * x
-    return x2, torch.sigmoid(torch.addcmul(x, x2, x, value=activations.GELU_TANH_CUBIC) * _SLOPE)
-
-
-def _gelu_tanh_derivative(x: Tensor, parts: tuple[Tensor, Tensor]) -> Tensor:
-    x2, s = parts
-    slope = 3 * activations.GELU_TANH_SLOPE * activations.GELU_TANH_CUBIC
-    # Past 30 s·(1 - s) is 0, and 0·∞ would be NaN.
-    return torch.addcmul(s, (x * s).mul_(_ONE - s), torch.add(_SLOPE, torch.clamp_max(x2, 900.0), alpha=slope))
-
-
-def _gelu_parts(x: Tensor) -> tuple[Tensor, ...]:
-    """Few: (Φ(x), x) in float64. Many: (a, q, e), as the table's."""
-    if x.numel() <= _FEW:
-        wide = x.double()
-        return (wide * _MINUS_SQRT1_2_WIDE).erfc_().mul_(_HALF_WIDE), wide
-    a = torch.abs(x).clamp_max_(38.0)
-    t = torch.add(_ONE, a, alpha=activations.NORMAL_TAIL_P).reciprocal_()
-    q = torch.addcmul(_TAIL[-2], t, _TAIL[-1]) if t.numel() <= _FEW else (t * _TAIL[-1]).add_(_TAIL[-2])
-    for c in reversed(_TAIL[:-2]):
-        q = torch.addcmul(c, q, t, out=q)
-    return a, q.mul_(t), torch.mul(x, x).mul_(-0.5 * activations.LOG2E).exp2_()
-
-
-def _gelu(x: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
-    if len(parts) == 2:
-        normal, wide = parts
-        return (normal * wide).float()
-    a, q, e = parts
-    return torch.addcmul(torch.relu(x), a * q, e, value=-1)
-
-
-def _gelu_derivative(x: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
-    if len(parts) == 2:
-        normal, wide = parts
-        return normal.addcmul(wide, (wide * wide).mul_(_MINUS_HALF_WIDE).exp_().mul_(_INV_SQRT_2PI_WIDE)).float()
-    a, q, e = parts
-    below = torch.sub(q, a, alpha=activations.INV_SQRT_2PI).mul_(e)
-    sign = torch.copysign(_ONE, x)
-    return torch.addcmul(torch.relu(sign), below, sign, value=-1)  # below 0: below, else 1 - below
-
-
-def _relu_backward(grad: Tensor, x: Tensor) -> Tensor:
+def _relu_grad(grad: Tensor, x: Tensor) -> Tensor:
     d: Tensor = aten.threshold_backward.default(grad, x, 0)
     return d
 
 
-def _relu2(x: Tensor, r: Tensor) -> Tensor:
-    return r * r
+def _gelu(x: Tensor) -> Tensor:
+    return (x * -activations.SQRT1_2).erfc_().mul_(0.5).mul_(x)
 
 
-def _sigmoid_derivative(x: Tensor) -> Tensor:
-    # e/(1 + e)² with e = exp(-|x|): both tails as the left one
-    e = torch.abs(x).mul_(-activations.LOG2E).exp2_()
-    d = e + _ONE
-    return e.div_(d.mul_(d))
+def _gelu_grad(grad: Tensor, x: Tensor) -> Tensor:
+    density = (x * x).mul_(-0.5 * activations.LOG2E).exp2_()
+    twice = (x * -activations.SQRT1_2).erfc_().add_(density.mul_(x), alpha=2 * activations.INV_SQRT_2PI)
+    return twice.mul_(0.5).mul_(grad)
 
 
-def _times(derivative: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Tensor, Any], Tensor]:
-    return lambda grad, x, parts: grad * derivative(x, parts)
+def _gelu_tanh_sigmoid(x: Tensor, square: Tensor) -> Tensor:
+    inner = torch.addcmul(x, square, x, value=activations.GELU_TANH_CUBIC)
+    return inner.mul_(activations.GELU_TANH_SLOPE).sigmoid_()
 
 
-# PyTorch's own functions and derivatives, of any dtype, with one rounding, where they are accurate everywhere.
-_NATIVE = {
-    "relu": _Calls(torch.relu, _relu_backward),
-    "silu": _Calls(torch.nn.functional.silu, aten.silu_backward.default),
+def _gelu_tanh_grad(grad: Tensor, x: Tensor) -> Tensor:
+    square = x * x
+    s = _gelu_tanh_sigmoid(x, square)
+    # Past 30 s·(1 - s) is 0, and 0·∞ would be NaN.
+    slope = square.clamp_max_(900.0).mul_(3 * activations.GELU_TANH_CUBIC).add_(1.0)
+    d: Tensor = aten.sigmoid_backward.default(x, s)
+    return d.mul_(slope).mul_(activations.GELU_TANH_SLOPE).add_(s).mul_(grad)
+
+
+def _quick_gelu_grad(grad: Tensor, x: Tensor) -> Tensor:
+    s = (x * activations.QUICK_GELU_SLOPE).sigmoid_()
+    d: Tensor = aten.sigmoid_backward.default(x, s)  # x·s·(1 - s) first: slope·x may overflow
+    return d.mul_(activations.QUICK_GELU_SLOPE).add_(s).mul_(grad)
+
+
+def _sigmoid_grad(grad: Tensor, x: Tensor) -> Tensor:
+    # s·(1 - s) loses the right tail. The derivative is even: both tails as the left one.
+    d: Tensor = aten.sigmoid_backward.default(grad, torch.abs(x).neg_().sigmoid_())
+    return d
+
+
+_VARIANTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "relu": (torch.relu, _relu_grad),
+    "relu2": (lambda x: torch.relu(x).square_(), lambda grad, x: _relu_grad(torch.relu(x).mul_(2.0).mul_(grad), x)),
+    "silu": (torch.nn.functional.silu, aten.silu_backward.default),
+    "gelu": (_gelu, _gelu_grad),
+    "gelu_tanh": (lambda x: _gelu_tanh_sigmoid(x, x * x).mul_(x), _gelu_tanh_grad),
+    "quick_gelu": (lambda x: (x * activations.QUICK_GELU_SLOPE).sigmoid_().mul_(x), _quick_gelu_grad),
+    "sigmoid": (torch.sigmoid, _sigmoid_grad),
+    "tanh": (torch.tanh, lambda grad, x: _sigmoid_grad(grad, x + x).mul_(4.0)),
 }
-_NATIVE_VALUE = {"sigmoid": torch.sigmoid, "tanh": torch.tanh, **{name: calls.value for name, calls in _NATIVE.items()}}
-
-
-class _Spellings(NamedTuple):
-    """An activation in float32: where its value alone is wanted, and what makes a spelling for a gradient."""
-
-    value: Spelling
-    shared: Callable[[], Spelling]
-
-
-def _both(calls: _Calls) -> _Spellings:
-    return _Spellings(calls, lambda: calls)
-
-
-def _sharing(
-    parts: Callable[[Tensor], Any],
-    value: Callable[[Tensor, Any], Tensor],
-    gradient: Callable[[Tensor, Tensor, Any], Tensor],
-) -> _Spellings:
-    alone = _Calls(lambda x: value(x, parts(x)), lambda grad, x: gradient(grad, x, parts(x)))
-    return _Spellings(alone, lambda: _Shared(parts, value, gradient))
-
-
-_SPELLINGS: dict[str, _Spellings] = {
-    **{name: _both(calls) for name, calls in _NATIVE.items()},
-    "relu2": _sharing(torch.relu, _relu2, lambda grad, x, r: _relu_backward(grad * (r + r), x)),
-    "gelu": _sharing(_gelu_parts, _gelu, _times(_gelu_derivative)),
-    "gelu_tanh": _sharing(_gelu_tanh_parts, lambda x, parts: x * parts[1], _times(_gelu_tanh_derivative)),
-    "quick_gelu": _sharing(
-        lambda x: torch.sigmoid(x * _QUICK_SLOPE),
-        lambda x, s: x * s,
-        _times(_swish_derivative(activations.QUICK_GELU_SLOPE)),
-    ),
-    "sigmoid": _both(_Calls(torch.sigmoid, lambda grad, x: grad * _sigmoid_derivative(x))),
-    "tanh": _both(_Calls(torch.tanh, lambda grad, x: grad * _sigmoid_derivative(x + x).mul_(4.0))),
+ON_CPU: dict[str, Activation] = {
+    name: dataclasses.replace(activations.get(name), value=value, gradient=gradient)
+    for name, (value, gradient) in _VARIANTS.items()
 }
+# PyTorch's own: of any dtype with one rounding, and accurate everywhere; the first two in their derivatives, too.
+_RECORDED = ("relu", "silu")
+_NATIVE = (*_RECORDED, "sigmoid", "tanh")
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 # ---- blocks --------------------------------------------------------------------------------------------------------
 
+_GRAIN = 32768  # elements of a thread's, below which PyTorch does not share an elementwise call
+
 
 def block() -> int:
-    """How many elements a block has: enough for every thread; one thread's share where there are only two.
+    """Elements of a block: a grain for each thread, and at least four: a step costs 2 µs, as 10,000 elements do."""
+    return _GRAIN * max(4, torch.get_num_threads())
 
-    Threads meet after each step of each block, and two that meet so often lose more than they gain as soon as anything
-    else runs: the median of 12 passes of GELU's backward over 4 Mi bfloat16 numbers, on two busy cores, was 1285 ms
-    on two threads (34 at best) and 25 ms on one (20 at best).
+
+def in_blocks(
+    compute: Callable[..., Sequence[Tensor | None]],
+    args: Sequence[Any],
+    kinds: Sequence[str],
+    results: Sequence[str],
+    dtypes: Sequence[torch.dtype | None],
+) -> tuple[Tensor | None, ...]:
+    """``compute(*args)``, a block of rows at a time.
+
+    Args:
+        compute: computes any number of rows, and is called with them in order.
+        args: of which the first is data.
+        kinds: of the arguments, as in a declaration. Data and what is per row is cut; the rest all blocks share.
+        results: the kinds of the results. What is per column is summed over the blocks.
+        dtypes: of the results, to which they are rounded; None for their own.
     """
-    threads = torch.get_num_threads()
-    return _GRAIN * threads if threads > 2 else _GRAIN
+    *lead, width = args[0].shape
+    rows, step = math.prod(lead), max(1, block() // max(width, 1))
+    cut = [t is not None and kind in (*DATA, "per_row") for t, kind in zip(args, kinds, strict=False)]
+    flat = [t.reshape(rows, *t.shape[len(lead) :]) if c else t for t, c in zip(args, cut, strict=True)]
 
+    def room(part: Tensor | None, kind: str, dtype: torch.dtype | None) -> Tensor | None:
+        if part is None:
+            return None
+        if kind == "per_column":  # hundreds of partial sums: in float64, so that their order costs nothing
+            return torch.zeros_like(part, dtype=torch.float64)
+        return part.new_empty((rows, *part.shape[1:]), dtype=dtype)
 
-def _blocks(shape: Sequence[int], block: int) -> Iterator[tuple[Any, ...]]:
-    """Indices over all axes but the last that cut a tensor of ``shape`` into views of about ``block`` elements."""
-    size, axis = shape[-1], len(shape) - 1
-    while axis > 0 and size * shape[axis - 1] <= block:
-        axis -= 1
-        size *= shape[axis]
-    if axis == 0:
-        yield ()
-        return
-    step = max(1, block // max(size, 1))
-    for outer in itertools.product(*(range(n) for n in shape[: axis - 1])):
-        for start in range(0, shape[axis - 1], step):
-            yield (*outer, slice(start, start + step))
-
-
-def _wide(t: Tensor, dtype: torch.dtype) -> Tensor:
-    return t if t.dtype == dtype else t.to(dtype)
-
-
-def _contiguous(t: Tensor) -> Tensor:
-    return t if t.is_contiguous() else t.contiguous()
-
-
-def _is_simple(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether nothing need be widened, cut or laid out anew: float32, contiguous, no more numbers than a grain."""
-    for t in tensors:
-        if t is not None and (t.dtype != torch.float32 or t.numel() > _GRAIN or not t.is_contiguous()):
-            return False
-    return True
-
-
-class _Operands(NamedTuple):
-    """An operator's tensors: packed data in two, and its bias likewise."""
-
-    data: tuple[Tensor, ...]
-    biases: tuple[Tensor, ...]  # none, or one for each of the first data
-    scale: tuple[Tensor | None, ...]  # as a column; none where the operator has no such argument
-    row_scales: tuple[Tensor, ...] = ()  # of data in float8
-
-    @staticmethod
-    def of(
-        op: PointwiseOperator,
-        tensors: Sequence[Any],
-        layout: str | None,
-        dtype: torch.dtype,
-        row_scales: tuple[Tensor, ...] = (),
-    ) -> _Operands:
-        """With the small ones in ``dtype``."""
-        bias = None if op.bias is None else tensors[op.bias]
-        scale: tuple[Tensor | None, ...] = ()
-        if op.scale is not None:
-            rows = tensors[op.scale]
-            scale = (None if rows is None else _wide(rows, dtype).unsqueeze(-1),)
-        wide = None if bias is None else _wide(bias, dtype)
-        if layout is None:
-            return _Operands(tuple(tensors[: op.data]), () if wide is None else (wide,), scale, row_scales)
-        biases = () if wide is None else unpack(wide, layout)
-        return _Operands(unpack(tensors[0], layout), biases, scale, row_scales * 2)
-
-    def block(self, index: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-        """What the formula is called with, of one block: the data, with the biases added, and the scale."""
-        data = [t[index] if index else t for t in self.data]
-        if self.row_scales:
-            scales = [s[index] for s in self.row_scales]
-            data = [load_fp8(t, s, dtype) for t, s in zip(data, scales, strict=True)]
-        else:
-            data = [_wide(t, dtype) for t in data]
-        for i, bias in enumerate(self.biases):
-            data[i] = data[i] + bias
-        if not index:
-            return (*data, *self.scale)
-        return (*data, *(None if s is None else s[index] for s in self.scale))
+    outs: list[Any] = []
+    for start in range(0, max(rows, 1), step):
+        here = slice(start, start + step)
+        parts = compute(*(t[here] if c else t for t, c in zip(flat, cut, strict=True)))
+        outs = outs or list(map(room, parts, results, dtypes))
+        for out, part, kind in zip(outs, parts, results, strict=True):
+            if part is not None:
+                out.add_(part) if kind == "per_column" else out[here].copy_(part)
+    return tuple(
+        None if out is None else out.to(dtype) if kind == "per_column" else out.view((*lead, *out.shape[1:]))
+        for out, kind, dtype in zip(outs, results, dtypes, strict=True)
+    )
 
 
 # ---- the kernels of an operator --------------------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
-    """How a kernel reads its arguments, in plain numbers: a call on few elements costs what this costs."""
-
-    complete: Callable[[tuple[Any, ...]], tuple[Any, ...]]
-    tensors: int
-    total: int  # arguments
-    layout: int | None
-    activation: int | None
-    scalars: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # the formula's, but for the activation, which is its first
-
-    @staticmethod
-    def of(op: PointwiseOperator) -> _Call:
-        count = len(op.tensors)
-        names = list(op.scalars)
-        activation = count + names.index("activation") if "activation" in names else None
-        at = [count + i for i, name in enumerate(names) if name not in ("layout", "activation")]
-        if len(at) > 1:
-            scalars: Callable[[tuple[Any, ...]], tuple[Any, ...]] = operator.itemgetter(*at)
-        else:
-            scalars = (lambda args: (args[at[0]],)) if at else (lambda args: ())
-        return _Call(op.complete, count, count + len(names), op.layout, activation, scalars)
-
-
 def _is_activation_alone(op: PointwiseOperator) -> bool:
-    """Whether without bias and scale the operator is nothing but its activation: with any scalar more it is not."""
+    """Test for an operator that is its activation alone where it has no bias and no scale; with other scalars none."""
     return op.value is act_element and (op.kinds, *op.scalars) == (("data", "per_column", "per_row"), "activation")
 
 
-def _simple_elements(op: PointwiseOperator) -> Callable[[tuple[Any, ...], str | None], tuple[Any, ...]]:
-    """What the formula is called with where no row is scaled and nothing need be widened or cut."""
-    bias_at, data, scale = op.bias, op.data, () if op.scale is None else (None,)
+def kernel(op: PointwiseOperator, signature: Signature, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``plain``, which is the operator or its backward operator in plain torch, in blocks."""
+    kinds, names = [a.kind for a in signature.arguments], [a.name for a in signature.arguments]
+    is_native = signature is op.forward and _is_activation_alone(op)
+    # For each result the argument whose dtype it has.
+    likes = [names.index(name) for name in op.tensors] if signature.is_backward else [0]
 
-    def elements(args: tuple[Any, ...], layout: str | None) -> tuple[Any, ...]:
-        first = args[0]
-        if bias_at is not None and args[bias_at] is not None:
-            first = first + args[bias_at]
-        if layout is not None:
-            return (*unpack(first, layout), *scale)
-        return (first, *args[1:data], *scale)
+    def blocked(*args: Any) -> Any:
+        if is_native and args[1] is None and args[2] is None and args[3] in _NATIVE:
+            return ON_CPU[args[3]].value(args[0]).contiguous()
+        variants = list(args)
+        if args[0].dtype != torch.float64:  # whose results are the table's, to the last bit
+            variants = [ON_CPU.get(a, a) if isinstance(a, str) else a for a in args]
+        if args[0].numel() <= _GRAIN:
+            whole = plain(*variants)
+            if isinstance(whole, Tensor):
+                return whole.contiguous()
+            return tuple(r if r is None else r.contiguous() for r in whole)
+        wide = compute_dtype(*(a for a in args if isinstance(a, Tensor)))
 
-    return elements
+        def compute(*parts: Any) -> Any:
+            # Widened here, results are rounded as they are written, and sums once all of them are added.
+            widened = (p.to(wide) if isinstance(p, Tensor) and p.dtype in _HALVES else p for p in parts)
+            computed = plain(*widened)
+            return computed if isinstance(computed, tuple) else (computed,)
 
+        dtypes = [None if args[i] is None else args[i].dtype for i in likes]
+        outs = in_blocks(compute, variants, kinds, signature.results, dtypes)
+        return outs if signature.is_backward else outs[0]
 
-def forward(op: PointwiseOperator) -> Callable[..., Tensor]:
-    """The operator."""
-    complete, count, total, layout_at, activation_at, rest = _Call.of(op)
-    alone, scale_at, simple, value = _is_activation_alone(op), op.scale, _simple_elements(op), op.value
-
-    def kernel(*args: Any) -> Tensor:
-        if alone and args[1] is None and args[2] is None and (native := _NATIVE_VALUE.get(args[3])) is not None:
-            return _contiguous(native(args[0]))
-        if len(args) != total:
-            args = complete(args)
-        tensors = args[:count]
-        layout = None if layout_at is None else args[layout_at]
-        named = () if activation_at is None else (args[activation_at],)
-        spellings = _SPELLINGS.get(named[0]) if named else None
-        if spellings is not None and (scale_at is None or args[scale_at] is None) and _is_simple(tensors):
-            if alone:
-                return spellings.value.value(args[0] if args[1] is None else args[0] + args[1])
-            return _contiguous(value(*simple(args, layout), spellings.value, *rest(args)))
-        dtype = compute_dtype(*tensors)
-        operands = _Operands.of(op, tensors, layout, dtype)
-        scalars = (*((spellings.value,) if spellings and dtype == torch.float32 else named), *rest(args))
-        shape, first = operands.data[0].shape, args[0]
-        if spellings is not None and operands.data[0].numel() <= _GRAIN:
-            return _contiguous(_wide(value(*operands.block((), dtype), *scalars), first.dtype))
-        out: Tensor = first.new_empty(shape)
-        for i in _blocks(shape, block()):
-            out[i].copy_(value(*operands.block(i, dtype), *scalars))
-        return out
-
-    return kernel
-
-
-def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
-    """Its backward operator."""
-    _, count, _, layout_at, activation_at, rest = _Call.of(op)
-    alone, bias, scale_at, simple = _is_activation_alone(op), op.bias, op.scale, _simple_elements(op)
-    data = op.data
-
-    def kernel(grad: Tensor, *args: Any) -> Gradients:
-        mask = args[-1]
-        if alone and mask[0] and args[1] is None and args[2] is None and grad.dtype == args[0].dtype:
-            native = _NATIVE.get(args[3])
-            if native is not None:
-                return _contiguous(native.input_grad(grad, args[0])), None, None
-        tensors = args[:count]
-        layout = None if layout_at is None else args[layout_at]
-        spellings = None if activation_at is None else _SPELLINGS.get(args[activation_at])
-        unscaled = scale_at is None or args[scale_at] is None
-        if spellings is not None and unscaled and _is_simple((grad, *tensors)):
-            found: Any = op.grads(grad, *simple(args, layout), spellings.shared(), *rest(args))
-            if layout is not None:
-                found = (pack(found[0], found[1], layout),)
-            of_tensors = [found[i] if i < data and w else None for i, w in enumerate(mask)]
-            if bias is not None and mask[bias]:
-                of_tensors[bias] = over_rows(found[0])
-            return tuple(of_tensors)
-        gradients = tuple(map(room, tensors, mask))
-        dtype = compute_dtype(grad, *tensors)
-        named = () if activation_at is None else (args[activation_at],)
-        _fill_gradients(
-            op, grad, _Operands.of(op, tensors, layout, dtype), layout, (named, rest(args)), gradients, dtype
-        )
-        return gradients
-
-    return kernel
-
-
-def fp8(op: PointwiseOperator) -> Callable[..., tuple[Tensor, ...]]:
-    """The operator that also stores its data."""
-    plain, data = forward(op), op.data
-    return lambda *args: (plain(*args), *(part for t in args[:data] for part in _store(t)))
-
-
-def fp8_backward(op: PointwiseOperator) -> Callable[..., Gradients]:
-    """That one's backward operator."""
-    _, _, _, layout_at, activation_at, rest = _Call.of(op)
-
-    def kernel(*args: Any) -> Gradients:
-        given = op.stored(args)
-        tensors = (*(stored for stored, _ in given.data), *given.others)
-        plain_args = (*tensors, *given.scalars)
-        layout = None if layout_at is None else plain_args[layout_at]
-        named = () if activation_at is None else (plain_args[activation_at],)
-        dtypes = (*given.dtypes, *(None if t is None else t.dtype for t in given.others))
-        found = tuple(map(room, tensors, given.output_mask, dtypes))
-        dtype = load_dtype(given.dtypes, given.grad, *given.others)
-        operands = _Operands.of(op, tensors, layout, dtype, tuple(scale for _, scale in given.data))
-        _fill_gradients(op, given.grad, operands, layout, (named, rest(plain_args)), found, dtype)
-        return found
-
-    return kernel
+    return blocked
 
 
 def recorded(op: PointwiseOperator) -> Callable[..., Tensor | None] | None:
@@ -448,58 +194,7 @@ def recorded(op: PointwiseOperator) -> Callable[..., Tensor | None] | None:
         return None
 
     def record(input: Tensor, bias: Tensor | None, scale: Tensor | None, activation: str) -> Tensor | None:
-        alone = bias is None and scale is None and activation in _NATIVE and input.is_contiguous()
-        return _NATIVE[activation].value(input) if alone else None
+        alone = bias is None and scale is None and activation in _RECORDED and input.is_contiguous()
+        return ON_CPU[activation].value(input) if alone else None
 
     return record
-
-
-def _store(t: Tensor) -> tuple[Tensor, Tensor]:
-    """``store_fp8``, a block at a time."""
-    if t.numel() <= _GRAIN:
-        return store_fp8(t)
-    stored = t.new_empty(t.shape, dtype=FP8)
-    scale = t.new_empty(t.shape[:-1], dtype=torch.float32)
-    for i in _blocks(t.shape, block()):
-        for out, part in zip((stored, scale), store_fp8(t[i]), strict=True):
-            out[i].copy_(part)
-    return stored, scale
-
-
-def _fill_gradients(
-    op: PointwiseOperator,
-    grad: Tensor,
-    operands: _Operands,
-    layout: str | None,
-    scalars: tuple[tuple[str, ...], tuple[Any, ...]],
-    found: Sequence[Tensor | None],
-    dtype: torch.dtype,
-) -> None:
-    """Fill ``found``, room for each gradient that is wanted. ``scalars``: the activation, and the rest."""
-
-    def parts(t: Tensor | None) -> Sequence[Tensor | None]:
-        return (t,) if layout is None else (None, None) if t is None else unpack(t, layout)
-
-    outs = [part for t, kind in zip(found, op.kinds, strict=True) if kind in DATA for part in parts(t)]
-    bias_out = None if op.bias is None else found[op.bias]
-    bias_outs = [] if bias_out is None else [t for t in parts(bias_out) if t is not None]
-    scale_out = None if op.scale is None else found[op.scale]
-    inputs = bool(bias_outs) or any(o is not None for o in outs)
-    # Hundreds of partial sums: in float64, so that their order costs nothing.
-    totals = [torch.zeros_like(b, dtype=torch.float64) for b in bias_outs]
-    named, rest = scalars
-    spellings = _SPELLINGS.get(named[0]) if named and dtype == torch.float32 else None
-    for i in _blocks(grad.shape, block()):
-        g, part = _wide(grad[i] if i else grad, dtype), operands.block(i, dtype)
-        spelled = (*named, *rest) if spellings is None else (spellings.shared(), *rest)
-        if inputs:
-            ds = op.grads(g, *part, *spelled)
-            for out, d in zip(outs, ds, strict=True):
-                if out is not None:
-                    (out[i] if i else out).copy_(d)
-            for total, d in zip(totals, ds, strict=False):
-                total += over_rows(d)
-        if scale_out is not None:
-            (scale_out[i] if i else scale_out).copy_((g * op.value(*part[:-1], None, *spelled)).sum(-1))
-    for out, total in zip(bias_outs, totals, strict=True):
-        out.copy_(total)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""What all Triton kernels share: Triton, or what to install; tensors as matrices; grids; the launch."""
+"""Shared by all Triton kernels: Triton, or what to install; tensors as matrices; grids; the launch."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _launched_by_triton(
 
 
 class Launch(NamedTuple):
-    """What ``launch`` was called with."""
+    """The arguments of a call of ``launch``."""
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -179,7 +179,7 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 def _found_again(kernel: Any, compiled: Any) -> bool:
-    """Whether what a launch through Triton returned can be launched by itself the next time."""
+    """True if the result of a launch through Triton can be launched by itself the next time."""
     if not isinstance(compiled, CompiledKernel):  # interpreted, or not compiled because of a hook
         return False
     backend = kernel.device_caches[triton.runtime.driver.active.get_current_device()][3]
@@ -213,7 +213,7 @@ def unit(columns: int, row_strides: Sequence[int], itemsize: int) -> int:
 
 
 class Matrix(NamedTuple):
-    """How the kernels see a tensor: element (r, c) lies ``row·r + column·c`` elements after the first."""
+    """A tensor as the kernels read it: element (r, c) lies ``row·r + column·c`` elements after the first."""
 
     row: int = 0
     column: int = 0

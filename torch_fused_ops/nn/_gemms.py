@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fused_ops import functional
-from torch_fused_ops.float8_recipes import RECIPES
-from torch_fused_ops.flop_formulas import count, rows_times_columns
+from torch_fused_ops.families.float8.recipes import RECIPES
+from torch_fused_ops.operators.flop_formulas import count, rows_times_columns
+from torch_fused_ops.operators.routing import readable
 from torch_fused_ops.policy import check_known
-from torch_fused_ops.routing import readable
 
 __all__ = [
     "DENSE",

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 
-from torch_fused_ops import reference, tiles
+from torch_fused_ops.operators import reference
+from torch_fused_ops.settings import tiles
 
 __all__ = ["in_tiles", "through"]
 

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fused_ops import activations, functional, megatron, tiles
+from torch_fused_ops import activations, functional, megatron
 from torch_fused_ops.policy import check_known
+from torch_fused_ops.settings import tiles
 
 __all__ = [
     "Activation",

@@ -13,7 +13,7 @@ from torch_fused_ops.nn._gemms import GroupedGemms, check_gemm, check_shape, den
 from torch_fused_ops.nn.config import checked, read, read_groups, read_interleave, read_probs_on_input
 from torch_fused_ops.nn.linear import GroupedColumnParallelLinear, GroupedLinear, GroupedRowParallelLinear
 from torch_fused_ops.nn.mlp import TEActivationFunctionBuilder, _Block, _check_divides, _from_megatron, _sizes
-from torch_fused_ops.routing import readable, rows_of_tokens, tokens_of_rows
+from torch_fused_ops.operators.routing import readable, rows_of_tokens, tokens_of_rows
 
 __all__ = [
     "GroupedLinearBuilder",

@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fused_ops import activations, functional, tiles
+from torch_fused_ops import activations, functional
 from torch_fused_ops.nn import layouts
 from torch_fused_ops.nn._gemms import check_gemm, check_shape, linear
 from torch_fused_ops.nn._memory import in_tiles, through
 from torch_fused_ops.nn.config import activation_name, checked
 from torch_fused_ops.policy import check_known
+from torch_fused_ops.settings import tiles
 
 __all__ = ["FusedMLP", "Middle", "untouched"]
 

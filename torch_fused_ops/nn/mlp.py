@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from torch_fused_ops import tiles
 from torch_fused_ops.nn._gemms import DENSE, check_gemm, check_shape
 from torch_fused_ops.nn._memory import in_tiles, through
 from torch_fused_ops.nn.config import (
@@ -24,6 +23,7 @@ from torch_fused_ops.nn.config import (
 )
 from torch_fused_ops.nn.fused_mlp import untouched
 from torch_fused_ops.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear, bias_for_caller
+from torch_fused_ops.settings import tiles
 
 if TYPE_CHECKING:
     from torch_fused_ops.distributed.checkpoint import Offsets

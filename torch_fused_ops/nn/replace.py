@@ -17,15 +17,14 @@ import torch
 from torch import nn
 
 from torch_fused_ops import lowerings
-from torch_fused_ops.capture import run_captured, throwaway
+from torch_fused_ops.graphs.capture import run_captured, throwaway
+from torch_fused_ops.graphs.modules import module_path, source_name, tensor_path
+from torch_fused_ops.graphs.reasons import Kind, Reason, excluded
+from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, check_not_meant, enclosing_modules, names_module
-from torch_fused_ops.reasons import Kind, Reason, excluded
 from torch_fused_ops.reports.breaks import break_of
 from torch_fused_ops.reports.figures import sites_of
 from torch_fused_ops.reports.report import Report
-from torch_fused_ops.sites import Site
-from torch_fused_ops.virtual_gpu.captured import source_name
-from torch_fused_ops.virtual_gpu.modules import module_path, tensor_path
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule

@@ -17,7 +17,7 @@ _GLU_RULES = finite("up_offset"), above_zero("clamp", optional=True)
 
 
 def _keeps_result(input: Tensor, bias: Tensor | None, token_scale: Tensor | None, activation: str) -> bool:
-    """Whether f'(f(x)) = f'(x) (``Activation.gradient_from_output``) of the very result, which the next linear keeps.
+    """True if backward can read the result, which the next linear saves: ``Activation.gradient_from_output``.
 
     The result must not be 0 where the sum that it rounds is not: a sum of two numbers of a dtype never is.
     """
@@ -64,7 +64,7 @@ bias_glu = PointwiseOperator(
 
 FAMILY = bias_act, glu, bias_glu
 # What a graph may call, by its qualified name.
-CALLS = {f"fused::{op.name}{suffix}": op for op in FAMILY for suffix in ("", "_fp8")}
+CALLS = {f"fused::{op.name}": op for op in FAMILY}
 
 for _operator in FAMILY:
     register_pointwise(_operator)

@@ -1,4 +1,4 @@
-"""How every operator of this package is defined, and what it puts on the Autograd dispatch keys.
+"""The definition of every operator of this package, and its kernels for the Autograd dispatch keys.
 
 ``torch.library.register_autograd`` alone is not enough: an operator registered so gives *zero* tangents in forward
 mode without a word, and raises under ``torch.func.grad`` and ``vmap(grad)``. So each operator has a kernel on the
@@ -15,7 +15,7 @@ Autograd kernel calls it directly rather than through the dispatcher, which save
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from torch_fused_ops.declaration import Signature
 
 __all__ = [
     "REGISTERED",
+    "Differentiable",
     "Registered",
     "SavePolicy",
     "checked",
@@ -51,12 +52,23 @@ _AUTOGRAD_KEYS = (
 library = torch.library.Library("fused", "FRAGMENT")
 
 
-def define(name: str, schema: str, kernels: Mapping[str, Callable[..., Any]]) -> torch._ops.OpOverload:
-    """``fused::name`` with these kernels, by dispatch key."""
+COMPOSITES: dict[torch._ops.OpOverload, Callable[..., Any]] = {}  # with what compilers see of each
+
+
+def define(
+    name: str, schema: str, kernel: Callable[..., Any], in_aten: Callable[..., Any] | None = None
+) -> torch._ops.OpOverload:
+    """Define ``fused::name``, which is made of other operators: CompositeImplicitAutograd.
+
+    Args:
+        name, schema: of the operator.
+        kernel: calls the other operators.
+        in_aten: the same for compilers and transforms, if it is another function.
+    """
     library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key, kernel in kernels.items():
-        library.impl(name, kernel, key)
+    library.impl(name, kernel, "CompositeImplicitAutograd")
     overload: torch._ops.OpOverload = getattr(torch.ops.fused, name).default
+    COMPOSITES[overload] = in_aten or kernel
     return overload
 
 
@@ -179,7 +191,7 @@ _ELSE = ~_bits(_Key.ADInplaceOrView, _Key.BackendSelect, _Key.AutogradCPU, _Key.
 
 
 def _is_cpu_next(keyset: Any) -> bool:
-    """Whether what follows Autograd is our CPU kernel: no key of a mode, a subclass, a negative view … is left."""
+    """True if our CPU kernel follows Autograd: no key of a mode, a subclass, a negative view … is left."""
     return bool(keyset.raw_repr() & _BELOW == _CPU)
 
 
@@ -215,18 +227,17 @@ def _requires_grad(args: tuple[Any, ...]) -> bool:
 
 
 class SavePolicy(NamedTuple):
-    """What forward keeps for backward.
+    """The tensors and values that forward saves for backward.
 
     Attributes:
         saved: (args, outputs) -> the tensors, and anything else that ``arguments`` wants.
         arguments: (tensors, the rest, output_mask) -> the backward operator's arguments between grad and output_mask.
-        once: whether what is kept is no differentiable function of the arguments: backward can be differentiated by the
-            incoming gradient alone, and by the arguments raises.
+        apply: the autograd function that saves it, if not ``Differentiable``.
     """
 
     saved: Callable[[tuple[Any, ...], Any], tuple[tuple[Tensor | None, ...], Any]]
     arguments: Callable[[tuple[Tensor | None, ...], Any, tuple[bool, ...]], tuple[Any, ...]]
-    once: bool = False
+    apply: Callable[..., Any] | None = None
 
 
 def keep_arguments(tensors: int) -> SavePolicy:
@@ -246,30 +257,27 @@ class _Operator(NamedTuple):
     backward_on_cpu: Callable[..., Any]
 
 
-class _Differentiable(torch.autograd.Function):
+class Differentiable(torch.autograd.Function):
     """An operator forward, its backward *operator* backward. The tensor arguments come first in every schema."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, operator: _Operator, keep: SavePolicy, *args: Any) -> Any:
-        outputs = _below(operator.op, operator.on_cpu, keyset, args)
-        if isinstance(outputs, tuple):
-            ctx.mark_non_differentiable(*outputs[1:])
-            ctx.set_materialize_grads(False)
-        tensors, rest = keep.saved(args, outputs)
+        out = _below(operator.op, operator.on_cpu, keyset, args)
+        tensors, rest = keep.saved(args, out)
         ctx.save_for_backward(*tensors)
         ctx.rest = operator, keep, rest, _is_cpu_next(keyset)
-        return outputs
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         operator: _Operator
         keep: SavePolicy
         operator, keep, rest, on_cpu = ctx.rest
-        grad, tensors = grads[0], ctx.saved_tensors
+        grad = grads[0]
         if grad is None:
             return (None,) * (3 + operator.arguments)
         mask = ctx.needs_input_grad[3 : 3 + operator.tensors]
-        args = keep.arguments(tensors[:-1] if keep.once else tensors, rest, mask)
+        args = keep.arguments(ctx.saved_tensors, rest, mask)
         plain = on_cpu and not torch.is_grad_enabled() and forward_ad._current_level < 0 and not _profiler_enabled()
         if plain and _is_plain_cpu(grad):
             found = operator.backward_on_cpu(grad, *args, mask)
@@ -279,40 +287,8 @@ class _Differentiable(torch.autograd.Function):
         return found_all
 
 
-class _DifferentiableOnce(_Differentiable):
-    """The same with one more result, without elements, for what is not kept.
-
-    The gradients read it, so that a derivative of theirs comes back to it, and raises.
-
-    Not ``once_differentiable``: that raises in a node which leads nowhere, so ``torch.autograd.grad`` and whatever sums
-    over several paths never get there, and second derivatives are 0 without a word.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, keyset: Any, operator: _Operator, keep: SavePolicy, *args: Any) -> Any:
-        outputs = _Differentiable.forward(ctx, keyset, operator, keep, *args)
-        not_kept = outputs[0].new_empty(0)
-        ctx.save_for_backward(*ctx.to_save, not_kept)
-        return *outputs, not_kept
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if grads[-1] is not None:
-            operator = ctx.rest[0].op.name()
-            raise RuntimeError(
-                f"a second derivative through {operator} is not accepted: it keeps arguments in float8, which is no "
-                "differentiable function of them; differentiate twice with memory='free', or by torch.func"
-            )
-        found = _Differentiable.backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return found
-        nothing = ctx.saved_tensors[-1].sum()
-        return tuple(None if f is None else f + nothing for f in found)
-
-
 # Function.apply looks for functorch layers first, which costs 1.2 µs; the kernel below has done so.
-_apply = super(torch.autograd.Function, _Differentiable).apply
-_apply_once = super(torch.autograd.Function, _DifferentiableOnce).apply
+_apply = super(torch.autograd.Function, Differentiable).apply
 
 
 def differentiate(
@@ -327,7 +303,7 @@ def differentiate(
     """Make ``op`` differentiable: by its backward operator in reverse mode, through ``reference`` under any transform.
 
     Args:
-        op: an operator whose schema is (tensors…, scalars…) -> Tensor, or a tuple whose first alone has derivatives.
+        op: an operator whose schema is (tensors…, scalars…) -> Tensor.
         check: raises for arguments that op does not accept: the kernel takes them for granted, and the reference
             broadcasts and would accept more.
         reference: the same function in plain torch; differentiable.
@@ -349,14 +325,12 @@ def differentiate(
             return in_torch(*args)
         if _requires_grad(args):
             args += defaults[len(args) :]  # of which the dispatcher has dropped the trailing ones
-            if record is not None and _is_cpu_next(keyset):
+            kept = keep(*args)
+            if record is not None and kept.apply is None and _is_cpu_next(keyset):
                 check(*args)
                 if (result := record(*args)) is not None:
                     return result
-            kept = keep(*args)
-            if kept.once:
-                return _apply_once(keyset, operator, kept, *args)[:-1]  # type: ignore[no-untyped-call]
-            return _apply(keyset, operator, kept, *args)  # type: ignore[no-untyped-call]
+            return (kept.apply or _apply)(keyset, operator, kept, *args)
         return _below(op, on_cpu, keyset, args)
 
     _install(op, kernel, in_torch)

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from torch_fused_ops.declaration import PointwiseOperator
-from torch_fused_ops.formulas import Gradients, compute_dtype, load_dtype, load_fp8, widened
+from torch_fused_ops.formulas import Gradients, compute_dtype, widened
 from torch_fused_ops.operators.eager import backward as plain_backward
 
-__all__ = ["backward", "forward", "fp8_backward", "lead", "over_rows_of_each"]
+__all__ = ["backward", "forward", "lead", "over_rows_of_each"]
 
 Rule = Callable[..., Any]  # (info, in_dims, *args) -> (outputs, out_dims)
 
@@ -50,7 +50,7 @@ def _led(info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...], bias: int |
 def forward(
     op: PointwiseOperator, operator: Callable[..., Any], plain: Callable[..., Any], check: Callable[..., None]
 ) -> Rule:
-    """Of the operator, or of the one that also stores its data."""
+    """The vmap rule of the operator."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         if info.batch_size:  # what one example sees is checked: with a batch axis in front more would be accepted
@@ -64,7 +64,7 @@ def forward(
 
 
 def backward(op: PointwiseOperator, operator: Callable[..., Any]) -> Rule:
-    """Of its backward operator. A bias's gradient must not be summed over the examples."""
+    """The vmap rule of its backward operator. A bias's gradient must not be summed over the examples."""
     bias = None if op.bias is None else op.bias + 1
     plain = plain_backward(op)
 
@@ -97,24 +97,3 @@ def _per_example(
         found[bias] = over_rows_of_each(dx).to(own.dtype)
     found[0] = widened(first.dtype, dx) if wanted[0] else None
     return tuple(found)
-
-
-def fp8_backward(op: PointwiseOperator, _: Callable[..., Any]) -> Rule:
-    """Of a backward operator that loads float8: the plain backward operator's rule, on what was loaded."""
-    loading = backward(op, op.backward.overload)
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        given, dims = op.stored(args), op.stored(in_dims)
-        dtype = load_dtype(given.dtypes, given.grad, *given.others)
-        loaded = [
-            load_fp8(lead(info, stored, at), lead(info, scale, at_scale), dtype)
-            for (stored, scale), (at, at_scale) in zip(given.data, dims.data, strict=True)
-        ]
-        plain_dims = (dims.grad, *(0,) * op.data, *dims.others, *dims.scalars, dims.output_mask)
-        arguments = (given.grad, *loaded, *given.others, *given.scalars, given.output_mask)
-        outputs, _ = loading(info, plain_dims, *arguments)
-        rounded = [widened(own, o) for own, o in zip(given.dtypes, outputs, strict=False)]
-        found = (*rounded, *outputs[op.data :])
-        return found, _out_dims(found)
-
-    return rule

@@ -1,4 +1,4 @@
-"""What a declared operator accepts: its tensors' dtypes, devices and shapes, by their kinds; its scalars, by its rules.
+"""Checks of a declared operator's arguments: dtypes, devices and shapes by kinds, scalars by rules.
 
 Every check raises TypeError or ValueError that names the argument, its value and what is accepted.
 """

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import activations
-from torch_fused_ops.operators import float8, viewless
-from torch_fused_ops.operators.autograd import REGISTERED
+from torch_fused_ops.operators.autograd import COMPOSITES, REGISTERED
 
 __all__ = ["decompositions"]
 
@@ -42,13 +41,7 @@ def decompositions(*, differentiable: bool = True) -> dict[torch._ops.OpOverload
         signature.overload: functools.partial(_in_aten, plain, check, differentiable)
         for signature, plain, check in REGISTERED.values()
     }
-    fused = torch.ops.fused
-    return {
-        **table,
-        fused.make_viewless.default: viewless.in_aten,
-        fused.linear_fp8.default: float8.linear,
-        fused.grouped_linear_fp8.default: float8.grouped_linear,
-    }
+    return table | COMPOSITES
 
 
 def _in_aten(

@@ -10,29 +10,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from torch_fused_ops.declaration import DATA, PointwiseOperator
-from torch_fused_ops.formulas import (
-    Gradients,
-    compute_dtype,
-    load_dtype,
-    load_fp8,
-    over_rows,
-    pack,
-    store_fp8,
-    unpack,
-    widened,
-)
+from torch_fused_ops.formulas import Gradients, compute_dtype, over_rows, pack, unpack, widened
 
-__all__ = ["backward", "forward", "fp8", "fp8_backward"]
+__all__ = ["backward", "forward"]
 
 
 def _elements(
     op: PointwiseOperator, tensors: Sequence[Tensor | None], layout: str | None, dtype: torch.dtype
 ) -> list[Any]:
-    """What ``op.value`` is called with: the data, biases added, packed data in two; and the scale as a column."""
+    """The arguments of ``op.value``: data with biases added, packed data in two; and the scale as a column."""
     wide = [widened(dtype, t) for t in tensors]
     if op.bias is not None and wide[op.bias] is not None:
         wide[0] = wide[0] + wide[op.bias]  # type: ignore[operator]
@@ -49,7 +38,7 @@ def forward(op: PointwiseOperator) -> Callable[..., Tensor]:
     def plain(*args: Any) -> Tensor:
         tensors, layout, scalars = op.split(args)
         out = op.value(*_elements(op, tensors, layout, compute_dtype(*tensors)), *scalars)
-        return out.to(tensors[0].dtype)
+        return widened(tensors[0].dtype, out)
 
     return plain
 
@@ -62,7 +51,7 @@ def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
         *args, wanted = args  # type: ignore[assignment]
         tensors, layout, scalars = op.split(tuple(args))
         dtype = compute_dtype(grad, *tensors)
-        wide, elements = grad.to(dtype), _elements(op, tensors, layout, dtype)
+        wide, elements = widened(dtype, grad), _elements(op, tensors, layout, dtype)
         found: Sequence[Tensor] = ()
         if any(w and s for w, s in zip(wanted, summed, strict=True)):
             found = op.grads(wide, *elements, *scalars)
@@ -72,36 +61,9 @@ def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
             if kind == "per_row":
                 without = [*elements[:-1], None]
                 return (wide * op.value(*without, *scalars)).sum(-1).to(t.dtype)
-            return (over_rows(found[0]) if kind == "per_column" else found[i]).to(t.dtype)
+            return widened(t.dtype, over_rows(found[0]) if kind == "per_column" else found[i])
 
         every = enumerate(zip(tensors, op.kinds, wanted, strict=True))
         return tuple(gradient(i, t, kind) if w else None for i, (t, kind, w) in every)
-
-    return plain
-
-
-def fp8(op: PointwiseOperator) -> Callable[..., tuple[Tensor, ...]]:
-    """The operator, and ``store_fp8`` of its data; no derivative goes through that, in any mode."""
-    result = forward(op)
-
-    def plain(*args: Any) -> tuple[Tensor, ...]:
-        with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
-            stored = [part for t in args[: op.data] for part in store_fp8(t)]
-        return result(*args), *stored
-
-    return plain
-
-
-def fp8_backward(op: PointwiseOperator) -> Callable[..., Gradients]:
-    """The gradients of its tensors at ``load_fp8`` of what was stored, unrounded; those of data in its own dtypes."""
-    gradients = backward(op)
-
-    def plain(*args: Any) -> Gradients:
-        given = op.stored(args)
-        dtype = load_dtype(given.dtypes, given.grad, *given.others)
-        data = [load_fp8(stored, scale, dtype) for stored, scale in given.data]
-        found = gradients(given.grad, *data, *given.others, *given.scalars, given.output_mask)
-        rounded = [widened(own, d) for own, d in zip(given.dtypes, found, strict=False)]
-        return (*rounded, *found[op.data :])
 
     return plain

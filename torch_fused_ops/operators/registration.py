@@ -1,4 +1,4 @@
-"""Declared operators → ``torch.ops.fused.*``: each of the four that an operator comes in, with everything it needs."""
+"""Declared operators → ``torch.ops.fused.*``: each operator and its backward operator, with everything they need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_fused_ops import activations
 from torch_fused_ops.declaration import PointwiseOperator, Signature
 from torch_fused_ops.kernels import cpu
-from torch_fused_ops.operators import batching, eager, fakes
+from torch_fused_ops.operators import batching, eager, fakes, fp8_store
 from torch_fused_ops.operators.autograd import (
     SavePolicy,
     checked,
@@ -23,13 +23,13 @@ from torch_fused_ops.operators.autograd import (
     register,
 )
 from torch_fused_ops.operators.checks import check, check_gradient
-from torch_fused_ops.switches import is_without
+from torch_fused_ops.settings.switches import is_without
 
 __all__ = ["KernelSet", "imported", "register_pair", "register_pointwise"]
 
 
 class KernelSet(NamedTuple):
-    """What an operator, or its backward operator, is registered with."""
+    """The kernels and rules of an operator, or of its backward operator."""
 
     on_cpu: Callable[..., Any]
     on_gpu: Callable[..., Any]
@@ -73,23 +73,21 @@ def register_pair(
 
 
 def register_pointwise(op: PointwiseOperator) -> None:
-    """``fused::name``, ``…_backward``, ``…_fp8`` and ``…_fp8_backward``."""
+    """``fused::name`` and ``fused::name_backward``."""
     accepts = check(op)
-    for factories, forward, backward in ((_PLAIN, op.forward, op.backward), (_STORING, op.fp8, op.fp8_backward)):
-        plain_forward, plain_backward = (make(op) for make in factories.plain)
-        on_cpu, backward_on_cpu = (make(op) for make in factories.on_cpu)
-        batched = functools.partial(batching.forward, op, plain=plain_forward, check=accepts)
-        batched_backward = functools.partial(factories.batched_backward, op)
-        fake, backward_fake = factories.fakes[0](op, accepts), factories.fakes[1](op)
-        gpu, backward_gpu = (_on_gpu(op, s.name, k) for s, k in ((forward, on_cpu), (backward, backward_on_cpu)))
-        register_pair(
-            (forward, backward),
-            KernelSet(on_cpu, gpu, plain_forward, fake, batched),
-            KernelSet(backward_on_cpu, backward_gpu, plain_backward, backward_fake, batched_backward),
-            accepts,
-            factories.keep(op),
-            cpu.recorded(op) if factories is _PLAIN else None,
-        )
+    plain_forward, plain_backward = eager.forward(op), eager.backward(op)
+    on_cpu, backward_on_cpu = cpu.kernel(op, op.forward, plain_forward), cpu.kernel(op, op.backward, plain_backward)
+    batched = functools.partial(batching.forward, op, plain=plain_forward, check=accepts)
+    batched_backward = functools.partial(batching.backward, op)
+    gpu, backward_gpu = _on_gpu(op, op.forward.name, on_cpu), _on_gpu(op, op.backward.name, backward_on_cpu)
+    register_pair(
+        op.signatures,
+        KernelSet(on_cpu, gpu, plain_forward, fakes.forward(op, accepts), batched),
+        KernelSet(backward_on_cpu, backward_gpu, plain_backward, fakes.backward(op), batched_backward),
+        accepts,
+        _keep(op),
+        cpu.recorded(op),
+    )
 
 
 def imported(module: str, find: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
@@ -117,7 +115,7 @@ def _on_gpu(op: PointwiseOperator, name: str, in_torch: Callable[..., Any]) -> C
 
 
 def _keep(op: PointwiseOperator) -> Callable[..., SavePolicy]:
-    """The arguments; or the result in the data's place, if that is enough."""
+    """The arguments; the result in the data's place, if that is enough; or, as marked, the data in float8."""
     arguments, suffices, bias = keep_arguments(len(op.tensors)), op.keeps_result, op.bias
     count = len(op.tensors)
 
@@ -133,45 +131,11 @@ def _keep(op: PointwiseOperator) -> Callable[..., SavePolicy]:
             tensors[bias] = out.new_zeros(out.shape[-1:], dtype=bias_dtype)
         return *tensors, *scalars
 
-    result = SavePolicy(saved, given_back)
-    return lambda *args: result if suffices(*args) else arguments
+    result, stored = SavePolicy(saved, given_back), fp8_store.policy(op)
 
+    def choose(*args: Any) -> SavePolicy:
+        if fp8_store.is_marked(args[0]):
+            return stored
+        return result if suffices(*args) else arguments
 
-def _keep_fp8(op: PointwiseOperator) -> Callable[..., SavePolicy]:
-    """Of the data what the operator stored; the other arguments as they are."""
-    data, count = op.data, len(op.tensors)
-    keep = SavePolicy(
-        lambda args, outputs: ((*outputs[1:], *args[data:count]), (*args[count:], *(t.dtype for t in args[:data]))),
-        lambda kept, rest, _: kept + rest,
-        once=True,
-    )
-    return lambda *_: keep
-
-
-# ---- an operator, and the same with its data stored ------------------------------------------------------------------
-
-
-class _KernelFactories(NamedTuple):
-    """What makes the parts of an operator and of its backward operator."""
-
-    plain: tuple[Callable[..., Any], Callable[..., Any]]
-    on_cpu: tuple[Callable[..., Any], Callable[..., Any]]
-    fakes: tuple[Callable[..., Any], Callable[..., Any]]
-    batched_backward: Callable[..., Any]
-    keep: Callable[[PointwiseOperator], Callable[..., SavePolicy]]
-
-
-_PLAIN = _KernelFactories(
-    plain=(eager.forward, eager.backward),
-    on_cpu=(cpu.forward, cpu.backward),
-    fakes=(fakes.forward, fakes.backward),
-    batched_backward=batching.backward,
-    keep=_keep,
-)
-_STORING = _KernelFactories(
-    plain=(eager.fp8, eager.fp8_backward),
-    on_cpu=(cpu.fp8, cpu.fp8_backward),
-    fakes=(fakes.fp8, fakes.fp8_backward),
-    batched_backward=batching.fp8_backward,
-    keep=_keep_fp8,
-)
+    return choose

@@ -3,7 +3,6 @@
 model.py        a captured model: its graphs, its layers, its MLPs
 step.py         the memory and the time of a step, cut at its layers
 fsdp.py         bytes that FSDP2's shards add to it
-tensor_parallel.py  the captured model as one GPU of a tensor-parallel group has it
 static_memory.py     resident memory: parameters, gradients, optimizer state, or shards of them
 max_batch.py      the largest batch or sequence that fits
 search.py       the levels to choose among, and the choice

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torch_fused_ops.planner.fsdp import FullyShard
 from torch_fused_ops.planner.model import CapturedModel
-from torch_fused_ops.planner.step import Around, Step, clock, compiled_timeline, cut
+from torch_fused_ops.planner.step import Step, clock, compiled_timeline, cut
 from torch_fused_ops.policy import MEMORY, FusionPolicy
 from torch_fused_ops.reports.figures import said
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
@@ -143,7 +144,7 @@ class Sizes:
         gpu: GPU,
         rates: Rates,
         instructions: bool,
-        shards: Around | None = None,
+        shards: FullyShard | None = None,
     ) -> None:
         self.capture, self.dimension, self.given = capture, dimension, given
         self.step = step_of(given, dimension)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from torch_fused_ops.capture import run_captured
+from torch_fused_ops.graphs.capture import run_captured
+from torch_fused_ops.graphs.modules import is_parameter, source_name
+from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.figures import Capture, layers_of, said, sites_of
 from torch_fused_ops.reports.figures import capture as set_aside
-from torch_fused_ops.sites import Site
-from torch_fused_ops.virtual_gpu.captured import is_parameter, source_name
 
 __all__ = ["CapturedModel", "captured_model"]
 
@@ -56,13 +56,12 @@ class CapturedModel:
         for captured in self.graphs:
             if captured.graph is None:
                 continue
-            nodes = captured.graph.gm.graph.nodes
-            reached = set(captured.graph.gm.graph.output_node().all_input_nodes)
-            for node in reversed(nodes):
-                if node in reached and _needs_gradient(node):
-                    reached.update(node.all_input_nodes)
-            placeholders = captured.graph.gm.graph.find_nodes(op="placeholder")
-            paths |= {p for node, p in zip(placeholders, captured.graph.paths, strict=True) if p and node in reached}
+            graph, reached = captured.graph.gm.graph, set[int]()
+            for node in reversed(graph.nodes):
+                if node.op == "output" or not reached.isdisjoint(_memory(node)):
+                    reached.update(*map(_memory, node.all_input_nodes))
+            parameters = zip(graph.find_nodes(op="placeholder"), captured.graph.paths, strict=True)
+            paths |= {path for node, path in parameters if path and not reached.isdisjoint(_memory(node))}
         return paths
 
     def unit_of(self, path: str) -> str:
@@ -71,9 +70,15 @@ class CapturedModel:
         return layer if layer in self.units else ""
 
 
-def _needs_gradient(node: torch.fx.Node) -> bool:
-    values = [value for value in tree_leaves(node.meta.get("example_value")) if isinstance(value, Tensor)]
-    return not values or any(value.requires_grad for value in values)
+def _memory(node: torch.fx.Node) -> set[int]:
+    """The storages of a call's results that need gradients; of its arguments if it has no result, as ``x[0] = y``."""
+    results = [value for value in tree_leaves(node.meta.get("example_value")) if isinstance(value, Tensor)]
+    for i, value in enumerate(results):
+        while torch._C._functorch.is_functorch_wrapped_tensor(value):  # under vmap, it says nothing of gradients
+            value = results[i] = torch._C._functorch.get_unwrapped(value)
+    if not results:
+        return set().union(*map(_memory, node.all_input_nodes))
+    return _storages([value for value in results if value.requires_grad])
 
 
 class _Captured(BaseException):
@@ -157,12 +162,10 @@ def captured_model(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     paths = [path for path, _ in model.named_modules()] if isinstance(model, nn.Module) else []
     paths += [site.module for site in sites if site.module not in paths]
     layers = layers_of(paths)
-    mlps: dict[str, list[str]] = {}
+    mlps: dict[str, dict[str, None]] = {}
     for site in sites:
         if site.op is not None and site.is_mlp:
-            modules = mlps.setdefault(layers[site.module], [])
-            if site.module not in modules:
-                modules.append(site.module)
+            mlps.setdefault(layers[site.module], {})[site.module] = None
     units = [unit for unit in dict.fromkeys(layers.values()) if unit in mlps or unit.rpartition(".")[2].isdigit()]
     return CapturedModel(
         tuple(graphs), links, tuple(units), {unit: tuple(modules) for unit, modules in mlps.items()}, layers

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torch_fused_ops.capture import check_model
+from torch_fused_ops.graphs.capture import check_model
 from torch_fused_ops.policy import MEMORY, FusionPolicy, is_level
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch_fused_ops.planner.search import Candidate
     from torch_fused_ops.planner.static_memory import Resident, ResidentTensor
     from torch_fused_ops.planner.step import Curve, Parts, Step
-    from torch_fused_ops.planner.tensor_parallel import Split
     from torch_fused_ops.virtual_gpu import GPU
 
 __all__ = ["LayerRow", "LevelRow", "Plan", "bytes_of", "plan"]
@@ -132,9 +131,7 @@ class Plan:
         help: advice to make it fit, or cheaper.
         dp: GPUs with shards of parameters, gradients and optimizer state (FSDP2); bytes are per GPU, with its own
             batch.
-        tp: GPUs that share the features of MLPs and the heads of attention; bytes are per GPU.
-        whole: with tp, unsplit parameters of two and more dimensions, layers' numbers as "*".
-        sent: bytes that a GPU sends in a step, by purpose: "FSDP2", "sums over tp".
+        sent: bytes that a GPU sends in a step.
         link_seconds: the time to send them by the GPU's data sheet, not included in ``seconds``.
         largest: the largest batch or sequence that fits, if ``maximum`` requests it.
     """
@@ -162,9 +159,7 @@ class Plan:
     missing: int
     help: tuple[str, ...]
     dp: int = 1
-    tp: int = 1
-    whole: tuple[str, ...] = ()
-    sent: Mapping[str, int] = field(default_factory=dict)
+    sent: int = 0
     link_seconds: float = 0.0
     largest: Largest | None = None
     curve: tuple[int, ...] = field(default=(), repr=False)
@@ -179,7 +174,7 @@ class Plan:
             ValueError: as ``plan``, for memory and dp.
         """
         assert self._within is not None
-        return self._within(bytes_of(memory), self.dp if dp is None else _count("dp", dp))
+        return self._within(bytes_of(memory), self.dp if dp is None else _check_dp(dp))
 
     def recompiled_peak_bytes(self) -> int:
         """Recompute ``step_peak``: capture the model and compile it with the plan's policy; seconds a layer."""
@@ -217,10 +212,10 @@ class Plan:
         return text(self)
 
 
-def _count(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r} is not accepted: it must be a number of GPUs, 1 or more")
-    return value
+def _check_dp(dp: Any) -> int:
+    if not isinstance(dp, int) or isinstance(dp, bool) or dp < 1:
+        raise ValueError(f"dp={dp!r} is not accepted: it must be a number of GPUs, 1 or more")
+    return dp
 
 
 def plan(
@@ -232,7 +227,6 @@ def plan(
     lossless: bool = False,
     maximum: str | None = None,
     dp: int = 1,
-    tp: int = 1,
     **kwargs: Any,
 ) -> Plan:
     """Plan a training step: estimate its memory on a GPU, and choose the cheapest memory levels with which it fits.
@@ -253,9 +247,6 @@ def plan(
             "torch_fused_ops.planner" reports progress at level INFO.
         dp: the number of GPUs over which FSDP2 shards the model, by ``fully_shard`` of each layer and of the model,
             with its defaults. Bytes and ``args`` are then per GPU.
-        tp: the number of GPUs that share each fused MLP, and attention whose shapes follow its heads, column-parallel
-            and row-parallel; with dp each of these parts is sharded. ``args`` are those of the whole group. All else
-            is whole on each GPU (``Plan.whole``).
         **kwargs: the model's keyword arguments.
 
     Returns:
@@ -264,8 +255,7 @@ def plan(
     Raises:
         TypeError: model is not callable, or a class.
         ValueError: memory, gpu, optimizer or maximum is not known; dp is not a number of GPUs, or FSDP2 cannot shard
-            the model; tp is not a number of GPUs, does not divide heads or features, or nothing can be split;
-            nothing in the model needs a gradient; it is not captured as a whole.
+            the model; nothing in the model needs a gradient; it is not captured as a whole.
         ModuleNotFoundError: Triton is not installed.
     """
     from torch_fused_ops import lowerings
@@ -274,7 +264,6 @@ def plan(
     from torch_fused_ops.planner.optimizers import OPTIMIZERS
     from torch_fused_ops.planner.static_memory import Resident, check_shards, check_whole, resident_tensors
     from torch_fused_ops.planner.step import measured_step, parts_of, policy_of
-    from torch_fused_ops.planner.tensor_parallel import split
     from torch_fused_ops.virtual_gpu import gpus, roofline
 
     check_model(model)
@@ -285,8 +274,7 @@ def plan(
         raise ValueError(f"optimizer={optimizer!r} is not known; accepted: {', '.join(OPTIMIZERS)}")
     if maximum is not None and maximum not in max_batch.DIMENSIONS:
         raise ValueError(f"maximum={maximum!r} is not known; accepted: {', '.join(max_batch.DIMENSIONS)}, None")
-    _count("dp", dp)
-    _count("tp", tp)
+    _check_dp(dp)
     size = max_batch.size_of((args, kwargs), maximum) if maximum is not None else 0
     described = gpus.by_name(gpu)
     gpus.import_triton()  # fail at once, not after capturing the model
@@ -295,14 +283,10 @@ def plan(
     lowerings.require()
     levels = search.levels_for(lossless)
     module = getattr(model, "_orig_mod", model)
-    check_whole(module, dp, tp)
+    check_whole(module, dp)
 
-    def capture(args: Any, kwargs: Any) -> tuple[CapturedModel, Split | None]:
-        captured = models.captured_model(model, args, kwargs)
-        return split(captured, tp) if tp > 1 else (captured, None)
-
-    captured, parts = capture(args, kwargs)
-    whole = resident_tensors(module, captured.unit_of, parts, captured.gets_gradient)
+    captured = models.captured_model(model, args, kwargs)
+    whole = resident_tensors(module, captured.unit_of, captured.gets_gradient)
 
     @functools.cache
     def resident_over(dp: int) -> Resident:
@@ -315,7 +299,7 @@ def plan(
     measured = measured_step(captured, described, rates, instructions, levels)
 
     def recompile(levels: Mapping[str, str]) -> Parts:
-        again = capture(args, kwargs)[0]
+        again = models.captured_model(model, args, kwargs)
         return parts_of(again, described, rates, instructions, policy_of(again.mlps, levels))
 
     @functools.cache
@@ -324,7 +308,7 @@ def plan(
         step = replace(measured, shards=resident.shards)
         resident = replace(resident, batch=max(step.entry, step.at({}).end - resident.gradients))
         every = search.candidates(step, levels)
-        return _Planned(model, captured, parts, step, whole, resident, every, described, optimizer, recompile, over)
+        return _Planned(model, captured, step, whole, resident, every, described, optimizer, recompile, over)
 
     planned = over(dp)
     result = planned.within(limit, dp)
@@ -334,7 +318,7 @@ def plan(
 
     def sized(size: int) -> CapturedModel:
         its_args, its_kwargs = max_batch.resized((args, kwargs), maximum, size)
-        return capture(its_args, its_kwargs)[0]
+        return models.captured_model(model, its_args, its_kwargs)
 
     sizes = max_batch.Sizes(sized, maximum, size, described, rates, instructions, resident.shards)
     room = limit - resident.nbytes if resident.optimizer_peak <= limit else 0
@@ -347,7 +331,6 @@ class _Planned:
 
     model: Callable[..., Any]
     captured: CapturedModel
-    parts: Split | None
     step: Step
     whole: Sequence[ResidentTensor]
     resident: Resident
@@ -412,9 +395,7 @@ class _Planned:
             for of_all in [resident.nbytes + its_curve.peak]
         ]
         missing = self.beyond(limit, step_peak)
-        sent = {"FSDP2": resident.shards.sent} if resident.shards else {}
-        if self.parts is not None:
-            sent["sums over tp"] = self.parts.sent
+        sent = resident.shards.sent if resident.shards else 0
         return Plan(
             title=type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", ""),
             gpu=self.gpu.name,
@@ -439,10 +420,8 @@ class _Planned:
             missing=missing,
             help=tuple(self.help(curve, checkpointed, limit, met)),
             dp=resident.dp,
-            tp=self.parts.tp if self.parts else 1,
-            whole=tuple(dict.fromkeys(t.place for t in self.whole if t.is_left_whole)) if self.parts else (),
             sent=sent,
-            link_seconds=sum(sent.values()) / roofline.link_rate(self.gpu),
+            link_seconds=sent / roofline.link_rate(self.gpu),
             curve=tuple(resident.nbytes + point for point in exact.points(chosen.levels)),
             off_curve=tuple(resident.nbytes + point for point in step.points(off_levels)),
             _recompiled_peak=lambda: self.peak(chosen, self.recompiled(chosen)),
@@ -573,6 +552,6 @@ def _unit_inputs(captured: CapturedModel) -> dict[str, int]:
 
 
 def _unit_of_node(node: torch.fx.Node, captured: CapturedModel) -> str:
-    from torch_fused_ops.virtual_gpu.modules import module_stack
+    from torch_fused_ops.graphs.modules import module_stack
 
     return captured.unit_of(next(reversed(module_stack(node)), ""))

@@ -24,8 +24,7 @@ def duration(seconds: float) -> str:
 def headline(plan: Plan) -> str:
     """The verdict, in one line."""
     verdict = "fits" if plan.fits else f"does not fit: {size(plan.missing)} are missing"
-    named = ", ".join(f"{name}={n}" for name, n in (("dp", plan.dp), ("tp", plan.tp)) if n > 1)
-    group = f", one of {plan.dp * plan.tp} ({named})" if named else ""
+    group = f", one of {plan.dp}" if plan.dp > 1 else ""
     enlarged = f"; {most(plan.largest)}" if plan.largest else ""
     return f"{plan.title} in {size(plan.limit)} of an {plan.gpu}{group}: {verdict}{enlarged}"
 
@@ -75,11 +74,9 @@ def communication(plan: Plan) -> str:
     """The bytes that a GPU sends; "" for a single GPU."""
     if not plan.sent:
         return ""
-    sent = ", ".join(f"{size(nbytes)} ({what})" for what, nbytes in plan.sent.items())
-    whole = f"; whole on each of tp: {', '.join(plan.whole)}" if plan.whole else ""
     return (
-        f"each GPU sends {sent} a step: {duration(plan.link_seconds)} within a node by the links' data sheet, without "
-        f"overlap, not included in the least time; bytes and batch are per GPU{whole}"
+        f"each GPU sends {size(plan.sent)} a step (FSDP2): {duration(plan.link_seconds)} within a node by the links' "
+        "data sheet, without overlap, not included in the least time; bytes and batch are per GPU"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from torch_fused_ops.planner.fsdp import FullyShard, Group, shard_shape
 from torch_fused_ops.planner.optimizers import optimizer_memory
-from torch_fused_ops.planner.tensor_parallel import Split
 
 __all__ = ["Resident", "ResidentTensor", "check_shards", "check_whole", "resident_tensors"]
 
@@ -29,7 +27,6 @@ class ResidentTensor:
         dtype: the dtype of it and its gradient.
         is_parameter: True for a parameter, False for a buffer.
         trained: True if it needs a gradient.
-        is_split: True if a tensor-parallel group splits it.
     """
 
     name: str
@@ -38,21 +35,10 @@ class ResidentTensor:
     dtype: torch.dtype
     is_parameter: bool
     trained: bool
-    is_split: bool = False
 
     def in_shards(self, dp: int) -> ResidentTensor:
         """One GPU's shard of it; a buffer whole."""
         return replace(self, shape=shard_shape(self.shape, dp)) if self.is_parameter and dp > 1 else self
-
-    @property
-    def is_left_whole(self) -> bool:
-        """True for a matrix, or a tensor of more dimensions, that a tensor-parallel group does not split."""
-        return self.is_parameter and len(self.shape) > 1 and not self.is_split
-
-    @property
-    def place(self) -> str:
-        """Its path, layers' numbers as "*"."""
-        return re.sub(r"\.\d+(?=\.)", ".*", self.name)
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +48,6 @@ class ResidentTensor:
 def resident_tensors(
     model: Callable[..., Any],
     unit_of: Callable[[str], str],
-    split: Split | None = None,
     gets_gradient: Callable[[str], bool] = lambda path: True,
 ) -> list[ResidentTensor]:
     """List a model's parameters and buffers; a function has none.
@@ -70,7 +55,6 @@ def resident_tensors(
     Args:
         model: a module or a function.
         unit_of: the layer of a module, by its path.
-        split: the parameters that a tensor-parallel group splits.
         gets_gradient: True if backward reaches the parameter at a path; others are not trained.
     """
     if not isinstance(model, nn.Module):
@@ -82,30 +66,28 @@ def resident_tensors(
         ResidentTensor(
             name,
             unit_of(name.rpartition(".")[0]),
-            split.shape(name, t.shape) if split else tuple(t.shape),
+            tuple(t.shape),
             t.dtype,
             is_parameter,
             t.requires_grad and id(t) in reached,
-            split is not None and split.shape(name, t.shape) != tuple(t.shape),
         )
         for name, t, is_parameter in named
     ]
 
 
-def check_whole(model: Callable[..., Any], dp: int, tp: int) -> None:
+def check_whole(model: Callable[..., Any], dp: int) -> None:
     """Check that a model for several GPUs is a whole module.
 
     Raises:
         ValueError: it is a function, or has parameters in shards already.
     """
-    for name, count in (("dp", dp), ("tp", tp)):
-        if count == 1:
-            continue
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"{name}={count} is not accepted: model={model!r} is a function; it must be a module")
-        sharded = next((path for path, p in model.named_parameters() if hasattr(p, "device_mesh")), None)  # a DTensor
-        if sharded is not None:
-            raise ValueError(f"{name}={count} is not accepted: {sharded} is in shards already; plan the whole model")
+    if dp == 1:
+        return
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"dp={dp} is not accepted: model={model!r} is a function; it must be a module")
+    sharded = next((path for path, p in model.named_parameters() if hasattr(p, "device_mesh")), None)  # a DTensor
+    if sharded is not None:
+        raise ValueError(f"dp={dp} is not accepted: {sharded} is in shards already; plan the whole model")
 
 
 def check_shards(model: Callable[..., Any], unit_of: Callable[[str], str], dp: int) -> None:
@@ -119,7 +101,7 @@ def check_shards(model: Callable[..., Any], unit_of: Callable[[str], str], dp: i
     def refuse(why: str) -> None:
         raise ValueError(f"dp={dp} is not accepted: {why}")
 
-    check_whole(model, dp, 1)
+    check_whole(model, dp)
     assert isinstance(model, nn.Module)
     units: dict[int, tuple[str, str]] = {}
     dtypes: dict[str, torch.dtype] = {}

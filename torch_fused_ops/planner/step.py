@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch_fused_ops.planner.model import CapturedModel
 from torch_fused_ops.policy import FusionPolicy
@@ -22,6 +22,9 @@ from torch_fused_ops.reports.figures import Capture, on_paper
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
 from torch_fused_ops.virtual_gpu.roofline import Rates, Work, launches_of, prepare
 from torch_fused_ops.virtual_gpu.timeline import Event, Timeline, timeline_of
+
+if TYPE_CHECKING:
+    from torch_fused_ops.planner.fsdp import FullyShard
 
 __all__ = [
     "OFF",
@@ -65,12 +68,6 @@ class Segment:
 
 
 Piece = tuple[str, str, Segment]  # "forward" or "backward", unit or "", its segment
-
-
-class Around(Protocol):
-    """A change of a step's segments: shards of its parameters (``fsdp.FullyShard``)."""
-
-    def around(self, pieces: Iterable[Piece], each_call: bool = False) -> Iterator[Piece]: ...
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,7 @@ class Step:
     units: tuple[str, ...]
     mlps: Mapping[str, tuple[str, ...]]
     parts: Mapping[str, Parts]
-    shards: Around | None = None
+    shards: FullyShard | None = None
 
     def segment(self, graph: str, unit: str, level: str) -> Segment:
         """A unit's forward or backward at a level; an empty one where nothing of it runs."""

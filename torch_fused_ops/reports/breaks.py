@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_fused_ops.reasons import Kind, Reason
+from torch_fused_ops.graphs.reasons import Kind, Reason
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule

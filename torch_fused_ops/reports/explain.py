@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_fused_ops.capture import check_model, run_captured
+from torch_fused_ops.graphs.capture import check_model, run_captured
 from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default, unmatched
 from torch_fused_ops.reports.breaks import break_of, reasons_noted, since
 from torch_fused_ops.reports.figures import capture as set_aside

@@ -21,7 +21,7 @@ from torch_fused_ops.reports.text import FUSED, KNOB, PLAIN, figures_table, leve
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from torch_fused_ops.sites import Site
+    from torch_fused_ops.graphs.sites import Site
     from torch_fused_ops.virtual_gpu import GPU, CapturedGraph, PaperCompilation
     from torch_fused_ops.virtual_gpu.roofline import Work
 
@@ -346,7 +346,7 @@ def on_paper(captured: Capture, gpu: GPU, policy: FusionPolicy | None, memory_bu
     """Compile a graph without a device: fused by a policy, or as captured, with PyTorch's memory budget if given."""
     from torch_fused_ops.lowerings.recognize import rewrite
     from torch_fused_ops.virtual_gpu import compile_graph_on_paper, copy_graph
-    from torch_fused_ops.virtual_gpu.emulation import standing_for
+    from torch_fused_ops.virtual_gpu.emulation import emulating
 
     if captured.graph is None:
         raise RuntimeError(captured.reason)
@@ -355,7 +355,7 @@ def on_paper(captured: Capture, gpu: GPU, policy: FusionPolicy | None, memory_bu
             compile_graph_on_paper(captured.graph, gpu=gpu, config=_slots(None), memory_budget=memory_budget)
         )
     rewritten = replace(captured.graph, gm=copy_graph(captured.graph.gm))
-    with standing_for(gpu), torch.set_grad_enabled(captured.graph.training):
+    with emulating(gpu), torch.set_grad_enabled(captured.graph.training):
         sites = [site for module in graphs_of(rewritten.gm) for site in rewrite(module.graph, policy)]
     paper = compile_graph_on_paper(rewritten, gpu=gpu, config=_slots(policy))
     return OnPaper(paper, [site for site in sites if site.op is not None])

@@ -18,8 +18,8 @@ import torch
 from torch._guards import CompileContext
 from torch.fx import Graph, GraphModule
 
-from torch_fused_ops.capture import captured_graphs, title_of
-from torch_fused_ops.fusion_events import observed_by, process_wide
+from torch_fused_ops.graphs.capture import captured_graphs, title_of
+from torch_fused_ops.graphs.fusion_events import observed_by, process_wide
 from torch_fused_ops.policy import FusionPolicy, unmatched
 from torch_fused_ops.reports.breaks import Break, break_of
 from torch_fused_ops.reports.figures import Capture, capture

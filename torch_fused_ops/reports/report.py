@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_fused_ops.fusion_events import unobserved
+from torch_fused_ops.graphs.fusion_events import unobserved
+from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.policy import FusionPolicy, joined_names
 from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.reports.figures import Capture, Figures, measure
@@ -20,7 +21,6 @@ from torch_fused_ops.reports.text import (
     sites_table,
     unread_lines,
 )
-from torch_fused_ops.sites import DROPOUT, Site
 
 if TYPE_CHECKING:
     from torch_fused_ops.virtual_gpu import GPU

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch_fused_ops.reasons import CAN_BE_ADDED, NOT_AN_MLP
+from torch_fused_ops.graphs.reasons import CAN_BE_ADDED, NOT_AN_MLP
 
 if TYPE_CHECKING:
-    from torch_fused_ops.reasons import Kind
+    from torch_fused_ops.graphs.reasons import Kind
+    from torch_fused_ops.graphs.sites import Site
     from torch_fused_ops.reports.breaks import Break
     from torch_fused_ops.reports.figures import Figures
     from torch_fused_ops.reports.report import Group
-    from torch_fused_ops.sites import Site
 
 __all__ = [
     "FUSED",

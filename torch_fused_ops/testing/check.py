@@ -13,24 +13,20 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from torch_fused_ops import activations, reference
+from torch_fused_ops import activations
 from torch_fused_ops.testing import precision
 from torch_fused_ops.testing.samples import (
     DTYPES,
-    FP8_OPERATORS,
     OPERATORS,
     Sample,
     backward_samples,
-    declared_as,
     samples,
 )
 
-__all__ = ["Row", "check", "measure_fp8", "run_opcheck", "table"]
+__all__ = ["Row", "check", "run_opcheck", "table"]
 
 
 @dataclass
@@ -68,76 +64,14 @@ class Row:
                     self.failures.append(f"{where}: {kind} error {got}, allowed {limit}")
 
 
-def _opcheck_fp8(sample: Sample) -> None:
-    """Run the tests of opcheck that float8 allows, in which torch neither adds nor compares, and replace the others."""
-    from torch.testing._internal.optests.aot_autograd import aot_autograd_check
-
-    def widened(*args: Any) -> list[Tensor]:
-        return [t.float() if t.dtype == reference.FP8 else t for t in sample.overload(*args) if t is not None]
-
-    tests = ["test_autograd_registration", "test_faketensor"]
-    before = [t.detach().clone() for t in sample.tensors if t is not None]
-    if sample.op in FP8_OPERATORS:
-        tests.append("test_schema")
-    elif any(
-        o is not None and o.untyped_storage()._cdata == t.untyped_storage()._cdata
-        for o in sample()
-        for t in sample.tensors
-        if t is not None
-    ):
-        raise AssertionError("a result shares memory with an argument")
-    torch.library.opcheck(sample.overload, sample.args, test_utils=tests)
-    aot_autograd_check(widened, sample.args, {}, dynamic=True, check_gradients="auto")
-    for t, old in zip((t for t in sample.tensors if t is not None), before, strict=True):
-        if not torch.equal(t.detach().double(), old.double()):
-            raise AssertionError("an argument was written")
-
-
 def run_opcheck(sample: Sample) -> str | None:
     """Run ``torch.library.opcheck`` on this call; return its complaint in a line, or None."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
-            if sample.op.removesuffix("_backward") in FP8_OPERATORS:
-                _opcheck_fp8(sample)
-            else:
-                torch.library.opcheck(sample.overload, sample.args)
+            torch.library.opcheck(sample.overload, sample.args)
         except Exception as e:
             return f"{sample}: opcheck: {type(e).__name__}: {' '.join(str(e).split())[:300]}"
     return None
-
-
-def measure_fp8(sample: Sample) -> precision.Errors:
-    """The largest errors of an operator that stores float8: of its gradients, at the stored values.
-
-    Its result must be the plain operator's, bit for bit, and its stored values ``reference.store_fp8``'s: an infinite
-    error if not.
-    """
-    op, data = declared_as(sample.op).name, declared_as(sample.op).data
-    tensors = [t for t in sample.tensors[:data] if t is not None]
-    errors: precision.Errors = {}
-    with torch.no_grad():
-        out, *saved = sample()
-        plain = Sample(op, sample.name, sample.args)()
-    stored = [part for t in tensors for part in reference.store_fp8(t.detach())]
-    same = [(out, plain), *((a.float(), b.float()) for a, b in zip(saved, stored, strict=True))]
-    exact = all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in same)
-    errors["forward", out.dtype] = 0.0 if exact else torch.inf
-    wanted = [t is not None and t.requires_grad for t in sample.tensors]
-    if not any(wanted):
-        return errors
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out)
-    required = [t for t in sample.tensors if t is not None and t.requires_grad]
-    grads = iter(torch.autograd.grad(sample()[0], required, grad))
-    computed_in = reference.compute_dtype(*sample.tensors)
-    loaded = [reference.load_fp8(saved[2 * i], saved[2 * i + 1], computed_in) for i in range(data)]
-    at = Sample(op, sample.name, (*loaded, *sample.args[data:]))
-    truths = getattr(reference, f"{op}_backward")(grad.double().cpu(), *precision.wide_args(at), wanted)
-    near = precision.near_of(at, grad.double().cpu())
-    for i, (w, truth) in enumerate(zip(wanted, truths, strict=True)):
-        got = next(grads).cpu() if w else None
-        if got is not None and i < data:
-            precision._worst(errors, "gradient", precision.error(got, truth, near[i]), got.dtype)
-    return errors
 
 
 def _sweeps(device: torch.device, quick: bool) -> Iterator[Row]:
@@ -156,7 +90,7 @@ def _operator(op: str, device: torch.device, quick: bool) -> Iterator[Row]:
     for sample in samples(op, device, core=quick):
         rows[sample.dtype].samples += 1
         try:
-            errors = measure_fp8(sample) if op in FP8_OPERATORS else precision.measure(sample)
+            errors = precision.measure(sample)
         except Exception as e:
             rows[sample.dtype].failures.append(f"{sample}: {type(e).__name__}: {e}")
             continue
@@ -181,7 +115,7 @@ def check(
     """
     device = torch.device(device)
     rows = []
-    for source in (_sweeps(device, quick), *(_operator(op, device, quick) for op in OPERATORS + FP8_OPERATORS)):
+    for source in (_sweeps(device, quick), *(_operator(op, device, quick) for op in OPERATORS)):
         for row in source:
             rows.append(row)
             if progress is not None:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops import reference
+from torch_fused_ops.families.dropout import formulas
+from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import precision
 from torch_fused_ops.testing.samples import DTYPES, Sample, _flags, _tensor
 
@@ -115,7 +116,7 @@ def _absolute(sample: Sample, wide: tuple[Any, ...]) -> Tensor:
     """The sum of the absolute values of the result's terms; float64."""
     x, *others = wide[:3]
     bias, residual = (None if t is None else t.abs() for t in others)
-    return reference.dropout_add(x.abs(), bias, residual, *wide[3:])
+    return formulas.dropout_add(x.abs(), bias, residual, *wide[3:])
 
 
 def measure(sample: Sample) -> precision.Errors:
@@ -143,7 +144,7 @@ def measure(sample: Sample) -> precision.Errors:
     if got[0] is not None:
         precision._worst(errors, "gradient", precision.error(got[0], d_input), got[0].dtype)
     if got[1] is not None and bias is not None:
-        dtype = reference.dropout_backward_dtype(grad, first.dtype, bias.dtype)
+        dtype = formulas.dropout_backward_dtype(grad, first.dtype, bias.dtype)
         # The operator's unrounded gradient: in the dtype that it computes in.
         backward = torch.ops.fused.dropout_add_backward
         rows = backward(grad.to(dtype), sample.args[3], p, dtype, None, [True, False])[0].double().cpu()

@@ -34,7 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops import activations, reference
+from torch_fused_ops import activations
+from torch_fused_ops.operators import reference
 from torch_fused_ops.testing.samples import Sample, declared_as, family
 
 __all__ = ["LIMITS", "Errors", "error", "every_value", "measure", "near_of", "show", "sum_error", "sweep", "wide_args"]

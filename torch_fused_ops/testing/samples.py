@@ -14,20 +14,19 @@ import importlib
 import itertools
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_fused_ops import activations, reference
+from torch_fused_ops import activations
 from torch_fused_ops.declaration import PointwiseOperator, elementwise
 from torch_fused_ops.operators.activation import FAMILY
 
 __all__ = [
     "ACTIVATION_OPERATORS",
-    "FP8_OPERATORS",
     "OPERATORS",
     "Sample",
     "backward_samples",
@@ -40,7 +39,6 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, 
 
 ACTIVATION_OPERATORS = tuple(op.name for op in FAMILY)
 _DECLARED = tuple(elementwise())  # before this is imported
-FP8_OPERATORS = tuple(op.fp8.name for op in _DECLARED)  # they save float8 for backward
 # Families with a module of their own beside this one: samples, backward_samples, measure.
 _FAMILIES = {"dropout_add": "dropout", "scaled_masked_softmax": "softmax"}
 OPERATORS = (*(op.name for op in _DECLARED), *_FAMILIES)
@@ -81,7 +79,7 @@ class Sample:
     @property
     def dtype(self) -> torch.dtype:
         """The result's dtype: the first data tensor's."""
-        if self.op.endswith(("_fp8_backward", "dropout_add_backward")):
+        if self.op.endswith("dropout_add_backward"):
             return next(a for a in self.args if isinstance(a, torch.dtype))
         dtype: torch.dtype = self.args[1 if self.op.endswith("_backward") else 0].dtype
         return dtype
@@ -250,15 +248,15 @@ def samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) 
     """The samples of a forward operator; only the core ones if asked.
 
     Args:
-        op: a name in ``OPERATORS`` or ``FP8_OPERATORS``.
+        op: a name in ``OPERATORS``.
         device: where the tensors are. The values are made on the CPU, so they are the same everywhere.
         core: about 20 instead of about 70, with every feature in one of them.
 
     Raises:
         ValueError: op is not known.
     """
-    if op not in OPERATORS + FP8_OPERATORS:
-        raise ValueError(f"op={op!r} is not known; accepted: {', '.join(OPERATORS + FP8_OPERATORS)}")
+    if op not in OPERATORS:
+        raise ValueError(f"op={op!r} is not known; accepted: {', '.join(OPERATORS)}")
     if (module := family(op)) is not None:
         yield from module.samples(torch.device(device), core=core)
         return
@@ -266,12 +264,12 @@ def samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) 
     for case in _cases():
         has = not case.needs or case.needs in declared.tensors or case.needs in declared.scalars
         if has and (case.core or not core):
-            yield replace(_build(declared, case, torch.device(device)), op=op)
+            yield _build(declared, case, torch.device(device))
 
 
 def declared_as(op: str) -> PointwiseOperator:
-    """The declaration of an operator, or of the one that stores float8."""
-    return next(declared for declared in elementwise() if op in (declared.name, declared.fp8.name))
+    """The declaration of an operator."""
+    return next(declared for declared in elementwise() if op == declared.name)
 
 
 def backward_samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) -> Iterator[Sample]:
@@ -294,9 +292,4 @@ def backward_samples(op: str, device: str | torch.device = "cpu", *, core: bool 
         view = "expanded" if sample.name.startswith("expanded") else "contiguous"
         grad = _tensor((*first.shape[:-1], width), first.dtype, view, "normal", first.device, g)
         tensors = tuple(None if t is None else t.detach() for t in sample.tensors)
-        saved, scalars = tensors, sample.scalars
-        if op in FP8_OPERATORS:
-            data = tuple(t for t in tensors[: declared.data] if t is not None)
-            saved = (*(part for t in data for part in reference.store_fp8(t)), *tensors[len(data) :])
-            scalars = (*scalars, *(t.dtype for t in data))
-        yield Sample(f"{op}_backward", sample.name, (grad, *saved, *scalars, mask), sample.core)
+        yield Sample(f"{op}_backward", sample.name, (grad, *tensors, *sample.scalars, mask), sample.core)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fused_ops import reference
+from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import precision
 from torch_fused_ops.testing.samples import DTYPES, Sample, _tensor
 

@@ -10,10 +10,11 @@
 Only torch and Triton are needed; no device, driver or toolkit. `docs/virtual-gpu.md` has examples and limits.
 """
 
+from torch_fused_ops.graphs.target import target_device
+
 from .auditor import Audit, Finding, audit
 from .captured import CapturedGraph, copy_graph, set_aside
 from .compile import compile_graph_on_paper, compile_on_paper
-from .emulation import stands_for
 from .gpus import A100, B200, GPU, H100, H200, MI300X, by_name, described
 from .interpreter import interpret, interpret_step
 from .machine_code import MachineCode, assemble
@@ -45,5 +46,5 @@ __all__ = [
     "interpret",
     "interpret_step",
     "set_aside",
-    "stands_for",
+    "target_device",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .modules import tensor_path
+from torch_fused_ops.graphs.modules import is_parameter, source_name, tensor_path
 
 
 @dataclass(frozen=True)
@@ -75,19 +75,6 @@ def copy_graph(gm: fx.GraphModule, subgraphs: Mapping[fx.Graph, fx.GraphModule] 
         if isinstance(child, fx.GraphModule):
             setattr(copied, name, (subgraphs or {}).get(child.graph) or copy_graph(child, subgraphs))
     return copied
-
-
-def is_parameter(node: fx.Node) -> bool:
-    """Tell whether a placeholder of Dynamo's graph is a parameter or a buffer of a module."""
-    if isinstance(node.meta.get("example_value"), nn.Parameter):
-        return True
-    return "._buffers[" in source_name(node)
-
-
-def source_name(node: fx.Node) -> str:
-    """Dynamo's name of a placeholder's variable: ``L['self']._parameters['weight']``."""
-    name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
-    return str(name() if callable(name) else name)
 
 
 def concrete(captured: CapturedGraph, mode: Any) -> tuple[fx.GraphModule, list[Any], list[bool]]:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
+from torch_fused_ops.graphs.modules import is_parameter
+
 from . import emulation
-from .captured import CapturedGraph, concrete, is_parameter
+from .captured import CapturedGraph, concrete
 from .generated import generated_graph, graph_input, is_number, is_tensor, saved_tensor
 from .gpus import GPU, H200
 from .results import GeneratedGraph, PaperCompilation, SavedTensor
@@ -235,7 +237,7 @@ class _Paper:
 
         _register_patterns()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(emulation.standing_for(self.gpu))
+            stack.enter_context(emulation.emulating(self.gpu))
             stack.enter_context(inductor_config.patch(self.inductor_config))
             stack.enter_context(functorch_config.patch(self.functorch_config))
             stack.enter_context(

@@ -8,7 +8,6 @@ decompositions that ask for the device, and attention kernels.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,31 +19,22 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from torch_fused_ops.graphs.target import emulated
+
 from .gpus import GPU, described
 
 aten = torch.ops.aten
 
-_capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("a CPU emulates a GPU", default=False)
-
-
-def stands_for(device: torch.device) -> torch.device:
-    """The target device of a graph with tensors on `device`: itself, or the GPU that it emulates.
-
-    While a GPU is emulated, "cpu" and "meta" are that GPU, which `torch.cuda.get_device_capability` and its like
-    describe.
-    """
-    return torch.device("cuda", 0) if _capturing.get() and device.type in ("cpu", "meta") else device
-
 
 @contextlib.contextmanager
-def standing_for(gpu: GPU) -> Iterator[None]:
+def emulating(gpu: GPU) -> Iterator[None]:
     """Emulate this GPU: torch describes it, and it is the target device of CPU tensors."""
     with described(gpu):
-        token = _capturing.set(True)
+        token = emulated.set(torch.device("cuda", 0))
         try:
             yield
         finally:
-            _capturing.reset(token)
+            emulated.reset(token)
 
 
 # CUDA autocast's lists, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of ATen/autocast_mode.h. The CPU has other

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from torch_fused_ops.graphs.modules import module_path
+
 from .captured import hint
-from .modules import module_path
 from .results import GeneratedGraph, GeneratedKernel, GraphInput, Launch, SavedTensor
 from .wrapper import unmarked
 

@@ -1,0 +1,116 @@
+"""The examples run as their docstrings say, in their shortest form; what they print and draw is the right way round."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TOUR = EXAMPLES / "tour.ipynb"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("inductor")
+
+
+def run(folder: Path, cache: Path, *arguments: str, **environment: str) -> str:
+    """The output of a Python program in a folder."""
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONIOENCODING": "utf-8", **environment}
+    ran = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=600,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    return ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mlp", "backend"), [("swiglu", "aot_eager"), ("gelu", "fused"), ("swiglu", "fused")])
+def test_megatron_block(mlp: str, backend: str, cache: Path, tmp_path: Path) -> None:
+    """Written against Megatron-LM's calls it trains eager and compiled, alike."""
+    script, options = str(EXAMPLES / "megatron_block.py"), ["--mlp", mlp, "--backend", backend]
+    out = run(tmp_path, cache, script, *options, "--layers", "1", "--steps", "3")
+    row = r"^(eager|compiled), dropout (0\.\d) +([\d.]+) +([\d.]+) +([\d.]+) MiB$"
+    rows = {(name, p): (float(a), float(b), float(kept)) for name, p, a, b, kept in re.findall(row, out, re.M)}
+    apart = re.search(r"at most (\S+) apart", out)
+    assert len(rows) == 4 and apart and float(apart[1]) < 1e-4, out
+    for (name, p), (first, last, kept) in rows.items():
+        assert last < first and kept > 0
+        assert abs(kept - rows[name, "0.0"][2]) < 0.01  # no mask is kept for dropout
+        if (name, backend) == ("compiled", "fused"):
+            assert kept < rows["eager", p][2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_quickstart(mlp: str, cache: Path, tmp_path: Path) -> None:
+    options = ["--mlp", mlp, "--steps", "4", "--layers", "1", "--batch", "2", *["--budget"] * (mlp == "gelu")]
+    out = run(tmp_path, cache, str(EXAMPLES / "quickstart.py"), *options, "--out", "picture.svg")
+    assert "1 of 1 MLP sites fused" in out
+    ways = r"eager|torch\.compile|budget 0\.99|fused|fused, fp8|fused, input"
+    row = rf"^  ({ways}) +([\d.]+) MiB +([\d.]+) +[\d.]+ … [\d.]+ +(\S+)$"
+    rows = {name: (float(saved), float(apart)) for name, saved, _, apart in re.findall(row, out, re.M)}
+    assert ("budget 0.99" in rows) == (mlp == "gelu") and len(rows) == 5 + (mlp == "gelu"), out
+    saved = {name: row[0] for name, row in rows.items()}
+    assert 0 < saved["fused, input"] < saved["fused, fp8"] < saved["fused"] < saved["torch.compile"]
+    assert saved["fused"] <= saved.get("budget 0.99", math.inf)
+    assert all(apart < 1e-4 for name, (_, apart) in rows.items() if name != "fused, fp8"), out  # rounding alone
+    against = re.search(r"^  fused +([\d.]+)% less memory, too few steps to compare times$", out, re.M)
+    assert against and abs(float(against[1]) / 100 - (1 - saved["fused"] / saved["torch.compile"])) < 0.005
+    assert re.search(r"6\d% of PyTorch's are off by more than an ulp, 0% of ours", out)
+    picture = ElementTree.parse(tmp_path / "picture.svg").getroot()
+    bars = picture.findall("{http://www.w3.org/2000/svg}rect")[1:]  # the first is the background
+    assert picture.tag.endswith("svg") and len(bars) == 2 * len(rows)
+    assert all(0 < float(bar.get("width", 0)) <= 160 for bar in bars)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
+@pytest.mark.parametrize("options", [["swiglu"], ["gelu"], ["swiglu", "--compile"]])
+def test_tensor_parallel_trains_saves_and_loads(options: list[str], cache: Path, tmp_path: Path) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--mlp", *options, "--steps", "3", "--layers", "1", "--batch", "2"]
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    out = run(tmp_path, cache, *launch, str(EXAMPLES / "tensor_parallel.py"), *options, **environment)
+    apart = re.search(r"losses +differ by (\S+) at most", out)
+    assert apart and float(apart[1]) < 1e-4
+    assert "saved     by 2, loaded by 1, bit for bit" in out
+
+
+def cells() -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(TOUR.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+
+
+def test_the_tour_was_run_from_top_to_bottom() -> None:
+    assert [cell["execution_count"] for cell in cells()] == list(range(1, len(cells()) + 1))
+    outputs = [output for cell in cells() for output in cell["outputs"]]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    assert not any(output["output_type"] == "error" or output.get("name") == "stderr" for output in outputs)
+
+
+@pytest.mark.slow
+def test_the_tour_runs_and_prints_what_it_shows(cache: Path, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("matplotlib")
+    sources = ["".join(cell["source"]).replace("%matplotlib inline\n", "") for cell in cells()]
+    marked = [f"print('cell {i}')\n{source}" for i, source in enumerate(sources)]
+    (tmp_path / "tour.py").write_text("\n".join(["import matplotlib", "matplotlib.use('Agg')", *marked]), "utf-8")
+    printed = re.split(r"^cell \d+\n", run(tmp_path, cache, "tour.py"), flags=re.M)[1:]
+    for cell, text in zip(cells(), printed, strict=True):
+        shown = "".join("".join(output.get("text", "")) for output in cell["outputs"])
+        for line in (r"sites fused.*", r"^chosen: .*", r"^ok: .*", r"^saved for backward .*"):
+            assert re.findall(line, shown, re.M) == re.findall(line, text, re.M)

@@ -1,0 +1,11 @@
+"""The families of operators beside activations, a folder each: dropout, softmax, and linear layers in float8."""
+
+from importlib import import_module
+
+_OPERATORS = ("dropout.operators", "softmax.operators", "float8.operators", "float8.quantized")
+
+
+def register() -> None:
+    """Register the operators of every family."""
+    for module in _OPERATORS:
+        import_module(f"{__name__}.{module}")

@@ -1,0 +1,1 @@
+"""Dropout with bias and residual: ``fused::dropout_add``."""

@@ -1,0 +1,151 @@
+"""``fused::dropout_add`` and its backward operator.
+
+The mask is a function of the seed and of an element's place, so backward makes it again: nothing but the seed is kept.
+
+Read from top to bottom: the declaration → fake → vmap → what is kept for backward → registration. The
+kernels are in ``kernels.py`` for GPUs and ``cpu.py`` for CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torch_fused_ops.declaration import OpaqueOperator, Signature, arguments_of, between
+from torch_fused_ops.families.dropout import cpu, formulas, sharding
+from torch_fused_ops.operators import checks
+from torch_fused_ops.operators.autograd import SavePolicy
+from torch_fused_ops.operators.batching import lead, over_rows_of_each
+from torch_fused_ops.operators.registration import KernelSet, imported, register_pair
+
+Grads2: TypeAlias = tuple[Tensor | None, Tensor | None]
+
+dropout_add = OpaqueOperator(
+    "dropout_add",
+    "residual + dropout(input + bias); input (..., n), bias (n,), residual as input, seed int64 with one element.",
+    tensors={"input": "data", "bias": "per_column?", "residual": "data?", "seed": "seed"},
+    scalars={"p": "float"},
+    rules=(between("p", 0.0, 1.0),),
+    pointwise=True,
+    gradients=Signature(
+        "dropout_add_backward",
+        # dtype, bias_dtype: input's and bias's own, which are their gradients'. The residual's gradient is grad itself.
+        arguments_of(
+            grad="Tensor: data",
+            seed="Tensor: seed",
+            p="float",
+            dtype="ScalarType",
+            bias_dtype="ScalarType?",
+            output_mask="bool[2]",
+        ),
+        ("data", "per_column"),
+        "The gradients of dropout_add for (input, bias), in their dtypes; None where output_mask says no.",
+    ),
+)
+check = checks.check(dropout_add)
+
+# ---- fake ------------------------------------------------------------------------------------------------------------
+
+
+def _fake(input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor, p: float) -> Tensor:
+    check(input, bias, residual, seed, p)
+    return (input if residual is None else residual).new_empty(input.shape)
+
+
+def _backward_fake(
+    grad: Tensor,
+    seed: Tensor,
+    p: float,
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    output_mask: Sequence[bool],
+) -> Grads2:
+    d_input = grad.new_empty(grad.shape, dtype=dtype) if output_mask[0] else None
+    return d_input, grad.new_empty(grad.shape[-1:], dtype=bias_dtype) if output_mask[1] else None
+
+
+# ---- vmap ------------------------------------------------------------------------------------------------------------
+
+# The operator is a function, the same for every example: vmap(f)(xs)[i] is f(xs[i]), mask included. So an element's
+# index is that within its example, where the operator on a longer tensor would count on; and examples differ in their
+# masks only where they differ in their seeds.
+
+
+def _column(t: Tensor | None, axis: int | None, ndim: int) -> Tensor | None:
+    """A vector of each example's own, or one for all, to broadcast to (batch, ndim axes)."""
+    return t if t is None or axis is None else t.movedim(axis, 0).reshape(-1, *(1,) * (ndim - 1), t.shape[1 - axis])
+
+
+def _seeds(seed: Tensor, axis: int | None, ndim: int) -> Tensor:
+    return seed.reshape(()) if axis is None else seed.movedim(axis, 0).reshape(-1, *(1,) * ndim)
+
+
+def _rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    if info.batch_size:  # what one example sees is checked: with a batch axis in front more would be accepted
+        check(*(a if d is None else a.select(d, 0) for a, d in zip(args, in_dims, strict=True)))
+    input, bias, residual, seed, p = args
+    x, ndim = lead(info, input, in_dims[0]), input.ndim - (in_dims[0] is not None)
+    r = None if residual is None else lead(info, residual, in_dims[2])
+    b, key = _column(bias, in_dims[1], ndim), _seeds(seed, in_dims[3], ndim)
+    return formulas.dropout_add_at(x, b, r, formulas.row_major(x.shape[1:], x.device), key, p), 0
+
+
+def _backward_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    grad, seed, p, dtype, bias_dtype, mask = args
+    g = lead(info, grad, in_dims[0])
+    wide = g.to(formulas.dropout_backward_dtype(g, dtype, bias_dtype))
+    places, key = formulas.row_major(g.shape[1:], g.device), _seeds(seed, in_dims[1], g.ndim - 1)
+    dx = formulas.dropout_input_grad(wide, *places, key, p)
+    d_bias = over_rows_of_each(dx).to(bias_dtype) if mask[1] else None
+    return (dx.to(dtype) if mask[0] else None, d_bias), tuple(0 if wanted else None for wanted in mask)
+
+
+# ---- what is kept for backward ---------------------------------------------------------------------------------------
+
+_SEED = SavePolicy(
+    lambda args, _: ((args[3],), (args[4], args[0].dtype, None if args[1] is None else args[1].dtype)),
+    lambda kept, rest, _: (*kept, *rest),
+)
+
+
+def _for_all(backward: Callable[..., Grads2]) -> Callable[..., Any]:
+    """A backward of (input, bias) as autograd calls it, for (input, bias, residual, seed)."""
+
+    def called(grad: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+        *rest, mask = args
+        wanted, by = mask[:2], backward
+        if hasattr(grad, "device_mesh"):  # a DTensor
+            by = sharding.dropout_add_backward_by_shards
+        d_input, d_bias = by(grad, *rest, wanted) if any(wanted) else (None, None)
+        return d_input, d_bias, grad if mask[2] else None, None
+
+    return called
+
+
+# ---- registration ----------------------------------------------------------------------------------------------------
+
+_KERNELS = "torch_fused_ops.families.dropout.kernels"
+
+register_pair(
+    dropout_add.signatures,
+    KernelSet(
+        cpu.dropout_add,
+        imported(_KERNELS, lambda kernels: kernels.dropout_add),
+        formulas.dropout_add,
+        _fake,
+        lambda _: _rule,
+    ),
+    KernelSet(
+        cpu.dropout_add_backward,
+        imported(_KERNELS, lambda kernels: kernels.dropout_add_backward),
+        formulas.dropout_add_backward,
+        _backward_fake,
+        lambda _: _backward_rule,
+    ),
+    check,
+    lambda *_: _SEED,
+    adapt=_for_all,
+)

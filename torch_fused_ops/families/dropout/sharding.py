@@ -1,0 +1,134 @@
+"""DTensor: dropout on shards.
+
+``fused::dropout_add``'s mask depends on an element's place in its argument, here the shard. So the operator on a
+sharded tensor is not the operator on the whole one, and masks repeat unless the shards' seeds differ.
+``functional.bias_dropout_add`` handles both, in ``dropout_add_by_shards``. Direct calls of the operator on DTensors
+need a seed that differs by rank (``functional.shard_seed``), and gradients that are sharded as the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fused_ops.distributed.sharding import RULES, Sharding
+
+__all__ = ["dropout_add_backward_by_shards", "dropout_add_by_shards", "shard_seed"]
+
+
+def _dropout_add(input: Any, bias: Any, residual: Any, seed: Any, p: float) -> list[Sharding]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    whole, last = Replicate(), input.ndim - 1
+
+    def sharding(here: Any, of_bias: Any) -> Sharding:
+        arguments = [here, None if bias is None else of_bias, None if residual is None else here, whole, None]
+        return [here], arguments
+
+    axes = range(input.ndim)
+    return [sharding(whole, whole), *(sharding(Shard(i), Shard(0) if i == last else whole) for i in axes)]
+
+
+RULES["dropout_add"] = _dropout_add
+
+# SplitMix64's constants, as int64: 0x9E3779B97F4A7C15; 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB with their shifts.
+_SPLITMIX_STEP = 0x9E3779B97F4A7C15 - 2**64
+_SPLITMIX = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)
+
+
+def shard_seed(seed: Tensor, *coordinates: int | Tensor) -> Tensor:
+    """Derive a shard's seed: ``seed`` with the shard's coordinates mixed in, in tensor arithmetic.
+
+    Each coordinate is a step of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), a bijection whose
+    every output bit depends on every input bit. With the same seed, different coordinates give different seeds.
+
+    Args:
+        seed: int64.
+        *coordinates: the shard's place along each mesh dimension (or group of ranks) that shards the tensor. Without
+            any, the result is seed.
+
+    Returns:
+        int64, shaped as seed.
+
+    Raises:
+        TypeError: seed is not a tensor.
+    """
+    if isinstance(seed, type) or not hasattr(seed, "__torch_function__"):
+        raise TypeError(f"seed={seed!r} is not accepted: it must be a tensor, not {type(seed).__name__}")
+    unit = torch.ones_like(seed)  # int64 tensors wrap around
+    for coordinate in coordinates:
+        z = seed + (unit * coordinate + unit) * _SPLITMIX_STEP
+        for shift, factor in _SPLITMIX:
+            z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * factor
+        seed = z ^ (z >> 31 & (1 << 33) - 1)
+    return seed
+
+
+def _placements(t: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """Placements for t, for a bias over its last axis, and for that bias's gradient (partial sums over other axes).
+
+    t's partial sums are added first, as dropout must see each element once.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    places = tuple(Replicate() if place.is_partial() else place for place in t.placements)
+    columns = [place.is_shard(t.ndim - 1) or place.is_shard(-1) for place in places]
+    bias = tuple(Shard(0) if column else Replicate() for column in columns)
+    bias_grad = tuple(
+        Partial() if place.is_shard() and not column else here
+        for place, column, here in zip(places, columns, bias, strict=True)
+    )
+    return places, bias, bias_grad
+
+
+def dropout_add_by_shards(x: Any, bias: Any, residual: Any, seed: Tensor, p: float) -> Tensor:
+    """``fused::dropout_add`` of every rank's shard of a DTensor x, with a seed per shard.
+
+    Bias, residual and gradients are redistributed to x's placements, so that backward's masks are forward's.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, (places, bias_places, bias_grad) = x.device_mesh, _placements(x)
+
+    def local(t: Any, here: Sequence[Any], grads: Sequence[Any]) -> Tensor | None:
+        if t is None:
+            return None
+        if not isinstance(t, DTensor):  # the same on all ranks
+            t = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        result: Tensor = t.redistribute(mesh, here).to_local(grad_placements=grads)
+        return result
+
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim  # None if this rank is not in the mesh
+    seed = shard_seed(seed, *(at for at, place in zip(coordinate, places, strict=True) if place.is_shard()))
+    out = torch.ops.fused.dropout_add(
+        local(x, places, places), local(bias, bias_places, bias_grad), local(residual, places, places), seed, p
+    )
+    return DTensor.from_local(out, mesh, places, run_check=False, shape=x.shape, stride=_contiguous(x.shape))
+
+
+def dropout_add_backward_by_shards(
+    grad: Any, seed: Any, p: float, dtype: torch.dtype, bias_dtype: torch.dtype | None, output_mask: Sequence[bool]
+) -> tuple[Any, Any]:
+    """``fused::dropout_add_backward`` of every rank's shard of a DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, (places, _, bias_grad) = grad.device_mesh, _placements(grad)
+    local = grad.redistribute(mesh, places).to_local()
+    results = torch.ops.fused.dropout_add_backward(local, seed.to_local(), p, dtype, bias_dtype, output_mask)
+    shapes = grad.shape, grad.shape[-1:]
+    return tuple(  # type: ignore[return-value]
+        None
+        if d is None
+        else DTensor.from_local(d, mesh, here, run_check=False, shape=shape, stride=_contiguous(shape))
+        for d, here, shape in zip(results, (places, bias_grad), shapes, strict=True)
+    )
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))

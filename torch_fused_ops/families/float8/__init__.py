@@ -1,0 +1,1 @@
+"""Linear layers in float8; ``recipes`` needs no torch."""

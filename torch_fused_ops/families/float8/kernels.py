@@ -1,0 +1,1262 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, misc"
+# ruff: noqa: RUF005, SIM300 - Triton knows no (*strips, strip), and compares DTYPE's value from the left alone
+"""Triton kernels behind the operators in float8 (``operators.py``), and the products, which are libraries'.
+
+Where a row is a block, a program has a row. Else it has a tile of 128 × 128 elements, in which every block of all
+layouts lies whole: (1, 128), (128, 128) and (1, 32), of the tensor and of its transpose. It reads the tile once, along
+the axis that lies close in memory, and stores each layout along the axis that lies close there.
+
+The tile is held as 8 *strips* of 16 rows: strip q has the rows q, q + 8, q + 16 …, so a thread has the same columns of
+8 neighboring rows. Four neighboring rows of a column, in float8, are one 32-bit word: what is transposed through
+shared memory is words, not bytes (and not float8, which Triton 3.7 transposes wrongly). Two 16-bit numbers share a
+register from when they are rounded to when they are stored; ``_pair`` says which two.
+
+Largest elements are found among bits, as integers: that is exact, has NaN above infinity above all numbers, and leaves
+no instruction of the kind (min.NaN, max.NaN) after which ptxas 12.9 stores float8 wrongly. In a block whose scale is
+NaN the hardware's conversion leaves 448 for an infinity where torch's leaves NaN: times the scale both are NaN.
+
+The formula is that of ``families/float8/formulas.py``; those of activations are in ``kernels/activation.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+
+from torch_fused_ops import formulas
+from torch_fused_ops.declaration import PointwiseOperator, elementwise
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.formulas import FP8
+from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
+from torch_fused_ops.kernels import launching
+from torch_fused_ops.kernels.activation import (
+    _activate,
+    _clamp,
+    _clamp_above,
+    _cut,
+    _from_fp8,
+    _input_grad,
+    _native_fp8,
+    _to_fp8,
+)
+from torch_fused_ops.kernels.launching import INT32_MAX, OPTIONS, blocks, matrix, power_of_2, tl, triton
+
+__all__ = [
+    "dequantize",
+    "gradients_quantized",
+    "launch_of",
+    "quantize",
+    "quantize_both",
+    "quantize_by",
+    "requantize",
+    "scaled_grouped_mm",
+    "scaled_mm",
+    "scaled_mm_tiled",
+    "tile_scales",
+]
+
+SIDE = tl.constexpr(BLOCK)
+STRIPS = tl.constexpr(8)
+STRIP_ROWS = tl.constexpr(BLOCK // 8)
+NARROW = tl.constexpr(MX_BLOCK)
+PARTS = tl.constexpr(BLOCK // MX_BLOCK)
+# As in ``float8.quantize``, in places: an exponent of 1 is 1 << 23.
+ABOVE_1_75 = tl.constexpr(float8._ABOVE_1_75)
+LOG2_LARGEST = tl.constexpr(float8._LOG2_LARGEST << float8._MANTISSA_BITS)
+LEAST_SCALE = tl.constexpr(1 << float8._MANTISSA_BITS)
+INVERSE = tl.constexpr(254 << float8._MANTISSA_BITS)
+INFINITY = tl.constexpr(float8._INFINITY)
+MANTISSA_BITS = tl.constexpr(float8._MANTISSA_BITS)
+BF16_LARGEST = tl.constexpr(float8.largest(torch.bfloat16))
+
+# ---- pairs -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _pair(low, high, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """Two numbers rounded to DTYPE, in one integer of twice its bits."""
+    if DTYPE.primitive_bitwidth == 32:
+        bits = high.to(tl.float32).to(tl.uint32, bitcast=True).to(tl.uint64) << 32
+        return (bits | low.to(tl.float32).to(tl.uint32, bitcast=True)).to(tl.int64, bitcast=True)
+    elif PTX and low.dtype == tl.float32:  # two conversions of one number each take four times as long
+        if DTYPE == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+            )
+    else:
+        bits = high.to(DTYPE).to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return (bits | low.to(DTYPE).to(tl.uint16, bitcast=True)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _of_pair(pair, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+    """One of the two, in float32."""
+    if DTYPE == tl.bfloat16:
+        return ((pair & -0x10000) if HIGH else (pair << 16)).to(tl.float32, bitcast=True)
+    elif DTYPE == tl.float16:
+        return ((pair >> 16) if HIGH else pair).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return ((pair >> 32) if HIGH else pair).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high_once(pair, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """The upper number, by an instruction that ``_of_pair`` does not use.
+
+    ptxas sees through ``_anew``, and spills rather than mask a word twice: 16 words on sm_90.
+    """
+    if PTX and DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, 0x3244;", "=r,r", [pair], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return _of_pair(pair, True, DTYPE)
+
+
+@triton.jit
+def _sizes(pair):
+    """Without signs."""
+    if pair.dtype == tl.int32:
+        return pair & 0x7FFF7FFF
+    else:
+        return pair & 0x7FFFFFFF7FFFFFFF
+
+
+@triton.jit
+def _larger_ptx(a, b):
+    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _larger(a, b):
+    if a.dtype == tl.int32:
+        return tl.maximum(a & 0xFFFF, b & 0xFFFF) | tl.maximum(a & -0x10000, b & -0x10000)
+    else:
+        return tl.maximum(a & 0xFFFFFFFF, b & 0xFFFFFFFF) | tl.maximum(a & -0x100000000, b & -0x100000000)
+
+
+@triton.jit
+def _largest(pairs, AXIS: tl.constexpr, PTX: tl.constexpr):
+    """The largest along an axis, of each half for itself; pairs without signs."""
+    if PTX and pairs.dtype == tl.int32:
+        return tl.reduce(pairs, AXIS, _larger_ptx)
+    else:
+        return tl.reduce(pairs, AXIS, _larger)
+
+
+@triton.jit
+def _largest_of_strips(strips, PTX: tl.constexpr):
+    largest = _sizes(strips[0])
+    for i in tl.static_range(1, len(strips)):
+        if PTX and largest.dtype == tl.int32:
+            largest = _larger_ptx(largest, _sizes(strips[i]))
+        else:
+            largest = _larger(largest, _sizes(strips[i]))
+    return largest
+
+
+@triton.jit
+def _anew(strips, PTX: tl.constexpr):
+    """The same, of which the compiler knows nothing: it would keep in float32 what it unpacked before."""
+    if PTX:
+        hidden = ()
+        for i in tl.static_range(len(strips)):
+            if strips[i].dtype == tl.int32:
+                hidden = hidden + (
+                    tl.inline_asm_elementwise(
+                        "mov.b32 $0, $1;", "=r,r", [strips[i]], dtype=tl.int32, is_pure=False, pack=1
+                    ),
+                )
+            else:
+                hidden = hidden + (strips[i],)
+        return hidden
+    else:
+        return strips
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _scale(largest):
+    """(scale, 1 / scale) of a block, ``largest`` being its largest element in float32."""
+    bits = largest.to(tl.int32, bitcast=True)
+    scale = tl.maximum(((bits + ABOVE_1_75) & INFINITY) - LOG2_LARGEST, LEAST_SCALE)
+    inverse = (-scale + INVERSE).to(tl.float32, bitcast=True)
+    return tl.where(bits < INFINITY, scale.to(tl.float32, bitcast=True), float("nan")), inverse
+
+
+@triton.jit
+def _code(x, PTX: tl.constexpr, FNUZ: tl.constexpr):
+    """A number of at most 448 in float8; FNUZ: the same byte, but for −0's, which is 0."""
+    code = _to_fp8(x, PTX)
+    if FNUZ:
+        code = tl.where(code == 0x80, 0, code).to(tl.uint8)
+    return code
+
+
+@triton.jit
+def _four(a, b, c, d, PTX: tl.constexpr, FNUZ: tl.constexpr):
+    """Four numbers of at most 448 in float8, in one word."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high}; }""",
+            "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        low = _code(a, False, FNUZ).to(tl.uint32) | (_code(b, False, FNUZ).to(tl.uint32) << 8)
+        high = _code(c, False, FNUZ).to(tl.uint32) | (_code(d, False, FNUZ).to(tl.uint32) << 8)
+        return (low | (high << 16)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _rows_in_order(s):
+    """(128,) of 8 strips of (16,)."""
+    even = tl.join(tl.join(s[0], s[4]), tl.join(s[2], s[6]))
+    odd = tl.join(tl.join(s[1], s[5]), tl.join(s[3], s[7]))
+    return tl.reshape(tl.join(even, odd), (SIDE,))
+
+
+@triton.jit
+def _parts_in_order(s):
+    """(4, 128) of 8 strips of (16, 4): what belongs to each row of four blocks of 32 columns."""
+    even = tl.join(tl.join(s[0], s[4]), tl.join(s[2], s[6]))
+    odd = tl.join(tl.join(s[1], s[5]), tl.join(s[3], s[7]))
+    return tl.reshape(tl.permute(tl.join(even, odd), (1, 0, 2, 3, 4)), (PARTS, SIDE))
+
+
+@triton.jit
+def _strips_of_pairs(pairs, HIGH: tl.constexpr, ALONG: tl.constexpr, DTYPE: tl.constexpr):
+    """8 strips in float32: the halves of 8 pairs, or, ALONG, both halves of 4, which hold neighboring strips."""
+    strips = ()
+    if ALONG:
+        for i in tl.static_range(len(pairs)):
+            strips = strips + (_of_pair(pairs[i], False, DTYPE), _of_pair(pairs[i], True, DTYPE))
+    else:
+        for i in tl.static_range(len(pairs)):
+            strips = strips + (_of_pair(pairs[i], HIGH, DTYPE),)
+    return strips
+
+
+@triton.jit
+def _store_sums(s, sums):
+    """Over the rows of the tile."""
+    total = s[0]
+    for i in tl.static_range(1, len(s)):
+        total += s[i]
+    tl.store(sums + tl.arange(0, SIDE), tl.sum(total, 0))
+
+
+@triton.jit
+def _store_transposed(
+    s, inverse, values, stride, columns_left, WIDE: tl.constexpr, PTX: tl.constexpr,
+    words_left=None, FNUZ: tl.constexpr = False,
+):  # fmt: skip
+    """8 strips · inverse as (128 columns, 128 rows). ``values``, ``stride``, ``words_left`` (a row's) count words."""
+    low = _four(s[0] * inverse, s[1] * inverse, s[2] * inverse, s[3] * inverse, PTX, FNUZ)
+    high = _four(s[4] * inverse, s[5] * inverse, s[6] * inverse, s[7] * inverse, PTX, FNUZ)
+    words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (SIDE, SIDE // 4))
+    c = _anew((_places(SIDE, WIDE),), PTX)[0]  # else the addresses would be kept from the first time on
+    word = tl.arange(0, SIDE // 4)[None, :]
+    mask = None if columns_left is None else (c < columns_left)[:, None]
+    if words_left is not None:
+        mask = mask & (word < words_left)
+    tl.store(values + c[:, None] * stride + word, words, mask=mask)
+
+
+@triton.jit
+def _places(SIZE: tl.constexpr, WIDE: tl.constexpr):
+    place = tl.arange(0, SIZE)
+    return place.to(tl.int64) if WIDE else place
+
+
+@triton.jit
+def _tile_of(column_blocks):
+    """(row, column) of this program's tile."""
+    program = tl.program_id(0)
+    return (program // column_blocks).to(tl.int64), (program % column_blocks).to(tl.int64)
+
+
+@triton.jit
+def _pairs_of_tile(
+    input, input_scales, first, place, rows_left, columns_left, input_row, input_column,
+    DTYPE: tl.constexpr, PTX: tl.constexpr, part_row=None,
+):  # fmt: skip
+    """A tile's 8 strips, as 4 of pairs: of neighboring strips. ``input_scales``: those of its rows; it is float8.
+
+    ``part_row``: from one to the next of a row's four, of blocks of 32 columns.
+    """
+    strips = ()
+    for i in tl.static_range(0, STRIPS, 2):
+        two = ()
+        for j in tl.static_range(i, i + 2):
+            mask = (first + j < rows_left)[:, None] & (place < columns_left)[None, :]
+            places = (first + j)[:, None] * input_row + place[None, :] * input_column
+            if input_scales is None:
+                two = two + (tl.load(input + places, mask=mask, other=0.0).to(DTYPE),)
+            elif part_row is not None:
+                row, part = (first + j)[:, None], tl.arange(0, PARTS)[None, :]
+                known = (row < rows_left) & (part * NARROW < columns_left)
+                scale = tl.load(input_scales + part * part_row + row, mask=known, other=0.0)
+                scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (STRIP_ROWS, PARTS, NARROW)), (STRIP_ROWS, SIDE))
+                loaded = _from_fp8(tl.load(input + places, mask=mask, other=0), PTX) * scale
+                two = two + (_clamp(loaded, BF16_LARGEST).to(DTYPE),)
+            else:
+                row = first + j
+                scale = tl.load(input_scales + row, mask=row < rows_left, other=0.0)
+                loaded = _from_fp8(tl.load(input + places, mask=mask, other=0), PTX) * scale[:, None]
+                two = two + (_clamp(loaded, BF16_LARGEST).to(DTYPE),)
+        strips = strips + (_pair(two[0], two[1], DTYPE, PTX),)
+    return strips
+
+
+# COLUMNS of a block, in a tile: 128, and what belongs to blocks is (rows,), or (columns,); or 32, and it is (rows, 4),
+# or (4, columns).
+
+
+@triton.jit
+def _largest_of_rows(pairs, COLUMNS: tl.constexpr, PTX: tl.constexpr):
+    """The largest of each block in a strip's rows: (16,) or (16, 4)."""
+    if COLUMNS == NARROW:
+        return _largest(tl.reshape(_sizes(pairs), (STRIP_ROWS, PARTS, NARROW)), 2, PTX)
+    else:
+        return _largest(_sizes(pairs), 1, PTX)
+
+
+@triton.jit
+def _largest_of_columns(strips, COLUMNS: tl.constexpr, PTX: tl.constexpr):
+    """The largest of each block in a tile's columns: (128,) or (4, 128)."""
+    if COLUMNS == NARROW:  # a strip's rows 0 to 3 are the tile's first 32, with those of the other strips
+        return _largest(tl.reshape(_largest_of_strips(strips, PTX), (PARTS, STRIP_ROWS // PARTS, SIDE)), 1, PTX)
+    else:
+        return _largest(_largest_of_strips(strips, PTX), 0, PTX)
+
+
+@triton.jit
+def _larger_half(pairs, DTYPE: tl.constexpr):
+    """In float32, of numbers without signs."""
+    low = _of_pair(pairs, False, DTYPE).to(tl.int32, bitcast=True)
+    return tl.maximum(low, _of_pair(pairs, True, DTYPE).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _beside_rows(of_blocks, COLUMNS: tl.constexpr):
+    """Broadcast values of the blocks of a strip's rows to its elements."""
+    if COLUMNS == NARROW:
+        return tl.reshape(tl.broadcast_to(of_blocks[:, :, None], (STRIP_ROWS, PARTS, NARROW)), (STRIP_ROWS, SIDE))
+    else:
+        return of_blocks[:, None]
+
+
+@triton.jit
+def _beside_columns(of_blocks, COLUMNS: tl.constexpr):
+    """Broadcast values of the blocks of a tile's columns to the elements of any strip."""
+    if COLUMNS == NARROW:
+        wide = tl.broadcast_to(of_blocks[:, None, :], (PARTS, STRIP_ROWS // PARTS, SIDE))
+        return tl.reshape(wide, (STRIP_ROWS, SIDE))
+    else:
+        return of_blocks[None, :]
+
+
+@triton.jit
+def _places_of_scales(stride, place, COLUMNS: tl.constexpr):
+    """Offsets of the scales of a tile's blocks along one axis; ``place``: offsets along the other axis."""
+    if COLUMNS == NARROW:
+        return tl.arange(0, PARTS)[:, None] * stride + place[None, :]
+    else:
+        return place
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _quantize(
+    input, input_scales, values, scales, values_t, scales_t,
+    rows, columns, column_blocks, input_row, input_column, values_row, values_t_row,
+    ROWS: tl.constexpr, ROWS_T: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Input (rows, columns) in blocks of (ROWS, 128), its transpose in blocks of (ROWS_T, 128); None is not wanted.
+
+    values (rows, values_row) and scales are ``float8.quantize(input, ROWS)``; values_t (columns, 4 · values_t_row), in
+    words, and scales_t are ``float8.quantize(inputᵀ, ROWS_T)``.
+    """
+    r, c = _tile_of(column_blocks)
+    first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
+    rows_left, columns_left = rows - r * SIDE, columns - c * SIDE
+    # What float8 times a power of two is, bfloat16 holds.
+    OWN: tl.constexpr = tl.bfloat16 if input_scales is not None else input.dtype.element_ty
+    DTYPE: tl.constexpr = tl.float32 if OWN == tl.float64 else OWN
+    input += r * SIDE * input_row + c * SIDE * input_column
+    if input_scales is not None:
+        input_scales += c * rows + r * SIDE
+    strips = _pairs_of_tile(
+        input, input_scales, first, place, rows_left, columns_left, input_row, input_column, DTYPE, PTX
+    )
+
+    if ROWS_T is not None or ROWS == SIDE:
+        of_columns = _largest(_largest_of_strips(strips, PTX), 0, PTX)
+        largest = tl.maximum(
+            _of_pair(of_columns, False, DTYPE).to(tl.int32, bitcast=True),
+            _of_pair(of_columns, True, DTYPE).to(tl.int32, bitcast=True),
+        )
+        scale_t, inverse_t = _scale(largest.to(tl.float32, bitcast=True))
+        scale_all, inverse_all = _scale(tl.max(largest, 0).to(tl.float32, bitcast=True))
+
+    if ROWS is not None:
+        values += r * SIDE * values_row + c * SIDE
+        of_rows = ()
+        numbers = _strips_of_pairs(_anew(strips, PTX), False, True, DTYPE)
+        for i in tl.static_range(STRIPS):
+            if ROWS == 1:
+                if i % 2 == 0:
+                    both = _largest(_sizes(strips[i // 2]), 1, PTX)
+                largest_of_rows = _of_pair(both, i % 2 == 1, DTYPE)
+                of_rows = of_rows + (largest_of_rows,)
+                inverse = _scale(largest_of_rows)[1][:, None]
+            else:
+                inverse = inverse_all
+            code = _to_fp8(numbers[i] * inverse, PTX)
+            row = first + i
+            tl.store(values + row[:, None] * values_row + place[None, :], code, mask=(row < rows_left)[:, None])
+        if ROWS == 1:
+            tl.store(scales + c * rows + r * SIDE + place, _scale(_rows_in_order(of_rows))[0], mask=place < rows_left)
+        else:
+            tl.store(scales + r * column_blocks + c, scale_all)
+
+    if ROWS_T is not None:
+        values_t += c * SIDE * values_t_row + r * (SIDE // 4)
+        numbers = _strips_of_pairs(_anew(strips, PTX), False, True, DTYPE)
+        if ROWS_T == 1:
+            tl.store(scales_t + r * columns + c * SIDE + place, scale_t, mask=place < columns_left)
+            _store_transposed(numbers, inverse_t[None, :], values_t, values_t_row, columns_left, WIDE, PTX)
+        else:
+            tl.store(scales_t + c * (values_t_row // (SIDE // 4)) + r, scale_all)
+            _store_transposed(numbers, inverse_all, values_t, values_t_row, columns_left, WIDE, PTX)
+
+
+@triton.jit
+def _quantize_narrow(
+    input, input_scales, values, scales, values_t, scales_t,
+    rows, columns, column_blocks, input_row, input_column, values_row, values_t_row,
+    WIDE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Input (rows, columns) in blocks of (1, 32), its transpose too; None is not wanted.
+
+    values (rows, values_row) and scales are ``float8.quantize(input, 1, 32)``; values_t (columns, 4 · values_t_row), in
+    words, and scales_t are ``float8.quantize(inputᵀ, 1, 32)``.
+    """
+    r, c = _tile_of(column_blocks)
+    first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
+    part = tl.arange(0, PARTS)[:, None]
+    rows_left, columns_left = rows - r * SIDE, columns - c * SIDE
+    OWN: tl.constexpr = tl.bfloat16 if input_scales is not None else input.dtype.element_ty
+    DTYPE: tl.constexpr = tl.float32 if OWN == tl.float64 else OWN
+    input += r * SIDE * input_row + c * SIDE * input_column
+    if input_scales is not None:
+        input_scales += c * PARTS * rows + r * SIDE
+    strips = _pairs_of_tile(
+        input, input_scales, first, place, rows_left, columns_left, input_row, input_column, DTYPE, PTX, rows
+    )
+
+    if values is not None:
+        values += r * SIDE * values_row + c * SIDE
+        stored = place < values_row - c * SIDE
+        of_rows = ()
+        numbers = _strips_of_pairs(_anew(strips, PTX), False, True, DTYPE)
+        for i in tl.static_range(STRIPS):
+            if i % 2 == 0:
+                both = _largest_of_rows(strips[i // 2], NARROW, PTX)
+            largest = _of_pair(both, i % 2 == 1, DTYPE)
+            of_rows = of_rows + (largest,)
+            code = _to_fp8(numbers[i] * _beside_rows(_scale(largest)[1], NARROW), PTX)
+            row = first + i
+            mask = (row < rows_left)[:, None] & stored[None, :]
+            tl.store(values + row[:, None] * values_row + place[None, :], code, mask=mask)
+        scales += c * PARTS * rows + r * SIDE
+        mask = (place < rows_left)[None, :] & (part < values_row // NARROW - c * PARTS)
+        scale = _scale(_parts_in_order(of_rows))[0]
+        tl.store(scales + _places_of_scales(rows, place, NARROW), scale, mask=mask)
+
+    if values_t is not None:
+        values_t += c * SIDE * values_t_row + r * (SIDE // 4)
+        scale, inverse = _scale(_larger_half(_largest_of_columns(strips, NARROW, PTX), DTYPE))
+        scales_t += r * PARTS * columns + c * SIDE
+        mask = (place < columns_left)[None, :] & (part < values_t_row // (NARROW // 4) - r * PARTS)
+        tl.store(scales_t + _places_of_scales(columns, place, NARROW), scale, mask=mask)
+        numbers = _strips_of_pairs(_anew(strips, PTX), False, True, DTYPE)
+        _store_transposed(
+            numbers, _beside_columns(inverse, NARROW), values_t, values_t_row, columns_left, WIDE, PTX,
+            values_t_row - r * (SIDE // 4),
+        )  # fmt: skip
+
+
+@triton.jit
+def _tile_scales(scales, tiles, rows, blocks, row_tiles, total, PLACES: tl.constexpr):
+    """``float8.tiled``: tiles (total,), bytes; scales (blocks, rows), float32."""
+    place = tl.program_id(0).to(tl.int64) * PLACES + tl.arange(0, PLACES)
+    tile, inside = place // (SIDE * 4), place % (SIDE * 4)
+    row = tile // row_tiles * SIDE + inside // 4 % 4 * 32 + inside // 16
+    block = tile % row_tiles * 4 + inside % 4
+    mask = (place < total) & (row < rows) & (block < blocks)
+    bits = tl.load(scales + block * rows + row, mask=mask, other=0.0).to(tl.int32, bitcast=True)
+    tl.store(tiles + place, (bits >> MANTISSA_BITS).to(tl.uint8), mask=place < total)
+
+
+@triton.jit
+def _inverse(scale, FNUZ: tl.constexpr):
+    """1 / scale; FNUZ: 2 / scale, as what is stored are e4m3fn's bytes (``_code``)."""
+    bits = -scale.to(tl.int32, bitcast=True) + INVERSE
+    return (bits + LEAST_SCALE if FNUZ else bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _part_of_row(input, start, columns, stride, PLACES: tl.constexpr):
+    place = start + tl.arange(0, PLACES)
+    return tl.load(input + place.to(tl.int64) * stride, mask=place < columns, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_part(values, x, inverse, start, columns, PLACES: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr):
+    place = start + tl.arange(0, PLACES)
+    tl.store(values + place, _code(x * inverse, PTX, FNUZ), mask=place < columns)
+
+
+@triton.jit
+def _quantize_rows(
+    input, values, scales, columns, input_row, input_column,
+    PLACES: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
+):  # fmt: skip
+    """``float8.quantize`` in rows; a program has a row.
+
+    WHOLE: of up to PLACES columns, and it is read once; else it is read again, which is for the cache to answer.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    input += row * input_row
+    values += row * columns
+    if WHOLE:
+        x = _part_of_row(input, 0, columns, input_column, PLACES)
+        sizes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        sizes = tl.zeros((PLACES,), tl.int32)
+        for start in range(0, columns, PLACES):
+            part = _part_of_row(input, start, columns, input_column, PLACES)
+            sizes = tl.maximum(sizes, part.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    scale, inverse = _scale(tl.max(sizes, 0).to(tl.float32, bitcast=True))
+    tl.store(scales + row, scale * 2 if FNUZ else scale)
+    if WHOLE:
+        _store_part(values, x, inverse, 0, columns, PLACES, PTX, FNUZ)
+    else:
+        for start in range(0, columns, PLACES):
+            part = _part_of_row(input, start, columns, input_column, PLACES)
+            _store_part(values, part, inverse, start, columns, PLACES, PTX, FNUZ)
+
+
+@triton.jit
+def _quantize_by(
+    input, scales, values, rows, columns, input_one, input_row, input_column, scale_one, scale_row,
+    PLACES: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
+):  # fmt: skip
+    """``float8.quantize_by``; a program has PLACES of a row, of one matrix of a stack."""
+    row, start, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * PLACES, tl.program_id(2).to(tl.int64)
+    part = _part_of_row(input + index * input_one + row * input_row, start, columns, input_column, PLACES)
+    inverse = _inverse(tl.load(scales + index * scale_one + row * scale_row), FNUZ)
+    _store_part(values + (index * rows + row) * columns, part, inverse, start, columns, PLACES, PTX, FNUZ)
+
+
+@triton.jit
+def _quantize_turned(
+    input, scales, values_t, rows, columns, column_blocks, input_one, input_row, input_column,
+    scale_one, scale_column, values_t_row,
+    WIDE: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
+):  # fmt: skip
+    """``float8.quantize_by`` of the transpose of input (rows, columns), as words: values_t (columns, values_t_row).
+
+    A program has a tile of one matrix of a stack.
+    """
+    index = tl.program_id(1).to(tl.int64)
+    input += index * input_one
+    scales += index * scale_one
+    values_t += index * columns * values_t_row
+    r, c = _tile_of(column_blocks)
+    first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
+    rows_left, columns_left = rows - r * SIDE, columns - c * SIDE
+    input += r * SIDE * input_row + c * SIDE * input_column
+    strips = ()
+    for i in tl.static_range(STRIPS):
+        mask = (first + i < rows_left)[:, None] & (place < columns_left)[None, :]
+        strips = strips + (_strip(input, first + i, place, input_row, input_column, mask),)
+    scale = tl.load(scales + (c * SIDE + place) * scale_column, mask=place < columns_left, other=1.0)
+    values_t += c * SIDE * values_t_row + r * (SIDE // 4)
+    words_left = values_t_row - r * (SIDE // 4)
+    inverse = _inverse(scale, FNUZ)[None, :]
+    _store_transposed(strips, inverse, values_t, values_t_row, columns_left, WIDE, PTX, words_left, FNUZ)
+
+
+@triton.jit
+def _dequantize(
+    out, values, scales, rows, columns, column_blocks,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """value · scale, at most LARGEST; out, values (rows, columns) without gaps, in blocks of (ROWS, 128) or (1, 32)."""
+    program = tl.program_id(0)
+    c = (program % column_blocks).to(tl.int64)
+    r = (program // column_blocks).to(tl.int64) * BLOCK_M
+    row, place = _places(BLOCK_M, WIDE), _places(SIDE, WIDE)
+    mask = row < rows - r
+    stored = mask[:, None] if COLUMNS == SIDE else mask[:, None] & (place < columns - c * SIDE)[None, :]
+    places = row[:, None] * columns + place[None, :]
+    corner = r * columns + c * SIDE
+    code = tl.load(values + corner + places, mask=stored, other=0)
+    if COLUMNS == NARROW:
+        part = c * PARTS + tl.arange(0, PARTS)[None, :]
+        known = mask[:, None] & (part < columns // NARROW)
+        scale = tl.load(scales + part * rows + r + row[:, None], mask=known, other=0.0)[:, :, None]
+        scale = tl.reshape(tl.broadcast_to(scale, (BLOCK_M, PARTS, NARROW)), (BLOCK_M, SIDE))
+    elif ROWS == 1:
+        scale = tl.load(scales + c * rows + r + row, mask=mask, other=0.0)[:, None]
+    else:
+        scale = tl.load(scales + (r // SIDE) * column_blocks + c)
+    tl.store(out + corner + places, _clamp(_from_fp8(code, PTX) * scale, LARGEST), mask=stored)
+
+
+@triton.jit
+def _strip(matrix, row, place, row_stride, column_stride, mask):
+    places = matrix + row[:, None] * row_stride + place[None, :] * column_stride
+    if mask is None:
+        return tl.load(places).to(tl.float32)
+    else:
+        return tl.load(places, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _parking(values_t, stride, row, STRIP: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr):
+    """Addresses of one of four 16-bit strips in a tile of transposed float8; row: the strip's rows, 0 to 15."""
+    r, c = row[:, None], _places(SIDE, WIDE)[None, :]
+    half: tl.constexpr = SIDE // 2
+    places = (STRIP * 2 * STRIP_ROWS + r * 2 + c // half) * (stride * 2) + c % half
+    return values_t.to(tl.pointer_type(DTYPE), bitcast=True) + places
+
+
+@triton.jit
+def _parked(values_t, stride, DTYPE: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr):
+    """Four strips, as two of pairs; then the tile is free."""
+    row = _anew((_places(STRIP_ROWS, WIDE),), PTX)[0]
+    a = tl.load(_parking(values_t, stride, row, 0, DTYPE, WIDE))
+    b = tl.load(_parking(values_t, stride, row, 1, DTYPE, WIDE))
+    c = tl.load(_parking(values_t, stride, row, 2, DTYPE, WIDE))
+    d = tl.load(_parking(values_t, stride, row, 3, DTYPE, WIDE))
+    tl.debug_barrier()
+    return _pair(a, b, DTYPE, PTX), _pair(c, d, DTYPE, PTX)
+
+
+@triton.jit
+def _gradients(
+    grad, gate, up,
+    gate_values, gate_scales, gate_values_t, gate_scales_t, gate_sums,
+    up_values, up_scales, up_values_t, up_scales_t, up_sums, out_values_t, out_scales_t,
+    rows, column_blocks, width, row_blocks,
+    grad_row, grad_column, gate_row, gate_column, up_row, up_column,
+    ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The gradients of act(gate) or act(gate) · up in (1, COLUMNS), in (1, COLUMNS) of the transpose, and summed over
+    each tile's rows; act's result transposed, in (128, 128) or (1, 32). ``width``: a row of the gradients. WHOLE: no
+    tile ends early; with COLUMNS of 32 none does.
+
+    Pairs are (gate's gradient, up's) of an element; without up (gradient, result). With up there is no room for the
+    result: 128 registers a thread let two programs share a multiprocessor, so that one loads while the other computes.
+    In 16 bits it waits in memory where the program's last two transposed tiles go, so in the cache, until it is its
+    turn. That costs half an instruction an element; to compute it anew costs 17.
+    """
+    PAIR: tl.constexpr = up is not None
+    DTYPE: tl.constexpr = gate.dtype.element_ty
+    r, c = _tile_of(column_blocks)
+    first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
+    rows_left = rows - r * SIDE
+    values_t_row = row_blocks * (SIDE // 4)
+    grad += r * SIDE * grad_row + c * SIDE * grad_column
+    gate += r * SIDE * gate_row + c * SIDE * gate_column
+    if PAIR:
+        up += r * SIDE * up_row + c * SIDE * up_column
+    corner = r * SIDE * width + c * SIDE
+    corner_t = c * SIDE * values_t_row + r * (SIDE // 4)
+
+    out_values_t += corner_t
+    if PAIR:
+        up_values_t += corner_t
+    PARKED: tl.constexpr = PAIR and DTYPE.primitive_bitwidth == 16
+    COUNT: tl.constexpr = PARTS if COLUMNS == NARROW else 1
+
+    strips = ()
+    results = ()
+    of_rows = ()
+    for i in tl.static_range(STRIPS):
+        row = first + i
+        mask = None if WHOLE else (row < rows_left)[:, None]
+        g = _strip(grad, row, place, grad_row, grad_column, mask)
+        x = _strip(gate, row, place, gate_row, gate_column, mask)
+        if PAIR:
+            u = _strip(up, row, place, up_row, up_column, mask)
+            if CLAMP is not None:
+                gate_cut = _cut(x, CLAMP)
+                up_cut = _cut(tl.abs(u), CLAMP)
+                x = _clamp_above(x, CLAMP)
+                u = _clamp(u, CLAMP)
+            if OFFSET != 0.0:
+                u += OFFSET
+            y, derivative = _activate(x, ACTIVATION)
+            dx = _input_grad(g * u, x, derivative, ACTIVATION)
+            du = g * y
+            if CLAMP is not None:
+                dx = tl.where(gate_cut, 0.0, dx)
+                du = tl.where(up_cut, 0.0, du)
+            pair = _pair(dx, du, DTYPE, PTX)
+            result = y * u if WHOLE else tl.where(mask, y * u, 0.0)
+            if PARKED:
+                room = out_values_t if i < 4 else up_values_t
+                tl.store(_parking(room, values_t_row, _places(STRIP_ROWS, WIDE), i % 4, DTYPE, WIDE), result.to(DTYPE))
+            elif i % 2 == 0:
+                above = result
+            else:
+                results = results + (_pair(above, result, DTYPE, PTX),)
+        else:
+            y, derivative = _activate(x, ACTIVATION)
+            result = y if WHOLE else tl.where(mask, y, 0.0)
+            pair = _pair(_input_grad(g, x, derivative, ACTIVATION), result, DTYPE, PTX)
+        strips = strips + (pair,)
+        largest = _largest_of_rows(pair, COLUMNS, PTX)
+        of_rows = of_rows + (largest,)
+        places = corner + row[:, None] * width + place[None, :]
+        inverse = _beside_rows(_scale(_of_pair(largest, False, DTYPE))[1], COLUMNS)
+        tl.store(gate_values + places, _to_fp8(_of_pair(pair, False, DTYPE) * inverse, PTX), mask=mask)
+        if PAIR:
+            inverse = _beside_rows(_scale(_of_pair(largest, True, DTYPE))[1], COLUMNS)
+            tl.store(up_values + places, _to_fp8(_high_once(pair, DTYPE, PTX) * inverse, PTX), mask=mask)
+    place = _anew((place,), PTX)[0]  # else addresses, too, would be kept from the start
+    largest = _parts_in_order(of_rows) if COLUMNS == NARROW else _rows_in_order(of_rows)
+    places = c * COUNT * rows + r * SIDE + _places_of_scales(rows, place, COLUMNS)
+    mask = (place < rows_left)[None, :] if COLUMNS == NARROW else place < rows_left
+    tl.store(gate_scales + places, _scale(_of_pair(largest, False, DTYPE))[0], mask=mask)
+    if PAIR:
+        tl.store(up_scales + places, _scale(_of_pair(largest, True, DTYPE))[0], mask=mask)
+
+    strips = _anew(strips, PTX)
+    of_columns = _largest_of_columns(strips, COLUMNS, PTX)
+    places = r * width + c * SIDE
+    scale, inverse = _scale(_of_pair(of_columns, False, DTYPE))
+    corner_of_scales = r * COUNT * width + c * SIDE
+    tl.store(gate_scales_t + corner_of_scales + _places_of_scales(width, place, COLUMNS), scale)
+    strips = _anew(strips, PTX)
+    _store_sums(_strips_of_pairs(strips, False, False, DTYPE), gate_sums + places)
+    strips = _anew(strips, PTX)
+    numbers = _strips_of_pairs(strips, False, False, DTYPE)
+    inverse = _beside_columns(inverse, COLUMNS)
+    _store_transposed(numbers, inverse, gate_values_t + corner_t, values_t_row, None, WIDE, PTX)
+
+    strips = _anew(strips, PTX)
+    of_columns = _of_pair(of_columns, True, DTYPE)
+    if PAIR:
+        if PARKED:
+            results = _parked(up_values_t, values_t_row, DTYPE, WIDE, PTX)
+        scale, inverse = _scale(of_columns)
+        tl.store(up_scales_t + corner_of_scales + _places_of_scales(width, place, COLUMNS), scale)
+        _store_sums(_strips_of_pairs(strips, True, False, DTYPE), up_sums + places)
+        strips = _anew(strips, PTX)
+        numbers = _strips_of_pairs(strips, True, False, DTYPE)
+        _store_transposed(numbers, _beside_columns(inverse, COLUMNS), up_values_t, values_t_row, None, WIDE, PTX)
+
+        if PARKED:
+            results = _parked(out_values_t, values_t_row, DTYPE, WIDE, PTX) + results
+        strips = results
+        strips = _anew(strips, PTX)
+        of_columns = _larger_half(_largest_of_columns(strips, COLUMNS, PTX), DTYPE)
+    if COLUMNS == NARROW:
+        scale, inverse = _scale(of_columns)
+        columns = column_blocks * SIDE
+        out_scales_t += r * COUNT * columns + c * SIDE
+        tl.store(out_scales_t + _places_of_scales(columns, place, COLUMNS), scale)
+        inverse = _beside_columns(inverse, COLUMNS)
+    else:
+        scale, inverse = _scale(tl.max(of_columns.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True))
+        tl.store(out_scales_t + c * row_blocks + r, scale)
+    numbers = _strips_of_pairs(strips, True, PAIR, DTYPE)
+    _store_transposed(numbers, inverse, out_values_t, values_t_row, None, WIDE, PTX)
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
+
+_WARPS = 8  # 64 elements a thread: a strip is one load of 16 bytes for each
+_REGISTERS = 128  # so that two programs fit a multiprocessor of 64 Ki
+_ROWS_OF_DEQUANTIZE = 32
+_COLUMNS_AT_ONCE = 16384  # of a row in registers: 16 warps have 32 elements a thread
+_COLUMNS_OF_A_PART = 2048
+
+
+def _ptx(device: torch.device) -> bool:
+    """True if kernels may use sm_90's instructions: two conversions in one, two 16-bit comparisons in one.
+
+    Elsewhere (sm_80, Triton's interpreter) they calculate with bits.
+
+    Raises:
+        NotImplementedError: on AMD's GPUs. gfx942 has another float8 (float8_e4m3fnuz) than e4m3fn, and no library
+            there multiplies in these blocks.
+    """
+    if torch.version.hip is not None:
+        raise NotImplementedError(
+            "float8 linear layers are not accepted on AMD GPUs: gfx942 has float8_e4m3fnuz, these layers are in "
+            "float8_e4m3fn with a scale for each block; accepted: NVIDIA GPUs (the products need sm_90), or "
+            'recipe="fp8-rowwise"'
+        )
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _wide(*strides: int) -> bool:
+    """True if an offset within a tile needs 64 bits; offsets of tiles always have them."""
+    return BLOCK * max(strides) * 2 > INT32_MAX
+
+
+def _in_words(values_t: Tensor) -> Tensor:
+    return values_t.view(torch.int32)
+
+
+def _run_quantize(
+    input: Tensor,
+    rows: int | None,
+    rows_t: int | None,
+    input_scales: Tensor | None = None,
+    columns: int = BLOCK,
+) -> tuple[Tensor, ...]:
+    """(values, scales) of input in blocks of (rows, columns), of its transpose in (rows_t, columns); without None's.
+
+    One pass over memory, which reads along rows. With ``input_scales`` input is float8 in blocks of (1, columns).
+    ``columns``: 128, or 32.
+    """
+    r, c = input.shape
+    ptx = _ptx(input.device)
+    stored: list[Tensor | None] = []
+    for height, width, of_blocks in ((r, c, rows), (c, r, rows_t)):
+        if of_blocks is None:
+            stored += [None, None]
+            continue
+        wide = float8.padded(width, columns)
+        shape = float8.scales_shape((height, wide), of_blocks, columns)
+        stored += [
+            input.new_empty((height, wide), dtype=torch.uint8),
+            input.new_empty(shape, dtype=torch.float32),
+        ]
+    values, scales, values_t, scales_t = stored
+    if r and c:
+        width, width_t = float8.padded(c, columns), float8.padded(r, columns)
+        outputs = values, scales, None if values_t is None else _in_words(values_t), scales_t
+        narrow = columns == MX_BLOCK
+        launching.launch(
+            _quantize_narrow if narrow else _quantize, (blocks(r, BLOCK) * blocks(c, BLOCK), 1, 1), input.device,
+            (input, input_scales, *outputs),
+            (r, c, blocks(c, BLOCK), input.stride(0), input.stride(1), width, width_t // 4),
+            {
+                **({} if narrow else {"ROWS": rows, "ROWS_T": rows_t}),
+                "WIDE": _wide(*input.stride(), width, width_t), "PTX": ptx, "num_warps": _WARPS, **OPTIONS,
+            },
+        )  # fmt: skip
+    return tuple(t.view(FP8) if t.dtype == torch.uint8 else t for t in stored if t is not None)
+
+
+def _is_turned(t: Tensor) -> bool:
+    """True if columns are contiguous, of a matrix or of each in a stack."""
+    return t.stride(-2) == 1 and t.stride(-1) != 1
+
+
+def _of_device(t: Tensor) -> dict[str, Any]:
+    """The constants of kernels of rows that a device decides."""
+    return {"PTX": _native_fp8(t.device), "FNUZ": float8.dtype_of(t.device) == float8.FNUZ}
+
+
+def _quantize_in_rows(input: Tensor) -> tuple[Tensor, Tensor]:
+    """(values, scales) of rows; those of up to 16384 columns are read once."""
+    r, c = input.shape
+    values, scales = input.new_empty((r, c), dtype=torch.uint8), input.new_empty((1, r), dtype=torch.float32)
+    if r and c:
+        places = min(power_of_2(c), _COLUMNS_AT_ONCE)
+        launching.launch(
+            _quantize_rows, (r, 1, 1), input.device, (input, values, scales), (c, *input.stride()),
+            {
+                "PLACES": places, "WHOLE": c <= places, **_of_device(input),
+                "num_warps": min(max(places // 1024, 1), 16), **OPTIONS,
+            },
+        )  # fmt: skip
+    return values.view(float8.dtype_of(input.device)), scales
+
+
+def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
+    """``float8.quantize_by`` in one kernel, which reads and writes along what lies close in memory."""
+    *stack, r, c = input.shape
+    values, scales = input.new_empty(input.shape, dtype=torch.uint8), scales.contiguous()
+    count, of_rows = (stack or [1])[0], scales.shape[-1]
+    matrix_stride, row, column = input.stride() if stack else (0, *input.stride())
+    scale_one, scale_row = of_rows, 0 if of_rows == 1 else 1
+    if values.numel() and _is_turned(input) and c % 4 == 0:
+        launching.launch(
+            _quantize_turned, (blocks(c, BLOCK) * blocks(r, BLOCK), count, 1), input.device,
+            (input, scales, _in_words(values)),
+            (c, r, blocks(r, BLOCK), matrix_stride, column, row, scale_one, scale_row, c // 4),
+            {"WIDE": _wide(row, column, c), **_of_device(input), "num_warps": _WARPS, **OPTIONS},
+        )  # fmt: skip
+    elif values.numel():
+        launching.launch(
+            _quantize_by, (r, blocks(c, _COLUMNS_OF_A_PART), count), input.device, (input, scales, values),
+            (r, c, matrix_stride, row, column, scale_one, scale_row),
+            {"PLACES": _COLUMNS_OF_A_PART, **_of_device(input), "num_warps": 4, **OPTIONS},
+        )  # fmt: skip
+    return values.view(float8.dtype_of(input.device))
+
+
+def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """``float8.quantize`` in one kernel, which reads and writes along what lies close in memory.
+
+    Where a row is a block, and the columns lie close, its largest elements are torch's to find: a pass more.
+    """
+    if (columns or BLOCK) not in (BLOCK, MX_BLOCK):
+        if rows == 1 and not _is_turned(input):
+            return _quantize_in_rows(input)
+        largest = input.abs().amax(1 if rows == 1 else (0, 1)).reshape(-1, 1)
+        scales = float8.quantize(largest, 1, 1)[1]
+        return quantize_by(input, scales), scales
+    arguments = (input.t(), None, rows) if _is_turned(input) else (input, rows, None)
+    values, scales = _run_quantize(*arguments, columns=columns or BLOCK)
+    return values, scales
+
+
+def tile_scales(scales: Tensor) -> Tensor:
+    """``float8.tiled`` in one kernel."""
+    blocks_of_row, rows = scales.shape
+    row_tiles = blocks(blocks_of_row, 4)
+    tiles = scales.new_empty(float8.tiled_size(blocks_of_row, rows), dtype=torch.uint8)
+    if tiles.numel():
+        launching.launch(
+            _tile_scales, (blocks(tiles.numel(), _COLUMNS_OF_A_PART), 1, 1), scales.device,
+            (scales.contiguous(), tiles), (rows, blocks_of_row, row_tiles, tiles.numel()),
+            {"PLACES": _COLUMNS_OF_A_PART, "num_warps": 4, **OPTIONS},
+        )  # fmt: skip
+    return tiles
+
+
+def quantize_both(input: Tensor, columns: int = BLOCK) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(*quantize(input, 1, columns), *quantize(input.t(), 1, columns)) from one read of input (r, c)."""
+    if input.stride(0) == 1 and input.stride(1) != 1:
+        values_t, scales_t, values, scales = _run_quantize(input.t(), 1, 1, columns=columns)
+    else:
+        values, scales, values_t, scales_t = _run_quantize(input, 1, 1, columns=columns)
+    return values, scales, values_t, scales_t
+
+
+def _block_of_columns(columns: int) -> tuple[int, int]:
+    """In which a layer's input is quantized along its columns, as a weight, beside blocks of (1, columns)."""
+    return (1, MX_BLOCK) if columns == MX_BLOCK else (BLOCK, BLOCK)
+
+
+def requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """quantize(dequantize(values, scales, 1).t(), 128), or (…, 1, 32), in one kernel. values (r, c) without gaps.
+
+    In float32 but for the last bits of what lies below 2⁻¹²⁶, which go by bfloat16.
+    """
+    rows_t, columns = _block_of_columns(float8.columns_of(values, scales, 1))
+    values_t, scales_t = _run_quantize(
+        values.contiguous().view(torch.uint8), None, rows_t, scales.contiguous(), columns
+    )
+    return values_t, scales_t
+
+
+def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """``float8.dequantize`` in one kernel; where a row is a block, in plain torch: no recipe needs it."""
+    (r, c), columns = values.shape, float8.columns_of(values, scales, rows)
+    if columns not in (BLOCK, MX_BLOCK):
+        return float8.dequantize(values, scales, rows, dtype)
+    out = values.new_empty((r, c), dtype=dtype)
+    if out.numel():
+        launching.launch(
+            _dequantize, (blocks(r, _ROWS_OF_DEQUANTIZE) * blocks(c, BLOCK), 1, 1), values.device,
+            (out, values.contiguous().view(torch.uint8), scales.contiguous()), (r, c, blocks(c, BLOCK)),
+            {
+                "ROWS": rows, "COLUMNS": columns, "LARGEST": float8.largest(dtype), "WIDE": _wide(c),
+                "PTX": _ptx(values.device), "BLOCK_M": _ROWS_OF_DEQUANTIZE, "num_warps": 4, **OPTIONS,
+            },
+        )  # fmt: skip
+    return out
+
+
+def gradients_quantized(
+    name: str,
+    grad: Tensor,
+    data: Sequence[Tensor],
+    activation: str,
+    layout: str | None = None,
+    up_offset: float = 0.0,
+    clamp: float | None = None,
+    columns: int = BLOCK,
+) -> tuple[Tensor, ...]:
+    """The quantized inputs of the two GEMMs around an activation's backward, from one pass over its inputs.
+
+    For each data tensor d (rows, columns) with gradient g, rounded to d's dtype as ``reference.{name}_backward`` gives
+    it, five tensors: ``*quantize(g, 1, columns)``, ``*quantize(g.t(), 1, columns)``, and g's sums over each 128 rows in
+    float32, (⌈rows / 128⌉, columns). Then, of the operator's result a in d's dtype, two: ``*quantize(a.t(), 128)``, or,
+    with ``columns`` of 32, ``*quantize(a.t(), 1, 32)``.
+
+    Args:
+        name: "bias_act" (data is (x,), and there is no bias), "glu" ((gate, up)) or "bias_glu" ((packed,)).
+        grad: (rows, n), of the result.
+        data: (rows, n) each, or (rows, 2n) packed; n a multiple of 128, rows any.
+        activation: a built-in one.
+        layout: of packed data, "halves" or "swapped".
+        up_offset, clamp: as the operators have them.
+        columns: of a block, 128 or 32; with 32 rows, too, are a multiple of 128.
+
+    Raises:
+        ValueError: for another name or layout, or columns, or with ``columns`` of 32 rows, that are no multiple of 128.
+        TypeError: for data of other dtypes than bfloat16, float16 and float32.
+    """
+    if name not in _WRITTEN_FOR or len(data) != _data_of(name):
+        known = {name: _data_of(name) for name in _WRITTEN_FOR}
+        raise ValueError(f"name={name!r} with {len(data)} data is not accepted: {known} are names and their data")
+    if name == "bias_glu" and layout not in ("halves", "swapped"):
+        raise ValueError(f"layout={layout!r} is not accepted: it must be 'halves' or 'swapped'")
+    if grad.shape[1] % BLOCK:
+        raise ValueError(f"grad has shape {tuple(grad.shape)}; accepted: columns in multiples of {BLOCK}")
+    if columns == MX_BLOCK and grad.shape[0] % BLOCK:
+        raise ValueError(f"grad has shape {tuple(grad.shape)}; accepted: rows in multiples of {BLOCK}")
+    if data[0].dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(f"data has dtype {data[0].dtype}; accepted: bfloat16, float16, float32")
+    ptx = _ptx(grad.device)
+    (r, c), width = grad.shape, data[0].shape[1]
+    padded = float8.padded(r)
+    per_data = [
+        (
+            grad.new_empty((r, width), dtype=FP8),
+            grad.new_empty((width // columns, r), dtype=torch.float32),
+            grad.new_empty((width, padded), dtype=FP8),
+            grad.new_empty((padded // columns, width), dtype=torch.float32),
+            grad.new_empty((padded // BLOCK, width), dtype=torch.float32),
+        )
+        for _ in data
+    ]
+    out = (
+        grad.new_empty((c, padded), dtype=FP8),
+        grad.new_empty(float8.scales_shape((c, padded), *_block_of_columns(columns)), dtype=torch.float32),
+    )
+    results = (*(t for five in per_data for t in five), *out)
+    if grad.numel() == 0:
+        return results
+    if name == "bias_glu":
+        assert layout is not None
+        gate, up = formulas.unpack(data[0], layout)
+        values, scales, values_t, scales_t, sums = per_data[0]
+        columns_of = [formulas.unpack(t, layout) for t in (values, scales_t, sums)]
+        rows_of = [_halves(t, layout) for t in (scales, values_t)]
+        of_gate, of_up = (
+            (columns_of[0][i], rows_of[0][i], rows_of[1][i], columns_of[1][i], columns_of[2][i]) for i in (0, 1)
+        )
+    else:
+        gate, up = data[0], data[1] if len(data) == 2 else None
+        of_gate, of_up = per_data[0], per_data[-1] if len(data) == 2 else (None,) * 5
+    (grad, grad_m), (gate, gate_m), (up, up_m) = matrix(grad), matrix(gate), matrix(up)
+    strides = [stride for m in (grad_m, gate_m, up_m) for stride in (m.row, m.column)]
+    registers = {"maxnreg": _REGISTERS} if ptx and gate.element_size() == 2 else {}
+    launching.launch(
+        _gradients, (padded // BLOCK * (c // BLOCK), 1, 1), grad.device,
+        (grad, gate, up, *_bytes_and_words(of_gate), *_bytes_and_words(of_up), _in_words(out[0]), out[1]),
+        (r, c // BLOCK, width, padded // BLOCK, *strides),
+        {
+            "ACTIVATION": activation, "OFFSET": up_offset, "CLAMP": clamp, "COLUMNS": columns, "WHOLE": r == padded,
+            "WIDE": _wide(*strides, width, padded), "PTX": ptx, "num_warps": _WARPS, **registers, **OPTIONS,
+        },
+    )  # fmt: skip
+    return results
+
+
+_WRITTEN_FOR = ("bias_act", "glu", "bias_glu")  # the operators whose gradients the kernel above computes
+
+
+def _declared(name: str) -> PointwiseOperator:
+    return next(op for op in elementwise() if op.name == name)
+
+
+def _data_of(name: str) -> int:
+    """The number of data tensors of a declared operator."""
+    return _declared(name).data
+
+
+def launch_of(name: str) -> Callable[..., Any]:
+    """The function that computes ``fused::name`` on a GPU."""
+    operator = name.removesuffix("_backward_quantized")
+    if operator == name:
+        return globals()[name]  # type: ignore[no-any-return]
+    data = _data_of(operator)
+    end = data + len(_declared(operator).required_scalars)
+
+    def gradients(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        activation, *scalars = args[data:end]
+        layout = scalars.pop(0) if operator == "bias_glu" else None
+        (columns,) = args[end:] or (BLOCK,)  # left out where it is the default
+        return gradients_quantized(operator, grad, args[:data], activation, layout, *scalars, columns=columns)
+
+    return gradients
+
+
+def _halves(t: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """(gate's, up's) rows of a tensor with a row, or a row of blocks, for each packed column."""
+    first, second = t.chunk(2)
+    return (second, first) if layout == "swapped" else (first, second)
+
+
+def _bytes_and_words(five: Sequence[Any]) -> tuple[Any, ...]:
+    values, scales, values_t, scales_t, sums = five
+    if values is None:
+        return tuple(five)
+    return values.view(torch.uint8), scales, _in_words(values_t), scales_t, sums
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+# Of cuBLASLt on sm_90, from CUDA 12.9 on, as ATen's ScaledBlas.cpp checks and hands them over: scales' outer axis lies
+# close in memory, that of (128, 128) is padded to multiples of 4 along k, rows of both operands are in multiples of
+# what the library's tiles need.
+_RECIPES = {1: ScalingType.BlockWise1x128, BLOCK: ScalingType.BlockWise128x128}
+_ROWS_OF_A, _ROWS_OF_B, _BLOCKS_OF_K = 8, 16, 4
+
+
+def _up_to(t: Tensor, axis: int, multiple: int) -> Tensor:
+    """With zeros behind an axis, up to a multiple, and no gaps, not even along axes of size 1: strides are checked."""
+    missing = -t.shape[axis] % multiple
+    if missing:
+        shape = list(t.shape)
+        shape[axis] = missing
+        t = torch.cat((t, t.new_zeros(shape)), axis)
+    return t.contiguous().view(-1).view(t.shape)
+
+
+def scaled_mm(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype
+) -> Tensor:
+    """``float8.product`` by torch's libraries, without fast accumulation: float16 and float32 are summed up in float32.
+
+    Raises:
+        NotImplementedError: from torch, on devices without such products (``recipes.RECIPES``).
+    """
+    (m, k), n = a.shape, b.shape[0]
+    wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    addend = None if bias is None else bias.to(wide)
+    if not (m and n and k):
+        out = a.new_zeros((m, n), dtype=wide)
+        return (out if addend is None else out + addend).to(dtype)
+    columns = float8.columns_of(a, a_scales, 1)
+    in_rows = rows in (1, n) and columns == k  # 128 columns, or 32, may be blocks too: all the same
+    if columns == MX_BLOCK and not in_rows:
+        return scaled_mm_tiled(a, tile_scales(a_scales), b, tile_scales(b_scales), bias, dtype)
+    by_library = _by_rows if in_rows else _by_blocks
+    return by_library(a, a_scales, b, b_scales, addend, rows, wide).to(dtype).contiguous()
+
+
+def scaled_mm_tiled(
+    a: Tensor, a_tiles: Tensor, b: Tensor, b_tiles: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """a · bᵀ + bias of blocks of (1, 32), with scales as ``float8.tiled`` gives them: cuBLASLt's, from CUDA 12.8.
+
+    Raises:
+        ValueError, RuntimeError: from torch, on other devices than sm_100 and sm_103.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    addend = None if bias is None else bias.to(wide)
+    if not (m and n and k):
+        out = a.new_zeros((m, n), dtype=wide)
+        return (out if addend is None else out + addend).to(dtype)
+    right = _up_to(b, 0, _ROWS_OF_B)  # within b's last tiles
+    in_product = addend is not None and wide == torch.bfloat16 and right.shape[0] == n  # none with float32 results
+    recipe, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+    out = torch.nn.functional.scaled_mm(
+        _up_to(a, 0, 1), right.t(),
+        scale_a=a_tiles.view(torch.float8_e8m0fnu), scale_recipe_a=recipe, swizzle_a=swizzle,
+        scale_b=b_tiles.view(torch.float8_e8m0fnu), scale_recipe_b=recipe, swizzle_b=swizzle,
+        bias=addend if in_product else None, output_dtype=wide,
+    )[:, :n]  # fmt: skip
+    return (out if addend is None or in_product else out + addend).to(dtype).contiguous()
+
+
+def _by_blocks(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, addend: Tensor | None, rows: int, wide: torch.dtype
+) -> Tensor:
+    """cuBLASLt's, of CUDA 12.9, on sm_90."""
+    _ptx(a.device)
+    m, n = a.shape[0], b.shape[0]
+    left, left_scales = _up_to(a, 0, _ROWS_OF_A), _up_to(a_scales, 1, _ROWS_OF_A)
+    right, right_scales = _up_to(b, 0, _ROWS_OF_B), _up_to(b_scales, 1, _ROWS_OF_B if rows == 1 else _BLOCKS_OF_K)
+    in_product = addend is not None and wide == torch.bfloat16 and right.shape[0] == n  # none with float32 results
+    out = torch.nn.functional.scaled_mm(
+        left, right.t(),
+        scale_a=left_scales.t(), scale_recipe_a=_RECIPES[1],
+        scale_b=right_scales.t(), scale_recipe_b=_RECIPES[rows],
+        bias=addend if in_product else None, output_dtype=wide,
+    )[:m, :n]  # fmt: skip
+    return out if addend is None or in_product else out + addend
+
+
+def _by_rows(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, addend: Tensor | None, rows: int, wide: torch.dtype
+) -> Tensor:
+    """CUTLASS's on sm_89 and sm_100, cuBLASLt's on sm_90, hipBLASLt's; ``rows``: 1, or all, which have one scale.
+
+    They give bfloat16, on ROCm nothing else. float32 is a product without scales, which are multiplied afterwards.
+    """
+    m, n = a.shape[0], b.shape[0]
+    right, of_right = _up_to(b, 0, _ROWS_OF_B), _up_to(b_scales.reshape(1, -1).expand(1, n), 1, _ROWS_OF_B)
+    of_left, left = a_scales.reshape(m, 1).contiguous(), a.contiguous()
+    if wide == torch.bfloat16:
+        in_product = addend is not None and right.shape[0] == n
+        out = torch.nn.functional.scaled_mm(
+            left, right.t(),
+            scale_a=of_left, scale_recipe_a=ScalingType.RowWise, scale_b=of_right, scale_recipe_b=ScalingType.RowWise,
+            bias=addend if in_product else None, output_dtype=wide,
+        )[:, :n]  # fmt: skip
+        return out if addend is None or in_product else out + addend
+    no_scale = of_left.new_ones(())
+    out = torch.nn.functional.scaled_mm(
+        left, right.t(),
+        scale_a=no_scale, scale_recipe_a=ScalingType.TensorWise,
+        scale_b=no_scale, scale_recipe_b=ScalingType.TensorWise,
+        output_dtype=wide,
+    )  # fmt: skip
+    out = (out * of_left * of_right)[:, :n]
+    return out if addend is None else out + addend
+
+
+def scaled_grouped_mm(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """``float8.grouped_product`` by CUTLASS, without fast accumulation; on sm_90.
+
+    Groups may have any number of rows, and none: where a row begins is aligned, as k is a multiple of 16 (ATen's
+    GroupMMCommon.cuh).
+
+    Raises:
+        ValueError: from torch, on other devices.
+    """
+    (experts, n, _), rows = b.shape, a.shape[0]
+    if not rows:
+        return a.new_zeros((0, n), dtype=dtype)
+    of_b = b_scales.expand(experts, 1, n).reshape(experts, n).contiguous()
+    return torch._scaled_grouped_mm(  # v2's fake kernel is missing in torch 2.13
+        a.contiguous(), b.contiguous().transpose(1, 2), a_scales.reshape(rows).contiguous(), of_b,
+        offs=ends, out_dtype=dtype,
+    )  # fmt: skip

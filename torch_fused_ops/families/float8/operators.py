@@ -1,0 +1,507 @@
+"""``fused::linear_fp8``, a linear layer whose products are in float8, and the operators that it consists of.
+
+    quantize      a tensor as float8 with a scale for each block: (1, 128), (128, 128), (1, 32), a row, or all of it
+    quantize_by   the same by scales that are known
+    dequantize    back
+    scaled_mm     a product of two of those
+    scaled_mm_tiled    that in blocks of (1, 32), with scales as sm_100 reads them, which lowerings make
+    linear_fp8    input · weightᵀ + bias, and its gradients, in these four, by a recipe (``recipes.RECIPES``)
+
+    scaled_grouped_mm      a product of a mixture's experts, each of its own rows
+    grouped_linear_fp8     input · weight[expert of the row], and its gradients
+
+``…linear_fp8`` are CompositeImplicitAutograd: compilers see what they are made of, with blocks, and edit and fuse that
+(``lowerings/float8.py``).
+
+A weight's gradient sums over the tokens. Where it is in float8, too, both operands are quantized along them, the
+gradient as data, the input as a weight, which costs GEMMs less on sm_90 (docs/fp8.md); what is kept for backward is
+the input as it was multiplied, a byte an element. Else it is a product in the model's dtype, and the input is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fused_ops.declaration import Signature, arguments_of, one_of, refuse
+from torch_fused_ops.families.float8 import formulas as float8
+from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK, RECIPES, Block, Recipe
+from torch_fused_ops.families.float8.sharding import multiples
+from torch_fused_ops.operators.autograd import define, register
+from torch_fused_ops.operators.batching import lead
+from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
+from torch_fused_ops.operators.flop_formulas import count, rows_times_columns
+from torch_fused_ops.operators.registration import imported
+from torch_fused_ops.settings.switches import is_without
+
+__all__ = ["DTYPES_OF_EXPERTS", "DTYPES_OF_PRODUCTS", "grouped_linear", "linear", "register_plain"]
+
+DTYPES_OF_PRODUCTS = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES_OF_EXPERTS = (torch.bfloat16,)  # what torch's grouped products give
+
+
+def _check_matrix(name: str, t: Tensor, *dtypes: torch.dtype) -> None:
+    if t.dtype not in dtypes:
+        refuse_dtype(name, t, dtypes)
+    if t.ndim != 2:
+        raise ValueError(f"{name} has shape {tuple(t.shape)}; accepted: two axes")
+
+
+def _check_blocks(name: str, shape: Sequence[int], rows: int, columns: int) -> None:
+    """Blocks are (1, 128), (128, 128), (1, 32), a row, or all of it; there are whole ones."""
+    r, c = shape
+    if rows not in (1, BLOCK, r) or rows == 0:
+        refuse("rows", rows, f"1 or {BLOCK}, the rows of a block, or {r}, those of {name}")
+    if columns not in (BLOCK, c) and (rows, columns) != (1, MX_BLOCK):
+        widths = f"{BLOCK} or {MX_BLOCK}" if rows == 1 else f"{BLOCK}"
+        refuse("columns", columns, f"{widths}, the columns of a block, or {c}, those of {name}")
+    if r % rows:
+        raise ValueError(f"{name} has shape {tuple(shape)}; accepted: a first axis of a multiple of rows={rows}")
+
+
+def _check_quantize(input: Tensor, rows: int, columns: int = BLOCK) -> None:
+    _check_matrix("input", input, *DTYPES)
+    _check_blocks("input", input.shape, rows, columns)
+
+
+def _check_quantize_by(input: Tensor, scales: Tensor) -> None:
+    if input.ndim != 3:
+        _check_matrix("input", input, *DTYPES)
+    elif input.dtype not in DTYPES:
+        refuse_dtype("input", input, DTYPES)
+    _check_scales("scales", scales, input)
+
+
+def _check_scales(name: str, scales: Tensor, of: Tensor) -> None:
+    """One of a matrix, or one for each of its rows; of each matrix of a stack."""
+    *stack, rows, _ = of.shape
+    if scales.dtype != torch.float32:
+        refuse_dtype(name, scales, (torch.float32,))
+    if tuple(scales.shape) not in ((*stack, 1, 1), (*stack, 1, rows)):
+        accepted = f"{(*stack, 1, 1)}, or a scale for each row: {(*stack, 1, rows)}"
+        raise ValueError(f"{name} has shape {tuple(scales.shape)}; accepted: {accepted}")
+
+
+def _check_stored(name: str, values: Tensor, scales: Tensor, rows: int) -> None:
+    _check_matrix(name, values, float8.dtype_of(values.device))
+    _check_matrix(f"{name}'s scales", scales, torch.float32)
+    columns = float8.columns_of(values, scales, rows)
+    if columns == values.shape[1]:
+        _check_blocks(name, values.shape, rows, columns)
+    else:
+        columns = MX_BLOCK if (rows, columns) == (1, MX_BLOCK) else BLOCK
+        if rows not in (1, BLOCK):
+            refuse("rows", rows, f"1 or {BLOCK}, the rows of a block")
+    expected = float8.scales_shape(values.shape, rows, columns)
+    if values.shape[1] % columns or values.shape[0] % rows:
+        raise ValueError(f"{name} has shape {tuple(values.shape)}; accepted: whole blocks of ({rows}, {columns})")
+    if tuple(scales.shape) != expected:
+        raise ValueError(f"{name}'s scales have shape {tuple(scales.shape)}; accepted: {expected}, as quantize gives")
+
+
+def _check_dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> None:
+    _check_stored("values", values, scales, rows)
+    if dtype not in DTYPES:
+        refuse("dtype", dtype, ", ".join(map(str, DTYPES)))
+
+
+def _check_product(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype
+) -> None:
+    _check_stored("a", a, a_scales, 1)
+    _check_stored("b", b, b_scales, rows)
+    _check_operands(a, b, bias, dtype)
+    widths = [float8.columns_of(a, a_scales, 1), float8.columns_of(b, b_scales, rows)]
+    if widths[0] != widths[1]:
+        raise ValueError(f"a and b have blocks of {widths[0]} and {widths[1]} columns; accepted: as many in both")
+
+
+def _check_tiled_product(
+    a: Tensor, a_tiles: Tensor, b: Tensor, b_tiles: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> None:
+    for name, values, tiles in (("a", a, a_tiles), ("b", b, b_tiles)):
+        _check_matrix(name, values, float8.FP8)
+        if tiles.dtype != torch.uint8:
+            refuse_dtype(f"{name}_tiles", tiles, (torch.uint8,))
+        rows, columns = values.shape
+        if columns % MX_BLOCK:
+            raise ValueError(f"{name} has shape {tuple(values.shape)}; accepted: whole blocks of (1, {MX_BLOCK})")
+        expected = (float8.tiled_size(columns // MX_BLOCK, rows),)
+        if tuple(tiles.shape) != expected:
+            raise ValueError(f"{name}_tiles has shape {tuple(tiles.shape)}; accepted: {expected}")
+    _check_operands(a, b, bias, dtype)
+
+
+def _check_operands(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"b has shape {tuple(b.shape)}; accepted: (…, {a.shape[1]}), the last axis of a")
+    if bias is not None and tuple(bias.shape) != (b.shape[0],):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; accepted: ({b.shape[0]},), the first axis of b")
+    if dtype not in DTYPES_OF_PRODUCTS:
+        refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
+
+
+def _check_grouped_product(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
+) -> None:
+    _check_stored("a", a, a_scales, 1)
+    if float8.columns_of(a, a_scales, 1) != a.shape[1]:
+        raise ValueError(
+            f"a's scales have shape {tuple(a_scales.shape)}; accepted: (1, {a.shape[0]}), one for each row"
+        )
+    if b.ndim != 3 or b.shape[2] != a.shape[1]:
+        raise ValueError(f"b has shape {tuple(b.shape)}; accepted: (experts, …, {a.shape[1]}), the last axis of a")
+    if b.dtype != a.dtype:
+        refuse_dtype("b", b, (a.dtype,))
+    _check_scales("b's scales", b_scales, b)
+    _check_ends(ends, b)
+    if dtype not in DTYPES_OF_EXPERTS:
+        refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_EXPERTS)))
+
+
+def _check_ends(ends: Tensor, weight: Tensor) -> None:
+    if ends.dtype != torch.int32:
+        refuse_dtype("ends", ends, (torch.int32,))
+    if tuple(ends.shape) != (weight.shape[0],):
+        raise ValueError(f"ends has shape {tuple(ends.shape)}; accepted: ({weight.shape[0]},), one for each expert")
+
+
+# ---- fakes, vmap -----------------------------------------------------------------------------------------------------
+
+
+def _fake_quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
+    _check_quantize(input, rows, columns)
+    r, c = input.shape
+    values = input.new_empty((r, float8.stored_columns(c, columns)), dtype=float8.dtype_of(input.device))
+    return values, input.new_empty(float8.scales_shape(values.shape, rows, columns), dtype=torch.float32)
+
+
+def _fake_quantize_by(input: Tensor, scales: Tensor) -> Tensor:
+    _check_quantize_by(input, scales)
+    return input.new_empty(input.shape, dtype=float8.dtype_of(input.device))
+
+
+def _fake_dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    _check_dequantize(values, scales, rows, dtype)
+    return values.new_empty(values.shape, dtype=dtype)
+
+
+def _fake_product(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype
+) -> Tensor:
+    _check_product(a, a_scales, b, b_scales, bias, rows, dtype)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+def _fake_tiled_product(
+    a: Tensor, a_tiles: Tensor, b: Tensor, b_tiles: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    _check_tiled_product(a, a_tiles, b, b_tiles, bias, dtype)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+def _fake_grouped_product(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
+) -> Tensor:
+    _check_grouped_product(a, a_scales, b, b_scales, ends, dtype)
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+
+def _each(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A vmap rule: one call for each example. Blocks are of one matrix."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        led = [lead(info, a, d) if isinstance(a, Tensor) else a for a, d in zip(args, in_dims, strict=True)]
+        results = [op(*(a[i] if isinstance(a, Tensor) else a for a in led)) for i in range(info.batch_size)]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0, 0)
+
+    return rule
+
+
+# ---- the four --------------------------------------------------------------------------------------------------------
+
+
+def register_plain(
+    signature: Signature, plain: Callable[..., Any], fake: Callable[..., Any], check: Callable[..., None] | None = None
+) -> torch._ops.OpOverload:
+    """An operator without a derivative; its kernel for GPUs is the function of its name in ``kernels.py``."""
+    kernel = imported("torch_fused_ops.families.float8.kernels", lambda module: module.launch_of(signature.name))
+    on_gpu = plain if is_without("float8_kernels") else kernel
+    return register(signature, plain, on_gpu, plain, fake, _each, check)
+
+
+_quantize = register_plain(
+    Signature(
+        "quantize",
+        arguments_of(input="Tensor: data", rows="int", columns=f"int={BLOCK}"),
+        ("data", "scales"),
+        "(float8, scales) of a matrix in blocks of (rows, columns).",
+    ),
+    float8.quantize,
+    _fake_quantize,
+    _check_quantize,
+)
+_quantize_by = register_plain(
+    Signature(
+        "quantize_by",
+        arguments_of(input="Tensor: data", scales="Tensor: scales"),
+        ("data",),
+        "The float8 of quantize, in rows or in one block, by scales that are known.",
+    ),
+    float8.quantize_by,
+    _fake_quantize_by,
+    _check_quantize_by,
+)
+_dequantize = register_plain(
+    Signature(
+        "dequantize",
+        arguments_of(values="Tensor: data", scales="Tensor: scales", rows="int", dtype="ScalarType"),
+        ("data",),
+        "What quantize has stored.",
+    ),
+    float8.dequantize,
+    _fake_dequantize,
+    _check_dequantize,
+)
+_scaled_mm = register_plain(
+    Signature(
+        "scaled_mm",
+        arguments_of(
+            a="Tensor: data",
+            a_scales="Tensor: scales",
+            b="Tensor: data",
+            b_scales="Tensor: scales",
+            bias="Tensor?: per_column",
+            rows="int",
+            dtype="ScalarType",
+        ),
+        ("data",),
+        "a · bᵀ + bias of what quantize has stored in blocks as wide: a in blocks of a row, b in blocks of rows.",
+    ),
+    float8.product,
+    _fake_product,
+    _check_product,
+)
+
+_scaled_mm_tiled = register_plain(
+    Signature(
+        "scaled_mm_tiled",
+        arguments_of(
+            a="Tensor: data",
+            a_tiles="Tensor: scales",
+            b="Tensor: data",
+            b_tiles="Tensor: scales",
+            bias="Tensor?: per_column",
+            dtype="ScalarType",
+        ),
+        ("data",),
+        "scaled_mm in blocks of (1, 32), by scales of 8 bits in tiles of 128 rows and 4 blocks, as sm_100 reads them.",
+    ),
+    float8.tiled_product,
+    _fake_tiled_product,
+    _check_tiled_product,
+)
+
+_scaled_grouped_mm = register_plain(
+    Signature(
+        "scaled_grouped_mm",
+        arguments_of(
+            a="Tensor: data",
+            a_scales="Tensor: scales",
+            b="Tensor: data",
+            b_scales="Tensor: scales",
+            ends="Tensor: ends",
+            dtype="ScalarType",
+        ),
+        ("data",),
+        "Each row of a times bᵀ of its expert, of what quantize has stored in rows; ends[e] is where e's rows end.",
+    ),
+    float8.grouped_product,
+    _fake_grouped_product,
+    _check_grouped_product,
+)
+
+
+def _flop(a: Sequence[int], a_scales: Sequence[int], b: Sequence[int], *rest: Any, **out: Any) -> int:
+    return rows_times_columns(a, b)
+
+
+for _op in (_scaled_mm, _scaled_mm_tiled, _scaled_grouped_mm):
+    count(_op, _flop)
+
+# ---- linear ----------------------------------------------------------------------------------------------------------
+
+
+def _refuse_second_derivative(name: str, grad: Tensor) -> None:
+    if torch.is_grad_enabled() and grad.requires_grad:
+        raise RuntimeError(
+            f"a second derivative through fused::{name} is not accepted: what it multiplies is rounded to float8"
+        )
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer of a matrix. Each GEMM's operands are quantized along the axis that it sums over."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, recipe: Recipe
+    ) -> Tensor:
+        scaling = recipe.scaling
+        values, scales = _quantize(input, *scaling.data.of(input.shape))
+        rows, columns = scaling.weight.of(weight.shape)
+        of_weight = _quantize(weight, rows, columns)
+        out: Tensor = _scaled_mm(values, scales, *of_weight, bias, rows, dtype)
+        # The one scale of the transpose, by which backward need not look for its largest element.
+        largest = of_weight[1].amax(1, keepdim=True) if scaling.weight_t == Block(None, None) else None
+        ctx.save_for_backward(weight, largest, *((values, scales) if recipe.wgrad else (input,)))
+        ctx.rest = input.dtype, None if bias is None else bias.dtype, recipe
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, largest, *kept = ctx.saved_tensors
+        input_dtype, bias_dtype, (scaling, wgrad) = ctx.rest
+        d_input = d_weight = d_bias = None
+        _refuse_second_derivative("linear_fp8", grad)
+        if ctx.needs_input_grad[0]:
+            turned = weight.t()
+            rows, columns = scaling.weight_t.of(turned.shape)
+            known = largest is not None
+            of_weight = (_quantize_by(turned, largest), largest) if known else _quantize(turned, rows, columns)
+            of_grad = _quantize(grad, *scaling.data.of(grad.shape))
+            d_input = _scaled_mm(*of_grad, *of_weight, None, rows, grad.dtype).to(input_dtype)
+        if ctx.needs_input_grad[1]:
+            if wgrad:
+                input = _dequantize(*kept, 1, grad.dtype).t()
+                rows, columns = scaling.weight.of(input.shape)
+                of_grad = _quantize(grad.t(), *scaling.data.of(grad.t().shape))
+                d_weight = _scaled_mm(*of_grad, *_quantize(input, rows, columns), None, rows, grad.dtype)
+            else:
+                d_weight = torch.mm(grad.t(), kept[0].to(grad.dtype))
+            d_weight = d_weight.to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            d_bias = grad.sum(0).to(bias_dtype)
+        return d_input, d_weight, d_bias, None, None
+
+
+def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, recipe: str) -> None:
+    for name, t in (("input", input), ("weight", weight), ("bias", bias)):
+        if t is not None and t.dtype not in DTYPES_OF_PRODUCTS:
+            refuse(f"{name}.dtype", t.dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
+    if dtype not in DTYPES_OF_PRODUCTS:
+        refuse("dtype", dtype, ", ".join(map(str, DTYPES_OF_PRODUCTS)))
+    scaling = RECIPES[recipe].scaling
+    sizes, multiple_of = multiples(weight, scaling.multiple)
+    if weight.ndim != 2 or any(size % multiple or not size for size, multiple in sizes):
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; accepted: two axes, multiples of {multiple_of}")
+    if hasattr(weight, "device_mesh") and not scaling.takes_shards:
+        whole = [name for name, each in RECIPES.items() if each.scaling.takes_shards]
+        refuse("recipe", recipe, f"{' or '.join(whole)} for DTensors: a row may be on several ranks")
+    if input.ndim < 1 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(f"input has shape {tuple(input.shape)}; accepted: (…, {weight.shape[1]}), weight's last axis")
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; accepted: ({weight.shape[0]},), weight's first axis")
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    recipe: str = "fp8",
+) -> Tensor:
+    """``fused::linear_fp8``: see ``functional.linear_fp8``."""
+    dtype = dtype or input.dtype
+    one_of("recipe", tuple(RECIPES)).check(recipe)
+    _check_linear(input, weight, bias, dtype, recipe)
+    rows = input.reshape(-1, input.shape[-1])
+    out: Tensor = _Linear.apply(rows, weight, bias, dtype, RECIPES[recipe])  # type: ignore[no-untyped-call]
+    return out.view(*input.shape[:-1], weight.shape[0])
+
+
+_LINEAR = define(
+    "linear_fp8",
+    '(Tensor input, Tensor weight, Tensor? bias=None, ScalarType? dtype=None, str recipe="fp8") -> Tensor',
+    linear,
+)
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """A linear layer of rows that are sorted by expert, with a scale for each row and each expert."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        experts, k, n = weight.shape
+        rows = weight.transpose(1, 2).reshape(experts * n, k)
+        values, scales = _quantize(rows, 1, k)
+        scales = scales.view(experts, 1, n)
+        of_input = _quantize(input, 1, k)
+        out: Tensor = _scaled_grouped_mm(*of_input, values.view(experts, n, k), scales, ends, input.dtype)
+        ctx.save_for_backward(input, weight, scales.amax(2, keepdim=True), ends)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, largest, ends = ctx.saved_tensors
+        d_input = d_weight = None
+        _refuse_second_derivative("grouped_linear_fp8", grad)
+        grad = grad.contiguous()  # torch's grouped products take nothing that is expanded, as a sum's gradient is
+        if ctx.needs_input_grad[0]:
+            of_grad = _quantize(grad, 1, grad.shape[1])
+            d_input = _scaled_grouped_mm(*of_grad, _quantize_by(weight, largest), largest, ends, grad.dtype)
+        if ctx.needs_input_grad[1]:
+            if not input.shape[0]:
+                d_weight = torch.zeros_like(weight)
+            elif weight.stride(2) == 1:
+                d_weight = torch.nn.functional.grouped_mm(input.contiguous().t(), grad, offs=ends)
+            else:  # as the parameter lies, of which the weight is the transpose
+                d_weight = torch.nn.functional.grouped_mm(grad.t(), input.contiguous(), offs=ends).transpose(1, 2)
+        return d_input, d_weight, None
+
+
+def _check_grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, recipe: str) -> None:
+    one_of("recipe", tuple(name for name, (scaling, _) in RECIPES.items() if scaling.grouped)).check(recipe)
+    multiple = RECIPES[recipe].scaling.multiple
+    for name, t in (("input", input), ("weight", weight)):
+        if t.dtype not in DTYPES_OF_EXPERTS:
+            refuse(f"{name}.dtype", t.dtype, ", ".join(map(str, DTYPES_OF_EXPERTS)))
+    if weight.ndim != 3 or any(size % multiple or not size for size in weight.shape[1:]):
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; accepted: (experts, in, out), in and out multiples of {multiple}"
+        )
+    if input.ndim != 2 or input.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"input has shape {tuple(input.shape)}; accepted: (…, {weight.shape[1]}), weight's second axis"
+        )
+    _check_ends(ends, weight)
+
+
+def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, recipe: str = "fp8-rowwise") -> Tensor:
+    """``fused::grouped_linear_fp8``: input (t, k) times weight (experts, k, n) of each row's expert, in float8: (t, n).
+
+    Rows are sorted by expert; ends[e], int32, is where e's rows end, and what lies behind the last is undefined. The
+    product and the input's gradient are of float8 in rows, of a weight's transpose in one block for each expert; the
+    weight's gradient is a product in bfloat16 (torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm`` has that in float8,
+    too, for which each expert's rows are padded to multiples of 16).
+
+    Raises:
+        TypeError, ValueError: for other dtypes than bfloat16, sizes that are no multiples of 16, other shapes.
+    """
+    _check_grouped_linear(input, weight, ends, recipe)
+    out: Tensor = _GroupedLinear.apply(input, weight, ends)  # type: ignore[no-untyped-call]
+    return out
+
+
+_GROUPED_LINEAR = define(
+    "grouped_linear_fp8",
+    '(Tensor input, Tensor weight, Tensor ends, str recipe="fp8-rowwise") -> Tensor',
+    grouped_linear,
+)

@@ -1,0 +1,115 @@
+"""DTensor: float8's operators on shards (``sharding.py`` registers these rules).
+
+A shard is stored by itself if it has whole blocks: along rows wherever a block is a row; else if each rank's shard is a
+multiple of 128, or 32. Scales are on the rank of their values. Those of blocks of one row are transposed, (blocks of a
+row, rows), so that values sharded along one axis have scales sharded along the other. A tensor whose row, or all of it,
+is one block is replicated before it is stored.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch_fused_ops.distributed.sharding import RULES, Placements, Sharding
+from torch_fused_ops.families.float8.formulas import columns_of
+from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
+
+__all__ = ["multiples"]
+
+Shardings = list[Sharding]
+
+
+def multiples(weight: Any, multiple: int) -> tuple[list[tuple[Any, int]], str]:
+    """(size, its required divisor) of a weight's last two axes, and the requirement in words.
+
+    The requirement holds for each rank's shard of a DTensor.
+    """
+    sharded = hasattr(weight, "device_mesh")
+    cuts = list(zip(weight.device_mesh.shape, weight.placements, strict=True)) if sharded else []
+    sizes = []
+    for axis in range(max(weight.ndim - 2, 0), weight.ndim):
+        shards = math.prod(ranks for ranks, placement in cuts if placement.is_shard(axis))
+        sizes.append((weight.shape[axis], multiple * shards))
+    return sizes, f"{multiple} in each shard" if sharded else str(multiple)
+
+
+def _whole_blocks(t: Any, axis: int, block: int) -> bool:
+    """True if each rank's shard of an axis has whole blocks, however many dimensions of the mesh shard it."""
+    return block in (BLOCK, MX_BLOCK) and bool(t.shape[axis] % (block * t.mesh.size()) == 0)
+
+
+def _stored(t: Any, axis: int, rows: int, columns: int) -> tuple[Any, Any] | None:
+    """(values' placement, scales' placement) of a matrix sharded along an axis; None if a block would be cut."""
+    from torch.distributed.tensor import Shard
+
+    block = rows if axis == 0 else columns
+    if block != 1 and not _whole_blocks(t, axis, block):
+        return None
+    return Shard(axis), Shard(1 - axis if rows == 1 else axis)
+
+
+def _quantize(input: Any, rows: int, columns: int = BLOCK) -> Shardings:
+    from torch.distributed.tensor import Replicate
+
+    whole = Replicate()
+    shardings: Shardings = [([whole, whole], [whole, None, None])]
+    for axis in (0, 1):
+        if stored := _stored(input, axis, rows, columns):
+            shardings.append(([*stored], [stored[0], None, None]))
+    return shardings
+
+
+def _quantize_by(input: Any, scales: Any) -> Shardings:
+    from torch.distributed.tensor import Replicate, Shard
+
+    whole, by_rows = Replicate(), scales.shape[-1] > 1
+    if input.ndim == 3:  # experts, which tensor parallelism does not shard
+        return [([whole], [whole, whole])]
+    return [
+        ([whole], [whole, whole]),
+        ([Shard(0)], [Shard(0), Shard(1) if by_rows else whole]),
+        ([Shard(1)], [Shard(1), whole]),
+    ]
+
+
+def _dequantize(values: Any, scales: Any, rows: int, dtype: Any) -> Shardings:
+    from torch.distributed.tensor import Replicate
+
+    whole = Replicate()
+    shardings: Shardings = [([whole], [whole, whole, None, None])]
+    for axis in (0, 1):
+        if stored := _stored(values, axis, rows, columns_of(values, scales, rows)):
+            shardings.append(([stored[0]], [*stored, None, None]))
+    return shardings
+
+
+def _scaled_mm(a: Any, a_scales: Any, b: Any, b_scales: Any, bias: Any, rows: int, dtype: Any) -> Shardings:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    columns, whole = columns_of(a, a_scales, 1), Replicate()
+
+    def sharding(out: Any, of_a: Placements | None, of_b: Placements | None, of_bias: Any) -> Sharding:
+        both = [*(of_a or (whole, whole)), *(of_b or (whole, whole))]
+        return [out], [*both, None if bias is None else of_bias, None, None]
+
+    a_rows, b_rows = _stored(a, 0, 1, columns), _stored(b, 0, rows, columns)
+    a_columns, b_columns = _stored(a, 1, 1, columns), _stored(b, 1, rows, columns)
+    shardings = [sharding(whole, None, None, whole)]
+    if a_rows:
+        shardings.append(sharding(Shard(0), a_rows, None, whole))
+    if b_rows:
+        shardings.append(sharding(Shard(1), None, b_rows, Shard(0)))
+    if a_columns and b_columns:  # the summed axis; one rank adds the bias
+        shardings.append(sharding(Partial(), a_columns, b_columns, Partial()))
+    return shardings
+
+
+RULES.update(
+    {
+        "quantize": _quantize,
+        "quantize_by": _quantize_by,
+        "dequantize": _dequantize,
+        "scaled_mm": _scaled_mm,
+    }
+)

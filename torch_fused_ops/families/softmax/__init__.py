@@ -1,0 +1,1 @@
+"""Attention's softmax: ``fused::scaled_masked_softmax``."""

@@ -1,0 +1,66 @@
+"""DTensor: softmax on shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch_fused_ops.distributed.sharding import RULES, Sharding
+
+
+def _softmax_axes(data: Any, causal: bool, window_left: int, window_right: int) -> range:
+    """The axes that may be sharded: never the last; queries only if the mask does not depend on their place."""
+    by_place = causal or window_left >= 0 or window_right >= 0
+    return range(data.ndim - (2 if by_place else 1))
+
+
+def _scaled_masked_softmax(
+    input: Any,
+    mask: Any,
+    sink: Any,
+    scale: float = 1.0,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+) -> list[Sharding]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    whole, heads = Replicate(), input.ndim - 3
+
+    def sharding(axis: int | None) -> Sharding:
+        here = whole if axis is None else Shard(axis)
+        of_mask: Any = whole
+        of_sink: Any = Shard(0) if axis == heads else whole
+        if axis is not None and mask is not None:
+            mask_axis = axis - (input.ndim - mask.ndim)  # the mask is broadcast from the right
+            of_mask = Shard(mask_axis) if mask_axis >= 0 and mask.shape[mask_axis] != 1 else whole
+        return [here], [here, None if mask is None else of_mask, None if sink is None else of_sink]
+
+    return [sharding(None), *map(sharding, _softmax_axes(input, causal, window_left, window_right))]
+
+
+def _scaled_masked_softmax_backward(
+    grad: Any,
+    output: Any,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    sink_dtype: Any,
+    output_mask: Sequence[bool],
+) -> list[Sharding]:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    def sharding(axis: int | None) -> Sharding:
+        here = Replicate() if axis is None else Shard(axis)
+        of_sink = here if axis is None else Shard(0) if axis == output.ndim - 3 else Partial()
+        results = [
+            placement if requested else None for placement, requested in zip((here, of_sink), output_mask, strict=True)
+        ]
+        return results, [here, here]
+
+    return [sharding(None), *map(sharding, _softmax_axes(output, causal, window_left, window_right))]
+
+
+RULES["scaled_masked_softmax"] = _scaled_masked_softmax
+RULES["scaled_masked_softmax_backward"] = _scaled_masked_softmax_backward

@@ -1,0 +1,1 @@
+"""Words about captured graphs that the passes and their reports share."""

@@ -1,0 +1,109 @@
+"""Observers of the fusion pass: the ``record`` blocks that are open in this thread (or context)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Protocol
+
+from torch._logging import trace_structured  # type: ignore[attr-defined]
+
+from torch_fused_ops.policy import FusionPolicy
+
+if TYPE_CHECKING:
+    from torch.fx import Graph
+
+    from torch_fused_ops.graphs.sites import Site
+
+__all__ = ["Observer", "before", "failed", "is_unobserved", "observed_by", "tell", "trace", "unobserved"]
+
+log = logging.getLogger("torch_fused_ops")
+
+
+class Observer(Protocol):
+    """Callbacks of the pre-grad pass, in the thread that compiles."""
+
+    def before(self, graph: Graph, policy: FusionPolicy) -> None:
+        """The fusion pass is about to run on a graph."""
+
+    def tell(self, graph: Graph, sites: Sequence[Site]) -> None:
+        """The fusion pass has run on a graph and found these sites."""
+
+    def failed(self, reason: str) -> None:
+        """The fusion pass has failed on a graph and left it as it was."""
+
+
+process_wide: list[Observer] = []  # told in every thread, but not inside ``unobserved``
+_observers: ContextVar[tuple[Observer, ...] | None] = ContextVar("torch_fused_ops_observers", default=None)
+
+
+def _current() -> tuple[Observer, ...]:
+    observers = _observers.get()
+    return tuple(process_wide) if observers is None else observers
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Inside, the observer is told, too."""
+    token = _observers.set((*_current(), observer))
+    try:
+        yield
+    finally:
+        _observers.reset(token)
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Compilations inside are not the user's: nobody is told."""
+    token = _observers.set(())
+    try:
+        yield
+    finally:
+        _observers.reset(token)
+
+
+def is_unobserved() -> bool:
+    """True inside of ``unobserved``."""
+    return _observers.get() == ()
+
+
+def before(graph: Graph, policy: FusionPolicy) -> None:
+    """The fusion pass is about to run on a graph. Never raises."""
+    for observer in _current():
+        try:
+            observer.before(graph, policy)
+        except Exception:
+            log.warning("record: a graph could not be noted", exc_info=True)
+
+
+def tell(graph: Graph, sites: Sequence[Site]) -> None:
+    """The fusion pass has run on a graph and found these sites."""
+    for observer in _current():
+        observer.tell(graph, sites)
+
+
+def failed(reason: str) -> None:
+    """The fusion pass has failed on a graph and left it as it was."""
+    for observer in _current():
+        observer.failed(reason)
+    trace("failure", lambda: {"reason": reason})
+
+
+def trace(name: str, payload: Callable[[], object]) -> None:
+    """Write an artifact of the compilation that is going on to torch's structured trace: TORCH_TRACE, tlparse.
+
+    Args:
+        name: behind "torch_fused_ops_".
+        payload: makes what is written, as JSON; called only where a trace is written.
+    """
+    if not is_unobserved():
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": f"torch_fused_ops_{name}", "encoding": "json"},
+            payload_fn=lambda: json.dumps(
+                payload(), indent=0, default=lambda value: getattr(value, "name", str(value))
+            ),
+        )

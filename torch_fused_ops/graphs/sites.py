@@ -1,0 +1,87 @@
+"""The pre-grad pass' result for a place in a graph: a ``Site``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch_fused_ops.graphs.reasons import Kind
+
+__all__ = ["DROPOUT", "Site"]
+
+DROPOUT = "dropout"  # a site's activation, where the site is a dropout
+
+
+@dataclass(frozen=True)
+class Site:
+    """A GEMM's input that is a nonlinear pointwise function of GEMMs' results; or a linear layer's dropout.
+
+    Attributes:
+        op: the fused operator, e.g. ``"fused::glu"``; None if it is not fused.
+        activation: the name of the proved activation; ``"dropout"`` for a dropout.
+        source: ``"file.py:line in module.path"``.
+        reason: the proof, with the functions that were matched, or why it is not fused; for people.
+        users: the functions that read the value.
+        module: the path in the model of the innermost module with both activation and GEMM: the MLP.
+        location: the line that calls the activation, ``"/full/path/file.py:line"``; "" if the graph does not record it.
+        code: the text of that line.
+        spelling: the functions between the GEMMs, as the model calls them.
+        kind: the reason's kind if it is not fused; else None.
+        excluded_by: the policy's pattern that excludes it; "" if none does.
+        gemm: the float8 recipe of the linear layers around it, if the policy requests one and some of them use it; else
+            "".
+        gemm_reason: the layers that do not use it, and why, for people; "" if there are none.
+        gemm_kind: the kind of the first of those reasons.
+        tiles: the number of tiles, if the policy requests tiles; else 0.
+        tiles_reason: why it is not tiled, for people; "" if it is, or tiles are not requested.
+        tiles_kind: the kind of that reason.
+        memory: the policy's memory level, if the operator's input would be saved for backward; else "".
+    """
+
+    op: str | None
+    activation: str | None
+    source: str
+    reason: str
+    users: tuple[str, ...]
+    module: str = ""
+    location: str = ""
+    code: str = ""
+    spelling: tuple[str, ...] = ()
+    kind: Kind | None = None
+    excluded_by: str = ""
+    gemm: str = ""
+    gemm_reason: str = ""
+    gemm_kind: Kind | None = None
+    tiles: int = 0
+    tiles_reason: str = ""
+    tiles_kind: Kind | None = None
+    memory: str = ""
+
+    @property
+    def is_mlp(self) -> bool:
+        """True for an MLP's activation, fused or not. Dropouts are listed, but counted separately."""
+        return self.activation != DROPOUT and (self.kind is None or self.kind.is_mlp)
+
+    @property
+    def is_missed(self) -> bool:
+        """True if ``strict`` counts it, because a request of the policy is not met: fusion of an MLP, tiles, or float8
+        for at least one of its linear layers. Reasons that the policy itself causes do not count."""
+        if self.op is not None:
+            whole = self.tiles_kind is not None and not self.tiles_kind.is_requested
+            return whole or (self.gemm_kind is not None and not self.gemm)
+        return self.is_mlp and not (self.kind is not None and self.kind.is_requested)
+
+    @property
+    def missed(self) -> str:
+        """The reason why ``strict`` counts it."""
+        return "; ".join(filter(None, (self.gemm_reason, self.tiles_reason))) if self.op is not None else self.reason
+
+    @property
+    def hint(self) -> str:
+        """The remedy for a site that is not fused; "" if it is fused, or there is none."""
+        return self.kind.hint if self.op is None and self.kind is not None else ""
+
+    @property
+    def refusals(self) -> tuple[Kind, ...]:
+        """The kinds of all rejections, without repeats: of the activation, of float8, of tiles."""
+        kinds = (self.kind, self.gemm_kind, self.tiles_kind)
+        return tuple(dict.fromkeys(kind for kind in kinds if kind is not None))

@@ -1,0 +1,20 @@
+"""The device that a captured graph is for, which may be another than its tensors'."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+import torch
+
+__all__ = ["emulated", "target_device"]
+
+# Set by an emulator while it captures: the GPU for which CPU and meta tensors stand.
+emulated: ContextVar[torch.device | None] = ContextVar("torch_fused_ops_emulated_device", default=None)
+
+
+def target_device(device: torch.device) -> torch.device:
+    """The target device of a graph with tensors on `device`: itself, or the GPU that is emulated on it.
+
+    `torch.cuda.get_device_capability` and its like then describe that GPU.
+    """
+    return (emulated.get() or device) if device.type in ("cpu", "meta") else device

@@ -1,0 +1,38 @@
+"""The FLOP of the GEMMs among our operators, for ``torch.utils.flop_counter``.
+
+That module imports Triton (0.2 to 0.5 s), which ``import torch_fused_ops`` must not: so formulas wait here until
+somebody imports it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["count", "register", "rows_times_columns"]
+
+_formulas: dict[torch._ops.OpOverloadPacket, Callable[..., int]] = {}
+
+
+def count(op: torch._ops.OpOverload, formula: Callable[..., int]) -> None:
+    """Let ``FlopCounterMode`` count an operator: ``formula`` is given its arguments, shapes in place of tensors."""
+    _formulas[op.overloadpacket] = formula
+    if "torch.utils.flop_counter" in sys.modules:
+        register()
+
+
+def register() -> None:
+    """Hand over all formulas that are not known there yet."""
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    for packet, formula in _formulas.items():
+        if packet not in flop_registry:
+            register_flop_formula(packet)(formula)
+
+
+def rows_times_columns(a: Sequence[int], b: Sequence[int], **out: Any) -> int:
+    """2 · t · n · k: each row of a (t, k) times a matrix (n, k), or times one of a stack (…, n, k)."""
+    return 2 * a[0] * a[1] * b[-2]

@@ -1,0 +1,128 @@
+"""``memory="fp8"`` of a call: a mark on the operator's data, and what autograd then saves of them.
+
+The mark is an operator, ``fused::keep_fp8``, and so part of a graph's text, which compilers' caches have as key. To
+autograd and tracers it is ``view_as``, whose result the next operator finds marked. That operator then saves its data
+by ``formulas.store_fp8``, and its backward operator reads ``load_fp8`` of that. Where stage 2 partitions the graph,
+stage 1 takes the mark for a memory level of that one operator (``memory_levels.unmark``).
+
+In eager mode ``store_fp8`` and ``load_fp8`` are passes of their own: in bfloat16 GELU then moves 17 bytes an element
+forward and 29 backward (4 and 6 at ``memory="free"``), SwiGLU 32 and 56 (6 and 10). Compiled, with stage 2 or without,
+it is 5 and 5, 8 and 8: the tags and ``fused::with_saved`` are for the partitioner, which without them saves bfloat16
+(2 bytes in place of 1, and 4 in place of 2), and stores and loads it in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import traceback
+from torch.utils.checkpoint import CheckpointPolicy
+
+from torch_fused_ops.declaration import PointwiseOperator
+from torch_fused_ops.formulas import compute_dtype, load_fp8, store_fp8
+from torch_fused_ops.operators.autograd import Differentiable, SavePolicy, library
+
+__all__ = ["KEEP_FP8", "WITH_SAVED", "is_marked", "keep_fp8", "policy", "with_saved"]
+
+_MARK = "_torch_fused_ops_keep_fp8"
+
+
+def keep_fp8(input: Tensor) -> Tensor:
+    """The input; an operator that has it as its first data saves its data for backward in float8."""
+    marked = input.view_as(input)
+    setattr(marked, _MARK, True)
+    return marked
+
+
+def with_saved(result: Tensor, saved: Sequence[Tensor]) -> Tensor:
+    """The result; in graphs it depends on ``saved``, which partitioners otherwise leave to backward to compute."""
+    return result.clone()
+
+
+for _schema in ("keep_fp8(Tensor(a) input) -> Tensor(a)", "with_saved(Tensor result, Tensor[] saved) -> Tensor"):
+    library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+library.impl("keep_fp8", keep_fp8, "CompositeImplicitAutograd")
+library.impl("with_saved", with_saved, "CompositeExplicitAutograd")
+KEEP_FP8, WITH_SAVED = torch.ops.fused.keep_fp8.default, torch.ops.fused.with_saved.default
+
+
+def is_marked(data: Tensor) -> bool:
+    """Tell whether an operator's first data asks for float8."""
+    return hasattr(data, _MARK)
+
+
+@contextmanager
+def _tagged(tag: str, value: Any) -> Iterator[None]:
+    """Tag the nodes that a compiler traces inside for its partitioner, unless a checkpoint has decided already."""
+    meta = traceback.current_meta if traceback.has_preserved_node_meta() else {}
+    before = dict(meta)
+    if not isinstance(meta.get(tag), CheckpointPolicy):
+        meta[tag] = value
+    try:
+        yield
+    finally:
+        meta.clear()
+        meta.update(before)
+
+
+class _DifferentiableOnce(Differentiable):
+    """An operator with one more result, without elements, which stands for the values that are not saved.
+
+    The gradients read it, so that a derivative of theirs comes back to it, and raises.
+
+    Not ``once_differentiable``: that raises in a node which leads nowhere, so ``torch.autograd.grad`` and whatever sums
+    over several paths never get there, and second derivatives are 0 without a word.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        out = Differentiable.forward(ctx, *args)
+        if traceback.has_preserved_node_meta():
+            out = WITH_SAVED(out, [t for t in ctx.to_save if t is not None])
+        unsaved = out.new_empty(0)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*ctx.to_save, unsaved)
+        return out, unsaved
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if grads[-1] is not None:
+            operator = ctx.rest[0].op.name()
+            raise RuntimeError(
+                f"a second derivative through {operator} with memory='fp8' is not accepted: it keeps arguments in "
+                "float8, which is no differentiable function of them; differentiate twice with memory='free', or by "
+                "torch.func"
+            )
+        gradients = Differentiable.backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return gradients
+        nothing = ctx.saved_tensors[-1].sum()
+        return tuple(None if gradient is None else gradient + nothing for gradient in gradients)
+
+
+_apply = super(torch.autograd.Function, _DifferentiableOnce).apply
+
+
+def policy(op: PointwiseOperator) -> SavePolicy:
+    """The data in float8 with a scale for each row, and the other arguments as they are."""
+    count, data = len(op.tensors), op.data
+
+    def saved(args: tuple[Any, ...], _: Tensor) -> tuple[tuple[Tensor | None, ...], Any]:
+        tensors, traced = args[:count], traceback.has_preserved_node_meta()
+        with _tagged("recompute", CheckpointPolicy.MUST_SAVE):
+            stored = [part for t in tensors[:data] for part in store_fp8(t, traced and op.reads_halves(args))]
+        wide = None if traced else compute_dtype(*tensors)  # kernels of eager mode read values that are not rounded
+        return (*stored, *tensors[data:]), ([wide or t.dtype for t in tensors[:data]], args[count:])
+
+    def arguments(tensors: tuple[Tensor | None, ...], rest: Any, _: tuple[bool, ...]) -> Any:
+        dtypes, scalars = rest
+        stored: Any = zip(tensors[: 2 * data : 2], tensors[1 : 2 * data : 2], dtypes, strict=True)
+        with _tagged("partitioner_tag", "must_be_in_backward"):  # else forward may load it, and save that
+            loaded = [load_fp8(values, scale, dtype) for values, scale, dtype in stored]
+        return *loaded, *tensors[2 * data : data + count], *scalars
+
+    return SavePolicy(saved, arguments, lambda *args: _apply(*args)[0])  # type: ignore[no-untyped-call]

@@ -1,0 +1,1 @@
+"""Settings that need no torch: environment variables, and how tokens are cut into tiles."""

@@ -1,0 +1,127 @@
+"""Settings in the environment: ``TORCH_FUSED_OPS`` and ``TORCH_FUSED_OPS_REPORT``.
+
+``TORCH_FUSED_OPS="memory=fp8,gemm=fp8"`` is ``enable(FusionPolicy(...))`` without editing the script
+(``docs/integrations.md``). ``torch_fused_ops_autoload.py`` reads it when torch is imported. The policy takes effect
+when Inductor is imported, since importing Inductor early would cost 1.7 s. ``TORCH_FUSED_OPS_REPORT`` names a file; the
+process writes its report there at exit. ``python -m torch_fused_ops run`` sets both.
+
+And the GPUs on which ``check`` has passed: a line for each in a file beside Inductor's caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+from torch_fused_ops._version import __version__
+from torch_fused_ops.policy import BOOLS, FusionPolicy
+
+__all__ = ["NAME", "POLICY", "REPORT", "REPORT_NAME", "checked_gpus", "note_checked", "remind", "run", "version_of"]
+
+log = logging.getLogger("torch_fused_ops")
+
+NAME, REPORT_NAME = "TORCH_FUSED_OPS", "TORCH_FUSED_OPS_REPORT"
+
+
+def _policy() -> FusionPolicy | None:
+    text = os.environ.get(NAME, "").strip()
+    if not text or BOOLS.get(text.lower()) is False:
+        return None
+    try:
+        return FusionPolicy.parse(text)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the environment variable {NAME}={text!r} is not accepted: {error}") from None
+
+
+POLICY = _policy()
+# Popped, so that child processes do not write to the same file. Other ranks would, too.
+REPORT = os.environ.pop(REPORT_NAME, "") if os.environ.get("RANK", "0") == "0" else ""
+
+
+def run(arguments: argparse.Namespace) -> NoReturn:
+    """Replace this process by ``python SCRIPT ...``, with the policy and the report's file in its environment.
+
+    ``os.execv`` of the same interpreter, so Python itself sets up the script. The new process writes the report.
+    """
+    error = arguments.command_parser.error
+    if not arguments.program:
+        error("SCRIPT is missing: give the path of a Python program, or -m and a module's name")
+    name = arguments.program[0]
+    if not arguments.module and not Path(name).exists():
+        error(f"SCRIPT {name!r} does not exist: give the path of a Python program, or -m and a module's name")
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
+        error("TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: `import torch` then loads no plug-in, this one included")
+    fields = [f"memory={arguments.memory}", f"gemm={arguments.gemm}", f"strict={arguments.strict}".lower()]
+    text = ",".join((*fields, *(f"exclude={pattern}" for pattern in arguments.exclude)))
+    try:
+        FusionPolicy.parse(text)
+    except ValueError as e:
+        error(str(e))
+    os.environ[NAME] = text
+    if arguments.report and os.environ.get("RANK", "0") == "0":
+        file = Path(arguments.report).resolve()  # the program may change its folder
+        if file.is_dir() or not os.access(file.parent, os.W_OK):
+            error(f"--report {arguments.report} cannot be written: it must be a file in an existing folder")
+        os.environ[REPORT_NAME] = str(file)
+    flags = [*subprocess._args_from_interpreter_flags(), *(["-m"] if arguments.module else [])]  # type: ignore[attr-defined]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *flags, *arguments.program])
+
+
+# ---- checked GPUs ----------------------------------------------------------------------------------------------------
+
+
+def version_of(package: str) -> str:
+    """A package's version, or "" if it is not installed."""
+    return getattr(importlib.import_module(package), "__version__", "?") if find_spec(package) else ""
+
+
+def _file() -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "torch_fused_ops_checked.txt"
+
+
+def _described(device: str | None = None) -> str:
+    """A GPU, and the versions of everything that its kernels depend on."""
+    import torch
+
+    versions = f"torch {torch.__version__}, Triton {version_of('triton')}, torch_fused_ops {__version__}"
+    driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    return f"{torch.cuda.get_device_name(device)}, driver {driver}, {versions}"
+
+
+def checked_gpus() -> list[str]:
+    """The GPUs on which ``check`` has passed, with the versions that it passed with."""
+    return _file().read_text(encoding="utf-8").splitlines() if _file().exists() else []
+
+
+def note_checked(device: str) -> None:
+    """Add a GPU on which ``check`` has passed."""
+    if _described(device) not in checked_gpus():
+        with _file().open("a", encoding="utf-8") as file:
+            print(_described(device), file=file)
+
+
+@cache
+def remind() -> None:
+    """Log the command that checks the current GPU, once and on a machine's first rank, if it has not passed there."""
+    try:
+        gpu, gpus = _described(), checked_gpus()
+    except Exception:  # a reminder is not worth a failed compilation
+        return
+    if gpu not in gpus and os.environ.get("LOCAL_RANK", "0") == "0":
+        log.warning(
+            "not checked yet on %s: `python -m torch_fused_ops check` runs every operator's checks on your device, in "
+            "minutes, and then this line is gone",
+            gpu,
+        )

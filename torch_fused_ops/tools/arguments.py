@@ -1,0 +1,164 @@
+"""The command line: ``python -m torch_fused_ops {info, check, explain, plan, verify, audit, run, bench}``.
+
+``explain``, ``plan``, ``verify`` and ``audit`` call CALLABLE without arguments; it returns ``(model, args)`` or
+``(model, args, kwargs)``. MODULE is a module's name or a ``.py`` file. Exit code 2 for invalid arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_fused_ops._version import __version__
+from torch_fused_ops.benchmarks.variants import MEANINGS
+from torch_fused_ops.policy import GEMM, LEVELS, is_level
+
+__all__ = ["BENCHMARKS", "TIMED", "add_bench_options", "parser"]
+
+_BENCH_OPTIONS: dict[str, dict[str, Any]] = {
+    "device": {"help": "cpu, cuda, cuda:1, …; by default a GPU, if there is one"},
+    "quick": {"action": "store_true", "help": "a tiny run, to check that it works"},
+    "sizes": {"nargs": "+", "metavar": "SIZE", "default": [], "help": "8192x4096, …; default: its own"},
+    "dtypes": {"nargs": "+", "choices": ("bfloat16", "float16", "float32"), "default": [], "help": "default: its own"},
+    "only": {"nargs": "+", "metavar": "TEXT", "default": [], "help": "only cases whose names contain all these texts"},
+    "skip": {"nargs": "+", "metavar": "TEXT", "default": [], "help": "skip cases whose names contain one of these"},
+    "ways": {"nargs": "+", "metavar": "WAY", "default": [], "help": "only these variants (below)"},
+    "seconds": {"type": float, "help": "time for each case"},
+    "rounds": {"type": int, "default": 1000, "help": "most rounds for each case (default: 1000)"},
+    "limit": {"type": float, "help": "seconds in all (GPU: 540); lists the remaining cases"},
+    "resume": {"action": "store_true", "help": "keep the results in --out and measure the missing ones"},
+    "threads": {"type": int, "default": 0, "help": "CPU threads (default: torch's own choice)"},
+    "seed": {"type": int, "default": 0, "help": "for random numbers and the order of variants (default: 0)"},
+    "out": {"type": Path, "metavar": "FILE", "help": "results file or folder (CPU: benchmarks/results; quick: none)"},
+    "draw": {"type": Path, "metavar": "FILE", "help": "only draw the pictures of these results"},
+    "largest": {"action": "store_true", "help": "also the largest batch that fits, for each variant"},
+}  # fmt: skip
+TIMED = tuple(option for option in _BENCH_OPTIONS if option != "largest")
+# Descriptions and options of the benchmarks.
+BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "pointwise": ("every operator by itself, forward and backward, and the overhead of a call", TIMED),
+    "mlp": ("a training step of GELU and SwiGLU MLPs", TIMED),
+    "model": ("a training step of whole models", (*TIMED, "largest")),
+    "inference": ("MLPs without gradients, decoding included", TIMED),
+}  # fmt: skip
+
+
+def add_bench_options(parser: argparse.ArgumentParser, options: Sequence[str]) -> None:
+    """Add options of ``bench``, by name; the scripts of benchmarks/laboratory share some of them."""
+    for option in options:
+        parser.add_argument(f"--{option}", **_BENCH_OPTIONS[option])
+
+
+def _ways(benchmark: str) -> str:
+    """List a benchmark's variants, a line each."""
+    variants = [
+        (", ".join(m.ways), re.sub(r"`| \(\[.*?\)\)", "", m.text)) for m in MEANINGS if benchmark in m.benchmarks
+    ]
+    return "\n".join(["variants:", *(f"  {names}\n      {text}" for names, text in variants)]) if variants else ""
+
+
+def _level(text: str) -> str:
+    if not is_level(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not known; accepted: {LEVELS}")
+    return text
+
+
+_SPEC: dict[str, Any] = {
+    "metavar": "MODULE:CALLABLE",
+    "help": "CALLABLE() returns (model, args) or (model, args, kwargs); MODULE is a module's name or a .py file",
+}
+_POLICY: dict[str, dict[str, Any]] = {
+    "--memory": {"type": _level, "default": "free", "metavar": "LEVEL", "help": f"{LEVELS}; free by default"},
+    "--gemm": {"choices": GEMM, "default": "bf16", "help": "FusionPolicy's gemm; bf16 by default"},
+    "--exclude": {"metavar": "PATTERN", "action": "append", "default": [], "help": "MLPs not to fuse; may be repeated"},
+}  # fmt: skip
+_FLAG = {"action": "store_true"}
+# Descriptions and arguments of the other commands.
+_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "info": ("versions, devices and what is active", {}),
+    "check": ("opcheck and precision of every operator on a device", {
+        "--device": _BENCH_OPTIONS["device"],
+        "--quick": {**_FLAG, "help": "fewer samples"},
+    }),
+    "explain": ("list a model's MLPs, fused or not, with reasons", {
+        "spec": _SPEC,
+        **_POLICY,
+        "--train": {**_FLAG, "help": "training mode, with gradients; by default neither"},
+        "--figures": {
+            "metavar": "GPU", "nargs": "?", "const": "H200",
+            "help": "estimate memory, bytes moved and kernels before and after on a GPU (H200); seconds a layer",
+        },
+        "--levels": {**_FLAG, "help": "with --train: estimate the savings, peaks and costs of the memory levels"},
+        "--json": {"metavar": "FILE", "help": "write the report as JSON too"},
+        "--html": {"metavar": "FILE", "help": "write the report as a page too"},
+    }),
+    "plan": ("fit a training step into a GPU's memory; exit code 1 if it does not fit", {
+        "spec": _SPEC,
+        "--memory": {"required": True, "help": 'the memory limit: "72GiB", "800MiB" or bytes'},
+        "--gpu": {"default": "H200", "help": "A100, H100, H200 (default), B200 or MI300X"},
+        "--optimizer": {"default": "adamw", "help": "adamw (default), sgd or none"},
+        "--lossless": {**_FLAG, "help": "exclude levels that round gradients"},
+        "--max": {"dest": "maximum", "metavar": "WHAT", "help": "batch or tokens: the largest at each level; minutes"},
+        "--dp": {"type": int, "default": 1, "help": "GPUs over which FSDP2 shards the layers; all is per GPU"},
+        "--meta": {**_FLAG, "help": "create the model on the meta device, without data"},
+        "--json": {"metavar": "FILE", "help": "write the plan as JSON too"},
+        "--html": {"metavar": "FILE", "help": "write the plan as a page too, with the live-bytes timeline of a step"},
+    }),
+    "verify": ("compare a training step of a model, eager, compiled and fused", {
+        "spec": _SPEC,
+        **_POLICY,
+        "--eval": {**_FLAG, "help": "evaluation mode; by default training mode"},
+        "--compiled": {**_FLAG, "help": "generate code; by default the compiled graphs are run call by call"},
+        "--json": {"metavar": "FILE", "help": "write all comparisons as JSON too"},
+    }),
+    "run": ("run a Python program with fusion in every torch.compile", {
+        **_POLICY,
+        "--strict": {**_FLAG, "help": "an MLP that is not fused is an error"},
+        "--report": {"metavar": "FILE", "help": "write a report (of rank 0) at exit: .json, .html, or text"},
+        "-m": {**_FLAG, "dest": "module", "help": "SCRIPT is a module's name"},
+        "program": {"nargs": argparse.REMAINDER, "metavar": "SCRIPT [ARGUMENT ...]"},
+    }),
+}  # fmt: skip
+_RUN = "python -m torch_fused_ops run [--memory M] [--gemm G] [--exclude PATTERN] [--strict] [--report FILE] [-m]"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Suggest options for unknown ones, with the usage of their command."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        arguments, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            known = arguments.command_parser._option_string_actions
+            near = [difflib.get_close_matches(option.partition("=")[0], known, 1) for option in unknown]
+            meant = ", ".join(name for names in near for name in names)
+            hint = f"; did you mean {meant}?" if meant else ""
+            arguments.command_parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        if not (arguments.command and getattr(arguments, "benchmark", True)):  # the command is missing
+            arguments.command_parser.print_help(sys.stderr)
+            sys.exit(2)
+        return arguments
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``python -m torch_fused_ops``; ``command`` and ``benchmark`` are the names in its result."""
+    whole = _Parser("python -m torch_fused_ops", description="Fused MLP operators for PyTorch.")
+    whole.add_argument("--version", action="version", version=f"torch_fused_ops {__version__}")
+    commands = whole.add_subparsers(metavar="COMMAND", dest="command")
+    for name, (text, options) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, usage=f"{_RUN} SCRIPT ..." if name == "run" else None)
+        for option, settings in options.items():
+            command.add_argument(option, **settings)
+    bench = commands.add_parser("bench", help="benchmark this library against PyTorch")
+    names = bench.add_subparsers(metavar="NAME", dest="benchmark")
+    formatter = argparse.RawDescriptionHelpFormatter
+    for name, (text, timed) in BENCHMARKS.items():
+        benchmark = names.add_parser(name, help=text, description=text, epilog=_ways(name), formatter_class=formatter)
+        add_bench_options(benchmark, timed)
+    for command in (whole, *commands.choices.values(), *names.choices.values()):
+        command.set_defaults(command_parser=command)
+    return whole

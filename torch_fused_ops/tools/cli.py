@@ -1,0 +1,345 @@
+"""The commands of ``python -m torch_fused_ops``; ``arguments.py`` has their arguments."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import torch_fused_ops as tfo
+from torch_fused_ops.families.float8.recipes import RECIPES
+from torch_fused_ops.settings import environment
+from torch_fused_ops.settings.environment import version_of
+from torch_fused_ops.tools.arguments import parser
+from torch_fused_ops.virtual_gpu import gpus
+
+__all__ = ["main"]
+
+
+class _UsageError(Exception):
+    """Unusable arguments; the message says why."""
+
+
+# ---- info ------------------------------------------------------------------------------------------------------------
+
+
+def _devices() -> list[str]:
+    cuda = enumerate(map(torch.cuda.get_device_properties, range(torch.cuda.device_count())))
+    gpus = [f"cuda:{i}: {p.name}, {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB" for i, p in cuda]
+    return [f"cpu: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads", *gpus]
+
+
+def _works() -> Iterator[tuple[str, str]]:
+    """Yield each feature that needs more than torch, and "yes" or the missing requirement."""
+    from torch_fused_ops.lowerings.recognize.gemms import no_scaled_products
+
+    asked = [name for name in torch._inductor.config.cpp.cxx if name]  # CXX, else g++
+    compiler = next(filter(shutil.which, asked), None)
+    missing = f"no C++ compiler was found ({', '.join(asked)}): install g++, or set CXX"
+    yield "torch.compile on CPUs", f"yes, with {compiler}" if compiler else missing
+    gpu, triton = torch.cuda.is_available(), version_of("triton")
+    yield "torch.compile on GPUs", ("yes" if triton else "Triton is missing") if gpu else "no GPU is visible"
+    device = torch.device("cuda" if gpu else "cpu")
+    slow = "" if gpu else ", in the model's dtype: correct, but slower than bf16"
+    for recipe, (scaling, _) in RECIPES.items():
+        without = no_scaled_products(device, scaling)
+        yield f'float8 GEMMs, gemm="{recipe}"', f"not on {without}" if without else f"yes{slow}"
+    yield "estimated figures, plan", "yes" if triton else "pip install triton numpy"
+    yield "pictures of benchmarks", "yes" if version_of("matplotlib") else "pip install matplotlib numpy"
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    import torch._dynamo
+    import torch._inductor.lowering as inductor
+
+    from torch_fused_ops import activations, lowerings
+    from torch_fused_ops.settings import switches
+
+    passes = lowerings.pick_up()
+    if lowerings.off():
+        print(lowerings.off())
+        return 1
+    from torch_fused_ops.lowerings import compat
+
+    forward = [n for n in dir(torch.ops.fused) if isinstance(getattr(torch.ops.fused, n), torch._ops.OpOverloadPacket)]
+    overloads = [getattr(torch.ops.fused, n).default for n in forward]
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    traced = [op for op in overloads if not op.has_kernel_for_dispatch_key(composite)]  # others decompose to aten
+    lowered = [op for op in traced if op in inductor.lowerings]
+    backend = "found" if "fused" in torch._dynamo.list_backends() else "not found: install with `pip install -e .`"
+    policy = passes.active_policy()
+    sections: list[tuple[str, list[str]]] = [
+        ("torch_fused_ops", [f"{tfo.__version__} in {Path(tfo.__file__).parent}"]),
+        ("python", [f"{platform.python_version()} on {platform.platform()}"]),
+        ("torch", [f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, HIP {torch.version.hip or 'none'}"]),
+        *((package, [version_of(package) or "not installed"]) for package in ("triton", "numpy")),
+        ("devices", _devices()),
+        ("checked", environment.checked_gpus() or ["no GPU yet: python -m torch_fused_ops check"]),
+        ("operators", [", ".join(f"fused::{n}" for n in forward if "_backward" not in n)]),
+        ("turned off", [", ".join(switches.WITHOUT) or f"nothing; {switches.NAME} takes {', '.join(switches.PARTS)}"]),
+        ("activations", [", ".join(activations.names())]),
+        ("lowerings", [f"{len(lowered)} of {len(traced)} operators, backward ones included"]),
+        ("backend 'fused'", [backend]),
+        ("policy", [repr(policy) if policy else "none: plain torch.compile fuses no MLPs before enable()"]),
+        ("works here", [f"{what}: {how}" for what, how in _works()]),
+        ("torch features", [f"{name}: {'yes' if there else 'no'}" for name, there in compat.features().items()]),
+        ("identity", [passes.identity()]),
+    ]
+    for title, lines in sections:
+        for i, text in enumerate(lines):
+            print(f"{title if i == 0 else '':<18}{text}")
+    return 0
+
+
+# ---- check -----------------------------------------------------------------------------------------------------------
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from torch_fused_ops.testing import check as runner
+
+    gpus = (device for device in ("cuda", "xpu") if getattr(torch, device).is_available())
+    device = arguments.device or next(gpus, "cpu")
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise _UsageError(f"--device {device} cannot be used: {str(e).splitlines()[0]}") from None
+    start = time.perf_counter()
+    print(f"opcheck and precision on {device}, largest errors against float64\n\n{runner.line()}", flush=True)
+    rows = runner.check(device, quick=arguments.quick, progress=lambda row: print(runner.row_line(row), flush=True))
+    failures = [f for row in rows for f in row.failures]
+    calls, opchecks = sum(row.samples for row in rows), sum(row.opchecks for row in rows)
+    verdict = f"{len(failures)} failures" if failures else "all passed"
+    print(f"\n{calls} samples, {opchecks} opchecks, {time.perf_counter() - start:.0f} s: {verdict}")
+    for failure in failures:
+        print(f"  {failure}")
+    if device.startswith("cuda") and not failures:
+        environment.note_checked(device)
+    return 1 if failures else 0
+
+
+# ---- explain ---------------------------------------------------------------------------------------------------------
+
+
+def _module(name: str) -> ModuleType:
+    if not name.endswith(".py"):
+        sys.path.insert(0, os.getcwd())
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as e:
+            raise _UsageError(f"module {name!r} cannot be imported: {e}") from None
+    path = Path(name)
+    if not path.is_file():
+        raise _UsageError(f"{name!r} does not exist: give a module's name or the path of a .py file")
+    sys.path.insert(0, str(path.parent.resolve()))  # as `python file.py` does: its neighbors can be imported
+    return importlib.import_module(path.stem)
+
+
+def _load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    name, colon, attribute = spec.rpartition(":")
+    if not (name and colon and attribute):
+        raise _UsageError(f"{spec!r} is not of the form module:callable, e.g. mypackage.models:example")
+    module = _module(name)
+    try:
+        make = functools.reduce(getattr, attribute.split("."), module)
+    except AttributeError:
+        raise _UsageError(f"{name} has no {attribute!r}") from None
+    accepted = "it must return (model, args) or (model, args, kwargs), args a tuple such as (x,)"
+    if not callable(make):
+        raise _UsageError(f"{spec} is a {type(make).__name__}, not callable; {accepted}")
+    if isinstance(make, torch.nn.Module):
+        raise _UsageError(f"{spec} is a model; it must be a function that returns (model, args)")
+    example = make()
+    if not isinstance(example, (tuple, list)) or len(example) not in (2, 3) or not callable(example[0]):
+        raise _UsageError(f"{spec} returned a {type(example).__name__}; {accepted}")
+    model, args, kwargs = (*example, {})[:3]
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
+        raise _UsageError(f"{spec}: args is a {type(args).__name__}, kwargs a {type(kwargs).__name__}; {accepted}")
+    return model, tuple(args), kwargs
+
+
+def _check_writable(arguments: argparse.Namespace, *options: str) -> None:
+    for option in options:
+        file = getattr(arguments, option)
+        if file and (Path(file).is_dir() or not os.access(Path(file).parent, os.W_OK)):
+            raise _UsageError(f"--{option} {file} cannot be written: it must be a file in an existing folder")
+
+
+def _show(result: Any, arguments: argparse.Namespace) -> None:
+    print(result)
+    if arguments.json:
+        Path(arguments.json).write_text(result.to_json(), encoding="utf-8")
+    if getattr(arguments, "html", None):
+        result.to_html(arguments.html)
+
+
+def _policy(arguments: argparse.Namespace) -> tfo.FusionPolicy:
+    try:
+        return tfo.FusionPolicy(memory=arguments.memory, gemm=arguments.gemm, exclude=arguments.exclude)
+    except ValueError as e:
+        raise _UsageError(str(e)) from None
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    _check_writable(arguments, "json", "html")
+    if arguments.levels and not arguments.train:
+        raise _UsageError("--levels needs --train: without a backward nothing is saved")
+    if arguments.figures is not None or arguments.levels:  # report missing requirements before slow work
+        gpus.import_triton()
+        if (arguments.figures or "H200").upper() not in gpus.GPUS:
+            raise _UsageError(f"--figures {arguments.figures} is not known; accepted: {', '.join(gpus.GPUS)}")
+    model, args, kwargs = _load(arguments.spec)
+    if isinstance(model, torch.nn.Module):
+        model.train(arguments.train)
+    policy = _policy(arguments)
+    with _progress("torch_fused_ops.reports", "capturing"):
+        with torch.set_grad_enabled(arguments.train):
+            report = tfo.explain(model, *args, policy=policy, **kwargs)
+        if arguments.figures is not None or arguments.levels:
+            report.measure(arguments.figures or "H200", levels=arguments.levels)
+    _show(report, arguments)
+    return 0
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    _check_writable(arguments, "json", "html")
+    settings = {name: getattr(arguments, name) for name in ("memory", "gpu", "optimizer", "lossless", "maximum", "dp")}
+    with torch.device("meta") if arguments.meta else contextlib.nullcontext():
+        model, args, kwargs = _load(arguments.spec)
+    if isinstance(model, torch.nn.Module):
+        model.train()
+    try:
+        with _progress("torch_fused_ops.planner", "capturing"):
+            plan = tfo.plan(model, *args, **settings, **kwargs)
+    except ValueError as e:
+        raise _UsageError(str(e)) from None
+    _show(plan, arguments)
+    return 0 if plan.fits else 1
+
+
+class _Latest(logging.Handler):
+    """Print a logger's last record on standard error after some seconds, and then all later records."""
+
+    latest, late = "", False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.latest = record.getMessage()
+        if self.late:
+            self.say()
+
+    def say(self) -> None:
+        self.late = True
+        if self.latest:
+            print(f"... {self.latest}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _progress(name: str, first: str = "", seconds: float = 5.0) -> Iterator[None]:
+    """Print a logger's records of level INFO after some seconds, beginning with ``first``."""
+    logger, handler = logging.getLogger(name), _Latest()
+    timer, level = threading.Timer(seconds, handler.say), logger.level
+    timer.daemon = True
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.info(first)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    _check_writable(arguments, "json")
+    policy = _policy(arguments)
+    try:
+        model, args, kwargs = _load(arguments.spec)
+        if isinstance(model, torch.nn.Module):
+            model.train(not arguments.eval)
+        with _progress("torch_fused_ops.verify"):
+            verification = tfo.verify(model, *args, policy=policy, compiled=arguments.compiled, **kwargs)
+    except _UsageError:
+        raise
+    except Exception as error:  # the model's own; exit code 1 is for a difference
+        traceback.print_exc()
+        raise _UsageError(f"{arguments.spec} cannot be run in eager mode: {error}") from None
+    _show(verification, arguments)
+    return 0 if verification.ok else 1
+
+
+# ---- audit -----------------------------------------------------------------------------------------------------------
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from torch_fused_ops import virtual_gpu
+
+    _check_writable(arguments, "json")
+    gpus.import_triton()
+    model, args, kwargs = _load(arguments.spec)
+    if isinstance(model, torch.nn.Module):
+        model.train(not arguments.eval)
+    config = None if arguments.plain else tfo.compile_options(policy=_policy(arguments))
+    try:
+        gpu = gpus.by_name(arguments.gpu, "--gpu")
+        with torch.set_grad_enabled(not arguments.eval):
+            paper = virtual_gpu.compile_on_paper(
+                model, *args, gpu=gpu, training=not arguments.eval, config=config, **kwargs
+            )
+        audit = virtual_gpu.audit(paper, all_configurations=arguments.all_configurations)
+    except (ValueError, torch._dynamo.exc.Unsupported) as e:
+        raise _UsageError(str(e)) from None
+    print(audit)
+    if arguments.json:
+        Path(arguments.json).write_text(audit.to_json(), encoding="utf-8")
+    return 0 if audit.ok else 1
+
+
+# ---- bench -----------------------------------------------------------------------------------------------------------
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from torch_fused_ops.benchmarks import harness
+    from torch_fused_ops.benchmarks.main import bench
+
+    try:
+        return bench(arguments)
+    except harness.UsageError as e:
+        raise _UsageError(str(e)) from None
+
+
+_COMMANDS = {f.__name__.lstrip("_"): f for f in (_info, _check, _explain, _plan, _verify, environment.run, _bench)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = parser().parse_args(argv)
+    try:
+        return _COMMANDS[arguments.command](arguments)
+    except (_UsageError, ModuleNotFoundError) as e:
+        if isinstance(e, ModuleNotFoundError) and e.name != "triton":
+            raise
+        print(f"error: {e}", file=sys.stderr)
+        return 2

@@ -1,0 +1,573 @@
+"""``verify``: compare one training step of a model eager, compiled and fused, tensor by tensor."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from torch_fused_ops.graphs.capture import arguments_checked, call_model, check_model, throwaway, unchanged
+from torch_fused_ops.graphs.fusion_events import unobserved
+from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default
+from torch_fused_ops.reports.recording import record
+
+__all__ = ["Comparison", "Verification", "interpreted", "verify"]
+
+progress = logging.getLogger("torch_fused_ops.verify")
+
+WAYS = ("eager", "plain", "fused")
+# Tolerances: rounding units relative to a tensor's norm, and multiples of eager's own error.
+OF_NORM, OF_EAGER = 4.0, 4.0
+# Multiples of the tensor's change when the last bits of all parameters and arguments change: the only measure for
+# tensors of pure rounding error (the mean of a norm's result).
+OF_JITTER = 64.0
+# The additional factor for a single number; few numbers' errors do not average out.
+FEW = 15.0
+# If eager in the same dtype is the reference, the unit allows for a deep model's rounding: in float64 this value (its
+# epsilon is 2.2e-16), in float32 so many epsilons.
+UNIT_EXACT, UNIT_WIDE = 1e-9, 64.0
+# The largest rounding error of float8_e4m3fn (3 bits of mantissa), for gradients under such a policy.
+UNIT_FP8 = 2.0**-4
+# Relative to the largest gradient, for gradients that are 0 except for rounding (a bias before a norm).
+OF_LARGEST = 1e-6
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor of one step.
+
+    Attributes:
+        kind: "loss", "output", "gradient", "buffer" or "argument" (after the step).
+        name: the parameter's or buffer's path in the model; the output's or argument's number.
+        dtype: the step's dtype: the model's own, or a wider one.
+        fused: the fused step's distance from the reference (eager in the wide dtype), relative to its norm.
+        plain: that of plain ``torch.compile``.
+        eager: that of eager.
+        allowed: the distance that rounding explains.
+    """
+
+    kind: str
+    name: str
+    dtype: str
+    fused: float
+    plain: float
+    eager: float
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        """True if rounding explains the fused step's distance."""
+        return self.fused <= self.allowed
+
+    @property
+    def plain_ok(self) -> bool:
+        """True if rounding explains plain ``torch.compile``'s distance."""
+        return self.plain <= self.allowed
+
+    @property
+    def title(self) -> str:
+        """The tensor's name, for people."""
+        return {"gradient": f"gradient of {self.name}", "loss": "loss"}.get(self.kind, f"{self.kind} {self.name}")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of ``verify``: print it, check ``ok``, or read ``comparisons``.
+
+    Attributes:
+        title: the model's class.
+        policy: the fusion policy.
+        comparisons: every compared tensor, in each dtype.
+        failures: errors by variant: ``"fused, float64"`` → the error; ``"eager"``: the reason why the comparison means
+            nothing. ``verify`` itself raises errors in eager mode.
+        sites: the numbers of fused and of all MLP sites.
+        notes: further remarks.
+    """
+
+    title: str
+    policy: FusionPolicy
+    comparisons: tuple[Comparison, ...] = ()
+    failures: dict[str, str] = field(default_factory=dict)
+    sites: tuple[int, int] = (0, 0)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def differences(self) -> tuple[Comparison, ...]:
+        """The tensors in which the fused step differs from eager by more than rounding explains."""
+        return tuple(compared for compared in self.comparisons if not compared.ok)
+
+    @property
+    def ok(self) -> bool:
+        """True if the fused step is the eager one, except for rounding."""
+        return not self.differences and not any(way.startswith(("eager", "fused")) for way in self.failures)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result, for JSON."""
+        rows = [{**asdict(compared), "ok": compared.ok, "plain_ok": compared.plain_ok} for compared in self.comparisons]
+        return {
+            "title": self.title,
+            "ok": self.ok,
+            "policy": asdict(self.policy),
+            "sites": {"fused": self.sites[0], "found": self.sites[1]},
+            "failures": self.failures,
+            "notes": list(self.notes),
+            "comparisons": rows,
+        }
+
+    def to_json(self) -> str:
+        """Convert to JSON, with null for infinite distances (a missing or a non-finite tensor)."""
+        text = json.dumps(self.as_dict(), default=str, indent=2)
+        return text.replace(": Infinity", ": null")
+
+    def __str__(self) -> str:
+        kinds = [compared.kind for compared in self.comparisons]
+        counts = ", ".join(
+            f"{n // len(self.dtypes)} {kind}{'' if kind == 'loss' or n == len(self.dtypes) else 's'}"
+            for kind in dict.fromkeys(kinds)
+            if (n := kinds.count(kind))
+        )
+        lines = [
+            f"{self.title}: one step, eager, plain torch.compile and fused, in {' and '.join(self.dtypes)}",
+            f"policy: {self.policy}",
+            f"{self.sites[0]} of {self.sites[1]} MLP sites fused; compared: {counts or 'nothing'}",
+        ]
+        lines += [f"{way}: {error}" for way, error in self.failures.items()]
+        off = self.differences
+        if off:
+            lines += ["", "fused differs from eager by more than rounding explains:", *_table(off)]
+            both = sum(not compared.plain_ok for compared in off)
+            lines.append(
+                f"plain torch.compile is off as well in {both} of these {len(off)}"
+                if both
+                else "plain torch.compile is not"
+            )
+        plain = [compared for compared in self.comparisons if compared.ok and not compared.plain_ok]
+        if plain:
+            lines += ["", "plain torch.compile differs, fused does not:", *_table(plain)]
+        lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
+        lines += ["", "not ok" if not self.ok else "ok: nothing differs by more than rounding explains"]
+        return "\n".join(lines)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The step's dtypes."""
+        return tuple(dict.fromkeys(compared.dtype for compared in self.comparisons)) or ("no dtype",)
+
+
+def _table(rows: Sequence[Comparison], most: int = 24) -> list[str]:
+    rows = sorted(rows, key=lambda row: min(row.allowed - row.fused, row.allowed - row.plain))
+    width = max(len(row.title) for row in rows[:most])
+    lines = [f"  {'':<{width}}  {'in':<8} {'fused':>8} {'plain':>8} {'eager':>8} {'allowed':>8}"]
+    for row in rows[:most]:
+        figures = " ".join(f"{value:>8.1e}" for value in (row.fused, row.plain, row.eager, row.allowed))
+        lines.append(f"  {row.title:<{width}}  {row.dtype:<8} {figures}")
+    return [*lines, *([f"  and {len(rows) - most} more"] if len(rows) > most else [])]
+
+
+def verify(
+    model: Callable[..., Any],
+    *args: Any,
+    policy: FusionPolicy | None = None,
+    compiled: bool = False,
+    **kwargs: Any,
+) -> Verification:
+    """Compare one training step of a model: eager, plain ``torch.compile``, and fused.
+
+    The step is forward, a loss and backward. It runs on copies of the model and of the arguments, in the model's own
+    dtype and in float64 (float32 if the model cannot run in float64). The loss is the result's ``loss``, or the result
+    if that is one number, else a fixed random linear function of all results. The reference is eager in float64.
+    Compared are the loss, the outputs, all gradients of parameters and arguments, and the final buffers and arguments.
+    The tolerance is four times eager's own error in the model's dtype, or four units of that dtype's rounding; 4e-9 in
+    float64. ``memory="fp8"`` and float8 GEMMs are allowed their rounding in the model's dtype. In float64 they do not
+    round, so everything but the rounding is compared exactly.
+
+    Dropouts are PyTorch's own (Inductor's ``fallback_random``), with eager's masks.
+
+    Args:
+        model: a module, as it is, in training or evaluation mode; or a function.
+        *args: its positional arguments.
+        policy: the fusion policy; ``FusionPolicy()`` by default.
+        compiled: generate code as ``torch.compile`` does. By default the final graphs are run call by call: seconds
+            instead of minutes, and everything but code generation is tested.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        A ``Verification``. Its ``ok`` is False if a tensor differs by more than rounding explains.
+
+    Raises:
+        TypeError: model is not callable, or is a class; or policy is not a FusionPolicy.
+        ValueError: the model is on the meta device, or cannot be copied.
+        Whatever the model raises in eager mode on these arguments.
+    """
+    check_model(model)
+    policy = policy_or_default(policy)
+    from torch_fused_ops import lowerings
+
+    lowerings.require()
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, torch.nn.Module) and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise ValueError(f"model={type(model).__name__} is on the meta device; verify needs real data")
+    check_not_meant("verify", model, kwargs)
+    dtype = _own_dtype(model, (args, kwargs))
+    failures: dict[str, str] = {}
+    notes: list[str] = []
+    sites = (0, 0)
+    with unchanged(model), torch.enable_grad():
+        progress.info("eager, %s", _name(dtype))
+        with arguments_checked(args, kwargs):
+            eager = _step(model, args, kwargs, None, call_model)
+        wide = _widest(model, args, kwargs, dtype, notes)
+        runs = [
+            _Run(
+                dtype,
+                _name(dtype),
+                False,
+                _unit(dtype) if wide is None else torch.finfo(dtype).eps / 2,
+                {"eager": eager},
+            )
+        ]
+        if wide is not None:
+            runs.append(wide)
+        elif _rounded(policy):
+            runs.append(_Run(dtype, f"{_name(dtype)} unrounded", True, _unit(dtype), {"eager": eager}))
+        for run in runs:
+            for way in WAYS[1:]:
+                run_policy = replace(policy, gemm="bf16") if run.exact else policy
+                fn = interpreted(run_policy if way == "fused" else None, exact=run.exact, compiled=compiled)
+                recording: AbstractContextManager[Any] = record() if way == "fused" else nullcontext()
+                progress.info("%s, %s", way, run.name)
+                try:
+                    with unobserved(), recording as report:
+                        run.steps[way] = _step(model, args, kwargs, run.dtype if run.exact else None, fn)
+                except Exception as error:
+                    failures[f"{way}, {run.name}"] = f"raised {_error_line(error)}"
+                    continue
+                if report is not None:
+                    mlps = [site for site in report.sites if site.is_mlp]
+                    sites = (sum(site.op is not None for site in mlps), len(mlps))
+                    notes += report.notes
+                    if report.graphs > 1:
+                        notes.append(f"{report.graphs} graphs were captured: an MLP across a graph break is not a site")
+        jittered = _step(model, args, kwargs, runs[-1].dtype if runs[-1].exact else None, call_model, jitter=True)
+    truth = runs[-1].steps["eager"]
+    loss = truth.values.get(("loss", ""))
+    if loss is None:
+        notes.append("nothing that the model returned needs a gradient: only forward was compared")
+    elif not loss.isfinite():
+        failures["eager"] = f"the loss is {loss.item()}, so gradients cannot be compared"
+    if not isinstance(model, torch.nn.Module):
+        notes.append("parameters that a function closes over are not compared: pass the module itself to verify")
+    if not sites[0]:
+        notes.append("no MLP was fused, so fused is plain torch.compile; explain says why")
+    if truth.random:
+        notes.append("random numbers were PyTorch's own; fused dropouts drop other elements")
+    rows = [row for run in runs for row in _compare(truth, jittered, run, () if run.exact else _rounded(policy))]
+    title = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
+    return Verification(title, policy, tuple(rows), failures, sites, tuple(dict.fromkeys(notes)))
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Step:
+    """The visible results of a step."""
+
+    values: dict[tuple[str, str], Tensor | None]  # by kind and name
+    random: bool  # True if it drew random numbers
+
+
+@dataclass
+class _Run:
+    """The step in one dtype, in each variant."""
+
+    dtype: torch.dtype
+    name: str
+    exact: bool  # nothing is rounded to save memory
+    unit: float  # the relative rounding error
+    steps: dict[str, _Step]
+
+
+def _unit(narrowest: torch.dtype) -> float:
+    """The rounding unit if eager in the same dtype is the reference; models may cast to a narrower dtype inside."""
+    return UNIT_EXACT if narrowest is torch.float64 else UNIT_WIDE * torch.finfo(narrowest).eps
+
+
+def _widest(model: Callable[..., Any], args: Any, kwargs: Any, own_dtype: torch.dtype, notes: list[str]) -> _Run | None:
+    """Run the step eagerly in float64, or in float32 if that raises; None if neither is wider than the model's."""
+    for dtype in (torch.float64, torch.float32):
+        if torch.finfo(dtype).eps >= torch.finfo(own_dtype).eps:
+            break
+        narrowest = _Narrowest(dtype)
+        try:
+            step = _step(model, args, kwargs, dtype, call_model, narrowest)
+        except Exception as error:
+            notes.append(f"the step was not computed in {_name(dtype)}, where eager raises {_error_line(error)}")
+            continue
+        return _Run(dtype, _name(dtype), True, _unit(narrowest.dtype), {"eager": step})
+    return None
+
+
+def _step(
+    model: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    dtype: torch.dtype | None,
+    fn: Callable[..., Any],
+    watching: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 (it can be entered again)
+    jitter: bool = False,
+) -> _Step:
+    if isinstance(model, torch.nn.Module):
+        try:
+            model = copy.deepcopy(model)
+        except Exception as error:
+            raise ValueError(f"model={type(model).__name__} cannot be copied: {_error_line(error)}") from error
+        if dtype is not None:
+            model._apply(functools.partial(_widened, dtype))
+        model.zero_grad(set_to_none=True)
+    args, kwargs = _copied((args, kwargs), dtype)
+    if jitter:
+        _jitter([*(model.parameters() if isinstance(model, torch.nn.Module) else ()), *_tensors((args, kwargs))])
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with watching:
+        result = fn(model, *args, **kwargs)
+    outputs = list(_tensors(result))
+    if not outputs:
+        raise ValueError(
+            f"the model returned a {type(result).__name__} in which no tensor is found: there is nothing to compare"
+        )
+    values: dict[tuple[str, str], Tensor | None] = {}
+    loss = _loss(result, outputs)
+    for i, t in enumerate(outputs):
+        values["output", str(i)] = t.detach().clone()
+    if loss is not None:
+        values["loss", ""] = loss.detach().clone()
+        loss.backward()
+    if isinstance(model, torch.nn.Module):
+        values.update({("gradient", name): p.grad for name, p in model.named_parameters() if p.requires_grad})
+        values.update({("buffer", name): b.detach() for name, b in model.named_buffers()})
+    for i, t in enumerate(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
+        values["argument", str(i)] = t.detach()
+        if t.requires_grad:
+            values["gradient", f"argument {i}"] = t.grad
+    return _Step({key: _dense(t) for key, t in values.items()}, not torch.equal(before, torch.get_rng_state()))
+
+
+def _dense(t: Tensor | None) -> Tensor | None:
+    """Convert a sparse gradient, as of an embedding's table, to a dense one."""
+    return t.to_dense() if t is not None and t.layout in _SPARSE else t
+
+
+def _tensors(tree: Any, depth: int = 4) -> Iterator[Tensor]:
+    """Yield the tensors in a result: in tuples, lists and dicts, and in the fields of other objects."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif (
+            depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, torch.nn.Module)) and not callable(leaf)
+        ):
+            yield from _tensors(list(vars(leaf).values()), depth - 1)
+
+
+def _jitter(tensors: Iterable[Tensor]) -> None:
+    """Change the last bits of every floating number."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for t in {id(t): t for t in tensors if t.is_floating_point()}.values():
+            by = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
+            t.copy_(t.double() * (1 + 4 * torch.finfo(t.dtype).eps * by))
+
+
+def _copied(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Copy the tensors, each once; floating ones in a wider dtype, if one is given."""
+    copies: dict[int, Tensor] = {}
+
+    def copied(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return copy.deepcopy(t)
+        if id(t) not in copies:
+            new = t.detach().clone()
+            copies[id(t)] = (new if dtype is None else _widened(dtype, new)).requires_grad_(t.requires_grad)
+        return copies[id(t)]
+
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten([copied(leaf) for leaf in leaves], spec)
+
+
+def _widened(dtype: torch.dtype, t: Tensor) -> Tensor:
+    """Convert a floating tensor to another dtype.
+
+    A single number that is not a parameter keeps its dtype: it narrows no result, and torch 2.13 drops a compiled
+    forward's writes into one in float64 (docs/upstream/written-inputs.md).
+    """
+    single = t.dim() == 0 and not isinstance(t, torch.nn.Parameter)
+    return t.to(dtype) if t.is_floating_point() and not single else t
+
+
+def _loss(result: Any, outputs: Sequence[Tensor]) -> Tensor | None:
+    loss = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
+    for candidate in (loss, result):
+        if isinstance(candidate, Tensor) and candidate.numel() == 1 and candidate.requires_grad:
+            return candidate.sum()
+    generator = torch.Generator().manual_seed(0)
+    terms = []
+    for t in outputs:
+        weights = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
+        if t.requires_grad and (t.is_floating_point() or t.is_complex()):
+            terms.append(((t.abs() if t.is_complex() else t).double() * weights).sum())
+    return torch.stack(terms).sum() if terms else None
+
+
+def _own_dtype(model: Callable[..., Any], inputs: Any) -> torch.dtype:
+    """The dtype of most of the model's parameters, or of the first floating argument."""
+    numbers: dict[torch.dtype, int] = {}
+    for p in model.parameters() if isinstance(model, torch.nn.Module) else ():
+        if p.is_floating_point():
+            numbers[p.dtype] = numbers.get(p.dtype, 0) + p.numel()
+    floating = [t.dtype for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.is_floating_point()]
+    return max(numbers, key=numbers.__getitem__) if numbers else (floating or [torch.float32])[0]
+
+
+# ---- variants --------------------------------------------------------------------------------------------------------
+
+
+def interpreted(policy: FusionPolicy | None, *, exact: bool = False, compiled: bool = False) -> Callable[..., Any]:
+    """``fn(model, *args, **kwargs)``: a call of a model through Dynamo and Inductor.
+
+    Args:
+        policy: the fusion policy; None: no fusion, even after ``enable``.
+        exact: memory levels do not round.
+        compiled: generate code. By default the final graphs are run call by call.
+    """
+    from torch_fused_ops.lowerings import memory_levels, passes
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        options = passes.compile_options(policy) if policy else passes.options_without_us()
+        settings = {**options, "fallback_random": True, "force_disable_caches": True}
+        more: dict[str, Any] = {} if compiled else {"inner_compile": _call_by_call}
+        with memory_levels.unrounded(exact):
+            fn: Any = compile_fx(gm, example_inputs, config_patches=settings, **more)
+        return fn  # type: ignore[no-any-return]
+
+    fn: Callable[..., Any] = torch.compile(throwaway(call_model), backend=backend)
+
+    def call(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=64):
+            return fn(model, *args, **kwargs)
+
+    return call
+
+
+def _call_by_call(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Callable[..., Any]:
+    """Run the final graph, in place of Inductor's code generation."""
+
+    def call(arguments: list[Any]) -> Any:
+        inputs = list(arguments)
+        arguments.clear()  # AOTAutograd passes ownership: tensors are freed after their last use
+        return gm.forward(*inputs)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+class _Narrowest(TorchDispatchMode):
+    """Record the narrowest floating dtype of all results."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and t.is_floating_point() and t.dim():
+                self.dtype = max(self.dtype, t.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        return result
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+
+
+def _rounded(policy: FusionPolicy) -> tuple[str, ...]:
+    """The kinds of tensors that a policy rounds to float8: all for float8 GEMMs, gradients for ``memory="fp8"``."""
+
+    def values(field: Any) -> Iterable[str]:
+        return [field] if isinstance(field, str) else dict(field).values()
+
+    if any(value != "bf16" for value in values(policy.gemm)):
+        return ("loss", "output", "gradient", "buffer", "argument")
+    return ("gradient",) if "fp8" in values(policy.memory) else ()
+
+
+def _compare(truth: _Step, jittered: _Step, run: _Run, rounded: Collection[str]) -> Iterator[Comparison]:
+    norms = {
+        key: float(_wide(value).norm()) for key, value in truth.values.items() if value is not None and _counts(value)
+    }
+    largest: dict[str, float] = {}
+    for (kind, _), norm in norms.items():
+        if math.isfinite(norm):
+            largest[kind] = max(largest.get(kind, 0.0), norm)
+    for key, wanted in truth.values.items():
+        kind, name = key
+        if wanted is None and all(step.values.get(key) is None for step in run.steps.values()):
+            continue
+        apart = {way: _apart(wanted, step.values.get(key), run.exact) for way, step in run.steps.items()}
+        norm = norms.get(key, 0.0)
+        norm = norm if norm and math.isfinite(norm) else 1.0
+        unit = UNIT_FP8 if kind in rounded else run.unit
+        unit *= 1 + FEW / max(1, wanted.numel() if wanted is not None else 1)
+        noise = min(unit, OF_LARGEST) * largest.get(kind, 0.0)
+        jitter = _apart(wanted, jittered.values.get(key), False)
+        jitter = jitter if math.isfinite(jitter) else 0.0
+        allowed = max(OF_NORM * unit * norm, OF_EAGER * apart["eager"], noise, OF_JITTER * jitter)
+        fused, plain, eager = (apart.get(way, 0.0) / norm for way in ("fused", "plain", "eager"))
+        yield Comparison(kind, name, run.name, fused, plain, eager, allowed / norm)
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.detach().to(torch.complex128 if t.is_complex() else torch.float64)
+
+
+def _counts(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _apart(wanted: Tensor | None, got: Tensor | None, exact: bool) -> float:
+    """The distance in the 2-norm; infinite if one is missing, or if their non-finite values differ."""
+    if wanted is None or got is None:
+        other = got if wanted is None else wanted
+        return 0.0 if other is None or not other.any() else float("inf")  # zeros count as a missing gradient
+    if wanted.shape != got.shape:
+        return float("inf")
+    if not _counts(wanted):
+        # Decisions (a token, an expert) may differ in the model's dtype: they are compared in float64 only.
+        return 0.0 if not exact or torch.equal(wanted, got) else float("inf")
+    w, g = _wide(wanted), _wide(got)
+    finite, same = w.isfinite(), (w == g) | (w.isnan() & g.isnan())
+    if not torch.equal(finite, g.isfinite()) or not same[~finite].all():
+        return float("inf")
+    return float((w[finite] - g[finite]).norm())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _error_line(error: BaseException) -> str:
+    text = str(getattr(error, "inner_exception", error)).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
