@@ -116,6 +116,15 @@ _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "--compiled": {**_FLAG, "help": "generate code; by default the compiled graphs are run call by call"},
         "--json": {"metavar": "FILE", "help": "write all comparisons as JSON too"},
     }),
+    "audit": ("look for races and other faults in a model's GPU kernels; exit code 1 if there are any", {
+        "spec": _SPEC,
+        **_POLICY,
+        "--plain": {**_FLAG, "help": "the kernels of plain torch.compile, without fusion"},
+        "--eval": {**_FLAG, "help": "evaluation mode; by default forward and backward"},
+        "--gpu": {"default": "H100", "help": "A100, H100 (default), H200, B200 or MI300X"},
+        "--all-configurations": {**_FLAG, "help": "also the blocks and warps that a tuner may reach; minutes"},
+        "--json": {"metavar": "FILE", "help": "write the findings as JSON too"},
+    }),
     "run": ("run a Python program with fusion in every torch.compile", {
         **_POLICY,
         "--strict": {**_FLAG, "help": "an MLP that is not fused is an error"},
