@@ -330,7 +330,9 @@ def _bench(arguments: argparse.Namespace) -> int:
         raise _UsageError(str(e)) from None
 
 
-_COMMANDS = {f.__name__.lstrip("_"): f for f in (_info, _check, _explain, _plan, _verify, environment.run, _bench)}
+_COMMANDS = {
+    f.__name__.lstrip("_"): f for f in (_info, _check, _explain, _plan, _verify, _audit, environment.run, _bench)
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
