@@ -1,6 +1,6 @@
-"""The command line: ``python -m torch_fused_ops {info, check, explain, plan, verify, run, bench}``.
+"""The command line: ``python -m torch_fused_ops {info, check, explain, plan, verify, audit, run, bench}``.
 
-``explain``, ``plan`` and ``verify`` call CALLABLE without arguments; it returns ``(model, args)`` or
+``explain``, ``plan``, ``verify`` and ``audit`` call CALLABLE without arguments; it returns ``(model, args)`` or
 ``(model, args, kwargs)``. MODULE is a module's name or a ``.py`` file. Exit code 2 for invalid arguments.
 """
 
@@ -115,6 +115,15 @@ _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "--eval": {**_FLAG, "help": "evaluation mode; by default training mode"},
         "--compiled": {**_FLAG, "help": "generate code; by default the compiled graphs are run call by call"},
         "--json": {"metavar": "FILE", "help": "write all comparisons as JSON too"},
+    }),
+    "audit": ("look for races and other faults in a model's GPU kernels; exit code 1 if there are any", {
+        "spec": _SPEC,
+        **_POLICY,
+        "--plain": {**_FLAG, "help": "the kernels of plain torch.compile, without fusion"},
+        "--eval": {**_FLAG, "help": "evaluation mode; by default forward and backward"},
+        "--gpu": {"default": "H100", "help": "A100, H100 (default), H200, B200 or MI300X"},
+        "--all-configurations": {**_FLAG, "help": "also the blocks and warps that a tuner may reach; minutes"},
+        "--json": {"metavar": "FILE", "help": "write the findings as JSON too"},
     }),
     "run": ("run a Python program with fusion in every torch.compile", {
         **_POLICY,

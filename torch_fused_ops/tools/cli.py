@@ -290,6 +290,33 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0 if verification.ok else 1
 
 
+# ---- audit -----------------------------------------------------------------------------------------------------------
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from torch_fused_ops import virtual_gpu
+
+    _check_writable(arguments, "json")
+    gpus.import_triton()
+    model, args, kwargs = _load(arguments.spec)
+    if isinstance(model, torch.nn.Module):
+        model.train(not arguments.eval)
+    config = None if arguments.plain else tfo.compile_options(policy=_policy(arguments))
+    try:
+        gpu = gpus.by_name(arguments.gpu, "--gpu")
+        with torch.set_grad_enabled(not arguments.eval):
+            paper = virtual_gpu.compile_on_paper(
+                model, *args, gpu=gpu, training=not arguments.eval, config=config, **kwargs
+            )
+        audit = virtual_gpu.audit(paper, all_configurations=arguments.all_configurations)
+    except (ValueError, torch._dynamo.exc.Unsupported) as e:
+        raise _UsageError(str(e)) from None
+    print(audit)
+    if arguments.json:
+        Path(arguments.json).write_text(audit.to_json(), encoding="utf-8")
+    return 0 if audit.ok else 1
+
+
 # ---- bench -----------------------------------------------------------------------------------------------------------
 
 
@@ -303,7 +330,9 @@ def _bench(arguments: argparse.Namespace) -> int:
         raise _UsageError(str(e)) from None
 
 
-_COMMANDS = {f.__name__.lstrip("_"): f for f in (_info, _check, _explain, _plan, _verify, environment.run, _bench)}
+_COMMANDS = {
+    f.__name__.lstrip("_"): f for f in (_info, _check, _explain, _plan, _verify, _audit, environment.run, _bench)
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,12 +5,14 @@
     assemble            machine code of a kernel: instructions, registers, spills
     interpret           a kernel's real arithmetic, on CPU tensors
     interpret_step      a whole program's, forward and backward
+    audit               races, registers read before they are written, wrong addresses, slow code
 
 Only torch and Triton are needed; no device, driver or toolkit. `docs/virtual-gpu.md` has examples and limits.
 """
 
 from torch_fused_ops.graphs.target import target_device
 
+from .auditor import Audit, Finding, audit
 from .captured import CapturedGraph, copy_graph, set_aside
 from .compile import compile_graph_on_paper, compile_on_paper
 from .gpus import A100, B200, GPU, H100, H200, MI300X, by_name, described
@@ -25,7 +27,9 @@ __all__ = [
     "H100",
     "H200",
     "MI300X",
+    "Audit",
     "CapturedGraph",
+    "Finding",
     "GeneratedGraph",
     "GeneratedKernel",
     "Launch",
@@ -33,6 +37,7 @@ __all__ = [
     "PaperCompilation",
     "SavedTensor",
     "assemble",
+    "audit",
     "by_name",
     "compile_graph_on_paper",
     "compile_on_paper",

@@ -43,7 +43,7 @@ class Kernel:
         attrs: divisibility of arguments, by position.
         options: compiler options that go with the kernel.
         configurations: those Inductor would try on a GPU, in its order; one without block sizes if it is hand-written.
-        grid_type: the class by which Inductor computes the launch grid; empty for a hand-written kernel.
+        inductor_meta: Inductor's notes for its launcher; empty for a hand-written kernel.
     """
 
     jit: Any
@@ -52,7 +52,12 @@ class Kernel:
     attrs: Mapping[Any, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     configurations: tuple[Configuration, ...] = (Configuration(),)
-    grid_type: str = ""
+    inductor_meta: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def grid_type(self) -> str:
+        """The class by which Inductor computes the launch grid; empty for a hand-written kernel."""
+        return str(self.inductor_meta.get("grid_type", ""))
 
 
 @functools.cache
@@ -76,7 +81,6 @@ def _load(source: str, gpu: GPU) -> Kernel:
     if autotuner is None:
         raise ValueError(f"kernel: its source defines no kernel of Inductor:\n{source[:400]}")
     meta = autotuner.triton_meta
-    grid_type = autotuner.inductor_meta.get("grid_type", "")
     return Kernel(
         autotuner.fn,
         dict(meta["signature"]),
@@ -84,7 +88,7 @@ def _load(source: str, gpu: GPU) -> Kernel:
         meta["configs"][0],
         {"enable_fp_fusion": meta.get("enable_fp_fusion", True)},
         tuple(Configuration(dict(c.kwargs), c.num_warps, c.num_stages) for c in autotuner.configs),
-        grid_type,
+        autotuner.inductor_meta,
     )
 
 
@@ -100,7 +104,7 @@ def load(kernel: Any, gpu: GPU = H200) -> Kernel:
     if isinstance(kernel, str):
         return _load(_for_gpu(kernel, gpu), gpu)
     jit = kernel
-    while not hasattr(jit, "arg_names") and hasattr(jit, "fn"):  # autotune and heuristics wrap the function
+    while hasattr(getattr(jit, "fn", None), "fn"):  # autotune and heuristics wrap the function
         jit = jit.fn
     JITFunction = import_triton("triton.runtime.jit").JITFunction
     if not isinstance(jit, JITFunction):

@@ -12,10 +12,15 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
+from . import ttgir
+from .accesses import traffic
 from .gpus import GPU, H200, described, import_triton
 from .kernels import Configuration, Kernel, load
 from .results import GeneratedKernel
 from .sass import Listing, nvidia_tools
+from .work import BYTES_MOVED, LANE_INSTRUCTIONS
 
 # An instruction in nvdisasm's listing: "/*0070*/  @!P0 FMUL R0, R1, R2 ;", by its mnemonic.
 SASS_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", re.M)
@@ -40,6 +45,7 @@ class MachineCode:
         threads: threads of a block.
         block: the block's sizes by name, as far as they are not in the kernel's text.
         ptx: PTX; empty on AMD.
+        ttgir: Triton's last form with tensors, which tells the layouts.
         listing: the machine code as text, or a `Listing` that disassembles it when it is read.
     """
 
@@ -52,6 +58,7 @@ class MachineCode:
     ptx: str = field(repr=False)
     listing: Listing | str = field(repr=False)
     block: Mapping[str, int] = field(default_factory=dict)
+    ttgir: str = field(default="", repr=False)
 
     @property
     def asm(self) -> str:
@@ -118,8 +125,8 @@ def assemble(
 
     A generated kernel without `block` and `num_warps` is compiled as Inductor would first try it. A reduction with a
     loop is compiled in all configurations that Inductor would time. The result is the one with the least spills, and
-    then the fewest instructions for each byte that its loads and stores move (all configurations move the same bytes,
-    however the loop is unrolled). `MachineCode.block` and `threads` tell the configuration.
+    then the least time by the roofline of the sectors and the instructions for each byte that the kernel uses.
+    `MachineCode.block` and `threads` tell the configuration.
 
     Returns:
         The machine code.
@@ -131,7 +138,7 @@ def assemble(
     loaded = load(kernel, gpu)
     blocks = {"XBLOCK": block} if isinstance(block, int) else dict(block or {})
     if not loaded.signature:
-        loaded = _with_signature(loaded, signature or {}, {**(constants or {}), **blocks}, divisible_by_16)
+        loaded = with_signature(loaded, signature or {}, {**(constants or {}), **blocks}, divisible_by_16)
     elif signature is not None or constants is not None:
         raise ValueError("signature, constants: a generated kernel has its own; give block alone")
     if max_registers is not None:
@@ -142,11 +149,33 @@ def assemble(
     if blocks or num_warps or not loaded.grid_type:
         first = loaded.configurations[0]
         configuration = Configuration({**first.block, **blocks}, num_warps or first.num_warps, first.num_stages)
-        return _assemble(loaded, gpu, configuration)
+        return assemble_configuration(loaded, gpu, configuration)
     tried = _tried(loaded, gpu)
     if len(tried) == 1:
         return tried[0]
-    return min(tried, key=lambda code: (code.spills, len(code.instructions) / max(code.bytes_accessed, 1)))
+    return min(tried, key=lambda code: cost(code, loaded))
+
+
+def cost(code: MachineCode, kernel: Kernel) -> tuple[float, ...]:
+    """The order of a kernel's configurations, best first: spills, the roofline a byte, instructions a byte.
+
+    All configurations use the same bytes, and each moves the sectors that hold them, in one program at a time. In the
+    text are instructions for `bytes_accessed`, however a loop is unrolled.
+    """
+    instructions = len(code.instructions) / max(code.bytes_accessed, 1)
+    return code.spills, max(sectors(code, kernel) / BYTES_MOVED, instructions / LANE_INSTRUCTIONS), instructions
+
+
+def sectors(code: MachineCode, kernel: Kernel) -> float:
+    """Bytes of the sectors that a program moves, for each byte that it uses; 1 where its addresses are not known."""
+    integers = {name: int(size) for name, size in re.findall(r"^    (\w+numel) = (\d+)$", kernel.jit.src, re.M)}
+    first = torch.zeros(1, 3, dtype=torch.int64, device="cpu")
+    try:
+        traces = ttgir.evaluated(code.ttgir, integers, first, (1, 1, 1), code.threads, code.gpu.warp_size, 4)
+        accesses = traffic(traces)
+    except ttgir.NotAnalyzed:
+        return 1.0
+    return sum(access.in_sectors for access in accesses) / max(1, sum(access.used for access in accesses)) or 1.0
 
 
 def prepare(kernels: Iterable[GeneratedKernel | str], gpu: GPU) -> None:
@@ -165,29 +194,54 @@ def _tried(kernel: Kernel, gpu: GPU) -> list[MachineCode]:
         tried = tried[:1]
     key = gpu, kernel.jit.src, repr((kernel.signature, kernel.constants, kernel.attrs, kernel.options, tried))
     if key not in _TRIED:
-        _TRIED[key] = [_assemble(kernel, gpu, configuration) for configuration in tried]
+        _TRIED[key] = [assemble_configuration(kernel, gpu, configuration) for configuration in tried]
     return _TRIED[key]
 
 
-def _assemble(kernel: Kernel, gpu: GPU, configuration: Configuration) -> MachineCode:
-    values = {**kernel.constants, **configuration.block}
-    values = {name: value for name, value in values.items() if name in kernel.signature}
-    missing = [name for name in _constexprs(kernel.signature) if name not in values]
-    if missing:
-        raise ValueError(f"constants: {', '.join(missing)} of {kernel.jit.__name__} have no value")
-
+def assemble_configuration(kernel: Kernel, gpu: GPU, configuration: Configuration) -> MachineCode:
     triton = import_triton()
-    ASTSource = import_triton("triton.compiler").ASTSource
-    source = ASTSource(fn=kernel.jit, signature=dict(kernel.signature), constexprs=values, attrs=dict(kernel.attrs))
-    options = {**kernel.options, "num_warps": configuration.num_warps}
-    if configuration.num_stages is not None:
-        options["num_stages"] = configuration.num_stages
+    source, options = _source(kernel, configuration)
     with described(gpu):
         compiled = triton.compile(source, target=gpu.target(), options=options)
     sizes = {**_inner_blocks(kernel.jit), **configuration.block}
     take_apart = _amd_machine_code if gpu.is_amd else _nvidia_machine_code
     code = take_apart(gpu, compiled, math.prod(sizes.values()), configuration.num_warps * gpu.warp_size)
-    return replace(code, block=dict(configuration.block))
+    return replace(code, block=dict(configuration.block), ttgir=compiled.asm["ttgir"])
+
+
+def lowered(kernel: Kernel, gpu: GPU, configuration: Configuration) -> str:
+    """A kernel's TTGIR alone: the quick part of its compilation."""
+    backend = import_triton("triton.compiler").make_backend(gpu.target())
+    source, chosen = _source(kernel, configuration)
+    with described(gpu):
+        options = backend.parse_options({**chosen})
+        ir = import_triton("triton._C.libtriton").ir
+        context = ir.context()
+        stages: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        backend.add_stages(stages, options, source.language)
+        codegen, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+        module = source.make_ir(gpu.target(), options, codegen, modules, context)
+        for stage in ("ttir", "ttgir"):
+            module = stages[stage](module, metadata)
+        return str(module)
+
+
+def _source(kernel: Kernel, configuration: Configuration) -> tuple[Any, dict[str, Any]]:
+    """A kernel as Triton's compiler takes it, and its options."""
+    values = {**kernel.constants, **configuration.block}
+    values = {name: value for name, value in values.items() if name in kernel.signature}
+    missing = [name for name in _constexprs(kernel.signature) if name not in values]
+    if missing:
+        raise ValueError(f"constants: {', '.join(missing)} of {kernel.jit.__name__} have no value")
+    ASTSource = import_triton("triton.compiler").ASTSource
+    source = ASTSource(fn=kernel.jit, signature=dict(kernel.signature), constexprs=values, attrs=dict(kernel.attrs))
+    options = {**kernel.options, "num_warps": configuration.num_warps}
+    if configuration.num_stages is not None:
+        options["num_stages"] = configuration.num_stages
+    return source, options
 
 
 def _inner_blocks(jit: Any) -> dict[str, int]:
@@ -200,7 +254,7 @@ def _constexprs(signature: Mapping[str, str]) -> list[str]:
     return [name for name, kind in signature.items() if kind == "constexpr"]
 
 
-def _with_signature(
+def with_signature(
     kernel: Kernel, types: Mapping[str, str], constants: Mapping[str, Any], divisible_by_16: bool | Collection[str]
 ) -> Kernel:
     """A hand-written kernel with types for all its arguments."""

@@ -18,7 +18,7 @@ from . import machine_code
 from .gpus import GPU, H200
 from .machine_code import MachineCode, assemble
 from .results import GeneratedGraph, GeneratedKernel
-from .work import BF16_FLOP, flop_of, flop_of_bf16
+from .work import BF16_FLOP, BYTES_MOVED, LANE_INSTRUCTIONS, flop_of, flop_of_bf16
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,7 @@ class Rates:
         )
 
 
-# Measured on an H200: bytes of a large copy, and FLOP of an 8192³ product in bfloat16 on random numbers. Its lanes: 132
-# multiprocessors with 4 schedulers, each of which issues an instruction of 32 lanes a clock, at boost clock.
-_RATES: Mapping[str, Rates] = {H200.name: Rates(BF16_FLOP, 4.3e12, 132 * 4 * 32 * 1.98e9)}
+_RATES: Mapping[str, Rates] = {H200.name: Rates(BF16_FLOP, BYTES_MOVED, LANE_INSTRUCTIONS)}
 
 
 # FLOP/s of dense bfloat16 products and bytes/s of memory, from the makers' data sheets.

@@ -90,6 +90,7 @@ def timeline_of(
     links: Mapping[tuple[int, int], tuple[int, int]] | None = None,
     *,
     device: str = "cuda",
+    launched: Callable[[str, str, Sequence[Any]], None] | None = None,
 ) -> Timeline:
     """The timeline of a step that runs several graphs, backward in the reverse order of forward.
 
@@ -98,20 +99,21 @@ def timeline_of(
         links: (graph, input) to the (earlier graph, result) that is the same tensor. Inputs and results are numbered as
             the graphs' own; gradients flow back along the links.
         device: the type of the device whose memory is counted.
+        launched: called with the graph, the name and the arguments of each launch of a generated kernel.
 
     Raises:
         ValueError: when a graph has an operator that does not run without data.
     """
-    return _Step(papers, links or {}, device).run()
+    return _Step(papers, links or {}, _Memory(device, launched)).run()
 
 
 class _Step:
     """A step of training, or a call in inference, on meta tensors."""
 
     def __init__(
-        self, papers: Sequence[PaperCompilation], links: Mapping[tuple[int, int], tuple[int, int]], device: str
+        self, papers: Sequence[PaperCompilation], links: Mapping[tuple[int, int], tuple[int, int]], memory: _Memory
     ) -> None:
-        self.papers, self.links, self.memory = papers, links, _Memory(device)
+        self.papers, self.links, self.memory = papers, links, memory
 
     def run(self) -> Timeline:
         last_reader = {
@@ -228,9 +230,9 @@ class Storages(TorchDispatchMode):
 class _Memory(Storages):
     """Count the storages that are alive, and run operators on meta tensors while the mode is on."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, launched: Callable[[str, str, Sequence[Any]], None] | None = None) -> None:
         super().__init__()
-        self.device = device
+        self.device, self.launched = device, launched
         self.events: list[Event] = []
         self.touched: dict[int, int] = {}  # by storage, the last call that used it
         self.reused: dict[int, int] = {}  # by storage that got another name since: the last call before
@@ -389,6 +391,8 @@ class _Kernel:
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         self.memory.note(self.name)
+        if self.memory.launched is not None:
+            self.memory.launched(self.memory.kind, self.name, args)
         names = itertools.chain(self.parameters, itertools.repeat(""))
         written = [name.startswith("out_ptr") for name, _ in zip(names, args, strict=False)]
         self.memory.touch([arg for arg, only in zip(args, written, strict=True) if not only])

@@ -63,6 +63,9 @@ def _multiplies_float8(args: Any) -> bool:
 # FLOP/s of large GEMMs on an H200: measured in bfloat16, 8192³ random numbers; *assumed* in float8. By the data sheet
 # float8 has twice bfloat16's rate, but the chip's power already limits bfloat16.
 BF16_FLOP, FLOAT8_FLOP = 790e12, 1250e12
+# Its bytes/s of a large copy, measured, and its lanes' instructions/s: 132 multiprocessors with 4 schedulers, each of
+# which issues an instruction of 32 lanes a clock, at boost clock.
+BYTES_MOVED, LANE_INSTRUCTIONS = 4.3e12, 132 * 4 * 32 * 1.98e9
 
 
 def flop_of_bf16(packet: Any, args: Any, kwargs: Any, result: Any) -> float:

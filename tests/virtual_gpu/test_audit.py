@@ -1,0 +1,215 @@
+"""The audit: every planted fault is found, and programs without a fault have no finding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import faulty_kernels as kernels
+import triton
+from torch import nn
+
+import torch_fused_ops as tfo
+from torch_fused_ops import virtual_gpu
+from torch_fused_ops.virtual_gpu.registers import unwritten
+
+N = 4096
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def bf16(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.bfloat16)
+
+
+def audited(kernel: Any, *args: Any, **options: Any) -> virtual_gpu.Audit:
+    return virtual_gpu.audit(kernel, *args, gpu=virtual_gpu.H100, **options)
+
+
+def kinds(audit: virtual_gpu.Audit) -> list[str]:
+    return [finding.kind for finding in audit.findings]
+
+
+@pytest.mark.parametrize("warps", [1, 4, 8])
+@pytest.mark.parametrize("block", [64, 1024])
+def test_a_right_kernel_has_no_finding(block: int, warps: int) -> None:
+    shared = meta(2 * N)
+    args = shared[:N], bf16(N), shared[N:]  # halves of one memory
+    audit = audited(kernels.right, *args, grid=(N // block,), XBLOCK=block, num_warps=warps)
+    assert audit.ok and not audit.notes, str(audit)
+
+
+RACES: dict[str, tuple[Callable[[], tuple[Any, ...]], int, str]] = {
+    "of_another_program": (lambda: (meta(N), bf16(N), N), 1024, "programs run in any order"),
+    "of_another_thread": (lambda: (meta(N), bf16(N), meta(N)), 1024, "no barrier"),
+    "of_a_copy": (lambda: (meta(N), meta(N // 64)), 64, "thread 0 or another one of 2"),
+}
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_races_are_found(name: str) -> None:
+    args, block, evidence = RACES[name]
+    audit = audited(getattr(kernels, name), *args(), grid=(N // block,), XBLOCK=block)
+    assert kinds(audit) == ["race"] and not audit.ok
+    assert evidence in audit.findings[0].evidence and "load of in_out" in audit.findings[0].where
+
+
+def test_a_load_of_another_argument_after_the_store_is_found_if_they_share_memory() -> None:
+    x = meta(N)
+    assert kinds(audited(kernels.after_the_store, x, x, meta(N), grid=(4,), XBLOCK=1024)) == ["race"]
+    assert audited(kernels.after_the_store, x, meta(N), meta(N), grid=(4,), XBLOCK=1024).ok
+
+
+def test_a_barrier_makes_it_right() -> None:
+    assert audited(kernels.behind_a_barrier, meta(N), meta(4), grid=(4,), XBLOCK=1024).ok
+    assert audited(kernels.of_a_copy, meta(N), meta(4), grid=(4,), XBLOCK=1024).ok, "no thread has a copy"
+
+
+PLACES: dict[str, tuple[str, Callable[[], tuple[Any, ...]], int, int]] = {
+    "beyond_the_end": ("out of bounds", lambda: (meta(N - 1), meta(N)), N // 1024, 1024),
+    "not_all": ("unwritten", lambda: (meta(N), meta(N), N), N // 1024, 1024),
+    "in_both_programs": ("written twice", lambda: (meta(N), meta(N)), 7, 1024),
+    "in_one_place": ("written twice", lambda: (meta(N), meta(4)), N // 1024, 1024),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_wrong_places_are_found(name: str) -> None:
+    kind, args, programs, block = PLACES[name]
+    audit = audited(getattr(kernels, name), *args(), grid=(programs,), XBLOCK=block)
+    assert kinds(audit) == [kind], str(audit)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_an_index_of_32_bits_that_overflows_is_found(wide: bool) -> None:
+    rows, columns = 70000, 32768
+    args = bf16(rows, columns), bf16(rows, columns), rows, columns
+    audit = audited(kernels.far_away, *args, grid=(rows,), XBLOCK=8192, WIDE=wide)
+    assert kinds(audit) == ([] if wide else ["overflow"] * 2), str(audit)
+
+
+def test_columns_move_whole_sectors() -> None:
+    audit = audited(kernels.column_by_column, bf16(N, N), meta(N), N, N, grid=(N,), XBLOCK=1024)
+    assert kinds(audit) == ["uncoalesced"] and "moves 16 × its bytes" in audit.findings[0].evidence
+    assert audited(kernels.column_by_column, bf16(N, 16), meta(16), N, 16, grid=(16,), XBLOCK=1024).ok, "small"
+
+
+def test_spills_and_occupancy() -> None:
+    large = meta(1 << 22), meta(1 << 22)
+    assert kinds(audited(kernels.many_values, *large, grid=(N,), XBLOCK=1024, TERMS=24, maxnreg=24)) == ["spills"]
+    rows = meta(N, 20000), meta(N, 20000), 20000
+    audit = audited(kernels.one_large_block, *rows, grid=(N,), XBLOCK=32768, num_warps=32)
+    assert kinds(audit) == ["occupancy"] and audit.findings[0].where == "1 block a multiprocessor"
+    rows = meta(N, 1000), meta(N, 1000), 1000
+    assert audited(kernels.one_large_block, *rows, grid=(N,), XBLOCK=1024, num_warps=4).ok
+
+
+def test_the_float8_store_that_ptxas_miscompiles_is_found() -> None:
+    """ptxas 12.8 and 12.9, of Triton 3.7 and 3.8, write a transposed float8 store wrongly (triton#11111)."""
+    straight, transposed = (meta(*s, dtype=torch.float8_e5m2) for s in ((8192, N), (N, 8192)))
+    args = bf16(8192, N), meta(1), straight, transposed, 8192, N
+    audit = audited(kernels.transposed_float8, *args, grid=(64, 64), YBLOCK=128, XBLOCK=64, num_warps=8)
+    miscompiled = triton.__version__.startswith(("3.7.", "3.8."))
+    assert kinds(audit) == ["register"] * miscompiled, str(audit)
+    assert audited(kernels.transposed_float8, *args, grid=(64, 128), YBLOCK=64, XBLOCK=64, num_warps=4).ok
+
+
+START = ["S2R R0, SR_TID.X", "ISETP.GE.AND P0, PT, R0, 0x4, PT"]
+# The instructions, and the registers that they read unwritten.
+LISTINGS: dict[str, tuple[list[str], str]] = {
+    "written": (["LDC R1, c[0x0][0x28]", "IADD3 R2, R1, 0x1, RZ", "EXIT"], ""),
+    "not written": (["IADD3 R2, R1, 0x1, RZ", "EXIT"], "R1"),
+    "wide": (
+        ["LDC.64 R2, c[0x0][0x210]", "LDG.E.128 R4, desc[UR4][R2.64]", "STG.E.128 desc[UR4][R2.64], R4", "EXIT"],
+        "UR4 UR4",
+    ),
+    "half of an address": (["LDC R2, c[0x0][0x210]", "LDG.E R4, [R2.64]", "EXIT"], "R3"),
+    "half of a value": (["CS2R R2, SRZ", "CS2R R4, SRZ", "STG.E.128 [R2.64], R4", "EXIT"], "R6 R7"),
+    "predicates": ([*START, "@P0 MOV R2, 0x1", "@!P0 MOV R3, R2", "EXIT"], "R2"),
+    "same predicate": ([*START, "@P0 MOV R2, 0x1", "@P0 MOV R3, R2", "EXIT"], ""),
+    "predicate": (["S2R R0, SR_TID.X", "SEL R2, R0, RZ, P1", "EXIT"], "P1"),
+    "new predicate": ([*START, "@P0 MOV R2, 0x1", START[1], "@!P0 MOV R3, R2", "EXIT"], ""),
+    "uniform": (["UMOV UR4, 0x1", "UIADD3 UR5, UR4, UR6, URZ", "EXIT"], "UR6"),
+    "one way": ([*START, "@P0 BRA 0x40", "MOV R2, 0x1", "MOV R3, R2", "EXIT"], ""),
+    "no way": (["S2R R0, SR_TID.X", "BRA 0x30", "MOV R2, 0x1", "MOV R3, R2", "EXIT"], "R2"),
+    "loop": ([START[0], "MOV R3, R2", START[1], "MOV R2, 0x1", "@P0 BRA 0x10", "EXIT"], ""),
+    "bytes": (["PRMT R2, R0, 0x7632, R2", "EXIT"], "R0"),
+}
+
+
+@pytest.mark.parametrize("name", LISTINGS)
+def test_registers(name: str) -> None:
+    instructions, registers = LISTINGS[name]
+    lines = [f"        /*{16 * i:04x}*/  {text} ;" for i, text in enumerate(instructions)]
+    assert [register for _, register in unwritten("\n".join(lines))] == registers.split()
+
+
+def test_what_it_says() -> None:
+    audit = audited(
+        kernels.of_another_program, meta(N), bf16(N), N, grid=lambda meta: (N // meta["XBLOCK"],), XBLOCK=512
+    )
+    text, data = str(audit), json.loads(audit.to_json())
+    assert text.startswith("1 kernel in 1 configuration for NVIDIA H100 80GB HBM3: 1 finding\n")
+    assert "race: of_another_program (4 warps)" in text
+    assert data["ok"] is False and set(data["findings"][0]) == {"kernel", "configuration", "kind", "where", "evidence"}
+    with pytest.raises(ValueError, match="grid: missing"):
+        audited(kernels.right, meta(N), bf16(N), meta(N), XBLOCK=512)
+    with pytest.raises(TypeError, match="got int"):
+        audited(3, grid=(1,))
+
+
+def test_an_autotuned_kernel_is_audited_in_its_configurations() -> None:
+    configs = [triton.Config({"XBLOCK": 64}), triton.Config({"XBLOCK": 1024}, num_warps=8)]
+    tuned = triton.autotune(configs, key=[])(kernels.of_a_copy)
+    audit = audited(tuned, meta(N), meta(N // 64), grid=lambda meta: (N // meta["XBLOCK"],))
+    assert audit.configurations == 2 and [f.configuration for f in audit.findings if f.kind == "race"] == [
+        "XBLOCK 64, 4 warps"
+    ]
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+
+def _mlp(activation: nn.Module, bias: bool) -> tuple[nn.Module, Tensor]:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(128, 512, bias), activation, nn.Linear(512, 128, bias)).bfloat16()
+    return model, bf16(256, 128).requires_grad_()
+
+
+PROGRAMS: dict[str, tuple[Callable[[], tuple[Any, Tensor]], dict[str, Any] | None]] = {
+    "plain": (lambda: _mlp(nn.GELU(approximate="tanh"), False), None),
+    "fused": (lambda: _mlp(nn.GELU(approximate="tanh"), True), {}),
+    "fp8": (lambda: _mlp(nn.SiLU(), False), {"memory": "fp8"}),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_have_no_finding(name: str) -> None:
+    make, policy = PROGRAMS[name]
+    model, x = make()
+    config = None if policy is None else tfo.compile_options(policy=tfo.FusionPolicy(**policy))
+    paper = virtual_gpu.compile_on_paper(model, x, gpu=virtual_gpu.H100, config=config)
+    audit = virtual_gpu.audit(paper)
+    assert audit.ok and not audit.notes, str(audit)
+    assert audit.kernels >= 2 and audit.configurations > audit.kernels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_have_no_finding_in_any_configuration(name: str) -> None:
+    make, policy = PROGRAMS[name]
+    model, x = make()
+    config = None if policy is None else tfo.compile_options(policy=tfo.FusionPolicy(**policy))
+    paper = virtual_gpu.compile_on_paper(model, x, gpu=virtual_gpu.H100, config=config)
+    audit = virtual_gpu.audit(paper, all_configurations=True)
+    assert audit.ok, str(audit)
+    assert audit.configurations > 20 * audit.kernels

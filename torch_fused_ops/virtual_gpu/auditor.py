@@ -1,0 +1,358 @@
+"""An audit of kernels: faults that no test on a GPU would see for certain, found without one.
+
+Each kernel is compiled in every configuration that Inductor would time. Addresses are evaluated in TTGIR, registers in
+the machine code. What is found: see `KINDS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .accesses import Fault, Memory, described, faults, traffic
+from .gpus import GPU, H200
+from .kernels import Configuration, Kernel, load
+from .machine_code import MachineCode, assemble_configuration, cost, lowered, with_signature
+from .registers import unwritten
+from .results import PaperCompilation
+from .timeline import timeline_of
+from .ttgir import NotAnalyzed, evaluated
+from .work import LANE_INSTRUCTIONS
+
+KINDS = {
+    "race": "a load and a store of the same memory, in an order that nothing ensures",
+    "register": "machine code reads a register that nothing has written",
+    "out of bounds": "an address outside of the argument's memory",
+    "overflow": "an index that does not fit into 32 bits",
+    "unwritten": "bytes of a result that no program writes",
+    "written twice": "bytes that two programs write, or one store twice",
+    "uncoalesced": "an access that moves a multiple of its bytes",
+    "spills": "registers in memory, a large part of what the kernel moves",
+    "occupancy": "one block a multiprocessor, of a kernel that memory bounds",
+}
+_MOST_ELEMENTS = 1 << 18  # of a launch's programs together, for all of them to be evaluated
+_FEW_PROGRAMS = 12  # evaluated of a larger launch
+_MANY_BYTES = 8 << 20  # fewer take less time than the launch itself, some 2 µs
+_UNCOALESCED = 4  # bytes moved for each that is used
+_SPILLED = 0.25  # of the bytes that a thread loads and stores
+_TYPES = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1",
+    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault, of one of `KINDS`: in which kernel and configuration, in which accesses, and what shows it."""
+
+    kernel: str  # "backward: triton_red_fused_sum_0"
+    configuration: str  # "XBLOCK 64, R0_BLOCK 8, 4 warps"
+    kind: str
+    where: str
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The result of `audit`: the findings, and in `notes` what could not be analyzed, with the reason."""
+
+    gpu: str
+    kernels: int
+    configurations: int
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """True without a finding."""
+        return not self.findings
+
+    def __str__(self) -> str:
+        kernels, configurations = _counted(self.kernels, "kernel"), _counted(self.configurations, "configuration")
+        verdict = _counted(len(self.findings), "finding") if self.findings else "no finding"
+        lines = [f"{kernels} in {configurations} for {self.gpu}: {verdict}"]
+        groups: dict[tuple[str, str, str], list[Finding]] = defaultdict(list)
+        for finding in self.findings:
+            groups[finding.kernel, finding.kind, re.sub(r" \(.*?\)", "", finding.where)].append(finding)
+        for (kernel, kind, _), same in groups.items():
+            more = f", and {len(same) - 1} more" if len(same) > 1 else ""
+            lines += ["", f"{kind}: {kernel} ({same[0].configuration}{more})"]
+            lines += [f"    {same[0].where}", f"    {same[0].evidence}"]
+        return "\n".join([*lines, *(["", "not analyzed:"] if self.notes else []), *(f"    {n}" for n in self.notes)])
+
+    def print(self) -> None:
+        """Print the findings."""
+        print(self)
+
+    def to_json(self) -> str:
+        """The audit as JSON: "gpu", "kernels", "configurations", "ok", "findings", "notes"."""
+        return json.dumps({**asdict(self), "ok": self.ok}, indent=1)
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}{'s' * (number != 1)}"
+
+
+class _Launch(NamedTuple):
+    name: str
+    kernel: Kernel
+    memory: Mapping[str, Memory]
+    integers: Mapping[str, int]
+    grid: Callable[[Configuration], tuple[int, ...]]
+
+
+def audit(
+    paper_or_kernel: Any,
+    *args: Any,
+    gpu: GPU | None = None,
+    grid: Sequence[int] | Callable[..., Sequence[int]] | None = None,
+    all_configurations: bool = False,
+    **constexprs: Any,
+) -> Audit:
+    """Look for faults in the kernels of a program, or in one hand-written kernel, without a device.
+
+    All programs of a small launch are evaluated, some of a large one. Slow code (the last three of `KINDS`) is reported
+    of a kernel's best configuration, the others of every configuration.
+
+    Args:
+        paper_or_kernel: the result of `compile_on_paper`, or a hand-written `triton.jit` or `triton.autotune` function.
+        *args: the hand-written kernel's arguments, tensors on any device, "meta" included. Tensors that share memory
+            must share a storage.
+        gpu: the GPU to compile for; by default the program's, or an H200.
+        grid: the hand-written kernel's grid, as for Triton.
+        all_configurations: look for races and wrong addresses in all blocks and warps that a tuner may reach.
+        **constexprs: the hand-written kernel's `tl.constexpr` arguments and `num_warps`, `num_stages`, by name.
+
+    Returns:
+        The findings.
+
+    Raises:
+        ModuleNotFoundError: when Triton is not installed.
+        TypeError: when it is neither a program nor a kernel.
+        ValueError: for arguments that do not fit, or a program that does not run without data.
+    """
+    gpu = gpu or (paper_or_kernel.gpu if isinstance(paper_or_kernel, PaperCompilation) else H200)
+    if isinstance(paper_or_kernel, PaperCompilation):
+        if args or constexprs or grid is not None:
+            raise ValueError("args, grid: a program has its own; give them with a hand-written kernel")
+        launches = _launches(paper_or_kernel, gpu)
+    else:
+        launches = iter([_hand_written(paper_or_kernel, args, gpu, grid, constexprs)])
+    auditor = _Auditor(gpu, all_configurations)
+    for launch in launches:
+        auditor.launch(launch)
+    return auditor.result()
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
+
+
+def _launches(paper: PaperCompilation, gpu: GPU) -> Iterator[_Launch]:
+    """Yield the launches of a program: its wrapper runs on meta tensors, which tells what shares memory."""
+    calls: list[tuple[str, str, Sequence[Any]]] = []
+    timeline_of([paper], launched=lambda *call: calls.append(call))
+    storages: dict[int, int] = {}
+    for graph, name, args in calls:
+        kernel = load(next(kernel.source for kernel in paper.graphs[graph].kernels if kernel.name == name), gpu)
+        names = [name for name in kernel.jit.arg_names if name not in kernel.configurations[0].block]
+        named = dict(zip([*names, *kernel.inductor_meta.get("extra_launcher_args", ())], args, strict=False))
+        yield _launch(f"{graph}: {name}", kernel, named, storages, functools.partial(_generated_grid, kernel, named))
+
+
+def _launch(name: str, kernel: Kernel, named: Mapping[str, Any], storages: dict[int, int], grid: Any) -> _Launch:
+    memory = {n: Memory.of(value, storages) for n, value in named.items() if isinstance(value, Tensor)}
+    return _Launch(name, kernel, memory, {n: v for n, v in named.items() if isinstance(v, int)}, grid)
+
+
+def _generated_grid(kernel: Kernel, named: Mapping[str, Any], configuration: Configuration) -> tuple[int, ...]:
+    from torch._inductor.runtime.triton_heuristics import GridExpr
+
+    options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages or 1}
+    grid = GridExpr.from_meta(dict(kernel.inductor_meta), {**configuration.block, **options})
+    values = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
+    return tuple(int(size) for size in grid.eval_slow({**values, **configuration.block}))
+
+
+def _hand_written(function: Any, args: Sequence[Any], gpu: GPU, grid: Any, options: dict[str, Any]) -> _Launch:
+    if grid is None:
+        raise ValueError("grid: missing; a hand-written kernel is launched with one")
+    kernel = load(function, gpu)
+    first = Configuration({}, options.pop("num_warps", 4), options.pop("num_stages", None))
+    configurations = [
+        Configuration(dict(c.kwargs), c.num_warps, c.num_stages) for c in getattr(function, "configs", ())
+    ]
+    extra: dict[str, Any] = {name: options.pop(name) for name in ("maxnreg", "enable_fp_fusion") if name in options}
+    named = dict(zip(kernel.jit.arg_names, args, strict=False))
+    options |= {name: value for name, value in named.items() if value is None or (type(value) is int and value == 1)}
+    types, divisible = {}, []
+    for name, value in named.items():
+        is_tensor = isinstance(value, Tensor)
+        if is_tensor and value.dtype not in _TYPES:
+            raise ValueError(f"{name}: got a tensor of {value.dtype}, expected one of {', '.join(map(str, _TYPES))}")
+        if name not in options:
+            integer = "i32" if isinstance(value, int) and -(1 << 31) <= value < 1 << 31 else "i64"
+            number = integer if isinstance(value, int) else "fp32"
+            types[name] = f"*{_TYPES[value.dtype]}" if is_tensor else number
+            first_byte = value.storage_offset() * value.element_size() if is_tensor else value
+            divisible += [name] if isinstance(first_byte, int) and first_byte % 16 == 0 else []
+    blocks = configurations[0].block if configurations else {}
+    kernel = with_signature(kernel, types, {**options, **blocks}, divisible)
+    configurations = configurations or [first]
+    kernel = replace(
+        kernel, configurations=tuple(configurations), options={**kernel.options, **extra}, constants=options
+    )
+
+    def launched(configuration: Configuration) -> tuple[int, ...]:
+        sizes = grid({**named, **options, **configuration.block}) if callable(grid) else grid
+        return tuple(int(size) for size in (*sizes, 1, 1)[:3])
+
+    return _launch(kernel.jit.__name__, kernel, {name: named[name] for name in types}, {}, launched)
+
+
+def _reachable(kernel: Kernel) -> Iterator[Configuration]:
+    """Yield the configurations that a tuner may reach from Inductor's: any power of 2 for each block and the warps."""
+    from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
+
+    first = kernel.configurations[0]
+    if not all(name.endswith("BLOCK") for name in first.block):
+        return  # a template's blocks depend on each other
+    sizes = []
+    for axis in (name.removesuffix("BLOCK") for name in first.block):
+        size = re.search(rf"\b{axis.lower()}numel = (\d+)", kernel.jit.src)
+        most = min(TRITON_MAX_BLOCK.get(axis, 1), 1 << (int(size[1]) - 1).bit_length() if size else 1 << 20)
+        sizes.append([1 << i for i in range(most.bit_length())])
+    for *blocks, warps in itertools.product(*sizes, (1, 2, 4, 8, 16, 32)):
+        if math.prod(blocks) <= 128 * 32 * warps:
+            yield Configuration(dict(zip(first.block, blocks, strict=True)), warps, first.num_stages)
+
+
+# ---- the audit -------------------------------------------------------------------------------------------------------
+
+
+class _Auditor:
+    """The findings of one audit; launches that differ in nothing that counts are looked at once."""
+
+    def __init__(self, gpu: GPU, all_configurations: bool) -> None:
+        self.gpu, self.all_configurations = gpu, all_configurations
+        self.findings: list[Finding] = []
+        self.notes: Counter[str] = Counter()
+        self.seen: set[Any] = set()
+        self.configurations = 0
+        self.codes: dict[Any, tuple[_Launch, list[tuple[MachineCode, Configuration]]]] = {}  # by kernel
+
+    def result(self) -> Audit:
+        """The audit of the launches so far: last the machine code, whose listings are made together."""
+        for launch, codes in self.codes.values():
+            for code, configuration in codes:
+                self.registers(launch, configuration, code)
+            self.speed(launch, *min(codes, key=lambda pair: cost(pair[0], launch.kernel)))
+        notes = tuple(f"{note} ({count} times)" if count > 1 else note for note, count in self.notes.items())
+        return Audit(self.gpu.name, len(self.codes), self.configurations, tuple(self.findings), notes)
+
+    def launch(self, launch: _Launch) -> None:
+        """Look at one launch in all configurations."""
+        kernel = launch.kernel
+        text = kernel.jit.src.replace(kernel.jit.__name__, "kernel")
+        numbers: dict[int, int] = {}
+        memory = [
+            (name, m._replace(storage=numbers.setdefault(m.storage, len(numbers)))) for name, m in launch.memory.items()
+        ]
+        compiled = text, repr((kernel.signature, kernel.constants, kernel.attrs))
+        if (launched := (*compiled, repr((memory, launch.integers)))) in self.seen:
+            return
+        self.seen.add(launched)
+        if compiled not in self.codes:
+            codes = [(assemble_configuration(kernel, self.gpu, c), c) for c in kernel.configurations]
+            self.codes[compiled] = launch, codes
+            self.configurations += len(codes)
+        for code, configuration in self.codes[compiled][1]:
+            self.addresses(launch, configuration, code.ttgir)
+        for configuration in _reachable(kernel) if self.all_configurations else ():
+            self.configurations += 1
+            self.addresses(launch, configuration, lowered(kernel, self.gpu, configuration))
+
+    def add(self, launch: _Launch, configuration: Configuration, kind: str, where: str, evidence: str) -> None:
+        blocks = [f"{name} {size}" for name, size in configuration.block.items()]
+        blocks_and_warps = ", ".join([*blocks, f"{configuration.num_warps} warps"])
+        self.findings.append(Finding(launch.name, blocks_and_warps, kind, where, evidence))
+
+    def programs(self, grid: tuple[int, ...], elements: int) -> tuple[Tensor, bool]:
+        """Ids of the programs to evaluate, and whether these are all."""
+        x, y, count = grid[0], grid[1], math.prod(grid)
+        numbers = torch.arange(count)
+        if count * elements > _MOST_ELEMENTS and count > _FEW_PROGRAMS:  # the ends, and some between with a neighbor
+            generator = torch.Generator().manual_seed(0)
+            some = torch.randint(count - 1, (_FEW_PROGRAMS // 2 - 1,), generator=generator)
+            numbers = torch.unique(torch.cat([torch.tensor([0, count - 1]), some, some + 1]))
+        return torch.stack([numbers % x, numbers // x % y, numbers // (x * y)], 1), len(numbers) == count
+
+    def addresses(self, launch: _Launch, configuration: Configuration, text: str) -> None:
+        """Evaluate the addresses of a launch in one configuration."""
+        machine = configuration.num_warps * self.gpu.warp_size, self.gpu.warp_size
+        with torch.device("cpu"):
+            grid = launch.grid(configuration)
+            sizes = [math.prod(map(int, s.split("x")[:-1])) for s in re.findall(r"tensor<((?:\d+x)+)!tt\.ptr", text)]
+            programs, whole = self.programs(grid, max(sizes, default=1))
+        try:
+            traces = evaluated(text, launch.integers, programs, grid, *machine) if len(programs) else []
+        except NotAnalyzed as reason:
+            self.notes[f"{launch.name}: {reason}"] += 1
+            return
+        for name in {access.name for trace in traces for access in trace.accesses if not access.argument}:
+            self.notes[f"{launch.name}: the address of {name} depends on data"] += 1
+        distinct: dict[tuple[str, str], Fault] = {}  # an access in a loop is one
+        for fault in faults(traces, launch.memory, *machine, whole) if traces else ():
+            distinct.setdefault((fault.kind, fault.where), fault)
+        for fault in distinct.values():
+            self.add(launch, configuration, *fault)
+
+    def registers(self, launch: _Launch, configuration: Configuration, code: MachineCode) -> None:
+        reads = [] if self.gpu.is_amd else unwritten(code.asm)
+        if reads:
+            evidence = f"nothing writes {reads[0][1]} on any path before this; in all {len(reads)} such reads"
+            self.add(launch, configuration, "register", reads[0][0], evidence)
+
+    def speed(self, launch: _Launch, code: MachineCode, configuration: Configuration) -> None:
+        """Look for slow code in the configuration that a GPU would choose, of a launch that moves many bytes."""
+        grid, add = launch.grid(configuration), functools.partial(self.add, launch, configuration)
+        first = torch.zeros(1, 3, dtype=torch.int64, device="cpu")
+        try:
+            traces = evaluated(code.ttgir, launch.integers, first, grid, code.threads, self.gpu.warp_size)
+        except NotAnalyzed:
+            return
+        accesses = traffic(traces, launch.memory)
+        nbytes = sum(access.in_sectors for access in accesses)
+        if nbytes * math.prod(grid) < _MANY_BYTES:
+            return
+        for access in accesses:
+            ratio = access.in_sectors / max(1, access.used)
+            if ratio >= _UNCOALESCED and access.in_sectors > nbytes / 2:
+                evidence = f"moves {ratio:.0f} × its bytes: {access.in_sectors:,} bytes in sectors for {access.used:,}"
+                add("uncoalesced", described(access.access), evidence)
+        if code.spills > _SPILLED * max(1, code.bytes_accessed):
+            evidence = f"{code.spills} bytes a thread, which loads and stores {code.bytes_accessed} bytes"
+            add("spills", f"{code.registers} registers", evidence)
+        _, roofline, instructions = cost(code, launch.kernel)
+        blocks = resident_blocks(code, self.gpu)
+        many = math.prod(grid) > self.gpu.multi_processor_count
+        if blocks < 2 and many and roofline > instructions / LANE_INSTRUCTIONS:
+            evidence = f"{code.registers} registers of {code.threads} threads, {code.shared:,} bytes of shared memory"
+            add("occupancy", f"{blocks} block a multiprocessor", evidence)
+
+
+def resident_blocks(code: MachineCode, gpu: GPU) -> int:
+    """The blocks that fit into a multiprocessor at once, by threads, registers and shared memory."""
+    registers = -(-max(1, code.registers) // 8) * 8 * code.threads // (2 if gpu.is_amd else 1)
+    by_shared = (gpu.shared_memory_per_block_optin + 1024) // (code.shared + 1024)  # the system takes 1024 of a block
+    return min(gpu.max_threads_per_multi_processor // code.threads, gpu.regs_per_multiprocessor // registers, by_shared)

@@ -1,0 +1,179 @@
+"""Registers that NVIDIA's machine code reads before anything has written them: the trace of a miscompilation.
+
+A forward data flow over the listing: for each register, under which predicates a write may have come before. A read is
+reported where no path to it writes the register, or where all writes are under the opposite of the read's predicate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*?)\s*;", re.M)
+_REGISTER = re.compile(r"(?<![\w.])(U?R)(\d+)(\.64)?(?!\w)")
+_PREDICATE = re.compile(r"(?<![\w.])!?(U?P\d)(?!\w)")
+_IS_PREDICATE = re.compile(r"!?U?P(?:\d|T)$")
+# Instructions whose first operand is read: stores, atomics without a result, copies, branches, barriers.
+_NO_RESULT = re.compile(
+    r"ST(?!TM)|RED\b|RED\.|BAR|LDGSTS|UTMA|UBLK|BRA|BRX|EXIT|CALL|RET|WARPSYNC|NANOSLEEP|MEMBAR|FENCE|CCTL|ERRBAR|DEPBAR"
+    r"|NOP|BSYNC|BSSY|BREAK|YIELD|KILL|BPT|WARPGROUP|CGAERRBAR|ACQBULK|PREEXIT|USETMAXREG|R2P|ARRIVES|SYNCS\.ARRIVE|STTM"
+)
+# Instructions with a predicate as first result and registers as inputs only; the others may have a register after it.
+_COMPARISON = re.compile(r"U?[A-Z]*SETP|U?PLOP3|FCHK|U?VOTE|SYNCS|PSETP|ELECT|ISETP|DSETP|HSETP2|TESTP|MATCH")
+# Registers of a result that the mnemonic does not say by a size at its end.
+_WIDTHS = (
+    (re.compile(r"HGMMA|QGMMA|IGMMA|BGMMA|LDTM|UTC"), 128),
+    (re.compile(r"[HQI]MMA|DMMA|LDSM.*\.4$"), 4),
+    (re.compile(r"LDSM.*\.2$|U?IMAD\.WIDE|D(?:ADD|MUL|FMA|MNMX|SEL)\b|[FI]2F\.F64|F2I\.[SU]64|MOV64|CS2R(?!\.32)"), 2),
+)  # fmt: skip
+
+
+class _Instruction(NamedTuple):
+    address: int
+    text: str
+    name: str
+    guard: str
+    operands: tuple[str, ...]
+    reads: frozenset[str]
+    writes: frozenset[str]
+    targets: tuple[int, ...]
+
+
+def unwritten(listing: str) -> list[tuple[str, str]]:
+    """(instruction with its address, register) for each read of a register that nothing has written.
+
+    Empty where the listing has a jump through a table, whose targets are not known.
+    """
+    code = [_instruction(match) for match in _LINE.finditer(listing)]
+    if not code or any(instruction.name.startswith(("BRX", "JMX")) for instruction in code):
+        return []
+    successors = _successors(code)
+    states: list[dict[str, frozenset[str]] | None] = [None] * len(code)
+    states[0] = {}
+    waiting = [0]
+    while waiting:
+        number = waiting.pop()
+        before = states[number]
+        assert before is not None
+        after = _after(code[number], before)
+        for successor in successors[number]:
+            known = states[successor]
+            joined = after if known is None else _joined(known, after)
+            if joined is not known:
+                states[successor] = joined
+                waiting.append(successor)
+    return [
+        (f"/*{instruction.address:04x}*/ {instruction.text}", register)
+        for instruction, state in zip(code, states, strict=True)
+        if state is not None
+        for register in sorted(instruction.reads)
+        if _is_unwritten(state.get(register, frozenset()), instruction.guard)
+    ]
+
+
+def _is_unwritten(guards: frozenset[str], guard: str) -> bool:
+    """Tell whether no write, each under one of these predicates, can have come before a read under `guard`."""
+    return not guards or (guard != "" and guards == {_opposite(guard)})
+
+
+def _opposite(guard: str) -> str:
+    return guard[1:] if guard.startswith("!") else f"!{guard}"
+
+
+def _joined(known: dict[str, frozenset[str]], after: dict[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+    """The writes of either path; `known` itself where `after` adds none."""
+    new = {name: guards for name, guards in after.items() if not guards <= known.get(name, frozenset())}
+    return known if not new else {**known, **{name: known.get(name, frozenset()) | new[name] for name in new}}
+
+
+def _after(instruction: _Instruction, before: dict[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+    if not instruction.writes:
+        return before
+    after = dict(before)
+    predicates = {name for name in instruction.writes if "P" in name}
+    for name, guards in before.items() if predicates else ():
+        if any(guard.lstrip("!") in predicates for guard in guards):  # it no longer says under what was written
+            after[name] = frozenset("" if guard.lstrip("!") in predicates else guard for guard in guards)
+    guard = "" if instruction.guard.lstrip("!") in predicates else instruction.guard
+    for name in instruction.writes:
+        after[name] = frozenset({guard}) | (after.get(name, frozenset()) if guard else frozenset())
+    return after
+
+
+def _successors(code: list[_Instruction]) -> list[list[int]]:
+    numbers = {instruction.address: number for number, instruction in enumerate(code)}
+    returns = [number + 1 for number, i in enumerate(code[:-1]) if i.name.startswith("CALL")]
+    converge = [target for i in code if i.name.startswith("BSSY") for target in i.targets]
+    result = []
+    for number, instruction in enumerate(code):
+        targets = list(instruction.targets) if instruction.name.startswith(("BRA", "CALL", "JMP")) else []
+        following = [] if number + 1 == len(code) else [number + 1]
+        unconditional = instruction.guard in ("", "PT", "UPT") and len(instruction.operands) < 2
+        if instruction.name.startswith(("BSYNC", "BREAK")):
+            targets = converge
+        elif instruction.name.startswith("RET"):
+            following = following * (not unconditional) + returns
+        elif instruction.name.startswith(("EXIT", "BRA", "JMP", "KILL")) and unconditional:
+            following = []
+        result.append(following + [numbers[target] for target in targets if target in numbers])
+    return result
+
+
+def _instruction(match: re.Match[str]) -> _Instruction:
+    address, guard, name, text = int(match[1], 16), match[2] or "", match[3], match[4]
+    operands = tuple(operand.strip() for operand in re.split(r",(?![^\[]*\])", text)) if text else ()
+    results, inputs = _results(name, operands)
+    reads = {register for operand in inputs for register in _registers(operand, 1)}
+    reads |= {predicate for operand in inputs for predicate in _PREDICATE.findall(operand)}
+    reads |= set(_PREDICATE.findall(guard))
+    if name.startswith(("STG", "STS", "STL", "ST.")):  # the last operand is the value
+        reads |= set(_registers(inputs[-1], _width(name)))
+    writes = {predicate for operand in results for predicate in _PREDICATE.findall(operand)}
+    writes |= {register for operand in results for register in _registers(operand, _width(name))}
+    if name.startswith(("PRMT", "UPRMT")):  # which may write some bytes of a register, and leave the others
+        reads -= writes
+    if name.startswith("R2P"):
+        writes |= {f"P{i}" for i in range(7)}
+    jumps = (
+        tuple(int(target, 16) for target in re.findall(r"0x([0-9a-f]+)$", text))
+        if name.startswith(("BRA", "BSSY", "CALL", "JMP"))
+        else ()
+    )
+    shown = f"{f'@{guard} ' if guard else ''}{name} {text}"
+    return _Instruction(
+        address, shown, name, guard.replace("PT", ""), operands, frozenset(reads), frozenset(writes), jumps
+    )
+
+
+def _results(name: str, operands: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The operands that an instruction writes, and those that it reads."""
+    if _NO_RESULT.match(name) or not operands:
+        return (), operands
+    count = 0
+    if _IS_PREDICATE.match(operands[0]):
+        most = 1 if re.match(r"FCHK|U?VOTE|SYNCS|ELECT|MATCH", name) else 2
+        while count < min(most, len(operands)) and _IS_PREDICATE.match(operands[count]):
+            count += 1
+        if _COMPARISON.match(name):
+            return operands[:count], operands[count:]
+    count += 1
+    while count < len(operands) and re.match(r"U?P(?:\d|T)$", operands[count]) and name.split(".")[0] not in _SELECTS:
+        count += 1
+    return operands[:count], operands[count:]
+
+
+_SELECTS = ("SEL", "USEL", "FSEL", "P2R", "MOV", "UMOV")
+
+
+def _width(name: str) -> int:
+    """Registers of a result, or of a store's value."""
+    size = re.search(r"\.(64|128|256)(?:\.|$)", name)
+    if size and not name.startswith(("SHF", "F2", "I2", "LDSM")):
+        return int(size[1]) // 32
+    return next((width for pattern, width in _WIDTHS if pattern.match(name)), 1)
+
+
+def _registers(operand: str, width: int) -> Iterator[str]:
+    for bank, number, wide in _REGISTER.findall(operand):
+        yield from (f"{bank}{int(number) + i}" for i in range(max(width, 2 if wide else 1)))
