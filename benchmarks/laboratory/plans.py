@@ -22,7 +22,7 @@ from torch_fused_ops.benchmarks import models
 from torch_fused_ops.benchmarks.pictures import OURS, THEIRS
 
 RESULTS = Path(__file__).parents[1] / "results" / "plans.json"
-CAPACITIES = {"NVIDIA H200": 141e9}  # by its data sheet
+CAPACITIES = {"NVIDIA H200": 139 << 30}  # as CUDA reports them; its data sheet says 141 GB
 PICTURE, DRAWN = Path(__file__).resolve().parents[2] / "docs" / "images" / "levels.png", "Llama-3-8B"
 
 
@@ -151,7 +151,9 @@ def picture(name: str, case: dict[str, Any]) -> Any:
     if plan["gpu"] in CAPACITIES:
         limit = CAPACITIES[plan["gpu"]]
         ax.axvline(limit / 2**30, color="#b91c1c", linewidth=1.5, linestyle="--", zorder=2)
-        ax.text(limit / 2**30, -0.6, f"{plan['gpu'].split()[-1]}: {limit / 1e9:.0f} GB", color="#b91c1c", fontsize=12)
+        ax.text(
+            limit / 2**30, -0.6, f"{plan['gpu'].split()[-1]}: {limit / 2**30:.0f} GiB", color="#b91c1c", fontsize=12
+        )
     ax.set_xlim(0, 1.35 * max(peak for peak, _ in rows))
     ax.invert_yaxis()
     ax.tick_params(labelsize=13)
