@@ -1,4 +1,4 @@
-"""Stage 2, second half: what a compiled training step keeps for backward below ``memory="free"``.
+"""Stage 2, second half: what is saved for backward at ``memory="free"`` (``rebuild``) and below (``keep_less``).
 
 What is left there, besides the GEMMs' own inputs, is what the activations read. Two levels go below that, by editing
 the two graphs that the partitioner made (``handover``): each tensor that an MLP's activation reads and that is kept

@@ -1,8 +1,8 @@
 """The passes in Inductor's slots: their registration, their policies, and their part of cache keys.
 
-There are four slots: ``pre_grad_custom_pass`` (stage 1, recognize), ``custom_partitioner_fn`` (stage 2, remember),
-``post_grad_custom_post_pass`` (stage 3's sums over rows, and its choice of GEMM epilogues) and
-``_post_fusion_custom_pass`` (stage 4, what is written in place).
+There are four slots: ``pre_grad_custom_pass`` (stage 1, recognition), ``custom_partitioner_fn`` (stage 2,
+partitioning), ``post_grad_custom_post_pass`` (stage 3, sums over rows and GEMM epilogues) and
+``_post_fusion_custom_pass`` (stage 4, buffer reuse).
 Two kinds of object stand in them. A *fixed* one carries its policy: ``compile_options`` and ``backend="fused"`` put
 it into one compilation's options. The *ambient* one asks which policy is in force in its context: ``enable`` and
 ``enabled`` put it into the process-wide slots; where no policy is in force it does what upstream does.
@@ -282,7 +282,7 @@ def _helps(site: Site) -> str:
 class Partition(_Only, CustomPartitionerFn):
     """Stage 2, in ``custom_partitioner_fn``."""
 
-    name = "remember"
+    name = "partition"
 
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         policy = self.policy_to_run()
@@ -336,10 +336,10 @@ def _described(forward: torch.fx.Graph, outputs: int, static_inputs: Sequence[in
     return {"bytes": sum(tensor["bytes"] for tensor in saved), "tensors": saved}
 
 
-class Epilogues(_Pass, compat.InferenceAwarePass):
+class PostGrad(_Pass, compat.InferenceAwarePass):
     """Stage 3's choice of GEMM, and its sums over rows: one of the passes in ``post_grad_custom_post_pass``."""
 
-    name = "epilogues"
+    name = "post-grad"
 
     def __call__(self, graph: torch.fx.Graph, is_inference: bool = True) -> None:
         policy = self.policy_to_run()
@@ -355,7 +355,7 @@ class Epilogues(_Pass, compat.InferenceAwarePass):
 class BufferReuse(_Only, compat.SchedulerPass):
     """Stage 4, in ``_post_fusion_custom_pass``."""
 
-    name = "in place"
+    name = "buffer reuse"
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         policy = self.policy_to_run()
@@ -364,12 +364,12 @@ class BufferReuse(_Only, compat.SchedulerPass):
         return nodes
 
 
-_Kind = type[Recognize] | type[Partition] | type[Epilogues] | type[BufferReuse] | type[BeforeCaches]
+_Kind = type[Recognize] | type[Partition] | type[PostGrad] | type[BufferReuse] | type[BeforeCaches]
 SLOTS: dict[str, _Kind] = {
     **({compat.TIMING: BeforeCaches} if hasattr(inductor_config, compat.TIMING) else {}),
     "pre_grad_custom_pass": Recognize,
     "custom_partitioner_fn": Partition,
-    "post_grad_custom_post_pass": Epilogues,
+    "post_grad_custom_post_pass": PostGrad,
     **({slot: BufferReuse} if (slot := compat.after_fusion()) else {}),
 }
 

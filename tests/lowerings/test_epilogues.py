@@ -187,7 +187,7 @@ def test_when_it_is_wanted() -> None:
 def test_policy() -> None:
     with pytest.raises(ValueError, match="epilogues='cublas' is not known; accepted: measured, library, off"):
         tfo.FusionPolicy(epilogues="cublas")
-    uuids = {passes.Epilogues(tfo.FusionPolicy(epilogues=how)).uuid() for how in ("measured", "library", "off")}
+    uuids = {passes.PostGrad(tfo.FusionPolicy(epilogues=how)).uuid() for how in ("measured", "library", "off")}
     assert len(uuids) == 3  # cache keys follow
 
 
@@ -333,7 +333,7 @@ def test_other_peoples_passes_run_first_and_stay(cpu_has_it: None) -> None:
     try:
         tfo.enable()
         here = compat.passes_in(inductor_config.post_grad_custom_post_pass)
-        assert [type(one) for one in here] == [Other, passes.Epilogues]
+        assert [type(one) for one in here] == [Other, passes.PostGrad]
         tfo.disable()
         assert inductor_config.post_grad_custom_post_pass is other
     finally:

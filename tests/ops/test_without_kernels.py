@@ -124,7 +124,7 @@ def test_what_compiled_code_goes_without(monkeypatch: pytest.MonkeyPatch, part: 
 
     def ran() -> list[str]:
         calls.clear()
-        passes.Epilogues(tfo.FusionPolicy())(None, is_inference=False)
+        passes.PostGrad(tfo.FusionPolicy())(None, is_inference=False)
         passes.BufferReuse(tfo.FusionPolicy())([])
         return list(calls)
 
