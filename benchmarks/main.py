@@ -84,6 +84,10 @@ def bench(arguments: Namespace, benchmark: Benchmark | None = None) -> int:
     if arguments.draw:
         _draw(harness.read(arguments.draw, arguments.benchmark), arguments.draw)
         return 0
+    if arguments.threads < 0 or arguments.rounds < 1:
+        raise UsageError(
+            f"--threads {arguments.threads} --rounds {arguments.rounds} are not accepted: they must be above 0"
+        )
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     device = harness.device_of(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))

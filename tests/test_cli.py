@@ -48,6 +48,9 @@ def one_tensor():
 def nothing():
     pass
 
+def wrong():
+    raise RuntimeError("no such weights\\nin this folder")
+
 number = 7
 """
 
@@ -223,6 +226,14 @@ def test_options_that_are_not_known(capsys, arguments, command, hint):
 def test_explain_refuses(models, capsys, spec, message):
     assert main(["explain", spec]) == 2
     assert f"error: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["explain"], ["plan", "--memory", "1MiB"], ["verify"]], ids=lambda c: c[0])
+def test_errors_of_the_models_own_are_no_findings(models, capsys, command):
+    assert main([*command, "some_models:wrong"]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("\nerror: some_models:wrong cannot be run: RuntimeError: no such weights\n")
+    assert "Traceback" in said and "in wrong" in said
 
 
 @pytest.mark.parametrize("option", ["--json", "--html"])

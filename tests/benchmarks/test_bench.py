@@ -126,6 +126,8 @@ def test_the_gpu_paths_on_a_stand_in(given: tuple[str, ...], tmp_path: Path, mon
         (["mlp", "--device", "cpu", "--ways", "nonsense"], "--ways nonsense not known; accepted: eager, compile"),
         (["inference", "--device", "cpu", "--ways", "budget"], "--ways budget not known; accepted: eager, compile"),
         (["mlp", "--device", "cpu", "--seconds", "0"], "they must be above 0"),
+        (["mlp", "--device", "cpu", "--threads", "-1"], "they must be above 0"),
+        (["mlp", "--device", "cpu", "--rounds", "0"], "they must be above 0"),
         (["mlp", "--device", "cpu", "--quick", "--resume"], "--resume needs the file to go on with"),
         (["mlp", "--draw", "no_such_file.json"], "no_such_file.json cannot be read"),
     ],

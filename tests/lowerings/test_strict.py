@@ -223,6 +223,13 @@ def test_a_model_in_which_nothing_is_fused_is_told_once(name: str, warnings: Cal
     assert "torch_fused_ops.explain(model, *args) lists all" in text
 
 
+def test_explain_before_hides_nothing() -> None:
+    model = Body(NOTHING["cut by the break"])
+    assert not tfo.explain(model, torch.randn(4, 8)).sites
+    with pytest.raises(tfo.UnfusedError, match="no MLP was found between 2 linear layers, in 2 graphs"):
+        torch.compile(model, backend="fused", options={"strict": True})(torch.randn(4, 8))
+
+
 @pytest.mark.parametrize("name", FOUND)
 @pytest.mark.covering(every=6)
 def test_others_are_not(name: str, warnings: Callable[[], list[str]]) -> None:

@@ -275,17 +275,11 @@ def _progress(name: str, first: str = "", seconds: float = 5.0) -> Iterator[None
 def _verify(arguments: argparse.Namespace) -> int:
     _check_writable(arguments, "json")
     policy = _policy(arguments)
-    try:
-        model, args, kwargs = _load(arguments.spec)
-        if isinstance(model, torch.nn.Module):
-            model.train(not arguments.eval)
-        with _progress("torch_fused_ops.verify"):
-            verification = tfo.verify(model, *args, policy=policy, compiled=arguments.compiled, **kwargs)
-    except _UsageError:
-        raise
-    except Exception as error:  # the model's own; exit code 1 is for a difference
-        traceback.print_exc()
-        raise _UsageError(f"{arguments.spec} cannot be run in eager mode: {error}") from None
+    model, args, kwargs = _load(arguments.spec)
+    if isinstance(model, torch.nn.Module):
+        model.train(not arguments.eval)
+    with _progress("torch_fused_ops.verify"):
+        verification = tfo.verify(model, *args, policy=policy, compiled=arguments.compiled, **kwargs)
     _show(verification, arguments)
     return 0 if verification.ok else 1
 
@@ -340,8 +334,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         return _COMMANDS[arguments.command](arguments)
-    except (_UsageError, ModuleNotFoundError) as e:
-        if isinstance(e, ModuleNotFoundError) and e.name != "triton":
-            raise
-        print(f"error: {e}", file=sys.stderr)
+    except Exception as e:
+        message = str(e)
+        if not isinstance(e, _UsageError) and getattr(e, "name", "") != "triton":
+            if not hasattr(arguments, "spec"):
+                raise
+            traceback.print_exc()  # the model's own; exit code 1 is for what a command finds
+            message = f"{arguments.spec} cannot be run: {type(e).__name__}: {message.partition(chr(10))[0]}"
+        print(f"error: {message}", file=sys.stderr)
         return 2
