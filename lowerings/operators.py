@@ -297,10 +297,6 @@ def _sum_rows(box: Box, dtype: torch.dtype) -> Box:
     return to_dtype(lowerings[aten.sum.dim_IntList](box, axes) if axes else box, dtype)
 
 
-def _sum_columns(box: Box, dtype: torch.dtype) -> Box:
-    return to_dtype(lowerings[aten.sum.dim_IntList](box, [-1]), dtype)
-
-
 # ---- the lowerings of a declared operator ----------------------------------------------------------------------------
 
 
@@ -347,13 +343,9 @@ def _loads(
         n = V.graph.sizevars.simplify(FloorDiv(n, 2))
         at = [_packed(layout, n, up) for up in (0, 1)]
         data = [(tensors[0], a) for a in at]
-    biases = [] if op.bias is None else [(tensors[op.bias], _compose(_column, a)) for a in at]
+    biases = [] if op.bias is None else [(tensors[op.bias], lambda index, a=a: _column(a(index))) for a in at]
     scales = [] if op.scale is None else [(tensors[op.scale], _row)]
     return [*rows, n], [*data, *biases, *scales]
-
-
-def _compose(outer: Callable[[Index], Index], inner: Callable[[Index], Index]) -> Callable[[Index], Index]:
-    return lambda index: outer(inner(index))
 
 
 def _over_blocks(lowering: Callable[..., Any], arguments: Sequence[str], results: Sequence[str]) -> Callable[..., Any]:
@@ -415,7 +407,8 @@ def _backward(op: PointwiseOperator) -> Callable[..., tuple[Box | None, ...]]:
             ]
             found[op.bias] = sums[0] if layout is None else pack(sums[0], sums[1], layout)
         if op.scale is not None and mask[op.scale] and (scale := tensors[op.scale]) is not None:
-            found[op.scale] = _sum_columns(e.node(elements.scale_grad, *scalars), scale.get_dtype())
+            sums = lowerings[aten.sum.dim_IntList](e.node(elements.scale_grad, *scalars), [-1])
+            found[op.scale] = to_dtype(sums, scale.get_dtype())
         return tuple(found)
 
     return _over_blocks(lowering, ["data", *op.kinds], op.kinds)

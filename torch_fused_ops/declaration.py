@@ -257,10 +257,6 @@ class OpaqueOperator(Operator):
         return self.forward, self.gradients
 
 
-def _never(*args: Any) -> bool:
-    return False
-
-
 @dataclass(frozen=True, eq=False)
 class PointwiseOperator(Operator):
     """An operator whose result is a formula of its data, element by element.
@@ -279,7 +275,7 @@ class PointwiseOperator(Operator):
 
     value: Callable[..., Tensor] = field(kw_only=True)
     grads: Callable[..., tuple[Tensor, ...]] = field(kw_only=True)
-    keeps_result: Callable[..., bool] = field(default=_never, kw_only=True)
+    keeps_result: Callable[..., bool] = field(default=lambda *args: False, kw_only=True)
     kernels: str | None = field(default=None, kw_only=True)
     pointwise: bool = field(default=True, kw_only=True)
 

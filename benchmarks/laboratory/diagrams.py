@@ -111,7 +111,8 @@ def timeline() -> Any:
     weights = sum(p.nbytes for p in model.parameters())
     figure = Figure(figsize=(9, 4), layout="constrained")
     ax = figure.subplots()
-    for level, color in (("plain", "#6b7280"), ("free", "#2563eb"), ("input", "#0f766e")):
+    levels: tuple[tuple[Any, str], ...] = ("plain", "#6b7280"), ("free", "#2563eb"), ("input", "#0f766e")
+    for level, color in levels:
         with contextlib.nullcontext() if level == "plain" else tfo.enabled(memory=level):
             curve = virtual_gpu.compile_on_paper(model, tokens, tokens).timeline()
         live = [(weights + event.live) / 2**30 for event in curve.events]

@@ -562,7 +562,7 @@ def picture(result: dict[str, Any]) -> Any:
     titles = ("forward", "backward with recomputing")
     operators = [row for name in DRAWN for row in result["operators"] if row["name"] == name]
     figure = Figure(figsize=(11, 8), layout="constrained")
-    upper, lower = figure.subfigures(2, 1, height_ratios=(1, 1.1))
+    upper, lower = figure.subfigures(2, 1, height_ratios=(1, 1.1))  # type: ignore[misc]
     names = [row["name"] for row in operators]
     for i, (ax, (phase, theirs, ours), title) in enumerate(zip(upper.subplots(1, 2), panels, titles, strict=True)):
         for way, color, shift, label in ((theirs, THEIRS, -0.2, "torch.compile"), (ours, OURS, 0.2, "this library")):

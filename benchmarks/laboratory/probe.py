@@ -98,7 +98,7 @@ SUMS: list[Knobs] = [
     *(_tile(loads, warps) for loads, warps in ((32, 4), (32, 8), (16, 8), (8, 4))),
 ]  # fmt: skip
 SOFTMAX: list[Knobs] = [
-    *(
+    *(  # type: ignore[list-item]  # numbers that are all integers
         {"_NUMBERS": numbers, "_MOST_WARPS": warps, "_WIDEST_ROW": 64 * warps * numbers}
         for numbers, warps in ((16, 8), (32, 8), (32, 16), (8, 16), (64, 8))
     ),

@@ -150,10 +150,6 @@ def _by_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         spec = DTensorSpec(mesh, tuple(outputs[i] for outputs, _ in chosen), tensor_meta=meta)
         return DTensor(shard, spec, requires_grad=False)
 
-    results = zip(op(*(local(i, a) for i, a in enumerate(args))), op(*map(_meta, args)), strict=True)
+    on_meta = [torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in args]
+    results = zip(op(*(local(i, a) for i, a in enumerate(args))), op(*on_meta), strict=True)
     return tuple(result(i, shard, whole) for i, (shard, whole) in enumerate(results))
-
-
-def _meta(a: Any) -> Any:
-    """A DTensor's shape, as a tensor without data."""
-    return torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a

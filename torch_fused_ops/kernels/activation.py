@@ -626,7 +626,9 @@ def forward(op: PointwiseOperator) -> Callable[..., Tensor]:
     def launch(*args: Any) -> Tensor:
         tensors, layout, scalars = op.split(args)
         x = _Operands.of(op, tensors, layout)
-        return _run_forward(_room_for_result(tensors[0], layout), x, *_formula(op, scalars))
+        *rows, size = tensors[0].shape
+        out = tensors[0].new_empty((*rows, size if layout is None else size // 2))
+        return _run_forward(out, x, *_formula(op, scalars))
 
     return launch
 
@@ -660,11 +662,6 @@ def launch_of(name: str) -> Callable[..., Any]:
             f"{', '.join(sorted(_SCALARS))}; write what is new into them, or declare kernels of its own, or none"
         )
     return make(op)
-
-
-def _room_for_result(first: Tensor, layout: str | None) -> Tensor:
-    """Room for the operator's result."""
-    return first.new_empty(first.shape if layout is None else (*first.shape[:-1], first.shape[-1] // 2))
 
 
 def _gradients(

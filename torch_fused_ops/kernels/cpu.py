@@ -168,7 +168,8 @@ def kernel(op: PointwiseOperator, signature: Signature, plain: Callable[..., Any
         if args[0].numel() <= _GRAIN:
             whole = plain(*variants)
             if isinstance(whole, Tensor):  # a registered activation may return its argument
-                return whole.clone() if torch._C._is_alias_of(whole, args[0]) else whole.contiguous()
+                aliased = torch._C._is_alias_of(whole, args[0])  # type: ignore[attr-defined]
+                return whole.clone() if aliased else whole.contiguous()
             return tuple(r if r is None else r.contiguous() for r in whole)
         wide = compute_dtype(*(a for a in args if isinstance(a, Tensor)))
 

@@ -375,13 +375,9 @@ def _fp8(x: _Saved, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Reco
     )
 
 
-def _input(x: _Saved, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Recomputed:
-    return _Recomputed(lambda x: again(first, x), x, reads=again.reads)
-
-
 _LEVELS: dict[str, Callable[[_Saved, Tensor, Map, _Again, Hooks], _Recomputed]] = {
     "off": _free,
     "free": _free,
     "fp8": _fp8,
-    "input": _input,
+    "input": lambda x, h, first, again, hooks: _Recomputed(lambda x: again(first, x), x, reads=again.reads),
 }

@@ -363,12 +363,8 @@ def _step(
         values["argument", str(i)] = t.detach()
         if t.requires_grad:
             values["gradient", f"argument {i}"] = t.grad
-    return _Step({key: _dense(t) for key, t in values.items()}, not torch.equal(before, torch.get_rng_state()))
-
-
-def _dense(t: Tensor | None) -> Tensor | None:
-    """Convert a sparse gradient, as of an embedding's table, to a dense one."""
-    return t.to_dense() if t is not None and t.layout in _SPARSE else t
+    dense = {key: t.to_dense() if t is not None and t.layout in _SPARSE else t for key, t in values.items()}
+    return _Step(dense, not torch.equal(before, torch.get_rng_state()))
 
 
 def _tensors(tree: Any, depth: int = 4) -> Iterator[Tensor]:

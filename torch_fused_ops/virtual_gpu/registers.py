@@ -74,11 +74,7 @@ def unwritten(listing: str) -> list[tuple[str, str]]:
 
 def _is_unwritten(guards: frozenset[str], guard: str) -> bool:
     """Tell whether no write, each under one of these predicates, can have come before a read under `guard`."""
-    return not guards or (guard != "" and guards == {_opposite(guard)})
-
-
-def _opposite(guard: str) -> str:
-    return guard[1:] if guard.startswith("!") else f"!{guard}"
+    return not guards or (guard != "" and guards == {guard[1:] if guard.startswith("!") else f"!{guard}"})
 
 
 def _joined(known: dict[str, frozenset[str]], after: dict[str, frozenset[str]]) -> dict[str, frozenset[str]]:

@@ -56,10 +56,6 @@ def _grouped_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-def _multiplies_float8(args: Any) -> bool:
-    return bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].itemsize == 1
-
-
 # FLOP/s of large GEMMs on an H200: measured in bfloat16, 8192³ random numbers; *assumed* in float8. By the data sheet
 # float8 has twice bfloat16's rate, but the chip's power already limits bfloat16.
 BF16_FLOP, FLOAT8_FLOP = 790e12, 1250e12
@@ -71,7 +67,8 @@ BYTES_MOVED, LANE_INSTRUCTIONS = 4.3e12, 132 * 4 * 32 * 1.98e9
 def flop_of_bf16(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
     """FLOP in bfloat16 that take as long as a call's own FLOP: fewer where it multiplies float8."""
     flop = flop_of(packet, args, kwargs, result)
-    return flop * BF16_FLOP / FLOAT8_FLOP if _multiplies_float8(args) else flop
+    in_float8 = args and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].itemsize == 1
+    return flop * BF16_FLOP / FLOAT8_FLOP if in_float8 else flop
 
 
 def flop_of(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
