@@ -509,7 +509,7 @@ importing torch.
 |---|---|
 | 0 | success |
 | 1 | `plan`: it does not fit. `verify`, `check`: something differs. `info`: fusion is off |
-| 2 | invalid arguments |
+| 2 | invalid arguments, or a model that cannot be run |
 """
 
 
