@@ -508,7 +508,7 @@ importing torch.
 | exit code | meaning |
 |---|---|
 | 0 | success |
-| 1 | `plan`: it does not fit. `verify`, `check`: something differs. `info`: fusion is off |
+| 1 | `plan`: it does not fit. `verify`, `check`: something differs. `audit`: a finding. `info`: fusion is off |
 | 2 | invalid arguments, or a model that cannot be run |
 """
 
