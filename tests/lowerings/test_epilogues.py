@@ -304,7 +304,7 @@ def test_a_failure_leaves_the_graph_as_it_was(
         out, code = compiled(model, x, options=AUTOTUNE, strict=False)
         assert "_addmm_activation" not in code
         torch.testing.assert_close(out, model(x))
-        assert sum(f"epilogues: ValueError: no {where} today" in message for message in caplog.messages) == 1
+        assert sum(f"post-grad: ValueError: no {where} today" in message for message in caplog.messages) == 1
         with pytest.raises(Exception, match=f"no {where} today"):
             compiled(model, x, options=AUTOTUNE, strict=True)
 
