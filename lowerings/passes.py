@@ -459,7 +459,7 @@ def check_keys() -> None:
 
 
 def enable(policy: FusionPolicy | None = None) -> None:
-    """Let plain ``torch.compile(model)`` pick MLPs up, in every thread of this process. Idempotent.
+    """Let plain ``torch.compile(model)`` fuse MLPs, in every thread of this process. Idempotent.
 
     Passes that others put into Inductor's slots stay there and run first. Calling it again changes the policy.
     """
