@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from torch_fused_ops import virtual_gpu
-from torch_fused_ops.kernels import activation as kernels
+from torch_fused_ops.families.float8 import kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

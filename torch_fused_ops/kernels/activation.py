@@ -202,32 +202,6 @@ def _deinterleave(x):
 
 
 @triton.jit
-def _to_fp8(x, NATIVE: tl.constexpr):
-    """float32 of at most 448 → the bits of float8_e4m3fn, rounded to nearest even."""
-    if NATIVE:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        bits = x.to(tl.int32, bitcast=True)
-        size = bits & 0x7FFFFFFF
-        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2⁻⁶ the spacing is 2⁻⁹, which is that of the float32 numbers from 2¹⁴ on: 0x46800000.
-        small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        code = tl.where(size < 0x3C800000, small, tl.minimum(normal, 0x7F))
-        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
-
-
-@triton.jit
-def _from_fp8(code, NATIVE: tl.constexpr):
-    """The bits of float8_e4m3fn → float32; without NATIVE, NaN becomes 480, in a row whose scale is NaN or infinite."""
-    if NATIVE:
-        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        bits = code.to(tl.int32)
-        size = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2¹²⁰: the exponents' bias
-        return tl.where(bits < 128, size, -size)
-
-
-@triton.jit
 def _result(
     x, u, scale, r, rows, scale_stride,
     ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, PAIR: tl.constexpr, COMPUTE: tl.constexpr,
@@ -509,12 +483,6 @@ class _Operands(NamedTuple):
         b = self.gate_bias
         bias = Matrix() if b is None else Matrix(0, b.stride(0), 0, b.element_size())
         return bias, scale, s._replace(column=0)
-
-
-@functools.lru_cache(maxsize=64)
-def _native_fp8(device: torch.device) -> bool:
-    """True if Triton converts float8_e4m3fn there: NVIDIA's from sm_89 on. AMD's gfx942 has another float8."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _run_forward(out: Tensor, x: _Operands, activation: str, up_offset: float, clamp: float | None) -> Tensor:

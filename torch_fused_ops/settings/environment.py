@@ -107,9 +107,9 @@ def checked_gpus() -> list[str]:
 
 def note_checked(device: str) -> None:
     """Add a GPU on which ``check`` has passed."""
-    if _described(device) not in checked_gpus():
+    if (gpu := _described(device)) not in checked_gpus():
         with _file().open("a", encoding="utf-8") as file:
-            print(_described(device), file=file)
+            print(gpu, file=file)
 
 
 @cache

@@ -150,7 +150,8 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(path.stem)
 
 
-def _load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+def _load(spec: str, training: bool) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The model, in training or evaluation mode, and its arguments."""
     name, colon, attribute = spec.rpartition(":")
     if not (name and colon and attribute):
         raise _UsageError(f"{spec!r} is not of the form module:callable, e.g. mypackage.models:example")
@@ -170,6 +171,8 @@ def _load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any
     model, args, kwargs = (*example, {})[:3]
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
         raise _UsageError(f"{spec}: args is a {type(args).__name__}, kwargs a {type(kwargs).__name__}; {accepted}")
+    if isinstance(model, torch.nn.Module):
+        model.train(training)
     return model, tuple(args), kwargs
 
 
@@ -203,9 +206,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         gpus.import_triton()
         if (arguments.figures or "H200").upper() not in gpus.GPUS:
             raise _UsageError(f"--figures {arguments.figures} is not known; accepted: {', '.join(gpus.GPUS)}")
-    model, args, kwargs = _load(arguments.spec)
-    if isinstance(model, torch.nn.Module):
-        model.train(arguments.train)
+    model, args, kwargs = _load(arguments.spec, training=arguments.train)
     policy = _policy(arguments)
     with _progress("torch_fused_ops.reports", "capturing"):
         with torch.set_grad_enabled(arguments.train):
@@ -223,9 +224,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     _check_writable(arguments, "json", "html")
     settings = {name: getattr(arguments, name) for name in ("memory", "gpu", "optimizer", "lossless", "maximum", "dp")}
     with torch.device("meta") if arguments.meta else contextlib.nullcontext():
-        model, args, kwargs = _load(arguments.spec)
-    if isinstance(model, torch.nn.Module):
-        model.train()
+        model, args, kwargs = _load(arguments.spec, training=True)
     try:
         with _progress("torch_fused_ops.planner", "capturing"):
             plan = tfo.plan(model, *args, **settings, **kwargs)
@@ -275,9 +274,7 @@ def _progress(name: str, first: str = "", seconds: float = 5.0) -> Iterator[None
 def _verify(arguments: argparse.Namespace) -> int:
     _check_writable(arguments, "json")
     policy = _policy(arguments)
-    model, args, kwargs = _load(arguments.spec)
-    if isinstance(model, torch.nn.Module):
-        model.train(not arguments.eval)
+    model, args, kwargs = _load(arguments.spec, training=not arguments.eval)
     with _progress("torch_fused_ops.verify"):
         verification = tfo.verify(model, *args, policy=policy, compiled=arguments.compiled, **kwargs)
     _show(verification, arguments)
@@ -292,9 +289,7 @@ def _audit(arguments: argparse.Namespace) -> int:
 
     _check_writable(arguments, "json")
     gpus.import_triton()
-    model, args, kwargs = _load(arguments.spec)
-    if isinstance(model, torch.nn.Module):
-        model.train(not arguments.eval)
+    model, args, kwargs = _load(arguments.spec, training=not arguments.eval)
     config = None if arguments.plain else tfo.compile_options(policy=_policy(arguments))
     try:
         gpu = gpus.by_name(arguments.gpu, "--gpu")
@@ -305,9 +300,7 @@ def _audit(arguments: argparse.Namespace) -> int:
         audit = virtual_gpu.audit(paper, all_configurations=arguments.all_configurations)
     except (ValueError, torch._dynamo.exc.Unsupported) as e:
         raise _UsageError(str(e)) from None
-    print(audit)
-    if arguments.json:
-        Path(arguments.json).write_text(audit.to_json(), encoding="utf-8")
+    _show(audit, arguments)
     return 0 if audit.ok else 1
 
 

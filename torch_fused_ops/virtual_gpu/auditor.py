@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .accesses import Fault, Memory, described, faults, traffic
 from .gpus import GPU, H200
-from .kernels import Configuration, Kernel, load
+from .kernels import Configuration, Kernel, load, written_sizes
 from .machine_code import MachineCode, assemble_configuration, cost, lowered, with_signature
 from .registers import unwritten
 from .results import PaperCompilation
@@ -227,10 +227,10 @@ def _reachable(kernel: Kernel) -> Iterator[Configuration]:
     first = kernel.configurations[0]
     if not all(name.endswith("BLOCK") for name in first.block):
         return  # a template's blocks depend on each other
-    sizes = []
+    sizes, written = [], written_sizes(kernel.jit.src)
     for axis in (name.removesuffix("BLOCK") for name in first.block):
-        size = re.search(rf"\b{axis.lower()}numel = (\d+)", kernel.jit.src)
-        most = min(TRITON_MAX_BLOCK.get(axis, 1), 1 << (int(size[1]) - 1).bit_length() if size else 1 << 20)
+        size = written.get(f"{axis.lower()}numel", 1 << 20)
+        most = min(TRITON_MAX_BLOCK.get(axis, 1), 1 << (size - 1).bit_length())
         sizes.append([1 << i for i in range(most.bit_length())])
     for *blocks, warps in itertools.product(*sizes, (1, 2, 4, 8, 16, 32)):
         if math.prod(blocks) <= 128 * 32 * warps:
@@ -256,7 +256,9 @@ class _Auditor:
         for launch, codes in self.codes.values():
             for code, configuration in codes:
                 self.registers(launch, configuration, code)
-            self.speed(launch, *min(codes, key=lambda pair: cost(pair[0], launch.kernel)))
+            costs = [cost(code, launch.kernel) for code, _ in codes]
+            best = costs.index(min(costs))
+            self.speed(launch, *codes[best], costs[best])
         notes = tuple(f"{note} ({count} times)" if count > 1 else note for note, count in self.notes.items())
         return Audit(self.gpu.name, len(self.codes), self.configurations, tuple(self.findings), notes)
 
@@ -323,7 +325,9 @@ class _Auditor:
             evidence = f"nothing writes {reads[0][1]} on any path before this; in all {len(reads)} such reads"
             self.add(launch, configuration, "register", reads[0][0], evidence)
 
-    def speed(self, launch: _Launch, code: MachineCode, configuration: Configuration) -> None:
+    def speed(
+        self, launch: _Launch, code: MachineCode, configuration: Configuration, its_cost: tuple[float, ...]
+    ) -> None:
         """Look for slow code in the configuration that a GPU would choose, of a launch that moves many bytes."""
         grid, add = launch.grid(configuration), functools.partial(self.add, launch, configuration)
         first = torch.zeros(1, 3, dtype=torch.int64, device="cpu")
@@ -343,7 +347,7 @@ class _Auditor:
         if code.spills > _SPILLED * max(1, code.bytes_accessed):
             evidence = f"{code.spills} bytes a thread, which loads and stores {code.bytes_accessed} bytes"
             add("spills", f"{code.registers} registers", evidence)
-        _, roofline, instructions = cost(code, launch.kernel)
+        _, roofline, instructions = its_cost
         blocks = resident_blocks(code, self.gpu)
         many = math.prod(grid) > self.gpu.multi_processor_count
         if blocks < 2 and many and roofline > instructions / LANE_INSTRUCTIONS:

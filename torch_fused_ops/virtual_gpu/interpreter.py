@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .gpus import import_triton
-from .kernels import Kernel, load
+from .kernels import Kernel, load, written_sizes
 from .wrapper import called
 
 if TYPE_CHECKING:
@@ -58,7 +57,8 @@ def interpret(
     if len(args) > len(loaded.jit.arg_names):
         raise TypeError(f"args: got {len(args)}, expected at most {len(loaded.jit.arg_names)}: {loaded.jit.arg_names}")
     if loaded.signature:
-        named = {**_sizes_in_source(loaded), **loaded.constants, **named}
+        passed = {name: size for name, size in written_sizes(loaded.jit.src).items() if name in loaded.jit.arg_names}
+        named = {**passed, **loaded.constants, **named}
     if grid is None:
         named, grid = _automatic_grid(loaded, named)
     parameters = loaded.jit.signature.parameters.items()
@@ -157,12 +157,6 @@ class _Interpreted:
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         interpret(self.kernel, *args)
-
-
-def _sizes_in_source(kernel: Kernel) -> dict[str, int]:
-    """Sizes that Inductor wrote into the kernel, `xnumel = 512`, as the launch would pass them."""
-    sizes = re.findall(r"^    (\w+numel) = (\d+)$", kernel.jit.src, re.M)
-    return {name: int(size) for name, size in sizes if name in kernel.jit.arg_names}
 
 
 def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:

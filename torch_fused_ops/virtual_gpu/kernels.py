@@ -60,6 +60,11 @@ class Kernel:
         return str(self.inductor_meta.get("grid_type", ""))
 
 
+def written_sizes(source: str) -> dict[str, int]:
+    """The sizes that Inductor wrote into a kernel's source, ``xnumel = 512``."""
+    return {name: int(size) for name, size in re.findall(r"^    (\w+numel) = (\d+)$", source, re.M)}
+
+
 @functools.cache
 def _source_folder() -> pathlib.Path:
     """The folder of generated kernels' files until the process ends: Triton and tracebacks read them again."""

@@ -17,7 +17,7 @@ import torch
 from . import ttgir
 from .accesses import traffic
 from .gpus import GPU, H200, described, import_triton
-from .kernels import Configuration, Kernel, load
+from .kernels import Configuration, Kernel, load, written_sizes
 from .results import GeneratedKernel
 from .sass import Listing, nvidia_tools
 from .work import BYTES_MOVED, LANE_INSTRUCTIONS
@@ -151,9 +151,9 @@ def assemble(
         configuration = Configuration({**first.block, **blocks}, num_warps or first.num_warps, first.num_stages)
         return assemble_configuration(loaded, gpu, configuration)
     tried = _tried(loaded, gpu)
-    if len(tried) == 1:
-        return tried[0]
-    return min(tried, key=lambda code: cost(code, loaded))
+    if len(tried) > 1:  # not in `_tried`: `cost` reads the listings, which `prepare` leaves to be made together
+        tried[:] = [min(tried, key=lambda code: cost(code, loaded))]
+    return tried[0]
 
 
 def cost(code: MachineCode, kernel: Kernel) -> tuple[float, ...]:
@@ -168,10 +168,11 @@ def cost(code: MachineCode, kernel: Kernel) -> tuple[float, ...]:
 
 def sectors(code: MachineCode, kernel: Kernel) -> float:
     """Bytes of the sectors that a program moves, for each byte that it uses; 1 where its addresses are not known."""
-    integers = {name: int(size) for name, size in re.findall(r"^    (\w+numel) = (\d+)$", kernel.jit.src, re.M)}
     first = torch.zeros(1, 3, dtype=torch.int64, device="cpu")
     try:
-        traces = ttgir.evaluated(code.ttgir, integers, first, (1, 1, 1), code.threads, code.gpu.warp_size, 4)
+        traces = ttgir.evaluated(
+            code.ttgir, written_sizes(kernel.jit.src), first, (1, 1, 1), code.threads, code.gpu.warp_size, 4
+        )
         accesses = traffic(traces)
     except ttgir.NotAnalyzed:
         return 1.0
@@ -184,7 +185,7 @@ def prepare(kernels: Iterable[GeneratedKernel | str], gpu: GPU) -> None:
         _tried(load(kernel, gpu), gpu)
 
 
-_TRIED: dict[Any, list[MachineCode]] = {}  # by generated kernel
+_TRIED: dict[Any, list[MachineCode]] = {}  # by generated kernel; the best alone once it is known
 
 
 def _tried(kernel: Kernel, gpu: GPU) -> list[MachineCode]:

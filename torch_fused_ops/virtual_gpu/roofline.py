@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from . import machine_code
 from .gpus import GPU, H200
+from .kernels import written_sizes
 from .machine_code import MachineCode, assemble
 from .results import GeneratedGraph, GeneratedKernel
 from .work import BF16_FLOP, BYTES_MOVED, LANE_INSTRUCTIONS, flop_of, flop_of_bf16
@@ -175,7 +176,7 @@ def kernel_runs(graph: GeneratedGraph) -> list[KernelRuns]:
     for kernel in graph.kernels:
         hints = re.search(r"size_hints=\{([^}]*)\}", kernel.source)
         sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)': (\d+)", hints[1] if hints else "")}
-        sizes.update({axis: int(n) for axis, n in re.findall(r"\b(\w+)numel = (\d+)", kernel.source)})  # exact
+        sizes.update({name.removesuffix("numel"): n for name, n in written_sizes(kernel.source).items()})  # exact
         code = _assembled(_source(kernel))
         programs = math.prod(
             -(-n // code.block.get(f"{axis.upper()}BLOCK", 1)) for axis, n in sizes.items() if axis in "xyz"

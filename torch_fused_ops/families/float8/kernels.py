@@ -20,6 +20,7 @@ The formula is that of ``families/float8/formulas.py``; those of activations are
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,10 +39,7 @@ from torch_fused_ops.kernels.activation import (
     _clamp,
     _clamp_above,
     _cut,
-    _from_fp8,
     _input_grad,
-    _native_fp8,
-    _to_fp8,
 )
 from torch_fused_ops.kernels.launching import INT32_MAX, OPTIONS, blocks, matrix, power_of_2, tl, triton
 
@@ -183,6 +181,32 @@ def _anew(strips, PTX: tl.constexpr):
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _to_fp8(x, NATIVE: tl.constexpr):
+    """float32 of at most 448 → the bits of float8_e4m3fn, rounded to nearest even."""
+    if NATIVE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2⁻⁶ the spacing is 2⁻⁹, which is that of the float32 numbers from 2¹⁴ on: 0x46800000.
+        small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(size < 0x3C800000, small, tl.minimum(normal, 0x7F))
+        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _from_fp8(code, NATIVE: tl.constexpr):
+    """The bits of float8_e4m3fn → float32; without NATIVE, NaN becomes 480, in a row whose scale is NaN or infinite."""
+    if NATIVE:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        bits = code.to(tl.int32)
+        size = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2¹²⁰: the exponents' bias
+        return tl.where(bits < 128, size, -size)
 
 
 @triton.jit
@@ -877,6 +901,12 @@ def _run_quantize(
 def _is_turned(t: Tensor) -> bool:
     """True if columns are contiguous, of a matrix or of each in a stack."""
     return t.stride(-2) == 1 and t.stride(-1) != 1
+
+
+@functools.lru_cache(maxsize=64)
+def _native_fp8(device: torch.device) -> bool:
+    """True if Triton converts float8_e4m3fn there: NVIDIA's from sm_89 on. AMD's gfx942 has another float8."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _of_device(t: Tensor) -> dict[str, Any]:

@@ -420,7 +420,7 @@ def linear(
     return out.view(*input.shape[:-1], weight.shape[0])
 
 
-_LINEAR = define(
+define(
     "linear_fp8",
     '(Tensor input, Tensor weight, Tensor? bias=None, ScalarType? dtype=None, str recipe="fp8") -> Tensor',
     linear,
@@ -496,7 +496,7 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, recipe: str = "f
     return out
 
 
-_GROUPED_LINEAR = define(
+define(
     "grouped_linear_fp8",
     '(Tensor input, Tensor weight, Tensor ends, str recipe="fp8-rowwise") -> Tensor',
     grouped_linear,
