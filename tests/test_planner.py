@@ -27,9 +27,8 @@ from torch_fused_ops.benchmarks import models
 from torch_fused_ops.planner import max_batch, report, search
 from torch_fused_ops.planner.fsdp import FullyShard, Group
 from torch_fused_ops.planner.model import captured_model
-from torch_fused_ops.planner.optimizers import optimizer_memory
 from torch_fused_ops.planner.plan import LevelRow, bytes_of
-from torch_fused_ops.planner.static_memory import Resident, check_shards, resident_tensors
+from torch_fused_ops.planner.static_memory import Resident, check_shards, optimizer_memory, resident_tensors
 from torch_fused_ops.planner.step import (
     Parts,
     Piece,
@@ -114,8 +113,8 @@ def test_a_model_is_callable() -> None:
 def test_optimizers() -> None:
     parameters = [torch.empty(1024, 512, device="meta", dtype=torch.bfloat16) for _ in range(3)]
     adamw, sgd, none = (optimizer_memory(name, parameters) for name in ("adamw", "sgd", "none"))
-    assert (adamw.state, adamw.transient) == (2 * 3 * MiB, 3 * MiB)  # two moments; the roots of one, all at once
-    assert (sgd.state, sgd.transient, none.state, none.transient) == (0, 0, 0, 0)
+    assert adamw == (2 * 3 * MiB, 3 * MiB)  # two moments; the roots of one, all at once
+    assert sgd == none == (0, 0)
 
 
 # ---- curves and the choice, on made-up segments ----------------------------------------------------------------------
@@ -419,7 +418,7 @@ def sampled(points: Callable[[int], Sequence[int]], bound: int = 2**40) -> tuple
 
     def sample(size: int) -> max_batch.Sample | int:
         asked.append(size)
-        return max_batch.Sample(size, points(size), lambda: 0.0) if size <= bound else bound
+        return max_batch.Sample(size, points(size)) if size <= bound else bound
 
     return sample, asked
 
@@ -478,9 +477,9 @@ def test_a_model_that_does_not_run_with_more() -> None:
 
 
 def test_the_calls_that_two_sizes_share_say_where_the_third_is() -> None:
-    a, b = (max_batch.Sample(n, (100 + n, 10 * n), lambda: 0.0) for n in (2, 4))
+    a, b = (max_batch.Sample(n, (100 + n, 10 * n)) for n in (2, 4))
     assert max_batch.crossing(a, b, room=200) == 20.0
-    flat = max_batch.Sample(4, (102, 20), lambda: 0.0)
+    flat = max_batch.Sample(4, (102, 20))
     assert max_batch.crossing(a, flat, room=200) == float("inf")
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "call_model",
     "captured_graphs",
     "check_model",
+    "name_of",
     "run_captured",
     "throwaway",
     "title_of",
@@ -25,12 +26,19 @@ __all__ = [
 ]
 
 
-def check_model(model: Any) -> None:
-    """Raise a TypeError if ``model`` is not callable, or is a class."""
+def check_model(model: Any) -> Callable[..., Any]:
+    """Return ``model``, uncompiled; raise a TypeError if it is not callable, or is a class."""
     if not callable(model):
         raise TypeError(f"model={model!r} is not callable: it must be a module or a function")
     if isinstance(model, type):
         raise TypeError(f"model={model!r} is a class: it must be an instance of it, {model.__name__}(…), or a function")
+    uncompiled: Callable[..., Any] = getattr(model, "_orig_mod", model)
+    return uncompiled
+
+
+def name_of(model: Callable[..., Any]) -> str:
+    """The class of a module, or the name of a function; "" if it has none."""
+    return getattr(type(model) if isinstance(model, torch.nn.Module) else model, "__name__", "")
 
 
 def captured_graphs() -> int:

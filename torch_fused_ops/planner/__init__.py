@@ -3,9 +3,9 @@
 model.py        a captured model: its graphs, its layers, its MLPs
 step.py         the memory and the time of a step, cut at its layers
 fsdp.py         bytes that FSDP2's shards add to it
-static_memory.py     resident memory: parameters, gradients, optimizer state, or shards of them
-max_batch.py      the largest batch or sequence that fits
+static_memory.py  resident memory: parameters, gradients, optimizer state, or shards of them
+max_batch.py    the largest batch or sequence that fits
 search.py       the levels to choose among, and the choice
-optimizers.py   an optimizer's state and transient memory
 plan.py         the call, and its result
+report.py       the result as text and as a page
 """

@@ -21,44 +21,28 @@ Parameters are cut along dimension 0 in equal pieces, the last one padded (``FSD
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch_fused_ops.planner.step import Piece, Segment
 
-__all__ = ["FullyShard", "Group", "shard_shape"]
-
-
-def shard_shape(shape: Sequence[int], dp: int) -> tuple[int, ...]:
-    """The shape of the first GPU's shard, the largest; all others are padded to it."""
-    return (math.ceil(shape[0] / dp), *shape[1:])
+__all__ = ["FullyShard", "Group"]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are gathered together: a layer's, or all outside of layers.
+    """Parameters that are gathered together: a layer's, or all outside of layers. One GPU's bytes."""
 
-    Attributes:
-        shard: bytes of one GPU's part of them.
-        gradients: bytes of its part of their gradients.
-    """
-
-    shard: int = 0
+    shard: int = 0  # of the parameters
     gradients: int = 0
 
 
 @dataclass(frozen=True)
 class FullyShard:
-    """Shards over so many GPUs.
-
-    Attributes:
-        dp: the number of GPUs.
-        groups: by layer; "": the root.
-    """
+    """Shards over ``dp`` GPUs."""
 
     dp: int
-    groups: Mapping[str, Group]
+    groups: Mapping[str, Group]  # by layer; "": the root
     _beside: dict[tuple[str, ...], list[tuple[int, int, int, int]]] = field(
         default_factory=dict, repr=False, compare=False
     )

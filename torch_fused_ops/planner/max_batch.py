@@ -11,20 +11,18 @@ import logging
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torch_fused_ops.planner.fsdp import FullyShard
 from torch_fused_ops.planner.model import CapturedModel
 from torch_fused_ops.planner.step import Step, clock, compiled_timeline, cut
 from torch_fused_ops.policy import MEMORY, FusionPolicy
 from torch_fused_ops.reports.figures import said
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
-from torch_fused_ops.virtual_gpu.roofline import Rates
 from torch_fused_ops.virtual_gpu.timeline import Timeline
 
 __all__ = ["DIMENSIONS", "Largest", "LargestRow", "Sample", "Sizes", "bisected", "crossing", "resized", "size_of"]
@@ -37,55 +35,32 @@ GUESSES = 6  # from affine bytes; then the interval is halved
 
 @dataclass(frozen=True)
 class LargestRow:
-    """The largest size with every MLP at one memory level.
+    """The largest size with every MLP at one memory level."""
 
-    Attributes:
-        level: a level of ``FusionPolicy(memory=…)``.
-        size: the largest that fits; 0 if none does.
-        peak: the most bytes alive at once with it, with parameters and optimizer state.
-        seconds: the least time of forward and backward with it.
-        over: bytes beyond the limit at the next size; 0 where the model does not run with that.
-    """
-
-    level: str
-    size: int
-    peak: int
-    seconds: float
-    over: int
+    level: str  # of ``FusionPolicy(memory=…)``
+    size: int  # the largest that fits; 0 if none does
+    peak: int  # the most bytes alive at once with it, with parameters and optimizer state
+    seconds: float  # the least time of forward and backward with it
+    over: int  # bytes beyond the limit at the next size; 0 where the model does not run with that
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest sizes that fit.
+    """The largest sizes that fit."""
 
-    Attributes:
-        dimension: "batch" or "tokens".
-        given: the size that the model was called with.
-        step: sizes are multiples of it.
-        rows: a row for each level.
-        stopped: the error at a larger size, if that is the bound; else "".
-    """
-
-    dimension: str
-    given: int
-    step: int
-    rows: tuple[LargestRow, ...]
-    stopped: str = ""
+    dimension: str  # "batch" or "tokens"
+    given: int  # the size that the model was called with
+    step: int  # sizes are multiples of it
+    rows: tuple[LargestRow, ...]  # for each level
+    stopped: str = ""  # the error at a larger size, if that is the bound
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A step at one size.
-
-    Attributes:
-        size: the size.
-        points: bytes alive at each call.
-        seconds: the least time of the step.
-    """
+    """A step at one size."""
 
     size: int
-    points: Sequence[int]
-    seconds: Callable[[], float]
+    points: Sequence[int]  # bytes alive at each call
 
     @property
     def peak(self) -> int:
@@ -132,78 +107,70 @@ class Sizes:
         capture: captures the model at a size.
         dimension: "batch" or "tokens".
         given: the size that the model was called with.
-        gpu: as for ``measured_step``, as are ``rates`` and ``instructions``.
-        shards: as of ``Step``.
+        gpu: the target device.
+        step: the compiled step at that size.
     """
 
     def __init__(
-        self,
-        capture: Callable[[int], CapturedModel],
-        dimension: str,
-        given: int,
-        gpu: GPU,
-        rates: Rates,
-        instructions: bool,
-        shards: FullyShard | None = None,
+        self, capture: Callable[[int], CapturedModel], dimension: str, given: int, gpu: GPU, step: Step
     ) -> None:
-        self.capture, self.dimension, self.given = capture, dimension, given
-        self.step = step_of(given, dimension)
-        self.gpu, self.rates, self.instructions, self.shards = gpu, rates, instructions, shards
+        self.capture, self.dimension, self.given, self.gpu, self.step = capture, dimension, given, gpu, step
+        self.between = step_of(given, dimension)
         self.captured: dict[int, CapturedModel | None] = {}
-        self.compiled: dict[tuple[int, str], tuple[Timeline, tuple[PaperCompilation, ...]]] = {}
         self.bound, self.stopped = 0, ""  # the largest size with which the model runs, once a larger one failed
+        self.compiled = functools.cache(self._compiled)
 
-    def largest(self, step: Step, resident: int, room: int) -> Largest:
+    def largest(self, resident: int, room: int) -> Largest:
         """The largest size at each level.
 
         Args:
-            step: the model at the size that it was called with.
             resident: bytes of parameters and optimizer state.
             room: bytes beside these.
         """
         rows = []
-        for level in sorted(step.parts, key=MEMORY.index):
-            first = _sample(self.given, step, level, step)
+        for level in sorted(self.step.parts, key=MEMORY.index):
+            levels = dict.fromkeys(self.step.mlps, level)
+            first = Sample(self.given, self.step.points(levels))
             sample = functools.partial(self.sample, level)
-            fits, over = bisected(sample, room, first, self.step) if room > 0 else (None, None)
-            beyond = over.peak - room if over else 0
-            values = (fits.size, resident + fits.peak, fits.seconds()) if fits else (0, 0, 0.0)
-            rows.append(LargestRow(level, *values, beyond))
-        return Largest(self.dimension, self.given, self.step, tuple(rows), self.stopped)
+            fits, over = bisected(sample, room, first, self.between) if room > 0 else (None, None)
+            row = LargestRow(level, 0, 0, 0.0, over.peak - room if over else 0)
+            if fits:
+                step = self.step if fits is first else self.step_at(level, fits.size, timed=True)
+                row = replace(row, size=fits.size, peak=resident + fits.peak, seconds=step.at(levels).seconds)
+            rows.append(row)
+        return Largest(self.dimension, self.given, self.between, tuple(rows), self.stopped)
 
     def sample(self, level: str, size: int) -> Sample | int:
         """The step at a size, every MLP at a level; or, if the model fails at it, the largest size that works."""
-        captured = self.at(size)
-        if captured is None:
+        if not self.runs(size):
             return self.bound
+        step = self.step_at(level, size)
+        return Sample(size, step.points(dict.fromkeys(step.mlps, level)))
 
-        def step(timed: bool) -> Step:
-            timeline, papers = self._compiled(size, level)
-            seconds = clock(papers, self.rates, self.instructions) if timed else lambda call: 0.0
-            return Step(captured.units, captured.mlps, {level: cut(timeline, captured, seconds)}, self.shards)
+    def step_at(self, level: str, size: int, timed: bool = False) -> Step:
+        """The step at a size, every MLP at a level; times, which need machine code, on request."""
+        captured, timeline, papers = self.compiled(level, size)
+        parts = cut(timeline, captured, clock(papers) if timed else lambda call: 0.0)
+        return Step(captured.units, captured.mlps, {level: parts}, self.step.shards)
 
-        return _sample(size, step(False), level, lambda: step(True))
+    def _compiled(self, level: str, size: int) -> tuple[CapturedModel, Timeline, tuple[PaperCompilation, ...]]:
+        log.info('compiling: %s %d, every MLP at "%s"', self.dimension, size, level)
+        captured = self.captured[size]
+        assert captured is not None
+        policy = FusionPolicy(memory=level)  # type: ignore[arg-type]
+        return captured, *compiled_timeline(captured, self.gpu, policy)
 
-    def _compiled(self, size: int, level: str) -> tuple[Timeline, tuple[PaperCompilation, ...]]:
-        if (size, level) not in self.compiled:
-            log.info('compiling: %s %d, every MLP at "%s"', self.dimension, size, level)
-            captured = self.captured[size]
-            assert captured is not None
-            policy = FusionPolicy(memory=level)  # type: ignore[arg-type]
-            self.compiled[size, level] = compiled_timeline(captured, self.gpu, policy)
-        return self.compiled[size, level]
-
-    def at(self, size: int) -> CapturedModel | None:
-        """The model at a size; None if it fails. Then ``bound`` is the largest size that works."""
-        if size not in self.captured and not 0 < self.bound < size and not self._runs(size):
+    def runs(self, size: int) -> bool:
+        """True if the model runs with a size. If it does not, ``bound`` is the largest with which it does."""
+        if size not in self.captured and not 0 < self.bound < size and not self._capture(size):
             low, high = max((n for n in (self.given, *self.captured) if n < size), default=0), size
-            while high - low > self.step:
-                middle = _middle(low, high, self.step)
-                low, high = (middle, high) if self._runs(middle) else (low, middle)
+            while high - low > self.between:
+                middle = _middle(low, high, self.between)
+                low, high = (middle, high) if self._capture(middle) else (low, middle)
             self.bound = low
-        return self.captured.get(size)
+        return self.captured.get(size) is not None
 
-    def _runs(self, size: int) -> bool:
+    def _capture(self, size: int) -> bool:
         log.info("capturing: %s %d", self.dimension, size)
         tensors = logging.getLogger("torch._subclasses.fake_tensor")  # says an error, with its trace, before it raises
         level = tensors.level
@@ -211,25 +178,12 @@ class Sizes:
         try:
             self.captured[size] = self.capture(size)
         except Exception as error:  # the model's own: positions, caches and masks have sizes
-            self.captured[size], self.stopped = None, f"{size}: {_cause(error)}"
+            quoted = re.search(r"got (\w+)\((['\"])(.*?)\2\)", str(error))  # Dynamo quotes the operator's own error
+            self.captured[size] = None
+            self.stopped = f"{size}: {f'{quoted[1]}: {quoted[3]}' if quoted else said(error)}"
         finally:
             tensors.setLevel(level)
         return self.captured[size] is not None
-
-
-def _cause(error: Exception) -> str:
-    """The operator's own error, which Dynamo quotes, or else the first line."""
-    quoted = re.search(r"got (\w+)\((['\"])(.*?)\2\)", str(error))
-    return f"{quoted[1]}: {quoted[3]}" if quoted else said(error)
-
-
-def _sample(size: int, step: Step, level: str, timed: Step | Callable[[], Step]) -> Sample:
-    levels = dict.fromkeys(step.mlps, level)
-    return Sample(
-        size,
-        step.points(levels),
-        lambda: (timed() if callable(timed) else timed).at(levels).seconds,
-    )
 
 
 def _middle(low: int, high: int, step: int) -> int:
@@ -251,21 +205,21 @@ def bisected(
         The sample that fits, or None; and the next one, or None if the model fails at it.
     """
     low, high = 0, 0  # fits; does not fit, 0 if unknown
-    seen, latest = {first.size: first}, first
+    seen = {first.size: first}
+    sampled: Sample | int = first
     while True:
-        if latest.peak <= room:
-            low = latest.size
-        else:
-            high = latest.size
-        while True:
-            if high and high - low == step:
-                return seen.get(low), seen.get(high)
-            size = _guess(list(seen.values()), room, low, high, step)
-            sampled = sample(size)
-            if isinstance(sampled, Sample):
-                break
+        if isinstance(sampled, int):
             high = sampled + step
-        seen[size] = latest = sampled
+        elif sampled.peak <= room:
+            low = sampled.size
+        else:
+            high = sampled.size
+        if high and high - low == step:
+            return seen.get(low), seen.get(high)
+        size = _guess(list(seen.values()), room, low, high, step)
+        sampled = sample(size)
+        if isinstance(sampled, Sample):
+            seen[size] = sampled
 
 
 def _guess(seen: Sequence[Sample], room: int, low: int, high: int, step: int) -> int:

@@ -24,21 +24,13 @@ __all__ = ["CapturedModel", "captured_model"]
 
 @dataclass(frozen=True)
 class CapturedModel:
-    """A model's graphs.
+    """A model's graphs."""
 
-    Attributes:
-        graphs: in the order in which they run.
-        links: (graph, input) that is (an earlier graph, its result).
-        units: the layers, in the order in which they are in the model: those with MLPs, and all in lists of modules.
-        mlps: the modules of the fused MLPs, by unit.
-        layers: the layer of a module, by its path.
-    """
-
-    graphs: tuple[Capture, ...]
-    links: Mapping[tuple[int, int], tuple[int, int]]
-    units: tuple[str, ...]
-    mlps: Mapping[str, tuple[str, ...]]
-    layers: Mapping[str, str]
+    graphs: tuple[Capture, ...]  # in the order in which they run
+    links: Mapping[tuple[int, int], tuple[int, int]]  # (graph, input) that is (an earlier graph, its result)
+    units: tuple[str, ...]  # the layers in the order of the model: those with MLPs, and all in lists of modules
+    mlps: Mapping[str, tuple[str, ...]]  # the modules of the fused MLPs, by unit
+    layers: Mapping[str, str]  # the layer of a module, by its path
 
     def parameter(self, graph: int, number: int) -> str:
         """The path of the parameter, or of the buffer, that is a graph's input; "" if it is another tensor."""
@@ -57,11 +49,14 @@ class CapturedModel:
             if captured.graph is None:
                 continue
             graph, reached = captured.graph.gm.graph, set[int]()
+            memory: dict[torch.fx.Node, set[int]] = {}
+            for node in graph.nodes:
+                memory[node] = _memory(node, memory)
             for node in reversed(graph.nodes):
-                if node.op == "output" or not reached.isdisjoint(_memory(node)):
-                    reached.update(*map(_memory, node.all_input_nodes))
+                if node.op == "output" or not reached.isdisjoint(memory[node]):
+                    reached.update(*(memory[source] for source in node.all_input_nodes))
             parameters = zip(graph.find_nodes(op="placeholder"), captured.graph.paths, strict=True)
-            paths |= {path for node, path in parameters if path and not reached.isdisjoint(_memory(node))}
+            paths |= {path for node, path in parameters if path and not reached.isdisjoint(memory[node])}
         return paths
 
     def unit_of(self, path: str) -> str:
@@ -70,14 +65,19 @@ class CapturedModel:
         return layer if layer in self.units else ""
 
 
-def _memory(node: torch.fx.Node) -> set[int]:
-    """The storages of a call's results that need gradients; of its arguments if it has no result, as ``x[0] = y``."""
+def _memory(node: torch.fx.Node, before: Mapping[torch.fx.Node, set[int]]) -> set[int]:
+    """The storages of a call's results that need gradients; of its arguments if it has no result, as ``x[0] = y``.
+
+    Args:
+        node: the call.
+        before: those of the calls before it.
+    """
     results = [value for value in tree_leaves(node.meta.get("example_value")) if isinstance(value, Tensor)]
     for i, value in enumerate(results):
         while torch._C._functorch.is_functorch_wrapped_tensor(value):  # under vmap, it says nothing of gradients
             value = results[i] = torch._C._functorch.get_unwrapped(value)
     if not results:
-        return set().union(*map(_memory, node.all_input_nodes))
+        return set().union(*(before[source] for source in node.all_input_nodes))
     return _storages([value for value in results if value.requires_grad])
 
 
@@ -98,7 +98,6 @@ def captured_model(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
         ValueError: the graphs are not all of it: there is none, one runs several times, or what runs between them
             allocates what a graph reads or the model returns.
     """
-    model = getattr(model, "_orig_mod", model)
     policy = FusionPolicy()
     sites: list[Site] = []
     graphs: list[Capture] = []

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torch_fused_ops.graphs.capture import check_model
+from torch_fused_ops.graphs.capture import check_model, name_of
 from torch_fused_ops.policy import MEMORY, FusionPolicy, is_level
 
 if TYPE_CHECKING:
@@ -21,10 +23,12 @@ if TYPE_CHECKING:
     from torch_fused_ops.planner.model import CapturedModel
     from torch_fused_ops.planner.search import Candidate
     from torch_fused_ops.planner.static_memory import Resident, ResidentTensor
-    from torch_fused_ops.planner.step import Curve, Parts, Step
+    from torch_fused_ops.planner.step import Curve, Step
     from torch_fused_ops.virtual_gpu import GPU
 
 __all__ = ["LayerRow", "LevelRow", "Plan", "bytes_of", "plan"]
+
+log = logging.getLogger("torch_fused_ops.planner")
 
 DP = tuple(2**n for n in range(1, 11))  # numbers of GPUs to try if nothing fits
 _UNITS = {"": 1, "B": 1} | {
@@ -57,19 +61,12 @@ def bytes_of(memory: str | int) -> int:
 
 @dataclass(frozen=True)
 class LevelRow:
-    """A whole step with every MLP at one memory level.
+    """A whole step with every MLP at one memory level."""
 
-    Attributes:
-        level: a level of ``FusionPolicy(memory=…)``; "checkpoint": an estimate for checkpoints around whole layers.
-        peak: the most bytes alive at once in forward and backward, with parameters and optimizer state.
-        seconds: the least time of forward and backward.
-        missing: bytes beyond the limit, as ``Plan.missing``; of the optimizer's step, if it needs more.
-    """
-
-    level: str
-    peak: int
-    seconds: float
-    missing: int
+    level: str  # of ``FusionPolicy(memory=…)``; "checkpoint": an estimate for checkpoints around whole layers
+    peak: int  # the most bytes alive at once in forward and backward, with parameters and optimizer state
+    seconds: float  # the least time of forward and backward
+    missing: int  # bytes beyond the limit, as ``Plan.missing``; of the optimizer's step, if it needs more
 
     @property
     def fits(self) -> bool:
@@ -79,27 +76,18 @@ class LevelRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A layer of the model, or several equal ones with the same level.
+    """A layer of the model, or several equal ones with the same level. Bytes are of all these layers together."""
 
-    Attributes:
-        name: its path, "model.layers.0", or "model.layers.0 to 15" for several. "(other)": the remainder of the model.
-        count: the number of layers.
-        level: the memory level of its MLPs; "" if it has none.
-        parameters: bytes of parameters and buffers, of all these layers together; so are the others.
-        gradients: bytes of gradients.
-        optimizer_state: bytes of optimizer state.
-        kept: bytes saved for backward.
-        seconds: the least time of forward and backward.
-    """
-
-    name: str
-    count: int
-    level: str
-    parameters: int
+    name: (
+        str  # its path, "model.layers.0", or "model.layers.0 to 15" for several. "(other)": the remainder of the model
+    )
+    count: int  # the number of layers
+    level: str  # the memory level of its MLPs; "" if it has none
+    parameters: int  # and buffers
     gradients: int
     optimizer_state: int
-    kept: int
-    seconds: float
+    kept: int  # bytes saved for backward
+    seconds: float  # the least time of forward and backward
 
 
 @dataclass(frozen=True)
@@ -164,8 +152,8 @@ class Plan:
     largest: Largest | None = None
     curve: tuple[int, ...] = field(default=(), repr=False)
     off_curve: tuple[int, ...] = field(default=(), repr=False)
-    _recompiled_peak: Callable[[], int] | None = field(default=None, repr=False, compare=False)
-    _within: Callable[[int, int], Plan] | None = field(default=None, repr=False, compare=False)
+    _planner: _Planner | None = field(default=None, repr=False, compare=False)
+    _chosen: Candidate | None = field(default=None, repr=False, compare=False)
 
     def within(self, memory: str | int, dp: int | None = None) -> Plan:
         """Plan for another limit, or number of GPUs, without ``largest``. Only a choice of mixed levels is compiled.
@@ -173,17 +161,18 @@ class Plan:
         Raises:
             ValueError: as ``plan``, for memory and dp.
         """
-        assert self._within is not None
-        return self._within(bytes_of(memory), self.dp if dp is None else _check_dp(dp))
+        assert self._planner is not None
+        limit = bytes_of(memory)
+        return self._planner.over(self.dp if dp is None else dp).within(limit)
 
     def recompiled_peak_bytes(self) -> int:
         """Recompute ``step_peak``: capture the model and compile it with the plan's policy; seconds a layer."""
-        assert self._recompiled_peak is not None
-        return self._recompiled_peak()
+        assert self._planner is not None and self._chosen is not None
+        return self._planner.peak(self._chosen, self._planner.recompiled(self._chosen))
 
     def as_dict(self) -> dict[str, Any]:
         """The attributes for JSON, without live-bytes timelines, and with the policy's memory levels."""
-        left_out = {"policy", "curve", "off_curve", "_recompiled_peak", "_within"}
+        left_out = {"policy", "curve", "off_curve", "_planner", "_chosen"}
         shallow = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
         rows: dict[str, Any] = {"layers": [asdict(row) for row in self.layers]}
         rows["levels"] = [{**asdict(row), "fits": row.fits} for row in self.levels]
@@ -210,12 +199,6 @@ class Plan:
         from torch_fused_ops.planner.report import text
 
         return text(self)
-
-
-def _check_dp(dp: Any) -> int:
-    if not isinstance(dp, int) or isinstance(dp, bool) or dp < 1:
-        raise ValueError(f"dp={dp!r} is not accepted: it must be a number of GPUs, 1 or more")
-    return dp
 
 
 def plan(
@@ -261,147 +244,154 @@ def plan(
     from torch_fused_ops import lowerings
     from torch_fused_ops.planner import max_batch, search
     from torch_fused_ops.planner import model as models
-    from torch_fused_ops.planner.optimizers import OPTIMIZERS
-    from torch_fused_ops.planner.static_memory import Resident, check_shards, check_whole, resident_tensors
-    from torch_fused_ops.planner.step import measured_step, parts_of, policy_of
-    from torch_fused_ops.virtual_gpu import gpus, roofline
+    from torch_fused_ops.planner.static_memory import OPTIMIZERS, check_whole, resident_tensors
+    from torch_fused_ops.planner.step import OFF, Step, parts_of
+    from torch_fused_ops.virtual_gpu import gpus
 
-    check_model(model)
-    limit = bytes_of(memory)
-    if str(gpu).upper() not in gpus.GPUS:
-        raise ValueError(f"gpu={gpu!r} is not known; accepted: {', '.join(gpus.GPUS)}")
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer={optimizer!r} is not known; accepted: {', '.join(OPTIMIZERS)}")
-    if maximum is not None and maximum not in max_batch.DIMENSIONS:
-        raise ValueError(f"maximum={maximum!r} is not known; accepted: {', '.join(max_batch.DIMENSIONS)}, None")
-    _check_dp(dp)
+    model = check_model(model)
+    limit, gpu = bytes_of(memory), str(gpu).upper()
+    accepted: Sequence[tuple[str, object, Sequence[object]]] = (
+        ("gpu", gpu, tuple(gpus.GPUS)),
+        ("optimizer", optimizer, tuple(OPTIMIZERS)),
+        ("maximum", maximum, (*max_batch.DIMENSIONS, None)),
+    )
+    for name, value, known in accepted:
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is not known; accepted: {', '.join(map(str, known))}")
     size = max_batch.size_of((args, kwargs), maximum) if maximum is not None else 0
-    described = gpus.by_name(gpu)
     gpus.import_triton()  # fail at once, not after capturing the model
-    rates = roofline.estimated_rates(described)
-    assert rates is not None
     lowerings.require()
     levels = search.levels_for(lossless)
-    module = getattr(model, "_orig_mod", model)
-    check_whole(module, dp)
+    check_whole(model, dp)
 
-    captured = models.captured_model(model, args, kwargs)
-    whole = resident_tensors(module, captured.unit_of, captured.gets_gradient)
+    def captured_at(size: int) -> CapturedModel:
+        resized = max_batch.resized((args, kwargs), maximum, size) if maximum is not None else (args, kwargs)
+        return models.captured_model(model, *resized)
 
-    @functools.cache
-    def resident_over(dp: int) -> Resident:
-        if dp > 1:
-            check_shards(module, captured.unit_of, dp)
-        return Resident.of(whole, optimizer, dp)
-
-    resident_over(dp)  # errors come before minutes of compiling
-    instructions = roofline.rates_of(described) is not None
-    measured = measured_step(captured, described, rates, instructions, levels)
-
-    def recompile(levels: Mapping[str, str]) -> Parts:
-        again = models.captured_model(model, args, kwargs)
-        return parts_of(again, described, rates, instructions, policy_of(again.mlps, levels))
-
-    @functools.cache
-    def over(dp: int) -> _Planned:
-        resident = resident_over(dp)
-        step = replace(measured, shards=resident.shards)
-        resident = replace(resident, batch=max(step.entry, step.at({}).end - resident.gradients))
-        every = search.candidates(step, levels)
-        return _Planned(model, captured, step, whole, resident, every, described, optimizer, recompile, over)
-
-    planned = over(dp)
-    result = planned.within(limit, dp)
+    captured = captured_at(size)
+    tensors = resident_tensors(model, captured.unit_of, captured.gets_gradient)
+    described = gpus.by_name(gpu)
+    uncompiled = Step(captured.units, captured.mlps, {})
+    planner = _Planner(model, lambda: captured_at(size), captured, uncompiled, tensors, described, optimizer, levels)
+    planner = planner.over(dp)  # its errors come before minutes of compiling
+    parts = {}
+    for level in (*levels, OFF) if captured.mlps else levels[:1]:
+        log.info('compiling: every MLP at "%s"', level)
+        parts[level] = parts_of(captured, described, FusionPolicy(memory=level))  # type: ignore[arg-type]
+    planner = replace(planner, measured=replace(uncompiled, parts=parts))
+    result, resident = planner.within(limit), planner.resident
     if maximum is None:
         return result
-    step, resident = planned.step, planned.resident
-
-    def sized(size: int) -> CapturedModel:
-        its_args, its_kwargs = max_batch.resized((args, kwargs), maximum, size)
-        return models.captured_model(model, its_args, its_kwargs)
-
-    sizes = max_batch.Sizes(sized, maximum, size, described, rates, instructions, resident.shards)
     room = limit - resident.nbytes if resident.optimizer_peak <= limit else 0
-    return replace(result, largest=sizes.largest(step, resident.nbytes, room))
+    sizes = max_batch.Sizes(captured_at, maximum, size, described, planner.step)
+    return replace(result, largest=sizes.largest(resident.nbytes, room))
 
 
 @dataclass(frozen=True)
-class _Planned:
-    """A compiled model, to be planned for any limit."""
+class _Planner:
+    """A compiled model, to be planned for any limit, on one of ``dp`` GPUs."""
 
     model: Callable[..., Any]
+    capture: Callable[[], CapturedModel]
     captured: CapturedModel
-    step: Step
-    whole: Sequence[ResidentTensor]
-    resident: Resident
-    every: Sequence[Candidate]
+    measured: Step  # at each level, without shards
+    tensors: Sequence[ResidentTensor]
     gpu: GPU
     optimizer: str
-    recompile: Callable[[Mapping[str, str]], Parts]
-    over: Callable[[int], _Planned]
-    _exact: dict[tuple[tuple[str, str], ...], Step] = field(default_factory=dict)
+    levels: Sequence[str]  # the plainest first
+    dp: int = 1
+    _mixed: dict[tuple[tuple[str, str], ...], Step] = field(default_factory=dict, init=False)  # compiled, by levels
+
+    def over(self, dp: int) -> _Planner:
+        """The same for one of so many GPUs.
+
+        Raises:
+            ValueError: as ``check_shards``.
+        """
+        from torch_fused_ops.planner.static_memory import check_shards
+
+        check_shards(self.model, self.captured.unit_of, dp)
+        return self if dp == self.dp else replace(self, dp=dp)
+
+    @cached_property
+    def resident(self) -> Resident:
+        """The memory that does not depend on levels."""
+        from torch_fused_ops.planner.static_memory import Resident
+
+        resident = Resident.of(self.tensors, self.optimizer, self.dp)
+        step = replace(self.measured, shards=resident.shards)
+        return replace(resident, batch=max(step.entry, step.at({}).end - resident.gradients))
+
+    @cached_property
+    def step(self) -> Step:
+        """The step at each level, with shards if there are any."""
+        return replace(self.measured, shards=self.resident.shards)
+
+    @cached_property
+    def candidates(self) -> list[Candidate]:
+        from torch_fused_ops.planner import search
+
+        return search.candidates(self.step, self.levels)
 
     def recompiled(self, chosen: Candidate) -> Step:
         """Capture and compile the model again at these levels; the step has the same parts for any level."""
-        return replace(self.step, parts=dict.fromkeys(self.step.parts, self.recompile(chosen.levels)))
+        from torch_fused_ops.planner.step import parts_of, policy_of
+
+        parts = parts_of(self.capture(), self.gpu, policy_of(self.step.mlps, chosen.levels))
+        return replace(self.step, parts=dict.fromkeys(self.step.parts, parts))
 
     def exact(self, chosen: Candidate) -> Step:
         """The step compiled at these levels; mixed levels are compiled once, on demand."""
         if not chosen.is_mixed:
             return self.step
         key = tuple(chosen.levels.items())
-        if key not in self._exact:
-            self._exact[key] = self.recompiled(chosen)
-        return self._exact[key]
+        if key not in self._mixed:
+            self._mixed[key] = self.recompiled(chosen)
+        return self._mixed[key]
 
     def peak(self, chosen: Candidate, step: Step | None = None) -> int:
         """The compiled peak of forward and backward at these levels."""
         return self.resident.nbytes + (step or self.exact(chosen)).at(chosen.levels).peak
 
-    def within(self, limit: int, dp: int) -> Plan:
-        """The plan for a limit, over so many GPUs."""
+    def missing(self, limit: int, peak: int) -> int:
+        """Bytes that are missing for a step with this peak, or for the optimizer's step."""
+        return max(0, peak - limit, self.resident.optimizer_peak - limit)
+
+    def within(self, limit: int) -> Plan:
+        """The plan for a limit."""
         from torch_fused_ops.planner import search
-
-        if dp != self.resident.dp:
-            return self.over(dp).within(limit, dp)
-        room = limit - self.resident.nbytes
-        chosen = search.best(self.every, room, lambda candidate: self.peak(candidate) - self.resident.nbytes)
-        if chosen is not None:
-            return self.plan(chosen, True, limit)
-        ordered = sorted(self.every, key=lambda candidate: candidate.curve.peak)
-        alike = next(candidate for candidate in ordered if not candidate.is_mixed)
-        return self.plan(min(ordered[0], alike, key=self.peak), False, limit)
-
-    def plan(self, chosen: Candidate, met: bool, limit: int) -> Plan:
-        """The plan with these levels."""
         from torch_fused_ops.planner.step import OFF, policy_of
         from torch_fused_ops.virtual_gpu import roofline
 
-        model, step, resident, exact = self.model, self.step, self.resident, self.exact(chosen)
+        step, resident = self.step, self.resident
+        uniform = [candidate for candidate in self.candidates if not candidate.is_mixed]
+        room = limit - resident.nbytes
+        chosen = search.best(self.candidates, room, lambda candidate: self.peak(candidate) - resident.nbytes)
+        if chosen is None:
+            lowest = (min(candidates, key=lambda c: c.curve.peak) for candidates in (self.candidates, uniform))
+            chosen = min(lowest, key=self.peak)
+        exact = self.exact(chosen)
         curve, step_peak = exact.at(chosen.levels), self.peak(chosen)
         off_levels = dict.fromkeys(step.mlps, OFF)
         off = step.at(off_levels)
-        alike = [candidate for candidate in self.every if candidate.levels and not candidate.is_mixed]
-        curves = {next(iter(candidate.levels.values())): candidate.curve for candidate in alike}
+        curves = {level: candidate.curve for candidate in uniform for level in candidate.levels.values()}
         inputs = _unit_inputs(self.captured)
         checkpointed = step.checkpointed(inputs) if inputs and step.units else None
         if checkpointed is not None:
             curves["checkpoint"] = checkpointed
-        order = (*MEMORY, "checkpoint")
-
-        rows = [
-            LevelRow(level, of_all, its_curve.seconds, self.beyond(limit, of_all))
-            for level, its_curve in sorted(curves.items(), key=lambda of: order.index(of[0]))
-            for of_all in [resident.nbytes + its_curve.peak]
-        ]
-        missing = self.beyond(limit, step_peak)
+        rows = []
+        for level in (*MEMORY, "checkpoint"):
+            if level in curves:
+                peak = resident.nbytes + curves[level].peak
+                rows.append(LevelRow(level, peak, curves[level].seconds, self.missing(limit, peak)))
+        missing = self.missing(limit, step_peak)
         sent = resident.shards.sent if resident.shards else 0
         return Plan(
-            title=type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", ""),
+            title=name_of(self.model),
             gpu=self.gpu.name,
             limit=limit,
             optimizer=self.optimizer,
-            fits=met and not missing,
+            fits=not missing,
             peak_bytes=max(step_peak, resident.optimizer_peak),
             step_peak=step_peak,
             optimizer_peak=resident.optimizer_peak,
@@ -418,21 +408,17 @@ class _Planned:
             levels=tuple(rows),
             layers=tuple(_layers(exact, resident, chosen.levels)),
             missing=missing,
-            help=tuple(self.help(curve, checkpointed, limit, met)),
-            dp=resident.dp,
+            help=tuple(self.help(curve, checkpointed, limit)),
+            dp=self.dp,
             sent=sent,
             link_seconds=sent / roofline.link_rate(self.gpu),
             curve=tuple(resident.nbytes + point for point in exact.points(chosen.levels)),
             off_curve=tuple(resident.nbytes + point for point in step.points(off_levels)),
-            _recompiled_peak=lambda: self.peak(chosen, self.recompiled(chosen)),
-            _within=self.within,
+            _planner=self,
+            _chosen=chosen,
         )
 
-    def beyond(self, limit: int, peak: int) -> int:
-        """Bytes that are missing for a step with this peak, or for the optimizer's step."""
-        return max(0, peak - limit, self.resident.optimizer_peak - limit)
-
-    def help(self, curve: Curve, checkpointed: Curve | None, limit: int, met: bool) -> Iterator[str]:
+    def help(self, curve: Curve, checkpointed: Curve | None, limit: int) -> Iterator[str]:
         """Yield advice to make the step fit, or cheaper."""
         from torch_fused_ops.reports.text import size
 
@@ -442,11 +428,11 @@ class _Planned:
         if resident.optimizer_peak > limit and resident.optimizer_peak - resident.transient <= limit:
             beside = f"{size(resident.transient)} beside its state"
             yield f"The optimizer's step allocates {beside}; with fused=True it does not."
-        if met:
+        if resident.nbytes + curve.peak <= limit:
             return
         if checkpointed is not None and checkpointed.peak < curve.peak:
             peak = resident.nbytes + checkpointed.peak
-            short = self.beyond(limit, peak)
+            short = self.missing(limit, peak)
             verdict = f"{size(short)} are missing then, too" if short else "fits"
             if short and peak <= limit:
                 verdict = "forward and backward fit then"
@@ -454,78 +440,61 @@ class _Planned:
                 f"torch.utils.checkpoint around each whole layer: a peak of {size(peak)}, by arithmetic, and "
                 f"{checkpointed.seconds / curve.seconds:.2f} times as long as the chosen levels; {verdict}."
             )
-        fewer = "fewer tokens" if checkpointed is not None else "fewer tokens, or checkpoints"
         if resident.optimizer_peak > limit:  # independent of forward and backward
             alone = f"The optimizer's step takes {size(resident.optimizer_peak)} by itself"
             yield f"{alone}, however few tokens there are: shards, another optimizer, or fewer parameters."
-        yield self.shards_that_would_do(limit, fewer)
+        yield self.sharding(limit, "fewer tokens" if checkpointed is not None else "fewer tokens, or checkpoints")
 
-    def shards_that_would_do(self, limit: int, fewer: str) -> str:
+    def sharding(self, limit: int, fewer: str) -> str:
         """Find the least power of two of GPUs over which the step fits with FSDP2, every MLP at one level.
 
         Args:
             limit: bytes.
             fewer: the advice if shards alone do not suffice.
         """
-        from torch_fused_ops.planner.static_memory import Resident, check_shards
         from torch_fused_ops.reports.text import size
 
-        try:
-            check_shards(getattr(self.model, "_orig_mod", self.model), self.captured.unit_of, 2 * self.resident.dp)
-        except ValueError as error:
-            return f"FSDP2 does not help: {error}."
-        alike = [candidate.levels for candidate in self.every if not candidate.is_mixed]
-        need = dp = 0
-        for dp in (n for n in DP if n > self.resident.dp):
-            resident = replace(Resident.of(self.whole, self.optimizer, dp), batch=self.resident.batch)
-            step = replace(self.step, shards=resident.shards)
-            needs = [
-                (max(resident.nbytes + step.at(levels).peak, resident.optimizer_peak), number)
-                for number, levels in enumerate(alike)
-            ]
-            need, number = min(needs)
+        need = 0
+        for dp in (n for n in DP if n > self.dp):
+            try:
+                other = self.over(dp)
+            except ValueError as error:
+                return f"FSDP2 does not help: {error}."
+            uniform = [candidate.levels for candidate in self.candidates if not candidate.is_mixed]
+            resident, step = other.resident, other.step
+            needs = [max(resident.nbytes + step.at(levels).peak, resident.optimizer_peak) for levels in uniform]
+            need = min(needs)
             if need <= limit:
-                level = next(iter(alike[number].values()), "")
+                level = next(iter(uniform[needs.index(need)].values()), "")
                 where = f', every MLP at "{level}"' if level else ""
                 gpus = f"{dp} GPUs (dp={dp}), each with a batch as given"
                 return f"FSDP2 over {gpus}: it fits{where}, a peak of {size(need)}."
         if not need:
             return f"Use {fewer}."
-        return f"Shards by themselves do not help: over {dp} GPUs the peak is {size(need)}. Besides them: {fewer}."
+        return f"Shards by themselves do not help: over {DP[-1]} GPUs the peak is {size(need)}. Besides them: {fewer}."
 
 
-def _layers(step: Step, fixed: Resident, levels: Mapping[str, str]) -> list[LayerRow]:
+def _layers(step: Step, resident: Resident, levels: Mapping[str, str]) -> list[LayerRow]:
     """A row for each run of neighboring layers with the same level, and one for the remainder."""
-    factor = fixed.state / fixed.gradients if fixed.gradients else 0.0
+    factor = resident.state / resident.gradients if resident.gradients else 0.0
     default = step.default(levels)
     rows: list[LayerRow] = []
-    left = dict(fixed.by_unit)
-    for unit in step.units:
-        at = levels.get(unit, default)
-        level = at if unit in step.mlps else ""
-        forward, backward = (step.segment(graph, unit, at) for graph in ("forward", "backward"))
-        total, trained = left.pop(unit, (0, 0))
-        nbytes = (total, trained, round(factor * trained), forward.net)
-        row = LayerRow(unit, 1, level, *nbytes, forward.seconds + backward.seconds)
-        before = rows[-1] if rows else None
-        if (
-            before
-            and before.level == level
-            and before.name.partition(" ")[0].rpartition(".")[0] == unit.rpartition(".")[0]
-        ):
-            first = before.name.partition(" ")[0]
-            row = LayerRow(
-                f"{first} to {unit.rpartition('.')[2]}",
-                before.count + 1,
-                level,
-                before.parameters + total,
-                before.gradients + trained,
-                before.optimizer_state + nbytes[2],
-                before.kept + forward.net,
-                before.seconds + row.seconds,
-            )
-            rows.pop()
-        rows.append(row)
+    left = dict(resident.by_unit)
+
+    def alike(unit: str) -> tuple[str, str]:
+        return unit.rpartition(".")[0], levels.get(unit, default) if unit in step.mlps else ""
+
+    for (_, level), group in itertools.groupby(step.units, alike):
+        units = list(group)
+        segments = [
+            step.segment(graph, unit, levels.get(unit, default)) for graph in ("forward", "backward") for unit in units
+        ]
+        nbytes = [left.pop(unit, (0, 0)) for unit in units]
+        state = sum(round(factor * trained) for _, trained in nbytes)
+        total, trained = (sum(pair[i] for pair in nbytes) for i in (0, 1))
+        kept, seconds = sum(s.net for s in segments[: len(units)]), sum(s.seconds for s in segments)
+        name = f"{units[0]} to {units[-1].rpartition('.')[2]}" if len(units) > 1 else units[0]
+        rows.append(LayerRow(name, len(units), level, total, trained, state, kept, seconds))
     curve = step.at(levels)
     total, trained = (sum(pair[i] for pair in left.values()) for i in (0, 1))
     kept, seconds = curve.saved - sum(row.kept for row in rows), curve.seconds - sum(row.seconds for row in rows)
@@ -535,23 +504,20 @@ def _layers(step: Step, fixed: Resident, levels: Mapping[str, str]) -> list[Laye
 
 def _unit_inputs(captured: CapturedModel) -> dict[str, int]:
     """The bytes of each unit's inputs from the one before it, in the captured graph."""
-    inputs: dict[str, int] = {}
-    seen: set[torch.fx.Node] = set()
-    for part in captured.graphs:
-        if part.graph is None:
-            continue
-        for node in part.graph.gm.graph.nodes:
-            unit = _unit_of_node(node, captured)
-            for source in node.all_input_nodes if unit else ():
-                value = source.meta.get("example_value")
-                outside = source.op not in ("placeholder", "get_attr") and _unit_of_node(source, captured) != unit
-                if outside and source not in seen and isinstance(value, Tensor):
-                    seen.add(source)
-                    inputs[unit] = inputs.get(unit, 0) + value.numel() * value.element_size()
-    return inputs
-
-
-def _unit_of_node(node: torch.fx.Node, captured: CapturedModel) -> str:
     from torch_fused_ops.graphs.modules import module_stack
 
-    return captured.unit_of(next(reversed(module_stack(node)), ""))
+    def unit_of(node: torch.fx.Node) -> str:
+        return captured.unit_of(next(reversed(module_stack(node)), ""))
+
+    inputs: dict[str, int] = {}
+    seen: set[torch.fx.Node] = set()
+    nodes = (node for part in captured.graphs if part.graph is not None for node in part.graph.gm.graph.nodes)
+    for node in nodes:
+        unit = unit_of(node)
+        for source in node.all_input_nodes if unit else ():
+            value = source.meta.get("example_value")
+            outside = source.op not in ("placeholder", "get_attr") and unit_of(source) != unit
+            if outside and source not in seen and isinstance(value, Tensor):
+                seen.add(source)
+                inputs[unit] = inputs.get(unit, 0) + value.numel() * value.element_size()
+    return inputs

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch_fused_ops.reports.page import template
 from torch_fused_ops.reports.text import aligned, change, size
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
     from torch_fused_ops.planner.plan import Plan
 
 __all__ = ["page", "text"]
+
+
+class Section(NamedTuple):
+    """A table of a plan; its first row is the heading."""
+
+    title: str
+    rows: list[tuple[str, ...]]
+    note: str = ""
 
 
 def duration(seconds: float) -> str:
@@ -56,20 +65,6 @@ def chosen(plan: Plan) -> str:
     return f"FusionPolicy(memory={{…}}), {many} (all of it: plan.policy, --json)"
 
 
-def part_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """The parts of the peak."""
-    shards = plan.dp > 1
-    parts = [
-        ("parameters, in shards, and buffers" if shards else "parameters and buffers", plan.parameters),
-        (f"optimizer state ({plan.optimizer}{', in shards' if shards else ''})", plan.optimizer_state),
-        (f"saved for backward{', the root gathered' if shards else ''}", plan.kept),
-        ("transient, gradients so far included", plan.transient),
-        ("peak of forward and backward", plan.step_peak),
-        ("peak of the optimizer's step, gradients included", plan.optimizer_peak),
-    ]
-    return [("", "bytes"), *((name, size(nbytes)) for name, nbytes in parts)]
-
-
 def communication(plan: Plan) -> str:
     """The bytes that a GPU sends; "" for a single GPU."""
     if not plan.sent:
@@ -78,15 +73,6 @@ def communication(plan: Plan) -> str:
         f"each GPU sends {size(plan.sent)} a step (FSDP2): {duration(plan.link_seconds)} within a node by the links' "
         "data sheet, without overlap, not included in the least time; bytes and batch are per GPU"
     )
-
-
-def layer_rows(plan: Plan) -> list[tuple[str, ...]]:
-    head = ("layers", "level", "parameters", "gradients", "optimizer", "saved", "least time")
-    return [head] + [
-        (row.name, row.level, *map(size, (row.parameters, row.gradients, row.optimizer_state, row.kept)),
-         duration(row.seconds))
-        for row in plan.layers
-    ]  # fmt: skip
 
 
 def level_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -102,72 +88,80 @@ def level_rows(plan: Plan) -> list[tuple[str, ...]]:
     return rows
 
 
-def level_note(plan: Plan) -> str:
-    """The reason why two levels have the same peak; "" if they differ."""
-    peaks = {row.level: row.peak for row in plan.levels}
-    if "tiled" not in peaks or peaks["tiled"] != peaks.get("input"):
-        return ""
-    return (
-        '"tiled" has the peak of "input": too few tokens for two tiles, no MLP that can be tiled, or a peak outside '
-        "of MLPs"
-    )
-
-
-def largest_rows(plan: Plan, largest: Largest) -> list[tuple[str, ...]]:
+def largest_rows(largest: Largest) -> list[tuple[str, ...]]:
     """The largest size at each level, its peak, and the bytes by which the next size exceeds the limit."""
-    head = (
-        "every MLP at",
-        f"{largest.dimension}, at most",
-        "beside off",
-        "peak",
-        "one step more",
-        "least time",
-        "for each",
-    )
     off = next((row.size for row in largest.rows if row.level == "off"), 0)
-    rows: list[tuple[str, ...]] = [head]
+    rows: list[tuple[str, ...]] = [
+        (
+            *("every MLP at", f"{largest.dimension}, at most", "beside off"),
+            *("peak", "one step more", "least time", "for each"),
+        )
+    ]
     for row in largest.rows:
-        if not row.size:
-            rows.append((row.level, "none", "", "", f"{size(row.over)} over" if row.over else "", "", ""))
-            continue
-        more = f"{size(row.over)} over" if row.over else "does not run"
-        times = f"{row.size / off:.2f}" if off else ""
-        per_item = duration(row.seconds / row.size)
-        rows.append((row.level, str(row.size), times, size(row.peak), more, duration(row.seconds), per_item))
+        more = f"{size(row.over)} over" if row.over else ""
+        if row.size:
+            times = (duration(row.seconds), duration(row.seconds / row.size))
+            beside = f"{row.size / off:.2f}" if off else ""
+            rows.append((row.level, str(row.size), beside, size(row.peak), more or "does not run", *times))
+        else:
+            rows.append((row.level, "none", "", "", more, "", ""))
     return rows
 
 
-def largest_note(largest: Largest) -> str:
-    """The method and the steps of the sizes."""
-    steps = f"in steps of {largest.step}, " if largest.step > 1 else ""
-    note = f"each size, and the next that does not fit, was compiled; {steps}from {largest.given}"
-    return f"{note}; the model does not run with {largest.dimension} {largest.stopped}" if largest.stopped else note
+def sections(plan: Plan) -> Iterator[Section]:
+    """The tables of a plan, for all of its forms."""
+    shards = plan.dp > 1
+    parts = (
+        ("parameters, in shards, and buffers" if shards else "parameters and buffers", plan.parameters),
+        (f"optimizer state ({plan.optimizer}{', in shards' if shards else ''})", plan.optimizer_state),
+        ("saved for backward, the root gathered" if shards else "saved for backward", plan.kept),
+        ("transient, gradients so far included", plan.transient),
+        ("peak of forward and backward", plan.step_peak),
+        ("peak of the optimizer's step, gradients included", plan.optimizer_peak),
+    )
+    yield Section("The peak", [("", "bytes"), *((name, size(nbytes)) for name, nbytes in parts)])
+    layers: list[tuple[str, ...]] = [("layers", "level", "parameters", "gradients", "optimizer", "saved", "least time")]
+    for row in plan.layers:
+        nbytes = map(size, (row.parameters, row.gradients, row.optimizer_state, row.kept))
+        layers.append((row.name, row.level, *nbytes, duration(row.seconds)))
+    yield Section("Where the bytes are", layers)
+    peaks = {row.level: row.peak for row in plan.levels}
+    note = ""
+    if "tiled" in peaks and peaks["tiled"] == peaks.get("input"):
+        why = "too few tokens for two tiles, no MLP that can be tiled, or a peak outside of MLPs"
+        note = f'"tiled" has the peak of "input": {why}'
+    yield Section("One level for all", level_rows(plan), note)
+    if largest := plan.largest:
+        steps = f"in steps of {largest.step}, " if largest.step > 1 else ""
+        note = f"each size, and the next that does not fit, was compiled; {steps}from {largest.given}"
+        if largest.stopped:
+            note += f"; the model does not run with {largest.dimension} {largest.stopped}"
+        yield Section(f"{largest.dimension.capitalize()}, at most", largest_rows(largest), note)
 
 
 def text(plan: Plan) -> str:
     """The plan as lines of text."""
-    lines = [
-        headline(plan),
-        "",
-        *aligned(part_rows(plan)),
-        "",
-        *aligned(layer_rows(plan)),
-        "",
-        *aligned(level_rows(plan)),
-        *filter(None, [level_note(plan)]),
-        "",
-        *([*aligned(largest_rows(plan, plan.largest)), largest_note(plan.largest), ""] if plan.largest else ()),
-        f"chosen: {chosen(plan)}",
-        f"least time of forward and backward: {duration(plan.seconds)}, {cost(plan)}",
-        *filter(None, [communication(plan)]),
-        *plan.help,
-    ]
+    lines = [headline(plan), ""]
+    for section in sections(plan):
+        lines += [*aligned(section.rows), *([section.note] if section.note else ()), ""]
+    lines.append(f"chosen: {chosen(plan)}")
+    lines.append(f"least time of forward and backward: {duration(plan.seconds)}, {cost(plan)}")
+    lines += [*filter(None, [communication(plan)]), *plan.help]
     return "\n".join(lines)
 
 
 def page(plan: Plan) -> str:
     """The plan as a self-contained page. Text from the model is escaped."""
-    highest = 1.05 * max(plan.limit, *plan.curve, *plan.off_curve)
+    resident, highest = plan.parameters + plan.optimizer_state, 1.05 * max(plan.limit, *plan.curve, *plan.off_curve)
+
+    def height(nbytes: float) -> str:
+        return f"{300 * (1 - nbytes / highest):.1f}"
+
+    def polyline(points: tuple[int, ...]) -> str:
+        """A live-bytes timeline in a box of 1000 by 300; a step's calls, evenly spaced."""
+        count = max(len(points) - 1, 1)
+        return " ".join(f"{1000 * i / count:.1f},{height(point)}" for i, point in enumerate(points))
+
     return template("planner/plan.html").render(
         plan=plan,
         headline=headline(plan),
@@ -175,22 +169,11 @@ def page(plan: Plan) -> str:
         communication=communication(plan),
         chosen=chosen(plan),
         duration=duration(plan.seconds),
-        parts=part_rows(plan),
-        layers=layer_rows(plan),
-        levels=level_rows(plan),
-        level_note=level_note(plan),
-        largest=largest_rows(plan, plan.largest) if plan.largest else (),
-        largest_note=largest_note(plan.largest) if plan.largest else "",
-        before=_polyline(plan.off_curve, highest),
-        after=_polyline(plan.curve, highest),
-        limit_at=f"{300 * (1 - plan.limit / highest):.1f}",
-        base=f"{300 * (1 - (plan.parameters + plan.optimizer_state) / highest):.1f}",
+        sections=list(sections(plan)),
+        before=polyline(plan.off_curve),
+        after=polyline(plan.curve),
+        limit_at=height(plan.limit),
+        base=height(resident),
         limit=size(plan.limit),
-        resident=size(plan.parameters + plan.optimizer_state),
+        resident=size(resident),
     )
-
-
-def _polyline(points: tuple[int, ...], highest: float) -> str:
-    """The points of a live-bytes timeline in a box of 1000 by 300; a step's calls, evenly spaced."""
-    count = max(len(points) - 1, 1)
-    return " ".join(f"{1000 * i / count:.1f},{300 * (1 - point / highest):.1f}" for i, point in enumerate(points))

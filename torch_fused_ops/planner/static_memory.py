@@ -2,47 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_fused_ops.planner.fsdp import FullyShard, Group, shard_shape
-from torch_fused_ops.planner.optimizers import optimizer_memory
+from torch_fused_ops.planner.fsdp import FullyShard, Group
+from torch_fused_ops.virtual_gpu.timeline import Storages
 
-__all__ = ["Resident", "ResidentTensor", "check_shards", "check_whole", "resident_tensors"]
+__all__ = ["OPTIMIZERS", "Resident", "ResidentTensor", "check_shards", "check_whole", "resident_tensors"]
+
+# foreach is PyTorch's default on GPUs; fused must be requested.
+OPTIMIZERS: Mapping[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer] | None] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, foreach=True),
+    "none": None,
+}
+
+
+def optimizer_memory(name: str, parameters: Sequence[Tensor]) -> tuple[int, int]:
+    """Run one of ``OPTIMIZERS`` on meta tensors.
+
+    Returns:
+        Bytes of state that lives on between steps, and the most bytes that a step allocates and frees.
+    """
+    make = OPTIMIZERS[name]
+    if make is None or not parameters:
+        return 0, 0
+    copies = [torch.nn.Parameter(torch.empty_like(p, device="meta")) for p in parameters]
+    optimizer: Any = make(copies)
+    storages = Storages()
+    for p in copies:
+        p.grad = torch.empty_like(p)
+        storages.add(p, counted=False)
+        storages.add(p.grad, counted=False)
+    with storages:
+        optimizer.step()
+        state = storages.live
+        storages.most = state
+        optimizer.step()
+    return state, storages.most - state
 
 
 @dataclass(frozen=True)
 class ResidentTensor:
-    """A parameter or a buffer.
+    """A parameter or a buffer."""
 
-    Attributes:
-        name: its path in the model.
-        unit: its layer, "" if it is in none.
-        shape: its shape on one GPU, before FSDP2 shards it.
-        dtype: the dtype of it and its gradient.
-        is_parameter: True for a parameter, False for a buffer.
-        trained: True if it needs a gradient.
-    """
-
-    name: str
-    unit: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_parameter: bool
-    trained: bool
-
-    def in_shards(self, dp: int) -> ResidentTensor:
-        """One GPU's shard of it; a buffer whole."""
-        return replace(self, shape=shard_shape(self.shape, dp)) if self.is_parameter and dp > 1 else self
+    name: str  # its path in the model
+    unit: str  # its layer, "" if it is in none
+    shape: tuple[int, ...]  # on one GPU
+    dtype: torch.dtype  # of it and its gradient
+    is_parameter: bool  # False for a buffer
+    trained: bool  # it needs a gradient
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def resident_tensors(
@@ -60,27 +78,22 @@ def resident_tensors(
     if not isinstance(model, nn.Module):
         return []
     reached = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if gets_gradient(name)}
-    named: list[tuple[str, Tensor, bool]] = [(name, p, True) for name, p in model.named_parameters()]
-    named += [(name, buffer, False) for name, buffer in model.named_buffers()]
-    return [
-        ResidentTensor(
-            name,
-            unit_of(name.rpartition(".")[0]),
-            tuple(t.shape),
-            t.dtype,
-            is_parameter,
-            t.requires_grad and id(t) in reached,
-        )
-        for name, t, is_parameter in named
-    ]
+    tensors = []
+    for is_parameter, named in ((True, model.named_parameters()), (False, model.named_buffers())):
+        for name, t in named:
+            unit, trained = unit_of(name.rpartition(".")[0]), t.requires_grad and id(t) in reached
+            tensors.append(ResidentTensor(name, unit, tuple(t.shape), t.dtype, is_parameter, trained))
+    return tensors
 
 
 def check_whole(model: Callable[..., Any], dp: int) -> None:
-    """Check that a model for several GPUs is a whole module.
+    """Check a number of GPUs, and that a model for several is a whole module.
 
     Raises:
-        ValueError: it is a function, or has parameters in shards already.
+        ValueError: dp is not a number of GPUs; or the model is a function, or has parameters in shards already.
     """
+    if not isinstance(dp, int) or isinstance(dp, bool) or dp < 1:
+        raise ValueError(f"dp={dp!r} is not accepted: it must be a number of GPUs, 1 or more")
     if dp == 1:
         return
     if not isinstance(model, nn.Module):
@@ -91,60 +104,43 @@ def check_whole(model: Callable[..., Any], dp: int) -> None:
 
 
 def check_shards(model: Callable[..., Any], unit_of: Callable[[str], str], dp: int) -> None:
-    """Check a model for what ``fully_shard`` refuses.
+    """Check a model for several GPUs for what ``fully_shard`` refuses.
 
     Raises:
         ValueError: as ``check_whole``; or parameters are scalars, or in several layers, or trained ones of several
             dtypes in a layer.
     """
-
-    def refuse(why: str) -> None:
-        raise ValueError(f"dp={dp} is not accepted: {why}")
-
     check_whole(model, dp)
+    if dp == 1:
+        return
     assert isinstance(model, nn.Module)
     units: dict[int, tuple[str, str]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        unit = unit_of(name.rpartition(".")[0])
+        unit, why = unit_of(name.rpartition(".")[0]), ""
         first, its_unit = units.setdefault(id(p), (name, unit))
         if p.dim() == 0:
-            refuse(f"{name} is a scalar, which FSDP2 does not shard; make it a tensor of one element")
-        if unit != its_unit:
-            refuse(f"{name} is {first}, and FSDP2 does not shard a parameter in two layers")
-        if p.requires_grad and dtypes.setdefault(unit, p.dtype) != p.dtype:
-            refuse(
-                f"{name} is {p.dtype}, other parameters of {unit or 'no layer'} are {dtypes[unit]}; FSDP2 reduces the "
-                "gradients of one dtype"
-            )
+            why = f"{name} is a scalar, which FSDP2 does not shard; make it a tensor of one element"
+        elif unit != its_unit:
+            why = f"{name} is {first}, and FSDP2 does not shard a parameter in two layers"
+        elif p.requires_grad and dtypes.setdefault(unit, p.dtype) != p.dtype:
+            others = f"other parameters of {unit or 'no layer'} are {dtypes[unit]}"
+            why = f"{name} is {p.dtype}, {others}; FSDP2 reduces the gradients of one dtype"
+        if why:
+            raise ValueError(f"dp={dp} is not accepted: {why}")
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes that do not depend on levels.
+    """Bytes that do not depend on levels."""
 
-    Attributes:
-        parameters: bytes of parameters and buffers.
-        gradients: bytes of all parameters' gradients, after backward.
-        state: bytes of optimizer state.
-        transient: bytes that the optimizer's step allocates and frees.
-        by_unit: bytes of parameters and buffers, and of gradients, by layer.
-        shards: the shards, if there are any.
-        batch: bytes of the caller's arguments and results that are alive while the optimizer runs.
-    """
-
-    parameters: int
-    gradients: int
-    state: int
-    transient: int
-    by_unit: Mapping[str, tuple[int, int]]
+    parameters: int  # and buffers
+    gradients: int  # of all parameters, after backward
+    state: int  # of the optimizer
+    transient: int  # that the optimizer's step allocates and frees
+    by_unit: Mapping[str, tuple[int, int]]  # parameters and buffers, and gradients, by layer
     shards: FullyShard | None
-    batch: int = 0
-
-    @property
-    def dp(self) -> int:
-        """The number of GPUs with shards; 1 without shards."""
-        return self.shards.dp if self.shards else 1
+    batch: int = 0  # the caller's arguments and results that are alive while the optimizer runs
 
     @property
     def nbytes(self) -> int:
@@ -165,21 +161,19 @@ class Resident:
             optimizer: one of ``OPTIMIZERS``.
             dp: the number of GPUs with shards; 1: no shards.
         """
-        local = [t.in_shards(dp) for t in whole]
-        trained = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in local if t.trained]
-        needs = optimizer_memory(optimizer, trained)
-        units = dict.fromkeys(t.unit for t in local)
-        by_unit = {unit: (_nbytes(_of(local, unit)), _nbytes(_of(local, unit, trained=True))) for unit in units}
-        total, gradients = (sum(t[i] for t in by_unit.values()) for i in (0, 1))
-        groups = {
-            unit: Group(_nbytes(p for p in _of(local, unit) if p.is_parameter), by_unit[unit][1]) for unit in units
-        }
-        return cls(total, gradients, needs.state, needs.transient, by_unit, FullyShard(dp, groups) if dp > 1 else None)
-
-
-def _of(tensors: Sequence[ResidentTensor], unit: str, trained: bool = False) -> Iterator[ResidentTensor]:
-    return (t for t in tensors if t.unit == unit and t.trained >= trained)
-
-
-def _nbytes(tensors: Iterator[ResidentTensor]) -> int:
-    return sum(t.nbytes for t in tensors)
+        trained = []
+        by_unit: dict[str, tuple[int, int]] = {}
+        groups: dict[str, Group] = {}
+        for t in whole:
+            if t.is_parameter and dp > 1:  # the first GPU's shard is the largest; all others are padded to it
+                t = replace(t, shape=(math.ceil(t.shape[0] / dp), *t.shape[1:]))
+            if t.trained:
+                trained.append(torch.empty(t.shape, dtype=t.dtype, device="meta"))
+            nbytes, gradient = t.nbytes, t.nbytes * t.trained
+            total, gradients = by_unit.get(t.unit, (0, 0))
+            by_unit[t.unit] = total + nbytes, gradients + gradient
+            group = groups.get(t.unit, Group())
+            groups[t.unit] = Group(group.shard + nbytes * t.is_parameter, group.gradients + gradient)
+        total, gradients = (sum(pair[i] for pair in by_unit.values()) for i in (0, 1))
+        shards = FullyShard(dp, groups) if dp > 1 else None
+        return cls(total, gradients, *optimizer_memory(optimizer, trained), by_unit, shards)

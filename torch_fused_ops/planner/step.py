@@ -9,7 +9,7 @@ the bytes that are still to be read: a buffer that Inductor reuses later belongs
 
 from __future__ import annotations
 
-import logging
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,48 +18,27 @@ from typing import TYPE_CHECKING
 
 from torch_fused_ops.planner.model import CapturedModel
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reports.figures import Capture, on_paper
-from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
-from torch_fused_ops.virtual_gpu.roofline import Rates, Work, launches_of, prepare
+from torch_fused_ops.reports.figures import on_paper
+from torch_fused_ops.virtual_gpu import GPU, PaperCompilation, roofline
 from torch_fused_ops.virtual_gpu.timeline import Event, Timeline, timeline_of
 
 if TYPE_CHECKING:
     from torch_fused_ops.planner.fsdp import FullyShard
 
-__all__ = [
-    "OFF",
-    "Curve",
-    "Parts",
-    "Segment",
-    "Step",
-    "clock",
-    "compiled_timeline",
-    "cut",
-    "measured_step",
-    "parts_of",
-    "policy_of",
-]
-
-log = logging.getLogger("torch_fused_ops.planner")
+__all__ = ["OFF", "Curve", "Parts", "Segment", "Step", "clock", "compiled_timeline", "cut", "parts_of", "policy_of"]
 
 OFF = "off"  # a level of a whole model, never of a part
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a step.
+    """A part of a step. Bytes are relative to those alive at its beginning."""
 
-    Attributes:
-        points: bytes alive at each of its calls, relative to its beginning.
-        net: bytes alive at its end, relative to its beginning.
-        seconds: the least time of its calls.
-        gradients: bytes of the parameters' gradients that are complete by its end: its own layer's, and those that the
-            compiler deferred from earlier layers.
-    """
-
-    points: tuple[int, ...] = ()
-    net: int = 0
-    seconds: float = 0.0
+    points: tuple[int, ...] = ()  # bytes alive at each of its calls
+    net: int = 0  # bytes alive at its end
+    seconds: float = 0.0  # the least time of its calls
+    # Bytes of the parameters' gradients that are complete by its end: its own layer's, and those that the compiler
+    # deferred from earlier layers.
     gradients: int = 0
 
     @cached_property
@@ -72,32 +51,20 @@ Piece = tuple[str, str, Segment]  # "forward" or "backward", unit or "", its seg
 
 @dataclass(frozen=True)
 class Curve:
-    """A summary of a step's live-bytes timeline.
+    """A summary of a step's live-bytes timeline."""
 
-    Attributes:
-        peak: the most bytes alive at once.
-        saved: bytes alive between forward and backward.
-        end: bytes alive after backward.
-        seconds: the least time of the step.
-    """
-
-    peak: int
-    saved: int
-    end: int
-    seconds: float
+    peak: int  # the most bytes alive at once
+    saved: int  # bytes alive between forward and backward
+    end: int  # bytes alive after backward
+    seconds: float  # the least time of the step
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A compiled step, cut.
+    """A compiled step, cut."""
 
-    Attributes:
-        entry: bytes alive before it: its arguments.
-        pieces: its segments in execution order: before, in and after the units, for each graph.
-    """
-
-    entry: int
-    pieces: tuple[Piece, ...]
+    entry: int  # bytes alive before it: its arguments
+    pieces: tuple[Piece, ...]  # in execution order: before, in and after the units, for each graph
 
     @cached_property
     def segments(self) -> Mapping[tuple[str, str], Segment]:
@@ -107,18 +74,11 @@ class Parts:
 
 @dataclass(frozen=True)
 class Step:
-    """A model's compiled step at each level.
+    """A model's compiled step at each level."""
 
-    Attributes:
-        units: in the order of the model.
-        mlps: the units that have MLPs, for which levels are chosen.
-        parts: the compiled steps, by the level that all of their units are at.
-        shards: what has parameters in shards, if they are.
-    """
-
-    units: tuple[str, ...]
-    mlps: Mapping[str, tuple[str, ...]]
-    parts: Mapping[str, Parts]
+    units: tuple[str, ...]  # in the order of the model
+    mlps: Mapping[str, tuple[str, ...]]  # of the units that have MLPs, for which levels are chosen
+    parts: Mapping[str, Parts]  # the compiled steps, by the level that all of their units are at
     shards: FullyShard | None = None
 
     def segment(self, graph: str, unit: str, level: str) -> Segment:
@@ -212,48 +172,35 @@ def compiled_timeline(
     Raises:
         ValueError: a graph could not be captured, or none has a backward.
     """
-    papers = tuple(
-        on_paper(Capture(captured.graph, policy, captured.reason), gpu, policy).paper for captured in model.graphs
-    )
+    papers = tuple(on_paper(captured, gpu, policy)[0] for captured in model.graphs)
     if all(paper.backward is None for paper in papers):
         raise ValueError("model: nothing in it needs a gradient, so there is no training step to plan")
     return timeline_of(papers, model.links), papers
 
 
-def parts_of(model: CapturedModel, gpu: GPU, rates: Rates, instructions: bool, policy: FusionPolicy) -> Parts:
-    """Compile a captured model with a policy, and cut its step; as for ``measured_step``."""
+def parts_of(model: CapturedModel, gpu: GPU, policy: FusionPolicy) -> Parts:
+    """Compile a captured model with a policy, and cut its step."""
     timeline, papers = compiled_timeline(model, gpu, policy)
-    return cut(timeline, model, clock(papers, rates, instructions))
+    return cut(timeline, model, clock(papers))
 
 
-def measured_step(model: CapturedModel, gpu: GPU, rates: Rates, instructions: bool, levels: Sequence[str]) -> Step:
-    """Compile a captured model at each level.
-
-    Args:
-        model: the captured model.
-        gpu: the target device.
-        rates: its rates.
-        instructions: assemble kernels, and count their instructions.
-        levels: memory levels for MLPs, without "off".
-    """
-    parts = {}
-    for level in (*levels, OFF) if model.mlps else levels[:1]:
-        log.info('compiling: every MLP at "%s"', level)
-        policy = FusionPolicy(memory=level)  # type: ignore[arg-type]
-        parts[level] = parts_of(model, gpu, rates, instructions, policy)
-    return Step(model.units, model.mlps, parts)
-
-
-def clock(papers: Sequence[PaperCompilation], rates: Rates, instructions: bool) -> Callable[[Event], float]:
-    """The least time of a call; as for ``measured_step``."""
+def clock(papers: Sequence[PaperCompilation]) -> Callable[[Event], float]:
+    """The least time of a call. For a GPU with measured rates, kernels are assembled to count their instructions."""
+    gpu = papers[0].gpu
+    rates = roofline.estimated_rates(gpu)
+    assert rates is not None
     counted: dict[tuple[str, str], float] = {}
-    papers = papers if instructions else ()
-    prepare(graph for paper in papers for graph in paper.graphs.values())
-    for paper in papers:
-        for kind, graph in paper.graphs.items():
-            for name, lane_instructions in launches_of(graph).items():
-                counted[kind, name] = max(counted.get((kind, name), 0.0), lane_instructions)
-    return lambda call: rates.seconds([Work(call.flop, call.nbytes, counted.get((call.graph, call.call), 0.0))])
+    if roofline.rates_of(gpu) is not None:
+        roofline.prepare(graph for paper in papers for graph in paper.graphs.values())
+        for paper in papers:
+            for kind, graph in paper.graphs.items():
+                for name, instructions in roofline.launches_of(graph).items():
+                    counted[kind, name] = max(counted.get((kind, name), 0.0), instructions)
+
+    def seconds(call: Event) -> float:
+        return rates.seconds([roofline.Work(call.flop, call.nbytes, counted.get((call.graph, call.call), 0.0))])
+
+    return seconds
 
 
 BEHIND = "(behind)"  # never a module's name
@@ -298,7 +245,9 @@ def _owners(moments: Sequence[Event], model: CapturedModel) -> list[str]:
     """
     calls: dict[str, list[int]] = {}
     for i, moment in enumerate(moments):
-        if unit := _unit(moment, model):
+        votes = Counter(model.layers.get(path, "") for path in moment.modules)
+        unit = votes.most_common(1)[0][0] if votes else ""
+        if unit in model.units:
             calls.setdefault(unit, []).append(i)
     middles = {unit: numbers[len(numbers) // 2] for unit, numbers in calls.items()}
     owners = [""] * len(moments)
@@ -315,23 +264,11 @@ def _owners(moments: Sequence[Event], model: CapturedModel) -> list[str]:
 def _segments(
     moments: Sequence[Event], owners: Sequence[str], start: int, seconds: Callable[[Event], float]
 ) -> dict[str, Segment]:
-    calls: dict[str, tuple[int, list[Event]]] = {}
-    for i, (moment, owner) in enumerate(zip(moments, owners, strict=True)):
-        calls.setdefault(owner, (_needed(moments[i - 1]) if i else start, []))[1].append(moment)
-    return {owner: _segment(beginning, of_owner, seconds) for owner, (beginning, of_owner) in calls.items()}
-
-
-def _unit(moment: Event, model: CapturedModel) -> str:
-    votes = Counter(model.layers.get(path, "") for path in moment.modules)
-    unit = votes.most_common(1)[0][0] if votes else ""
-    return unit if unit in model.units else ""
-
-
-def _segment(start: int, moments: Sequence[Event], seconds: Callable[[Event], float]) -> Segment:
-    points = tuple(moment.live - start for moment in moments)
-    return Segment(points, _needed(moments[-1]) - start if moments else 0, sum(map(seconds, moments)))
-
-
-def _needed(moment: Event) -> int:
-    """Bytes after a call that are still to be read; a buffer that waits for reuse counts for its next writer."""
-    return moment.after - moment.waiting
+    """Each owner's segment, from its adjacent calls."""
+    segments = {}
+    for owner, calls in itertools.groupby(zip(owners, moments, strict=True), key=lambda pair: pair[0]):
+        of_owner = [moment for _, moment in calls]
+        end = of_owner[-1].after - of_owner[-1].waiting  # a buffer that waits for reuse counts for its next writer
+        segments[owner] = Segment(tuple(m.live - start for m in of_owner), end - start, sum(map(seconds, of_owner)))
+        start = end
+    return segments

@@ -7,11 +7,12 @@ are not affected.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from torch_fused_ops.graphs.sites import Site
     from torch_fused_ops.virtual_gpu import GPU, CapturedGraph, PaperCompilation
-    from torch_fused_ops.virtual_gpu.roofline import Work
 
 __all__ = [
     "Capture",
@@ -31,7 +31,6 @@ __all__ = [
     "Figures",
     "LayerFigures",
     "LevelFigures",
-    "OnPaper",
     "capture",
     "graphs_of",
     "layers_of",
@@ -227,28 +226,27 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
     by_graph: list[dict[str, LevelFigures]] = []
     remarks: list[str] = []
 
-    def compiled(name: str, policy: FusionPolicy | None, budget: float | None = None) -> OnPaper:
+    def compiled(
+        name: str, policy: FusionPolicy | None, budget: float | None = None
+    ) -> tuple[PaperCompilation, list[Site]]:
         progress.info("estimating: graph %d of %d, %s", len(pairs) + len(skipped) + 1, len(captures), name)
         return on_paper(captured, gpu, policy, budget)
 
     for captured in captures:
         try:
             plain, fused = compiled(PLAIN, None), compiled(FUSED, captured.policy)
-            pair = plain.paper, fused.paper
-            remarks += _notes(fused)
-            if levels:  # machine code takes half of the time
-                named = dict(zip((PLAIN, FUSED), pair, strict=True))
-                notes = {}
-                if pair[1].backward is not None:
-                    named[KNOB] = compiled(KNOB, None, BUDGET).paper
+            remarks += _notes(*fused)
+            if levels:
+                variants = {PLAIN: plain, FUSED: fused}
+                if fused[0].backward is not None:
+                    variants[KNOB] = compiled(KNOB, None, BUDGET)
                     for memory in MEMORY:
                         policy = replace(captured.policy, memory=memory)  # type: ignore[arg-type]
                         at_level = fused if policy == captured.policy else compiled(f'memory="{memory}"', policy)
-                        named[memory], notes[memory] = at_level.paper, _untiled(at_level.sites)
-                progress.info("assembling the generated code")
-                works = _works(named)
-                by_graph.append({n: _level(n, paper, works.get(n), notes.get(n, "")) for n, paper in named.items()})
-            pairs.append(pair)
+                        variants[memory] = at_level
+                progress.info("assembling the generated code")  # it takes half of the time
+                by_graph.append(_level_figures(variants))
+            pairs.append((plain[0], fused[0]))
         except Exception as error:
             log.debug("a graph could not be measured", exc_info=True)
             skipped.append(said(error))
@@ -279,54 +277,45 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _untiled(sites: Sequence[Site]) -> str:
-    """The MLPs that are not tiled although the policy requests tiles."""
-    reasons = Counter(site.tiles_reason for site in sites if site.tiles_reason)
-    return "; ".join(f'{n} of {len(sites)} MLPs as "input": {reason}' for reason, n in reasons.items())
-
-
-def _notes(fused: OnPaper) -> Iterator[str]:
+def _notes(paper: PaperCompilation, sites: Sequence[Site]) -> Iterator[str]:
     """The remarks on a fused graph's figures."""
     from torch_fused_ops.virtual_gpu import roofline, work
 
-    sites, graphs = fused.sites, fused.paper.graphs.values()
     for reason, n in Counter(site.gemm_reason for site in sites if site.gemm_reason).items():
         yield f"not all in float8, {n} of {len(sites)} MLPs: {reason}"
-    if any(roofline.flops(graph) > roofline.flops(graph, work.flop_of_bf16) for graph in graphs):
+    if any(roofline.flops(graph) > roofline.flops(graph, work.flop_of_bf16) for graph in paper.graphs.values()):
         rates = f"{work.FLOAT8_FLOP / work.BF16_FLOP:.2f} times bfloat16's rate"
         yield f"float8 GEMMs are assumed to reach {rates}; that is not measured"
 
 
-def _works(named: Mapping[str, PaperCompilation]) -> dict[str, list[Work]]:
-    """The work of each program whose GPU has measured rates."""
+def _level_figures(variants: Mapping[str, tuple[PaperCompilation, Sequence[Site]]]) -> dict[str, LevelFigures]:
+    """The figures of a graph's variants by name; with times if their GPU has measured rates."""
     from torch_fused_ops.virtual_gpu import roofline
 
-    measured = {name: paper for name, paper in named.items() if roofline.rates_of(paper.gpu)}
-    roofline.prepare(graph for paper in measured.values() for graph in paper.graphs.values())
-    return {
-        n: [w for graph in paper.graphs.values() for w in roofline.works_of(graph)] for n, paper in measured.items()
-    }
-
-
-def _level(name: str, paper: PaperCompilation, works: list[Work] | None, note: str) -> LevelFigures:
-    from torch_fused_ops.virtual_gpu import roofline
-
-    rates = roofline.rates_of(paper.gpu)
-    try:
-        peak = paper.peak_bytes()
-    except ValueError:
-        peak = None
-    return LevelFigures(
-        name, paper.saved_bytes(), rates.seconds(works) if rates and works is not None else None, peak, note
-    )
+    papers = [paper for paper, _ in variants.values()]
+    rates = roofline.rates_of(papers[0].gpu)
+    if rates:
+        roofline.prepare(graph for paper in papers for graph in paper.graphs.values())
+    figures = {}
+    for name, (paper, sites) in variants.items():
+        seconds: float | None = None
+        peak: int | None = None
+        if rates:
+            seconds = rates.seconds([work for graph in paper.graphs.values() for work in roofline.works_of(graph)])
+        with contextlib.suppress(ValueError):
+            peak = paper.peak_bytes()
+        untiled = Counter(site.tiles_reason for site in sites if site.tiles_reason and name in MEMORY)
+        note = "; ".join(f'{n} of {len(sites)} MLPs as "input": {reason}' for reason, n in untiled.items())
+        figures[name] = LevelFigures(name, paper.saved_bytes(), seconds, peak, note)
+    return figures
 
 
 def _together(graphs: Sequence[dict[str, LevelFigures]]) -> tuple[LevelFigures, ...]:
     """Sum over graphs, for the levels that all of them have."""
     sums = []
     for name in graphs[0] if graphs else ():
-        if all(name in graph for graph in graphs):
-            alike = [graph[name] for graph in graphs]
+        alike = [graph[name] for graph in graphs if name in graph]
+        if len(alike) == len(graphs):
             seconds = [level.seconds for level in alike if level.seconds is not None]
             saved = sum(level.saved for level in alike)
             peak = alike[0].peak if len(alike) == 1 else None
@@ -335,30 +324,28 @@ def _together(graphs: Sequence[dict[str, LevelFigures]]) -> tuple[LevelFigures, 
     return tuple(sums)
 
 
-class OnPaper(NamedTuple):
-    """A graph compiled without a device, and its fused sites."""
+def on_paper(
+    captured: Capture, gpu: GPU, policy: FusionPolicy | None, memory_budget: float | None = None
+) -> tuple[PaperCompilation, list[Site]]:
+    """Compile a graph without a device: fused by a policy, or as captured, with PyTorch's memory budget if given.
 
-    paper: PaperCompilation
-    sites: Sequence[Site] = ()
-
-
-def on_paper(captured: Capture, gpu: GPU, policy: FusionPolicy | None, memory_budget: float | None = None) -> OnPaper:
-    """Compile a graph without a device: fused by a policy, or as captured, with PyTorch's memory budget if given."""
+    Returns:
+        The compilation, and the fused sites.
+    """
     from torch_fused_ops.lowerings.recognize import rewrite
     from torch_fused_ops.virtual_gpu import compile_graph_on_paper, copy_graph
     from torch_fused_ops.virtual_gpu.emulation import emulating
 
-    if captured.graph is None:
+    graph = captured.graph
+    if graph is None:
         raise RuntimeError(captured.reason)
-    if policy is None:
-        return OnPaper(
-            compile_graph_on_paper(captured.graph, gpu=gpu, config=_slots(None), memory_budget=memory_budget)
-        )
-    rewritten = replace(captured.graph, gm=copy_graph(captured.graph.gm))
-    with emulating(gpu), torch.set_grad_enabled(captured.graph.training):
-        sites = [site for module in graphs_of(rewritten.gm) for site in rewrite(module.graph, policy)]
-    paper = compile_graph_on_paper(rewritten, gpu=gpu, config=_slots(policy))
-    return OnPaper(paper, [site for site in sites if site.op is not None])
+    sites: list[Site] = []
+    if policy is not None:
+        graph = replace(graph, gm=copy_graph(graph.gm))
+        with emulating(gpu), torch.set_grad_enabled(graph.training):
+            sites = [site for module in graphs_of(graph.gm) for site in rewrite(module.graph, policy)]
+    paper = compile_graph_on_paper(graph, gpu=gpu, config=_slots(policy), memory_budget=memory_budget)
+    return paper, [site for site in sites if site.op is not None]
 
 
 def _slots(policy: FusionPolicy | None) -> dict[str, Any]:
