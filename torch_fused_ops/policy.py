@@ -22,12 +22,13 @@ __all__ = [
     "check_not_meant",
     "enclosing_modules",
     "is_level",
-    "joined_names",
+    "joined_paths",
     "names_module",
     "not_known",
     "policy_given",
     "policy_or_default",
     "unmatched",
+    "without_numbers",
 ]
 
 Memory = Literal["off", "free", "fp8", "input", "tiled"]
@@ -292,12 +293,10 @@ def unmatched(policy: FusionPolicy, sites: Sequence[Site], inner: Iterable[str] 
     excluding = {site.excluded_by for site in sites}  # a pattern may fit a linear layer's own module, too
     patterns = [("exclude", p) for p in policy.exclude if p not in excluding]
     patterns += [(name, p) for name, mapped in policy.patterns.items() if name != "exclude" for p in mapped]
-    alike: dict[tuple[str, ...], list[list[str]]] = {}  # paths that differ in numbers alone
+    alike: dict[str, list[str]] = {}
     for path in (site.source.partition(" in ")[2] for site in sites):
-        names = path.split(".")
-        alike.setdefault(tuple("#" if name.isdigit() else name for name in names), []).append(names)
-    joined = (".".join(map(joined_names, zip(*group, strict=True))) for group in alike.values())
-    there = ", ".join(path or "the model itself" for path in joined) or "none"
+        alike.setdefault(without_numbers(path), []).append(path)
+    there = ", ".join(joined_paths(group) or "the model itself" for group in alike.values()) or "none"
     notes = []
     for name, pattern in patterns:
         if not names_module(pattern, modules):
@@ -307,16 +306,23 @@ def unmatched(policy: FusionPolicy, sites: Sequence[Site], inner: Iterable[str] 
     return tuple(notes)
 
 
-def joined_names(names: Sequence[str]) -> str:
-    """Join the names at one place of several paths: a name, "0…31", "1, 5, 9" or, if they are many, "1…9"."""
-    different = list(dict.fromkeys(names))
-    if len(different) == 1:
-        return different[0]
-    numbers = sorted(map(int, different))
-    dense = numbers[-1] - numbers[0] == len(numbers) - 1
-    if (dense and len(numbers) > 2) or len(numbers) > 4:
-        return f"{numbers[0]}…{numbers[-1]}"
-    return ",".join(map(str, numbers))
+def without_numbers(path: str) -> str:
+    """A module's path, the same for all layers: "layers.#.mlp"."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "#", path)
+
+
+def joined_paths(paths: Iterable[str]) -> str:
+    """Join paths that differ in numbers only: "layers.0…31.mlp", "layers.1,5,9.mlp" or, if they are many, "1…9"."""
+    names = []
+    for same_place in zip(*(path.split(".") for path in paths), strict=True):
+        if len(set(same_place)) == 1:
+            names.append(same_place[0])
+            continue
+        numbers = sorted({int(name) for name in same_place})
+        dense = numbers[-1] - numbers[0] == len(numbers) - 1
+        is_range = len(numbers) > 4 or (dense and len(numbers) > 2)
+        names.append(f"{numbers[0]}…{numbers[-1]}" if is_range else ",".join(map(str, numbers)))
+    return ".".join(names)
 
 
 class UnfusedError(RuntimeError):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torch_fused_ops.graphs.capture import check_model, name_of
 from torch_fused_ops.policy import MEMORY, FusionPolicy, is_level
+from torch_fused_ops.settings.environment import writable
 
 if TYPE_CHECKING:
     from torch_fused_ops.planner.max_batch import Largest
@@ -191,9 +192,8 @@ class Plan:
             ValueError: path cannot be written.
         """
         from torch_fused_ops.planner.report import page
-        from torch_fused_ops.reports.page import writable
 
-        writable(path).write_text(page(self), encoding="utf-8")
+        writable(f"path={str(path)!r}", path).write_text(page(self), encoding="utf-8")
 
     def __str__(self) -> str:
         from torch_fused_ops.planner.report import text

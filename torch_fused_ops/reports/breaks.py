@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_fused_ops.graphs.reasons import Kind, Reason
+from torch_fused_ops.graphs.reasons import Kind
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -18,21 +18,13 @@ __all__ = ["Break", "break_of", "reasons_noted", "since"]
 
 @dataclass(frozen=True)
 class Break:
-    """The end of a graph in the middle of a model. A site cannot reach across it.
+    """The end of a graph in the middle of a model. A site cannot reach across it."""
 
-    Attributes:
-        kind: ``GRAPH_BREAK``, or a more specific kind.
-        reason: Dynamo's own message, for people.
-        source: "file.py:line in function".
-        location: ``"/full/path/file.py:line"``.
-        code: the text of that line.
-    """
-
-    kind: Kind
-    reason: str
-    source: str = ""
-    location: str = ""
-    code: str = ""
+    kind: Kind  # ``GRAPH_BREAK``, or a more specific kind
+    reason: str  # Dynamo's own message, for people
+    source: str = ""  # "file.py:line in function"
+    location: str = ""  # "/full/path/file.py:line"
+    code: str = ""  # the text of that line
 
 
 def break_of(gm: GraphModule) -> Break | None:
@@ -47,18 +39,15 @@ def break_of(gm: GraphModule) -> Break | None:
     if stopped is None or not stopped.graph_break:
         return None
     frames = [(frame.filename, frame.lineno or 0) for frame in stopped.user_stack]
-    what = _said(stopped.reason)
-    reason = (
-        Reason(Kind.EXPERT_LOOP, f"a graph break in a loop over experts: {what}")
-        if _loops_over_experts(frames)
-        else Reason(Kind.GRAPH_BREAK, f"a graph break: {what}")
-    )
+    kind, reason = Kind.GRAPH_BREAK, f"a graph break: {_said(stopped.reason)}"
+    if _loops_over_experts(frames):
+        kind, reason = Kind.EXPERT_LOOP, f"a graph break in a loop over experts: {_said(stopped.reason)}"
     if not frames:
-        return Break(reason.kind, str(reason))
+        return Break(kind, reason)
     frame = stopped.user_stack[-1]
     where = f"{frame.filename}:{frame.lineno}"
     source = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
-    return Break(reason.kind, str(reason), source, where, (frame.line or "").strip())
+    return Break(kind, reason, source, where, (frame.line or "").strip())
 
 
 def reasons_noted() -> Mapping[str, int]:
@@ -70,9 +59,8 @@ def reasons_noted() -> Mapping[str, int]:
 
 def since(before: Mapping[str, int]) -> tuple[Break, ...]:
     """The graph breaks since then; Dynamo does not record their places."""
-    new = [reason for reason, times in reasons_noted().items() if times > before.get(reason, 0)]
-    reasons = [Reason(Kind.GRAPH_BREAK, f"a graph break: {what}") for what in dict.fromkeys(map(_said, new))]
-    return tuple(Break(reason.kind, str(reason)) for reason in reasons)
+    new = [_said(reason) for reason, times in reasons_noted().items() if times > before.get(reason, 0)]
+    return tuple(Break(Kind.GRAPH_BREAK, f"a graph break: {what}") for what in dict.fromkeys(new))
 
 
 def _said(text: str) -> str:

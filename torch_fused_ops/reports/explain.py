@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from torch_fused_ops.graphs.capture import check_model, run_captured
+from torch_fused_ops.graphs.capture import check_model, name_of, run_captured
 from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default, unmatched
 from torch_fused_ops.reports.breaks import break_of, reasons_noted, since
 from torch_fused_ops.reports.figures import capture as set_aside
@@ -39,9 +37,9 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
         TypeError: model is not callable, or is a class; or policy is not a FusionPolicy.
         Whatever the model raises on these arguments.
     """
-    check_model(model)
+    model = check_model(model)
     policy = policy_or_default(policy)
-    check_not_meant("explain", getattr(model, "_orig_mod", model), kwargs)
+    check_not_meant("explain", model, kwargs)
     from torch_fused_ops import lowerings
 
     lowerings.require()
@@ -61,11 +59,12 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
 
     noted = reasons_noted()
     run_captured(model, args, kwargs, capture)
-    model = getattr(model, "_orig_mod", model)
-    report = Report(tuple(sites), len(captures))
-    report.title = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "")
-    report.unread = tuple(unread)
-    report.breaks = tuple(filter(None, breaks)) if captures else since(noted)
-    report.notes = unmatched(policy, sites)
-    report._captures = captures
-    return report
+    return Report(
+        tuple(sites),
+        len(captures),
+        unread=tuple(unread),
+        breaks=tuple(filter(None, breaks)) if captures else since(noted),
+        title=name_of(model),
+        notes=unmatched(policy, sites),
+        _captures=captures,
+    )

@@ -23,7 +23,7 @@ from torch_fused_ops.graphs.fusion_events import observed_by, process_wide
 from torch_fused_ops.policy import FusionPolicy, unmatched
 from torch_fused_ops.reports.breaks import Break, break_of
 from torch_fused_ops.reports.figures import Capture, capture
-from torch_fused_ops.reports.report import Recorded, Report, Site
+from torch_fused_ops.reports.report import Report, Site
 
 __all__ = ["record", "report_at_exit"]
 
@@ -58,7 +58,7 @@ def record(*, figures: bool = False) -> Iterator[Report]:
         with observed_by(recorder):
             yield recorder.report
     finally:
-        recorder.report.other_graphs = max(0, captured_graphs() - before - len(recorder.graphs))
+        recorder.report._other_graphs = max(0, captured_graphs() - before - len(recorder.graphs))
     if figures and recorder.report.graphs:
         recorder.report.measure()
 
@@ -111,7 +111,7 @@ class _Recorder:
     """The records of one block. Threads that share its context (``asyncio.to_thread``) may call it concurrently."""
 
     def __init__(self) -> None:
-        self.report = Recorded()
+        self.report = Report((), 0, _other_graphs=0)
         self.graphs: list[_Graph] = []
         self.failures: tuple[str, ...] = ()
         self.lock = threading.Lock()

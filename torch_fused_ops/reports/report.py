@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_fused_ops.graphs.fusion_events import unobserved
 from torch_fused_ops.graphs.sites import DROPOUT, Site
-from torch_fused_ops.policy import FusionPolicy, joined_names
+from torch_fused_ops.policy import FusionPolicy, joined_paths, without_numbers
 from torch_fused_ops.reports.breaks import Break
 from torch_fused_ops.reports.figures import Capture, Figures, measure
-from torch_fused_ops.reports.page import page, writable
-from torch_fused_ops.reports.text import (
-    breaks_text,
-    reason_text,
-    sites_table,
-    unread_lines,
-)
+from torch_fused_ops.reports.page import page
+from torch_fused_ops.reports.text import breaks_text, reason_text, sites_table, unread_lines
+from torch_fused_ops.settings.environment import writable
 
 if TYPE_CHECKING:
     from torch_fused_ops.virtual_gpu import GPU
@@ -29,23 +26,24 @@ __all__ = ["Group", "Report", "Site", "grouped"]
 
 log = logging.getLogger("torch_fused_ops")
 
-BROKEN = "the model was captured in {} graphs: a site does not reach across a graph break"
 NOTHING_CAPTURED = "Dynamo captured no graph of the model"
 
 
 @dataclass(frozen=True)
 class Group:
-    """Sites that differ only in numbers of layers.
-
-    Attributes:
-        sites: the sites, in graph order.
-        where: "file.py:line".
-        modules: their modules in one: "layers.0…31.mlp".
-    """
+    """Sites that differ only in numbers of layers, in graph order."""
 
     sites: tuple[Site, ...]
-    where: str
-    modules: str
+
+    @property
+    def where(self) -> str:
+        """The place of all: "file.py:line"."""
+        return self.sites[0].source.partition(" in ")[0]
+
+    @cached_property
+    def modules(self) -> str:
+        """Their modules in one: "layers.0…31.mlp"."""
+        return joined_paths(site.source.partition(" in ")[2] for site in self.sites)
 
     @property
     def source(self) -> str:
@@ -56,23 +54,15 @@ class Group:
 
 def grouped(sites: Iterable[Site]) -> tuple[Group, ...]:
     """Group sites that differ only in numbers of layers, in the order of each group's first site."""
-    groups: dict[tuple[object, ...], list[tuple[Site, list[str]]]] = {}
+    groups: dict[tuple[object, ...], list[Site]] = {}
     for site in sites:
         where, _, path = site.source.partition(" in ")
-        names = path.split(".")
-        shape = tuple("#" if name.isdigit() else name for name in names)
-        key = (site.op, site.activation, reason_text(site), site.users, where, shape)
-        groups.setdefault(key, []).append((site, names))
-    return tuple(
-        Group(
-            tuple(site for site, _ in group),
-            str(key[4]),
-            ".".join(map(joined_names, zip(*(n for _, n in group), strict=True))),
-        )
-        for key, group in groups.items()
-    )
+        key = (site.op, site.activation, reason_text(site), site.users, where, without_numbers(path))
+        groups.setdefault(key, []).append(site)
+    return tuple(Group(tuple(group)) for group in groups.values())
 
 
+@dataclass(repr=False, eq=False)
 class Report:
     """The result of ``explain`` or ``record``, printable and convertible.
 
@@ -89,17 +79,17 @@ class Report:
         notes: further remarks, a sentence each.
     """
 
-    def __init__(self, sites: tuple[Site, ...], graphs: int = 1) -> None:
-        self.sites = sites
-        self.unread: tuple[Site, ...] = ()
-        self.graphs = graphs
-        self.recompilations = 0
-        self.breaks: tuple[Break, ...] = ()
-        self.figures: Figures | None = None
-        self.figures_missing = ""
-        self.title = ""
-        self.notes: tuple[str, ...] = ()
-        self._captures: list[Capture] = []
+    sites: tuple[Site, ...]
+    graphs: int = 1
+    unread: tuple[Site, ...] = ()
+    recompilations: int = 0
+    breaks: tuple[Break, ...] = ()
+    figures: Figures | None = None
+    figures_missing: str = ""
+    title: str = ""
+    notes: tuple[str, ...] = ()
+    _captures: list[Capture] = field(default_factory=list)
+    _other_graphs: int | None = None  # captured in a ``record`` block by other backends, without fusion
 
     @property
     def policies(self) -> tuple[FusionPolicy, ...]:
@@ -108,15 +98,19 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """One line: the numbers of sites, of fused ones, and of those that are not MLPs."""
+        """One line: the numbers of sites, of fused ones, of those without requested float8, and of other sites."""
         mlps = [s for s in self.sites if s.is_mlp]
-        fused = sum(s.op is not None for s in mlps)
+        fused = [s for s in mlps if s.op is not None]
         dropouts = [s for s in self.sites if s.activation == DROPOUT]
         others = len(self.sites) - len(mlps) - len(dropouts)
         graphs = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
         if self.recompilations:
             graphs += f", recompiled {self.recompilations} time{'s' * (self.recompilations != 1)}"
-        parts = [f"{fused} of {len(mlps)} MLP sites fused"] if mlps or not dropouts else []
+        parts = [f"{len(fused)} of {len(mlps)} MLP sites fused"] if mlps or not dropouts else []
+        if without := sum(s.gemm_kind is not None and not s.gemm for s in fused):
+            parts.append(f"{without} of these without float8 GEMMs")
+        if partly := sum(s.gemm_kind is not None and bool(s.gemm) for s in fused):
+            parts.append(f"{partly} of these with float8 in some GEMMs only")
         if dropouts:
             unmasked = sum(s.op is not None for s in dropouts)
             parts.append(f"{unmasked} of {len(dropouts)} dropouts{'' if mlps else ' fused'}")
@@ -179,7 +173,9 @@ class Report:
     @property
     def broken(self) -> str:
         """A sentence: the model was captured in several graphs, or in none."""
-        return BROKEN.format(self.graphs) if self.graphs else NOTHING_CAPTURED
+        if not self.graphs:
+            return NOTHING_CAPTURED
+        return f"the model was captured in {self.graphs} graphs: a site does not reach across a graph break"
 
     @property
     def recomputed(self) -> str:
@@ -202,6 +198,17 @@ class Report:
     @property
     def nothing(self) -> str:
         """Advice for a report without sites."""
+        if not self.graphs and self._other_graphs:
+            return (
+                f"No model was compiled with fusion in this block, though Dynamo captured {self._other_graphs} "
+                f"graph{'s' * (self._other_graphs != 1)}:\ncompile it with "
+                'torch.compile(model, backend="fused"), or call torch_fused_ops.enable() first.'
+            )
+        if not self.graphs and self._other_graphs is not None:
+            return (
+                "Nothing was compiled in this block. torch.compile compiles a model at its first call only: put that\n"
+                "call into the block, or call torch._dynamo.reset() before it."
+            )
         if not self.graphs:
             return (
                 f"{NOTHING_CAPTURED}: its forward is disabled (torch.compiler.disable, a stance,\n"
@@ -241,30 +248,6 @@ class Report:
         Raises:
             ValueError: path cannot be written.
         """
-        path = writable(path)
+        path = writable(f"path={str(path)!r}", path)
         path.write_text(page(self, grouped(self.sites), grouped(self.unread)), encoding="utf-8")
         return path
-
-
-class Recorded(Report):
-    """The result of ``record``, filled while the block runs."""
-
-    def __init__(self) -> None:
-        super().__init__((), 0)
-        self.other_graphs = 0  # captured in the block by other backends, without fusion
-
-    @property
-    def nothing(self) -> str:
-        """Advice for a report without sites."""
-        if self.graphs:
-            return super().nothing
-        if self.other_graphs:
-            return (
-                f"No model was compiled with fusion in this block, though Dynamo captured {self.other_graphs} "
-                f"graph{'s' * (self.other_graphs != 1)}:\ncompile it with "
-                'torch.compile(model, backend="fused"), or call torch_fused_ops.enable() first.'
-            )
-        return (
-            "Nothing was compiled in this block. torch.compile compiles a model at its first call only: put that call\n"
-            "into the block, or call torch._dynamo.reset() before it."
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch_fused_ops.graphs.reasons import CAN_BE_ADDED, NOT_AN_MLP
@@ -16,27 +16,7 @@ if TYPE_CHECKING:
     from torch_fused_ops.reports.figures import Figures
     from torch_fused_ops.reports.report import Group
 
-__all__ = [
-    "FUSED",
-    "KNOB",
-    "PLAIN",
-    "WIDTH",
-    "aligned",
-    "bare_reason",
-    "breaks_text",
-    "change",
-    "counted",
-    "figures_table",
-    "levels_table",
-    "read_by",
-    "reason_text",
-    "rows_of",
-    "sites_table",
-    "size",
-    "unit_of",
-    "unread_lines",
-    "unread_text",
-]
+__all__ = ["aligned", "breaks_text", "change", "figures_table", "levels_table", "sites_table", "size", "unread_lines"]
 
 WIDTH = 120
 PLAIN, FUSED = "torch.compile", "fused"  # the two variants that every report compares
@@ -48,24 +28,20 @@ def read_by(site: Site) -> str:
     return ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in Counter(site.users).items())
 
 
-def _advice(kinds: Sequence[Kind]) -> list[str]:
-    """The kinds' hints, a line each, not wrapped yet."""
-    return [f"→ {kind.advice}" for kind in kinds]
-
-
-def counted(breaks: Sequence[Break]) -> list[tuple[Break, int]]:
-    """Graph breaks without repeats, and their counts."""
-    return list(Counter(breaks).items())
+def _explained(*parts: str | Kind) -> Iterator[str]:
+    """Indented lines of a reason, or of a kind's hint."""
+    for part in parts:
+        line = part if isinstance(part, str) else f"→ {part.advice}"
+        yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def breaks_text(breaks: Sequence[Break]) -> str:
     """The places and the reasons of graph breaks; "" if there are none."""
     lines: list[str] = []
-    for graph_break, times in counted(breaks):
+    for graph_break, times in Counter(breaks).items():
         where = f"{graph_break.source or 'somewhere in the model'}{f' ×{times}' if times > 1 else ''}"
         lines.append(f"{where}: {graph_break.code}" if graph_break.code else where)
-        for part in (graph_break.reason, *_advice((graph_break.kind,))):
-            lines += textwrap.wrap(part, WIDTH, initial_indent="  ", subsequent_indent="    ")
+        lines += _explained(graph_break.reason, graph_break.kind)
     return "\n".join(lines)
 
 
@@ -73,9 +49,7 @@ def unread_lines(groups: Sequence[Group]) -> list[str]:
     """Lines on the activations that are not sites: their places and hints."""
     lines: list[str] = []
     for text, group in unread_text(groups):
-        lines.append(f"{text} ({group.source})")
-        for part in _advice(group.sites[0].refusals):
-            lines += textwrap.wrap(part, WIDTH, initial_indent="  ", subsequent_indent="    ")
+        lines += [f"{text} ({group.source})", *_explained(*group.sites[0].refusals)]
     return lines
 
 
@@ -113,20 +87,18 @@ def sites_table(groups: Sequence[Group]) -> str:
     rows = [header]
     for group in groups:
         site = group.sites[0]
-        said = "\n".join((reason_text(site), *_advice(site.refusals)))
+        said = "\n".join((reason_text(site), *(f"→ {kind.advice}" for kind in site.refusals)))
         rows.append((site.op or "-", site.activation or "-", group.source, read_by(site), said))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     indent = sum(widths) + 2 * len(widths)
-    room = max(50, WIDTH - indent)
     lines = []
     for row in rows:
-        reason = [
-            line
-            for part in row[4].split("\n")
-            for line in textwrap.wrap(part, room, break_long_words=False, break_on_hyphens=False)
-        ] or [""]
-        lines.append("  ".join((*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), reason[0])))
-        lines += [" " * indent + more for more in reason[1:]]
+        first = "".join(f"{cell:<{width}}  " for cell, width in zip(row[:4], widths, strict=True))
+        for part in row[4].split("\n"):
+            wrapped = textwrap.wrap(part, max(50, WIDTH - indent), break_long_words=False, break_on_hyphens=False)
+            for line in wrapped or [""]:
+                lines.append(first + line)
+                first = " " * indent
     lines.insert(1, "  ".join("-" * w for w in (*widths, len(header[4]))))
     return "\n".join(lines)
 
@@ -159,28 +131,25 @@ def change(before: float, after: float) -> str:
 
 def rows_of(figures: Figures) -> list[tuple[str, str, str, str]]:
     """The totals as text: name, before, after, change."""
-    before, after = figures.before, figures.after
-
-    def row(name: str, attribute: str, is_bytes: bool) -> tuple[str, str, str, str]:
-        values = [getattr(side, attribute) for side in (before, after)]
-        text = [size(v, max(values)) if is_bytes else str(v) for v in values]
-        return name, text[0], text[1], change(*values)
-
+    names = {"bytes moved": "forward_bytes", "kernels": "forward_kernels"}
+    if figures.training:
+        names = {
+            "saved for backward": "saved",
+            "bytes moved, forward": "forward_bytes",
+            "bytes moved, backward": "backward_bytes",
+            "kernels, forward": "forward_kernels",
+            "kernels, backward": "backward_kernels",
+        }
+    rows = []
+    for name, attribute in names.items():
+        before, after = (getattr(side, attribute) for side in (figures.before, figures.after))
+        texts = [str(n) if "kernels" in name else size(n, max(before, after)) for n in (before, after)]
+        rows.append((name, texts[0], texts[1], change(before, after)))
     seconds = {level.name: level.seconds for level in figures.levels}
     a, b = seconds.get(PLAIN), seconds.get(FUSED)
-    times = []
     if a is not None and b is not None:
-        times.append(("time, at least", f"{1e3 * a:.3f} ms", f"{1e3 * b:.3f} ms", change(a, b)))
-    if not figures.training:
-        return [row("bytes moved", "forward_bytes", True), row("kernels", "forward_kernels", False), *times]
-    return [
-        row("saved for backward", "saved", True),
-        row("bytes moved, forward", "forward_bytes", True),
-        row("bytes moved, backward", "backward_bytes", True),
-        row("kernels, forward", "forward_kernels", False),
-        row("kernels, backward", "backward_kernels", False),
-        *times,
-    ]
+        rows.append(("time, at least", f"{1e3 * a:.3f} ms", f"{1e3 * b:.3f} ms", change(a, b)))
+    return rows
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

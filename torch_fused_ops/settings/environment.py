@@ -24,7 +24,18 @@ from typing import NoReturn
 from torch_fused_ops._version import __version__
 from torch_fused_ops.policy import BOOLS, FusionPolicy
 
-__all__ = ["NAME", "POLICY", "REPORT", "REPORT_NAME", "checked_gpus", "note_checked", "remind", "run", "version_of"]
+__all__ = [
+    "NAME",
+    "POLICY",
+    "REPORT",
+    "REPORT_NAME",
+    "checked_gpus",
+    "note_checked",
+    "remind",
+    "run",
+    "version_of",
+    "writable",
+]
 
 log = logging.getLogger("torch_fused_ops")
 
@@ -46,6 +57,18 @@ POLICY = _policy()
 REPORT = os.environ.pop(REPORT_NAME, "") if os.environ.get("RANK", "0") == "0" else ""
 
 
+def writable(argument: str, file: str | Path) -> Path:
+    """Check that a file can be written.
+
+    Raises:
+        ValueError: it is a folder, or its folder does not exist; ``argument`` is the beginning of the message.
+    """
+    path = Path(file)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{argument} cannot be written: it must be a file in an existing folder")
+    return path
+
+
 def run(arguments: argparse.Namespace) -> NoReturn:
     """Replace this process by ``python SCRIPT ...``, with the policy and the report's file in its environment.
 
@@ -61,16 +84,14 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         error("TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: `import torch` then loads no plug-in, this one included")
     fields = [f"memory={arguments.memory}", f"gemm={arguments.gemm}", f"strict={arguments.strict}".lower()]
     text = ",".join((*fields, *(f"exclude={pattern}" for pattern in arguments.exclude)))
+    environ = {**os.environ, NAME: text}
     try:
         FusionPolicy.parse(text)
+        if arguments.report and os.environ.get("RANK", "0") == "0":
+            file = writable(f"--report {arguments.report}", arguments.report)
+            environ[REPORT_NAME] = str(file.resolve())  # the program may change its folder
     except ValueError as e:
         error(str(e))
-    environ = {**os.environ, NAME: text}
-    if arguments.report and os.environ.get("RANK", "0") == "0":
-        file = Path(arguments.report).resolve()  # the program may change its folder
-        if file.is_dir() or not os.access(file.parent, os.W_OK):
-            error(f"--report {arguments.report} cannot be written: it must be a file in an existing folder")
-        environ[REPORT_NAME] = str(file)
     flags = [*subprocess._args_from_interpreter_flags(), *(["-m"] if arguments.module else [])]  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
