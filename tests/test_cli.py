@@ -388,7 +388,7 @@ def test_run_replaces_the_process(models, monkeypatch):
     calls = []
     monkeypatch.setattr(os, "execve", lambda *command: calls.append(command))
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.chdir(models)
+    monkeypatch.syspath_prepend(models)  # as `python -m` does
     main(["run", "--memory", "fp8", "--exclude", "b.[0,1]", "--report", "r.json", "-m", "some_models", "--memory", "x"])
     (executable, command, environ) = calls[0]
     assert executable == command[0] == sys.executable and command[-4:] == ["-m", "some_models", "--memory", "x"]
@@ -402,6 +402,7 @@ def test_run_replaces_the_process(models, monkeypatch):
     [
         (["run"], "SCRIPT is missing: give the path of a Python program, or -m and a module's name"),
         (["run", "nothing.py"], "SCRIPT 'nothing.py' does not exist: give the path"),
+        (["run", "-m", "nothing.at_all"], "module 'nothing.at_all' does not exist: give the path"),
         (["run", "--report", "no/such/folder.txt", "some_models.py"], "--report no/such/folder.txt cannot be written"),
         (["run", "--exclude", "b.[7", "some_models.py"], "'b.[7' has a [ without a ]"),
         ([], "COMMAND"),

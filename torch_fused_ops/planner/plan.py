@@ -249,9 +249,10 @@ def plan(
     from torch_fused_ops.virtual_gpu import gpus
 
     model = check_model(model)
-    limit, gpu = bytes_of(memory), str(gpu).upper()
+    limit, described = bytes_of(memory), gpus.GPUS.get(str(gpu).upper())
+    if described is None:
+        raise ValueError(f"gpu={gpu!r} is not known; accepted: {', '.join(gpus.GPUS)}")
     accepted: Sequence[tuple[str, object, Sequence[object]]] = (
-        ("gpu", gpu, tuple(gpus.GPUS)),
         ("optimizer", optimizer, tuple(OPTIMIZERS)),
         ("maximum", maximum, (*max_batch.DIMENSIONS, None)),
     )
@@ -270,7 +271,6 @@ def plan(
 
     captured = captured_at(size)
     tensors = resident_tensors(model, captured.unit_of, captured.gets_gradient)
-    described = gpus.by_name(gpu)
     uncompiled = Step(captured.units, captured.mlps, {})
     planner = _Planner(model, lambda: captured_at(size), captured, uncompiled, tensors, described, optimizer, levels)
     planner = planner.over(dp)  # its errors come before minutes of compiling

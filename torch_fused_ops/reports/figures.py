@@ -272,8 +272,8 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
 
 
 def said(error: Exception) -> str:
-    """Shorten an exception to one line: compilers append pages of advice."""
-    lines = str(error).strip().splitlines()
+    """Shorten an exception to one line: compilers wrap errors, and append pages of advice."""
+    lines = str(getattr(error, "inner_exception", error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

@@ -78,8 +78,10 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     if not arguments.program:
         error("SCRIPT is missing: give the path of a Python program, or -m and a module's name")
     name = arguments.program[0]
-    if not arguments.module and not Path(name).exists():
-        error(f"SCRIPT {name!r} does not exist: give the path of a Python program, or -m and a module's name")
+    package = name.partition(".")[0]
+    if not ((package and find_spec(package)) if arguments.module else Path(name).exists()):
+        what = "module" if arguments.module else "SCRIPT"
+        error(f"{what} {name!r} does not exist: give the path of a Python program, or -m and a module's name")
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
         error("TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: `import torch` then loads no plug-in, this one included")
     fields = [f"memory={arguments.memory}", f"gemm={arguments.gemm}", f"strict={arguments.strict}".lower()]

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import functools
 import importlib
-import importlib.util
 import logging
 import os
 import platform
@@ -17,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,13 +34,13 @@ class _UsageError(Exception):
     """Unusable arguments; the message says why."""
 
 
-# ---- info ------------------------------------------------------------------------------------------------------------
-
-
-def _devices() -> list[str]:
-    cuda = enumerate(map(torch.cuda.get_device_properties, range(torch.cuda.device_count())))
-    gpus = [f"cuda:{i}: {p.name}, {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB" for i, p in cuda]
-    return [f"cpu: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads", *gpus]
+@contextlib.contextmanager
+def _usage_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Errors of these kinds inside are about the arguments."""
+    try:
+        yield
+    except kinds as e:
+        raise _UsageError(str(e)) from None
 
 
 def _works() -> Iterator[tuple[str, str]]:
@@ -84,12 +82,16 @@ def _info(arguments: argparse.Namespace) -> int:
     lowered = [op for op in traced if op in inductor.lowerings]
     backend = "found" if "fused" in torch._dynamo.list_backends() else "not found: install with `pip install -e .`"
     policy = passes.active_policy()
+    devices = [f"cpu: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"]
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        devices.append(f"cuda:{i}: {p.name}, {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB")
     sections: list[tuple[str, list[str]]] = [
         ("torch_fused_ops", [f"{tfo.__version__} in {Path(tfo.__file__).parent}"]),
         ("python", [f"{platform.python_version()} on {platform.platform()}"]),
         ("torch", [f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, HIP {torch.version.hip or 'none'}"]),
         *((package, [version_of(package) or "not installed"]) for package in ("triton", "numpy")),
-        ("devices", _devices()),
+        ("devices", devices),
         ("checked", environment.checked_gpus() or ["no GPU yet: python -m torch_fused_ops check"]),
         ("operators", [", ".join(f"fused::{n}" for n in forward if "_backward" not in n)]),
         ("turned off", [", ".join(switches.WITHOUT) or f"nothing; {switches.NAME} takes {', '.join(switches.PARTS)}"]),
@@ -105,9 +107,6 @@ def _info(arguments: argparse.Namespace) -> int:
         for i, text in enumerate(lines):
             print(f"{title if i == 0 else '':<18}{text}")
     return 0
-
-
-# ---- check -----------------------------------------------------------------------------------------------------------
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -133,29 +132,22 @@ def _check(arguments: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-# ---- explain ---------------------------------------------------------------------------------------------------------
-
-
-def _module(name: str) -> ModuleType:
-    if not name.endswith(".py"):
-        sys.path.insert(0, os.getcwd())
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as e:
-            raise _UsageError(f"module {name!r} cannot be imported: {e}") from None
-    path = Path(name)
-    if not path.is_file():
-        raise _UsageError(f"{name!r} does not exist: give a module's name or the path of a .py file")
-    sys.path.insert(0, str(path.parent.resolve()))  # as `python file.py` does: its neighbors can be imported
-    return importlib.import_module(path.stem)
-
-
-def _load(spec: str, training: bool) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+def _load(arguments: argparse.Namespace, training: bool) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The model, in training or evaluation mode, and its arguments."""
+    spec: str = arguments.spec
     name, colon, attribute = spec.rpartition(":")
     if not (name and colon and attribute):
         raise _UsageError(f"{spec!r} is not of the form module:callable, e.g. mypackage.models:example")
-    module = _module(name)
+    folder, path = os.getcwd(), Path(name)
+    if path.suffix == ".py":  # as `python file.py` does: its neighbors can be imported
+        if not path.is_file():
+            raise _UsageError(f"{name!r} does not exist: give a module's name or the path of a .py file")
+        folder = str(path.parent.resolve())
+    sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(path.stem if path.suffix == ".py" else name)
+    except ModuleNotFoundError as e:
+        raise _UsageError(f"module {name!r} cannot be imported: {e}") from None
     try:
         make = functools.reduce(getattr, attribute.split("."), module)
     except AttributeError:
@@ -176,62 +168,59 @@ def _load(spec: str, training: bool) -> tuple[Callable[..., Any], tuple[Any, ...
     return model, tuple(args), kwargs
 
 
-def _check_writable(arguments: argparse.Namespace, *options: str) -> None:
-    for option in options:
-        file = getattr(arguments, option)
-        if file and (Path(file).is_dir() or not os.access(Path(file).parent, os.W_OK)):
-            raise _UsageError(f"--{option} {file} cannot be written: it must be a file in an existing folder")
-
-
-def _show(result: Any, arguments: argparse.Namespace) -> None:
-    print(result)
-    if arguments.json:
-        Path(arguments.json).write_text(result.to_json(), encoding="utf-8")
-    if getattr(arguments, "html", None):
-        result.to_html(arguments.html)
-
-
 def _policy(arguments: argparse.Namespace) -> tfo.FusionPolicy:
-    try:
+    with _usage_errors(ValueError):
         return tfo.FusionPolicy(memory=arguments.memory, gemm=arguments.gemm, exclude=arguments.exclude)
-    except ValueError as e:
-        raise _UsageError(str(e)) from None
 
 
-def _explain(arguments: argparse.Namespace) -> int:
-    _check_writable(arguments, "json", "html")
+def _explain(arguments: argparse.Namespace) -> tuple[tfo.Report, bool]:
+    measured = arguments.figures is not None or arguments.levels
     if arguments.levels and not arguments.train:
         raise _UsageError("--levels needs --train: without a backward nothing is saved")
-    if arguments.figures is not None or arguments.levels:  # report missing requirements before slow work
+    if measured:  # report missing requirements before slow work
         gpus.import_triton()
         if (arguments.figures or "H200").upper() not in gpus.GPUS:
             raise _UsageError(f"--figures {arguments.figures} is not known; accepted: {', '.join(gpus.GPUS)}")
-    model, args, kwargs = _load(arguments.spec, training=arguments.train)
+    model, args, kwargs = _load(arguments, training=arguments.train)
     policy = _policy(arguments)
     with _progress("torch_fused_ops.reports", "capturing"):
         with torch.set_grad_enabled(arguments.train):
             report = tfo.explain(model, *args, policy=policy, **kwargs)
-        if arguments.figures is not None or arguments.levels:
+        if measured:
             report.measure(arguments.figures or "H200", levels=arguments.levels)
-    _show(report, arguments)
-    return 0
+    return report, True
 
 
-# ---- plan ------------------------------------------------------------------------------------------------------------
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    _check_writable(arguments, "json", "html")
+def _plan(arguments: argparse.Namespace) -> tuple[tfo.Plan, bool]:
     settings = {name: getattr(arguments, name) for name in ("memory", "gpu", "optimizer", "lossless", "maximum", "dp")}
     with torch.device("meta") if arguments.meta else contextlib.nullcontext():
-        model, args, kwargs = _load(arguments.spec, training=True)
-    try:
-        with _progress("torch_fused_ops.planner", "capturing"):
-            plan = tfo.plan(model, *args, **settings, **kwargs)
-    except ValueError as e:
-        raise _UsageError(str(e)) from None
-    _show(plan, arguments)
-    return 0 if plan.fits else 1
+        model, args, kwargs = _load(arguments, training=True)
+    with _usage_errors(ValueError), _progress("torch_fused_ops.planner", "capturing"):
+        plan = tfo.plan(model, *args, **settings, **kwargs)
+    return plan, plan.fits
+
+
+def _verify(arguments: argparse.Namespace) -> tuple[tfo.Verification, bool]:
+    policy = _policy(arguments)
+    model, args, kwargs = _load(arguments, training=not arguments.eval)
+    with _progress("torch_fused_ops.verify"):
+        verification = tfo.verify(model, *args, policy=policy, compiled=arguments.compiled, **kwargs)
+    return verification, verification.ok
+
+
+def _audit(arguments: argparse.Namespace) -> tuple[Any, bool]:
+    from torch_fused_ops import virtual_gpu
+
+    gpus.import_triton()
+    training = not arguments.eval
+    model, args, kwargs = _load(arguments, training)
+    config = None if arguments.plain else tfo.compile_options(policy=_policy(arguments))
+    with _usage_errors(ValueError, torch._dynamo.exc.Unsupported):
+        gpu = gpus.by_name(arguments.gpu, "--gpu")
+        with torch.set_grad_enabled(training):
+            paper = virtual_gpu.compile_on_paper(model, *args, gpu=gpu, training=training, config=config, **kwargs)
+        audit = virtual_gpu.audit(paper, all_configurations=arguments.all_configurations)
+    return audit, audit.ok
 
 
 class _Latest(logging.Handler):
@@ -268,65 +257,44 @@ def _progress(name: str, first: str = "", seconds: float = 5.0) -> Iterator[None
         logger.removeHandler(handler)
 
 
-# ---- verify ----------------------------------------------------------------------------------------------------------
-
-
-def _verify(arguments: argparse.Namespace) -> int:
-    _check_writable(arguments, "json")
-    policy = _policy(arguments)
-    model, args, kwargs = _load(arguments.spec, training=not arguments.eval)
-    with _progress("torch_fused_ops.verify"):
-        verification = tfo.verify(model, *args, policy=policy, compiled=arguments.compiled, **kwargs)
-    _show(verification, arguments)
-    return 0 if verification.ok else 1
-
-
-# ---- audit -----------------------------------------------------------------------------------------------------------
-
-
-def _audit(arguments: argparse.Namespace) -> int:
-    from torch_fused_ops import virtual_gpu
-
-    _check_writable(arguments, "json")
-    gpus.import_triton()
-    model, args, kwargs = _load(arguments.spec, training=not arguments.eval)
-    config = None if arguments.plain else tfo.compile_options(policy=_policy(arguments))
-    try:
-        gpu = gpus.by_name(arguments.gpu, "--gpu")
-        with torch.set_grad_enabled(not arguments.eval):
-            paper = virtual_gpu.compile_on_paper(
-                model, *args, gpu=gpu, training=not arguments.eval, config=config, **kwargs
-            )
-        audit = virtual_gpu.audit(paper, all_configurations=arguments.all_configurations)
-    except (ValueError, torch._dynamo.exc.Unsupported) as e:
-        raise _UsageError(str(e)) from None
-    _show(audit, arguments)
-    return 0 if audit.ok else 1
-
-
-# ---- bench -----------------------------------------------------------------------------------------------------------
-
-
 def _bench(arguments: argparse.Namespace) -> int:
     from torch_fused_ops.benchmarks import harness
     from torch_fused_ops.benchmarks.main import bench
 
-    try:
+    with _usage_errors(harness.UsageError):
         return bench(arguments)
-    except harness.UsageError as e:
-        raise _UsageError(str(e)) from None
 
 
-_COMMANDS = {
-    f.__name__.lstrip("_"): f for f in (_info, _check, _explain, _plan, _verify, _audit, environment.run, _bench)
-}
+# Commands that return an exit code, and those that return what they print and write, and whether it is as it should be.
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "info": _info, "check": _check, "run": environment.run, "bench": _bench
+}  # fmt: skip
+_RESULTS: dict[str, Callable[[argparse.Namespace], tuple[Any, bool]]] = {
+    "explain": _explain, "plan": _plan, "verify": _verify, "audit": _audit
+}  # fmt: skip
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command in _COMMANDS:
+        return _COMMANDS[arguments.command](arguments)
+    files = {option: file for option in ("json", "html") if (file := getattr(arguments, option, None))}
+    with _usage_errors(ValueError):
+        for option, file in files.items():
+            environment.writable(f"--{option} {file}", file)
+    result, ok = _RESULTS[arguments.command](arguments)
+    print(result)
+    if "json" in files:
+        Path(files["json"]).write_text(result.to_json(), encoding="utf-8")
+    if "html" in files:
+        result.to_html(files["html"])
+    return 0 if ok else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     arguments = parser().parse_args(argv)
     try:
-        return _COMMANDS[arguments.command](arguments)
+        return _run(arguments)
     except Exception as e:
         message = str(e)
         if not isinstance(e, _UsageError) and getattr(e, "name", "") != "triton":

@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -17,9 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from torch_fused_ops.graphs.capture import arguments_checked, call_model, check_model, throwaway, unchanged
+from torch_fused_ops.graphs.capture import arguments_checked, call_model, check_model, name_of, throwaway, unchanged
 from torch_fused_ops.graphs.fusion_events import unobserved
 from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_default
+from torch_fused_ops.reports.figures import said
 from torch_fused_ops.reports.recording import record
 
 __all__ = ["Comparison", "Verification", "interpreted", "verify"]
@@ -46,25 +48,15 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor of one step.
+    """One tensor of one step. Distances are from the reference, eager in the wide dtype, relative to its norm."""
 
-    Attributes:
-        kind: "loss", "output", "gradient", "buffer" or "argument" (after the step).
-        name: the parameter's or buffer's path in the model; the output's or argument's number.
-        dtype: the step's dtype: the model's own, or a wider one.
-        fused: the fused step's distance from the reference (eager in the wide dtype), relative to its norm.
-        plain: that of plain ``torch.compile``.
-        eager: that of eager.
-        allowed: the distance that rounding explains.
-    """
-
-    kind: str
-    name: str
-    dtype: str
-    fused: float
-    plain: float
-    eager: float
-    allowed: float
+    kind: str  # "loss", "output", "gradient", "buffer" or "argument" (after the step)
+    name: str  # the parameter's or buffer's path in the model; the output's or argument's number
+    dtype: str  # the step's dtype: the model's own, or a wider one
+    fused: float  # the fused step's distance
+    plain: float  # that of plain ``torch.compile``
+    eager: float  # that of eager
+    allowed: float  # the distance that rounding explains
 
     @property
     def ok(self) -> bool:
@@ -148,11 +140,8 @@ class Verification:
         if off:
             lines += ["", "fused differs from eager by more than rounding explains:", *_table(off)]
             both = sum(not compared.plain_ok for compared in off)
-            lines.append(
-                f"plain torch.compile is off as well in {both} of these {len(off)}"
-                if both
-                else "plain torch.compile is not"
-            )
+            as_well = f"off as well in {both} of these {len(off)}" if both else "not"
+            lines.append(f"plain torch.compile is {as_well}")
         plain = [compared for compared in self.comparisons if compared.ok and not compared.plain_ok]
         if plain:
             lines += ["", "plain torch.compile differs, fused does not:", *_table(plain)]
@@ -211,37 +200,29 @@ def verify(
         ValueError: the model is on the meta device, or cannot be copied.
         Whatever the model raises in eager mode on these arguments.
     """
-    check_model(model)
+    model = check_model(model)
     policy = policy_or_default(policy)
     from torch_fused_ops import lowerings
 
     lowerings.require()
-    model = getattr(model, "_orig_mod", model)
     if isinstance(model, torch.nn.Module) and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise ValueError(f"model={type(model).__name__} is on the meta device; verify needs real data")
     check_not_meant("verify", model, kwargs)
     dtype = _own_dtype(model, (args, kwargs))
+    name, rounded = _name(dtype), _rounded(policy)
     failures: dict[str, str] = {}
     notes: list[str] = []
     sites = (0, 0)
+    step = functools.partial(_step, model, args, kwargs)
     with unchanged(model), torch.enable_grad():
-        progress.info("eager, %s", _name(dtype))
+        progress.info("eager, %s", name)
         with arguments_checked(args, kwargs):
-            eager = _step(model, args, kwargs, None, call_model)
-        wide = _widest(model, args, kwargs, dtype, notes)
-        runs = [
-            _Run(
-                dtype,
-                _name(dtype),
-                False,
-                _unit(dtype) if wide is None else torch.finfo(dtype).eps / 2,
-                {"eager": eager},
-            )
-        ]
-        if wide is not None:
-            runs.append(wide)
-        elif _rounded(policy):
-            runs.append(_Run(dtype, f"{_name(dtype)} unrounded", True, _unit(dtype), {"eager": eager}))
+            eager = step(None, call_model)
+        runs = [_Run(name, None, _unit(dtype), {"eager": eager})]
+        if wide := _widest(step, dtype, notes):
+            runs = [_Run(name, None, torch.finfo(dtype).eps / 2, {"eager": eager}), wide]
+        elif rounded:
+            runs.append(_Run(f"{name} unrounded", dtype, _unit(dtype), {"eager": eager}))
         for run in runs:
             for way in WAYS[1:]:
                 run_policy = replace(policy, gemm="bf16") if run.exact else policy
@@ -250,9 +231,9 @@ def verify(
                 progress.info("%s, %s", way, run.name)
                 try:
                     with unobserved(), recording as report:
-                        run.steps[way] = _step(model, args, kwargs, run.dtype if run.exact else None, fn)
+                        run.steps[way] = step(run.dtype, fn)
                 except Exception as error:
-                    failures[f"{way}, {run.name}"] = f"raised {_error_line(error)}"
+                    failures[f"{way}, {run.name}"] = f"raised {said(error)}"
                     continue
                 if report is not None:
                     mlps = [site for site in report.sites if site.is_mlp]
@@ -260,7 +241,7 @@ def verify(
                     notes += report.notes
                     if report.graphs > 1:
                         notes.append(f"{report.graphs} graphs were captured: an MLP across a graph break is not a site")
-        jittered = _step(model, args, kwargs, runs[-1].dtype if runs[-1].exact else None, call_model, jitter=True)
+        jittered = step(runs[-1].dtype, _call_with_jitter)
     truth = runs[-1].steps["eager"]
     loss = truth.values.get(("loss", ""))
     if loss is None:
@@ -273,8 +254,8 @@ def verify(
         notes.append("no MLP was fused, so fused is plain torch.compile; explain says why")
     if truth.random:
         notes.append("random numbers were PyTorch's own; fused dropouts drop other elements")
-    rows = [row for run in runs for row in _compare(truth, jittered, run, () if run.exact else _rounded(policy))]
-    title = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
+    rows = [row for run in runs for row in _compare(truth, jittered, run, () if run.exact else rounded)]
+    title = name_of(model) or "function"
     return Verification(title, policy, tuple(rows), failures, sites, tuple(dict.fromkeys(notes)))
 
 
@@ -293,11 +274,15 @@ class _Step:
 class _Run:
     """The step in one dtype, in each variant."""
 
-    dtype: torch.dtype
     name: str
-    exact: bool  # nothing is rounded to save memory
+    dtype: torch.dtype | None  # None: as the model is
     unit: float  # the relative rounding error
     steps: dict[str, _Step]
+
+    @property
+    def exact(self) -> bool:
+        """True if nothing is rounded to save memory."""
+        return self.dtype is not None
 
 
 def _unit(narrowest: torch.dtype) -> float:
@@ -305,45 +290,42 @@ def _unit(narrowest: torch.dtype) -> float:
     return UNIT_EXACT if narrowest is torch.float64 else UNIT_WIDE * torch.finfo(narrowest).eps
 
 
-def _widest(model: Callable[..., Any], args: Any, kwargs: Any, own_dtype: torch.dtype, notes: list[str]) -> _Run | None:
+def _widest(step: Callable[..., _Step], own_dtype: torch.dtype, notes: list[str]) -> _Run | None:
     """Run the step eagerly in float64, or in float32 if that raises; None if neither is wider than the model's."""
     for dtype in (torch.float64, torch.float32):
         if torch.finfo(dtype).eps >= torch.finfo(own_dtype).eps:
             break
         narrowest = _Narrowest(dtype)
+
+        def call(model: Callable[..., Any], *args: Any, narrowest: _Narrowest = narrowest, **kwargs: Any) -> Any:
+            with narrowest:
+                return model(*args, **kwargs)
+
         try:
-            step = _step(model, args, kwargs, dtype, call_model, narrowest)
+            eager = step(dtype, call)
         except Exception as error:
-            notes.append(f"the step was not computed in {_name(dtype)}, where eager raises {_error_line(error)}")
+            notes.append(f"the step was not computed in {_name(dtype)}, where eager raises {said(error)}")
             continue
-        return _Run(dtype, _name(dtype), True, _unit(narrowest.dtype), {"eager": step})
+        return _Run(_name(dtype), dtype, _unit(narrowest.dtype), {"eager": eager})
     return None
 
 
 def _step(
-    model: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    dtype: torch.dtype | None,
-    fn: Callable[..., Any],
-    watching: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 (it can be entered again)
-    jitter: bool = False,
+    model: Callable[..., Any], args: Any, kwargs: Any, dtype: torch.dtype | None, fn: Callable[..., Any]
 ) -> _Step:
+    """Copy model and arguments, to a dtype if one is given, and run ``fn(model, *args, **kwargs)`` and backward."""
     if isinstance(model, torch.nn.Module):
         try:
             model = copy.deepcopy(model)
         except Exception as error:
-            raise ValueError(f"model={type(model).__name__} cannot be copied: {_error_line(error)}") from error
+            raise ValueError(f"model={type(model).__name__} cannot be copied: {said(error)}") from error
         if dtype is not None:
             model._apply(functools.partial(_widened, dtype))
         model.zero_grad(set_to_none=True)
     args, kwargs = _copied((args, kwargs), dtype)
-    if jitter:
-        _jitter([*(model.parameters() if isinstance(model, torch.nn.Module) else ()), *_tensors((args, kwargs))])
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    with watching:
-        result = fn(model, *args, **kwargs)
+    result = fn(model, *args, **kwargs)
     outputs = list(_tensors(result))
     if not outputs:
         raise ValueError(
@@ -378,13 +360,15 @@ def _tensors(tree: Any, depth: int = 4) -> Iterator[Tensor]:
             yield from _tensors(list(vars(leaf).values()), depth - 1)
 
 
-def _jitter(tensors: Iterable[Tensor]) -> None:
-    """Change the last bits of every floating number."""
+def _call_with_jitter(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a model after changing the last bits of every floating number of its parameters and arguments."""
+    tensors = [*(model.parameters() if isinstance(model, torch.nn.Module) else ()), *_tensors((args, kwargs))]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for t in {id(t): t for t in tensors if t.is_floating_point()}.values():
             by = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
             t.copy_(t.double() * (1 + 4 * torch.finfo(t.dtype).eps * by))
+    return model(*args, **kwargs)
 
 
 def _copied(tree: Any, dtype: torch.dtype | None) -> Any:
@@ -429,12 +413,11 @@ def _loss(result: Any, outputs: Sequence[Tensor]) -> Tensor | None:
 
 def _own_dtype(model: Callable[..., Any], inputs: Any) -> torch.dtype:
     """The dtype of most of the model's parameters, or of the first floating argument."""
-    numbers: dict[torch.dtype, int] = {}
+    numbers: Counter[torch.dtype] = Counter()
     for p in model.parameters() if isinstance(model, torch.nn.Module) else ():
-        if p.is_floating_point():
-            numbers[p.dtype] = numbers.get(p.dtype, 0) + p.numel()
+        numbers[p.dtype] += p.numel() * p.is_floating_point()
     floating = [t.dtype for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.is_floating_point()]
-    return max(numbers, key=numbers.__getitem__) if numbers else (floating or [torch.float32])[0]
+    return max(numbers, key=numbers.__getitem__) if numbers.total() else (floating or [torch.float32])[0]
 
 
 # ---- variants --------------------------------------------------------------------------------------------------------
@@ -562,8 +545,3 @@ def _apart(wanted: Tensor | None, got: Tensor | None, exact: bool) -> float:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _error_line(error: BaseException) -> str:
-    text = str(getattr(error, "inner_exception", error)).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
