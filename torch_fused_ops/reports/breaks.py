@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_fused_ops.graphs.reasons import Kind
+from torch_fused_ops.graphs.reasons import Kind, Reason
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -39,15 +39,15 @@ def break_of(gm: GraphModule) -> Break | None:
     if stopped is None or not stopped.graph_break:
         return None
     frames = [(frame.filename, frame.lineno or 0) for frame in stopped.user_stack]
-    kind, reason = Kind.GRAPH_BREAK, f"a graph break: {_said(stopped.reason)}"
+    reason = Reason(Kind.GRAPH_BREAK, f"a graph break: {_said(stopped.reason)}")
     if _loops_over_experts(frames):
-        kind, reason = Kind.EXPERT_LOOP, f"a graph break in a loop over experts: {_said(stopped.reason)}"
+        reason = Reason(Kind.EXPERT_LOOP, f"a graph break in a loop over experts: {_said(stopped.reason)}")
     if not frames:
-        return Break(kind, reason)
+        return Break(reason.kind, str(reason))
     frame = stopped.user_stack[-1]
     where = f"{frame.filename}:{frame.lineno}"
     source = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
-    return Break(kind, reason, source, where, (frame.line or "").strip())
+    return Break(reason.kind, str(reason), source, where, (frame.line or "").strip())
 
 
 def reasons_noted() -> Mapping[str, int]:
@@ -60,7 +60,8 @@ def reasons_noted() -> Mapping[str, int]:
 def since(before: Mapping[str, int]) -> tuple[Break, ...]:
     """The graph breaks since then; Dynamo does not record their places."""
     new = [_said(reason) for reason, times in reasons_noted().items() if times > before.get(reason, 0)]
-    return tuple(Break(Kind.GRAPH_BREAK, f"a graph break: {what}") for what in dict.fromkeys(new))
+    reasons = [Reason(Kind.GRAPH_BREAK, f"a graph break: {what}") for what in dict.fromkeys(new)]
+    return tuple(Break(reason.kind, str(reason)) for reason in reasons)
 
 
 def _said(text: str) -> str:
