@@ -7,11 +7,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
 from torch_fused_ops import activations
 from torch_fused_ops.testing import precision
 from torch_fused_ops.testing.check import Row, run_opcheck
-from torch_fused_ops.testing.samples import OPERATORS, Sample, samples
+from torch_fused_ops.testing.samples import OPERATORS, Sample, backward_samples, samples
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -106,6 +107,16 @@ def test_every_sample(op):
     for sample in samples(op):
         for (kind, dtype), e in precision.measure(sample).items():
             assert e <= precision.LIMITS[kind, dtype], (str(sample), kind)
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_no_result_shares_memory(op):
+    """With an argument, or with another result, as the gradients of one row's input and bias might."""
+    for sample in (*samples(op), *backward_samples(op)):
+        results = [t for t in tree_leaves(sample()) if t is not None]
+        owners = [t.untyped_storage()._cdata for t in (*results, *filter(torch.is_tensor, sample.args))]
+        assert len({*owners[: len(results)]}) == len(results), str(sample)
+        assert not {*owners[: len(results)]} & {*owners[len(results) :]}, str(sample)
 
 
 def tail(low=-10.0, high=-3.0):

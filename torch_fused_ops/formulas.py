@@ -156,8 +156,8 @@ def widened(dtype: torch.dtype, t: _MaybeTensor) -> _MaybeTensor:
 
 
 def over_rows(t: Tensor) -> Tensor:
-    """The sum over all axes but the last."""
-    return t.sum(tuple(range(t.ndim - 1))) if t.ndim > 1 else t
+    """The sum over all axes but the last, never t itself: a gradient shares no memory with another."""
+    return t.sum(tuple(range(t.ndim - 1))) if t.ndim > 1 else t.clone()
 
 
 FP8 = torch.float8_e4m3fn
