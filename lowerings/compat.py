@@ -28,11 +28,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._guards import CompileContext
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -235,29 +234,28 @@ class CompiledCall(NamedTuple):
         function: identifies what ``torch.compile`` returned.
         at_its_end: callbacks for the end of the call, to be appended to; never called where torch has no such list.
         is_whole: the function itself is being compiled, not a function that it calls, nor the code after a break.
-        is_first: that code was not compiled before in this process.
+        code: of the frame that is being compiled.
     """
 
     function: Any
     at_its_end: list[Callable[[], Any]]
     is_whole: bool
-    is_first: bool
+    code: CodeType | None
 
 
 def compiled_call() -> CompiledCall | None:
     """The innermost compiled call, or None: read off the stack, as torch has no hook for it (2.11 to 2.15)."""
-    compilation = CompileContext.try_get()
-    compiled = compilation.compile_id if compilation is not None else None
     frame: FrameType | None = sys._getframe()
-    is_whole = False
+    is_whole, code = False, None
     while frame is not None:
         module = frame.f_globals.get("__name__")
         if module == "torch._dynamo.eval_frame" and frame.f_code.co_name == "compile_wrapper":
             here = frame.f_locals
-            is_first = compiled is not None and compiled.frame_compile_id == 0
-            return CompiledCall(here.get("self"), here.get("cleanups", []), is_whole, is_first)
+            return CompiledCall(here.get("self"), here.get("cleanups", []), is_whole, code)
         if module == "torch._dynamo.convert_frame":
             is_whole = True
+            if frame.f_code.co_name == "_compile":
+                code = frame.f_locals["code"]
         elif module not in ("torch._dynamo.eval_frame", "torch._dynamo.external_utils", "torch.nn.modules.module"):
             is_whole = False
         frame = frame.f_back

@@ -11,8 +11,10 @@ import logging
 import sys
 import weakref
 from collections.abc import Collection, Sequence
+from types import CodeType
 from typing import Any
 
+from torch._dynamo.code_context import code_context
 from torch.fx import Graph, GraphModule
 
 from torch_fused_ops.graphs import fusion_events
@@ -58,11 +60,21 @@ def check(
     model.add(graph, sites, modules)
     ended = compat.why_it_ended(graph)
     model.graphs += ended is not None
-    model.is_new |= call.is_first
+    model.is_new |= _is_first(call.code, policy)
     if ended is not None and call.is_whole and not ended.graph_break:
         model.is_new = False  # judged here, and not once more when the call ends
         if policy.strict or model.function not in _called:
             model.judge()
+
+
+def _is_first(code: CodeType | None, policy: FusionPolicy) -> bool:
+    """Note that code is compiled for a policy; True if it was not since ``torch._dynamo.reset()``, which forgets it."""
+    if code is None or fusion_events.is_unobserved():
+        return True
+    policies: set[FusionPolicy] = code_context.get_context(code).setdefault("torch_fused_ops", set())
+    is_first = policy not in policies
+    policies.add(policy)
+    return is_first
 
 
 class _Model:

@@ -223,11 +223,54 @@ def test_a_model_in_which_nothing_is_fused_is_told_once(name: str, warnings: Cal
     assert "torch_fused_ops.explain(model, *args) lists all" in text
 
 
-def test_explain_before_hides_nothing() -> None:
-    model = Body(NOTHING["cut by the break"])
+CUT = broken(normed, normed)
+
+
+def plain(model: nn.Module) -> None:
+    torch.compile(model, backend="eager")(torch.randn(4, 8))
+
+
+def with_another_policy(model: nn.Module) -> None:
+    torch.compile(model, backend="fused", options={"memory": "off"})(torch.randn(4, 8))
+
+
+def explained(model: nn.Module) -> None:
     assert not tfo.explain(model, torch.randn(4, 8)).sites
-    with pytest.raises(tfo.UnfusedError, match="no MLP was found between 2 linear layers, in 2 graphs"):
-        torch.compile(model, backend="fused", options={"strict": True})(torch.randn(4, 8))
+
+
+def verified(model: nn.Module) -> None:
+    tfo.verify(model, torch.randn(4, 8), policy=STRICT)
+
+
+def strictly(model: nn.Module) -> None:
+    with pytest.raises(tfo.UnfusedError):
+        torch.compile(model, backend="fused", options={"policy": STRICT})(torch.randn(4, 8))
+
+
+def strictly_and_reset(model: nn.Module) -> None:
+    strictly(model)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("before", [plain, with_another_policy, explained, verified, strictly_and_reset])
+def test_the_same_code_in_other_compilations_hides_nothing(before: Callable[[nn.Module], None]) -> None:
+    """Code of a class, compiled before for another policy, by another backend or a tool, or forgotten since."""
+    before(Body(CUT))
+    with pytest.raises(tfo.UnfusedError, match="no MLP was found between 4 linear layers, in 2 graphs"):
+        torch.compile(Body(CUT), backend="fused", options={"policy": STRICT})(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("before", [plain, with_another_policy, strictly_and_reset])
+def test_nor_hides_it_a_warning(before: Callable[[nn.Module], None], warnings: Callable[[], list[str]]) -> None:
+    before(Body(CUT))
+    assert warnings() == []
+    model = torch.compile(Body(CUT), backend="fused")
+    for rows in (4, 4, 6):
+        model(torch.randn(rows, 8))
+    (text,) = warnings()
+    assert "no MLP was found between 4 linear layers, in 2 graphs" in text
+    torch.compile(Body(CUT), backend="fused")(torch.randn(4, 8))  # of the same code, which was judged
+    assert warnings() == []
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -113,18 +113,17 @@ def _meta_indices() -> Iterator[None]:
 def unchanged(model: Callable[..., Any]) -> Iterator[None]:
     """Restore what a run changes: buffers (batch statistics, caches), random generators, Dynamo's records.
 
-    Otherwise sizes seen here would make a later compilation with other sizes dynamic, graphs captured here would count
-    as the user's, and code captured here would not be new to ``strict`` in the user's first compilation.
+    Otherwise sizes seen here would make a later compilation with other sizes dynamic, and graphs captured here would
+    count as the user's.
     """
     from torch._dynamo import pgo
-    from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER as compilations
     from torch._dynamo.utils import counters
 
     buffers = [b for b in model.buffers() if not b.is_meta] if isinstance(model, torch.nn.Module) else []
     before = [buffer.detach().clone() for buffer in buffers]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     seen = pgo.get_code_state()
-    seen_before, counted, compiled = copy.deepcopy(seen), dict(counters["stats"]), dict(compilations)
+    seen_before, counted = copy.deepcopy(seen), dict(counters["stats"])
     with torch.random.fork_rng(devices):
         try:
             yield
@@ -133,8 +132,6 @@ def unchanged(model: Callable[..., Any]) -> Iterator[None]:
             seen.update(seen_before)
             counters["stats"].clear()
             counters["stats"].update(counted)
-            compilations.clear()
-            compilations.update(compiled)
             with torch.no_grad():
                 for buffer, old in zip(buffers, before, strict=True):
                     if not torch.equal(buffer, old):

@@ -38,6 +38,7 @@ class Observer(Protocol):
 
 process_wide: list[Observer] = []  # told in every thread, but not inside ``unobserved``
 _observers: ContextVar[tuple[Observer, ...] | None] = ContextVar("torch_fused_ops_observers", default=None)
+_unobserved: ContextVar[bool] = ContextVar("torch_fused_ops_unobserved", default=False)
 
 
 def _current() -> tuple[Observer, ...]:
@@ -57,17 +58,18 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Compilations inside are not the user's: nobody is told."""
-    token = _observers.set(())
+    """Compilations inside are not the user's: only observers from inside are told."""
+    tokens = _observers.set(()), _unobserved.set(True)
     try:
         yield
     finally:
-        _observers.reset(token)
+        _observers.reset(tokens[0])
+        _unobserved.reset(tokens[1])
 
 
 def is_unobserved() -> bool:
     """True inside of ``unobserved``."""
-    return _observers.get() == ()
+    return _unobserved.get()
 
 
 def before(graph: Graph, policy: FusionPolicy) -> None:
