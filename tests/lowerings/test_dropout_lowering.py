@@ -502,9 +502,9 @@ class DroppedEverywhere(nn.Module):
         return x + F.dropout(self.down(F.dropout(a, 0.25)), 0.25)
 
 
-@pytest.mark.covering(every=4)
+@pytest.mark.covering(1)
 @pytest.mark.codegen_is_slow
-@pytest.mark.parametrize("gated", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("memory", ["off", "free", "fp8", "input"])  # tiles are refused with a dropout inside
 def test_every_memory_level_rebuilds_the_same_masks(memory: str, gated: bool) -> None:
     """All gradients against differences of forward, which draws the masks that backward must make again."""

@@ -1,4 +1,5 @@
-"""Eager memory levels under hooks and wrappers that write in place: the gradients of plain autograd, or its error."""
+"""Eager memory levels under hooks and wrappers that write in place: the gradients of plain autograd, which finite
+differences confirm, or its error."""
 
 import contextlib
 import itertools
@@ -133,12 +134,20 @@ LATE: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 }
 
 
-def step(kind: str, memory: str, writes: list[tuple[str, str]], late: str, truth: bool = False) -> list[Tensor]:
-    """The result and all gradients; with ``truth`` those of plain autograd if nothing that it saved were written."""
+def step(
+    kind: str, memory: str, writes: list[tuple[str, str]], late: str, truth: bool = False, moved: float = 0.0
+) -> list[Tensor]:
+    """The result and all gradients; with ``truth`` those of plain autograd if nothing that it saved were written.
+
+    The input and all parameters are moved by so much in one direction.
+    """
     torch.manual_seed(0)
     module: Any = MODULES[kind](memory)
     leaf = torch.randn(ROWS, WIDTH, dtype=torch.double, requires_grad=True)
     parameters = list(module.parameters())
+    with torch.no_grad():
+        for t in (leaf, *parameters):
+            t.add_(direction(t), alpha=moved)
     for place, write in writes:
         attach(module, place, WRITES[write])
     with allow_mutation_on_saved_tensors() if truth else contextlib.nullcontext():
@@ -147,12 +156,28 @@ def step(kind: str, memory: str, writes: list[tuple[str, str]], late: str, truth
         y = module(x)
         result = y.detach().clone()
         LATE[late](module, x)
-        weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
-        return [result, *torch.autograd.grad((y * weight).sum(), [leaf, *parameters], materialize_grads=True)]
+        return [result, *torch.autograd.grad(loss(y), [leaf, *parameters], materialize_grads=True)]
+
+
+def loss(y: Tensor) -> Tensor:
+    return (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum()
+
+
+def direction(t: Tensor) -> Tensor:
+    return torch.linspace(-1, 2, t.numel(), dtype=t.dtype).cos().view_as(t)
+
+
+def confirm(expected: list[Tensor], kind: str, writes: list[tuple[str, str]]) -> None:
+    """Compare gradients with a difference of losses, unless autograd is not told of a write."""
+    if not any(write == "detached" for _, write in writes):
+        more, less = (loss(step(kind, "off", writes, "nothing", truth=True, moved=by)[0]) for by in (1e-6, -1e-6))
+        slope = sum((gradient * direction(gradient)).sum() for gradient in expected[1:])
+        torch.testing.assert_close(slope, (more - less) / 2e-6, rtol=1e-5, atol=1e-7)
 
 
 def check(kind: str, memory: str, writes: list[tuple[str, str]], late: str) -> None:
     expected = step(kind, "off", writes, late, truth=True)
+    confirm(expected, kind, writes)
     raises = False
     try:
         step(kind, "off", writes, late)
