@@ -1,6 +1,7 @@
 """What a cache is asked for is served under no other version and no other policy, and under its own it is."""
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd import autograd_cache
 from torch._inductor import config as inductor_config
 from torch.nn import functional as F
@@ -233,6 +235,48 @@ def gradients(fn: Callable[..., Tensor], owns: bool = False) -> list[Tensor]:
     wanted = [*args, *model.parameters()]
     grads = torch.autograd.grad(fn(model, *args).square().sum(), wanted, allow_unused=True)
     return [grad for grad in grads if grad is not None]
+
+
+def served(policy: tfo.FusionPolicy, which: str, owns: bool, cached: bool) -> tuple[list[Tensor], int, int]:
+    """A module's gradients, the bytes that it saves for backward, and the hits in AOTAutograd's cache."""
+    saved: list[Tensor] = []
+    counters.clear()
+    with (
+        inductor_config.patch(fx_graph_cache=cached),
+        torch._functorch.config.patch(enable_autograd_cache=cached),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+    ):
+        grads = gradients(compiled("fused", RUNS[which], policy), owns)
+    return grads, sum(t.nbytes for t in saved), counters["aot_autograd"]["autograd_cache_hit"]
+
+
+@pytest.mark.slow
+def test_random_pairs_of_policies_over_one_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_clean: None
+) -> None:
+    """Each module is served what its own policy decides for it, whatever filled the cache."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    chance, levels = random.Random(0), ("free", "fp8", "input", "tiled:2")
+    alone: dict[Any, tuple[list[Tensor], int]] = {}
+    hits = 0
+    for _ in range(6):
+        first, second = (
+            tfo.FusionPolicy(
+                memory={"enc": chance.choice(levels), "*": chance.choice(levels)},
+                exclude=chance.choice(((), ("enc",), ("dec",))),
+            )
+            for _ in range(2)
+        )
+        owns = chance.choice((False, True))
+        for policy, which in ((first, "enc"), (second, "dec"), (first, "dec"), (second, "enc"), (first, "enc")):
+            grads, nbytes, hit = served(policy, which, owns, cached=True)
+            key = policy.decisions((which,)), owns
+            if key not in alone:
+                alone[key] = served(policy, which, owns, cached=False)[:2]
+            torch.testing.assert_close(grads, alone[key][0])
+            assert nbytes == alone[key][1], (policy, which)
+            hits += hit
+    assert hits >= 6, "at least where a policy's module comes again"
 
 
 PATHS = """

@@ -21,11 +21,12 @@ def run(code: str, value: str) -> subprocess.CompletedProcess[str]:
 
 PROGRAM = """
 import re, sys, torch
-from torch_fused_ops import functional, switches
-from torch_fused_ops.operators.registration import Parts
+from torch_fused_ops import functional
+from torch_fused_ops.settings import switches
+from torch_fused_ops.operators.registration import KernelSet
 
 assert switches.is_without("kernels") and switches.is_without("float8_kernels")
-assert Parts("cpu", "gpu", "plain", "fake", "vmap").chosen() == ("plain", "plain", "plain", "fake", "vmap")
+assert KernelSet("cpu", "gpu", "plain", "fake", "vmap").chosen() == ("plain", "plain", "plain", "fake", "vmap")
 files = set()
 sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
 x = torch.randn(6, 8, requires_grad=True)
@@ -41,7 +42,6 @@ print([name for name in files if re.search(r"torch_fused_ops/(kernels/|families/
 """
 
 
-@pytest.mark.slow
 def test_plain_torch_alone_runs() -> None:
     done = run(PROGRAM, "kernels")
     assert done.returncode == 0, done.stderr
