@@ -185,8 +185,8 @@ Values: TypeAlias = dict[tuple[Any, ...] | None, tuple[_Saved, _Recomputed]]
 
 
 @contextlib.contextmanager
-def _recompute(values: Values, other: Callable[[Tensor], _Recomputed | None] | None = None) -> Iterator[None]:
-    """Save a recomputation for each of the values, and for tensors for which ``other`` has one.
+def _recompute(values: Values, other: Callable[[Any, Tensor], _Recomputed | None] | None = None) -> Iterator[None]:
+    """Save a recomputation for each of the values, and for tensors for which ``other`` has one, by their elements.
 
     ``_elements_of`` identifies a value, as long as neither it nor the recomputation's inputs are written.
     """
@@ -196,7 +196,7 @@ def _recompute(values: Values, other: Callable[[Tensor], _Recomputed | None] | N
         elements = _elements_of(saved)
         if elements is None:
             return outer_pack(saved)
-        if elements not in values and other is not None and (new := other(saved)) is not None:
+        if elements not in values and other is not None and (new := other(elements, saved)) is not None:
             values[elements] = _Saved.of(saved), new
         if elements not in values:
             return outer_pack(saved)
@@ -215,20 +215,6 @@ def _recompute(values: Values, other: Callable[[Tensor], _Recomputed | None] | N
             yield
     finally:
         values.clear()  # autograd holds ``pack`` until backward
-
-
-@contextlib.contextmanager
-def _watch(seen: set[tuple[Any, ...] | None]) -> Iterator[None]:
-    """Collect the keys of the tensors that are saved for backward."""
-    outer_pack, outer_unpack = _outer_hooks()
-
-    def pack(saved: Tensor) -> Any:
-        seen.add(_elements_of(saved))
-        return outer_pack(saved)
-
-    pack.outer = outer_pack  # type: ignore[attr-defined]
-    with saved_tensors_hooks(pack, outer_unpack):
-        yield
 
 
 class _Again:
@@ -252,13 +238,6 @@ class _Again:
 _SELECTIVE = (torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode)
 
 
-def _in_selective_checkpoint() -> bool:
-    """True inside a selective checkpoint, whose policy decides; with a level torch 2.15 warns or raises there."""
-    return torch._C._len_torch_dispatch_stack() > 0 and any(
-        isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()
-    )
-
-
 def _is_plain(x: Tensor) -> bool:
     """True if the call has no memory level: nothing is saved, a compiler or checkpoint decides, or hooks cannot run."""
     plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
@@ -267,7 +246,8 @@ def _is_plain(x: Tensor) -> bool:
     plain = plain or torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing()
     plain = plain or not isinstance(x, Tensor) or isinstance(x.numel(), torch.SymInt)
     plain = plain or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    return plain or _in_selective_checkpoint()
+    # A selective checkpoint's policy decides; with a level torch 2.15 warns or raises there.
+    return plain or any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
 def in_tiles(x: Tensor, memory: str, run: Callable[[Tensor, str], Tensor]) -> Tensor:
@@ -324,12 +304,15 @@ def through(
     values: Values = {of_h: (hidden, recomputed_h)}
     seen = set[tuple[Any, ...] | None]()
 
-    def large(saved: Tensor) -> _Recomputed | None:
+    def note(elements: Any, saved: Tensor) -> None:
+        seen.add(elements)
+
+    def large(elements: Any, saved: Tensor) -> _Recomputed | None:
         """Offload large tensors that the activation saves, such as ReLU's result, but not biases and scales."""
         return None if 2 * saved.numel() < h.numel() else _Recomputed(_same, _Saved.of(saved.detach()), hooks=hooks)
 
     random = _random_states(x.device) if may_draw else []
-    with _watch(seen) if memory == "free" and not offload else _recompute(values, large if offload else None):
+    with _recompute({}, note) if memory == "free" and not offload else _recompute(values, large if offload else None):
         a = activate(h)
         of_a = _elements_of(a)
         _, result = values.get(of_a, (None, None))
