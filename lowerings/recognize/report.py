@@ -27,7 +27,7 @@ from .canonical import Canonical
 from .gemms import Called, Linears
 from .graph import CONVOLUTIONS, FREE, NONLINEAR, GraphAnalysis, join, shown
 from .per_row_scale import RowScale
-from .rewrite import operator_of
+from .rewrite import Snapshot, operator_of
 from .subgraph import Subgraph, find, readers, results
 from .symbolic import RULES
 from .tiles import Tiling
@@ -50,6 +50,7 @@ class Candidate:
         activation: the name that was proved, fused or not.
         linears: the linear layers around it, where the policy asks for float8.
         memory: the memory level, where something is saved for backward.
+        tiling: the tiles of its MLP, where the policy asks for tiles; or the reason that it stays whole.
     """
 
     node: Node
@@ -59,13 +60,8 @@ class Candidate:
     activation: str | None = None
     linears: Linears | None = None
     memory: str = ""
-    tiling: Tiling | None = None
+    tiling: Tiling | Reason | None = None
     row_scale: RowScale | None = None
-
-    @property
-    def is_tiled(self) -> bool:
-        """True where its MLP becomes one of tiles."""
-        return self.tiling is not None and self.tiling.tiles > 0
 
 
 def site_of(analysis: GraphAnalysis, canonical: Canonical, candidate: Candidate) -> Site:
@@ -95,10 +91,10 @@ def site_of(analysis: GraphAnalysis, canonical: Canonical, candidate: Candidate)
         proof += f"; {_names(subgraph.factors)} by another tensor stays behind it"
     if candidate.row_scale:
         proof += f"; {candidate.row_scale}"
-    if candidate.tiling:
-        reason = candidate.tiling.reason
-        fields["tiles"] = candidate.tiling.tiles if reason is None else 1
-        fields |= {} if reason is None else {"tiles_reason": str(reason), "tiles_kind": reason.kind}
+    if isinstance(candidate.tiling, Tiling):
+        fields["tiles"] = candidate.tiling.count
+    elif candidate.tiling:
+        fields |= {"tiles": 1, "tiles_reason": str(candidate.tiling), "tiles_kind": candidate.tiling.kind}
     fields |= _float8(candidate.linears) | {"memory": candidate.memory}
     return Site(f"fused::{operator_of(subgraph)}", match.activation, reason=proof, **fields)
 
@@ -171,11 +167,12 @@ def unread(graph: Graph) -> tuple[Site, ...]:
 
 def _outputs(graph: Graph) -> list[Node]:
     """The output nodes of a graph's own sites, as the user's own calls."""
-    canonical = Canonical(graph)
+    before = Snapshot(graph)
     try:
+        canonical = Canonical(graph)
         return [canonical.originals.get(node, node) for node, _ in find(GraphAnalysis(graph, canonical.calls))]
     finally:
-        canonical.restore()
+        before.restore()
 
 
 def _parts(analysis: GraphAnalysis, output: Node, gemms: list[Node]) -> list[Node]:
