@@ -11,10 +11,10 @@ import inspect
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ __all__ = [
     "Call",
     "GraphAnalysis",
     "join",
+    "reached",
     "read",
     "record",
     "shown",
@@ -40,6 +41,9 @@ __all__ = [
     "tensor",
     "write_call",
 ]
+
+
+_Place = TypeVar("_Place", bound=Hashable)  # a node, or a node and what is known of the way to it
 
 
 def _words(text: str) -> frozenset[str]:
@@ -261,6 +265,17 @@ def write_call(like: Node, target: Any, *args: Any, make: Callable[[], Any] | No
     node = like.graph.call_function(target, args, kwargs)
     record(node, like, make)
     return node
+
+
+def reached(start: Iterable[_Place], neighbors: Callable[[_Place], Iterable[_Place]]) -> Iterator[_Place]:
+    """These places and all that ``neighbors`` leads to from them, each once."""
+    seen, pending = set[_Place](), list(start)
+    while pending:
+        place = pending.pop()
+        if place not in seen:
+            seen.add(place)
+            yield place
+            pending.extend(neighbors(place))
 
 
 def shown(node: Node) -> str:

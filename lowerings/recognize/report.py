@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch_fused_ops.policy import enclosing_modules
 from . import dropout, unknown_calls
 from .canonical import Canonical
 from .gemms import Called, Linears
-from .graph import CONVOLUTIONS, FREE, NONLINEAR, GraphAnalysis, join, shown
+from .graph import CONVOLUTIONS, FREE, NONLINEAR, GraphAnalysis, join, reached, shown
 from .per_row_scale import RowScale
 from .rewrite import Snapshot, operator_of
 from .subgraph import Subgraph, find, readers, results
@@ -177,14 +178,13 @@ def _outputs(graph: Graph) -> list[Node]:
 
 def _parts(analysis: GraphAnalysis, output: Node, gemms: list[Node]) -> list[Node]:
     """The nodes from the GEMMs that a site's inputs come from to the GEMMs that read it, these included."""
-    parts, pending = dict.fromkeys([output, *gemms]), [output]
-    while pending and len(parts) < 64:
-        for source in analysis.sources(pending.pop()):
-            if source not in parts and analysis.state[source] != FREE:
-                parts[source] = None
-                if analysis.calls[source].gemm is None:
-                    pending.append(source)
-    return list(parts)
+
+    def sources(node: Node) -> list[Node]:
+        if analysis.calls[node].gemm is not None:
+            return []
+        return [source for source in analysis.sources(node) if analysis.state[source] != FREE]
+
+    return [*gemms, *islice(reached([output], sources), 64)]
 
 
 def _is_activation(analysis: GraphAnalysis, canonical: Canonical, node: Node) -> bool:
@@ -219,14 +219,15 @@ def _rejected(reason: Reason) -> dict[str, Any]:
 
 def _calls(analysis: GraphAnalysis, output: Node) -> list[Node]:
     """The pointwise calls from GEMMs to a rejected site's output node, which `examine` would have walked."""
-    calls, pending = {output}, [output]
-    while pending and len(calls) < 32:
-        for source in analysis.sources(pending.pop()):
+
+    def sources(node: Node) -> Iterator[Node]:
+        for source in analysis.sources(node):
             pointwise = analysis.calls[source].name in RULES or analysis.custom(source) is not None
-            if source not in calls and analysis.state[source] == NONLINEAR and (pointwise or analysis.passes(source)):
-                calls.add(source)
-                pending.append(source)
-    return sorted((node for node in calls if not analysis.passes(node)), key=analysis.index.__getitem__)
+            if analysis.state[source] == NONLINEAR and (pointwise or analysis.passes(source)):
+                yield source
+
+    calls = [node for node in islice(reached([output], sources), 32) if not analysis.passes(node)]
+    return sorted(calls, key=analysis.index.__getitem__)
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in .*\n(?: +([^\n]*))?')

@@ -31,6 +31,7 @@ from .graph import (
     NONLINEAR,
     PIECES,
     GraphAnalysis,
+    reached,
     shown,
     tensor,
 )
@@ -249,9 +250,7 @@ def _foreign(analysis: GraphAnalysis, subgraph: Subgraph, foreign: Node) -> Reas
     whole = source.op not in ("placeholder", "get_attr") and same_shape(foreign, subgraph.output)
     if analysis.fed[source] and whole and not _is_mask(source):
         return gated
-    pending, seen = [foreign], {foreign}
-    while pending and not analysis.fed[foreign]:
-        node = pending.pop()
+    for node in () if analysis.fed[foreign] else reached([foreign], lambda node: node.all_input_nodes):
         if isinstance(tensor(node), torch.nn.Parameter):
             # The activation's own, as in xIELU. In a whole tensor of data, as a norm's result, it is a gate.
             if whole:
@@ -259,9 +258,6 @@ def _foreign(analysis: GraphAnalysis, subgraph: Subgraph, foreign: Node) -> Reas
             if value_of(node).requires_grad:
                 return Reason(Kind.PARAMETER, f"a learnable parameter takes part: {shown(node)}")
             return Reason(Kind.PARAMETER, f"a parameter takes part: {shown(node)}")
-        new = [a for a in node.all_input_nodes if a not in seen]
-        seen.update(new)
-        pending.extend(new)
     if _is_mask(source):
         return Reason(Kind.MASK, f"a mask takes part: {shown(source)}")
     return Reason(Kind.ANOTHER_TENSOR, f"another tensor takes part: {shown(source)}")
@@ -274,42 +270,26 @@ def _is_mask(node: Node) -> bool:
 
 def _merge(analysis: GraphAnalysis, subgraph: Subgraph) -> dict[Node, Node]:
     """Merge inputs that are the same view taken twice (``h[:, :n] * sigmoid(h[:, :n])``): each input with the first."""
-    same: dict[Node, Node] = {}  # a node, and the first that is the same view of the same tensor
-    views: dict[Any, Node] = {}
-    first: dict[Node, Node] = {}
-
-    def fixed(node: Node) -> bool:
-        written = (analysis.writes.get(analysis.storage(value)) for value in (node, *node.all_input_nodes))
-        return analysis.passes(node) and analysis.calls[node].name not in DROPOUTS and not any(written)
-
-    def key(argument: Any) -> Any:
-        if isinstance(argument, Node):
-            return same[argument]
-        if isinstance(argument, (tuple, list)):
-            return tuple(map(key, argument))
-        return repr(argument)
-
-    pending = list(subgraph.inputs)  # no recursion: chains of views may be long, and join again
-    while pending:
-        node = pending[-1]
-        below = [a for a in node.all_input_nodes if a not in same] if node not in same and fixed(node) else []
-        if below:
-            pending.extend(below)
-            continue
-        pending.pop()
-        if node not in same:
-            call = analysis.calls[node]
-            view = (
-                (call.name, key(call.args), key(tuple(sorted(call.kwargs.items()))), analysis.region[node])
-                if fixed(node)
-                else node
-            )
-            same[node] = views.setdefault(view, node)
-
-    merged = {source: first.setdefault(same[source], source) for source in subgraph.inputs}
+    first: dict[Any, Node] = {}
+    merged = {source: first.setdefault(_path(analysis, source), source) for source in subgraph.inputs}
     subgraph.inputs = list(first.values())
     subgraph.bypassed += [node for node in merged if node not in subgraph.inputs]
     return merged
+
+
+def _path(analysis: GraphAnalysis, node: Node) -> tuple[Any, ...]:
+    """The tensor that a node moves, and the calls that do, if nothing writes any of it: equal paths, equal values."""
+    path: list[Any] = []
+    while analysis.passes(node) and analysis.calls[node].name not in DROPOUTS:
+        call, source = analysis.calls[node], node.all_input_nodes[0]
+        if any(analysis.writes.get(analysis.storage(value)) for value in (node, *node.all_input_nodes)):
+            break
+        arguments = map_arg(
+            (call.args, call.kwargs), lambda argument, source=source: "" if argument is source else argument
+        )
+        path.append((call.name, repr(arguments), analysis.region[node]))
+        node = source
+    return node, *path
 
 
 def _steps(analysis: GraphAnalysis, subgraph: Subgraph) -> tuple[tuple[Step, ...], Ref]:

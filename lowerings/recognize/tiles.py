@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.settings import tiles
 
-from .graph import CASTS, COPIES, DROPOUTS, FREE, GraphAnalysis, record, shown, write_call
+from .graph import CASTS, COPIES, DROPOUTS, FREE, GraphAnalysis, reached, record, shown, write_call
 from .rewrite import Edit, dead_calls, insert
 from .subgraph import Subgraph, readers
 from .symbolic import LINEAR
@@ -131,19 +131,19 @@ def _last(analysis: GraphAnalysis, subgraph: Subgraph) -> Node:
 
 def _read(analysis: GraphAnalysis, mlp: Tiling) -> None:
     """Read the calls from an MLP's last linear layer back to its tokens."""
-    pending, calls, passed = [mlp.last], set[Node](), set[Node]()
-    while pending:
-        node = pending.pop()
-        if node is mlp.source or node in calls:
-            continue
-        if len(calls) == MAX_CALLS:
+    passed = set[Node]()
+
+    def sources(node: Node) -> list[Node]:
+        arguments = {argument: _viewed(analysis, mlp, argument, passed) for argument in _data(analysis, mlp, node)}
+        mlp.data.update(arguments)
+        return [source for source in arguments.values() if source is not mlp.source]
+
+    for node in reached([mlp.last], sources):
+        if len(mlp.calls) == MAX_CALLS:
             raise Rejection(Kind.TILE_FORM, f"more than {MAX_CALLS} calls stand between its input and its result")
-        calls.add(node)
-        for argument in _data(analysis, mlp, node):
-            mlp.data[argument] = _viewed(analysis, mlp, argument, passed)
-            pending.append(mlp.data[argument])
-    mlp.calls = sorted(calls, key=analysis.index.__getitem__)
-    mlp.dead = {*calls, *passed, *dead_calls(mlp.subgraph)}
+        mlp.calls.append(node)
+    mlp.calls.sort(key=analysis.index.__getitem__)
+    mlp.dead = {*mlp.calls, *passed, *dead_calls(mlp.subgraph)}
 
 
 def _viewed(analysis: GraphAnalysis, mlp: Tiling, node: Node, passed: set[Node]) -> Node:
