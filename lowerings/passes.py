@@ -111,6 +111,7 @@ class Stage:
     """A pass in a slot. ``policy`` None: follow the context's."""
 
     name = ""
+    shares = False  # its slot holds several passes; in another, somebody else's stays, alone
 
     def __init__(self, policy: FusionPolicy | None = None) -> None:
         self.policy = policy
@@ -132,6 +133,13 @@ class Stage:
     def uuid(self) -> str | None:
         return f"{self.name}|{identity()}|{self.policy_now()!r}|{_decided_before()}"
 
+    def join(self, slot: Any) -> Any:
+        """The slot's value with this stage after whatever passes stand there, if there is room for it."""
+        passes = compat.passes_in(slot)
+        if self in passes or (passes and not self.shares):
+            return slot
+        return compat.slot_of((*passes, self)) if self.shares else self
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stage) and type(self) is type(other) and self.policy == other.policy
 
@@ -145,67 +153,21 @@ class Stage:
         return f"<torch_fused_ops: {self.name}, {self.policy or 'the policy in force'}>"
 
 
-class _Pass(Stage):
-    """One of the passes in a slot that holds several."""
-
-    @staticmethod
-    def join(slot: Any, stage: Stage) -> Any:
-        """The slot with ``stage`` after whatever passes stand there."""
-        passes = compat.passes_in(slot)
-        return slot if stage in passes else compat.slot_of((*passes, stage))
-
-    @staticmethod
-    def leave(slot: Any, stage: Stage) -> Any:
-        """The slot without ``stage``."""
-        passes = compat.passes_in(slot)
-        return slot if stage not in passes else compat.slot_of([one for one in passes if one != stage])
-
-    @staticmethod
-    def others(slot: Any) -> Any:
-        """The slot without any stage of ours."""
-        return compat.slot_of([one for one in compat.passes_in(slot) if not isinstance(one, Stage)])
-
-
-class _Only(Stage):
-    """A pass in a slot for a single pass: somebody else's there stays, alone."""
-
-    @staticmethod
-    def join(slot: Any, stage: Stage) -> Any:
-        """``stage``, unless something stands there."""
-        return stage if slot is None else slot
-
-    @staticmethod
-    def leave(slot: Any, stage: Stage) -> Any:
-        """None, unless something else stands there."""
-        return None if slot == stage else slot
-
-    @staticmethod
-    def others(slot: Any) -> Any:
-        """None, unless something stands there that is not ours."""
-        return None if isinstance(slot, Stage) else slot
-
-
-class BeforeCaches(_Only):
+class BeforeCaches(Stage):
     """Not a stage: ``pre_grad_pass_timing``, where torch would ask AOTAutograd's cache before it runs stage 1.
 
     Keys must be made after it, as it says in them what the policy's patterns decide (``_note_decisions``).
     """
 
-    @staticmethod
-    def join(slot: Any, stage: Stage) -> Any:
+    def join(self, slot: Any) -> Any:
         """Early, unless somebody has chosen."""
         return "early" if slot == "default" else slot
 
-    @staticmethod
-    def others(slot: Any) -> Any:
-        """As it is: it tells nothing of who has set it."""
-        return slot
 
-
-class Recognize(_Pass, CustomGraphPass):
+class Recognize(Stage, CustomGraphPass):
     """Stage 1, one of the passes in ``pre_grad_custom_pass``."""
 
-    name = "recognize"
+    name, shares = "recognize", True
 
     def uuid(self) -> str | None:
         """None where a key that is made before this pass has run would lack what patterns decide.
@@ -279,7 +241,7 @@ def _helps(site: Site) -> str:
     return "".join(f" → {kind.advice}" if kind.hint else f" ({kind.row})" for kind in site.refusals)
 
 
-class Partition(_Only, CustomPartitionerFn):
+class Partition(Stage, CustomPartitionerFn):
     """Stage 2, in ``custom_partitioner_fn``."""
 
     name = "partition"
@@ -336,10 +298,10 @@ def _described(forward: torch.fx.Graph, outputs: int, static_inputs: Sequence[in
     return {"bytes": sum(tensor["bytes"] for tensor in saved), "tensors": saved}
 
 
-class PostGrad(_Pass, compat.InferenceAwarePass):
+class PostGrad(Stage, compat.InferenceAwarePass):
     """Stage 3's choice of GEMM, and its sums over rows: one of the passes in ``post_grad_custom_post_pass``."""
 
-    name = "post-grad"
+    name, shares = "post-grad", True
 
     def __call__(self, graph: torch.fx.Graph, is_inference: bool = True) -> None:
         policy = self.policy_to_run()
@@ -352,7 +314,7 @@ class PostGrad(_Pass, compat.InferenceAwarePass):
             guard(functools.partial(epilogues.rewrite, graph, policy, guard))
 
 
-class BufferReuse(_Only, compat.SchedulerPass):
+class BufferReuse(Stage, compat.SchedulerPass):
     """Stage 4, in ``_post_fusion_custom_pass``."""
 
     name = "buffer reuse"
@@ -364,8 +326,7 @@ class BufferReuse(_Only, compat.SchedulerPass):
         return nodes
 
 
-_Kind = type[Recognize] | type[Partition] | type[PostGrad] | type[BufferReuse] | type[BeforeCaches]
-SLOTS: dict[str, _Kind] = {
+SLOTS: dict[str, type[Stage]] = {
     **({compat.TIMING: BeforeCaches} if hasattr(inductor_config, compat.TIMING) else {}),
     "pre_grad_custom_pass": Recognize,
     "custom_partitioner_fn": Partition,
@@ -422,15 +383,15 @@ def _hold(delta: int) -> None:
         _users += delta
         here = active_policy() is not None
         for name, kind in SLOTS.items():
-            everywhere, own = (functools.partial(_update, kind, needed) for needed in (_users > 0, here))
+            everywhere, own = (functools.partial(_update, kind(), needed) for needed in (_users > 0, here))
             compat.update_everywhere(inductor_config, name, everywhere, own)
         if _users == 0:
             _joined.clear()  # what others have replaced since is nobody's to restore
 
 
-def _update(kind: _Kind, join: bool, slot: Any) -> Any:
+def _update(stage: Stage, join: bool, slot: Any) -> Any:
     if join:
-        joined = kind.join(slot, kind())
+        joined = stage.join(slot)
         if joined is not slot:
             _joined.append((slot, joined))
         return joined
@@ -438,7 +399,14 @@ def _update(kind: _Kind, join: bool, slot: Any) -> Any:
         if joined is slot:
             _joined.remove((before, joined))
             return before
-    return kind.leave(slot, kind())
+    return _without(slot, stage.__eq__)
+
+
+def _without(slot: Any, left_out: Callable[[Any], bool]) -> Any:
+    """The slot's value without some of its passes."""
+    passes = compat.passes_in(slot)
+    others = [graph_pass for graph_pass in passes if not left_out(graph_pass)]
+    return slot if len(others) == len(passes) else compat.slot_of(others)
 
 
 # ---- public --------------------------------------------------------------------------------------
@@ -535,10 +503,14 @@ def compile_options(policy: FusionPolicy | None = None, options: dict[str, Any] 
     check_keys()
     policy, result = policy_or_default(policy), {**options_without_us(), **(options or {})}
     for name, kind in SLOTS.items():
-        result[name] = kind.join(kind.leave(result[name], kind()), kind(policy))
+        result[name] = kind(policy).join(_without(result[name], _is_ours))
     return result
 
 
 def options_without_us() -> dict[str, Any]:
-    """Options that compile without the fusion pass, whatever the policy; other passes in the slots stay."""
-    return {name: kind.leave(getattr(inductor_config, name), kind()) for name, kind in SLOTS.items()}
+    """Options that compile without the fusion passes, whatever the policy; other passes in the slots stay."""
+    return {name: _without(getattr(inductor_config, name), _is_ours) for name in SLOTS}
+
+
+def _is_ours(graph_pass: Any) -> bool:
+    return isinstance(graph_pass, Stage)

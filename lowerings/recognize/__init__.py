@@ -32,8 +32,9 @@ from . import dropout, gemms, per_row_scale, tiles
 from .canonical import Canonical
 from .graph import GraphAnalysis, shown, tensor
 from .report import Candidate, called_site, dropout_site, modules_of, site_of, unread
-from .rewrite import fuse, replace
+from .rewrite import Edit, Snapshot, fuse, replace
 from .subgraph import Subgraph, examine, find, results
+from .tiles import Tiling
 from .values import check_rounding, producers, value_of
 
 __all__ = ["rewrite", "unread"]
@@ -56,8 +57,9 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
     Raises:
         Whatever goes wrong; the graph then is as it was.
     """
-    canonical, replaced = Canonical(graph), set[Node]()
+    before = Snapshot(graph)
     try:
+        canonical = Canonical(graph)
         analysis = GraphAnalysis(graph, canonical.calls)
         candidates = _candidates(analysis, policy)
         proved = [(candidate, candidate.subgraph) for candidate in candidates if candidate.subgraph]
@@ -71,20 +73,27 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
         sites = [(candidate.node, site_of(analysis, canonical, candidate)) for candidate in candidates]
         sites += [(call.node, called_site(call, linears)) for call, linears in called]
         sites += [(site.node, dropout_site(analysis, site)) for site in dropouts]
+        used = set[Node]()
         if apply:
             fused = [site for site in dropouts if site.reason is None]
-            edits = [
-                per_row_scale.fuse(graph, candidate.row_scale) if candidate.row_scale else fuse(graph, subgraph)
-                for candidate, subgraph in proved
-                if not candidate.is_tiled
-            ]
-            edits += [*dropout.fuse(graph, fused), *gemms.fuse(graph, analysis, recipes)]
-            edits += tiles.fuse(graph, [candidate.tiling for candidate, _ in proved if candidate.tiling])
-            replace(graph, edits)
-            replaced.update(*(subgraph.calls for _, subgraph in proved), *(site.calls for site in fused))
-        return tuple(site for _, site in sorted(sites, key=lambda pair: analysis.index[pair[0]]))
-    finally:
-        canonical.restore(replaced)
+            replace(graph, [*_edits(proved), *dropout.fuse(fused), *gemms.fuse(analysis, recipes)])
+            used.update(*(subgraph.calls for _, subgraph in proved), *(site.calls for site in fused))
+        if used:
+            canonical.fold(used)
+        else:
+            before.restore()
+    except BaseException:
+        before.restore()
+        raise
+    return tuple(site for _, site in sorted(sites, key=lambda pair: analysis.index[pair[0]]))
+
+
+def _edits(proved: list[tuple[Candidate, Subgraph]]) -> Iterator[Edit]:
+    for candidate, subgraph in proved:
+        if isinstance(candidate.tiling, Tiling):
+            yield tiles.fuse(candidate.tiling)
+        else:
+            yield per_row_scale.fuse(candidate.row_scale) if candidate.row_scale else fuse(subgraph)
 
 
 def _candidates(analysis: GraphAnalysis, policy: FusionPolicy) -> list[Candidate]:
@@ -120,7 +129,7 @@ def _choose(
     analysis: GraphAnalysis, policy: FusionPolicy, proved: list[tuple[Candidate, Subgraph]], *, saves: bool
 ) -> None:
     """Apply the policy to each proved activation: linear layers in float8, a memory level, tiles."""
-    tiled = []
+    in_tiles = set[Node]()
     for candidate, subgraph in proved:
         modules = modules_of(candidate.node, candidate.gemms[0])
         recipe = policy.gemm_of(modules)
@@ -130,12 +139,12 @@ def _choose(
             continue
         candidate.memory = policy.memory_of(modules)
         count = asked(candidate.memory)
-        if count is not None and recipe in RECIPES:
-            tiled.append((candidate, tiles.Tiling(reason=Reason(Kind.TILE_FP8, "its linear layers are in float8"))))
-        elif count is not None:
-            tiled.append((candidate, tiles.tiling(analysis, subgraph, count)))
-    for (candidate, _), tiling in zip(tiled, tiles.apart(tiling for _, tiling in tiled), strict=True):
-        candidate.tiling = tiling
+        try:
+            if count is not None and recipe in RECIPES:
+                raise Rejection(Kind.TILE_FP8, "its linear layers are in float8")
+            candidate.tiling = None if count is None else tiles.tiling(analysis, subgraph, count, in_tiles)
+        except Rejection as rejection:
+            candidate.tiling = rejection.reason
 
 
 def _move_row_scales(
@@ -143,7 +152,7 @@ def _move_row_scales(
 ) -> None:
     """Take a factor of the rows in front of its GEMM; tiles and float8 replace that GEMM themselves."""
     for candidate, subgraph in proved:
-        if candidate.memory and not candidate.is_tiled:
+        if candidate.memory and not isinstance(candidate.tiling, Tiling):
             scale = per_row_scale.find(analysis, subgraph)
             candidate.row_scale = scale if scale and scale.gemm not in in_float8 else None
 

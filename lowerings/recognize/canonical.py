@@ -1,4 +1,4 @@
-"""A graph in a form that is easier to read, and back: only the parts that a rewrite has used stay.
+"""A graph in a form that is easier to read, of which only the parts that a rewrite has used stay.
 
 Three patterns lie between an activation and the GEMM that reads it:
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .graph import PIECES, Call, describe, record, statically, tensor
+from .graph import PIECES, Call, record, statically, tensor, write_call
 from .symbolic import RULES
 
 __all__ = ["Canonical"]
@@ -36,44 +36,34 @@ class Canonical:
         self.graph = graph
         self.originals: dict[Node, Node] = {}
         self.calls: dict[Node, Call] = {}
-        self._edits: list[tuple[Node, list[Node] | tuple[Any, Any]]] = []  # an expansion's parts, or arguments before
-        try:
-            self._thread_and_expand()
-        except BaseException:
-            self.restore()
-            raise
+        self._expanded: list[tuple[Node, list[Node]]] = []  # a call and the parts that stand in its place
+        self._thread_and_expand()
 
-    def restore(self, used: Collection[Node] = ()) -> None:
-        """Undo it.
+    def fold(self, used: Collection[Node]) -> None:
+        """Put the calls back whose expansions a rewrite has not used, and erase those whose expansions it has.
+
+        Readers of in-place calls' results stay: it is the same tensor.
 
         Args:
-            used: the nodes that a rewrite has replaced. Expansions among them stay. If there are any, readers of
-                in-place calls' results stay, too: it is the same tensor.
+            used: the nodes that the rewrite has replaced.
         """
-        for node, edit in reversed(self._edits):
-            if isinstance(edit, tuple):
-                if not used:
-                    node.args, node.kwargs = edit
-            elif edit[-1] in used:
+        for node, parts in reversed(self._expanded):
+            if parts[-1] in used:
                 self.graph.erase_node(node)
             else:
-                edit[-1].replace_all_uses_with(node)
-                for part in reversed(edit):
+                parts[-1].replace_all_uses_with(node)
+                for part in reversed(parts):
                     self.graph.erase_node(part)
-        self._edits.clear()
 
     def _thread_and_expand(self) -> None:
         written: dict[Node, Node] = {}  # a tensor, and the result of the call that wrote it in place next
         for node in list(self.graph.nodes):
-            stale = [a for a in node.all_input_nodes if a in written]
-            if stale:
-                self._edits.append((node, (node.args, node.kwargs)))
-                for a in stale:
-                    last = written[a]
-                    while last in written:
-                        last = written[last]
-                    written[a] = last  # else a thousand calls on one tensor take a million steps
-                    node.replace_input_with(a, last)
+            for a in [a for a in node.all_input_nodes if a in written]:
+                last = written[a]
+                while last in written:
+                    last = written[last]
+                written[a] = last  # else a thousand calls on one tensor take a million steps
+                node.replace_input_with(a, last)
             call = self.calls[node] = Call(node)
             target = call.args[0] if call.args else None
             if call.inplace and call.name in RULES and isinstance(target, Node):
@@ -115,20 +105,12 @@ class Canonical:
         length = pieces[i % len(pieces)].shape[axis]
         if not (isinstance(start, int) and isinstance(length, int)):
             return
-        parts: list[Node] = []
-        try:
-            with self.graph.inserting_before(act.next):
-                parts.append(self.graph.call_function(torch.narrow, (source, axis, start, length)))
-                record(parts[0], source)
-                parts.append(self.graph.node_copy(act, lambda node: parts[0] if node is source else node))
-                describe(parts[1], act, lambda: _called(act, tensor(parts[0])))
-        except BaseException:
-            for part in reversed(parts):
-                self.graph.erase_node(part)
-            raise
-        self.originals[parts[0]], self.originals[parts[1]] = node, act
-        self._edits.append((node, parts))
-        node.replace_all_uses_with(parts[1])
+        with self.graph.inserting_before(act.next):
+            piece = write_call(source, torch.narrow, source, axis, start, length)
+            copy = self.graph.node_copy(act, lambda node: piece if node is source else node)
+            record(copy, act)
+        self._expand_to(node, [piece, copy])
+        self.originals[copy] = act
 
     def _is_no_dropout(self, node: Node) -> bool:
         call = self.calls.get(node)
@@ -141,25 +123,15 @@ class Canonical:
         if value is None or not isinstance(axis, int) or not isinstance(value.shape[axis], int):
             return  # a symbolic size would have to be computed in the graph
         half = value.shape[axis] // 2
-        parts: list[Node] = []
+        with self.graph.inserting_before(node.next):
+            up, gate = (write_call(node, torch.narrow, source, axis, start, half) for start in (0, half))
+            weight = write_call(node, torch.sigmoid, gate)
+            self._expand_to(node, [up, gate, weight, write_call(node, torch.mul, up, weight)])
 
-        def add(target: Any, *args: Any) -> Node:
-            part = self.graph.call_function(target, args)
-            parts.append(part)
-            self.originals[part] = node
-            record(part, node)
-            return part
-
-        try:
-            with self.graph.inserting_before(node.next):
-                up, gate = (add(torch.narrow, source, axis, start, half) for start in (0, half))
-                product = add(torch.mul, up, add(torch.sigmoid, gate))
-        except BaseException:
-            for part in reversed(parts):
-                self.graph.erase_node(part)
-            raise
-        self._edits.append((node, parts))
-        node.replace_all_uses_with(product)
+    def _expand_to(self, node: Node, parts: list[Node]) -> None:
+        self.originals.update(dict.fromkeys(parts, node))
+        self._expanded.append((node, parts))
+        node.replace_all_uses_with(parts[-1])
 
 
 def _is_taken_once(cut: Node, i: int, count: int) -> bool:
@@ -177,10 +149,3 @@ def _axis(whole: torch.Tensor, pieces: Sequence[torch.Tensor]) -> int | None:
 
     axes = list(filter(is_cut, range(whole.ndim)))
     return axes[0] if len(axes) == 1 else None
-
-
-def _called(node: Node, value: torch.Tensor | None) -> Any:
-    """Make a node's call with this value in place of its one tensor."""
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda node: value)
-    target: Any = node.target
-    return getattr(torch.Tensor, target)(*args, **kwargs) if node.op == "call_method" else target(*args, **kwargs)

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
 from torch_fused_ops.graphs.sites import DROPOUT
 from torch_fused_ops.policy import FusionPolicy
 
-from .graph import AFFINE, GraphAnalysis, describe, record, shown, statically, tensor
+from .graph import AFFINE, GraphAnalysis, shown, statically, tensor, write_call
 from .rewrite import Edit
 from .subgraph import check_in_place_call
 from .values import FLOATING, check_plain, check_rounding, is_contiguous, is_plain, same_shape, value_of
@@ -162,38 +162,25 @@ def _not_taken(analysis: GraphAnalysis, node: Node, total: Node) -> str:
 # ---- the edit --------------------------------------------------------------------------------------------------------
 
 
-def fuse(graph: Graph, sites: Sequence[Dropout]) -> list[Edit]:
+def fuse(sites: Sequence[Dropout]) -> list[Edit]:
     """The edits that replace each site by one ``fused::dropout_add``."""
     by_device: dict[torch.device, list[Dropout]] = {}
     for site in sites:
         by_device.setdefault(value_of(site.node).device, []).append(site)
     drawn: dict[torch.device, Node] = {}
 
-    def make(site: Dropout, new: list[Node]) -> Node:
+    def write(site: Dropout) -> Node:
         device = value_of(site.node).device
         here = by_device[device]
         if device not in drawn:  # the seeds of all sites there, in front of the first
-            first, shape, dtype = here[0].calls[0], (len(here),), torch.int64
-            args = (0, 2**63 - 1, shape)
-            with graph.inserting_before(first):
-                node = drawn[device] = graph.call_function(torch.randint, args, {"dtype": dtype, "device": device})
-            new.append(node)
-            describe(node, first, lambda: torch.empty(shape, dtype=dtype, device=device))
-        return _insert(graph, site, drawn[device], here.index(site), new)
-
-    return [(site.calls[-1], partial(make, site), site.calls) for site in sites]
-
-
-def _insert(graph: Graph, site: Dropout, drawn: Node, i: int, new: list[Node]) -> Node:
-    last, node = site.calls[-1], site.node
-    with graph.inserting_before(last):
-        seed = graph.call_function(operator.getitem, (drawn, slice(i, i + 1)))
-        new.append(seed)
-        describe(seed, last, lambda: value_of(drawn)[:1])
-        x = node.all_input_nodes[0]
+            first, shape, options = here[0].calls[0], (len(here),), {"dtype": torch.int64, "device": device}
+            with first.graph.inserting_before(first):
+                make = partial(torch.empty, shape, **options)
+                drawn[device] = write_call(first, torch.randint, 0, 2**63 - 1, shape, make=make, **options)
+        last, i, x = site.calls[-1], here.index(site), site.node.all_input_nodes[0]
+        seed = write_call(last, operator.getitem, drawn[device], slice(i, i + 1))
         if site.bias is not None:
             x = next(a for a in x.all_input_nodes if a is not site.bias)
-        result = graph.call_function(torch.ops.fused.dropout_add.default, (x, site.bias, site.residual, seed, site.p))
-        new.append(result)
-        record(result, last)
-    return result
+        return write_call(last, torch.ops.fused.dropout_add.default, x, site.bias, site.residual, seed, site.p)
+
+    return [(site.calls[-1], partial(write, site), site.calls) for site in sites]

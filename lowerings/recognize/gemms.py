@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from torch_fused_ops.declaration import PointwiseOperator
 from torch_fused_ops.families.float8.operators import DTYPES_OF_EXPERTS, DTYPES_OF_PRODUCTS
@@ -25,7 +25,7 @@ from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
 from torch_fused_ops.graphs.target import target_device
 from torch_fused_ops.operators.activation import CALLS
 
-from .graph import GraphAnalysis, record, shown, statically, tensor
+from .graph import GraphAnalysis, shown, statically, tensor, write_call
 from .rewrite import Edit
 from .subgraph import readers
 from .values import arguments_of, check_plain, producers, value_of
@@ -189,11 +189,11 @@ def no_scaled_products(device: torch.device, scaling: Scaling, grouped: bool = F
     return ""
 
 
-def fuse(graph: Graph, analysis: GraphAnalysis, recipes: dict[Node, str]) -> list[Edit]:
+def fuse(analysis: GraphAnalysis, recipes: dict[Node, str]) -> list[Edit]:
     """The edits that make linear layers ``fused::linear_fp8``, each by its recipe."""
     if any(target_device(value_of(node).device).type == "cpu" for node in recipes):
         _warn_of_cpu()
-    return [(node, partial(_insert, graph, analysis, node, recipe), {node}) for node, recipe in recipes.items()]
+    return [(node, partial(_insert, analysis, node, recipe), {node}) for node, recipe in recipes.items()]
 
 
 @lru_cache(maxsize=1)
@@ -205,23 +205,11 @@ def _warn_of_cpu() -> None:
     )
 
 
-def _insert(graph: Graph, analysis: GraphAnalysis, node: Node, recipe: str, new: list[Node]) -> Node:
+def _insert(analysis: GraphAnalysis, node: Node, recipe: str) -> Node:
     experts = experts_of(analysis, node)
     if experts is not None:
-        with graph.inserting_before(node):
-            result = graph.call_function(torch.ops.fused.grouped_linear_fp8.default, (*experts, recipe))
-            new.append(result)
-            record(result, node)
-        return result
+        return write_call(node, torch.ops.fused.grouped_linear_fp8.default, *experts, recipe)
     input, weight, bias, transposed = arguments_of(analysis, node)
-    with graph.inserting_before(node):
-        if transposed:
-            weight = graph.call_function(torch.ops.aten.t.default, (weight,))
-            new.append(weight)
-            record(weight, weight.all_input_nodes[0])
-            weight.meta.update({k: v for k, v in node.meta.items() if k not in ("example_value", "val")})
-        dtype = value_of(node).dtype
-        result = graph.call_function(torch.ops.fused.linear_fp8.default, (input, weight, bias, dtype, recipe))
-        new.append(result)
-        record(result, node)
-    return result
+    if transposed:
+        weight = write_call(node, torch.ops.aten.t.default, weight)
+    return write_call(node, torch.ops.fused.linear_fp8.default, input, weight, bias, value_of(node).dtype, recipe)

@@ -11,14 +11,15 @@ import inspect
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, lru_cache, partial
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_map_only
 
 from torch_fused_ops.graphs import gemm_registry
 from torch_fused_ops.lowerings import compat
@@ -31,14 +32,18 @@ __all__ = [
     "NONLINEAR",
     "Call",
     "GraphAnalysis",
-    "describe",
     "join",
+    "reached",
     "read",
     "record",
     "shown",
     "statically",
     "tensor",
+    "write_call",
 ]
+
+
+_Place = TypeVar("_Place", bound=Hashable)  # a node, or a node and what is known of the way to it
 
 
 def _words(text: str) -> frozenset[str]:
@@ -48,9 +53,7 @@ def _words(text: str) -> frozenset[str]:
 CASTS = _words("to type type_as float double half bfloat16 _to_copy")
 COPIES = _words("contiguous clone alias")
 DROPOUTS = _words("dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d")
-PIECES = _words("chunk split split_with_sizes tensor_split unbind unsafe_chunk unsafe_split")
-# Their names say the axis. hsplit splits the only axis of a vector.
-SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
+PIECES = _words("chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind unsafe_chunk unsafe_split")
 RESHAPES = _words("view reshape view_as reshape_as flatten unflatten squeeze unsqueeze ravel _unsafe_view")
 VIEWS = (
     PIECES
@@ -104,7 +107,7 @@ _CUSTOM = torch.ops.higher_order.autograd_function_apply
 @cache
 def _torch_functions() -> dict[object, str]:
     """Map torch's own functions to their names here: another function of such a name is not one."""
-    tables = RULES, CASTS, COPIES, DROPOUTS, VIEWS, SPLITS, GEMMS, CONVOLUTIONS, CONSTANTS, _PLAIN_NAMES
+    tables = RULES, CASTS, COPIES, DROPOUTS, VIEWS, GEMMS, CONVOLUTIONS, CONSTANTS, _PLAIN_NAMES
     plain = _INPLACE_BUILTINS.union({"cat"}, *tables)
     names: dict[object, str] = {}
     for space in (torch, F, torch._C._nn, torch.special, operator, torch.Tensor):
@@ -179,10 +182,6 @@ class Call:
             for i, keywords in enumerate((("input", "self"), ("other",))):
                 if len(self.args) == i:  # keywords become positions
                     self.args += tuple(self.kwargs.pop(k) for k in keywords if k in self.kwargs)
-        if self.name in SPLITS:
-            value = tensor(node.all_input_nodes[0])
-            is_vector = value is not None and value.ndim == 1
-            self.name, self.kwargs["dim"] = "tensor_split", 0 if is_vector else SPLITS[self.name]
         self.gemm = GEMMS.get(self.name)
         if self.name in CONVOLUTIONS:
             self.gemm = (0,) if _is_pointwise(self.args) else None
@@ -230,35 +229,53 @@ def statically(condition: Any) -> bool:
     return statically_known_true(condition)
 
 
-def record(node: Node, like: Node) -> None:
-    """Give a new node the metadata of ``like``, and the fake value that tracing it would have recorded."""
-    node.meta = {k: v for k, v in like.meta.items() if k not in ("example_value", "val", "tensor_meta")}
-    key = "example_value" if "example_value" in like.meta else "val"
-    args = [a.meta[key].detach() if isinstance(a, Node) else a for a in node.args]
-    # The values' own mode: the tracing context may hold a newer one by now, and modes do not mix.
-    modes = [a.fake_mode for a in args if isinstance(a, torch._subclasses.FakeTensor)]
-    shapes = modes[0].shape_env if modes else None
-    # Questions about sizes here must not become guards of the user's program. Nor must autograd look: the recorded
-    # values are those after the whole graph ran, in-place writes included, and the user may have saved-tensor hooks.
-    with torch.no_grad(), shapes.suppress_guards() if shapes is not None else nullcontext():
-        value = node.target(*args)  # type: ignore[operator]
-    node.meta[key] = value.requires_grad_(like.meta[key].requires_grad) if key in like.meta else value
+def record(node: Node, like: Node, make: Callable[[], Any] | None = None) -> None:
+    """Give a new node the metadata of ``like``, and the fake value that tracing it would have recorded.
 
-
-def describe(node: Node, like: Node, make: Callable[[], Any]) -> None:
-    """Record a value made by ``make``, of fake tensors, for a call that must not run now.
-
-    It would draw random numbers, or have another dtype without the autocast in force where the graph is traced.
+    Args:
+        node: a call of nodes with recorded values.
+        like: its result requires a gradient where this one's does.
+        make: makes the value, of fake tensors, for a call that must not run now: it would draw random numbers, or have
+            another dtype without the autocast in force where the graph is traced.
     """
+    key = "example_value" if "example_value" in like.meta else "val"
+    node.meta = {k: v for k, v in like.meta.items() if k not in ("example_value", "val", "tensor_meta")}
     value = tensor(like)
+    # The values' own mode: the tracing context may hold a newer one by now, and modes do not mix.
     mode = value.fake_mode if isinstance(value, torch._subclasses.FakeTensor) else None
     shapes = mode.shape_env if mode is not None else None
-    node.meta = {k: v for k, v in like.meta.items() if k not in ("example_value", "val", "tensor_meta")}
-    key = "example_value" if "example_value" in like.meta else "val"
+    # Questions about sizes here must not become guards of the user's program. Nor must autograd look: the recorded
+    # values are those after the whole graph ran, in-place writes included, and the user may have saved-tensor hooks.
     with torch.no_grad(), mode or nullcontext(), shapes.suppress_guards() if shapes is not None else nullcontext():
-        result = make()
+        result = (make or partial(_called, node, key))()
     needs_gradient = value is not None and value.requires_grad and isinstance(result, torch.Tensor)
     node.meta[key] = result.requires_grad_() if needs_gradient and result.is_floating_point() else result
+
+
+def _called(node: Node, key: str) -> Any:
+    """Call a node's function on its arguments' recorded values."""
+    values = torch.fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta[key])
+    args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, values)
+    target: Any = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
+    return target(*args, **kwargs)
+
+
+def write_call(like: Node, target: Any, *args: Any, make: Callable[[], Any] | None = None, **kwargs: Any) -> Node:
+    """Write a call of a function at the graph's insertion point; ``like`` and ``make`` are ``record``'s."""
+    node = like.graph.call_function(target, args, kwargs)
+    record(node, like, make)
+    return node
+
+
+def reached(start: Iterable[_Place], neighbors: Callable[[_Place], Iterable[_Place]]) -> Iterator[_Place]:
+    """These places and all that ``neighbors`` leads to from them, each once."""
+    seen, pending = set[_Place](), list(start)
+    while pending:
+        place = pending.pop()
+        if place not in seen:
+            seen.add(place)
+            yield place
+            pending.extend(neighbors(place))
 
 
 def shown(node: Node) -> str:

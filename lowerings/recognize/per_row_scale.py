@@ -16,17 +16,16 @@ takes no gradient from such a row would get one for its factor, so the factor is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from torch_fused_ops.graphs.reasons import Rejection
 
-from .graph import CASTS, COPIES, GraphAnalysis, describe, shown, statically, tensor
+from .graph import CASTS, COPIES, GraphAnalysis, shown, statically, tensor, write_call
 from .rewrite import Edit, dead_calls, insert
 from .subgraph import Subgraph
 from .values import check_plain, equal, keeps_rows, value_of
@@ -136,47 +135,28 @@ def _is_sound(analysis: GraphAnalysis, scale: RowScale) -> bool:
 # ---- the edit --------------------------------------------------------------------------------------------------------
 
 
-def fuse(graph: Graph, scale: RowScale) -> Edit:
+def fuse(scale: RowScale) -> Edit:
     """The edit that replaces the activation by an operator with the factor, and leaves the GEMM alone behind it."""
-    return scale.last, partial(_insert, graph, scale), {*dead_calls(scale.subgraph), *scale.chain, scale.last}
+    return scale.last, partial(_insert, scale), {*dead_calls(scale.subgraph), *scale.chain, scale.last}
 
 
-def _insert(graph: Graph, scale: RowScale, new: list[Node]) -> Node:
-    subgraph, last = scale.subgraph, scale.last
-    output, value = subgraph.output, value_of(scale.factor)
-
-    def call(target: Any, args: tuple[Any, ...], make: Callable[[], Any], **kwargs: Any) -> Node:
-        node = graph.call_function(target, args, kwargs)
-        new.append(node)
-        describe(node, last, make)
-        return node
+def _insert(scale: RowScale) -> Node:
+    subgraph, last, factor, ends = scale.subgraph, scale.last, scale.factor, scale.gemm.kwargs.get("offs")
+    add = partial(write_call, last)
 
     def size(node: Node, axis: int) -> Any:
         known = value_of(node).shape[axis]
-        return known if isinstance(known, int) else call(torch.ops.aten.sym_size.int, (node, axis), lambda: known)
+        return known if isinstance(known, int) else add(torch.ops.aten.sym_size.int, node, axis)
 
-    with graph.inserting_before(last):
-        factor = scale.factor
-        ends = scale.gemm.kwargs.get("offs")
-        if isinstance(ends, Node):
-            known, device = value_of(ends), value.device
-            end = call(torch.select, (ends, 0, -1), lambda: known.select(0, -1))
-            count = value.shape[0]
-            rows = call(torch.arange, (size(factor, 0),), lambda: torch.arange(count, device=device), device=device)
-            inside = call(torch.lt, (rows, end), lambda: torch.empty(count, dtype=torch.bool, device=device))
-            inside = call(torch.unsqueeze, (inside, 1), lambda: torch.empty(count, 1, dtype=torch.bool, device=device))
-            factor = call(torch.where, (inside, factor, 0.0), lambda: torch.empty_like(value))
-        leading = value_of(output).shape[:-1]
-        sizes = [size(subgraph.inputs[0], axis) for axis in range(len(leading))]
-        factor = call(torch.reshape, (factor, sizes), lambda: value.new_empty(leading))
-        copies = {output: insert(graph, subgraph, new, at=last, token_scale=factor)}
-        for node in scale.chain:
-            copies[node] = graph.node_copy(node, lambda node: copies.get(node, node))
-            new.append(copies[node])
-        result, dtype = copies[scale.chain[-1]], value_of(last).dtype
-        if value_of(result).dtype != dtype:
-            shape = value_of(last).shape
-            result = call(
-                torch.ops.aten.to.dtype, (result, dtype), lambda: value_of(result).new_empty(shape, dtype=dtype)
-            )
-    return result
+    if isinstance(ends, Node):
+        rows = add(torch.arange, size(factor, 0), device=value_of(factor).device)
+        inside = add(torch.lt, rows, add(torch.select, ends, 0, -1))
+        factor = add(torch.where, add(torch.unsqueeze, inside, 1), factor, 0.0)
+    leading = value_of(subgraph.output).shape[:-1]
+    sizes = [size(subgraph.inputs[0], axis) for axis in range(len(leading))]
+    factor = add(torch.reshape, factor, sizes, make=lambda: value_of(scale.factor).new_empty(leading))
+    copies = {subgraph.output: insert(subgraph, token_scale=factor)}
+    for node in scale.chain:
+        copies[node] = last.graph.node_copy(node, lambda node: copies.get(node, node))
+    result, dtype = copies[scale.chain[-1]], value_of(last).dtype
+    return result if value_of(result).dtype == dtype else add(torch.ops.aten.to.dtype, result, dtype)

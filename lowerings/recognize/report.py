@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ from torch_fused_ops.policy import enclosing_modules
 from . import dropout, unknown_calls
 from .canonical import Canonical
 from .gemms import Called, Linears
-from .graph import CONVOLUTIONS, FREE, NONLINEAR, GraphAnalysis, join, shown
+from .graph import CONVOLUTIONS, FREE, NONLINEAR, GraphAnalysis, join, reached, shown
 from .per_row_scale import RowScale
-from .rewrite import operator_of
+from .rewrite import Snapshot, operator_of
 from .subgraph import Subgraph, find, readers, results
 from .symbolic import RULES
 from .tiles import Tiling
@@ -50,6 +51,7 @@ class Candidate:
         activation: the name that was proved, fused or not.
         linears: the linear layers around it, where the policy asks for float8.
         memory: the memory level, where something is saved for backward.
+        tiling: the tiles of its MLP, where the policy asks for tiles; or the reason that it stays whole.
     """
 
     node: Node
@@ -59,13 +61,8 @@ class Candidate:
     activation: str | None = None
     linears: Linears | None = None
     memory: str = ""
-    tiling: Tiling | None = None
+    tiling: Tiling | Reason | None = None
     row_scale: RowScale | None = None
-
-    @property
-    def is_tiled(self) -> bool:
-        """True where its MLP becomes one of tiles."""
-        return self.tiling is not None and self.tiling.tiles > 0
 
 
 def site_of(analysis: GraphAnalysis, canonical: Canonical, candidate: Candidate) -> Site:
@@ -95,10 +92,10 @@ def site_of(analysis: GraphAnalysis, canonical: Canonical, candidate: Candidate)
         proof += f"; {_names(subgraph.factors)} by another tensor stays behind it"
     if candidate.row_scale:
         proof += f"; {candidate.row_scale}"
-    if candidate.tiling:
-        reason = candidate.tiling.reason
-        fields["tiles"] = candidate.tiling.tiles if reason is None else 1
-        fields |= {} if reason is None else {"tiles_reason": str(reason), "tiles_kind": reason.kind}
+    if isinstance(candidate.tiling, Tiling):
+        fields["tiles"] = candidate.tiling.count
+    elif candidate.tiling:
+        fields |= {"tiles": 1, "tiles_reason": str(candidate.tiling), "tiles_kind": candidate.tiling.kind}
     fields |= _float8(candidate.linears) | {"memory": candidate.memory}
     return Site(f"fused::{operator_of(subgraph)}", match.activation, reason=proof, **fields)
 
@@ -171,23 +168,23 @@ def unread(graph: Graph) -> tuple[Site, ...]:
 
 def _outputs(graph: Graph) -> list[Node]:
     """The output nodes of a graph's own sites, as the user's own calls."""
-    canonical = Canonical(graph)
+    before = Snapshot(graph)
     try:
+        canonical = Canonical(graph)
         return [canonical.originals.get(node, node) for node, _ in find(GraphAnalysis(graph, canonical.calls))]
     finally:
-        canonical.restore()
+        before.restore()
 
 
 def _parts(analysis: GraphAnalysis, output: Node, gemms: list[Node]) -> list[Node]:
     """The nodes from the GEMMs that a site's inputs come from to the GEMMs that read it, these included."""
-    parts, pending = dict.fromkeys([output, *gemms]), [output]
-    while pending and len(parts) < 64:
-        for source in analysis.sources(pending.pop()):
-            if source not in parts and analysis.state[source] != FREE:
-                parts[source] = None
-                if analysis.calls[source].gemm is None:
-                    pending.append(source)
-    return list(parts)
+
+    def sources(node: Node) -> list[Node]:
+        if analysis.calls[node].gemm is not None:
+            return []
+        return [source for source in analysis.sources(node) if analysis.state[source] != FREE]
+
+    return [*gemms, *islice(reached([output], sources), 64)]
 
 
 def _is_activation(analysis: GraphAnalysis, canonical: Canonical, node: Node) -> bool:
@@ -222,14 +219,15 @@ def _rejected(reason: Reason) -> dict[str, Any]:
 
 def _calls(analysis: GraphAnalysis, output: Node) -> list[Node]:
     """The pointwise calls from GEMMs to a rejected site's output node, which `examine` would have walked."""
-    calls, pending = {output}, [output]
-    while pending and len(calls) < 32:
-        for source in analysis.sources(pending.pop()):
+
+    def sources(node: Node) -> Iterator[Node]:
+        for source in analysis.sources(node):
             pointwise = analysis.calls[source].name in RULES or analysis.custom(source) is not None
-            if source not in calls and analysis.state[source] == NONLINEAR and (pointwise or analysis.passes(source)):
-                calls.add(source)
-                pending.append(source)
-    return sorted((node for node in calls if not analysis.passes(node)), key=analysis.index.__getitem__)
+            if analysis.state[source] == NONLINEAR and (pointwise or analysis.passes(source)):
+                yield source
+
+    calls = [node for node in islice(reached([output], sources), 32) if not analysis.passes(node)]
+    return sorted(calls, key=analysis.index.__getitem__)
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in .*\n(?: +([^\n]*))?')

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch.fx import Graph, Node
 
-from .graph import record, tensor
+from .graph import tensor, write_call
 from .subgraph import Subgraph
 
-__all__ = ["Edit", "dead_calls", "fuse", "insert", "operator_of", "replace"]
+__all__ = ["Edit", "Snapshot", "dead_calls", "fuse", "insert", "operator_of", "replace"]
 
 
 def operator_of(subgraph: Subgraph) -> str:
@@ -22,42 +22,51 @@ def operator_of(subgraph: Subgraph) -> str:
     return "bias_glu" if subgraph.packed else "glu"
 
 
-Edit: TypeAlias = tuple[Node, Callable[[list[Node]], Node], Collection[Node]]
+Edit: TypeAlias = tuple[Node, Callable[[], Node], Collection[Node]]
+
+
+class Snapshot:
+    """A graph's nodes and their arguments, to undo all changes to them; erased nodes do not come back."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._arguments = {node: (node.args, node.kwargs) for node in graph.nodes}
+
+    def restore(self) -> None:
+        """Erase the nodes that are new, and give the others their former arguments."""
+        for node, arguments in self._arguments.items():
+            if (node.args, node.kwargs) != arguments:
+                node.args, node.kwargs = arguments
+        for node in reversed(self.graph.nodes):
+            if node not in self._arguments:
+                self.graph.erase_node(node)
 
 
 def replace(graph: Graph, edits: Sequence[Edit]) -> None:
-    """Make every edit, or none: where one fails, the graph is as it was before.
+    """Make every edit. Where one fails, nothing is erased yet (``Snapshot``).
 
-    All new nodes are made first. Then uses are redirected, and dead nodes erased; only those that the edits name, as
+    All new nodes are written first. Then uses are redirected, and dead nodes erased; only those that the edits name, as
     ``eliminate_dead_code`` would break the side effects of pre-grad graphs.
 
     Args:
         graph: changed in place.
-        edits: each a node, a function that makes its replacement (and appends each new node to its argument), and the
-            nodes that may then be dead.
+        edits: each a node, a function that writes its replacement in front of it, and the nodes that may then be dead.
     """
-    new: list[Node] = []
     pairs: list[tuple[Node, Node]] = []
-    try:
-        for node, make, _ in edits:
-            pairs.append((node, make(new)))
-        for node, result in pairs:
-            node.replace_all_uses_with(result)
-    except BaseException:
-        for node, result in pairs:
-            result.replace_all_uses_with(node)
-        for node in reversed(new):
-            graph.erase_node(node)
-        raise
+    for node, write, _ in edits:
+        with graph.inserting_before(node):
+            pairs.append((node, write()))
+    for node, result in pairs:
+        node.replace_all_uses_with(result)
     dead = {node for _, _, nodes in edits for node in nodes}
     for node in reversed(graph.nodes):
         if node in dead and not node.users:
             graph.erase_node(node)
 
 
-def fuse(graph: Graph, subgraph: Subgraph) -> Edit:
+def fuse(subgraph: Subgraph) -> Edit:
     """The edit that replaces a proved subgraph by one fused operator."""
-    return subgraph.output, partial(insert, graph, subgraph), dead_calls(subgraph)
+    return subgraph.output, partial(insert, subgraph), dead_calls(subgraph)
 
 
 def dead_calls(subgraph: Subgraph) -> set[Node]:
@@ -71,58 +80,41 @@ def dead_calls(subgraph: Subgraph) -> set[Node]:
     return dead
 
 
-def insert(
-    graph: Graph,
-    subgraph: Subgraph,
-    new: list[Node],
-    place: Callable[[Node], Node] = lambda n: n,
-    at: Node | None = None,
-    token_scale: Node | None = None,
-) -> Node:
-    """Write the operator that replaces a proved subgraph into the graph.
+def insert(subgraph: Subgraph, place: Callable[[Node], Node] = lambda n: n, token_scale: Node | None = None) -> Node:
+    """Write the operator that replaces a proved subgraph at its graph's insertion point.
 
     Args:
-        graph: changed in place.
         subgraph: proved.
-        new: each new node is appended.
-        place: the node that it reads in place of an input (or of gate and up, packed).
-        at: it is written before this node; by default the subgraph's output node.
+        place: the node that the operator reads in place of an input (or of gate and up, packed).
         token_scale: a factor of each row, of the result's shape without its last axis.
     """
-    output, match = subgraph.output, subgraph.match
-
-    def call(target: Callable[..., Any], *args: Any) -> Node:
-        node = graph.call_function(target, args)
-        new.append(node)
-        record(node, output)
-        return node
+    output, match, ops = subgraph.output, subgraph.match, torch.ops.fused
+    add = partial(write_call, output)
 
     def cast(node: Node, dtype: torch.dtype) -> Node:
         value = tensor(node)
-        return node if value is None or value.dtype == dtype else call(torch.ops.aten.to.dtype, node, dtype)
+        return node if value is None or value.dtype == dtype else add(torch.ops.aten.to.dtype, node, dtype)
+
+    def scaled(node: Node, scale: float) -> Node:
+        return node if scale == 1 else add(torch.mul, node, scale)
 
     def argument(i: int, scale: float = 1.0) -> Node:
         node = scaled(cast(place(subgraph.inputs[i]), subgraph.dtype), scale)
-        return node if subgraph.order is None else call(torch.permute, node, subgraph.order)
+        return node if subgraph.order is None else add(torch.permute, node, subgraph.order)
 
-    def scaled(node: Node, scale: float) -> Node:
-        return node if scale == 1 else call(torch.mul, node, scale)
-
-    ops = torch.ops.fused
     scalars = (match.up_offset, match.clamp)
-    with graph.inserting_before(at or output):
-        if subgraph.packed:
-            base, layout = subgraph.packed
-            base = cast(place(base), subgraph.dtype)
-            result = call(ops.bias_glu.default, base, None, token_scale, match.activation, layout, *scalars)
-        elif match.up is not None:
-            gate, up = argument(match.gate, match.gate_scale), argument(match.up)
-            result = call(ops.glu.default, gate, up, token_scale, match.activation, *scalars)
-        else:
-            gate = argument(match.gate, match.gate_scale)
-            result = call(ops.bias_act.default, gate, None, token_scale, match.activation)
-        result = scaled(result, match.scale)
-        if subgraph.order is not None:
-            result = call(torch.permute, result, tuple(map(subgraph.order.index, range(len(subgraph.order)))))
-        value = tensor(output)
-        return result if value is None else cast(result, value.dtype)
+    if subgraph.packed:
+        base, layout = subgraph.packed
+        base = cast(place(base), subgraph.dtype)
+        result = add(ops.bias_glu.default, base, None, token_scale, match.activation, layout, *scalars)
+    elif match.up is not None:
+        gate, up = argument(match.gate, match.gate_scale), argument(match.up)
+        result = add(ops.glu.default, gate, up, token_scale, match.activation, *scalars)
+    else:
+        gate = argument(match.gate, match.gate_scale)
+        result = add(ops.bias_act.default, gate, None, token_scale, match.activation)
+    result = scaled(result, match.scale)
+    if subgraph.order is not None:
+        result = add(torch.permute, result, tuple(map(subgraph.order.index, range(len(subgraph.order)))))
+    value = tensor(output)
+    return result if value is None else cast(result, value.dtype)

@@ -31,8 +31,8 @@ from .graph import (
     NONLINEAR,
     PIECES,
     GraphAnalysis,
+    reached,
     shown,
-    statically,
     tensor,
 )
 from .prove import Match, prove
@@ -250,9 +250,7 @@ def _foreign(analysis: GraphAnalysis, subgraph: Subgraph, foreign: Node) -> Reas
     whole = source.op not in ("placeholder", "get_attr") and same_shape(foreign, subgraph.output)
     if analysis.fed[source] and whole and not _is_mask(source):
         return gated
-    pending, seen = [foreign], {foreign}
-    while pending and not analysis.fed[foreign]:
-        node = pending.pop()
+    for node in () if analysis.fed[foreign] else reached([foreign], lambda node: node.all_input_nodes):
         if isinstance(tensor(node), torch.nn.Parameter):
             # The activation's own, as in xIELU. In a whole tensor of data, as a norm's result, it is a gate.
             if whole:
@@ -260,9 +258,6 @@ def _foreign(analysis: GraphAnalysis, subgraph: Subgraph, foreign: Node) -> Reas
             if value_of(node).requires_grad:
                 return Reason(Kind.PARAMETER, f"a learnable parameter takes part: {shown(node)}")
             return Reason(Kind.PARAMETER, f"a parameter takes part: {shown(node)}")
-        new = [a for a in node.all_input_nodes if a not in seen]
-        seen.update(new)
-        pending.extend(new)
     if _is_mask(source):
         return Reason(Kind.MASK, f"a mask takes part: {shown(source)}")
     return Reason(Kind.ANOTHER_TENSOR, f"another tensor takes part: {shown(source)}")
@@ -275,42 +270,26 @@ def _is_mask(node: Node) -> bool:
 
 def _merge(analysis: GraphAnalysis, subgraph: Subgraph) -> dict[Node, Node]:
     """Merge inputs that are the same view taken twice (``h[:, :n] * sigmoid(h[:, :n])``): each input with the first."""
-    same: dict[Node, Node] = {}  # a node, and the first that is the same view of the same tensor
-    views: dict[Any, Node] = {}
-    first: dict[Node, Node] = {}
-
-    def fixed(node: Node) -> bool:
-        written = (analysis.writes.get(analysis.storage(value)) for value in (node, *node.all_input_nodes))
-        return analysis.passes(node) and analysis.calls[node].name not in DROPOUTS and not any(written)
-
-    def key(argument: Any) -> Any:
-        if isinstance(argument, Node):
-            return same[argument]
-        if isinstance(argument, (tuple, list)):
-            return tuple(map(key, argument))
-        return repr(argument)
-
-    pending = list(subgraph.inputs)  # no recursion: chains of views may be long, and join again
-    while pending:
-        node = pending[-1]
-        below = [a for a in node.all_input_nodes if a not in same] if node not in same and fixed(node) else []
-        if below:
-            pending.extend(below)
-            continue
-        pending.pop()
-        if node not in same:
-            call = analysis.calls[node]
-            view = (
-                (call.name, key(call.args), key(tuple(sorted(call.kwargs.items()))), analysis.region[node])
-                if fixed(node)
-                else node
-            )
-            same[node] = views.setdefault(view, node)
-
-    merged = {source: first.setdefault(same[source], source) for source in subgraph.inputs}
+    first: dict[Any, Node] = {}
+    merged = {source: first.setdefault(_path(analysis, source), source) for source in subgraph.inputs}
     subgraph.inputs = list(first.values())
     subgraph.bypassed += [node for node in merged if node not in subgraph.inputs]
     return merged
+
+
+def _path(analysis: GraphAnalysis, node: Node) -> tuple[Any, ...]:
+    """The tensor that a node moves, and the calls that do, if nothing writes any of it: equal paths, equal values."""
+    path: list[Any] = []
+    while analysis.passes(node) and analysis.calls[node].name not in DROPOUTS:
+        call, source = analysis.calls[node], node.all_input_nodes[0]
+        if any(analysis.writes.get(analysis.storage(value)) for value in (node, *node.all_input_nodes)):
+            break
+        arguments = map_arg(
+            (call.args, call.kwargs), lambda argument, source=source: "" if argument is source else argument
+        )
+        path.append((call.name, repr(arguments), analysis.region[node]))
+        node = source
+    return node, *path
 
 
 def _steps(analysis: GraphAnalysis, subgraph: Subgraph) -> tuple[tuple[Step, ...], Ref]:
@@ -512,48 +491,25 @@ def _saved_by_torch(analysis: GraphAnalysis, subgraph: Subgraph) -> set[Node]:
 # Gate and up in one tensor
 
 
-@dataclass(frozen=True)
-class _Cut:
-    base: Node
-    axis: int
-    start: Any
-    step: int
-    length: Any  # None: the axis is dropped
-
-
 def _find_packed(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
-    if subgraph.match.up is None or subgraph.order is not None or subgraph.match.gate_scale != 1:
+    """Let the operator read the tensor that gate and up are cut from, if they lie in it as in one of its layouts.
+
+    Elsewhere it reads the two views.
+
+    Raises:
+        Rejection: they are cut on another axis than the last.
+    """
+    match = subgraph.match
+    if match.up is None or subgraph.order is not None or match.gate_scale != 1:
         return
-    gate = _cut(analysis, subgraph.inputs[subgraph.match.gate])
-    up = _cut(analysis, subgraph.inputs[subgraph.match.up])
-    if gate is None or up is None or gate.base is not up.base or gate.axis != up.axis:
+    gate, up = subgraph.inputs[match.gate], subgraph.inputs[match.up]
+    wholes, of_up = _wholes(analysis, gate), _wholes(analysis, up)
+    if wholes[:1] == of_up[:1] != []:
+        _check_axis(value_of(wholes[0]), value_of(gate), value_of(up))
+    layouts = ((node, _layout(value_of(node), value_of(gate), value_of(up))) for node in wholes if node in of_up)
+    base, layout = next(((node, layout) for node, layout in layouts if layout), (None, ""))
+    if base is None:
         return
-    base, last = gate.base, value_of(gate.base).ndim - 1
-    size = value_of(base).shape[gate.axis]
-    layout = None
-    if gate.length is None or up.length is None:  # one row of a pair each, [..., 0] and [..., 1]
-        swapped = (gate.start, up.start) == (1, 0)
-        pair = swapped or (gate.start, up.start) == (0, 1)
-        if statically(size == 2) and pair and analysis.calls[base].name in _SPLITS_LAST:
-            whole = base.all_input_nodes[0]
-            shape, packed = value_of(base).shape, value_of(whole).shape
-            leading = len(packed) + 1 == len(shape) and all(map(equal, packed[:-1], shape[:-2]))
-            if leading and statically(packed[-1] == shape[-1] * shape[-2]):
-                layouts = {(last, False): "interleaved", (last - 1, False): "halves", (last - 1, True): "swapped"}
-                base, layout = whole, layouts.get((gate.axis, swapped))
-    elif gate.axis != last:
-        raise Rejection(Kind.CUT_AXIS, f"gate and up are cut on axis {gate.axis} of {last + 1}, not on the last")
-    elif statically(size == 2 * gate.length) and statically(size == 2 * up.length):
-        starts = {"halves": (1, 0, gate.length), "interleaved": (2, 0, 1), "swapped": (1, gate.length, 0)}
-        for name, (step, gate_start, up_start) in starts.items():
-            if (
-                gate.step == up.step == step
-                and statically(gate.start == gate_start)
-                and statically(up.start == up_start)
-            ):
-                layout = name
-    if layout is None:
-        return  # the operator then reads the two views
     bypassed = set(subgraph.inputs)
     for node in subgraph.inputs:
         while (node := node.all_input_nodes[0]) is not base:
@@ -565,78 +521,39 @@ def _find_packed(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
         subgraph.packed = (base, layout)
 
 
-_SPLITS_LAST = frozenset({"view", "reshape", "unflatten", "_unsafe_view"})
+_CUTS = PIECES | {"getitem", "narrow", "select", "slice", "view", "reshape", "unflatten", "_unsafe_view"}
 
 
-def _cut(analysis: GraphAnalysis, node: Node) -> _Cut | None:
-    """The slice along one axis of another tensor that the node is; None where it is not one."""
-    call = analysis.calls[node]
-    source = node.all_input_nodes[0] if node.all_input_nodes else None
-    if source is None:
-        return None
-    if call.name == "getitem" and analysis.calls[source].name in PIECES:
-        return _piece(analysis, source, call.args[1])
-    value = tensor(source)
-    if value is None:
-        return None
-    args = dict(zip(("input", "dim", "start", "end", "step"), call.args, strict=False)) | call.kwargs
-    axis = args.get("dim", 0)
-    if call.name == "getitem":
-        return _indexed(source, value, call.args[1])
-    if not isinstance(axis, int):
-        return None
-    axis %= value.ndim
-    if call.name == "narrow":
-        return _Cut(source, axis, args.get("start"), 1, args.get("end", args.get("length")))
-    if call.name == "select":
-        return _Cut(source, axis, args.get("start", args.get("index")), 1, None)
-    if call.name == "slice":
-        return _sliced(source, value, axis, slice(args.get("start"), args.get("end"), args.get("step")))
-    return None
+def _wholes(analysis: GraphAnalysis, node: Node) -> list[Node]:
+    """The tensors that a node is a view of, by cuts and other shapes, the nearest first."""
+    wholes, storage = [], analysis.storage(node)
+    while analysis.calls[node].name in _CUTS:
+        node = node.all_input_nodes[0]
+        if tensor(node) is not None and analysis.storage(node) == storage:
+            wholes.append(node)
+    return wholes
 
 
-def _piece(analysis: GraphAnalysis, source: Node, i: Any) -> _Cut | None:
-    call = analysis.calls[source]
-    base = source.all_input_nodes[0]
-    pieces = source.meta.get("example_value", source.meta.get("val"))
-    position = 1 if call.name == "unbind" else 2
-    axis = call.kwargs.get("dim", call.args[position] if len(call.args) > position else 0)
-    if not isinstance(i, int) or not isinstance(axis, int) or not isinstance(pieces, (tuple, list)):
-        return None
-    axis, i = axis % value_of(base).ndim, i % len(pieces)
-    if call.name == "unbind":
-        return _Cut(base, axis, i, 1, None)
-    start: Any = 0
-    for piece in pieces[:i]:
-        start = start + piece.shape[axis]
-    return _Cut(base, axis, start, 1, pieces[i].shape[axis])
+def _check_axis(whole: torch.Tensor, *parts: torch.Tensor) -> None:
+    """Reject parts that are cut on one axis which is not the last."""
+    if all(part.ndim == whole.ndim for part in parts):
+        cut = {axis for part in parts for axis in range(whole.ndim) if not equal(part.shape[axis], whole.shape[axis])}
+        if len(cut) == 1 and cut != {whole.ndim - 1}:
+            text = f"gate and up are cut on axis {cut.pop()} of {whole.ndim}, not on the last"
+            raise Rejection(Kind.CUT_AXIS, text)
 
 
-def _indexed(source: Node, value: torch.Tensor, index: Any) -> _Cut | None:
-    index = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(i, Node) or i is None or isinstance(i, (list, bool)) for i in index):
-        return None
-    if index.count(Ellipsis):
-        at = index.index(Ellipsis)
-        index = (*index[:at], *[slice(None)] * (value.ndim - len(index) + 1), *index[at + 1 :])
-    cuts = [(axis, i) for axis, i in enumerate(index) if i != slice(None)]
-    if len(cuts) != 1:
-        return None
-    ((axis, i),) = cuts
-    if isinstance(i, int):
-        return _Cut(source, axis, i % 2 if statically(value.shape[axis] == 2) else i, 1, None)
-    return _sliced(source, value, axis, i) if isinstance(i, slice) else None
-
-
-def _sliced(source: Node, value: torch.Tensor, axis: int, cut: slice) -> _Cut | None:
-    size = value.shape[axis]
-    if any(isinstance(bound, Node) for bound in (cut.start, cut.stop, cut.step)):
-        return None
-    start, stop, step = cut.start or 0, size if cut.stop is None else cut.stop, cut.step or 1
-    if statically(start < 0):
-        start = size + start
-    if statically(stop < 0):
-        stop = size + stop
-    elif not statically(stop < size):
-        stop = size
-    return _Cut(source, axis, start, step, (stop - start + step - 1) // step)
+def _layout(whole: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> str:
+    """The layout in which a tensor's rows hold the elements of two views of it; "" for another than the operator's."""
+    if whole.ndim != gate.ndim or not equal(whole.shape[-1], 2 * gate.shape[-1]):
+        return ""
+    for part in (gate, up):
+        if not all(map(equal, (*part.shape[:-1], *part.stride()[:-1]), (*whole.shape[:-1], *whole.stride()[:-1]))):
+            return ""
+    n, unit = gate.shape[-1], whole.stride(-1)
+    for layout, step, gate_start, up_start in (("halves", 1, 0, n), ("interleaved", 2, 0, 1), ("swapped", 1, n, 0)):
+        strides = all(equal(part.stride(-1), step * unit) for part in (gate, up))
+        starts = ((gate, gate_start), (up, up_start))
+        if strides and all(equal(t.storage_offset() - whole.storage_offset(), start * unit) for t, start in starts):
+            return layout
+    return ""

@@ -13,29 +13,27 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node, Proxy
+from torch.fx import Node, Proxy
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
+from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.settings import tiles
 
-from .graph import CASTS, COPIES, DROPOUTS, FREE, GraphAnalysis, describe, shown
+from .graph import CASTS, COPIES, DROPOUTS, FREE, GraphAnalysis, reached, record, shown, write_call
 from .rewrite import Edit, dead_calls, insert
 from .subgraph import Subgraph, readers
 from .symbolic import LINEAR
 from .values import arguments_of, check_plain, equal, keeps_rows, producers, value_of
 
-__all__ = ["Tiling", "apart", "fuse", "tiling"]
+__all__ = ["Tiling", "fuse", "tiling"]
 
 MAX_CALLS = 64  # an MLP with adapters on three linear layers has 20
-
-Form = Callable[["_Tile", Node], Node]  # writes a call for a tile
 
 
 @dataclass
@@ -43,72 +41,67 @@ class Tiling:
     """An MLP that is to be computed in tiles.
 
     Attributes:
-        tiles: their number; 0 where it stays whole.
-        reason: against tiles, where it stays whole.
+        subgraph: its activation.
+        source: the tensor that holds the tokens.
+        last: the linear layer that reads the activation.
+        count: the number of tiles.
+        calls: those of a tile, in graph order; ends with ``last``.
+        data: for each argument of these calls that differs from tile to tile, the call (or ``source``) that it views.
+        linears: input, weight, bias of the linear layers among the calls, and True where the weight is (in, out).
+        constants: weights, biases and factors, which every tile reads as they are.
+        dead: the nodes that the tiles replace.
     """
 
-    tiles: int = 0
-    reason: Reason | None = None
-    subgraph: Subgraph = field(default_factory=lambda: Subgraph(None))  # type: ignore[arg-type]
-    source: Node | None = None  # the tensor that holds the tokens
-    last: Node | None = None  # the linear layer that reads the activation
-    forms: dict[Node, Form] = field(default_factory=dict)  # the calls of a tile, in graph order; ends with ``last``
+    subgraph: Subgraph
+    source: Node
+    last: Node
+    count: int = 0
+    calls: list[Node] = field(default_factory=list)
+    data: dict[Node, Node] = field(default_factory=dict)
+    linears: dict[Node, tuple[Node, Node, Node | None, bool]] = field(default_factory=dict)
+    constants: list[Node] = field(default_factory=list)
     dead: set[Node] = field(default_factory=set)
 
 
-def tiling(analysis: GraphAnalysis, subgraph: Subgraph, asked: int) -> Tiling:
-    """Return an MLP's tiles, or the reason against them.
+def tiling(analysis: GraphAnalysis, subgraph: Subgraph, asked: int, taken: set[Node]) -> Tiling:
+    """Return an MLP's tiles.
 
     Args:
         analysis: of the graph.
-        subgraph: its activation.
+        subgraph: the MLP's activation.
         asked: the number of tiles; 0 by rule.
+        taken: the calls that are in other MLPs' tiles; this one's are added.
+
+    Raises:
+        Rejection: it stays whole.
     """
-    result = Tiling(subgraph=subgraph)
-    try:
-        _examine(analysis, result, asked)
-    except Rejection as rejection:
-        return Tiling(reason=rejection.reason)
-    return result
-
-
-def apart(tilings: Iterable[Tiling]) -> list[Tiling]:
-    """Reject the tiles of MLPs that share a linear layer with the tiles of an MLP before them."""
-    result, taken = [], set[Node]()
-    for mlp in tilings:
-        shared = next((node for node in mlp.forms if node in taken), None)
-        if shared is not None:
-            mlp = Tiling(reason=Reason(Kind.TILE_FORM, f"{shown(shared)} is in the tiles of the MLP before it"))
-        taken.update(mlp.forms)
-        result.append(mlp)
-    return result
-
-
-def _examine(analysis: GraphAnalysis, mlp: Tiling, asked: int) -> None:
-    subgraph = mlp.subgraph
-    mlp.source, mlp.last = source, last = _source(analysis, subgraph), _last(analysis, subgraph)
+    mlp = Tiling(subgraph, _source(analysis, subgraph), _last(analysis, subgraph))
+    source, last = mlp.source, mlp.last
     if subgraph.order is not None:
         raise Rejection(Kind.TILE_FORM, "its tokens do not lie one after the other in memory")
-    read = _Reader(analysis, subgraph, source, last)
-    mlp.forms = {node: read.forms[node] for node in sorted(read.forms, key=analysis.index.__getitem__)}
-    mlp.dead = {*read.forms, *read.passed, *dead_calls(subgraph)}
+    _read(analysis, mlp)
     _check_readers(mlp)
     if any(analysis.region[node] != analysis.region[last] for node in mlp.dead):
         raise Rejection(Kind.REGION, "autocast or grad mode is switched between its parts")
-    _check_writes(analysis, mlp, [source, *read.constants])
-    _check_callers(analysis, mlp, read)
-    for node in (source, last, *read.constants):
+    _check_writes(analysis, mlp)
+    _check_callers(analysis, mlp)
+    for node in (source, last, *mlp.constants):
         check_plain(node)
     tokens = _tokens(source)
-    if any(not equal(tokens, _tokens(node)) for node in mlp.forms):
+    if any(not equal(tokens, _tokens(node)) for node in mlp.calls):
         raise Rejection(Kind.TILE_FORM, "not every row of its input becomes a row of its result")
     if not isinstance(tokens, int) and (tokens.node.hint is None or not _shape_is_known(mlp)):
         raise Rejection(Kind.TILE_SIZE, "the number of its tokens is not known when it is compiled")
     count = tokens if isinstance(tokens, int) else tokens.node.hint
-    mlp.tiles = tiles.number(count, asked)
-    if mlp.tiles == 1:
+    mlp.count = tiles.number(count, asked)
+    if mlp.count == 1:
         text = f"{count} tokens are too few for {asked or 'two'} tiles" + ("" if asked else f" of {tiles.TOKENS}")
         raise Rejection(Kind.TILE_FEW, text)
+    shared = next((node for node in mlp.calls if node in taken), None)
+    if shared is not None:
+        raise Rejection(Kind.TILE_FORM, f"{shown(shared)} is in the tiles of the MLP before it")
+    taken.update(mlp.calls)
+    return mlp
 
 
 def _tokens(node: Node) -> Any:
@@ -136,68 +129,60 @@ def _last(analysis: GraphAnalysis, subgraph: Subgraph) -> Node:
     return users[0]
 
 
-class _Reader:
-    """The calls between an MLP's tokens and its last linear layer.
+def _read(analysis: GraphAnalysis, mlp: Tiling) -> None:
+    """Read the calls from an MLP's last linear layer back to its tokens."""
+    passed = set[Node]()
 
-    Attributes:
-        forms: the calls that a tile makes, each with the function that writes it.
-        passed: the views and copies between, which it does not need.
-        constants: weights, biases and factors, which every tile reads as they are.
-    """
+    def sources(node: Node) -> list[Node]:
+        arguments = {argument: _viewed(analysis, mlp, argument, passed) for argument in _data(analysis, mlp, node)}
+        mlp.data.update(arguments)
+        return [source for source in arguments.values() if source is not mlp.source]
 
-    def __init__(self, analysis: GraphAnalysis, subgraph: Subgraph, source: Node, last: Node) -> None:
-        self.analysis, self.subgraph, self.source = analysis, subgraph, source
-        self.forms: dict[Node, Form] = {}
-        self.passed: set[Node] = set()
-        self.constants: list[Node] = []
-        pending = [last]
-        while pending:
-            node = self.data(pending.pop())
-            if node is source or node in self.forms:
-                continue
-            if len(self.forms) == MAX_CALLS:
-                raise Rejection(Kind.TILE_FORM, f"more than {MAX_CALLS} calls stand between its input and its result")
-            self.forms[node], sources = self.read(node)
-            pending.extend(sources)
+    for node in reached([mlp.last], sources):
+        if len(mlp.calls) == MAX_CALLS:
+            raise Rejection(Kind.TILE_FORM, f"more than {MAX_CALLS} calls stand between its input and its result")
+        mlp.calls.append(node)
+    mlp.calls.sort(key=analysis.index.__getitem__)
+    mlp.dead = {*mlp.calls, *passed, *dead_calls(mlp.subgraph)}
 
-    def data(self, node: Node) -> Node:
-        """The node that a tile has in place of this one: without views that keep rows, copies and idle dropouts."""
-        while node is not self.source and node is not self.subgraph.output:
-            call = self.analysis.calls[node]
-            idle = call.name in COPIES or (call.name in DROPOUTS and not call.dropout_is_active())
-            if call.inplace or not (idle or keeps_rows(self.analysis, node)):
-                break
-            self.passed.add(node)
-            node = node.all_input_nodes[0]
-        return node
 
-    def read(self, node: Node) -> tuple[Form, Sequence[Node]]:
-        """Return the function that writes a call for a tile, and the nodes that it needs."""
-        analysis, call = self.analysis, self.analysis.calls[node]
-        if node is self.subgraph.output:
-            inputs = [self.subgraph.packed[0]] if self.subgraph.packed else self.subgraph.inputs
-            return partial(_activation, self.subgraph, self.data), inputs
-        if analysis.weight_gemm(node):
-            input, weight, bias, transposed = arguments_of(analysis, node)
-            self.constants += [weight] if bias is None else [weight, bias]
-            return partial(_linear, self.data(input), weight, bias, transposed), [input]
-        if call.name in DROPOUTS:
-            raise Rejection(Kind.TILE_DROPOUT, "an active dropout stands inside")
-        is_sum = call.name in LINEAR and not call.inplace
-        if analysis.state[node] == FREE or not (is_sum or call.name in CASTS):
-            raise Rejection(Kind.TILE_FORM, f"{shown(node)} stands between its input and its result")
-        data = [a for a in node.all_input_nodes if analysis.state[a] != FREE or a is self.source]
-        for vector in set(node.all_input_nodes) - set(data):
-            if value_of(vector).ndim > 1:
-                text = f"{shown(node)} combines it with {shown(vector)}, which is not a vector"
-                raise Rejection(Kind.TILE_FORM, text)
-            self.constants.append(vector)
-        return partial(_copy, {a: self.data(a) for a in data}), data
+def _viewed(analysis: GraphAnalysis, mlp: Tiling, node: Node, passed: set[Node]) -> Node:
+    """The node that an argument is, but for views that keep rows, copies and idle dropouts; these are added."""
+    while node is not mlp.source and node is not mlp.subgraph.output:
+        call = analysis.calls[node]
+        idle = call.name in COPIES or (call.name in DROPOUTS and not call.dropout_is_active())
+        if call.inplace or not (idle or keeps_rows(analysis, node)):
+            break
+        passed.add(node)
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _data(analysis: GraphAnalysis, mlp: Tiling, node: Node) -> Sequence[Node]:
+    """The arguments of a call that differ from tile to tile."""
+    call, subgraph = analysis.calls[node], mlp.subgraph
+    if node is subgraph.output:
+        return [subgraph.packed[0]] if subgraph.packed else subgraph.inputs
+    if analysis.weight_gemm(node):
+        mlp.linears[node] = input, weight, bias, _ = arguments_of(analysis, node)
+        mlp.constants += [weight] if bias is None else [weight, bias]
+        return [input]
+    if call.name in DROPOUTS:
+        raise Rejection(Kind.TILE_DROPOUT, "an active dropout stands inside")
+    is_sum = call.name in LINEAR and not call.inplace
+    if analysis.state[node] == FREE or not (is_sum or call.name in CASTS):
+        raise Rejection(Kind.TILE_FORM, f"{shown(node)} stands between its input and its result")
+    data = [a for a in node.all_input_nodes if analysis.state[a] != FREE or a is mlp.source]
+    for vector in set(node.all_input_nodes) - set(data):
+        if value_of(vector).ndim > 1:
+            text = f"{shown(node)} combines it with {shown(vector)}, which is not a vector"
+            raise Rejection(Kind.TILE_FORM, text)
+        mlp.constants.append(vector)
+    return data
 
 
 def _shape_is_known(mlp: Tiling) -> bool:
     """True where the result's leading sizes are numbers, or its tokens' own."""
-    assert mlp.source is not None and mlp.last is not None
     leading, source = value_of(mlp.last).shape[:-1], value_of(mlp.source).shape[:-1]
     same = len(leading) == len(source) and all(map(equal, leading, source))
     return same or len(leading) == 1 or all(isinstance(size, int) for size in leading)
@@ -210,32 +195,28 @@ def _check_readers(mlp: Tiling) -> None:
                 raise Rejection(Kind.TILE_READER, f"{shown(user)} reads the result of {shown(node)}, too")
 
 
-def _check_writes(analysis: GraphAnalysis, mlp: Tiling, sources: Iterable[Node]) -> None:
+def _check_writes(analysis: GraphAnalysis, mlp: Tiling) -> None:
     """Reject in-place writes in front of the last linear layer, where tiles read."""
-    assert mlp.last is not None
     first, last = min(map(analysis.index.__getitem__, mlp.dead)), analysis.index[mlp.last]
-    for node in (*sources, *mlp.dead):
+    for node in (mlp.source, *mlp.constants, *mlp.dead):
         for writer in analysis.writes.get(analysis.storage(node), ()):
             if first <= analysis.index[writer] <= last and writer not in mlp.subgraph.calls:
                 raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into it in place before it is read")
 
 
-def _check_callers(analysis: GraphAnalysis, mlp: Tiling, read: _Reader) -> None:
+def _check_callers(analysis: GraphAnalysis, mlp: Tiling) -> None:
     """Reject a caller's tensor that PyTorch does not save too, for a weight's gradient: the caller may modify it.
 
     Under autocast PyTorch saves a copy in another dtype.
     """
-    assert mlp.source is not None and mlp.last is not None
     graph = mlp.source.graph
     theirs = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]
     if not value_of(mlp.last).requires_grad or analysis.storage(mlp.source) not in map(analysis.storage, theirs):
         return
-    for node in mlp.forms:
-        if analysis.weight_gemm(node):
-            input, weight, *_ = arguments_of(analysis, node)
-            is_saved = value_of(node).dtype == value_of(mlp.source).dtype and value_of(weight).requires_grad
-            if is_saved and read.data(input) is mlp.source:
-                return
+    for node, (input, weight, *_) in mlp.linears.items():
+        is_saved = value_of(node).dtype == value_of(mlp.source).dtype and value_of(weight).requires_grad
+        if is_saved and mlp.data[input] is mlp.source:
+            return
     text = f"the caller may modify its input, {shown(mlp.source)}, before backward needs it"
     raise Rejection(Kind.TILE_CALLERS, text)
 
@@ -243,96 +224,57 @@ def _check_callers(analysis: GraphAnalysis, mlp: Tiling, read: _Reader) -> None:
 # ---- the edit --------------------------------------------------------------------------------------------------------
 
 
-def fuse(graph: Graph, tilings: Iterable[Tiling]) -> list[Edit]:
-    """The edits that replace each MLP by its tiles."""
-    return [(mlp.last, partial(_insert, graph, mlp), mlp.dead) for mlp in tilings if mlp.last is not None]
+def fuse(mlp: Tiling) -> Edit:
+    """The edit that replaces an MLP by its tiles."""
+    return mlp.last, partial(_insert, mlp), mlp.dead
 
 
-class _Tile:
-    """The calls that have been written for one tile."""
-
-    def __init__(self, graph: Graph, tokens: Any, at: Node, new: list[Node]) -> None:
-        self.graph, self.tokens, self.at, self.new = graph, tokens, at, new
-        self.copies: dict[Node, Node] = {}  # by the node that it is a tile of
-
-    def call(self, target: Any, args: tuple[Any, ...], like: Node, **kwargs: Any) -> Node:
-        """Write a call whose result is like that of ``like``, for this tile's tokens."""
-        if isinstance(target, str):
-            node = self.graph.call_method(target, args, kwargs)
-        else:
-            node = self.graph.call_function(target, args, kwargs)
-        self.new.append(node)
-        value = value_of(like)
-        describe(node, like, lambda: value.new_empty((self.tokens, value.shape[-1])))
-        return node
-
-
-def _linear(input: Node, weight: Node, bias: Node | None, transposed: bool, tile: _Tile, node: Node) -> Node:
-    if transposed:
-        original = weight
-        weight = tile.graph.call_function(torch.ops.aten.t.default, (original,))
-        tile.new.append(weight)
-        describe(weight, node, lambda: value_of(original).t())
-    return tile.call(torch.nn.functional.linear, (tile.copies[input], weight, bias), node)
-
-
-def _copy(data: dict[Node, Node], tile: _Tile, node: Node) -> Node:
-    place: Callable[[Node], Any] = lambda a: tile.copies[data[a]] if a in data else a  # noqa: E731
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), place)
-    return tile.call(node.target, args, node, **kwargs)
-
-
-def _activation(subgraph: Subgraph, data: Callable[[Node], Node], tile: _Tile, node: Node) -> Node:
-    return insert(tile.graph, subgraph, tile.new, lambda node: tile.copies[data(node)], tile.at)
-
-
-def _insert(graph: Graph, mlp: Tiling, new: list[Node]) -> Node:
-    source, last = mlp.source, mlp.last
-    assert source is not None and last is not None
-    value, result = value_of(source), value_of(last)
-
-    def call(target: Any, args: tuple[Any, ...], like: Node, make: Callable[[], Any]) -> Node:
-        node = graph.call_function(target, args)
-        new.append(node)
-        describe(node, like, make)
-        return node
+def _insert(mlp: Tiling) -> Node:
+    source, last, result = mlp.source, mlp.last, value_of(mlp.last)
+    add = partial(write_call, source)
 
     def size(node: Node, axis: int) -> Node:
-        known = value_of(node).shape[axis]
-        return call(torch.ops.aten.sym_size.int, (node, axis), source, lambda: known)
+        return add(torch.ops.aten.sym_size.int, node, axis)
 
-    with graph.inserting_before(last):
-        rows = source
-        if value.ndim != 2:
-            rows = call(torch.flatten, (source, 0, -2), source, lambda: value.flatten(0, -2))
-        tokens, width = value_of(rows).shape
-        length, last_length = tiles.lengths(tokens, mlp.tiles)
-        sizes: list[Any] = [length] * (mlp.tiles - 1) + [last_length]
-        lengths: list[Any] = sizes
-        if not isinstance(tokens, int):  # the same, as calls
-            whole = size(rows, 0)
-            length, last_length = tiles.lengths(Proxy(whole), mlp.tiles)
-            known, start = {whole: tokens}, len(new)
-            while new[-1].next is not last:
-                new.append(new[-1].next)
-            for node in new[start:]:
-                known[node] = node.target(*(known.get(a, a) for a in node.args))
-                describe(node, source, partial(known.get, node))
-            lengths = [length.node] * (mlp.tiles - 1) + [last_length.node]
-        pieces = call(torch.split, (rows, lengths), source, lambda: tuple(value.new_empty((n, width)) for n in sizes))
-        results = []
-        for i, length in enumerate(sizes):
-            tile = _Tile(graph, length, last, new)
-            tile.copies[source] = call(operator.getitem, (pieces, i), source, partial(value.new_empty, (length, width)))
-            start = len(new)
-            for node, form in mlp.forms.items():
-                tile.copies[node] = form(tile, node)
-            results.append(tile.copies[last])
-            for node in new[start:]:
-                if node is not results[-1]:
-                    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        joined = call(torch.cat, (results,), last, lambda: result.new_empty((tokens, result.shape[-1])))
-        if result.ndim == 2:
-            return joined
-        leading = [n if isinstance(n, int) else size(source, i) for i, n in enumerate(result.shape[:-1])]
-        return call(torch.unflatten, (joined, 0, leading), last, lambda: result.new_empty(result.shape))
+    rows = source if value_of(source).ndim == 2 else add(torch.flatten, source, 0, -2)
+    tokens = value_of(rows).shape[0]
+    length, last_length = tiles.lengths(tokens, mlp.count)
+    sizes: list[Any] = [length] * (mlp.count - 1) + [last_length]
+    lengths = sizes
+    if not isinstance(tokens, int):  # the same, as calls
+        before = last.prev
+        length, last_length = tiles.lengths(Proxy(size(rows, 0)), mlp.count)
+        while (before := before.next) is not last:
+            record(before, source)
+        lengths = [length.node] * (mlp.count - 1) + [last_length.node]
+    pieces = add(torch.split, rows, lengths)
+    results = [_written(mlp, add(operator.getitem, pieces, i), length) for i, length in enumerate(sizes)]
+    joined = write_call(last, torch.cat, results)
+    if result.ndim == 2:
+        return joined
+    leading = [n if isinstance(n, int) else size(source, i) for i, n in enumerate(result.shape[:-1])]
+    return write_call(last, torch.unflatten, joined, 0, leading)
+
+
+def _written(mlp: Tiling, piece: Node, tokens: Any) -> Node:
+    """Write a tile's calls on its piece of the source; return its result. Backward recomputes all values but that."""
+    copies, before = {mlp.source: piece}, mlp.last.prev
+
+    def place(argument: Node) -> Node:
+        return copies[mlp.data[argument]] if argument in mlp.data else argument
+
+    for node in mlp.calls:
+        like = value_of(node)
+        make = partial(like.new_empty, (tokens, like.shape[-1]))
+        if node is mlp.subgraph.output:
+            copies[node] = insert(mlp.subgraph, place)
+        elif node in mlp.linears:
+            input, weight, bias, transposed = mlp.linears[node]
+            weight = write_call(node, torch.ops.aten.t.default, weight) if transposed else weight
+            copies[node] = write_call(node, torch.nn.functional.linear, place(input), weight, bias, make=make)
+        else:
+            copies[node] = node.graph.node_copy(node, place)
+            record(copies[node], node, make)
+    while (before := before.next) is not copies[mlp.last]:
+        before.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    return copies[mlp.last]

@@ -8,6 +8,7 @@ They are custom operators, Triton kernels and functions that Dynamo does not tra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 import torch
 from torch.fx import Node
@@ -15,7 +16,7 @@ from torch.fx import Node
 from torch_fused_ops.graphs.reasons import NOT_AN_MLP, Kind, Reason
 from torch_fused_ops.lowerings import compat
 
-from .graph import GraphAnalysis, shown, tensor
+from .graph import GraphAnalysis, reached, shown, tensor
 from .symbolic import LINEAR, RULES
 
 __all__ = ["find"]
@@ -36,8 +37,8 @@ def find(analysis: GraphAnalysis) -> Iterator[tuple[Node, Reason]]:
         return node in hidden or analysis.weight_gemm(node)
 
     for node, name in hidden.items():
-        before = _reached(analysis, node.all_input_nodes, is_gemm, lambda n: n.all_input_nodes)
-        after = _reached(analysis, _readers(node), is_gemm, lambda n: n.users)
+        before = _gemms_around(analysis, node.all_input_nodes, is_gemm, lambda n: n.all_input_nodes)
+        after = _gemms_around(analysis, _readers(node), is_gemm, lambda n: n.users)
         if True in before or True in after:
             text = f"{NOT_AN_MLP}it is not known whether {name} is a GEMM"
         elif before and after:
@@ -79,7 +80,7 @@ def _readers(node: Node) -> list[Node]:
     return readers
 
 
-def _reached(
+def _gemms_around(
     analysis: GraphAnalysis,
     start: Iterable[Node],
     is_gemm: Callable[[Node], bool],
@@ -89,21 +90,17 @@ def _reached(
 
     A sum of two tensors, as in a residual stream, ends the path: a norm's input is not an activation's.
     """
-    reached, seen = set[bool](), set[tuple[Node, bool]]()
-    pending = [(node, False) for node in start]
-    while pending and len(seen) < _LONGEST:
-        node, bent = pending.pop()
-        if (node, bent) in seen:
-            continue
-        seen.add((node, bent))
+
+    def neighbors(place: tuple[Node, bool]) -> Iterator[tuple[Node, bool]]:
+        node, bent = place
         name = analysis.calls[node].name
-        if is_gemm(node):
-            reached.add(bent)
-        elif analysis.passes(node):
-            pending += [(neighbor, bent) for neighbor in on(node)]
-        elif name in RULES and not (name in ("add", "sub") and len(_larger(node)) > 1):
-            pending += [(neighbor, bent or name not in LINEAR) for neighbor in on(node)]
-    return reached
+        is_pointwise = name in RULES and not (name in ("add", "sub") and len(_larger(node)) > 1)
+        if not is_gemm(node) and (analysis.passes(node) or is_pointwise):
+            bent |= not analysis.passes(node) and name not in LINEAR
+            yield from ((neighbor, bent) for neighbor in on(node))
+
+    places = islice(reached([(node, False) for node in start], neighbors), _LONGEST)
+    return {bent for node, bent in places if is_gemm(node)}
 
 
 def _larger(node: Node) -> list[Node]:

@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.lowerings import compat
 
-from .graph import AFFINE, RESHAPES, GraphAnalysis, shown, statically, tensor
+from .graph import AFFINE, RESHAPES, GraphAnalysis, reached, shown, statically, tensor
 
 __all__ = [
     "FLOATING",
@@ -120,16 +120,12 @@ def keeps_rows(analysis: GraphAnalysis, node: Node) -> bool:
 
 def producers(analysis: GraphAnalysis, inputs: Iterable[Node]) -> Iterator[Node]:
     """The GEMMs with weights that the inputs come from, through views, sums and pointwise autograd functions."""
-    pending, seen = list(inputs), set[Node]()
-    while pending:
-        node = analysis.origin(pending.pop())
-        if node in seen:
-            continue
-        seen.add(node)
-        if analysis.weight_gemm(node):
-            yield node
-        elif analysis.state[node] == AFFINE or analysis.custom(node):
-            pending.extend(analysis.sources(node))
+
+    def sources(node: Node) -> Iterable[Node]:
+        passed = not analysis.weight_gemm(node) and (analysis.state[node] == AFFINE or analysis.custom(node))
+        return map(analysis.origin, analysis.sources(node)) if passed else ()
+
+    return filter(analysis.weight_gemm, reached(map(analysis.origin, inputs), sources))
 
 
 def arguments_of(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node, Node | None, bool]:

@@ -698,16 +698,16 @@ def test_a_failure_leaves_the_graph_as_it_was(monkeypatch, fails_at):
 
     graph = traced(fn, X, V1, V2)
     before, nodes, calls = str(graph), list(graph.nodes), 0
-    record = recognize.rewrite.__globals__["replace"].__globals__["record"]
+    write_call = recognize.rewrite.__globals__["replace"].__globals__["write_call"]
 
     def failing(*args):
         nonlocal calls
         calls += 1
         if calls == fails_at:
             raise RuntimeError("made to fail")
-        record(*args)
+        return write_call(*args)
 
-    monkeypatch.setitem(recognize.rewrite.__globals__["replace"].__globals__, "record", failing)
+    monkeypatch.setitem(recognize.rewrite.__globals__["replace"].__globals__, "write_call", failing)
     with pytest.raises(RuntimeError, match="made to fail"):
         rewrite(graph, POLICY)
     assert str(graph) == before and list(graph.nodes) == nodes
@@ -722,7 +722,7 @@ def test_a_failing_dropout_leaves_the_mlps_too_as_they_were(monkeypatch):
 
     graph = traced(fn, X, *(v.detach().requires_grad_() for v in (V1, V2)))
     before, nodes = str(graph), list(graph.nodes)
-    monkeypatch.setattr(dropout, "record", mock.Mock(side_effect=RuntimeError("made to fail")))
+    monkeypatch.setattr(dropout, "write_call", mock.Mock(side_effect=RuntimeError("made to fail")))
     with pytest.raises(RuntimeError, match="made to fail"):
         rewrite(graph, POLICY)
     assert str(graph) == before and list(graph.nodes) == nodes

@@ -391,8 +391,8 @@ def test_a_failure_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -
             raise RuntimeError("the second tile")
         return original(*args)
 
-    original = edit._linear
-    monkeypatch.setattr(edit, "_linear", fails)
+    original = edit._written
+    monkeypatch.setattr(edit, "_written", fails)
     with pytest.raises(RuntimeError, match="the second tile"):
         recognize.rewrite(gm.graph, FusionPolicy(memory="tiled:3"))
     assert str(gm.graph) == before

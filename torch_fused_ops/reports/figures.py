@@ -350,15 +350,13 @@ def on_paper(
 
 def _slots(policy: FusionPolicy | None) -> dict[str, Any]:
     """Inductor's current slots without our passes; for a policy with all of our passes but the pre-grad pass."""
-    import torch._inductor.config as config
+    from torch_fused_ops.lowerings import passes
 
-    from torch_fused_ops.lowerings.passes import SLOTS, Recognize
-
-    slots = {}
-    for name, kind in SLOTS.items():
-        others = kind.others(getattr(config, name))
-        slots[name] = others if policy is None or kind is Recognize else kind.join(others, kind(policy))
-    return slots
+    others = passes.options_without_us()
+    if policy is None:
+        return others
+    stages = passes.compile_options(policy)
+    return {name: others[name] if kind is passes.Recognize else stages[name] for name, kind in passes.SLOTS.items()}
 
 
 def _paths(paper: PaperCompilation) -> Iterator[str]:
