@@ -830,6 +830,11 @@ def _native_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def _values_of(input: Tensor) -> Tensor:
+    """Room for the float8 of a tensor, as its device has it."""
+    return input.new_empty(input.shape, dtype=float8.dtype_of(input.device))
+
+
 def _of_device(t: Tensor) -> dict[str, Any]:
     """The constants of kernels of rows that a device decides."""
     return {"PTX": _native_fp8(t.device), "FNUZ": float8.dtype_of(t.device) == float8.FNUZ}
@@ -841,13 +846,13 @@ def _in_rows(input: Tensor, scales: Tensor, known: bool) -> Tensor:
     Input and scales may be stacks. A row whose scale is not known is held in registers: up to 32768 columns.
     """
     *stack, r, c = input.shape
-    values = input.new_empty(input.shape, dtype=float8.dtype_of(input.device))
+    values = _values_of(input)
     places, warps = (_COLUMNS_OF_A_PART, 4) if known else (power_of_2(c), max(power_of_2(c) // 1024, 1))
     if values.numel():
         launching.launch(
             _quantize_rows, (r, blocks(c, places), *(stack or [1])), input.device,
             (input, _as(torch.uint8, values), scales),
-            (r, c, *_strides(input), scales.shape[-1], 0 if scales.shape[-1] == 1 else 1),
+            (r, c, *_strides(input), *_strides_of_scales(scales)),
             {"PLACES": places, "KNOWN": known, **_of_device(input), "num_warps": warps, **OPTIONS},
         )  # fmt: skip
     return values
@@ -858,17 +863,22 @@ def _strides(t: Tensor) -> tuple[int, ...]:
     return t.stride() if t.ndim == 3 else (0, *t.stride())
 
 
+def _strides_of_scales(scales: Tensor) -> tuple[int, int]:
+    """From one matrix's and row's scale to the next; of one block all rows have one."""
+    return scales.shape[-1], int(scales.shape[-1] > 1)
+
+
 def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
     """``float8.quantize_by`` in one kernel, which reads and writes along what lies close in memory."""
     *stack, r, c = input.shape
     if not (_is_turned(input) and c % 4 == 0 and input.numel()):
         return _in_rows(input, scales.contiguous(), known=True)
-    values = input.new_empty(input.shape, dtype=float8.dtype_of(input.device))
+    values = _values_of(input)
     matrix_stride, row, column = _strides(input)
     launching.launch(
         _quantize_turned, (blocks(c, BLOCK) * blocks(r, BLOCK), *(stack or [1]), 1), input.device,
         (input, scales.contiguous(), _as(torch.int32, values)),
-        (c, r, blocks(r, BLOCK), matrix_stride, column, row, scales.shape[-1], 0 if scales.shape[-1] == 1 else 1, c // 4),
+        (c, r, blocks(r, BLOCK), matrix_stride, column, row, *_strides_of_scales(scales), c // 4),
         {"WIDE": _wide(row, column, c), **_of_device(input), "num_warps": _WARPS, **OPTIONS},
     )  # fmt: skip
     return values
@@ -881,11 +891,8 @@ def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Te
     """
     columns = columns or BLOCK
     if columns in (BLOCK, MX_BLOCK):
-        values, scales = (
-            _run_quantize(input.t(), None, rows, columns)
-            if _is_turned(input)
-            else _run_quantize(input, rows, None, columns)
-        )
+        straight = (input.t(), None, rows) if _is_turned(input) else (input, rows, None)
+        values, scales = _run_quantize(*straight, columns)
         return values, scales
     if rows == 1 and columns <= _COLUMNS_AT_ONCE and not _is_turned(input):
         scales = input.new_empty((1, input.shape[0]), dtype=torch.float32)
