@@ -296,8 +296,7 @@ class _Uses(NamedTuple):
 def _block_of_columns(dequantized: Node) -> tuple[int, int]:
     """The block in which a layer's dequantized input is quantized along its columns: a weight's block."""
     values, scales, rows, _ = _fake_args(dequantized.args)
-    narrow = float8.columns_of(values, scales, rows) == MX_BLOCK
-    return (1, MX_BLOCK) if narrow else (BLOCK, BLOCK)
+    return float8.block_of_columns(float8.columns_of(values, scales, rows))
 
 
 def _uses(node: Node, rows_of_columns: int = 1, columns: int = BLOCK) -> _Uses:

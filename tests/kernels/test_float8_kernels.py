@@ -94,7 +94,7 @@ def test_blocks_of_32_have_the_formula_s_bits(device: Device, shape: tuple[int, 
     x = numbers(*shape, dtype)
     for given in (x, x.t()):
         assert_same(stored := device.run(kernels.quantize, given, 1, 32), float8.quantize(given, 1, 32))
-        assert device.names == (["_quantize_narrow"] if x.numel() else [])
+        assert device.names == (["_quantize"] if x.numel() else [])
     both = device.run(kernels.quantize_both, x, 32)
     assert_same(both[:2], float8.quantize(x, 1, 32))
     assert_same(both[2:], stored)
@@ -125,13 +125,13 @@ def test_rows_and_their_transposes_have_the_formula_s_bits(
     fnuz: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A row that is read once, one that is read again, one that lies across; by scales that are known."""
+    """A row that is read once, one that is too long for that, one that lies across; by scales that are known."""
     if fnuz:
         monkeypatch.setattr(float8, "dtype_of", lambda device: float8.FNUZ)
     monkeypatch.setattr(kernels, "_COLUMNS_AT_ONCE", at_once)
     x, (r, c) = numbers(*shape, dtype), shape
     stored = device.run(kernels.quantize, x, 1, c)
-    assert device.names == ["_quantize_rows"] and device.launches[0][2]["WHOLE"] is (c <= at_once)
+    assert device.names == ["_quantize_rows"] and device.launches[0][2]["KNOWN"] is (c > at_once)
     assert_same(stored, float8.quantize(x, 1, c))
     x = x.nan_to_num(0.0, 1.0, -1.0)
     turned = x.t()[: r // 4 * 4]
@@ -139,7 +139,7 @@ def test_rows_and_their_transposes_have_the_formula_s_bits(
         wanted = float8.quantize(given, *sizes)
         assert_same(device.run(kernels.quantize, given, *sizes), wanted)
         by = device.run(kernels.quantize_by, given, wanted[1])
-        assert device.names == ["_quantize_turned" if given is turned and r % 4 == 0 else "_quantize_by"]
+        assert device.names == ["_quantize_turned" if given is turned and r % 4 == 0 else "_quantize_rows"]
         assert_same((by, wanted[1]), wanted)
 
 
@@ -152,7 +152,7 @@ def test_a_stack_of_matrices_is_one_launch(device: Device, turned: bool) -> None
         float8.quantize(given.reshape(-1, given.shape[2]), 1, given.shape[2])[1].view(2, 1, -1),
     ):
         found = device.run(kernels.quantize_by, given, scales)
-        assert device.names == ["_quantize_turned" if turned else "_quantize_by"] and found.is_contiguous()
+        assert device.names == ["_quantize_turned" if turned else "_quantize_rows"] and found.is_contiguous()
         assert torch.equal(found.float(), float8.quantize_by(given, scales).float())
 
 
@@ -254,7 +254,7 @@ def test_gradients_are_those_of_separate_operators(
 
 def test_no_rows_no_launch(device: Device) -> None:
     x = torch.empty(0, 128, dtype=BF16)
-    found = device.run(lambda x: kernels.gradients_quantized("bias_act", x, (x,), "silu"), x)
+    found = device.run(lambda x: kernels.launch_of("bias_act_backward_quantized")(x, x, "silu"), x)
     assert not device.launches and [tuple(t.shape) for t in found] == [
         (0, 128), (1, 0), (128, 0), (0, 128), (0, 128), (128, 0), (1, 0),
     ]  # fmt: skip
@@ -262,9 +262,9 @@ def test_no_rows_no_launch(device: Device) -> None:
 
 def test_bytes_an_element() -> None:
     """What an element of the result costs to move: inputs, and all that is returned."""
-    for name, data, expected in (("bias_act", 1, 7.09), ("glu", 2, 11.19)):
-        x = meta(4096, 8192)
-        (launch,) = recorded(kernels.gradients_quantized, name, x, (x,) * data, "silu")
+    x = meta(4096, 8192)
+    for name, args, expected in (("bias_act", (x, "silu"), 7.09), ("glu", (x, x, "silu", 0.0, None), 11.19)):
+        (launch,) = recorded(kernels.launch_of(f"{name}_backward_quantized"), x, *args)
         assert launch.grid == (32 * 64, 1, 1)
         moved = sum(t.numel() * t.element_size() for t in launch.tensors if t is not None) / x.numel()
         assert round(moved, 2) == expected
@@ -272,22 +272,21 @@ def test_bytes_an_element() -> None:
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(4, 128, dtype=BF16)
+    of_act, of_packed = (kernels.launch_of(f"{name}_backward_quantized") for name in ("bias_act", "bias_glu"))
     with pytest.raises(ValueError, match=r"layout='interleaved' .* 'halves' or 'swapped'"):
-        kernels.gradients_quantized("bias_glu", x[:, :64], (x,), "silu", "interleaved")
+        of_packed(x[:, :64], x, "silu", "interleaved", 0.0, None)
     with pytest.raises(ValueError, match=r"grad has shape \(4, 100\); accepted: columns in multiples of 128"):
-        kernels.gradients_quantized("bias_act", x[:, :100], (x[:, :100],), "silu")
-    with pytest.raises(ValueError, match="name='softmax'"):
-        kernels.gradients_quantized("softmax", x, (x,), "silu")
+        of_act(x[:, :100], x[:, :100], "silu")
     with pytest.raises(ValueError, match=r"grad has shape \(4, 128\); accepted: rows in multiples of 128"):
-        kernels.gradients_quantized("bias_act", x, (x,), "silu", columns=32)
+        of_act(x, x, "silu", 32)
     with pytest.raises(TypeError, match=r"data has dtype torch\.float64"):
-        kernels.gradients_quantized("bias_act", x, (x.double(),), "silu")
+        of_act(x, x.double(), "silu")
     monkeypatch.setattr(torch.version, "hip", "7.0")
     wide = torch.ones(16, 256)
     refused = (
         lambda: kernels.quantize(x, 1),
         lambda: kernels.quantize_both(x),
-        lambda: kernels.gradients_quantized("bias_act", x, (x,), "silu"),
+        lambda: of_act(x, x, "silu"),
         lambda: kernels.dequantize(*float8.quantize(wide, 1), 1, BF16),
         lambda: kernels.scaled_mm(*float8.quantize(wide, 1), *float8.quantize(wide, 1), None, 1, BF16),
     )

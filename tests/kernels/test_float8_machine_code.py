@@ -22,8 +22,9 @@ ROWS, COLUMNS = 4096, 8192
 def gradients(name: str, activation: str, rows: int = ROWS, columns: int = 128) -> tuple[Any, ...]:
     x, packed = meta(rows, COLUMNS), meta(rows, 2 * COLUMNS)
     data = {"bias_act": (x,), "glu": (x, x), "bias_glu": (packed,)}[name]
-    layout = "halves" if name == "bias_glu" else None
-    return kernels.gradients_quantized, name, x, data, activation, layout, 0.0, None, columns
+    scalars = () if name == "bias_act" else (0.0, None)
+    layout = ("halves",) if name == "bias_glu" else ()
+    return kernels.launch_of(f"{name}_backward_quantized"), x, *data, activation, *layout, *scalars, columns
 
 
 def turned() -> Tensor:

@@ -27,6 +27,7 @@ __all__ = [
     "DTYPES",
     "FNUZ",
     "FP8",
+    "block_of_columns",
     "columns_of",
     "dequantize",
     "dtype_of",
@@ -81,6 +82,11 @@ def columns_of(values: Tensor, scales: Tensor, rows: int) -> int:
     """The width of the blocks in which ``quantize`` stored values."""
     blocks = scales.shape[0 if rows == 1 else 1]
     return values.shape[1] // blocks if blocks else BLOCK
+
+
+def block_of_columns(columns: int) -> tuple[int, int]:
+    """The blocks of a layer's input along its columns, as of a weight, beside blocks of (1, columns) along its rows."""
+    return (1, MX_BLOCK) if columns == MX_BLOCK else (BLOCK, BLOCK)
 
 
 def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:

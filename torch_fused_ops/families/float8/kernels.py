@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from torch_fused_ops import formulas
-from torch_fused_ops.declaration import PointwiseOperator, elementwise
+from torch_fused_ops.declaration import OPERATORS, PointwiseOperator
 from torch_fused_ops.families.float8 import formulas as float8
 from torch_fused_ops.families.float8.formulas import FP8
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
@@ -245,19 +245,14 @@ def _four(a, b, c, d, PTX: tl.constexpr, FNUZ: tl.constexpr):
 
 
 @triton.jit
-def _rows_in_order(s):
-    """(128,) of 8 strips of (16,)."""
+def _in_order(s, COLUMNS: tl.constexpr):
+    """(128,) of 8 strips of (16,): one of each row; or (4, 128) of 8 of (16, 4), one of each block of 32 columns."""
     even = tl.join(tl.join(s[0], s[4]), tl.join(s[2], s[6]))
     odd = tl.join(tl.join(s[1], s[5]), tl.join(s[3], s[7]))
-    return tl.reshape(tl.join(even, odd), (SIDE,))
-
-
-@triton.jit
-def _parts_in_order(s):
-    """(4, 128) of 8 strips of (16, 4): what belongs to each row of four blocks of 32 columns."""
-    even = tl.join(tl.join(s[0], s[4]), tl.join(s[2], s[6]))
-    odd = tl.join(tl.join(s[1], s[5]), tl.join(s[3], s[7]))
-    return tl.reshape(tl.permute(tl.join(even, odd), (1, 0, 2, 3, 4)), (PARTS, SIDE))
+    if COLUMNS == NARROW:
+        return tl.reshape(tl.permute(tl.join(even, odd), (1, 0, 2, 3, 4)), (PARTS, SIDE))
+    else:
+        return tl.reshape(tl.join(even, odd), (SIDE,))
 
 
 @triton.jit
@@ -312,39 +307,6 @@ def _tile_of(column_blocks):
     return (program // column_blocks).to(tl.int64), (program % column_blocks).to(tl.int64)
 
 
-@triton.jit
-def _pairs_of_tile(
-    input, input_scales, first, place, rows_left, columns_left, input_row, input_column,
-    DTYPE: tl.constexpr, PTX: tl.constexpr, part_row=None,
-):  # fmt: skip
-    """A tile's 8 strips, as 4 of pairs: of neighboring strips. ``input_scales``: those of its rows; it is float8.
-
-    ``part_row``: from one to the next of a row's four, of blocks of 32 columns.
-    """
-    strips = ()
-    for i in tl.static_range(0, STRIPS, 2):
-        two = ()
-        for j in tl.static_range(i, i + 2):
-            mask = (first + j < rows_left)[:, None] & (place < columns_left)[None, :]
-            places = (first + j)[:, None] * input_row + place[None, :] * input_column
-            if input_scales is None:
-                two = two + (tl.load(input + places, mask=mask, other=0.0).to(DTYPE),)
-            elif part_row is not None:
-                row, part = (first + j)[:, None], tl.arange(0, PARTS)[None, :]
-                known = (row < rows_left) & (part * NARROW < columns_left)
-                scale = tl.load(input_scales + part * part_row + row, mask=known, other=0.0)
-                scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (STRIP_ROWS, PARTS, NARROW)), (STRIP_ROWS, SIDE))
-                loaded = _from_fp8(tl.load(input + places, mask=mask, other=0), PTX) * scale
-                two = two + (_clamp(loaded, BF16_LARGEST).to(DTYPE),)
-            else:
-                row = first + j
-                scale = tl.load(input_scales + row, mask=row < rows_left, other=0.0)
-                loaded = _from_fp8(tl.load(input + places, mask=mask, other=0), PTX) * scale[:, None]
-                two = two + (_clamp(loaded, BF16_LARGEST).to(DTYPE),)
-        strips = strips + (_pair(two[0], two[1], DTYPE, PTX),)
-    return strips
-
-
 # COLUMNS of a block, in a tile: 128, and what belongs to blocks is (rows,), or (columns,); or 32, and it is (rows, 4),
 # or (4, columns).
 
@@ -375,10 +337,21 @@ def _larger_half(pairs, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _scales_of_columns(strips, COLUMNS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """(scale, 1 / scale) of each block in a tile's columns, and (scale, 1 / scale) of the tile."""
+    largest = _larger_half(_largest_of_columns(strips, COLUMNS, PTX), DTYPE)
+    scale, inverse = _scale(largest)
+    of_tile = tl.max(tl.reshape(largest.to(tl.int32, bitcast=True), (largest.numel,)), 0)
+    scale_of_tile, inverse_of_tile = _scale(of_tile.to(tl.float32, bitcast=True))
+    return scale, inverse, scale_of_tile, inverse_of_tile
+
+
+@triton.jit
 def _beside_rows(of_blocks, COLUMNS: tl.constexpr):
-    """Broadcast values of the blocks of a strip's rows to its elements."""
+    """Broadcast values of the blocks of some rows of a tile to their elements."""
     if COLUMNS == NARROW:
-        return tl.reshape(tl.broadcast_to(of_blocks[:, :, None], (STRIP_ROWS, PARTS, NARROW)), (STRIP_ROWS, SIDE))
+        HEIGHT: tl.constexpr = of_blocks.shape[0]
+        return tl.reshape(tl.broadcast_to(of_blocks[:, :, None], (HEIGHT, PARTS, NARROW)), (HEIGHT, SIDE))
     else:
         return of_blocks[:, None]
 
@@ -402,6 +375,49 @@ def _places_of_scales(stride, place, COLUMNS: tl.constexpr):
         return place
 
 
+@triton.jit
+def _scales_left(place, left, part, blocks_left, COLUMNS: tl.constexpr):
+    """The mask of a tile's scales: ``left`` along one axis, ``blocks_left`` of its ``part`` along the other."""
+    if COLUMNS == NARROW:
+        return (place < left)[None, :] & (part < blocks_left)
+    else:
+        return place < left
+
+
+@triton.jit
+def _scales_of_rows(scales, row, rows, rows_left, columns_left, COLUMNS: tl.constexpr):
+    """Load the scales of some rows of a tile, beside their elements."""
+    if COLUMNS == NARROW:
+        part = tl.arange(0, PARTS)[None, :]
+        known = (row < rows_left)[:, None] & (part * NARROW < columns_left)
+        scale = tl.load(scales + part * rows + row[:, None], mask=known, other=0.0)
+    else:
+        scale = tl.load(scales + row, mask=row < rows_left, other=0.0)
+    return _beside_rows(scale, COLUMNS)
+
+
+@triton.jit
+def _pairs_of_tile(
+    input, input_scales, first, place, rows, rows_left, columns_left, input_row, input_column,
+    COLUMNS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """A tile's 8 strips, as 4 of pairs: of neighboring strips. ``input_scales``: those of its rows; it is float8."""
+    strips = ()
+    for i in tl.static_range(0, STRIPS, 2):
+        two = ()
+        for j in tl.static_range(i, i + 2):
+            row = first + j
+            mask = (row < rows_left)[:, None] & (place < columns_left)[None, :]
+            places = row[:, None] * input_row + place[None, :] * input_column
+            loaded = tl.load(input + places, mask=mask, other=0.0)
+            if input_scales is not None:
+                scale = _scales_of_rows(input_scales, row, rows, rows_left, columns_left, COLUMNS)
+                loaded = _clamp(_from_fp8(loaded, PTX) * scale, BF16_LARGEST)
+            two = two + (loaded.to(DTYPE),)
+        strips = strips + (_pair(two[0], two[1], DTYPE, PTX),)
+    return strips
+
+
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -409,121 +425,73 @@ def _places_of_scales(stride, place, COLUMNS: tl.constexpr):
 def _quantize(
     input, input_scales, values, scales, values_t, scales_t,
     rows, columns, column_blocks, input_row, input_column, values_row, values_t_row,
-    ROWS: tl.constexpr, ROWS_T: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
+    ROWS: tl.constexpr, ROWS_T: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Input (rows, columns) in blocks of (ROWS, 128), its transpose in blocks of (ROWS_T, 128); None is not wanted.
+    """Input (rows, columns) in blocks of (ROWS, COLUMNS), its transpose in blocks of (ROWS_T, COLUMNS).
 
-    values (rows, values_row) and scales are ``float8.quantize(input, ROWS)``; values_t (columns, 4 · values_t_row), in
-    words, and scales_t are ``float8.quantize(inputᵀ, ROWS_T)``.
+    values (rows, values_row) and scales are ``float8.quantize(input, ROWS, COLUMNS)``; values_t
+    (columns, 4 · values_t_row), in words, and scales_t are ``float8.quantize(inputᵀ, ROWS_T, COLUMNS)``. ROWS or ROWS_T
+    is None where that is not wanted. With ``input_scales`` input is float8 in blocks of (1, COLUMNS).
     """
+    BLOCKS: tl.constexpr = SIDE // COLUMNS  # in a tile's row: 1 or 4
     r, c = _tile_of(column_blocks)
     first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
+    part = tl.arange(0, PARTS)[:, None]
     rows_left, columns_left = rows - r * SIDE, columns - c * SIDE
     # What float8 times a power of two is, bfloat16 holds.
     OWN: tl.constexpr = tl.bfloat16 if input_scales is not None else input.dtype.element_ty
     DTYPE: tl.constexpr = tl.float32 if OWN == tl.float64 else OWN
     input += r * SIDE * input_row + c * SIDE * input_column
     if input_scales is not None:
-        input_scales += c * rows + r * SIDE
+        input_scales += c * BLOCKS * rows + r * SIDE
     strips = _pairs_of_tile(
-        input, input_scales, first, place, rows_left, columns_left, input_row, input_column, DTYPE, PTX
+        input, input_scales, first, place, rows, rows_left, columns_left, input_row, input_column, COLUMNS, DTYPE, PTX
     )
 
-    if ROWS_T is not None or ROWS == SIDE:
-        of_columns = _largest(_largest_of_strips(strips, PTX), 0, PTX)
-        largest = tl.maximum(
-            _of_pair(of_columns, False, DTYPE).to(tl.int32, bitcast=True),
-            _of_pair(of_columns, True, DTYPE).to(tl.int32, bitcast=True),
-        )
-        scale_t, inverse_t = _scale(largest.to(tl.float32, bitcast=True))
-        scale_all, inverse_all = _scale(tl.max(largest, 0).to(tl.float32, bitcast=True))
+    if COLUMNS == SIDE and (ROWS_T is not None or ROWS == SIDE):
+        scale_t, inverse_t, scale_all, inverse_all = _scales_of_columns(strips, COLUMNS, DTYPE, PTX)
 
     if ROWS is not None:
-        values += r * SIDE * values_row + c * SIDE
-        of_rows = ()
-        numbers = _strips_of_pairs(_anew(strips, PTX), False, True, DTYPE)
-        for i in tl.static_range(STRIPS):
-            if ROWS == 1:
-                if i % 2 == 0:
-                    both = _largest(_sizes(strips[i // 2]), 1, PTX)
-                largest_of_rows = _of_pair(both, i % 2 == 1, DTYPE)
-                of_rows = of_rows + (largest_of_rows,)
-                inverse = _scale(largest_of_rows)[1][:, None]
-            else:
-                inverse = inverse_all
-            code = _to_fp8(numbers[i] * inverse, PTX)
-            row = first + i
-            tl.store(values + row[:, None] * values_row + place[None, :], code, mask=(row < rows_left)[:, None])
-        if ROWS == 1:
-            tl.store(scales + c * rows + r * SIDE + place, _scale(_rows_in_order(of_rows))[0], mask=place < rows_left)
-        else:
-            tl.store(scales + r * column_blocks + c, scale_all)
-
-    if ROWS_T is not None:
-        values_t += c * SIDE * values_t_row + r * (SIDE // 4)
-        numbers = _strips_of_pairs(_anew(strips, PTX), False, True, DTYPE)
-        if ROWS_T == 1:
-            tl.store(scales_t + r * columns + c * SIDE + place, scale_t, mask=place < columns_left)
-            _store_transposed(numbers, inverse_t[None, :], values_t, values_t_row, columns_left, WIDE, PTX)
-        else:
-            tl.store(scales_t + c * (values_t_row // (SIDE // 4)) + r, scale_all)
-            _store_transposed(numbers, inverse_all, values_t, values_t_row, columns_left, WIDE, PTX)
-
-
-@triton.jit
-def _quantize_narrow(
-    input, input_scales, values, scales, values_t, scales_t,
-    rows, columns, column_blocks, input_row, input_column, values_row, values_t_row,
-    WIDE: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Input (rows, columns) in blocks of (1, 32), its transpose too; None is not wanted.
-
-    values (rows, values_row) and scales are ``float8.quantize(input, 1, 32)``; values_t (columns, 4 · values_t_row), in
-    words, and scales_t are ``float8.quantize(inputᵀ, 1, 32)``.
-    """
-    r, c = _tile_of(column_blocks)
-    first, place = _places(STRIP_ROWS, WIDE) * STRIPS, _places(SIDE, WIDE)
-    part = tl.arange(0, PARTS)[:, None]
-    rows_left, columns_left = rows - r * SIDE, columns - c * SIDE
-    OWN: tl.constexpr = tl.bfloat16 if input_scales is not None else input.dtype.element_ty
-    DTYPE: tl.constexpr = tl.float32 if OWN == tl.float64 else OWN
-    input += r * SIDE * input_row + c * SIDE * input_column
-    if input_scales is not None:
-        input_scales += c * PARTS * rows + r * SIDE
-    strips = _pairs_of_tile(
-        input, input_scales, first, place, rows_left, columns_left, input_row, input_column, DTYPE, PTX, rows
-    )
-
-    if values is not None:
         values += r * SIDE * values_row + c * SIDE
         stored = place < values_row - c * SIDE
         of_rows = ()
         numbers = _strips_of_pairs(_anew(strips, PTX), False, True, DTYPE)
         for i in tl.static_range(STRIPS):
-            if i % 2 == 0:
-                both = _largest_of_rows(strips[i // 2], NARROW, PTX)
-            largest = _of_pair(both, i % 2 == 1, DTYPE)
-            of_rows = of_rows + (largest,)
-            code = _to_fp8(numbers[i] * _beside_rows(_scale(largest)[1], NARROW), PTX)
+            if ROWS == 1:
+                if i % 2 == 0:
+                    both = _largest_of_rows(strips[i // 2], COLUMNS, PTX)
+                largest_of_rows = _of_pair(both, i % 2 == 1, DTYPE)
+                of_rows = of_rows + (largest_of_rows,)
+                inverse = _beside_rows(_scale(largest_of_rows)[1], COLUMNS)
+            else:
+                inverse = inverse_all
+            code = _to_fp8(numbers[i] * inverse, PTX)
             row = first + i
-            mask = (row < rows_left)[:, None] & stored[None, :]
+            mask = (row < rows_left)[:, None] if COLUMNS == SIDE else (row < rows_left)[:, None] & stored[None, :]
             tl.store(values + row[:, None] * values_row + place[None, :], code, mask=mask)
-        scales += c * PARTS * rows + r * SIDE
-        mask = (place < rows_left)[None, :] & (part < values_row // NARROW - c * PARTS)
-        scale = _scale(_parts_in_order(of_rows))[0]
-        tl.store(scales + _places_of_scales(rows, place, NARROW), scale, mask=mask)
+        if ROWS == 1:
+            scales += c * BLOCKS * rows + r * SIDE
+            mask = _scales_left(place, rows_left, part, values_row // COLUMNS - c * BLOCKS, COLUMNS)
+            scale = _scale(_in_order(of_rows, COLUMNS))[0]
+            tl.store(scales + _places_of_scales(rows, place, COLUMNS), scale, mask=mask)
+        else:
+            tl.store(scales + r * column_blocks + c, scale_all)
 
-    if values_t is not None:
+    if ROWS_T is not None:
         values_t += c * SIDE * values_t_row + r * (SIDE // 4)
-        scale, inverse = _scale(_larger_half(_largest_of_columns(strips, NARROW, PTX), DTYPE))
-        scales_t += r * PARTS * columns + c * SIDE
-        mask = (place < columns_left)[None, :] & (part < values_t_row // (NARROW // 4) - r * PARTS)
-        tl.store(scales_t + _places_of_scales(columns, place, NARROW), scale, mask=mask)
+        if COLUMNS == NARROW:
+            scale_t, inverse_t, _, _ = _scales_of_columns(strips, COLUMNS, DTYPE, PTX)
+        if ROWS_T == 1:
+            mask = _scales_left(place, columns_left, part, values_t_row // (COLUMNS // 4) - r * BLOCKS, COLUMNS)
+            scales_t += r * BLOCKS * columns + c * SIDE
+            tl.store(scales_t + _places_of_scales(columns, place, COLUMNS), scale_t, mask=mask)
+            inverse = _beside_columns(inverse_t, COLUMNS)
+        else:
+            tl.store(scales_t + c * (values_t_row // (SIDE // 4)) + r, scale_all)
+            inverse = inverse_all
         numbers = _strips_of_pairs(_anew(strips, PTX), False, True, DTYPE)
-        _store_transposed(
-            numbers, _beside_columns(inverse, NARROW), values_t, values_t_row, columns_left, WIDE, PTX,
-            values_t_row - r * (SIDE // 4),
-        )  # fmt: skip
+        words_left = values_t_row - r * (SIDE // 4) if COLUMNS == NARROW else None
+        _store_transposed(numbers, inverse, values_t, values_t_row, columns_left, WIDE, PTX, words_left)
 
 
 @triton.jit
@@ -546,57 +514,25 @@ def _inverse(scale, FNUZ: tl.constexpr):
 
 
 @triton.jit
-def _part_of_row(input, start, columns, stride, PLACES: tl.constexpr):
-    place = start + tl.arange(0, PLACES)
-    return tl.load(input + place.to(tl.int64) * stride, mask=place < columns, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_part(values, x, inverse, start, columns, PLACES: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr):
-    place = start + tl.arange(0, PLACES)
-    tl.store(values + place, _code(x * inverse, PTX, FNUZ), mask=place < columns)
-
-
-@triton.jit
 def _quantize_rows(
-    input, values, scales, columns, input_row, input_column,
-    PLACES: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
+    input, values, scales, rows, columns, input_one, input_row, input_column, scale_one, scale_row,
+    PLACES: tl.constexpr, KNOWN: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """``float8.quantize`` in rows; a program has a row.
+    """``float8.quantize`` in rows, of up to PLACES columns; KNOWN: ``float8.quantize_by``, of any.
 
-    WHOLE: of up to PLACES columns, and it is read once; else it is read again, which is for the cache to answer.
+    A program has PLACES of a row, of one matrix of a stack.
     """
-    row = tl.program_id(0).to(tl.int64)
-    input += row * input_row
-    values += row * columns
-    if WHOLE:
-        x = _part_of_row(input, 0, columns, input_column, PLACES)
-        sizes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    else:
-        sizes = tl.zeros((PLACES,), tl.int32)
-        for start in range(0, columns, PLACES):
-            part = _part_of_row(input, start, columns, input_column, PLACES)
-            sizes = tl.maximum(sizes, part.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    scale, inverse = _scale(tl.max(sizes, 0).to(tl.float32, bitcast=True))
-    tl.store(scales + row, scale * 2 if FNUZ else scale)
-    if WHOLE:
-        _store_part(values, x, inverse, 0, columns, PLACES, PTX, FNUZ)
-    else:
-        for start in range(0, columns, PLACES):
-            part = _part_of_row(input, start, columns, input_column, PLACES)
-            _store_part(values, part, inverse, start, columns, PLACES, PTX, FNUZ)
-
-
-@triton.jit
-def _quantize_by(
-    input, scales, values, rows, columns, input_one, input_row, input_column, scale_one, scale_row,
-    PLACES: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
-):  # fmt: skip
-    """``float8.quantize_by``; a program has PLACES of a row, of one matrix of a stack."""
     row, start, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * PLACES, tl.program_id(2).to(tl.int64)
-    part = _part_of_row(input + index * input_one + row * input_row, start, columns, input_column, PLACES)
-    inverse = _inverse(tl.load(scales + index * scale_one + row * scale_row), FNUZ)
-    _store_part(values + (index * rows + row) * columns, part, inverse, start, columns, PLACES, PTX, FNUZ)
+    place = start + tl.arange(0, PLACES)
+    input += index * input_one + row * input_row
+    scales += index * scale_one + row * scale_row
+    x = tl.load(input + place.to(tl.int64) * input_column, mask=place < columns, other=0.0).to(tl.float32)
+    if KNOWN:
+        inverse = _inverse(tl.load(scales), FNUZ)
+    else:
+        scale, inverse = _scale(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True))
+        tl.store(scales, scale * 2 if FNUZ else scale)
+    tl.store(values + (index * rows + row) * columns + place, _code(x * inverse, PTX, FNUZ), mask=place < columns)
 
 
 @triton.jit
@@ -644,13 +580,9 @@ def _dequantize(
     places = row[:, None] * columns + place[None, :]
     corner = r * columns + c * SIDE
     code = tl.load(values + corner + places, mask=stored, other=0)
-    if COLUMNS == NARROW:
-        part = c * PARTS + tl.arange(0, PARTS)[None, :]
-        known = mask[:, None] & (part < columns // NARROW)
-        scale = tl.load(scales + part * rows + r + row[:, None], mask=known, other=0.0)[:, :, None]
-        scale = tl.reshape(tl.broadcast_to(scale, (BLOCK_M, PARTS, NARROW)), (BLOCK_M, SIDE))
-    elif ROWS == 1:
-        scale = tl.load(scales + c * rows + r + row, mask=mask, other=0.0)[:, None]
+    if ROWS == 1:
+        scales += c * (SIDE // COLUMNS) * rows + r
+        scale = _scales_of_rows(scales, row, rows, rows - r, columns - c * SIDE, COLUMNS)
     else:
         scale = tl.load(scales + (r // SIDE) * column_blocks + c)
     tl.store(out + corner + places, _clamp(_from_fp8(code, PTX) * scale, LARGEST), mask=stored)
@@ -722,7 +654,7 @@ def _gradients(
     if PAIR:
         up_values_t += corner_t
     PARKED: tl.constexpr = PAIR and DTYPE.primitive_bitwidth == 16
-    COUNT: tl.constexpr = PARTS if COLUMNS == NARROW else 1
+    BLOCKS: tl.constexpr = SIDE // COLUMNS  # in a tile's row: 1 or 4
 
     strips = ()
     results = ()
@@ -770,8 +702,8 @@ def _gradients(
             inverse = _beside_rows(_scale(_of_pair(largest, True, DTYPE))[1], COLUMNS)
             tl.store(up_values + places, _to_fp8(_high_once(pair, DTYPE, PTX) * inverse, PTX), mask=mask)
     place = _anew((place,), PTX)[0]  # else addresses, too, would be kept from the start
-    largest = _parts_in_order(of_rows) if COLUMNS == NARROW else _rows_in_order(of_rows)
-    places = c * COUNT * rows + r * SIDE + _places_of_scales(rows, place, COLUMNS)
+    largest = _in_order(of_rows, COLUMNS)
+    places = c * BLOCKS * rows + r * SIDE + _places_of_scales(rows, place, COLUMNS)
     mask = (place < rows_left)[None, :] if COLUMNS == NARROW else place < rows_left
     tl.store(gate_scales + places, _scale(_of_pair(largest, False, DTYPE))[0], mask=mask)
     if PAIR:
@@ -781,7 +713,7 @@ def _gradients(
     of_columns = _largest_of_columns(strips, COLUMNS, PTX)
     places = r * width + c * SIDE
     scale, inverse = _scale(_of_pair(of_columns, False, DTYPE))
-    corner_of_scales = r * COUNT * width + c * SIDE
+    corner_of_scales = r * BLOCKS * width + c * SIDE
     tl.store(gate_scales_t + corner_of_scales + _places_of_scales(width, place, COLUMNS), scale)
     strips = _anew(strips, PTX)
     _store_sums(_strips_of_pairs(strips, False, False, DTYPE), gate_sums + places)
@@ -810,7 +742,7 @@ def _gradients(
     if COLUMNS == NARROW:
         scale, inverse = _scale(of_columns)
         columns = column_blocks * SIDE
-        out_scales_t += r * COUNT * columns + c * SIDE
+        out_scales_t += r * BLOCKS * columns + c * SIDE
         tl.store(out_scales_t + _places_of_scales(columns, place, COLUMNS), scale)
         inverse = _beside_columns(inverse, COLUMNS)
     else:
@@ -825,7 +757,7 @@ def _gradients(
 _WARPS = 8  # 64 elements a thread: a strip is one load of 16 bytes for each
 _REGISTERS = 128  # so that two programs fit a multiprocessor of 64 Ki
 _ROWS_OF_DEQUANTIZE = 32
-_COLUMNS_AT_ONCE = 16384  # of a row in registers: 16 warps have 32 elements a thread
+_COLUMNS_AT_ONCE = 32768  # of a row in registers: 32 warps have 32 elements a thread
 _COLUMNS_OF_A_PART = 2048
 
 
@@ -852,50 +784,39 @@ def _wide(*strides: int) -> bool:
     return BLOCK * max(strides) * 2 > INT32_MAX
 
 
-def _in_words(values_t: Tensor) -> Tensor:
-    return values_t.view(torch.int32)
+def _as(dtype: torch.dtype, values: Tensor | None) -> Tensor | None:
+    """The bytes of float8, as kernels are given them."""
+    return None if values is None else values.view(dtype)
 
 
 def _run_quantize(
-    input: Tensor,
-    rows: int | None,
-    rows_t: int | None,
-    input_scales: Tensor | None = None,
-    columns: int = BLOCK,
+    input: Tensor, rows: int | None, rows_t: int | None, columns: int, input_scales: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """(values, scales) of input in blocks of (rows, columns), of its transpose in (rows_t, columns); without None's.
 
-    One pass over memory, which reads along rows. With ``input_scales`` input is float8 in blocks of (1, columns).
-    ``columns``: 128, or 32.
+    One pass over memory, which reads along rows. ``columns``: 128, or 32. With ``input_scales`` input is float8 in
+    blocks of (1, columns).
     """
-    r, c = input.shape
-    ptx = _ptx(input.device)
+    (r, c), ptx = input.shape, _ptx(input.device)
+    width, width_t = float8.padded(c, columns), float8.padded(r, columns)
     stored: list[Tensor | None] = []
-    for height, width, of_blocks in ((r, c, rows), (c, r, rows_t)):
-        if of_blocks is None:
-            stored += [None, None]
-            continue
-        wide = float8.padded(width, columns)
-        shape = float8.scales_shape((height, wide), of_blocks, columns)
-        stored += [
-            input.new_empty((height, wide), dtype=torch.uint8),
-            input.new_empty(shape, dtype=torch.float32),
-        ]
+    for of_blocks, shape in ((rows, (r, width)), (rows_t, (c, width_t))):
+        stored += [None, None]
+        if of_blocks is not None:
+            scales_shape = float8.scales_shape(shape, of_blocks, columns)
+            stored[-2:] = input.new_empty(shape, dtype=FP8), input.new_empty(scales_shape, dtype=torch.float32)
     values, scales, values_t, scales_t = stored
     if r and c:
-        width, width_t = float8.padded(c, columns), float8.padded(r, columns)
-        outputs = values, scales, None if values_t is None else _in_words(values_t), scales_t
-        narrow = columns == MX_BLOCK
         launching.launch(
-            _quantize_narrow if narrow else _quantize, (blocks(r, BLOCK) * blocks(c, BLOCK), 1, 1), input.device,
-            (input, input_scales, *outputs),
-            (r, c, blocks(c, BLOCK), input.stride(0), input.stride(1), width, width_t // 4),
+            _quantize, (blocks(r, BLOCK) * blocks(c, BLOCK), 1, 1), input.device,
+            (input, input_scales, _as(torch.uint8, values), scales, _as(torch.int32, values_t), scales_t),
+            (r, c, blocks(c, BLOCK), *input.stride(), width, width_t // 4),
             {
-                **({} if narrow else {"ROWS": rows, "ROWS_T": rows_t}),
-                "WIDE": _wide(*input.stride(), width, width_t), "PTX": ptx, "num_warps": _WARPS, **OPTIONS,
+                "ROWS": rows, "ROWS_T": rows_t, "COLUMNS": columns, "WIDE": _wide(*input.stride(), width, width_t),
+                "PTX": ptx, "num_warps": _WARPS, **OPTIONS,
             },
         )  # fmt: skip
-    return tuple(t.view(FP8) if t.dtype == torch.uint8 else t for t in stored if t is not None)
+    return tuple(t for t in stored if t is not None)
 
 
 def _is_turned(t: Tensor) -> bool:
@@ -909,64 +830,76 @@ def _native_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def _values_of(input: Tensor) -> Tensor:
+    """Room for the float8 of a tensor, as its device has it."""
+    return input.new_empty(input.shape, dtype=float8.dtype_of(input.device))
+
+
 def _of_device(t: Tensor) -> dict[str, Any]:
     """The constants of kernels of rows that a device decides."""
     return {"PTX": _native_fp8(t.device), "FNUZ": float8.dtype_of(t.device) == float8.FNUZ}
 
 
-def _quantize_in_rows(input: Tensor) -> tuple[Tensor, Tensor]:
-    """(values, scales) of rows; those of up to 16384 columns are read once."""
-    r, c = input.shape
-    values, scales = input.new_empty((r, c), dtype=torch.uint8), input.new_empty((1, r), dtype=torch.float32)
-    if r and c:
-        places = min(power_of_2(c), _COLUMNS_AT_ONCE)
+def _in_rows(input: Tensor, scales: Tensor, known: bool) -> Tensor:
+    """The values of ``float8.quantize`` in rows, whose scales it stores; or, ``known``, of ``float8.quantize_by``.
+
+    Input and scales may be stacks. A row whose scale is not known is held in registers: up to 32768 columns.
+    """
+    *stack, r, c = input.shape
+    values = _values_of(input)
+    places, warps = (_COLUMNS_OF_A_PART, 4) if known else (power_of_2(c), max(power_of_2(c) // 1024, 1))
+    if values.numel():
         launching.launch(
-            _quantize_rows, (r, 1, 1), input.device, (input, values, scales), (c, *input.stride()),
-            {
-                "PLACES": places, "WHOLE": c <= places, **_of_device(input),
-                "num_warps": min(max(places // 1024, 1), 16), **OPTIONS,
-            },
+            _quantize_rows, (r, blocks(c, places), *(stack or [1])), input.device,
+            (input, _as(torch.uint8, values), scales),
+            (r, c, *_strides(input), *_strides_of_scales(scales)),
+            {"PLACES": places, "KNOWN": known, **_of_device(input), "num_warps": warps, **OPTIONS},
         )  # fmt: skip
-    return values.view(float8.dtype_of(input.device)), scales
+    return values
+
+
+def _strides(t: Tensor) -> tuple[int, ...]:
+    """From one matrix, row, and column to the next; a single matrix is a stack of one."""
+    return t.stride() if t.ndim == 3 else (0, *t.stride())
+
+
+def _strides_of_scales(scales: Tensor) -> tuple[int, int]:
+    """From one matrix's and row's scale to the next; of one block all rows have one."""
+    return scales.shape[-1], int(scales.shape[-1] > 1)
 
 
 def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
     """``float8.quantize_by`` in one kernel, which reads and writes along what lies close in memory."""
     *stack, r, c = input.shape
-    values, scales = input.new_empty(input.shape, dtype=torch.uint8), scales.contiguous()
-    count, of_rows = (stack or [1])[0], scales.shape[-1]
-    matrix_stride, row, column = input.stride() if stack else (0, *input.stride())
-    scale_one, scale_row = of_rows, 0 if of_rows == 1 else 1
-    if values.numel() and _is_turned(input) and c % 4 == 0:
-        launching.launch(
-            _quantize_turned, (blocks(c, BLOCK) * blocks(r, BLOCK), count, 1), input.device,
-            (input, scales, _in_words(values)),
-            (c, r, blocks(r, BLOCK), matrix_stride, column, row, scale_one, scale_row, c // 4),
-            {"WIDE": _wide(row, column, c), **_of_device(input), "num_warps": _WARPS, **OPTIONS},
-        )  # fmt: skip
-    elif values.numel():
-        launching.launch(
-            _quantize_by, (r, blocks(c, _COLUMNS_OF_A_PART), count), input.device, (input, scales, values),
-            (r, c, matrix_stride, row, column, scale_one, scale_row),
-            {"PLACES": _COLUMNS_OF_A_PART, **_of_device(input), "num_warps": 4, **OPTIONS},
-        )  # fmt: skip
-    return values.view(float8.dtype_of(input.device))
+    if not (_is_turned(input) and c % 4 == 0 and input.numel()):
+        return _in_rows(input, scales.contiguous(), known=True)
+    values = _values_of(input)
+    matrix_stride, row, column = _strides(input)
+    launching.launch(
+        _quantize_turned, (blocks(c, BLOCK) * blocks(r, BLOCK), *(stack or [1]), 1), input.device,
+        (input, scales.contiguous(), _as(torch.int32, values)),
+        (c, r, blocks(r, BLOCK), matrix_stride, column, row, *_strides_of_scales(scales), c // 4),
+        {"WIDE": _wide(row, column, c), **_of_device(input), "num_warps": _WARPS, **OPTIONS},
+    )  # fmt: skip
+    return values
 
 
 def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
     """``float8.quantize`` in one kernel, which reads and writes along what lies close in memory.
 
-    Where a row is a block, and the columns lie close, its largest elements are torch's to find: a pass more.
+    Of one block, and of rows that do not lie close or are too long, torch finds the largest elements: a pass more.
     """
-    if (columns or BLOCK) not in (BLOCK, MX_BLOCK):
-        if rows == 1 and not _is_turned(input):
-            return _quantize_in_rows(input)
-        largest = input.abs().amax(1 if rows == 1 else (0, 1)).reshape(-1, 1)
-        scales = float8.quantize(largest, 1, 1)[1]
-        return quantize_by(input, scales), scales
-    arguments = (input.t(), None, rows) if _is_turned(input) else (input, rows, None)
-    values, scales = _run_quantize(*arguments, columns=columns or BLOCK)
-    return values, scales
+    columns = columns or BLOCK
+    if columns in (BLOCK, MX_BLOCK):
+        straight = (input.t(), None, rows) if _is_turned(input) else (input, rows, None)
+        values, scales = _run_quantize(*straight, columns)
+        return values, scales
+    if rows == 1 and columns <= _COLUMNS_AT_ONCE and not _is_turned(input):
+        scales = input.new_empty((1, input.shape[0]), dtype=torch.float32)
+        return _in_rows(input, scales, known=False), scales
+    largest = input.abs().amax(1 if rows == 1 else (0, 1)).reshape(-1, 1)
+    scales = float8.quantize(largest, 1, 1)[1]
+    return quantize_by(input, scales), scales
 
 
 def tile_scales(scales: Tensor) -> Tensor:
@@ -983,30 +916,21 @@ def tile_scales(scales: Tensor) -> Tensor:
     return tiles
 
 
-def quantize_both(input: Tensor, columns: int = BLOCK) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_both(input: Tensor, columns: int = BLOCK) -> tuple[Tensor, ...]:
     """(*quantize(input, 1, columns), *quantize(input.t(), 1, columns)) from one read of input (r, c)."""
-    if input.stride(0) == 1 and input.stride(1) != 1:
-        values_t, scales_t, values, scales = _run_quantize(input.t(), 1, 1, columns=columns)
-    else:
-        values, scales, values_t, scales_t = _run_quantize(input, 1, 1, columns=columns)
-    return values, scales, values_t, scales_t
+    if _is_turned(input):
+        values_t, scales_t, *straight = _run_quantize(input.t(), 1, 1, columns)
+        return *straight, values_t, scales_t
+    return _run_quantize(input, 1, 1, columns)
 
 
-def _block_of_columns(columns: int) -> tuple[int, int]:
-    """In which a layer's input is quantized along its columns, as a weight, beside blocks of (1, columns)."""
-    return (1, MX_BLOCK) if columns == MX_BLOCK else (BLOCK, BLOCK)
-
-
-def requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+def requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
     """quantize(dequantize(values, scales, 1).t(), 128), or (…, 1, 32), in one kernel. values (r, c) without gaps.
 
     In float32 but for the last bits of what lies below 2⁻¹²⁶, which go by bfloat16.
     """
-    rows_t, columns = _block_of_columns(float8.columns_of(values, scales, 1))
-    values_t, scales_t = _run_quantize(
-        values.contiguous().view(torch.uint8), None, rows_t, scales.contiguous(), columns
-    )
-    return values_t, scales_t
+    rows_t, columns = float8.block_of_columns(float8.columns_of(values, scales, 1))
+    return _run_quantize(values.contiguous().view(torch.uint8), None, rows_t, columns, scales.contiguous())
 
 
 def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
@@ -1027,40 +951,26 @@ def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) ->
     return out
 
 
-def gradients_quantized(
-    name: str,
-    grad: Tensor,
-    data: Sequence[Tensor],
-    activation: str,
-    layout: str | None = None,
-    up_offset: float = 0.0,
-    clamp: float | None = None,
-    columns: int = BLOCK,
-) -> tuple[Tensor, ...]:
-    """The quantized inputs of the two GEMMs around an activation's backward, from one pass over its inputs.
+def gradients_quantized(op: PointwiseOperator, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """``fused::…_backward_quantized`` of a declared operator (``quantized.py``) in one pass over grad and data.
 
-    For each data tensor d (rows, columns) with gradient g, rounded to d's dtype as ``reference.{name}_backward`` gives
-    it, five tensors: ``*quantize(g, 1, columns)``, ``*quantize(g.t(), 1, columns)``, and g's sums over each 128 rows in
-    float32, (⌈rows / 128⌉, columns). Then, of the operator's result a in d's dtype, two: ``*quantize(a.t(), 128)``, or,
-    with ``columns`` of 32, ``*quantize(a.t(), 1, 32)``.
+    Gradients and the result are rounded to data's dtype before they are quantized, as in separate operators.
 
     Args:
-        name: "bias_act" (data is (x,), and there is no bias), "glu" ((gate, up)) or "bias_glu" ((packed,)).
-        grad: (rows, n), of the result.
-        data: (rows, n) each, or (rows, 2n) packed; n a multiple of 128, rows any.
-        activation: a built-in one.
-        layout: of packed data, "halves" or "swapped".
-        up_offset, clamp: as the operators have them.
-        columns: of a block, 128 or 32; with 32 rows, too, are a multiple of 128.
+        op: bias_act, glu or bias_glu.
+        grad: (rows, n), of the result; n a multiple of 128, rows any, or with blocks of 32 a multiple of 128, too.
+        args: the operator's data, its scalars, and perhaps the columns of a block, 128 or 32.
 
     Raises:
-        ValueError: for another name or layout, or columns, or with ``columns`` of 32 rows, that are no multiple of 128.
+        ValueError: for another layout of packed data, and other sizes.
         TypeError: for data of other dtypes than bfloat16, float16 and float32.
     """
-    if name not in _WRITTEN_FOR or len(data) != _data_of(name):
-        known = {name: _data_of(name) for name in _WRITTEN_FOR}
-        raise ValueError(f"name={name!r} with {len(data)} data is not accepted: {known} are names and their data")
-    if name == "bias_glu" and layout not in ("halves", "swapped"):
+    data, end = args[: op.data], op.data + len(op.required_scalars)
+    others = (None,) * (len(op.tensors) - op.data)
+    _, layout, (activation, *scalars) = op.split((*data, *others, *args[op.data : end]))
+    up_offset, clamp = scalars or (0.0, None)
+    (columns,) = args[end:] or (BLOCK,)  # left out where it is the default
+    if layout not in (None, "halves", "swapped"):
         raise ValueError(f"layout={layout!r} is not accepted: it must be 'halves' or 'swapped'")
     if grad.shape[1] % BLOCK:
         raise ValueError(f"grad has shape {tuple(grad.shape)}; accepted: columns in multiples of {BLOCK}")
@@ -1071,41 +981,39 @@ def gradients_quantized(
     ptx = _ptx(grad.device)
     (r, c), width = grad.shape, data[0].shape[1]
     padded = float8.padded(r)
-    per_data = [
+
+    def room(dtype: torch.dtype, *shape: int) -> Tensor:
+        return grad.new_empty(shape, dtype=dtype)
+
+    gradients = [
         (
-            grad.new_empty((r, width), dtype=FP8),
-            grad.new_empty((width // columns, r), dtype=torch.float32),
-            grad.new_empty((width, padded), dtype=FP8),
-            grad.new_empty((padded // columns, width), dtype=torch.float32),
-            grad.new_empty((padded // BLOCK, width), dtype=torch.float32),
+            room(FP8, r, width),
+            room(torch.float32, width // columns, r),
+            room(FP8, width, padded),
+            room(torch.float32, padded // columns, width),
+            room(torch.float32, padded // BLOCK, width),
         )
         for _ in data
     ]
-    out = (
-        grad.new_empty((c, padded), dtype=FP8),
-        grad.new_empty(float8.scales_shape((c, padded), *_block_of_columns(columns)), dtype=torch.float32),
-    )
-    results = (*(t for five in per_data for t in five), *out)
+    result_block = float8.block_of_columns(columns)
+    result = room(FP8, c, padded), room(torch.float32, *float8.scales_shape((c, padded), *result_block))
+    results = (*(t for five in gradients for t in five), *result)
     if grad.numel() == 0:
         return results
-    if name == "bias_glu":
-        assert layout is not None
-        gate, up = formulas.unpack(data[0], layout)
-        values, scales, values_t, scales_t, sums = per_data[0]
-        columns_of = [formulas.unpack(t, layout) for t in (values, scales_t, sums)]
-        rows_of = [_halves(t, layout) for t in (scales, values_t)]
-        of_gate, of_up = (
-            (columns_of[0][i], rows_of[0][i], rows_of[1][i], columns_of[1][i], columns_of[2][i]) for i in (0, 1)
-        )
+    if layout is None:
+        gate, up, of_gate = data[0], data[1] if op.data == 2 else None, gradients[0]
+        of_up: Sequence[Any] = gradients[1] if op.data == 2 else (None,) * 5
     else:
-        gate, up = data[0], data[1] if len(data) == 2 else None
-        of_gate, of_up = per_data[0], per_data[-1] if len(data) == 2 else (None,) * 5
+        gate, up = formulas.unpack(data[0], layout)
+        halves = (t.chunk(2, axis) for t, axis in zip(gradients[0], (1, 0, 0, 1, 1), strict=True))
+        of_gate, of_up = list(zip(*halves, strict=True))[:: -1 if layout == "swapped" else 1]
     (grad, grad_m), (gate, gate_m), (up, up_m) = matrix(grad), matrix(gate), matrix(up)
     strides = [stride for m in (grad_m, gate_m, up_m) for stride in (m.row, m.column)]
     registers = {"maxnreg": _REGISTERS} if ptx and gate.element_size() == 2 else {}
+    dtypes = torch.uint8, torch.float32, torch.int32, torch.float32, torch.float32
     launching.launch(
         _gradients, (padded // BLOCK * (c // BLOCK), 1, 1), grad.device,
-        (grad, gate, up, *_bytes_and_words(of_gate), *_bytes_and_words(of_up), _in_words(out[0]), out[1]),
+        (grad, gate, up, *map(_as, dtypes, of_gate), *map(_as, dtypes, of_up), _as(torch.int32, result[0]), result[1]),
         (r, c // BLOCK, width, padded // BLOCK, *strides),
         {
             "ACTIVATION": activation, "OFFSET": up_offset, "CLAMP": clamp, "COLUMNS": columns, "WHOLE": r == padded,
@@ -1115,46 +1023,10 @@ def gradients_quantized(
     return results
 
 
-_WRITTEN_FOR = ("bias_act", "glu", "bias_glu")  # the operators whose gradients the kernel above computes
-
-
-def _declared(name: str) -> PointwiseOperator:
-    return next(op for op in elementwise() if op.name == name)
-
-
-def _data_of(name: str) -> int:
-    """The number of data tensors of a declared operator."""
-    return _declared(name).data
-
-
 def launch_of(name: str) -> Callable[..., Any]:
     """The function that computes ``fused::name`` on a GPU."""
     operator = name.removesuffix("_backward_quantized")
-    if operator == name:
-        return globals()[name]  # type: ignore[no-any-return]
-    data = _data_of(operator)
-    end = data + len(_declared(operator).required_scalars)
-
-    def gradients(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        activation, *scalars = args[data:end]
-        layout = scalars.pop(0) if operator == "bias_glu" else None
-        (columns,) = args[end:] or (BLOCK,)  # left out where it is the default
-        return gradients_quantized(operator, grad, args[:data], activation, layout, *scalars, columns=columns)
-
-    return gradients
-
-
-def _halves(t: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """(gate's, up's) rows of a tensor with a row, or a row of blocks, for each packed column."""
-    first, second = t.chunk(2)
-    return (second, first) if layout == "swapped" else (first, second)
-
-
-def _bytes_and_words(five: Sequence[Any]) -> tuple[Any, ...]:
-    values, scales, values_t, scales_t, sums = five
-    if values is None:
-        return tuple(five)
-    return values.view(torch.uint8), scales, _in_words(values_t), scales_t, sums
+    return globals()[name] if operator == name else functools.partial(gradients_quantized, OPERATORS[operator])
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -1162,7 +1034,6 @@ def _bytes_and_words(five: Sequence[Any]) -> tuple[Any, ...]:
 # Of cuBLASLt on sm_90, from CUDA 12.9 on, as ATen's ScaledBlas.cpp checks and hands them over: scales' outer axis lies
 # close in memory, that of (128, 128) is padded to multiples of 4 along k, rows of both operands are in multiples of
 # what the library's tiles need.
-_RECIPES = {1: ScalingType.BlockWise1x128, BLOCK: ScalingType.BlockWise128x128}
 _ROWS_OF_A, _ROWS_OF_B, _BLOCKS_OF_K = 8, 16, 4
 
 
@@ -1176,26 +1047,62 @@ def _up_to(t: Tensor, axis: int, multiple: int) -> Tensor:
     return t.contiguous().view(-1).view(t.shape)
 
 
+def _multiply(
+    a: Tensor, of_a: tuple[Tensor, ScalingType], b: Tensor, of_b: tuple[Tensor, ScalingType],
+    bias: Tensor | None, dtype: torch.dtype, rows_of_a: int = 1, **swizzles: SwizzleType,
+) -> Tensor:  # fmt: skip
+    """a · bᵀ + bias by torch's libraries, without fast accumulation: float16 and float32 are summed up in float32.
+
+    Args:
+        a, b: (m, k), (n, k); their rows are filled up to multiples, zeros within the last tiles.
+        of_a, of_b: the scales and the recipe of each.
+        rows_of_a: of which a's rows are a multiple.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    addend, in_product = None if bias is None else bias.to(wide), None
+    if m and n and k:
+        left, right = _up_to(a, 0, rows_of_a), _up_to(b, 0, _ROWS_OF_B)
+        if wide == torch.bfloat16 and right.shape[0] == n:
+            in_product = addend  # none with float32 results
+        out = torch.nn.functional.scaled_mm(
+            left, right.t(), scale_a=of_a[0], scale_recipe_a=of_a[1], scale_b=of_b[0], scale_recipe_b=of_b[1],
+            bias=in_product, output_dtype=wide, **swizzles,
+        )[:m, :n]  # fmt: skip
+    else:
+        out = a.new_zeros((m, n), dtype=wide)
+    return (out if addend is in_product else out + addend).to(dtype).contiguous()
+
+
 def scaled_mm(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype
 ) -> Tensor:
-    """``float8.product`` by torch's libraries, without fast accumulation: float16 and float32 are summed up in float32.
+    """``float8.product``: in blocks of 128 cuBLASLt's, of CUDA 12.9, on sm_90.
+
+    In rows CUTLASS's on sm_89 and sm_100, cuBLASLt's on sm_90, hipBLASLt's, which give bfloat16, on ROCm nothing else:
+    float32 is a product without scales, which are multiplied afterwards.
 
     Raises:
         NotImplementedError: from torch, on devices without such products (``recipes.RECIPES``).
     """
-    (m, k), n = a.shape, b.shape[0]
-    wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    addend = None if bias is None else bias.to(wide)
-    if not (m and n and k):
-        out = a.new_zeros((m, n), dtype=wide)
-        return (out if addend is None else out + addend).to(dtype)
-    columns = float8.columns_of(a, a_scales, 1)
-    in_rows = rows in (1, n) and columns == k  # 128 columns, or 32, may be blocks too: all the same
-    if columns == MX_BLOCK and not in_rows:
+    (m, k), n, columns = a.shape, b.shape[0], float8.columns_of(a, a_scales, 1)
+    if rows in (1, n) and columns == k:  # 128 columns, or 32, may be blocks too: all the same
+        of_a, of_b = a_scales.reshape(m, 1).contiguous(), b_scales.reshape(1, -1).expand(1, n)
+        if dtype == torch.bfloat16:
+            by_rows = _up_to(of_b, 1, _ROWS_OF_B), ScalingType.RowWise
+            return _multiply(a, (of_a, ScalingType.RowWise), b, by_rows, bias, dtype)
+        unscaled = of_a.new_ones(()), ScalingType.TensorWise
+        out = _multiply(a, unscaled, b, unscaled, None, torch.float32) * of_a * of_b
+        return (out if bias is None else out + bias.to(torch.float32)).to(dtype)
+    if columns == MX_BLOCK:
         return scaled_mm_tiled(a, tile_scales(a_scales), b, tile_scales(b_scales), bias, dtype)
-    by_library = _by_rows if in_rows else _by_blocks
-    return by_library(a, a_scales, b, b_scales, addend, rows, wide).to(dtype).contiguous()
+    _ptx(a.device)
+    by_a = _up_to(a_scales, 1, _ROWS_OF_A).t(), ScalingType.BlockWise1x128
+    if rows == 1:
+        by_b = _up_to(b_scales, 1, _ROWS_OF_B).t(), ScalingType.BlockWise1x128
+    else:
+        by_b = _up_to(b_scales, 1, _BLOCKS_OF_K).t(), ScalingType.BlockWise128x128
+    return _multiply(a, by_a, b, by_b, bias, dtype, _ROWS_OF_A)
 
 
 def scaled_mm_tiled(
@@ -1206,69 +1113,9 @@ def scaled_mm_tiled(
     Raises:
         ValueError, RuntimeError: from torch, on other devices than sm_100 and sm_103.
     """
-    (m, k), n = a.shape, b.shape[0]
-    wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    addend = None if bias is None else bias.to(wide)
-    if not (m and n and k):
-        out = a.new_zeros((m, n), dtype=wide)
-        return (out if addend is None else out + addend).to(dtype)
-    right = _up_to(b, 0, _ROWS_OF_B)  # within b's last tiles
-    in_product = addend is not None and wide == torch.bfloat16 and right.shape[0] == n  # none with float32 results
-    recipe, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
-    out = torch.nn.functional.scaled_mm(
-        _up_to(a, 0, 1), right.t(),
-        scale_a=a_tiles.view(torch.float8_e8m0fnu), scale_recipe_a=recipe, swizzle_a=swizzle,
-        scale_b=b_tiles.view(torch.float8_e8m0fnu), scale_recipe_b=recipe, swizzle_b=swizzle,
-        bias=addend if in_product else None, output_dtype=wide,
-    )[:, :n]  # fmt: skip
-    return (out if addend is None or in_product else out + addend).to(dtype).contiguous()
-
-
-def _by_blocks(
-    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, addend: Tensor | None, rows: int, wide: torch.dtype
-) -> Tensor:
-    """cuBLASLt's, of CUDA 12.9, on sm_90."""
-    _ptx(a.device)
-    m, n = a.shape[0], b.shape[0]
-    left, left_scales = _up_to(a, 0, _ROWS_OF_A), _up_to(a_scales, 1, _ROWS_OF_A)
-    right, right_scales = _up_to(b, 0, _ROWS_OF_B), _up_to(b_scales, 1, _ROWS_OF_B if rows == 1 else _BLOCKS_OF_K)
-    in_product = addend is not None and wide == torch.bfloat16 and right.shape[0] == n  # none with float32 results
-    out = torch.nn.functional.scaled_mm(
-        left, right.t(),
-        scale_a=left_scales.t(), scale_recipe_a=_RECIPES[1],
-        scale_b=right_scales.t(), scale_recipe_b=_RECIPES[rows],
-        bias=addend if in_product else None, output_dtype=wide,
-    )[:m, :n]  # fmt: skip
-    return out if addend is None or in_product else out + addend
-
-
-def _by_rows(
-    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, addend: Tensor | None, rows: int, wide: torch.dtype
-) -> Tensor:
-    """CUTLASS's on sm_89 and sm_100, cuBLASLt's on sm_90, hipBLASLt's; ``rows``: 1, or all, which have one scale.
-
-    They give bfloat16, on ROCm nothing else. float32 is a product without scales, which are multiplied afterwards.
-    """
-    m, n = a.shape[0], b.shape[0]
-    right, of_right = _up_to(b, 0, _ROWS_OF_B), _up_to(b_scales.reshape(1, -1).expand(1, n), 1, _ROWS_OF_B)
-    of_left, left = a_scales.reshape(m, 1).contiguous(), a.contiguous()
-    if wide == torch.bfloat16:
-        in_product = addend is not None and right.shape[0] == n
-        out = torch.nn.functional.scaled_mm(
-            left, right.t(),
-            scale_a=of_left, scale_recipe_a=ScalingType.RowWise, scale_b=of_right, scale_recipe_b=ScalingType.RowWise,
-            bias=addend if in_product else None, output_dtype=wide,
-        )[:, :n]  # fmt: skip
-        return out if addend is None or in_product else out + addend
-    no_scale = of_left.new_ones(())
-    out = torch.nn.functional.scaled_mm(
-        left, right.t(),
-        scale_a=no_scale, scale_recipe_a=ScalingType.TensorWise,
-        scale_b=no_scale, scale_recipe_b=ScalingType.TensorWise,
-        output_dtype=wide,
-    )  # fmt: skip
-    out = (out * of_left * of_right)[:, :n]
-    return out if addend is None else out + addend
+    of_a, of_b = ((tiles.view(torch.float8_e8m0fnu), ScalingType.BlockWise1x32) for tiles in (a_tiles, b_tiles))
+    swizzle = SwizzleType.SWIZZLE_32_4_4
+    return _multiply(a, of_a, b, of_b, bias, dtype, swizzle_a=swizzle, swizzle_b=swizzle)
 
 
 def scaled_grouped_mm(

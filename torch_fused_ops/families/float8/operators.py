@@ -30,7 +30,7 @@ from torch_fused_ops.declaration import Signature, arguments_of, one_of, refuse
 from torch_fused_ops.families.float8 import formulas as float8
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK, RECIPES, Block, Recipe
 from torch_fused_ops.families.float8.sharding import multiples
-from torch_fused_ops.operators.autograd import define, register
+from torch_fused_ops.operators.autograd import checked, define, register
 from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
 from torch_fused_ops.operators.flop_formulas import count, rows_times_columns
@@ -173,41 +173,21 @@ def _check_ends(ends: Tensor, weight: Tensor) -> None:
 
 
 def _fake_quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
-    _check_quantize(input, rows, columns)
     r, c = input.shape
     values = input.new_empty((r, float8.stored_columns(c, columns)), dtype=float8.dtype_of(input.device))
     return values, input.new_empty(float8.scales_shape(values.shape, rows, columns), dtype=torch.float32)
 
 
 def _fake_quantize_by(input: Tensor, scales: Tensor) -> Tensor:
-    _check_quantize_by(input, scales)
     return input.new_empty(input.shape, dtype=float8.dtype_of(input.device))
 
 
 def _fake_dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    _check_dequantize(values, scales, rows, dtype)
     return values.new_empty(values.shape, dtype=dtype)
 
 
-def _fake_product(
-    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype
-) -> Tensor:
-    _check_product(a, a_scales, b, b_scales, bias, rows, dtype)
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
-
-
-def _fake_tiled_product(
-    a: Tensor, a_tiles: Tensor, b: Tensor, b_tiles: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    _check_tiled_product(a, a_tiles, b, b_tiles, bias, dtype)
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
-
-
-def _fake_grouped_product(
-    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
-) -> Tensor:
-    _check_grouped_product(a, a_scales, b, b_scales, ends, dtype)
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+def _fake_product(a: Tensor, a_scales: Tensor, b: Tensor, *others: Any) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[-2]), dtype=others[-1])
 
 
 def _each(op: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -232,7 +212,19 @@ def register_plain(
     """An operator without a derivative; its kernel for GPUs is the function of its name in ``kernels.py``."""
     kernel = imported("torch_fused_ops.families.float8.kernels", lambda module: module.launch_of(signature.name))
     on_gpu = plain if is_without("float8_kernels") else kernel
-    return register(signature, plain, on_gpu, plain, fake, _each, check)
+    return register(signature, plain, on_gpu, plain, checked(fake, check), _each, check)
+
+
+def _register_product(
+    name: str, doc: str, scales: str, others: dict[str, str], plain: Callable[..., Any], check: Callable[..., None]
+) -> torch._ops.OpOverload:
+    """A product of two quantized matrices, (a, a_{scales}, b, b_{scales}, others…, dtype), with its FLOP."""
+    data, of_data = "Tensor: data", "Tensor: scales"
+    operands = {"a": data, f"a_{scales}": of_data, "b": data, f"b_{scales}": of_data}
+    arguments = arguments_of(**operands, **others, dtype="ScalarType")
+    op = register_plain(Signature(name, arguments, ("data",), doc), plain, _fake_product, check)
+    count(op, lambda a, a_scales, b, *others, **options: rows_times_columns(a, b))
+    return op
 
 
 _quantize = register_plain(
@@ -268,67 +260,30 @@ _dequantize = register_plain(
     _fake_dequantize,
     _check_dequantize,
 )
-_scaled_mm = register_plain(
-    Signature(
-        "scaled_mm",
-        arguments_of(
-            a="Tensor: data",
-            a_scales="Tensor: scales",
-            b="Tensor: data",
-            b_scales="Tensor: scales",
-            bias="Tensor?: per_column",
-            rows="int",
-            dtype="ScalarType",
-        ),
-        ("data",),
-        "a · bᵀ + bias of what quantize has stored in blocks as wide: a in blocks of a row, b in blocks of rows.",
-    ),
+_scaled_mm = _register_product(
+    "scaled_mm",
+    "a · bᵀ + bias of what quantize has stored in blocks as wide: a in blocks of a row, b in blocks of rows.",
+    "scales",
+    {"bias": "Tensor?: per_column", "rows": "int"},
     float8.product,
-    _fake_product,
     _check_product,
 )
-
-_scaled_mm_tiled = register_plain(
-    Signature(
-        "scaled_mm_tiled",
-        arguments_of(
-            a="Tensor: data",
-            a_tiles="Tensor: scales",
-            b="Tensor: data",
-            b_tiles="Tensor: scales",
-            bias="Tensor?: per_column",
-            dtype="ScalarType",
-        ),
-        ("data",),
-        "scaled_mm in blocks of (1, 32), by scales of 8 bits in tiles of 128 rows and 4 blocks, as sm_100 reads them.",
-    ),
+_scaled_mm_tiled = _register_product(
+    "scaled_mm_tiled",
+    "scaled_mm in blocks of (1, 32), by scales of 8 bits in tiles of 128 rows and 4 blocks, as sm_100 reads them.",
+    "tiles",
+    {"bias": "Tensor?: per_column"},
     float8.tiled_product,
-    _fake_tiled_product,
     _check_tiled_product,
 )
-
-_scaled_grouped_mm = register_plain(
-    Signature(
-        "scaled_grouped_mm",
-        arguments_of(
-            a="Tensor: data",
-            a_scales="Tensor: scales",
-            b="Tensor: data",
-            b_scales="Tensor: scales",
-            ends="Tensor: ends",
-            dtype="ScalarType",
-        ),
-        ("data",),
-        "Each row of a times bᵀ of its expert, of what quantize has stored in rows; ends[e] is where e's rows end.",
-    ),
+_scaled_grouped_mm = _register_product(
+    "scaled_grouped_mm",
+    "Each row of a times bᵀ of its expert, of what quantize has stored in rows; ends[e] is where e's rows end.",
+    "scales",
+    {"ends": "Tensor: ends"},
     float8.grouped_product,
-    _fake_grouped_product,
     _check_grouped_product,
 )
-
-
-for _op in (_scaled_mm, _scaled_mm_tiled, _scaled_grouped_mm):
-    count(_op, lambda a, a_scales, b, *others, **options: rows_times_columns(a, b))
 
 # ---- linear ----------------------------------------------------------------------------------------------------------
 

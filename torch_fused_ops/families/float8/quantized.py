@@ -47,14 +47,9 @@ def _sums(gradient: Tensor) -> Tensor:
     return wide.reshape(-1, BLOCK, gradient.shape[1]).sum(1)
 
 
-def _of_columns(columns: int) -> tuple[int, int]:
-    """The blocks of a layer's input along its columns, as of a weight, beside blocks of (1, columns)."""
-    return (1, MX_BLOCK) if columns == MX_BLOCK else (BLOCK, BLOCK)
-
-
 def _requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     wide = float8.dequantize(values, scales, 1, torch.float32)
-    return float8.quantize(wide.t(), *_of_columns(float8.columns_of(values, scales, 1)))
+    return float8.quantize(wide.t(), *float8.block_of_columns(float8.columns_of(values, scales, 1)))
 
 
 def _signature(op: PointwiseOperator) -> Signature:
@@ -79,7 +74,7 @@ def _of(op: PointwiseOperator) -> Callable[..., tuple[Tensor, ...]]:
         arguments = *args[: op.data], *others, *args[op.data : end]
         gradients = backward(grad, *arguments, wanted)[: op.data]
         of_each = [part for g in gradients if g is not None for part in (*_both(g, columns), _sums(g))]
-        return *of_each, *float8.quantize(forward(*arguments).t(), *_of_columns(columns))
+        return *of_each, *float8.quantize(forward(*arguments).t(), *float8.block_of_columns(columns))
 
     return quantized
 
