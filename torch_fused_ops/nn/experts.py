@@ -131,7 +131,7 @@ class GroupedMLP(_Block):
     ) -> None:
         super().__init__(config, experts=True)
         submodules = checked("submodules", submodules) or GroupedMLPSubmodules()
-        self.num_local_experts: int = checked("num_local_experts", num_local_experts, required=True)
+        self.num_local_experts = checked("num_local_experts", num_local_experts, required=True)
         self.input_size, ffn, output_size = _sizes(config, True, None, None)
         self.ffn_hidden_size = ffn
         groups = read_groups(config, True, tp_group, ep_group, pg_collection, grouped=True)
@@ -151,30 +151,9 @@ class GroupedMLP(_Block):
         self._activation = self._activation._replace(interleave=blocks)
         self._probs_on_input = read_probs_on_input(config)
         common |= {"config": config, "bias": read(config, "add_bias_linear"), "is_expert": True}
-        gated = self._activation.gated
-        self.linear_fc1: Any = submodules.linear_fc1(
-            self.num_local_experts,
-            self.input_size,
-            ffn * 2 if gated else ffn,
-            init_method=read(config, "init_method"),
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            stride=2 if gated and blocks is None else 1,
-            **common,
-            **_from_megatron(name, "linear_fc1", pg_collection),
-        )
-        self._build(submodules.activation_func, "GroupedMLPSubmodules.activation_func")
-        self.linear_fc2: Any = submodules.linear_fc2(
-            self.num_local_experts,
-            ffn,
-            output_size,
-            init_method=read(config, "output_layer_init_method"),
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **common,
-            **_from_megatron(name, "linear_fc2", pg_collection),
-        )
-        self._multiply_in(gemm)
+        first = {"skip_bias_add": False, **common, **_from_megatron(name, "linear_fc1", pg_collection)}
+        second = {"skip_bias_add": True, **common, **_from_megatron(name, "linear_fc2", pg_collection)}
+        self._build(submodules, (self.input_size, ffn, output_size), first, second, gemm)
 
     def forward(
         self,

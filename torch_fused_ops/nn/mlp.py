@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch_fused_ops.nn._gemms import DENSE, check_gemm, check_shape
 from torch_fused_ops.nn._memory import in_tiles, through
 from torch_fused_ops.nn.config import (
-    Activation,
     check_precision,
     checked,
     read,
@@ -134,6 +133,8 @@ class _Block(nn.Module):
 
     linear_fc1: Any
     linear_fc2: Any
+    activation_func: Any
+    num_local_experts: int
     _grouped = False
 
     def __init__(self, config: Any, experts: bool) -> None:
@@ -143,16 +144,47 @@ class _Block(nn.Module):
         self.config = config
         self._activation = read_activation(config)
 
-    def _build(self, builder: TEActivationFunctionBuilder | None, where: str) -> None:
-        """Build the activation module, and read the memory level."""
-        self.activation_func = _activation_module(self.config, builder, where, self._activation)
-        fused = self._activation.name is not None and self.activation_func is None
-        self._memory = read_memory(self.config, fused)
-        self._offload = read_offload(self.config, self._memory)
-        self._delayed: bool = read(self.config, "delay_wgrad_compute")
+    def _build(
+        self, submodules: Any, sizes: tuple[int, int, int], first: dict[str, Any], second: dict[str, Any], gemm: str
+    ) -> None:
+        """Build the linears and the activation module, and read the memory level.
 
-    def _multiply_in(self, gemm: str) -> None:
-        """Set both linears' precision, which ``check_gemm`` accepted."""
+        Args:
+            sizes: (input size, ffn size, output size).
+            first, second: further arguments of the linears' builders.
+            gemm: both linears' precision, which ``check_gemm`` accepted.
+        """
+        config, (input_size, ffn, output_size) = self.config, sizes
+        of_experts = (self.num_local_experts,) if self._grouped else ()
+        gated, blocks = self._activation.gated, self._activation.interleave
+        self.linear_fc1 = submodules.linear_fc1(
+            *of_experts,
+            input_size,
+            ffn * 2 if gated else ffn,
+            init_method=read(config, "init_method"),
+            tp_comm_buffer_name="fc1",
+            stride=2 if gated and blocks is None else 1,
+            **first,
+        )
+        self.activation_func = None
+        if read(config, "use_te_activation_func"):
+            builder, where = submodules.activation_func, "GroupedMLPSubmodules" if self._grouped else "MLPSubmodules"
+            if builder is None:
+                raise ValueError(
+                    f"use_te_activation_func=True is not accepted without {where}.activation_func, its builder"
+                )
+            self.activation_func = builder(config=config)
+        self._memory = read_memory(config, self._activation.name is not None and self.activation_func is None)
+        self._offload = read_offload(config, self._memory)
+        self._delayed: bool = read(config, "delay_wgrad_compute")
+        self.linear_fc2 = submodules.linear_fc2(
+            *of_experts,
+            ffn,
+            output_size,
+            init_method=read(config, "output_layer_init_method"),
+            tp_comm_buffer_name="fc2",
+            **second,
+        )
         self.gemm = gemm
         for child, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
             if isinstance(linear, Linear):
@@ -325,28 +357,9 @@ class MLP(_Block):
             )
         common: dict[str, Any] = {"config": config, "bias": read(config, "add_bias_linear"), "skip_bias_add": True}
         common |= {"is_expert": is_expert, "tp_group": tp_group}
-        gated = self._activation.gated
-        self.linear_fc1: Any = submodules.linear_fc1(
-            self.input_size,
-            ffn * 2 if gated else ffn,
-            init_method=read(config, "init_method"),
-            gather_output=False,
-            tp_comm_buffer_name="fc1",
-            stride=2 if gated else 1,
-            **common,
-            **_from_megatron(name, "linear_fc1", pg_collection),
-        )
-        self._build(submodules.activation_func, "MLPSubmodules.activation_func")
-        self.linear_fc2: Any = submodules.linear_fc2(
-            ffn,
-            output_size,
-            init_method=read(config, "output_layer_init_method"),
-            input_is_parallel=True,
-            tp_comm_buffer_name="fc2",
-            **common,
-            **_from_megatron(name, "linear_fc2", pg_collection),
-        )
-        self._multiply_in(gemm)
+        first = {"gather_output": False, **common, **_from_megatron(name, "linear_fc1", pg_collection)}
+        second = {"input_is_parallel": True, **common, **_from_megatron(name, "linear_fc2", pg_collection)}
+        self._build(submodules, (self.input_size, ffn, output_size), first, second, gemm)
 
     @classmethod
     def as_mlp_submodule(cls, submodules: MLPSubmodules | None = None, **arguments: Any) -> MLP:
@@ -411,21 +424,3 @@ def _check_divides(ffn: int, tp_group: torch.distributed.ProcessGroup | None) ->
         raise ValueError(
             f"ffn_hidden_size={ffn} is not accepted with a tp_group of {tp_group.size()}: it does not divide evenly"
         )
-
-
-def _activation_module(
-    config: Any, builder: TEActivationFunctionBuilder | None, where: str, activation: Activation
-) -> nn.Module | None:
-    if not read(config, "use_te_activation_func"):
-        return None
-    if builder is None:
-        raise ValueError(f"use_te_activation_func=True is not accepted without {where}, its builder")
-    for flag, value, neutral in (
-        ("activation_func_clamp_value", activation.clamp, None),
-        ("glu_linear_offset", activation.up_offset, 0.0),
-    ):
-        if value != neutral:
-            raise ValueError(
-                f"{flag}={value!r} is not accepted with use_te_activation_func: the module does not take it"
-            )
-    return builder(config=config)  # type: ignore[return-value]
