@@ -91,12 +91,18 @@ def _refuse(name: str, value: object, accepted: str) -> NoReturn:
 
 def _check_tensor(name: str, t: Any, accepted: str = "a tensor") -> None:
     # Anything with __torch_function__ passes: torch.fx proxies and tensor-likes dispatch for themselves.
-    if isinstance(t, type) or not hasattr(t, "__torch_function__"):
+    if not isinstance(t, Tensor) and (isinstance(t, type) or not hasattr(t, "__torch_function__")):
         _refuse(name, t, accepted)
 
 
 def _check_optional(name: str, t: Any) -> None:
-    _check_tensor(name, t, "a tensor or None")
+    if t is not None:
+        _check_tensor(name, t, "a tensor or None")
+
+
+def _check_number(name: str, value: object, accepted: str, *kinds: type) -> None:
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        _refuse(name, value, accepted)
 
 
 def _check_activation(activation: object) -> None:
@@ -106,8 +112,7 @@ def _check_activation(activation: object) -> None:
 
 def _check_block(name: str, block: Any, size: int) -> int:
     """The number of adjacent features of gate, then of up, among ``size`` features."""
-    if isinstance(block, bool) or not isinstance(block, int):
-        _refuse(name, block, "'halves', 'interleaved', 'swapped' or a number of features")
+    _check_number(name, block, "'halves', 'interleaved', 'swapped' or a number of features", int)
     if block < 1 or size % (2 * block):
         raise ValueError(
             f"{name}={block!r} is not accepted: it must be from 1 on, and twice it must divide the packed axis, {size}"
@@ -116,10 +121,8 @@ def _check_block(name: str, block: Any, size: int) -> int:
 
 
 def _check_glu_scalars(up_offset: object, clamp: object) -> None:
-    if isinstance(up_offset, bool) or not isinstance(up_offset, (int, float)):
-        _refuse("up_offset", up_offset, "a number")
-    if clamp is not None and (isinstance(clamp, bool) or not isinstance(clamp, (int, float))):
-        _refuse("clamp", clamp, "a number or None")
+    _check_number("up_offset", up_offset, "a number", int, float)
+    _check_number("clamp", clamp, "a number or None", int, float, type(None))
 
 
 def _marked(memory: object, *tensors: Any) -> Any:
@@ -166,12 +169,9 @@ def bias_act(
     Raises:
         TypeError, ValueError: see the module's conventions.
     """
-    if not isinstance(input, Tensor):
-        _check_tensor("input", input)
-    if bias is not None and not isinstance(bias, Tensor):
-        _check_optional("bias", bias)
-    if token_scale is not None and not isinstance(token_scale, Tensor):
-        _check_optional("token_scale", token_scale)
+    _check_tensor("input", input)
+    _check_optional("bias", bias)
+    _check_optional("token_scale", token_scale)
     _check_activation(activation)
     if bias is token_scale is None and isinstance(input, Tensor) and input.ndim == 0:  # operators take rows
         return bias_act(input.unsqueeze(0), activation=activation, memory=memory).squeeze(0)
@@ -213,12 +213,9 @@ def glu(
     Raises:
         TypeError, ValueError: see the module's conventions.
     """
-    if not isinstance(gate, Tensor):
-        _check_tensor("gate", gate)
-    if not isinstance(up, Tensor):
-        _check_tensor("up", up)
-    if token_scale is not None and not isinstance(token_scale, Tensor):
-        _check_optional("token_scale", token_scale)
+    _check_tensor("gate", gate)
+    _check_tensor("up", up)
+    _check_optional("token_scale", token_scale)
     _check_activation(activation)
     _check_glu_scalars(up_offset, clamp)
     if token_scale is None and isinstance(gate, Tensor) and isinstance(up, Tensor) and gate.ndim == up.ndim == 0:
@@ -261,12 +258,9 @@ def bias_glu(
     Raises:
         TypeError, ValueError: see the module's conventions; ValueError where the last axis is odd.
     """
-    if not isinstance(input, Tensor):
-        _check_tensor("input", input)
-    if bias is not None and not isinstance(bias, Tensor):
-        _check_optional("bias", bias)
-    if token_scale is not None and not isinstance(token_scale, Tensor):
-        _check_optional("token_scale", token_scale)
+    _check_tensor("input", input)
+    _check_optional("bias", bias)
+    _check_optional("token_scale", token_scale)
     _check_activation(activation)
     if not isinstance(layout, str):
         block = _check_block("layout", layout, input.shape[-1] if input.ndim else 0)
@@ -301,8 +295,7 @@ def convert_glu_layout(packed: Tensor, source: str | int, target: str | int, dim
     Raises:
         TypeError, ValueError: for what is no layout, and for sizes that it does not divide.
     """
-    if not isinstance(packed, Tensor):
-        _check_tensor("packed", packed)
+    _check_tensor("packed", packed)
     if not -packed.ndim <= dim < packed.ndim:
         raise ValueError(f"dim={dim!r} is not accepted: packed has {packed.ndim} axes")
     size, dim = packed.shape[dim], dim % packed.ndim
@@ -510,15 +503,9 @@ def bias_quick_geglu(
     memory: str = "free",
 ) -> Tensor:
     """``quick_geglu`` of the packed ``input + bias``. Arguments as ``bias_glu``."""
+    activation = "quick_gelu"
     return bias_glu(
-        input,
-        bias,
-        token_scale,
-        activation="quick_gelu",
-        layout=layout,
-        up_offset=up_offset,
-        clamp=clamp,
-        memory=memory,
+        input, bias, token_scale, activation=activation, layout=layout, up_offset=up_offset, clamp=clamp, memory=memory
     )
 
 
@@ -550,11 +537,10 @@ def dropout_add(
         TypeError, ValueError: see the module's conventions.
     """
     _check_tensor("input", input)
-    for name, t in (("bias", bias), ("residual", residual)):
-        if t is not None:
-            _check_optional(name, t)
+    _check_optional("bias", bias)
+    _check_optional("residual", residual)
     _check_tensor("seed", seed)
-    _check_probability(p)
+    _check_number("p", p, "a number from 0 to 1", int, float, torch.SymFloat)
     out: Tensor = torch.ops.fused.dropout_add(input, bias, residual, seed, p)
     return out
 
@@ -586,10 +572,9 @@ def bias_dropout_add(
         TypeError, ValueError: see the module's conventions.
     """
     _check_tensor("x", x)
-    for name, t in (("bias", bias), ("residual", residual)):
-        if t is not None:
-            _check_optional(name, t)
-    _check_probability(p)
+    _check_optional("bias", bias)
+    _check_optional("residual", residual)
+    _check_number("p", p, "a number from 0 to 1", int, float, torch.SymFloat)
     if not isinstance(training, bool):
         raise TypeError(f"training={training!r} is not accepted: it must be True or False")
     if not 0 <= p <= 1:
@@ -608,11 +593,6 @@ def bias_dropout_add(
     if isinstance(x, Tensor) and hasattr(x, "device_mesh"):  # a DTensor; torch.fx's proxies have every attribute
         return dropout_add_by_shards(x, bias, residual, seed, p)
     return dropout_add(x, bias, residual, seed=seed, p=p)
-
-
-def _check_probability(p: object) -> None:
-    if isinstance(p, bool) or not isinstance(p, (int, float, torch.SymFloat)):
-        _refuse("p", p, "a number from 0 to 1")
 
 
 # ---- softmax ---------------------------------------------------------------------------------------------------------
@@ -652,20 +632,16 @@ def scaled_masked_softmax(
     Raises:
         TypeError, ValueError: see the module's conventions.
     """
-    if not isinstance(input, Tensor):
-        _check_tensor("input", input)
-    if mask is not None and not isinstance(mask, Tensor):
-        _check_optional("mask", mask)
-    if sink is not None and not isinstance(sink, Tensor):
-        number = isinstance(sink, (int, float))
-        _check_tensor("sink", sink, "a tensor or None" + (f" (a scale goes by name: scale={sink})" if number else ""))
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
-        _refuse("scale", scale, "a number")
+    _check_tensor("input", input)
+    _check_optional("mask", mask)
+    if isinstance(sink, (int, float)):
+        _refuse("sink", sink, f"a tensor or None (a scale goes by name: scale={sink})")
+    _check_optional("sink", sink)
+    _check_number("scale", scale, "a number", int, float, torch.SymFloat)
     if not isinstance(causal, bool):
         _refuse("causal", causal, "True or False")
-    for name, width in (("window_left", window_left), ("window_right", window_right)):
-        if isinstance(width, bool) or not isinstance(width, (int, torch.SymInt)):
-            _refuse(name, width, "an integer")
+    _check_number("window_left", window_left, "an integer", int, torch.SymInt)
+    _check_number("window_right", window_right, "an integer", int, torch.SymInt)
     out: Tensor = torch.ops.fused.scaled_masked_softmax(input, mask, sink, scale, causal, window_left, window_right)
     return out
 
@@ -707,10 +683,9 @@ def linear_fp8(
     Raises:
         TypeError, ValueError: see the module's conventions; ValueError for sizes that are no such multiples.
     """
-    for name, t in (("input", input), ("weight", weight)):
-        _check_tensor(name, t)
-    if bias is not None:
-        _check_optional("bias", bias)
+    _check_tensor("input", input)
+    _check_tensor("weight", weight)
+    _check_optional("bias", bias)
     if recipe not in RECIPES:
         raise ValueError(f"recipe={recipe!r} is not known; accepted: {', '.join(RECIPES)}")
     if not isinstance(dtype, (torch.dtype, type(None))):
