@@ -11,7 +11,7 @@
     )
 
 Everything else follows from that: the schemas (below), what is accepted (``checks``), the plain-torch operators
-(``eager``), fake kernels (``fakes``), vmap (``batching``), autograd (``autograd``, ``registration``), eager kernels
+(``eager``), vmap (``batching``), fake kernels and autograd (``autograd``, ``registration``), eager kernels
 (``kernels/cpu.py``, ``kernels/activation.py``), Inductor's lowerings (``lowerings/operators.py``), DTensor's rules
 (``distributed/sharding.py``), sample inputs (``testing/samples.py``), the page (``docs/operators.md``).
 
