@@ -6,7 +6,8 @@ the operators themselves. What they add is names, annotations, documentation and
 Conventions shared by all of them:
 
 * Shapes. ``n`` is the last axis; any number of axes stand in front of it. ``bias`` is a vector over the last axis,
-  ``token_scale`` a factor for each row (an expert's routing weight), shaped as the input without its last axis.
+  added before the activation; ``token_scale``, shaped as the input without its last axis, is a factor for each row of
+  the result (an expert's routing weight). Results are contiguous.
 * Dtypes. float16, bfloat16, float32, float64, mixed as you like; the result has the dtype of the first tensor, also
   where PyTorch would promote it to a wider one's (a bfloat16 product under autocast and a float32 bias give bfloat16).
   Arithmetic is float32 (float64 if any tensor is float64), rounded once at the end. Autocast changes nothing, as for
@@ -16,6 +17,8 @@ Conventions shared by all of them:
   devices, names and ranges. Each names the argument, its value and what is accepted.
 * ``activation`` is one of ``torch_fused_ops.activations.names()``: relu, relu2, silu, gelu, gelu_tanh, quick_gelu,
   sigmoid, tanh, and those added with ``register_activation``.
+* ``clamp``, above 0, is an upper bound of gate, and a bound of up on both sides; None does not clamp. ``up_offset``,
+  finite, is added to up afterwards.
 * ``memory`` is what autograd keeps of the tensors that the activation acts on: ``"free"`` the tensors themselves (of
   ReLU its result, which the next linear keeps anyway), ``"fp8"`` their values in float8_e4m3fn with one float32 scale
   for each row, half of bfloat16's bytes. Results are the same, bit for bit; gradients are the exact ones at the stored
@@ -157,17 +160,10 @@ def bias_act(
     """``act(input + bias) · token_scale[..., None]``, in one pass.
 
     Args:
-        input: (..., n).
-        bias: (n,), added before the activation.
-        token_scale: (...), one factor for each row.
-        activation: a name in the activation table.
-        memory: "free" or "fp8".
-
-    Returns:
-        (..., n), contiguous, in input's dtype.
-
-    Raises:
-        TypeError, ValueError: see the module's conventions.
+        input: (..., n), and so is the result, in input's dtype.
+        bias: (n,).
+        token_scale: (...).
+        activation, memory, errors: see the module's conventions.
     """
     _check_tensor("input", input)
     _check_optional("bias", bias)
@@ -199,19 +195,10 @@ def glu(
     ``activation="quick_gelu", up_offset=1.0, clamp=7.0``.
 
     Args:
-        gate: (..., n), what the activation acts on.
+        gate: (..., n), what the activation acts on; the result has its shape and dtype.
         up: (..., n).
-        token_scale: (...), one factor for each row.
-        activation: a name in the activation table.
-        up_offset: added to up after clamping; finite.
-        clamp: above 0: gate is cut above it, up on both sides. None does not clamp.
-        memory: "free" or "fp8".
-
-    Returns:
-        (..., n), contiguous, in gate's dtype.
-
-    Raises:
-        TypeError, ValueError: see the module's conventions.
+        token_scale: (...).
+        activation, up_offset, clamp, memory, errors: see the module's conventions.
     """
     _check_tensor("gate", gate)
     _check_tensor("up", up)
@@ -243,20 +230,15 @@ def bias_glu(
     Args:
         input: (..., 2n), gate and up packed as ``layout`` says.
         bias: (2n,), packed likewise, added before clamping.
-        token_scale: (...), one factor for each row.
-        activation: a name in the activation table.
+        token_scale: (...).
         layout: "halves", "interleaved" or "swapped", or a number b: blocks of b features of gate, then of up. Those are
             read as they lie; a bias is then added on its own first, rounded to input's dtype, and what ``memory="fp8"``
             stores has a scale for each 2b features.
-        up_offset: added to up after clamping; finite.
-        clamp: above 0: gate is cut above it, up on both sides. None does not clamp.
-        memory: "free" or "fp8".
+        activation, up_offset, clamp, memory, errors: see the module's conventions; ValueError where the last axis is
+            odd.
 
     Returns:
-        (..., n), contiguous, in input's dtype.
-
-    Raises:
-        TypeError, ValueError: see the module's conventions; ValueError where the last axis is odd.
+        (..., n), in input's dtype.
     """
     _check_tensor("input", input)
     _check_optional("bias", bias)
@@ -531,10 +513,7 @@ def dropout_add(
         p: the chance of being dropped, from 0 to 1; what is kept is divided by 1 - p.
 
     Returns:
-        (..., n), contiguous, in residual's dtype, or input's if there is none; rounded once.
-
-    Raises:
-        TypeError, ValueError: see the module's conventions.
+        (..., n), in residual's dtype, or input's if there is none; rounded once. Errors: see the module's conventions.
     """
     _check_tensor("input", input)
     _check_optional("bias", bias)
@@ -566,10 +545,7 @@ def bias_dropout_add(
         training: False: nothing is dropped, and no seed is drawn.
 
     Returns:
-        (..., n), in residual's dtype, or x's if there is none.
-
-    Raises:
-        TypeError, ValueError: see the module's conventions.
+        (..., n), in residual's dtype, or x's if there is none. Errors: see the module's conventions.
     """
     _check_tensor("x", x)
     _check_optional("bias", bias)
@@ -627,10 +603,7 @@ def scaled_masked_softmax(
             bound.
 
     Returns:
-        As input in shape and dtype, contiguous.
-
-    Raises:
-        TypeError, ValueError: see the module's conventions.
+        As input in shape and dtype. Errors: see the module's conventions.
     """
     _check_tensor("input", input)
     _check_optional("mask", mask)
@@ -678,10 +651,7 @@ def linear_fp8(
         dtype: the result's; input's by default.
 
     Returns:
-        (..., out), contiguous.
-
-    Raises:
-        TypeError, ValueError: see the module's conventions; ValueError for sizes that are no such multiples.
+        (..., out). Errors: see the module's conventions; ValueError for sizes that are no such multiples.
     """
     _check_tensor("input", input)
     _check_tensor("weight", weight)
@@ -712,10 +682,7 @@ def grouped_linear_fp8(input: Tensor, weight: Tensor, ends: Tensor, *, recipe: s
         recipe: of those of docs/fp8.md that experts have.
 
     Returns:
-        (t, out), bfloat16, contiguous.
-
-    Raises:
-        TypeError, ValueError: see the module's conventions; ValueError for sizes that are no such multiples.
+        (t, out), bfloat16. Errors: see the module's conventions; ValueError for sizes that are no such multiples.
     """
     for name, t in (("input", input), ("weight", weight), ("ends", ends)):
         _check_tensor(name, t)
