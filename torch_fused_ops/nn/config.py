@@ -28,10 +28,8 @@ __all__ = [
     "read",
     "read_activation",
     "read_groups",
-    "read_interleave",
     "read_memory",
     "read_offload",
-    "read_probs_on_input",
 ]
 
 
@@ -345,38 +343,6 @@ def read_offload(config: Any, memory: str) -> bool:
     if offload and (memory == "input" or tiles.asked(memory) is not None):
         raise ValueError(f"cpu_offloading=True is not accepted with memory={memory!r}: there is nothing to offload")
     return offload
-
-
-def read_interleave(config: Any, ffn: int) -> int | None:
-    """The number of adjacent features of gate, then of up, in a gated ``GroupedMLP``'s fc1; None for [gate | up].
-
-    Raises:
-        ValueError, TypeError: the number is not an integer that divides ffn, or the MLP is not gated.
-    """
-    flag = "moe_mlp_glu_interleave_size"
-    n: int | None = read(config, flag)
-    if n is None:
-        return None
-    if not read(config, "gated_linear_unit"):
-        raise ValueError(f"{flag}={n!r} is not accepted without gated_linear_unit: only a GLU has it")
-    if ffn % n:
-        raise ValueError(f"{flag}={n!r} is not accepted: it must divide the experts' ffn_hidden_size, {ffn}")
-    return None if n == ffn else n
-
-
-def read_probs_on_input(config: Any) -> bool:
-    """True if probabilities scale the input instead of the activation.
-
-    Raises:
-        ValueError: a token has several experts.
-    """
-    on_input: bool = read(config, "moe_apply_probs_on_input")
-    topk = read(config, "moe_router_topk")
-    if on_input and topk != 1:
-        raise ValueError(
-            f"moe_apply_probs_on_input=True is not accepted with moe_router_topk={topk!r}: a token must have one expert"
-        )
-    return on_input
 
 
 # Megatron's flags that would change the numbers, and the accepted value of each.

@@ -206,15 +206,18 @@ class _Block(nn.Module):
 
         level = self._memory
         tiled = tiles.asked(level) is not None
-        if tiled and not (scale is None and not groups and parallel is None and self._calls_may_repeat()):
+        at_once = scale is not None or groups or parallel is not None or self._delayed
+        if tiled and (at_once or not all(isinstance(fc, Linear) and untouched(fc) for fc in (fc1, self.linear_fc2))):
             level = "input"  # probabilities, experts, collectives and deferred gradients need all tokens at once
-        if level == "input" and not (untouched(fc1) or hasattr(fc1, "set_requires_gradient_sync")):
-            level = "free"  # a hook may differ between calls; FSDP2's own do not
-        in_forward = dict(fc1.named_parameters()) if tiled or level == "input" else {}
+        by_fsdp = hasattr(fc1, "set_requires_gradient_sync")  # whose hooks restore its own parameters
+        if level == "input" and not (untouched(fc1) or by_fsdp):
+            level = "free"  # a hook may differ between calls
+        in_forward = dict(fc1.named_parameters()) if (tiled or level == "input") and not by_fsdp else {}
 
         def first(x: Tensor) -> Tensor:
             h: Tensor
-            if in_forward and _are_others(fc1, in_forward):  # functional_call's, which backward does not see
+            # functional_call's parameters, which backward does not see
+            if in_forward and any(p is not in_forward[name] for name, p in fc1.named_parameters()):
                 h, biases["fc1"] = torch.func.functional_call(fc1, in_forward, (x, *groups), entered)
             else:
                 h, biases["fc1"] = fc1(x, *groups, **entered)
@@ -242,11 +245,6 @@ class _Block(nn.Module):
             return through(x, first, activate, second, level, self._offload, reads, unknown)
 
         return in_tiles(x, level, run), biases["fc2"]
-
-    def _calls_may_repeat(self) -> bool:
-        """True if the linears may run once per tile: they have no hooks, and no gradient is deferred."""
-        linears = self.linear_fc1, self.linear_fc2
-        return all(isinstance(fc, Linear) and untouched(fc) for fc in linears) and not self._delayed
 
     def backward_dw(self) -> None:
         """Compute the gradients that the oldest ``backward`` deferred (``delay_wgrad_compute``), fc2's, then fc1's."""
@@ -396,13 +394,6 @@ def _from_megatron(name: str | None, child: str, pg_collection: Any) -> dict[str
     """Arguments that Megatron's layers pass to linears; older releases lack them, so None is left out."""
     arguments = {"name": checked("name", name) and f"{name}.{child}", "pg_collection": pg_collection}
     return {argument: value for argument, value in arguments.items() if value is not None}
-
-
-def _are_others(module: nn.Module, in_forward: dict[str, Tensor]) -> bool:
-    """True if forward ran with other parameters; FSDP2's hooks restore its own."""
-    if hasattr(module, "set_requires_gradient_sync"):
-        return False
-    return any(p is not in_forward[name] for name, p in module.named_parameters())
 
 
 def _sizes(config: Any, is_expert: bool, input_size: int | None, ffn_hidden_size: int | None) -> tuple[int, int, int]:
