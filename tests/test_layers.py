@@ -30,7 +30,7 @@ if not all(folder.is_dir() for folder in FOLDERS.values()):
 # The core: what is read in an afternoon; docs/architecture.md says where to begin.
 CORE = (
     *("activations", "formulas", "declaration"),
-    *("operators.activation", "operators.registration", "operators.eager", "operators.checks", "operators.fakes"),
+    *("operators.activation", "operators.registration", "operators.eager", "operators.checks"),
     *("operators.batching", "operators.autograd", "operators.fp8_store", "operators.reference"),
     *("kernels.cpu", "kernels.launching", "kernels.activation", "settings.switches"),
     *("graphs.reasons", "graphs.gemm_registry", "graphs.modules", "graphs.target"),

@@ -11,7 +11,7 @@
     )
 
 Everything else follows from that: the schemas (below), what is accepted (``checks``), the plain-torch operators
-(``eager``), fake kernels (``fakes``), vmap (``batching``), autograd (``autograd``, ``registration``), eager kernels
+(``eager``), vmap (``batching``), fake kernels and autograd (``autograd``, ``registration``), eager kernels
 (``kernels/cpu.py``, ``kernels/activation.py``), Inductor's lowerings (``lowerings/operators.py``), DTensor's rules
 (``distributed/sharding.py``), sample inputs (``testing/samples.py``), the page (``docs/operators.md``).
 
@@ -330,10 +330,6 @@ class PointwiseOperator(Operator):
     # -- its signatures --
 
     @cached_property
-    def _mask(self) -> Argument:
-        return Argument("output_mask", f"bool[{len(self.tensors)}]")
-
-    @cached_property
     def required_scalars(self) -> tuple[Argument, ...]:
         """The scalars, as arguments of a backward operator: without defaults."""
         return tuple(Argument(a.name, a.type) for a in self.scalar_arguments)
@@ -341,7 +337,8 @@ class PointwiseOperator(Operator):
     @cached_property
     def backward(self) -> Signature:
         """The gradients of its tensors."""
-        arguments = (Argument("grad", "Tensor", "data"), *self.tensor_arguments, *self.required_scalars, self._mask)
+        mask = Argument("output_mask", f"bool[{len(self.tensors)}]")
+        arguments = (Argument("grad", "Tensor", "data"), *self.tensor_arguments, *self.required_scalars, mask)
         doc = f"The gradients of {self.name} for ({', '.join(self.tensors)}); None where output_mask says no."
         return Signature(f"{self.name}_backward", arguments, self.kinds, doc)
 

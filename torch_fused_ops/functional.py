@@ -6,7 +6,8 @@ the operators themselves. What they add is names, annotations, documentation and
 Conventions shared by all of them:
 
 * Shapes. ``n`` is the last axis; any number of axes stand in front of it. ``bias`` is a vector over the last axis,
-  ``token_scale`` a factor for each row (an expert's routing weight), shaped as the input without its last axis.
+  added before the activation; ``token_scale``, shaped as the input without its last axis, is a factor for each row of
+  the result (an expert's routing weight). Results are contiguous.
 * Dtypes. float16, bfloat16, float32, float64, mixed as you like; the result has the dtype of the first tensor, also
   where PyTorch would promote it to a wider one's (a bfloat16 product under autocast and a float32 bias give bfloat16).
   Arithmetic is float32 (float64 if any tensor is float64), rounded once at the end. Autocast changes nothing, as for
@@ -16,6 +17,8 @@ Conventions shared by all of them:
   devices, names and ranges. Each names the argument, its value and what is accepted.
 * ``activation`` is one of ``torch_fused_ops.activations.names()``: relu, relu2, silu, gelu, gelu_tanh, quick_gelu,
   sigmoid, tanh, and those added with ``register_activation``.
+* ``clamp``, above 0, is an upper bound of gate, and a bound of up on both sides; None does not clamp. ``up_offset``,
+  finite, is added to up afterwards.
 * ``memory`` is what autograd keeps of the tensors that the activation acts on: ``"free"`` the tensors themselves (of
   ReLU its result, which the next linear keeps anyway), ``"fp8"`` their values in float8_e4m3fn with one float32 scale
   for each row, half of bfloat16's bytes. Results are the same, bit for bit; gradients are the exact ones at the stored
@@ -91,12 +94,18 @@ def _refuse(name: str, value: object, accepted: str) -> NoReturn:
 
 def _check_tensor(name: str, t: Any, accepted: str = "a tensor") -> None:
     # Anything with __torch_function__ passes: torch.fx proxies and tensor-likes dispatch for themselves.
-    if isinstance(t, type) or not hasattr(t, "__torch_function__"):
+    if not isinstance(t, Tensor) and (isinstance(t, type) or not hasattr(t, "__torch_function__")):
         _refuse(name, t, accepted)
 
 
 def _check_optional(name: str, t: Any) -> None:
-    _check_tensor(name, t, "a tensor or None")
+    if t is not None:
+        _check_tensor(name, t, "a tensor or None")
+
+
+def _check_number(name: str, value: object, accepted: str, *kinds: type) -> None:
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        _refuse(name, value, accepted)
 
 
 def _check_activation(activation: object) -> None:
@@ -106,8 +115,7 @@ def _check_activation(activation: object) -> None:
 
 def _check_block(name: str, block: Any, size: int) -> int:
     """The number of adjacent features of gate, then of up, among ``size`` features."""
-    if isinstance(block, bool) or not isinstance(block, int):
-        _refuse(name, block, "'halves', 'interleaved', 'swapped' or a number of features")
+    _check_number(name, block, "'halves', 'interleaved', 'swapped' or a number of features", int)
     if block < 1 or size % (2 * block):
         raise ValueError(
             f"{name}={block!r} is not accepted: it must be from 1 on, and twice it must divide the packed axis, {size}"
@@ -116,10 +124,8 @@ def _check_block(name: str, block: Any, size: int) -> int:
 
 
 def _check_glu_scalars(up_offset: object, clamp: object) -> None:
-    if isinstance(up_offset, bool) or not isinstance(up_offset, (int, float)):
-        _refuse("up_offset", up_offset, "a number")
-    if clamp is not None and (isinstance(clamp, bool) or not isinstance(clamp, (int, float))):
-        _refuse("clamp", clamp, "a number or None")
+    _check_number("up_offset", up_offset, "a number", int, float)
+    _check_number("clamp", clamp, "a number or None", int, float, type(None))
 
 
 def _marked(memory: object, *tensors: Any) -> Any:
@@ -154,24 +160,14 @@ def bias_act(
     """``act(input + bias) · token_scale[..., None]``, in one pass.
 
     Args:
-        input: (..., n).
-        bias: (n,), added before the activation.
-        token_scale: (...), one factor for each row.
-        activation: a name in the activation table.
-        memory: "free" or "fp8".
-
-    Returns:
-        (..., n), contiguous, in input's dtype.
-
-    Raises:
-        TypeError, ValueError: see the module's conventions.
+        input: (..., n), and so is the result, in input's dtype.
+        bias: (n,).
+        token_scale: (...).
+        activation, memory, errors: see the module's conventions.
     """
-    if not isinstance(input, Tensor):
-        _check_tensor("input", input)
-    if bias is not None and not isinstance(bias, Tensor):
-        _check_optional("bias", bias)
-    if token_scale is not None and not isinstance(token_scale, Tensor):
-        _check_optional("token_scale", token_scale)
+    _check_tensor("input", input)
+    _check_optional("bias", bias)
+    _check_optional("token_scale", token_scale)
     _check_activation(activation)
     if bias is token_scale is None and isinstance(input, Tensor) and input.ndim == 0:  # operators take rows
         return bias_act(input.unsqueeze(0), activation=activation, memory=memory).squeeze(0)
@@ -199,26 +195,14 @@ def glu(
     ``activation="quick_gelu", up_offset=1.0, clamp=7.0``.
 
     Args:
-        gate: (..., n), what the activation acts on.
+        gate: (..., n), what the activation acts on; the result has its shape and dtype.
         up: (..., n).
-        token_scale: (...), one factor for each row.
-        activation: a name in the activation table.
-        up_offset: added to up after clamping; finite.
-        clamp: above 0: gate is cut above it, up on both sides. None does not clamp.
-        memory: "free" or "fp8".
-
-    Returns:
-        (..., n), contiguous, in gate's dtype.
-
-    Raises:
-        TypeError, ValueError: see the module's conventions.
+        token_scale: (...).
+        activation, up_offset, clamp, memory, errors: see the module's conventions.
     """
-    if not isinstance(gate, Tensor):
-        _check_tensor("gate", gate)
-    if not isinstance(up, Tensor):
-        _check_tensor("up", up)
-    if token_scale is not None and not isinstance(token_scale, Tensor):
-        _check_optional("token_scale", token_scale)
+    _check_tensor("gate", gate)
+    _check_tensor("up", up)
+    _check_optional("token_scale", token_scale)
     _check_activation(activation)
     _check_glu_scalars(up_offset, clamp)
     if token_scale is None and isinstance(gate, Tensor) and isinstance(up, Tensor) and gate.ndim == up.ndim == 0:
@@ -246,27 +230,19 @@ def bias_glu(
     Args:
         input: (..., 2n), gate and up packed as ``layout`` says.
         bias: (2n,), packed likewise, added before clamping.
-        token_scale: (...), one factor for each row.
-        activation: a name in the activation table.
+        token_scale: (...).
         layout: "halves", "interleaved" or "swapped", or a number b: blocks of b features of gate, then of up. Those are
             read as they lie; a bias is then added on its own first, rounded to input's dtype, and what ``memory="fp8"``
             stores has a scale for each 2b features.
-        up_offset: added to up after clamping; finite.
-        clamp: above 0: gate is cut above it, up on both sides. None does not clamp.
-        memory: "free" or "fp8".
+        activation, up_offset, clamp, memory, errors: see the module's conventions; ValueError where the last axis is
+            odd.
 
     Returns:
-        (..., n), contiguous, in input's dtype.
-
-    Raises:
-        TypeError, ValueError: see the module's conventions; ValueError where the last axis is odd.
+        (..., n), in input's dtype.
     """
-    if not isinstance(input, Tensor):
-        _check_tensor("input", input)
-    if bias is not None and not isinstance(bias, Tensor):
-        _check_optional("bias", bias)
-    if token_scale is not None and not isinstance(token_scale, Tensor):
-        _check_optional("token_scale", token_scale)
+    _check_tensor("input", input)
+    _check_optional("bias", bias)
+    _check_optional("token_scale", token_scale)
     _check_activation(activation)
     if not isinstance(layout, str):
         block = _check_block("layout", layout, input.shape[-1] if input.ndim else 0)
@@ -301,8 +277,7 @@ def convert_glu_layout(packed: Tensor, source: str | int, target: str | int, dim
     Raises:
         TypeError, ValueError: for what is no layout, and for sizes that it does not divide.
     """
-    if not isinstance(packed, Tensor):
-        _check_tensor("packed", packed)
+    _check_tensor("packed", packed)
     if not -packed.ndim <= dim < packed.ndim:
         raise ValueError(f"dim={dim!r} is not accepted: packed has {packed.ndim} axes")
     size, dim = packed.shape[dim], dim % packed.ndim
@@ -510,15 +485,9 @@ def bias_quick_geglu(
     memory: str = "free",
 ) -> Tensor:
     """``quick_geglu`` of the packed ``input + bias``. Arguments as ``bias_glu``."""
+    activation = "quick_gelu"
     return bias_glu(
-        input,
-        bias,
-        token_scale,
-        activation="quick_gelu",
-        layout=layout,
-        up_offset=up_offset,
-        clamp=clamp,
-        memory=memory,
+        input, bias, token_scale, activation=activation, layout=layout, up_offset=up_offset, clamp=clamp, memory=memory
     )
 
 
@@ -544,17 +513,13 @@ def dropout_add(
         p: the chance of being dropped, from 0 to 1; what is kept is divided by 1 - p.
 
     Returns:
-        (..., n), contiguous, in residual's dtype, or input's if there is none; rounded once.
-
-    Raises:
-        TypeError, ValueError: see the module's conventions.
+        (..., n), in residual's dtype, or input's if there is none; rounded once. Errors: see the module's conventions.
     """
     _check_tensor("input", input)
-    for name, t in (("bias", bias), ("residual", residual)):
-        if t is not None:
-            _check_optional(name, t)
+    _check_optional("bias", bias)
+    _check_optional("residual", residual)
     _check_tensor("seed", seed)
-    _check_probability(p)
+    _check_number("p", p, "a number from 0 to 1", int, float, torch.SymFloat)
     out: Tensor = torch.ops.fused.dropout_add(input, bias, residual, seed, p)
     return out
 
@@ -580,16 +545,12 @@ def bias_dropout_add(
         training: False: nothing is dropped, and no seed is drawn.
 
     Returns:
-        (..., n), in residual's dtype, or x's if there is none.
-
-    Raises:
-        TypeError, ValueError: see the module's conventions.
+        (..., n), in residual's dtype, or x's if there is none. Errors: see the module's conventions.
     """
     _check_tensor("x", x)
-    for name, t in (("bias", bias), ("residual", residual)):
-        if t is not None:
-            _check_optional(name, t)
-    _check_probability(p)
+    _check_optional("bias", bias)
+    _check_optional("residual", residual)
+    _check_number("p", p, "a number from 0 to 1", int, float, torch.SymFloat)
     if not isinstance(training, bool):
         raise TypeError(f"training={training!r} is not accepted: it must be True or False")
     if not 0 <= p <= 1:
@@ -608,11 +569,6 @@ def bias_dropout_add(
     if isinstance(x, Tensor) and hasattr(x, "device_mesh"):  # a DTensor; torch.fx's proxies have every attribute
         return dropout_add_by_shards(x, bias, residual, seed, p)
     return dropout_add(x, bias, residual, seed=seed, p=p)
-
-
-def _check_probability(p: object) -> None:
-    if isinstance(p, bool) or not isinstance(p, (int, float, torch.SymFloat)):
-        _refuse("p", p, "a number from 0 to 1")
 
 
 # ---- softmax ---------------------------------------------------------------------------------------------------------
@@ -647,25 +603,18 @@ def scaled_masked_softmax(
             bound.
 
     Returns:
-        As input in shape and dtype, contiguous.
-
-    Raises:
-        TypeError, ValueError: see the module's conventions.
+        As input in shape and dtype. Errors: see the module's conventions.
     """
-    if not isinstance(input, Tensor):
-        _check_tensor("input", input)
-    if mask is not None and not isinstance(mask, Tensor):
-        _check_optional("mask", mask)
-    if sink is not None and not isinstance(sink, Tensor):
-        number = isinstance(sink, (int, float))
-        _check_tensor("sink", sink, "a tensor or None" + (f" (a scale goes by name: scale={sink})" if number else ""))
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
-        _refuse("scale", scale, "a number")
+    _check_tensor("input", input)
+    _check_optional("mask", mask)
+    if isinstance(sink, (int, float)):
+        _refuse("sink", sink, f"a tensor or None (a scale goes by name: scale={sink})")
+    _check_optional("sink", sink)
+    _check_number("scale", scale, "a number", int, float, torch.SymFloat)
     if not isinstance(causal, bool):
         _refuse("causal", causal, "True or False")
-    for name, width in (("window_left", window_left), ("window_right", window_right)):
-        if isinstance(width, bool) or not isinstance(width, (int, torch.SymInt)):
-            _refuse(name, width, "an integer")
+    _check_number("window_left", window_left, "an integer", int, torch.SymInt)
+    _check_number("window_right", window_right, "an integer", int, torch.SymInt)
     out: Tensor = torch.ops.fused.scaled_masked_softmax(input, mask, sink, scale, causal, window_left, window_right)
     return out
 
@@ -702,15 +651,11 @@ def linear_fp8(
         dtype: the result's; input's by default.
 
     Returns:
-        (..., out), contiguous.
-
-    Raises:
-        TypeError, ValueError: see the module's conventions; ValueError for sizes that are no such multiples.
+        (..., out). Errors: see the module's conventions; ValueError for sizes that are no such multiples.
     """
-    for name, t in (("input", input), ("weight", weight)):
-        _check_tensor(name, t)
-    if bias is not None:
-        _check_optional("bias", bias)
+    _check_tensor("input", input)
+    _check_tensor("weight", weight)
+    _check_optional("bias", bias)
     if recipe not in RECIPES:
         raise ValueError(f"recipe={recipe!r} is not known; accepted: {', '.join(RECIPES)}")
     if not isinstance(dtype, (torch.dtype, type(None))):
@@ -737,10 +682,7 @@ def grouped_linear_fp8(input: Tensor, weight: Tensor, ends: Tensor, *, recipe: s
         recipe: of those of docs/fp8.md that experts have.
 
     Returns:
-        (t, out), bfloat16, contiguous.
-
-    Raises:
-        TypeError, ValueError: see the module's conventions; ValueError for sizes that are no such multiples.
+        (t, out), bfloat16. Errors: see the module's conventions; ValueError for sizes that are no such multiples.
     """
     for name, t in (("input", input), ("weight", weight), ("ends", ends)):
         _check_tensor(name, t)

@@ -168,15 +168,18 @@ def _glu_back(
     *,
     up_offset: Any = 0.0,
     clamp: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of input and weights; the latter is undefined without weights."""
-    y, bias = _biased(y, bias)
+    of_bias: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of input, weights and, if requested, bias; undefined where there is none."""
+    summed, vector = _biased(y, bias)
     scale = None if weights is None else _token_scale(y, weights)
-    requested = [True, False, weights is not None]
-    dy, _, dw = torch.ops.fused.bias_glu_backward(
-        g, y, bias, scale, activation, "halves", float(up_offset), clamp, requested
+    requested = [True, of_bias and vector is not None, weights is not None]
+    dy, d_bias, dw = torch.ops.fused.bias_glu_backward(
+        g, summed, vector, scale, activation, "halves", float(up_offset), clamp, requested
     )
-    return dy, dw if weights is None else dw.reshape(weights.shape)
+    if of_bias and bias is not None:
+        d_bias = dy.sum_to_size(bias.shape).to(bias.dtype) if d_bias is None else d_bias.reshape(bias.shape)
+    return dy, dw if weights is None else dw.reshape(weights.shape), d_bias
 
 
 # ---- GELU (fused_bias_gelu, activations) -----------------------------------------------------------------------------
@@ -293,7 +296,7 @@ def weighted_quick_geglu_back(
     g: Tensor, y: Tensor, weights: Tensor, linear_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """``weighted_quick_geglu``'s gradients of y and weights. Upstream's ``weighted_quick_geglu_back``."""
-    return _glu_back("quick_gelu", g, y, None, weights, up_offset=linear_offset)
+    return _glu_back("quick_gelu", g, y, None, weights, up_offset=linear_offset)[:2]
 
 
 def weighted_bias_quick_geglu(y: Tensor, bias: Tensor | None, weights: Tensor, linear_offset: float = 0.0) -> Tensor:
@@ -308,14 +311,9 @@ def weighted_bias_quick_geglu_back(
 
     Upstream's returns y's gradient once more for the bias; here it has the bias's shape and dtype.
     """
-    y, vector = _biased(y, bias)
-    scale = _token_scale(y, weights)
-    requested = [True, vector is not None, True]
-    dy, d_bias, dw = torch.ops.fused.bias_glu_backward(
-        g, y, vector, scale, "quick_gelu", "halves", float(linear_offset), None, requested
-    )
-    d_bias = dy.sum_to_size(bias.shape).to(bias.dtype) if d_bias is None else d_bias.reshape(bias.shape)
-    return dy, d_bias, dw.reshape(weights.shape)
+    functional._check_tensor("weights", weights)
+    dy, dw, d_bias = _glu_back("quick_gelu", g, y, bias, weights, up_offset=linear_offset, of_bias=True)
+    return dy, d_bias, dw
 
 
 class WeightedQuickGeGLUFunction:
@@ -379,7 +377,7 @@ def weighted_swiglu(y: Tensor, weights: Tensor) -> Tensor:
 
 def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """``weighted_swiglu``'s gradients of y and weights. Upstream's ``weighted_swiglu_back``."""
-    return _glu_back("silu", g, y, None, weights)
+    return _glu_back("silu", g, y, None, weights)[:2]
 
 
 def clamped_swiglu(y: Tensor, clamp_value: float) -> Tensor:
@@ -409,7 +407,7 @@ def clamped_weighted_swiglu(y: Tensor, weights: Tensor, clamp_value: float) -> T
 
 def clamped_weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor, clamp_value: float) -> tuple[Tensor, Tensor]:
     """``clamped_weighted_swiglu``'s gradients of y and weights. Upstream's ``clamped_weighted_swiglu_back``."""
-    return _glu_back("silu", g, y, None, weights, clamp=clamp_value)
+    return _glu_back("silu", g, y, None, weights, clamp=clamp_value)[:2]
 
 
 def _marked_for_offloading(requested: bool) -> AbstractContextManager[Any]:

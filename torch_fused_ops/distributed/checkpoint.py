@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as _read
 from torch.distributed.checkpoint.state_dict_saver import save as _write
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
@@ -61,26 +62,6 @@ class Layout:
     start: tuple[int, ...]
     offsets: Offsets = ()
 
-    def size(self) -> torch.Size:
-        """The size of the tensor in the checkpoint."""
-        return torch.Size((*(size for _, _, size in sorted(self.offsets)), *self.shape))
-
-    def boxes(self, local: Tensor) -> Iterator[tuple[torch.Size, Tensor]]:
-        """(place in the checkpoint's tensor, view of this rank's box)"""
-        front = tuple(place for _, place, _ in sorted(self.offsets))
-        within = (None,) * len(front)
-        if not self.shape:
-            yield torch.Size(front), local[within]
-        elif local.numel():
-            first = self.start[self.axis]
-            for run in self.runs:
-                low, high = max(first, run.start), min(first + local.shape[self.axis], run.start + run.length)
-                if low < high:
-                    place = list(self.start)
-                    place[self.axis] = run.place + low - run.start
-                    view = local.narrow(self.axis, low - first, high - low)
-                    yield torch.Size((*front, *place)), view[within]
-
 
 class ShardedTensor(Tensor):
     """A checkpoint's tensor, of which this rank holds boxes; it is saved and loaded in place, not computed with.
@@ -97,7 +78,8 @@ class ShardedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, key: str, local: Tensor, layout: Layout) -> ShardedTensor:
-        whole: ShardedTensor = Tensor._make_wrapper_subclass(cls, layout.size(), dtype=local.dtype, device=local.device)
+        size = torch.Size((*(size for _, _, size in sorted(layout.offsets)), *layout.shape))
+        whole: ShardedTensor = Tensor._make_wrapper_subclass(cls, size, dtype=local.dtype, device=local.device)
         whole.key, whole.local, whole.sharding = key, local, layout
         return whole
 
@@ -138,13 +120,27 @@ class ShardedTensor(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedTensor({self.key}, {tuple(self.shape)}, {self.local.dtype})"
 
+    def _boxes(self) -> Iterator[tuple[torch.Size, Tensor]]:
+        """(place in the checkpoint's tensor, view of this rank's box)"""
+        local, layout = self.local, self.sharding
+        front = tuple(place for _, place, _ in sorted(layout.offsets))
+        within = (None,) * len(front)
+        if not layout.shape:
+            yield torch.Size(front), local[within]
+        elif local.numel():
+            first = layout.start[layout.axis]
+            for run in layout.runs:
+                low, high = max(first, run.start), min(first + local.shape[layout.axis], run.start + run.length)
+                if low < high:
+                    place = list(layout.start)
+                    place[layout.axis] = run.place + low - run.start
+                    view = local.narrow(layout.axis, low - first, high - low)
+                    yield torch.Size((*front, *place)), view[within]
+
     # The protocol of torch.distributed.checkpoint.
 
-    def _boxes(self) -> Iterator[tuple[torch.Size, Tensor]]:
-        return self.sharding.boxes(self.local)
-
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties, size = TensorProperties.create_from_tensor(self.local), self.sharding.size()
+        properties, size = TensorProperties.create_from_tensor(self.local), self.size()
         return [
             WriteItem(
                 index=MetadataIndex(fqn, place),
@@ -161,37 +157,26 @@ class ShardedTensor(Tensor):
         return next(box for place, box in self._boxes() if place == index.offset)
 
 
-def _local(t: Tensor) -> Tensor:
-    if not isinstance(t, DTensor):
-        return t
-    local: Tensor = t.to_local()
-    return local
-
-
 def _box(
     parameter: Tensor, spec: ShardSpec, parallel: TensorParallel | None, as_dtensors: bool
 ) -> tuple[Tensor, torch.Size, tuple[int, ...]]:
     """(the local tensor, the shard's shape, the local tensor's beginning in the shard)"""
     data = parameter.detach()
-    shape, start = list(data.shape), [0] * data.ndim
+    shape = data.shape
     if not isinstance(data, DTensor):
-        return data, torch.Size(shape), tuple(start)
+        return data, shape, (0,) * data.ndim
     # FSDP's mesh dimensions come first, and shard the shards of the dimension after them, the linear's own.
     beyond = data.device_mesh.ndim
     if as_dtensors and parallel is not None:
         beyond -= 1
-        shape = list(parallel.shape(data.shape, spec))
-    left = list(shape)
-    for dimension, placement in enumerate(data.placements[:beyond]):
-        axis = getattr(placement, "dim", None)
-        if axis is not None:
-            rows = -(-left[axis] // data.device_mesh.size(dimension))
-            first = min(rows * data.device_mesh.get_local_rank(dimension), left[axis])
-            start[axis], left[axis] = start[axis] + first, min(rows, left[axis] - first)
-    local = _local(data)
-    if list(local.shape) != left and local.numel():
+        shape = parallel.shape(data.shape, spec)
+    placements: list[Any] = [Shard(p.dim) if hasattr(p, "dim") else Replicate() for p in data.placements[:beyond]]
+    placements += [Replicate()] * (data.device_mesh.ndim - beyond)
+    left, start = compute_local_shape_and_global_offset(shape, data.device_mesh, placements)
+    local = TensorParallel.local(data)
+    if tuple(local.shape) != tuple(left) and local.numel():
         raise ValueError(f"a DTensor placed as {data.placements} is not accepted: it must be FSDP's, with plain shards")
-    return local, torch.Size(shape), tuple(start)
+    return local, shape, tuple(start)
 
 
 def apply_swiglu_sharded_factory(
@@ -265,47 +250,13 @@ def _packed(key: str, t: Any, offsets: Offsets) -> ShardedTensor | None:
     if not isinstance(t, DTensor) or t.device_mesh.ndim != 1 or not isinstance(t.placements[0], _StridedShard):
         return None
     axis, pieces = t.placements[0].dim, t.placements[0].split_factor
-    ranks, rank, local = t.device_mesh.size(), t.device_mesh.get_local_rank(), _local(t).detach()
+    ranks, rank, local = t.device_mesh.size(), t.device_mesh.get_local_rank(), TensorParallel.local(t).detach()
     length, whole = t.shape[axis] // (pieces * ranks), t.shape[axis] // pieces
     runs = tuple(Run(i * length, length, i * whole + rank * length) for i in range(pieces))
     return ShardedTensor(key, local, Layout(t.shape, axis, runs, (0,) * t.ndim, tuple(offsets)))
 
 
 # ---- a model and its optimizer ---------------------------------------------------------------------------------------
-
-
-def _optimizer_state(model: nn.Module, optimizer: Optimizer, of_model: Mapping[str, Any]) -> tuple[Any, Any]:
-    """(the optimizer's state by parameter names, the same as written to a checkpoint)
-
-    A tensor of a parameter's size is sharded as the parameter. A parameter that is two tensors in the checkpoint has
-    two states there.
-    """
-    fresh = not optimizer.state
-    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    if fresh:  # before the first step
-        for of_parameter in state["state"].values():
-            if "step" in of_parameter:
-                of_parameter["step"] = torch.zeros_like(torch.as_tensor(of_parameter["step"]))
-    saved: dict[str, Any] = {}
-    for name, of_parameter in state["state"].items():
-        places = [k for k in (name, f"{name}_w", f"{name}_v") if isinstance(of_model.get(k), ShardedTensor)]
-        for key in places or [name]:
-            place = of_model.get(key)
-            saved[key] = {n: _state_of(f"{key}.{n}", value, place) for n, value in of_parameter.items()}
-    return state, {"state": saved, "param_groups": state["param_groups"]}
-
-
-def _state_of(key: str, value: Any, parameter: Any) -> Any:
-    """An entry of a parameter's optimizer state, as written to a checkpoint."""
-    if not isinstance(parameter, ShardedTensor) or not isinstance(value, Tensor) or value.ndim == 0:
-        return value
-    local = _local(value).detach()
-    if local.shape != parameter.local.shape:
-        raise ValueError(
-            f"{key} has shape {tuple(local.shape)}, which is not accepted: it must have its parameter's, "
-            f"{tuple(parameter.local.shape)}"
-        )
-    return ShardedTensor(key, local, parameter.sharding)
 
 
 def save(
@@ -343,11 +294,40 @@ def _untouched(optimizer: Optimizer | None) -> Iterator[None]:
 def _whole(
     model: nn.Module, optimizer: Optimizer | None, metadata: dict[str, Any] | None
 ) -> tuple[dict[str, Any], Any]:
+    """(the state as written to a checkpoint, the optimizer's by parameter names)
+
+    A tensor of a parameter's size is sharded as the parameter. A parameter that is two tensors in the checkpoint has
+    two states there.
+    """
     of_model = sharded_state_dict(model, metadata=metadata)
     if optimizer is None:
         return {"model": of_model}, None
-    state, of_optimizer = _optimizer_state(model, optimizer, of_model)
-    return {"model": of_model, "optimizer": of_optimizer}, state
+    fresh = not optimizer.state
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    if fresh:  # before the first step
+        for of_parameter in state["state"].values():
+            if "step" in of_parameter:
+                of_parameter["step"] = torch.zeros_like(torch.as_tensor(of_parameter["step"]))
+    saved: dict[str, Any] = {}
+    for name, of_parameter in state["state"].items():
+        places = [k for k in (name, f"{name}_w", f"{name}_v") if isinstance(of_model.get(k), ShardedTensor)]
+        for key in places or [name]:
+            place = of_model.get(key)
+            saved[key] = {n: _state_of(f"{key}.{n}", value, place) for n, value in of_parameter.items()}
+    return {"model": of_model, "optimizer": {"state": saved, "param_groups": state["param_groups"]}}, state
+
+
+def _state_of(key: str, value: Any, parameter: Any) -> Any:
+    """An entry of a parameter's optimizer state, as written to a checkpoint."""
+    if not isinstance(parameter, ShardedTensor) or not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    local = TensorParallel.local(value).detach()
+    if local.shape != parameter.local.shape:
+        raise ValueError(
+            f"{key} has shape {tuple(local.shape)}, which is not accepted: it must have its parameter's, "
+            f"{tuple(parameter.local.shape)}"
+        )
+    return ShardedTensor(key, local, parameter.sharding)
 
 
 def load(

@@ -102,23 +102,21 @@ def of_block(
         if grouped and isinstance(child, Shardable):
             state |= _of_stacked(child, prefix, f"{name}.", offsets, metadata, name in packed)
             continue
-        for key, entry in _of_child(child, f"{name}." if grouped else f"{prefix}{name}.", offsets, metadata).items():
+        head = f"{name}." if grouped else f"{prefix}{name}."
+        if isinstance(child, Shardable):
+            entries = of_linear(child, head, offsets, metadata)
+        elif child.state_dict():
+            from megatron.core.transformer.utils import sharded_state_dict_default
+
+            entries = sharded_state_dict_default(child, head, offsets, metadata)
+        else:
+            continue
+        for key, entry in entries.items():
             if name in packed and re.search(r"\.(weight|bias)\d*$", key):
                 entry = gate_and_up(entry, apart=apart)
             if grouped:
                 key, entry.key = f"{prefix}{key}", f"{prefix}experts.{entry.key}"
             state[key] = entry
-    return state
-
-
-def _of_child(child: nn.Module, prefix: str, offsets: Offsets, metadata: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(child, Shardable):
-        return of_linear(child, prefix, offsets, metadata)
-    if not child.state_dict():
-        return {}
-    from megatron.core.transformer.utils import sharded_state_dict_default
-
-    state: dict[str, Any] = sharded_state_dict_default(child, prefix, offsets, metadata)
     return state
 
 

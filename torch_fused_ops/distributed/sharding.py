@@ -96,15 +96,9 @@ def rules() -> dict[str, Callable[..., list[Sharding]]]:
     }
 
 
-_registered = False
-
-
+@functools.cache
 def register() -> None:
     """Put the rules into DTensor's table. Idempotent."""
-    global _registered
-    if _registered:
-        return
-    _registered = True
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.experimental import register_sharding
 

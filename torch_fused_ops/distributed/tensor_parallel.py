@@ -100,7 +100,8 @@ class TensorParallel:
         """The shape of a rank's shard."""
         return torch.Size(n // self.size if axis == spec.axis else n for axis, n in enumerate(whole))
 
-    def local(self, parameter: Tensor) -> Tensor:
+    @staticmethod
+    def local(parameter: Tensor) -> Tensor:
         """This rank's shard as a plain tensor; the parameter may be a DTensor."""
         if not isinstance(parameter, DTensor):
             return parameter

@@ -37,19 +37,14 @@ class Observer(Protocol):
 
 
 process_wide: list[Observer] = []  # told in every thread, but not inside ``unobserved``
-_observers: ContextVar[tuple[Observer, ...] | None] = ContextVar("torch_fused_ops_observers", default=None)
+_observers: ContextVar[Sequence[Observer]] = ContextVar("torch_fused_ops_observers", default=process_wide)
 _unobserved: ContextVar[bool] = ContextVar("torch_fused_ops_unobserved", default=False)
-
-
-def _current() -> tuple[Observer, ...]:
-    observers = _observers.get()
-    return tuple(process_wide) if observers is None else observers
 
 
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
     """Inside, the observer is told, too."""
-    token = _observers.set((*_current(), observer))
+    token = _observers.set((*_observers.get(), observer))
     try:
         yield
     finally:
@@ -74,7 +69,7 @@ def is_unobserved() -> bool:
 
 def before(graph: Graph, policy: FusionPolicy) -> None:
     """The fusion pass is about to run on a graph. Never raises."""
-    for observer in _current():
+    for observer in _observers.get():
         try:
             observer.before(graph, policy)
         except Exception:
@@ -83,13 +78,13 @@ def before(graph: Graph, policy: FusionPolicy) -> None:
 
 def tell(graph: Graph, sites: Sequence[Site]) -> None:
     """The fusion pass has run on a graph and found these sites."""
-    for observer in _current():
+    for observer in _observers.get():
         observer.tell(graph, sites)
 
 
 def failed(reason: str) -> None:
     """The fusion pass has failed on a graph and left it as it was."""
-    for observer in _current():
+    for observer in _observers.get():
         observer.failed(reason)
     trace("failure", lambda: {"reason": reason})
 

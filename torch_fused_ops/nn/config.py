@@ -28,10 +28,8 @@ __all__ = [
     "read",
     "read_activation",
     "read_groups",
-    "read_interleave",
     "read_memory",
     "read_offload",
-    "read_probs_on_input",
 ]
 
 
@@ -147,34 +145,22 @@ _NUMBER = _Accepted(lambda v: not isinstance(v, bool) and isinstance(v, numbers.
 _FILL = _Accepted(callable, "a function that fills a tensor in place")
 _GROUP = _Accepted(_has("size", "rank"), "a torch.distributed.ProcessGroup; mesh.get_group() gives one")
 
+_OF_TYPE = {"int": _SIZE, "bool": _FLAG, "float": _NUMBER}
 # Attributes of a config and arguments of the modules; other names are not checked here.
 _ACCEPTED = {
+    **{f.name: _OF_TYPE[kind] for f in fields(MLPConfig) if (kind := str(f.type).removesuffix(" | None")) in _OF_TYPE},
     "config": _Accepted(_has("hidden_size"), "an MLPConfig, or an object with its attributes, hidden_size at least"),
     "submodules": _Accepted(
         _has("linear_fc1", "linear_fc2", "activation_func"), "an object with the attributes of MLPSubmodules"
     ),
     "activation_func": _Accepted(lambda v: isinstance(v, str) or callable(v), "a function, a module or a name"),
     "params_dtype": _Accepted(lambda v: isinstance(v, torch.dtype), "a torch.dtype"),
-    **dict.fromkeys(("activation_func_clamp_value", "glu_linear_offset"), _NUMBER),
     **dict.fromkeys(("init_method", "output_layer_init_method"), _FILL),
     **dict.fromkeys(("tp_group", "ep_group"), _GROUP),
     "name": _Accepted(lambda v: isinstance(v, str), "a string"),
-    **dict.fromkeys(
-        (
-            "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "moe_latent_size", "moe_mlp_glu_interleave_size",
-            "input_size", "output_size", "num_local_experts", "hidden", "ffn",
-        ),
-        _SIZE,
-    ),
-    **dict.fromkeys(
-        (
-            "add_bias_linear", "gated_linear_unit", "activation_func_fp8_input_store", "use_te_activation_func",
-            "moe_apply_probs_on_input", "delay_wgrad_compute", "sequence_parallel", "cpu_offloading",
-            "cpu_offloading_activations", "is_expert",
-        ),
-        _FLAG,
-    ),
-}  # fmt: skip
+    "is_expert": _FLAG,
+    **dict.fromkeys(("input_size", "output_size", "num_local_experts", "hidden", "ffn"), _SIZE),
+}
 
 
 def checked(name: str, value: Any, required: bool = False) -> Any:
@@ -270,11 +256,11 @@ class Activation(NamedTuple):
     name: str | None  # a supported activation's; None: ``function``, in plain torch
     function: Callable[[Tensor], Tensor] | None
     gated: bool
-    up_offset: float
-    clamp: float | None
+    up_offset: float = 0.0
+    clamp: float | None = None
     interleave: int | None = None  # n: n features of gate, n of up, and so on
 
-    def __call__(self, h: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    def __call__(self, h: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
         if self.name is not None and self.gated:
             layout = "halves" if self.interleave is None else self.interleave
             return functional.bias_glu(
@@ -312,9 +298,14 @@ def read_activation(config: Any) -> Activation:
     """
     function, gated = read(config, "activation_func"), read(config, "gated_linear_unit")
     clamp, offset = read(config, "activation_func_clamp_value"), read(config, "glu_linear_offset")
+    in_module = read(config, "use_te_activation_func")
     for flag, value, neutral in (("activation_func_clamp_value", clamp, None), ("glu_linear_offset", offset, 0.0)):
         if value != neutral and not gated:
             raise ValueError(f"{flag}={value!r} is not accepted without gated_linear_unit: only a GLU has it")
+        if value != neutral and in_module:
+            raise ValueError(
+                f"{flag}={value!r} is not accepted with use_te_activation_func: the module does not take it"
+            )
         if value is not None and not math.isfinite(value):
             raise ValueError(f"{flag}={value!r} is not accepted: it must be finite")
     if clamp is not None and clamp <= 0:
@@ -352,38 +343,6 @@ def read_offload(config: Any, memory: str) -> bool:
     if offload and (memory == "input" or tiles.asked(memory) is not None):
         raise ValueError(f"cpu_offloading=True is not accepted with memory={memory!r}: there is nothing to offload")
     return offload
-
-
-def read_interleave(config: Any, ffn: int) -> int | None:
-    """The number of adjacent features of gate, then of up, in a gated ``GroupedMLP``'s fc1; None for [gate | up].
-
-    Raises:
-        ValueError, TypeError: the number is not an integer that divides ffn, or the MLP is not gated.
-    """
-    flag = "moe_mlp_glu_interleave_size"
-    n: int | None = read(config, flag)
-    if n is None:
-        return None
-    if not read(config, "gated_linear_unit"):
-        raise ValueError(f"{flag}={n!r} is not accepted without gated_linear_unit: only a GLU has it")
-    if ffn % n:
-        raise ValueError(f"{flag}={n!r} is not accepted: it must divide the experts' ffn_hidden_size, {ffn}")
-    return None if n == ffn else n
-
-
-def read_probs_on_input(config: Any) -> bool:
-    """True if probabilities scale the input instead of the activation.
-
-    Raises:
-        ValueError: a token has several experts.
-    """
-    on_input: bool = read(config, "moe_apply_probs_on_input")
-    topk = read(config, "moe_router_topk")
-    if on_input and topk != 1:
-        raise ValueError(
-            f"moe_apply_probs_on_input=True is not accepted with moe_router_topk={topk!r}: a token must have one expert"
-        )
-    return on_input
 
 
 # Megatron's flags that would change the numbers, and the accepted value of each.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops.nn._gemms import GroupedGemms, check_gemm, check_shape, dense_gradient
-from torch_fused_ops.nn.config import checked, read, read_groups, read_interleave, read_probs_on_input
+from torch_fused_ops.nn.config import checked, read, read_groups
 from torch_fused_ops.nn.linear import GroupedColumnParallelLinear, GroupedLinear, GroupedRowParallelLinear
 from torch_fused_ops.nn.mlp import TEActivationFunctionBuilder, _Block, _check_divides, _from_megatron, _sizes
 from torch_fused_ops.operators.routing import readable, rows_of_tokens, tokens_of_rows
@@ -131,7 +131,7 @@ class GroupedMLP(_Block):
     ) -> None:
         super().__init__(config, experts=True)
         submodules = checked("submodules", submodules) or GroupedMLPSubmodules()
-        self.num_local_experts: int = checked("num_local_experts", num_local_experts, required=True)
+        self.num_local_experts = checked("num_local_experts", num_local_experts, required=True)
         self.input_size, ffn, output_size = _sizes(config, True, None, None)
         self.ffn_hidden_size = ffn
         groups = read_groups(config, True, tp_group, ep_group, pg_collection, grouped=True)
@@ -142,39 +142,28 @@ class GroupedMLP(_Block):
         _check_divides(ffn, tp_group)
         width = "hidden_size" if read(config, "moe_latent_size") is None else "moe_latent_size"
         check_gemm(gemm, experts=True, **{width: output_size, "moe_ffn_hidden_size": ffn})
-        blocks = read_interleave(config, ffn)
+        flag, self._probs_on_input = "moe_mlp_glu_interleave_size", read(config, "moe_apply_probs_on_input")
+        blocks: int | None = read(config, flag)
+        if blocks is not None and not self._activation.gated:
+            raise ValueError(f"{flag}={blocks!r} is not accepted without gated_linear_unit: only a GLU has it")
+        if blocks is not None and ffn % blocks:
+            raise ValueError(f"{flag}={blocks!r} is not accepted: it must divide the experts' ffn_hidden_size, {ffn}")
+        blocks = None if blocks == ffn else blocks
         if blocks is not None and tp_group is not None and ffn // blocks % tp_group.size():
             raise ValueError(
-                f"moe_mlp_glu_interleave_size={blocks} is not accepted with a tp_group of {tp_group.size()}: "
+                f"{flag}={blocks} is not accepted with a tp_group of {tp_group.size()}: "
                 f"{ffn // blocks} blocks do not divide evenly"
             )
         self._activation = self._activation._replace(interleave=blocks)
-        self._probs_on_input = read_probs_on_input(config)
+        if self._probs_on_input and (topk := read(config, "moe_router_topk")) != 1:
+            raise ValueError(
+                f"moe_apply_probs_on_input=True is not accepted with moe_router_topk={topk!r}: a token must have one "
+                "expert"
+            )
         common |= {"config": config, "bias": read(config, "add_bias_linear"), "is_expert": True}
-        gated = self._activation.gated
-        self.linear_fc1: Any = submodules.linear_fc1(
-            self.num_local_experts,
-            self.input_size,
-            ffn * 2 if gated else ffn,
-            init_method=read(config, "init_method"),
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            stride=2 if gated and blocks is None else 1,
-            **common,
-            **_from_megatron(name, "linear_fc1", pg_collection),
-        )
-        self._build(submodules.activation_func, "GroupedMLPSubmodules.activation_func")
-        self.linear_fc2: Any = submodules.linear_fc2(
-            self.num_local_experts,
-            ffn,
-            output_size,
-            init_method=read(config, "output_layer_init_method"),
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **common,
-            **_from_megatron(name, "linear_fc2", pg_collection),
-        )
-        self._multiply_in(gemm)
+        first = {"skip_bias_add": False, **common, **_from_megatron(name, "linear_fc1", pg_collection)}
+        second = {"skip_bias_add": True, **common, **_from_megatron(name, "linear_fc2", pg_collection)}
+        self._build(submodules, (self.input_size, ffn, output_size), first, second, gemm)
 
     def forward(
         self,

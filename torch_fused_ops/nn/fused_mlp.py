@@ -1,10 +1,9 @@
-"""``FusedMLP``: linear, activation, linear as a plain PyTorch module; and ``Middle``, its activation."""
+"""``FusedMLP``: linear, activation, linear as a plain PyTorch module."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,58 +14,17 @@ from torch_fused_ops import activations, functional
 from torch_fused_ops.nn import layouts
 from torch_fused_ops.nn._gemms import check_gemm, check_shape, linear
 from torch_fused_ops.nn._memory import in_tiles, through
-from torch_fused_ops.nn.config import activation_name, checked
+from torch_fused_ops.nn.config import Activation, activation_name, checked
 from torch_fused_ops.policy import check_known
 from torch_fused_ops.settings import tiles
 
-__all__ = ["FusedMLP", "Middle", "untouched"]
+__all__ = ["FusedMLP", "untouched"]
 
 
 def untouched(module: nn.Module) -> bool:
     """True if a call of the module only calls its class's ``forward``: no hooks, nothing replaced."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return not hooks and "forward" not in module.__dict__ and module._compiled_call_impl is None
-
-
-@dataclass(frozen=True)
-class Middle:
-    """The activation between two linears: ``act(h)``, or a GLU of packed h.
-
-    Attributes:
-        activation: its name.
-        layout: the packing of gate and up in h; None if not gated.
-    """
-
-    activation: str
-    layout: str | None = None
-
-    def __call__(self, h: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self.layout is None:
-            return functional.bias_act(h, bias, activation=self.activation)
-        return functional.bias_glu(h, bias, activation=self.activation, layout=self.layout)
-
-    def run(
-        self,
-        x: Tensor,
-        first: Callable[[Tensor], Tensor],
-        bias: Tensor | None,
-        second: Callable[[Tensor], Tensor],
-        memory: str,
-        reads: Callable[[], Iterable[Tensor | None]] = tuple,
-    ) -> Tensor:
-        """``second(act(first(x) + bias))`` at a memory level; ``reads``: further tensors that ``first`` reads."""
-
-        def of_rows(rows: Tensor, level: str) -> Tensor:
-            """Compute all rows, or a tile's."""
-            produce: Callable[[Tensor], Tensor] = first
-            act: Callable[[Tensor], Tensor] = lambda h: self(h, bias)  # noqa: E731
-            # ReLU saves its result, which these levels recompute. threshold is ReLU, bit for bit, and saves its input.
-            if self.layout is None and self.activation == "relu" and level in ("fp8", "input"):
-                produce = first if bias is None else lambda x: first(x) + bias
-                act = lambda h: F.threshold(h, 0.0, 0.0)  # noqa: E731
-            return through(rows, produce, act, second, level, reads=lambda: (bias, *reads()))
-
-        return in_tiles(x, memory, of_rows)
 
 
 class FusedMLP(nn.Module):
@@ -141,7 +99,7 @@ class FusedMLP(nn.Module):
         if checkpoint_layout is not None:
             layouts.layout_of(checkpoint_layout, gated, "checkpoint_layout")
         self.hidden, self.ffn = hidden, ffn
-        self._middle = Middle(known, "halves" if gated else None)  # here: torch 2.11's Dynamo cannot construct it
+        self._activation = Activation(known, None, gated)  # here: torch 2.11's Dynamo cannot construct it
         self.dropout, self.memory, self.checkpoint_layout = float(dropout), memory, checkpoint_layout
         self.gemm = gemm
         self.fc1 = nn.Linear(hidden, ffn * 2 if gated else ffn, bias, device, dtype)
@@ -150,16 +108,15 @@ class FusedMLP(nn.Module):
     @property
     def activation(self) -> str:
         """The activation's name."""
-        return self._middle.activation
+        return str(self._activation.name)
 
     @property
     def gated(self) -> bool:
         """True for act(gate) · up."""
-        return self._middle.layout is not None
+        return self._activation.gated
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., hidden) → (..., hidden)"""
-        middle = self._middle
         fc1, fc2, memory, bias = self.fc1, self.fc2, self.memory, None
         first: Callable[[Tensor], Tensor] = fc1
         if type(fc1) is nn.Linear and untouched(fc1):
@@ -168,17 +125,27 @@ class FusedMLP(nn.Module):
             first = lambda x: linear(self.gemm, x, weight)  # noqa: E731
         elif memory == "input" or tiles.asked(memory) is not None:
             memory = "free"
-        plain = type(fc2) is nn.Linear and untouched(fc2)
-        if not plain and tiles.asked(memory) is not None:  # a wrapper must run once
+        second: Callable[[Tensor], Tensor] = fc2
+        p, late = self.dropout if self.training else 0.0, None
+        if type(fc2) is nn.Linear and untouched(fc2):
+            if p or self.gemm != "bf16":
+                late = fc2.bias if p else None
+                second = lambda a: linear(self.gemm, a, fc2.weight, None if p else fc2.bias)  # noqa: E731
+        elif tiles.asked(memory) is not None:  # a wrapper must run once
             memory = "input"
-        p = self.dropout if self.training else 0.0
-        if plain and (p or self.gemm != "bf16"):
-            late = fc2.bias if p else None
-            second = lambda a: linear(self.gemm, a, fc2.weight, None if p else fc2.bias)  # noqa: E731
-            y = middle.run(x, first, bias, second, memory, reads=fc1.parameters)
-            return functional.bias_dropout_add(y, late, None, p) if p else y
-        y = middle.run(x, first, bias, fc2, memory, reads=fc1.parameters)
-        return functional.bias_dropout_add(y, None, None, p) if p else y
+
+        def of_rows(rows: Tensor, level: str) -> Tensor:
+            """Compute all rows, or a tile's."""
+            produce: Callable[[Tensor], Tensor] = first
+            act: Callable[[Tensor], Tensor] = lambda h: self._activation(h, bias)  # noqa: E731
+            # ReLU saves its result, which these levels recompute. threshold is ReLU, bit for bit, and saves its input.
+            if not self.gated and self.activation == "relu" and level in ("fp8", "input"):
+                produce = first if bias is None else lambda x: first(x) + bias
+                act = lambda h: F.threshold(h, 0.0, 0.0)  # noqa: E731
+            return through(rows, produce, act, second, level, reads=lambda: (bias, *fc1.parameters()))
+
+        y = in_tiles(x, memory, of_rows)
+        return functional.bias_dropout_add(y, late, None, p) if p else y
 
     def reset_parameters(self) -> None:
         """Reinitialize the parameters as ``nn.Linear``."""

@@ -6,22 +6,17 @@ Ours is ``fc1.weight`` (f, h), or (2f, h) with the gate's rows over up's, ``fc1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["LAYOUTS", "OWN", "Conversion", "Layout", "convert", "detect", "layout_of"]
+from torch_fused_ops import functional
+
+__all__ = ["LAYOUTS", "OWN", "Conversion", "Layout", "convert", "layout_of"]
 
 OWN = "fc1/fc2"
-
-# Rows of a packed tensor → gate's rows over up's, and back.
-_PACKINGS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "halves": (lambda t: t, lambda t: t),
-    "interleaved": (lambda t: torch.cat((t[0::2], t[1::2])), lambda t: torch.stack(t.chunk(2), 1).flatten(0, 1)),
-    "swapped": (lambda t: torch.cat(t.chunk(2)[::-1]), lambda t: torch.cat(t.chunk(2)[::-1])),
-}
 
 
 class Layout(NamedTuple):
@@ -62,14 +57,14 @@ class Layout(NamedTuple):
         tensors = [t.t() if self.transposed and t.ndim == 2 else t for t in stored]
         whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         packed = self.gated and len(self.first) == 1 and key.startswith("fc1.")
-        return (_PACKINGS[self.packing][0](whole) if packed else whole).contiguous()
+        return (functional.convert_glu_layout(whole, self.packing, "halves", 0) if packed else whole).contiguous()
 
     def save(self, key: str, ours: Tensor) -> list[Tensor]:
         """Convert our tensor to the stored ones, as new tensors."""
         first = key.startswith("fc1.")
         parts = ours.chunk(len(self.first)) if first else (ours,)
         if first and self.gated and len(self.first) == 1:
-            parts = (_PACKINGS[self.packing][1](ours),)
+            parts = (functional.convert_glu_layout(ours, "halves", self.packing, 0),)
         parts = tuple(t.t() if self.transposed and t.ndim == 2 else t for t in parts)
         return [t.clone(memory_format=torch.contiguous_format) for t in parts]
 
@@ -143,22 +138,6 @@ class Conversion(NamedTuple):
     errors: list[str]
 
 
-def detect(stored: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], gated: bool) -> list[Layout]:
-    """The layouts that fit the keys best; among them those that fit the shapes, if any does."""
-    bias = "fc1.bias" in shapes
-
-    def fit(layout: Layout) -> tuple[int, int]:
-        names = [key for keys in layout.keys(bias).values() for key in keys]
-        return sum(key in stored for key in names), -len(names)
-
-    guessed = [layout for layout in _TABLE if layout.gated == gated and layout.guessed]
-    best = max(map(fit, guessed))
-    if not best[0]:
-        return [LAYOUTS[OWN, gated]]
-    near = [layout for layout in guessed if fit(layout) == best]
-    return [layout for layout in near if not _mismatches(layout, stored, shapes)] or near[:1]
-
-
 def _mismatches(layout: Layout, stored: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> list[str]:
     wrong = []
     for key, parts in layout.keys("fc1.bias" in shapes).items():
@@ -183,9 +162,22 @@ def convert(
         shapes: our tensors' shapes.
         gated: the MLP is gated.
     """
-    candidates = detect(stored, shapes, gated) if name is None else [layout_of(name, gated, "layout")]
+    bias = "fc1.bias" in shapes
+    if name is not None:
+        candidates = [layout_of(name, gated, "layout")]
+    else:
+        # Those that fit the keys best; among them those that fit the shapes, if any does.
+        guessed = [layout for layout in _TABLE if layout.gated == gated and layout.guessed]
+
+        def fit(layout: Layout) -> tuple[int, int]:
+            names = [key for parts in layout.keys(bias).values() for key in parts]
+            return sum(key in stored for key in names), -len(names)
+
+        best = max(map(fit, guessed))
+        near = [layout for layout in guessed if fit(layout) == best] if best[0] else [LAYOUTS[OWN, gated]]
+        candidates = [layout for layout in near if not _mismatches(layout, stored, shapes)] or near[:1]
     layout = candidates[0]
-    keys = layout.keys("fc1.bias" in shapes)
+    keys = layout.keys(bias)
     errors = [f"{text} (layout {layout.name!r})" for text in _mismatches(layout, stored, shapes)]
     if len(candidates) > 1:
         names = " or ".join(repr(candidate.name) for candidate in candidates)

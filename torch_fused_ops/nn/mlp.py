@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch_fused_ops.nn._gemms import DENSE, check_gemm, check_shape
 from torch_fused_ops.nn._memory import in_tiles, through
 from torch_fused_ops.nn.config import (
-    Activation,
     check_precision,
     checked,
     read,
@@ -134,6 +133,8 @@ class _Block(nn.Module):
 
     linear_fc1: Any
     linear_fc2: Any
+    activation_func: Any
+    num_local_experts: int
     _grouped = False
 
     def __init__(self, config: Any, experts: bool) -> None:
@@ -143,16 +144,47 @@ class _Block(nn.Module):
         self.config = config
         self._activation = read_activation(config)
 
-    def _build(self, builder: TEActivationFunctionBuilder | None, where: str) -> None:
-        """Build the activation module, and read the memory level."""
-        self.activation_func = _activation_module(self.config, builder, where, self._activation)
-        fused = self._activation.name is not None and self.activation_func is None
-        self._memory = read_memory(self.config, fused)
-        self._offload = read_offload(self.config, self._memory)
-        self._delayed: bool = read(self.config, "delay_wgrad_compute")
+    def _build(
+        self, submodules: Any, sizes: tuple[int, int, int], first: dict[str, Any], second: dict[str, Any], gemm: str
+    ) -> None:
+        """Build the linears and the activation module, and read the memory level.
 
-    def _multiply_in(self, gemm: str) -> None:
-        """Set both linears' precision, which ``check_gemm`` accepted."""
+        Args:
+            sizes: (input size, ffn size, output size).
+            first, second: further arguments of the linears' builders.
+            gemm: both linears' precision, which ``check_gemm`` accepted.
+        """
+        config, (input_size, ffn, output_size) = self.config, sizes
+        of_experts = (self.num_local_experts,) if self._grouped else ()
+        gated, blocks = self._activation.gated, self._activation.interleave
+        self.linear_fc1 = submodules.linear_fc1(
+            *of_experts,
+            input_size,
+            ffn * 2 if gated else ffn,
+            init_method=read(config, "init_method"),
+            tp_comm_buffer_name="fc1",
+            stride=2 if gated and blocks is None else 1,
+            **first,
+        )
+        self.activation_func = None
+        if read(config, "use_te_activation_func"):
+            builder, where = submodules.activation_func, "GroupedMLPSubmodules" if self._grouped else "MLPSubmodules"
+            if builder is None:
+                raise ValueError(
+                    f"use_te_activation_func=True is not accepted without {where}.activation_func, its builder"
+                )
+            self.activation_func = builder(config=config)
+        self._memory = read_memory(config, self._activation.name is not None and self.activation_func is None)
+        self._offload = read_offload(config, self._memory)
+        self._delayed: bool = read(config, "delay_wgrad_compute")
+        self.linear_fc2 = submodules.linear_fc2(
+            *of_experts,
+            ffn,
+            output_size,
+            init_method=read(config, "output_layer_init_method"),
+            tp_comm_buffer_name="fc2",
+            **second,
+        )
         self.gemm = gemm
         for child, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
             if isinstance(linear, Linear):
@@ -174,15 +206,18 @@ class _Block(nn.Module):
 
         level = self._memory
         tiled = tiles.asked(level) is not None
-        if tiled and not (scale is None and not groups and parallel is None and self._calls_may_repeat()):
+        at_once = scale is not None or groups or parallel is not None or self._delayed
+        if tiled and (at_once or not all(isinstance(fc, Linear) and untouched(fc) for fc in (fc1, self.linear_fc2))):
             level = "input"  # probabilities, experts, collectives and deferred gradients need all tokens at once
-        if level == "input" and not (untouched(fc1) or hasattr(fc1, "set_requires_gradient_sync")):
-            level = "free"  # a hook may differ between calls; FSDP2's own do not
-        in_forward = dict(fc1.named_parameters()) if tiled or level == "input" else {}
+        by_fsdp = hasattr(fc1, "set_requires_gradient_sync")  # whose hooks restore its own parameters
+        if level == "input" and not (untouched(fc1) or by_fsdp):
+            level = "free"  # a hook may differ between calls
+        in_forward = dict(fc1.named_parameters()) if (tiled or level == "input") and not by_fsdp else {}
 
         def first(x: Tensor) -> Tensor:
             h: Tensor
-            if in_forward and _are_others(fc1, in_forward):  # functional_call's, which backward does not see
+            # functional_call's parameters, which backward does not see
+            if in_forward and any(p is not in_forward[name] for name, p in fc1.named_parameters()):
                 h, biases["fc1"] = torch.func.functional_call(fc1, in_forward, (x, *groups), entered)
             else:
                 h, biases["fc1"] = fc1(x, *groups, **entered)
@@ -210,11 +245,6 @@ class _Block(nn.Module):
             return through(x, first, activate, second, level, self._offload, reads, unknown)
 
         return in_tiles(x, level, run), biases["fc2"]
-
-    def _calls_may_repeat(self) -> bool:
-        """True if the linears may run once per tile: they have no hooks, and no gradient is deferred."""
-        linears = self.linear_fc1, self.linear_fc2
-        return all(isinstance(fc, Linear) and untouched(fc) for fc in linears) and not self._delayed
 
     def backward_dw(self) -> None:
         """Compute the gradients that the oldest ``backward`` deferred (``delay_wgrad_compute``), fc2's, then fc1's."""
@@ -325,28 +355,9 @@ class MLP(_Block):
             )
         common: dict[str, Any] = {"config": config, "bias": read(config, "add_bias_linear"), "skip_bias_add": True}
         common |= {"is_expert": is_expert, "tp_group": tp_group}
-        gated = self._activation.gated
-        self.linear_fc1: Any = submodules.linear_fc1(
-            self.input_size,
-            ffn * 2 if gated else ffn,
-            init_method=read(config, "init_method"),
-            gather_output=False,
-            tp_comm_buffer_name="fc1",
-            stride=2 if gated else 1,
-            **common,
-            **_from_megatron(name, "linear_fc1", pg_collection),
-        )
-        self._build(submodules.activation_func, "MLPSubmodules.activation_func")
-        self.linear_fc2: Any = submodules.linear_fc2(
-            ffn,
-            output_size,
-            init_method=read(config, "output_layer_init_method"),
-            input_is_parallel=True,
-            tp_comm_buffer_name="fc2",
-            **common,
-            **_from_megatron(name, "linear_fc2", pg_collection),
-        )
-        self._multiply_in(gemm)
+        first = {"gather_output": False, **common, **_from_megatron(name, "linear_fc1", pg_collection)}
+        second = {"input_is_parallel": True, **common, **_from_megatron(name, "linear_fc2", pg_collection)}
+        self._build(submodules, (self.input_size, ffn, output_size), first, second, gemm)
 
     @classmethod
     def as_mlp_submodule(cls, submodules: MLPSubmodules | None = None, **arguments: Any) -> MLP:
@@ -385,13 +396,6 @@ def _from_megatron(name: str | None, child: str, pg_collection: Any) -> dict[str
     return {argument: value for argument, value in arguments.items() if value is not None}
 
 
-def _are_others(module: nn.Module, in_forward: dict[str, Tensor]) -> bool:
-    """True if forward ran with other parameters; FSDP2's hooks restore its own."""
-    if hasattr(module, "set_requires_gradient_sync"):
-        return False
-    return any(p is not in_forward[name] for name, p in module.named_parameters())
-
-
 def _sizes(config: Any, is_expert: bool, input_size: int | None, ffn_hidden_size: int | None) -> tuple[int, int, int]:
     """(input size, ffn_hidden_size, output size)"""
     hidden = checked("hidden_size", config.hidden_size, required=True)
@@ -411,21 +415,3 @@ def _check_divides(ffn: int, tp_group: torch.distributed.ProcessGroup | None) ->
         raise ValueError(
             f"ffn_hidden_size={ffn} is not accepted with a tp_group of {tp_group.size()}: it does not divide evenly"
         )
-
-
-def _activation_module(
-    config: Any, builder: TEActivationFunctionBuilder | None, where: str, activation: Activation
-) -> nn.Module | None:
-    if not read(config, "use_te_activation_func"):
-        return None
-    if builder is None:
-        raise ValueError(f"use_te_activation_func=True is not accepted without {where}, its builder")
-    for flag, value, neutral in (
-        ("activation_func_clamp_value", activation.clamp, None),
-        ("glu_linear_offset", activation.up_offset, 0.0),
-    ):
-        if value != neutral:
-            raise ValueError(
-                f"{flag}={value!r} is not accepted with use_te_activation_func: the module does not take it"
-            )
-    return builder(config=config)  # type: ignore[return-value]

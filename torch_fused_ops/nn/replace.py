@@ -99,7 +99,12 @@ def replace_mlps(
         raise TypeError(f"model={model!r} is not accepted: it must be a torch.nn.Module")
     policy = FusionPolicy(memory, dropout, strict, exclude, epilogues, gemm)  # type: ignore[arg-type]
     capture = _Capture(model, policy)
-    _check_patterns(policy, list(capture.modules))
+    paths = list(capture.modules)
+    for name, pattern in ((name, pattern) for name, patterns in policy.patterns.items() for pattern in patterns):
+        if not names_module(pattern, paths):
+            near = difflib.get_close_matches(pattern.removesuffix(".*"), paths)
+            close = f", as {' or '.join(map(repr, near))} would" if near else ""
+            raise ValueError(f"{name}={pattern!r} is not accepted: it must fit a module of the model{close}")
     check_not_meant("replace_mlps", model, kwargs)
     if not args and not kwargs:
         raise TypeError("replace_mlps needs example inputs, as in replace_mlps(model, x): the model is run once")
@@ -248,15 +253,6 @@ def _first_reason(capture: _Capture) -> str:
     for site in (*capture.sites, *capture.unread):
         return f"{site.source}: {site.reason}"
     return "no matrix product in the model reads an activation of matrix products (docs/recognition.md)"
-
-
-def _check_patterns(policy: FusionPolicy, paths: Sequence[str]) -> None:
-    for name, patterns in policy.patterns.items():
-        for pattern in patterns:
-            if not names_module(pattern, paths):
-                near = difflib.get_close_matches(pattern.removesuffix(".*"), paths)
-                close = f", as {' or '.join(map(repr, near))} would" if near else ""
-                raise ValueError(f"{name}={pattern!r} is not accepted: it must fit a module of the model{close}")
 
 
 def _check_compiler() -> None:

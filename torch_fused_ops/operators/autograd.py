@@ -33,7 +33,6 @@ __all__ = [
     "define",
     "differentiate",
     "differentiate_by_reference",
-    "keep_arguments",
     "library",
     "register",
 ]
@@ -238,11 +237,6 @@ class SavePolicy(NamedTuple):
     saved: Callable[[tuple[Any, ...], Any], tuple[tuple[Tensor | None, ...], Any]]
     arguments: Callable[[tuple[Tensor | None, ...], Any, tuple[bool, ...]], tuple[Any, ...]]
     apply: Callable[..., Any] | None = None
-
-
-def keep_arguments(tensors: int) -> SavePolicy:
-    """Keep the arguments, of which the first ``tensors`` are tensors."""
-    return SavePolicy(lambda args, _: (args[:tensors], args[tensors:]), lambda kept, rest, _: kept + rest)
 
 
 _profiler_enabled = torch._C._autograd._profiler_enabled  # a profile is to name the operator

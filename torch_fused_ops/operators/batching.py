@@ -28,10 +28,6 @@ def over_rows_of_each(t: Tensor) -> Tensor:
     return t.sum(tuple(range(1, t.ndim - 1))) if t.ndim > 2 else t
 
 
-def _out_dims(outputs: Any) -> Any:
-    return tuple(None if o is None else 0 for o in outputs) if isinstance(outputs, tuple) else 0
-
-
 def _led(info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...], bias: int | None, ndim: int) -> list[Any]:
     """The arguments with the batch axis in front; a bias that all examples share as it is.
 
@@ -57,8 +53,7 @@ def forward(
             check(*(a if d is None else a.select(d, 0) for a, d in zip(args, in_dims, strict=True)))
         ndim = args[0].ndim - (in_dims[0] is not None)
         batched_bias = op.bias is not None and in_dims[op.bias] is not None
-        outputs = (plain if batched_bias else operator)(*_led(info, in_dims, args, op.bias, ndim))
-        return outputs, _out_dims(outputs)
+        return (plain if batched_bias else operator)(*_led(info, in_dims, args, op.bias, ndim)), 0
 
     return rule
 
@@ -75,7 +70,7 @@ def backward(op: PointwiseOperator, operator: Callable[..., Any]) -> Rule:
             outputs = operator(*led)
         else:
             outputs = _per_example(op, plain, op.bias or 0, *led)
-        return outputs, _out_dims(outputs)
+        return outputs, tuple(None if o is None else 0 for o in outputs)
 
     return rule
 

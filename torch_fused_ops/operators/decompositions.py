@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torch_fused_ops import activations
 from torch_fused_ops.operators.autograd import COMPOSITES, REGISTERED
@@ -44,18 +43,12 @@ def decompositions(*, differentiable: bool = True) -> dict[torch._ops.OpOverload
     return table | COMPOSITES
 
 
-def _in_aten(
-    plain: Callable[..., Any], check: Callable[..., None] | None, differentiable: bool, *args: Any
-) -> Tensor | tuple[Tensor | None, ...]:
+def _in_aten(plain: Callable[..., Any], check: Callable[..., None] | None, differentiable: bool, *args: Any) -> Any:
     if check is not None:
         check(*args)
     with activations.spelled_for_derivatives(differentiable):
-        found = plain(*args)
-    return tuple(_own(t, args) for t in found) if isinstance(found, tuple) else _own(found, args)
-
-
-def _own(t: Tensor | None, args: tuple[Any, ...]) -> Any:
-    """``t`` as operators return it: contiguous, and no argument."""
-    if t is None:
-        return None
-    return t.clone() if any(t is a for a in args) else t.contiguous()
+        results = plain(*args)
+    several = results if isinstance(results, tuple) else (results,)
+    # As operators return them: contiguous, and no argument.
+    own = [t if t is None else t.clone() if any(t is a for a in args) else t.contiguous() for t in several]
+    return tuple(own) if isinstance(results, tuple) else own[0]

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from torch_fused_ops import activations
 from torch_fused_ops.declaration import PointwiseOperator, Signature
+from torch_fused_ops.formulas import Gradients, room
 from torch_fused_ops.kernels import cpu
-from torch_fused_ops.operators import batching, eager, fakes, fp8_store
+from torch_fused_ops.operators import batching, eager, fp8_store
 from torch_fused_ops.operators.autograd import (
     SavePolicy,
     checked,
     differentiate,
     differentiate_by_reference,
-    keep_arguments,
     register,
 )
 from torch_fused_ops.operators.checks import check, check_gradient
@@ -75,6 +75,15 @@ def register_pair(
 def register_pointwise(op: PointwiseOperator) -> None:
     """``fused::name`` and ``fused::name_backward``."""
     accepts = check(op)
+
+    def fake(*args: Any) -> Tensor:
+        accepts(*args)
+        first: Tensor = args[0]
+        return first.new_empty((*first.shape[:-1], first.shape[-1] // 2) if op.is_packed else first.shape)
+
+    def backward_fake(grad: Tensor, *args: Any) -> Gradients:
+        return tuple(room(t, wanted) for t, wanted in zip(args, args[-1], strict=False))
+
     plain_forward, plain_backward = eager.forward(op), eager.backward(op)
     on_cpu, backward_on_cpu = cpu.kernel(op, op.forward, plain_forward), cpu.kernel(op, op.backward, plain_backward)
     batched = functools.partial(batching.forward, op, plain=plain_forward, check=accepts)
@@ -82,8 +91,8 @@ def register_pointwise(op: PointwiseOperator) -> None:
     gpu, backward_gpu = _on_gpu(op, op.forward.name, on_cpu), _on_gpu(op, op.backward.name, backward_on_cpu)
     register_pair(
         op.signatures,
-        KernelSet(on_cpu, gpu, plain_forward, fakes.forward(op, accepts), batched),
-        KernelSet(backward_on_cpu, backward_gpu, plain_backward, fakes.backward(op), batched_backward),
+        KernelSet(on_cpu, gpu, plain_forward, fake, batched),
+        KernelSet(backward_on_cpu, backward_gpu, plain_backward, backward_fake, batched_backward),
         accepts,
         _keep(op),
         cpu.recorded(op),
@@ -116,8 +125,8 @@ def _on_gpu(op: PointwiseOperator, name: str, in_torch: Callable[..., Any]) -> C
 
 def _keep(op: PointwiseOperator) -> Callable[..., SavePolicy]:
     """The arguments; the result in the data's place, if that is enough; or, as marked, the data in float8."""
-    arguments, suffices, bias = keep_arguments(len(op.tensors)), op.keeps_result, op.bias
-    count = len(op.tensors)
+    suffices, bias, count = op.keeps_result, op.bias, len(op.tensors)
+    arguments = SavePolicy(lambda args, _: (args[:count], args[count:]), lambda kept, rest, _: kept + rest)
 
     def saved(args: tuple[Any, ...], out: Tensor) -> tuple[tuple[Tensor], Any]:
         given = None if bias is None else args[bias]

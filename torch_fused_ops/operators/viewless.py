@@ -45,20 +45,14 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def _is_eager(input: Tensor) -> bool:
-    """True if no transform, mode, subclass or compiler would record the detach."""
-    return (
+def _make_viewless(input: Tensor) -> Tensor:
+    is_eager = (  # no transform, mode, subclass or compiler would record the detach
         not in_transform()
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._dispatch_keys(input).has(torch._C.DispatchKey.Python)
         and not torch._is_functional_tensor(input)
     )
-
-
-def _make_viewless(input: Tensor) -> Tensor:
-    if _is_eager(input):
-        return _Alias.apply(input)  # type: ignore[no-any-return, no-untyped-call]
-    return in_aten(input)
+    return _Alias.apply(input) if is_eager else in_aten(input)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def in_aten(input: Tensor) -> Tensor:

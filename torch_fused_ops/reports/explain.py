@@ -45,26 +45,20 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
     lowerings.require()
     from torch_fused_ops.lowerings import recognize
 
-    sites: list[Site] = []
-    unread: list[Site] = []
-    captures = []
-    breaks = []
+    report = Report((), 0, title=name_of(model))
 
     def capture(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        captures.append(set_aside(gm, policy))
-        sites.extend(sites_of(gm, policy))
-        unread.extend(recognize.unread(gm.graph))
-        breaks.append(break_of(gm))
+        report.graphs += 1
+        report._captures.append(set_aside(gm, policy))
+        report.sites += tuple(sites_of(gm, policy))
+        report.unread += tuple(recognize.unread(gm.graph))
+        if (graph_break := break_of(gm)) is not None:
+            report.breaks += (graph_break,)
         return gm.forward
 
     noted = reasons_noted()
     run_captured(model, args, kwargs, capture)
-    return Report(
-        tuple(sites),
-        len(captures),
-        unread=tuple(unread),
-        breaks=tuple(filter(None, breaks)) if captures else since(noted),
-        title=name_of(model),
-        notes=unmatched(policy, sites),
-        _captures=captures,
-    )
+    if not report.graphs:
+        report.breaks = since(noted)
+    report.notes = unmatched(policy, report.sites)
+    return report

@@ -332,6 +332,7 @@ def on_paper(
     Returns:
         The compilation, and the fused sites.
     """
+    from torch_fused_ops.lowerings import passes
     from torch_fused_ops.lowerings.recognize import rewrite
     from torch_fused_ops.virtual_gpu import compile_graph_on_paper, copy_graph
     from torch_fused_ops.virtual_gpu.emulation import emulating
@@ -344,19 +345,12 @@ def on_paper(
         graph = replace(graph, gm=copy_graph(graph.gm))
         with emulating(gpu), torch.set_grad_enabled(graph.training):
             sites = [site for module in graphs_of(graph.gm) for site in rewrite(module.graph, policy)]
-    paper = compile_graph_on_paper(graph, gpu=gpu, config=_slots(policy), memory_budget=memory_budget)
+    slots = passes.options_without_us()
+    if policy is not None:  # with all of our passes but the pre-grad pass, which has run
+        ours = passes.compile_options(policy)
+        slots |= {name: ours[name] for name, kind in passes.SLOTS.items() if kind is not passes.Recognize}
+    paper = compile_graph_on_paper(graph, gpu=gpu, config=slots, memory_budget=memory_budget)
     return paper, [site for site in sites if site.op is not None]
-
-
-def _slots(policy: FusionPolicy | None) -> dict[str, Any]:
-    """Inductor's current slots without our passes; for a policy with all of our passes but the pre-grad pass."""
-    from torch_fused_ops.lowerings import passes
-
-    others = passes.options_without_us()
-    if policy is None:
-        return others
-    stages = passes.compile_options(policy)
-    return {name: others[name] if kind is passes.Recognize else stages[name] for name, kind in passes.SLOTS.items()}
 
 
 def _paths(paper: PaperCompilation) -> Iterator[str]:
@@ -377,15 +371,14 @@ def layers_of(paths: Iterable[str]) -> dict[str, str]:
     """
     paths = list(paths)
     inner = {path.rsplit(".", i)[0] for path in paths for i in range(1, path.count(".") + 1)}
-    return {path: _layer(path.split("."), inner) or OTHER for path in paths}
-
-
-def _layer(names: list[str], inner: set[str]) -> str:
-    for i, name in enumerate(names):
-        if name.isdigit():
-            layer = ".".join(names[: i + 1])
-            return layer if layer in inner else ".".join(names[:i][:2])
-    return ".".join(names[:2])
+    layers = {}
+    for path in paths:
+        names = path.split(".")
+        number = next((i for i, name in enumerate(names) if name.isdigit()), len(names))
+        item = ".".join(names[: number + 1])
+        in_list = number < len(names) and item in inner
+        layers[path] = (item if in_list else ".".join(names[:number][:2])) or OTHER
+    return layers
 
 
 def _costs(paper: PaperCompilation, layers: dict[str, str]) -> Iterator[tuple[str, Cost]]:

@@ -6,110 +6,72 @@ they cancel no float32 formula has float32's relative accuracy: errors count rel
 
 from __future__ import annotations
 
-import itertools
-import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_fused_ops.declaration import OPERATORS
 from torch_fused_ops.families.dropout import formulas
 from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import precision
-from torch_fused_ops.testing.samples import DTYPES, Sample, _flags, _tensor
+from torch_fused_ops.testing.samples import (
+    DTYPES,
+    VIEWS,
+    Case,
+    Sample,
+    built,
+    cases_of_frozen_tensors,
+    cases_of_shapes,
+    gradient,
+    requested,
+)
 
 __all__ = ["backward_samples", "measure", "samples"]
 
-OP = "dropout_add"
 
-
-@dataclass(frozen=True)
-class _Case:
-    name: str
-    shape: tuple[int, ...] = (5, 12)
-    p: float = 0.5
-    dtype: str = "fp32"
-    bias_dtype: str = ""  # "" is input's
-    residual_dtype: str = ""
-    view: str = "contiguous"
-    with_bias: bool = True
-    with_residual: bool = True
-    requires_grad: tuple[bool, bool, bool] = (True, True, True)
-    core: bool = False
-
-
-def _cases() -> Iterator[_Case]:
+def _cases() -> Iterator[Case]:
     for p in (0.0, 0.1, 0.5, 1.0):
-        yield _Case(f"p {p}", (4, 33), p, core=True)
-        yield _Case(f"p {p} bf16", (4, 36), p, "bf16")
+        yield Case(f"p {p}", (4, 33), p=p, core=True)
+        yield Case(f"p {p} bf16", (4, 36), "bf16", p=p)
     for p in (1e-12, 1.0 - 2.0**-40):
-        yield _Case(f"p {p}", p=p)
+        yield Case(f"p {p}", (5, 12), p=p)
     for dtype in DTYPES:
-        yield _Case(dtype, (3, 21), dtype=dtype, core=dtype != "fp32")
-    for shape in ((1,), (7,), (0,), (0, 8), (3, 0), (1, 1), (3, 7), (2, 3, 4), (2, 3, 4, 5), (3, 2051)):
-        yield _Case(f"shape {'x'.join(map(str, shape))}", shape, core=shape in ((7,), (0, 8), (3, 0), (2, 3, 4)))
-    for view in ("transposed", "sliced", "expanded", "expanded last", "offset"):
-        yield _Case(view, (4, 6), view=view, core=True)
-        yield _Case(f"{view} 3-D bf16", (2, 3, 10), 0.1, "bf16", view=view)
-    for bias, residual in itertools.product((True, False), repeat=2):
-        if not (bias and residual):
-            yield _Case(f"bias {bias}, residual {residual}", with_bias=bias, with_residual=residual, core=True)
-            yield _Case(
-                f"bias {bias}, residual {residual}, p 0", p=0.0, with_bias=bias, with_residual=residual, core=not bias
-            )
-    for dtypes in (("bf16", "bf16", "fp32"), ("fp32", "fp32", "bf16"), ("fp16", "bf16", "fp16"), ("bf16", "fp64", "")):
-        names = [d or dtypes[0] for d in dtypes]
-        yield _Case(f"mixed {' '.join(names)}", (3, 10), 0.1, *dtypes, core=dtypes[0] == "bf16")
-    for mask in itertools.product((True, False), repeat=3):
-        if not all(mask):
-            yield _Case(f"frozen {_flags(mask)}", requires_grad=mask, core=sum(mask) < 2)  # type: ignore[arg-type]
-
-
-def _build(case: _Case, device: torch.device) -> Sample:
-    g = torch.Generator().manual_seed(zlib.crc32(f"{OP} {case.name}".encode()))
-    dtypes = [DTYPES[d or case.dtype] for d in (case.dtype, case.bias_dtype, case.residual_dtype)]
-    small = "sliced" if case.view == "transposed" else case.view
-    shapes = (case.shape, case.view), (case.shape[-1:], small), (case.shape, case.view)
-    present = (True, case.with_bias, case.with_residual)
-    tensors = tuple(
-        # detach() keeps the strides, so that the view itself is the leaf.
-        _tensor(shape, dtype, view, "normal", device, g).detach().requires_grad_(r) if here else None
-        for (shape, view), dtype, here, r in zip(shapes, dtypes, present, case.requires_grad, strict=True)
-    )
-    seed = torch.randint(-(2**63), 2**63 - 1, (1,), generator=g).to(device)
-    return Sample(OP, case.name, (*tensors, seed, case.p), case.core)
+        yield Case(dtype, (3, 21), dtype, core=dtype != "fp32")
+    yield from cases_of_shapes()
+    for view in VIEWS:
+        yield Case(view, (4, 6), view=view, core=True)
+        yield Case(f"{view} 3-D bf16", (2, 3, 10), "bf16", view=view, p=0.1)
+    for bias, residual in ((True, False), (False, True), (False, False)):
+        absent = ("per_column?",) * (not bias) + ("data?",) * (not residual)
+        yield Case(f"bias {bias}, residual {residual}", (5, 12), absent=absent, core=True)
+        yield Case(f"bias {bias}, residual {residual}, p 0", (5, 12), absent=absent, p=0.0, core=not bias)
+    mixed = ("bf16", "bf16", "fp32"), ("fp32", "fp32", "bf16"), ("fp16", "bf16", "fp16"), ("bf16", "fp64", "bf16")
+    for first, *others in mixed:
+        name = f"mixed {first} {' '.join(others)}"
+        yield Case(name, (3, 10), first, other_dtypes=tuple(others), p=0.1, core=first == "bf16")
+    for case in cases_of_frozen_tensors():
+        yield replace(case, shape=(5, 12))
 
 
 def samples(device: torch.device, core: bool) -> Iterator[Sample]:
     """The samples of ``fused::dropout_add``; only the core ones if asked."""
-    for case in _cases():
-        if case.core or not core:
-            yield _build(case, device)
-
-
-def _output_dtype(sample: Sample) -> torch.dtype:
-    first, _, residual, _ = sample.tensors
-    t = first if residual is None else residual
-    assert t is not None
-    return t.dtype
+    return built(OPERATORS["dropout_add"], _cases(), device, core)
 
 
 def backward_samples(device: torch.device, core: bool) -> Iterator[Sample]:
     """The samples of its backward operator: those that require a gradient of input or bias."""
     for sample in samples(device, core):
-        first, bias, _, seed = sample.tensors
-        mask = [t is not None and t.requires_grad for t in (first, bias)]
-        if not any(mask):
-            continue
-        assert first is not None
-        g = torch.Generator().manual_seed(zlib.crc32(f"gradient of {sample}".encode()))
-        view = "expanded" if sample.name.startswith("expanded") else "contiguous"
-        grad = _tensor(tuple(first.shape), _output_dtype(sample), view, "normal", first.device, g)
-        bias_dtype = None if bias is None else bias.dtype
-        args = (grad, seed, sample.args[-1], first.dtype, bias_dtype, mask)
-        yield Sample(f"{OP}_backward", sample.name, args, sample.core)
+        first, bias, residual, seed = sample.tensors
+        mask = requested((first, bias))
+        if any(mask):
+            assert first is not None
+            dtype = first.dtype if residual is None else residual.dtype
+            grad = gradient(sample, tuple(first.shape), dtype)
+            args = (grad, seed, sample.args[-1], first.dtype, None if bias is None else bias.dtype, mask)
+            yield Sample("dropout_add_backward", sample.name, args, sample.core)
 
 
 def _absolute(sample: Sample, wide: tuple[Any, ...]) -> Tensor:
@@ -128,13 +90,9 @@ def measure(sample: Sample) -> precision.Errors:
     near = _absolute(sample, wide)
     truth = reference.dropout_add(*wide)
     precision._worst(errors, "forward", precision.error(out.detach().cpu(), truth, near), out.dtype)
-    wanted = [t is not None and t.requires_grad for t in sample.tensors[:3]]
-    if not any(wanted):
+    if not out.requires_grad:
         return errors
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out)
-    required = [t for t, w in zip(sample.tensors, wanted, strict=False) if w and t is not None]
-    grads = iter(torch.autograd.grad(out, required, grad))
-    got = [next(grads).cpu() if w else None for w in wanted]
+    grad, got = precision.gradients(sample, out)
     first, bias = sample.tensors[:2]
     assert first is not None
     seed, p = wide[3:]

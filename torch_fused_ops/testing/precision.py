@@ -36,7 +36,7 @@ from torch import Tensor
 
 from torch_fused_ops import activations
 from torch_fused_ops.operators import reference
-from torch_fused_ops.testing.samples import Sample, declared_as, family
+from torch_fused_ops.testing.samples import Sample, declared_as, family, requested
 
 __all__ = ["LIMITS", "Errors", "error", "every_value", "measure", "near_of", "show", "sum_error", "sweep", "wide_args"]
 
@@ -172,6 +172,15 @@ def _summands(sample: Sample, grad: Tensor) -> tuple[Tensor, Tensor]:
     return d_input.double().cpu(), grad.double().cpu() * value.double().cpu()
 
 
+def gradients(sample: Sample, out: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    """A random gradient of a sample's result, and the gradients of its tensors for it, None where none is required."""
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out)
+    mask = requested(sample.tensors)
+    required = [t for t, of_tensor in zip(sample.tensors, mask, strict=True) if t is not None and of_tensor]
+    results = iter(torch.autograd.grad(out, required, grad))
+    return grad, [next(results).cpu() if of_tensor else None for of_tensor in mask]
+
+
 def measure(sample: Sample) -> Errors:
     """The largest errors of an operator on a sample: of its result, and of every gradient that the sample asks for."""
     if (module := family(sample.op)) is not None:
@@ -181,14 +190,11 @@ def measure(sample: Sample) -> Errors:
     errors: Errors = {}
     truth = getattr(reference, sample.op)(*wide)
     _worst(errors, "forward", error(out.detach().cpu(), truth, *near_of(sample)), out.dtype)
-    wanted = [t is not None and t.requires_grad for t in sample.tensors]
-    if not any(wanted):
+    if not out.requires_grad:
         return errors
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out)
-    grads = iter(torch.autograd.grad(out, [t for t in sample.tensors if t is not None and t.requires_grad], grad))
-    got = [next(grads).cpu() if w else None for w in wanted]
+    grad, got = gradients(sample, out)
     wide_grad = grad.double().cpu()
-    truths = getattr(reference, f"{sample.op}_backward")(wide_grad, *wide, wanted)
+    truths = getattr(reference, f"{sample.op}_backward")(wide_grad, *wide, requested(sample.tensors))
     nears = near_of(sample, wide_grad)
     rows, row = _summands(sample, grad)
     op = declared_as(sample.op)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_fused_ops import activations
-from torch_fused_ops.declaration import PointwiseOperator, elementwise
+from torch_fused_ops.declaration import DATA, Operator, PointwiseOperator, elementwise
 from torch_fused_ops.operators.activation import FAMILY
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "samples",
 ]
 
+VIEWS = ("transposed", "sliced", "expanded", "expanded last", "offset")
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 ACTIVATION_OPERATORS = tuple(op.name for op in FAMILY)
@@ -93,7 +94,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class _Case:
+class Case:
     """A recipe of a sample. ``shape`` is the result's: packed operators double the last axis.
 
     Fields with a scalar's name give its value; other scalars have their schema's default.
@@ -104,51 +105,37 @@ class _Case:
     dtype: str = "fp32"
     activation: str = "gelu_tanh"
     view: str = "contiguous"
-    with_bias: bool = True
-    with_scale: bool = True
-    other_dtype: str = ""  # of bias, scale and up; "" is the same
+    absent: tuple[str, ...] = ()  # kinds of tensors, as declared: "per_row?"
+    other_dtypes: tuple[str, ...] = ()  # of the tensors behind the first; the last one counts for all further ones
     values: str = "normal"
     requires_grad: tuple[bool, bool, bool] = (True, True, True)
     layout: str = "halves"
     up_offset: float = 0.0
     clamp: float | None = None
+    p: float = 0.5
     core: bool = False
     needs: str = ""  # an argument: for the operators that have it
 
 
-def _cases() -> Iterator[_Case]:
+def _cases() -> Iterator[Case]:
     for name in activations.names():
-        yield _Case(f"activation {name}", activation=name, core=name in ("relu", "gelu"))
-        yield _Case(f"tails of {name}", (2, 64), activation=name, values="tails", with_bias=False, with_scale=False)
+        yield Case(f"activation {name}", activation=name, core=name in ("relu", "gelu"))
+        yield Case(f"tails of {name}", (2, 64), activation=name, values="tails", absent=("per_column?", "per_row?"))
     for dtype, activation in itertools.product(DTYPES, ("silu", "gelu")):
-        yield _Case(f"{dtype} {activation}", (4, 33), dtype, activation, core=activation == "silu")
-    for shape in (
-        (1,),
-        (7,),
-        (0,),
-        (0, 8),
-        (3, 0),
-        (1, 1),
-        (3, 7),
-        (2, 3, 4),
-        (2, 3, 4, 5),
-        (2, 1, 3, 2, 4),
-        (3, 2051),
-    ):
-        yield _Case(f"shape {'x'.join(map(str, shape))}", shape, core=shape in ((7,), (0, 8), (3, 0), (2, 3, 4)))
-    for view in ("transposed", "sliced", "expanded", "expanded last", "offset"):
-        yield _Case(f"{view}", (4, 6), view=view, core=True)
-        yield _Case(f"{view} 3-D bf16", (2, 3, 10), "bf16", "silu", view=view)
-    yield _Case("tensors alone", with_bias=False, with_scale=False, core=True)
-    yield _Case("bias alone", with_scale=False, core=True, needs="bias")
-    yield _Case("scale alone", with_bias=False, core=True, needs="bias")
+        yield Case(f"{dtype} {activation}", (4, 33), dtype, activation, core=activation == "silu")
+    yield from cases_of_shapes()
+    yield Case("shape 2x1x3x2x4", (2, 1, 3, 2, 4))
+    for view in VIEWS:
+        yield Case(f"{view}", (4, 6), view=view, core=True)
+        yield Case(f"{view} 3-D bf16", (2, 3, 10), "bf16", "silu", view=view)
+    yield Case("tensors alone", absent=("per_column?", "per_row?"), core=True)
+    yield Case("bias alone", absent=("per_row?",), core=True, needs="bias")
+    yield Case("scale alone", absent=("per_column?",), core=True, needs="bias")
     for dtype, other in (("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16"), ("bf16", "fp64"), ("fp64", "fp32")):
-        yield _Case(f"mixed {dtype} with {other}", (3, 10), dtype, other_dtype=other, core=dtype == "bf16")
-    for mask in itertools.product((True, False), repeat=3):
-        if not all(mask):
-            yield _Case(f"frozen {_flags(mask)}", requires_grad=mask, core=sum(mask) < 2)  # type: ignore[arg-type]
+        yield Case(f"mixed {dtype} with {other}", (3, 10), dtype, other_dtypes=(other,), core=dtype == "bf16")
+    yield from cases_of_frozen_tensors()
     for up_offset, clamp in ((1.0, None), (0.0, 0.75), (1.0, 0.75)):
-        yield _Case(
+        yield Case(
             f"up_offset {up_offset} clamp {clamp}",
             (4, 16),
             activation="quick_gelu",
@@ -157,7 +144,7 @@ def _cases() -> Iterator[_Case]:
             core=True,
             needs="clamp",
         )
-    yield _Case("gpt-oss", (4, 64), "bf16", "quick_gelu", up_offset=1.0, clamp=7.0, values="wide", needs="clamp")
+    yield Case("gpt-oss", (4, 64), "bf16", "quick_gelu", up_offset=1.0, clamp=7.0, values="wide", needs="clamp")
     packed_shapes: tuple[tuple[tuple[int, ...], str, str, float | None], ...] = (
         ((3, 7), "fp32", "contiguous", None),
         ((2, 3, 4), "bf16", "sliced", 1.5),
@@ -165,7 +152,7 @@ def _cases() -> Iterator[_Case]:
         ((5,), "fp64", "contiguous", 0.5),
     )
     for layout, (packed, dtype, view, clamp) in itertools.product(("interleaved", "swapped"), packed_shapes):
-        yield _Case(
+        yield Case(
             f"{layout} {'x'.join(map(str, packed))} {dtype}",
             packed,
             dtype,
@@ -178,11 +165,21 @@ def _cases() -> Iterator[_Case]:
         )
 
 
-def _flags(mask: tuple[bool, ...]) -> str:
-    return "".join("-" if m else "x" for m in mask)
+def cases_of_shapes() -> Iterator[Case]:
+    """One axis and more, one element, and none."""
+    for shape in ((1,), (7,), (0,), (0, 8), (3, 0), (1, 1), (3, 7), (2, 3, 4), (2, 3, 4, 5), (3, 2051)):
+        yield Case(f"shape {'x'.join(map(str, shape))}", shape, core=shape in ((7,), (0, 8), (3, 0), (2, 3, 4)))
 
 
-def _tensor(
+def cases_of_frozen_tensors() -> Iterator[Case]:
+    """Each choice of the first three tensors that require no gradient."""
+    for mask in itertools.product((True, False), repeat=3):
+        if not all(mask):
+            flags = "".join("-" if m else "x" for m in mask)
+            yield Case(f"frozen {flags}", requires_grad=mask, core=sum(mask) < 2)  # type: ignore[arg-type]
+
+
+def tensor(
     shape: tuple[int, ...], dtype: torch.dtype, view: str, values: str, device: torch.device, g: torch.Generator
 ) -> Tensor:
     """A tensor of these values on that device, with the strides that ``view`` names."""
@@ -214,28 +211,37 @@ def _tensor(
     return t.expand(shape)
 
 
-def _build(op: PointwiseOperator, case: _Case, device: torch.device) -> Sample:
+def build(op: Operator, case: Case, device: torch.device) -> Sample:
+    """A sample by its recipe."""
     g = torch.Generator().manual_seed(zlib.crc32(f"{op.name} {case.name}".encode()))
-    dtype, other = DTYPES[case.dtype], DTYPES[case.other_dtype or case.dtype]
-    rows, n = case.shape[:-1], case.shape[-1] * (2 if op.is_packed else 1)
+    packed = "packed" in op.kinds
+    rows, n = case.shape[:-1], case.shape[-1] * (2 if packed else 1)
     # Bias and scale have strides as unusual as the data's.
     small = "sliced" if case.view == "transposed" else case.view
-
-    def tensor(i: int, kind: str) -> Tensor | None:
-        if kind == "per_column":
-            return _tensor((n,), other, small, "normal", device, g) if case.with_bias else None
-        if kind == "per_row":
-            return _tensor(rows, other, small, "normal", device, g) if case.with_scale else None
-        return _tensor((*rows, n), other if i else dtype, case.view, case.values, device, g)
-
-    tensors = [tensor(i, kind) for i, kind in enumerate(op.kinds)]
-    leaves = tuple(
-        # detach() keeps the strides, so that the view itself is the leaf.
-        None if t is None else t.detach().requires_grad_(r)
-        for t, r in zip(tensors, case.requires_grad, strict=False)
-    )
+    dtypes = (case.dtype, *(case.other_dtypes or (case.dtype,)))
+    tensors: list[Tensor | None] = []
+    for i, declared in enumerate(op.tensors.values()):
+        kind, dtype = declared.rstrip("?"), DTYPES[dtypes[min(i, len(dtypes) - 1)]]
+        if declared in case.absent:
+            tensors.append(None)
+        elif kind == "seed":
+            tensors.append(torch.randint(-(2**63), 2**63 - 1, (1,), generator=g).to(device))
+        else:
+            shape = {"per_column": (n,), "per_row": rows}.get(kind, (*rows, n))
+            is_data = kind in DATA
+            t = tensor(shape, dtype, case.view if is_data else small, case.values if is_data else "normal", device, g)
+            # detach() keeps the strides, so that the view itself is the leaf.
+            tensors.append(t.detach().requires_grad_(case.requires_grad[i] if i < 3 else False))
     scalars = (getattr(case, a.name, a.value) for a in op.scalar_arguments)
-    return Sample(op.name, case.name, (*leaves, *scalars), case.core)
+    return Sample(op.name, case.name, (*tensors, *scalars), case.core)
+
+
+def built(op: Operator, cases: Iterable[Case], device: torch.device, core: bool) -> Iterator[Sample]:
+    """The samples of those cases that an operator has; only the core ones if asked."""
+    for case in cases:
+        has = not case.needs or case.needs in op.tensors or case.needs in op.scalars
+        if has and (case.core or not core):
+            yield build(op, case, device)
 
 
 def family(op: str) -> ModuleType | None:
@@ -260,11 +266,7 @@ def samples(op: str, device: str | torch.device = "cpu", *, core: bool = False) 
     if (module := family(op)) is not None:
         yield from module.samples(torch.device(device), core=core)
         return
-    declared = declared_as(op)
-    for case in _cases():
-        has = not case.needs or case.needs in declared.tensors or case.needs in declared.scalars
-        if has and (case.core or not core):
-            yield _build(declared, case, torch.device(device))
+    yield from built(declared_as(op), _cases(), torch.device(device), core)
 
 
 def declared_as(op: str) -> PointwiseOperator:
@@ -280,16 +282,26 @@ def backward_samples(op: str, device: str | torch.device = "cpu", *, core: bool 
     if (module := family(op)) is not None:
         yield from module.backward_samples(torch.device(device), core=core)
         return
+    declared = declared_as(op)
     for sample in samples(op, device, core=core):
-        mask = [t is not None and t.requires_grad for t in sample.tensors]
-        if not any(mask):
-            continue
-        first = sample.tensors[0]
-        assert first is not None
-        declared = declared_as(op)
-        width = first.shape[-1] // 2 if declared.is_packed else first.shape[-1]
-        g = torch.Generator().manual_seed(zlib.crc32(f"gradient of {sample}".encode()))
-        view = "expanded" if sample.name.startswith("expanded") else "contiguous"
-        grad = _tensor((*first.shape[:-1], width), first.dtype, view, "normal", first.device, g)
-        tensors = tuple(None if t is None else t.detach() for t in sample.tensors)
-        yield Sample(f"{op}_backward", sample.name, (grad, *tensors, *sample.scalars, mask), sample.core)
+        mask = requested(sample.tensors)
+        if any(mask):
+            first, *others = (None if t is None else t.detach() for t in sample.tensors)
+            assert first is not None
+            width = first.shape[-1] // 2 if declared.is_packed else first.shape[-1]
+            grad = gradient(sample, (*first.shape[:-1], width), first.dtype)
+            yield Sample(f"{op}_backward", sample.name, (grad, first, *others, *sample.scalars, mask), sample.core)
+
+
+def requested(tensors: Iterable[Tensor | None]) -> list[bool]:
+    """The output_mask: the tensors that require a gradient."""
+    return [t is not None and t.requires_grad for t in tensors]
+
+
+def gradient(sample: Sample, shape: tuple[int, ...], dtype: torch.dtype, view: str = "") -> Tensor:
+    """A gradient of the sample's result, for its backward operator."""
+    g = torch.Generator().manual_seed(zlib.crc32(f"gradient of {sample}".encode()))
+    view = view or ("expanded" if sample.name.startswith("expanded") else "contiguous")
+    first = sample.tensors[0]
+    assert first is not None
+    return tensor(shape, dtype, view, "normal", first.device, g)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import precision
-from torch_fused_ops.testing.samples import DTYPES, Sample, _tensor
+from torch_fused_ops.testing.samples import DTYPES, Sample, gradient, requested, tensor
 
 __all__ = ["backward_samples", "measure", "samples"]
 
@@ -72,20 +72,11 @@ def _cases() -> Iterator[_Case]:
         yield _Case(f"peaked {dtype} with sink", (2, 3, 4, 40), dtype, dtype, scale=9.0, values="wide")
     for dtype, sink in (("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16"), ("bf16", "fp64"), ("fp64", "fp32")):
         yield _Case(f"{dtype} with sink {sink}", (2, 3, 4, 10), dtype, sink, core=dtype == "bf16")
-    masks: tuple[tuple[int, ...], ...] = (
-        _FULL,
-        (0, 1, 0, 0),
-        (0, 1, 1, 0),
-        (1, 1, 0, 0),
-        (0, 0),
-        (0,),
-        (1,),
-        (0, 1),
-        (1, 0, 1, 1),
-    )
+    several_axes = (_FULL, (0, 1, 0, 0), (0, 1, 1, 0), (1, 1, 0, 0))
+    masks: tuple[tuple[int, ...], ...] = (*several_axes, (0, 0), (0,), (1,), (0, 1), (1, 0, 1, 1))
     for mask in masks:
         text = "x".join("n" if m == 0 else "1" for m in mask)
-        yield _Case(f"mask {text}", mask=mask, core=mask in masks[:4])
+        yield _Case(f"mask {text}", mask=mask, core=mask in several_axes)
         yield _Case(f"mask {text} bf16", (2, 3, 4, 9), "bf16", "bf16", mask, scale=-1.0)
     for view in ("transposed", "sliced", "offset", "expanded", "expanded last"):
         yield _Case(f"mask {view}", mask=_FULL, mask_view=view, core=view in ("transposed", "sliced"))
@@ -114,7 +105,7 @@ def _cases() -> Iterator[_Case]:
 def _build(case: _Case, device: torch.device) -> Sample:
     g = torch.Generator().manual_seed(zlib.crc32(f"{OP} {case.name}".encode()))
     values = "normal" if case.values == "holes" else case.values
-    input = _tensor(case.shape, DTYPES[case.dtype], case.view, values, device, g)
+    input = tensor(case.shape, DTYPES[case.dtype], case.view, values, device, g)
     if case.values == "holes":  # one score in a few, and a whole row
         input = torch.where(torch.arange(input.numel(), device=device).view(input.shape) % 5 == 0, -torch.inf, input)
         input[..., 0, :] = -torch.inf
@@ -125,7 +116,7 @@ def _build(case: _Case, device: torch.device) -> Sample:
         mask = _VIEWS[case.mask_view](bits)
     if case.sink:
         view = "sliced" if case.view == "transposed" else "contiguous"
-        sink = _tensor(case.shape[-3:-2], DTYPES[case.sink], view, "normal", device, g)
+        sink = tensor(case.shape[-3:-2], DTYPES[case.sink], view, "normal", device, g)
     tensors = (
         input.detach().requires_grad_(case.requires_grad[0]),
         mask,
@@ -146,14 +137,12 @@ def backward_samples(device: torch.device, core: bool = False) -> Iterator[Sampl
     for sample in samples(device, core):
         input, _, sink = sample.tensors
         assert input is not None
-        g = torch.Generator().manual_seed(zlib.crc32(f"gradient of {sample}".encode()))
         view = sample.name if sample.name in ("expanded", "transposed", "sliced") else "contiguous"
-        grad = _tensor(tuple(input.shape), input.dtype, view, "normal", input.device, g)
+        grad = gradient(sample, tuple(input.shape), input.dtype, view)
         with torch.no_grad():
             output = sample()
-        mask = [input.requires_grad, sink is not None and sink.requires_grad]
-        dtype = None if sink is None else sink.dtype
-        yield Sample(f"{OP}_backward", sample.name, (grad, output, *sample.scalars, dtype, mask), sample.core)
+        args = (grad, output, *sample.scalars, None if sink is None else sink.dtype, requested((input, sink)))
+        yield Sample(f"{OP}_backward", sample.name, args, sample.core)
 
 
 def _gradient_error(got: Tensor, grad: Tensor, y: Tensor, truth: Tensor, scale: float, exact: torch.dtype) -> Tensor:
@@ -186,21 +175,17 @@ def measure(sample: Sample) -> precision.Errors:
     errors: precision.Errors = {}
     y = out.detach().cpu()
     precision._worst(errors, "forward", precision.error(y, reference.scaled_masked_softmax(*wide)), out.dtype)
-    wanted = [input.requires_grad, sink is not None and sink.requires_grad]
-    required = [t for t in (input, sink) if t is not None and t.requires_grad]
-    if not required:
+    if not out.requires_grad:
         return errors
-    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out)
-    grads = iter(torch.autograd.grad(out, required, g))
+    g, got = precision.gradients(sample, out)
     grad, y = g.double().cpu(), y.double()
     truth: Any = reference.scaled_masked_softmax_backward  # Any: the sample's scalars have no types of their own
-    truths = truth(grad, y, *sample.scalars, torch.float64, wanted)
-    if truths[0] is not None:
-        e = _gradient_error(next(grads).cpu(), grad, y, truths[0], sample.scalars[0], exact)
+    truths = truth(grad, y, *sample.scalars, torch.float64, requested((input, sink)))
+    if got[0] is not None:
+        e = _gradient_error(got[0], grad, y, truths[0], sample.scalars[0], exact)
         precision._worst(errors, "gradient", e, out.dtype)
-    if truths[1] is not None:
-        got = next(grads).cpu()
+    if got[2] is not None:
         absolute = (1 + y.sum(-1)) * (grad * y).abs().sum(-1)
         absolute = absolute.movedim(-2, 0).flatten(1).sum(-1)
-        precision._worst(errors, "sum", precision.sum_error(got, truths[1], absolute, exact), got.dtype)
+        precision._worst(errors, "sum", precision.sum_error(got[2], truths[1], absolute, exact), got[2].dtype)
     return errors

@@ -218,6 +218,7 @@ def verify(
         progress.info("eager, %s", name)
         with arguments_checked(args, kwargs):
             eager = step(None, call_model)
+        is_random = not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(0).get_state())
         runs = [_Run(name, None, _unit(dtype), {"eager": eager})]
         if wide := _widest(step, dtype, notes):
             runs = [_Run(name, None, torch.finfo(dtype).eps / 2, {"eager": eager}), wide]
@@ -243,7 +244,7 @@ def verify(
                         notes.append(f"{report.graphs} graphs were captured: an MLP across a graph break is not a site")
         jittered = step(runs[-1].dtype, _call_with_jitter)
     truth = runs[-1].steps["eager"]
-    loss = truth.values.get(("loss", ""))
+    loss = truth.get(("loss", ""))
     if loss is None:
         notes.append("nothing that the model returned needs a gradient: only forward was compared")
     elif not loss.isfinite():
@@ -252,7 +253,7 @@ def verify(
         notes.append("parameters that a function closes over are not compared: pass the module itself to verify")
     if not sites[0]:
         notes.append("no MLP was fused, so fused is plain torch.compile; explain says why")
-    if truth.random:
+    if is_random:
         notes.append("random numbers were PyTorch's own; fused dropouts drop other elements")
     rows = [row for run in runs for row in _compare(truth, jittered, run, () if run.exact else rounded)]
     title = name_of(model) or "function"
@@ -262,12 +263,7 @@ def verify(
 # ---- a step ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Step:
-    """The visible results of a step."""
-
-    values: dict[tuple[str, str], Tensor | None]  # by kind and name
-    random: bool  # True if it drew random numbers
+Values = dict[tuple[str, str], Tensor | None]  # a step's visible results, by kind and name
 
 
 @dataclass
@@ -277,7 +273,7 @@ class _Run:
     name: str
     dtype: torch.dtype | None  # None: as the model is
     unit: float  # the relative rounding error
-    steps: dict[str, _Step]
+    steps: dict[str, Values]
 
     @property
     def exact(self) -> bool:
@@ -290,19 +286,14 @@ def _unit(narrowest: torch.dtype) -> float:
     return UNIT_EXACT if narrowest is torch.float64 else UNIT_WIDE * torch.finfo(narrowest).eps
 
 
-def _widest(step: Callable[..., _Step], own_dtype: torch.dtype, notes: list[str]) -> _Run | None:
+def _widest(step: Callable[..., Values], own_dtype: torch.dtype, notes: list[str]) -> _Run | None:
     """Run the step eagerly in float64, or in float32 if that raises; None if neither is wider than the model's."""
     for dtype in (torch.float64, torch.float32):
         if torch.finfo(dtype).eps >= torch.finfo(own_dtype).eps:
             break
         narrowest = _Narrowest(dtype)
-
-        def call(model: Callable[..., Any], *args: Any, narrowest: _Narrowest = narrowest, **kwargs: Any) -> Any:
-            with narrowest:
-                return model(*args, **kwargs)
-
         try:
-            eager = step(dtype, call)
+            eager = step(dtype, narrowest.call)
         except Exception as error:
             notes.append(f"the step was not computed in {_name(dtype)}, where eager raises {said(error)}")
             continue
@@ -312,7 +303,7 @@ def _widest(step: Callable[..., _Step], own_dtype: torch.dtype, notes: list[str]
 
 def _step(
     model: Callable[..., Any], args: Any, kwargs: Any, dtype: torch.dtype | None, fn: Callable[..., Any]
-) -> _Step:
+) -> Values:
     """Copy model and arguments, to a dtype if one is given, and run ``fn(model, *args, **kwargs)`` and backward."""
     if isinstance(model, torch.nn.Module):
         try:
@@ -324,14 +315,13 @@ def _step(
         model.zero_grad(set_to_none=True)
     args, kwargs = _copied((args, kwargs), dtype)
     torch.manual_seed(0)
-    before = torch.get_rng_state()
     result = fn(model, *args, **kwargs)
     outputs = list(_tensors(result))
     if not outputs:
         raise ValueError(
             f"the model returned a {type(result).__name__} in which no tensor is found: there is nothing to compare"
         )
-    values: dict[tuple[str, str], Tensor | None] = {}
+    values: Values = {}
     loss = _loss(result, outputs)
     for i, t in enumerate(outputs):
         values["output", str(i)] = t.detach().clone()
@@ -345,8 +335,7 @@ def _step(
         values["argument", str(i)] = t.detach()
         if t.requires_grad:
             values["gradient", f"argument {i}"] = t.grad
-    dense = {key: t.to_dense() if t is not None and t.layout in _SPARSE else t for key, t in values.items()}
-    return _Step(dense, not torch.equal(before, torch.get_rng_state()))
+    return {key: t.to_dense() if t is not None and t.layout in _SPARSE else t for key, t in values.items()}
 
 
 def _tensors(tree: Any, depth: int = 4) -> Iterator[Tensor]:
@@ -471,6 +460,10 @@ class _Narrowest(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtype = dtype
 
+    def call(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return model(*args, **kwargs)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for t in tree_leaves(result):
@@ -493,25 +486,23 @@ def _rounded(policy: FusionPolicy) -> tuple[str, ...]:
     return ("gradient",) if "fp8" in values(policy.memory) else ()
 
 
-def _compare(truth: _Step, jittered: _Step, run: _Run, rounded: Collection[str]) -> Iterator[Comparison]:
-    norms = {
-        key: float(_wide(value).norm()) for key, value in truth.values.items() if value is not None and _counts(value)
-    }
+def _compare(truth: Values, jittered: Values, run: _Run, rounded: Collection[str]) -> Iterator[Comparison]:
+    norms = {key: float(_wide(value).norm()) for key, value in truth.items() if value is not None and _counts(value)}
     largest: dict[str, float] = {}
     for (kind, _), norm in norms.items():
         if math.isfinite(norm):
             largest[kind] = max(largest.get(kind, 0.0), norm)
-    for key, wanted in truth.values.items():
+    for key, wanted in truth.items():
         kind, name = key
-        if wanted is None and all(step.values.get(key) is None for step in run.steps.values()):
+        if wanted is None and all(step.get(key) is None for step in run.steps.values()):
             continue
-        apart = {way: _apart(wanted, step.values.get(key), run.exact) for way, step in run.steps.items()}
+        apart = {way: _apart(wanted, step.get(key), run.exact) for way, step in run.steps.items()}
         norm = norms.get(key, 0.0)
         norm = norm if norm and math.isfinite(norm) else 1.0
         unit = UNIT_FP8 if kind in rounded else run.unit
         unit *= 1 + FEW / max(1, wanted.numel() if wanted is not None else 1)
         noise = min(unit, OF_LARGEST) * largest.get(kind, 0.0)
-        jitter = _apart(wanted, jittered.values.get(key), False)
+        jitter = _apart(wanted, jittered.get(key), False)
         jitter = jitter if math.isfinite(jitter) else 0.0
         allowed = max(OF_NORM * unit * norm, OF_EAGER * apart["eager"], noise, OF_JITTER * jitter)
         fused, plain, eager = (apart.get(way, 0.0) / norm for way in ("fused", "plain", "eager"))
