@@ -31,10 +31,10 @@ _BENCH_OPTIONS: dict[str, dict[str, Any]] = {
     "seconds": {"type": float, "help": "time for each case"},
     "rounds": {"type": int, "default": 1000, "help": "most rounds for each case (default: 1000)"},
     "limit": {"type": float, "help": "seconds in all (GPU: 540); lists the remaining cases"},
-    "resume": {"action": "store_true", "help": "keep the results in --out and measure the missing ones"},
+    "resume": {"action": "store_true", "help": "keep the results that the file has, and measure the others"},
     "threads": {"type": int, "default": 0, "help": "CPU threads (default: torch's own choice)"},
     "seed": {"type": int, "default": 0, "help": "for random numbers and the order of variants (default: 0)"},
-    "out": {"type": Path, "metavar": "FILE", "help": "results file or folder (CPU: benchmarks/results; quick: none)"},
+    "out": {"type": Path, "metavar": "FILE", "help": "results; bench: by default NAME_DEVICE.json here (quick: none)"},
     "draw": {"type": Path, "metavar": "FILE", "help": "only draw the pictures of these results"},
     "largest": {"action": "store_true", "help": "also the largest batch that fits, for each variant"},
 }  # fmt: skip
