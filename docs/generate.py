@@ -96,8 +96,8 @@ def compatibility() -> str:
 
 INTRODUCTION = """\
 `torch_fused_ops.functional` (`FF` in these pages) has a typed function for each operator and for each common use of it.
-`torch.ops.fused.*` are the operators themselves. `torch_fused_ops.ops` is the same object, with types. In eager mode on a
-GPU, a call is one kernel forward and one pass backward. Under `torch.compile` it is an ordinary node.
+`torch.ops.fused.*` are the operators themselves. `torch_fused_ops.ops` is the same object, with types. In eager mode
+on a GPU, a call is one kernel forward and one pass backward. Under `torch.compile` it is an ordinary node.
 
 | | |
 |---|---|

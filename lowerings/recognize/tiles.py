@@ -88,7 +88,7 @@ def _examine(analysis: GraphAnalysis, mlp: Tiling, asked: int) -> None:
     subgraph = mlp.subgraph
     mlp.source, mlp.last = source, last = _source(analysis, subgraph), _last(analysis, subgraph)
     if subgraph.order is not None:
-        raise Rejection(Kind.TILE_FORM, "its tokens do not lie one after the other in memory")
+        raise Rejection(Kind.TILE_FORM, "its tokens are not contiguous in memory")
     read = _Reader(analysis, subgraph, source, last)
     mlp.forms = {node: read.forms[node] for node in sorted(read.forms, key=analysis.index.__getitem__)}
     mlp.dead = {*read.forms, *read.passed, *dead_calls(subgraph)}
@@ -124,7 +124,7 @@ def _source(analysis: GraphAnalysis, subgraph: Subgraph) -> Node:
             source = source.all_input_nodes[0]
         sources.append(source)
     if not sources:
-        raise Rejection(Kind.TILE_FORM, "no linear layer stands in front of it")
+        raise Rejection(Kind.TILE_FORM, "no linear layer comes before it")
     return min(sources, key=analysis.index.__getitem__)
 
 
@@ -207,7 +207,7 @@ def _check_readers(mlp: Tiling) -> None:
     for node in mlp.dead:
         for user in node.users if node is not mlp.last else ():
             if user not in mlp.dead:
-                raise Rejection(Kind.TILE_READER, f"{shown(user)} reads the result of {shown(node)}, too")
+                raise Rejection(Kind.TILE_READER, f"{shown(user)} also reads the result of {shown(node)}")
 
 
 def _check_writes(analysis: GraphAnalysis, mlp: Tiling, sources: Iterable[Node]) -> None:

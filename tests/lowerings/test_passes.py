@@ -443,7 +443,7 @@ class AfterFusion(compat.SchedulerPass):  # type: ignore[misc]
 TAKEN = {
     "use_pre_grad_passes": (False, "no MLP is looked for: use_pre_grad_passes=False"),
     "custom_partitioner_fn": (Partitioner(), "memory='free' has no effect: custom_partitioner_fn is <"),
-    "_post_fusion_custom_pass": (AfterFusion(), "no kernel writes over what it reads: _post_fusion_custom_pass is <"),
+    "_post_fusion_custom_pass": (AfterFusion(), "no kernel reuses a buffer: _post_fusion_custom_pass is <"),
 }
 
 
@@ -458,7 +458,7 @@ def test_a_setting_that_takes_a_stage_away_is_said_once_and_strict_raises(
         stage([]), stage([])
         assert [r.getMessage()[: len(text)] for r in caplog.records] == [text]
         with pytest.raises(
-            tfo.UnfusedError, match=re.escape(f"strict=True and another setting takes a part away: {text}")
+            tfo.UnfusedError, match=re.escape(f"strict=True and another setting disables a part: {text}")
         ):
             passes.BufferReuse(tfo.FusionPolicy(strict=True))([])
         if name != "use_pre_grad_passes":

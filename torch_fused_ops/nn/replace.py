@@ -218,7 +218,7 @@ class _Capture:
 
     def _refusal(self, path: str) -> Reason | None:
         if path not in self.modules:
-            return Reason(Kind.UNPLACED, "it lies behind a graph break, and its module is not known")
+            return Reason(Kind.UNPLACED, "it comes after a graph break, and its module is not known")
         pattern = self.policy.excluding(enclosing_modules(self.paths(self.modules[path])))
         if pattern is not None:
             return excluded(pattern)
@@ -256,7 +256,7 @@ def _check_patterns(policy: FusionPolicy, paths: Sequence[str]) -> None:
             if not names_module(pattern, paths):
                 near = difflib.get_close_matches(pattern.removesuffix(".*"), paths)
                 close = f", as {' or '.join(map(repr, near))} would" if near else ""
-                raise ValueError(f"{name}={pattern!r} is not accepted: it must fit a module of the model{close}")
+                raise ValueError(f"{name}={pattern!r} is not accepted: it must match a module of the model{close}")
 
 
 def _check_compiler() -> None:
