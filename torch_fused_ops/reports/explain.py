@@ -63,7 +63,7 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
         tuple(sites),
         len(captures),
         unread=tuple(unread),
-        breaks=tuple(filter(None, breaks)) if captures else since(noted),
+        breaks=tuple(filter(None, breaks)) or since(noted),
         title=name_of(model),
         notes=unmatched(policy, sites),
         _captures=captures,
