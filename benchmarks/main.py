@@ -124,10 +124,10 @@ def run(benchmark: Benchmark, arguments: Namespace, device: Device) -> dict[str,
         raise UsageError(f"--only {' '.join(arguments.only)} leaves no case; there are: {'; '.join(names)}")
     slug = re.sub(r"[^a-z0-9]+", "_", device.name.lower()).strip("_") if device.type == "cuda" else device.type
     out = arguments.out
-    if out is None and not quick:  # a quick run shows that it runs; its figures are for nobody
-        if device.type == "cuda":  # a GPU is often somebody else's, and a folder of the package goes with the machine
-            raise UsageError(f"--out FILE is needed on a GPU, e.g. --out {arguments.benchmark}_{slug}.json")
-        out = harness.results_folder() / f"{arguments.benchmark}_{slug}.json"
+    if out is None and not quick:  # a quick run's figures mean nothing
+        out = Path(f"{arguments.benchmark}_{slug}.json")
+        if out.exists() and not arguments.resume:
+            raise UsageError(f"{out} exists: --resume continues it, --out {out} replaces it")
     before = None
     if arguments.resume:
         if out is None:

@@ -96,8 +96,8 @@ def compatibility() -> str:
 
 INTRODUCTION = """\
 `torch_fused_ops.functional` (`FF` in these pages) has a typed function for each operator and for each common use of it.
-`torch.ops.fused.*` are the operators themselves. In eager mode on a GPU, a call is one kernel forward and one pass
-backward. Under `torch.compile` it is an ordinary node.
+`torch.ops.fused.*` are the operators themselves. `torch_fused_ops.ops` is the same object, with types. In eager mode
+on a GPU, a call is one kernel forward and one pass backward. Under `torch.compile` it is an ordinary node.
 
 | | |
 |---|---|
@@ -108,11 +108,11 @@ backward. Under `torch.compile` it is an ordinary node.
 
 ```python
 import torch
-from torch_fused_ops import functional as FF
+from torch_fused_ops import functional as FF, ops
 
 x, bias = torch.randn(4, 16), torch.randn(16)
 FF.bias_gelu(x, bias, approximate="tanh")
-torch.ops.fused.bias_act(x, bias, None, "gelu_tanh")  # the same
+ops.bias_act(x, bias, None, "gelu_tanh")  # the same: torch.ops.fused.bias_act
 ```
 """
 
@@ -121,16 +121,22 @@ def _first_line(fn: Callable[..., object] | None) -> str:
     return (inspect.getdoc(fn) or "").partition("\n")[0].replace("``", "`").replace("|", "\\|") if fn else ""
 
 
-def operators() -> str:
-    """The page: functions and operators, from their signatures, docstrings and schemas."""
+def _schemas() -> list[Any]:
     import torch
 
+    import torch_fused_ops
+
+    packets = [getattr(torch_fused_ops.ops, name) for name in sorted(dir(torch.ops.fused))]
+    return [p.default._schema for p in packets if isinstance(p, torch._ops.OpOverloadPacket)]
+
+
+def operators() -> str:
+    """The page: functions and operators, from their signatures, docstrings and schemas."""
     import torch_fused_ops as tfo
     from torch_fused_ops import activations, functional
     from torch_fused_ops.operators import fp8_store, reference
 
-    packets = [getattr(torch.ops.fused, name) for name in sorted(dir(torch.ops.fused))]
-    schemas = [p.default._schema for p in packets if isinstance(p, torch._ops.OpOverloadPacket)]
+    schemas = _schemas()
     lines = ["# Operators", "", NOTE, INTRODUCTION, "## Functions", "", "| | computes |", "|---|---|"]
     for name in sorted(n for n in functional.__all__ if callable(getattr(functional, n))):
         fn = getattr(functional, name)
@@ -163,6 +169,40 @@ def operators() -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+# ---- torch_fused_ops/ops.pyi -----------------------------------------------------------------------------------------
+
+STUB = """\
+# Written by `python docs/generate.py` from the operators' schemas; change that, not this file.
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch import dtype as ScalarType
+
+"""
+
+
+def _annotation(schema_type: str) -> str:
+    """A schema's type as Python's: ``Tensor?``, ``Tensor(a)``, ``bool[3]``."""
+    name = re.match(r"\w+", schema_type)[0]  # type: ignore[index]
+    return f"Sequence[{name}]" if schema_type.endswith("]") else name + " | None" * schema_type.endswith("?")
+
+
+def stub() -> str:
+    """The signatures of ``torch.ops.fused`` for type checkers, formatted as ruff does."""
+    lines = [STUB]
+    for schema in _schemas():
+        arguments, results = str(schema).partition("(")[2].split(") -> ")
+        types = [argument.partition(" ")[0] for argument in arguments.split(", ")]
+        lines.append(f"def {schema.name.removeprefix('fused::')}(\n")
+        for argument, of in zip(schema.arguments, types, strict=True):
+            default = f" = {argument.default_value!r}".replace("'", '"') if argument.has_default_value() else ""
+            lines.append(f"    {argument.name}: {_annotation(of)}{default},\n")
+        each = ", ".join(_annotation(result) for result in results.strip("()").split(", "))
+        lines.append(f") -> {f'tuple[{each}]' if ',' in each else each}: ...\n")
+    return "".join(lines)
 
 
 # ---- recognition.md --------------------------------------------------------------------------------------------------
@@ -555,6 +595,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "gpu.md": gpu,
     "plan.md": plan,
     "../README.md": readme,
+    "../torch_fused_ops/ops.pyi": stub,
 }
 
 

@@ -95,7 +95,7 @@ def rebuild(graphs: Graphs, *, outputs: int, static_inputs: Sequence[int]) -> Gr
     for node in both.kept():
         again = _again(both, node)
         if again:
-            log.info("%s: backward rebuilds it of what is kept, %d bytes less", node.name, both.cost([node]))
+            log.info("%s: backward recomputes it from saved tensors, %d bytes less", node.name, both.cost([node]))
             sources = dict.fromkeys(n for one in again for n in one.all_input_nodes)
             both.keep_instead(node, [n for n in sources if n in both.static and n not in both.same])
             _compute_again(both, node, again)
@@ -181,11 +181,11 @@ def keep_less(graphs: Graphs, policy: FusionPolicy, *, outputs: int, static_inpu
         module, before = next(reversed(module_stack(node)), ""), both.nbytes()
         try:
             if isinstance(node.meta.get("recompute"), CheckpointPolicy):
-                raise Rejection(Kind.CHECKPOINTED, "selective checkpointing has decided to keep it")
+                raise Rejection(Kind.CHECKPOINTED, "selective checkpointing saves it")
             _LEVELS[level](both, node)
-            log.info("%s in %s: memory=%r, %d bytes less kept", node.name, module, level, before - both.nbytes())
+            log.info("%s in %s: memory=%r, %d bytes less saved", node.name, module, level, before - both.nbytes())
         except Rejection as refusal:
-            log.info("%s in %s: memory=%r, but %s; kept as it is", node.name, module, level, refusal)
+            log.info("%s in %s: memory=%r has no effect: %s", node.name, module, level, refusal)
     return _finished(graphs, both)
 
 
@@ -236,10 +236,10 @@ def _keep_fp8(both: SavedTensors, node: Node) -> None:
     if value.dtype not in (torch.bfloat16, torch.float16, torch.float32) and not exact:
         raise Rejection(Kind.FP8_DTYPE, f"it is {value.dtype}")
     if not compat.converts_to_fp8(value.device) and not exact:
-        raise Rejection(Kind.FP8_DEVICE, "this GPU has no instruction that makes float8_e4m3fn")
+        raise Rejection(Kind.FP8_DEVICE, "this GPU cannot convert to float8_e4m3fn")
     other = both.reader_of_rounding(both.same[node])
     if other is not None:
-        raise Rejection(Kind.ALSO_READ, f"backward reads it in {other.target}, too")
+        raise Rejection(Kind.ALSO_READ, f"backward also reads it in {other.target}")
     stored, scale = _stored(both.forward, node, exact)
     first = both.first_reader(node)
     low = both.keep_instead(node, [stored, scale])
@@ -290,10 +290,10 @@ def _keep_input(both: SavedTensors, node: Node) -> None:
     keep: list[Node] = []  # and those to keep for that
     _plan(both, node, None, again, keep)
     if not any(map(is_gemm, again)):
-        raise Rejection(Kind.NO_GEMM, "no GEMM made it")
+        raise Rejection(Kind.NO_GEMM, "it is not the result of a GEMM")
     more, less = both.cost(keep), both.cost([node])
     if more >= less:
-        raise Rejection(Kind.COSTS_MORE, f"what it is made of takes {more} bytes, and is not kept otherwise")
+        raise Rejection(Kind.COSTS_MORE, f"cannot recompute: its inputs take {more} bytes and are not saved otherwise")
     both.keep_instead(node, keep)
     _compute_again(both, node, again)
 
@@ -308,14 +308,14 @@ def _plan(both: SavedTensors, node: Node, operand: str | None, again: list[Node]
         if source in again or source in keep or source in both.same:
             continue
         if base(source) in both.stale:
-            raise Rejection(Kind.MADE_OF_WRITTEN, f"it is made of {base(source)}, which forward writes")
+            raise Rejection(Kind.MADE_OF_WRITTEN, f"cannot recompute: forward writes {base(source)}")
         if not isinstance(source.meta.get("val"), torch.Tensor) and not _is_quantized(source):
-            raise Rejection(Kind.MADE_OF_SIZE, f"it is made of {source}, a size that is not kept")
+            raise Rejection(Kind.MADE_OF_SIZE, f"cannot recompute: the size {source} is not saved")
         product = not inside and (is_gemm(source) or source.target in SUMS)
         if source.target in SAME_ELEMENTS or _is_quantized(source) or product:
             _plan(both, source, inside, again, keep)
         elif inside != "weight" and base(source) in both.callers.difference(map(base, both.kept())):
-            text = f"it is made of {base(source)}, which the caller may write before backward needs it"
+            text = f"cannot recompute: the caller may modify {base(source)} before backward needs it"
             raise Rejection(Kind.MADE_OF_CALLERS, text)
         else:
             keep.append(source)

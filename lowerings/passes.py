@@ -124,7 +124,7 @@ class Stage:
         policy = self.policy_now()
         for missing in _missing(policy) if policy is not None else ():
             if policy is not None and policy.strict:
-                raise UnfusedError(f"strict=True and another setting takes a part away: {missing}")
+                raise UnfusedError(f"strict=True and another setting disables a part: {missing}")
             if missing not in _logged:
                 _logged.add(missing)
                 log.warning(missing)
@@ -342,7 +342,7 @@ def _missing(policy: FusionPolicy) -> Iterator[str]:
             "no MLP is looked for: use_pre_grad_passes=False, which mode='lite' sets, turns Inductor's pre-grad passes "
             "off. Compile in another mode."
         )
-    effects = {Partition: f"memory={policy.memory!r} has no effect", BufferReuse: "no kernel writes over what it reads"}
+    effects = {Partition: f"memory={policy.memory!r} has no effect", BufferReuse: "no kernel reuses a buffer"}
     for name, kind in SLOTS.items():
         there = getattr(inductor_config, name)
         if kind in effects and there is not None and not isinstance(there, Stage) and policy.memory != "off":
@@ -447,7 +447,7 @@ def _say_what_came_before() -> None:
     if graphs > 0 and torch._guards.CompileContext.try_get() is None and "before" not in _logged:
         _logged.add("before")
         log.warning(
-            "enable() comes after torch.compile has compiled %d %s without it: what is compiled stays as it is. Call "
+            "enable() comes after torch.compile has compiled %d %s without it: compiled code does not change. Call "
             "enable() first, or torch.compiler.reset() now.",
             graphs,
             "graph" if graphs == 1 else "graphs",

@@ -135,13 +135,12 @@ class _Model:
         if self.policy.strict:
             raise UnfusedError(
                 f"strict=True and {nothing}. "
-                "torch_fused_ops.explain(model, ...) names what stands between them: graph breaks with their lines, "
-                "calls that are not looked into, activations that are not sites (docs/recognition.md, Where no site is "
-                "listed)"
+                "torch_fused_ops.explain(model, ...) lists all that lies between them: graph breaks with their lines, "
+                "opaque calls, activations that are not sites (docs/nothing-fused.md)"
             )
         if self.warns_of_nothing:
             log.warning(
-                "nothing was fused in %s: 0 MLP sites; %s. torch_fused_ops.explain(model, *args) lists all that stands "
+                "nothing was fused in %s: 0 MLP sites; %s. torch_fused_ops.explain(model, *args) lists all that lies "
                 "between them",
                 *(self.title, nothing),
             )

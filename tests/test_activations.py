@@ -194,7 +194,7 @@ def test_register_in_place_of_another(table):
     """As a cell of a notebook is run again: what is the same does nothing, and what is another is asked for."""
     tfo.register_activation("celled", lambda x: x * torch.tanh(x), lambda x: torch.tanh(x) + x / torch.cosh(x) ** 2)
     tfo.register_activation("celled", lambda x: x * torch.tanh(x), lambda x: torch.tanh(x) + x / torch.cosh(x) ** 2)
-    with pytest.raises(ValueError, match="replace=True takes it out, or choose another name"):
+    with pytest.raises(ValueError, match="replace=True replaces it, or choose another name"):
         tfo.register_activation("celled", mish)
     before, x, w = activations.table_hash(), torch.randn(4, 8), torch.nn.Parameter(torch.randn(8, 8))
 

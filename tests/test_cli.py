@@ -389,11 +389,14 @@ def test_run_replaces_the_process(models, monkeypatch):
     monkeypatch.setattr(os, "execve", lambda *command: calls.append(command))
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.syspath_prepend(models)  # as `python -m` does
-    main(["run", "--memory", "fp8", "--exclude", "b.[0,1]", "--report", "r.json", "-m", "some_models", "--memory", "x"])
+    levels = "layers.[0,1].*=input,*=fp8"
+    main(
+        ["run", "--memory", levels, "--exclude", "b.[0,1]", "--report", "r.json", "-m", "some_models", "--memory", "x"]
+    )
     (executable, command, environ) = calls[0]
     assert executable == command[0] == sys.executable and command[-4:] == ["-m", "some_models", "--memory", "x"]
     asked = tfo.FusionPolicy.parse(environ["TORCH_FUSED_OPS"])
-    assert asked == tfo.FusionPolicy(memory="fp8", exclude=("b.[0,1]",))
+    assert asked == tfo.FusionPolicy(memory={"layers.[0,1].*": "input", "*": "fp8"}, exclude=("b.[0,1]",))
     assert environ["TORCH_FUSED_OPS_REPORT"] == str(models / "r.json")
 
 
@@ -404,6 +407,8 @@ def test_run_replaces_the_process(models, monkeypatch):
         (["run", "nothing.py"], "SCRIPT 'nothing.py' does not exist: give the path"),
         (["run", "-m", "nothing.at_all"], "module 'nothing.at_all' does not exist: give the path"),
         (["run", "--report", "no/such/folder.txt", "some_models.py"], "--report no/such/folder.txt cannot be written"),
+        (["run", "--memory", "*=fp9", "some_models.py"], "argument --memory: memory='fp9' for '*' is not accepted"),
+        (["run", "--gemm", "fp9", "some_models.py"], "argument --gemm: gemm='fp9' is not known; accepted: bf16, fp8"),
         (["run", "--exclude", "b.[7", "some_models.py"], "'b.[7' has a [ without a ]"),
         ([], "COMMAND"),
         (["bench"], "NAME"),

@@ -77,7 +77,7 @@ GIVEN = {
         model = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)))
     """,
 }
-BEFORE = {"distributed.md": {1: "torch.set_default_device('cpu')"}}  # which block: what changes before it
+BEFORE = {"distributed.md": {1: "import torch; torch.set_default_device('cpu')"}}  # which block: what changes before it
 # The first, and the quickest; the other pages' blocks run under -m slow.
 DEFAULT = {"README.md": (), "memory.md": ()}
 MARK = "---- the block ends ----"

@@ -174,7 +174,7 @@ def test_long_reasons_are_wrapped_and_a_minus_is_no_bullet():
 @pytest.mark.parametrize("call", [explain, functools.partial(plan, memory="1GiB"), verify])
 def test_arguments_in_a_tuple_are_explained(call: Any):
     x = torch.randn(2, 4)
-    with pytest.raises(TypeError, match=r"args=\(tuple of 1,\): .* one by one, \(model, x\), not \(model, \(x,\)\)$"):
+    with pytest.raises(TypeError, match=r"args=\(tuple of 1,\): .* one by one: \(model, x\), not \(model, \(x,\)\)$"):
         call(nn.Linear(4, 4), (x,))
     with pytest.raises(TypeError, match=r"^(?!args=)"):
         call(nn.Linear(4, 4), x, x)
@@ -731,6 +731,22 @@ def test_a_disabled_model_is_said():
     text = str(explain(Disabled(), torch.randn(4, 8)))
     assert "Dynamo captured no graph of the model" in text and "torch.compiler.disable" in text
     assert "unknown" not in text and "between the products" not in text
+
+
+def test_a_disabled_mlp_is_a_graph_break():
+    """Dynamo captures no graph before it."""
+
+    class Disabled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block()
+            self.block.forward = torch.compiler.disable(self.block.forward)
+
+        def forward(self, x):
+            return self.block(x) + 1
+
+    (graph_break,) = explain(Disabled(), torch.randn(4, 8)).breaks
+    assert "torch.compiler.disable" in graph_break.reason
 
 
 def test_a_configuration_s_constructor_is_no_call_that_hides_a_product():

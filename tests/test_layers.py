@@ -61,7 +61,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "plug-in": (("lowerings",), (*WORDS, "dropout", "float8", "levels")),
     "virtual_gpu": (("virtual_gpu",), ("core",)),
-    "names": (("functional", "families", "megatron", "slapo"), ("core", "operators", *FAMILIES)),
+    "names": (("functional", "ops", "families", "megatron", "slapo"), ("core", "operators", *FAMILIES)),
     "distributed": (("distributed",), ("core",)),
     "reports": (("reports",), (*WORDS, "virtual_gpu", "plug-in")),
     # replace_mlps returns a report; nn.MLP takes Megatron's functions and checkpoints.

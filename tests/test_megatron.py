@@ -718,7 +718,9 @@ def test_softmax_module_names_what_is_wrong(fusion):
         return mg.FusedScaleMaskSoftmax(False, False, mg.AttnMaskType.padding, fusion, None, True, None, window)
 
     scores = torch.randn(2, 3, 4, 4)
-    with pytest.raises(ValueError, match=r"mask has shape \(2, 1, 3, 4\); accepted: what broadcasts to input's"):
+    with pytest.raises(
+        ValueError, match=r"mask has shape \(2, 1, 3, 4\); accepted: a shape that broadcasts to input's"
+    ):
         module()(scores, torch.zeros(2, 1, 3, 4, dtype=torch.bool))
     with pytest.raises(TypeError, match=r"input has dtype torch\.int64; accepted"):
         module()(scores.long(), None)

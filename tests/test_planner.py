@@ -490,7 +490,7 @@ def test_arguments_of_another_size() -> None:
     assert torch.equal(c, torch.tensor([[3], [4], [3], [4], [3]])) and named == {"n": 2}
     (a, b, c), _ = max_batch.resized(((x, mask, token), {}), "tokens", 3)
     assert a.shape == (2, 3, 4) and b.shape == (8, 3) and c is token
-    with pytest.raises(ValueError, match=r"maximum='tokens' is not accepted: no tensor .* has a dimension 1"):
+    with pytest.raises(ValueError, match=r"maximum='tokens' is not accepted: none of .* has a dimension 1"):
         max_batch.size_of((torch.zeros(3), 4), "tokens")
 
 

@@ -246,7 +246,7 @@ def test_results_in_objects() -> None:
     found = tfo.verify(InObject(), x_of(8, 16))
     assert [one.name for one in found.comparisons if not one.plain_ok] == ["w", "w"]
     assert sum(one.kind == "output" for one in found.comparisons) == 4
-    with pytest.raises(ValueError, match="returned a NoneType in which no tensor is found"):
+    with pytest.raises(ValueError, match="returned a NoneType without tensors"):
         tfo.verify(lambda x: None, x_of(8, 16))
 
 

@@ -6,11 +6,16 @@ from typing_extensions import assert_type
 
 import torch_fused_ops as tfo
 from torch_fused_ops import functional as FF
+from torch_fused_ops import ops
 
 compiled = torch.compile(torch.nn.Linear(8, 8), backend="fused", options={"memory": "fp8"})  # pyright: ignore[reportUnknownMemberType]  # fmt: skip
 x = torch.ones(2, 8)
-assert_type(FF.bias_act(x, activation="gelu_tanh"), Tensor)  # torch.ops.fused.*, as all of torch.ops, gives Any
+assert_type(FF.bias_act(x, activation="gelu_tanh"), Tensor)
 assert_type(FF.swiglu(x, x), Tensor)
+assert_type(tfo.ops.glu(x, x, None, "silu", clamp=7.0), Tensor)  # torch.ops.fused.glu has no types
+assert_type(ops.quantize(x, 128), tuple[Tensor, Tensor])
+tfo.ops.glu(x, x, "silu")  # type: ignore[call-arg,arg-type]
+tfo.ops.gluu  # type: ignore[attr-defined]  # noqa: B018
 mlp: torch.nn.Module = tfo.nn.FusedMLP(8, 16)
 tfo.enable(memory="fp8", exclude=["encoder.*"])
 tfo.enable(memory={"layers.0.*": "input", "*": "tiled:6"}, gemm="fp8-rowwise")

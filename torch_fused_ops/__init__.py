@@ -1,7 +1,8 @@
 """Fused MLP operators for PyTorch, transparent to ``torch.compile``.
 
 Three uses: ``torch.compile(model, backend="fused")``; ``enable()`` and then plain ``torch.compile(model)``; the
-operators themselves, ``torch.ops.fused.*``, typed in ``torch_fused_ops.functional``.
+operators themselves, ``torch.ops.fused.*``, also ``torch_fused_ops.ops.*`` with types, and in
+``torch_fused_ops.functional`` with Python functions for their uses.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ if environment.REPORT:
     report_at_exit(Path(environment.REPORT))
 
 _PARTS = {
-    **{name: name for name in ("distributed", "lowerings", "megatron", "nn", "slapo", "testing", "virtual_gpu")},
+    **{name: name for name in ("distributed", "lowerings", "megatron", "nn", "ops", "slapo", "testing", "virtual_gpu")},
     "reference": "operators.reference",
 }
 
@@ -84,11 +85,11 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from torch_fused_ops import distributed, lowerings, megatron, nn, slapo, testing, virtual_gpu
+    from torch_fused_ops import distributed, lowerings, megatron, nn, ops, slapo, testing, virtual_gpu
     from torch_fused_ops.operators import reference
     from torch_fused_ops.policy import PolicyFields
 
-    __all__ += ["distributed", "lowerings", "megatron", "nn", "reference", "slapo", "testing", "virtual_gpu"]
+    __all__ += ["distributed", "lowerings", "megatron", "nn", "ops", "reference", "slapo", "testing", "virtual_gpu"]
 else:  # type checkers would accept any name
 
     def __getattr__(name: str) -> ModuleType:

@@ -338,8 +338,8 @@ def register_activation(name: str, fn: Function, derivative: Function | None = N
                 return
             if not replace:
                 raise ValueError(
-                    f"name={name!r} is taken by another activation, which was registered before; replace=True takes it "
-                    "out, or choose another name"
+                    f"name={name!r} is taken by another activation, which was registered before; replace=True replaces "
+                    "it, or choose another name"
                 )
         _TABLE[name] = Activation(name, fn, derivative, fn, builtin=False)
         for notify in _on_change:
@@ -362,7 +362,7 @@ def _check_elementwise(argument: str, fn: Function) -> None:
                 f"{argument} is not accepted: for {dtype} (12,) it raised {type(error).__name__}: {error}"
             ) from error
         if isinstance(y, Tensor) and y.requires_grad:
-            raise ValueError(f"{argument} is not accepted: it has parameters, of which no gradient would be computed")
+            raise ValueError(f"{argument} is not accepted: it has parameters, which would get no gradient")
         if not isinstance(y, Tensor) or y.dtype != dtype or y.shape != x.shape:
             got = f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else repr(y)
             raise ValueError(

@@ -130,8 +130,9 @@ class FusionPolicy:
     def parse(cls, text: str) -> FusionPolicy:
         """Parse a policy, as in ``TORCH_FUSED_OPS``: ``"memory=fp8,gemm=fp8,strict=true"``.
 
-        Commas separate fields. ``exclude`` may occur several times, with a pattern each. ``"1"`` and ``"on"`` are the
-        default policy. Mappings from module patterns are for Python.
+        Commas separate fields. ``exclude`` may occur several times, with a pattern each. ``memory`` and ``gemm`` also
+        take pairs of a module pattern and a value: ``"memory=layers.[0-3].*=input,*=fp8,gemm=fp8"``. A further pair
+        has a character in its pattern that is not in a field's name. ``"1"`` and ``"on"`` are the default policy.
 
         Raises:
             TypeError: a field is not known.
@@ -140,8 +141,12 @@ class FusionPolicy:
         if BOOLS.get(text.strip().lower()):
             return cls()
         fields: dict[str, Any] = {}
+        name, has_pairs = "", False
         for part in re.split(r",(?![^\[]*\])", text):  # not at a comma inside [...]
-            name, equals, value = (word.strip() for word in part.partition("="))
+            before, (name, equals, value) = name, (word.strip() for word in part.partition("="))
+            if has_pairs and re.search(r"\W", name):
+                name, value = before, part
+            has_pairs = name in _KNOWN and "=" in value
             if not (name and equals and value):
                 meant = next((f"; did you mean {field}={name}?" for field in _KNOWN if _KNOWN[field].has(name)), "")
                 raise ValueError(
@@ -149,6 +154,9 @@ class FusionPolicy:
                 )
             if name == "exclude":
                 fields[name] = (*fields.get(name, ()), value)
+            elif has_pairs and isinstance(fields.setdefault(name, {}), dict):
+                pattern, _, chosen = value.partition("=")
+                fields[name][pattern.strip()] = chosen.strip()
             elif name in fields:
                 raise ValueError(f"{text!r} is not accepted: {name} occurs twice")
             elif FIELDS.get(name) == "bool":

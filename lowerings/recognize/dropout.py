@@ -81,7 +81,7 @@ def _examine(analysis: GraphAnalysis, policy: FusionPolicy, site: Dropout, sourc
     check_plain(node)
     check_plain(source)
     if not (value.ndim and is_contiguous(value)):
-        raise Rejection(Kind.ORDER, "its result is laid out in memory in another order than the operator's")
+        raise Rejection(Kind.ORDER, "its result has another memory order than the operator's")
     if call.inplace:
         check_in_place_call(analysis, node, node, [node])
     site.p, site.calls = float(p), [node]

@@ -154,7 +154,7 @@ def check_float8(weight: Tensor, dtype: torch.dtype, recipe: str) -> None:
         text = f"grouped float8 GEMMs have a scale for each row, not for each {scaling.noun}"
         raise Rejection(Kind.GEMM_EXPERTS, text)
     if dtype not in (DTYPES_OF_EXPERTS if grouped else DTYPES_OF_PRODUCTS):
-        raise Rejection(Kind.GEMM_DTYPE, f"it gives {str(dtype).removeprefix('torch.')}")
+        raise Rejection(Kind.GEMM_DTYPE, f"its dtype is {str(dtype).removeprefix('torch.')}")
     sizes, multiple_of = multiples(weight, scaling.multiple)
     if not all(statically(size % multiple == 0) and statically(size > 0) for size, multiple in sizes):
         *_, n, k = weight.shape
@@ -200,8 +200,8 @@ def fuse(analysis: GraphAnalysis, recipes: dict[Node, str]) -> list[Edit]:
 def _warn_of_cpu() -> None:
     """Warn once in a process."""
     log.warning(
-        "float8 GEMMs on a CPU are correct but slower than without: the numbers that a GPU multiplies are read "
-        "back and multiplied in the model's dtype (docs/fp8.md)"
+        "float8 GEMMs on a CPU are correct, but slower than GEMMs in the model's dtype: the float8 numbers are "
+        "converted to it first (docs/fp8.md)"
     )
 
 

@@ -388,7 +388,7 @@ def _order(value: torch.Tensor) -> tuple[int, ...] | None:
         order = tuple(sorted(range(value.ndim), key=lambda axis: -strides[axis]))
         if is_contiguous(value, order):
             return order
-    raise Rejection(Kind.ORDER, "its result is laid out in memory in another order than the operator's")
+    raise Rejection(Kind.ORDER, "its result has another memory order than the operator's")
 
 
 def _check_writes(analysis: GraphAnalysis, subgraph: Subgraph) -> None:

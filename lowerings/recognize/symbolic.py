@@ -510,7 +510,7 @@ RULES: dict[str, Rule] = {
     # A comparison is not relu: relu(NaN) is NaN, and where(NaN > 0, x, 0) is 0.
     **dict.fromkeys(
         ("gt", "ge", "lt", "le", "eq", "ne"),
-        _unprovable("a comparison in it, which treats NaN in its own way", Kind.COMPARISON),
+        _unprovable("it compares, and comparisons handle NaN differently", Kind.COMPARISON),
     ),
     "glu": _unprovable("a gate and its activation in one call (glu)"),
     "where": _unprovable("a mask or a comparison (where) in it"),

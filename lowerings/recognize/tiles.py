@@ -78,7 +78,7 @@ def tiling(analysis: GraphAnalysis, subgraph: Subgraph, asked: int, taken: set[N
     mlp = Tiling(subgraph, _source(analysis, subgraph), _last(analysis, subgraph))
     source, last = mlp.source, mlp.last
     if subgraph.order is not None:
-        raise Rejection(Kind.TILE_FORM, "its tokens do not lie one after the other in memory")
+        raise Rejection(Kind.TILE_FORM, "its tokens are not contiguous in memory")
     _read(analysis, mlp)
     _check_readers(mlp)
     if any(analysis.region[node] != analysis.region[last] for node in mlp.dead):
@@ -117,7 +117,7 @@ def _source(analysis: GraphAnalysis, subgraph: Subgraph) -> Node:
             source = source.all_input_nodes[0]
         sources.append(source)
     if not sources:
-        raise Rejection(Kind.TILE_FORM, "no linear layer stands in front of it")
+        raise Rejection(Kind.TILE_FORM, "no linear layer comes before it")
     return min(sources, key=analysis.index.__getitem__)
 
 
@@ -192,7 +192,7 @@ def _check_readers(mlp: Tiling) -> None:
     for node in mlp.dead:
         for user in node.users if node is not mlp.last else ():
             if user not in mlp.dead:
-                raise Rejection(Kind.TILE_READER, f"{shown(user)} reads the result of {shown(node)}, too")
+                raise Rejection(Kind.TILE_READER, f"{shown(user)} also reads the result of {shown(node)}")
 
 
 def _check_writes(analysis: GraphAnalysis, mlp: Tiling) -> None:

@@ -56,12 +56,12 @@ def check_plain(node: Node) -> None:
     """
     value = value_of(node)
     if not is_plain(value):
-        text = f"{shown(node)} gives a {type(value).__name__}: tensor subclasses are not fused"
+        text = f"{shown(node)} returns a {type(value).__name__}: tensor subclasses are not fused"
         raise Rejection(Kind.SUBCLASS, text)
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         raise Rejection(Kind.TRANSFORM, "it is computed under a torch.func transform (vmap, grad, …)")
     if value.dtype not in FLOATING:
-        raise Rejection(Kind.DTYPE, f"{shown(node)} gives {value.dtype}: only real floating tensors are fused")
+        raise Rejection(Kind.DTYPE, f"{shown(node)} returns {value.dtype}: only real floating tensors are fused")
 
 
 def check_rounding(node: Node) -> None:

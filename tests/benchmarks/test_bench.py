@@ -139,6 +139,21 @@ def test_what_makes_no_sense_is_refused(given: list[str], message: str, capsys: 
     assert error.startswith("error: ") and message in error
 
 
+def test_results_are_written_to_the_current_folder_and_replace_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[Path | None] = []
+    monkeypatch.setattr(harness, "run", lambda *given: written.append(given[6]))
+    monkeypatch.chdir(tmp_path)
+    bench = ["bench", "mlp", "--device", "cpu"]
+    assert cli(bench) == cli([*bench, "--quick"]) == 0 and written == [Path("mlp_cpu.json"), None]
+    Path("mlp_cpu.json").write_text("an earlier run's")
+    assert cli(bench) == 2
+    said = capsys.readouterr().err
+    assert said == "error: mlp_cpu.json exists: --resume continues it, --out mlp_cpu.json replaces it\n"
+    assert cli([*bench, "--out", "mlp_cpu.json"]) == 0 and written[2:] == [Path("mlp_cpu.json")]
+
+
 def test_unknown_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for given in (
         ["bench", "nonsense"],

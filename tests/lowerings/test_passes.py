@@ -383,8 +383,17 @@ def test_policies_are_read_from_text() -> None:
             read(text)
     with pytest.raises(TypeError, match="'memroy' is not known"):
         read("memroy=fp8")
-    with pytest.raises(ValueError, match="memory occurs twice"):
-        read("memory=fp8,memory=input")
+    for text in ("memory=fp8,memory=input", "memory=fp8,memory=*=input", "memory=*=input,memory=fp8"):
+        with pytest.raises(ValueError, match="memory occurs twice"):
+            read(text)
+    levels = {"layers.[0,1].*": "input", "*": "fp8"}
+    assert read("memory=layers.[0,1].*=input, *=fp8") == read("memory=layers.[0,1].*=input,memory=*=fp8")
+    mixed = read("memory=layers.[0,1].*=input,*=fp8,gemm=mlp=fp8,exclude=a.*")
+    assert mixed == tfo.FusionPolicy(memory=levels, gemm={"mlp": "fp8"}, exclude=("a.*",))
+    with pytest.raises(TypeError, match="'gem' is not known"):
+        read("memory=*=fp8,gem=fp8")
+    with pytest.raises(ValueError, match=re.escape("memory='fp9' for '*' is not accepted")):
+        read("memory=layers.0=input,*=fp9")
 
 
 def test_enable_says_once_that_what_is_compiled_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -434,7 +443,7 @@ class AfterFusion(compat.SchedulerPass):  # type: ignore[misc]
 TAKEN = {
     "use_pre_grad_passes": (False, "no MLP is looked for: use_pre_grad_passes=False"),
     "custom_partitioner_fn": (Partitioner(), "memory='free' has no effect: custom_partitioner_fn is <"),
-    "_post_fusion_custom_pass": (AfterFusion(), "no kernel writes over what it reads: _post_fusion_custom_pass is <"),
+    "_post_fusion_custom_pass": (AfterFusion(), "no kernel reuses a buffer: _post_fusion_custom_pass is <"),
 }
 
 
@@ -449,7 +458,7 @@ def test_a_setting_that_takes_a_stage_away_is_said_once_and_strict_raises(
         stage([]), stage([])
         assert [r.getMessage()[: len(text)] for r in caplog.records] == [text]
         with pytest.raises(
-            tfo.UnfusedError, match=re.escape(f"strict=True and another setting takes a part away: {text}")
+            tfo.UnfusedError, match=re.escape(f"strict=True and another setting disables a part: {text}")
         ):
             passes.BufferReuse(tfo.FusionPolicy(strict=True))([])
         if name != "use_pre_grad_passes":

@@ -56,7 +56,7 @@ def arguments_checked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterato
         if len(args) == 1 and isinstance(args[0], (tuple, list)) and not kwargs:
             kind = type(args[0]).__name__
             message = f"args=({kind} of {len(args[0])},): the model was called with one {kind}, and raised: {error}"
-            raise TypeError(f"{message}. Its arguments follow it one by one, (model, x), not (model, (x,))") from error
+            raise TypeError(f"{message}. Pass its arguments one by one: (model, x), not (model, (x,))") from error
         raise
 
 

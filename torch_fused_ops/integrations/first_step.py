@@ -50,4 +50,4 @@ class FirstStep:
         policies = "".join(f"\n{policy}" for policy in self.report.policies)
         self.say(f"torch_fused_ops, the first step:{policies}\n{self.report}")
         if not any(site.op for site in self.report.sites):
-            log.warning("nothing was fused in the first step; docs/integrations.md says what to check")
+            log.warning("nothing was fused in the first step: see docs/integrations.md")

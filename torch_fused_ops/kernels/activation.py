@@ -627,7 +627,7 @@ def launch_of(name: str) -> Callable[..., Any]:
     if op.value not in (formulas.act_element, formulas.glu_element) or not op.scalars.keys() <= _SCALARS:
         raise ValueError(
             f"{op.name}({', '.join(op.scalars)}) is not accepted: these kernels compute act_element and glu_element of "
-            f"{', '.join(sorted(_SCALARS))}; write what is new into them, or declare kernels of its own, or none"
+            f"{', '.join(sorted(_SCALARS))}; extend them, or declare other kernels, or none"
         )
     return make(op)
 

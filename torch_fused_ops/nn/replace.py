@@ -223,7 +223,7 @@ class _Capture:
 
     def _refusal(self, path: str) -> Reason | None:
         if path not in self.modules:
-            return Reason(Kind.UNPLACED, "it lies behind a graph break, and its module is not known")
+            return Reason(Kind.UNPLACED, "it comes after a graph break, and its module is not known")
         pattern = self.policy.excluding(enclosing_modules(self.paths(self.modules[path])))
         if pattern is not None:
             return excluded(pattern)

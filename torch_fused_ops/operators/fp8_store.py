@@ -93,8 +93,8 @@ class _DifferentiableOnce(Differentiable):
         if grads[-1] is not None:
             operator = ctx.rest[0].op.name()
             raise RuntimeError(
-                f"a second derivative through {operator} with memory='fp8' is not accepted: it keeps arguments in "
-                "float8, which is no differentiable function of them; differentiate twice with memory='free', or by "
+                f"a second derivative through {operator} with memory='fp8' is not accepted: it saves arguments in "
+                "float8, and rounding has no derivative; differentiate twice with memory='free', or by "
                 "torch.func"
             )
         gradients = Differentiable.backward(ctx, *grads)

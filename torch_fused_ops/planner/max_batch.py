@@ -77,7 +77,7 @@ def size_of(args: Any, dimension: str) -> int:
     size = next((t.shape[i] for t in tree_leaves(args) if isinstance(t, Tensor) and t.dim() > i and t.shape[i]), None)
     if size is None:
         raise ValueError(
-            f"maximum={dimension!r} is not accepted: no tensor that the model is called with has a dimension {i}"
+            f"maximum={dimension!r} is not accepted: none of the model's input tensors has a dimension {i}"
         )
     return int(size)
 

@@ -54,7 +54,7 @@ def reasons_noted() -> Mapping[str, int]:
     """Dynamo's count of graph breaks in this process by reason, with or without a graph."""
     from torch._dynamo.utils import counters
 
-    return dict(counters["unimplemented"])
+    return {**counters["unimplemented"], **counters["graph_break"]}
 
 
 def since(before: Mapping[str, int]) -> tuple[Break, ...]:

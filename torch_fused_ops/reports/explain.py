@@ -58,7 +58,6 @@ def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None =
 
     noted = reasons_noted()
     run_captured(model, args, kwargs, capture)
-    if not report.graphs:
-        report.breaks = since(noted)
+    report.breaks = report.breaks or since(noted)
     report.notes = unmatched(policy, report.sites)
     return report

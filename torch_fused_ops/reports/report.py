@@ -175,7 +175,8 @@ class Report:
         """A sentence: the model was captured in several graphs, or in none."""
         if not self.graphs:
             return NOTHING_CAPTURED
-        return f"the model was captured in {self.graphs} graphs: a site does not reach across a graph break"
+        graphs = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
+        return f"the model was captured in {graphs}: a site does not reach across a graph break"
 
     @property
     def recomputed(self) -> str:

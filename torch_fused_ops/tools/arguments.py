@@ -10,13 +10,13 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch_fused_ops._version import __version__
 from torch_fused_ops.benchmarks.variants import MEANINGS
-from torch_fused_ops.policy import GEMM, LEVELS, is_level
+from torch_fused_ops.policy import GEMM, LEVELS, FusionPolicy
 
 __all__ = ["BENCHMARKS", "TIMED", "add_bench_options", "parser"]
 
@@ -31,10 +31,10 @@ _BENCH_OPTIONS: dict[str, dict[str, Any]] = {
     "seconds": {"type": float, "help": "time for each case"},
     "rounds": {"type": int, "default": 1000, "help": "most rounds for each case (default: 1000)"},
     "limit": {"type": float, "help": "seconds in all (GPU: 540); lists the remaining cases"},
-    "resume": {"action": "store_true", "help": "keep the results in --out and measure the missing ones"},
+    "resume": {"action": "store_true", "help": "keep the results that the file has, and measure the others"},
     "threads": {"type": int, "default": 0, "help": "CPU threads (default: torch's own choice)"},
     "seed": {"type": int, "default": 0, "help": "for random numbers and the order of variants (default: 0)"},
-    "out": {"type": Path, "metavar": "FILE", "help": "results file or folder (CPU: benchmarks/results; quick: none)"},
+    "out": {"type": Path, "metavar": "FILE", "help": "results; bench: by default NAME_DEVICE.json here (quick: none)"},
     "draw": {"type": Path, "metavar": "FILE", "help": "only draw the pictures of these results"},
     "largest": {"action": "store_true", "help": "also the largest batch that fits, for each variant"},
 }  # fmt: skip
@@ -62,10 +62,17 @@ def _ways(benchmark: str) -> str:
     return "\n".join(["variants:", *(f"  {names}\n      {text}" for names, text in variants)]) if variants else ""
 
 
-def _level(text: str) -> str:
-    if not is_level(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not known; accepted: {LEVELS}")
-    return text
+def _field(name: str) -> Callable[[str], str]:
+    """Check a field of the policy; the result is its text, for ``FusionPolicy.parse``."""
+
+    def checked(text: str) -> str:
+        try:
+            FusionPolicy.parse(f"{name}={text}")
+        except (TypeError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return checked
 
 
 _SPEC: dict[str, Any] = {
@@ -73,8 +80,14 @@ _SPEC: dict[str, Any] = {
     "help": "CALLABLE() returns (model, args) or (model, args, kwargs); MODULE is a module's name or a .py file",
 }
 _POLICY: dict[str, dict[str, Any]] = {
-    "--memory": {"type": _level, "default": "free", "metavar": "LEVEL", "help": f"{LEVELS}; free by default"},
-    "--gemm": {"choices": GEMM, "default": "bf16", "help": "FusionPolicy's gemm; bf16 by default"},
+    "--memory": {
+        "type": _field("memory"), "default": "free", "metavar": "LEVEL",
+        "help": f"{LEVELS}; or PATTERN=LEVEL,… for some MLPs: 'layers.[0-3].*=input,*=fp8'; free by default",
+    },
+    "--gemm": {
+        "type": _field("gemm"), "default": "bf16", "metavar": "RECIPE",
+        "help": f"{', '.join(GEMM)}; or PATTERN=RECIPE,…; bf16 by default",
+    },
     "--exclude": {"metavar": "PATTERN", "action": "append", "default": [], "help": "MLPs not to fuse; may be repeated"},
 }  # fmt: skip
 _FLAG = {"action": "store_true"}

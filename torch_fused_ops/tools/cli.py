@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import importlib
 import logging
@@ -170,7 +171,8 @@ def _load(arguments: argparse.Namespace, training: bool) -> tuple[Callable[..., 
 
 def _policy(arguments: argparse.Namespace) -> tfo.FusionPolicy:
     with _usage_errors(ValueError):
-        return tfo.FusionPolicy(memory=arguments.memory, gemm=arguments.gemm, exclude=arguments.exclude)
+        policy = tfo.FusionPolicy.parse(f"memory={arguments.memory},gemm={arguments.gemm}")
+        return dataclasses.replace(policy, exclude=arguments.exclude)
 
 
 def _explain(arguments: argparse.Namespace) -> tuple[tfo.Report, bool]:

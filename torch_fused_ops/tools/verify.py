@@ -318,9 +318,7 @@ def _step(
     result = fn(model, *args, **kwargs)
     outputs = list(_tensors(result))
     if not outputs:
-        raise ValueError(
-            f"the model returned a {type(result).__name__} in which no tensor is found: there is nothing to compare"
-        )
+        raise ValueError(f"the model returned a {type(result).__name__} without tensors: there is nothing to compare")
     values: Values = {}
     loss = _loss(result, outputs)
     for i, t in enumerate(outputs):

@@ -206,7 +206,7 @@ class _Paper:
         with self.patched(), torch.set_grad_enabled(training), contextlib.suppress(_Compiled):
             compiled(*inputs, **kwargs)
         if not self.graphs:
-            raise ValueError(f"fn: {fn!r} computes nothing on tensors that a graph could hold")
+            raise ValueError(f"fn: {fn!r} has no tensor operations to compile")
         return self.result()
 
     def compile_graph(self, captured: CapturedGraph) -> PaperCompilation:

@@ -291,7 +291,7 @@ _scaled_grouped_mm = _register_product(
 def _refuse_second_derivative(name: str, grad: Tensor) -> None:
     if torch.is_grad_enabled() and grad.requires_grad:
         raise RuntimeError(
-            f"a second derivative through fused::{name} is not accepted: what it multiplies is rounded to float8"
+            f"a second derivative through fused::{name} is not accepted: its inputs are rounded to float8"
         )
 
 

@@ -60,13 +60,13 @@ _ACCEPTED = "float16, bfloat16, float32, float64"
 def _check_mask(input: Tensor, mask: Tensor) -> None:
     if mask.dtype != torch.bool:
         if mask.is_floating_point():
-            what = "one that is added to the scores is made one with `mask < 0`, or `mask.isneginf()`"
+            what = "convert a mask that is added to the scores with `mask < 0` or `mask.isneginf()`"
         else:
-            what = "one of numbers is made one with `mask != 0`"
+            what = "convert a mask of numbers with `mask != 0`"
         raise TypeError(f"mask has dtype {mask.dtype}; accepted: bool, True where a score is masked out ({what})")
     shape, size = mask.shape, input.shape
     if len(shape) > len(size) or any(m != 1 and m != n for m, n in zip(reversed(shape), reversed(size), strict=False)):
-        raise ValueError(f"mask has shape {tuple(shape)}; accepted: what broadcasts to input's, {tuple(size)}")
+        raise ValueError(f"mask has shape {tuple(shape)}; accepted: a shape that broadcasts to input's, {tuple(size)}")
 
 
 def check(
