@@ -7,11 +7,11 @@ reported where no path to it writes the register, or where all writes are under 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*?)\s*;", re.M)
-_REGISTER = re.compile(r"(?<![\w.])(U?R)(\d+)(\.64)?(?!\w)")
+_REGISTER = re.compile(r"(?<![\w.])(U?R)(\d+)(\.64|\.F32x2)?(?!\w)")
 _PREDICATE = re.compile(r"(?<![\w.])!?(U?P\d)(?!\w)")
 _IS_PREDICATE = re.compile(r"!?U?P(?:\d|T)$")
 # Instructions whose first operand is read: stores, atomics without a result, copies, branches, barriers.
@@ -25,8 +25,13 @@ _COMPARISON = re.compile(r"U?[A-Z]*SETP|U?PLOP3|FCHK|U?VOTE|SYNCS|PSETP|ELECT|IS
 _WIDTHS = (
     (re.compile(r"HGMMA|QGMMA|IGMMA|BGMMA|LDTM|UTC"), 128),
     (re.compile(r"[HQI]MMA|DMMA|LDSM.*\.4$"), 4),
-    (re.compile(r"LDSM.*\.2$|U?IMAD\.WIDE|D(?:ADD|MUL|FMA|MNMX|SEL)\b|[FI]2F\.F64|F2I\.[SU]64|MOV64|CS2R(?!\.32)"), 2),
+    (re.compile(r"LDSM.*\.2$|U?IMAD\.WIDE|D(?:ADD|MUL|FMA|MNMX|SEL)\b|F(?:ADD|MUL|FMA)2\b"), 2),
+    (re.compile(r"[FI]2F\.F64|F2I\.[SU]64|MOV64|CS2R(?!\.32)"), 2),
 )  # fmt: skip
+
+
+_PAIR_OF_BYTES = re.compile(r"F2FP\..*E[45]M[23]\.F32\.PACK_AB")
+_STORE_OF_BYTE = re.compile(r"ST[GS]?\..*[US]8")
 
 
 class _Instruction(NamedTuple):
@@ -38,6 +43,7 @@ class _Instruction(NamedTuple):
     reads: frozenset[str]
     writes: frozenset[str]
     targets: tuple[int, ...]
+    upper: str = ""  # of two values packed into bytes, the second one's register
 
 
 def unwritten(listing: str) -> list[tuple[str, str]]:
@@ -45,7 +51,7 @@ def unwritten(listing: str) -> list[tuple[str, str]]:
 
     Empty where the listing has a jump through a table, whose targets are not known.
     """
-    code = [_instruction(match) for match in _LINE.finditer(listing)]
+    code = _with_upper_bytes([_instruction(match) for match in _LINE.finditer(listing)])
     if not code or any(instruction.name.startswith(("BRX", "JMX")) for instruction in code):
         return []
     successors = _successors(code)
@@ -72,6 +78,21 @@ def unwritten(listing: str) -> list[tuple[str, str]]:
     ]
 
 
+def _with_upper_bytes(code: list[_Instruction]) -> list[_Instruction]:
+    """Follow the upper byte of a pair of bytes by itself: it may be padding, if only the lower one is stored."""
+    pairs = frozenset().union(*(instruction.writes for instruction in code if instruction.upper))
+    result = []
+    for instruction in code:
+        reads = set() if _STORE_OF_BYTE.match(instruction.name) else _upper(instruction.reads & pairs)
+        writes = set() if instruction.upper else _upper(instruction.writes & pairs)
+        result.append(instruction._replace(reads=instruction.reads | reads, writes=instruction.writes | writes))
+    return result
+
+
+def _upper(registers: Iterable[str]) -> set[str]:
+    return {f"the upper byte of {register}" for register in registers}
+
+
 def _is_unwritten(guards: frozenset[str], guard: str) -> bool:
     """Tell whether no write, each under one of these predicates, can have come before a read under `guard`."""
     return not guards or (guard != "" and guards == {guard[1:] if guard.startswith("!") else f"!{guard}"})
@@ -94,6 +115,8 @@ def _after(instruction: _Instruction, before: dict[str, frozenset[str]]) -> dict
     guard = "" if instruction.guard.lstrip("!") in predicates else instruction.guard
     for name in instruction.writes:
         after[name] = frozenset({guard}) | (after.get(name, frozenset()) if guard else frozenset())
+    if instruction.upper:
+        after |= dict.fromkeys(_upper(instruction.writes), before.get(instruction.upper, frozenset()))
     return after
 
 
@@ -129,6 +152,10 @@ def _instruction(match: re.Match[str]) -> _Instruction:
     writes |= {register for operand in results for register in _registers(operand, _width(name))}
     if name.startswith(("PRMT", "UPRMT")):  # which may write some bytes of a register, and leave the others
         reads -= writes
+    upper = ""
+    if _PAIR_OF_BYTES.match(name) and (packed := list(_registers(inputs[0], 1))):
+        upper = packed[0]
+        reads = {register for operand in inputs[1:] for register in _registers(operand, 1)}
     if name.startswith("R2P"):
         writes |= {f"P{i}" for i in range(7)}
     jumps = (
@@ -138,7 +165,7 @@ def _instruction(match: re.Match[str]) -> _Instruction:
     )
     shown = f"{f'@{guard} ' if guard else ''}{name} {text}"
     return _Instruction(
-        address, shown, name, guard.replace("PT", ""), operands, frozenset(reads), frozenset(writes), jumps
+        address, shown, name, guard.replace("PT", ""), operands, frozenset(reads), frozenset(writes), jumps, upper
     )
 
 
