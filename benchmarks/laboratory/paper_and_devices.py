@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch_fused_ops.benchmarks.laboratory import run_script
 from torch_fused_ops.virtual_gpu.roofline import Rates, Work
 from torch_fused_ops.virtual_gpu.timeline import Storages
-from torch_fused_ops.virtual_gpu.work import flop_of
+from torch_fused_ops.virtual_gpu.work import flop_of, is_view
 
 RESULTS = Path(__file__).parent.parent / "results"
 WORKSPACE = int(16.25 * 2**20)  # twice the default of cuBLAS, 8.125 MiB
@@ -45,9 +45,7 @@ class _Counted(Storages):
             self.kernel([args[0]], [args[1:2], args[0]])
             self.add(args[0])
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        returns = func._schema.returns
-        is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-        if not is_view and not func._schema.name.startswith(("aten::empty", "aten::detach", "aten::new_empty")):
+        if not is_view(func) and not func._schema.name.startswith(("aten::empty", "aten::detach", "aten::new_empty")):
             flop = flop_of(func.overloadpacket, args, kwargs or {}, result)
             self.kernel([args, kwargs], [result], flop)
         return result

@@ -58,16 +58,15 @@ class Rates:
         )
 
 
-_RATES: Mapping[str, Rates] = {H200.name: Rates(BF16_FLOP, BYTES_MOVED, LANE_INSTRUCTIONS)}
-
-
-# FLOP/s of dense bfloat16 products and bytes/s of memory, from the makers' data sheets.
-_SHEETS: Mapping[str, tuple[float, float]] = {
-    "NVIDIA A100-SXM4-80GB": (312e12, 2.039e12),
-    "NVIDIA H100 80GB HBM3": (989.5e12, 3.35e12),
-    "NVIDIA H200": (989.5e12, 4.8e12),
-    "NVIDIA B200": (2250e12, 8.0e12),
-    "AMD Instinct MI300X": (1307.4e12, 5.3e12),
+_MEASURED = Rates(BF16_FLOP, BYTES_MOVED, LANE_INSTRUCTIONS)  # an H200's
+# The makers' data sheets: FLOP/s of dense bfloat16 products, bytes/s of memory, and bytes/s to the others of a node. It
+# is one way, so half of NVLink's 600, 900 and 1800 GB/s, and of seven Infinity Fabric links' 128 GB/s.
+_SHEETS: Mapping[str, tuple[float, float, float]] = {
+    "NVIDIA A100-SXM4-80GB": (312e12, 2.039e12, 300e9),
+    "NVIDIA H100 80GB HBM3": (989.5e12, 3.35e12, 450e9),
+    "NVIDIA H200": (989.5e12, 4.8e12, 450e9),
+    "NVIDIA B200": (2250e12, 8.0e12, 900e9),
+    "AMD Instinct MI300X": (1307.4e12, 5.3e12, 448e9),
 }
 
 
@@ -79,29 +78,18 @@ _FITTED: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-# Bytes/s that a GPU sends to the others of its node, from the makers' data sheets: one way, so half of NVLink's 600,
-# 900 and 1800 GB/s, and of seven Infinity Fabric links' 128 GB/s.
-_LINKS: Mapping[str, float] = {
-    "NVIDIA A100-SXM4-80GB": 300e9,
-    "NVIDIA H100 80GB HBM3": 450e9,
-    "NVIDIA H200": 450e9,
-    "NVIDIA B200": 900e9,
-    "AMD Instinct MI300X": 448e9,
-}
-
-
 def link_rate(gpu: GPU) -> float:
     """Bytes a second that a GPU sends to the others of its node, by its data sheet.
 
     Raises:
         KeyError: for a GPU that is not described here.
     """
-    return _LINKS[gpu.name]
+    return _SHEETS[gpu.name][2]
 
 
 def rates_of(gpu: GPU) -> Rates | None:
     """The measured rates of a GPU; None if it was not measured."""
-    return _RATES.get(gpu.name)
+    return _MEASURED if gpu.name == H200.name else None
 
 
 def estimated_rates(gpu: GPU) -> Rates | None:
@@ -109,11 +97,10 @@ def estimated_rates(gpu: GPU) -> Rates | None:
 
     An H200 reaches 80 % of its sheet's FLOP and 90 % of its bytes; four other GPUs reached 80 to 88 % and 92 to 93 %.
     """
-    if gpu.name not in _SHEETS or gpu.name in _RATES:
+    if gpu.name not in _SHEETS or gpu.name == H200.name:
         return rates_of(gpu)
-    reached, sheet = _RATES[H200.name], _SHEETS[H200.name]
-    flop, nbytes = _SHEETS[gpu.name]
-    share = Rates(flop * reached.flop / sheet[0], nbytes * reached.nbytes / sheet[1])
+    (flop, nbytes, _), sheet = _SHEETS[gpu.name], _SHEETS[H200.name]
+    share = Rates(flop * _MEASURED.flop / sheet[0], nbytes * _MEASURED.nbytes / sheet[1])
     return replace(share, **_FITTED.get(gpu.name, {}))
 
 
