@@ -181,7 +181,9 @@ def _hand_written(operator: Operator, backward: bool) -> dict[str, Any]:
 
 
 def _hand_written_code(launch: Any) -> MachineCode:
-    options = launch.specialization()
+    from torch_fused_ops.virtual_gpu.machine_code import specialization
+
+    options = specialization(launch.kernel, (*launch.tensors, *launch.integers), launch.constants)
     options["block"] = {name: options["constants"].pop(name) for name in ("BLOCK_M", "BLOCK_N")}
     return _virtual_gpu().assemble(launch.kernel, **options)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch_fused_ops import virtual_gpu
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.testing import precision
+from torch_fused_ops.virtual_gpu.machine_code import specialization
 
 
 class Device:
@@ -93,4 +94,7 @@ GPUS = [virtual_gpu.A100, virtual_gpu.H100, virtual_gpu.B200, virtual_gpu.MI300X
 
 def assemble(gpu: virtual_gpu.GPU, operator: Callable[..., Any], *args: Any) -> list[virtual_gpu.MachineCode]:
     """Machine code of each kernel that a call launches, specialized as Triton does: absent tensors, ones, alignment."""
-    return [virtual_gpu.assemble(launch.kernel, gpu, **launch.specialization()) for launch in recorded(operator, *args)]
+    return [
+        virtual_gpu.assemble(kernel, gpu, **specialization(kernel, (*tensors, *integers), constants))
+        for kernel, _, tensors, integers, constants in recorded(operator, *args)
+    ]

@@ -516,7 +516,7 @@ def test_amd_spills_are_read_from_the_metadata():
     asm, spilled = re.subn(r"\.vgpr_spill_count: +0", ".vgpr_spill_count: 7", code.asm)
     assert spilled == 1 and code.spills == 0
     compiled = types.SimpleNamespace(asm={"amdgcn": asm})
-    assert virtual_gpu.machine_code._amd_machine_code(virtual_gpu.MI300X, compiled, 256, 64).spills == 28
+    assert virtual_gpu.machine_code._amd_code(compiled)[1] == 28
 
 
 # The interpreter

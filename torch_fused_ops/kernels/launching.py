@@ -138,33 +138,6 @@ class Launch(NamedTuple):
         """Those that are no constants, by name."""
         return dict(zip(self.kernel.arg_names, (*self.tensors, *self.integers), strict=False))
 
-    def specialization(self) -> dict[str, Any]:
-        """Keyword arguments of ``virtual_gpu.assemble`` for what Triton compiles. All tensors begin at 16 bytes."""
-        signature, divisible = {}, []
-        constants = {name: value for name, value in self.constants.items() if name not in OPTIONS}
-        num_warps, max_registers = constants.pop("num_warps"), constants.pop("maxnreg", None)
-        for name, value in self.arguments.items():
-            if value is None or (isinstance(value, int) and value == 1):
-                constants[name] = value
-                continue
-            if isinstance(value, Tensor):
-                signature[name] = f"*{_TYPES[value.dtype]}"
-            else:
-                signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if isinstance(value, Tensor) or value % 16 == 0:
-                divisible.append(name)
-        return {
-            "signature": signature,
-            "constants": constants,
-            "num_warps": num_warps,
-            "divisible_by_16": divisible,
-            "max_registers": max_registers,
-        }
-
-
-_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-_TYPES |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
-
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Launch]]:

@@ -1,7 +1,7 @@
 """An audit of kernels: faults that no test on a GPU would see for certain, found without one.
 
 Each kernel is compiled in every configuration that Inductor would time. Addresses are evaluated in TTGIR, registers in
-the machine code. What is found: see `KINDS`.
+the machine code. `docs/audit.md` lists the kinds of fault.
 """
 
 from __future__ import annotations
@@ -22,39 +22,24 @@ from torch import Tensor
 from .accesses import Fault, Memory, described, faults, traffic
 from .gpus import GPU, H200
 from .kernels import Configuration, Kernel, load, written_sizes
-from .machine_code import MachineCode, assemble_configuration, cost, lowered, with_signature
+from .machine_code import MachineCode, assemble_configuration, cost, lowered, specialization, with_signature
 from .registers import unwritten
 from .results import PaperCompilation
 from .timeline import timeline_of
 from .ttgir import NotAnalyzed, evaluated
 from .work import LANE_INSTRUCTIONS
 
-KINDS = {
-    "race": "a load and a store of the same memory, in an order that nothing ensures",
-    "register": "machine code reads a register that nothing has written",
-    "out of bounds": "an address outside of the argument's memory",
-    "overflow": "an index that does not fit into 32 bits",
-    "unwritten": "bytes of a result that no program writes",
-    "written twice": "bytes that two programs write, or one store twice",
-    "uncoalesced": "an access that moves a multiple of its bytes",
-    "spills": "registers in memory, a large part of what the kernel moves",
-    "occupancy": "one block a multiprocessor, of a kernel that memory bounds",
-}
 _MOST_ELEMENTS = 1 << 18  # of a launch's programs together, for all of them to be evaluated
 _FEW_PROGRAMS = 12  # evaluated of a larger launch
+_MOST_A_THREAD = 32  # elements, for machine code to be made: more compile for seconds
 _MANY_BYTES = 8 << 20  # fewer take less time than the launch itself, some 2 µs
 _UNCOALESCED = 4  # bytes moved for each that is used
 _SPILLED = 0.25  # of the bytes that a thread loads and stores
-_TYPES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1",
-    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
-    torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault, of one of `KINDS`: in which kernel and configuration, in which accesses, and what shows it."""
+    """A fault: of which kind, in which kernel and configuration, in which accesses, and what shows it."""
 
     kernel: str  # "backward: triton_red_fused_sum_0"
     configuration: str  # "XBLOCK 64, R0_BLOCK 8, 4 warps"
@@ -122,8 +107,8 @@ def audit(
 ) -> Audit:
     """Look for faults in the kernels of a program, or in one hand-written kernel, without a device.
 
-    All programs of a small launch are evaluated, some of a large one. Slow code (the last three of `KINDS`) is reported
-    of a kernel's best configuration, the others of every configuration.
+    All programs of a small launch are evaluated, some of a large one. Slow code (uncoalesced, spills, occupancy) is
+    reported of a kernel's best configuration, the others of every configuration.
 
     Args:
         paper_or_kernel: the result of `compile_on_paper`, or a hand-written `triton.jit` or `triton.autotune` function.
@@ -131,7 +116,8 @@ def audit(
             must share a storage.
         gpu: the GPU to compile for; by default the program's, or an H200.
         grid: the hand-written kernel's grid, as for Triton.
-        all_configurations: look for races and wrong addresses in all blocks and warps that a tuner may reach.
+        all_configurations: look for races and wrong addresses in all blocks and warps that a tuner may reach, and for
+            unwritten registers in one of each shape of code among them.
         **constexprs: the hand-written kernel's `tl.constexpr` arguments and `num_warps`, `num_stages`, by name.
 
     Returns:
@@ -187,37 +173,22 @@ def _generated_grid(kernel: Kernel, named: Mapping[str, Any], configuration: Con
 def _hand_written(function: Any, args: Sequence[Any], gpu: GPU, grid: Any, options: dict[str, Any]) -> _Launch:
     if grid is None:
         raise ValueError("grid: missing; a hand-written kernel is launched with one")
-    kernel = load(function, gpu)
-    first = Configuration({}, options.pop("num_warps", 4), options.pop("num_stages", None))
-    configurations = [
-        Configuration(dict(c.kwargs), c.num_warps, c.num_stages) for c in getattr(function, "configs", ())
-    ]
-    extra: dict[str, Any] = {name: options.pop(name) for name in ("maxnreg", "enable_fp_fusion") if name in options}
+    kernel, compiled = load(function, gpu), specialization(function, args, options)
+    constants = compiled["constants"]
+    first = Configuration({}, compiled["num_warps"], options.get("num_stages"))
+    tuned = [Configuration(dict(c.kwargs), c.num_warps, c.num_stages) for c in getattr(function, "configs", ())]
+    configurations = tuple(tuned) or (first,)
+    values = {**constants, **configurations[0].block}
+    kernel = with_signature(kernel, compiled["signature"], values, compiled["divisible_by_16"])
+    extra: dict[str, Any] = {name: options[name] for name in ("maxnreg", "enable_fp_fusion") if name in options}
+    kernel = replace(kernel, configurations=configurations, options={**kernel.options, **extra}, constants=constants)
     named = dict(zip(kernel.jit.arg_names, args, strict=False))
-    options |= {name: value for name, value in named.items() if value is None or (type(value) is int and value == 1)}
-    types, divisible = {}, []
-    for name, value in named.items():
-        is_tensor = isinstance(value, Tensor)
-        if is_tensor and value.dtype not in _TYPES:
-            raise ValueError(f"{name}: got a tensor of {value.dtype}, expected one of {', '.join(map(str, _TYPES))}")
-        if name not in options:
-            integer = "i32" if isinstance(value, int) and -(1 << 31) <= value < 1 << 31 else "i64"
-            number = integer if isinstance(value, int) else "fp32"
-            types[name] = f"*{_TYPES[value.dtype]}" if is_tensor else number
-            first_byte = value.storage_offset() * value.element_size() if is_tensor else value
-            divisible += [name] if isinstance(first_byte, int) and first_byte % 16 == 0 else []
-    blocks = configurations[0].block if configurations else {}
-    kernel = with_signature(kernel, types, {**options, **blocks}, divisible)
-    configurations = configurations or [first]
-    kernel = replace(
-        kernel, configurations=tuple(configurations), options={**kernel.options, **extra}, constants=options
-    )
 
     def launched(configuration: Configuration) -> tuple[int, ...]:
-        sizes = grid({**named, **options, **configuration.block}) if callable(grid) else grid
+        sizes = grid({**named, **constants, **configuration.block}) if callable(grid) else grid
         return tuple(int(size) for size in (*sizes, 1, 1)[:3])
 
-    return _launch(kernel.jit.__name__, kernel, {name: named[name] for name in types}, {}, launched)
+    return _launch(kernel.jit.__name__, kernel, {name: named[name] for name in compiled["signature"]}, {}, launched)
 
 
 def _reachable(kernel: Kernel) -> Iterator[Configuration]:
@@ -237,6 +208,18 @@ def _reachable(kernel: Kernel) -> Iterator[Configuration]:
             yield Configuration(dict(zip(first.block, blocks, strict=True)), warps, first.num_stages)
 
 
+def _largest(text: str, of: str = "") -> int:
+    """The elements of the largest tensor of a kind in TTGIR."""
+    shapes = re.findall(rf"tensor<((?:\d+x)+){of}", text)
+    return max((math.prod(map(int, shape.split("x")[:-1])) for shape in shapes), default=1)
+
+
+def _shape_of_code(configuration: Configuration, threads: int, text: str) -> tuple[Any, ...]:
+    """Elements a thread, those that lie together, and whether warps exchange: else machine code differs in numbers."""
+    elements = max(1, _largest(text) // threads)
+    return elements, configuration.num_warps > 1, frozenset(re.findall(r"sizePerThread = \[[^]]*", text))
+
+
 # ---- the audit -------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +233,7 @@ class _Auditor:
         self.seen: set[Any] = set()
         self.configurations = 0
         self.codes: dict[Any, tuple[_Launch, list[tuple[MachineCode, Configuration]]]] = {}  # by kernel
+        self.reachable: dict[Any, tuple[_Launch, MachineCode, Configuration]] = {}  # by kernel and shape of code
 
     def result(self) -> Audit:
         """The audit of the launches so far: last the machine code, whose listings are made together."""
@@ -259,6 +243,8 @@ class _Auditor:
             costs = [cost(code, launch.kernel) for code, _ in codes]
             best = costs.index(min(costs))
             self.speed(launch, *codes[best], costs[best])
+        for launch, code, configuration in self.reachable.values():
+            self.registers(launch, configuration, code)
         notes = tuple(f"{note} ({count} times)" if count > 1 else note for note, count in self.notes.items())
         return Audit(self.gpu.name, len(self.codes), self.configurations, tuple(self.findings), notes)
 
@@ -282,7 +268,12 @@ class _Auditor:
             self.addresses(launch, configuration, code.ttgir)
         for configuration in _reachable(kernel) if self.all_configurations else ():
             self.configurations += 1
-            self.addresses(launch, configuration, lowered(kernel, self.gpu, configuration))
+            text = lowered(kernel, self.gpu, configuration)
+            self.addresses(launch, configuration, text)
+            shape = _shape_of_code(configuration, configuration.num_warps * self.gpu.warp_size, text)
+            if shape[0] <= _MOST_A_THREAD and (compiled, shape) not in self.reachable:
+                code = assemble_configuration(kernel, self.gpu, configuration)
+                self.reachable[compiled, shape] = launch, code, configuration
 
     def add(self, launch: _Launch, configuration: Configuration, kind: str, where: str, evidence: str) -> None:
         blocks = [f"{name} {size}" for name, size in configuration.block.items()]
@@ -304,8 +295,7 @@ class _Auditor:
         machine = configuration.num_warps * self.gpu.warp_size, self.gpu.warp_size
         with torch.device("cpu"):
             grid = launch.grid(configuration)
-            sizes = [math.prod(map(int, s.split("x")[:-1])) for s in re.findall(r"tensor<((?:\d+x)+)!tt\.ptr", text)]
-            programs, whole = self.programs(grid, max(sizes, default=1))
+            programs, whole = self.programs(grid, _largest(text, r"!tt\.ptr"))
         try:
             traces = evaluated(text, launch.integers, programs, grid, *machine) if len(programs) else []
         except NotAnalyzed as reason:

@@ -236,23 +236,23 @@ class _Paper:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         _register_patterns()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(emulation.emulating(self.gpu))
-            stack.enter_context(inductor_config.patch(self.inductor_config))
-            stack.enter_context(functorch_config.patch(self.functorch_config))
-            stack.enter_context(
-                dynamo_config.patch(automatic_dynamic_local_pgo=False, automatic_dynamic_remote_pgo=False)
-            )
-            stack.enter_context(emulation.cuda_autocast())
-            stack.enter_context(emulation.cuda_attention())
-            stack.enter_context(emulation.cuda_rules())
-            stack.enter_context(emulation.guardless_tensors())
-            stack.enter_context(emulation.constants_folded_on_cpu())
-            for module in (joint_graph, post_grad):
-                stack.enter_context(mock.patch.object(module, "lazy_init", lambda *args, **kwargs: None))
-            stack.enter_context(self.wrap(FakeTensorMode, "from_tensor", self.from_tensor))
-            stack.enter_context(self.wrap(compile_fx, "_recursive_joint_graph_passes", self.joint_graph_passes))
-            stack.enter_context(self.wrap(compile_fx, "partition_fn", self.partition))
+        pgo: dict[str, Any] = {"automatic_dynamic_local_pgo": False, "automatic_dynamic_remote_pgo": False}
+        with (
+            emulation.emulating(self.gpu),
+            inductor_config.patch(self.inductor_config),
+            functorch_config.patch(self.functorch_config),
+            dynamo_config.patch(**pgo),
+            emulation.cuda_autocast(),
+            emulation.cuda_attention(),
+            emulation.cuda_rules(),
+            emulation.guardless_tensors(),
+            emulation.constants_folded_on_cpu(),
+            mock.patch.object(joint_graph, "lazy_init", lambda *args, **kwargs: None),
+            mock.patch.object(post_grad, "lazy_init", lambda *args, **kwargs: None),
+            self.wrap(FakeTensorMode, "from_tensor", self.from_tensor),
+            self.wrap(compile_fx, "_recursive_joint_graph_passes", self.joint_graph_passes),
+            self.wrap(compile_fx, "partition_fn", self.partition),
+        ):
             yield
 
     @staticmethod
@@ -318,9 +318,8 @@ class _Paper:
     def joint_graph_passes(self, original: Callable[..., Any], gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         """Inductor's joint passes, on the graph moved to the GPU."""
         emulation.move_graph(gm)
-        bound = inspect.signature(original).bind(
-            gm, *args, **kwargs
-        )  # a keyword for graphs, a positional argument for bodies
+        # a keyword for graphs, a positional argument for bodies
+        bound = inspect.signature(original).bind(gm, *args, **kwargs)
         bound.arguments["input_device"] = torch.device("cuda", 0)
         return original(*bound.args, **bound.kwargs)
 

@@ -16,6 +16,7 @@ from torch_fused_ops.graphs.modules import module_path
 
 from .captured import hint
 from .results import GeneratedGraph, GeneratedKernel, GraphInput, Launch, SavedTensor
+from .work import is_view
 from .wrapper import unmarked
 
 
@@ -104,17 +105,9 @@ def _read_code(code: str) -> tuple[dict[str, str], Counter[str], tuple[str, ...]
     return sources, launches, tuple(extern)
 
 
-def _is_view(node: fx.Node) -> bool:
-    """Tell from the schema whether `node` is a view of its first argument."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    returns = node.target._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
 def saved_tensor(node: fx.Node, origins: Mapping[fx.Node, bool]) -> SavedTensor:
     root = node
-    while root.op == "call_function" and _is_view(root):
+    while isinstance(root.target, torch._ops.OpOverload) and is_view(root.target):
         root = root.all_input_nodes[0]
     value = node.meta["val"]
     shape = tuple(hint(size) for size in value.shape)

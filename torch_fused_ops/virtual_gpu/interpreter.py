@@ -160,9 +160,15 @@ class _Interpreted:
 
 
 def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """Block sizes and the grid that covers the sizes of a generated kernel."""
-    if kernel.grid_type not in SIMPLE_GRIDS:
-        what = f"launched as {kernel.grid_type}" if kernel.grid_type else "hand-written"
+    """Block sizes and the grid that covers the sizes of a generated kernel.
+
+    Inductor omits masks that no block up to its largest needs: larger blocks would write outside of the memory.
+    """
+    from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
+
+    grid_type = kernel.inductor_meta.get("grid_type")
+    if grid_type not in SIMPLE_GRIDS:
+        what = f"launched as {grid_type}" if grid_type else "hand-written"
         raise ValueError(f"grid: missing, and {kernel.jit.__name__} is {what}")
     named, grid, room = dict(named), [], PROGRAM_ELEMENTS
     axes = [axis for axis in ("r0_", "r1_", "x", "y", "z") if f"{axis}numel" in kernel.jit.arg_names]
@@ -171,7 +177,7 @@ def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str,
         if size is None:
             raise TypeError(f"args: no value for {axis}numel of {kernel.jit.__name__}")
         if block in kernel.jit.arg_names:
-            largest = _largest_blocks()[axis.upper()]
+            largest = TRITON_MAX_BLOCK[axis.upper()]
             named.setdefault(block, min(_next_power_of_2(size), max(1, room), largest))
             if named[block] > largest or named[block] & (named[block] - 1):
                 raise ValueError(f"{block}: got {named[block]}, expected a power of 2 up to {largest}")
@@ -179,13 +185,6 @@ def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str,
         if not axis.startswith("r"):
             grid.append(-(-size // named.get(block, 1)))
     return named, tuple(grid)
-
-
-def _largest_blocks() -> dict[str, int]:
-    """Inductor's largest blocks by axis. It omits masks that no block up to these needs: larger blocks hit memory."""
-    from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
-
-    return dict(TRITON_MAX_BLOCK)
 
 
 def _next_power_of_2(size: int) -> int:

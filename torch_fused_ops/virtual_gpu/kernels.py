@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .gpus import GPU, H200, described, import_triton
@@ -53,11 +53,6 @@ class Kernel:
     options: Mapping[str, Any] = field(default_factory=dict)
     configurations: tuple[Configuration, ...] = (Configuration(),)
     inductor_meta: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def grid_type(self) -> str:
-        """The class by which Inductor computes the launch grid; empty for a hand-written kernel."""
-        return str(self.inductor_meta.get("grid_type", ""))
 
 
 def written_sizes(source: str) -> dict[str, int]:
@@ -123,15 +118,11 @@ def _for_gpu(source: str, gpu: GPU) -> str:
     """Generated source with its device replaced by `gpu`, for Inductor's choice of blocks."""
     major, minor = gpu.capability
     fields = {
+        **asdict(gpu),
         "type": "hip" if gpu.is_amd else "cuda",
         "index": 0,
-        "multi_processor_count": gpu.multi_processor_count,
         "cc": gpu.arch if gpu.is_amd else major * 10 + minor,
         "major": major,
-        "regs_per_multiprocessor": gpu.regs_per_multiprocessor,
-        "max_threads_per_multi_processor": gpu.max_threads_per_multi_processor,
-        "max_threads_per_block": gpu.max_threads_per_block,
-        "warp_size": gpu.warp_size,
     }
 
     def device(match: re.Match[str]) -> str:

@@ -8,11 +8,12 @@ import pathlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import ttgir
 from .accesses import traffic
@@ -146,7 +147,7 @@ def assemble(
     for name in blocks:
         if loaded.signature.get(name) != "constexpr":
             raise ValueError(f"block: got {name!r}, expected one of {_constexprs(loaded.signature)}")
-    if blocks or num_warps or not loaded.grid_type:
+    if blocks or num_warps or not loaded.inductor_meta:
         first = loaded.configurations[0]
         configuration = Configuration({**first.block, **blocks}, num_warps or first.num_warps, first.num_stages)
         return assemble_configuration(loaded, gpu, configuration)
@@ -204,10 +205,10 @@ def assemble_configuration(kernel: Kernel, gpu: GPU, configuration: Configuratio
     source, options = _source(kernel, configuration)
     with described(gpu):
         compiled = triton.compile(source, target=gpu.target(), options=options)
-    sizes = {**_inner_blocks(kernel.jit), **configuration.block}
-    take_apart = _amd_machine_code if gpu.is_amd else _nvidia_machine_code
-    code = take_apart(gpu, compiled, math.prod(sizes.values()), configuration.num_warps * gpu.warp_size)
-    return replace(code, block=dict(configuration.block), ttgir=compiled.asm["ttgir"])
+    elements = math.prod({**_inner_blocks(kernel.jit), **configuration.block}.values())
+    threads, block, text = configuration.num_warps * gpu.warp_size, dict(configuration.block), compiled.asm["ttgir"]
+    registers, spills, shared, ptx, listing = (_amd_code if gpu.is_amd else _nvidia_code)(compiled)
+    return MachineCode(gpu, registers, spills, shared, elements, threads, ptx, listing, block, text)
 
 
 def lowered(kernel: Kernel, gpu: GPU, configuration: Configuration) -> str:
@@ -255,6 +256,40 @@ def _constexprs(signature: Mapping[str, str]) -> list[str]:
     return [name for name, kind in signature.items() if kind == "constexpr"]
 
 
+_TYPES = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1",
+    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
+}  # fmt: skip
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+
+
+def specialization(kernel: Any, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `assemble` for what Triton compiles for a launch of a hand-written kernel."""
+    types, divisible = {}, []
+    constants = {name: value for name, value in options.items() if name not in _OPTIONS}
+    for name, value in zip(load(kernel).jit.arg_names, args, strict=False):
+        first_byte = value
+        if value is None or (type(value) is int and value == 1):
+            constants[name] = value
+            continue
+        if isinstance(value, Tensor):
+            if value.dtype not in _TYPES:
+                raise ValueError(
+                    f"{name}: got a tensor of {value.dtype}, expected one of {', '.join(map(str, _TYPES))}"
+                )
+            types[name] = f"*{_TYPES[value.dtype]}"
+            first_byte = value.storage_offset() * value.element_size()
+        elif isinstance(value, int):
+            types[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+        else:
+            types[name] = "fp32"
+        if isinstance(first_byte, int) and first_byte % 16 == 0:
+            divisible.append(name)
+    settings = {"num_warps": options.get("num_warps", 4), "max_registers": options.get("maxnreg")}
+    return {"signature": types, "constants": constants, "divisible_by_16": divisible, **settings}
+
+
 def with_signature(
     kernel: Kernel, types: Mapping[str, str], constants: Mapping[str, Any], divisible_by_16: bool | Collection[str]
 ) -> Kernel:
@@ -277,7 +312,8 @@ def with_signature(
     return Kernel(kernel.jit, signature, dict(constants), attrs, {"enable_fp_fusion": True})
 
 
-def _nvidia_machine_code(gpu: GPU, compiled: Any, elements: int, threads: int) -> MachineCode:
+def _nvidia_code(compiled: Any) -> tuple[Any, ...]:
+    """Registers, spills, shared memory, PTX and listing."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = pathlib.Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
@@ -287,31 +323,15 @@ def _nvidia_machine_code(gpu: GPU, compiled: Any, elements: int, threads: int) -
     ptx = compiled.asm["ptx"]
     target = re.search(r"^\s*\.target\s+(\w+)", ptx, re.M)
     assert target is not None, ptx[:400]
-    return MachineCode(
-        gpu,
-        registers=used["REG"],
-        spills=used["STACK"] + used["LOCAL"],
-        shared=compiled.metadata.shared,
-        elements=elements,
-        threads=threads,
-        ptx=ptx,
-        listing=Listing(compiled.asm["cubin"], target[1]),
-    )
+    listing = Listing(compiled.asm["cubin"], target[1])
+    return used["REG"], used["STACK"] + used["LOCAL"], compiled.metadata.shared, ptx, listing
 
 
-def _amd_machine_code(gpu: GPU, compiled: Any, elements: int, threads: int) -> MachineCode:
+def _amd_code(compiled: Any) -> tuple[Any, ...]:
+    """Registers, spills, shared memory, no PTX, and listing."""
     asm = compiled.asm["amdgcn"]
     used = {name: int(value) for name, value in re.findall(r"^\s*-?\s*\.(\w+):\s+(\d+)\s*$", asm, re.M)}
-    return MachineCode(
-        gpu,
-        registers=used["vgpr_count"],
-        spills=4 * used["vgpr_spill_count"],
-        shared=used["group_segment_fixed_size"],
-        elements=elements,
-        threads=threads,
-        ptx="",
-        listing=asm,
-    )
+    return used["vgpr_count"], 4 * used["vgpr_spill_count"], used["group_segment_fixed_size"], "", asm
 
 
 def _body(asm: str) -> str:

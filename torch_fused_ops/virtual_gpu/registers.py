@@ -2,16 +2,18 @@
 
 A forward data flow over the listing: for each register, under which predicates a write may have come before. A read is
 reported where no path to it writes the register, or where all writes are under the opposite of the read's predicate.
+Nothing is reported of what has no effect: copies and spills, parts of a register that a later instruction replaces, and
+the upper byte of a pair of which only the lower one is stored. The copy is unwritten, too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*?)\s*;", re.M)
-_REGISTER = re.compile(r"(?<![\w.])(U?R)(\d+)(\.64)?(?!\w)")
+_REGISTER = re.compile(r"(?<![\w.])(U?R)(\d+)(\.64|\.F32x2)?(?!\w)")
 _PREDICATE = re.compile(r"(?<![\w.])!?(U?P\d)(?!\w)")
 _IS_PREDICATE = re.compile(r"!?U?P(?:\d|T)$")
 # Instructions whose first operand is read: stores, atomics without a result, copies, branches, barriers.
@@ -25,8 +27,14 @@ _COMPARISON = re.compile(r"U?[A-Z]*SETP|U?PLOP3|FCHK|U?VOTE|SYNCS|PSETP|ELECT|IS
 _WIDTHS = (
     (re.compile(r"HGMMA|QGMMA|IGMMA|BGMMA|LDTM|UTC"), 128),
     (re.compile(r"[HQI]MMA|DMMA|LDSM.*\.4$"), 4),
-    (re.compile(r"LDSM.*\.2$|U?IMAD\.WIDE|D(?:ADD|MUL|FMA|MNMX|SEL)\b|[FI]2F\.F64|F2I\.[SU]64|MOV64|CS2R(?!\.32)"), 2),
+    (re.compile(r"LDSM.*\.2$|U?IMAD\.WIDE|D(?:ADD|MUL|FMA|MNMX|SEL)\b|F(?:ADD|MUL|FMA)2\b"), 2),
+    (re.compile(r"[FI]2F\.F64|F2I\.[SU]64|MOV64|CS2R(?!\.32)"), 2),
 )  # fmt: skip
+_MOVE = re.compile(r"U?MOV$|IMAD\.(?:MOV\.U32|U32|MOV)$")
+_PLACE = re.compile(r"\[R1(?:\+0x([0-9a-f]+))?\]$")
+_PAIR_OF_BYTES = re.compile(r"F2FP\..*E[45]M[23]\.F32\.PACK_AB")
+_STORE_OF_BYTE = re.compile(r"ST[GS]?\..*[US]8")
+_UPPER = "the upper byte of "
 
 
 class _Instruction(NamedTuple):
@@ -38,6 +46,7 @@ class _Instruction(NamedTuple):
     reads: frozenset[str]
     writes: frozenset[str]
     targets: tuple[int, ...]
+    copies: Mapping[str, str]  # to, from: registers, spilled ones by their place, and upper bytes
 
 
 def unwritten(listing: str) -> list[tuple[str, str]]:
@@ -45,7 +54,7 @@ def unwritten(listing: str) -> list[tuple[str, str]]:
 
     Empty where the listing has a jump through a table, whose targets are not known.
     """
-    code = [_instruction(match) for match in _LINE.finditer(listing)]
+    code = _followed([_instruction(match) for match in _LINE.finditer(listing)])
     if not code or any(instruction.name.startswith(("BRX", "JMX")) for instruction in code):
         return []
     successors = _successors(code)
@@ -72,6 +81,24 @@ def unwritten(listing: str) -> list[tuple[str, str]]:
     ]
 
 
+def _followed(code: list[_Instruction]) -> list[_Instruction]:
+    """Follow upper bytes of pairs through copies; a load from a place that is not spilled to is a write."""
+    places = {place for i in code if i.name.startswith("STL") for place in (*i.writes, *i.copies)}
+    pairs = {to.removeprefix(_UPPER) for i in code for to in i.copies if to.startswith(_UPPER)}
+    while new := {to for i in code for to, source in i.copies.items() if source in pairs} - pairs:
+        pairs |= new
+    result = []
+    for i in code:
+        if i.name.startswith("LDL") and not places.issuperset(i.copies.values()):
+            i = i._replace(writes=i.writes | i.copies.keys(), copies={})
+        upper = {_UPPER + to: (_UPPER if source in pairs else "") + source for to, source in i.copies.items()}
+        upper = {to: source for to, source in upper.items() if to.removeprefix(_UPPER) in pairs}
+        reads = set() if _STORE_OF_BYTE.match(i.name) else {_UPPER + name for name in i.reads & pairs}
+        writes = {_UPPER + name for name in i.writes & pairs} - i.copies.keys()
+        result.append(i._replace(reads=i.reads | reads, writes=i.writes | writes, copies={**i.copies, **upper}))
+    return result
+
+
 def _is_unwritten(guards: frozenset[str], guard: str) -> bool:
     """Tell whether no write, each under one of these predicates, can have come before a read under `guard`."""
     return not guards or (guard != "" and guards == {guard[1:] if guard.startswith("!") else f"!{guard}"})
@@ -84,7 +111,7 @@ def _joined(known: dict[str, frozenset[str]], after: dict[str, frozenset[str]]) 
 
 
 def _after(instruction: _Instruction, before: dict[str, frozenset[str]]) -> dict[str, frozenset[str]]:
-    if not instruction.writes:
+    if not instruction.writes and not instruction.copies:
         return before
     after = dict(before)
     predicates = {name for name in instruction.writes if "P" in name}
@@ -94,6 +121,8 @@ def _after(instruction: _Instruction, before: dict[str, frozenset[str]]) -> dict
     guard = "" if instruction.guard.lstrip("!") in predicates else instruction.guard
     for name in instruction.writes:
         after[name] = frozenset({guard}) | (after.get(name, frozenset()) if guard else frozenset())
+    for name, source in instruction.copies.items():
+        after[name] = before.get(source, frozenset()) | (before.get(name, frozenset()) if guard else frozenset())
     return after
 
 
@@ -127,19 +156,36 @@ def _instruction(match: re.Match[str]) -> _Instruction:
         reads |= set(_registers(inputs[-1], _width(name)))
     writes = {predicate for operand in results for predicate in _PREDICATE.findall(operand)}
     writes |= {register for operand in results for register in _registers(operand, _width(name))}
-    if name.startswith(("PRMT", "UPRMT")):  # which may write some bytes of a register, and leave the others
+    if name.startswith(("PRMT", "UPRMT", "P2R")):  # which may write some bits of a register, and leave the others
         reads -= writes
+    if name.startswith("STL"):
+        writes |= set(_places(name, operands[0]))
+    copies = dict(_copies(name, operands))
+    reads, writes = reads - set(copies.values()), writes - copies.keys()
     if name.startswith("R2P"):
         writes |= {f"P{i}" for i in range(7)}
-    jumps = (
-        tuple(int(target, 16) for target in re.findall(r"0x([0-9a-f]+)$", text))
-        if name.startswith(("BRA", "BSSY", "CALL", "JMP"))
-        else ()
-    )
-    shown = f"{f'@{guard} ' if guard else ''}{name} {text}"
-    return _Instruction(
-        address, shown, name, guard.replace("PT", ""), operands, frozenset(reads), frozenset(writes), jumps
-    )
+    jumps = re.findall(r"0x([0-9a-f]+)$", text) if name.startswith(("BRA", "BSSY", "CALL", "JMP")) else ()
+    targets, guarded = tuple(int(target, 16) for target in jumps), f"@{guard} " if guard else ""
+    names, guard = (frozenset(reads), frozenset(writes)), guard.replace("PT", "")
+    return _Instruction(address, f"{guarded}{name} {text}", name, guard, operands, *names, targets, copies)
+
+
+def _copies(name: str, operands: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Pairs of what an instruction copies to and from: registers, places on the stack, and the upper byte of a pair."""
+    if _PAIR_OF_BYTES.match(name):
+        yield from ((_UPPER + to, source) for to in _registers(operands[0], 1) for source in _registers(operands[1], 1))
+    elif name.startswith(("STL", "LDL")):
+        to, source = (_places(name, o) or list(_registers(o, _width(name))) for o in operands[:2])
+        yield from zip(to, source, strict=False) if _PLACE.match("".join(operands[name.startswith("LDL")])) else ()
+    elif _MOVE.match(name) and {*operands[1:-1]} <= {"RZ", "URZ"} and _REGISTER.fullmatch(operands[-1]):
+        yield operands[0], operands[-1]
+
+
+def _places(name: str, operand: str) -> list[str]:
+    """The words of a spilled register on the stack."""
+    place = _PLACE.match(operand)
+    first = int(place[1] or "0", 16) if place else 0
+    return [f"[R1+{first + 4 * i:#x}]" for i in range(_width(name))] if place else []
 
 
 def _results(name: str, operands: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -154,12 +200,10 @@ def _results(name: str, operands: tuple[str, ...]) -> tuple[tuple[str, ...], tup
         if _COMPARISON.match(name):
             return operands[:count], operands[count:]
     count += 1
-    while count < len(operands) and re.match(r"U?P(?:\d|T)$", operands[count]) and name.split(".")[0] not in _SELECTS:
+    selects = re.match(r"U?SEL|FSEL|P2R|U?MOV", name)
+    while count < len(operands) and re.match(r"U?P(?:\d|T)$", operands[count]) and not selects:
         count += 1
     return operands[:count], operands[count:]
-
-
-_SELECTS = ("SEL", "USEL", "FSEL", "P2R", "MOV", "UMOV")
 
 
 def _width(name: str) -> int:

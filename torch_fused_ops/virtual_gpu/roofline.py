@@ -9,7 +9,8 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -39,40 +40,41 @@ class Rates:
         flop: of a large GEMM in bfloat16 on random numbers.
         nbytes: of a large copy, read and written.
         lane_instructions: of all lanes together; infinite where they are not counted.
+        launch: seconds that a kernel takes besides, to start and to end; 0 where it was not measured.
+        spread: the middle 80 % of estimated ÷ measured times; None where there are no published measurements.
     """
 
     flop: float
     nbytes: float
     lane_instructions: float = math.inf
+    launch: float = 0.0
+    spread: tuple[float, float] | None = None
 
     def seconds(self, works: Iterable[Work]) -> float:
-        """The least time for works that run one after the other."""
+        """The time for works that run one after the other: the least, and a launch for each."""
         return sum(
-            max(w.flop / self.flop, w.nbytes / self.nbytes, w.lane_instructions / self.lane_instructions) for w in works
+            max(w.flop / self.flop, w.nbytes / self.nbytes, w.lane_instructions / self.lane_instructions) + self.launch
+            for w in works
         )
 
 
-_RATES: Mapping[str, Rates] = {H200.name: Rates(BF16_FLOP, BYTES_MOVED, LANE_INSTRUCTIONS)}
-
-
-# FLOP/s of dense bfloat16 products and bytes/s of memory, from the makers' data sheets.
-_SHEETS: Mapping[str, tuple[float, float]] = {
-    "NVIDIA A100-SXM4-80GB": (312e12, 2.039e12),
-    "NVIDIA H100 80GB HBM3": (989.5e12, 3.35e12),
-    "NVIDIA H200": (989.5e12, 4.8e12),
-    "NVIDIA B200": (2250e12, 8.0e12),
-    "AMD Instinct MI300X": (1307.4e12, 5.3e12),
+_MEASURED = Rates(BF16_FLOP, BYTES_MOVED, LANE_INSTRUCTIONS)  # an H200's
+# The makers' data sheets: FLOP/s of dense bfloat16 products, bytes/s of memory, and bytes/s to the others of a node. It
+# is one way, so half of NVLink's 600, 900 and 1800 GB/s, and of seven Infinity Fabric links' 128 GB/s.
+_SHEETS: Mapping[str, tuple[float, float, float]] = {
+    "NVIDIA A100-SXM4-80GB": (312e12, 2.039e12, 300e9),
+    "NVIDIA H100 80GB HBM3": (989.5e12, 3.35e12, 450e9),
+    "NVIDIA H200": (989.5e12, 4.8e12, 450e9),
+    "NVIDIA B200": (2250e12, 8.0e12, 900e9),
+    "AMD Instinct MI300X": (1307.4e12, 5.3e12, 448e9),
 }
 
 
-# Bytes/s that a GPU sends to the others of its node, from the makers' data sheets: one way, so half of NVLink's 600,
-# 900 and 1800 GB/s, and of seven Infinity Fabric links' 128 GB/s.
-_LINKS: Mapping[str, float] = {
-    "NVIDIA A100-SXM4-80GB": 300e9,
-    "NVIDIA H100 80GB HBM3": 450e9,
-    "NVIDIA H200": 450e9,
-    "NVIDIA B200": 900e9,
-    "AMD Instinct MI300X": 448e9,
+# Fitted to Liger-Kernel's published measurements, `docs/paper-and-devices.md`: the H100's to 25 forward passes of its
+# 0.7 and 0.8 (March and July 2026), the A100's to 32 rows of its 0.2 (September 2024).
+_FITTED: Mapping[str, Mapping[str, Any]] = {
+    "NVIDIA A100-SXM4-80GB": {"flop": 250e12, "spread": (0.93, 1.02)},
+    "NVIDIA H100 80GB HBM3": {"nbytes": 3.08e12, "launch": 6.2e-6, "spread": (0.94, 1.05)},
 }
 
 
@@ -82,24 +84,24 @@ def link_rate(gpu: GPU) -> float:
     Raises:
         KeyError: for a GPU that is not described here.
     """
-    return _LINKS[gpu.name]
+    return _SHEETS[gpu.name][2]
 
 
 def rates_of(gpu: GPU) -> Rates | None:
     """The measured rates of a GPU; None if it was not measured."""
-    return _RATES.get(gpu.name)
+    return _MEASURED if gpu.name == H200.name else None
 
 
 def estimated_rates(gpu: GPU) -> Rates | None:
-    """The measured rates of a GPU, or else the H200's share of its data sheet; None for a GPU without a sheet.
+    """The measured rates of a GPU; what was not measured is the H200's share of the sheet. None without a sheet.
 
-    An H200 reaches 80 % of its sheet's FLOP and 90 % of its bytes. This suffices to compare programs on one GPU.
+    An H200 reaches 80 % of its sheet's FLOP and 90 % of its bytes; four other GPUs reached 80 to 88 % and 92 to 93 %.
     """
-    if gpu.name not in _SHEETS or gpu.name in _RATES:
+    if gpu.name not in _SHEETS or gpu.name == H200.name:
         return rates_of(gpu)
-    reached, sheet = _RATES[H200.name], _SHEETS[H200.name]
-    flop, nbytes = _SHEETS[gpu.name]
-    return Rates(flop * reached.flop / sheet[0], nbytes * reached.nbytes / sheet[1])
+    (flop, nbytes, _), sheet = _SHEETS[gpu.name], _SHEETS[H200.name]
+    share = Rates(flop * _MEASURED.flop / sheet[0], nbytes * _MEASURED.nbytes / sheet[1])
+    return replace(share, **_FITTED.get(gpu.name, {}))
 
 
 # ---- generated code --------------------------------------------------------------------------------------------------
@@ -205,7 +207,7 @@ def works_of(graph: GeneratedGraph) -> list[Work]:
     counted = ((node, flops_of_node(node, flop_of_bf16)) for node in graph.graph.graph.nodes)
     products = [Work(flop, nbytes_of_node(node)) for node, flop in counted if flop]
     others = graph.bytes_moved - sum(run.nbytes for run in runs) - sum(product.nbytes for product in products)
-    return [*(work for run in runs for work in run.works), *products, Work(nbytes=max(0, others))]
+    return [*(work for run in runs for work in run.works), *products, *([Work(nbytes=others)] if others > 0 else [])]
 
 
 def nbytes_of_node(call: torch.fx.Node) -> int:

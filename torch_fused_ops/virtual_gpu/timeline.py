@@ -7,21 +7,20 @@ is counted while it lives, so Python's own lifetimes give the frees, views and r
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .work import flop_of_bf16
+from .work import flop_of_bf16, is_view
 from .wrapper import called
 
 if TYPE_CHECKING:
@@ -161,7 +160,10 @@ class _Step:
                     del tangent
                 del tensors
                 gradients = self._call(paper.backward, "backward", inputs)
-                born |= {(i, j): birth for j, birth in self.memory.born(gradients) if _is_parameter(paper, j)}
+                trained = (
+                    {j for j, spec in enumerate(paper.forward.inputs) if spec.is_parameter} if paper.forward else ()
+                )
+                born |= {(i, j): birth for j, birth in self.memory.born(gradients) if j in trained}
                 for j, gradient in enumerate(gradients):
                     if (i, j) not in self.links:
                         callers.append(gradient)
@@ -245,11 +247,11 @@ class _Memory(Storages):
     def new(self, spec: Any, counted: bool) -> Any:
         if spec.number is not None:
             return spec.number
-        with _quiet():
+        with _disable_current_modes():  # no call of the program
             return self.add(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta"), counted)
 
     def empty_strided(self, size: Any, stride: Any, dtype: torch.dtype, device: Any) -> Tensor:
-        with _quiet():
+        with _disable_current_modes():  # no call of the program
             tensor = torch.empty_strided(size, stride, dtype=dtype, device="meta")
         return self.add(tensor, counted=torch.device(device).type == self.device)
 
@@ -267,7 +269,7 @@ class _Memory(Storages):
         args, kwargs = tree_map(on_meta, (args, kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.touch(tree_leaves(result))
-        if not _is_view(func):
+        if not is_view(func):
             self.note(str(func).removesuffix(".default"), flop_of_bf16(func.overloadpacket, args, kwargs, result))
             extra = _WORKSPACE.get(func.overloadpacket)
             if extra is not None:
@@ -346,25 +348,6 @@ class _Memory(Storages):
             self.events.append(Event(self.kind, self.call, self.most, self.live, 0, nbytes, self.flop, modules))
             self.most = self.live
         self.call, self.flop, self.launch = "", 0.0, None
-
-
-def _is_parameter(paper: PaperCompilation, number: int) -> bool:
-    inputs = paper.forward.inputs if paper.forward else ()
-    return number < len(inputs) and inputs[number].is_parameter
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Run without the mode: nothing inside is a call of the program."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with _disable_current_modes():
-        yield
-
-
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _flash_backward(args: Any) -> int:

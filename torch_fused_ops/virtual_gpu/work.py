@@ -77,3 +77,9 @@ def flop_of(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
 
     count = {torch.ops.aten._grouped_mm: _grouped_flops, **flop_registry}.get(packet)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
+
+
+def is_view(func: Any) -> bool:
+    """Tell from its schema whether an operator returns a view of its first argument."""
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
