@@ -104,7 +104,7 @@ def replace_mlps(
         if not names_module(pattern, paths):
             near = difflib.get_close_matches(pattern.removesuffix(".*"), paths)
             close = f", as {' or '.join(map(repr, near))} would" if near else ""
-            raise ValueError(f"{name}={pattern!r} is not accepted: it must fit a module of the model{close}")
+            raise ValueError(f"{name}={pattern!r} is not accepted: it must match a module of the model{close}")
     check_not_meant("replace_mlps", model, kwargs)
     if not args and not kwargs:
         raise TypeError("replace_mlps needs example inputs, as in replace_mlps(model, x): the model is run once")
