@@ -36,9 +36,9 @@ class Observer(Protocol):
         """The fusion pass has failed on a graph and left it as it was."""
 
 
+_unobserved: ContextVar[bool] = ContextVar("torch_fused_ops_unobserved", default=False)
 process_wide: list[Observer] = []  # told in every thread, but not inside ``unobserved``
 _observers: ContextVar[tuple[Observer, ...] | None] = ContextVar("torch_fused_ops_observers", default=None)
-_unobserved: ContextVar[bool] = ContextVar("torch_fused_ops_unobserved", default=False)
 
 
 def _current() -> tuple[Observer, ...]:
