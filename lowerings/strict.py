@@ -29,8 +29,6 @@ __all__ = ["check"]
 
 log = logging.getLogger("torch_fused_ops")
 
-_called: weakref.WeakSet[Any] = weakref.WeakSet()  # compiled functions whose first call has been judged
-
 
 def check(
     graph: Graph, sites: Sequence[Site], policy: FusionPolicy, modules: Collection[str] = (), *, explicit: bool = True
@@ -63,12 +61,18 @@ def check(
     model.is_new |= _is_first(call.code, policy)
     if ended is not None and call.is_whole and not ended.graph_break:
         model.is_new = False  # judged here, and not once more when the call ends
-        if policy.strict or model.function not in _called:
+        if policy.strict or model.function not in _judged():
             model.judge()
 
 
+def _judged() -> weakref.WeakSet[Any]:
+    """The compiled functions whose first call was judged since ``torch._dynamo.reset()``, which clears contexts."""
+    context: dict[str, weakref.WeakSet[Any]] = code_context.get_context(_judged.__code__)
+    return context.setdefault("torch_fused_ops", weakref.WeakSet())
+
+
 def _is_first(code: CodeType | None, policy: FusionPolicy) -> bool:
-    """Note that code is compiled for a policy; True if it was not since ``torch._dynamo.reset()``, which forgets it."""
+    """Note that code is compiled for a policy; True if it was not since the last reset."""
     if code is None or fusion_events.is_unobserved():
         return True
     policies: set[FusionPolicy] = code_context.get_context(code).setdefault("torch_fused_ops", set())
@@ -107,8 +111,8 @@ class _Model:
 
     def __call__(self) -> None:
         failed = sys.exc_info()[1] is not self.raised
-        is_new = self.is_new and self.function not in _called
-        _called.add(self.function)
+        is_new = self.is_new and self.function not in _judged()
+        _judged().add(self.function)
         if is_new and not failed:
             self.judge()
 

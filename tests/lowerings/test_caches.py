@@ -259,7 +259,7 @@ def test_random_pairs_of_policies_over_one_cache(
     chance, levels = random.Random(0), ("free", "fp8", "input", "tiled:2")
     alone: dict[Any, tuple[list[Tensor], int]] = {}
     hits = 0
-    for _ in range(6):
+    for _ in range(4):
         first, second = (
             tfo.FusionPolicy(
                 memory={"enc": chance.choice(levels), "*": chance.choice(levels)},
@@ -270,13 +270,13 @@ def test_random_pairs_of_policies_over_one_cache(
         owns = chance.choice((False, True))
         for policy, which in ((first, "enc"), (second, "dec"), (first, "dec"), (second, "enc"), (first, "enc")):
             grads, nbytes, hit = served(policy, which, owns, cached=True)
-            key = policy.decisions((which,)), owns
+            key = policy.decisions((which,)), owns and which
             if key not in alone:
                 alone[key] = served(policy, which, owns, cached=False)[:2]
             torch.testing.assert_close(grads, alone[key][0])
             assert nbytes == alone[key][1], (policy, which)
             hits += hit
-    assert hits >= 6, "at least where a policy's module comes again"
+    assert hits >= 4, "at least where a policy's module comes again"
 
 
 PATHS = """

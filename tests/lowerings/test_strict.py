@@ -260,6 +260,14 @@ def test_the_same_code_in_other_compilations_hides_nothing(before: Callable[[nn.
         torch.compile(Body(CUT), backend="fused", options={"policy": STRICT})(torch.randn(4, 8))
 
 
+def test_after_a_reset_a_compiled_model_is_judged_again() -> None:
+    model = torch.compile(Body(CUT), backend="fused", options={"policy": STRICT})
+    for _ in range(2):
+        with pytest.raises(tfo.UnfusedError):
+            model(torch.randn(4, 8))
+        torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("before", [plain, with_another_policy, strictly_and_reset])
 def test_nor_hides_it_a_warning(before: Callable[[nn.Module], None], warnings: Callable[[], list[str]]) -> None:
     before(Body(CUT))
