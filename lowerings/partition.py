@@ -40,21 +40,6 @@ from torch_fused_ops.declaration import OPERATORS
 from torch_fused_ops.graphs.gemm_registry import is_known
 from torch_fused_ops.lowerings import compat
 
-__all__ = [
-    "RECOMPUTED",
-    "Graphs",
-    "allow_recomputation",
-    "base",
-    "budgeted",
-    "is_gemm",
-    "is_linear",
-    "op_types",
-    "partition",
-    "reached",
-    "upstream",
-    "written",
-]
-
 Graphs: TypeAlias = tuple[GraphModule, GraphModule]  # forward's, backward's
 
 aten = torch.ops.aten

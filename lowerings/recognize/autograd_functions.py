@@ -18,8 +18,6 @@ from torch_fused_ops.graphs.reasons import Kind
 from .graph import body_of, read
 from .symbolic import Algebra, Ref, Step, Unprovable, evaluate
 
-__all__ = ["forward_of"]
-
 
 def forward_of(function: Node) -> tuple[tuple[Step, ...], Ref]:
     """Return the function's first result as an expression of its arguments.

@@ -21,8 +21,6 @@ from torch.fx import Graph, Node
 from .graph import PIECES, Call, record, statically, tensor, write_call
 from .symbolic import RULES
 
-__all__ = ["Canonical"]
-
 
 class Canonical:
     """The graph's canonical form, in place.

@@ -30,8 +30,6 @@ from .rewrite import Edit
 from .subgraph import check_in_place_call
 from .values import FLOATING, check_plain, check_rounding, is_contiguous, is_plain, same_shape, value_of
 
-__all__ = ["OPERATOR", "Dropout", "find", "fuse"]
-
 OPERATOR = f"fused::{DROPOUT}_add"
 
 

@@ -26,23 +26,6 @@ from torch_fused_ops.lowerings import compat
 
 from .symbolic import LINEAR, RULES, Ref, Step, Unprovable
 
-__all__ = [
-    "AFFINE",
-    "FREE",
-    "NONLINEAR",
-    "Call",
-    "GraphAnalysis",
-    "join",
-    "reached",
-    "read",
-    "record",
-    "shown",
-    "statically",
-    "tensor",
-    "write_call",
-]
-
-
 _Place = TypeVar("_Place", bound=Hashable)  # a node, or a node and what is known of the way to it
 
 

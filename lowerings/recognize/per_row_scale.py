@@ -31,8 +31,6 @@ from .rewrite import Edit, insert
 from .subgraph import Subgraph
 from .values import check_plain, equal, keeps_rows, value_of
 
-__all__ = ["RowScale", "find", "fuse"]
-
 _EXPONENTS = 128  # of float32 and bfloat16; float16 has 16
 
 

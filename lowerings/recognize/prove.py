@@ -16,8 +16,6 @@ from torch_fused_ops.graphs.reasons import CAN_BE_ADDED, NOT_AN_MLP, Kind, Reaso
 from .graph import read
 from .symbolic import MAX_NAMES, TOLERANCE, Algebra, Poly, Ref, Step, Unprovable, evaluate
 
-__all__ = ["Match", "prove"]
-
 log = logging.getLogger("torch_fused_ops")
 
 NAMES = ("x", "y")  # an activation reads one tensor, a gated one two

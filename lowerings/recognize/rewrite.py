@@ -12,8 +12,6 @@ from torch.fx import Graph, Node
 from .graph import tensor, write_call
 from .subgraph import Subgraph
 
-__all__ = ["Edit", "Snapshot", "fuse", "insert", "operator_of", "replace"]
-
 
 def operator_of(subgraph: Subgraph) -> str:
     """The name of the operator that replaces the subgraph."""

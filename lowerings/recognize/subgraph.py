@@ -39,8 +39,6 @@ from .prove import Match, prove
 from .symbolic import LINEAR, RULES, Ref, Step, Unprovable
 from .values import FLOATING, check_plain, equal, is_contiguous, keeps_rows, same_shape, value_of
 
-__all__ = ["Subgraph", "check_in_place_call", "examine", "find", "readers", "results"]
-
 MAX_CALLS = 64  # the longest pattern of an activation in 260 models has 14
 
 

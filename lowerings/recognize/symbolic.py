@@ -24,8 +24,6 @@ from typing import Any, NamedTuple, TypeAlias
 from torch_fused_ops.graphs.reasons import Kind, Reason
 from torch_fused_ops.operators.reference import CLAMP_KEEPS_BOUNDS
 
-__all__ = ["LINEAR", "RULES", "TOLERANCE", "Algebra", "Poly", "Ref", "Step", "Unprovable", "evaluate"]
-
 # ((atom, power), …) sorted by atom; () is 1. Atoms are numbers of an Algebra's list.
 Monomial: TypeAlias = tuple[tuple[int, int], ...]
 Poly: TypeAlias = dict[Monomial, float]

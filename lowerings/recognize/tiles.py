@@ -31,8 +31,6 @@ from .subgraph import Subgraph, readers
 from .symbolic import LINEAR
 from .values import arguments_of, check_plain, equal, keeps_rows, producers, value_of
 
-__all__ = ["Tiling", "fuse", "tiling"]
-
 MAX_CALLS = 64  # an MLP with adapters on three linear layers has 20
 
 

@@ -19,8 +19,6 @@ from torch_fused_ops.lowerings import compat
 from .graph import GraphAnalysis, reached, shown, tensor
 from .symbolic import LINEAR, RULES
 
-__all__ = ["find"]
-
 # Namespaces of PyTorch's operators and ours: those without a name in ``graph.py`` are known not to be GEMMs.
 _KNOWN = {
     *("aten", "prim", "prims", "fused", "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"),
