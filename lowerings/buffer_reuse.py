@@ -38,8 +38,6 @@ from torch._inductor.virtualized import V
 
 from torch_fused_ops.lowerings import compat
 
-__all__ = ["allow"]
-
 Loop = Any  # torch._inductor.scheduler.SchedulerNode
 Buffer = Any  # SchedulerBuffer
 User = Any  # NodeUser: a loop that reads a buffer, and whether it does at the index at which it writes

@@ -20,7 +20,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch._inductor.config as inductor_config
@@ -48,8 +48,6 @@ ACTIVATIONS: dict[str, tuple[bool, tuple[torch.dtype, ...]]] = {
     "gelu_tanh": (True, HALF),
 }
 
-# The same elements in the same order: they commute with an activation.
-
 
 @dataclass(frozen=True)
 class Work:
@@ -71,14 +69,13 @@ class Work:
         return bool(self.gemm is aten.mm.default)
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """The nodes of a ``Work`` in a graph: the activation alone reads the GEMM, maybe through views (last first)."""
 
     work: Work
     operands: tuple[Node, Node, Node]
     gemm: Node
-    views: tuple[Node, ...]
+    views: list[Node]
     activation: Node
 
 
@@ -123,7 +120,7 @@ def _pair(node: Node) -> Pair | None:
     if gemm.target is not (aten.addmm.default if bias is None else aten.mm.default):
         return None
     work = Work(gemm.target, arguments["activation"], tuple(operand.meta["val"] for operand in operands))
-    return Pair(work, operands, gemm, tuple(views), node)
+    return Pair(work, operands, gemm, views, node)
 
 
 def library_computes(work: Work, out: Tensor) -> bool:

@@ -12,8 +12,6 @@ import re
 import sys
 import warnings
 
-__all__ = ["INTERNALS", "TESTED", "is_newer", "missing", "tested", "warn"]
-
 TESTED = ((2, 11), (2, 15))
 """The first and the last torch that the whole suite has passed on."""
 

@@ -189,10 +189,6 @@ activations._on_change.append(_programs.cache_clear)  # a name among the scalars
 # ---- boxes -----------------------------------------------------------------------------------------------------------
 
 
-def _compute_dtype(*boxes: Box | None) -> torch.dtype:
-    return torch.float64 if any(b is not None and b.get_dtype() == torch.float64 for b in boxes) else torch.float32
-
-
 class _Elementwise:
     """One element function over given arguments, ready to become nodes: the loaders, the ranges and the program.
 
@@ -207,7 +203,8 @@ class _Elementwise:
     ) -> None:
         self.ranges = list(ranges)
         boxes = [b for b, _ in loads]
-        self.dtype = _compute_dtype(*boxes)
+        double = any(b is not None and b.get_dtype() == torch.float64 for b in boxes)
+        self.dtype = torch.float64 if double else torch.float32
         self.device = next(b for b in boxes if b is not None).get_device()
         self.given: tuple[bool | torch.dtype, ...] = (
             *(b is not None for b in boxes),

@@ -40,21 +40,6 @@ from torch_fused_ops.declaration import OPERATORS
 from torch_fused_ops.graphs.gemm_registry import is_known
 from torch_fused_ops.lowerings import compat
 
-__all__ = [
-    "RECOMPUTED",
-    "Graphs",
-    "allow_recomputation",
-    "base",
-    "budgeted",
-    "is_gemm",
-    "is_linear",
-    "op_types",
-    "partition",
-    "reached",
-    "upstream",
-    "written",
-]
-
 Graphs: TypeAlias = tuple[GraphModule, GraphModule]  # forward's, backward's
 
 aten = torch.ops.aten
@@ -296,7 +281,8 @@ def _exposed(gm: GraphModule, graphs: Graphs, joint_inputs: Any, *, free: bool, 
     arguments = [n for i, n in enumerate(forward.find_nodes(op="placeholder")) if i not in static]
     results = [n for n in _returned(forward)[:outputs] if isinstance(n, Node)]
     theirs = {base(n) for n in results}.union(arguments)
-    saved = [n for n in _returned(forward)[outputs:] if isinstance(n, Node) and base(n) in theirs and _is_floating(n)]
+    values = {n: n.meta.get("val") for n in _returned(forward)[outputs:] if isinstance(n, Node) and base(n) in theirs}
+    saved = [n for n, value in values.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
     recomputed = _recomputed_from(saved, graphs)
     if not recomputed:
         return []
@@ -309,12 +295,12 @@ def _exposed(gm: GraphModule, graphs: Graphs, joint_inputs: Any, *, free: bool, 
 
     by_autograd = {node.name for node in read}
     exposed = [n for n in recomputed if not (base(n).name in by_autograd or n in arguments or n in results)]
-    values = to_save(exposed, False)
+    must_be_saved = to_save(exposed, False)
     if free and to_save(recomputed, True):  # seldom: a second cut, of a copy, shows the values that PyTorch saves
         plain, _ = upstream(GraphModule(gm, copy.deepcopy(gm.graph)), joint_inputs, **kwargs)
         by_default = {base(node).name for node in _returned(plain.graph)[outputs:]}
-        values += to_save([n for n in recomputed if base(n).name not in by_default], True)
-    return list(dict.fromkeys(values))
+        must_be_saved += to_save([n for n in recomputed if base(n).name not in by_default], True)
+    return list(dict.fromkeys(must_be_saved))
 
 
 def _recomputed_from(saved: Sequence[Node], graphs: Graphs) -> dict[Node, set[str]]:
@@ -351,8 +337,3 @@ def _read_by_backward(graph: Graph, outputs: int) -> dict[Node, bool]:
                 if source in forward:
                     read[source] = read.get(source, False) or not kinds.is_fusible(node)
     return read
-
-
-def _is_floating(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_floating_point()

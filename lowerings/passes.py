@@ -204,10 +204,14 @@ class Recognize(Stage, CustomGraphPass):
         for site in sites:
             log.info("%s: %s", site.source, site.op or f"not fused: {site.reason}")
         missed = [site for site in sites if site.is_missed]
+
+        def advice(site: Site) -> str:
+            return "".join(f" → {kind.advice}" if kind.hint else f" ({kind.row})" for kind in site.refusals)
+
         if policy.strict and missed:
             raise UnfusedError(
                 "strict=True and these MLP sites were not fused, or not as the policy asks:\n"
-                + "\n".join(f"  {s.source}: {'fused, but ' * bool(s.op)}{s.missed}{_helps(s)}" for s in missed)
+                + "\n".join(f"  {s.source}: {'fused, but ' * bool(s.op)}{s.missed}{advice(s)}" for s in missed)
             )
         strict.check(graph, sites, policy, modules, explicit=self.policy is not None)
         if torch.cuda.is_initialized():
@@ -234,11 +238,6 @@ def _note_decisions(graph: torch.fx.Graph, policy: FusionPolicy) -> None:
         decisions = [(decide(*module_stack(node)), memory_levels.asked(node)) for node in graph.nodes]
         noted = repr((_decided_before(), decisions))  # with what bodies of higher-order operators have
         _decided[context] = hashlib.sha256(noted.encode()).hexdigest()
-
-
-def _helps(site: Site) -> str:
-    """The advice for a site that was not fused, for an error's text."""
-    return "".join(f" → {kind.advice}" if kind.hint else f" ({kind.row})" for kind in site.refusals)
 
 
 class Partition(Stage, CustomPartitionerFn):

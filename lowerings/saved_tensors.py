@@ -19,8 +19,6 @@ from torch_fused_ops.declaration import elementwise
 from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.partition import Graphs, base, op_types, reached, written
 
-__all__ = ["DATA", "SAME_ELEMENTS", "SavedTensors", "UnsoundGraphs", "check"]
-
 aten, prims = torch.ops.aten, torch.ops.prims
 
 # Positions of the arguments through which each operator reads its formula's data.

@@ -25,8 +25,6 @@ from torch_fused_ops.lowerings import compat
 from torch_fused_ops.lowerings.epilogues import autotuned
 from torch_fused_ops.lowerings.partition import VIEWS
 
-__all__ = ["rewrite", "rows_of_a_block"]
-
 aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
 
 

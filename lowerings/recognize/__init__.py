@@ -15,7 +15,7 @@ says where it is read, and stay so where the operator saves it; a call without a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch.fx import Graph, Node
@@ -68,8 +68,10 @@ def rewrite(graph: Graph, policy: FusionPolicy, *, apply: bool = True) -> tuple[
         around = [*(candidate.linears for candidate, _ in proved), *(linears for _, linears in called)]
         recipes = {node: linears.recipe for linears in around if linears for node in linears.nodes}
         if policy.memory != "off":  # else PyTorch chooses the values saved for backward
-            _move_row_scales(analysis, proved, recipes)
-        dropouts = _dropouts(analysis, policy, {subgraph.output for _, subgraph in proved})
+            for candidate, subgraph in proved:
+                if candidate.memory and not isinstance(candidate.tiling, Tiling):
+                    candidate.row_scale = per_row_scale.find(analysis, subgraph, recipes)
+        dropouts = dropout.find(analysis, policy, {subgraph.output for _, subgraph in proved})
         sites = [(candidate.node, site_of(analysis, canonical, candidate)) for candidate in candidates]
         sites += [(call.node, called_site(call, linears)) for call, linears in called]
         sites += [(site.node, dropout_site(analysis, site)) for site in dropouts]
@@ -147,16 +149,6 @@ def _choose(
             candidate.tiling = rejection.reason
 
 
-def _move_row_scales(
-    analysis: GraphAnalysis, proved: list[tuple[Candidate, Subgraph]], in_float8: Collection[Node]
-) -> None:
-    """Take a factor of the rows in front of its GEMM; tiles and float8 replace that GEMM themselves."""
-    for candidate, subgraph in proved:
-        if candidate.memory and not isinstance(candidate.tiling, Tiling):
-            scale = per_row_scale.find(analysis, subgraph)
-            candidate.row_scale = scale if scale and scale.gemm not in in_float8 else None
-
-
 def _check_known(analysis: GraphAnalysis, nodes: list[Node]) -> None:
     """At least one function on a side of an activation must be known to be a GEMM."""
     if nodes and all(analysis.calls[node].unknown for node in nodes):
@@ -206,11 +198,3 @@ def _called(analysis: GraphAnalysis, policy: FusionPolicy) -> Iterator[tuple[gem
             linears = gemms.linears(analysis, call.inputs, call.users, recipe)
             if linears.nodes or linears.rejected:
                 yield call, linears
-
-
-def _dropouts(analysis: GraphAnalysis, policy: FusionPolicy, outputs: Collection[Node]) -> list[dropout.Dropout]:
-    sites = dropout.find(analysis, policy, outputs)
-    for site in sites:
-        if (pattern := policy.excluding(modules_of(site.node))) is not None:
-            site.reason = excluded(pattern)
-    return sites

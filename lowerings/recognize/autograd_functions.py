@@ -11,14 +11,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from torch_fused_ops.graphs.reasons import Kind
 
-from .graph import read
+from .graph import body_of, read
 from .symbolic import Algebra, Ref, Step, Unprovable, evaluate
-
-__all__ = ["forward_of"]
 
 
 def forward_of(function: Node) -> tuple[tuple[Step, ...], Ref]:
@@ -33,22 +31,16 @@ def forward_of(function: Node) -> tuple[tuple[Step, ...], Ref]:
         raise Unprovable(
             "the result of a custom autograd.Function is marked as not differentiable", Kind.CUSTOM_FUNCTION
         )
-    bodies = [_body(function, i) for i in (0, 1)]
-    (forward, outputs), (backward, gradients) = map(read, (body.graph for body in bodies))
+    bodies = [body for argument in function.args[:2] if isinstance(argument, Node) and (body := body_of(argument))]
+    if len(bodies) < 2:
+        raise Unprovable("a custom autograd.Function without its graphs", Kind.CUSTOM_FUNCTION)
+    (forward, outputs), (backward, gradients) = (read(body.graph) for body in bodies)
     results, saved = outputs
     if not isinstance(gradients, (tuple, list)):
         gradients = (gradients,)
     arguments = len(function.args) - 2
     _check_backward(forward, backward, results[0], len(results), tuple(saved), tuple(gradients), arguments)
     return forward, results[0]
-
-
-def _body(function: Node, i: int) -> GraphModule:
-    attribute = function.args[i]
-    body = getattr(function.graph.owning_module, str(attribute.target), None) if isinstance(attribute, Node) else None
-    if not isinstance(body, GraphModule):
-        raise Unprovable("a custom autograd.Function without its graphs", Kind.CUSTOM_FUNCTION)
-    return body
 
 
 @lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ Three patterns lie between an activation and the GEMM that reads it:
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -20,8 +20,6 @@ from torch.fx import Graph, Node
 
 from .graph import PIECES, Call, record, statically, tensor, write_call
 from .symbolic import RULES
-
-__all__ = ["Canonical"]
 
 
 class Canonical:
@@ -89,20 +87,22 @@ class Canonical:
         if not isinstance(pieces, (tuple, list)) or not _is_taken_once(cut, i % len(pieces), len(pieces)):
             return
         act: Any = call.args[0] if call.args else None
-        while isinstance(act, Node) and len(act.users) == 1 and self._is_no_dropout(act):
-            act = self.calls[act].args[0]
-        of = self.calls.get(act) if isinstance(act, Node) else None
+        while (of := self.calls.get(act)) and of.name == "dropout" and not of.dropout_is_active():
+            act = of.args[0] if len(act.users) == 1 else None
         if of is None or of.name not in RULES or of.inplace or len(act.all_input_nodes) != 1 or len(act.users) != 1:
             return
         source = act.all_input_nodes[0]
         value, whole = tensor(source), tensor(act)
         if value is None or whole is None or value.shape != whole.shape:
             return
-        axis = _axis(whole, pieces)
-        if axis is None:
+        sizes = [[piece.shape[axis] for piece in pieces] for axis in range(whole.ndim)]
+        cut_axes = [
+            axis for axis in range(whole.ndim) if not all(statically(n == whole.shape[axis]) for n in sizes[axis])
+        ]
+        if len(cut_axes) != 1:
             return
-        start = sum(piece.shape[axis] for piece in pieces[: i % len(pieces)])
-        length = pieces[i % len(pieces)].shape[axis]
+        (axis,) = cut_axes
+        start, length = sum(sizes[axis][: i % len(pieces)]), sizes[axis][i]
         if not (isinstance(start, int) and isinstance(length, int)):
             return
         with self.graph.inserting_before(act.next):
@@ -111,10 +111,6 @@ class Canonical:
             record(copy, act)
         self._expand_to(node, [piece, copy])
         self.originals[copy] = act
-
-    def _is_no_dropout(self, node: Node) -> bool:
-        call = self.calls.get(node)
-        return call is not None and call.name == "dropout" and not call.dropout_is_active()
 
     def _expand(self, node: Node, call: Call) -> None:
         arguments = dict(zip(("input", "dim"), call.args, strict=False)) | call.kwargs
@@ -139,13 +135,3 @@ def _is_taken_once(cut: Node, i: int, count: int) -> bool:
     taken = [user.args[1] for user in cut.users if user.target is operator.getitem and user.args[0] is cut]
     numbers = [number % count for number in taken if isinstance(number, int)]
     return len(numbers) == len(cut.users) and numbers.count(i) == 1
-
-
-def _axis(whole: torch.Tensor, pieces: Sequence[torch.Tensor]) -> int | None:
-    """The one axis along which these are the pieces of a tensor; None where they are not."""
-
-    def is_cut(axis: int) -> bool:
-        return not all(statically(piece.shape[axis] == whole.shape[axis]) for piece in pieces)
-
-    axes = list(filter(is_cut, range(whole.ndim)))
-    return axes[0] if len(axes) == 1 else None

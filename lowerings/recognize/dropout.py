@@ -20,16 +20,15 @@ from functools import partial
 import torch
 from torch.fx import Node
 
-from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection
+from torch_fused_ops.graphs.modules import module_stack
+from torch_fused_ops.graphs.reasons import Kind, Reason, Rejection, excluded
 from torch_fused_ops.graphs.sites import DROPOUT
-from torch_fused_ops.policy import FusionPolicy
+from torch_fused_ops.policy import FusionPolicy, enclosing_modules
 
 from .graph import AFFINE, GraphAnalysis, shown, statically, tensor, write_call
 from .rewrite import Edit
 from .subgraph import check_in_place_call
 from .values import FLOATING, check_plain, check_rounding, is_contiguous, is_plain, same_shape, value_of
-
-__all__ = ["OPERATOR", "Dropout", "find", "fuse"]
 
 OPERATOR = f"fused::{DROPOUT}_add"
 
@@ -71,6 +70,8 @@ def _examine(analysis: GraphAnalysis, policy: FusionPolicy, site: Dropout, sourc
     import torch._inductor.config as inductor
 
     node, call, value = site.node, analysis.calls[site.node], value_of(site.node)
+    if (pattern := policy.excluding(enclosing_modules(module_stack(node)))) is not None:
+        raise Rejection(*excluded(pattern))
     if not policy.dropout:
         raise Rejection(Kind.DROPOUT_POLICY, "the policy leaves dropouts as they are (dropout=False)")
     if inductor.fallback_random:
@@ -100,12 +101,6 @@ def _addends(analysis: GraphAnalysis, node: Node) -> tuple[Node, Node] | None:
     return (a, b) if a is not b else None  # type: ignore[return-value]
 
 
-def _written(analysis: GraphAnalysis, node: Node, first: Node, last: Node) -> bool:
-    """True where anything writes a value between two nodes."""
-    index = analysis.index
-    return any(index[first] < index[w] < index[last] for w in analysis.writes.get(analysis.storage(node), ()))
-
-
 def _take_bias(analysis: GraphAnalysis, site: Dropout, source: Node) -> None:
     """Take in a vector over the last axis that is added before, for the dropout alone."""
     pair, node = _addends(analysis, source), site.node
@@ -116,7 +111,7 @@ def _take_bias(analysis: GraphAnalysis, site: Dropout, source: Node) -> None:
         if not is_plain(vector) or vector.ndim != 1 or vector.dtype != wide.dtype or not same_shape(x, node):
             continue
         if wide.ndim > 1 and statically(vector.shape[0] == wide.shape[-1]) and vector.device == wide.device:
-            if not any(_written(analysis, addend, source, node) for addend in pair):
+            if not any(analysis.writers(addend, source, node) for addend in pair):
                 site.bias, site.calls = bias, [source, *site.calls]
             return
 
@@ -154,7 +149,7 @@ def _not_taken(analysis: GraphAnalysis, node: Node, total: Node) -> str:
         return f"it is {result.dtype} where {shown(residual)} is {value.dtype}"
     if analysis.region[node] != analysis.region[total]:
         return "autocast or grad mode is switched between"
-    if any(_written(analysis, value, node, total) for value in (node, *node.all_input_nodes)):
+    if any(analysis.writers(value, node, total) for value in (node, *node.all_input_nodes)):
         return "something is written in place between"
     return ""
 

@@ -30,8 +30,6 @@ from .rewrite import Edit
 from .subgraph import readers
 from .values import arguments_of, check_plain, producers, value_of
 
-__all__ = ["Linears", "experts_of", "fuse", "linears"]
-
 log = logging.getLogger("torch_fused_ops")
 
 

@@ -26,23 +26,6 @@ from torch_fused_ops.lowerings import compat
 
 from .symbolic import LINEAR, RULES, Ref, Step, Unprovable
 
-__all__ = [
-    "AFFINE",
-    "FREE",
-    "NONLINEAR",
-    "Call",
-    "GraphAnalysis",
-    "join",
-    "reached",
-    "read",
-    "record",
-    "shown",
-    "statically",
-    "tensor",
-    "write_call",
-]
-
-
 _Place = TypeVar("_Place", bound=Hashable)  # a node, or a node and what is known of the way to it
 
 
@@ -294,12 +277,6 @@ def shown(node: Node) -> str:
     return target if isinstance(target, str) else str(getattr(target, "__name__", target)).removesuffix(".default")
 
 
-def _frames(node: Node) -> Iterator[tuple[str, int]]:
-    """The file and line of each frame of a call."""
-    for file, line in re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or ""):
-        yield file, int(line)
-
-
 def _tensors(argument: Any) -> Iterator[Node]:
     """The nodes in an argument: itself, or in lists and tuples of it."""
     if isinstance(argument, Node):
@@ -328,7 +305,8 @@ def _writes(node: Node, call: Call, bodies: dict[GraphModule, GraphAnalysis]) ->
             yield from _tensors(call.args[:1])
         return
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        if _body_writes(node, bodies):
+        own = _bodies(node)  # an operator without any may write its inputs
+        if not own or any(_analysis_of(body, bodies).writes_inputs() for body in own):
             yield from node.all_input_nodes
         return
     written = _written_arguments(node.target)
@@ -340,12 +318,6 @@ def _writes(node: Node, call: Call, bodies: dict[GraphModule, GraphAnalysis]) ->
         yield from _tensors(node.kwargs.get(name, node.kwargs.get("input") if position == 0 else None))
 
 
-def _body_writes(node: Node, known: dict[GraphModule, GraphAnalysis]) -> bool:
-    """True where a higher-order operator may write its inputs: it has no body here, or one that writes them."""
-    bodies = _bodies(node)
-    return not bodies or any(_analysis_of(body, known).writes_inputs() for body in bodies)
-
-
 def _analysis_of(body: GraphModule, known: dict[GraphModule, GraphAnalysis]) -> GraphAnalysis:
     if body not in known:
         known[body] = GraphAnalysis(body.graph, {}, known)
@@ -354,11 +326,12 @@ def _analysis_of(body: GraphModule, known: dict[GraphModule, GraphAnalysis]) -> 
 
 def _bodies(node: Node) -> list[GraphModule]:
     """The graphs that a higher-order operator calls."""
-    children = (_child(a) for a in _tensors((node.args, node.kwargs)) if a.op == "get_attr")
+    children = (body_of(a) for a in _tensors((node.args, node.kwargs)) if a.op == "get_attr")
     return [body for body in children if body is not None]
 
 
-def _child(node: Node) -> GraphModule | None:
+def body_of(node: Node) -> GraphModule | None:
+    """The graph module that a ``get_attr`` node reads; None where it reads something else."""
     body: Any = node.graph.owning_module
     for name in str(node.target).split("."):
         body = getattr(body, name, None)
@@ -508,10 +481,12 @@ class GraphAnalysis:
         A function that reads a matrix of weights and shows no GEMM may be one, unless it only spreads them: to add the
         biases of experts to their rows, say.
         """
-        body = _child(node.args[0]) if node.target is _CUSTOM and isinstance(node.args[0], Node) else None
+        body = body_of(node.args[0]) if node.target is _CUSTOM and isinstance(node.args[0], Node) else None
         operands = tuple(i for i in _tensor_positions(node) if node.target is not _CUSTOM or i > 1)
         if body is not None:
-            call.known = gemm_registry.function_at(frame for n in body.graph.nodes for frame in _frames(n))
+            traces = "\n".join(n.meta.get("stack_trace") or "" for n in body.graph.nodes)
+            frames = re.findall(r'File "([^"]+)", line (\d+)', traces)
+            call.known = gemm_registry.function_at((file, int(line)) for file, line in frames)
         multiplies = body is not None and _analysis_of(body, self._bodies).multiplies()
         read = [a for i, a in enumerate(node.args) if i in operands and isinstance(a, Node)]
         origins = ((a, tensor(self.origin(a))) for a in read)
@@ -582,6 +557,12 @@ class GraphAnalysis:
         moves = name in VIEWS or name in CASTS or name in COPIES or name in DROPOUTS or name in PLUMBING
         return moves and self.custom(node) is None
 
+    def writers(self, node: Node, after: Node | None = None, before: Node | None = None) -> list[Node]:
+        """The calls that write the memory of a node's value, between two nodes, in order."""
+        first = -1 if after is None else self.index[after]
+        last = len(self.index) if before is None else self.index[before]
+        return [w for w in self.writes.get(self.storage(node), ()) if first < self.index[w] < last]
+
     def joined(self, node: Node) -> list[Node]:
         """The tensors that the node puts side by side, along their last axis; none for other calls."""
         call = self.calls[node]
@@ -597,10 +578,6 @@ class GraphAnalysis:
     def origin(self, node: Node) -> Node:
         """The node whose value this one only moves."""
         return self._origins[node]
-
-    def sum_of_gemms(self, node: Node) -> bool:
-        """True where the node adds tensors to GEMMs' results, or scales them: bias, LoRA's adapter, a residual."""
-        return self.state[node] == AFFINE and self.calls[node].name in LINEAR and len(node.all_input_nodes) > 1
 
     def _state(self, node: Node, call: Call) -> int:
         inputs = self.sources(node)
@@ -651,6 +628,13 @@ def join(graph: Graph) -> tuple[Graph, dict[Node, tuple[Node, tuple[Node, ...]]]
 
     def put(graph: Graph, arguments: Sequence[Any], inside: tuple[Node, ...]) -> Any:
         known: dict[Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), arguments, strict=False))
+
+        def operands(node: Node, body: GraphModule) -> list[Any]:
+            """A body's arguments: the operator's last, or parts of them (``map``, ``scan``)."""
+            count = len(body.graph.find_nodes(op="placeholder"))
+            tensors = [known[a] for a in _tensors((node.args, node.kwargs)) if a.op != "get_attr" or body_of(a) is None]
+            return tensors[len(tensors) - count :] if count <= len(tensors) else []
+
         for node in graph.nodes:
             source = node.args[0] if node.target is operator.getitem else None
             if node in known:
@@ -664,7 +648,7 @@ def join(graph: Graph) -> tuple[Graph, dict[Node, tuple[Node, tuple[Node, ...]]]
             bodies = list(dict.fromkeys(_bodies(node))) if calls else []
             fresh = [body for body in bodies if body not in seen]
             seen.update(fresh)
-            results = [put(body.graph, _arguments_of(node, body, known), (*inside, node)) for body in fresh]
+            results = [put(body.graph, operands(node, body), (*inside, node)) for body in fresh]
             if len(results) == len(bodies) == 1:
                 known[node] = results[0]
             else:
@@ -675,13 +659,6 @@ def join(graph: Graph) -> tuple[Graph, dict[Node, tuple[Node, tuple[Node, ...]]]
 
     put(graph, (), ())
     return whole, copied
-
-
-def _arguments_of(node: Node, body: GraphModule, known: Mapping[Node, Any]) -> list[Any]:
-    """The arguments of a body: the operator's last arguments, or parts of them (``map``, ``scan``)."""
-    count = len(body.graph.find_nodes(op="placeholder"))
-    arguments = [known[a] for a in _tensors((node.args, node.kwargs)) if a.op != "get_attr" or _child(a) is None]
-    return arguments[len(arguments) - count :] if count <= len(arguments) else []
 
 
 def read(graph: Graph) -> tuple[tuple[Step, ...], Any]:

@@ -16,6 +16,7 @@ takes no gradient from such a row would get one for its factor, so the factor is
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,11 +27,9 @@ from torch.fx import Node
 from torch_fused_ops.graphs.reasons import Rejection
 
 from .graph import CASTS, COPIES, GraphAnalysis, shown, statically, tensor, write_call
-from .rewrite import Edit, dead_calls, insert
+from .rewrite import Edit, insert
 from .subgraph import Subgraph
 from .values import check_plain, equal, keeps_rows, value_of
-
-__all__ = ["RowScale", "find", "fuse"]
 
 _EXPONENTS = 128  # of float32 and bfloat16; float16 has 16
 
@@ -57,10 +56,11 @@ class RowScale:
         return f"{shown(self.last)} by a number for each row is moved in front of {shown(self.gemm)}"
 
 
-def find(analysis: GraphAnalysis, subgraph: Subgraph) -> RowScale | None:
+def find(analysis: GraphAnalysis, subgraph: Subgraph, in_float8: Collection[Node]) -> RowScale | None:
     """Return the factor behind the GEMM that reads a proved activation; None where none can be moved.
 
-    The activation needs a gradient: else the operator would save its input for the factor's gradient alone.
+    The activation needs a gradient: else the operator would save its input for the factor's gradient alone. The GEMM is
+    not one ``in_float8``, which is replaced itself.
     """
     if subgraph.order is not None:
         return None
@@ -71,7 +71,7 @@ def find(analysis: GraphAnalysis, subgraph: Subgraph) -> RowScale | None:
         if gemm is not None and factor is not None:
             scale = RowScale(subgraph, tuple(chain), gemm, factor, user)
             return scale if _is_sound(analysis, scale) else None
-        if gemm is None and _multiplies(analysis, user, node):
+        if gemm is None and user not in in_float8 and _multiplies(analysis, user, node):
             gemm = user
         elif analysis.calls[user].inplace or not (
             keeps_rows(analysis, user) or analysis.calls[user].name in CASTS | COPIES
@@ -126,10 +126,9 @@ def _is_sound(analysis: GraphAnalysis, scale: RowScale) -> bool:
     device = value_of(subgraph.output).device
     if any(analysis.region[node] != analysis.region[scale.last] or value_of(node).device != device for node in calls):
         return False
-    read = {source for node in (*calls, *dead_calls(subgraph)) for source in node.all_input_nodes}
-    first, last = min(map(analysis.index.__getitem__, calls)), analysis.index[scale.last]
-    writers = (w for node in read for w in analysis.writes.get(analysis.storage(node), ()))
-    return not any(first <= analysis.index[w] <= last and w not in subgraph.calls for w in writers)
+    read = {source for node in (*calls, *subgraph.bypassed) for source in node.all_input_nodes}
+    first = min(calls, key=analysis.index.__getitem__)
+    return not any(w not in subgraph.calls for node in read for w in analysis.writers(node, first, scale.last))
 
 
 # ---- the edit --------------------------------------------------------------------------------------------------------
@@ -137,7 +136,7 @@ def _is_sound(analysis: GraphAnalysis, scale: RowScale) -> bool:
 
 def fuse(scale: RowScale) -> Edit:
     """The edit that replaces the activation by an operator with the factor, and leaves the GEMM alone behind it."""
-    return scale.last, partial(_insert, scale), {*dead_calls(scale.subgraph), *scale.chain, scale.last}
+    return scale.last, partial(_insert, scale), {*scale.subgraph.replaced, *scale.chain, scale.last}
 
 
 def _insert(scale: RowScale) -> Node:

@@ -16,8 +16,6 @@ from torch_fused_ops.graphs.reasons import CAN_BE_ADDED, NOT_AN_MLP, Kind, Reaso
 from .graph import read
 from .symbolic import MAX_NAMES, TOLERANCE, Algebra, Poly, Ref, Step, Unprovable, evaluate
 
-__all__ = ["Match", "prove"]
-
 log = logging.getLogger("torch_fused_ops")
 
 NAMES = ("x", "y")  # an activation reads one tensor, a gated one two
@@ -64,7 +62,11 @@ def _prove(steps: tuple[Step, ...], result: Ref, operands: int, kinks: bool, tab
         values = evaluate(algebra, steps, variables)
         expression = (variables if result.kind == "operand" else values)[result.i]
         rounds = result.kind == "value" and algebra.rounds(result.i, expression)
-        match = _unary(algebra, expression, forms) if operands == 1 else _gated(algebra, expression, steps, forms)
+        if operands == 1:
+            names = (name for (name, i), form in forms.items() if i == 0 and algebra.same(expression, form))
+            match = next(map(Match, names), None)
+        else:
+            match = _gated(algebra, expression, steps, forms)
         match = match or _scaled(algebra, expression, steps, forms, operands)
     except Unprovable as e:
         return Match(None, reason=e.reason)
@@ -125,13 +127,6 @@ activations._on_change.append(_forget)
 def _applied(algebra: Algebra, name: str, x: Poly) -> Poly:
     steps, result = _definition(name)
     return evaluate(algebra, steps, [x])[result.i] if result.kind == "value" else x
-
-
-def _unary(algebra: Algebra, expression: Poly, forms: Forms) -> Match | None:
-    for (name, i), form in forms.items():
-        if i == 0 and algebra.same(expression, form):
-            return Match(name)
-    return None
 
 
 def _bounds(steps: tuple[Step, ...]) -> list[float | None]:

@@ -33,8 +33,6 @@ from .subgraph import Subgraph, find, readers, results
 from .symbolic import RULES
 from .tiles import Tiling
 
-__all__ = ["Candidate", "called_site", "dropout_site", "modules_of", "site_of", "unread"]
-
 
 def modules_of(*nodes: Node) -> set[str]:
     """The paths of all modules that one of the nodes is in."""

@@ -12,8 +12,6 @@ from torch.fx import Graph, Node
 from .graph import tensor, write_call
 from .subgraph import Subgraph
 
-__all__ = ["Edit", "Snapshot", "dead_calls", "fuse", "insert", "operator_of", "replace"]
-
 
 def operator_of(subgraph: Subgraph) -> str:
     """The name of the operator that replaces the subgraph."""
@@ -66,18 +64,7 @@ def replace(graph: Graph, edits: Sequence[Edit]) -> None:
 
 def fuse(subgraph: Subgraph) -> Edit:
     """The edit that replaces a proved subgraph by one fused operator."""
-    return subgraph.output, partial(insert, subgraph), dead_calls(subgraph)
-
-
-def dead_calls(subgraph: Subgraph) -> set[Node]:
-    """The nodes that may be dead once the operator has taken the subgraph's place."""
-    dead = {*subgraph.calls, *subgraph.bypassed}
-    if subgraph.packed:  # the cuts of the packed tensor
-        for node in subgraph.inputs:
-            while node is not subgraph.packed[0]:
-                dead.add(node)
-                node = node.all_input_nodes[0]
-    return dead
+    return subgraph.output, partial(insert, subgraph), subgraph.replaced
 
 
 def insert(subgraph: Subgraph, place: Callable[[Node], Node] = lambda n: n, token_scale: Node | None = None) -> Node:

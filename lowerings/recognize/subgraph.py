@@ -36,10 +36,8 @@ from .graph import (
     tensor,
 )
 from .prove import Match, prove
-from .symbolic import RULES, Ref, Step, Unprovable
+from .symbolic import LINEAR, RULES, Ref, Step, Unprovable
 from .values import FLOATING, check_plain, equal, is_contiguous, keeps_rows, same_shape, value_of
-
-__all__ = ["Subgraph", "check_in_place_call", "examine", "find", "readers", "results"]
 
 MAX_CALLS = 64  # the longest pattern of an activation in 260 models has 14
 
@@ -57,6 +55,11 @@ class Subgraph:
     packed: tuple[Node, str] | None = None  # gate and up as one tensor, and their layout
     order: tuple[int, ...] | None = None  # the axes as they lie in memory, where the result is not contiguous
     factors: list[Node] = field(default_factory=list)  # multiplications by other tensors, on the way to the GEMMs
+
+    @property
+    def replaced(self) -> set[Node]:
+        """The nodes that may be dead once the operator has taken the subgraph's place."""
+        return {*self.calls, *self.bypassed}
 
 
 def find(analysis: GraphAnalysis) -> Iterator[tuple[Node, list[Node]]]:
@@ -200,7 +203,10 @@ def _is_call(analysis: GraphAnalysis, node: Node) -> bool:
     if state == AFFINE:
         if call.name in CASTS and _loses(value_of(node.all_input_nodes[0]).dtype, value_of(node).dtype):
             return False  # the activation is applied to the rounded tensor
-        return not analysis.sum_of_gemms(node) and (moves or call.name in RULES)
+        is_sum = (
+            call.name in LINEAR and len(node.all_input_nodes) > 1
+        )  # a bias, LoRA's adapter, a residual; or a factor
+        return not is_sum and (moves or call.name in RULES)
     if call.name in DROPOUTS and not moves:
         raise Rejection(Kind.DROPOUT_INSIDE, "an active dropout stands inside the activation")
     if not moves and call.name not in RULES and analysis.custom(node) is None:
@@ -282,7 +288,7 @@ def _path(analysis: GraphAnalysis, node: Node) -> tuple[Any, ...]:
     path: list[Any] = []
     while analysis.passes(node) and analysis.calls[node].name not in DROPOUTS:
         call, source = analysis.calls[node], node.all_input_nodes[0]
-        if any(analysis.writes.get(analysis.storage(value)) for value in (node, *node.all_input_nodes)):
+        if any(map(analysis.writers, (node, *node.all_input_nodes))):
             break
         arguments = map_arg(
             (call.args, call.kwargs), lambda argument, source=source: "" if argument is source else argument
@@ -393,22 +399,16 @@ def _order(value: torch.Tensor) -> tuple[int, ...] | None:
 
 def _check_writes(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
     """Reject in-place writes that change a value between its call and its readers, the output node included."""
-    calls, at = set(subgraph.calls), analysis.index
-
-    def writers_after(node: Node) -> Iterator[Node]:
-        return (w for w in analysis.writes.get(analysis.storage(node), ()) if at[w] > at[node])
-
     for node in subgraph.calls:
         for source in analysis.sources(node):
-            for writer in writers_after(source):
-                if at[writer] < at[node]:
-                    raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into it in place before it is read")
+            for writer in analysis.writers(source, source, node):
+                raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into it in place before it is read")
     # Behind the output node too: the operator saves its input for backward, where relu and others save their result.
     for source in subgraph.inputs:
-        for writer in writers_after(source):
-            if writer not in calls:
+        for writer in analysis.writers(source, source):
+            if writer not in subgraph.calls:
                 raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into its input in place")
-    for writer in writers_after(subgraph.output):
+    for writer in analysis.writers(subgraph.output, subgraph.output):
         if analysis.calls[writer].name not in DROPOUTS:  # a dropout behind it stays
             raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into its result in place")
     for node in subgraph.calls:
@@ -503,35 +503,31 @@ def _find_packed(analysis: GraphAnalysis, subgraph: Subgraph) -> None:
     if match.up is None or subgraph.order is not None or match.gate_scale != 1:
         return
     gate, up = subgraph.inputs[match.gate], subgraph.inputs[match.up]
-    wholes, of_up = _wholes(analysis, gate), _wholes(analysis, up)
-    if wholes[:1] == of_up[:1] != []:
-        _check_axis(value_of(wholes[0]), value_of(gate), value_of(up))
-    layouts = ((node, _layout(value_of(node), value_of(gate), value_of(up))) for node in wholes if node in of_up)
-    base, layout = next(((node, layout) for node, layout in layouts if layout), (None, ""))
-    if base is None:
-        return
-    bypassed = set(subgraph.inputs)
-    for node in subgraph.inputs:
-        while (node := node.all_input_nodes[0]) is not base:
-            bypassed.add(node)
-    if all(analysis.region[node] == analysis.region[subgraph.output] for node in bypassed) and not any(
-        analysis.index[base] < analysis.index[writer] < analysis.index[subgraph.output] and writer not in subgraph.calls
-        for writer in analysis.writes.get(analysis.storage(base), ())
-    ):
-        subgraph.packed = (base, layout)
+    of_gate, of_up = _views(analysis, gate), _views(analysis, up)
+    whole, whole_of_up = (
+        next((view for view in views[1:] if tensor(view) is not None), None) for views in (of_gate, of_up)
+    )
+    if whole is not None and whole is whole_of_up:
+        _check_axis(value_of(whole), value_of(gate), value_of(up))
+    for base in (node for node in of_gate[1:] if node in of_up[1:] and tensor(node) is not None):
+        layout = _layout(value_of(base), value_of(gate), value_of(up))
+        cuts = {node for views in (of_gate, of_up) for node in views[: views.index(base)]}
+        one_region = all(analysis.region[node] == analysis.region[subgraph.output] for node in cuts)
+        if layout and one_region and set(analysis.writers(base, base, subgraph.output)) <= set(subgraph.calls):
+            subgraph.packed = (base, layout)
+            subgraph.bypassed += cuts
+            return
 
 
 _CUTS = PIECES | {"getitem", "narrow", "select", "slice", "view", "reshape", "unflatten", "_unsafe_view"}
 
 
-def _wholes(analysis: GraphAnalysis, node: Node) -> list[Node]:
-    """The tensors that a node is a view of, by cuts and other shapes, the nearest first."""
-    wholes, storage = [], analysis.storage(node)
-    while analysis.calls[node].name in _CUTS:
-        node = node.all_input_nodes[0]
-        if tensor(node) is not None and analysis.storage(node) == storage:
-            wholes.append(node)
-    return wholes
+def _views(analysis: GraphAnalysis, node: Node) -> list[Node]:
+    """The node and those that it is a view of, by cuts and other shapes, the nearest first."""
+    views = [node]
+    while analysis.calls[views[-1]].name in _CUTS:
+        views.append(views[-1].all_input_nodes[0])
+    return [view for view in views if tensor(view) is None or analysis.storage(view) == analysis.storage(node)]
 
 
 def _check_axis(whole: torch.Tensor, *parts: torch.Tensor) -> None:

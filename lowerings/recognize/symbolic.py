@@ -24,8 +24,6 @@ from typing import Any, NamedTuple, TypeAlias
 from torch_fused_ops.graphs.reasons import Kind, Reason
 from torch_fused_ops.operators.reference import CLAMP_KEEPS_BOUNDS
 
-__all__ = ["LINEAR", "RULES", "TOLERANCE", "Algebra", "Poly", "Ref", "Step", "Unprovable", "evaluate"]
-
 # ((atom, power), …) sorted by atom; () is 1. Atoms are numbers of an Algebra's list.
 Monomial: TypeAlias = tuple[tuple[int, int], ...]
 Poly: TypeAlias = dict[Monomial, float]
@@ -185,16 +183,13 @@ class Algebra:
             if function != "relu":
                 continue
             inner = args[0]
-            same = [b for b in powers if inner == {((b, 1),): 1.0} or self._is_relu(b, inner)]
+            relus = [b for b in powers if self.atoms[b][0] == "relu" and self.same(self.atoms[b][1][0], inner)]
+            same = [b for b in powers if inner == {((b, 1),): 1.0} or b in relus]
             ((square, _),) = next(iter(self._atom("relu", inner, {})))
             if same != [square] and (len(same) > 1 or k > 1):
                 others = {b: n for b, n in powers.items() if b not in same}
                 return self._square_relus({**others, square: sum(powers[b] for b in same)})
         return powers
-
-    def _is_relu(self, atom: int, inner: Poly) -> bool:
-        function, args = self.atoms[atom]
-        return function == "relu" and self.same(args[0], inner)
 
     def sub(self, p: Operand, q: Operand) -> Poly:
         return self.add(p, q, -1.0)
@@ -367,10 +362,6 @@ class Algebra:
 
     def text(self, p: Poly) -> str:
         """p, readable: ``x·sigmoid(1.7·x)``."""
-        text = " ".join(chain.from_iterable(self._terms(p))).removeprefix("+ ") or "0"
-        return f"-{text[2:]}" if text.startswith("- ") else text
-
-    def _terms(self, p: Poly) -> list[tuple[str, str]]:
         terms = []
         for m, c in p.items():
             factors = [self._factor(a) + (f"^{k}" if k != 1 else "") for a, k in m]
@@ -378,7 +369,8 @@ class Algebra:
             factors.sort(key=lambda f: ("(" in f, f))
             size = f"{abs(c):.7g}"
             terms.append(("-" if c < 0 else "+", "·".join(factors if factors and size == "1" else [size, *factors])))
-        return sorted(terms)  # "+" comes before "-"
+        text = " ".join(chain.from_iterable(sorted(terms))).removeprefix("+ ") or "0"  # "+" comes before "-"
+        return f"-{text[2:]}" if text.startswith("- ") else text
 
     def _factor(self, atom: int) -> str:
         function, args = self.atoms[atom]

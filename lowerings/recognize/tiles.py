@@ -26,12 +26,10 @@ from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.settings import tiles
 
 from .graph import CASTS, COPIES, DROPOUTS, FREE, GraphAnalysis, reached, record, shown, write_call
-from .rewrite import Edit, dead_calls, insert
+from .rewrite import Edit, insert
 from .subgraph import Subgraph, readers
 from .symbolic import LINEAR
 from .values import arguments_of, check_plain, equal, keeps_rows, producers, value_of
-
-__all__ = ["Tiling", "fuse", "tiling"]
 
 MAX_CALLS = 64  # an MLP with adapters on three linear layers has 20
 
@@ -80,7 +78,10 @@ def tiling(analysis: GraphAnalysis, subgraph: Subgraph, asked: int, taken: set[N
     if subgraph.order is not None:
         raise Rejection(Kind.TILE_FORM, "its tokens are not contiguous in memory")
     _read(analysis, mlp)
-    _check_readers(mlp)
+    for node in mlp.dead - {last}:
+        for user in node.users:
+            if user not in mlp.dead:
+                raise Rejection(Kind.TILE_READER, f"{shown(user)} also reads the result of {shown(node)}")
     if any(analysis.region[node] != analysis.region[last] for node in mlp.dead):
         raise Rejection(Kind.REGION, "autocast or grad mode is switched between its parts")
     _check_writes(analysis, mlp)
@@ -90,7 +91,10 @@ def tiling(analysis: GraphAnalysis, subgraph: Subgraph, asked: int, taken: set[N
     tokens = _tokens(source)
     if any(not equal(tokens, _tokens(node)) for node in mlp.calls):
         raise Rejection(Kind.TILE_FORM, "not every row of its input becomes a row of its result")
-    if not isinstance(tokens, int) and (tokens.node.hint is None or not _shape_is_known(mlp)):
+    leading, shape = value_of(last).shape[:-1], value_of(source).shape[:-1]
+    same = len(leading) == len(shape) and all(map(equal, leading, shape))
+    shape_is_known = same or len(leading) == 1 or all(isinstance(size, int) for size in leading)
+    if not isinstance(tokens, int) and (tokens.node.hint is None or not shape_is_known):
         raise Rejection(Kind.TILE_SIZE, "the number of its tokens is not known when it is compiled")
     count = tokens if isinstance(tokens, int) else tokens.node.hint
     mlp.count = tiles.number(count, asked)
@@ -143,7 +147,7 @@ def _read(analysis: GraphAnalysis, mlp: Tiling) -> None:
             raise Rejection(Kind.TILE_FORM, f"more than {MAX_CALLS} calls stand between its input and its result")
         mlp.calls.append(node)
     mlp.calls.sort(key=analysis.index.__getitem__)
-    mlp.dead = {*mlp.calls, *passed, *dead_calls(mlp.subgraph)}
+    mlp.dead = {*mlp.calls, *passed, *mlp.subgraph.replaced}
 
 
 def _viewed(analysis: GraphAnalysis, mlp: Tiling, node: Node, passed: set[Node]) -> Node:
@@ -181,26 +185,12 @@ def _data(analysis: GraphAnalysis, mlp: Tiling, node: Node) -> Sequence[Node]:
     return data
 
 
-def _shape_is_known(mlp: Tiling) -> bool:
-    """True where the result's leading sizes are numbers, or its tokens' own."""
-    leading, source = value_of(mlp.last).shape[:-1], value_of(mlp.source).shape[:-1]
-    same = len(leading) == len(source) and all(map(equal, leading, source))
-    return same or len(leading) == 1 or all(isinstance(size, int) for size in leading)
-
-
-def _check_readers(mlp: Tiling) -> None:
-    for node in mlp.dead:
-        for user in node.users if node is not mlp.last else ():
-            if user not in mlp.dead:
-                raise Rejection(Kind.TILE_READER, f"{shown(user)} also reads the result of {shown(node)}")
-
-
 def _check_writes(analysis: GraphAnalysis, mlp: Tiling) -> None:
     """Reject in-place writes in front of the last linear layer, where tiles read."""
-    first, last = min(map(analysis.index.__getitem__, mlp.dead)), analysis.index[mlp.last]
+    first = min(mlp.dead, key=analysis.index.__getitem__)
     for node in (mlp.source, *mlp.constants, *mlp.dead):
-        for writer in analysis.writes.get(analysis.storage(node), ()):
-            if first <= analysis.index[writer] <= last and writer not in mlp.subgraph.calls:
+        for writer in analysis.writers(node, first, mlp.last):
+            if writer not in mlp.subgraph.calls:
                 raise Rejection(Kind.WRITTEN, f"{shown(writer)} writes into it in place before it is read")
 
 

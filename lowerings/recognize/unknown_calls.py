@@ -19,8 +19,6 @@ from torch_fused_ops.lowerings import compat
 from .graph import GraphAnalysis, reached, shown, tensor
 from .symbolic import LINEAR, RULES
 
-__all__ = ["find"]
-
 # Namespaces of PyTorch's operators and ours: those without a name in ``graph.py`` are known not to be GEMMs.
 _KNOWN = {
     *("aten", "prim", "prims", "fused", "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"),
@@ -94,16 +92,11 @@ def _gemms_around(
     def neighbors(place: tuple[Node, bool]) -> Iterator[tuple[Node, bool]]:
         node, bent = place
         name = analysis.calls[node].name
-        is_pointwise = name in RULES and not (name in ("add", "sub") and len(_larger(node)) > 1)
+        matrices = [a for a in node.all_input_nodes if (value := tensor(a)) is not None and value.ndim > 1]  # no biases
+        is_pointwise = name in RULES and not (name in ("add", "sub") and len(matrices) > 1)
         if not is_gemm(node) and (analysis.passes(node) or is_pointwise):
             bent |= not analysis.passes(node) and name not in LINEAR
             yield from ((neighbor, bent) for neighbor in on(node))
 
     places = islice(reached([(node, False) for node in start], neighbors), _LONGEST)
     return {bent for node, bent in places if is_gemm(node)}
-
-
-def _larger(node: Node) -> list[Node]:
-    """The tensors of more than one axis that a call reads: not biases."""
-    values = ((a, tensor(a)) for a in node.all_input_nodes)
-    return [a for a, value in values if value is not None and value.ndim > 1]

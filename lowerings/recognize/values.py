@@ -13,20 +13,6 @@ from torch_fused_ops.lowerings import compat
 
 from .graph import AFFINE, RESHAPES, GraphAnalysis, reached, shown, statically, tensor
 
-__all__ = [
-    "FLOATING",
-    "arguments_of",
-    "check_plain",
-    "check_rounding",
-    "equal",
-    "is_contiguous",
-    "is_plain",
-    "keeps_rows",
-    "producers",
-    "same_shape",
-    "value_of",
-]
-
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
 
