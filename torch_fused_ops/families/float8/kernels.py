@@ -348,10 +348,9 @@ def _scales_of_columns(strips, COLUMNS: tl.constexpr, DTYPE: tl.constexpr, PTX: 
 
 @triton.jit
 def _beside_rows(of_blocks, COLUMNS: tl.constexpr):
-    """Broadcast values of the blocks of some rows of a tile to their elements."""
+    """Broadcast values of the blocks of a strip's rows to its elements."""
     if COLUMNS == NARROW:
-        HEIGHT: tl.constexpr = of_blocks.shape[0]
-        return tl.reshape(tl.broadcast_to(of_blocks[:, :, None], (HEIGHT, PARTS, NARROW)), (HEIGHT, SIDE))
+        return tl.reshape(tl.broadcast_to(of_blocks[:, :, None], (STRIP_ROWS, PARTS, NARROW)), (STRIP_ROWS, SIDE))
     else:
         return of_blocks[:, None]
 
@@ -385,18 +384,6 @@ def _scales_left(place, left, part, blocks_left, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _scales_of_rows(scales, row, rows, rows_left, columns_left, COLUMNS: tl.constexpr):
-    """Load the scales of some rows of a tile, beside their elements."""
-    if COLUMNS == NARROW:
-        part = tl.arange(0, PARTS)[None, :]
-        known = (row < rows_left)[:, None] & (part * NARROW < columns_left)
-        scale = tl.load(scales + part * rows + row[:, None], mask=known, other=0.0)
-    else:
-        scale = tl.load(scales + row, mask=row < rows_left, other=0.0)
-    return _beside_rows(scale, COLUMNS)
-
-
-@triton.jit
 def _pairs_of_tile(
     input, input_scales, first, place, rows, rows_left, columns_left, input_row, input_column,
     COLUMNS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
@@ -411,7 +398,12 @@ def _pairs_of_tile(
             places = row[:, None] * input_row + place[None, :] * input_column
             loaded = tl.load(input + places, mask=mask, other=0.0)
             if input_scales is not None:
-                scale = _scales_of_rows(input_scales, row, rows, rows_left, columns_left, COLUMNS)
+                mask = row < rows_left
+                if COLUMNS == NARROW:
+                    part = tl.arange(0, PARTS)[None, :]
+                    mask = mask[:, None] & (part * NARROW < columns_left)
+                    row = part * rows + row[:, None]
+                scale = _beside_rows(tl.load(input_scales + row, mask=mask, other=0.0), COLUMNS)
                 loaded = _clamp(_from_fp8(loaded, PTX) * scale, BF16_LARGEST)
             two = two + (loaded.to(DTYPE),)
         strips = strips + (_pair(two[0], two[1], DTYPE, PTX),)
@@ -565,27 +557,16 @@ def _quantize_turned(
 
 
 @triton.jit
-def _dequantize(
-    out, values, scales, rows, columns, column_blocks,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+def _dequantize_rows(
+    out, values, scales, columns, scale_row,
+    LARGEST: tl.constexpr, PLACES: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """value · scale, at most LARGEST; out, values (rows, columns) without gaps, in blocks of (ROWS, 128) or (1, 32)."""
-    program = tl.program_id(0)
-    c = (program % column_blocks).to(tl.int64)
-    r = (program // column_blocks).to(tl.int64) * BLOCK_M
-    row, place = _places(BLOCK_M, WIDE), _places(SIDE, WIDE)
-    mask = row < rows - r
-    stored = mask[:, None] if COLUMNS == SIDE else mask[:, None] & (place < columns - c * SIDE)[None, :]
-    places = row[:, None] * columns + place[None, :]
-    corner = r * columns + c * SIDE
-    code = tl.load(values + corner + places, mask=stored, other=0)
-    if ROWS == 1:
-        scales += c * (SIDE // COLUMNS) * rows + r
-        scale = _scales_of_rows(scales, row, rows, rows - r, columns - c * SIDE, COLUMNS)
-    else:
-        scale = tl.load(scales + (r // SIDE) * column_blocks + c)
-    tl.store(out + corner + places, _clamp(_from_fp8(code, PTX) * scale, LARGEST), mask=stored)
+    """``float8.dequantize`` of rows, or of one block; a program has PLACES of a row. out, values: without gaps."""
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * PLACES + tl.arange(0, PLACES)
+    scale = tl.load(scales + row * scale_row)
+    code = tl.load(values + row * columns + place, mask=place < columns, other=0)
+    x = _from_fp8(code, PTX) * (scale * 0.5 if FNUZ else scale)
+    tl.store(out + row * columns + place, _clamp(x, LARGEST), mask=place < columns)
 
 
 @triton.jit
@@ -756,7 +737,6 @@ def _gradients(
 
 _WARPS = 8  # 64 elements a thread: a strip is one load of 16 bytes for each
 _REGISTERS = 128  # so that two programs fit a multiprocessor of 64 Ki
-_ROWS_OF_DEQUANTIZE = 32
 _COLUMNS_AT_ONCE = 32768  # of a row in registers: 32 warps have 32 elements a thread
 _COLUMNS_OF_A_PART = 2048
 
@@ -934,18 +914,18 @@ def requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
 
 
 def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """``float8.dequantize`` in one kernel; where a row is a block, in plain torch: no recipe needs it."""
-    (r, c), columns = values.shape, float8.columns_of(values, scales, rows)
-    if columns not in (BLOCK, MX_BLOCK):
+    """``float8.dequantize`` in one kernel, of rows or one block; of other blocks in plain torch: no recipe needs it."""
+    r, c = values.shape
+    if rows not in (1, r) or float8.columns_of(values, scales, rows) != c:
         return float8.dequantize(values, scales, rows, dtype)
     out = values.new_empty((r, c), dtype=dtype)
     if out.numel():
         launching.launch(
-            _dequantize, (blocks(r, _ROWS_OF_DEQUANTIZE) * blocks(c, BLOCK), 1, 1), values.device,
-            (out, values.contiguous().view(torch.uint8), scales.contiguous()), (r, c, blocks(c, BLOCK)),
+            _dequantize_rows, (r, blocks(c, _COLUMNS_OF_A_PART), 1), values.device,
+            (out, _as(torch.uint8, values.contiguous()), scales), (c, _strides_of_scales(scales)[1]),
             {
-                "ROWS": rows, "COLUMNS": columns, "LARGEST": float8.largest(dtype), "WIDE": _wide(c),
-                "PTX": _ptx(values.device), "BLOCK_M": _ROWS_OF_DEQUANTIZE, "num_warps": 4, **OPTIONS,
+                "LARGEST": float8.largest(dtype), "PLACES": _COLUMNS_OF_A_PART, **_of_device(values), "num_warps": 4,
+                **OPTIONS,
             },
         )  # fmt: skip
     return out

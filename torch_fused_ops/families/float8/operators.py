@@ -3,6 +3,7 @@
     quantize      a tensor as float8 with a scale for each block: (1, 128), (128, 128), (1, 32), a row, or all of it
     quantize_by   the same by scales that are known
     dequantize    back
+    requantize    what is quantized along its rows, along its columns, as a weight would be
     scaled_mm     a product of two of those
     scaled_mm_tiled    that in blocks of (1, 32), with scales as sm_100 reads them, which lowerings make
     linear_fp8    input · weightᵀ + bias, and its gradients, in these four, by a recipe (``recipes.RECIPES``)
@@ -108,6 +109,10 @@ def _check_dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dt
         refuse("dtype", dtype, ", ".join(map(str, DTYPES)))
 
 
+def _check_requantize(values: Tensor, scales: Tensor) -> None:
+    _check_stored("values", values, scales, 1)
+
+
 def _check_product(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype
 ) -> None:
@@ -186,6 +191,10 @@ def _fake_dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dty
     return values.new_empty(values.shape, dtype=dtype)
 
 
+def _fake_requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    return _fake_quantize(values.t(), *float8.block_of_columns(float8.columns_of(values, scales, 1)))
+
+
 def _fake_product(a: Tensor, a_scales: Tensor, b: Tensor, *others: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[-2]), dtype=others[-1])
 
@@ -260,6 +269,17 @@ _dequantize = register_plain(
     _fake_dequantize,
     _check_dequantize,
 )
+_requantize = register_plain(
+    Signature(
+        "requantize",
+        arguments_of(values="Tensor: data", scales="Tensor: scales"),
+        ("data", "scales"),
+        f"quantize(dequantize(values, scales, 1)ᵀ, {BLOCK}), in one pass; of blocks of (1, {MX_BLOCK}) again in these.",
+    ),
+    float8.requantize,
+    _fake_requantize,
+    _check_requantize,
+)
 _scaled_mm = _register_product(
     "scaled_mm",
     "a · bᵀ + bias of what quantize has stored in blocks as wide: a in blocks of a row, b in blocks of rows.",
@@ -328,10 +348,8 @@ class _Linear(torch.autograd.Function):
             d_input = _scaled_mm(*of_grad, *of_weight, None, rows, grad.dtype).to(input_dtype)
         if ctx.needs_input_grad[1]:
             if wgrad:
-                input = _dequantize(*kept, 1, grad.dtype).t()
-                rows, columns = scaling.weight.of(input.shape)
-                of_grad = _quantize(grad.t(), *scaling.data.of(grad.t().shape))
-                d_weight = _scaled_mm(*of_grad, *_quantize(input, rows, columns), None, rows, grad.dtype)
+                of_input, of_grad = _requantize(*kept), _quantize(grad.t(), *scaling.data.of(grad.t().shape))
+                d_weight = _scaled_mm(*of_grad, *of_input, None, scaling.weight.rows, grad.dtype)
             else:
                 d_weight = torch.mm(grad.t(), kept[0].to(grad.dtype))
             d_weight = d_weight.to(weight.dtype)

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from torch_fused_ops.distributed.sharding import RULES, Placements, Sharding
-from torch_fused_ops.families.float8.formulas import columns_of
+from torch_fused_ops.families.float8.formulas import block_of_columns, columns_of
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 
 __all__ = ["multiples"]
@@ -84,6 +84,19 @@ def _dequantize(values: Any, scales: Any, rows: int, dtype: Any) -> Shardings:
     return shardings
 
 
+def _requantize(values: Any, scales: Any) -> Shardings:
+    from torch.distributed.tensor import Replicate, Shard
+
+    columns, whole = columns_of(values, scales, 1), Replicate()
+    rows_t, columns_t = block_of_columns(columns)
+    shardings: Shardings = [([whole, whole], [whole, whole])]
+    for axis, block in ((0, columns_t), (1, rows_t)):
+        stored = _stored(values, axis, 1, columns)
+        if stored and (block == 1 or _whole_blocks(values, axis, block)):
+            shardings.append(([Shard(1 - axis), Shard(axis if rows_t == 1 else 1 - axis)], [*stored]))
+    return shardings
+
+
 def _scaled_mm(a: Any, a_scales: Any, b: Any, b_scales: Any, bias: Any, rows: int, dtype: Any) -> Shardings:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -110,6 +123,7 @@ RULES.update(
         "quantize": _quantize,
         "quantize_by": _quantize_by,
         "dequantize": _dequantize,
+        "requantize": _requantize,
         "scaled_mm": _scaled_mm,
     }
 )
