@@ -278,6 +278,16 @@ def test_bytes_an_element() -> None:
         assert round(moved, 2) == expected
 
 
+def test_bytes_of_memory_fp8() -> None:
+    """What storing and loading an activation's input adds to an eager call: a launch each, a byte saved."""
+    x = meta(8192, 14336)
+    values, scales = meta(8192, 14336, dtype=float8.FP8), meta(1, 8192, dtype=torch.float32)
+    for call, *args in ((kernels.quantize, x, 1, 14336), (kernels.dequantize, values, scales, 1, BF16)):
+        (launch,) = recorded(call, *args)
+        moved = sum(t.numel() * t.element_size() for t in launch.tensors if t is not None)
+        assert moved == x.numel() * (2 + 1) + 8192 * 4
+
+
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(4, 128, dtype=BF16)
     of_act, of_packed = (kernels.launch_of(f"{name}_backward_quantized") for name in ("bias_act", "bias_glu"))

@@ -869,14 +869,13 @@ def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Te
 
     Of one block, and of rows that do not lie close or are too long, torch finds the largest elements: a pass more.
     """
-    columns = columns or BLOCK
-    if columns in (BLOCK, MX_BLOCK):
-        straight = (input.t(), None, rows) if _is_turned(input) else (input, rows, None)
-        values, scales = _run_quantize(*straight, columns)
-        return values, scales
-    if rows == 1 and columns <= _COLUMNS_AT_ONCE and not _is_turned(input):
-        scales = input.new_empty((1, input.shape[0]), dtype=torch.float32)
+    (r, c), turned = input.shape, _is_turned(input)
+    if rows == 1 and 0 < columns == c <= _COLUMNS_AT_ONCE and not turned:
+        scales = input.new_empty((1, r), dtype=torch.float32)
         return _in_rows(input, scales, known=False), scales
+    if columns in (0, BLOCK, MX_BLOCK):
+        values, scales = _run_quantize(*((input.t(), None, rows) if turned else (input, rows, None)), columns or BLOCK)
+        return values, scales
     largest = input.abs().amax(1 if rows == 1 else (0, 1)).reshape(-1, 1)
     scales = float8.quantize(largest, 1, 1)[1]
     return quantize_by(input, scales), scales

@@ -31,6 +31,7 @@ from torch_fused_ops.declaration import Signature, arguments_of, one_of, refuse
 from torch_fused_ops.families.float8 import formulas as float8
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK, RECIPES, Block, Recipe
 from torch_fused_ops.families.float8.sharding import multiples
+from torch_fused_ops.operators import fp8_store
 from torch_fused_ops.operators.autograd import checked, define, register
 from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
@@ -304,6 +305,21 @@ _scaled_grouped_mm = _register_product(
     float8.grouped_product,
     _check_grouped_product,
 )
+
+# ---- memory="fp8" ----------------------------------------------------------------------------------------------------
+
+
+def _store(x: Tensor) -> tuple[Tensor, Tensor]:
+    values, scales = _quantize(x.reshape(-1, x.shape[-1]).contiguous(), 1, x.shape[-1])
+    return values.view(x.shape), scales.view(x.shape[:-1])
+
+
+def _load(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    rows: Tensor = _dequantize(stored.view(-1, stored.shape[-1]), scale.view(1, -1), 1, dtype)
+    return rows.view(stored.shape)
+
+
+fp8_store.KERNELS.update(store=_store, load=_load)
 
 # ---- linear ----------------------------------------------------------------------------------------------------------
 
