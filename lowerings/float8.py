@@ -8,7 +8,6 @@ GPUs a kernel of ours does it (``families/float8/kernels.py``).
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import operator
 from collections.abc import Callable, Collection, Sequence
@@ -83,56 +82,37 @@ class _Lowered(Interpreter):
         return lowerings.get(target, target)(*args, **kwargs)
 
 
-class _Like(NamedTuple):
-    """The properties of a box that a trace depends on."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
+_traces: dict[tuple[Any, ...], GraphModule] = {}  # by functions and all that a trace depends on, if sizes are known
+_MOST_TRACES = 256
 
 
 def _inlined(function: Callable[..., Any], *args: Any) -> Any:
-    """Lower ``function`` of boxes and other arguments, as aten's calls."""
+    """Lower ``function`` of boxes and other arguments, as aten's calls. Layers of one size share a trace."""
     from torch._inductor import config, ir
     from torch._inductor.virtualized import V
 
-    with V.fake_mode, torch.no_grad():
-        values = [ir.ir_node_to_tensor(a) if isinstance(a, ir.TensorBox) else a for a in args]
-    tensors = [a for a in values if isinstance(a, torch.Tensor)]
-    if all(isinstance(number, int) for tensor in tensors for number in (*tensor.shape, *tensor.stride())):
-        likes = (_Like(a.shape, a.stride(), a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in values)
-        traced = _traced(function, tuple(likes), config.fallback_random)
-    else:
-        traced = _trace(function, values)
-    return _Lowered(traced).run(*(a for a in args if isinstance(a, ir.TensorBox)))
-
-
-def _trace(function: Callable[..., Any], args: Sequence[Any]) -> GraphModule:
-    """Trace ``function`` of tensors and other arguments to aten's calls on the tensors."""
+    boxes = [a for a in args if isinstance(a, ir.TensorBox)]
 
     def of_tensors(*tensors: torch.Tensor) -> Any:
         remaining = iter(tensors)
-        return function(*(next(remaining) if isinstance(a, torch.Tensor) else a for a in args))
-
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    traced: GraphModule = make_fx(of_tensors, decomposition_table=select_decomp_table())(*tensors)
-    return traced
-
-
-@functools.lru_cache(256)
-def _traced(function: Callable[..., Any], args: tuple[Any, ...], fallback_random: bool) -> GraphModule:
-    """``_trace`` once for equal sizes, which layers share. Decompositions depend on the setting."""
-    from torch._inductor.virtualized import V
-
-    def like(a: Any) -> Any:
-        return torch.empty_strided(a.size, a.stride, dtype=a.dtype, device=a.device) if isinstance(a, _Like) else a
+        return function(*(next(remaining) if isinstance(a, ir.TensorBox) else a for a in args))
 
     with V.fake_mode, torch.no_grad():
-        traced = _trace(function, [like(a) for a in args])
-    for node in traced.graph.nodes:
-        node.meta.clear()  # it has tensors of the compilation, which keep all of it alive
-    return traced
+        tensors = [ir.ir_node_to_tensor(box) for box in boxes]
+        sizes = [number for t in tensors for number in (t.ndim, *t.shape, *t.stride())]
+        known = all(isinstance(number, int) for number in sizes)
+        others = ("box" if isinstance(a, ir.TensorBox) else a for a in args)
+        types = ((t.dtype, t.device) for t in tensors)
+        key = (function, config.fallback_random, *others, *types, *sizes) if known else ()
+        if (traced := _traces.get(key)) is None:
+            traced = make_fx(of_tensors, decomposition_table=select_decomp_table())(*tensors)
+    if known and key not in _traces:
+        for node in traced.graph.nodes:
+            node.meta.clear()  # it has tensors of the compilation, which keep all of it alive
+        if len(_traces) >= _MOST_TRACES:
+            _traces.clear()
+        _traces[key] = traced
+    return _Lowered(traced).run(*boxes)
 
 
 def _is_transposed() -> bool:

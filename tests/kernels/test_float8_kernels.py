@@ -100,13 +100,6 @@ def test_blocks_of_32_have_the_formula_s_bits(device: Device, shape: tuple[int, 
     assert_same(both[2:], stored)
 
 
-@pytest.mark.parametrize("shape", [(130, 160), (3, 32), (0, 64)])
-def test_scales_are_tiled_as_by_the_formula(device: Device, shape: tuple[int, int]) -> None:
-    scales = float8.quantize(numbers(*shape), 1, 32)[1]
-    tiles = device.run(kernels.tile_scales, scales)
-    assert len(device.launches) == bool(tiles.numel()) and torch.equal(tiles, float8.tiled(scales))
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("fnuz", [False, True])
 @pytest.mark.parametrize(
@@ -302,7 +295,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0")
     wide = torch.ones(16, 256)
     refused = (
-        lambda: kernels.quantize(x, 1),
+        lambda: kernels.quantize(wide, 1),
         lambda: kernels.quantize_both(x),
         lambda: of_act(x, x, "silu"),
         lambda: kernels.requantize(*float8.quantize(wide, 1)),
@@ -396,7 +389,6 @@ def test_products_hand_over_what_the_library_accepts(
 ) -> None:
     library = Library()
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", library)
-    monkeypatch.setattr(kernels, "tile_scales", float8.tiled)  # the same bits: above
     a, b = (float8.quantize(torch.randn(size, k), block, columns) for size, block in ((m, 1), (n, rows)))
     for bias in (None, torch.randn(n)):
         got = kernels.scaled_mm(*a, *b, bias, rows, dtype)

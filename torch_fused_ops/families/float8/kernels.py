@@ -54,7 +54,6 @@ __all__ = [
     "scaled_grouped_mm",
     "scaled_mm",
     "scaled_mm_tiled",
-    "tile_scales",
 ]
 
 SIDE = tl.constexpr(BLOCK)
@@ -68,7 +67,6 @@ LOG2_LARGEST = tl.constexpr(float8._LOG2_LARGEST << float8._MANTISSA_BITS)
 LEAST_SCALE = tl.constexpr(1 << float8._MANTISSA_BITS)
 INVERSE = tl.constexpr(254 << float8._MANTISSA_BITS)
 INFINITY = tl.constexpr(float8._INFINITY)
-MANTISSA_BITS = tl.constexpr(float8._MANTISSA_BITS)
 BF16_LARGEST = tl.constexpr(float8.largest(torch.bfloat16))
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
@@ -487,18 +485,6 @@ def _quantize(
 
 
 @triton.jit
-def _tile_scales(scales, tiles, rows, blocks, row_tiles, total, PLACES: tl.constexpr):
-    """``float8.tiled``: tiles (total,), bytes; scales (blocks, rows), float32."""
-    place = tl.program_id(0).to(tl.int64) * PLACES + tl.arange(0, PLACES)
-    tile, inside = place // (SIDE * 4), place % (SIDE * 4)
-    row = tile // row_tiles * SIDE + inside // 4 % 4 * 32 + inside // 16
-    block = tile % row_tiles * 4 + inside % 4
-    mask = (place < total) & (row < rows) & (block < blocks)
-    bits = tl.load(scales + block * rows + row, mask=mask, other=0.0).to(tl.int32, bitcast=True)
-    tl.store(tiles + place, (bits >> MANTISSA_BITS).to(tl.uint8), mask=place < total)
-
-
-@triton.jit
 def _inverse(scale, FNUZ: tl.constexpr):
     """1 / scale; FNUZ: 2 / scale, as what is stored are e4m3fn's bytes (``_code``)."""
     bits = -scale.to(tl.int32, bitcast=True) + INVERSE
@@ -881,20 +867,6 @@ def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Te
     return quantize_by(input, scales), scales
 
 
-def tile_scales(scales: Tensor) -> Tensor:
-    """``float8.tiled`` in one kernel."""
-    blocks_of_row, rows = scales.shape
-    row_tiles = blocks(blocks_of_row, 4)
-    tiles = scales.new_empty(float8.tiled_size(blocks_of_row, rows), dtype=torch.uint8)
-    if tiles.numel():
-        launching.launch(
-            _tile_scales, (blocks(tiles.numel(), _COLUMNS_OF_A_PART), 1, 1), scales.device,
-            (scales.contiguous(), tiles), (rows, blocks_of_row, row_tiles, tiles.numel()),
-            {"PLACES": _COLUMNS_OF_A_PART, "num_warps": 4, **OPTIONS},
-        )  # fmt: skip
-    return tiles
-
-
 def quantize_both(input: Tensor, columns: int = BLOCK) -> tuple[Tensor, ...]:
     """(*quantize(input, 1, columns), *quantize(input.t(), 1, columns)) from one read of input (r, c)."""
     if _is_turned(input):
@@ -1073,8 +1045,8 @@ def scaled_mm(
         unscaled = of_a.new_ones(()), ScalingType.TensorWise
         out = _multiply(a, unscaled, b, unscaled, None, torch.float32) * of_a * of_b
         return (out if bias is None else out + bias.to(torch.float32)).to(dtype)
-    if columns == MX_BLOCK:
-        return scaled_mm_tiled(a, tile_scales(a_scales), b, tile_scales(b_scales), bias, dtype)
+    if columns == MX_BLOCK:  # tiles, a byte for each 32 elements, are plain torch's
+        return scaled_mm_tiled(a, float8.tiled(a_scales), b, float8.tiled(b_scales), bias, dtype)
     _ptx(a.device)
     by_a = _up_to(a_scales, 1, _ROWS_OF_A).t(), ScalingType.BlockWise1x128
     if rows == 1:

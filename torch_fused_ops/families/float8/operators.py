@@ -470,16 +470,7 @@ def _check_grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, recipe: s
 
 
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, recipe: str = "fp8-rowwise") -> Tensor:
-    """``fused::grouped_linear_fp8``: input (t, k) times weight (experts, k, n) of each row's expert, in float8: (t, n).
-
-    Rows are sorted by expert; ends[e], int32, is where e's rows end, and what lies behind the last is undefined. The
-    product and the input's gradient are of float8 in rows, of a weight's transpose in one block for each expert; the
-    weight's gradient is a product in bfloat16 (torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm`` has that in float8,
-    too, for which each expert's rows are padded to multiples of 16).
-
-    Raises:
-        TypeError, ValueError: for other dtypes than bfloat16, sizes that are no multiples of 16, other shapes.
-    """
+    """``fused::grouped_linear_fp8``: see ``functional.grouped_linear_fp8``."""
     _check_grouped_linear(input, weight, ends, recipe)
     out: Tensor = _GroupedLinear.apply(input, weight, ends)  # type: ignore[no-untyped-call]
     return out

@@ -49,15 +49,16 @@ def _stored(t: Any, axis: int, rows: int, columns: int) -> tuple[Any, Any] | Non
     return Shard(axis), Shard(1 - axis if rows == 1 else axis)
 
 
-def _quantize(input: Any, rows: int, columns: int = BLOCK) -> Shardings:
+def _placements(t: Any, rows: int, columns: int) -> list[tuple[Any, Any]]:
+    """(values' placement, scales' placement) of a matrix that is replicated, or sharded along either axis."""
     from torch.distributed.tensor import Replicate
 
-    whole = Replicate()
-    shardings: Shardings = [([whole, whole], [whole, None, None])]
-    for axis in (0, 1):
-        if stored := _stored(input, axis, rows, columns):
-            shardings.append(([*stored], [stored[0], None, None]))
-    return shardings
+    sharded = (_stored(t, axis, rows, columns) for axis in (0, 1))
+    return [(Replicate(), Replicate()), *filter(None, sharded)]
+
+
+def _quantize(input: Any, rows: int, columns: int = BLOCK) -> Shardings:
+    return [([values, scales], [values, None, None]) for values, scales in _placements(input, rows, columns)]
 
 
 def _quantize_by(input: Any, scales: Any) -> Shardings:
@@ -74,14 +75,8 @@ def _quantize_by(input: Any, scales: Any) -> Shardings:
 
 
 def _dequantize(values: Any, scales: Any, rows: int, dtype: Any) -> Shardings:
-    from torch.distributed.tensor import Replicate
-
-    whole = Replicate()
-    shardings: Shardings = [([whole], [whole, whole, None, None])]
-    for axis in (0, 1):
-        if stored := _stored(values, axis, rows, columns_of(values, scales, rows)):
-            shardings.append(([stored[0]], [*stored, None, None]))
-    return shardings
+    columns = columns_of(values, scales, rows)
+    return [([stored], [stored, of_scales, None, None]) for stored, of_scales in _placements(values, rows, columns)]
 
 
 def _requantize(values: Any, scales: Any) -> Shardings:
