@@ -259,7 +259,8 @@ def _round_once(graph: Graph) -> None:
     it in one form of blocks and then in the other is useless: both round to the same numbers, but for the smallest.
     """
     for node in graph.find_nodes(op="call_function", target=fused.requantize.default):
-        columns, producer = float8.columns_of(*_fake_args(node.args), 1), node.args[0]
+        values, scales = _fake_args(node.args)
+        columns, producer = float8.columns_of(values, scales, 1), node.args[0]
         if producer.target is operator.getitem and _is_quantize(producer.args[0], 1, columns):
             with graph.inserting_before(node):
                 transpose = _call(graph, aten.permute.default, producer.args[0].args[0], [1, 0])

@@ -316,7 +316,7 @@ class Library:
     def __call__(
         self, mat_a: Tensor, mat_b: Tensor, *, scale_a: Tensor, scale_recipe_a: ScalingType, scale_b: Tensor,
         scale_recipe_b: ScalingType, bias: Tensor | None = None, output_dtype: torch.dtype,
-        swizzle_a: SwizzleType = SwizzleType.NO_SWIZZLE, swizzle_b: SwizzleType = SwizzleType.NO_SWIZZLE,
+        swizzle_a: SwizzleType | None = None, swizzle_b: SwizzleType | None = None,
     ) -> Tensor:  # fmt: skip
         self.calls += 1
         (m, k), n = mat_a.shape, mat_b.shape[1]
@@ -325,7 +325,7 @@ class Library:
         if scale_recipe_a is ScalingType.BlockWise1x32:
             assert scale_recipe_b is scale_recipe_a and swizzle_a is swizzle_b is SwizzleType.SWIZZLE_32_4_4
             return self.in_tiles(mat_a, mat_b, scale_a, scale_b, bias, output_dtype)
-        assert swizzle_a is swizzle_b is SwizzleType.NO_SWIZZLE
+        assert swizzle_a is swizzle_b is None
         assert scale_a.dtype == scale_b.dtype == torch.float32
         if scale_recipe_a in (ScalingType.RowWise, ScalingType.TensorWise):
             return self.in_rows(mat_a, mat_b, scale_a, scale_b, scale_recipe_a, scale_recipe_b, bias, output_dtype)

@@ -811,12 +811,11 @@ def _in_rows(input: Tensor, scales: Tensor, known: bool) -> Tensor:
 
     Input and scales may be stacks. A row whose scale is not known is held in registers: up to 32768 columns.
     """
-    *stack, r, c = input.shape
-    values = _values_of(input)
+    (r, c), values = input.shape[-2:], _values_of(input)
     places, warps = (_COLUMNS_OF_A_PART, 4) if known else (power_of_2(c), max(power_of_2(c) // 1024, 1))
     if values.numel():
         launching.launch(
-            _quantize_rows, (r, blocks(c, places), *(stack or [1])), input.device,
+            _quantize_rows, (r, blocks(c, places), input.shape[:-2].numel()), input.device,
             (input, _as(torch.uint8, values), scales),
             (r, c, *_strides(input), *_strides_of_scales(scales)),
             {"PLACES": places, "KNOWN": known, **_of_device(input), "num_warps": warps, **OPTIONS},
@@ -836,13 +835,13 @@ def _strides_of_scales(scales: Tensor) -> tuple[int, int]:
 
 def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
     """``float8.quantize_by`` in one kernel, which reads and writes along what lies close in memory."""
-    *stack, r, c = input.shape
+    r, c = input.shape[-2:]
     if not (_is_turned(input) and c % 4 == 0 and input.numel()):
         return _in_rows(input, scales.contiguous(), known=True)
     values = _values_of(input)
     matrix_stride, row, column = _strides(input)
     launching.launch(
-        _quantize_turned, (blocks(c, BLOCK) * blocks(r, BLOCK), *(stack or [1]), 1), input.device,
+        _quantize_turned, (blocks(c, BLOCK) * blocks(r, BLOCK), input.shape[:-2].numel(), 1), input.device,
         (input, scales.contiguous(), _as(torch.int32, values)),
         (c, r, blocks(r, BLOCK), matrix_stride, column, row, *_strides_of_scales(scales), c // 4),
         {"WIDE": _wide(row, column, c), **_of_device(input), "num_warps": _WARPS, **OPTIONS},
@@ -860,7 +859,8 @@ def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Te
         scales = input.new_empty((1, r), dtype=torch.float32)
         return _in_rows(input, scales, known=False), scales
     if columns in (0, BLOCK, MX_BLOCK):
-        values, scales = _run_quantize(*((input.t(), None, rows) if turned else (input, rows, None)), columns or BLOCK)
+        matrix, straight, across = (input.t(), None, rows) if turned else (input, rows, None)
+        values, scales = _run_quantize(matrix, straight, across, columns or BLOCK)
         return values, scales
     largest = input.abs().amax(1 if rows == 1 else (0, 1)).reshape(-1, 1)
     scales = float8.quantize(largest, 1, 1)[1]
@@ -960,7 +960,7 @@ def gradients_quantized(op: PointwiseOperator, grad: Tensor, *args: Any) -> tupl
         of_gate, of_up = list(zip(*halves, strict=True))[:: -1 if layout == "swapped" else 1]
     (grad, grad_m), (gate, gate_m), (up, up_m) = matrix(grad), matrix(gate), matrix(up)
     strides = [stride for m in (grad_m, gate_m, up_m) for stride in (m.row, m.column)]
-    registers = {"maxnreg": _REGISTERS} if ptx and gate.element_size() == 2 else {}
+    registers = {"maxnreg": _REGISTERS} if ptx and data[0].element_size() == 2 else {}
     dtypes = torch.uint8, torch.float32, torch.int32, torch.float32, torch.float32
     launching.launch(
         _gradients, (padded // BLOCK * (c // BLOCK), 1, 1), grad.device,
@@ -977,7 +977,11 @@ def gradients_quantized(op: PointwiseOperator, grad: Tensor, *args: Any) -> tupl
 def launch_of(name: str) -> Callable[..., Any]:
     """The function that computes ``fused::name`` on a GPU."""
     operator = name.removesuffix("_backward_quantized")
-    return globals()[name] if operator == name else functools.partial(gradients_quantized, OPERATORS[operator])
+    if operator == name:
+        return globals()[name]  # type: ignore[no-any-return]
+    op = OPERATORS[operator]
+    assert isinstance(op, PointwiseOperator)
+    return functools.partial(gradients_quantized, op)
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -1000,7 +1004,7 @@ def _up_to(t: Tensor, axis: int, multiple: int) -> Tensor:
 
 def _multiply(
     a: Tensor, of_a: tuple[Tensor, ScalingType], b: Tensor, of_b: tuple[Tensor, ScalingType],
-    bias: Tensor | None, dtype: torch.dtype, rows_of_a: int = 1, **swizzles: SwizzleType,
+    bias: Tensor | None, dtype: torch.dtype, rows_of_a: int = 1, swizzle: SwizzleType | None = None,
 ) -> Tensor:  # fmt: skip
     """a · bᵀ + bias by torch's libraries, without fast accumulation: float16 and float32 are summed up in float32.
 
@@ -1018,11 +1022,13 @@ def _multiply(
             in_product = addend  # none with float32 results
         out = torch.nn.functional.scaled_mm(
             left, right.t(), scale_a=of_a[0], scale_recipe_a=of_a[1], scale_b=of_b[0], scale_recipe_b=of_b[1],
-            bias=in_product, output_dtype=wide, **swizzles,
+            swizzle_a=swizzle, swizzle_b=swizzle, bias=in_product, output_dtype=wide,
         )[:m, :n]  # fmt: skip
     else:
         out = a.new_zeros((m, n), dtype=wide)
-    return (out if addend is in_product else out + addend).to(dtype).contiguous()
+    if addend is not None and in_product is None:
+        out = out + addend
+    return out.to(dtype).contiguous()
 
 
 def scaled_mm(
@@ -1065,8 +1071,7 @@ def scaled_mm_tiled(
         ValueError, RuntimeError: from torch, on other devices than sm_100 and sm_103.
     """
     of_a, of_b = ((tiles.view(torch.float8_e8m0fnu), ScalingType.BlockWise1x32) for tiles in (a_tiles, b_tiles))
-    swizzle = SwizzleType.SWIZZLE_32_4_4
-    return _multiply(a, of_a, b, of_b, bias, dtype, swizzle_a=swizzle, swizzle_b=swizzle)
+    return _multiply(a, of_a, b, of_b, bias, dtype, swizzle=SwizzleType.SWIZZLE_32_4_4)
 
 
 def scaled_grouped_mm(
