@@ -8,7 +8,6 @@ GPUs a kernel of ours does it (``families/float8/kernels.py``).
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import operator
 from collections.abc import Callable, Collection, Sequence
@@ -48,7 +47,7 @@ def _mark(graph: Graph, backward: Collection[Node], results: Collection[Node]) -
         The scales by which backward quantizes a weight. The partitioner would recompute them, as backward has the
         weight anyway, in a pass over the weight; saving a scale takes 4 bytes.
     """
-    for node in graph.find_nodes(op="call_function", target=fused.dequantize.default):
+    for node in graph.find_nodes(op="call_function", target=fused.requantize.default):
         dependents = partition.reached([node])
         if dependents.isdisjoint(results):
             for dependent in dependents.difference(backward):
@@ -63,7 +62,7 @@ def _mark(graph: Graph, backward: Collection[Node], results: Collection[Node]) -
     return [] if partition.budgeted(graph) else list(scales)
 
 
-partition.RECOMPUTED += ["quantize", "dequantize"]
+partition.RECOMPUTED += ["quantize", "dequantize", "requantize"]
 partition.LINEAR |= {fused.scaled_mm, fused.scaled_grouped_mm}
 partition.MARKS.append(_mark)
 
@@ -83,56 +82,37 @@ class _Lowered(Interpreter):
         return lowerings.get(target, target)(*args, **kwargs)
 
 
-class _Like(NamedTuple):
-    """The properties of a box that a trace depends on."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
+_traces: dict[tuple[Any, ...], GraphModule] = {}  # by functions and all that a trace depends on, if sizes are known
+_MOST_TRACES = 256
 
 
 def _inlined(function: Callable[..., Any], *args: Any) -> Any:
-    """Lower ``function`` of boxes and other arguments, as aten's calls."""
+    """Lower ``function`` of boxes and other arguments, as aten's calls. Layers of one size share a trace."""
     from torch._inductor import config, ir
     from torch._inductor.virtualized import V
 
-    with V.fake_mode, torch.no_grad():
-        values = [ir.ir_node_to_tensor(a) if isinstance(a, ir.TensorBox) else a for a in args]
-    tensors = [a for a in values if isinstance(a, torch.Tensor)]
-    if all(isinstance(number, int) for tensor in tensors for number in (*tensor.shape, *tensor.stride())):
-        likes = (_Like(a.shape, a.stride(), a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in values)
-        traced = _traced(function, tuple(likes), config.fallback_random)
-    else:
-        traced = _trace(function, values)
-    return _Lowered(traced).run(*(a for a in args if isinstance(a, ir.TensorBox)))
-
-
-def _trace(function: Callable[..., Any], args: Sequence[Any]) -> GraphModule:
-    """Trace ``function`` of tensors and other arguments to aten's calls on the tensors."""
+    boxes = [a for a in args if isinstance(a, ir.TensorBox)]
 
     def of_tensors(*tensors: torch.Tensor) -> Any:
         remaining = iter(tensors)
-        return function(*(next(remaining) if isinstance(a, torch.Tensor) else a for a in args))
-
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    traced: GraphModule = make_fx(of_tensors, decomposition_table=select_decomp_table())(*tensors)
-    return traced
-
-
-@functools.lru_cache(256)
-def _traced(function: Callable[..., Any], args: tuple[Any, ...], fallback_random: bool) -> GraphModule:
-    """``_trace`` once for equal sizes, which layers share. Decompositions depend on the setting."""
-    from torch._inductor.virtualized import V
-
-    def like(a: Any) -> Any:
-        return torch.empty_strided(a.size, a.stride, dtype=a.dtype, device=a.device) if isinstance(a, _Like) else a
+        return function(*(next(remaining) if isinstance(a, ir.TensorBox) else a for a in args))
 
     with V.fake_mode, torch.no_grad():
-        traced = _trace(function, [like(a) for a in args])
-    for node in traced.graph.nodes:
-        node.meta.clear()  # it has tensors of the compilation, which keep all of it alive
-    return traced
+        tensors = [ir.ir_node_to_tensor(box) for box in boxes]
+        sizes = [number for t in tensors for number in (t.ndim, *t.shape, *t.stride())]
+        known = all(isinstance(number, int) for number in sizes)
+        others = ("box" if isinstance(a, ir.TensorBox) else a for a in args)
+        types = ((t.dtype, t.device) for t in tensors)
+        key = (function, config.fallback_random, *others, *types, *sizes) if known else ()
+        if (traced := _traces.get(key)) is None:
+            traced = make_fx(of_tensors, decomposition_table=select_decomp_table())(*tensors)
+    if known and key not in _traces:
+        for node in traced.graph.nodes:
+            node.meta.clear()  # it has tensors of the compilation, which keep all of it alive
+        if len(_traces) >= _MOST_TRACES:
+            _traces.clear()
+        _traces[key] = traced
+    return _Lowered(traced).run(*boxes)
 
 
 def _is_transposed() -> bool:
@@ -145,7 +125,7 @@ def _is_transposed() -> bool:
 
 _by_kernel = {
     name: fallback_handler(getattr(fused, name).default, add_to_fallback_set=False)
-    for name in ("quantize", "quantize_by", "scaled_mm", "scaled_mm_tiled")
+    for name in ("quantize", "quantize_by", "requantize", "scaled_mm", "scaled_mm_tiled")
 }
 # By compilation and by the FX node of scales. Both GEMMs that read a matrix read its scales.
 _tiles: WeakKeyDictionary[Any, dict[Node, Box]] = WeakKeyDictionary()
@@ -192,6 +172,11 @@ def _dequantize(values: Box, scales: Box, rows: int, dtype: torch.dtype) -> Box:
     return _inlined(float8.dequantize, values, scales, rows, dtype)
 
 
+def _requantize(values: Box, scales: Box) -> Any:
+    by_kernel = operators.is_on_gpu(values)
+    return _by_kernel["requantize"](values, scales) if by_kernel else _inlined(float8.requantize, values, scales)
+
+
 def _tiled(scales: Box, node: Node) -> Box:
     """Scales in the tensor cores' layout, from the kernel that quantizes: it then writes no float32."""
     from torch._inductor.virtualized import V
@@ -220,11 +205,11 @@ def _scaled_mm(a: Box, a_scales: Box, b: Box, b_scales: Box, bias: Box | None, r
 register_lowering(fused.quantize.default, type_promotion_kind=None)(_quantize)
 register_lowering(fused.quantize_by.default, type_promotion_kind=None)(_quantize_by)
 register_lowering(fused.dequantize.default, type_promotion_kind=None)(_dequantize)
+register_lowering(fused.requantize.default, type_promotion_kind=None)(_requantize)
 register_lowering(fused.scaled_mm.default, type_promotion_kind=None)(_scaled_mm)
 
 for _op in (
     fused.quantize_both.default,
-    fused.requantize.default,
     fused.scaled_grouped_mm.default,
     fused.scaled_mm_tiled.default,
     *QUANTIZED.values(),
@@ -268,20 +253,19 @@ def _is_on_gpu(node: Node) -> bool:
 
 
 def _round_once(graph: Graph) -> None:
-    """Quantize a tensor that a graph has, instead of its quantized and dequantized copy.
+    """Quantize a tensor that a graph has, instead of its quantized copy.
 
     A linear layer's input is saved in the form that was multiplied, or recomputed. Where it is recomputed, rounding
     it in one form of blocks and then in the other is useless: both round to the same numbers, but for the smallest.
     """
-    for node in graph.find_nodes(op="call_function", target=fused.dequantize.default):
-        values, block = node.args[0], _block_of_columns(node)
-        uses = _uses(node, *block)
-        producer: Any = values.args[0] if values.target is operator.getitem else None
-        alone = uses.columns and not (uses.rows or uses.sums or uses.others)  # no rounding that the user asked for
-        if alone and isinstance(producer, Node) and _is_quantize(producer, node.args[2], block[1]):
-            source: Any = producer.args[0]
-            if source.meta["val"].dtype == node.meta["val"].dtype:
-                node.replace_all_uses_with(source)
+    for node in graph.find_nodes(op="call_function", target=fused.requantize.default):
+        values, scales = _fake_args(node.args)
+        columns, producer = float8.columns_of(values, scales, 1), node.args[0]
+        if producer.target is operator.getitem and _is_quantize(producer.args[0], 1, columns):
+            with graph.inserting_before(node):
+                transpose = _call(graph, aten.permute.default, producer.args[0].args[0], [1, 0])
+                block = float8.block_of_columns(columns)
+                node.replace_all_uses_with(_call(graph, fused.quantize.default, transpose, *block))
 
 
 class _Uses(NamedTuple):
@@ -291,12 +275,6 @@ class _Uses(NamedTuple):
     columns: list[Node]
     sums: list[Node]
     others: list[Node]
-
-
-def _block_of_columns(dequantized: Node) -> tuple[int, int]:
-    """The block in which a layer's dequantized input is quantized along its columns: a weight's block."""
-    values, scales, rows, _ = _fake_args(dequantized.args)
-    return float8.block_of_columns(float8.columns_of(values, scales, rows))
 
 
 def _uses(node: Node, rows_of_columns: int = 1, columns: int = BLOCK) -> _Uses:
@@ -346,7 +324,7 @@ def _results(graph: Graph, node: Node) -> list[Node]:
 
 
 def _merge(graph: Graph, node: Node) -> None:
-    """Merge a matrix's two quantizations, or quantize a dequantized matrix along its columns, in one pass.
+    """Merge a matrix's two quantizations in one pass.
 
     In blocks of 32 Inductor's own quantization along rows also writes scales in the GEMMs' layout. It stays, except
     where the columns are summed as well: Inductor would then quantize in a kernel of its own.
@@ -363,13 +341,6 @@ def _merge(graph: Graph, node: Node) -> None:
             parts = _results(graph, both)
         _replace_pair(graph, uses.rows, *parts[:2])
         _replace_pair(graph, uses.columns, *parts[2:])
-    if node.target is fused.dequantize.default and node.args[2] == 1:
-        columns = _uses(node, *_block_of_columns(node)).columns
-        if columns:
-            with graph.inserting_after(node):
-                again = _call(graph, fused.requantize.default, *node.args[:2])
-            with graph.inserting_after(again):
-                _replace_pair(graph, columns, *_results(graph, again))
 
 
 def _matrices(node: Node) -> tuple[list[Node], bool]:

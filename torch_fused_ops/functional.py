@@ -22,9 +22,10 @@ Conventions shared by all of them:
 * ``memory`` is what autograd keeps of the tensors that the activation acts on: ``"free"`` the tensors themselves (of
   ReLU its result, which the next linear keeps anyway), ``"fp8"`` their values in float8_e4m3fn with one float32 scale
   for each row, half of bfloat16's bytes. Results are the same, bit for bit; gradients are the exact ones at the stored
-  values, each off by up to 2⁻⁴ of itself, or by 2⁻¹⁰/448 of its row's largest where that is more. A row with an
-  infinity or a NaN has NaN for its gradient. Bias and token_scale are kept as they are. Second derivatives of a
-  backward pass raise; ``torch.func`` transforms are exact, to any order.
+  values, each off by up to 2⁻⁴ of itself, or by 2⁻¹⁰/448 of its row's largest where that is more (twice that on GPUs
+  in eager mode, whose scales are powers of two). A row with an infinity or a NaN has NaN for its gradient. Bias and
+  token_scale are kept as they are. Second derivatives of a backward pass raise; ``torch.func`` transforms are exact, to
+  any order.
 * GLU layouts of a packed last axis ``2n``: ``"halves"`` is ``[gate | up]``, ``"interleaved"`` is ``g0 u0 g1 u1 …``, and
   ``"swapped"`` is ``[up | gate]``, as in ``F.glu``; a number b is b features of gate, b of up, and so on, which must
   divide n. The activation acts on the *gate*. ``convert_glu_layout`` packs a weight anew.

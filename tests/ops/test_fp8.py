@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, hessian, jvp, vmap
 
 from torch_fused_ops import functional as FF
-from torch_fused_ops.operators import reference
+from torch_fused_ops.operators import fp8_store, reference
 from torch_fused_ops.operators.fp8_store import is_marked
 from torch_fused_ops.testing.samples import ACTIVATION_OPERATORS, declared_as, samples
 
@@ -75,6 +75,34 @@ def test_results_and_gradients_are_the_operators_own_at_what_is_stored(op):
         expected = getattr(fused, f"{op}_backward")(grad, *loaded, *tensors[data:], *sample.scalars, wanted)
         for got, truth in zip(torch.autograd.grad(marked, leaves, grad), filter_none(expected), strict=True):
             torch.testing.assert_close(got, truth.to(got.dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", ACTIVATION_OPERATORS)
+def test_what_gpus_store_in_one_pass_loads_exactly(op, monkeypatch):
+    """Scales that are powers of two: nothing is rounded when it is loaded in the data's dtype."""
+    monkeypatch.setattr(fp8_store, "_has_kernels", lambda t: t.shape[-1] > 0)
+    data = declared_as(op).data
+    for sample in samples(op):
+        plain, marked = sample(), sample.overload(fused.keep_fp8(sample.args[0]), *sample.args[1:])
+        torch.testing.assert_close(marked, plain, rtol=0, atol=0, equal_nan=True)
+        wanted = [t is not None and t.requires_grad for t in sample.tensors]
+        if not any(wanted):
+            continue
+        grad = torch.randn(plain.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(plain)
+        tensors = [t if t is None else t.detach() for t in sample.tensors]
+        loaded = [fp8_store.load(*fp8_store.store(t), t.dtype) for t in tensors[:data]]
+        for t, of_t in zip(tensors, loaded, strict=False):
+            wide = fp8_store.load(*fp8_store.store(t), torch.float64)
+            assert (of_t.dtype, of_t.shape) == (t.dtype, t.shape)
+            torch.testing.assert_close(of_t.double(), wide, rtol=0, atol=0, equal_nan=True)
+            sizes = t.double().abs()
+            largest = sizes.amax(-1, keepdim=True) if t.shape[-1] else sizes
+            allowed = torch.maximum(2**-4 * sizes, 2**-9 / 448 * largest)
+            assert ((wide - t.double()).abs() <= allowed.clamp(min=2.0**-136))[t.isfinite().all(-1)].all()
+        expected = getattr(fused, f"{op}_backward")(grad, *loaded, *tensors[data:], *sample.scalars, wanted)
+        leaves = [t for t, w in zip(sample.tensors, wanted, strict=True) if w]
+        for got, truth in zip(torch.autograd.grad(marked, leaves, grad), filter_none(expected), strict=True):
+            torch.testing.assert_close(got, truth, rtol=0, atol=0, equal_nan=True)
 
 
 def filter_none(tensors):

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 
-from torch_fused_ops.operators import reference
+from torch_fused_ops.operators import fp8_store
 from torch_fused_ops.settings import tiles
 
 __all__ = ["in_tiles", "through"]
@@ -350,11 +350,11 @@ def _free(x: _Saved, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Rec
 def _fp8(x: _Saved, h: Tensor, first: Map, again: _Again, hooks: Hooks) -> _Recomputed:
     dtype = h.dtype
     with torch.no_grad():
-        stored, scale = reference.store_fp8(h)
+        stored, scale = fp8_store.store(h)
         if not _take_any_dtype(hooks):
-            return _Recomputed(_same, _Saved.of(reference.load_fp8(stored, scale, dtype)), hooks=hooks)
+            return _Recomputed(_same, _Saved.of(fp8_store.load(stored, scale, dtype)), hooks=hooks)
     return _Recomputed(
-        lambda stored, scale: reference.load_fp8(stored, scale, dtype), _Saved.of(stored), _Saved.of(scale), hooks=hooks
+        lambda stored, scale: fp8_store.load(stored, scale, dtype), _Saved.of(stored), _Saved.of(scale), hooks=hooks
     )
 
 

@@ -5,15 +5,16 @@ autograd and tracers it is ``view_as``, whose result the next operator finds mar
 by ``formulas.store_fp8``, and its backward operator reads ``load_fp8`` of that. Where stage 2 partitions the graph,
 stage 1 takes the mark for a memory level of that one operator (``memory_levels.unmark``).
 
-In eager mode ``store_fp8`` and ``load_fp8`` are passes of their own: in bfloat16 GELU then moves 17 bytes an element
-forward and 29 backward (4 and 6 at ``memory="free"``), SwiGLU 32 and 56 (6 and 10). Compiled, with stage 2 or without,
-it is 5 and 5, 8 and 8: the tags and ``fused::with_saved`` are for the partitioner, which without them saves bfloat16
-(2 bytes in place of 1, and 4 in place of 2), and stores and loads it in backward.
+In eager mode storing and loading are passes of their own, on GPUs one each, by the kernels of linear layers in float8
+(``KERNELS``), whose scales are powers of two: what is loaded is exact in the data's dtype. In bfloat16 GELU then moves
+7 bytes an element forward and 9 backward (4 and 6 at ``memory="free"``), SwiGLU 12 and 16 (6 and 10). Compiled, with
+stage 2 or without, it is 5 and 5, 8 and 8: the tags and ``fused::with_saved`` are for the partitioner, which without
+them saves bfloat16 (2 bytes in place of 1, and 4 in place of 2), and stores and loads it in backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +27,10 @@ from torch_fused_ops.declaration import PointwiseOperator
 from torch_fused_ops.formulas import compute_dtype, load_fp8, store_fp8
 from torch_fused_ops.operators.autograd import Differentiable, SavePolicy, library
 
-__all__ = ["KEEP_FP8", "WITH_SAVED", "is_marked", "keep_fp8", "policy", "with_saved"]
+__all__ = ["KEEP_FP8", "KERNELS", "WITH_SAVED", "is_marked", "keep_fp8", "load", "policy", "store", "with_saved"]
+
+KERNELS: dict[str, Callable[..., Any]] = {}
+""""store" and "load", as ``store_fp8`` and ``load_fp8`` in one pass each on GPUs; ``families/float8`` has them."""
 
 _MARK = "_torch_fused_ops_keep_fp8"
 
@@ -48,6 +52,23 @@ for _schema in ("keep_fp8(Tensor(a) input) -> Tensor(a)", "with_saved(Tensor res
 library.impl("keep_fp8", keep_fp8, "CompositeImplicitAutograd")
 library.impl("with_saved", with_saved, "CompositeExplicitAutograd")
 KEEP_FP8, WITH_SAVED = torch.ops.fused.keep_fp8.default, torch.ops.fused.with_saved.default
+
+
+def _has_kernels(t: Tensor) -> bool:
+    """Tell whether ``KERNELS`` store or load this tensor: on GPUs, not traced, and not a shard."""
+    return t.is_cuda and type(t) in (Tensor, torch.nn.Parameter) and t.shape[-1] > 0
+
+
+def store(x: Tensor, halves: bool = False) -> tuple[Tensor, Tensor]:
+    """Store x as ``store_fp8`` does, on GPUs in one pass."""
+    result: tuple[Tensor, Tensor] = KERNELS["store"](x) if _has_kernels(x) else store_fp8(x, halves)
+    return result
+
+
+def load(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Load ``store``'s result in ``dtype``, on GPUs in one pass."""
+    result: Tensor = (KERNELS["load"] if _has_kernels(stored) else load_fp8)(stored, scale, dtype)
+    return result
 
 
 def is_marked(data: Tensor) -> bool:
@@ -114,15 +135,16 @@ def policy(op: PointwiseOperator) -> SavePolicy:
     def saved(args: tuple[Any, ...], _: Tensor) -> tuple[tuple[Tensor | None, ...], Any]:
         tensors, traced = args[:count], traceback.has_preserved_node_meta()
         with _tagged("recompute", CheckpointPolicy.MUST_SAVE):
-            stored = [part for t in tensors[:data] for part in store_fp8(t, traced and op.reads_halves(args))]
-        wide = None if traced else compute_dtype(*tensors)  # kernels of eager mode read values that are not rounded
-        return (*stored, *tensors[data:]), ([wide or t.dtype for t in tensors[:data]], args[count:])
+            stored = [part for t in tensors[:data] for part in store(t, traced and op.reads_halves(args))]
+        wide = compute_dtype(*tensors)  # in eager mode backward reads values that are not rounded
+        dtypes = [t.dtype if traced or _has_kernels(t) else wide for t in tensors[:data]]
+        return (*stored, *tensors[data:]), (dtypes, args[count:])
 
     def arguments(tensors: tuple[Tensor | None, ...], rest: Any, _: tuple[bool, ...]) -> Any:
         dtypes, scalars = rest
         stored: Any = zip(tensors[: 2 * data : 2], tensors[1 : 2 * data : 2], dtypes, strict=True)
         with _tagged("partitioner_tag", "must_be_in_backward"):  # else forward may load it, and save that
-            loaded = [load_fp8(values, scale, dtype) for values, scale, dtype in stored]
+            loaded = [load(values, scale, dtype) for values, scale, dtype in stored]
         return *loaded, *tensors[2 * data : data + count], *scalars
 
     return SavePolicy(saved, arguments, lambda *args: _apply(*args)[0])  # type: ignore[no-untyped-call]

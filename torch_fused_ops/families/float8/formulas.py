@@ -37,6 +37,7 @@ __all__ = [
     "product",
     "quantize",
     "quantize_by",
+    "requantize",
     "scales_shape",
     "stored_columns",
     "tiled",
@@ -200,6 +201,12 @@ def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) ->
     blocks = values.to(torch.float32).reshape(r // rows, rows, c // columns, columns)
     most = largest(dtype)
     return (blocks * of_blocks[:, None, :, None]).clamp(-most, most).reshape(r, c).to(dtype)
+
+
+def requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """``quantize`` of the transpose of what is stored in blocks of (1, 128) or (1, 32), as of a layer's input."""
+    wide = dequantize(values, scales, 1, torch.float32)
+    return quantize(wide.t(), *block_of_columns(columns_of(values, scales, 1)))
 
 
 def largest(dtype: torch.dtype) -> float:

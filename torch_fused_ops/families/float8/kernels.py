@@ -54,7 +54,6 @@ __all__ = [
     "scaled_grouped_mm",
     "scaled_mm",
     "scaled_mm_tiled",
-    "tile_scales",
 ]
 
 SIDE = tl.constexpr(BLOCK)
@@ -68,7 +67,6 @@ LOG2_LARGEST = tl.constexpr(float8._LOG2_LARGEST << float8._MANTISSA_BITS)
 LEAST_SCALE = tl.constexpr(1 << float8._MANTISSA_BITS)
 INVERSE = tl.constexpr(254 << float8._MANTISSA_BITS)
 INFINITY = tl.constexpr(float8._INFINITY)
-MANTISSA_BITS = tl.constexpr(float8._MANTISSA_BITS)
 BF16_LARGEST = tl.constexpr(float8.largest(torch.bfloat16))
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
@@ -348,10 +346,9 @@ def _scales_of_columns(strips, COLUMNS: tl.constexpr, DTYPE: tl.constexpr, PTX: 
 
 @triton.jit
 def _beside_rows(of_blocks, COLUMNS: tl.constexpr):
-    """Broadcast values of the blocks of some rows of a tile to their elements."""
+    """Broadcast values of the blocks of a strip's rows to its elements."""
     if COLUMNS == NARROW:
-        HEIGHT: tl.constexpr = of_blocks.shape[0]
-        return tl.reshape(tl.broadcast_to(of_blocks[:, :, None], (HEIGHT, PARTS, NARROW)), (HEIGHT, SIDE))
+        return tl.reshape(tl.broadcast_to(of_blocks[:, :, None], (STRIP_ROWS, PARTS, NARROW)), (STRIP_ROWS, SIDE))
     else:
         return of_blocks[:, None]
 
@@ -385,18 +382,6 @@ def _scales_left(place, left, part, blocks_left, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _scales_of_rows(scales, row, rows, rows_left, columns_left, COLUMNS: tl.constexpr):
-    """Load the scales of some rows of a tile, beside their elements."""
-    if COLUMNS == NARROW:
-        part = tl.arange(0, PARTS)[None, :]
-        known = (row < rows_left)[:, None] & (part * NARROW < columns_left)
-        scale = tl.load(scales + part * rows + row[:, None], mask=known, other=0.0)
-    else:
-        scale = tl.load(scales + row, mask=row < rows_left, other=0.0)
-    return _beside_rows(scale, COLUMNS)
-
-
-@triton.jit
 def _pairs_of_tile(
     input, input_scales, first, place, rows, rows_left, columns_left, input_row, input_column,
     COLUMNS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
@@ -411,7 +396,12 @@ def _pairs_of_tile(
             places = row[:, None] * input_row + place[None, :] * input_column
             loaded = tl.load(input + places, mask=mask, other=0.0)
             if input_scales is not None:
-                scale = _scales_of_rows(input_scales, row, rows, rows_left, columns_left, COLUMNS)
+                mask = row < rows_left
+                if COLUMNS == NARROW:
+                    part = tl.arange(0, PARTS)[None, :]
+                    mask = mask[:, None] & (part * NARROW < columns_left)
+                    row = part * rows + row[:, None]
+                scale = _beside_rows(tl.load(input_scales + row, mask=mask, other=0.0), COLUMNS)
                 loaded = _clamp(_from_fp8(loaded, PTX) * scale, BF16_LARGEST)
             two = two + (loaded.to(DTYPE),)
         strips = strips + (_pair(two[0], two[1], DTYPE, PTX),)
@@ -495,18 +485,6 @@ def _quantize(
 
 
 @triton.jit
-def _tile_scales(scales, tiles, rows, blocks, row_tiles, total, PLACES: tl.constexpr):
-    """``float8.tiled``: tiles (total,), bytes; scales (blocks, rows), float32."""
-    place = tl.program_id(0).to(tl.int64) * PLACES + tl.arange(0, PLACES)
-    tile, inside = place // (SIDE * 4), place % (SIDE * 4)
-    row = tile // row_tiles * SIDE + inside // 4 % 4 * 32 + inside // 16
-    block = tile % row_tiles * 4 + inside % 4
-    mask = (place < total) & (row < rows) & (block < blocks)
-    bits = tl.load(scales + block * rows + row, mask=mask, other=0.0).to(tl.int32, bitcast=True)
-    tl.store(tiles + place, (bits >> MANTISSA_BITS).to(tl.uint8), mask=place < total)
-
-
-@triton.jit
 def _inverse(scale, FNUZ: tl.constexpr):
     """1 / scale; FNUZ: 2 / scale, as what is stored are e4m3fn's bytes (``_code``)."""
     bits = -scale.to(tl.int32, bitcast=True) + INVERSE
@@ -565,27 +543,16 @@ def _quantize_turned(
 
 
 @triton.jit
-def _dequantize(
-    out, values, scales, rows, columns, column_blocks,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+def _dequantize_rows(
+    out, values, scales, columns, scale_row,
+    LARGEST: tl.constexpr, PLACES: tl.constexpr, PTX: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """value · scale, at most LARGEST; out, values (rows, columns) without gaps, in blocks of (ROWS, 128) or (1, 32)."""
-    program = tl.program_id(0)
-    c = (program % column_blocks).to(tl.int64)
-    r = (program // column_blocks).to(tl.int64) * BLOCK_M
-    row, place = _places(BLOCK_M, WIDE), _places(SIDE, WIDE)
-    mask = row < rows - r
-    stored = mask[:, None] if COLUMNS == SIDE else mask[:, None] & (place < columns - c * SIDE)[None, :]
-    places = row[:, None] * columns + place[None, :]
-    corner = r * columns + c * SIDE
-    code = tl.load(values + corner + places, mask=stored, other=0)
-    if ROWS == 1:
-        scales += c * (SIDE // COLUMNS) * rows + r
-        scale = _scales_of_rows(scales, row, rows, rows - r, columns - c * SIDE, COLUMNS)
-    else:
-        scale = tl.load(scales + (r // SIDE) * column_blocks + c)
-    tl.store(out + corner + places, _clamp(_from_fp8(code, PTX) * scale, LARGEST), mask=stored)
+    """``float8.dequantize`` of rows, or of one block; a program has PLACES of a row. out, values: without gaps."""
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * PLACES + tl.arange(0, PLACES)
+    scale = tl.load(scales + row * scale_row)
+    code = tl.load(values + row * columns + place, mask=place < columns, other=0)
+    x = _from_fp8(code, PTX) * (scale * 0.5 if FNUZ else scale)
+    tl.store(out + row * columns + place, _clamp(x, LARGEST), mask=place < columns)
 
 
 @triton.jit
@@ -756,7 +723,6 @@ def _gradients(
 
 _WARPS = 8  # 64 elements a thread: a strip is one load of 16 bytes for each
 _REGISTERS = 128  # so that two programs fit a multiprocessor of 64 Ki
-_ROWS_OF_DEQUANTIZE = 32
 _COLUMNS_AT_ONCE = 32768  # of a row in registers: 32 warps have 32 elements a thread
 _COLUMNS_OF_A_PART = 2048
 
@@ -845,12 +811,11 @@ def _in_rows(input: Tensor, scales: Tensor, known: bool) -> Tensor:
 
     Input and scales may be stacks. A row whose scale is not known is held in registers: up to 32768 columns.
     """
-    *stack, r, c = input.shape
-    values = _values_of(input)
+    (r, c), values = input.shape[-2:], _values_of(input)
     places, warps = (_COLUMNS_OF_A_PART, 4) if known else (power_of_2(c), max(power_of_2(c) // 1024, 1))
     if values.numel():
         launching.launch(
-            _quantize_rows, (r, blocks(c, places), *(stack or [1])), input.device,
+            _quantize_rows, (r, blocks(c, places), input.shape[:-2].numel()), input.device,
             (input, _as(torch.uint8, values), scales),
             (r, c, *_strides(input), *_strides_of_scales(scales)),
             {"PLACES": places, "KNOWN": known, **_of_device(input), "num_warps": warps, **OPTIONS},
@@ -870,13 +835,13 @@ def _strides_of_scales(scales: Tensor) -> tuple[int, int]:
 
 def quantize_by(input: Tensor, scales: Tensor) -> Tensor:
     """``float8.quantize_by`` in one kernel, which reads and writes along what lies close in memory."""
-    *stack, r, c = input.shape
+    r, c = input.shape[-2:]
     if not (_is_turned(input) and c % 4 == 0 and input.numel()):
         return _in_rows(input, scales.contiguous(), known=True)
     values = _values_of(input)
     matrix_stride, row, column = _strides(input)
     launching.launch(
-        _quantize_turned, (blocks(c, BLOCK) * blocks(r, BLOCK), *(stack or [1]), 1), input.device,
+        _quantize_turned, (blocks(c, BLOCK) * blocks(r, BLOCK), input.shape[:-2].numel(), 1), input.device,
         (input, scales.contiguous(), _as(torch.int32, values)),
         (c, r, blocks(r, BLOCK), matrix_stride, column, row, *_strides_of_scales(scales), c // 4),
         {"WIDE": _wide(row, column, c), **_of_device(input), "num_warps": _WARPS, **OPTIONS},
@@ -889,31 +854,17 @@ def quantize(input: Tensor, rows: int, columns: int = BLOCK) -> tuple[Tensor, Te
 
     Of one block, and of rows that do not lie close or are too long, torch finds the largest elements: a pass more.
     """
-    columns = columns or BLOCK
-    if columns in (BLOCK, MX_BLOCK):
-        straight = (input.t(), None, rows) if _is_turned(input) else (input, rows, None)
-        values, scales = _run_quantize(*straight, columns)
-        return values, scales
-    if rows == 1 and columns <= _COLUMNS_AT_ONCE and not _is_turned(input):
-        scales = input.new_empty((1, input.shape[0]), dtype=torch.float32)
+    (r, c), turned = input.shape, _is_turned(input)
+    if rows == 1 and 0 < columns == c <= _COLUMNS_AT_ONCE and not turned:
+        scales = input.new_empty((1, r), dtype=torch.float32)
         return _in_rows(input, scales, known=False), scales
+    if columns in (0, BLOCK, MX_BLOCK):
+        matrix, straight, across = (input.t(), None, rows) if turned else (input, rows, None)
+        values, scales = _run_quantize(matrix, straight, across, columns or BLOCK)
+        return values, scales
     largest = input.abs().amax(1 if rows == 1 else (0, 1)).reshape(-1, 1)
     scales = float8.quantize(largest, 1, 1)[1]
     return quantize_by(input, scales), scales
-
-
-def tile_scales(scales: Tensor) -> Tensor:
-    """``float8.tiled`` in one kernel."""
-    blocks_of_row, rows = scales.shape
-    row_tiles = blocks(blocks_of_row, 4)
-    tiles = scales.new_empty(float8.tiled_size(blocks_of_row, rows), dtype=torch.uint8)
-    if tiles.numel():
-        launching.launch(
-            _tile_scales, (blocks(tiles.numel(), _COLUMNS_OF_A_PART), 1, 1), scales.device,
-            (scales.contiguous(), tiles), (rows, blocks_of_row, row_tiles, tiles.numel()),
-            {"PLACES": _COLUMNS_OF_A_PART, "num_warps": 4, **OPTIONS},
-        )  # fmt: skip
-    return tiles
 
 
 def quantize_both(input: Tensor, columns: int = BLOCK) -> tuple[Tensor, ...]:
@@ -934,18 +885,18 @@ def requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
 
 
 def dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """``float8.dequantize`` in one kernel; where a row is a block, in plain torch: no recipe needs it."""
-    (r, c), columns = values.shape, float8.columns_of(values, scales, rows)
-    if columns not in (BLOCK, MX_BLOCK):
+    """``float8.dequantize`` in one kernel, of rows or one block; of other blocks in plain torch: no recipe needs it."""
+    r, c = values.shape
+    if rows not in (1, r) or float8.columns_of(values, scales, rows) != c:
         return float8.dequantize(values, scales, rows, dtype)
     out = values.new_empty((r, c), dtype=dtype)
     if out.numel():
         launching.launch(
-            _dequantize, (blocks(r, _ROWS_OF_DEQUANTIZE) * blocks(c, BLOCK), 1, 1), values.device,
-            (out, values.contiguous().view(torch.uint8), scales.contiguous()), (r, c, blocks(c, BLOCK)),
+            _dequantize_rows, (r, blocks(c, _COLUMNS_OF_A_PART), 1), values.device,
+            (out, _as(torch.uint8, values.contiguous()), scales), (c, _strides_of_scales(scales)[1]),
             {
-                "ROWS": rows, "COLUMNS": columns, "LARGEST": float8.largest(dtype), "WIDE": _wide(c),
-                "PTX": _ptx(values.device), "BLOCK_M": _ROWS_OF_DEQUANTIZE, "num_warps": 4, **OPTIONS,
+                "LARGEST": float8.largest(dtype), "PLACES": _COLUMNS_OF_A_PART, **_of_device(values), "num_warps": 4,
+                **OPTIONS,
             },
         )  # fmt: skip
     return out
@@ -1009,7 +960,7 @@ def gradients_quantized(op: PointwiseOperator, grad: Tensor, *args: Any) -> tupl
         of_gate, of_up = list(zip(*halves, strict=True))[:: -1 if layout == "swapped" else 1]
     (grad, grad_m), (gate, gate_m), (up, up_m) = matrix(grad), matrix(gate), matrix(up)
     strides = [stride for m in (grad_m, gate_m, up_m) for stride in (m.row, m.column)]
-    registers = {"maxnreg": _REGISTERS} if ptx and gate.element_size() == 2 else {}
+    registers = {"maxnreg": _REGISTERS} if ptx and data[0].element_size() == 2 else {}
     dtypes = torch.uint8, torch.float32, torch.int32, torch.float32, torch.float32
     launching.launch(
         _gradients, (padded // BLOCK * (c // BLOCK), 1, 1), grad.device,
@@ -1026,7 +977,11 @@ def gradients_quantized(op: PointwiseOperator, grad: Tensor, *args: Any) -> tupl
 def launch_of(name: str) -> Callable[..., Any]:
     """The function that computes ``fused::name`` on a GPU."""
     operator = name.removesuffix("_backward_quantized")
-    return globals()[name] if operator == name else functools.partial(gradients_quantized, OPERATORS[operator])
+    if operator == name:
+        return globals()[name]  # type: ignore[no-any-return]
+    op = OPERATORS[operator]
+    assert isinstance(op, PointwiseOperator)
+    return functools.partial(gradients_quantized, op)
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -1049,7 +1004,7 @@ def _up_to(t: Tensor, axis: int, multiple: int) -> Tensor:
 
 def _multiply(
     a: Tensor, of_a: tuple[Tensor, ScalingType], b: Tensor, of_b: tuple[Tensor, ScalingType],
-    bias: Tensor | None, dtype: torch.dtype, rows_of_a: int = 1, **swizzles: SwizzleType,
+    bias: Tensor | None, dtype: torch.dtype, rows_of_a: int = 1, swizzle: SwizzleType | None = None,
 ) -> Tensor:  # fmt: skip
     """a · bᵀ + bias by torch's libraries, without fast accumulation: float16 and float32 are summed up in float32.
 
@@ -1067,11 +1022,13 @@ def _multiply(
             in_product = addend  # none with float32 results
         out = torch.nn.functional.scaled_mm(
             left, right.t(), scale_a=of_a[0], scale_recipe_a=of_a[1], scale_b=of_b[0], scale_recipe_b=of_b[1],
-            bias=in_product, output_dtype=wide, **swizzles,
+            swizzle_a=swizzle, swizzle_b=swizzle, bias=in_product, output_dtype=wide,
         )[:m, :n]  # fmt: skip
     else:
         out = a.new_zeros((m, n), dtype=wide)
-    return (out if addend is in_product else out + addend).to(dtype).contiguous()
+    if addend is not None and in_product is None:
+        out = out + addend
+    return out.to(dtype).contiguous()
 
 
 def scaled_mm(
@@ -1094,8 +1051,8 @@ def scaled_mm(
         unscaled = of_a.new_ones(()), ScalingType.TensorWise
         out = _multiply(a, unscaled, b, unscaled, None, torch.float32) * of_a * of_b
         return (out if bias is None else out + bias.to(torch.float32)).to(dtype)
-    if columns == MX_BLOCK:
-        return scaled_mm_tiled(a, tile_scales(a_scales), b, tile_scales(b_scales), bias, dtype)
+    if columns == MX_BLOCK:  # tiles, a byte for each 32 elements, are plain torch's
+        return scaled_mm_tiled(a, float8.tiled(a_scales), b, float8.tiled(b_scales), bias, dtype)
     _ptx(a.device)
     by_a = _up_to(a_scales, 1, _ROWS_OF_A).t(), ScalingType.BlockWise1x128
     if rows == 1:
@@ -1114,8 +1071,7 @@ def scaled_mm_tiled(
         ValueError, RuntimeError: from torch, on other devices than sm_100 and sm_103.
     """
     of_a, of_b = ((tiles.view(torch.float8_e8m0fnu), ScalingType.BlockWise1x32) for tiles in (a_tiles, b_tiles))
-    swizzle = SwizzleType.SWIZZLE_32_4_4
-    return _multiply(a, of_a, b, of_b, bias, dtype, swizzle_a=swizzle, swizzle_b=swizzle)
+    return _multiply(a, of_a, b, of_b, bias, dtype, swizzle=SwizzleType.SWIZZLE_32_4_4)
 
 
 def scaled_grouped_mm(

@@ -3,6 +3,7 @@
     quantize      a tensor as float8 with a scale for each block: (1, 128), (128, 128), (1, 32), a row, or all of it
     quantize_by   the same by scales that are known
     dequantize    back
+    requantize    what is quantized along its rows, along its columns, as a weight would be
     scaled_mm     a product of two of those
     scaled_mm_tiled    that in blocks of (1, 32), with scales as sm_100 reads them, which lowerings make
     linear_fp8    input · weightᵀ + bias, and its gradients, in these four, by a recipe (``recipes.RECIPES``)
@@ -30,6 +31,7 @@ from torch_fused_ops.declaration import Signature, arguments_of, one_of, refuse
 from torch_fused_ops.families.float8 import formulas as float8
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK, RECIPES, Block, Recipe
 from torch_fused_ops.families.float8.sharding import multiples
+from torch_fused_ops.operators import fp8_store
 from torch_fused_ops.operators.autograd import checked, define, register
 from torch_fused_ops.operators.batching import lead
 from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
@@ -106,6 +108,10 @@ def _check_dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dt
     _check_stored("values", values, scales, rows)
     if dtype not in DTYPES:
         refuse("dtype", dtype, ", ".join(map(str, DTYPES)))
+
+
+def _check_requantize(values: Tensor, scales: Tensor) -> None:
+    _check_stored("values", values, scales, 1)
 
 
 def _check_product(
@@ -186,6 +192,10 @@ def _fake_dequantize(values: Tensor, scales: Tensor, rows: int, dtype: torch.dty
     return values.new_empty(values.shape, dtype=dtype)
 
 
+def _fake_requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    return _fake_quantize(values.t(), *float8.block_of_columns(float8.columns_of(values, scales, 1)))
+
+
 def _fake_product(a: Tensor, a_scales: Tensor, b: Tensor, *others: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[-2]), dtype=others[-1])
 
@@ -260,6 +270,17 @@ _dequantize = register_plain(
     _fake_dequantize,
     _check_dequantize,
 )
+_requantize = register_plain(
+    Signature(
+        "requantize",
+        arguments_of(values="Tensor: data", scales="Tensor: scales"),
+        ("data", "scales"),
+        f"quantize(dequantize(values, scales, 1)ᵀ, {BLOCK}), in one pass; of blocks of (1, {MX_BLOCK}) again in these.",
+    ),
+    float8.requantize,
+    _fake_requantize,
+    _check_requantize,
+)
 _scaled_mm = _register_product(
     "scaled_mm",
     "a · bᵀ + bias of what quantize has stored in blocks as wide: a in blocks of a row, b in blocks of rows.",
@@ -284,6 +305,21 @@ _scaled_grouped_mm = _register_product(
     float8.grouped_product,
     _check_grouped_product,
 )
+
+# ---- memory="fp8" ----------------------------------------------------------------------------------------------------
+
+
+def _store(x: Tensor) -> tuple[Tensor, Tensor]:
+    values, scales = _quantize(x.reshape(-1, x.shape[-1]).contiguous(), 1, x.shape[-1])
+    return values.view(x.shape), scales.view(x.shape[:-1])
+
+
+def _load(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    rows: Tensor = _dequantize(stored.view(-1, stored.shape[-1]), scale.view(1, -1), 1, dtype)
+    return rows.view(stored.shape)
+
+
+fp8_store.KERNELS.update(store=_store, load=_load)
 
 # ---- linear ----------------------------------------------------------------------------------------------------------
 
@@ -328,10 +364,8 @@ class _Linear(torch.autograd.Function):
             d_input = _scaled_mm(*of_grad, *of_weight, None, rows, grad.dtype).to(input_dtype)
         if ctx.needs_input_grad[1]:
             if wgrad:
-                input = _dequantize(*kept, 1, grad.dtype).t()
-                rows, columns = scaling.weight.of(input.shape)
-                of_grad = _quantize(grad.t(), *scaling.data.of(grad.t().shape))
-                d_weight = _scaled_mm(*of_grad, *_quantize(input, rows, columns), None, rows, grad.dtype)
+                of_input, of_grad = _requantize(*kept), _quantize(grad.t(), *scaling.data.of(grad.t().shape))
+                d_weight = _scaled_mm(*of_grad, *of_input, None, scaling.weight.rows, grad.dtype)
             else:
                 d_weight = torch.mm(grad.t(), kept[0].to(grad.dtype))
             d_weight = d_weight.to(weight.dtype)
@@ -436,16 +470,7 @@ def _check_grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, recipe: s
 
 
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, recipe: str = "fp8-rowwise") -> Tensor:
-    """``fused::grouped_linear_fp8``: input (t, k) times weight (experts, k, n) of each row's expert, in float8: (t, n).
-
-    Rows are sorted by expert; ends[e], int32, is where e's rows end, and what lies behind the last is undefined. The
-    product and the input's gradient are of float8 in rows, of a weight's transpose in one block for each expert; the
-    weight's gradient is a product in bfloat16 (torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm`` has that in float8,
-    too, for which each expert's rows are padded to multiples of 16).
-
-    Raises:
-        TypeError, ValueError: for other dtypes than bfloat16, sizes that are no multiples of 16, other shapes.
-    """
+    """``fused::grouped_linear_fp8``: see ``functional.grouped_linear_fp8``."""
     _check_grouped_linear(input, weight, ends, recipe)
     out: Tensor = _GroupedLinear.apply(input, weight, ends)  # type: ignore[no-untyped-call]
     return out

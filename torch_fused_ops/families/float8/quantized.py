@@ -6,7 +6,6 @@ its columns. Compiled backward graphs call these operators where they find all t
 
     quantize_both                      a matrix along its rows and along its columns
     …_backward_quantized               that of an activation's gradients, with sums, and of its result
-    requantize                         what is quantized along its rows, along its columns, as a weight would be
 """
 
 from __future__ import annotations
@@ -45,11 +44,6 @@ def _sums(gradient: Tensor) -> Tensor:
     rows = gradient.shape[0]
     wide = torch.nn.functional.pad(gradient.to(torch.float32), (0, 0, 0, float8.padded(rows) - rows))
     return wide.reshape(-1, BLOCK, gradient.shape[1]).sum(1)
-
-
-def _requantize(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    wide = float8.dequantize(values, scales, 1, torch.float32)
-    return float8.quantize(wide.t(), *float8.block_of_columns(float8.columns_of(values, scales, 1)))
 
 
 def _signature(op: PointwiseOperator) -> Signature:
@@ -106,15 +100,6 @@ _register(
     ),
     _both,
     _check_both,
-)
-_register(
-    Signature(
-        "requantize",
-        arguments_of(values="Tensor: data", scales="Tensor: scales"),
-        ("data", "scales"),
-        f"quantize(dequantize(values, scales, 1)ᵀ, {BLOCK}), in one pass; of blocks of (1, {MX_BLOCK}) again in these.",
-    ),
-    _requantize,
 )
 for _op in FAMILY:
     QUANTIZED[_op] = _register(_signature(_op), _of(_op))

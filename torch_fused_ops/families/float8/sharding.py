@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from torch_fused_ops.distributed.sharding import RULES, Placements, Sharding
-from torch_fused_ops.families.float8.formulas import columns_of
+from torch_fused_ops.families.float8.formulas import block_of_columns, columns_of
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 
 __all__ = ["multiples"]
@@ -49,15 +49,16 @@ def _stored(t: Any, axis: int, rows: int, columns: int) -> tuple[Any, Any] | Non
     return Shard(axis), Shard(1 - axis if rows == 1 else axis)
 
 
-def _quantize(input: Any, rows: int, columns: int = BLOCK) -> Shardings:
+def _placements(t: Any, rows: int, columns: int) -> list[tuple[Any, Any]]:
+    """(values' placement, scales' placement) of a matrix that is replicated, or sharded along either axis."""
     from torch.distributed.tensor import Replicate
 
-    whole = Replicate()
-    shardings: Shardings = [([whole, whole], [whole, None, None])]
-    for axis in (0, 1):
-        if stored := _stored(input, axis, rows, columns):
-            shardings.append(([*stored], [stored[0], None, None]))
-    return shardings
+    sharded = (_stored(t, axis, rows, columns) for axis in (0, 1))
+    return [(Replicate(), Replicate()), *filter(None, sharded)]
+
+
+def _quantize(input: Any, rows: int, columns: int = BLOCK) -> Shardings:
+    return [([values, scales], [values, None, None]) for values, scales in _placements(input, rows, columns)]
 
 
 def _quantize_by(input: Any, scales: Any) -> Shardings:
@@ -74,13 +75,20 @@ def _quantize_by(input: Any, scales: Any) -> Shardings:
 
 
 def _dequantize(values: Any, scales: Any, rows: int, dtype: Any) -> Shardings:
-    from torch.distributed.tensor import Replicate
+    columns = columns_of(values, scales, rows)
+    return [([stored], [stored, of_scales, None, None]) for stored, of_scales in _placements(values, rows, columns)]
 
-    whole = Replicate()
-    shardings: Shardings = [([whole], [whole, whole, None, None])]
-    for axis in (0, 1):
-        if stored := _stored(values, axis, rows, columns_of(values, scales, rows)):
-            shardings.append(([stored[0]], [*stored, None, None]))
+
+def _requantize(values: Any, scales: Any) -> Shardings:
+    from torch.distributed.tensor import Replicate, Shard
+
+    columns, whole = columns_of(values, scales, 1), Replicate()
+    rows_t, columns_t = block_of_columns(columns)
+    shardings: Shardings = [([whole, whole], [whole, whole])]
+    for axis, block in ((0, columns_t), (1, rows_t)):
+        stored = _stored(values, axis, 1, columns)
+        if stored and (block == 1 or _whole_blocks(values, axis, block)):
+            shardings.append(([Shard(1 - axis), Shard(axis if rows_t == 1 else 1 - axis)], [*stored]))
     return shardings
 
 
@@ -110,6 +118,7 @@ RULES.update(
         "quantize": _quantize,
         "quantize_by": _quantize_by,
         "dequantize": _dequantize,
+        "requantize": _requantize,
         "scaled_mm": _scaled_mm,
     }
 )
