@@ -114,7 +114,7 @@ def _check_activation(activation: object) -> None:
         _refuse("activation", activation, f"a string, one of {', '.join(activations.names())}")
 
 
-def _check_block(name: str, block: Any, size: int) -> int:
+def _check_block(name: str, block: Any, size: int) -> Any:
     """The number of adjacent features of gate, then of up, among ``size`` features."""
     _check_number(name, block, "'halves', 'interleaved', 'swapped' or a number of features", int)
     if block < 1 or size % (2 * block):
@@ -164,7 +164,8 @@ def bias_act(
         input: (..., n), and so is the result, in input's dtype.
         bias: (n,).
         token_scale: (...).
-        activation, memory, errors: see the module's conventions.
+
+    ``activation``, ``memory`` and errors: see the module's conventions.
     """
     _check_tensor("input", input)
     _check_optional("bias", bias)
@@ -199,7 +200,8 @@ def glu(
         gate: (..., n), what the activation acts on; the result has its shape and dtype.
         up: (..., n).
         token_scale: (...).
-        activation, up_offset, clamp, memory, errors: see the module's conventions.
+
+    ``activation``, ``up_offset``, ``clamp``, ``memory`` and errors: see the module's conventions.
     """
     _check_tensor("gate", gate)
     _check_tensor("up", up)
@@ -235,11 +237,12 @@ def bias_glu(
         layout: "halves", "interleaved" or "swapped", or a number b: blocks of b features of gate, then of up. Those are
             read as they lie; a bias is then added on its own first, rounded to input's dtype, and what ``memory="fp8"``
             stores has a scale for each 2b features.
-        activation, up_offset, clamp, memory, errors: see the module's conventions; ValueError where the last axis is
-            odd.
 
     Returns:
         (..., n), in input's dtype.
+
+    ``activation``, ``up_offset``, ``clamp``, ``memory`` and errors: see the module's conventions. An odd last axis is a
+    ValueError.
     """
     _check_tensor("input", input)
     _check_optional("bias", bias)

@@ -107,11 +107,7 @@ class FusionPolicy:
 
     def __post_init__(self) -> None:
         for name in _KNOWN:
-            value = getattr(self, name)
-            if isinstance(value, str):
-                check_known(name, value)
-            else:
-                object.__setattr__(self, name, _pairs(name, value))
+            object.__setattr__(self, name, _value_or_pairs(name, getattr(self, name)))
         if self.epilogues not in EPILOGUES:
             raise ValueError(f"epilogues={self.epilogues!r} is not known; accepted: {', '.join(EPILOGUES)}")
         for name in ("dropout", "strict"):
@@ -124,7 +120,12 @@ class FusionPolicy:
         object.__setattr__(self, "exclude", tuple(self.exclude))
         for name, patterns in self.patterns.items():
             for pattern in patterns:
-                _check_pattern(name, getattr(self, name), pattern)
+                refused = f"{name}={getattr(self, name)!r} is not accepted: {pattern!r}"
+                if not isinstance(pattern, str):
+                    raise TypeError(f"{refused} is not a string pattern")
+                # fnmatch would match it literally, and no module's name contains it.
+                if "[" in re.sub(r"\[(!.|[^!])[^\]]*\]", "", pattern):
+                    raise ValueError(f"{refused} has a [ without a ]")
 
     @classmethod
     def parse(cls, text: str) -> FusionPolicy:
@@ -251,7 +252,10 @@ def check_known(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} is not known; accepted: {_KNOWN[name].accepted}")
 
 
-def _pairs(name: str, value: object) -> tuple[tuple[str, str], ...]:
+def _value_or_pairs(name: str, value: object) -> str | tuple[tuple[str, str], ...]:
+    if isinstance(value, str):
+        check_known(name, value)
+        return value
     has, accepted, noun = _KNOWN[name]
     try:
         pairs = tuple((pattern, chosen) for pattern, chosen in dict(value).items())  # type: ignore[call-overload]
@@ -267,14 +271,6 @@ def _pairs(name: str, value: object) -> tuple[tuple[str, str], ...]:
                 + ("; 'off' is for a whole model only" if chosen == "off" else "")
             )
     return pairs
-
-
-def _check_pattern(name: str, value: object, pattern: object) -> None:
-    if not isinstance(pattern, str):
-        raise TypeError(f"{name}={value!r} is not accepted: {pattern!r} is not a string pattern")
-    # fnmatch would match it literally, and no module's name contains it.
-    if "[" in re.sub(r"\[(!.|[^!])[^\]]*\]", "", pattern):
-        raise ValueError(f"{name}={value!r} is not accepted: {pattern!r} has a [ without a ]")
 
 
 def enclosing_modules(paths: Iterable[str]) -> set[str]:
@@ -299,15 +295,13 @@ def unmatched(policy: FusionPolicy, sites: Sequence[Site], inner: Iterable[str] 
     paths = (path for site in sites for path in (site.module, site.source.partition(" in ")[2]))
     modules = enclosing_modules((*paths, *inner))
     excluding = {site.excluded_by for site in sites}  # a pattern may fit a linear layer's own module, too
-    patterns = [("exclude", p) for p in policy.exclude if p not in excluding]
-    patterns += [(name, p) for name, mapped in policy.patterns.items() if name != "exclude" for p in mapped]
     alike: dict[str, list[str]] = {}
     for path in (site.source.partition(" in ")[2] for site in sites):
         alike.setdefault(without_numbers(path), []).append(path)
     there = ", ".join(joined_paths(group) or "the model itself" for group in alike.values()) or "none"
     notes = []
-    for name, pattern in patterns:
-        if not names_module(pattern, modules):
+    for name, pattern in ((name, pattern) for name, patterns in policy.patterns.items() for pattern in patterns):
+        if not (name == "exclude" and pattern in excluding) and not names_module(pattern, modules):
             near = difflib.get_close_matches(pattern.removesuffix(".*"), modules)
             meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
             notes.append(f"{name}={pattern!r} matches no site's modules; the sites' modules are {there}{meant}")

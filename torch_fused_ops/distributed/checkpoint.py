@@ -100,8 +100,21 @@ class ShardedTensor(Tensor):
             as_dtensors: a DTensor parameter's mesh includes ``parallel``'s, too.
             experts: (first, total) of the experts whose parameters are stacked along the first axis.
         """
-        spec = spec or ShardSpec(None)
-        local, shard_shape, start = _box(parameter, spec, parallel, as_dtensors)
+        spec, local = spec or ShardSpec(None), parameter.detach()
+        shard_shape, start = local.shape, (0,) * local.ndim
+        if isinstance(local, DTensor):
+            mesh, placed = local.device_mesh, local.placements
+            # FSDP's mesh dimensions come first, and shard the shards of the dimension after them, the linear's own.
+            beyond = mesh.ndim
+            if as_dtensors and parallel is not None:
+                beyond -= 1
+                shard_shape = parallel.shape(shard_shape, spec)
+            placements: list[Any] = [Shard(p.dim) if hasattr(p, "dim") else Replicate() for p in placed[:beyond]]
+            placements += [Replicate()] * (mesh.ndim - beyond)
+            left, start = compute_local_shape_and_global_offset(shard_shape, mesh, placements)
+            local = local.to_local()
+            if tuple(local.shape) != tuple(left) and local.numel():
+                raise ValueError(f"a DTensor placed as {placed} is not accepted: it must be FSDP's, with plain shards")
         if experts is not None:
             start = (start[0] + experts[0], *start[1:])
             shard_shape = torch.Size((experts[1], *shard_shape[1:]))
@@ -109,7 +122,7 @@ class ShardedTensor(Tensor):
         axis = spec.axis or 0
         shape = torch.Size(n * ranks if i == axis else n for i, n in enumerate(shard_shape))
         rows = shard_shape[axis] if shard_shape else 1
-        return cls(key, local, Layout(shape, axis, (Run(0, rows, rank * rows),), start, tuple(offsets)))
+        return cls(key, local, Layout(shape, axis, (Run(0, rows, rank * rows),), tuple(start), tuple(offsets)))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -155,28 +168,6 @@ class ShardedTensor(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return next(box for place, box in self._boxes() if place == index.offset)
-
-
-def _box(
-    parameter: Tensor, spec: ShardSpec, parallel: TensorParallel | None, as_dtensors: bool
-) -> tuple[Tensor, torch.Size, tuple[int, ...]]:
-    """(the local tensor, the shard's shape, the local tensor's beginning in the shard)"""
-    data = parameter.detach()
-    shape = data.shape
-    if not isinstance(data, DTensor):
-        return data, shape, (0,) * data.ndim
-    # FSDP's mesh dimensions come first, and shard the shards of the dimension after them, the linear's own.
-    beyond = data.device_mesh.ndim
-    if as_dtensors and parallel is not None:
-        beyond -= 1
-        shape = parallel.shape(data.shape, spec)
-    placements: list[Any] = [Shard(p.dim) if hasattr(p, "dim") else Replicate() for p in data.placements[:beyond]]
-    placements += [Replicate()] * (data.device_mesh.ndim - beyond)
-    left, start = compute_local_shape_and_global_offset(shape, data.device_mesh, placements)
-    local = TensorParallel.local(data)
-    if tuple(local.shape) != tuple(left) and local.numel():
-        raise ValueError(f"a DTensor placed as {data.placements} is not accepted: it must be FSDP's, with plain shards")
-    return local, shape, tuple(start)
 
 
 def apply_swiglu_sharded_factory(

@@ -13,7 +13,7 @@ and its main branch of August 2026).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,19 +67,11 @@ def of_linear(linear: Any, prefix: str, offsets: Offsets, metadata: Any) -> dict
     Args:
         linear: ``nn.linear.Linear``; each expert has its own entries, weight0, weight1, …
     """
-    apart = bool(metadata.get("singleton_local_shards"))
-    if linear.experts is None:
-        entries = {
-            f"{prefix}{name}": _entry(linear, name, p, f"{prefix}{name}", offsets, metadata)
-            for name, p in linear.named_parameters(recurse=False)
-        }
-        return entries | _extra_states(linear, prefix, prefix, offsets, metadata)
     state: dict[str, Any] = {}
-    for i in range(linear.experts.here):
-        expert = linear.experts.first + i
-        key, place = _of_expert(prefix, expert, linear.experts.total, offsets, apart)
+    for i, (key, place) in enumerate(_of_experts(linear, prefix, offsets, metadata)):
+        number, expert = ("", None) if linear.experts is None else (i, i)
         for name, p in linear.named_parameters(recurse=False):
-            state[f"{prefix}{name}{i}"] = _entry(linear, name, p, f"{key}{name}", place, metadata, i)
+            state[f"{prefix}{name}{number}"] = _entry(linear, name, p, f"{key}{name}", place, metadata, expert)
     return state | _extra_states(linear, prefix, prefix, offsets, metadata)
 
 
@@ -136,12 +128,16 @@ def _of_stacked(
     return state | _extra_states(linear, f"{prefix}{tail}", key, offsets, metadata)
 
 
-def _of_expert(key: str, expert: int, total: int, offsets: Offsets, apart: bool) -> tuple[str, Offsets]:
-    """(an expert's key prefix, its tensors' place); ``key`` is the prefix of all: "mlp.experts.linear_fc1." """
-    if not apart:
-        return key, (*offsets, (len(offsets), expert, total))
-    head, dot, linear = key[:-1].rpartition(".")
-    return f"{head}{dot}{expert}.{linear}.", tuple(offsets)
+def _of_experts(linear: Any, key: str, offsets: Offsets, metadata: dict[str, Any]) -> list[tuple[str, Offsets]]:
+    """(key's prefix, place) of each local expert's tensors, or of the linear's; ``key``: "mlp.experts.linear_fc1." """
+    experts = linear.experts
+    if experts is None:
+        return [(key, tuple(offsets))]
+    numbers = range(experts.first, experts.first + experts.here)
+    if not metadata.get("singleton_local_shards"):
+        return [(key, (*offsets, (len(offsets), n, experts.total))) for n in numbers]
+    head, dot, name = key[:-1].rpartition(".")
+    return [(f"{head}{dot}{n}.{name}.", tuple(offsets)) for n in numbers]
 
 
 def _replica(linear: Any, metadata: dict[str, Any]) -> int:
@@ -180,32 +176,33 @@ def _extra_states(linear: Any, prefix: str, key: str, offsets: Offsets, metadata
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     rank = 0 if linear.parallel is None else linear.parallel.rank
-    apart = bool(metadata.get("singleton_local_shards"))
     state: dict[str, Any] = {}
-    for i in range(1 if linear.experts is None else linear.experts.here):
-        head, place = key, tuple(offsets)
-        if linear.experts is not None:
-            head, place = _of_expert(key, linear.experts.first + i, linear.experts.total, offsets, apart)
-        ordered = sorted(place) or [(0, 0, 1)]
-        state[f"{prefix}_extra_state{i or ''}"] = ShardedObject(
-            f"{head}_extra_state",
-            None,
-            tuple(size for *_, size in ordered),
-            tuple(at for _, at, _ in ordered),
-            (0, rank, _replica(linear, metadata)),
-        )
+    for i, (head, place) in enumerate(_of_experts(linear, key, offsets, metadata)):
+        _, places, sizes = zip(*(sorted(place) or [(0, 0, 1)]), strict=True)
+        replica = (0, rank, _replica(linear, metadata))
+        state[f"{prefix}_extra_state{i or ''}"] = ShardedObject(f"{head}_extra_state", None, sizes, places, replica)
     return state
 
 
-def _places(entry: Any) -> tuple[Offsets, Offsets]:
-    """(places of the axes in front of an entry's own, places of its own axes)"""
+def _places(entry: Any) -> list[tuple[int, int, int]]:
+    """(axis, place, size) of each axis of an entry, those in front of its own first."""
     front = entry.prepend_axis_num
-    before = tuple((i, entry.global_offset[i], entry.global_shape[i]) for i in range(front))
-    places = tuple(
-        (front + i, entry.global_offset[front + i] // n, entry.axis_fragmentations[front + i])
-        for i, n in enumerate(entry.local_shape)
-    )
-    return before, places
+    places = [(i, entry.global_offset[i], entry.global_shape[i]) for i in range(front)]
+    axes = enumerate(entry.local_shape, front)
+    return places + [(i, entry.global_offset[i] // n, entry.axis_fragmentations[i]) for i, n in axes]
+
+
+def _factory(entry: Any, split: Callable[[str, Tensor], Iterable[Any]], merge: Callable[[list[Tensor]], Tensor]) -> Any:
+    """A factory in place of an entry: ``split`` gives (key, tensor, places) of each piece, ``merge`` joins pieces."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    def build(key: str, t: Tensor, replica_id: Any, flattened_range: Any = None) -> list[Any]:
+        settings = {"replica_id": replica_id, "prepend_axis_num": entry.prepend_axis_num}
+        pieces = split(key, t.detach())
+        return [ShardedTensor.from_rank_offsets(name, piece, *places, **settings) for name, piece, places in pieces]
+
+    return ShardedTensorFactory(entry.key, entry.data, build, merge, entry.replica_id)
 
 
 def gate_and_up(entry: Any, axis: int = 0, apart: bool = False) -> Any:
@@ -216,25 +213,15 @@ def gate_and_up(entry: Any, axis: int = 0, apart: bool = False) -> Any:
 
     Source: ``apply_swiglu_sharded_factory`` of ``megatron.core.transformer.mlp``.
     """
-    from megatron.core.dist_checkpointing import ShardedTensor
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+    places = _places(entry)
+    along, rank, ranks = places.pop(entry.prepend_axis_num + axis)
+    gate, up = [(along, rank, ranks)] * 2 if apart else [(along, rank, 2 * ranks), (along, ranks + rank, 2 * ranks)]
 
-    before, places = _places(entry)
-    front = len(before)
-    _, rank, ranks = places[axis]
-    others = (*before, *places[:axis], *places[axis + 1 :])
-    halves = [(rank, ranks)] * 2 if apart else [(rank, 2 * ranks), (ranks + rank, 2 * ranks)]
+    def split(key: str, t: Tensor) -> Iterator[Any]:
+        for suffix, half, place in zip(("_w", "_v") if apart else ("", ""), t.chunk(2, axis), (gate, up), strict=True):
+            yield f"{key}{suffix}", half, (*places, place)
 
-    def build(key: str, t: Tensor, replica_id: Any, flattened_range: Any = None) -> list[Any]:
-        names = (f"{key}_w", f"{key}_v") if apart else (key, key)
-        return [
-            ShardedTensor.from_rank_offsets(
-                name, half, *others, (front + axis, *place), replica_id=replica_id, prepend_axis_num=front
-            )
-            for name, half, place in zip(names, t.detach().chunk(2, axis), halves, strict=True)
-        ]
-
-    return ShardedTensorFactory(entry.key, entry.data, build, lambda t: torch.cat(t, axis), entry.replica_id)
+    return _factory(entry, split, lambda t: torch.cat(t, axis))
 
 
 def _experts_apart(entry: Any, first: int, tail: str, packed: bool) -> Any:
@@ -244,26 +231,18 @@ def _experts_apart(entry: Any, first: int, tail: str, packed: bool) -> Any:
         first: the number of the first local expert among all.
         tail: the key's part behind the expert's number: "linear_fc1.weight".
     """
-    from megatron.core.dist_checkpointing import ShardedTensor
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+    stacked = entry.prepend_axis_num  # the experts' axis, which an expert's tensor does not have
+    places = [(axis - (axis > stacked), at, n) for axis, at, n in _places(entry) if axis != stacked]
 
-    before, (_, *own_axes) = _places(entry)
-    front = len(before)
-    places = [(axis - 1, *place) for axis, *place in own_axes]
-
-    def build(key: str, t: Tensor, replica_id: Any, flattened_range: Any = None) -> list[Any]:
-        head = key.removesuffix(tail)
-        pieces: list[Any] = []
-        for i, expert in enumerate(t.detach().unbind(), first):
-            piece = ShardedTensor.from_rank_offsets(
-                f"{head}{i}.{tail}", expert, *before, *places, replica_id=replica_id, prepend_axis_num=front
-            )
-            pieces += gate_and_up(piece, apart=True).build() if packed else [piece]
-        return pieces
+    def split(key: str, t: Tensor) -> Iterator[Any]:
+        for number, expert in enumerate(t.unbind(), first):
+            of_expert = f"{key.removesuffix(tail)}{number}.{tail}"
+            pieces = zip(("_w", "_v"), expert.chunk(2), strict=True) if packed else [("", expert)]
+            yield from ((f"{of_expert}{suffix}", piece, places) for suffix, piece in pieces)
 
     def merge(pieces: list[Tensor]) -> Tensor:
         if packed:
             pieces = [torch.cat(pair) for pair in zip(pieces[::2], pieces[1::2], strict=True)]
         return torch.stack(pieces)
 
-    return ShardedTensorFactory(entry.key, entry.data, build, merge, entry.replica_id)
+    return _factory(entry, split, merge)

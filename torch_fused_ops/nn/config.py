@@ -227,27 +227,24 @@ def read_groups(
         TypeError: an argument is not a group, or the collection lacks one.
         ValueError: the config shards weights, and their group is missing.
     """
-    groups = {"tp": checked("tp_group", tp_group), "ep": checked("ep_group", ep_group), "expt_dp": None}
-    if pg_collection is not None:
-        names = {"tp": "expt_tp", "ep": "ep"} if grouped else {"tp": "expt_tp" if is_expert else "tp"}
-        for kind, name in names.items():
+    groups = {"tp": checked("tp_group", tp_group), "ep": checked("ep_group", ep_group)}
+    names = {"tp": ("expt_tp", "expert_tensor_parallel_size") if is_expert else ("tp", "tensor_model_parallel_size")}
+    if grouped:
+        names["ep"] = "ep", "expert_model_parallel_size"
+    for kind, (name, flag) in names.items():
+        if pg_collection is not None:
             if groups[kind] is None and not hasattr(pg_collection, name):
                 raise TypeError(
                     f"pg_collection={pg_collection!r} is not accepted: it must have the process group {name}, as "
                     "Megatron's ProcessGroupCollection has it"
                 )
             groups[kind] = groups[kind] or checked(f"{kind}_group", getattr(pg_collection, name, None))
-        groups["expt_dp"] = getattr(pg_collection, "expt_dp", None)
-    sizes = {"tp": "expert_tensor_parallel_size" if is_expert else "tensor_model_parallel_size"}
-    if grouped:
-        sizes["ep"] = "expert_model_parallel_size"
-    for kind, flag in sizes.items():
         size = getattr(config, flag, None) or 1
         if size > 1 and groups[kind] is None:
             raise ValueError(
                 f"{flag}={size} is not accepted without {kind}_group or pg_collection: global state is not read"
             )
-    return ParallelGroups(**groups)
+    return ParallelGroups(**groups, expt_dp=getattr(pg_collection, "expt_dp", None))
 
 
 class Activation(NamedTuple):

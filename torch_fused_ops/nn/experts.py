@@ -144,16 +144,20 @@ class GroupedMLP(_Block):
         check_gemm(gemm, experts=True, **{width: output_size, "moe_ffn_hidden_size": ffn})
         flag, self._probs_on_input = "moe_mlp_glu_interleave_size", read(config, "moe_apply_probs_on_input")
         blocks: int | None = read(config, flag)
-        if blocks is not None and not self._activation.gated:
-            raise ValueError(f"{flag}={blocks!r} is not accepted without gated_linear_unit: only a GLU has it")
-        if blocks is not None and ffn % blocks:
-            raise ValueError(f"{flag}={blocks!r} is not accepted: it must divide the experts' ffn_hidden_size, {ffn}")
+        if blocks is not None:
+            if not self._activation.gated:
+                raise ValueError(f"{flag}={blocks!r} is not accepted without gated_linear_unit: only a GLU has it")
+            if ffn % blocks:
+                raise ValueError(
+                    f"{flag}={blocks!r} is not accepted: it must divide the experts' ffn_hidden_size, {ffn}"
+                )
+            ranks = 1 if tp_group is None else tp_group.size()
+            if blocks != ffn and ffn // blocks % ranks:
+                raise ValueError(
+                    f"{flag}={blocks} is not accepted with a tp_group of {ranks}: {ffn // blocks} blocks do not divide "
+                    "evenly"
+                )
         blocks = None if blocks == ffn else blocks
-        if blocks is not None and tp_group is not None and ffn // blocks % tp_group.size():
-            raise ValueError(
-                f"{flag}={blocks} is not accepted with a tp_group of {tp_group.size()}: "
-                f"{ffn // blocks} blocks do not divide evenly"
-            )
         self._activation = self._activation._replace(interleave=blocks)
         if self._probs_on_input and (topk := read(config, "moe_router_topk")) != 1:
             raise ValueError(

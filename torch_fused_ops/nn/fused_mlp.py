@@ -49,9 +49,8 @@ class FusedMLP(nn.Module):
             float8_e4m3fn with a scale per row, "input" neither: backward recomputes the first GEMM. "tiled" runs both
             GEMMs in tiles of rows, forward and backward; "tiled:16" sets their number. Results do not depend on the
             level, gradients only on "fp8".
-        gemm: both linears' precision, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or float8: "fp8",
-            "fp8-wgrad-bf16", "fp8-rowwise", "mxfp8" or "mxfp8-wgrad-bf16" (``functional.linear_fp8``). Float8 sizes are
-            multiples of 128, of 16 with rowwise scales, of 32 with "mxfp8".
+        gemm: both linears' precision, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or float8, for sizes
+            that ``functional.linear_fp8`` takes.
         device, dtype: the parameters'.
         checkpoint_layout: the layout of loaded state dicts, if keys and shapes do not tell:
             "gate_up_proj/down_proj interleaved" has the keys and shapes of "gate_up_proj/down_proj".

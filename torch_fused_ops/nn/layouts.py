@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_fused_ops import functional
 
-__all__ = ["LAYOUTS", "OWN", "Conversion", "Layout", "convert", "layout_of"]
+__all__ = ["LAYOUTS", "OWN", "Conversion", "Layout", "convert", "detect", "layout_of"]
 
 OWN = "fc1/fc2"
 
@@ -138,6 +138,22 @@ class Conversion(NamedTuple):
     errors: list[str]
 
 
+def detect(stored: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], gated: bool) -> list[Layout]:
+    """The layouts that fit the keys best; among them those that fit the shapes, if any does."""
+    bias = "fc1.bias" in shapes
+
+    def fit(layout: Layout) -> tuple[int, int]:
+        names = [key for keys in layout.keys(bias).values() for key in keys]
+        return sum(key in stored for key in names), -len(names)
+
+    guessed = [layout for layout in _TABLE if layout.gated == gated and layout.guessed]
+    best = max(map(fit, guessed))
+    if not best[0]:
+        return [LAYOUTS[OWN, gated]]
+    near = [layout for layout in guessed if fit(layout) == best]
+    return [layout for layout in near if not _mismatches(layout, stored, shapes)] or near[:1]
+
+
 def _mismatches(layout: Layout, stored: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> list[str]:
     wrong = []
     for key, parts in layout.keys("fc1.bias" in shapes).items():
@@ -162,22 +178,9 @@ def convert(
         shapes: our tensors' shapes.
         gated: the MLP is gated.
     """
-    bias = "fc1.bias" in shapes
-    if name is not None:
-        candidates = [layout_of(name, gated, "layout")]
-    else:
-        # Those that fit the keys best; among them those that fit the shapes, if any does.
-        guessed = [layout for layout in _TABLE if layout.gated == gated and layout.guessed]
-
-        def fit(layout: Layout) -> tuple[int, int]:
-            names = [key for parts in layout.keys(bias).values() for key in parts]
-            return sum(key in stored for key in names), -len(names)
-
-        best = max(map(fit, guessed))
-        near = [layout for layout in guessed if fit(layout) == best] if best[0] else [LAYOUTS[OWN, gated]]
-        candidates = [layout for layout in near if not _mismatches(layout, stored, shapes)] or near[:1]
+    candidates = detect(stored, shapes, gated) if name is None else [layout_of(name, gated, "layout")]
     layout = candidates[0]
-    keys = layout.keys(bias)
+    keys = layout.keys("fc1.bias" in shapes)
     errors = [f"{text} (layout {layout.name!r})" for text in _mismatches(layout, stored, shapes)]
     if len(candidates) > 1:
         names = " or ".join(repr(candidate.name) for candidate in candidates)

@@ -316,8 +316,7 @@ class MLP(_Block):
         pg_collection: Megatron's ``ProcessGroupCollection``, whose ``tp`` (an expert's: ``expt_tp``) is the default
             tp_group; the linears get it, too.
         gemm: both linears' precision, as ``FusionPolicy.gemm``: "bf16", the parameters' dtype; or float8, in one
-            process: "fp8", "fp8-wgrad-bf16", "fp8-rowwise", "mxfp8" or "mxfp8-wgrad-bf16" (``functional.linear_fp8``).
-            Float8 sizes are multiples of 128, of 16 with rowwise scales, of 32 with "mxfp8".
+            process, for sizes that ``functional.linear_fp8`` takes.
 
     Raises:
         ValueError, TypeError: for incompatible flags, each with its reason; ``forward`` raises none of these.

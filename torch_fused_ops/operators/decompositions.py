@@ -50,5 +50,5 @@ def _in_aten(plain: Callable[..., Any], check: Callable[..., None] | None, diffe
         results = plain(*args)
     several = results if isinstance(results, tuple) else (results,)
     # As operators return them: contiguous, and no argument.
-    own = [t if t is None else t.clone() if any(t is a for a in args) else t.contiguous() for t in several]
-    return tuple(own) if isinstance(results, tuple) else own[0]
+    outputs = [t if t is None else t.clone() if any(t is a for a in args) else t.contiguous() for t in several]
+    return tuple(outputs) if isinstance(results, tuple) else outputs[0]

@@ -52,7 +52,7 @@ def _make_viewless(input: Tensor) -> Tensor:
         and not torch._C._dispatch_keys(input).has(torch._C.DispatchKey.Python)
         and not torch._is_functional_tensor(input)
     )
-    return _Alias.apply(input) if is_eager else in_aten(input)  # type: ignore[no-any-return, no-untyped-call]
+    return _Alias.apply(input) if is_eager else in_aten(input)  # type: ignore[no-untyped-call]
 
 
 def in_aten(input: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from torch_fused_ops.graphs.sites import Site
     from torch_fused_ops.virtual_gpu import GPU, CapturedGraph, PaperCompilation
+
+    Variants = dict[str, tuple[PaperCompilation, list[Site]]]  # a graph's compilations and fused sites, by name
 
 __all__ = [
     "Capture",
@@ -221,54 +223,47 @@ def measure(captures: Sequence[Capture], gpu: GPU, levels: bool = False) -> Figu
     Raises:
         ValueError: there is no graph, or none could be measured. The message says why.
     """
-    pairs: list[tuple[PaperCompilation, PaperCompilation]] = []
+    measured: list[Variants] = []
+    levels_of_graphs: list[dict[str, LevelFigures]] = []
     skipped: list[str] = []
-    by_graph: list[dict[str, LevelFigures]] = []
-    remarks: list[str] = []
 
     def compiled(
         name: str, policy: FusionPolicy | None, budget: float | None = None
     ) -> tuple[PaperCompilation, list[Site]]:
-        progress.info("estimating: graph %d of %d, %s", len(pairs) + len(skipped) + 1, len(captures), name)
+        progress.info("estimating: graph %d of %d, %s", len(measured) + len(skipped) + 1, len(captures), name)
         return on_paper(captured, gpu, policy, budget)
 
     for captured in captures:
         try:
-            plain, fused = compiled(PLAIN, None), compiled(FUSED, captured.policy)
-            remarks += _notes(*fused)
+            variants = {PLAIN: compiled(PLAIN, None), FUSED: (fused := compiled(FUSED, captured.policy))}
+            if levels and fused[0].backward is not None:
+                variants[KNOB] = compiled(KNOB, None, BUDGET)
+                for memory in MEMORY:
+                    policy = replace(captured.policy, memory=memory)  # type: ignore[arg-type]
+                    same = policy == captured.policy
+                    variants[memory] = fused if same else compiled(f'memory="{memory}"', policy)
             if levels:
-                variants = {PLAIN: plain, FUSED: fused}
-                if fused[0].backward is not None:
-                    variants[KNOB] = compiled(KNOB, None, BUDGET)
-                    for memory in MEMORY:
-                        policy = replace(captured.policy, memory=memory)  # type: ignore[arg-type]
-                        at_level = fused if policy == captured.policy else compiled(f'memory="{memory}"', policy)
-                        variants[memory] = at_level
                 progress.info("assembling the generated code")  # it takes half of the time
-                by_graph.append(_level_figures(variants))
-            pairs.append((plain[0], fused[0]))
+                levels_of_graphs.append(_level_figures(variants))
+            measured.append(variants)
         except Exception as error:
             log.debug("a graph could not be measured", exc_info=True)
             skipped.append(said(error))
-    if not pairs:
+    if not measured:
         raise ValueError("; ".join(dict.fromkeys(skipped)) or "no graph was captured")
-    costs: list[dict[str, Cost]] = []
-    paths = dict.fromkeys(path for pair in pairs for paper in pair for path in _paths(paper))
-    layers = layers_of(paths)
-    for side in zip(*pairs, strict=True):
-        costs.append({})
-        for paper in side:
-            for name, cost in _costs(paper, layers):
-                costs[-1][name] = costs[-1].get(name, Cost()) + cost
-    before, after = costs
+    papers = [(name, variants[name][0]) for variants in measured for name in (PLAIN, FUSED)]
+    layers = layers_of(dict.fromkeys(path for _, paper in papers for path in _paths(paper)))
     if all(layer == OTHER for layer in layers.values()):  # a function, or a plain nn.Sequential
-        before, after = ({WHOLE if n == OTHER else n: cost for n, cost in side.items()} for side in (before, after))
-    order = [INPUTS, WHOLE, *dict.fromkeys(layers[path] for path in paths if layers[path] != OTHER), OTHER]
-    figures = [LayerFigures(n, before.get(n, Cost()), after.get(n, Cost())) for n in order if n in before or n in after]
-    training = any(paper.backward is not None for pair in pairs for paper in pair)
-    return Figures(
-        gpu.name, training, tuple(figures), tuple(skipped), _together(by_graph), tuple(dict.fromkeys(remarks))
-    )
+        layers = dict.fromkeys(layers, WHOLE)
+    costs = {name: defaultdict[str, Cost](Cost) for name in (PLAIN, FUSED)}
+    for name, paper in papers:
+        for layer, cost in _costs(paper, layers):
+            costs[name][layer] += cost
+    order = [INPUTS, *dict.fromkeys(layer for layer in layers.values() if layer != OTHER), OTHER]
+    figures = [LayerFigures(n, costs[PLAIN][n], costs[FUSED][n]) for n in order if any(n in c for c in costs.values())]
+    training = any(paper.backward is not None for _, paper in papers)
+    notes = dict.fromkeys(note for variants in measured for note in _notes(*variants[FUSED]))
+    return Figures(gpu.name, training, tuple(figures), tuple(skipped), _together(levels_of_graphs), tuple(notes))
 
 
 def said(error: Exception) -> str:
@@ -288,7 +283,7 @@ def _notes(paper: PaperCompilation, sites: Sequence[Site]) -> Iterator[str]:
         yield f"float8 GEMMs are assumed to reach {rates}; that is not measured"
 
 
-def _level_figures(variants: Mapping[str, tuple[PaperCompilation, Sequence[Site]]]) -> dict[str, LevelFigures]:
+def _level_figures(variants: Variants) -> dict[str, LevelFigures]:
     """The figures of a graph's variants by name; with times if their GPU has measured rates."""
     from torch_fused_ops.virtual_gpu import roofline
 

@@ -156,9 +156,8 @@ class Report:
         return str(self)
 
     def __str__(self) -> str:
-        parts = [sites_table(grouped(self.sites)) if self.sites else "", self.summary]
-        if not self.sites:
-            parts.append(self.nothing)
+        sites = grouped(self.sites)
+        parts = [sites_table(sites), "", self.summary] if sites else [self.summary, self.nothing]
         parts += [f"note: {note}" for note in self.notes]
         parts += unread_lines(grouped(self.unread))
         if self.breaks:
@@ -167,8 +166,7 @@ class Report:
             parts += ["", str(self.figures), *([f"note: {self.recomputed}"] if self.recomputed else [])]
         elif self.figures_missing:
             parts.append(f"figures are not available: {self.figures_missing}")
-        text = "\n".join(parts)
-        return text.removeprefix("\n") if not self.sites else text.replace("\n" + self.summary, "\n\n" + self.summary)
+        return "\n".join(parts)
 
     @property
     def broken(self) -> str:
