@@ -132,7 +132,7 @@ def test_blocks_run(page: Path, tmp_path: Path) -> None:
     script = write_program(page, tmp_path)
     if page.name in ("modules.md", "out-of-memory.md", "largest-batch.md"):
         pytest.importorskip("transformers")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     found = subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500
     )
