@@ -100,7 +100,8 @@ def blocks(page: Path) -> list[tuple[int, str, str | None]]:
 
     One line of text may lead from the code to what it prints. The page on reports has a test of its own.
     """
-    text, pattern = page.read_text(encoding="utf-8"), r"^```python\n(.*?)^```(?:\n+(?:[^\n]+:\n+)?```(?:text)?\n(.*?)^```)?"
+    text = page.read_text(encoding="utf-8")
+    pattern = r"^```python\n(.*?)^```(?:\n+(?:[^\n]+:\n+)?```(?:text)?\n(.*?)^```)?"
     return [(text[: m.start(1)].count("\n"), m[1], m[2]) for m in re.finditer(pattern, text, re.M | re.S)]
 
 
