@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import torch_fused_ops
 from torch_fused_ops import FusionPolicy
@@ -74,18 +75,33 @@ GIVEN = {
         torch.set_default_dtype(torch.bfloat16)
         llama_mlp = Llama()
         input_ids = torch.randn(2, 8)
-        model = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)))
+        acts = nn.GELU(), nn.GELU(), nn.Mish()
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), act, nn.Linear(16, 8)) for act in acts)).float()
+    """,
+    "out-of-memory.md": """
+        from types import SimpleNamespace
+        Trainer = TrainingArguments = lambda *args, **settings: SimpleNamespace(train=lambda: None)
+        model = None
     """,
 }
-BEFORE = {"distributed.md": {1: "import torch; torch.set_default_device('cpu')"}}  # which block: what changes before it
+# Which block: what changes before it.
+BEFORE = {
+    "distributed.md": {1: "import torch; torch.set_default_device('cpu')"},
+    "largest-batch.md": {1: "exec('with torch.device(\"meta\"): make_model()')"},
+}
+TORCH = {"verify.md": "2.13"}  # the page's figures are of this version
 # The first, and the quickest; the other pages' blocks run under -m slow.
 DEFAULT = {"README.md": (), "memory.md": ()}
 MARK = "---- the block ends ----"
 
 
 def blocks(page: Path) -> list[tuple[int, str, str | None]]:
-    """(line, code, what the page says it prints) of each block that is marked as Python."""
-    text, pattern = page.read_text(encoding="utf-8"), r"^```python\n(.*?)^```(?:\n+```\n(.*?)^```)?"
+    """(line, code, what the page says it prints) of each block that is marked as Python.
+
+    One line of text may lead from the code to what it prints. The page on reports has a test of its own.
+    """
+    text = page.read_text(encoding="utf-8")
+    pattern = r"^```python\n(.*?)^```(?:\n+(?:[^\n]+:\n+)?```(?:text)?\n(.*?)^```)?"
     return [(text[: m.start(1)].count("\n"), m[1], m[2]) for m in re.finditer(pattern, text, re.M | re.S)]
 
 
@@ -115,15 +131,21 @@ def test_there_are_blocks_to_run() -> None:
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
     """One after the other, in one process, they print what follows them; a traceback has the page's lines."""
     script = write_program(page, tmp_path)
-    if page.name == "modules.md":
+    if page.name in ("modules.md", "out-of-memory.md", "largest-batch.md"):
         pytest.importorskip("transformers")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     found = subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500
     )
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
     for (line, _, shown), printed in zip(blocks(page), found.stdout.split(f"{MARK}\n"), strict=False):
-        assert shown is None or printed == shown, f"{page.name}:{line}"
+        if shown is not None and torch.__version__.startswith(TORCH.get(page.name, "")):
+            assert without_errors(printed) == without_errors(shown), f"{page.name}:{line}"
+
+
+def without_errors(text: str) -> str:
+    """Without rounding errors, 5.4e-08: they are a processor's own."""
+    return re.sub(r"\d\.\de[+-]\d\d", "", text)
 
 
 @pytest.fixture
@@ -191,8 +213,6 @@ def test_the_readme_and_is_it_for_me_state_results() -> None:
 
 
 def test_the_page_on_memory_states_the_roofline() -> None:
-    import torch
-
     from torch_fused_ops.benchmarks import mlp
     from torch_fused_ops.virtual_gpu import H200, roofline
 
