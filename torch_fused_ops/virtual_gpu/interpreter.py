@@ -168,8 +168,8 @@ def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str,
 
     grid_type = kernel.inductor_meta.get("grid_type")
     if grid_type not in SIMPLE_GRIDS:
-        what = f"launched as {grid_type}" if grid_type else "hand-written"
-        raise ValueError(f"grid: missing, and {kernel.jit.__name__} is {what}")
+        launched = f"launched as {grid_type}" if grid_type else "hand-written"
+        raise ValueError(f"grid: missing, and {kernel.jit.__name__} is {launched}")
     named, grid, room = dict(named), [], PROGRAM_ELEMENTS
     axes = [axis for axis in ("r0_", "r1_", "x", "y", "z") if f"{axis}numel" in kernel.jit.arg_names]
     for axis in axes:
