@@ -160,10 +160,7 @@ class _Interpreted:
 
 
 def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """Block sizes and the grid that covers the sizes of a generated kernel.
-
-    Inductor omits masks that no block up to its largest needs: larger blocks would write outside of the memory.
-    """
+    """Block sizes and the grid that covers a generated kernel's sizes. Larger blocks need masks that Inductor omits."""
     from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
 
     grid_type = kernel.inductor_meta.get("grid_type")
