@@ -46,10 +46,10 @@ def float8s() -> Iterator[tuple[Any, ...]]:
         for block in (128, 32):
             yield float8.quantize, meta(rows, columns), 1, block
             yield float8.quantize_both, meta(rows, columns), block
-    values, scales = meta(4096, 8192, dtype=F8), meta(4096, 64, dtype=F32)
+    values, scales = meta(4096, 8192, dtype=F8), meta(64, 4096, dtype=F32)
     yield float8.dequantize, values, scales, 1, BF16
     yield float8.requantize, values, scales
-    yield float8.tile_scales, meta(256, 8, dtype=torch.uint8)
+    yield float8.tile_scales, meta(8, 256, dtype=F32)
 
 
 FAMILIES: dict[str, Callable[[], Iterator[tuple[Any, ...]]]] = {
@@ -71,4 +71,4 @@ def test_no_kernel_has_a_finding(family: str, gpu: virtual_gpu.GPU, monkeypatch:
             launches += 1
             audits[str(audit)] = audit
     print(f"{family}, {gpu.name}: {launches} launches", *audits, sep="\n")
-    assert launches and all(audit.ok for audit in audits.values())
+    assert launches and all(audit.ok and not audit.notes for audit in audits.values())

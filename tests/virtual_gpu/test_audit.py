@@ -124,6 +124,7 @@ def test_the_float8_store_that_ptxas_miscompiles_is_found() -> None:
 
 
 START = ["S2R R0, SR_TID.X", "ISETP.GE.AND P0, PT, R0, 0x4, PT"]
+CLEAR = "LOP3.LUT R2, R2, 0xfffffbff, RZ, 0xc0, !PT"
 SPILL = ["LDC R1, c[0x0][0x28]", "STL [R1+0x8], R2", "LDL R2, [R1+0x8]"]
 PAIR = [START[0], "IMAD.U32 R3, RZ, RZ, UR4", "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R4, R3, R0, RZ"]
 # The instructions, and the registers that they read unwritten.
@@ -147,6 +148,9 @@ LISTINGS: dict[str, tuple[list[str], str]] = {
     "bytes": (["PRMT R2, R0, 0x7632, R2", "EXIT"], "R0"),
     "paired": ([START[0], "FADD2 R2, R0.F32, R0.F32", "FMUL2 R4, R2.F32x2.HI_LO, R6.F32x2.HI_LO", "EXIT"], "R6 R7"),
     "packed predicates": ([*START, "P2R R2, PR, R2, 0x1", "R2P PR, R2, 0x1", "@P0 EXIT"], ""),
+    "one bit": ([*START, CLEAR, "@P0 LOP3.LUT R2, R2, 0x400, RZ, 0xfc, !PT", CLEAR.replace("fb", "f3")], ""),
+    "two bits": ([CLEAR.replace("fb", "f3"), CLEAR.replace("fffffb", "7fffff")], "R2"),
+    "sign": ([CLEAR.replace("fffffb", "7fffff")], "R2"),
     "spilled": ([*SPILL, "PRMT R2, RZ, 0x7632, R2", "EXIT"], ""),
     "spilled and read": ([*SPILL, "IADD3 R3, R2, 0x1, RZ", "EXIT"], "R2"),
     "padding": ([*PAIR, "STG.E.U8 [R0], R4", "EXIT"], ""),

@@ -135,7 +135,7 @@ _COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "--plain": {**_FLAG, "help": "the kernels of plain torch.compile, without fusion"},
         "--eval": {**_FLAG, "help": "evaluation mode; by default forward and backward"},
         "--gpu": {"default": "H100", "help": "A100, H100 (default), H200, B200 or MI300X"},
-        "--all-configurations": {**_FLAG, "help": "what a tuner may reach, too (docs/audit.md says what); minutes"},
+        "--all-configurations": {**_FLAG, "help": "also what a tuner may reach; registers by shape of code; minutes"},
         "--json": {"metavar": "FILE", "help": "write the findings as JSON too"},
     }),
     "run": ("run a Python program with fusion in every torch.compile", {

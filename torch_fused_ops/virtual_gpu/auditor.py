@@ -175,9 +175,8 @@ def _hand_written(function: Any, args: Sequence[Any], gpu: GPU, grid: Any, optio
         raise ValueError("grid: missing; a hand-written kernel is launched with one")
     kernel, compiled = load(function, gpu), specialization(function, args, options)
     constants = compiled["constants"]
-    first = Configuration({}, compiled["num_warps"], options.get("num_stages"))
     tuned = [Configuration(dict(c.kwargs), c.num_warps, c.num_stages) for c in getattr(function, "configs", ())]
-    configurations = tuple(tuned) or (first,)
+    configurations = tuple(tuned) or (Configuration({}, compiled["num_warps"], options.get("num_stages")),)
     values = {**constants, **configurations[0].block}
     kernel = with_signature(kernel, compiled["signature"], values, compiled["divisible_by_16"])
     extra: dict[str, Any] = {name: options[name] for name in ("maxnreg", "enable_fp_fusion") if name in options}

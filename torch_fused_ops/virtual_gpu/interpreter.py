@@ -160,16 +160,13 @@ class _Interpreted:
 
 
 def _automatic_grid(kernel: Kernel, named: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """Block sizes and the grid that covers the sizes of a generated kernel.
-
-    Inductor omits masks that no block up to its largest needs: larger blocks would write outside of the memory.
-    """
+    """Block sizes and the grid that covers a generated kernel's sizes. Larger blocks need masks that Inductor omits."""
     from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
 
     grid_type = kernel.inductor_meta.get("grid_type")
     if grid_type not in SIMPLE_GRIDS:
-        what = f"launched as {grid_type}" if grid_type else "hand-written"
-        raise ValueError(f"grid: missing, and {kernel.jit.__name__} is {what}")
+        launched = f"launched as {grid_type}" if grid_type else "hand-written"
+        raise ValueError(f"grid: missing, and {kernel.jit.__name__} is {launched}")
     named, grid, room = dict(named), [], PROGRAM_ELEMENTS
     axes = [axis for axis in ("r0_", "r1_", "x", "y", "z") if f"{axis}numel" in kernel.jit.arg_names]
     for axis in axes:

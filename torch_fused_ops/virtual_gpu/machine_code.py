@@ -315,16 +315,15 @@ def with_signature(
 def _nvidia_code(compiled: Any) -> tuple[Any, ...]:
     """Registers, spills, shared memory, PTX and listing."""
     with tempfile.TemporaryDirectory() as folder:
-        cubin = pathlib.Path(folder) / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        command = [str(nvidia_tools() / "cuobjdump"), "-res-usage", str(cubin)]
+        file = pathlib.Path(folder) / "kernel.cubin"
+        file.write_bytes(compiled.asm["cubin"])
+        command = [str(nvidia_tools() / "cuobjdump"), "-res-usage", str(file)]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    ptx = compiled.asm["ptx"]
+    ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
     target = re.search(r"^\s*\.target\s+(\w+)", ptx, re.M)
     assert target is not None, ptx[:400]
-    listing = Listing(compiled.asm["cubin"], target[1])
-    return used["REG"], used["STACK"] + used["LOCAL"], compiled.metadata.shared, ptx, listing
+    return used["REG"], used["STACK"] + used["LOCAL"], compiled.metadata.shared, ptx, Listing(cubin, target[1])
 
 
 def _amd_code(compiled: Any) -> tuple[Any, ...]:

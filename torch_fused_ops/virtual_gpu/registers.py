@@ -30,6 +30,8 @@ _WIDTHS = (
     (re.compile(r"LDSM.*\.2$|U?IMAD\.WIDE|D(?:ADD|MUL|FMA|MNMX|SEL)\b|F(?:ADD|MUL|FMA)2\b"), 2),
     (re.compile(r"[FI]2F\.F64|F2I\.[SU]64|MOV64|CS2R(?!\.32)"), 2),
 )  # fmt: skip
+# Instructions that clear or set one bit, as of predicates that are packed into a register.
+_ONE_BIT = re.compile(r"LOP3\.LUT (R\d+), \1, 0x(?:(?=.{8},)(?:[edb]f*|f+[edb7]f*), RZ, 0xc0|[1248]0*, RZ, 0xfc)")
 _MOVE = re.compile(r"U?MOV$|IMAD\.(?:MOV\.U32|U32|MOV)$")
 _PLACE = re.compile(r"\[R1(?:\+0x([0-9a-f]+))?\]$")
 _PAIR_OF_BYTES = re.compile(r"F2FP\..*E[45]M[23]\.F32\.PACK_AB")
@@ -156,7 +158,7 @@ def _instruction(match: re.Match[str]) -> _Instruction:
         reads |= set(_registers(inputs[-1], _width(name)))
     writes = {predicate for operand in results for predicate in _PREDICATE.findall(operand)}
     writes |= {register for operand in results for register in _registers(operand, _width(name))}
-    if name.startswith(("PRMT", "UPRMT", "P2R")):  # which may write some bits of a register, and leave the others
+    if name.startswith(("PRMT", "UPRMT", "P2R")) or _ONE_BIT.match(f"{name} {text}"):  # the others may be unwritten
         reads -= writes
     if name.startswith("STL"):
         writes |= set(_places(name, operands[0]))

@@ -19,8 +19,6 @@ from collections.abc import Sequence
 
 from .gpus import import_triton
 
-__all__ = ["Listing", "nvidia_tools"]
-
 _LINE = re.compile(r"^(\s*/\*)([0-9a-f]{4,})(\*/.*)$", re.M)
 # A jump names its target as an address of the image: "@P0 BRA 0x1dc0 ;", "BSSY B0, 0x2a0 ;".
 _JUMP = re.compile(r"(\*/\s+(?:@!?U?P\w+ )?(?:BRA|BSSY|CALL|JMP|RET)\b[^;]*?\b0x)([0-9a-f]+)")

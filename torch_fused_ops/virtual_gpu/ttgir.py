@@ -167,6 +167,7 @@ _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift, "min": torch.minimum,
     "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge,
 }  # fmt: skip
+_REDUCTIONS: dict[str, Callable[..., Tensor]] = {"arith.minsi": torch.amin, "arith.maxsi": torch.amax}
 _PASSED_ON = {"splat", "broadcast", "expand_dims", "reshape", "trans", "bitcast", "unsplat", "ptr_to_int", "int_to_ptr"}
 _PASSED_ON |= {"convert_layout", "extsi", "extui", "trunci", "index_cast", "index_castui"}
 _BARRIERS = ("gpu.barrier", "ttg.barrier", "ttg.local_barrier", "ttg.local_load", "ttg.async_wait")
@@ -267,6 +268,9 @@ class _Evaluation:
             if layouts.reduces_across_warps(encoding, shape, _number("axis", op), self.threads, self.warp_size):
                 self.trace.barriers.append(self.order)
             self.trace.spread |= depends
+            bodies = [_REDUCTIONS.get(inner.name) for region in op.regions for inner in region if "." in inner.name]
+            if first is not None and len(values) == 1 and bodies[0] is not None and len(bodies) == 2:
+                return Value(bodies[0](first.data, 1 + _number("axis", op))), depends
         elif name == "scf.yield":
             self.yielded = op.operands
         elif name in _BARRIERS:
