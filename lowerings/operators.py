@@ -192,14 +192,14 @@ activations._on_change.append(_programs.cache_clear)  # a name among the scalars
 class _Elementwise:
     """One element function over given arguments, ready to become nodes: the loaders, the ranges and the program.
 
-    ``integers``: loaders of its int64 arguments, which come after the others and stay as they are.
+    ``masks``: of booleans or bytes, which come after the other arguments and stay as they are.
     """
 
     def __init__(
         self,
         ranges: Sequence[Any],
         *loads: tuple[Box | None, Callable[[Index], Index]],
-        integers: Sequence[Load | None] = (),
+        masks: Sequence[Box | None] = (),
     ) -> None:
         self.ranges = list(ranges)
         boxes = [b for b, _ in loads]
@@ -208,10 +208,10 @@ class _Elementwise:
         self.device = next(b for b in boxes if b is not None).get_device()
         self.given: tuple[bool | torch.dtype, ...] = (
             *(b is not None for b in boxes),
-            *(False if load is None else torch.int64 for load in integers),
+            *(False if mask is None else mask.get_dtype() for mask in masks),
         )
         self.loads: list[Load] = [_widening_load(b, at, self.dtype) for b, at in loads if b is not None]
-        self.loads += [load for load in integers if load is not None]
+        self.loads += [mask.make_loader() for mask in masks if mask is not None]
 
     def node(
         self, element: Callable[..., Any], *scalars: Any, dtype: torch.dtype | None = None, result: int = 0

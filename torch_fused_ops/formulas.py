@@ -54,10 +54,15 @@ def _row(activation: str | Activation) -> Activation:
     return activations.get(activation) if isinstance(activation, str) else activation
 
 
+def _times(y: Tensor, factor: Tensor, activation: str | Activation) -> Tensor:
+    """y · factor; in y where an implementation of eager CPUs has just computed it."""
+    return y * factor if isinstance(activation, str) else y.mul_(factor)
+
+
 def act_element(x: Tensor, scale: Tensor | None, activation: str | Activation) -> Tensor:
     """act(x) · scale."""
     y = _row(activation).value(x)
-    return y if scale is None else y * scale
+    return y if scale is None else _times(y, scale, activation)
 
 
 def act_input_grads(grad: Tensor, x: Tensor, scale: Tensor | None, activation: str | Activation) -> tuple[Tensor]:
@@ -89,8 +94,8 @@ def glu_element(
 ) -> Tensor:
     """act(min(gate, clamp)) · (clamp(up, ±clamp) + up_offset) · scale."""
     gate, up = clamped(gate, up, clamp)
-    y = _row(activation).value(gate) * (up + up_offset if up_offset else up)
-    return y if scale is None else y * scale
+    y = _times(_row(activation).value(gate), up + up_offset if up_offset else up, activation)
+    return y if scale is None else _times(y, scale, activation)
 
 
 def glu_input_grads(
@@ -108,7 +113,7 @@ def glu_input_grads(
     if scale is not None:
         grad = grad * scale
     d_gate = act.input_grad(grad * (u + up_offset if up_offset else u), g)
-    d_up = grad * act.value(g)
+    d_up = grad * act.value(g) if isinstance(activation, str) else act.value(g).mul_(grad)
     if clamp is not None:
         d_gate = torch.where(_cut(gate, clamp), 0.0, d_gate)
         d_up = torch.where(_cut(torch.abs(up), clamp), 0.0, d_up)

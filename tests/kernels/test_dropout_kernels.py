@@ -138,7 +138,7 @@ def test_mask_past_2_to_the_33() -> None:
         r, c, out = torch.tensor([rows]), torch.arange(64), torch.zeros(64)
         virtual_gpu.interpret(_factor_at, r, c, n, SEED, out, grid=(1,), FOURS=fours, N=64)
         index = rows * n + c
-        expected = formulas.dropout_factor(index >> 2, index, SEED, 0.5, torch.float32)
+        expected = 2.0 * formulas.mask_at(index >> 2, index, SEED, 0.5)
         assert torch.equal(out, expected) and out.unique().numel() == 2
 
 

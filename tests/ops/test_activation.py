@@ -220,7 +220,7 @@ def test_blocks_are_one_operator(op, monkeypatch):
                 yield from torch.autograd.grad(out, leaves, torch.full_like(out, 0.5))
 
     whole = list(results())
-    monkeypatch.setattr(cpu, "_GRAIN", 0)
+    monkeypatch.setattr(cpu, "_FEWEST_BLOCKS", 0)
     monkeypatch.setattr(cpu, "block", lambda: 100)
     for expected, got in zip(whole, results(), strict=True):
         assert got.is_contiguous() and expected.is_contiguous() and got.dtype == expected.dtype

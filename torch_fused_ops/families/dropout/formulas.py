@@ -19,10 +19,12 @@ __all__ = [
     "dropout_add_backward",
     "dropout_add_element",
     "dropout_backward_dtype",
-    "dropout_factor",
-    "dropout_input_grad",
+    "dropped",
+    "is_random",
     "keep_scale",
     "keep_threshold",
+    "mask_at",
+    "mask_of_four",
     "philox",
     "row_major",
     "word",
@@ -58,8 +60,7 @@ def word(x: Tensor) -> Tensor:
     and a call of the generator once for four elements. For bfloat16 on sm_90, 8 elements a thread, dropout takes
     21 instructions an element so, 54 with words kept in int64 (H200's budget for one tensor read and written: 28).
 
-    CPUs: Inductor's vectors have no conversion between int32 and int64 for the 32 elements of a vector of bfloat16
-    (forward: 32 ns an element, and 4 in int64).
+    CPUs: products need int64 there, and Inductor's vectors have few conversions between int32 and int64.
     """
     return x if x.device.type == "cpu" else x.to(torch.int32)
 
@@ -89,47 +90,50 @@ def keep_threshold(p: float) -> int:
     return round(p * 2**32)
 
 
-def dropout_factor(
-    counter: Tensor | None, lane: Tensor | None, seed: Tensor | None, p: float, dtype: torch.dtype
-) -> Tensor | float:
-    """keep/(1 − p) of the element with the row-major index 4·counter + lane mod 4, all int64.
+def mask_of_four(counter: Tensor, seed: Tensor, p: float) -> Tensor:
+    """For CPUs: 1 for each of a counter's four elements that is kept, else 0, in a byte each of an int32."""
+    bits = torch.zeros_like(counter)
+    for i, random in enumerate(philox(counter, counter >> 32, seed)):
+        bits = bits | torch.where((random & _WORD) >= keep_threshold(p), 1 << 8 * i, 0)
+    return bits.to(torch.int32)
 
-    So four neighbors share one call of the generator, a word for each. A number, and nothing random, where the chance
-    of being dropped is 0 or 1, or rounds to it.
+
+def mask_at(counter: Tensor, lane: Tensor, seed: Tensor, p: float) -> Tensor | None:
+    """True for an element with the row-major index 4·counter + lane mod 4, all int64, that is kept.
+
+    So four neighbors share one call of the generator, a word for each. None where nothing is random.
     """
-    threshold = keep_threshold(p)
-    if counter is None or lane is None or seed is None or threshold in (0, 2**32):
-        return keep_scale(p)
+    if not is_random(p):
+        return None
     w0, w1, w2, w3 = philox(word(counter), word(counter >> 32), seed)
-    place = word(lane)
+    place, threshold = word(lane), keep_threshold(p)
     odd, late = (place & 1) != 0, (place & 2) != 0
     bits = torch.where(late, torch.where(odd, w3, w2), torch.where(odd, w1, w0))
-    scale = torch.full((), keep_scale(p), dtype=dtype, device=bits.device)
     # Of int32 both sides less 2³¹: its order is then that of unsigned words.
     is_narrow = bits.dtype == torch.int32
-    kept = (bits ^ -(2**31)) >= threshold - 2**31 if is_narrow else (bits & _WORD) >= threshold
-    return torch.where(kept, scale, 0.0)
+    return (bits ^ -(2**31)) >= threshold - 2**31 if is_narrow else (bits & _WORD) >= threshold
+
+
+def is_random(p: float) -> bool:
+    """True if some elements are kept and some are dropped: the chance neither is 0 or 1 nor rounds to it."""
+    return 0 < keep_threshold(p) < 2**32
+
+
+def dropped(x: Tensor, mask: Tensor | None, p: float) -> Tensor:
+    """x · keep/(1 − p), the keep being mask: of a gradient that of the input, and, summed over rows, of the bias."""
+    if mask is None:  # nothing is random
+        return x * keep_scale(p)
+    if mask.dtype == torch.uint8:
+        return x * (mask.to(x.dtype) * keep_scale(p))
+    return x * torch.where(mask, torch.full((), keep_scale(p), dtype=x.dtype, device=x.device), 0.0)
 
 
 def dropout_add_element(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    counter: Tensor | None,
-    lane: Tensor | None,
-    seed: Tensor | None,
-    p: float,
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, mask: Tensor | None, p: float
 ) -> Tensor:
     """(x + bias) · keep/(1 − p) + residual."""
-    y = (x if bias is None else x + bias) * dropout_factor(counter, lane, seed, p, x.dtype)
+    y = dropped(x if bias is None else x + bias, mask, p)
     return y if residual is None else y + residual
-
-
-def dropout_input_grad(
-    grad: Tensor, counter: Tensor | None, lane: Tensor | None, seed: Tensor | None, p: float
-) -> Tensor:
-    """grad · keep/(1 − p): the gradient of the input, and, summed over rows, of the bias."""
-    return grad * dropout_factor(counter, lane, seed, p, grad.dtype)
 
 
 def row_major(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -142,8 +146,8 @@ def dropout_add_at(
     input: Tensor, bias: Tensor | None, residual: Tensor | None, places: tuple[Tensor, Tensor], seed: Tensor, p: float
 ) -> Tensor:
     """``dropout_add`` with the elements' (counter, lane); all that is given broadcasts to input's shape."""
-    dtype = compute_dtype(input, bias, residual)
-    y = dropout_add_element(input.to(dtype), widened(dtype, bias), widened(dtype, residual), *places, seed, p)
+    dtype, mask = compute_dtype(input, bias, residual), mask_at(*places, seed, p)
+    y = dropout_add_element(input.to(dtype), widened(dtype, bias), widened(dtype, residual), mask, p)
     return y.to(input.dtype if residual is None else residual.dtype)
 
 
@@ -170,6 +174,6 @@ def dropout_add_backward(
     The residual's is grad itself.
     """
     wide = dropout_backward_dtype(grad, dtype, bias_dtype)
-    dx = dropout_input_grad(grad.to(wide), *row_major(grad.shape, grad.device), seed.reshape(()), p)
+    dx = dropped(grad.to(wide), mask_at(*row_major(grad.shape, grad.device), seed.reshape(()), p), p)
     d_bias = over_rows(dx).to(bias_dtype) if output_mask[1] else None
     return dx.to(dtype) if output_mask[0] else None, d_bias

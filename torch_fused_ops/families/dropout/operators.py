@@ -98,7 +98,7 @@ def _backward_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     g = lead(info, grad, in_dims[0])
     wide = g.to(formulas.dropout_backward_dtype(g, dtype, bias_dtype))
     places, key = formulas.row_major(g.shape[1:], g.device), _seeds(seed, in_dims[1], g.ndim - 1)
-    dx = formulas.dropout_input_grad(wide, *places, key, p)
+    dx = formulas.dropped(wide, formulas.mask_at(*places, key, p), p)
     d_bias = over_rows_of_each(dx).to(bias_dtype) if mask[1] else None
     return (dx.to(dtype) if mask[0] else None, d_bias), tuple(0 if wanted else None for wanted in mask)
 
