@@ -71,6 +71,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
     "torch._inductor.runtime.hints": ("DeviceProperties",),
     "torch._inductor.scheduler": ("OutputNode",),
     "torch._inductor.select_algorithm": ("ExternKernelCaller",),
+    "torch._inductor.utils": ("sympy_product",),
     "torch._inductor.virtualized": ("OpsValue", "V", "ops"),
     "torch._ops": ("HigherOrderOperator", "OpOverload", "OpOverloadPacket"),
     "torch._subclasses": ("FakeTensor",),
@@ -78,6 +79,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
     "torch.compiler.config": ("cache_key_tag",),
     "torch.fx._lazy_graph_module": ("_make_graph_module",),
     "torch.utils._config_module": ("_UNSET_SENTINEL",),
+    "torch.utils._pytree": ("tree_map_only",),
     "torch.utils._python_dispatch": ("_disable_current_modes",),
     "torch.utils._sympy.functions": ("FloorDiv",),
 }

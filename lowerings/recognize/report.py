@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice, takewhile
@@ -217,15 +216,14 @@ def _rejected(reason: Reason) -> dict[str, Any]:
 
 def _calls(analysis: GraphAnalysis, output: Node) -> list[Node]:
     """The pointwise calls from GEMMs to a rejected site's output node, which `examine` would have walked."""
-
-    def sources(node: Node) -> Iterator[Node]:
-        for source in analysis.sources(node):
+    calls, pending = {output}, [output]
+    while pending and len(calls) < 32:
+        for source in analysis.sources(pending.pop()):
             pointwise = analysis.calls[source].name in RULES or analysis.custom(source) is not None
-            if analysis.state[source] == NONLINEAR and (pointwise or analysis.passes(source)):
-                yield source
-
-    calls = [node for node in islice(reached([output], sources), 32) if not analysis.passes(node)]
-    return sorted(calls, key=analysis.index.__getitem__)
+            if source not in calls and analysis.state[source] == NONLINEAR and (pointwise or analysis.passes(source)):
+                calls.add(source)
+                pending.append(source)
+    return sorted((node for node in calls if not analysis.passes(node)), key=analysis.index.__getitem__)
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in .*\n(?: +([^\n]*))?')

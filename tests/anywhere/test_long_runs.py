@@ -206,6 +206,7 @@ def test_a_compiled_model_can_be_freed() -> None:
 
 # Those without a bound of their own, and what bounds them.
 UNBOUNDED = {
+    "torch_fused_ops.distributed.sharding.register": "no argument",
     "torch_fused_ops.distributed.sharding.rules": "no argument",
     "torch_fused_ops.kernels.activation.launch_of": "the declared operators",
     "torch_fused_ops.lowerings.operators._elements": "the declared operators",

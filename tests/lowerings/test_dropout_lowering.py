@@ -274,7 +274,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
         lambda s, x: (h := s.c(x)) is not None and F.dropout(h, 0.5, True, True) + h,
         "works in place, and add reads the tensor afterwards", {},
     ),
-    "another order": (lambda s, x: F.dropout(s.c(x).t()), "another order than the operator's", {}),
+    "another order": (lambda s, x: F.dropout(s.c(x).t()), "another memory order than the operator's", {}),
 }  # fmt: skip
 
 
