@@ -277,16 +277,15 @@ def allow_recomputation(operators: Iterable[torch._ops.OpOverloadPacket]) -> Non
     """
     from torch._functorch import partitioners
 
+    is_wrapped, original = bool(_recomputable), partitioners.pointwise_ops
     _recomputable.update(operators)
-    original = partitioners.pointwise_ops
-    if getattr(original, "_with_fused", False):
+    if is_wrapped:
         return
 
     @functools.wraps(original)
     def with_fused() -> list[torch._ops.OpOverloadPacket]:
         return [*original(), *_recomputable]
 
-    with_fused._with_fused = True  # type: ignore[attr-defined]
     partitioners.pointwise_ops = with_fused  # type: ignore[assignment]
 
 

@@ -341,7 +341,10 @@ def _missing(policy: FusionPolicy) -> Iterator[str]:
             "no MLP is looked for: use_pre_grad_passes=False, which mode='lite' sets, turns Inductor's pre-grad passes "
             "off. Compile in another mode."
         )
-    effects = {Partition: f"memory={policy.memory!r} has no effect", BufferReuse: "no kernel reuses a buffer"}
+    effects: dict[type[Stage], str] = {
+        Partition: f"memory={policy.memory!r} has no effect",
+        BufferReuse: "no kernel reuses a buffer",
+    }
     for name, kind in SLOTS.items():
         there = getattr(inductor_config, name)
         if kind in effects and there is not None and not isinstance(there, Stage) and policy.memory != "off":

@@ -118,28 +118,24 @@ def _take_bias(analysis: GraphAnalysis, site: Dropout, source: Node) -> None:
 
 def _take_residual(analysis: GraphAnalysis, site: Dropout) -> None:
     """Take in the sum of the dropout and a tensor like it, where nothing else reads the dropout."""
-    node = site.node
-    sums = [user for user in node.users if analysis.calls[user].name == "add"]
-    if not sums:
+    total = next((user for user in site.node.users if analysis.calls[user].name == "add"), None)
+    if total is None:
         return
-    site.left = _not_taken(analysis, node, sums[0])
+    residual = next((addend for addend in _addends(analysis, total) or () if addend is not site.node), None)
+    site.left = _not_taken(analysis, site.node, total, residual)
     if not site.left:
-        pair = _addends(analysis, sums[0])
-        assert pair is not None
-        site.residual = pair[1] if pair[0] is node else pair[0]
-        site.calls.append(sums[0])
+        site.residual = residual
+        site.calls.append(total)
 
 
-def _not_taken(analysis: GraphAnalysis, node: Node, total: Node) -> str:
+def _not_taken(analysis: GraphAnalysis, node: Node, total: Node, residual: Node | None) -> str:
     others = [shown(user) for user in node.users if user is not total]
     if others:
         return f"{', '.join(dict.fromkeys(others))} reads the dropout, too"
     if analysis.calls[total].inplace:
         return "it works in place"
-    pair = _addends(analysis, total)
-    if pair is None:
+    if residual is None:
         return "it is not a plain sum of two tensors"
-    residual = pair[1] if pair[0] is node else pair[0]
     value, result = tensor(residual), tensor(total)
     if value is None or result is None or not is_plain(value) or value.device != value_of(node).device:
         return f"{shown(residual)} is not a plain tensor on the same device"

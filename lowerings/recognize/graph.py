@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_fused_ops.graphs import gemm_registry
 from torch_fused_ops.lowerings import compat
@@ -277,15 +277,9 @@ def shown(node: Node) -> str:
     return target if isinstance(target, str) else str(getattr(target, "__name__", target)).removesuffix(".default")
 
 
-def _tensors(argument: Any) -> Iterator[Node]:
-    """The nodes in an argument: itself, or in lists and tuples of it."""
-    if isinstance(argument, Node):
-        yield argument
-    elif isinstance(argument, dict):
-        yield from _tensors(tuple(argument.values()))
-    elif isinstance(argument, (list, tuple)):
-        for part in argument:
-            yield from _tensors(part)
+def _nodes(argument: Any) -> list[Node]:
+    """The nodes in an argument: itself, or in lists, tuples and dictionaries of it."""
+    return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, Node)]
 
 
 def _writes(node: Node, call: Call, bodies: dict[GraphModule, GraphAnalysis]) -> Iterator[Node]:
@@ -297,12 +291,12 @@ def _writes(node: Node, call: Call, bodies: dict[GraphModule, GraphAnalysis]) ->
         if node.op == "call_module":
             yield from node.all_input_nodes
         return
-    yield from _tensors(node.kwargs.get("out"))
+    yield from _nodes(node.kwargs.get("out"))
     if call.known and not isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return
     if call.name in _HARMLESS:
         if call.inplace:
-            yield from _tensors(call.args[:1])
+            yield from _nodes(call.args[:1])
         return
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         own = _bodies(node)  # an operator without any may write its inputs
@@ -314,8 +308,8 @@ def _writes(node: Node, call: Call, bodies: dict[GraphModule, GraphAnalysis]) ->
         yield from node.all_input_nodes
         return
     for position, name in written:
-        yield from _tensors(node.args[position : position + 1])
-        yield from _tensors(node.kwargs.get(name, node.kwargs.get("input") if position == 0 else None))
+        yield from _nodes(node.args[position : position + 1])
+        yield from _nodes(node.kwargs.get(name, node.kwargs.get("input") if position == 0 else None))
 
 
 def _analysis_of(body: GraphModule, known: dict[GraphModule, GraphAnalysis]) -> GraphAnalysis:
@@ -326,7 +320,7 @@ def _analysis_of(body: GraphModule, known: dict[GraphModule, GraphAnalysis]) -> 
 
 def _bodies(node: Node) -> list[GraphModule]:
     """The graphs that a higher-order operator calls."""
-    children = (body_of(a) for a in _tensors((node.args, node.kwargs)) if a.op == "get_attr")
+    children = (body_of(a) for a in _nodes((node.args, node.kwargs)) if a.op == "get_attr")
     return [body for body in children if body is not None]
 
 
@@ -632,7 +626,7 @@ def join(graph: Graph) -> tuple[Graph, dict[Node, tuple[Node, tuple[Node, ...]]]
         def operands(node: Node, body: GraphModule) -> list[Any]:
             """A body's arguments: the operator's last, or parts of them (``map``, ``scan``)."""
             count = len(body.graph.find_nodes(op="placeholder"))
-            tensors = [known[a] for a in _tensors((node.args, node.kwargs)) if a.op != "get_attr" or body_of(a) is None]
+            tensors = [known[a] for a in _nodes((node.args, node.kwargs)) if a.op != "get_attr" or body_of(a) is None]
             return tensors[len(tensors) - count :] if count <= len(tensors) else []
 
         for node in graph.nodes:

@@ -100,7 +100,7 @@ def _table(names: tuple[str, ...], kinks: bool) -> tuple[Algebra, Forms]:
             for i, x in enumerate(variables):
                 table[name, i] = _applied(algebra, name, x)
         except Unprovable as e:  # a registered activation beyond the rules: only the operators know it
-            log.warning("the fusion pass cannot recognize the registered activation %r: %s", name, e)
+            log.warning("the fusion pass cannot recognize the registered activation %r; it %s", name, e)
     return algebra, table
 
 

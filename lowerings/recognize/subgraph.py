@@ -36,7 +36,7 @@ from .graph import (
     tensor,
 )
 from .prove import Match, prove
-from .symbolic import LINEAR, RULES, Ref, Step, Unprovable
+from .symbolic import LINEAR, RULES, Ref, Step
 from .values import FLOATING, check_plain, equal, is_contiguous, keeps_rows, same_shape, value_of
 
 MAX_CALLS = 64  # the longest pattern of an activation in 260 models has 14
@@ -290,9 +290,7 @@ def _path(analysis: GraphAnalysis, node: Node) -> tuple[Any, ...]:
         call, source = analysis.calls[node], node.all_input_nodes[0]
         if any(map(analysis.writers, (node, *node.all_input_nodes))):
             break
-        arguments = map_arg(
-            (call.args, call.kwargs), lambda argument, source=source: "" if argument is source else argument
-        )
+        arguments = [a for a in call.args if a is not source], {k: v for k, v in call.kwargs.items() if v is not source}
         path.append((call.name, repr(arguments), analysis.region[node]))
         node = source
     return node, *path
@@ -330,10 +328,7 @@ def _inline(function: Node, arguments: list[Any], steps: list[Step]) -> Ref:
     """Append the steps of a custom autograd.Function; return its result."""
     if any(user.args[1] != 0 for user in function.users):
         raise Rejection(Kind.CUSTOM_FUNCTION, "a custom autograd.Function has other results that are read")
-    try:
-        forward, result = forward_of(function)
-    except Unprovable as e:
-        raise Rejection(*e.reason) from e
+    forward, result = forward_of(function)
     start = len(steps)
 
     def shifted(argument: Any) -> Any:

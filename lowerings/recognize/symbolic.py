@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
-from torch_fused_ops.graphs.reasons import Kind, Reason
+from torch_fused_ops.graphs.reasons import Kind, Rejection
 from torch_fused_ops.operators.reference import CLAMP_KEEPS_BOUNDS
 
 # ((atom, power), …) sorted by atom; () is 1. Atoms are numbers of an Algebra's list.
@@ -41,12 +41,11 @@ MAX_NAMES = 128  # of functions and variables in a text for people
 CLAMP_KINK = 1.0 if CLAMP_KEEPS_BOUNDS else 0.0
 
 
-class Unprovable(Exception):
+class Unprovable(Rejection):
     """The expression cannot be proved; the message names the obstacle."""
 
     def __init__(self, what: str, kind: Kind = Kind.UNPROVABLE) -> None:
-        super().__init__(what)
-        self.reason = Reason(kind, f"cannot be proved: {what}")
+        super().__init__(kind, f"cannot be proved: {what}")
 
 
 class Algebra:

@@ -36,7 +36,7 @@ def find(analysis: GraphAnalysis) -> Iterator[tuple[Node, Reason]]:
 
     for node, name in hidden.items():
         before = _gemms_around(analysis, node.all_input_nodes, is_gemm, lambda n: n.all_input_nodes)
-        after = _gemms_around(analysis, _readers(node), is_gemm, lambda n: n.users)
+        after = _gemms_around(analysis, _readers(analysis, node), is_gemm, lambda n: n.users)
         if True in before or True in after:
             text = f"{NOT_AN_MLP}it is not known whether {name} is a GEMM"
         elif before and after:
@@ -65,16 +65,12 @@ def _name(analysis: GraphAnalysis, node: Node) -> str:
     return "" if module.partition(".")[0] in ("", "torch", "builtins", "math", "_operator") else shown(node)
 
 
-def _readers(node: Node) -> list[Node]:
+def _readers(analysis: GraphAnalysis, node: Node) -> list[Node]:
     """The readers of a call's result; for a Triton kernel all later readers of its tensors, which it may write."""
     readers = list(node.users)
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        later = set[Node]()
-        following = node.next
-        while following.op != "root":
-            later.add(following)
-            following = following.next
-        readers += [user for a in node.all_input_nodes for user in a.users if user in later]
+        users = [user for a in node.all_input_nodes for user in a.users]
+        readers += [user for user in users if analysis.index[user] > analysis.index[node]]
     return readers
 
 
