@@ -58,49 +58,37 @@ class DeferredWeightGradient:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-def _check_once() -> None:
-    """Raise under ``create_graph=True``; ``once_differentiable`` raises in a node that autograd may never reach."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "delay_wgrad_compute=True is not accepted with create_graph=True: deferred weight gradients have no graph"
-        )
+class _Deferred(torch.autograd.Function):
+    """x · weightᵀ and the bias; backward computes x's gradient and defers the parameters'.
 
-
-class _LinearDeferred(torch.autograd.Function):
-    """x · weightᵀ; backward computes x's gradient and defers weight's."""
+    The bias is returned unchanged: the kernel of the operator that adds it computes its gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, linear: Linear, gemms: Gemms) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, linear: Linear, gemms: Gemms
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.dtype = x.dtype
         x, local = under_autocast(x, linear._local(weight))
         ctx.save_for_backward(x if weight.requires_grad else None, local)
-        ctx.parameter, ctx.linear, ctx.gemms = weight, linear, gemms
-        return gemms.forward(x, local)
+        ctx.parameters, ctx.linear, ctx.gemms = (weight, bias), linear, gemms
+        local_bias = None if bias is None else linear._local(bias)
+        return gemms.forward(x, local), None if local_bias is None else local_bias.view_as(local_bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        _check_once()
-        (x, weight), parameter, gemms = ctx.saved_tensors, ctx.parameter, ctx.gemms
+    def backward(ctx: Any, grad: Tensor, bias_grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        if torch.is_grad_enabled():  # ``once_differentiable`` raises in a node that autograd may never reach
+            raise RuntimeError(
+                "delay_wgrad_compute=True is not accepted with create_graph=True: deferred weight gradients have no "
+                "graph"
+            )
+        (x, local), (weight, bias), linear, gemms = ctx.saved_tensors, ctx.parameters, ctx.linear, ctx.gemms
         if x is not None:
-            ctx.linear._defer(parameter, lambda: gemms.weight_gradient(grad, x).to(parameter.dtype))
-        dx = gemms.input_gradient(grad, weight).to(ctx.dtype) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None
-
-
-class _BiasDeferred(torch.autograd.Function):
-    """The bias unchanged; backward defers its gradient, which the kernel of the next operator computes."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: nn.Parameter, linear: Linear) -> Tensor:
-        ctx.parameter, ctx.linear = bias, linear
-        local = linear._local(bias)
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        _check_once()
-        ctx.linear._defer(ctx.parameter, lambda: ctx.linear._bias_gradient(grad))
-        return None, None
+            linear._defer(weight, lambda: gemms.weight_gradient(grad, x).to(weight.dtype))
+        if bias is not None:
+            linear._defer(bias, lambda: linear._bias_gradient(bias_grad))
+        dx = gemms.input_gradient(grad, local).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None
 
 
 class Linear(Shardable):
@@ -257,18 +245,17 @@ class Linear(Shardable):
             )
 
     def _forward(self, x: Tensor, entered: bool, gemms: Gemms) -> tuple[Tensor, Tensor | None]:
-        deferred, bias = self._deferred if torch.is_grad_enabled() else None, self.bias
+        bias, added = self.bias, None
         x = x if entered else self._enter(x)
-        call: Callable[..., Tensor] = _LinearDeferred.apply
-        y = call(x, self.weight, self, gemms) if deferred else gemms.forward(x, self._local(self.weight))
+        if self._deferred is not None and torch.is_grad_enabled():
+            call: Callable[..., tuple[Tensor, Tensor | None]] = _Deferred.apply
+            y, added = call(x, self.weight, bias if bias is not None and bias.requires_grad else None, self, gemms)
+        else:
+            y = gemms.forward(x, self._local(self.weight))
         y = self._leave(y)
         if bias is None:
             return y, None
-        added: Tensor
-        if deferred is not None and bias.requires_grad:
-            added = _BiasDeferred.apply(bias, self)  # type: ignore[no-untyped-call]
-        else:
-            added = self._used_bias(self._local(bias))
+        added = self._used_bias(self._local(bias)) if added is None else added
         return (y, bias_for_caller(self, added)) if self.skip_bias_add else (gemms.add(y, added), None)
 
     def sharded_state_dict(

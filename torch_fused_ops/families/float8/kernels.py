@@ -790,20 +790,16 @@ def _is_turned(t: Tensor) -> bool:
     return t.stride(-2) == 1 and t.stride(-1) != 1
 
 
-@functools.lru_cache(maxsize=64)
-def _native_fp8(device: torch.device) -> bool:
-    """True if Triton converts float8_e4m3fn there: NVIDIA's from sm_89 on. AMD's gfx942 has another float8."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def _values_of(input: Tensor) -> Tensor:
     """Room for the float8 of a tensor, as its device has it."""
     return input.new_empty(input.shape, dtype=float8.dtype_of(input.device))
 
 
 def _of_device(t: Tensor) -> dict[str, Any]:
-    """The constants of kernels of rows that a device decides."""
-    return {"PTX": _native_fp8(t.device), "FNUZ": float8.dtype_of(t.device) == float8.FNUZ}
+    """The constants of kernels of rows that a device decides. Triton converts float8_e4m3fn from sm_89 on."""
+    on_nvidia = t.device.type == "cuda" and torch.version.hip is None
+    native = on_nvidia and torch.cuda.get_device_capability(t.device) >= (8, 9)
+    return {"PTX": native, "FNUZ": float8.dtype_of(t.device) == float8.FNUZ}
 
 
 def _in_rows(input: Tensor, scales: Tensor, known: bool) -> Tensor:

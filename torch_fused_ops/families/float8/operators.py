@@ -70,10 +70,7 @@ def _check_quantize(input: Tensor, rows: int, columns: int = BLOCK) -> None:
 
 
 def _check_quantize_by(input: Tensor, scales: Tensor) -> None:
-    if input.ndim != 3:
-        _check_matrix("input", input, *DTYPES)
-    elif input.dtype not in DTYPES:
-        refuse_dtype("input", input, DTYPES)
+    _check_matrix("input", input.flatten(0, 1) if input.ndim == 3 else input, *DTYPES)
     _check_scales("scales", scales, input)
 
 

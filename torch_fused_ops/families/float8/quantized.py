@@ -85,13 +85,7 @@ def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
     return fake
 
 
-def _register(
-    signature: Signature, function: Callable[..., Any], check: Callable[..., None] | None = None
-) -> torch._ops.OpOverload:
-    return register_plain(signature, function, _fake(function), check)
-
-
-_register(
+register_plain(
     Signature(
         "quantize_both",
         arguments_of(input="Tensor: data", columns=f"int={BLOCK}"),
@@ -99,7 +93,9 @@ _register(
         "quantize(input, 1, columns) and quantize(inputᵀ, 1, columns), in one pass.",
     ),
     _both,
+    _fake(_both),
     _check_both,
 )
 for _op in FAMILY:
-    QUANTIZED[_op] = _register(_signature(_op), _of(_op))
+    _function = _of(_op)
+    QUANTIZED[_op] = register_plain(_signature(_op), _function, _fake(_function))
