@@ -79,7 +79,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
     "torch.compiler.config": ("cache_key_tag",),
     "torch.fx._lazy_graph_module": ("_make_graph_module",),
     "torch.utils._config_module": ("_UNSET_SENTINEL",),
-    "torch.utils._pytree": ("tree_map_only",),
+    "torch.utils._pytree": ("tree_leaves", "tree_map_only"),
     "torch.utils._python_dispatch": ("_disable_current_modes",),
     "torch.utils._sympy.functions": ("FloorDiv",),
 }
