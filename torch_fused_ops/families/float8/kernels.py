@@ -500,17 +500,21 @@ def _quantize_rows(
 
     A program has PLACES of a row, of one matrix of a stack.
     """
-    row, start, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * PLACES, tl.program_id(2).to(tl.int64)
-    place = start + tl.arange(0, PLACES)
-    input += index * input_one + row * input_row
-    scales += index * scale_one + row * scale_row
-    x = tl.load(input + place.to(tl.int64) * input_column, mask=place < columns, other=0.0).to(tl.float32)
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, PLACES)
     if KNOWN:
-        inverse = _inverse(tl.load(scales), FNUZ)
+        index = tl.program_id(2).to(tl.int64)
+        place += tl.program_id(1) * PLACES
+        input += index * input_one
+        values += index * rows * columns
+        scales += index * scale_one
+    places = input + row * input_row + place.to(tl.int64) * input_column
+    x = tl.load(places, mask=place < columns, other=0.0).to(tl.float32)
+    if KNOWN:
+        inverse = _inverse(tl.load(scales + row * scale_row), FNUZ)
     else:
         scale, inverse = _scale(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True))
-        tl.store(scales, scale * 2 if FNUZ else scale)
-    tl.store(values + (index * rows + row) * columns + place, _code(x * inverse, PTX, FNUZ), mask=place < columns)
+        tl.store(scales + row, scale * 2 if FNUZ else scale)
+    tl.store(values + row * columns + place, _code(x * inverse, PTX, FNUZ), mask=place < columns)
 
 
 @triton.jit
