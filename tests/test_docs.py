@@ -80,8 +80,9 @@ GIVEN = {
     """,
     "out-of-memory.md": """
         from types import SimpleNamespace
-        Trainer = TrainingArguments = lambda *args, **settings: SimpleNamespace(train=lambda: None)
-        model = None
+        from typing import Any
+        Trainer: Any = lambda *args, **settings: SimpleNamespace(train=lambda: None)
+        model, TrainingArguments = Trainer, Trainer
     """,
 }
 # Which block: what changes before it.
