@@ -76,7 +76,7 @@ GIVEN = {
         llama_mlp = Llama()
         input_ids = torch.randn(2, 8)
         acts = nn.GELU(), nn.GELU(), nn.Mish()
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), act, nn.Linear(16, 8)) for act in acts)).float()
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), act, nn.Linear(16, 8)) for act in acts))
     """,
     "out-of-memory.md": """
         from types import SimpleNamespace
