@@ -76,12 +76,13 @@ GIVEN = {
         llama_mlp = Llama()
         input_ids = torch.randn(2, 8)
         acts = nn.GELU(), nn.GELU(), nn.Mish()
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), act, nn.Linear(16, 8)) for act in acts)).float()
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), act, nn.Linear(16, 8)) for act in acts))
     """,
     "out-of-memory.md": """
         from types import SimpleNamespace
-        Trainer = TrainingArguments = lambda *args, **settings: SimpleNamespace(train=lambda: None)
-        model = None
+        from typing import Any
+        Trainer: Any = lambda *args, **settings: SimpleNamespace(train=lambda: None)
+        model, TrainingArguments = Trainer, Trainer
     """,
 }
 # Which block: what changes before it.
