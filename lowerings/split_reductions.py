@@ -6,8 +6,9 @@ an element of 16 bits. Its scheduler would fuse the two if their loops had one f
 rows). Loops of d over (blocks, rows, columns) can be put into that order, loops over (rows, columns) cannot.
 
 So the sum is written as sums of blocks and a sum of their results, and the activation's nodes are marked with the rows
-of a block: their lowerings loop over blocks (``operators.py``). Inductor still chooses the fusions: where d leaves a
-GEMM's epilogue the sums are two kernels of their own, as they are without this pass.
+of a block: their lowerings loop over blocks (``operators.py``), and sum packed gradients themselves. Inductor still
+chooses the fusions: where d leaves a GEMM's epilogue the sums are two kernels of their own, as they are without this
+pass.
 """
 
 from __future__ import annotations
@@ -135,14 +136,39 @@ def _edit(node: Node, op: PointwiseOperator) -> _Edit | None:
     sums = [total for i, d in gradients.items() if i < op.data for total in _sums(d)]
     if not sums and op.bias not in gradients:
         return None
-    # A sum along the rows is in the loop that computes d; packed gradients are two buffers, which no sum reads whole.
-    if op.is_packed or op.scale in gradients or not (isinstance(rows, int) and isinstance(columns, int)):
+    # A sum along the rows is in the loop that computes d.
+    if op.scale in gradients or not (isinstance(rows, int) and isinstance(columns, int)):
+        return None
+    if op.is_packed and sums and node.args[1 + cast(int, op.bias)] is not None:
         return None
     block = rows_of_a_block(rows, columns, grad.device)
     if block is None:
         return None
     again = [user for user in data.users if user.target is op.forward.overload]  # one kernel reads the data for all
-    return None if _is_dropped_out(node, again) else _Edit([node, *again], sums, block)
+    if _is_dropped_out(node, again):
+        return None
+    if op.is_packed and sums:
+        _sum_in_operator(node.graph, node, op, sums)
+        sums = []
+    return _Edit([node, *again], sums, block)
+
+
+def _sum_in_operator(graph: Graph, node: Node, op: PointwiseOperator, sums: Sequence[Node]) -> None:
+    """Have an operator sum packed gradients, for a bias of zeros: they are two buffers, which no sum reads whole."""
+    bias, (grad, *rest, mask) = cast(int, op.bias), node.args
+    value = cast(Node, rest[0]).meta["val"]
+    with graph.inserting_before(node):
+        zeros = graph.call_function(aten.full.default, ([value.shape[-1]], 0.0))
+    zeros.kwargs, zeros.meta = {"dtype": value.dtype, "device": value.device}, {"val": value.new_zeros(value.shape[-1])}
+    rest[bias] = zeros
+    node.args = (grad, *rest, [wanted or i == bias for i, wanted in enumerate(cast(Sequence[bool], mask))])
+    for total in sums:
+        with graph.inserting_before(total):
+            summed = graph.call_function(operator.getitem, (node, bias))
+            summed.meta = {**total.meta, "val": zeros.meta["val"]}
+            shaped = _call(graph, total, aten.reshape.default, summed, list(total.meta["val"].shape))
+        total.replace_all_uses_with(shaped)
+        graph.erase_node(total)
 
 
 def _is_dropped_out(node: Node, again: Sequence[Node]) -> bool:

@@ -1,6 +1,5 @@
 """A bias's gradient is summed where what is summed is computed: bytes, kernels, numbers, and what is left alone."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -136,17 +135,22 @@ def test_the_rows_of_a_block() -> None:
         assert split_reductions.rows_of_a_block(TOKENS, 3072, cuda) == 128
         assert split_reductions.rows_of_a_block(16384, 3072, cuda) == 256
         assert split_reductions.rows_of_a_block(3000, 3072, cuda) == 125
-        assert [split_reductions.rows_of_a_block(rows, 3072, cuda) for rows in (0, 1, 32, 64, 8191)] == [
-            None
-        ] * 5  # a prime
+        few_or_prime = [split_reductions.rows_of_a_block(rows, 3072, cuda) for rows in (0, 1, 32, 64, 8191)]
+        assert few_or_prime == [None] * 5
         assert split_reductions.rows_of_a_block(TOKENS, 3072, torch.device("cpu")) is None
+
+
+SILU = {"activation": "silu", "up_offset": 0.0, "clamp": None, "output_mask": [True, False, False]}
 
 
 def step(x: Tensor, g: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
     d, d_bias, _ = fused.bias_act_backward(g, x, bias, None, "gelu", [True, True, False])
     y = fused.bias_act(x, bias, None, "gelu")
     flat = d.reshape(-1, x.shape[-1])
-    return d, d_bias, y, flat.sum(0), flat.sum([0], keepdim=True), d.sum(-1)
+    layouts, both = ("halves", "interleaved"), torch.cat((x, g), -1)
+    packed = [fused.bias_glu_backward(g, both, None, None, layout=layout, **SILU)[0] for layout in layouts]
+    sums = [t.flatten(0, -2).sum(0) for t in packed]
+    return d, d_bias, y, flat.sum(0), flat.sum([0], keepdim=True), d.sum(-1), *packed, *sums
 
 
 @pytest.fixture
@@ -161,14 +165,13 @@ def test_the_graph_computes_the_same(leading: tuple[int, ...]) -> None:
 
     args = [torch.randn(s, dtype=torch.float64) for s in ((*leading, 24), (*leading, 24), (24,))]
     gm = make_fx(step, tracing_mode="fake")(*args)
-    assert split_reductions.rewrite(gm.graph) == 1
+    assert split_reductions.rewrite(gm.graph) == 3
     gm.graph.lint()
     gm.recompile()
     marked = [n.target for n in gm.graph.nodes if ROWS in n.meta]
-    assert marked == [fused.bias_act_backward.default, fused.bias_act.default]
-    assert [n.args[1] for n in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)] == [
-        [1], [0], [1], [0], [-1],
-    ]  # fmt: skip
+    assert marked == [fused.bias_act_backward.default, fused.bias_act.default] + 2 * [fused.bias_glu_backward.default]
+    sums = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)
+    assert [n.args[1] for n in sums] == [[1], [0], [1], [0], [-1]]
     for got, wanted in zip(gm(*args), step(*args), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
@@ -222,7 +225,6 @@ ADDED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", ADDED)
 def test_whatever_is_added_to_sums_of_tiles_stays(name: str) -> None:
-
     def program(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         return ADDED[name](*two_tiles(x, y), v)
 
@@ -236,7 +238,7 @@ def test_whatever_is_added_to_sums_of_tiles_stays(name: str) -> None:
 
 @pytest.mark.usefixtures("blocks_of_8")
 def test_what_is_left_alone() -> None:
-    """Where nothing is summed over the rows, where rows are summed too, packed gradients, sizes that are not known."""
+    """Where nothing is summed over the rows, where rows are summed too, sizes that are not known."""
 
     def count(fn: Any, *shapes: tuple[int, ...], mode: str = "fake") -> int:
         gm = make_fx(fn, tracing_mode=mode)(*(torch.randn(s) for s in shapes))
@@ -257,6 +259,3 @@ def test_what_is_left_alone() -> None:
     assert count(lambda g, x: plain(g, x).sum(1), matrix, matrix) == 0
     assert count(lambda g, x: plain(g, x).sum(), matrix, matrix) == 0
     assert count(lambda g, x: plain(g, x).sum(0), matrix, matrix, mode="symbolic") == 0
-    mask = [True, True, False]
-    packed = functools.partial(fused.bias_glu_backward, activation="silu", layout="halves", up_offset=0.0, clamp=None)
-    assert count(lambda g, x, b: packed(g, x, b, None, output_mask=mask), matrix, (64, 16), (16,)) == 0

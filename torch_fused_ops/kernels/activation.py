@@ -606,7 +606,19 @@ def backward(op: PointwiseOperator) -> Callable[..., Gradients]:
 
     def launch(grad: Tensor, *args: Any) -> Gradients:
         tensors, layout, scalars = op.split(args[:-1])
-        return _gradients(op, grad, tensors, _Operands.of(op, tensors, layout), scalars, args[-1])
+        x, mask = _Operands.of(op, tensors, layout), args[-1]
+        results: list[Tensor | None] = [None] * len(tensors)
+        for i in range(op.data):
+            results[i] = formulas.room(tensors[i], mask[i])
+        d_gate, d_up = results[0], results[1] if op.data == 2 else None
+        if x.layout and x.up is not None and d_gate is not None:
+            d_gate, d_up = formulas.unpack(d_gate, x.layout)
+        bias, scale = (None if i is None or not mask[i] else tensors[i] for i in (op.bias, op.scale))
+        sums = _run_backward(grad, x, d_gate, d_up, bias, scale, *_formula(op, scalars))
+        for at, d in zip((op.bias, op.scale), sums, strict=True):
+            if at is not None:
+                results[at] = d
+        return tuple(results)
 
     return launch
 
@@ -630,26 +642,3 @@ def launch_of(name: str) -> Callable[..., Any]:
             f"{', '.join(sorted(_SCALARS))}; extend them, or declare other kernels, or none"
         )
     return make(op)
-
-
-def _gradients(
-    op: PointwiseOperator,
-    grad: Tensor,
-    tensors: Sequence[Tensor | None],
-    x: _Operands,
-    scalars: Sequence[Any],
-    mask: Sequence[bool],
-) -> Gradients:
-    """The gradients that the mask asks for."""
-    found: list[Tensor | None] = [None] * len(tensors)
-    for i in range(op.data):
-        found[i] = formulas.room(tensors[i], mask[i])
-    d_gate, d_up = found[0], found[1] if op.data == 2 else None
-    if x.layout and x.up is not None and d_gate is not None:
-        d_gate, d_up = formulas.unpack(d_gate, x.layout)
-    bias, scale = (None if i is None or not mask[i] else tensors[i] for i in (op.bias, op.scale))
-    d_bias, d_scale = _run_backward(grad, x, d_gate, d_up, bias, scale, *_formula(op, scalars))
-    for at, d in ((op.bias, d_bias), (op.scale, d_scale)):
-        if at is not None:
-            found[at] = d
-    return tuple(found)
