@@ -29,8 +29,6 @@ from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.lowerings import operators, partition
 from torch_fused_ops.lowerings.partition import VIEWS, Graphs
 
-__all__ = ["merged"]
-
 aten, prims, fused = torch.ops.aten, torch.ops.prims, torch.ops.fused
 Box = Any  # ir.TensorBox
 

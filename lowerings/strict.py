@@ -25,8 +25,6 @@ from torch_fused_ops.lowerings import compat
 from torch_fused_ops.operators.activation import CALLS
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, unmatched
 
-__all__ = ["check"]
-
 log = logging.getLogger("torch_fused_ops")
 
 

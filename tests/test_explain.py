@@ -19,13 +19,14 @@ from torch.utils.checkpoint import checkpoint
 from torch_fused_ops.activations import register_activation
 from torch_fused_ops.graphs.modules import module_path
 from torch_fused_ops.graphs.reasons import Kind
+from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.lowerings import recognize
 from torch_fused_ops.nn import replace_mlps
 from torch_fused_ops.planner.plan import plan
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reports.explain import Report, Site, explain
+from torch_fused_ops.reports.explain import explain
 from torch_fused_ops.reports.recording import record
-from torch_fused_ops.reports.report import grouped
+from torch_fused_ops.reports.report import Report, grouped
 from torch_fused_ops.tools.verify import verify
 
 

@@ -39,11 +39,13 @@ from torch_fused_ops import functional
 from torch_fused_ops._version import __version__
 from torch_fused_ops.activations import register_activation
 from torch_fused_ops.graphs.gemm_registry import register_gemm
+from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.operators.decompositions import decompositions
 from torch_fused_ops.planner.plan import Plan, plan
 from torch_fused_ops.policy import FusionPolicy, UnfusedError, policy_given
-from torch_fused_ops.reports.explain import Report, Site, explain
+from torch_fused_ops.reports.explain import explain
 from torch_fused_ops.reports.recording import record, report_at_exit
+from torch_fused_ops.reports.report import Report
 from torch_fused_ops.tools.verify import Verification, verify
 
 __all__ = [

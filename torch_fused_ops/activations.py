@@ -30,8 +30,6 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Activation", "get", "names", "register_activation", "table_hash"]
-
 Function = Callable[[Tensor], Tensor]
 
 LOG2E = 1 / math.log(2)

@@ -41,24 +41,6 @@ from torch import Tensor
 
 from torch_fused_ops import activations
 
-__all__ = [
-    "OPERATORS",
-    "Argument",
-    "OpaqueOperator",
-    "Operator",
-    "PointwiseOperator",
-    "Rule",
-    "Signature",
-    "above_zero",
-    "arguments_of",
-    "between",
-    "elementwise",
-    "finite",
-    "known_activation",
-    "one_of",
-    "refuse",
-]
-
 DATA = ("data", "packed")
 
 

@@ -12,25 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 
 from torch_fused_ops.settings import tiles
 
-__all__ = [
-    "BOOLS",
-    "FIELDS",
-    "FusionPolicy",
-    "PolicyFields",
-    "UnfusedError",
-    "check_known",
-    "check_not_meant",
-    "enclosing_modules",
-    "is_level",
-    "joined_paths",
-    "names_module",
-    "not_known",
-    "policy_given",
-    "policy_or_default",
-    "unmatched",
-    "without_numbers",
-]
-
 Memory = Literal["off", "free", "fp8", "input", "tiled"]
 Recipe = Literal["bf16", "fp8", "fp8-wgrad-bf16", "fp8-rowwise", "mxfp8", "mxfp8-wgrad-bf16"]
 Epilogues = Literal["measured", "library", "off"]

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from torch_fused_ops.graphs.reasons import Kind
+from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.lowerings.recognize import rewrite
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reports.explain import Site
 
 POLICY = FusionPolicy(dropout=False)  # a dropout that is picked up drops other elements
 TOLERANCE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.2}

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from torch_fused_ops import activations
+from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.lowerings import recognize
 from torch_fused_ops.lowerings.recognize import prove, rewrite, symbolic
 from torch_fused_ops.policy import FusionPolicy
-from torch_fused_ops.reports.explain import Site
 
 POLICY = FusionPolicy()
 PointwiseOperator = Callable[[Tensor], Tensor]

@@ -30,8 +30,6 @@ from torch.optim import Optimizer
 from torch_fused_ops.distributed.shard_spec import ShardSpec
 from torch_fused_ops.distributed.tensor_parallel import TensorParallel
 
-__all__ = ["Offsets", "ShardedTensor", "apply_swiglu_sharded_factory", "load", "save", "sharded_state_dict"]
-
 Offsets = tuple[tuple[int, int, int], ...]
 """(axis, place, size) of each axis that a checkpoint has in front of a tensor's own."""
 

@@ -25,8 +25,6 @@ from torch_fused_ops.distributed.shard_spec import Shardable
 if TYPE_CHECKING:
     from torch_fused_ops.distributed.checkpoint import Offsets
 
-__all__ = ["asked_for", "gate_and_up", "of_block", "of_linear", "with_group"]
-
 
 def asked_for(metadata: dict[str, Any] | None) -> bool:
     """True if a layer of Megatron's calls."""

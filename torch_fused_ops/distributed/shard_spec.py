@@ -9,8 +9,6 @@ from torch import nn
 if TYPE_CHECKING:
     from torch_fused_ops.distributed.tensor_parallel import TensorParallel
 
-__all__ = ["ShardSpec", "Shardable"]
-
 
 class ShardSpec(NamedTuple):
     """A rank's shard of a parameter: a part of each of ``groups`` groups along ``axis``; all of it if axis is None."""

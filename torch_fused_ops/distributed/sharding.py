@@ -18,8 +18,6 @@ from torch import Tensor
 
 from torch_fused_ops.declaration import Signature, elementwise
 
-__all__ = ["RULES", "Placements", "Sharding", "register", "rules"]
-
 Placements = Sequence[Any]  # one per tensor argument or result, None for other arguments
 Sharding = tuple[Placements, Placements]  # (results, arguments)
 

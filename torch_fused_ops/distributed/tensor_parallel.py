@@ -29,8 +29,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_fused_ops.distributed.shard_spec import Shardable, ShardSpec
 
-__all__ = ["PackedColwiseParallel", "ShardedLinear", "TensorParallel", "tensor_parallel_plan"]
-
 
 class TensorParallel:
     """The processes that shard a linear's weight, and the collectives on its inputs, outputs and parameters.

@@ -13,18 +13,6 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-__all__ = [
-    "arguments_checked",
-    "call_model",
-    "captured_graphs",
-    "check_model",
-    "name_of",
-    "run_captured",
-    "throwaway",
-    "title_of",
-    "unchanged",
-]
-
 
 def check_model(model: Any) -> Callable[..., Any]:
     """Return ``model``, uncompiled; raise a TypeError if it is not callable, or is a class."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from torch_fused_ops.graphs.sites import Site
 
-__all__ = ["Observer", "before", "failed", "is_unobserved", "observed_by", "tell", "trace", "unobserved"]
-
 log = logging.getLogger("torch_fused_ops")
 
 

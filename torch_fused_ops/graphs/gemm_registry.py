@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["function_at", "is_known", "name_of", "register_gemm", "registered_hash"]
-
 # Optional libraries': operators by their qualified names, functions by module and name.
 _OPERATORS = {"bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"}
 _FUNCTIONS = {

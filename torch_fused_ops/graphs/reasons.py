@@ -10,8 +10,6 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
-__all__ = ["CAN_BE_ADDED", "NOT_AN_MLP", "Category", "Kind", "Reason", "Rejection", "excluded"]
-
 NOT_AN_MLP = "not an MLP: "  # prefix of the texts that no policy counts as a miss
 CAN_BE_ADDED = " (register_activation can add it)"  # suffix of a text, for places without a hint
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch_fused_ops.graphs.reasons import Kind
 
-__all__ = ["DROPOUT", "Site"]
-
 DROPOUT = "dropout"  # a site's activation, where the site is a dropout
 
 

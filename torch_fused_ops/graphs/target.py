@@ -6,8 +6,6 @@ from contextvars import ContextVar
 
 import torch
 
-__all__ = ["emulated", "target_device"]
-
 # Set by an emulator while it captures: the GPU for which CPU and meta tensors stand.
 emulated: ContextVar[torch.device | None] = ContextVar("torch_fused_ops_emulated_device", default=None)
 

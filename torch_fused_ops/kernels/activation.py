@@ -46,8 +46,6 @@ from torch_fused_ops.kernels.launching import (
     unit,
 )
 
-__all__ = ["backward", "forward", "launch_of"]
-
 LOG2E = tl.constexpr(activations.LOG2E)
 GELU_TANH_SLOPE = tl.constexpr(activations.GELU_TANH_SLOPE)
 GELU_TANH_CUBIC = tl.constexpr(activations.GELU_TANH_CUBIC)

@@ -23,8 +23,6 @@ from torch_fused_ops.activations import Activation
 from torch_fused_ops.declaration import DATA, PointwiseOperator, Signature
 from torch_fused_ops.formulas import act_element, compute_dtype
 
-__all__ = ["ON_CPU", "block", "in_blocks", "kernel", "recorded"]
-
 aten = torch.ops.aten
 
 # ---- the activations in the CPU's fastest calls --------------------------------------------------------------------

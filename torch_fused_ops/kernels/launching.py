@@ -27,25 +27,7 @@ except ImportError as error:
         "them). With TORCH_FUSED_OPS_WITHOUT=kernels in the environment they run as plain PyTorch"
     ) from error
 
-__all__ = [
-    "GRID_LIMIT",
-    "INT32_MAX",
-    "OPTIONS",
-    "Launch",
-    "Matrix",
-    "blocks",
-    "common_stride",
-    "compute_type",
-    "launch",
-    "libdevice",
-    "matrix",
-    "power_of_2",
-    "recorded",
-    "row_grid",
-    "tl",
-    "triton",
-    "unit",
-]
+__all__ = ["libdevice", "tl", "triton"]  # imported from here, for the error above
 
 INT32_MAX = 2**31 - 1
 GRID_LIMIT = 65535  # of the grid's second and third axes, on every vendor's GPUs

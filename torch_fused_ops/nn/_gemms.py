@@ -16,17 +16,6 @@ from torch_fused_ops.operators.flop_formulas import count, rows_times_columns
 from torch_fused_ops.operators.routing import readable
 from torch_fused_ops.policy import check_known
 
-__all__ = [
-    "DENSE",
-    "Gemms",
-    "GroupedGemms",
-    "check_gemm",
-    "check_shape",
-    "dense_gradient",
-    "linear",
-    "under_autocast",
-]
-
 
 class Gemms:
     """x · weightᵀ and its gradients' GEMMs, with one weight and one bias for all rows.

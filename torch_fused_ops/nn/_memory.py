@@ -24,8 +24,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_tr
 from torch_fused_ops.operators import fp8_store
 from torch_fused_ops.settings import tiles
 
-__all__ = ["in_tiles", "through"]
-
 Map = Callable[[Tensor], Tensor]
 
 

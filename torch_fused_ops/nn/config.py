@@ -18,20 +18,6 @@ from torch_fused_ops import activations, functional, megatron
 from torch_fused_ops.policy import check_known
 from torch_fused_ops.settings import tiles
 
-__all__ = [
-    "Activation",
-    "MLPConfig",
-    "ParallelGroups",
-    "activation_name",
-    "check_precision",
-    "checked",
-    "read",
-    "read_activation",
-    "read_groups",
-    "read_memory",
-    "read_offload",
-]
-
 
 @dataclass
 class MLPConfig:

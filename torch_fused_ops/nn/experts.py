@@ -15,16 +15,6 @@ from torch_fused_ops.nn.linear import GroupedColumnParallelLinear, GroupedLinear
 from torch_fused_ops.nn.mlp import TEActivationFunctionBuilder, _Block, _check_divides, _from_megatron, _sizes
 from torch_fused_ops.operators.routing import readable, rows_of_tokens, tokens_of_rows
 
-__all__ = [
-    "GroupedLinearBuilder",
-    "GroupedLinearInterface",
-    "GroupedMLP",
-    "GroupedMLPSubmodules",
-    "Permuted",
-    "permute",
-    "unpermute",
-]
-
 
 class GroupedLinearInterface(Protocol):
     """The interface of the experts' linears."""

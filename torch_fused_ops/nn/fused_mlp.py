@@ -18,8 +18,6 @@ from torch_fused_ops.nn.config import Activation, activation_name, checked
 from torch_fused_ops.policy import check_known
 from torch_fused_ops.settings import tiles
 
-__all__ = ["FusedMLP", "untouched"]
-
 
 def untouched(module: nn.Module) -> bool:
     """True if a call of the module only calls its class's ``forward``: no hooks, nothing replaced."""

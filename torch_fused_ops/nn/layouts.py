@@ -14,8 +14,6 @@ from torch import Tensor
 
 from torch_fused_ops import functional
 
-__all__ = ["LAYOUTS", "OWN", "Conversion", "Layout", "convert", "detect", "layout_of"]
-
 OWN = "fc1/fc2"
 
 

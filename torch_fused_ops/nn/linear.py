@@ -19,17 +19,6 @@ if TYPE_CHECKING:  # importing DTensor takes 0.4 s
     from torch_fused_ops.distributed.checkpoint import Offsets
     from torch_fused_ops.distributed.tensor_parallel import TensorParallel
 
-__all__ = [
-    "ColumnParallelLinear",
-    "DeferredWeightGradient",
-    "Experts",
-    "GroupedColumnParallelLinear",
-    "GroupedLinear",
-    "GroupedRowParallelLinear",
-    "Linear",
-    "RowParallelLinear",
-]
-
 
 class Experts(NamedTuple):
     """The experts whose weights a linear holds: ``here`` experts, from number ``first`` on, of ``total``."""

@@ -27,17 +27,6 @@ from torch_fused_ops.settings import tiles
 if TYPE_CHECKING:
     from torch_fused_ops.distributed.checkpoint import Offsets
 
-__all__ = [
-    "MLP",
-    "LinearFc1Builder",
-    "LinearFc1Interface",
-    "LinearFc2Builder",
-    "LinearFc2Interface",
-    "MLPSubmodules",
-    "TEActivationFunctionBuilder",
-    "TEActivationFunctionInterface",
-]
-
 
 class LinearFc1Interface(Protocol):
     """The interface of the first linear."""

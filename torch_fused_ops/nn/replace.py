@@ -29,8 +29,6 @@ from torch_fused_ops.reports.report import Report
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-__all__ = ["Replacements", "replace_mlps"]
-
 
 class Replacements(Report):
     """The result of ``replace_mlps``: a ``Report`` with a site for each MLP, and ``restore``.

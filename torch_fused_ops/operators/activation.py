@@ -9,8 +9,6 @@ from torch_fused_ops.declaration import PointwiseOperator, above_zero, finite, k
 from torch_fused_ops.formulas import LAYOUTS
 from torch_fused_ops.operators.registration import register_pointwise
 
-__all__ = ["FAMILY", "bias_act", "bias_glu", "glu"]
-
 _KERNELS = "torch_fused_ops.kernels.activation"
 _GLU = {"up_offset": "float=0.0", "clamp": "float?=None"}
 _GLU_RULES = finite("up_offset"), above_zero("clamp", optional=True)

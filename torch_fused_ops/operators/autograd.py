@@ -24,19 +24,6 @@ from torch import Tensor
 
 from torch_fused_ops.declaration import Signature
 
-__all__ = [
-    "REGISTERED",
-    "Differentiable",
-    "Registered",
-    "SavePolicy",
-    "checked",
-    "define",
-    "differentiate",
-    "differentiate_by_reference",
-    "library",
-    "register",
-]
-
 # The backends' own keys, not the "Autograd" alias, which an operator's user may want for himself.
 _AUTOGRAD_KEYS = (
     "AutogradCPU",

@@ -13,8 +13,6 @@ from torch_fused_ops.declaration import PointwiseOperator
 from torch_fused_ops.formulas import Gradients, compute_dtype, widened
 from torch_fused_ops.operators.eager import backward as plain_backward
 
-__all__ = ["backward", "forward", "lead", "over_rows_of_each"]
-
 Rule = Callable[..., Any]  # (info, in_dims, *args) -> (outputs, out_dims)
 
 

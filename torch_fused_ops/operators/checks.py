@@ -13,8 +13,6 @@ from torch import Tensor
 
 from torch_fused_ops.declaration import Operator
 
-__all__ = ["DTYPES", "check", "check_gradient"]
-
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

@@ -15,8 +15,6 @@ import torch
 from torch_fused_ops import activations
 from torch_fused_ops.operators.autograd import COMPOSITES, REGISTERED
 
-__all__ = ["decompositions"]
-
 
 def decompositions(*, differentiable: bool = True) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """Each of our operators, backward operators among them, with a function that computes it in aten's.

@@ -15,8 +15,6 @@ from torch import Tensor
 from torch_fused_ops.declaration import DATA, PointwiseOperator
 from torch_fused_ops.formulas import Gradients, compute_dtype, over_rows, pack, unpack, widened
 
-__all__ = ["backward", "forward"]
-
 
 def _elements(
     op: PointwiseOperator, tensors: Sequence[Tensor | None], layout: str | None, dtype: torch.dtype

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["count", "register", "rows_times_columns"]
-
 _formulas: dict[torch._ops.OpOverloadPacket, Callable[..., int]] = {}
 
 

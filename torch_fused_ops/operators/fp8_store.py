@@ -27,8 +27,6 @@ from torch_fused_ops.declaration import PointwiseOperator
 from torch_fused_ops.formulas import compute_dtype, load_fp8, store_fp8
 from torch_fused_ops.operators.autograd import Differentiable, SavePolicy, library
 
-__all__ = ["KEEP_FP8", "KERNELS", "WITH_SAVED", "is_marked", "keep_fp8", "load", "policy", "store", "with_saved"]
-
 KERNELS: dict[str, Callable[..., Any]] = {}
 """"store" and "load", as ``store_fp8`` and ``load_fp8`` in one pass each on GPUs; ``families/float8`` has them."""
 

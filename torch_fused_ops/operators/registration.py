@@ -25,8 +25,6 @@ from torch_fused_ops.operators.autograd import (
 from torch_fused_ops.operators.checks import check, check_gradient
 from torch_fused_ops.settings.switches import is_without
 
-__all__ = ["KernelSet", "imported", "register_pair", "register_pointwise"]
-
 
 class KernelSet(NamedTuple):
     """The kernels and rules of an operator, or of its backward operator."""

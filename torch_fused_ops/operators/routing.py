@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["permute", "readable", "rows_of_tokens", "sort_chunks_by_idxs", "tokens_of_rows", "unpermute"]
-
 
 def readable(t: Tensor) -> bool:
     """True if the values can be checked without waiting for a device."""

@@ -21,14 +21,6 @@ from torch import Tensor
 
 from torch_fused_ops.operators.autograd import define, library
 
-__all__ = [
-    "MakeViewlessTensor",
-    "assert_viewless_tensor",
-    "in_aten",
-    "make_viewless_tensor",
-    "safely_set_viewless_tensor_data",
-]
-
 
 class _Alias(torch.autograd.Function):
     @staticmethod

@@ -26,8 +26,6 @@ from dataclasses import dataclass, field
 
 from torch_fused_ops.planner.step import Piece, Segment
 
-__all__ = ["FullyShard", "Group"]
-
 
 @dataclass(frozen=True)
 class Group:

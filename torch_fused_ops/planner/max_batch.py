@@ -25,8 +25,6 @@ from torch_fused_ops.reports.figures import said
 from torch_fused_ops.virtual_gpu import GPU, PaperCompilation
 from torch_fused_ops.virtual_gpu.timeline import Timeline
 
-__all__ = ["DIMENSIONS", "Largest", "LargestRow", "Sample", "Sizes", "bisected", "crossing", "resized", "size_of"]
-
 log = logging.getLogger("torch_fused_ops.planner")
 
 DIMENSIONS = {"batch": 0, "tokens": 1}  # of the tensors that a model is called with

@@ -19,8 +19,6 @@ from torch_fused_ops.policy import FusionPolicy
 from torch_fused_ops.reports.figures import Capture, layers_of, said, sites_of
 from torch_fused_ops.reports.figures import capture as set_aside
 
-__all__ = ["CapturedModel", "captured_model"]
-
 
 @dataclass(frozen=True)
 class CapturedModel:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from torch_fused_ops.planner.step import Curve, Step
     from torch_fused_ops.virtual_gpu import GPU
 
-__all__ = ["LayerRow", "LevelRow", "Plan", "bytes_of", "plan"]
-
 log = logging.getLogger("torch_fused_ops.planner")
 
 DP = tuple(2**n for n in range(1, 11))  # numbers of GPUs to try if nothing fits

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from torch_fused_ops.planner.max_batch import Largest
     from torch_fused_ops.planner.plan import Plan
 
-__all__ = ["page", "text"]
-
 
 class Section(NamedTuple):
     """A table of a plan; its first row is the heading."""

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from torch_fused_ops.planner.step import OFF, Curve, Step
 from torch_fused_ops.policy import MEMORY
 
-__all__ = ["LOSSY", "Candidate", "best", "candidates", "levels_for"]
-
 LOSSY = ("fp8",)  # levels that round gradients
 ALL = 2_500  # the most assignments of any level to any unit that are tried
 ENUMERATED = 20_000  # the most assignments with equal levels side by side; more are searched greedily

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch_fused_ops.planner.fsdp import FullyShard, Group
 from torch_fused_ops.virtual_gpu.timeline import Storages
 
-__all__ = ["OPTIMIZERS", "Resident", "ResidentTensor", "check_shards", "check_whole", "resident_tensors"]
-
 # foreach is PyTorch's default on GPUs; fused must be requested.
 OPTIMIZERS: Mapping[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer] | None] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),

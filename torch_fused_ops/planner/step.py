@@ -25,8 +25,6 @@ from torch_fused_ops.virtual_gpu.timeline import Event, Timeline, timeline_of
 if TYPE_CHECKING:
     from torch_fused_ops.planner.fsdp import FullyShard
 
-__all__ = ["OFF", "Curve", "Parts", "Segment", "Step", "clock", "compiled_timeline", "cut", "parts_of", "policy_of"]
-
 OFF = "off"  # a level of a whole model, never of a part
 
 

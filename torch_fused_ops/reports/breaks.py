@@ -13,8 +13,6 @@ from torch_fused_ops.graphs.reasons import Kind, Reason
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-__all__ = ["Break", "break_of", "reasons_noted", "since"]
-
 
 @dataclass(frozen=True)
 class Break:

@@ -10,12 +10,10 @@ from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_defa
 from torch_fused_ops.reports.breaks import break_of, reasons_noted, since
 from torch_fused_ops.reports.figures import capture as set_aside
 from torch_fused_ops.reports.figures import sites_of
-from torch_fused_ops.reports.report import Report, Site
+from torch_fused_ops.reports.report import Report
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
-
-__all__ = ["Report", "Site", "explain"]
 
 
 def explain(model: Callable[..., Any], *args: Any, policy: FusionPolicy | None = None, **kwargs: Any) -> Report:

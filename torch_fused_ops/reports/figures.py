@@ -27,21 +27,6 @@ if TYPE_CHECKING:
 
     Variants = dict[str, tuple[PaperCompilation, list[Site]]]  # a graph's compilations and fused sites, by name
 
-__all__ = [
-    "Capture",
-    "Cost",
-    "Figures",
-    "LayerFigures",
-    "LevelFigures",
-    "capture",
-    "graphs_of",
-    "layers_of",
-    "measure",
-    "on_paper",
-    "said",
-    "sites_of",
-]
-
 log = logging.getLogger("torch_fused_ops")
 progress = logging.getLogger("torch_fused_ops.reports")
 

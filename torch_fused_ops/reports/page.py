@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from torch_fused_ops.reports.report import Group, Report
 
-__all__ = ["page", "template"]
-
 
 def page(report: Report, groups: Sequence[Group], unread: Sequence[Group]) -> str:
     """Render the report as HTML, with its sites and unread activations in groups. Text from the model is escaped."""

@@ -20,12 +20,11 @@ from torch.fx import Graph, GraphModule
 
 from torch_fused_ops.graphs.capture import captured_graphs, title_of
 from torch_fused_ops.graphs.fusion_events import observed_by, process_wide
+from torch_fused_ops.graphs.sites import Site
 from torch_fused_ops.policy import FusionPolicy, unmatched
 from torch_fused_ops.reports.breaks import Break, break_of
 from torch_fused_ops.reports.figures import Capture, capture
-from torch_fused_ops.reports.report import Report, Site
-
-__all__ = ["record", "report_at_exit"]
+from torch_fused_ops.reports.report import Report
 
 log = logging.getLogger("torch_fused_ops")
 

@@ -22,8 +22,6 @@ from torch_fused_ops.settings.environment import writable
 if TYPE_CHECKING:
     from torch_fused_ops.virtual_gpu import GPU
 
-__all__ = ["Group", "Report", "Site", "grouped"]
-
 log = logging.getLogger("torch_fused_ops")
 
 NOTHING_CAPTURED = "Dynamo captured no graph of the model"

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torch_fused_ops.reports.figures import Figures
     from torch_fused_ops.reports.report import Group
 
-__all__ = ["aligned", "breaks_text", "change", "figures_table", "levels_table", "sites_table", "size", "unread_lines"]
-
 WIDTH = 120
 PLAIN, FUSED = "torch.compile", "fused"  # the two variants that every report compares
 KNOB = "torch.compile, budget 0.99"

@@ -24,19 +24,6 @@ from typing import NoReturn
 from torch_fused_ops._version import __version__
 from torch_fused_ops.policy import BOOLS, FusionPolicy
 
-__all__ = [
-    "NAME",
-    "POLICY",
-    "REPORT",
-    "REPORT_NAME",
-    "checked_gpus",
-    "note_checked",
-    "remind",
-    "run",
-    "version_of",
-    "writable",
-]
-
 log = logging.getLogger("torch_fused_ops")
 
 NAME, REPORT_NAME = "TORCH_FUSED_OPS", "TORCH_FUSED_OPS_REPORT"

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["NAME", "PARTS", "WITHOUT", "is_without"]
-
 NAME = "TORCH_FUSED_OPS_WITHOUT"
 
 PARTS = ("kernels", "float8_kernels", "buffer_reuse", "split_reductions")

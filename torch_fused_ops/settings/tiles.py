@@ -12,8 +12,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["asked", "lengths", "number"]
-
 TOKENS = 8192  # the least in a tile
 MOST = 16
 ROWS = 128  # of a GEMM's block: static lengths are multiples

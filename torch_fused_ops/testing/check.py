@@ -26,8 +26,6 @@ from torch_fused_ops.testing.samples import (
     samples,
 )
 
-__all__ = ["Row", "check", "run_opcheck", "table"]
-
 
 @dataclass
 class Row:

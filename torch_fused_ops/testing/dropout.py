@@ -29,8 +29,6 @@ from torch_fused_ops.testing.samples import (
     requested,
 )
 
-__all__ = ["backward_samples", "measure", "samples"]
-
 
 def _cases() -> Iterator[Case]:
     for p in (0.0, 0.1, 0.5, 1.0):

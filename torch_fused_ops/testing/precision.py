@@ -38,8 +38,6 @@ from torch_fused_ops import activations
 from torch_fused_ops.operators import reference
 from torch_fused_ops.testing.samples import Sample, declared_as, family, requested
 
-__all__ = ["LIMITS", "Errors", "error", "every_value", "measure", "near_of", "show", "sum_error", "sweep", "wide_args"]
-
 HALF = (torch.bfloat16, torch.float16)
 OF_LEAST_NORMAL = 2.0**8  # below so many of the least normal number an activation may be 0
 NEAR_ZERO = 1 / 32  # what errors count relative to where a derivative is smaller and near its zero

@@ -25,16 +25,6 @@ from torch_fused_ops import activations
 from torch_fused_ops.declaration import DATA, Operator, PointwiseOperator, elementwise
 from torch_fused_ops.operators.activation import FAMILY
 
-__all__ = [
-    "ACTIVATION_OPERATORS",
-    "OPERATORS",
-    "Sample",
-    "backward_samples",
-    "declared_as",
-    "family",
-    "samples",
-]
-
 VIEWS = ("transposed", "sliced", "expanded", "expanded last", "offset")
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 

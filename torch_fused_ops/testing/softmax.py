@@ -26,8 +26,6 @@ from torch_fused_ops.operators import reference
 from torch_fused_ops.testing import precision
 from torch_fused_ops.testing.samples import DTYPES, Sample, gradient, requested, tensor
 
-__all__ = ["backward_samples", "measure", "samples"]
-
 OP = "scaled_masked_softmax"
 
 

@@ -18,8 +18,6 @@ from torch_fused_ops._version import __version__
 from torch_fused_ops.benchmarks.variants import MEANINGS
 from torch_fused_ops.policy import GEMM, LEVELS, FusionPolicy
 
-__all__ = ["BENCHMARKS", "TIMED", "add_bench_options", "parser"]
-
 _BENCH_OPTIONS: dict[str, dict[str, Any]] = {
     "device": {"help": "cpu, cuda, cuda:1, …; by default a GPU, if there is one"},
     "quick": {"action": "store_true", "help": "a tiny run, to check that it works"},

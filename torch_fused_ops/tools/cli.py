@@ -28,8 +28,6 @@ from torch_fused_ops.settings.environment import version_of
 from torch_fused_ops.tools.arguments import parser
 from torch_fused_ops.virtual_gpu import gpus
 
-__all__ = ["main"]
-
 
 class _UsageError(Exception):
     """Unusable arguments; the message says why."""

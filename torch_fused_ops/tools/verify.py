@@ -24,8 +24,6 @@ from torch_fused_ops.policy import FusionPolicy, check_not_meant, policy_or_defa
 from torch_fused_ops.reports.figures import said
 from torch_fused_ops.reports.recording import record
 
-__all__ = ["Comparison", "Verification", "interpreted", "verify"]
-
 progress = logging.getLogger("torch_fused_ops.verify")
 
 WAYS = ("eager", "plain", "fused")

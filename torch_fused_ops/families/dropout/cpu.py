@@ -17,8 +17,6 @@ from torch_fused_ops.families.dropout import formulas
 from torch_fused_ops.formulas import compute_dtype, over_rows, widened
 from torch_fused_ops.kernels import cpu
 
-__all__ = ["dropout_add", "dropout_add_backward"]
-
 _ROUNDS = range(formulas.PHILOX_ROUNDS)
 with _disable_current_modes():  # whatever this module is imported under
     # As tensors: a Python number costs a call 1.8 µs.

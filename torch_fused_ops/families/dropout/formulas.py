@@ -10,26 +10,6 @@ from torch import Tensor
 
 from torch_fused_ops.formulas import compute_dtype, over_rows, widened
 
-__all__ = [
-    "PHILOX_FACTORS",
-    "PHILOX_KEY_STEPS",
-    "PHILOX_ROUNDS",
-    "dropout_add",
-    "dropout_add_at",
-    "dropout_add_backward",
-    "dropout_add_element",
-    "dropout_backward_dtype",
-    "dropped",
-    "is_random",
-    "keep_scale",
-    "keep_threshold",
-    "mask_at",
-    "mask_of_four",
-    "philox",
-    "row_major",
-    "word",
-]
-
 _WORD = 0xFFFFFFFF
 PHILOX_ROUNDS = 10
 PHILOX_FACTORS = 0xD2511F53, 0xCD9E8D57

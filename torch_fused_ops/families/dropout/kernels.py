@@ -32,8 +32,6 @@ from torch_fused_ops.kernels.activation import (
 )
 from torch_fused_ops.kernels.launching import Matrix, compute_type, matrix, tl, triton
 
-__all__ = ["dropout_add", "dropout_add_backward"]
-
 PHILOX_ROUNDS = tl.constexpr(formulas.PHILOX_ROUNDS)
 PHILOX_FACTORS = tl.constexpr(formulas.PHILOX_FACTORS)
 PHILOX_KEY_STEPS = tl.constexpr(formulas.PHILOX_KEY_STEPS)

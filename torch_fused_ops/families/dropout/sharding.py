@@ -16,8 +16,6 @@ from torch import Tensor
 
 from torch_fused_ops.distributed.sharding import RULES, Sharding
 
-__all__ = ["dropout_add_backward_by_shards", "dropout_add_by_shards", "shard_seed"]
-
 
 def _dropout_add(input: Any, bias: Any, residual: Any, seed: Any, p: float) -> list[Sharding]:
     from torch.distributed.tensor import Replicate, Shard

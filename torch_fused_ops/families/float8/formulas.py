@@ -23,28 +23,6 @@ from torch import Tensor
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.formulas import FP8
 
-__all__ = [
-    "DTYPES",
-    "FNUZ",
-    "FP8",
-    "block_of_columns",
-    "columns_of",
-    "dequantize",
-    "dtype_of",
-    "grouped_product",
-    "largest",
-    "padded",
-    "product",
-    "quantize",
-    "quantize_by",
-    "requantize",
-    "scales_shape",
-    "stored_columns",
-    "tiled",
-    "tiled_product",
-    "tiled_size",
-]
-
 FNUZ = torch.float8_e4m3fnuz
 DTYPES = (FP8, FNUZ)
 # float32 as integers: 448, float8_e4m3fn's largest, is 1.75·2⁸.

@@ -31,8 +31,8 @@ from torch.nn.functional import ScalingType, SwizzleType
 from torch_fused_ops import formulas
 from torch_fused_ops.declaration import OPERATORS, PointwiseOperator
 from torch_fused_ops.families.float8 import formulas as float8
-from torch_fused_ops.families.float8.formulas import FP8
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
+from torch_fused_ops.formulas import FP8
 from torch_fused_ops.kernels import launching
 from torch_fused_ops.kernels.activation import (
     _activate,
@@ -42,19 +42,6 @@ from torch_fused_ops.kernels.activation import (
     _input_grad,
 )
 from torch_fused_ops.kernels.launching import INT32_MAX, OPTIONS, blocks, matrix, power_of_2, tl, triton
-
-__all__ = [
-    "dequantize",
-    "gradients_quantized",
-    "launch_of",
-    "quantize",
-    "quantize_both",
-    "quantize_by",
-    "requantize",
-    "scaled_grouped_mm",
-    "scaled_mm",
-    "scaled_mm_tiled",
-]
 
 SIDE = tl.constexpr(BLOCK)
 STRIPS = tl.constexpr(8)

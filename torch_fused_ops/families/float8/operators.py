@@ -31,6 +31,7 @@ from torch_fused_ops.declaration import Signature, arguments_of, one_of, refuse
 from torch_fused_ops.families.float8 import formulas as float8
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK, RECIPES, Block, Recipe
 from torch_fused_ops.families.float8.sharding import multiples
+from torch_fused_ops.formulas import FP8
 from torch_fused_ops.operators import fp8_store
 from torch_fused_ops.operators.autograd import checked, define, register
 from torch_fused_ops.operators.batching import lead
@@ -38,8 +39,6 @@ from torch_fused_ops.operators.checks import DTYPES, refuse_dtype
 from torch_fused_ops.operators.flop_formulas import count, rows_times_columns
 from torch_fused_ops.operators.registration import imported
 from torch_fused_ops.settings.switches import is_without
-
-__all__ = ["DTYPES_OF_EXPERTS", "DTYPES_OF_PRODUCTS", "grouped_linear", "linear", "register_plain"]
 
 DTYPES_OF_PRODUCTS = (torch.bfloat16, torch.float16, torch.float32)
 DTYPES_OF_EXPERTS = (torch.bfloat16,)  # what torch's grouped products give
@@ -126,7 +125,7 @@ def _check_tiled_product(
     a: Tensor, a_tiles: Tensor, b: Tensor, b_tiles: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> None:
     for name, values, tiles in (("a", a, a_tiles), ("b", b, b_tiles)):
-        _check_matrix(name, values, float8.FP8)
+        _check_matrix(name, values, FP8)
         if tiles.dtype != torch.uint8:
             refuse_dtype(f"{name}_tiles", tiles, (torch.uint8,))
         rows, columns = values.shape

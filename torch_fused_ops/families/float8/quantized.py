@@ -23,8 +23,6 @@ from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 from torch_fused_ops.operators import eager
 from torch_fused_ops.operators.activation import FAMILY
 
-__all__ = ["QUANTIZED", "RESULTS"]
-
 # By operator: those that ``kernels.py`` has a kernel for.
 QUANTIZED: dict[PointwiseOperator, torch._ops.OpOverload] = {}
 RESULTS = 5  # of each gradient: values and scales along its rows, values and scales along its columns, sums

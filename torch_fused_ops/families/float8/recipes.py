@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["BLOCK", "MX_BLOCK", "RECIPES", "Block", "Recipe", "Scaling"]
-
 BLOCK = 128
 MX_BLOCK = 32
 

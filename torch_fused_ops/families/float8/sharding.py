@@ -15,8 +15,6 @@ from torch_fused_ops.distributed.sharding import RULES, Placements, Sharding
 from torch_fused_ops.families.float8.formulas import block_of_columns, columns_of
 from torch_fused_ops.families.float8.recipes import BLOCK, MX_BLOCK
 
-__all__ = ["multiples"]
-
 Shardings = list[Sharding]
 
 

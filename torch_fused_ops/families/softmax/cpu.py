@@ -17,8 +17,6 @@ from torch import Tensor
 from torch_fused_ops.families.softmax import formulas
 from torch_fused_ops.formulas import compute_dtype
 
-__all__ = ["scaled_masked_softmax", "scaled_masked_softmax_backward"]
-
 aten = torch.ops.aten
 
 # Up to which |score| rounding scale·x keeps the precision contract, and nothing need be taken off first. Float32: two

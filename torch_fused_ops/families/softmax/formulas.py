@@ -10,18 +10,6 @@ from torch import Tensor
 
 from torch_fused_ops.formulas import compute_dtype
 
-__all__ = [
-    "outside_window",
-    "scaled_masked_softmax",
-    "scaled_masked_softmax_backward",
-    "softmax_factor",
-    "softmax_input_grad",
-    "softmax_peak",
-    "softmax_sink_grad",
-    "split_scale",
-    "window_edges",
-]
-
 
 def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
     """(sign, size): a score is size · (sign · x), with sign −1, 0 or 1, and size above 0 and finite in ``dtype``.

@@ -40,8 +40,6 @@ from torch_fused_ops.kernels.launching import (
     unit,
 )
 
-__all__ = ["scaled_masked_softmax", "scaled_masked_softmax_backward"]
-
 LOG2E = tl.constexpr(activations.LOG2E)
 
 # ---- kernels -------------------------------------------------------------------------------------------------------
