@@ -243,7 +243,7 @@ def _keep_fp8(both: SavedTensors, node: Node) -> None:
     stored, scale = _stored(both.forward, node, exact)
     first = both.first_reader(node)
     low = both.keep_instead(node, [stored, scale])
-    load = _load_exactly if exact else functools.partial(reference.load_fp8, dtype=value.dtype)
+    load = (lambda x, scale: x * scale) if exact else functools.partial(reference.load_fp8, dtype=value.dtype)
     with both.backward.inserting_before(first):
         loaded = _inline(both.backward, load, *low)
     both.make_again(node, loaded, rounded=True)
@@ -253,17 +253,12 @@ def _stored(graph: Graph, node: Node, exact: bool) -> Sequence[Node]:
     """The nodes of ``reference.store_fp8`` of ``node``, in forward, which Inductor fuses with the activation."""
     readers = [user for user in node.users if user.target in OPERATOR and user.args[0] is node]
     halves = any(OPERATOR[reader.target].reads_halves(reader.args) for reader in readers)
-    store = _store_exactly if exact else functools.partial(reference.store_fp8, halves=halves)
+
+    def store(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x.clone(), torch.ones_like(x[..., :1])) if exact else reference.store_fp8(x, halves=halves)
+
     with graph.inserting_before(node.next):
         return _inline(graph, store, node)  # type: ignore[no-any-return]
-
-
-def _store_exactly(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.clone(), torch.ones_like(x[..., :1])
-
-
-def _load_exactly(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return x * scale
 
 
 def _inline(graph: Graph, fn: Callable[..., Any], *nodes: Node) -> Any:

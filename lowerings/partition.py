@@ -102,7 +102,9 @@ def partition(gm: GraphModule, joint_inputs: Any, *, free: bool, **kwargs: Any) 
         return graphs
 
     outputs = kwargs["num_fwd_outputs"]
-    backward = _backward(gm.graph, outputs)
+    tangents = [node for node in gm.graph.find_nodes(op="placeholder") if "tangents" in node.name]
+    # The nodes that depend on a tangent, and those that are returned as gradients.
+    backward = reached([*tangents, *(node for node in _returned(gm.graph)[outputs:] if isinstance(node, Node))])
     to_save = _copies_of_written(gm.graph, backward)
     for mark in MARKS:
         to_save += mark(gm.graph, backward, _returned(gm.graph)[:outputs])
@@ -123,12 +125,6 @@ def upstream(gm: GraphModule, joint_inputs: Any, *, budget: float | None = None,
 
 _TO_SAVE = "torch_fused_ops_to_save"
 _COPY = "torch_fused_ops_copy"
-
-
-def _backward(graph: Graph, outputs: int) -> set[Node]:
-    """The nodes of a joint graph that depend on a tangent, and those that it returns as gradients."""
-    tangents = [node for node in graph.find_nodes(op="placeholder") if "tangents" in node.name]
-    return reached([*tangents, *(node for node in _returned(graph)[outputs:] if isinstance(node, Node))])
 
 
 def reached(nodes: Iterable[Node]) -> set[Node]:
