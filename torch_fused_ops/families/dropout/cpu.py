@@ -59,8 +59,8 @@ def dropout_add(input: Tensor, bias: Tensor | None, residual: Tensor | None, see
     """residual + dropout(input + bias); see ``formulas.dropout_add``."""
     dtype = compute_dtype(input, bias, residual)
 
-    def compute(input: Tensor, *rest: Tensor | None) -> tuple[Tensor]:
-        return (formulas.dropout_add_element(input.to(dtype), *rest, p),)
+    def compute(input: Tensor, bias: Tensor | None, residual: Tensor | None, mask: Tensor | None) -> tuple[Tensor]:
+        return (formulas.dropout_add_element(input.to(dtype), bias, residual, mask, p),)
 
     tensors, kinds = (input, widened(dtype, bias), residual, _mask(input, seed, p)), ("data", "per_column", "data")
     out_dtype = (input if residual is None else residual).dtype
