@@ -49,7 +49,6 @@ def float8s() -> Iterator[tuple[Any, ...]]:
     values, scales = meta(4096, 8192, dtype=F8), meta(64, 4096, dtype=F32)
     yield float8.dequantize, values, scales, 1, BF16
     yield float8.requantize, values, scales
-    yield float8.tile_scales, meta(8, 256, dtype=F32)
 
 
 FAMILIES: dict[str, Callable[[], Iterator[tuple[Any, ...]]]] = {
