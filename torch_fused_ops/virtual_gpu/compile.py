@@ -249,22 +249,11 @@ class _Paper:
             emulation.constants_folded_on_cpu(),
             mock.patch.object(joint_graph, "lazy_init", lambda *args, **kwargs: None),
             mock.patch.object(post_grad, "lazy_init", lambda *args, **kwargs: None),
-            self.wrap(FakeTensorMode, "from_tensor", self.from_tensor),
-            self.wrap(compile_fx, "_recursive_joint_graph_passes", self.joint_graph_passes),
-            self.wrap(compile_fx, "partition_fn", self.partition),
+            emulation.patched_method(FakeTensorMode, "from_tensor", self.from_tensor),
+            emulation.patched_method(compile_fx, "_recursive_joint_graph_passes", self.joint_graph_passes),
+            emulation.patched_method(compile_fx, "partition_fn", self.partition),
         ):
             yield
-
-    @staticmethod
-    def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> Any:
-        """Patch `owner.name` with `wrapper`, called with the original first."""
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, *args, **kwargs)
-
-        return mock.patch.object(owner, name, wrapped)
 
     def from_tensor(self, original: Callable[..., Any], mode: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Make fake tensors on the CPU, whatever the tensor's own device is.
@@ -370,8 +359,7 @@ class _Paper:
             graph.freeze_runtime_asserts()
             stack.enter_context(V.set_graph_handler(graph))
             stack.enter_context(V.set_extern_kernel_nodes([]))
-            stack.enter_context(_recorded_kernels(kernel_nodes))
-            stack.enter_context(_marked_nodes(scheduled))
+            stack.enter_context(_noted_nodes(kernel_nodes, scheduled))
             graph.run(*inputs)
             context = TracingContext.try_get()
             if context is not None and context.output_strides is not None:
@@ -418,9 +406,16 @@ def _register_patterns() -> None:
 
 
 @contextlib.contextmanager
-def _recorded_kernels(kernel_nodes: dict[str, list[str]]) -> Iterator[None]:
-    """Note the scheduler nodes of each Triton kernel: kernel name to names of nodes, one list for all launches."""
+def _noted_nodes(kernel_nodes: dict[str, list[str]], scheduled: list[tuple[Any, int]]) -> Iterator[None]:
+    """Note the scheduler's nodes while their code is generated.
+
+    Args:
+        kernel_nodes: gets the names of each Triton kernel's nodes, one list for all launches.
+        scheduled: gets the nodes in the order of their code, which marks them, with the bytes that they move.
+    """
     from torch._inductor.codegen.triton import TritonScheduling
+    from torch._inductor.scheduler import Scheduler
+    from torch._inductor.virtualized import V
 
     def define_kernel(original: Callable[..., str], self: Any, source: str, nodes: Any, *args: Any) -> str:
         name = original(self, source, nodes, *args)
@@ -428,22 +423,15 @@ def _recorded_kernels(kernel_nodes: dict[str, list[str]]) -> Iterator[None]:
         names += [node.get_name() for node in nodes if hasattr(node, "get_name")]
         return name
 
-    with _Paper.wrap(TritonScheduling, "define_kernel", define_kernel):
-        yield
-
-
-@contextlib.contextmanager
-def _marked_nodes(scheduled: list[tuple[Any, int]]) -> Iterator[None]:
-    """Note the scheduler's nodes in the order of their code, with the bytes that they move, and mark them in it."""
-    from torch._inductor.scheduler import Scheduler
-    from torch._inductor.virtualized import V
-
     def enter_context(original: Callable[..., None], self: Any, node: Any) -> None:
         original(self, node)
         V.graph.wrapper_code.writeline(mark(len(scheduled)))
         scheduled.append((node, nbytes_moved(node)))
 
-    with _Paper.wrap(Scheduler, "enter_context", enter_context):
+    with (
+        emulation.patched_method(TritonScheduling, "define_kernel", define_kernel),
+        emulation.patched_method(Scheduler, "enter_context", enter_context),
+    ):
         yield
 
 

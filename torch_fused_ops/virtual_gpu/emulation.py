@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -24,6 +24,34 @@ from torch_fused_ops.graphs.target import emulated
 from .gpus import GPU, described
 
 aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def patched_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """Patch `owner.name` with `wrapper`, called with the original first."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    with mock.patch.object(owner, name, wrapped):
+        yield
+
+
+@contextlib.contextmanager
+def kernels_registered(kernels: Mapping[Any, Callable[..., Any]], key: str) -> Iterator[None]:
+    """Register kernels of operators for a dispatch key. Python's cache of the keys with kernels is cleared."""
+    torch_library: Any = torch.library
+    with contextlib.ExitStack() as stack:
+        libraries = {name: torch_library.Library(name, "IMPL") for name in {op.namespace for op in kernels}}
+        for op, kernel in kernels.items():
+            libraries[op.namespace].impl(op, kernel, key)
+            op._dispatch_cache.clear()
+            stack.callback(op._dispatch_cache.clear)
+        for library in libraries.values():
+            stack.callback(library._destroy)
+        yield
 
 
 @contextlib.contextmanager
@@ -62,55 +90,36 @@ def cuda_autocast() -> Iterator[None]:
         torch.set_autocast_enabled("cpu", torch.is_autocast_enabled("cuda"))
         torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
 
-    def restore() -> None:
-        torch.set_autocast_enabled("cpu", state[0])
-        torch.set_autocast_dtype("cpu", state[1])
+    def mirrored(original: Callable[..., Any], *args: Any) -> Any:
+        result = original(*args)
+        mirror()
+        return result
 
-    def mirrored(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def method(self: Any, *args: Any) -> Any:
-            result = original(self, *args)
-            mirror()
-            return result
-
-        return method
-
-    torch_library: Any = torch.library
-    library = torch_library.Library("aten", "IMPL")
-    overloads = []
+    kernels: dict[Any, Callable[..., Any]] = {}
     for names, kernel in ((FLOAT32, _float32_kernel), (FLOAT32_RESULT, _float32_result_kernel)):
         for name in names.split():
             packet, _, overload = name.partition(".")
             if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
                 continue  # the CPU's own list has it
             op = getattr(getattr(aten, packet), overload or "default")
-            library.impl(name, functools.partial(kernel, op), "AutocastCPU")
-            overloads.append(op)
-    libraries = [library]
+            kernels[op] = functools.partial(kernel, op)
     for full_name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"):
         op = torch._library.utils.lookup_op(full_name)
         cuda_kernel = op.py_kernels.get(torch._C.DispatchKey.AutocastCUDA)
         if cuda_kernel is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "AutocastCPU"):
-            libraries.append(torch_library.Library(op.namespace, "FRAGMENT"))
-            libraries[-1].impl(op, functools.partial(_python_kernel, cuda_kernel), "AutocastCPU")
-            overloads.append(op)
+            kernels[op] = functools.partial(_python_kernel, cuda_kernel)
     autocast = torch.amp.autocast_mode.autocast
-    with contextlib.ExitStack() as stack:
-        stack.callback(restore)
-        stack.callback(_forget_dispatch, overloads)
-        for registered in libraries:
-            stack.callback(registered._destroy)
-        _forget_dispatch(overloads)
-        for name in ("__enter__", "__exit__"):
-            stack.enter_context(mock.patch.object(autocast, name, mirrored(getattr(autocast, name))))
-        mirror()
-        yield
-
-
-def _forget_dispatch(overloads: list[Any]) -> None:
-    """Clear the Python dispatcher's cache of the keys that operators have kernels for."""
-    for overload in overloads:
-        overload._dispatch_cache.clear()
+    with (
+        kernels_registered(kernels, "AutocastCPU"),
+        patched_method(autocast, "__enter__", mirrored),
+        patched_method(autocast, "__exit__", mirrored),
+    ):
+        try:
+            mirror()
+            yield
+        finally:
+            torch.set_autocast_enabled("cpu", state[0])
+            torch.set_autocast_dtype("cpu", state[1])
 
 
 def _without_autocast() -> Any:
@@ -167,18 +176,9 @@ def _native_layer_norm(
     return original(input, normalized_shape, weight, bias, eps)[0], mean, rstd
 
 
-@contextlib.contextmanager
-def cuda_attention() -> Iterator[None]:
+def cuda_attention() -> contextlib.AbstractContextManager[None]:
     """Have `scaled_dot_product_attention` choose on CPU tensors among CUDA's kernels, by CUDA's conditions."""
-    torch_library: Any = torch.library
-    library = torch_library.Library("aten", "IMPL")
-    op = aten.scaled_dot_product_attention.default
-    with contextlib.ExitStack() as stack:
-        stack.callback(_forget_dispatch, [op])
-        stack.callback(library._destroy)
-        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
-        _forget_dispatch([op])
-        yield
+    return kernels_registered({aten.scaled_dot_product_attention.default: _attention}, "AutogradCPU")
 
 
 def _attention(
@@ -241,13 +241,10 @@ def cuda_rules() -> Iterator[None]:
     from torch import _meta_registrations
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    original = _meta_registrations.device_hint
+    def device_hint(original: Callable[..., str], tensor: Any) -> str:
+        return original(tensor).replace("cpu", "cuda")
 
-    def device_hint(tensor: Any) -> str:
-        device = original(tensor)
-        return "cuda" if device == "cpu" else device
-
-    with mock.patch.object(_meta_registrations, "device_hint", device_hint), contextlib.ExitStack() as stack:
+    with patched_method(_meta_registrations, "device_hint", device_hint), contextlib.ExitStack() as stack:
         stack.callback(FakeTensorMode.cache_clear)  # it remembers what shape functions answered, by device
         FakeTensorMode.cache_clear()
         yield
@@ -270,9 +267,7 @@ def guardless_tensors() -> Iterator[None]:
         ),
         "copy_": lambda self, source, non_blocking=False: aten.copy_.default(self, source, non_blocking),
     }
-    with contextlib.ExitStack() as stack:
-        for name, method in methods.items():
-            stack.enter_context(mock.patch.object(FakeTensor, name, method))
+    with mock.patch.multiple(FakeTensor, **methods):
         yield
 
 
@@ -290,18 +285,12 @@ def constants_folded_on_cpu() -> Iterator[None]:
     """Let Inductor fold uniform constants, with real tensors of one element, on the CPU instead of the device."""
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 
-    def on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            with _ConstantsOnCPU():  # type: ignore[no-untyped-call]
-                return original(*args, **kwargs)
+    def on_cpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with _ConstantsOnCPU():  # type: ignore[no-untyped-call]
+            return original(*args, **kwargs)
 
-        return method
-
-    with contextlib.ExitStack() as stack:
-        for name in ("__init__", "run"):
-            method = getattr(UniformValueConstantFolder, name)
-            stack.enter_context(mock.patch.object(UniformValueConstantFolder, name, on_cpu(method)))
+    folder = UniformValueConstantFolder
+    with patched_method(folder, "__init__", on_cpu), patched_method(folder, "run", on_cpu):
         yield
 
 
