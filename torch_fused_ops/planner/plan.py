@@ -242,7 +242,7 @@ def plan(
     from torch_fused_ops import lowerings
     from torch_fused_ops.planner import max_batch, search
     from torch_fused_ops.planner import model as models
-    from torch_fused_ops.planner.static_memory import OPTIMIZERS, check_whole, resident_tensors
+    from torch_fused_ops.planner.static_memory import OPTIMIZERS, check_shards, check_whole, resident_tensors
     from torch_fused_ops.planner.step import OFF, Step, parts_of
     from torch_fused_ops.virtual_gpu import gpus
 
@@ -268,15 +268,14 @@ def plan(
         return models.captured_model(model, *resized)
 
     captured = captured_at(size)
-    tensors = resident_tensors(model, captured.unit_of, captured.gets_gradient)
-    uncompiled = Step(captured.units, captured.mlps, {})
-    planner = _Planner(model, lambda: captured_at(size), captured, uncompiled, tensors, described, optimizer, levels)
-    planner = planner.over(dp)  # its errors come before minutes of compiling
+    check_shards(model, captured.unit_of, dp)  # its errors come before minutes of compiling
     parts = {}
     for level in (*levels, OFF) if captured.mlps else levels[:1]:
         log.info('compiling: every MLP at "%s"', level)
         parts[level] = parts_of(captured, described, FusionPolicy(memory=level))  # type: ignore[arg-type]
-    planner = replace(planner, measured=replace(uncompiled, parts=parts))
+    step = Step(captured.units, captured.mlps, parts)
+    tensors = resident_tensors(model, captured.unit_of, parts[levels[0]].trained.__contains__)
+    planner = _Planner(model, lambda: captured_at(size), captured, step, tensors, described, optimizer, levels, dp)
     result, resident = planner.within(limit), planner.resident
     if maximum is None:
         return result

@@ -82,12 +82,15 @@ def compile_on_paper(
     if not callable(fn) or isinstance(fn, type):
         got = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
         raise TypeError(f"fn: got {got}, expected a function or an nn.Module")
-    _check_budget(memory_budget)
     if gemm not in GEMM:
         raise ValueError(f"gemm: got {gemm!r}, expected one of {', '.join(map(repr, GEMM))}")
-    return _Paper(gpu, joint_passes, pre_grad_passes, memory_budget, {**GEMM[gemm], **(config or {})}).compile(
-        fn, inputs, kwargs, training, dynamic
-    )
+    settings = {
+        **GEMM[gemm],
+        **(config or {}),
+        **_append_passes("joint_custom_pre_pass", joint_passes),
+        **_append_passes("pre_grad_custom_pass", pre_grad_passes),
+    }
+    return _Paper(gpu, memory_budget, settings).compile(fn, inputs, kwargs, training, dynamic)
 
 
 def compile_graph_on_paper(
@@ -115,13 +118,7 @@ def compile_graph_on_paper(
         ValueError: when `memory_budget` is not in [0, 1], or a size depends on data, so that it is not known.
         TypeError: when an input is a tensor subclass, or neither a tensor nor a number.
     """
-    _check_budget(memory_budget)
-    return _Paper(gpu, (), (), memory_budget, config or {}).compile_graph(captured)
-
-
-def _check_budget(memory_budget: float | None) -> None:
-    if memory_budget is not None and not 0 <= memory_budget <= 1:
-        raise ValueError(f"memory_budget: got {memory_budget}, expected a number from 0 to 1")
+    return _Paper(gpu, memory_budget, config or {}).compile_graph(captured)
 
 
 class _Compiled(BaseException):
@@ -155,21 +152,14 @@ def _append_passes(slot: str, passes: Sequence[GraphPass]) -> dict[str, Any]:
 class _Paper:
     """One compilation without a device."""
 
-    def __init__(
-        self,
-        gpu: GPU,
-        joint_passes: Sequence[GraphPass],
-        pre_grad_passes: Sequence[GraphPass],
-        memory_budget: float | None,
-        config: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, gpu: GPU, memory_budget: float | None, config: Mapping[str, Any]) -> None:
+        if memory_budget is not None and not 0 <= memory_budget <= 1:
+            raise ValueError(f"memory_budget: got {memory_budget}, expected a number from 0 to 1")
         self.gpu = gpu
         self.inductor_config = {
             # measured on a device, which is missing
             "shape_padding": False,
             **config,
-            **_append_passes("joint_custom_pre_pass", joint_passes),
-            **_append_passes("pre_grad_custom_pass", pre_grad_passes),
             # no cache is read or written: `generate` replaces the one of graphs
             "fx_graph_cache": False,
             "autotune_local_cache": False,
