@@ -51,9 +51,8 @@ def bytes_of(memory: str | int) -> int:
     if size <= 0 or bare:
         why = "; plan chooses the levels itself" if is_level(memory) else ""
         why = f"; {memory.strip()} without a unit means bytes" if bare and isinstance(memory, str) else why
-        accepted = (
-            f'it must be a size such as "72GiB", "800MiB" or bytes, with one of {", ".join(filter(None, _UNITS))}'
-        )
+        units = ", ".join(filter(None, _UNITS))
+        accepted = f'it must be a size such as "72GiB", "800MiB" or bytes, with one of {units}'
         raise ValueError(f"memory={memory!r} is not accepted: {accepted}{why}")
     return size
 
@@ -77,9 +76,7 @@ class LevelRow:
 class LayerRow:
     """A layer of the model, or several equal ones with the same level. Bytes are of all these layers together."""
 
-    name: (
-        str  # its path, "model.layers.0", or "model.layers.0 to 15" for several. "(other)": the remainder of the model
-    )
+    name: str  # its path, "layers.0", or "layers.0 to 15" for several. "(other)": the remainder of the model
     count: int  # the number of layers
     level: str  # the memory level of its MLPs; "" if it has none
     parameters: int  # and buffers
