@@ -15,8 +15,10 @@ from torch import nn
 from torch_fused_ops.planner import search
 from torch_fused_ops.planner.model import captured_model
 from torch_fused_ops.planner.static_memory import resident_tensors
-from torch_fused_ops.policy import MEMORY
+from torch_fused_ops.planner.step import parts_of
+from torch_fused_ops.policy import MEMORY, FusionPolicy
 from torch_fused_ops.tools.cli import main
+from torch_fused_ops.virtual_gpu import H100
 
 pytest.importorskip("triton")
 transformers = pytest.importorskip("transformers")
@@ -115,7 +117,8 @@ def test_plans_train_the_parameters_that_get_gradients(name: str, checkpointing:
     model, args, kwargs = made(name, torch.float32, checkpointing)()
     torch._dynamo.reset()
     captured = captured_model(model, args, kwargs)
-    planned = resident_tensors(model, captured.unit_of, gets_gradient=captured.gets_gradient)
+    parts = parts_of(captured, H100, FusionPolicy(memory="off"))
+    planned = resident_tensors(model, captured.unit_of, gets_gradient=parts.trained.__contains__)
     model(*args, **kwargs).loss.backward()
     gradients = {name for name, p in model.named_parameters() if p.grad is not None}
     assert {tensor.name for tensor in planned if tensor.trained} == gradients

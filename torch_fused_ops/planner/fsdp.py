@@ -22,7 +22,7 @@ Parameters are cut along dimension 0 in equal pieces, the last one padded (``FSD
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch_fused_ops.planner.step import Piece, Segment
 
@@ -41,9 +41,6 @@ class FullyShard:
 
     dp: int
     groups: Mapping[str, Group]  # by layer; "": the root
-    _beside: dict[tuple[str, ...], list[tuple[int, int, int, int]]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
 
     def gathered(self, unit: str) -> int:
         """Bytes of a layer's whole parameters; of the flat buffer that they are gathered in; with padding."""
@@ -73,10 +70,7 @@ class FullyShard:
         forward = [unit for graph, unit, _ in step if graph == "forward" and unit]
         backward = [unit for graph, unit, _ in step if graph == "backward" and unit]
         alive = shards = 0  # additional bytes, shards of gradients minus whole ones included
-        key = *forward, "", *backward
-        if key not in self._beside:
-            self._beside[key] = [*self._forward(forward), *self._backward(backward)]
-        beside = self._beside[key]
+        beside = [*self._forward(forward), *self._backward(backward)]
         for i, ((graph, unit, segment), (start, during, end, after)) in enumerate(zip(step, beside, strict=True)):
             live = segment.points if each_call else (segment.peak,) if segment.points else ()
             points = (start, *(during + point for point in live), segment.net + end)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,48 +34,10 @@ class CapturedModel:
         captured = self.graphs[graph].graph
         return captured.paths[number] if captured else ""
 
-    def gets_gradient(self, path: str) -> bool:
-        """True if backward reaches a parameter of the whole model, by its path."""
-        return path in self._reached
-
-    @cached_property
-    def _reached(self) -> set[str]:
-        """The paths of the parameters that backward reaches."""
-        paths: set[str] = set()
-        for captured in self.graphs:
-            if captured.graph is None:
-                continue
-            graph, reached = captured.graph.gm.graph, set[int]()
-            memory: dict[torch.fx.Node, set[int]] = {}
-            for node in graph.nodes:
-                memory[node] = _memory(node, memory)
-            for node in reversed(graph.nodes):
-                if node.op == "output" or not reached.isdisjoint(memory[node]):
-                    reached.update(*(memory[source] for source in node.all_input_nodes))
-            parameters = zip(graph.find_nodes(op="placeholder"), captured.graph.paths, strict=True)
-            paths |= {path for node, path in parameters if path and not reached.isdisjoint(memory[node])}
-        return paths
-
     def unit_of(self, path: str) -> str:
         """The unit of a module; "" if it is in none."""
         layer = self.layers.get(path, "")
         return layer if layer in self.units else ""
-
-
-def _memory(node: torch.fx.Node, before: Mapping[torch.fx.Node, set[int]]) -> set[int]:
-    """The storages of a call's results that need gradients; of its arguments if it has no result, as ``x[0] = y``.
-
-    Args:
-        node: the call.
-        before: those of the calls before it.
-    """
-    results = [value for value in tree_leaves(node.meta.get("example_value")) if isinstance(value, Tensor)]
-    for i, value in enumerate(results):
-        while torch._C._functorch.is_functorch_wrapped_tensor(value):  # under vmap, it says nothing of gradients
-            value = results[i] = torch._C._functorch.get_unwrapped(value)
-    if not results:
-        return set().union(*(before[source] for source in node.all_input_nodes))
-    return _storages([value for value in results if value.requires_grad])
 
 
 class _Captured(BaseException):

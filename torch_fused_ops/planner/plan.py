@@ -51,9 +51,8 @@ def bytes_of(memory: str | int) -> int:
     if size <= 0 or bare:
         why = "; plan chooses the levels itself" if is_level(memory) else ""
         why = f"; {memory.strip()} without a unit means bytes" if bare and isinstance(memory, str) else why
-        accepted = (
-            f'it must be a size such as "72GiB", "800MiB" or bytes, with one of {", ".join(filter(None, _UNITS))}'
-        )
+        units = ", ".join(filter(None, _UNITS))
+        accepted = f'it must be a size such as "72GiB", "800MiB" or bytes, with one of {units}'
         raise ValueError(f"memory={memory!r} is not accepted: {accepted}{why}")
     return size
 
@@ -77,9 +76,7 @@ class LevelRow:
 class LayerRow:
     """A layer of the model, or several equal ones with the same level. Bytes are of all these layers together."""
 
-    name: (
-        str  # its path, "model.layers.0", or "model.layers.0 to 15" for several. "(other)": the remainder of the model
-    )
+    name: str  # its path, "layers.0", or "layers.0 to 15" for several. "(other)": the remainder of the model
     count: int  # the number of layers
     level: str  # the memory level of its MLPs; "" if it has none
     parameters: int  # and buffers
@@ -242,7 +239,7 @@ def plan(
     from torch_fused_ops import lowerings
     from torch_fused_ops.planner import max_batch, search
     from torch_fused_ops.planner import model as models
-    from torch_fused_ops.planner.static_memory import OPTIMIZERS, check_whole, resident_tensors
+    from torch_fused_ops.planner.static_memory import OPTIMIZERS, check_shards, check_whole, resident_tensors
     from torch_fused_ops.planner.step import OFF, Step, parts_of
     from torch_fused_ops.virtual_gpu import gpus
 
@@ -268,15 +265,14 @@ def plan(
         return models.captured_model(model, *resized)
 
     captured = captured_at(size)
-    tensors = resident_tensors(model, captured.unit_of, captured.gets_gradient)
-    uncompiled = Step(captured.units, captured.mlps, {})
-    planner = _Planner(model, lambda: captured_at(size), captured, uncompiled, tensors, described, optimizer, levels)
-    planner = planner.over(dp)  # its errors come before minutes of compiling
+    check_shards(model, captured.unit_of, dp)  # its errors come before minutes of compiling
     parts = {}
     for level in (*levels, OFF) if captured.mlps else levels[:1]:
         log.info('compiling: every MLP at "%s"', level)
         parts[level] = parts_of(captured, described, FusionPolicy(memory=level))  # type: ignore[arg-type]
-    planner = replace(planner, measured=replace(uncompiled, parts=parts))
+    step = Step(captured.units, captured.mlps, parts)
+    tensors = resident_tensors(model, captured.unit_of, parts[levels[0]].trained.__contains__)
+    planner = _Planner(model, lambda: captured_at(size), captured, step, tensors, described, optimizer, levels, dp)
     result, resident = planner.within(limit), planner.resident
     if maximum is None:
         return result

@@ -160,18 +160,6 @@ def page(plan: Plan) -> str:
         count = max(len(points) - 1, 1)
         return " ".join(f"{1000 * i / count:.1f},{height(point)}" for i, point in enumerate(points))
 
-    return template("planner/plan.html").render(
-        plan=plan,
-        headline=headline(plan),
-        cost=cost(plan),
-        communication=communication(plan),
-        chosen=chosen(plan),
-        duration=duration(plan.seconds),
-        sections=list(sections(plan)),
-        before=polyline(plan.off_curve),
-        after=polyline(plan.curve),
-        limit_at=height(plan.limit),
-        base=height(resident),
-        limit=size(plan.limit),
-        resident=size(resident),
+    return template("planner/plan.html", globals()).render(
+        plan=plan, resident=resident, height=height, polyline=polyline
     )

@@ -167,11 +167,9 @@ class Resident:
                 t = replace(t, shape=(math.ceil(t.shape[0] / dp), *t.shape[1:]))
             if t.trained:
                 trained.append(torch.empty(t.shape, dtype=t.dtype, device="meta"))
-            nbytes, gradient = t.nbytes, t.nbytes * t.trained
-            total, gradients = by_unit.get(t.unit, (0, 0))
-            by_unit[t.unit] = total + nbytes, gradients + gradient
-            group = groups.get(t.unit, Group())
-            groups[t.unit] = Group(group.shard + nbytes * t.is_parameter, group.gradients + gradient)
+            (total, gradients), group = by_unit.get(t.unit, (0, 0)), groups.get(t.unit, Group())
+            by_unit[t.unit] = total + t.nbytes, gradients + t.nbytes * t.trained
+            groups[t.unit] = Group(group.shard + t.nbytes * t.is_parameter, by_unit[t.unit][1])
         total, gradients = (sum(pair[i] for pair in by_unit.values()) for i in (0, 1))
         shards = FullyShard(dp, groups) if dp > 1 else None
         return cls(total, gradients, *optimizer_memory(optimizer, trained), by_unit, shards)

@@ -63,6 +63,7 @@ class Parts:
 
     entry: int  # bytes alive before it: its arguments
     pieces: tuple[Piece, ...]  # in execution order: before, in and after the units, for each graph
+    trained: frozenset[str] = frozenset()  # the paths of the parameters that get a gradient
 
     @cached_property
     def segments(self) -> Mapping[tuple[str, str], Segment]:
@@ -221,7 +222,7 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
         born = backward[moment - first] if moment >= first else ""
         owner_unit = model.unit_of(model.parameter(graph, number).rpartition(".")[0]) or BEHIND
         whole[max(born, owner_unit if owner_unit in order else "", key=order.__getitem__)] += nbytes
-    for owner, nbytes in whole.items():
+    for owner, nbytes in (+whole).items():
         segments[1][owner] = replace(segments[1].get(owner, Segment()), gradients=nbytes)
     pieces: list[Piece] = []
     limits = (timeline.entry, timeline.between, timeline.end)
@@ -232,7 +233,7 @@ def cut(timeline: Timeline, model: CapturedModel, seconds: Callable[[Event], flo
         pieces.append((kind, "", before))
         pieces += [(kind, unit, segment) for unit, segment in by_owner.items()]
         pieces.append((kind, "", replace(behind, net=behind.net + left)))
-    return Parts(timeline.entry, tuple(pieces))
+    return Parts(timeline.entry, tuple(pieces), frozenset(model.parameter(*key) for key in timeline.gradients))
 
 
 def _owners(moments: Sequence[Event], model: CapturedModel) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,20 +75,15 @@ def _loops_over_experts(frames: Sequence[tuple[str, int]]) -> bool:
     Such a class' forward is a wrapper from ``transformers.integrations.moe``; it wraps the class' own loop.
     """
     wrappers = getattr(sys.modules.get("transformers.integrations.moe"), "__file__", None)
-    return wrappers is not None and any(
-        first <= line <= last for file, line in frames for first, last in _wrapped_forwards(file, wrappers)
-    )
-
-
-def _wrapped_forwards(file: str, wrappers: str) -> Iterator[tuple[int, int]]:
-    """The first and last lines of the forwards in a file that a function of another file wraps."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "__file__", None) != file:
+    files = {file for file, _ in frames if wrappers is not None}
+    modules = [module for module in list(sys.modules.values()) if getattr(module, "__file__", None) in files]
+    for cls in [value for module in modules for value in vars(module).values() if isinstance(value, type)]:
+        forward = getattr(cls, "forward", None)
+        outer = getattr(forward, "__code__", None)
+        inner = getattr(getattr(forward, "__wrapped__", None), "__code__", None)
+        if outer is None or inner is None or outer.co_filename != wrappers:
             continue
-        for cls in list(vars(module).values()):
-            forward = getattr(cls, "forward", None) if isinstance(cls, type) else None
-            code = getattr(getattr(forward, "__wrapped__", None), "__code__", None)
-            outer = getattr(forward, "__code__", None)
-            if code is not None and outer is not None and outer.co_filename == wrappers and code.co_filename == file:
-                lines = [line for *_, line in code.co_lines() if line is not None]
-                yield code.co_firstlineno, max(lines)
+        last = max(line for *_, line in inner.co_lines() if line is not None)
+        if any(file == inner.co_filename and inner.co_firstlineno <= line <= last for file, line in frames):
+            return True
+    return False

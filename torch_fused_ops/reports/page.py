@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def page(report: Report, groups: Sequence[Group], unread: Sequence[Group]) -> str:
     """Render the report as HTML, with its sites and unread activations in groups. Text from the model is escaped."""
     mlps = [site for site in report.sites if site.is_mlp]
-    return template("reports/page.html", text).render(
+    return template("reports/page.html", vars(text)).render(
         report=report,
         figures=report.figures,
         mlps=len(mlps),
@@ -35,12 +35,12 @@ def page(report: Report, groups: Sequence[Group], unread: Sequence[Group]) -> st
     )
 
 
-def template(file: str, functions: Any = None) -> jinja2.Template:
+def template(file: str, functions: Mapping[str, Any]) -> jinja2.Template:
     """Load a page of this library's, a child of ``reports/base.html``. Its values are escaped.
 
     Args:
         file: its path in this package.
-        functions: a module whose functions the page calls.
+        functions: those that the page calls, by name.
     """
     import jinja2  # torch requires it
 
@@ -51,5 +51,5 @@ def template(file: str, functions: Any = None) -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(vars(functions) if functions else {})
+    environment.globals.update(functions)
     return environment.get_template(file)

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch_fused_ops.graphs.fusion_events import unobserved
+from torch_fused_ops.graphs.reasons import Kind
 from torch_fused_ops.graphs.sites import DROPOUT, Site
 from torch_fused_ops.policy import FusionPolicy, joined_paths, without_numbers
 from torch_fused_ops.reports.breaks import Break
@@ -225,19 +226,9 @@ class Report:
         A break's are those of ``Break``. Figures, if measured, are those of ``Figures``, with the totals ``before`` and
         ``after``; else null.
         """
-        report = {
-            "title": self.title,
-            "summary": self.summary,
-            "graphs": self.graphs,
-            "recompilations": self.recompilations,
-            "breaks": [asdict(graph_break) for graph_break in self.breaks],
-            "sites": [asdict(site) for site in self.sites],
-            "unread": [asdict(site) for site in self.unread],
-            "figures": self.figures.as_dict() if self.figures else None,
-            "figures_missing": self.figures_missing,
-            "notes": list(self.notes),
-        }
-        return json.dumps(report, indent=2, ensure_ascii=False, default=lambda kind: kind.name)
+        names = ("title", "summary", "graphs", "recompilations", "breaks", "sites", "unread", "figures")
+        report = {name: getattr(self, name) for name in (*names, "figures_missing", "notes")}
+        return json.dumps(report, indent=2, ensure_ascii=False, default=_plain)
 
     def to_html(self, path: str | Path) -> Path:
         """Write the report to ``path`` as one self-contained page; returns the path.
@@ -248,3 +239,10 @@ class Report:
         path = writable(f"path={str(path)!r}", path)
         path.write_text(page(self, grouped(self.sites), grouped(self.unread)), encoding="utf-8")
         return path
+
+
+def _plain(value: Any) -> object:
+    """Convert a report's value that JSON has no form for."""
+    if isinstance(value, Kind):
+        return value.name
+    return value.as_dict() if isinstance(value, Figures) else asdict(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,12 +83,15 @@ def compile_on_paper(
     if not callable(fn) or isinstance(fn, type):
         got = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
         raise TypeError(f"fn: got {got}, expected a function or an nn.Module")
-    _check_budget(memory_budget)
     if gemm not in GEMM:
         raise ValueError(f"gemm: got {gemm!r}, expected one of {', '.join(map(repr, GEMM))}")
-    return _Paper(gpu, joint_passes, pre_grad_passes, memory_budget, {**GEMM[gemm], **(config or {})}).compile(
-        fn, inputs, kwargs, training, dynamic
-    )
+    settings = {
+        **GEMM[gemm],
+        **(config or {}),
+        **_append_passes("joint_custom_pre_pass", joint_passes),
+        **_append_passes("pre_grad_custom_pass", pre_grad_passes),
+    }
+    return _Paper(gpu, memory_budget, settings).compile(fn, inputs, kwargs, training, dynamic)
 
 
 def compile_graph_on_paper(
@@ -115,13 +119,7 @@ def compile_graph_on_paper(
         ValueError: when `memory_budget` is not in [0, 1], or a size depends on data, so that it is not known.
         TypeError: when an input is a tensor subclass, or neither a tensor nor a number.
     """
-    _check_budget(memory_budget)
-    return _Paper(gpu, (), (), memory_budget, config or {}).compile_graph(captured)
-
-
-def _check_budget(memory_budget: float | None) -> None:
-    if memory_budget is not None and not 0 <= memory_budget <= 1:
-        raise ValueError(f"memory_budget: got {memory_budget}, expected a number from 0 to 1")
+    return _Paper(gpu, memory_budget, config or {}).compile_graph(captured)
 
 
 class _Compiled(BaseException):
@@ -155,21 +153,14 @@ def _append_passes(slot: str, passes: Sequence[GraphPass]) -> dict[str, Any]:
 class _Paper:
     """One compilation without a device."""
 
-    def __init__(
-        self,
-        gpu: GPU,
-        joint_passes: Sequence[GraphPass],
-        pre_grad_passes: Sequence[GraphPass],
-        memory_budget: float | None,
-        config: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, gpu: GPU, memory_budget: float | None, config: Mapping[str, Any]) -> None:
+        if memory_budget is not None and not 0 <= memory_budget <= 1:
+            raise ValueError(f"memory_budget: got {memory_budget}, expected a number from 0 to 1")
         self.gpu = gpu
         self.inductor_config = {
             # measured on a device, which is missing
             "shape_padding": False,
             **config,
-            **_append_passes("joint_custom_pre_pass", joint_passes),
-            **_append_passes("pre_grad_custom_pass", pre_grad_passes),
             # no cache is read or written: `generate` replaces the one of graphs
             "fx_graph_cache": False,
             "autotune_local_cache": False,
@@ -187,8 +178,7 @@ class _Paper:
         self.graphs: dict[str, GeneratedGraph] = {}
         self.saved: tuple[SavedTensor, ...] = ()
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
-        self.parameters: list[bool] = []
-        self.names: list[str] = []  # the program's arguments
+        self.arguments: list[tuple[bool, str]] = []  # of the program: a parameter or buffer or not, and its name
         self.saved_outputs: dict[str, int] = {}  # by the name of backward's input, the number of forward's output
         self.results = 0
         self.handed: tuple[int | None, ...] = ()
@@ -216,7 +206,8 @@ class _Paper:
 
         mode = FakeTensorMode(shape_env=ShapeEnv())
         with self.patched(), torch.set_grad_enabled(captured.training):
-            gm, inputs, self.parameters = concrete(captured, mode)
+            gm, inputs, parameters = concrete(captured, mode)
+            self.arguments = [(parameter, "") for parameter in parameters]
             autocast = torch.autocast("cuda", captured.autocast, enabled=captured.autocast is not None)
             with autocast, tracing(TracingContext(mode)):
                 self.compile_fx(gm, inputs)
@@ -294,8 +285,7 @@ class _Paper:
                 return context.fake_mode.from_tensor(value, static_shapes=True)
             return context.fake_mode.from_tensor(value, symbolic_context=symbolic, source=symbolic.tensor_source)
 
-        inputs = gm.graph.find_nodes(op="placeholder")
-        self.parameters, self.names = [is_parameter(node) for node in inputs], [node.name for node in inputs]
+        self.arguments = [(is_parameter(node), node.name) for node in gm.graph.find_nodes(op="placeholder")]
         self.compile_fx(gm, [fake(value) for value in example_inputs])
         raise _Compiled
 
@@ -316,7 +306,8 @@ class _Paper:
         forward, backward = original(gm, joint_inputs, **kwargs)
         self.results = kwargs["num_fwd_outputs"]
         outputs = forward.graph.output_node().args[0][self.results :]
-        origins = dict(zip(forward.graph.find_nodes(op="placeholder"), self.parameters, strict=False))
+        parameters = (parameter for parameter, _ in self.arguments)
+        origins = dict(zip(forward.graph.find_nodes(op="placeholder"), parameters, strict=False))
         self.saved = tuple(saved_tensor(node, origins) for node in outputs if is_tensor(node, "cuda"))
         # AOTAutograd passes saved values by position; forward's sizes, which come last, first. Names may differ.
         numbers = sorted(range(len(outputs)), key=lambda i: not is_number(outputs[i]))
@@ -334,11 +325,10 @@ class _Paper:
         from torch._inductor.virtualized import V
 
         is_backward, is_inference = kwargs.get("is_backward", False), kwargs.get("is_inference", False)
-        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         if is_backward:
-            self.handed = tuple(self.saved_outputs.get(name) for name in names)
+            placeholders = gm.graph.find_nodes(op="placeholder")
+            self.handed = tuple(self.saved_outputs.get(node.name) for node in placeholders)
             self.tangents = _differentiable_results()
-        parameters = [False] * len(names) if is_backward else [*self.parameters, *[False] * len(names)][: len(names)]
         scheduled: list[tuple[Any, int]] = []
         inputs = tree_map(functools.partial(emulation.on_gpu, V.fake_mode), list(example_inputs))
         kernel_nodes: dict[str, list[str]] = {}
@@ -368,8 +358,8 @@ class _Paper:
             code: str = getattr(generated, "value", generated)
             bytes_of = {node: nbytes_moved(node) for node in graph.scheduler.nodes}
         kind = "inference" if is_inference else "backward" if is_backward else "forward"
-        sources = [] if is_backward else self.names
-        arguments = list(map(graph_input, inputs, parameters, [*sources, *[""] * len(names)]))
+        described = itertools.chain([] if is_backward else self.arguments, itertools.repeat((False, "")))
+        arguments = [graph_input(value, *argument) for value, argument in zip(inputs, described, strict=False)]
         outputs: Any = gm.graph.output_node().args[0]
         results = self.results if kind == "forward" else len(outputs)
         self.graphs[kind] = generated_graph(code, gm, bytes_of, kernel_nodes, scheduled, arguments, results)

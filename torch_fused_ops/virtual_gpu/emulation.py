@@ -259,7 +259,7 @@ def guardless_tensors() -> Iterator[None]:
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
-    methods = {
+    methods: dict[str, Any] = {
         "__getitem__": _getitem,
         "__invert__": lambda self: aten.bitwise_not.default(self),
         "contiguous": lambda self, memory_format=torch.contiguous_format: aten.contiguous.default(

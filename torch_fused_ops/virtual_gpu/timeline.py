@@ -64,7 +64,7 @@ class Timeline:
         between: bytes alive between forward and backward: inputs, results, and saved tensors.
         end: bytes alive after the last call: inputs, results and gradients.
         gradients: parameters' gradients, by graph and number of its input: the number of the call for which the storage
-            was allocated, and its bytes. Gradients that share a storage count as the first one.
+            was allocated, and its bytes. Of gradients that share a storage the first has all bytes, the others 0.
     """
 
     events: tuple[Event, ...]
@@ -103,87 +103,74 @@ def timeline_of(
     Raises:
         ValueError: when a graph has an operator that does not run without data.
     """
-    return _Step(papers, links or {}, _Memory(device, launched)).run()
-
-
-class _Step:
-    """A step of training, or a call in inference, on meta tensors."""
-
-    def __init__(
-        self, papers: Sequence[PaperCompilation], links: Mapping[tuple[int, int], tuple[int, int]], memory: _Memory
-    ) -> None:
-        self.papers, self.links, self.memory = papers, links, memory
-
-    def run(self) -> Timeline:
-        last_reader = {
-            result: max(i for (i, _), read in self.links.items() if read == result) for result in self.links.values()
-        }
-        callers: list[Any] = []  # tensors that the caller holds: arguments and the last graph's results
-        results: dict[tuple[int, int], Any] = {}  # those that later graphs read
-        saved: list[list[Any]] = []
-        entry = 0
-        with self.memory:
-            for i, paper in enumerate(self.papers):
-                graph = paper.forward or paper.inference
-                assert graph is not None
-                inputs = []
-                for j, spec in enumerate(graph.inputs):
-                    if (i, j) in self.links:
-                        inputs.append(results[self.links[i, j]])
-                    else:
-                        inputs.append(self.memory.new(spec, counted=not spec.is_parameter))
-                        callers.append(inputs[-1])
-                entry = entry or self.memory.live
-                outputs = self._call(graph, "forward" if paper.forward else "inference", inputs)
-                for j, output in enumerate(outputs[: graph.results]):
-                    if (i, j) in last_reader:
-                        results[i, j] = output
-                    else:
-                        callers.append(output)
-                saved.append([None if j is None else outputs[j] for j in paper.handed])
-                del outputs, output
-                for result in [result for result in results if last_reader[result] <= i]:
-                    del results[result]
-            between = self.memory.live
-            tangents: dict[tuple[int, int], Any] = {}
-            born: dict[tuple[int, int], tuple[int, int]] = {}
-            for i, paper in reversed(list(enumerate(self.papers))):
-                if paper.backward is None:
+    links, memory = links or {}, _Memory(device, launched)
+    last_reader = {result: max(i for (i, _), read in links.items() if read == result) for result in links.values()}
+    callers: list[Any] = []  # tensors that the caller holds: arguments and the last graph's results
+    results: dict[tuple[int, int], Any] = {}  # those that later graphs read
+    saved: list[list[Any]] = []
+    entry = 0
+    with memory:
+        for i, paper in enumerate(papers):
+            graph = paper.forward or paper.inference
+            assert graph is not None
+            inputs = []
+            for j, spec in enumerate(graph.inputs):
+                if (i, j) in links:
+                    inputs.append(results[links[i, j]])
+                else:
+                    inputs.append(memory.new(spec, counted=not spec.is_parameter))
+                    callers.append(inputs[-1])
+            entry = entry or memory.live
+            outputs = _call(memory, graph, "forward" if paper.forward else "inference", inputs)
+            for j, output in enumerate(outputs[: graph.results]):
+                if (i, j) in last_reader:
+                    results[i, j] = output
+                else:
+                    callers.append(output)
+            saved.append([None if j is None else outputs[j] for j in paper.handed])
+            del outputs, output
+            for result in [result for result in results if last_reader[result] <= i]:
+                del results[result]
+        between = memory.live
+        tangents: dict[tuple[int, int], Any] = {}
+        born: dict[tuple[int, int], tuple[int, int]] = {}
+        for i, paper in reversed(list(enumerate(papers))):
+            if paper.backward is None:
+                continue
+            inputs, tensors, positions = [], saved.pop(), iter(paper.tangents)
+            for j, spec in enumerate(paper.backward.inputs):
+                if paper.handed[j] is not None:
+                    inputs.append(tensors[j])
                     continue
-                inputs, tensors, positions = [], saved.pop(), iter(paper.tangents)
-                for j, spec in enumerate(paper.backward.inputs):
-                    if paper.handed[j] is not None:
-                        inputs.append(tensors[j])
-                        continue
-                    tangent = tangents.pop((i, next(positions, -1)), None)
-                    inputs.append(self.memory.new(spec, counted=True) if tangent is None else tangent)
-                    del tangent
-                del tensors
-                gradients = self._call(paper.backward, "backward", inputs)
-                trained = (
-                    {j for j, spec in enumerate(paper.forward.inputs) if spec.is_parameter} if paper.forward else ()
-                )
-                born |= {(i, j): birth for j, birth in self.memory.born(gradients) if j in trained}
-                for j, gradient in enumerate(gradients):
-                    if (i, j) not in self.links:
-                        callers.append(gradient)
-                    elif self.links[i, j] not in tangents:  # else it is added to that one
-                        tangents[self.links[i, j]] = gradient
-                del gradients, gradient
-            end = self.memory.live
-        return Timeline(self.memory.finished(), entry, between, end, born)
+                tangent = tangents.pop((i, next(positions, -1)), None)
+                inputs.append(memory.new(spec, counted=True) if tangent is None else tangent)
+                del tangent
+            del tensors
+            gradients = _call(memory, paper.backward, "backward", inputs)
+            trained = {j for j, spec in enumerate(paper.forward.inputs) if spec.is_parameter} if paper.forward else ()
+            born |= {(i, j): birth for j, birth in memory.born(gradients).items() if j in trained}
+            for j, gradient in enumerate(gradients):
+                if (i, j) not in links:
+                    callers.append(gradient)
+                elif links[i, j] not in tangents:  # else it is added to that one
+                    tangents[links[i, j]] = gradient
+            del gradients, gradient
+        end = memory.live
+    return Timeline(memory.finished(), entry, between, end, born)
 
-    def _call(self, graph: GeneratedGraph, kind: str, inputs: list[Any]) -> list[Any]:
-        self.memory.begin(kind, graph.scheduled)
-        boxed = list(inputs)
-        inputs.clear()
-        call = _call_of(graph.marked_code, self.memory)
-        try:
-            return list(call(boxed))
-        except RuntimeError as error:  # no kernel for meta tensors, or a value is asked for
-            raise ValueError(f"the {kind} graph cannot run without data: {str(error).splitlines()[0]}") from error
-        finally:
-            self.memory.finish()
+
+def _call(memory: _Memory, graph: GeneratedGraph, kind: str, inputs: list[Any]) -> list[Any]:
+    """Call a generated graph, which frees its inputs."""
+    memory.begin(kind, graph.scheduled)
+    boxed = list(inputs)
+    inputs.clear()
+    call = _call_of(graph.marked_code, memory)
+    try:
+        return list(call(boxed))
+    except RuntimeError as error:  # no kernel for meta tensors, or a value is asked for
+        raise ValueError(f"the {kind} graph cannot run without data: {str(error).splitlines()[0]}") from error
+    finally:
+        memory.finish()
 
 
 class Storages(TorchDispatchMode):
@@ -333,14 +320,17 @@ class _Memory(Storages):
         waiting = itertools.accumulate(change)
         return tuple(replace(event, waiting=nbytes) for event, nbytes in zip(self.events, waiting, strict=False))
 
-    def born(self, gradients: Sequence[Any]) -> list[tuple[int, tuple[int, int]]]:
-        """The number of each gradient, the call for which its storage was allocated, and the storage's bytes, once."""
-        births: dict[int, tuple[int, tuple[int, int]]] = {}
+    def born(self, gradients: Sequence[Any]) -> dict[int, tuple[int, int]]:
+        """By the number of a gradient, the call for which its storage was allocated, and the storage's bytes, once."""
+        births: dict[int, tuple[int, int]] = {}
+        counted: set[int] = set()
         for j, gradient in enumerate(gradients):
             if isinstance(gradient, Tensor):
                 storage = gradient.untyped_storage()
-                births.setdefault(storage._cdata, (j, (self.known.get(storage._cdata, 0), storage.nbytes())))
-        return list(births.values())
+                nbytes = 0 if storage._cdata in counted else storage.nbytes()
+                births[j] = self.known.get(storage._cdata, 0), nbytes
+                counted.add(storage._cdata)
+        return births
 
     def finish(self) -> None:
         if self.call:
